@@ -1,0 +1,35 @@
+# `make help` lists what there is.
+SHELL := bash
+.SHELLFLAGS := -euo pipefail -c
+export PATH := $(CURDIR)/launch/bin:$(CURDIR)/.venv/bin:$(PATH)
+export VIRTUAL_ENV := $(CURDIR)/.venv
+.DEFAULT_GOAL := help
+.PHONY: help setup train test lint format clean
+
+help: ## this list
+	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
+
+setup: ## makes .venv with everything in it; nothing to do the second time
+	@launch/setup
+
+train: setup ## one file, two engines: trains ds_configs/zero3.json with DeepSpeed and with Horovod and compares the two
+	python -m dsframe.data.fetch fashion-mnist
+	deepspeed --num_gpus=2 -m dsframe.train --config zero3.json --run-dir runs/deepspeed
+	horovodrun -np 2 python -m dsframe.train --config zero3.json --run-dir runs/horovod
+	dsframe compare runs/deepspeed runs/horovod
+
+test: lint ## lint, then every test
+	python -m pytest
+
+lint: setup ## format, style and types
+	ruff format --check .
+	ruff check .
+	mypy
+
+format: setup ## rewrites the sources as `make lint` wants them
+	ruff format .
+	ruff check --fix .
+
+clean: ## takes away everything that setup, tests and runs have made here, but not your runs
+	rm -rf .venv .setup .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist
+	find . -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -1,0 +1,301 @@
+"""Runs real jobs from tests: with a hard time limit, every rank's stack when it strikes, and without remains.
+
+    finished = run_ranks(deepspeed(2, ["-m", "dsframe.train", "--config", "zero1.json"]), timeout_seconds=120, cwd=folder)
+    finished.check()                      # raises with the whole output unless the job exited with 0
+    assert "loss" in finished.stdout
+
+Every process of a run carries the environment variable DSFRAME_TEST_ID, which survives setsid, double forks and
+launchers: what still carries it after the run is an orphan, is ended, and fails the test. Nothing else is touched.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import shlex
+import signal
+import socket
+import subprocess
+import sys
+import tempfile
+import time
+import uuid
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+REPOSITORY = Path(__file__).resolve().parent.parent
+BIN = Path(sys.executable).parent
+MARK = "DSFRAME_TEST_ID"
+SHARED_MEMORY = Path("/dev/shm")
+
+
+@dataclass(frozen=True)
+class Finished:
+    """What a run left: a negative `returncode` is the signal that ended the first process."""
+
+    command: tuple[str, ...]
+    returncode: int
+    stdout: str
+    stderr: str
+    seconds: float
+
+    @property
+    def output(self) -> str:
+        return self.stdout + self.stderr
+
+    def check(self) -> Finished:
+        """Returns itself when the run exited with 0, otherwise raises AssertionError with its whole output."""
+        if self.returncode != 0:
+            raise AssertionError(f"exit code {self.returncode}\n{self}")
+        return self
+
+    def __str__(self) -> str:
+        return (
+            f"$ {shlex.join(self.command)}   ({self.seconds:.1f} s, exit code {self.returncode})\n"
+            f"--- stdout ---\n{self.stdout}\n--- stderr ---\n{self.stderr}"
+        )
+
+
+class Running:
+    """A run under way, as `while_running` sees it."""
+
+    def __init__(self, process: subprocess.Popen[bytes], mark: str, stdout: Path) -> None:
+        self.process = process
+        self.mark = mark
+        self._stdout = stdout
+
+    @property
+    def stdout(self) -> str:
+        """What has been written so far."""
+        return self._stdout.read_text(encoding="utf-8", errors="replace")
+
+    def processes(self) -> list[psutil.Process]:
+        """Every living process of the run, the launcher's included."""
+        return marked(self.mark)
+
+    def ranks(self) -> dict[int, psutil.Process]:
+        """The training processes by rank: those that a launcher gave a rank which their parent does not have."""
+        found: dict[int, psutil.Process] = {}
+        for process in self.processes():
+            with contextlib.suppress(psutil.Error):
+                parent = process.parent()
+                rank = _rank(process.environ())
+                if rank is not None and (parent is None or _rank(_environment(parent)) is None):
+                    found[rank] = process
+        return found
+
+    def wait_for(self, condition: Callable[[], object], *, timeout_seconds: float, what: str) -> None:
+        """Polls `condition` until it is true; raises AssertionError when the run ends or the time is over first."""
+        limit = time.monotonic() + timeout_seconds
+        while not condition():
+            if self.process.poll() is not None:
+                raise AssertionError(f"the run ended with {self.process.returncode} before {what}\n{self.stdout}")
+            if time.monotonic() > limit:
+                raise AssertionError(f"{timeout_seconds:.0f} s passed before {what}\n{self.stdout}")
+            time.sleep(0.05)
+
+
+def run_ranks(
+    command: Sequence[str],
+    *,
+    timeout_seconds: float,
+    cwd: Path | str = REPOSITORY,
+    env: Mapping[str, str | None] | None = None,
+    settle_seconds: float = 5.0,
+    while_running: Callable[[Running], None] | None = None,
+) -> Finished:
+    """Runs `command` to its end in a session of its own and returns what it wrote.
+
+    env: added to a copy of this process's environment; None takes a variable out.
+    settle_seconds: how long after the first process has ended the others may live on.
+    while_running: called once, in this thread, while the run is under way (to send it a signal, say).
+
+    Raises AssertionError, after it has ended every process of the run, when the run takes longer than
+    `timeout_seconds` (the message holds the Python stack of each of its processes), when processes are left over, or
+    when files of DeepSpeed are left in /dev/shm.
+    """
+    mark = uuid.uuid4().hex
+    started = time.monotonic()
+    with tempfile.TemporaryDirectory(prefix="dsframe-run-") as folder:
+        out, err = Path(folder, "stdout"), Path(folder, "stderr")
+        with out.open("wb") as out_file, err.open("wb") as err_file:
+            process = subprocess.Popen(
+                list(command),
+                cwd=cwd,
+                env=environment(mark, env),
+                stdin=subprocess.DEVNULL,
+                stdout=out_file,
+                stderr=err_file,
+                start_new_session=True,
+            )
+        remains: list[str] = []
+        stacks = ""
+        try:
+            if while_running is not None:
+                while_running(Running(process, mark, out))
+            process.wait(timeout=max(0.0, started + timeout_seconds - time.monotonic()))
+            remains = _orphans(mark, settle_seconds)
+        except subprocess.TimeoutExpired:
+            stacks = _stacks(marked(mark))
+        finally:
+            end(mark)
+            process.wait()
+            leaked = _remove_buffers(command)
+        finished = Finished(
+            tuple(command),
+            process.returncode,
+            out.read_text(encoding="utf-8", errors="replace"),
+            err.read_text(encoding="utf-8", errors="replace"),
+            time.monotonic() - started,
+        )
+    if stacks:
+        raise AssertionError(f"still running after {timeout_seconds:.0f} s\n{finished}\n--- stacks ---\n{stacks}")
+    if remains:
+        raise AssertionError(f"left over {settle_seconds:.0f} s after the end: {'; '.join(remains)}\n{finished}")
+    if leaked:
+        raise AssertionError(f"left in {SHARED_MEMORY}: {', '.join(leaked)}\n{finished}")
+    return finished
+
+
+def deepspeed(processes: int, arguments: Iterable[str], *, port: int | None = None) -> list[str]:
+    """The command line of a run under DeepSpeed's launcher, by launch/bin/deepspeed."""
+    return ["deepspeed", f"--num_gpus={processes}", f"--master_port={port or free_port()}", *arguments]
+
+
+def horovodrun(processes: int, arguments: Iterable[str]) -> list[str]:
+    """The command line of a run under Horovod's launcher; `arguments` are what follows `python`."""
+    return ["horovodrun", "-np", str(processes), "python", *arguments]
+
+
+def torchrun(processes: int, arguments: Iterable[str], *, port: int | None = None) -> list[str]:
+    """The command line of a run under torchrun."""
+    return ["torchrun", f"--nproc-per-node={processes}", f"--master-port={port or free_port()}", *arguments]
+
+
+def python(arguments: Iterable[str]) -> list[str]:
+    """The command line of a run without a launcher."""
+    return ["python", *arguments]
+
+
+def free_port() -> int:
+    """A TCP port of this machine that nothing listens on now."""
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port: int = probe.getsockname()[1]
+        return port
+
+
+def environment(mark: str, changes: Mapping[str, str | None] | None = None) -> dict[str, str]:
+    """The environment of a run: this one, without what a launcher or CI may have left in it, and with `changes`."""
+    variables = {name: value for name, value in os.environ.items() if not _LAUNCHER_VARIABLES.match(name)}
+    variables |= {
+        MARK: mark,
+        "PATH": os.pathsep.join([str(REPOSITORY / "launch" / "bin"), str(BIN), variables.get("PATH", os.defpath)]),
+        "OMP_NUM_THREADS": "1",
+        "PYTHONFAULTHANDLER": "1",  # SIGABRT then prints the stacks where py-spy may not look
+        "PYTHONUTF8": "1",
+        "LC_ALL": "C.UTF-8",
+        "MASTER_PORT": str(free_port()),
+        # Compiled operators are kept from test to test, but not shared with another virtual environment: DeepSpeed's
+        # build files name the environment's path, so two that share a folder rebuild each other's operators.
+        "TORCH_EXTENSIONS_DIR": variables.get("TORCH_EXTENSIONS_DIR", str(REPOSITORY / ".setup" / "torch_extensions")),
+    }
+    for name, value in (changes or {}).items():
+        if value is None:
+            variables.pop(name, None)
+        else:
+            variables[name] = value
+    return variables
+
+
+def marked(mark: str) -> list[psutil.Process]:
+    """Every living process that carries `mark` in its environment, except this one."""
+    found = []
+    for process in psutil.process_iter():
+        if process.pid != os.getpid() and _environment(process).get(MARK) == mark:
+            with contextlib.suppress(psutil.Error):
+                if process.status() != psutil.STATUS_ZOMBIE:
+                    found.append(process)
+    return found
+
+
+def end(mark: str) -> None:
+    """Kills every process that carries `mark`, and those that they start meanwhile."""
+    while living := marked(mark):
+        for process in living:
+            with contextlib.suppress(psutil.Error):
+                process.kill()
+        psutil.wait_procs(living, timeout=1.0)
+
+
+_LAUNCHER_VARIABLES = re.compile(
+    r"(RANK|LOCAL_RANK|WORLD_SIZE|LOCAL_SIZE|LOCAL_WORLD_SIZE|CROSS_RANK|CROSS_SIZE|GROUP_RANK|MASTER_ADDR|MASTER_PORT)$"
+    r"|(HOROVOD|OMPI_|PMI_|PMIX_|SLURM_|TORCHELASTIC_)"
+)
+_RANK_VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
+
+
+def _rank(variables: Mapping[str, str]) -> int | None:
+    return next((int(variables[name]) for name in _RANK_VARIABLES if name in variables), None)
+
+
+def _environment(process: psutil.Process) -> dict[str, str]:
+    try:
+        return process.environ()
+    except (psutil.Error, OSError):  # gone meanwhile, a zombie, or another user's
+        return {}
+
+
+def _orphans(mark: str, settle_seconds: float) -> list[str]:
+    limit = time.monotonic() + settle_seconds
+    while (living := marked(mark)) and time.monotonic() < limit:
+        time.sleep(0.1)
+    described = []
+    for process in living:
+        with contextlib.suppress(psutil.Error):
+            described.append(f"{process.pid} ({shlex.join(process.cmdline())[:200]})")
+    return described
+
+
+def _stacks(processes: Iterable[psutil.Process]) -> str:
+    """The Python stack of each process, by py-spy, or by its own fault handler where py-spy may not look."""
+    shown = []
+    for process in processes:
+        with contextlib.suppress(psutil.Error):
+            if "python" not in Path(process.exe()).name:
+                continue
+            rank = _rank(_environment(process))
+            dump = _py_spy(process.pid)
+            if dump is None:
+                process.send_signal(signal.SIGABRT)
+                time.sleep(0.5)
+                dump = "(py-spy could not read it: see stderr for what its fault handler printed)"
+            shown.append(f"rank {rank if rank is not None else '-'}: {dump.strip()}")
+    return "\n\n".join(shown) or "(no Python process)"
+
+
+def _py_spy(pid: int) -> str | None:
+    try:
+        dumped = subprocess.run(
+            [BIN / "py-spy", "dump", "--nonblocking", "--pid", str(pid)],
+            capture_output=True,
+            text=True,
+            timeout=15,
+            check=False,
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return dumped.stdout if dumped.returncode == 0 else None
+
+
+def _remove_buffers(command: Sequence[str]) -> list[str]:
+    """Removes the buffers in shared memory that DeepSpeed left under the run's own port, and names them."""
+    ports = re.findall(r"--master[_-]port[= ](\d+)", " ".join(command))
+    leaked = [path for port in ports for path in SHARED_MEMORY.glob(f"deepspeed_allreduce_buffer_*_{port}_*")]
+    for path in leaked:
+        path.unlink(missing_ok=True)
+    return [path.name for path in leaked]
