@@ -1,0 +1,98 @@
+"""Readers of data-set files. Each checks what it reads and names the file in its DataError."""
+
+from __future__ import annotations
+
+import gzip
+import io
+import pickle
+import zlib
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsframe.errors import DataError
+
+
+def read_bytes(path: Path) -> bytes:
+    """The file's content, decompressed if the name ends in ``.gz``."""
+    try:
+        return gzip.decompress(path.read_bytes()) if path.suffix == ".gz" else path.read_bytes()
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: truncated or damaged ({error}); delete it and fetch it again") from error
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def read_idx(path: Path) -> Tensor:
+    """An array of bytes in the idx format of MNIST (magic number, the sizes, all big endian, then the data)."""
+    content = read_bytes(path)
+    if len(content) < 4 or content[:3] != b"\0\0\x08":
+        raise DataError(f"{path}: not an idx file of bytes (it starts with {content[:4].hex(' ') or 'nothing'})")
+    dimensions = content[3]
+    header = 4 + 4 * dimensions
+    shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, header, 4)]
+    expected = header + int(np.prod(shape, dtype=np.int64))
+    if len(content) != expected:
+        raise DataError(
+            f"{path}: truncated or damaged: its header makes it {' x '.join(map(str, shape))}, {expected:,} bytes, "
+            f"but it has {len(content):,}; delete it and fetch it again"
+        )
+    # The copy makes the array writable, which torch asks for.
+    return torch.from_numpy(np.frombuffer(content, np.uint8, offset=header).reshape(shape).copy())
+
+
+_CIFAR_RECORD = 1 + 3 * 32 * 32
+_CIFAR_IMAGES = 10_000
+
+
+def read_cifar(folder: Path, files: list[str]) -> tuple[Tensor, Tensor]:
+    """CIFAR-10 batches: uint8 ``[N, 3, 32, 32]`` and labels, from the binary (``.bin``) or the Python version."""
+    images, labels = [], []
+    for name in files:
+        path = folder / name
+        if path.suffix == ".bin":
+            content = read_bytes(path)
+            if len(content) != _CIFAR_RECORD * _CIFAR_IMAGES:
+                raise DataError(
+                    f"{path}: truncated or damaged: {len(content):,} bytes instead of {_CIFAR_RECORD * _CIFAR_IMAGES:,}"
+                )
+            records = np.frombuffer(content, np.uint8).reshape(_CIFAR_IMAGES, _CIFAR_RECORD)
+            pixels, classes = records[:, 1:], records[:, 0]
+        else:
+            batch = _unpickle_arrays(path)
+            try:
+                pixels, classes = np.asarray(batch[b"data"]), np.asarray(batch[b"labels"])
+            except (KeyError, TypeError) as error:
+                raise DataError(f"{path}: not a CIFAR-10 batch (no {error})") from error
+            if pixels.dtype != np.uint8 or pixels.shape != (len(classes), _CIFAR_RECORD - 1):
+                raise DataError(f"{path}: not a CIFAR-10 batch: data are {pixels.dtype} {list(pixels.shape)}")
+        images.append(torch.from_numpy(pixels.copy()).view(-1, 3, 32, 32))
+        labels.append(torch.from_numpy(classes.astype(np.int64)))
+    return torch.cat(images), torch.cat(labels)
+
+
+class _ArraysOnly(pickle.Unpickler):
+    """Loads plain containers and NumPy arrays; refuses every other class and function, so that no code can run."""
+
+    ALLOWED = frozenset({("_reconstruct", "multiarray"), ("ndarray", "numpy"), ("dtype", "numpy")})
+
+    def find_class(self, module: str, name: str) -> Any:
+        if module.split(".")[0] == "numpy" and (name, module.split(".")[-1]) in self.ALLOWED:
+            # NumPy 2 moved numpy.core to numpy._core; old files name the old place.
+            return super().find_class(module.replace("numpy.core", "numpy._core") if _NUMPY_2 else module, name)
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a data file has no business with")
+
+
+_NUMPY_2 = int(np.__version__.split(".")[0]) >= 2
+
+
+def _unpickle_arrays(path: Path) -> Any:
+    try:
+        return _ArraysOnly(io.BytesIO(read_bytes(path)), encoding="bytes").load()
+    except DataError:
+        raise
+    except Exception as error:  # a damaged pickle can raise almost anything
+        raise DataError(f"{path}: damaged, or not a CIFAR-10 batch: {error}") from error

@@ -1,0 +1,229 @@
+"""From data sets to batches on a device, for one rank.
+
+:func:`as_source` accepts what a task returns: a :class:`~dsframe.data.source.Source` or a map-style torch ``Dataset``.
+:class:`Loader` gives this rank's micro-batches of every step; :class:`EvaluationLoader` every sample exactly once.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any, TypeVar
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_map
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+
+from dsframe.data.sampler import Part, Sampler, evaluation_rows
+from dsframe.data.source import Batch, Source, TensorSource, draws
+from dsframe.errors import DataError
+
+_ITEM = 0x6974656D  # the stream of draws that seeds the random generators before dataset[i]
+
+Item = TypeVar("Item")
+
+
+def as_source(data: Any, seed: int) -> Source:
+    """``data`` itself if it is a source; a map-style torch ``Dataset`` of ``(input, target)`` pairs wrapped as one.
+
+    Before ``dataset[i]`` the generators of torch, NumPy and ``random`` are seeded from ``(seed, epoch, i)``, so that
+    random transforms give a sample the same look on every rank, in every worker and after every restart.
+
+    Raises DataError for an ``IterableDataset`` (it has no indices to shuffle, share or resume by) and anything else.
+    """
+    if isinstance(data, IterableDataset):
+        raise DataError(
+            f"{type(data).__name__} is an IterableDataset: it cannot be shuffled, shared among ranks and resumed "
+            "exactly; give a map-style Dataset (__len__ and __getitem__) or a dsframe.data.Source"
+        )
+    if type(data) is TensorDataset and len(data.tensors) == 2:
+        return TensorSource(*data.tensors)
+    if isinstance(data, Source):
+        return data
+    if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
+        return DatasetSource(data, seed)
+    raise DataError(f"{type(data).__name__} is neither a map-style torch Dataset nor a dsframe.data.Source")
+
+
+class DatasetSource:
+    """A map-style torch ``Dataset`` as a source: ``dataset[i]`` one by one, then torch's ``default_collate``."""
+
+    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
+        self.dataset, self.seed = dataset, seed
+
+    def __len__(self) -> int:
+        return len(self.dataset)  # type: ignore[arg-type]  # Dataset promises no length, a map-style one has it
+
+    def batch(self, indices: Tensor, epoch: int) -> Batch:
+        before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+        try:
+            items = [self.item(epoch, index) for index in indices.tolist()]
+        finally:  # training's own generators, which dropout uses, go on as if nothing had happened
+            torch.set_rng_state(before[0])
+            np.random.set_state(before[1])
+            random.setstate(before[2])
+        return collate(items)
+
+    def item(self, epoch: int, index: int) -> Any:
+        """Sample ``index`` in ``epoch``. Leaves the global random generators seeded from the two."""
+        bits = int(draws(self.seed, epoch, torch.tensor(index), _ITEM)) & 0x7FFF_FFFF_FFFF_FFFF
+        torch.default_generator.manual_seed(bits)
+        np.random.seed(bits & 0xFFFF_FFFF)
+        random.seed(bits)
+        return self.dataset[index]
+
+
+def collate(items: list[Any]) -> Batch:
+    """One batch of ``(input, target)`` pairs. Raises DataError for items that are not pairs."""
+    if not (isinstance(items[0], (tuple, list)) and len(items[0]) == 2):
+        raise DataError(f"a data set must give (input, target) pairs; got {type(items[0]).__name__}")
+    inputs, targets = default_collate(items)
+    return inputs, targets
+
+
+class _Keyed(Dataset[Any]):
+    """What a worker process runs: samples by ``(epoch, index)``."""
+
+    def __init__(self, source: DatasetSource) -> None:
+        self.source = source
+
+    def __getitem__(self, key: tuple[int, int]) -> Any:
+        return self.source.item(*key)
+
+
+class _Fetcher:
+    """Turns parts of a batch into batches on a device, ahead of time where that helps."""
+
+    def __init__(self, source: Source, device: torch.device, workers: int) -> None:
+        self.source, self.device, self.workers = source, device, workers
+
+    def __call__(self, requests: Iterable[list[Part]]) -> Iterator[Batch]:
+        if self.workers and isinstance(self.source, DatasetSource):
+            keys = ([(epoch, index) for epoch, rows in parts for index in rows.tolist()] for parts in requests)
+            batches: Iterator[Batch] = iter(
+                DataLoader(
+                    _Keyed(self.source),
+                    batch_sampler=keys,  # any iterable of lists of keys will do
+                    num_workers=self.workers,
+                    collate_fn=collate,
+                )
+            )
+        else:
+            batches = (self._fetch(parts) for parts in requests)
+        if self.device.type == "cpu":
+            return batches
+        return _one_ahead(batches, self._to_device)
+
+    def _fetch(self, parts: list[Part]) -> Batch:
+        batches = [self.source.batch(rows, epoch) for epoch, rows in parts]
+        if len(batches) == 1:
+            return batches[0]
+        inputs, targets = tree_map(lambda *rows: torch.cat(rows), *batches)
+        return inputs, targets
+
+    def _to_device(self, batch: Batch) -> Batch:
+        def move(leaf: Any) -> Any:
+            if not isinstance(leaf, Tensor) or leaf.device == self.device:
+                return leaf
+            # Pinned memory is what makes the copy asynchronous; torch keeps it alive until the copy is done.
+            return (leaf.pin_memory() if self.device.type == "cuda" else leaf).to(self.device, non_blocking=True)
+
+        inputs, targets = tree_map(move, batch)
+        return inputs, targets
+
+
+def _one_ahead(items: Iterator[Item], start: Callable[[Item], Item]) -> Iterator[Item]:
+    """``map(start, items)``, but each item is started before the one ahead of it is handed out."""
+    held: list[Item] = []
+    for item in items:
+        held.append(start(item))
+        if len(held) == 2:
+            yield held.pop(0)
+    yield from held
+
+
+class Loader:
+    """The training micro-batches of one data-parallel rank.
+
+    ``data``: a Source or a map-style torch Dataset of ``(input, target)`` pairs. ``workers``: processes that read a
+    torch Dataset; sources in memory are read in place, which is faster. Batches arrive on ``device``.
+
+    Raises DataError: no samples, fewer samples than one global batch, or data that cannot be read by index.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        seed: int,
+        micro_batch_size: int,
+        accumulation_steps: int = 1,
+        rank: int = 0,
+        ranks: int = 1,
+        drop_last: bool = False,
+        device: torch.device | str = "cpu",
+        workers: int = 0,
+    ) -> None:
+        self.source = as_source(data, seed)
+        self.micro_batch_size, self.accumulation_steps = micro_batch_size, accumulation_steps
+        self.rank, self.ranks = rank, ranks
+        self.sampler = Sampler(
+            len(self.source), micro_batch_size * accumulation_steps * ranks, seed, drop_last=drop_last
+        )
+        self._fetch = _Fetcher(self.source, torch.device(device), workers)
+
+    def stream(self, first_step: int = 0, last_step: int | None = None) -> Iterator[Batch]:
+        """Micro-batches from step ``first_step`` on, ``accumulation_steps`` per step, in order.
+
+        Ends before ``last_step``, or never. One stream for the whole run lets workers and copies run ahead
+        across steps.
+        """
+        return self._fetch(self._requests(first_step, last_step))
+
+    def micro_batches(self, step: int) -> Iterator[Batch]:
+        """Exactly the ``accumulation_steps`` micro-batches of ``step``: ``stream(step, step + 1)``."""
+        return self.stream(step, step + 1)
+
+    def _requests(self, first_step: int, last_step: int | None) -> Iterator[list[Part]]:
+        step = first_step
+        while last_step is None or step < last_step:
+            for micro in range(self.accumulation_steps):
+                yield self.sampler.micro_batch(step, micro, self.rank, self.ranks, self.micro_batch_size)
+            step += 1
+
+
+class EvaluationLoader:
+    """The evaluation batches of one rank; iterating gives ``(batch, valid)`` anew each time.
+
+    Every rank gets the same number of batches of ``micro_batch_size`` rows. Only the first ``valid`` rows of a batch
+    count (0 is possible): over all ranks every sample counts exactly once.
+    """
+
+    def __init__(
+        self,
+        data: Any,
+        *,
+        seed: int,
+        micro_batch_size: int,
+        rank: int = 0,
+        ranks: int = 1,
+        device: torch.device | str = "cpu",
+        workers: int = 0,
+    ) -> None:
+        self.source = as_source(data, seed)
+        self._split = (len(self.source), rank, ranks, micro_batch_size)
+        self._fetch = _Fetcher(self.source, torch.device(device), workers)
+        if len(self.source) == 0:
+            raise DataError("the evaluation data set is empty")
+
+    def __len__(self) -> int:
+        """Number of batches, the same on every rank."""
+        samples, _, ranks, size = self._split
+        return -(-samples // (ranks * size))
+
+    def __iter__(self) -> Iterator[tuple[Batch, int]]:
+        batches = self._fetch([(0, indices)] for indices, _ in evaluation_rows(*self._split))
+        valid = (count for _, count in evaluation_rows(*self._split))
+        return zip(batches, valid, strict=True)

@@ -1,0 +1,115 @@
+"""Which samples make up which batch: pure functions of the seed, the epoch and the step.
+
+The stream of samples is one permutation per epoch after another. It is cut into global batches first and only then
+shared among ranks and micro-batches, so that the global batch of a step holds the same samples for every number of
+processes and every accumulation. There is no state: the step number alone says where training stands.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+
+from dsframe.data.source import draws
+from dsframe.errors import DataError
+
+Part = tuple[int, Tensor]
+"""``(epoch, indices)``: int64 sample indices that belong to one epoch."""
+
+_PERMUTATION = 0x7065726D  # a stream of draws of its own, so that order and augmentation are independent
+
+
+def permutation(samples: int, seed: int, epoch: int) -> Tensor:
+    """The order of ``range(samples)`` in ``epoch``: int64 ``[samples]``.
+
+    The samples sorted by 64 hashed bits each, ties in index order. Integer arithmetic and a stable sort: the same on
+    every platform and version of torch, which ``torch.randperm`` and NumPy's generators do not promise.
+    Takes about 0.1 us and 24 bytes per sample, once per epoch.
+    """
+    return torch.argsort(draws(seed, epoch, torch.arange(samples), _PERMUTATION), stable=True)
+
+
+class Sampler:
+    """Cuts the stream of training samples into global batches.
+
+    By default nothing is dropped: global batch ``k`` is ``stream[k * global_batch_size :][:global_batch_size]`` and may
+    reach over the end of an epoch. With ``drop_last`` each epoch is ``samples // global_batch_size`` whole batches.
+
+    Raises DataError when there are no samples or fewer than one global batch.
+    """
+
+    def __init__(self, samples: int, global_batch_size: int, seed: int, *, drop_last: bool = False) -> None:
+        if samples == 0:
+            raise DataError("the training data set is empty")
+        if global_batch_size > samples:
+            raise DataError(
+                f"one global batch takes {global_batch_size:,} samples, but the training data set has only "
+                f"{samples:,}; lower train_batch_size to {samples} or less"
+            )
+        self.samples, self.global_batch_size, self.seed, self.drop_last = samples, global_batch_size, seed, drop_last
+        self._orders: OrderedDict[int, Tensor] = OrderedDict()
+
+    def total_steps(self, epochs: int) -> int:
+        """Steps until every sample has been used ``epochs`` times (``drop_last``: until the last whole batch).
+
+        The last step may already take its last few samples from the epoch after: batches are never cut short.
+        """
+        if self.drop_last:
+            return epochs * (self.samples // self.global_batch_size)
+        return -(-epochs * self.samples // self.global_batch_size)
+
+    def epoch_end_steps(self, epochs: int) -> list[int]:
+        """For each of the first ``epochs`` epochs, the number of steps after which it is complete."""
+        return [self.total_steps(epoch + 1) for epoch in range(epochs)]
+
+    def epoch(self, step: int) -> float:
+        """How many epochs have been seen after ``step`` steps; not a whole number in the middle of one."""
+        if self.drop_last:
+            return step / (self.samples // self.global_batch_size)
+        return step * self.global_batch_size / self.samples
+
+    def global_batch(self, step: int) -> list[Part]:
+        """The samples of step ``step`` (from 0), in order; in two parts where an epoch ends inside the batch."""
+        return self._rows(step, 0, self.global_batch_size)
+
+    def micro_batch(self, step: int, micro: int, rank: int, ranks: int, size: int) -> list[Part]:
+        """The ``size`` samples that ``rank`` (of ``ranks``) takes as its micro-batch number ``micro`` of ``step``."""
+        return self._rows(step, (micro * ranks + rank) * size, size)
+
+    def _rows(self, step: int, first: int, count: int) -> list[Part]:
+        if self.drop_last:
+            epoch, batch = divmod(step, self.samples // self.global_batch_size)
+            start = batch * self.global_batch_size + first
+        else:
+            epoch, start = divmod(step * self.global_batch_size + first, self.samples)
+        parts = []
+        while count:
+            indices = self._order(epoch)[start : start + count]
+            if len(indices):
+                parts.append((epoch, indices))
+            count -= len(indices)
+            epoch, start = epoch + 1, 0
+        return parts
+
+    def _order(self, epoch: int) -> Tensor:
+        if epoch not in self._orders:
+            self._orders[epoch] = permutation(self.samples, self.seed, epoch)
+            while len(self._orders) > 2:  # a batch reaches over the end of at most one epoch
+                self._orders.popitem(last=False)
+        return self._orders[epoch]
+
+
+def evaluation_rows(samples: int, rank: int, ranks: int, size: int) -> Iterator[tuple[Tensor, int]]:
+    """The evaluation batches of ``rank``: ``(indices, valid)``, ``indices`` int64 ``[size]``.
+
+    Every rank gets the same number of equally large batches, because evaluation is collective; the first ``valid`` rows
+    of each count (0 is possible) and the rest repeat the last sample. Over all ranks every sample counts exactly once.
+    """
+    if samples == 0:
+        raise DataError("the evaluation data set is empty")
+    for start in range(0, samples, ranks * size):
+        first = start + rank * size
+        yield torch.arange(first, first + size).clamp_(max=samples - 1), min(max(samples - first, 0), size)

@@ -1,0 +1,170 @@
+"""Where samples come from: the ``Source`` protocol, random draws that belong to a sample, and arrays in memory.
+
+A source hands out whole batches. What is random about a sample (its crop, its flip) is a pure function of
+``(seed, epoch, sample index)``: the sample looks the same whichever rank reads it, in whatever batch, after
+any restart.
+"""
+
+from __future__ import annotations
+
+from typing import Any, Protocol, TypeAlias, runtime_checkable
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dsframe.errors import DataError
+
+Batch: TypeAlias = tuple[Any, Any]
+"""``(inputs, targets)``: each a tensor or any nesting of tensors whose first dimension is the sample."""
+
+
+@runtime_checkable
+class Source(Protocol):
+    """Samples numbered from 0, fetched a batch at a time."""
+
+    def __len__(self) -> int:
+        """Number of samples."""
+        ...
+
+    def batch(self, indices: Tensor, epoch: int) -> Batch:
+        """The samples ``indices`` (int64, shape ``[n]``, on the CPU) as they look in ``epoch``.
+
+        The result may depend on nothing but ``(index, epoch)`` of each row and on what the source was built with;
+        for randomness use :func:`draws`.
+        """
+        ...
+
+
+# Constants of the splitmix64 generator (Steele, Lea, Flood 2014), as signed 64-bit integers because torch has no uint64
+# arithmetic. Multiplication wraps in two's complement, which is the same bits as unsigned.
+_GOLDEN = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+_MASK = (1 << 64) - 1
+
+
+def _signed(value: int) -> int:
+    value &= _MASK
+    return value - (1 << 64) if value >> 63 else value
+
+
+_GOLDEN_S, _MIX_1_S, _MIX_2_S = _signed(_GOLDEN), _signed(_MIX_1), _signed(_MIX_2)
+
+
+def _mix(value: int) -> int:
+    """splitmix64's finaliser on a Python integer."""
+    value &= _MASK
+    value = (value ^ value >> 30) * _MIX_1 & _MASK
+    value = (value ^ value >> 27) * _MIX_2 & _MASK
+    return value ^ value >> 31
+
+
+def draws(seed: int, epoch: int, indices: Tensor, stream: int = 0) -> Tensor:
+    """64 random bits for each of ``indices``: int64, same shape and device.
+
+    Counter-based (splitmix64 of the index, keyed by the rest): no state, so any process can ask for any sample.
+    Another ``stream`` gives bits independent of the first. Integer arithmetic only: the same on every platform, device
+    and version.
+    """
+    key = _mix(_mix(_mix(seed + _GOLDEN) + epoch + _GOLDEN) + stream + _GOLDEN)
+    bits = indices * _GOLDEN_S + _signed(key)
+    # torch shifts signed integers arithmetically: mask away the copies of the sign bit.
+    bits = (bits ^ (bits >> 30 & (1 << 34) - 1)) * _MIX_1_S
+    bits = (bits ^ (bits >> 27 & (1 << 37) - 1)) * _MIX_2_S
+    return bits ^ (bits >> 31 & (1 << 33) - 1)
+
+
+class TensorSource:
+    """Tensors in memory, one row per sample: the fast path for ``torch.utils.data.TensorDataset``."""
+
+    def __init__(self, inputs: Any, targets: Any) -> None:
+        lengths = {len(leaf) for leaf in tree_leaves((inputs, targets))}
+        if len(lengths) != 1:
+            raise DataError(f"inputs and targets must have the same number of rows; they have {sorted(lengths)}")
+        self._data = (inputs, targets)
+        self._length = lengths.pop()
+
+    def __len__(self) -> int:
+        return self._length
+
+    def batch(self, indices: Tensor, epoch: int) -> Batch:
+        inputs, targets = self._data
+        return (
+            tree_map(lambda rows: rows.index_select(0, indices), inputs),
+            tree_map(lambda rows: rows.index_select(0, indices), targets),
+        )
+
+
+class ImageSource:
+    """Images in memory as uint8, normalised and augmented a whole batch at a time.
+
+    ``images``: uint8 ``[N, channels, height, width]``. ``labels``: int64 ``[N]``, each in ``[0, classes)``.
+    A batch is float32 ``[n, channels, height, width]``, ``(pixel / 255 - mean) / std`` per channel, and int64 ``[n]``.
+
+    Augmentation, one draw per sample and epoch: a crop of the original size out of the image with ``padding`` pixels of
+    black (0 before normalisation) on every side, then with ``flip`` a mirror image with probability 1/2. It is what
+    torchvision's ``RandomCrop(size, padding)`` and ``RandomHorizontalFlip()`` do, image by image.
+    """
+
+    def __init__(
+        self,
+        images: Tensor,
+        labels: Tensor,
+        *,
+        classes: int,
+        mean: tuple[float, ...],
+        std: tuple[float, ...],
+        padding: int = 0,
+        flip: bool = False,
+        seed: int = 0,
+    ) -> None:
+        if images.dtype != torch.uint8 or images.ndim != 4:
+            raise DataError(
+                f"images must be uint8 of shape [N, channels, height, width]; got {images.dtype} {list(images.shape)}"
+            )
+        if labels.shape != images.shape[:1]:
+            raise DataError(f"{len(images)} images, but labels of shape {list(labels.shape)}")
+        channels = images.shape[1]
+        if not channels == len(mean) == len(std):
+            raise DataError(f"{channels} channels, but {len(mean)} means and {len(std)} standard deviations")
+        check_labels(labels, classes)
+        self._images = images.contiguous()
+        self._labels = labels.long()
+        # One multiplication and one addition do all of the normalisation.
+        self._scale = (1 / (255 * torch.tensor(std, dtype=torch.float64))).float().view(-1, 1, 1)
+        self._shift = (-torch.tensor(mean, dtype=torch.float64) / torch.tensor(std)).float().view(-1, 1, 1)
+        self._padding, self._flip, self._seed = padding, flip, seed
+
+    def __len__(self) -> int:
+        return len(self._images)
+
+    def batch(self, indices: Tensor, epoch: int) -> Batch:
+        images = self._images.index_select(0, indices)
+        if self._padding or self._flip:
+            images = self._augmented(images, draws(self._seed, epoch, indices))
+        return (images * self._scale).add_(self._shift), self._labels.index_select(0, indices)
+
+    def _augmented(self, images: Tensor, bits: Tensor) -> Tensor:
+        if self._padding:
+            count, channels, height, width = images.shape
+            offsets = 2 * self._padding + 1
+            # 24 bits each, scaled to 0 .. offsets-1: no value is favoured by more than offsets / 2**24.
+            top = (bits & 0xFFFFFF) * offsets >> 24
+            left = (bits >> 24 & 0xFFFFFF) * offsets >> 24
+            padded = torch.nn.functional.pad(images, (self._padding,) * 4)
+            by_sample, by_channel, by_row, _ = padded.stride()
+            # Every possible crop as a view, without a copy: [n, offsets, offsets, channels, height, width].
+            crops = padded.as_strided(
+                (count, offsets, offsets, channels, height, width), (by_sample, by_row, 1, by_channel, by_row, 1)
+            )
+            images = crops[torch.arange(count), top, left]
+        if self._flip:
+            images = torch.where((bits < 0).view(-1, 1, 1, 1), images.flip(-1), images)  # the sign is the topmost bit
+        return images
+
+
+def check_labels(labels: Tensor, classes: int) -> None:
+    """Raises DataError when a label is not in ``[0, classes)``."""
+    if len(labels) and not 0 <= (low := int(labels.min())) <= (high := int(labels.max())) < classes:
+        raise DataError(f"labels run from {low} to {high}, but there are {classes} classes (0 to {classes - 1})")

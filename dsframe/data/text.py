@@ -1,0 +1,160 @@
+"""Text as bytes: corpora in memory-mapped files, and the windows of them that a language model trains on."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import shutil
+import sysconfig
+import tempfile
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsframe.data.source import Batch, draws
+from dsframe.data.vision import default_data_dir
+from dsframe.errors import DataError
+
+_STDLIB_BYTES = 8 << 20  # enough for hours of a small model; the whole library is about twice that
+_SYNTHETIC_BYTES = 1 << 20
+_EVALUATION_BYTES = 1 << 16  # so that evaluation takes seconds, not a share of training
+
+
+class TextSource:
+    """Windows of ``context`` bytes; the target of each byte is the byte after it.
+
+    ``tokens``: uint8 ``[bytes]``. A batch is two int64 ``[n, context]``. The windows tile the text, so an epoch reads
+    each byte once; with ``shifted`` the tiles start at another byte each epoch (a draw of the seed and the epoch).
+    """
+
+    def __init__(self, tokens: Tensor, context: int, *, seed: int = 0, shifted: bool = False) -> None:
+        self._tokens, self._context, self._seed, self._shifted = tokens, context, seed, shifted
+        self._steps = torch.arange(context + 1)
+        # The last target lies one byte behind the last window; a shift takes up to context - 1 bytes more.
+        self._length = (len(tokens) - (context if shifted else 1)) // context
+        if self._length < 1:
+            raise DataError(f"the text has {len(tokens):,} bytes, too few for one window of {context}")
+
+    def __len__(self) -> int:
+        return self._length
+
+    def batch(self, indices: Tensor, epoch: int) -> Batch:
+        shift = 0
+        if self._shifted:
+            shift = (int(draws(self._seed, epoch, torch.tensor(0))) & 0x7FFF_FFFF) % self._context
+        window = self._tokens[(indices * self._context + shift)[:, None] + self._steps].long()
+        return window[:, :-1], window[:, 1:]
+
+
+def sources(
+    corpus: str, data_dir: str | None, context: int, samples: int | None, seed: int
+) -> tuple[TextSource, TextSource]:
+    """Training and evaluation windows of ``corpus``: ``stdlib``, ``synthetic``, or a path or glob of text files.
+
+    The last twentieth of the text, at most 64 KiB, is held out. ``samples`` keeps only the first windows for training.
+    Raises DataError.
+    """
+    tokens = synthetic(_SYNTHETIC_BYTES) if corpus == "synthetic" else read_corpus(corpus, data_dir)
+    held_out = min(len(tokens) // 20, _EVALUATION_BYTES)
+    training, evaluation = tokens[: len(tokens) - held_out], tokens[len(tokens) - held_out :]
+    try:
+        if samples is not None:
+            training = training[: samples * context + context]
+        return TextSource(training, context, seed=seed, shifted=True), TextSource(evaluation, context)
+    except DataError as error:
+        raise DataError(f"corpus {corpus}: {error} (a twentieth of it is held out for evaluation)") from error
+
+
+def read_corpus(corpus: str, data_dir: str | None) -> Tensor:
+    """The text's bytes, uint8 ``[bytes]``, memory mapped: processes on one machine share one copy of it.
+
+    One file is mapped as it is. Several are joined, in the order of their names, in a cache file under ``data_dir``,
+    made again when a file changes.
+    """
+    files = stdlib_files() if corpus == "stdlib" else _matching(corpus)
+    limit = _STDLIB_BYTES if corpus == "stdlib" else None
+    if len(files) == 1 and limit is None:
+        return _mapped(files[0], files[0].stat().st_size)
+    facts = [(str(file), status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]]
+    total = sum(size for _, size, _ in facts)
+    size = total if limit is None else min(total, limit)
+    key = hashlib.sha256(repr((facts, size)).encode()).hexdigest()[:16]
+    root = Path(data_dir).expanduser() if data_dir else default_data_dir()
+    cache = root / "corpora" / f"{'stdlib' if corpus == 'stdlib' else 'text'}-{key}.bytes"
+    if not (cache.is_file() and cache.stat().st_size == size):
+        _write(cache, files, size)
+    return _mapped(cache, size)
+
+
+def stdlib_files() -> list[Path]:
+    """The sources of Python's standard library, without its tests, in a fixed order."""
+    root = Path(sysconfig.get_path("stdlib", vars={"base": sysconfig.get_config_var("installed_base")}))
+    skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
+    files = [file for file in root.rglob("*.py") if skipped.isdisjoint(file.relative_to(root).parts)]
+    if not files:
+        raise DataError(f"corpus stdlib: no Python sources under {root}; name text files of your own as the corpus")
+    return sorted(files, key=lambda file: file.relative_to(root).as_posix())
+
+
+def _matching(pattern: str) -> list[Path]:
+    expanded = os.path.expanduser(pattern)  # noqa: PTH111  # a glob is not a path
+    if Path(expanded).is_dir():
+        raise DataError(f'corpus {pattern}: a folder; name its files, for example "{pattern.rstrip("/")}/**/*.txt"')
+    files = sorted(Path(name) for name in glob.glob(expanded, recursive=True))  # noqa: PTH207  # absolute patterns too
+    files = [file for file in files if file.is_file()]
+    if not files:
+        raise DataError(f"corpus {pattern}: no such file (searched from {Path.cwd()})")
+    return files
+
+
+def _write(cache: Path, files: Iterable[Path], size: int) -> None:
+    """Joins ``files`` into ``cache``, cut at ``size`` bytes.
+
+    Any number of processes may do so at once: each writes a file of its own, and renaming is atomic.
+    """
+    try:
+        cache.parent.mkdir(parents=True, exist_ok=True)
+        with tempfile.NamedTemporaryFile(dir=cache.parent, prefix=cache.name, delete=False) as out:
+            try:
+                for file in files:
+                    with file.open("rb") as text:
+                        shutil.copyfileobj(text, out)
+                out.truncate(size)
+                out.flush()
+                os.replace(out.name, cache)  # noqa: PTH105  # the name is a string
+            except BaseException:
+                os.unlink(out.name)  # noqa: PTH108
+                raise
+    except OSError as error:
+        raise DataError(f"cannot write {cache} ({error.strerror}); set data_dir or $DSFRAME_DATA") from error
+
+
+def _mapped(path: Path, size: int) -> Tensor:
+    if size == 0:
+        raise DataError(f"{path}: empty")
+    try:
+        # Copy-on-write, because torch warns of arrays that cannot be written to.
+        return torch.from_numpy(np.memmap(path, np.uint8, mode="c", shape=(size,)))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from error
+
+
+def synthetic(size: int) -> Tensor:
+    """``size`` bytes of made-up words, a few of them frequent: quick to learn, the same everywhere."""
+    generator = torch.Generator().manual_seed(1)
+    lengths = torch.randint(2, 9, (512,), generator=generator).tolist()
+    words = [bytes(torch.randint(97, 123, (n,), generator=generator).tolist()) + b" " for n in lengths]
+    choice = (torch.rand(size // 3, generator=generator) ** 3 * len(words)).long().tolist()
+    return torch.from_numpy(np.frombuffer(b"".join(_take(words, choice, size)), np.uint8)[:size].copy())
+
+
+def _take(words: list[bytes], choice: list[int], size: int) -> Iterator[bytes]:
+    for index in choice:
+        if size <= 0:
+            return
+        size -= len(words[index])
+        yield words[index]

@@ -1,0 +1,190 @@
+"""The image data sets that a file can name: what they are, where they lie, how they are read."""
+
+from __future__ import annotations
+
+import os
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor
+from torch.utils.data import Subset
+
+from dsframe.data import folder
+from dsframe.data.files import read_cifar, read_idx
+from dsframe.data.source import ImageSource
+from dsframe.errors import DataError
+
+
+@dataclass(frozen=True)
+class Images:
+    """What a model needs to know about a data set before any of it is read."""
+
+    name: str
+    channels: int
+    size: int
+    """Height and width in pixels."""
+    classes: int
+    mean: tuple[float, ...]
+    """Of the training pixels, scaled to [0, 1], per channel."""
+    std: tuple[float, ...]
+    mirrored: bool
+    """Whether a mirror image still shows the same thing. A garment does, a digit does not."""
+
+
+KNOWN = {
+    "fashion-mnist": Images("fashion-mnist", 1, 28, 10, (0.2860,), (0.3530,), mirrored=True),
+    "mnist": Images("mnist", 1, 28, 10, (0.1307,), (0.3081,), mirrored=False),
+    "cifar10": Images("cifar10", 3, 32, 10, (0.4914, 0.4822, 0.4465), (0.2470, 0.2435, 0.2616), mirrored=True),
+    "synthetic": Images("synthetic", 3, 32, 10, (0.5,) * 3, (0.25,) * 3, mirrored=False),
+    # Mean and deviation of ImageNet, as usual for photographs.
+    "image-folder": Images("image-folder", 3, 224, 0, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), mirrored=True),
+}
+
+
+class ImageSettings(Protocol):
+    """The part of the ``vision`` task's settings that is about data."""
+
+    @property
+    def dataset(self) -> str: ...
+    @property
+    def data_dir(self) -> str | None: ...
+    @property
+    def augment(self) -> bool: ...
+    @property
+    def image_size(self) -> int | None: ...
+    @property
+    def classes(self) -> int | None: ...
+    @property
+    def samples(self) -> int | None: ...
+
+
+def describe(settings: ImageSettings) -> Images:
+    """The data set's facts; for an image folder, after a look at the names of its classes."""
+    images = KNOWN[settings.dataset]
+    if settings.dataset == "synthetic":
+        return replace(images, size=settings.image_size or images.size, classes=settings.classes or images.classes)
+    if settings.dataset == "image-folder":
+        return replace(
+            images, size=settings.image_size or images.size, classes=len(folder.class_names(settings.data_dir))
+        )
+    return images
+
+
+def load(settings: ImageSettings, images: Images, *, train: bool, seed: int) -> Any:
+    """The training or the test data: a Source, or a map-style Dataset for image folders. Raises DataError."""
+    if settings.dataset == "image-folder":
+        dataset: Any = folder.load(str(settings.data_dir), images, train=train, augment=train and settings.augment)
+        if train and settings.samples is not None:
+            dataset = Subset(dataset, range(min(settings.samples, len(dataset))))
+        return dataset
+    if settings.dataset == "synthetic":
+        pixels, labels = _synthetic(images, settings.samples or 10_000, train)
+    elif settings.dataset == "cifar10":
+        place, files = find_cifar(settings.data_dir)
+        pixels, labels = read_cifar(place, files[:-1] if train else files[-1:])
+    else:
+        pixels, labels = _read_mnist(settings.dataset, settings.data_dir, train)
+    if train and settings.samples is not None:
+        pixels, labels = pixels[: settings.samples], labels[: settings.samples]
+    augment = train and settings.augment
+    return ImageSource(
+        pixels,
+        labels,
+        classes=images.classes,
+        mean=images.mean,
+        std=images.std,
+        padding=images.size // 8 if augment else 0,  # 4 of 32 pixels, as usual for CIFAR-10; 3 of 28
+        flip=augment and images.mirrored,
+        seed=seed,
+    )
+
+
+def default_data_dir() -> Path:
+    """``$DSFRAME_DATA``, else ``~/.cache/dsframe/data``."""
+    return Path(os.environ.get("DSFRAME_DATA") or Path.home() / ".cache" / "dsframe" / "data")
+
+
+MNIST_FILES = (
+    "train-images-idx3-ubyte",
+    "train-labels-idx1-ubyte",
+    "t10k-images-idx3-ubyte",
+    "t10k-labels-idx1-ubyte",
+)
+_TORCHVISION_FOLDER = {"fashion-mnist": "FashionMNIST/raw", "mnist": "MNIST/raw"}
+DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
+
+
+def find_mnist(name: str, data_dir: str | None) -> dict[str, Path]:
+    """The four files of ``mnist`` or ``fashion-mnist``, plain or ``.gz``, by their names without ``.gz``.
+
+    An explicit ``data_dir`` is the only place that is searched. Raises DataError with every place that was.
+    """
+    root = Path(data_dir).expanduser() if data_dir else default_data_dir()
+    folders = [root, root / _TORCHVISION_FOLDER[name], root / name]
+    if not data_dir:
+        folders = folders[1:] + ([DEBIAN_FASHION_MNIST] if name == "fashion-mnist" else [])
+    incomplete = []
+    for place in folders:
+        found = {file: path for file in MNIST_FILES for path in (place / f"{file}.gz", place / file) if path.is_file()}
+        if len(found) == len(MNIST_FILES):
+            return found
+        if found:
+            missing = [file for file in MNIST_FILES if file not in found]
+            incomplete.append(f"{place} lacks {', '.join(missing)}")
+    raise _not_found(name, data_dir, root, folders, incomplete)
+
+
+def find_cifar(data_dir: str | None) -> tuple[Path, list[str]]:
+    """The folder and the six files of CIFAR-10 (the test batch last): the binary or the Python version."""
+    root = Path(data_dir).expanduser() if data_dir else default_data_dir()
+    folders = [root, root / "cifar-10-batches-bin", root / "cifar-10-batches-py"]
+    versions = [[f"data_batch_{i}{suffix}" for i in range(1, 6)] + [f"test_batch{suffix}"] for suffix in (".bin", "")]
+    incomplete = []
+    for place in folders:
+        for files in versions:
+            missing = [file for file in files if not (place / file).is_file()]
+            if not missing:
+                return place, files
+            if len(missing) < len(files):
+                incomplete.append(f"{place} lacks {', '.join(missing)}")
+    raise _not_found("cifar10", data_dir, root, folders, incomplete)
+
+
+def _not_found(name: str, data_dir: str | None, root: Path, folders: list[Path], incomplete: list[str]) -> DataError:
+    if data_dir and not root.is_dir():
+        reason = f"{name}: the data folder {root} does not exist"
+    elif incomplete:
+        reason = f"{name}: {'; '.join(incomplete)}"
+    else:
+        reason = f"{name}: not found in {', '.join(map(str, folders))}"
+    to = f" --to {root}" if data_dir else ""
+    return DataError(f'{reason}; run "python -m dsframe.data.fetch {name}{to}"')
+
+
+def _read_mnist(name: str, data_dir: str | None, train: bool) -> tuple[Tensor, Tensor]:
+    paths = find_mnist(name, data_dir)
+    image_path, label_path = (paths[file] for file in (MNIST_FILES[:2] if train else MNIST_FILES[2:]))
+    pixels, labels = read_idx(image_path), read_idx(label_path)
+    if pixels.ndim != 3 or pixels.shape[1:] != (28, 28):
+        raise DataError(f"{image_path}: not 28 x 28 images: {list(pixels.shape)}")
+    if labels.shape != pixels.shape[:1]:
+        raise DataError(f"{image_path} holds {len(pixels):,} images, {label_path} {len(labels):,} labels")
+    return pixels.unsqueeze(1), labels
+
+
+def _synthetic(images: Images, samples: int, train: bool) -> tuple[Tensor, Tensor]:
+    """Images that can be told apart: one fixed coarse pattern per class under noise. The same on every rank."""
+    generator = torch.Generator().manual_seed(1)
+    patterns = torch.rand(images.classes, images.channels, 4, 4, generator=generator)
+    patterns = torch.nn.functional.interpolate(patterns, size=(images.size, images.size), mode="nearest")
+    generator.manual_seed(2 if train else 3)
+    count = samples if train else max(samples // 10, 1)
+    labels = torch.randint(images.classes, (count,), generator=generator)
+    pixels = torch.empty(count, images.channels, images.size, images.size, dtype=torch.uint8)
+    for start in range(0, count, 1024):  # in pieces, so that the floating-point copy stays small
+        part = patterns[labels[start : start + 1024]]
+        noisy = 0.5 * part + 0.5 * torch.rand(part.shape, generator=generator)
+        pixels[start : start + 1024] = (noisy * 255).to(torch.uint8)
+    return pixels, labels

@@ -1,0 +1,104 @@
+"""The only place that imports torchvision, and the remedy for the one way in which it cannot be imported.
+
+PyPI's torchvision is compiled against torch with CUDA. Beside a CPU torch its extension ``_C`` cannot be loaded, its
+operators stay undefined, and ``import torchvision`` fails with "operator torchvision::nms does not exist", because it
+registers shape functions for two of them unconditionally (torchvision 0.28, ``_meta_registrations.py``). Defining those
+two schemas first is enough: models, transforms and data sets are plain Python on top of torch. What needs the extension
+(``ops.nms``, ``io.decode_image``) still says so when it is called.
+"""
+
+from __future__ import annotations
+
+import difflib
+import importlib
+import importlib.util
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsframe.errors import TaskError
+
+_SCHEMAS = {
+    "nms": "nms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+    "qnms": "qnms(Tensor dets, Tensor scores, float iou_threshold) -> Tensor",
+}
+
+
+@cache
+def torchvision() -> Any:
+    """The torchvision package. Raises TaskError where it is not installed or does not fit the installed torch."""
+    spec = importlib.util.find_spec("torchvision")
+    if spec is None or spec.origin is None:
+        raise TaskError('torchvision is not installed; pip install "dsframe[vision]", or use model "cnn"')
+    try:
+        if not _has_operators(Path(spec.origin).parent):
+            _define_schemas()
+        return importlib.import_module("torchvision")
+    except (ImportError, RuntimeError) as error:
+        raise TaskError(
+            f"cannot import torchvision beside torch {torch.__version__}: {error}; install the release made for it"
+        ) from error
+
+
+def _has_operators(folder: Path) -> bool:
+    for extension in folder.glob("_C*.so"):
+        try:
+            torch.ops.load_library(str(extension))  # type: ignore[no-untyped-call]
+        except OSError:  # it asks for CUDA libraries that this torch does not bring
+            continue
+    return all(hasattr(torch.ops.torchvision, name) for name in _SCHEMAS)
+
+
+@cache
+def _define_schemas() -> torch.library.Library:
+    library = torch.library.Library("torchvision", "FRAGMENT")  # type: ignore[no-untyped-call]
+    for name, schema in _SCHEMAS.items():
+        if not hasattr(torch.ops.torchvision, name):
+            library.define(schema)  # type: ignore[no-untyped-call]
+    return library  # cached: the definitions last as long as this object
+
+
+class Classifier(nn.Module):
+    """A torchvision network. Images of one channel are shown to it three times over, as grey."""
+
+    def __init__(self, network: nn.Module) -> None:
+        super().__init__()
+        self.network = network
+
+    def forward(self, images: Tensor) -> Tensor:
+        return self.network(images.expand(-1, 3, -1, -1))  # type: ignore[no-any-return]
+
+
+def classifier(name: str, classes: int) -> nn.Module:
+    """The classification model ``name``, untrained: float ``[n, 1 or 3, size, size]`` to logits ``[n, classes]``.
+
+    Raises TaskError for an unknown name.
+    """
+    models = torchvision().models
+    names = models.list_models(module=models)
+    if name not in names:
+        close = difflib.get_close_matches(name, names, n=3)
+        hint = f"did you mean {' or '.join(close)}?" if close else f"there are {', '.join(names)}"
+        raise TaskError(f'model "{name}": neither "cnn" nor a classification model of torchvision; {hint}')
+    # The two oldest networks have extra outputs in training, and warn where their initialisation is not chosen.
+    extra = {"aux_logits": False, "init_weights": True} if name in ("googlenet", "inception_v3") else {}
+    return Classifier(models.get_model(name, weights=None, num_classes=classes, **extra))
+
+
+def probe(name: str, channels: int, size: int, classes: int) -> bool:
+    """Whether the model has BatchNorm. Built without memory, and tried on the shape of one batch.
+
+    Raises TaskError when images of this size are too small for the model.
+    """
+    with torch.device("meta"):
+        model = classifier(name, classes)
+        try:
+            outputs = model.eval()(torch.empty(2, channels, size, size))
+        except (RuntimeError, AssertionError) as error:
+            raise TaskError(f'model "{name}" cannot take images of {size} x {size} pixels: {error}') from error
+    if outputs.shape != (2, classes):
+        raise TaskError(f'model "{name}" gives {list(outputs.shape)}, not one score for each of {classes} classes')
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())

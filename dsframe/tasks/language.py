@@ -1,0 +1,165 @@
+"""Language modelling on bytes: a GPT that predicts each next byte of a text."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import Protocol, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  # the name that every torch program uses
+
+from dsframe.data import text
+from dsframe.data.source import Source
+from dsframe.errors import TaskError
+from dsframe.tasks.task import Sum, Task, accuracy
+
+BYTES = 256
+"""The vocabulary."""
+
+
+class LanguageSettings(Protocol):
+    """The ``task`` section with name ``language`` (dsframe.config.settings)."""
+
+    @property
+    def layers(self) -> int: ...
+    @property
+    def heads(self) -> int: ...
+    @property
+    def width(self) -> int: ...
+    @property
+    def context(self) -> int: ...
+    @property
+    def corpus(self) -> str: ...
+    @property
+    def data_dir(self) -> str | None: ...
+    @property
+    def samples(self) -> int | None: ...
+    @property
+    def tie_embeddings(self) -> bool: ...
+
+
+class LanguageTask(Task):
+    """Cross entropy over the next byte; reports loss (nats per byte), bits per byte, and accuracy."""
+
+    unit = "tokens"
+
+    def __init__(self, settings: LanguageSettings, seed: int) -> None:
+        if settings.width % settings.heads:
+            raise TaskError(f"task: width {settings.width} is not a multiple of heads {settings.heads}")
+        self.settings, self.seed = settings, seed
+        self.units_per_sample = settings.context
+        self.hidden_size = settings.width
+        self._sources: tuple[text.TextSource, text.TextSource] | None = None
+
+    def layers(self) -> Sequence[nn.Module]:
+        s = self.settings
+        return gpt(layers=s.layers, heads=s.heads, width=s.width, context=s.context, tie_embeddings=s.tie_embeddings)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Sum]:
+        total = F.cross_entropy(outputs.float().flatten(0, -2), targets.flatten(), reduction="sum")
+        return {
+            "loss": Sum(total, targets.numel()),
+            "bits_per_byte": Sum(total / math.log(2), targets.numel()),
+            "accuracy": accuracy(outputs, targets),
+        }
+
+    def train_data(self) -> Source:
+        return self._data()[0]
+
+    def eval_data(self) -> Source:
+        return self._data()[1]
+
+    def _data(self) -> tuple[text.TextSource, text.TextSource]:
+        if self._sources is None:
+            s = self.settings
+            self._sources = text.sources(s.corpus, s.data_dir, s.context, s.samples, self.seed)
+        return self._sources
+
+
+def gpt(*, layers: int, heads: int, width: int, context: int, tie_embeddings: bool = True) -> list[nn.Module]:
+    """A GPT-2 of ``layers`` blocks as layers: int64 ``[batch, time]`` to logits ``[batch, time, 256]``.
+
+    Pre-norm blocks, learned positions, causal attention, GPT-2's initialisation: standard deviation 0.02, and
+    0.02 / sqrt(2 x layers) where a block adds to the residual stream.
+    """
+    embedding = Embedding(width, context)
+    return [
+        embedding,
+        *(Block(width, heads, residual_std=0.02 / math.sqrt(2 * layers)) for _ in range(layers)),
+        Head(width, embedding.token.weight if tie_embeddings else None),
+    ]
+
+
+class _Linear(nn.Linear):
+    """A linear layer that initialises itself, because ZeRO-3 splits its weight as soon as ``__init__`` returns."""
+
+    def __init__(self, inputs: int, outputs: int, std: float = 0.02) -> None:
+        self.std = std
+        super().__init__(inputs, outputs)
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=self.std)
+        nn.init.zeros_(self.bias)
+
+
+class _Table(nn.Embedding):
+    """An embedding that initialises itself, for the same reason."""
+
+    def reset_parameters(self) -> None:
+        nn.init.normal_(self.weight, std=0.02)
+
+
+class Embedding(nn.Module):
+    """Bytes, int64 ``[batch, time]``, to vectors ``[batch, time, width]``: what the byte is plus where it stands."""
+
+    def __init__(self, width: int, context: int) -> None:
+        super().__init__()
+        self.token = _Table(BYTES, width)
+        self.position = _Table(context, width)
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        positions = torch.arange(tokens.shape[-1], device=tokens.device)
+        return self.token(tokens) + self.position(positions)  # type: ignore[no-any-return]
+
+
+class Block(nn.Module):
+    """Attention, then two dense layers, each on a normalised copy and added to the residual stream."""
+
+    def __init__(self, width: int, heads: int, residual_std: float) -> None:
+        super().__init__()
+        self.heads = heads
+        self.norm_1 = nn.LayerNorm(width)
+        self.query_key_value = _Linear(width, 3 * width)
+        self.projection = _Linear(width, width, residual_std)
+        self.norm_2 = nn.LayerNorm(width)
+        self.expand = _Linear(width, 4 * width)
+        self.contract = _Linear(4 * width, width, residual_std)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        batch, time, width = stream.shape
+        # [batch, time, 3 x width] to three of [batch, heads, time, width / heads]
+        packed = self.query_key_value(self.norm_1(stream)).view(batch, time, 3, self.heads, width // self.heads)
+        query, key, value = packed.permute(2, 0, 3, 1, 4)
+        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
+        stream = stream + self.projection(mixed.transpose(1, 2).reshape(batch, time, width))
+        hidden = F.gelu(self.expand(self.norm_2(stream)), approximate="tanh")
+        return stream + self.contract(hidden)  # type: ignore[no-any-return]
+
+
+class Head(nn.Module):
+    """Normalises, then scores each byte. With ``tied`` the scores are products with the byte's own embedding."""
+
+    def __init__(self, width: int, tied: Tensor | None) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(width)
+        if tied is None:
+            tied = nn.Parameter(torch.empty(BYTES, width).normal_(std=0.02))
+        self.weight = cast(nn.Parameter, tied)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        return F.linear(self.norm(stream), self.weight)

@@ -1,0 +1,125 @@
+"""What a user supplies: a model, a loss and data. Subclass :class:`Task`; everything else has a default.
+
+A complete task::
+
+    class Digits(dsframe.Task):
+        def __init__(self, hidden: int = 64) -> None:      # options come from the file: "options": {"hidden": 128}
+            self.hidden = hidden
+
+        def model(self):
+            return nn.Sequential(nn.Linear(64, self.hidden), nn.ReLU(), nn.Linear(self.hidden, 10))
+
+        def loss(self, outputs, targets):
+            return nn.functional.cross_entropy(outputs, targets)
+
+        def train_data(self):
+            return TensorDataset(inputs, targets)
+
+It is named in the file as ``"task": {"name": "my_package.my_module:Digits"}``.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+from torch.utils.data import Dataset
+
+from dsframe.data.source import Source
+from dsframe.errors import TaskError
+
+
+@dataclass(frozen=True)
+class Sum:
+    """A total and the number of things it was summed over.
+
+    Means over ranks and batches are exact because totals and counts are added up first and divided last.
+    """
+
+    total: Tensor
+    """Floating-point scalar, on the model's device."""
+    count: int | Tensor
+    """How many samples, tokens, ... the total runs over."""
+
+    def __add__(self, other: Sum) -> Sum:
+        return Sum(self.total + other.total, self.count + other.count)
+
+    @property
+    def mean(self) -> float:
+        """``total / count``. Waits for the device. Not a number when nothing was counted."""
+        count = float(self.count)
+        return float(self.total.detach()) / count if count else float("nan")
+
+
+class Task:
+    """A model, how it is judged, and data. A batch is ``(inputs, targets)``; both may be any nesting of tensors.
+
+    Everything must be the same on every rank: the same model, the same data sets in the same order. dsframe seeds the
+    random generators before it asks for the model and shares the samples among the ranks itself.
+    """
+
+    seed: int = 0
+    """The run's seed, set before anything else is asked of the task."""
+    unit: str = "samples"
+    """What rates count: ``samples``, ``tokens``, ..."""
+    units_per_sample: int = 1
+    """How many units one sample holds: the context length for a language model."""
+    workers: int = 0
+    """Processes that read a torch ``Dataset``. A ``Source`` in memory is read in place, whatever this says."""
+    batch_dependent: bool = False
+    """True when a sample's output depends on the rest of its micro-batch (BatchNorm in training).
+
+    Then the result depends on the micro-batch size and so on the number of ranks: dsframe says so before training."""
+    hidden_size: int | None = None
+    """Width of the model, from which the ``"auto"`` sizes of ``zero_optimization`` follow."""
+
+    def model(self) -> nn.Module:
+        """A new model, initialised from torch's global random generator, such that ``outputs = model(inputs)``.
+
+        Initialise each parameter inside the ``__init__`` of the module that owns it (``reset_parameters``): ZeRO-3
+        splits a module's parameters among the ranks as soon as its ``__init__`` returns.
+        """
+        layers = self.layers()
+        if layers is None:
+            raise TaskError(f"{type(self).__name__} must define model() or layers()")
+        return nn.Sequential(*layers)
+
+    def layers(self) -> Sequence[nn.Module] | None:
+        """New layers whose composition is the model, where it can be cut into pipeline stages; else None.
+
+        With layers, :meth:`model` need not be written: it is ``nn.Sequential(*layers)``.
+        """
+        return None
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        """A scalar to minimise: the mean over the samples of the batch."""
+        raise TaskError(f"{type(self).__name__} must define loss(outputs, targets)")
+
+    def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
+        """What evaluation reports, by name. By default the loss; an override adds to it or replaces it.
+
+        Only rows that count arrive here (the padding at the end of the data is cut off), and at least one.
+        """
+        samples = len(tree_leaves(targets)[0])
+        return {"loss": Sum(self.loss(outputs, targets) * samples, samples)}
+
+    def train_data(self) -> Source | Dataset[Any]:
+        """Training data: a :class:`dsframe.data.Source`, or a map-style torch ``Dataset`` of ``(input, target)``.
+
+        Called on every rank at once: it may read files but must not write where another rank reads.
+        """
+        raise TaskError(f"{type(self).__name__} must define train_data()")
+
+    def eval_data(self) -> Source | Dataset[Any] | None:
+        """Held-out data of the same kind, or None: no evaluation."""
+        return None
+
+
+def accuracy(logits: Tensor, targets: Tensor) -> Sum:
+    """How many of ``targets`` (int64, any shape) have the largest of ``logits`` (targets' shape and classes last)."""
+    right = (logits.argmax(-1) == targets).sum(dtype=torch.float32)
+    return Sum(right, targets.numel())
