@@ -2,18 +2,27 @@
 
 from __future__ import annotations
 
+import contextlib
 import gzip
 import io
+import os
 import pickle
+import tempfile
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from dsframe.errors import DataError
+
+
+def data_root(data_dir: str | None) -> Path:
+    """``data_dir``, by default ``$DSFRAME_DATA``, else ``~/.cache/dsframe/data``."""
+    return Path(data_dir or os.environ.get("DSFRAME_DATA") or "~/.cache/dsframe/data").expanduser()
 
 
 def read_bytes(path: Path) -> bytes:
@@ -24,6 +33,24 @@ def read_bytes(path: Path) -> bytes:
         raise DataError(f"{path}: truncated or damaged ({error}); delete it and fetch it again") from error
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+@contextlib.contextmanager
+def replacing(path: Path) -> Iterator[IO[bytes]]:
+    """A file to write that takes the place of ``path`` at the end of the block, or vanishes if the block fails.
+
+    Any number of processes may do so at once: each writes a file of its own, and renaming is atomic.
+    """
+    path.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.NamedTemporaryFile(dir=path.parent, prefix=f".{path.name}.", delete=False) as out:
+        try:
+            yield out
+            out.flush()
+            os.fchmod(out.fileno(), 0o644)  # temporary files are private; data may be shared
+            Path(out.name).replace(path)
+        except BaseException:
+            Path(out.name).unlink()
+            raise
 
 
 def read_idx(path: Path) -> Tensor:

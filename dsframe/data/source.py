@@ -140,28 +140,34 @@ class ImageSource:
         return len(self._images)
 
     def batch(self, indices: Tensor, epoch: int) -> Batch:
-        images = self._images.index_select(0, indices)
         if self._padding or self._flip:
-            images = self._augmented(images, draws(self._seed, epoch, indices))
-        return (images * self._scale).add_(self._shift), self._labels.index_select(0, indices)
+            images = self._augmented(indices, draws(self._seed, epoch, indices))
+        else:
+            images = self._images.index_select(0, indices)
+        return images.float().mul_(self._scale).add_(self._shift), self._labels.index_select(0, indices)
 
-    def _augmented(self, images: Tensor, bits: Tensor) -> Tensor:
-        if self._padding:
-            count, channels, height, width = images.shape
-            offsets = 2 * self._padding + 1
-            # 24 bits each, scaled to 0 .. offsets-1: no value is favoured by more than offsets / 2**24.
-            top = (bits & 0xFFFFFF) * offsets >> 24
-            left = (bits >> 24 & 0xFFFFFF) * offsets >> 24
-            padded = torch.nn.functional.pad(images, (self._padding,) * 4)
-            by_sample, by_channel, by_row, _ = padded.stride()
-            # Every possible crop as a view, without a copy: [n, offsets, offsets, channels, height, width].
-            crops = padded.as_strided(
-                (count, offsets, offsets, channels, height, width), (by_sample, by_row, 1, by_channel, by_row, 1)
-            )
-            images = crops[torch.arange(count), top, left]
-        if self._flip:
-            images = torch.where((bits < 0).view(-1, 1, 1, 1), images.flip(-1), images)  # the sign is the topmost bit
-        return images
+    def _augmented(self, indices: Tensor, bits: Tensor) -> Tensor:
+        _, channels, height, width = self._images.shape
+        count, padding, offsets = len(indices), self._padding, 2 * self._padding + 1
+        # 24 bits each, scaled to 0 .. offsets-1: no value is favoured by more than offsets / 2**24.
+        top = (bits & 0xFFFFFF) * offsets >> 24
+        left = (bits >> 24 & 0xFFFFFF) * offsets >> 24
+        order = bits.argsort()  # by the topmost bit, the sign: the images to be mirrored come first
+        mirrored = int((bits < 0).sum()) if self._flip else 0
+        images = self._images.index_select(0, indices.index_select(0, order))
+        frame_height, frame_width = height + 2 * padding, width + 2 * padding
+        frames = images.new_zeros(count, channels, frame_height, frame_width)
+        inside = frames[..., padding : padding + height, padding : padding + width]
+        inside[:mirrored] = images[:mirrored].flip(-1)
+        inside[mirrored:] = images[mirrored:]
+        # A row of a crop is `width` bytes in a row of a frame: one gather of rows crops, and undoes the reordering.
+        frame = torch.empty_like(order)
+        frame[order] = torch.arange(count)
+        corner = (frame * channels * frame_height + top) * frame_width + left
+        row = (torch.arange(channels)[:, None] * frame_height + torch.arange(height)) * frame_width
+        starts = corner[:, None] + row.view(-1)
+        every_row = frames.as_strided((frames.numel() - width + 1, width), (1, 1))  # a view: overlapping, not copied
+        return every_row.index_select(0, starts.view(-1)).view(images.shape)
 
 
 def check_labels(labels: Tensor, classes: int) -> None:

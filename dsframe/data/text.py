@@ -7,7 +7,6 @@ import hashlib
 import os
 import shutil
 import sysconfig
-import tempfile
 from collections.abc import Iterable, Iterator
 from pathlib import Path
 
@@ -15,8 +14,8 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from dsframe.data.files import data_root, replacing
 from dsframe.data.source import Batch, draws
-from dsframe.data.vision import default_data_dir
 from dsframe.errors import DataError
 
 _STDLIB_BYTES = 8 << 20  # enough for hours of a small model; the whole library is about twice that
@@ -83,7 +82,7 @@ def read_corpus(corpus: str, data_dir: str | None) -> Tensor:
     total = sum(size for _, size, _ in facts)
     size = total if limit is None else min(total, limit)
     key = hashlib.sha256(repr((facts, size)).encode()).hexdigest()[:16]
-    root = Path(data_dir).expanduser() if data_dir else default_data_dir()
+    root = data_root(data_dir)
     cache = root / "corpora" / f"{'stdlib' if corpus == 'stdlib' else 'text'}-{key}.bytes"
     if not (cache.is_file() and cache.stat().st_size == size):
         _write(cache, files, size)
@@ -112,23 +111,13 @@ def _matching(pattern: str) -> list[Path]:
 
 
 def _write(cache: Path, files: Iterable[Path], size: int) -> None:
-    """Joins ``files`` into ``cache``, cut at ``size`` bytes.
-
-    Any number of processes may do so at once: each writes a file of its own, and renaming is atomic.
-    """
+    """Joins ``files`` into ``cache``, cut at ``size`` bytes. Several processes may do so at once."""
     try:
-        cache.parent.mkdir(parents=True, exist_ok=True)
-        with tempfile.NamedTemporaryFile(dir=cache.parent, prefix=cache.name, delete=False) as out:
-            try:
-                for file in files:
-                    with file.open("rb") as text:
-                        shutil.copyfileobj(text, out)
-                out.truncate(size)
-                out.flush()
-                os.replace(out.name, cache)  # noqa: PTH105  # the name is a string
-            except BaseException:
-                os.unlink(out.name)  # noqa: PTH108
-                raise
+        with replacing(cache) as out:
+            for file in files:
+                with file.open("rb") as text:
+                    shutil.copyfileobj(text, out)
+            out.truncate(size)
     except OSError as error:
         raise DataError(f"cannot write {cache} ({error.strerror}); set data_dir or $DSFRAME_DATA") from error
 

@@ -11,10 +11,13 @@ import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from dsframe.errors import DsframeError, TaskError
 from dsframe.tasks.task import Task
+
+if TYPE_CHECKING:
+    from dsframe.config import settings as sections
 
 TABLE = {
     "vision": "dsframe.tasks.vision:VisionTask",
@@ -23,14 +26,7 @@ TABLE = {
 """Our own tasks. Each takes its settings section and the seed; a user's task takes ``options`` as keyword arguments."""
 
 
-class TaskSettings(Protocol):
-    """Any of the settings sections for tasks (dsframe.config.settings)."""
-
-    @property
-    def name(self) -> str: ...
-
-
-def build(settings: TaskSettings, seed: int) -> Task:
+def build(settings: sections.VisionTask | sections.LanguageTask | sections.CustomTask, seed: int) -> Task:
     """The task that ``settings`` describe.
 
     ``package.module:Class`` is imported with the working directory on the path. Raises TaskError when there is no such
@@ -104,10 +100,8 @@ def _import(name: str, path: str) -> ModuleType:
 def _neighbours(module: str) -> list[str]:
     """Names of modules beside the missing one: in its package, else in the working directory."""
     package = module.rpartition(".")[0]
-    if package:
-        folders = [Path(folder) for folder in getattr(sys.modules.get(package), "__path__", [])]
-    else:
-        folders = [Path.cwd()]
+    paths = getattr(sys.modules.get(package), "__path__", []) if package else [Path.cwd()]
+    folders = [Path(path) for path in paths]
     return [entry.stem for folder in folders if folder.is_dir() for entry in folder.iterdir() if _is_module(entry)]
 
 

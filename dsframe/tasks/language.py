@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import Protocol, cast
+from typing import TYPE_CHECKING, cast
 
 import torch
 from torch import Tensor, nn
@@ -15,29 +15,11 @@ from dsframe.data.source import Source
 from dsframe.errors import TaskError
 from dsframe.tasks.task import Sum, Task, accuracy
 
+if TYPE_CHECKING:
+    from dsframe.config.settings import LanguageTask as LanguageSettings
+
 BYTES = 256
 """The vocabulary."""
-
-
-class LanguageSettings(Protocol):
-    """The ``task`` section with name ``language`` (dsframe.config.settings)."""
-
-    @property
-    def layers(self) -> int: ...
-    @property
-    def heads(self) -> int: ...
-    @property
-    def width(self) -> int: ...
-    @property
-    def context(self) -> int: ...
-    @property
-    def corpus(self) -> str: ...
-    @property
-    def data_dir(self) -> str | None: ...
-    @property
-    def samples(self) -> int | None: ...
-    @property
-    def tie_embeddings(self) -> bool: ...
 
 
 class LanguageTask(Task):

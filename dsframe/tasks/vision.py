@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Any, Protocol
+from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name that every torch program uses
@@ -11,26 +11,8 @@ from torch.nn import functional as F  # noqa: N812  # the name that every torch 
 from dsframe.data import vision as data
 from dsframe.tasks.task import Sum, Task, accuracy
 
-
-class VisionSettings(Protocol):
-    """The ``task`` section with name ``vision`` (dsframe.config.settings)."""
-
-    @property
-    def model(self) -> str: ...
-    @property
-    def dataset(self) -> str: ...
-    @property
-    def data_dir(self) -> str | None: ...
-    @property
-    def augment(self) -> bool: ...
-    @property
-    def image_size(self) -> int | None: ...
-    @property
-    def classes(self) -> int | None: ...
-    @property
-    def samples(self) -> int | None: ...
-    @property
-    def workers(self) -> int: ...
+if TYPE_CHECKING:
+    from dsframe.config.settings import VisionTask as VisionSettings
 
 
 class VisionTask(Task):
