@@ -1,0 +1,131 @@
+"""What a file switches on, by name, so that an engine can say beforehand what it cannot honour."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from dsframe.config.findings import dotted
+from dsframe.config.reader import Path
+from dsframe.config.schema.deepspeed import DeepSpeed
+from dsframe.config.settings import Settings
+
+if TYPE_CHECKING:
+    from dsframe.config.load import Config
+
+
+@dataclass(frozen=True)
+class Feature:
+    """One thing that the file asks for."""
+
+    name: str
+    """Stable name, as in the engines' table."""
+    path: str
+    """Dotted path of the key that asks for it."""
+    description: str
+    """What it is, as the start of a sentence: ``tensor parallelism over 2 ranks``."""
+    line: int = 0
+    column: int = 0
+
+
+Found = tuple[str, Path, str]
+
+
+def features(config: Config) -> tuple[Feature, ...]:
+    """Everything that the file switches on, in the order of DeepSpeed's documentation."""
+    return tuple(
+        Feature(name, dotted(path), description, *config.position(path))
+        for name, path, description in switched_on(config.deepspeed, config.settings)
+    )
+
+
+def switched_on(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
+    """Name, path and description of everything that is on."""
+    yield from _zero(file)
+    yield from _parallel(file)
+    yield from _numbers(file)
+    yield from _optimizer(file, settings)
+    yield from _rest(file)
+
+
+def _zero(file: DeepSpeed) -> Iterator[Found]:
+    zero = file.zero_optimization
+    path: Path = ("zero_optimization",)
+    if zero.stage:
+        yield f"zero{zero.stage}", (*path, "stage"), f"ZeRO stage {zero.stage}"
+    if zero.stage and zero.optimizer_device != "none":
+        # Stages 1 and 2 take "nvme" for the CPU, silently; the check says so.
+        device = zero.optimizer_device if zero.stage == 3 else "cpu"
+        yield f"offload_optimizer_{device}", (*path, "offload_optimizer"), f"optimizer offload to {device}"
+    if zero.stage == 3 and zero.parameter_device != "none":
+        device = zero.parameter_device
+        yield f"offload_param_{device}", (*path, "offload_param"), f"parameter offload to {device}"
+    if zero.zenflow is not None:
+        yield "zenflow", (*path, "zenflow"), "ZenFlow"
+    if zero.stage == 3 and zero.zero_hpz_partition_size > 1:
+        yield "hpz", (*path, "zero_hpz_partition_size"), "a secondary partition of the parameters"
+    for key in ("zero_quantized_weights", "zero_quantized_nontrainable_weights", "zero_quantized_gradients"):
+        if zero.stage and getattr(zero, key):
+            yield "zero_quantized", (*path, key), "quantised communication"
+
+
+def _parallel(file: DeepSpeed) -> Iterator[Found]:
+    if file.pipeline.stages > 1:
+        yield "pipeline", ("pipeline", "stages"), f"a pipeline of {file.pipeline.stages} stages"
+    size = file.tensor_parallel.autotp_size
+    if size > 1:
+        yield "tensor_parallel", ("tensor_parallel", "autotp_size"), f"tensor parallelism over {size} ranks"
+    if (file.sequence_parallel_size or 1) > 1:
+        count = file.sequence_parallel_size
+        yield "sequence_parallel", ("sequence_parallel_size",), f"sequence parallelism over {count} ranks"
+    if file.expert_parallel.enabled:
+        yield "expert_parallel", ("expert_parallel",), "expert parallelism"
+    if file.hybrid_engine.enabled:
+        yield "hybrid_engine", ("hybrid_engine",), "the hybrid engine"
+    if file.compile.deepcompile:
+        yield "deepcompile", ("compile", "deepcompile"), "DeepCompile"
+
+
+def _numbers(file: DeepSpeed) -> Iterator[Found]:
+    if file.fp16.enabled:
+        yield "fp16", ("fp16",), "fp16 training"
+    if file.bf16.enabled:
+        yield "bf16", ("bf16",), "bf16 training"
+    if file.torch_autocast.enabled:
+        yield "autocast", ("torch_autocast",), "torch.autocast"
+    for key in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
+        if getattr(file.data_types, key) is not None:
+            yield key, ("data_types", key), f"data_types.{key}"
+    if file.communication_data_type is not None:
+        kind = file.communication_data_type
+        yield "communication_data_type", ("communication_data_type",), f"communication in {kind}"
+
+
+def _optimizer(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
+    if file.gradient_allreduce_op == "sum":
+        yield "gradient_sum", ("gradient_allreduce_op",), "adding gradients instead of averaging them"
+    if settings.horovod.op == "adasum":
+        yield "adasum", ("dsframe", "horovod", "op"), "adasum"
+    if settings.horovod.compression == "fp16":
+        yield "fp16_compression", ("dsframe", "horovod", "compression"), "fp16 compression"
+    kind = file.optimizer.type.lower() if file.optimizer else ""
+    if kind in ("lamb", "lion", "muon"):
+        yield kind, ("optimizer", "type"), kind.capitalize()
+    if kind in ("muadam", "muadamw", "musgd"):
+        yield "muadam", ("optimizer", "type"), "an optimizer of the package mup"
+
+
+def _rest(file: DeepSpeed) -> Iterator[Found]:
+    checkpointing = file.activation_checkpointing
+    if checkpointing.partition_activations or checkpointing.cpu_checkpointing or checkpointing.number_checkpoints:
+        yield "activation_checkpointing", ("activation_checkpointing",), "activation checkpointing"
+    if file.data_efficiency.enabled:
+        yield "data_efficiency", ("data_efficiency",), "data efficiency"
+    for key in ("flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet"):
+        if getattr(file, key).enabled:
+            yield key, (key,), key
+    if file.comms_logger is not None and file.comms_logger.enabled:
+        yield "comms_logger", ("comms_logger",), "comms_logger"
+    if file.datastates_ckpt is not False:
+        yield "datastates", ("datastates_ckpt",), "DataStates checkpoints"

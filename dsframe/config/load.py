@@ -1,0 +1,270 @@
+"""From a file to a ``Config``: read, apply overrides, repair, resolve, validate, judge."""
+
+from __future__ import annotations
+
+import copy
+import hashlib
+import json
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from typing import Any
+
+from dsframe.config import auto, legacy, overrides, repair, rules, validate
+from dsframe.config.auto import Facts
+from dsframe.config.batch import MICRO, STEPS, TRAIN, Batch, missing, solve
+from dsframe.config.findings import Findings, Fix, Resolved
+from dsframe.config.model import File
+from dsframe.config.reader import Document, ReadError, read
+from dsframe.config.schema.deepspeed import DeepSpeed
+from dsframe.config.settings import Settings
+from dsframe.errors import ConfigError, Problem
+
+DEFAULT_CONFIG = "zero3.json"
+"""What runs when no file is named."""
+
+_NOTHING = Facts()
+
+
+@dataclass(frozen=True)
+class Examined:
+    """Everything that is known about a text, right or wrong."""
+
+    problems: tuple[Problem, ...]
+    config: Config | None
+    """None when the text cannot be read or its top is not an object."""
+    document: Document | None = None
+    fixes: tuple[Fix, ...] = ()
+
+
+@dataclass(frozen=True)
+class Config:
+    """A checked configuration. Immutable; ``resolve`` makes a new one."""
+
+    path: Path | None
+    """The file it came from."""
+    deepspeed: DeepSpeed
+    """DeepSpeed's keys, typed, with the defaults of DeepSpeed 0.19.8."""
+    settings: Settings
+    """The ``dsframe`` section."""
+    problems: tuple[Problem, ...]
+    """Warnings and notes."""
+    resolved: tuple[Resolved, ...] = ()
+    """What ``"auto"`` became, and why."""
+    facts: Facts = _NOTHING
+    """What was known when ``"auto"`` was resolved."""
+    _raw: dict[str, Any] = field(default_factory=dict, repr=False)
+    _text: str = field(default="", repr=False)
+    _name: str = field(default="", repr=False)
+    _overrides: tuple[str, ...] = field(default=(), repr=False)
+
+    def batch(self, world_size: int) -> Batch:
+        """The batch sizes on ``world_size`` processes, exact.
+
+        Raises:
+            ConfigError: they cannot be: the sizes disagree, or the world size does not divide.
+        """
+        findings = self._findings()
+        file = self.deepspeed
+        assert isinstance(file, File)
+        result = solve(file, world_size, findings)
+        if result is None:
+            raise ConfigError(findings.sorted())
+        return result
+
+    def position(self, path: tuple[str | int, ...]) -> tuple[int, int]:
+        """Line and column of a key, or of the nearest one around it; (0, 0) where there is none."""
+        findings = self._findings()
+        offset = findings.offset(path, at_value=False)
+        return (0, 0) if offset is None else findings.document.position(offset)
+
+    def _findings(self) -> Findings:
+        document = read(self._text)
+        if not self._name:  # a dictionary has no lines
+            document = replace(document, spans={})
+        return Findings(document, self._name, overrides.paths(self._overrides))
+
+    def written(self) -> dict[str, Any]:
+        """A deep copy of what the user wrote, with overrides, and ``"auto"`` resolved or dropped."""
+        return copy.deepcopy(self._raw)
+
+    def for_deepspeed(self, world_size: int) -> dict[str, Any]:
+        """What to hand to ``deepspeed.initialize``: only what the user wrote, without the ``dsframe`` section, with
+        the batch triangle explicit in DeepSpeed's counting.
+
+        Raises:
+            ConfigError: as for ``batch``.
+        """
+        raw = self.written()
+        raw.pop("dsframe", None)
+        batch = self.batch(world_size)
+        raw[TRAIN] = batch.deepspeed_train_batch_size
+        raw[MICRO] = batch.micro_batch_size
+        raw[STEPS] = batch.accumulation_steps
+        return raw
+
+    def resolve(self, facts: Facts) -> Config:
+        """The same file once more is known of the model and the data.
+
+        Raises:
+            ConfigError: what is known now contradicts the file.
+        """
+        known = {key: value for key, value in vars(facts).items() if value is not None}
+        examined = examine(self._text, self._name, self._overrides, replace(self.facts, **known), self.path)
+        return _accept(examined)
+
+    @property
+    def digest(self) -> str:
+        """SHA-256 of the resolved file: equal on all ranks, or they would train different things."""
+        text = json.dumps(self._raw, sort_keys=True, separators=(",", ":"))
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def load(name: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), facts: Facts | None = None) -> Config:
+    """Read and check a file.
+
+    Args:
+        name: Path, or a name that ``find`` knows, or the file's content as a dictionary.
+        overrides: ``dotted.key=value`` each; the value is JSON, else text.
+        facts: What is known beside the file, for ``"auto"`` and the batch sizes.
+
+    Raises:
+        ConfigError: with every problem of severity error.
+    """
+    if isinstance(name, Mapping):
+        return _accept(examine(_text_of(name), "", overrides, facts or _NOTHING))
+    path = find(name)
+    text, problem = read_text(path)
+    if problem:
+        raise ConfigError([problem])
+    return _accept(examine(text, str(name), overrides, facts or _NOTHING, path))
+
+
+def _text_of(content: Mapping[str, Any]) -> str:
+    try:
+        return json.dumps(content, indent=2, allow_nan=False, default=str)
+    except ValueError as error:
+        problem = Problem("error", "", f"the dictionary is not JSON: {error}", "write finite numbers", code="syntax")
+        raise ConfigError([problem]) from None
+
+
+def read_text(path: Path) -> tuple[str, Problem | None]:
+    """The text of a file, or why it cannot be read."""
+    try:
+        return path.read_bytes().decode("utf-8"), None
+    except UnicodeDecodeError as error:
+        return "", Problem(
+            "error", "", f"not UTF-8 text (byte {error.start})", "save it as UTF-8", str(path), code="syntax"
+        )
+    except OSError as error:
+        return "", Problem("error", "", f"cannot be read: {error.strerror}", "", str(path), code="missing-file")
+
+
+def find(name: str | Path) -> Path:
+    """The file of that name: as a path, then in ``ds_configs`` of the working directory, then among those that come
+    with dsframe. The ending ``.json`` may be left out.
+
+    Raises:
+        ConfigError: there is none; the message lists where it was looked for.
+    """
+    package = Path(__file__).resolve().parents[1]
+    folders = (Path(), Path("ds_configs"), package / "ds_configs", package.parent / "ds_configs")
+    names = (str(name),) if str(name).endswith(".json") else (str(name), f"{name}.json")
+    for folder in folders:
+        for ending in names:
+            if (folder / ending).is_file():
+                return folder / ending
+    known = sorted(
+        {path.stem for folder in folders[1:] for path in folder.glob("*.json") if ".schema" not in path.name}
+    )
+    from dsframe.config.suggest import closest
+
+    similar = closest(Path(name).name.removesuffix(".json"), known)
+    remedy = f'did you mean "{similar}.json"?' if similar else ""
+    if not remedy and known:
+        remedy = "there are " + ", ".join(f"{stem}.json" for stem in known)
+    message = "no such file, here or in ds_configs/"
+    raise ConfigError([Problem("error", "", message, remedy, str(name), code="missing-file")])
+
+
+def examine(
+    text: str, name: str, overriding: Sequence[str] = (), facts: Facts = _NOTHING, path: Path | None = None
+) -> Examined:
+    """Find everything that can be said about a text without running it. Never raises for what the text says."""
+    try:
+        document = read(text)
+    except ReadError as error:
+        document = Document(text, None, {})
+        line, column = document.position(error.offset)
+        problem = Problem("error", "", error.message, error.remedy, name, line, column, "syntax")
+        return Examined((problem,), None)
+    if not name:  # a dictionary has no lines
+        document = replace(document, spans={})
+    findings = Findings(document, name, overrides.paths(overriding))
+    for duplicate, offset, first in document.duplicates:
+        message = f"duplicate key, first on line {document.position(first)[0]}: DeepSpeed raises"
+        findings.add("error", duplicate, message, "keep one", code="duplicate-key", offset=offset)
+    if not isinstance(document.root, dict):
+        findings.error((), "the top of the file must be an object {...}", code="type")
+        return Examined(findings.sorted(), None, document)
+    if "compute_environment" in document.root or "deepspeed_config" in document.root:
+        findings.error(
+            (), "this is a configuration of Hugging Face Accelerate", "check the file that its deepspeed_config_file names",
+            code="other-tool",
+        )  # fmt: skip
+        return Examined(findings.sorted(), None, document)
+    raw = copy.deepcopy(document.root)
+    overrides.apply(raw, overriding, findings)
+    legacy.modernise(raw, findings)
+    passed = repair.repair(raw, findings)
+    auto.resolve(raw, facts, findings)
+    file = validate.validate(raw, findings)
+    rules.judge(file, raw, findings)
+    _check_batch(file, facts, findings)
+    _restore(raw, document.root, passed)
+    config = Config(
+        path, file, file.dsframe, tuple(p for p in findings.sorted() if p.severity != "error"),
+        tuple(findings.resolved), facts, raw, text, name, tuple(overriding),
+    )  # fmt: skip
+    return Examined(findings.sorted(), config, document, tuple(findings.fixes))
+
+
+def _check_batch(file: File, facts: Facts, findings: Findings) -> None:
+    if any(findings.fails((key,)) for key in (TRAIN, MICRO, STEPS)):
+        return
+    if facts.world_size is not None:
+        solve(file, facts.world_size, findings)
+    elif file.train_batch_size is None and file.train_micro_batch_size_per_gpu is None:
+        missing(findings)
+    else:
+        train, unit = file.train_batch_size, (file.train_micro_batch_size_per_gpu or 1)
+        unit *= file.gradient_accumulation_steps or 1
+        if train is not None and train % unit:
+            lower = train // unit * unit
+            near = " or ".join(str(n) for n in (lower, lower + unit) if n)
+            parts = [f"{file.train_micro_batch_size_per_gpu} (micro)"] if file.train_micro_batch_size_per_gpu else []
+            parts += [f"{file.gradient_accumulation_steps} (accumulation)"] if file.gradient_accumulation_steps else []
+            findings.error(
+                (TRAIN,), f"{train} is not divisible by {' x '.join(parts)}, on any number of processes",
+                f"the nearest legal batch sizes are {near}", code="batch", at_value=True,
+            )  # fmt: skip
+
+
+def _restore(raw: dict[str, Any], original: dict[str, Any], passed: frozenset[str]) -> None:
+    """Put back what ``dsframe.pass_through`` lists."""
+    for name in passed:
+        source: Any = original
+        target: Any = raw
+        *parents, last = name.split(".")
+        for part in parents:
+            source = source.get(part) if isinstance(source, dict) else None
+            target = target.setdefault(part, {}) if isinstance(target, dict) else None
+        if isinstance(source, dict) and isinstance(target, dict) and last in source:
+            target.setdefault(last, copy.deepcopy(source[last]))
+
+
+def _accept(examined: Examined) -> Config:
+    errors = [problem for problem in examined.problems if problem.severity == "error"]
+    if errors or examined.config is None:
+        raise ConfigError(errors)
+    return examined.config

@@ -1,0 +1,177 @@
+"""Finds keys that the schema does not know, says what was meant, and goes on as if that had been written.
+
+So one misspelled section name is one error, and the mistakes inside the section are reported as well.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+from dsframe.config.findings import Findings, Fix, dotted
+from dsframe.config.legacy import REMOVED, SYNONYMS
+from dsframe.config.model import File, children, places, section_at, shape
+from dsframe.config.reader import Path
+from dsframe.config.schema.base import Section
+from dsframe.config.suggest import closest
+
+PASS_THROUGH = 'or pass it on with "dsframe": {"pass_through": ["%s"]}'
+
+
+def is_comment(key: str) -> bool:
+    """Keys that people write comments under. At the top level DeepSpeed ignores them."""
+    return key.startswith(("_", "//", "#", "$")) or key in ("comment", "comments", "description")
+
+
+def repair(raw: dict[str, Any], findings: Findings) -> frozenset[str]:
+    """Rename, move or drop unknown keys of ``raw`` in place, reporting each.
+
+    Returns:
+        The dotted names that ``dsframe.pass_through`` lists: dropped from ``raw`` without a word.
+    """
+    listed = raw.get("dsframe", {})
+    listed = listed.get("pass_through", []) if isinstance(listed, dict) else []
+    passed = frozenset(name for name in listed if isinstance(name, str)) if isinstance(listed, list) else frozenset()
+    _Repair(raw, findings, passed).run()
+    return passed
+
+
+class _Repair:
+    def __init__(self, raw: dict[str, Any], findings: Findings, passed: frozenset[str]) -> None:
+        self.raw, self.findings, self.passed = raw, findings, passed
+
+    def run(self) -> None:
+        # The second pass sees what the first one moved into a section that it had already left behind.
+        for _ in range(2):
+            self.visit(File, self.raw, ())
+
+    def visit(self, owner: type[Section], raw: dict[str, Any], path: Path) -> None:
+        for key in list(raw):
+            if key not in owner.model_fields and not owner.open:
+                self.unknown(owner, raw, key, path)
+        for inner, section, value in list(children(owner, raw)):
+            self.visit(section, value, path + inner)
+
+    def unknown(self, owner: type[Section], raw: dict[str, Any], key: str, path: Path) -> None:
+        here: Path = (*path, key)
+        value = raw.pop(key)
+        if dotted(here) in self.passed:
+            return
+        if not path and is_comment(key):
+            if key != "$schema":
+                self.findings.note(here, "taken as a comment", code="comment")
+            return
+        if here in REMOVED:
+            self.findings.error(here, "removed from DeepSpeed 0.19: its presence raises", REMOVED[here], code="removed")
+            if value in (False, None, {}) or (isinstance(value, dict) and value.get("enabled") is False):
+                self.findings.fixes.append(Fix(here, here, remove=True))  # it was off: nothing is lost
+            return
+        if here in SYNONYMS:
+            message, remedy = SYNONYMS[here]
+            self.findings.error(here, message, remedy, code="unknown-key")
+            if remedy == "remove it":
+                written = self.findings.written(here)
+                self.findings.fixes.append(Fix(written, written, remove=True))
+            return
+        self.guess(owner, raw, here, value)
+
+    def guess(self, owner: type[Section], raw: dict[str, Any], here: Path, value: Any) -> None:
+        key, path = str(here[-1]), here[:-1]
+        legal = [name for name in owner.model_fields if name not in raw]
+        known = places()
+        name = closest(key, legal, 1)
+        home = self.home(known.get(key, ()), here, value)
+        if name is None and home is None:
+            name = closest(key, legal)
+            if name is None and (twin := closest(key, owner.model_fields, 1)):
+                self.findings.error(
+                    here, f'unknown key; it looks like "{twin}", which is there too', "keep one", code="unknown-key"
+                )
+                return
+        if name is not None:
+            self.findings.error(here, "unknown key", f'did you mean "{name}"?', code="unknown-key")
+            raw[name] = value
+            self.assume(here, (*path, name))
+        elif home is not None:
+            where = f'under "{dotted(home)}"' if home else "at the top level"
+            self.findings.error(here, f"belongs {where}", code="misplaced-key")
+            self.move(here, (*home, key), value)
+        elif is_comment(key):
+            remedy = "write a // comment: DeepSpeed reads HJSON"
+            what = "no comments are possible under a key here"
+            self.findings.error(
+                here, what + (": DeepSpeed raises" if owner.coerced else ""), remedy, code="unknown-key"
+            )
+        else:
+            self.stranger(owner, here, value)
+
+    def stranger(self, owner: type[Section], here: Path, value: Any) -> None:
+        """A key that resembles nothing at its place: perhaps a misspelled one of another place."""
+        key, known = str(here[-1]), places()
+        similar = closest(key, known, 1) if len(key) > 4 else None
+        home = self.home(known[similar], (*here[:-1], similar), value) if similar else None
+        if similar and home is not None:
+            where = f'under "{dotted(home)}"' if home else "at the top level"
+            self.findings.error(here, "unknown key", f'did you mean "{similar}" {where}?', code="unknown-key")
+            return
+        effect = "DeepSpeed raises" if owner.coerced and here[0] != "dsframe" else "DeepSpeed ignores it"
+        if here[0] == "dsframe":
+            self.findings.error(here, "unknown key", "remove it", code="unknown-key")
+        else:
+            self.findings.error(
+                here, f"unknown key; {effect}", f"remove it, {PASS_THROUGH % dotted(here)}", code="unknown-key"
+            )
+
+    def home(self, candidates: tuple[tuple[str, ...], ...], here: Path, value: Any) -> tuple[str, ...] | None:
+        """Where a key belongs: the only place that has it, or the nearest of few. An object goes where one is taken,
+        and nothing else does."""
+        path, key = here[:-1], str(here[-1])
+        candidates = tuple(place for place in candidates if _fits(place, key, value))
+        others = [place for place in candidates if place != path and place[:1] != ("autotuning",)]
+        if not others or len(others) > 3:
+            return None
+        near = [place for place in others if path[: len(place)] == place or (path and place[: len(path)] == path)]
+        if near:
+            return near[0]
+        written = [place for place in others if place and place[0] in self.raw]
+        pick = written[0] if len(written) == 1 else others[0] if len(others) == 1 else None
+        # A section of ours does not adopt a stranger at DeepSpeed's top level unless its name says so.
+        if pick and pick[:1] == ("dsframe",) and not path:
+            return pick if len(candidates) == 1 else None
+        return pick
+
+    def move(self, old: Path, new: Path, value: Any) -> None:
+        owner: Any = self.raw
+        for index, part in enumerate(new[:-1]):
+            if isinstance(owner, dict) and isinstance(part, str):
+                if not isinstance(owner.get(part), dict) and part in owner:
+                    return
+                if part not in owner and new[:index]:
+                    self.findings.moved(old, new[: index + 1])
+                owner = owner.setdefault(part, {})
+        if isinstance(owner, dict) and new[-1] not in owner:
+            owner[str(new[-1])] = value
+            self.assume(old, new)
+
+    def assume(self, old: Path, new: Path) -> None:
+        written = self.findings.written(old)
+        self.findings.moved(old, new)
+        self.findings.fixes.append(Fix(written, new))
+
+
+def _fits(place: tuple[str, ...], key: str, value: Any) -> bool:
+    owner = class_at(place)
+    if owner is None or key not in owner.model_fields:
+        return not isinstance(value, (dict, list)) or key in ("betas", "milestones")
+    expected = shape(owner, key)
+    takes_object = bool(expected.kinds & {"dict", "any"})
+    return takes_object if isinstance(value, dict) else not expected.section or value is True
+
+
+def class_at(path: Path) -> type[Section] | None:
+    """The section class at a path of the schema, for overrides."""
+    owner: type[Section] | None = File
+    for part in path:
+        if owner is None or not isinstance(part, str) or part not in owner.model_fields:
+            return None
+        owner = section_at(owner, part, {})
+    return owner

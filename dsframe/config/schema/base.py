@@ -1,0 +1,50 @@
+"""What every section of the schema has in common.
+
+The modules of this package do not use ``from __future__ import annotations``: pydantic would evaluate each annotation
+from its text, and ``dsframe check`` has 0.3 seconds. For the same reason the docstrings under the fields are read by
+``dsframe.config.docs`` only when somebody asks for them, and each section's validator is built on first use.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar, Final, TypeAlias
+
+from pydantic import BaseModel, ConfigDict, Field
+
+AUTO: Final = "auto"
+
+Count = Annotated[int, Field(gt=0)]
+"""1, 2, 3, ..."""
+Size = Annotated[int, Field(ge=0)]
+"""0, 1, 2, ..."""
+Fraction = Annotated[float, Field(ge=0.0, le=1.0)]
+"""0.0 to 1.0, both included."""
+Real = Annotated[float, Field(allow_inf_nan=False)]
+"""Any finite number."""
+NonNegative = Annotated[float, Field(ge=0.0, allow_inf_nan=False)]
+"""0.0 or more, finite."""
+Positive = Annotated[float, Field(gt=0.0, allow_inf_nan=False)]
+"""More than 0.0, finite."""
+
+
+class Section(BaseModel):
+    """One object of the file: no unknown keys, no conversions, unchangeable once read."""
+
+    model_config = ConfigDict(extra="forbid", frozen=True, strict=True, defer_build=True, protected_namespaces=())
+
+    coerced: ClassVar[bool] = False
+    """DeepSpeed reads this section with a pydantic model of its own, which takes ``"2"`` for 2 and drops ``"auto"``."""
+    folded: ClassVar[Mapping[str, str]] = {}
+    """Keys whose values DeepSpeed compares without regard to case, and the case it folds to."""
+    nullable: ClassVar[bool] = False
+    """``null`` counts as absent."""
+    open: ClassVar[bool] = False
+    """Keys that are not fields are legal: they go to a callable that dsframe does not know."""
+
+    @classmethod
+    def variant(cls, raw: Mapping[str, Any], key: str) -> "SectionClass | None":
+        """The section class that describes ``raw[key]`` where that depends on the other values, such as a type name."""
+        return None
+
+
+SectionClass: TypeAlias = type[Section]
+"""A class of sections."""

@@ -1,0 +1,143 @@
+"""The top level of the file: everything that DeepSpeed 0.19.8 reads, with its defaults.
+
+Source: ``deepspeed/runtime/config.py`` and ``constants.py``. Which keys DeepSpeed reads was found by tracing
+``DeepSpeedConfig`` with a dictionary that records each access.
+"""
+
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal
+
+from pydantic import Field
+
+from dsframe.config.schema.base import Count, NonNegative, Positive, Section
+from dsframe.config.schema.data import Autotuning, DataEfficiency
+from dsframe.config.schema.monitor import Comet, CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Timers, Wandb
+from dsframe.config.schema.optimizer import Optimizer
+from dsframe.config.schema.parallel import ExpertParallel, HybridEngine, Pipeline, TensorParallel
+from dsframe.config.schema.precision import Bf16, CommunicationType, DataTypes, Fp16, TorchAutocast
+from dsframe.config.schema.scheduler import Scheduler
+from dsframe.config.schema.system import ActivationCheckpointing, Aio, Checkpoint, Compile, WeightQuantization
+from dsframe.config.schema.zero import Zero
+
+LogLevel = Literal["debug", "info", "warning", "error", "critical"]
+
+
+class Scalars(Section):
+    """The keys at the top level that are not sections."""
+
+    train_batch_size: Count | None = None
+    """Samples in one optimizer step, over all ranks: micro-batch size x accumulation steps x data-parallel ranks. Any
+    one or two of the three keys are enough."""
+    train_micro_batch_size_per_gpu: Count | None = None
+    """Samples in one forward and backward pass of one rank."""
+    gradient_accumulation_steps: Count | None = None
+    """Micro-batches of one rank in one optimizer step. ``"auto"`` is 1 unless the other two say otherwise."""
+    managed_gradient_accumulation: bool = True
+    """DeepSpeed decides when to step. False: the program does; not with pipeline or DeepCompile."""
+    steps_per_print: Count | None = None
+    """Steps between two lines of DeepSpeed's own progress. Default: none."""
+    dump_state: bool = False
+    """Print DeepSpeed's state after set-up."""
+    disable_python_gc: bool = False
+    """Collect Python's garbage at steps only, so that ranks do not wait for each other."""
+    disable_allgather: bool = False
+    """Read by DeepSpeed and used nowhere."""
+    log_level: LogLevel | None = None
+    """Level of DeepSpeed's logger."""
+    dataloader_drop_last: bool = False
+    """Drop the last, incomplete batch of an epoch."""
+    vocabulary_size: Count | None = None
+    """Only for a warning of DeepSpeed when it is no multiple of 8."""
+    communication_data_type: CommunicationType | None = None
+    """In what gradients are reduced. Default: the model's type."""
+    seq_parallel_communication_data_type: CommunicationType = "fp32"
+    """The same between sequence-parallel ranks."""
+    prescale_gradients: bool = False
+    """Divide gradients before they are reduced, not after."""
+    gradient_predivide_factor: Positive = 1.0
+    """Divide by this before the reduction, and by the rest after. With ``prescale_gradients``."""
+    gradient_allreduce_op: Literal["mean", "sum"] = "mean"
+    """Average or add gradients of the ranks. ``sum`` not with stage 3, ZenFlow or DeepCompile."""
+    gradient_clipping: NonNegative = 1.0
+    """Largest global norm of the gradients. Since 0.19 DeepSpeed clips to 1.0 when the key is absent; 0 is off.
+    ``"auto"`` is 1.0."""
+    use_data_before_expert_parallelism: bool = False
+    """Order of ranks for mixtures of experts."""
+    wall_clock_breakdown: bool = False
+    """Time forward, backward and step. Waits for the device: slower."""
+    memory_breakdown: bool = False
+    """Print memory use at each phase."""
+    zero_allow_untested_optimizer: bool = False
+    """Let ZeRO use optimizers other than Adam and its like, such as SGD."""
+    zero_force_ds_cpu_optimizer: bool = True
+    """Refuse an optimizer of the program's own with CPU offload."""
+    sequence_parallel_size: Count | None = None
+    """Ranks that share a sequence (Ulysses)."""
+    data_parallel_size: Count | None = None
+    """With ``sequence_parallel_size``: the shape of the device mesh."""
+    allgather_size: Count | None = None
+    """Deprecated: ``zero_optimization.allgather_bucket_size``."""
+
+    folded: ClassVar[Mapping[str, str]] = {
+        "communication_data_type": "lower",
+        "seq_parallel_communication_data_type": "lower",
+        "gradient_allreduce_op": "lower",
+        "log_level": "lower",
+    }
+
+
+class DeepSpeed(Scalars):
+    """The whole file without the ``dsframe`` section."""
+
+    optimizer: Optimizer | None = None
+    """The update rule."""
+    scheduler: Scheduler | None = None
+    """The learning-rate schedule."""
+    fp16: Fp16 = Field(default_factory=Fp16.model_construct)
+    """float16 training."""
+    bf16: Bf16 = Field(default_factory=Bf16.model_construct)
+    """bfloat16 training."""
+    torch_autocast: TorchAutocast = Field(default_factory=TorchAutocast.model_construct)
+    """Mixed precision by torch."""
+    data_types: DataTypes = Field(default_factory=DataTypes.model_construct)
+    """Number formats of single parts."""
+    zero_optimization: Zero = Field(default_factory=Zero.model_construct)
+    """ZeRO and offload."""
+    activation_checkpointing: ActivationCheckpointing = Field(default_factory=ActivationCheckpointing.model_construct)
+    """Recompute activations in the backward pass."""
+    pipeline: Pipeline = Field(default_factory=Pipeline.model_construct)
+    """Pipeline parallelism."""
+    aio: Aio = Field(default_factory=Aio.model_construct)
+    """Asynchronous I/O to NVMe."""
+    tensor_parallel: TensorParallel = Field(default_factory=TensorParallel.model_construct)
+    """Tensor parallelism."""
+    expert_parallel: ExpertParallel = Field(default_factory=ExpertParallel.model_construct)
+    """Expert parallelism."""
+    hybrid_engine: HybridEngine = Field(default_factory=HybridEngine.model_construct)
+    """Training and generating in one engine."""
+    compile: Compile = Field(default_factory=Compile.model_construct)
+    """DeepCompile."""
+    checkpoint: Checkpoint = Field(default_factory=Checkpoint.model_construct)
+    """DeepSpeed's checkpoints."""
+    datastates_ckpt: Any = False
+    """DataStates checkpoints: any value but false turns them on. Needs the package ``datastates``."""
+    data_efficiency: DataEfficiency = Field(default_factory=DataEfficiency.model_construct)
+    """Curriculum learning and token dropping."""
+    flops_profiler: FlopsProfiler = Field(default_factory=FlopsProfiler.model_construct)
+    """Count of operations."""
+    autotuning: Autotuning = Field(default_factory=Autotuning.model_construct)
+    """Settings of the tuner."""
+    comms_logger: CommsLogger | None = None
+    """Log of collectives."""
+    tensorboard: TensorBoard = Field(default_factory=TensorBoard.model_construct)
+    """TensorBoard."""
+    wandb: Wandb = Field(default_factory=Wandb.model_construct)
+    """Weights & Biases."""
+    csv_monitor: CsvMonitor = Field(default_factory=CsvMonitor.model_construct)
+    """CSV files."""
+    comet: Comet = Field(default_factory=Comet.model_construct)
+    """Comet."""
+    timers: Timers = Field(default_factory=Timers.model_construct)
+    """Timers of the engine."""
+    weight_quantization: WeightQuantization | None = None
+    """ZeRO-Inference."""

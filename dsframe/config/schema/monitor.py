@@ -1,0 +1,132 @@
+# ruff: noqa: RUF012 - pydantic copies mutable defaults
+"""What is logged and where: monitors, profilers and timers.
+
+Source: ``deepspeed/monitor/config.py``, ``profiling/config.py``, ``comm/config.py`` and ``utils/config.py`` of
+DeepSpeed 0.19.8.
+"""
+
+from typing import Any, ClassVar
+
+from pydantic import Field
+
+from dsframe.config.schema.base import Count, NonNegative, Section
+
+
+class TensorBoard(Section):
+    """Event files for TensorBoard, written by rank 0. Needs the package ``tensorboard``."""
+
+    coerced: ClassVar[bool] = True
+
+    enabled: bool = False
+    """Turns it on."""
+    output_path: str = ""
+    """Folder. Default: under the folder in which the run was started."""
+    job_name: str = "DeepSpeedJobName"
+    """Folder inside ``output_path``."""
+
+
+class Wandb(Section):
+    """Weights & Biases. Needs the package ``wandb``."""
+
+    coerced: ClassVar[bool] = True
+
+    enabled: bool = False
+    """Turns it on."""
+    group: str | None = None
+    """Group of runs."""
+    team: str | None = None
+    """Team (entity)."""
+    project: str = "deepspeed"
+    """Project."""
+
+
+class CsvMonitor(Section):
+    """One CSV file for each metric, written by rank 0."""
+
+    coerced: ClassVar[bool] = True
+
+    enabled: bool = False
+    """Turns it on."""
+    output_path: str = ""
+    """Folder. Default: under the folder in which the run was started."""
+    job_name: str = "DeepSpeedJobName"
+    """Folder inside ``output_path``."""
+
+
+class Comet(Section):
+    """Comet. Needs the package ``comet_ml``."""
+
+    coerced: ClassVar[bool] = True
+
+    enabled: bool = False
+    """Turns it on."""
+    samples_log_interval: int = 100
+    """Samples between two submissions."""
+    project: str | None = None
+    """Project. Default: Comet's own settings."""
+    workspace: str | None = None
+    """Workspace. Default: Comet's own settings."""
+    api_key: str | None = None
+    """Key of the account. Better in the environment (COMET_API_KEY) than in a file."""
+    experiment_name: str | None = None
+    """Name of the experiment."""
+    experiment_key: str | None = None
+    """Key of the experiment: 32 to 50 letters and digits."""
+    online: bool | None = None
+    """Send to the server (default), else store locally."""
+    mode: str | None = None
+    """``get``, ``create`` or ``get_or_create``."""
+
+
+class FlopsProfiler(Section):
+    """Counts operations, parameters and time per module at one step. Turns ``wall_clock_breakdown`` on."""
+
+    enabled: bool = False
+    """Turns it on."""
+    recompute_fwd_factor: NonNegative = 0.0
+    """Share of the forward pass that activation checkpointing repeats, for the count of operations."""
+    profile_step: Count = 1
+    """The step that is profiled; choose one after warm-up."""
+    module_depth: int = -1
+    """Depth of modules in the report; -1 is the innermost."""
+    top_modules: Count = 1
+    """Modules listed at each depth."""
+    detailed: bool = True
+    """Print the profile of each module."""
+    output_file: str | None = None
+    """Where the report goes. Default: standard output."""
+
+
+class CommsLogger(Section):
+    """Counts and times collectives. In DeepSpeed the mere presence of the section creates the logger."""
+
+    coerced: ClassVar[bool] = True
+
+    enabled: bool = False
+    """Turns it on."""
+    prof_all: bool = True
+    """Every operation."""
+    prof_ops: list[Any] = []
+    """Names of operations, when ``prof_all`` is false."""
+    verbose: bool = False
+    """Print each operation."""
+    debug: bool = False
+    """Add the caller to each operation's name."""
+
+
+class ThroughputTimer(Section):
+    """Samples per second, as printed each ``steps_per_print`` steps."""
+
+    coerced: ClassVar[bool] = True
+
+    enabled: bool = True
+    """Turns it on."""
+    synchronized: bool = True
+    """Wait for the device before taking the time: exact, slower."""
+
+
+class Timers(Section):
+    """Timers of the engine."""
+
+    throughput: ThroughputTimer = Field(default_factory=ThroughputTimer.model_construct)
+    """The samples-per-second timer."""

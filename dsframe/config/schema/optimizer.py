@@ -1,0 +1,315 @@
+# ruff: noqa: RUF012 - pydantic copies mutable defaults
+"""``optimizer``: the update rule and its parameters.
+
+``type`` names one of DeepSpeed's own (in any case) or a class of ``torch.optim`` (exact case). What ``params`` may hold
+depends on it. Source: ``DeepSpeedEngine._configure_basic_optimizer`` of DeepSpeed 0.19.8 and torch 2.13.
+"""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, ClassVar
+
+from pydantic import Field
+
+from dsframe.config.schema.base import Count, NonNegative, Real, Section, SectionClass
+
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+Betas = Annotated[list[Beta], Field(min_length=2, max_length=2)]
+
+
+class Params(Section):
+    """What every optimizer takes."""
+
+    lr: NonNegative = 1e-3
+    """Learning rate: the step size before the scheduler changes it. ``"auto"`` is 5e-5, as in Hugging Face's Trainer."""
+    weight_decay: NonNegative = 0.0
+    """Decay of the weights. ``"auto"`` is 0."""
+
+
+class TorchParams(Params):
+    """What most optimizers of torch take too."""
+
+    foreach: bool | None = None
+    """torch: update many tensors with one call. Default: torch decides."""
+    maximize: bool = False
+    """torch: go up the gradient, not down."""
+    differentiable: bool = False
+    """torch: let gradients flow through the step."""
+    capturable: bool = False
+    """torch: safe inside a CUDA graph."""
+
+
+class AdamParams(TorchParams):
+    """Adam and AdamW. DeepSpeed takes both as AdamW unless ``type`` is Adam and ``adam_w_mode`` is false."""
+
+    betas: Betas = [0.9, 0.999]
+    """Decay of the two moments, each in [0, 1)."""
+    eps: NonNegative = 1e-8
+    """Added to the denominator."""
+    bias_correction: bool = True
+    """Correct the moments for their start at zero."""
+    amsgrad: bool = False
+    """The AMSGrad variant. Only with ``torch_adam``: DeepSpeed's own kernel raises."""
+    adam_w_mode: bool = True
+    """For ``type`` Adam: true is decoupled weight decay (AdamW), false is L2 regularisation."""
+    torch_adam: bool = False
+    """Use torch's Adam: no kernel is compiled."""
+    fp32_optimizer_states: bool = True
+    """DeepSpeed's CPU Adam: keep the moments in fp32."""
+    set_grad_none: bool = True
+    """DeepSpeed's FusedAdam: drop gradients rather than fill them with zeros."""
+    fused: bool | None = None
+    """torch: the fused kernel. With ``torch_adam``."""
+
+
+class LambParams(Params):
+    """LAMB, DeepSpeed's kernel. CUDA, and dynamic loss scaling, only."""
+
+    betas: Betas = [0.9, 0.999]
+    """Decay of the two moments."""
+    eps: NonNegative = 1e-8
+    """Added to the denominator."""
+    bias_correction: bool = True
+    """Correct the moments for their start at zero."""
+    eps_inside_sqrt: bool = False
+    """Add ``eps`` under the square root."""
+    max_coeff: Real = 10.0
+    """Largest trust ratio."""
+    min_coeff: Real = 0.01
+    """Smallest trust ratio."""
+    amsgrad: bool = False
+    """Not supported: true raises."""
+
+
+class LionParams(Params):
+    """Lion, DeepSpeed's kernel."""
+
+    betas: Betas = [0.9, 0.999]
+    """Decay of the update and of the momentum."""
+    set_grad_none: bool = True
+    """Drop gradients rather than fill them with zeros."""
+    fp32_optimizer_states: bool = True
+    """With CPU offload: keep the momentum in fp32."""
+
+
+class MuonParams(Section):
+    """Muon for the matrices that are tagged ``use_muon``, Adam for the other parameters."""
+
+    lr: NonNegative = 0.02
+    """Learning rate of both halves."""
+    muon_lr: NonNegative | None = None
+    """Learning rate of the Muon half. Default: ``lr``."""
+    adam_lr: NonNegative | None = None
+    """Learning rate of the Adam half. Default: ``lr``."""
+    momentum: Beta = 0.95
+    """Momentum of the Muon half."""
+    weight_decay: NonNegative = 0.0
+    """Decay of the weights, both halves."""
+    ns_method: str | None = None
+    """Newton-Schulz method, such as ``gram``."""
+    betas: Betas = [0.9, 0.95]
+    """Moments of the Adam half."""
+    eps: NonNegative = 1e-10
+    """Denominator of the Adam half."""
+    adam_w_mode: bool = True
+    """Decoupled weight decay in the Adam half."""
+    torch_adam: bool = False
+    """torch's Adam for the Adam half."""
+    fp32_optimizer_states: bool = True
+    """With CPU offload: keep the moments in fp32."""
+
+
+class MupParams(Section):
+    """Optimizers of the package ``mup``: parameters go to it as they are."""
+
+    open: ClassVar[bool] = True
+
+    lr: NonNegative = 1e-3
+    """Learning rate."""
+
+
+class AdagradParams(TorchParams):
+    """Adagrad: torch's, or DeepSpeed's with CPU offload."""
+
+    eps: NonNegative = 1e-10
+    """Added to the denominator."""
+    lr_decay: NonNegative = 0.0
+    """torch: decay of the learning rate."""
+    initial_accumulator_value: NonNegative = 0.0
+    """torch: where the sum of squares starts."""
+    fused: bool | None = None
+    """torch: the fused kernel."""
+    amsgrad: bool = False
+    """DeepSpeed, with CPU offload."""
+    fp32_optimizer_states: bool = True
+    """DeepSpeed, with CPU offload: keep the state in fp32."""
+
+
+class SgdParams(Params):
+    """torch's SGD."""
+
+    momentum: NonNegative = 0.0
+    """Momentum factor."""
+    dampening: NonNegative = 0.0
+    """Dampening of the momentum."""
+    nesterov: bool = False
+    """Nesterov momentum. Needs momentum above 0 and dampening 0."""
+    maximize: bool = False
+    """Go up the gradient, not down."""
+    foreach: bool | None = None
+    """Update many tensors with one call."""
+    differentiable: bool = False
+    """Let gradients flow through the step."""
+    fused: bool | None = None
+    """The fused kernel."""
+
+
+class RmspropParams(TorchParams):
+    """torch's RMSprop."""
+
+    alpha: NonNegative = 0.99
+    """Smoothing constant."""
+    eps: NonNegative = 1e-8
+    """Added to the denominator."""
+    momentum: NonNegative = 0.0
+    """Momentum factor."""
+    centered: bool = False
+    """Normalise by the variance."""
+
+
+class AdamaxParams(TorchParams):
+    """torch's Adamax."""
+
+    betas: Betas = [0.9, 0.999]
+    """Decay of the moments."""
+    eps: NonNegative = 1e-8
+    """Added to the denominator."""
+
+
+class NadamParams(AdamaxParams):
+    """torch's NAdam."""
+
+    momentum_decay: NonNegative = 0.004
+    """Decay of the momentum."""
+    decoupled_weight_decay: bool = False
+    """As in AdamW."""
+
+
+class RadamParams(AdamaxParams):
+    """torch's RAdam."""
+
+    decoupled_weight_decay: bool = False
+    """As in AdamW."""
+
+
+class AdadeltaParams(TorchParams):
+    """torch's Adadelta."""
+
+    rho: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9
+    """Decay of the squared gradients."""
+    eps: NonNegative = 1e-6
+    """Added to the denominator."""
+
+
+class AsgdParams(TorchParams):
+    """torch's averaged SGD."""
+
+    lambd: Real = 1e-4
+    """Decay term."""
+    alpha: Real = 0.75
+    """Power of the learning rate's update."""
+    t0: Real = 1e6
+    """Step at which averaging starts."""
+
+
+class RpropParams(Section):
+    """torch's Rprop."""
+
+    lr: NonNegative = 0.01
+    """First step size."""
+    etas: Annotated[list[Real], Field(min_length=2, max_length=2)] = [0.5, 1.2]
+    """Factors of decrease and increase."""
+    step_sizes: Annotated[list[Real], Field(min_length=2, max_length=2)] = [1e-6, 50.0]
+    """Smallest and largest step."""
+    foreach: bool | None = None
+    """Update many tensors with one call."""
+    maximize: bool = False
+    """Go up the gradient, not down."""
+    differentiable: bool = False
+    """Let gradients flow through the step."""
+    capturable: bool = False
+    """Safe inside a CUDA graph."""
+
+
+class AdafactorParams(Section):
+    """torch's Adafactor."""
+
+    lr: NonNegative = 0.01
+    """Learning rate."""
+    beta2_decay: Real = -0.8
+    """Decay rate of beta2."""
+    eps: Annotated[list[Real | None], Field(min_length=2, max_length=2)] = [None, 1e-3]
+    """Two stabilisers."""
+    d: Count | Real = 1.0
+    """Clipping threshold of an update."""
+    weight_decay: NonNegative = 0.0
+    """Decay of the weights."""
+    foreach: bool | None = None
+    """Update many tensors with one call."""
+    maximize: bool = False
+    """Go up the gradient, not down."""
+
+
+DEEPSPEED_OPTIMIZERS: Mapping[str, tuple[str, type[Section]]] = {
+    "adam": ("Adam", AdamParams),
+    "adamw": ("AdamW", AdamParams),
+    "adagrad": ("Adagrad", AdagradParams),
+    "lamb": ("Lamb", LambParams),
+    "lion": ("Lion", LionParams),
+    "muon": ("Muon", MuonParams),
+    "muadam": ("MuAdam", MupParams),
+    "muadamw": ("MuAdamW", MupParams),
+    "musgd": ("MuSGD", MupParams),
+}
+"""Lower-case name -> usual spelling and parameters: DeepSpeed ignores the case of these."""
+
+TORCH_OPTIMIZERS: Mapping[str, type[Section]] = {
+    "SGD": SgdParams,
+    "RMSprop": RmspropParams,
+    "Adamax": AdamaxParams,
+    "NAdam": NadamParams,
+    "RAdam": RadamParams,
+    "Adadelta": AdadeltaParams,
+    "ASGD": AsgdParams,
+    "Rprop": RpropParams,
+    "Adafactor": AdafactorParams,
+}
+"""Classes of ``torch.optim`` that work without a closure. The case counts."""
+
+WITHOUT_ROUTE: Mapping[str, str] = {
+    "lbfgs": "it needs a closure, which no engine gives it",
+    "sparseadam": "it takes sparse gradients only",
+    "onebitadam": "1-bit Adam has been removed from DeepSpeed",
+    "zerooneadam": "0/1 Adam has been removed from DeepSpeed",
+    "onebitlamb": "1-bit LAMB has been removed from DeepSpeed",
+}
+"""Lower-case names of optimizers that cannot be used, and why."""
+
+
+class Optimizer(Section):
+    """The update rule. Without this section DeepSpeed expects an optimizer from the program; dsframe takes AdamW."""
+
+    type: str
+    """Adam, AdamW, Adagrad, Lamb, Lion, Muon, MuAdam, MuAdamW, MuSGD, or a class of ``torch.optim`` such as SGD."""
+    params: dict[str, Any] = {}
+    """Arguments of the optimizer."""
+    legacy_fusion: bool = False
+    """Pick the old fused fp16 optimizer wrapper at stage 0."""
+
+    @classmethod
+    def variant(cls, raw: Mapping[str, Any], key: str) -> SectionClass | None:
+        name = raw.get("type")
+        if key != "params" or not isinstance(name, str):
+            return None
+        if name.lower() in DEEPSPEED_OPTIMIZERS:
+            return DEEPSPEED_OPTIMIZERS[name.lower()][1]
+        return TORCH_OPTIMIZERS.get(name)

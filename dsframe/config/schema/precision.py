@@ -1,0 +1,83 @@
+"""Number formats: ``fp16``, ``bf16``, ``torch_autocast`` and ``data_types``.
+
+Source: ``deepspeed/runtime/precision_config.py`` and ``runtime/config.py`` of DeepSpeed 0.19.8.
+"""
+
+from typing import ClassVar, Literal
+
+from dsframe.config.schema.base import AUTO, NonNegative, Section
+
+TorchDtype = Literal[
+    "torch.float16", "fp16", "float16", "half", "torch.bfloat16", "bf16", "bfloat16",
+    "torch.float32", "fp32", "float32", "float", "torch.int8", "int8",
+]  # fmt: skip
+"""The spellings of DeepSpeed's ``DtypeEnum``."""
+
+
+class Fp16(Section):
+    """Parameters and gradients in float16 with loss scaling; the optimizer keeps fp32 weights."""
+
+    coerced: ClassVar[bool] = True
+
+    enabled: bool = False
+    """Turns it on. The device must support fp16; many CPUs do not."""
+    auto_cast: bool = False
+    """Cast floating-point inputs of the model to fp16."""
+    loss_scale: NonNegative = 0.0
+    """The fixed scale; 0 is dynamic scaling."""
+    initial_scale_power: int = 16
+    """Dynamic scaling starts at 2 to this power."""
+    loss_scale_window: int = 1000
+    """Steps without overflow after which the scale doubles. More than 0 with dynamic scaling."""
+    hysteresis: int = 2
+    """Overflows in a row before the scale is halved."""
+    consecutive_hysteresis: bool = False
+    """Start counting overflows again after each step without one."""
+    min_loss_scale: int = 1
+    """The scale never falls below. More than 0 with dynamic scaling."""
+    fp16_master_weights_and_grads: bool = False
+    """Keep the optimizer's weights and gradients in fp16 too. Stages 1 to 3, with DeepSpeed's CPU Adam."""
+
+
+class Bf16(Section):
+    """Parameters and gradients in bfloat16; the optimizer keeps fp32 weights. No loss scaling."""
+
+    coerced: ClassVar[bool] = True
+
+    enabled: bool = False
+    """Turns it on."""
+    immediate_grad_update: bool = False
+    """Add gradients to the fp32 ones as they appear, not at the step."""
+    check_grad_overflow: bool = True
+    """Skip a step whose gradients are not finite."""
+    bf16_master_weights_and_grads: bool = False
+    """Keep the optimizer's weights and gradients in bf16 too. Stages 1 to 3."""
+    bf16_optimizer_states: bool = False
+    """Keep the optimizer's moments in bf16 too. Needs ``bf16_master_weights_and_grads``."""
+
+
+class TorchAutocast(Section):
+    """``torch.autocast`` around forward: parameters stay fp32, chosen operations run in 16 bits."""
+
+    enabled: bool = False
+    """Turns it on."""
+    dtype: TorchDtype | None = None
+    """The lower precision, such as ``bfloat16``. Default: torch's own for the device."""
+    lower_precision_safe_modules: list[str] | None = None
+    """Classes of modules whose gradients may be communicated in the lower precision."""
+
+
+class DataTypes(Section):
+    """Number formats of single parts."""
+
+    grad_accum_dtype: TorchDtype | None = None
+    """In what gradients are accumulated. Default: the parameters' type."""
+    param_dtype: TorchDtype | None = None
+    """The parameters' type. It must agree with ``fp16`` and ``bf16``."""
+    buffer_dtype: TorchDtype | None = None
+    """What buffers are cast to. Default: as they are loaded."""
+    keep_in_fp32_modules: Literal["auto"] | list[str] = AUTO
+    """Buffers that stay fp32 under fp16 or bf16: name patterns, or ``"auto"`` for what the model itself asks for."""
+
+
+CommunicationType = Literal["fp16", "bf16", "fp32"]

@@ -1,0 +1,297 @@
+# ruff: noqa: RUF012 - pydantic copies mutable defaults
+"""``scheduler``: how the learning rate changes from step to step.
+
+Source: ``deepspeed/runtime/lr_schedules.py`` of DeepSpeed 0.19.8 and ``torch.optim.lr_scheduler`` of torch 2.13.
+"""
+
+from collections.abc import Mapping
+from typing import Any, Literal
+
+from dsframe.config.schema.base import Count, NonNegative, Real, Section, SectionClass, Size
+
+
+class LrRangeTestParams(Section):
+    """A learning rate that grows, to find how large it may be."""
+
+    lr_range_test_min_lr: NonNegative | list[NonNegative] = 1e-3
+    """First learning rate."""
+    lr_range_test_step_size: Count = 2000
+    """Steps in one interval."""
+    lr_range_test_step_rate: Real = 1.0
+    """Growth in one interval."""
+    lr_range_test_staircase: bool = False
+    """Grow in jumps, one each interval."""
+    last_batch_iteration: int = -1
+    """Step to continue after; -1 is the start."""
+
+
+class OneCycleParams(Section):
+    """DeepSpeed's 1-cycle policy: up, down, then a slow decay."""
+
+    cycle_min_lr: NonNegative
+    """Learning rate at both ends of the cycle. Required."""
+    cycle_max_lr: NonNegative
+    """Learning rate at its peak. Required."""
+    decay_lr_rate: Real = 0.0
+    """Decay after the cycle."""
+    cycle_first_step_size: Count = 2000
+    """Steps up."""
+    cycle_second_step_size: Size | None = None
+    """Steps down. Default: as many as up."""
+    cycle_first_stair_count: Size = 0
+    """Stairs on the way up. 0: a straight line."""
+    cycle_second_stair_count: Size | None = None
+    """Stairs on the way down. Default: as many as up."""
+    decay_step_size: Size = 0
+    """Steps between decays after the cycle. 0: no decay."""
+    cycle_momentum: bool = True
+    """Move the momentum the other way."""
+    cycle_min_mom: Real = 0.8
+    """Momentum at the peak."""
+    cycle_max_mom: Real = 0.9
+    """Momentum at both ends."""
+    decay_mom_rate: Real = 0.0
+    """Decay of the momentum after the cycle."""
+    last_batch_iteration: int = -1
+    """Step to continue after; -1 is the start."""
+
+
+class WarmupLrParams(Section):
+    """From ``warmup_min_lr`` to ``warmup_max_lr``, then constant."""
+
+    warmup_min_lr: NonNegative | list[NonNegative] = 0.0
+    """First learning rate. ``"auto"`` is 0."""
+    warmup_max_lr: NonNegative | list[NonNegative] | None = None
+    """Last learning rate. Default, and ``"auto"``: the optimizer's ``lr``."""
+    warmup_num_steps: Count = 1000
+    """Steps of warm-up. ``"auto"`` is 1, the least that DeepSpeed takes: the Trainer's default is no warm-up."""
+    warmup_type: Literal["log", "linear"] = "log"
+    """Shape of the warm-up."""
+    last_batch_iteration: int = -1
+    """Step to continue after; -1 is the start."""
+
+
+class WarmupDecayLrParams(Section):
+    """Warm-up, then linear decay to 0 at ``total_num_steps``."""
+
+    total_num_steps: Count
+    """Steps of the whole training. Required. ``"auto"`` is computed from the data and the ``dsframe`` section."""
+    warmup_min_lr: NonNegative | list[NonNegative] = 0.0
+    """First learning rate. ``"auto"`` is 0."""
+    warmup_max_lr: NonNegative | list[NonNegative] = 1e-3
+    """Learning rate after warm-up. ``"auto"`` is the optimizer's ``lr``."""
+    warmup_num_steps: Count = 1000
+    """Steps of warm-up. ``"auto"`` is 1."""
+    warmup_type: Literal["log", "linear"] = "log"
+    """Shape of the warm-up."""
+    last_batch_iteration: int = -1
+    """Step to continue after; -1 is the start."""
+
+
+class WarmupCosineLrParams(Section):
+    """Warm-up, then cosine decay. Ratios of the optimizer's ``lr``."""
+
+    total_num_steps: Count
+    """Steps of the whole training. Required. ``"auto"`` is computed from the data and the ``dsframe`` section."""
+    warmup_min_ratio: NonNegative = 0.0
+    """First learning rate as a ratio."""
+    warmup_num_steps: Count = 1000
+    """Steps of warm-up. ``"auto"`` is 1."""
+    cos_min_ratio: NonNegative = 1e-4
+    """Last learning rate as a ratio."""
+    warmup_type: Literal["log", "linear"] = "log"
+    """Shape of the warm-up."""
+    last_batch_iteration: int = -1
+    """Step to continue after; -1 is the start."""
+
+
+class StepLrParams(Section):
+    """torch: times ``gamma`` each ``step_size`` steps."""
+
+    step_size: Count
+    """Steps between two decays. Required."""
+    gamma: Real = 0.1
+    """Factor."""
+    last_epoch: int = -1
+    """Step to continue after; -1 is the start."""
+
+
+class MultiStepLrParams(Section):
+    """torch: times ``gamma`` at each milestone."""
+
+    milestones: list[Size]
+    """Steps at which the rate falls. Required."""
+    gamma: Real = 0.1
+    """Factor."""
+    last_epoch: int = -1
+    """Step to continue after; -1 is the start."""
+
+
+class ConstantLrParams(Section):
+    """torch: ``factor`` times the rate for ``total_iters`` steps, then the rate."""
+
+    factor: NonNegative = 1 / 3
+    """Factor at the start."""
+    total_iters: Size = 5
+    """Steps of it."""
+    last_epoch: int = -1
+    """Step to continue after; -1 is the start."""
+
+
+class LinearLrParams(Section):
+    """torch: a straight line between two factors."""
+
+    start_factor: NonNegative = 1 / 3
+    """Factor at the start."""
+    end_factor: NonNegative = 1.0
+    """Factor at the end."""
+    total_iters: Size = 5
+    """Steps between them."""
+    last_epoch: int = -1
+    """Step to continue after; -1 is the start."""
+
+
+class ExponentialLrParams(Section):
+    """torch: times ``gamma`` at each step."""
+
+    gamma: Real
+    """Factor. Required."""
+    last_epoch: int = -1
+    """Step to continue after; -1 is the start."""
+
+
+class PolynomialLrParams(Section):
+    """torch: a polynomial down to 0."""
+
+    total_iters: Count = 5
+    """Steps until 0."""
+    power: Real = 1.0
+    """Power of the polynomial."""
+    last_epoch: int = -1
+    """Step to continue after; -1 is the start."""
+
+
+class CosineAnnealingLrParams(Section):
+    """torch: half a cosine wave."""
+
+    T_max: Count
+    """Steps until the lowest rate. Required."""
+    eta_min: NonNegative = 0.0
+    """Lowest rate."""
+    last_epoch: int = -1
+    """Step to continue after; -1 is the start."""
+
+
+class CosineAnnealingWarmRestartsParams(Section):
+    """torch: cosine waves, each starting anew."""
+
+    T_0: Count
+    """Steps of the first wave. Required."""
+    T_mult: Count = 1
+    """Each wave is so many times the one before."""
+    eta_min: NonNegative = 0.0
+    """Lowest rate."""
+    last_epoch: int = -1
+    """Step to continue after; -1 is the start."""
+
+
+class CyclicLrParams(Section):
+    """torch: a triangle wave."""
+
+    base_lr: NonNegative | list[NonNegative]
+    """Lowest rate. Required."""
+    max_lr: NonNegative | list[NonNegative]
+    """Highest rate. Required."""
+    step_size_up: Count = 2000
+    """Steps up."""
+    step_size_down: Count | None = None
+    """Steps down. Default: as many as up."""
+    mode: Literal["triangular", "triangular2", "exp_range"] = "triangular"
+    """How the peaks change."""
+    gamma: Real = 1.0
+    """Factor of ``exp_range``."""
+    scale_mode: Literal["cycle", "iterations"] = "cycle"
+    """Unit of the scaling."""
+    cycle_momentum: bool = True
+    """Move the momentum the other way. The optimizer must have one."""
+    base_momentum: NonNegative = 0.8
+    """Lowest momentum."""
+    max_momentum: NonNegative = 0.9
+    """Highest momentum."""
+    last_epoch: int = -1
+    """Step to continue after; -1 is the start."""
+
+
+class OneCycleLrParams(Section):
+    """torch's 1-cycle policy."""
+
+    max_lr: NonNegative | list[NonNegative]
+    """Highest rate. Required."""
+    total_steps: Count | None = None
+    """Steps of the whole training."""
+    epochs: Count | None = None
+    """With ``steps_per_epoch``, in place of ``total_steps``."""
+    steps_per_epoch: Count | None = None
+    """With ``epochs``, in place of ``total_steps``."""
+    pct_start: Real = 0.3
+    """Share of the steps that go up."""
+    anneal_strategy: Literal["cos", "linear"] = "cos"
+    """Shape of the way down."""
+    cycle_momentum: bool = True
+    """Move the momentum the other way."""
+    base_momentum: NonNegative = 0.85
+    """Lowest momentum."""
+    max_momentum: NonNegative = 0.95
+    """Highest momentum."""
+    div_factor: Real = 25.0
+    """First rate is ``max_lr`` divided by it."""
+    final_div_factor: Real = 10000.0
+    """Last rate is the first one divided by it."""
+    three_phase: bool = False
+    """A third phase down to the last rate."""
+    last_epoch: int = -1
+    """Step to continue after; -1 is the start."""
+
+
+DEEPSPEED_SCHEDULERS: Mapping[str, type[Section]] = {
+    "LRRangeTest": LrRangeTestParams,
+    "OneCycle": OneCycleParams,
+    "WarmupLR": WarmupLrParams,
+    "WarmupDecayLR": WarmupDecayLrParams,
+    "WarmupCosineLR": WarmupCosineLrParams,
+}
+TORCH_SCHEDULERS: Mapping[str, type[Section]] = {
+    "StepLR": StepLrParams,
+    "MultiStepLR": MultiStepLrParams,
+    "ConstantLR": ConstantLrParams,
+    "LinearLR": LinearLrParams,
+    "ExponentialLR": ExponentialLrParams,
+    "PolynomialLR": PolynomialLrParams,
+    "CosineAnnealingLR": CosineAnnealingLrParams,
+    "CosineAnnealingWarmRestarts": CosineAnnealingWarmRestartsParams,
+    "CyclicLR": CyclicLrParams,
+    "OneCycleLR": OneCycleLrParams,
+}
+SCHEDULERS_WITHOUT_ROUTE: Mapping[str, str] = {
+    "LambdaLR": "it needs a function, which a file cannot hold",
+    "MultiplicativeLR": "it needs a function, which a file cannot hold",
+    "ReduceLROnPlateau": "it needs a metric at each step, which no engine gives it",
+    "ChainedScheduler": "it needs other schedulers as objects, which a file cannot hold",
+    "SequentialLR": "it needs other schedulers as objects, which a file cannot hold",
+}
+
+
+class Scheduler(Section):
+    """The learning-rate schedule, advanced once for each optimizer step."""
+
+    type: str
+    """LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class of ``torch.optim.lr_scheduler``."""
+    params: dict[str, Any] = {}
+    """Arguments of the schedule. DeepSpeed raises when the key is absent; ``{}`` will do where nothing is required."""
+
+    @classmethod
+    def variant(cls, raw: Mapping[str, Any], key: str) -> SectionClass | None:
+        name = raw.get("type")
+        if key != "params" or not isinstance(name, str):
+            return None
+        return DEEPSPEED_SCHEDULERS.get(name) or TORCH_SCHEDULERS.get(name)

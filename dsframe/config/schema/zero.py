@@ -1,0 +1,210 @@
+# ruff: noqa: RUF012 - pydantic copies mutable defaults
+"""``zero_optimization``: what is partitioned over the data-parallel ranks and what is offloaded.
+
+Source: ``deepspeed/runtime/zero/config.py``, ``offload_config.py``, ``leaf_module_config.py`` and
+``runtime/zenflow/zenflow_config.py`` of DeepSpeed 0.19.8.
+"""
+
+import sys
+from typing import Annotated, ClassVar, Literal
+
+from pydantic import Field
+
+from dsframe.config.schema.base import Count, Fraction, Section, Size
+
+Device = Literal["none", "cpu", "nvme"]
+
+
+class OffloadParam(Section):
+    """Where stage 3 keeps the parameters that are not in use. Below stage 3 it has no effect."""
+
+    coerced: ClassVar[bool] = True
+
+    device: Device = "none"
+    """``cpu``, ``nvme``, or ``none`` for no offload."""
+    nvme_path: str | None = None
+    """Folder on the NVMe drive. Needed when ``device`` is ``nvme``."""
+    buffer_count: Size = 5
+    """Number of buffers between NVMe and the device."""
+    buffer_size: Size = 100_000_000
+    """Elements in one buffer. The largest parameter must fit."""
+    max_in_cpu: Size = 1_000_000_000
+    """Parameter elements that stay in CPU memory although ``device`` is ``nvme``."""
+    pin_memory: bool = True
+    """Page-locked CPU memory: faster copies, but it cannot be swapped out. Default true since DeepSpeed 0.19."""
+
+
+class OffloadOptimizer(Section):
+    """Where the optimizer's state lives and where its step is computed. Stages 1, 2 and 3."""
+
+    coerced: ClassVar[bool] = True
+
+    device: Device = "none"
+    """``cpu``, ``nvme`` (stage 3; stages 1 and 2 silently take ``cpu``), or ``none``. The step runs on the CPU either
+    way."""
+    nvme_path: str | None = None
+    """Folder on the NVMe drive. Needed when ``device`` is ``nvme``."""
+    buffer_count: Size = 4
+    """Number of NVMe buffers: at least one for each state of a parameter (Adam: parameter, gradient, two moments)."""
+    pin_memory: bool = True
+    """Page-locked CPU memory: faster copies, but it cannot be swapped out. Default true since DeepSpeed 0.19."""
+    pipeline_read: bool = False
+    """Read the next tile from NVMe while the current one is computed."""
+    pipeline_write: bool = False
+    """Write the previous tile to NVMe while the current one is computed."""
+    fast_init: bool = False
+    """Faster set-up of the optimizer's state on NVMe."""
+    ratio: Fraction = 1.0
+    """Share of the parameters whose step is computed on the CPU (ZeRO-Offload++). Below 1.0 only at stage 3."""
+    super_offload: bool = False
+    """SuperOffload: for superchips such as GH200. CUDA and stage 3 only."""
+    cpuadam_cores_perc: Fraction = 0.8
+    """Share of the CPU cores for SuperOffload's Adam."""
+
+
+class ZenFlow(Section):
+    """ZenFlow: update the few important gradient columns on the device, the others later on the CPU."""
+
+    coerced: ClassVar[bool] = True
+
+    topk_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
+    """Share of the gradient columns that counts as important."""
+    select_strategy: Literal["auto", "step", "epoch"] = "auto"
+    """Unit of ``select_interval``."""
+    select_interval: Literal["auto"] | Count = "auto"
+    """Steps or epochs between two selections of the important columns."""
+    update_interval: Literal["auto"] | Count = "auto"
+    """Steps for which unimportant gradients are accumulated before they are applied."""
+    overlap_step: bool = False
+    """Compute the CPU's step beside the next forward and backward pass."""
+    offload: bool = False
+    """Keep the selected optimizer state on the CPU too."""
+    auto_ratio: Fraction = 0.99
+    """Threshold by which ``update_interval: "auto"`` decides."""
+    full_warm_up_rounds: int = 0
+    """First rounds in which every gradient is applied at once."""
+    pt_reserved_cores_perc: Fraction = 0.5
+    """Share of the CPU cores kept for PyTorch; the others work for ZenFlow."""
+    steps_per_epoch: int | None = None
+    """Filled in by DeepSpeed while it runs. Leave it out."""
+
+
+class LeafModule(Section):
+    """Modules that stage 3 fetches as one piece, for example mixtures of experts."""
+
+    coerced: ClassVar[bool] = True
+
+    classes: list[str] = [
+        "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
+        "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
+        "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
+    ]
+    """Class names, with or without their module."""
+    names: list[str] = []
+    """Full module names, such as ``model.layers.3.mlp``."""
+    name_suffixes: list[str] = []
+    """Ends of module names."""
+
+
+class Zero(Section):
+    """ZeRO: stage 1 partitions the optimizer state over the data-parallel ranks, stage 2 the gradients too, stage 3 the
+    parameters too."""
+
+    coerced: ClassVar[bool] = True
+
+    stage: Literal[0, 1, 2, 3] = 0
+    """0 partitions nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters."""
+    contiguous_gradients: bool = True
+    """Copy gradients into one buffer as they appear, against fragmentation."""
+    reduce_scatter: bool = True
+    """Reduce gradients by reduce-scatter, else by all-reduce."""
+    reduce_bucket_size: Count = 500_000_000
+    """Elements reduced at a time. ``"auto"`` is the hidden size squared."""
+    use_multi_rank_bucket_allreduce: bool = True
+    """Merge the buckets of several ranks into one all-reduce. For small models on many GPUs."""
+    allgather_partitions: bool = True
+    """Gather updated parameters by all-gather, else by a series of broadcasts."""
+    allgather_bucket_size: Size = 500_000_000
+    """Elements gathered at a time."""
+    overlap_comm: bool | None = None
+    """Reduce gradients beside the backward pass. Default: true at stage 3, else false."""
+    compute_grad_norm: bool = True
+    """Compute the global gradient norm. False only at stages 1 and 2, without clipping."""
+    load_from_fp32_weights: bool = True
+    """Start the fp32 weights from the checkpoint's fp32 copy, else from its 16-bit weights."""
+    elastic_checkpoint: bool = False
+    """Old elastic checkpoints. No effect at stage 3, and none was measured elsewhere: use a Universal checkpoint."""
+    offload_param: OffloadParam | None = None
+    """Offload of the parameters. Stage 3."""
+    offload_optimizer: OffloadOptimizer | None = None
+    """Offload of the optimizer. Stages 1, 2 and 3."""
+    zenflow: ZenFlow | None = None
+    """ZenFlow, on top of optimizer offload to the CPU."""
+    sub_group_size: Size = 1_000_000_000
+    """Elements that one optimizer step handles at a time at stage 3."""
+    cpu_offload_param: bool | None = None
+    """Deprecated: ``"offload_param": {"device": "cpu"}``."""
+    cpu_offload_use_pin_memory: bool | None = None
+    """Deprecated and without effect: ``pin_memory`` under ``offload_optimizer`` and ``offload_param``."""
+    cpu_offload: bool | None = None
+    """Deprecated: ``"offload_optimizer": {"device": "cpu"}``."""
+    stage3_prefetch_bucket_size: Size = 50_000_000
+    """Parameter elements fetched ahead. ``"auto"`` is 0.9 of the hidden size squared."""
+    stage3_param_persistence_threshold: Size = 100_000
+    """Parameters with fewer elements stay on every rank. ``"auto"`` is 10 times the hidden size."""
+    stage3_model_persistence_threshold: Size = sys.maxsize
+    """Most elements that may stay on every rank in all."""
+    stage3_max_live_parameters: Size = 1_000_000_000
+    """Most parameter elements on a device at a time."""
+    stage3_max_reuse_distance: Size = 1_000_000_000
+    """A parameter needed again within so many elements is kept."""
+    stage3_gather_16bit_weights_on_model_save: bool = False
+    """Let ``save_16bit_model()`` gather the whole model; without it nothing is written at stage 3."""
+    stage3_module_granularity_threshold: int = 0
+    """Modules with fewer parameters per submodule are fetched as one piece. 0: never."""
+    stage3_use_all_reduce_for_fetch_params: bool = False
+    """Fetch parameters by all-reduce."""
+    stage3_allgather_sequential: bool = False
+    """Fetch parameters one by one, without a bucket: less memory."""
+    stage3_gather_fp16_weights_on_model_save: bool = False
+    """Deprecated: ``stage3_gather_16bit_weights_on_model_save``."""
+    ignore_unused_parameters: bool = True
+    """False: stop when a parameter gets no gradient. Stage 2."""
+    legacy_stage1: bool = False
+    """The stage 1 of before DeepSpeed 0.5.9. True makes DeepSpeed raise."""
+    round_robin_gradients: bool = False
+    """Share the copies of gradients to the CPU evenly. Stages 1 and 2 with CPU offload."""
+    parameter_alignment: bool = False
+    """Start each parameter of the flat buffers at a multiple of 16 bytes. Stages 1 and 2."""
+    zero_hpz_partition_size: Size = 1
+    """Ranks in a secondary partition of the parameters (ZeRO++ hpZ): usually the GPUs of one node. Stage 3."""
+    zero_quantized_weights: bool = False
+    """All-gather int8 weights (ZeRO++ qwZ). Stage 3."""
+    zero_quantized_nontrainable_weights: bool = False
+    """Keep frozen weights in int8. For LoRA. Stage 3."""
+    zero_quantized_gradients: bool = False
+    """Reduce int4 gradients by all-to-all (ZeRO++ qgZ). Stage 3."""
+    memory_efficient_linear: bool = True
+    """A linear layer that keeps fewer activations. Stage 3."""
+    pipeline_loading_checkpoint: bool = False
+    """Load a checkpoint in pipeline mode. Stage 3."""
+    override_module_apply: bool = True
+    """Let ``nn.Module.apply`` see whole parameters. Stage 3."""
+    log_trace_cache_warnings: bool = False
+    """Warn when the order of modules changes between steps. Stage 3."""
+    enable_sanity_checks: bool = False
+    """Extra checks inside DeepSpeed."""
+    save_muon_momentum_buffer_in_memory: bool = False
+    """Keep Muon's momentum in memory although the optimizer state goes to NVMe. Stage 3."""
+    leaf_module: LeafModule = Field(default_factory=LeafModule.model_construct)
+    """Modules to fetch as one piece at stage 3."""
+
+    @property
+    def optimizer_device(self) -> Device:
+        """Where the optimizer's state lives: ``none`` when it is not offloaded."""
+        return self.offload_optimizer.device if self.offload_optimizer else "none"
+
+    @property
+    def parameter_device(self) -> Device:
+        """Where idle parameters live: ``none`` when they are not offloaded."""
+        return self.offload_param.device if self.offload_param else "none"

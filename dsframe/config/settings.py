@@ -1,0 +1,152 @@
+# ruff: noqa: RUF012 - pydantic copies mutable defaults
+"""The ``dsframe`` section: what dsframe needs to know beyond DeepSpeed's own keys."""
+
+from collections.abc import Mapping
+from typing import Annotated, Any, Literal
+
+from pydantic import Discriminator, Field, Tag
+
+from dsframe.config.schema.base import Count, Positive, Section, Size
+
+EngineName = Literal["auto", "deepspeed", "horovod", "ddp", "single"]
+"""The engines, by name; ``auto`` follows the launcher."""
+
+
+class VisionTask(Section):
+    """Image classification."""
+
+    name: Literal["vision"] = "vision"
+    """Kind of task."""
+    model: str = "cnn"
+    """``cnn``, a small convolutional network, or any classification model of torchvision by name, such as
+    ``resnet18``."""
+    dataset: Literal["fashion-mnist", "mnist", "cifar10", "image-folder", "synthetic"] = "fashion-mnist"
+    """Where images come from. ``image-folder`` reads ``data_dir/train/CLASS/*`` and ``data_dir/val/CLASS/*``."""
+    data_dir: str | None = None
+    """Folder of the data. Default: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
+    augment: bool = True
+    """Random crop with padding and horizontal flip, in training only."""
+    image_size: Count | None = None
+    """Pixels of a side, for ``image-folder`` and ``synthetic``."""
+    classes: Count | None = None
+    """Number of classes, for ``synthetic``."""
+    samples: Count | None = None
+    """Use only so many training samples. Default: all."""
+    workers: Size = 0
+    """Processes that read images, for ``image-folder``."""
+
+
+class LanguageTask(Section):
+    """Language modelling over bytes with a GPT."""
+
+    name: Literal["language"]
+    """Kind of task."""
+    layers: Count = 4
+    """Transformer blocks."""
+    heads: Count = 4
+    """Attention heads. Divides ``width``."""
+    width: Count = 256
+    """Hidden size."""
+    context: Count = 128
+    """Tokens in one sample; a token is a byte."""
+    corpus: str = "stdlib"
+    """``stdlib`` (the sources of Python's standard library), ``synthetic``, or text files: a path or a pattern."""
+    data_dir: str | None = None
+    """Folder in which tokens are cached. Default: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
+    samples: Count | None = None
+    """Use only so many training samples. Default: all."""
+    tie_embeddings: bool = True
+    """Use the embedding as the output layer."""
+
+
+class CustomTask(Section):
+    """A task of your own: a subclass of ``dsframe.Task``."""
+
+    name: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    """``package.module:Class``."""
+    options: dict[str, Any] = {}
+    """Keyword arguments of the class."""
+
+
+TASKS: Mapping[str, type[Section]] = {"vision": VisionTask, "language": LanguageTask}
+
+
+def task_class(raw: Any) -> type[Section]:
+    """The section class for a written ``task``: by its name, ``vision`` when there is none."""
+    name = raw.get("name", "vision") if isinstance(raw, Mapping) else getattr(raw, "name", "vision")
+    return CustomTask if isinstance(name, str) and ":" in name else TASKS.get(str(name), VisionTask)
+
+
+def _task_tag(raw: Any) -> str:
+    return task_class(raw).__name__
+
+
+Task = Annotated[
+    Annotated[VisionTask, Tag("VisionTask")]
+    | Annotated[LanguageTask, Tag("LanguageTask")]
+    | Annotated[CustomTask, Tag("CustomTask")],
+    Discriminator(_task_tag),
+]
+
+
+class Horovod(Section):
+    """Options of the Horovod engine."""
+
+    op: Literal["average", "sum", "adasum"] | None = None
+    """How gradients are combined. Default: by ``gradient_allreduce_op``."""
+    compression: Literal["none", "fp16"] = "none"
+    """Send gradients as they are or as fp16."""
+    fusion_threshold_bytes: Size | None = None
+    """Bytes of tensors that are reduced together. Default: Horovod's own, 128 MiB."""
+    cycle_time_milliseconds: Positive | None = None
+    """Time between two rounds of reductions. Default: Horovod's own, 1 ms."""
+    groups: Size = 0
+    """Gradients are reduced in so many groups. 0: as they appear."""
+
+
+class Ddp(Section):
+    """Options of the DDP engine."""
+
+    bucket_cap_megabytes: Positive = 25.0
+    """Megabytes (2 to the 20 bytes) of gradients that are reduced together."""
+    static_graph: bool = False
+    """The model does the same at each step."""
+    gradient_as_bucket_view: bool = True
+    """Gradients live in the buckets: less memory."""
+
+
+class Settings(Section):
+    """Everything about the run that is not DeepSpeed's."""
+
+    engine: EngineName = "auto"
+    """Who trains: ``deepspeed``, ``horovod``, ``ddp``, ``single``; ``auto`` is the launcher's own engine."""
+    fallback: Literal["allow", "error"] = "allow"
+    """When the engine is not installed: take the next best and say so, or stop."""
+    task: Task = Field(default_factory=VisionTask.model_construct)
+    """Model, data, loss and metrics."""
+    epochs: Count | None = None
+    """Passes over the data. Not together with ``steps``; 1 when both are absent."""
+    steps: Count | None = None
+    """Optimizer steps. Not together with ``epochs``."""
+    seed: Size = 0
+    """Seed of the weights, the order of samples and the augmentation."""
+    eval_every_steps: Count | None = None
+    """Steps between evaluations. Default: at each epoch's end. The end of training always evaluates."""
+    eval_micro_batch_size: Count | None = None
+    """Samples of one rank in an evaluation pass. Default: the training micro-batch size."""
+    log_every_steps: Count = 10
+    """Steps between two lines of progress."""
+    run_dir: str | None = None
+    """Folder of the run's results. Default: ``runs/NAME-ENGINE`` after the config file's name."""
+    threads_per_rank: Count | None = None
+    """CPU threads of a rank. Default: OMP_NUM_THREADS, else 1."""
+    horovod: Horovod = Field(default_factory=Horovod.model_construct)
+    """Options of the Horovod engine."""
+    ddp: Ddp = Field(default_factory=Ddp.model_construct)
+    """Options of the DDP engine."""
+    pass_through: list[str] = []
+    """Keys that this schema does not know and that DeepSpeed shall get all the same; dotted when nested."""
+
+    @classmethod
+    def variant(cls, raw: Mapping[str, Any], key: str) -> type[Section] | None:
+        return task_class(raw[key]) if key == "task" else None
