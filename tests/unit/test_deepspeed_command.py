@@ -1,0 +1,300 @@
+"""launch/bin/deepspeed: what it hands to DeepSpeed's own launcher, and what it does when that misbehaves.
+
+DeepSpeed's launcher is a stand-in here, of the same build: a runner that starts a middle process that starts the workers.
+The real one is in tests/faults.
+"""
+
+from __future__ import annotations
+
+import importlib.machinery
+import importlib.util
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import ModuleType
+
+import psutil
+import pytest
+
+from tests.processes import MARK, REPOSITORY, Running, marked, run_ranks
+
+COMMAND = REPOSITORY / "launch" / "bin" / "deepspeed"
+
+
+def load_command() -> ModuleType:
+    loader = importlib.machinery.SourceFileLoader("deepspeed_command", str(COMMAND))
+    spec = importlib.util.spec_from_loader("deepspeed_command", loader)
+    assert spec is not None
+    module = importlib.util.module_from_spec(spec)
+    path = list(sys.path)
+    try:
+        loader.exec_module(module)
+    finally:
+        sys.path[:] = path
+    return module
+
+
+command = load_command()
+
+
+def rewritten(typed: str, *, gpus: bool = False, hostfile: bool = False, visible: str | None = None) -> str:
+    environment = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    arguments: list[str] = command.rewrite(typed.split(), environment, gpus=gpus, hostfile=hostfile, port=1234)
+    return " ".join(arguments)
+
+
+@pytest.mark.parametrize(
+    ("typed", "handed_over"),
+    [
+        # -m is the launcher's own only before the script or module.
+        ("-m pkg.train", "--master_port=1234 --module pkg.train"),
+        ("-mpkg.train -m x", "--master_port=1234 --module pkg.train -m x"),
+        ("-m=pkg.train", "--master_port=1234 --module pkg.train"),
+        ("--module pkg.train -m x", "--master_port=1234 --module pkg.train -m x"),
+        ("--num_gpus=4 -m pkg.train --config x", "--num_gpus=4 --master_port=1234 --module pkg.train --config x"),
+        ("--num_gpus 4 -m pkg.train", "--num_gpus 4 --master_port=1234 --module pkg.train"),
+        ("train.py -m x --num_gpus=3", "--master_port=1234 train.py -m x --num_gpus=3"),
+        # A value is not the script; every way argparse knows to write one.
+        ("-H hosts -m pkg", "-H hosts --module pkg"),
+        ("-Hhosts train.py", "-Hhosts train.py"),
+        ("--hostfile hosts train.py -m x", "--hostfile hosts train.py -m x"),
+        ("-i localhost:0 -m pkg", "-i localhost:0 --master_port=1234 --module pkg"),
+        ("-e h:1 train.py", "-e h:1 --master_port=1234 train.py"),
+        ("--num_a 2 -m pkg", "--num_a 2 --master_port=1234 --module pkg"),
+        ("--launcher_args -m -m pkg", "--launcher_args -m --master_port=1234 --module pkg"),
+        ("--enable_each_rank_log logs --bind_cores_to_rank train.py", None),
+        # A port only where this machine alone decides, and only if none was given.
+        ("--master_port 5 train.py", "--master_port 5 train.py"),
+        ("--master_port=5 train.py", "--master_port=5 train.py"),
+        ("--no_ssh --node_rank 1 -H hosts train.py", "--no_ssh --node_rank 1 -H hosts train.py"),
+        ("--master_addr node1 train.py", "--master_addr node1 train.py"),
+        ("--help", "--help"),
+        ("", ""),
+        # Quiet for dsframe alone, and not when asked to be verbose.
+        ("-m dsframe.train --config x", "--master_port=1234 --quiet --module dsframe.train --config x"),
+        ("-m dsframe.train --verbose", "--master_port=1234 --module dsframe.train --verbose"),
+        ("-q -m dsframe.train", "-q --master_port=1234 --module dsframe.train"),
+        ("--log_level info -m dsframe.train", "--log_level info --master_port=1234 --module dsframe.train"),
+        ("-m dsframework.train", "--master_port=1234 --module dsframework.train"),
+    ],
+)
+def test_command_line(typed: str, handed_over: str | None) -> None:
+    if handed_over is None:
+        position = typed.rindex("train.py")
+        handed_over = f"{typed[:position]}--master_port=1234 {typed[position:]}"
+    assert rewritten(typed) == handed_over
+
+
+LIST_OPTIONS = """
+import argparse, json, deepspeed.launcher.runner
+def options(parser, args=None):
+    print(json.dumps([[a.option_strings, a.nargs] for a in parser._actions if a.option_strings]))
+    raise SystemExit
+argparse.ArgumentParser.parse_args = options
+deepspeed.launcher.runner.parse_args()
+"""
+
+
+def test_knows_every_option_of_the_installed_launcher() -> None:
+    listed = subprocess.run(
+        [sys.executable, "-c", LIST_OPTIONS],
+        env=os.environ | {"DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    options = json.loads(listed.stdout.splitlines()[-1])
+    takes_value = {name: nargs != 0 for names, nargs in options for name in names if name.startswith("--")}
+    assert {name for name, takes in takes_value.items() if takes} == set(command.WITH_VALUE)
+    assert {name for name, takes in takes_value.items() if not takes} == set(command.WITHOUT_VALUE)
+    short = {
+        name: long for names, _ in options for name in names for long in names if name[1] != "-" and long[1] == "-"
+    }
+    assert short == command.SHORT
+
+
+def test_visible_devices_choose_the_gpus() -> None:
+    assert (
+        rewritten("--num_gpus=2 t.py", gpus=True, visible="2,3,5") == "--master_port=1234 --include=localhost:2,3 t.py"
+    )
+    assert rewritten("--num_gpus 1 t.py", gpus=True, visible="7") == "--master_port=1234 --include=localhost:7 t.py"
+
+
+@pytest.mark.parametrize("visible", ["", "2", "GPU-1b,GPU-2c", None])
+def test_visible_devices_that_cannot_choose_are_left_to_deepspeed(visible: str | None) -> None:
+    assert rewritten("--num_gpus=2 t.py", gpus=True, visible=visible) == "--num_gpus=2 --master_port=1234 t.py"
+
+
+def test_a_host_file_where_deepspeed_looks_for_one_means_several_machines() -> None:
+    assert rewritten("--num_gpus=2 t.py", gpus=True, hostfile=True, visible="2,3") == "--num_gpus=2 t.py"
+
+
+def test_finds_the_next_one_on_path(tmp_path: Path) -> None:
+    (tmp_path / "deepspeed").write_text("")
+    own = f"{COMMAND.parent}"
+    assert command.next_on_path(f"{own}:{tmp_path}") is None, "not executable"
+    (tmp_path / "deepspeed").chmod(0o755)
+    assert command.next_on_path(f"{own}:{tmp_path}") == str(tmp_path / "deepspeed")
+    link = tmp_path / "link"
+    link.symlink_to(COMMAND.parent)
+    assert command.next_on_path(f"{link}:{own}") is None
+
+
+def test_without_deepspeed() -> None:
+    finished = subprocess.run(
+        [sys.executable, "-S", COMMAND, "train.py"],
+        env={"PATH": ""},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert finished.returncode == 127
+    assert finished.stderr == (
+        "deepspeed: DeepSpeed is not installed in this environment; pip install 'dsframe[deepspeed]'\n"
+    )
+
+
+# The runner starts the middle process, which starts two workers and waits for them, as in deepspeed/launcher.
+STAND_IN = """#!{python} -S
+import os, signal, subprocess, sys, time
+role = os.environ.get("ROLE", "runner")
+print(role, os.getpid(), flush=True)
+if role == "runner":
+    middle = subprocess.Popen([sys.executable, "-S", __file__], env=os.environ | {{"ROLE": "middle"}})
+    code = middle.wait()
+    sys.exit(code if code > 0 else 0)       # DeepSpeed's mistake: a signal is not a failure
+if role == "middle":
+    workers = [
+        subprocess.Popen([sys.executable, "-S", __file__], env=os.environ | {{"ROLE": "worker", "LOCAL_RANK": str(rank)}})
+        for rank in range(2)
+    ]
+    sys.exit(max(worker.wait() for worker in workers))
+def usr1(number, frame):
+    print("heard USR1", flush=True)
+    os._exit(0)
+signal.signal(signal.SIGUSR1, usr1)
+if os.environ.get("DEAF"):
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+print("ready", flush=True)
+time.sleep(float(os.environ["SLEEP"]))
+sys.exit(int(os.environ.get("CODE", "0")))
+"""
+
+
+@pytest.fixture
+def stand_in(tmp_path: Path) -> dict[str, str]:
+    (tmp_path / "deepspeed").write_text(STAND_IN.format(python=sys.executable))
+    (tmp_path / "deepspeed").chmod(0o755)
+    return {"PATH": f"{COMMAND.parent}:{tmp_path}:{Path(sys.executable).parent}:{os.environ['PATH']}", "SLEEP": "60"}
+
+
+def pid_of(running: Running, role: str) -> int:
+    return next(int(line.split()[1]) for line in running.stdout.splitlines() if line.startswith(role))
+
+
+def when_ready(running: Running) -> None:
+    running.wait_for(lambda: running.stdout.count("ready") == 2, timeout_seconds=20, what="both workers were ready")
+
+
+@pytest.mark.parametrize("code", [0, 7])
+def test_exit_code(stand_in: dict[str, str], code: int) -> None:
+    finished = run_ranks(["deepspeed", "t.py"], env=stand_in | {"SLEEP": "0", "CODE": str(code)}, timeout_seconds=30)
+    assert finished.returncode == code
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
+def test_a_signal_ends_every_process(stand_in: dict[str, str], number: signal.Signals) -> None:
+    def send(running: Running) -> None:
+        when_ready(running)
+        running.process.send_signal(number)
+
+    finished = run_ranks(["deepspeed", "t.py"], env=stand_in, timeout_seconds=30, settle_seconds=0, while_running=send)
+    assert finished.returncode in (128 + number, 1)  # 1: Python's own end by SIGINT
+    assert finished.seconds < 10
+
+
+def test_usr1_reaches_the_workers_and_no_launcher(stand_in: dict[str, str]) -> None:
+    def send(running: Running) -> None:
+        when_ready(running)
+        running.process.send_signal(signal.SIGUSR1)
+
+    finished = run_ranks(["deepspeed", "t.py"], env=stand_in, timeout_seconds=30, while_running=send)
+    assert finished.returncode == 0
+    assert finished.stdout.count("heard USR1") == 2
+
+
+def test_a_killed_middle_process_is_a_failure_and_its_workers_end(stand_in: dict[str, str]) -> None:
+    def kill(running: Running) -> None:
+        when_ready(running)
+        psutil.Process(pid_of(running, "middle")).kill()
+
+    finished = run_ranks(["deepspeed", "t.py"], env=stand_in, timeout_seconds=30, settle_seconds=0, while_running=kill)
+    assert finished.returncode == 1
+    assert "the launcher ended before its workers: ending them" in finished.stderr
+
+
+def test_workers_that_will_not_end_are_killed(stand_in: dict[str, str]) -> None:
+    def kill(running: Running) -> None:
+        when_ready(running)
+        psutil.Process(pid_of(running, "runner")).kill()
+        psutil.Process(pid_of(running, "middle")).kill()
+
+    deaf = stand_in | {"DEAF": "1"}
+    finished = run_ranks(["deepspeed", "t.py"], env=deaf, timeout_seconds=40, settle_seconds=0, while_running=kill)
+    assert finished.returncode == 128 + signal.SIGKILL
+
+
+@pytest.mark.parametrize("whom", ["front", "supervisor"])
+def test_even_a_killed_command_leaves_nothing(stand_in: dict[str, str], whom: str) -> None:
+    def kill(running: Running) -> None:
+        when_ready(running)
+        front = psutil.Process(running.process.pid)
+        (front if whom == "front" else front.children()[0]).kill()
+
+    finished = run_ranks(["deepspeed", "t.py"], env=stand_in, timeout_seconds=30, settle_seconds=10, while_running=kill)
+    assert finished.returncode == (-signal.SIGKILL if whom == "front" else 128 + signal.SIGKILL)
+
+
+def test_nohup_is_respected(stand_in: dict[str, str]) -> None:
+    def hang_up(running: Running) -> None:
+        when_ready(running)
+        running.process.send_signal(signal.SIGHUP)
+
+    environment = stand_in | {"SLEEP": "3"}
+    finished = run_ranks(["nohup", "deepspeed", "t.py"], env=environment, timeout_seconds=30, while_running=hang_up)
+    assert finished.returncode == 0
+
+
+def test_stopping_stops_the_workers_and_continuing_continues_them(stand_in: dict[str, str]) -> None:
+    states: list[set[str]] = []
+
+    def stop(running: Running) -> None:
+        when_ready(running)
+        worker = psutil.Process(pid_of(running, "worker"))
+        running.process.send_signal(signal.SIGTSTP)
+        running.wait_for(lambda: worker.status() == psutil.STATUS_STOPPED, timeout_seconds=5, what="the worker stopped")
+        states.append({process.status() for process in marked(worker.environ()[MARK])})
+        time.sleep(0.2)
+        running.process.send_signal(signal.SIGCONT)
+        running.wait_for(lambda: worker.status() != psutil.STATUS_STOPPED, timeout_seconds=5, what="the worker went on")
+        running.process.terminate()
+
+    finished = run_ranks(["deepspeed", "t.py"], env=stand_in, timeout_seconds=30, while_running=stop)
+    assert finished.returncode == 128 + signal.SIGTERM
+    assert states == [{psutil.STATUS_STOPPED}]
+
+
+def test_costs_little(stand_in: dict[str, str], tmp_path: Path) -> None:
+    (tmp_path / "deepspeed").write_text("#!/bin/sh\n")
+    times = []
+    for _ in range(3):
+        started = time.perf_counter()
+        subprocess.run([sys.executable, "-S", COMMAND, "t.py"], env=os.environ | stand_in, check=True, timeout=30)
+        times.append(time.perf_counter() - started)
+    assert min(times) < 0.5

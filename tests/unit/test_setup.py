@@ -1,0 +1,258 @@
+"""What `make setup` decides, with a stand-in for Python and pip: what it installs, from where, and when it installs nothing."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import subprocess
+import sys
+import time
+from importlib.metadata import distributions
+from pathlib import Path
+
+import pytest
+from packaging.requirements import Requirement
+from packaging.utils import canonicalize_name
+
+from tests.processes import REPOSITORY
+
+# Notes what it is asked to do; makes an "environment" that is itself; "has" torch and Horovod; fails where FAIL says so.
+STAND_IN = """#!/bin/sh
+echo "$*" >>"$CALLS"
+case "$*" in
+    *"${FAIL:-nothing fails}"*) echo "No matching distribution found"; exit 1 ;;
+    "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; cp "$0" "$3/bin/pip"; echo version = 3.11 >"$3/pyvenv.cfg" ;;
+    *"pip wheel"*) while [ "$1" != -w ]; do shift; done; touch "$2/horovod-0.28.1-cp311-cp311-linux_x86_64.whl" ;;
+    *" torch") echo 2.13.0+cpu ;;
+esac
+"""
+
+
+class Clone:
+    """A copy of what set-up reads, with stand-ins for the interpreter and for the machine's tools."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder / "clone"
+        self.calls_file = folder / "calls"
+        self.home = folder / "home"
+        tools = folder / "tools"
+        for path in (self.folder / "launch", self.home, tools):
+            path.mkdir(parents=True)
+        for name in ("launch/setup", "launch/horovod_cxx17.cmake", "constraints.txt", "pyproject.toml"):
+            shutil.copy(REPOSITORY / name, self.folder / name)
+        self.tools = tools
+        self.tool("python3.11", STAND_IN)
+        for name in ("g++", "make"):
+            self.tool(name, "#!/bin/sh\necho 12.2.0\n")
+
+    def tool(self, name: str, text: str) -> None:
+        (self.tools / name).write_text(text)
+        (self.tools / name).chmod(0o755)
+
+    def setup(self, **variables: str) -> subprocess.CompletedProcess[str]:
+        environment = {
+            "PATH": f"{self.tools}:/usr/bin:/bin",
+            "HOME": str(self.home),
+            "CALLS": str(self.calls_file),
+            "DSFRAME_APT": "0",
+            **variables,
+        }
+        return subprocess.run(
+            ["bash", "launch/setup"],
+            cwd=self.folder,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=30,
+            check=False,
+        )
+
+    def calls(self) -> list[str]:
+        """What the stand-in was asked since the last question, without the questions that change nothing."""
+        calls = self.calls_file.read_text().splitlines() if self.calls_file.exists() else []
+        self.calls_file.unlink(missing_ok=True)
+        return [call for call in calls if call.startswith(("-m venv", "-m pip"))]
+
+
+@pytest.fixture
+def clone(tmp_path: Path) -> Clone:
+    return Clone(tmp_path)
+
+
+gpu = any(Path("/dev").glob("nvidia[0-9]*"))
+without_gpu = pytest.mark.skipif(gpu, reason="decides for machines without a GPU, and this one has one")
+
+
+@without_gpu
+def test_installs_the_cpu_build_of_torch_first_then_the_rest(clone: Clone) -> None:
+    finished = clone.setup()
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    venv, tools, torch, *rest = clone.calls()
+    assert venv == "-m venv .venv"
+    assert tools == "-m pip install -c constraints.txt setuptools wheel hatchling editables"
+    assert torch == "-m pip install -c constraints.txt torch==2.13.0+cpu"
+    packages = (
+        "-m pip install --no-build-isolation -c constraints.txt -c .setup/torch.txt -e .[deepspeed,vision,test,lint]"
+    )
+    assert packages in rest
+    assert (clone.folder / ".setup" / "torch.txt").read_text() == "torch==2.13.0+cpu\n", (
+        "no later step may bring another"
+    )
+
+
+@without_gpu
+def test_a_machine_without_the_cpu_build_hears_what_to_do(clone: Clone) -> None:
+    finished = clone.setup(FAIL="torch==2.13.0+cpu")
+    assert finished.returncode == 1
+    assert "the CPU build of torch 2.13.0 was not installed" in finished.stderr
+    assert "TORCH_INDEX=URL make setup" in finished.stderr
+    assert "No matching distribution found" in finished.stderr, "the end of pip's own log"
+    calls = clone.calls()
+    assert calls[-1].endswith("torch==2.13.0+cpu"), f"nothing is installed after that: {calls}"
+
+
+@without_gpu
+def test_torch_index_is_one_more_index_for_torch_alone(clone: Clone) -> None:
+    clone.setup(TORCH_INDEX="https://example.org/cpu")
+    with_index = [call for call in clone.calls() if "example.org" in call]
+    assert with_index == [
+        "-m pip install -c constraints.txt --extra-index-url https://example.org/cpu torch==2.13.0+cpu"
+    ]
+
+
+def test_a_failed_step_leaves_no_stamp(clone: Clone) -> None:
+    assert clone.setup(FAIL="-e .[").returncode == 1
+    assert not (clone.folder / ".setup" / "stamp").exists()
+    assert clone.setup().returncode == 0
+
+
+def test_the_second_time_takes_no_time(clone: Clone) -> None:
+    assert clone.setup().returncode == 0
+    clone.calls()
+    started = time.perf_counter()
+    finished = clone.setup()
+    seconds = time.perf_counter() - started
+    assert (finished.returncode, finished.stdout, finished.stderr) == (0, "", "")
+    assert clone.calls() == []
+    assert seconds < 0.3
+
+
+@pytest.mark.parametrize("name", ["constraints.txt", "launch/setup", "launch/horovod_cxx17.cmake"])
+def test_a_changed_input_sets_up_again(clone: Clone, name: str) -> None:
+    clone.setup()
+    clone.calls()
+    with (clone.folder / name).open("a") as file:
+        file.write("# changed\n")
+    clone.setup()
+    assert clone.calls()
+
+
+def test_settings_of_tools_do_not_count_but_dependencies_do(clone: Clone) -> None:
+    project = clone.folder / "pyproject.toml"
+    clone.setup()
+    clone.calls()
+    project.write_text(project.read_text() + "\n[tool.other]\nx = 1\n")
+    clone.setup()
+    assert clone.calls() == []
+    project.write_text(project.read_text().replace('"pydantic>=', '"pydantic>2,>='))
+    clone.setup()
+    assert clone.calls()
+
+
+def test_horovod_is_built_once_per_machine(clone: Clone) -> None:
+    clone.setup()
+    first = clone.calls()
+    assert sum("pip wheel" in call for call in first) == 1
+    shutil.rmtree(clone.folder / ".venv")
+    shutil.rmtree(clone.folder / ".setup")
+    clone.setup()
+    second = clone.calls()
+    assert not any("pip wheel" in call for call in second)
+    assert any(f"{clone.home}/.cache/dsframe/wheels/horovod-0.28.1-" in call for call in second)
+
+
+def test_another_mpi_is_another_horovod(clone: Clone) -> None:
+    clone.setup()
+    clone.calls()
+    clone.tool("mpicxx", "#!/bin/sh\n")
+    clone.tool("mpirun", "#!/bin/sh\necho mpirun 4.1\n")
+    finished = clone.setup()
+    assert "GLOO+MPI" in finished.stdout
+    assert any("pip wheel" in call for call in clone.calls())
+
+
+def test_horovod_can_be_left_out(clone: Clone) -> None:
+    assert clone.setup(DSFRAME_HOROVOD="0").returncode == 0
+    assert not any("horovod" in call for call in clone.calls())
+
+
+def test_no_python(clone: Clone) -> None:
+    finished = clone.setup(PYTHON="python9.9")
+    assert finished.returncode == 1
+    assert "no Python 3.10, 3.11 or 3.12 with venv found (looked for python9.9)" in finished.stderr
+
+
+def test_constraints_pin_everything_that_is_installed() -> None:
+    lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
+    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
+    assert all(str(pin.specifier).startswith("==") for pin in pins)
+    pinned = {canonicalize_name(pin.name): pin.specifier for pin in pins if pin.marker is None or pin.marker.evaluate()}
+    installed = {canonicalize_name(found.name): found.version for found in distributions()}
+    own = {"dsframe", "pip", "torch"}  # torch: its local part differs
+    assert len(set(installed) - own) > 40
+    missing = sorted(f"{name}=={version}" for name, version in installed.items() if name not in {*pinned, *own})
+    other = sorted(
+        f"{name}=={version}" for name, version in installed.items() if name in pinned and version not in pinned[name]
+    )
+    assert (missing, other) == ([], [])
+
+
+@pytest.mark.parametrize("shell", ["bash", "zsh"])
+def test_activate(tmp_path: Path, shell: str) -> None:
+    if shutil.which(shell) is None:
+        pytest.skip(f"{shell} is not installed")
+    clone = tmp_path / "a clone"
+    shutil.copytree(REPOSITORY / "launch", clone / "launch")
+    subprocess.run([sys.executable, "-m", "venv", "--without-pip", clone / ".venv"], check=True, timeout=60)
+    script = """
+    before=$PATH
+    . "launch/activate" && . "$PWD/launch/activate"
+    [ "$PATH" = "$PWD/launch/bin:$PWD/.venv/bin:$before" ] || echo "PATH=$PATH"
+    [ "$VIRTUAL_ENV" = "$PWD/.venv" ] || echo "VIRTUAL_ENV=$VIRTUAL_ENV"
+    [ -z "${_dsframe_root-}${_dsframe_file-}" ] || echo "a variable is left"
+    command -v deepspeed
+    deactivate
+    [ "$PATH" = "$before" ] || echo "PATH after: $PATH"
+    """
+    finished = subprocess.run(
+        [shell, "-c", script],
+        cwd=clone,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+        env={"PATH": os.defpath},
+    )
+    assert finished.stderr == ""
+    assert finished.stdout.splitlines() == [f"{clone}/launch/bin/deepspeed"]
+
+
+def test_activate_before_setup(tmp_path: Path) -> None:
+    shutil.copytree(REPOSITORY / "launch", tmp_path / "launch")
+    finished = subprocess.run(
+        ["bash", "-c", ". launch/activate; echo $?"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert finished.stdout == "1\n"
+    assert f"no virtual environment at {tmp_path}/.venv; run `make setup` there first" in finished.stderr
+
+
+def test_scripts_are_sound() -> None:
+    scripts = [REPOSITORY / name for name in ("launch/setup", "launch/activate", ".ci/run")]
+    for script in scripts:
+        subprocess.run(["bash", "-n", script], check=True, timeout=30)
+    assert "make test" in (REPOSITORY / ".ci" / "run").read_text()
