@@ -1,0 +1,40 @@
+"""dsframe: one ds_config.json, the same training on DeepSpeed, Horovod and DDP, under any launcher.
+
+The public names; each is loaded when it is first used, so that importing dsframe costs nothing and imports no torch.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from dsframe.config import Config as Config
+    from dsframe.config import load as load
+    from dsframe.data.source import Source as Source
+    from dsframe.errors import DsframeError as DsframeError
+    from dsframe.run import fit as fit
+    from dsframe.tasks.task import Sum as Sum
+    from dsframe.tasks.task import Task as Task
+    from dsframe.train import main as main
+    from dsframe.trainer import Summary as Summary
+
+__version__ = "0.1.0"
+_HOMES = {
+    "fit": "dsframe.run",
+    "main": "dsframe.train",
+    "Config": "dsframe.config",
+    "load": "dsframe.config",
+    "Source": "dsframe.data.source",
+    "DsframeError": "dsframe.errors",
+    "Sum": "dsframe.tasks.task",
+    "Task": "dsframe.tasks.task",
+    "Summary": "dsframe.trainer",
+}
+__all__ = ["Config", "DsframeError", "Source", "Sum", "Summary", "Task", "__version__", "fit", "load", "main"]
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(_HOMES[name]), name)

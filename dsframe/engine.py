@@ -1,0 +1,131 @@
+"""The contract that every engine meets: one optimizer step.
+
+Forward, backward and step as separate calls would be too small a seam: DeepSpeed's pipeline owns all three and takes its own
+micro-batches. At the seam of one optimizer update every engine does the same thing, and the trainer knows none of them.
+
+Two rules make engines interchangeable. Every method is collective: all ranks call it, in the same order, the same number of
+times. And nothing waits for the device unless it says so: a loss stays a tensor until somebody reads it.
+"""
+
+from __future__ import annotations
+
+from abc import ABC, abstractmethod
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from dsframe.tasks.task import Sum, Task
+
+if TYPE_CHECKING:
+    from dsframe.config import Batch, Config
+    from dsframe.optimizers import OptimizerSpec
+    from dsframe.schedules import Schedule
+    from dsframe.world import World
+
+Inputs = Any
+"""What the model takes: a tensor, a tuple (positional arguments) or a dict (keyword arguments), rows first."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything an engine needs to set itself up, decided before it exists."""
+
+    config: Config
+    world: World
+    task: Task
+    optimizer: OptimizerSpec
+    schedule: Schedule
+    batch: Batch
+    device: torch.device
+    seed: int
+    verbose: bool = False
+    """Let the library say all it wants to say."""
+
+
+@dataclass(frozen=True)
+class StepResult:
+    """One optimizer update, as this rank saw it."""
+
+    loss: Tensor
+    """0-d float32 on the device: mean over this rank's micro-batches. Reading it waits for the device."""
+    learning_rate: float
+    """The rate this update was made with."""
+    gradient_norm: Tensor | float | None = None
+    """Global L2 norm before clipping; None where the engine does not compute one."""
+    skipped: bool = False
+    """Whether fp16 gradients overflowed and the update was left out. Always False without loss scaling."""
+
+
+class Engine(ABC):
+    """How one process takes part in training. The constructor sets everything up and is collective too."""
+
+    plan: Plan
+    data_rank: int
+    """Which share of each global batch is this rank's: 0 to data_size - 1. Ranks that split one model have the same."""
+    data_size: int
+    """Number of shares."""
+
+    @abstractmethod
+    def __init__(self, plan: Plan) -> None:
+        """**Collective.** Sets everything up. Raises EngineError where the engine cannot do what the file asks for."""
+
+    @abstractmethod
+    def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
+        """**Collective.** One optimizer update from ``batch.accumulation_steps`` micro-batches of (inputs, targets)."""
+
+    @abstractmethod
+    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
+        """**Collective.** The task's metrics over the first ``valid`` rows of ``batch``; the other rows are padding.
+
+        Without valid rows (a rank that ran out of samples) the model still runs, because others may wait for its shards,
+        and the mapping is empty.
+        """
+
+    @abstractmethod
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """**Collective.** Element-wise sum of ``values`` (float64, any one shape) over the ranks of the world."""
+
+    @property
+    @abstractmethod
+    def description(self) -> str:
+        """What runs, in a few words for the first line of a run: ``DeepSpeed ZeRO-3 + CPU offload``."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """**Collective.** Leaves the process group. Nothing else may be called afterwards."""
+
+
+def call(model: nn.Module, inputs: Inputs) -> Any:
+    """``model`` applied to ``inputs``: a dict as keyword arguments, a tuple or list as positional ones, else one argument."""
+    if isinstance(inputs, Mapping):
+        return model(**inputs)
+    if isinstance(inputs, (tuple, list)):
+        return model(*inputs)
+    return model(inputs)
+
+
+def measure(task: Task, outputs: Any, targets: Any, valid: int) -> Mapping[str, Sum]:
+    """The task's metrics over the first ``valid`` rows of each tensor; empty where ``valid`` is 0."""
+    if valid == 0:
+        return {}
+    outputs, targets = tree_map_only(
+        Tensor, lambda tensor: tensor[:valid] if tensor.ndim else tensor, (outputs, targets)
+    )
+    return task.metrics(outputs, targets)
+
+
+def build_model(plan: Plan) -> nn.Module:
+    """The task's model on the plan's device, the same on every rank and engine.
+
+    Built under ``torch.device``, so that every engine draws its initial weights from the same generator, and from the same
+    seed, whether or not the engine shards the parameters while they are made.
+    """
+    torch.manual_seed(plan.seed)
+    with plan.device:
+        model = plan.task.model()
+    torch.manual_seed(plan.seed + 1 + plan.world.rank)  # dropout differs between ranks, as it must
+    return model

@@ -1,0 +1,181 @@
+"""The engines, as a table: name, class, the package it needs, and what it does with each feature of a file.
+
+Adding an engine is one new file, one line in TABLE and one test id. Imports nothing heavy, so that ``dsframe check`` can ask
+what an engine would say about a file without loading it.
+"""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from typing import TYPE_CHECKING
+
+from dsframe.errors import EngineError, Problem
+
+if TYPE_CHECKING:
+    from dsframe.config import Config
+    from dsframe.engine import Engine
+
+# Where state lives, not what is computed: an engine of full replicas trains the same without it, and says so.
+_PLACEMENT = frozenset(
+    {
+        "zero1",
+        "zero2",
+        "zero3",
+        "offload_optimizer_cpu",
+        "offload_optimizer_nvme",
+        "offload_param_cpu",
+        "offload_param_nvme",
+    }
+    | {"hpz", "activation_checkpointing"}
+)
+# What only watches the training.
+_OBSERVERS = frozenset({"flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger"})
+_REPLICA = frozenset({"fp16", "bf16", "autocast"})
+
+
+@dataclass(frozen=True)
+class Entry:
+    """One engine."""
+
+    target: str
+    """``module:Class``, imported when the engine is chosen."""
+    package: str | None = None
+    """What must be installed, beyond torch."""
+    honours: frozenset[str] = frozenset()
+    """Features (``dsframe.config.features``) that mean here what they mean to DeepSpeed."""
+    replicates: frozenset[str] = frozenset()
+    """Features that place state and do not change the training; this engine holds full replicas instead, and says so."""
+    ignores: frozenset[str] = frozenset()
+    """Features that only observe; this engine goes without them, and says so."""
+    otherwise: Mapping[str, str] = field(default_factory=dict)
+    """Why a feature is refused, where there is more to say than that the engine cannot."""
+
+
+TABLE: dict[str, Entry] = {
+    "deepspeed": Entry(
+        "dsframe.engines.zero:ZeroEngine",
+        package="deepspeed",
+        honours=_PLACEMENT
+        | _OBSERVERS
+        | _REPLICA
+        | {"gradient_sum", "communication_data_type", "zenflow", "zero_quantized", "lamb", "lion", "muon", "muadam"},
+        otherwise={
+            "adasum": "combines updates as only Horovod does",
+            "fp16_compression": "is Horovod's; DeepSpeed's is communication_data_type",
+            "pipeline": "needs the pipeline engine, which this version does not have yet",
+        },
+    ),
+    "horovod": Entry(
+        "dsframe.engines.horovod:HorovodEngine",
+        package="horovod",
+        honours=_REPLICA | {"gradient_sum", "adasum", "fp16_compression"},
+        replicates=_PLACEMENT | {"pipeline", "tensor_parallel"},
+        ignores=_OBSERVERS,
+    ),
+    "ddp": Entry(
+        "dsframe.engines.ddp:DdpEngine",
+        honours=_REPLICA | {"gradient_sum"},
+        replicates=_PLACEMENT | {"pipeline", "tensor_parallel"},
+        ignores=_OBSERVERS,
+    ),
+    "single": Entry(
+        "dsframe.engines.single:SingleEngine",
+        honours=_REPLICA | {"gradient_sum"},
+        replicates=_PLACEMENT | {"pipeline", "tensor_parallel"},
+        ignores=_OBSERVERS,
+    ),
+}
+
+_FALLBACKS = ("deepspeed", "horovod", "ddp")
+"""In this order, where ``engine`` is "auto": the next one that is installed."""
+
+
+@dataclass(frozen=True)
+class Choice:
+    """Which engine runs, and what the user is told about it."""
+
+    name: str
+    announcements: tuple[str, ...] = ()
+
+    @property
+    def entry(self) -> Entry:
+        """The engine's line in the table."""
+        return TABLE[self.name]
+
+
+def installed(name: str) -> bool:
+    """Whether the engine's package is there (it may still fail to load)."""
+    package = TABLE[name].package
+    return package is None or importlib.util.find_spec(package) is not None
+
+
+def choose(config: Config, launcher: str) -> Choice:
+    """The engine for this file under this launcher.
+
+    An explicit ``engine`` wins. "auto" follows the launcher: who types ``horovodrun`` wants Horovod, everybody else DeepSpeed;
+    where that is not installed, the next of DeepSpeed, Horovod, DDP, unless ``"fallback": "error"``. Raises EngineError where
+    the engine is not installed and nothing may stand in.
+    """
+    wanted = config.settings.engine
+    if wanted != "auto":
+        if not installed(wanted):
+            raise EngineError(
+                f'engine "{wanted}" needs the package {TABLE[wanted].package}, which is not installed; {_remedy(wanted)}'
+            )
+        return Choice(wanted)
+    wanted = "horovod" if launcher == "horovodrun" else "deepspeed"
+    if installed(wanted):
+        return Choice(wanted)
+    if config.settings.fallback == "error":
+        raise EngineError(f'{wanted} is not installed and the file says "fallback": "error"; {_remedy(wanted)}')
+    name = next(name for name in _FALLBACKS if installed(name))
+    return Choice(name, (f"{wanted} is not installed: falling back to {name}, the same training with full replicas",))
+
+
+def examine(config: Config, name: str) -> tuple[list[Problem], list[str]]:
+    """What engine ``name`` refuses of the file (problems), and what it does another way (one line each)."""
+    from dsframe.config import features
+
+    entry = TABLE[name]
+    found = [feature for feature in features(config) if feature.name not in entry.honours]
+    replicated = [feature.path for feature in found if feature.name in entry.replicates]
+    ignored = [feature.path for feature in found if feature.name in entry.ignores]
+    refused = [
+        Problem(
+            "error",
+            feature.path,
+            f"{feature.description} {entry.otherwise.get(feature.name, f'is nothing that engine {name} can do')}",
+            'choose another "engine", or take it out',
+            str(config.path or ""),
+            feature.line,
+            feature.column,
+            code="engine-cannot",
+        )
+        for feature in found
+        if feature.name not in entry.replicates | entry.ignores
+    ]
+    notes = []
+    if replicated:
+        notes.append(
+            f"{name} keeps a full replica on every rank instead of {', '.join(replicated)}: the same training, more memory"
+        )
+    if ignored:
+        notes.append(f"{name} goes without {', '.join(ignored)}; the run's metrics.jsonl has its figures")
+    return refused, notes
+
+
+def _remedy(name: str) -> str:
+    return f"run make setup, or: pip install {TABLE[name].package}"
+
+
+def load(name: str) -> type[Engine]:
+    """The engine's class. Raises EngineError where its package cannot be imported."""
+    module, _, cls = TABLE[name].target.partition(":")
+    try:
+        loaded: type[Engine] = getattr(importlib.import_module(module), cls)
+    except ImportError as error:
+        raise EngineError(f'engine "{name}" cannot be loaded: {error}; {_remedy(name)}') from error
+    return loaded

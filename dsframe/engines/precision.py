@@ -1,0 +1,156 @@
+"""Number formats: what the model computes in, what the optimizer updates, and how fp16 gradients are kept in range.
+
+DeepSpeed's ``bf16`` and ``fp16`` sections mean: the model's parameters are 16 bits wide, the optimizer owns fp32 masters
+(Micikevicius et al. 2018, arXiv 1710.03740). ``torch_autocast`` means: parameters stay fp32, matrix products run in 16 bits.
+Losses and metrics are computed in fp32 everywhere.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, nullcontext
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from dsframe.errors import TrainingError
+
+if TYPE_CHECKING:
+    from dsframe.config import Config
+
+_DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
+_SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
+
+
+def parameter_dtype(config: Config) -> torch.dtype:
+    """What the model's parameters are: bfloat16, float16 or float32."""
+    if config.deepspeed.bf16.enabled:
+        return torch.bfloat16
+    return torch.float16 if config.deepspeed.fp16.enabled else torch.float32
+
+
+def autocast_dtype(config: Config) -> torch.dtype | None:
+    """The dtype of ``torch_autocast``, or None where it is off."""
+    section = config.deepspeed.torch_autocast
+    if not section.enabled:
+        return None
+    name = (section.dtype or "bfloat16").removeprefix("torch.")
+    return _DTYPES[_SHORT.get(name, name)]
+
+
+def autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:
+    """torch's autocast as the file asks for it, or nothing."""
+    dtype = autocast_dtype(config)
+    return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
+
+
+def cast_inputs(inputs: Any, dtype: torch.dtype) -> Any:
+    """Floating-point tensors of any nesting in ``dtype``; integers (tokens, labels) as they are."""
+    return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)
+
+
+def cast_outputs(outputs: Any) -> Any:
+    """The model's outputs in float32, so that every engine computes the loss with the same precision."""
+    return cast_inputs(outputs, torch.float32)
+
+
+class MasterWeights:
+    """fp32 copies of 16-bit parameters, for an optimizer of full replicas."""
+
+    def __init__(self, model: nn.Module) -> None:
+        """``model``: its trainable parameters are 16 bits wide."""
+        self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        self.masters = [nn.Parameter(parameter.detach().float()) for parameter in self.parameters]
+
+    def take_gradients(self) -> None:
+        """Moves the model's gradients into the masters', in fp32, and clears the model's."""
+        for parameter, master in zip(self.parameters, self.masters, strict=True):
+            master.grad = None if parameter.grad is None else parameter.grad.float()
+            parameter.grad = None
+
+    @torch.no_grad()
+    def give_weights(self) -> None:
+        """Rounds the masters into the model."""
+        torch._foreach_copy_(list[Tensor](self.parameters), list[Tensor](self.masters))
+
+
+class LossScale:
+    """Dynamic or static loss scaling with DeepSpeed's meaning of the ``fp16`` section's keys.
+
+    Source: deepspeed 0.19.8, ``runtime/fp16/loss_scaler.py`` (DynamicLossScaler).
+    """
+
+    def __init__(
+        self,
+        *,
+        loss_scale: float = 0.0,
+        initial_scale_power: int = 16,
+        loss_scale_window: int = 1000,
+        hysteresis: int = 2,
+        consecutive_hysteresis: bool = False,
+        min_loss_scale: float = 1.0,
+    ) -> None:
+        """``loss_scale`` 0: dynamic, from 2 ** ``initial_scale_power``; otherwise that fixed factor."""
+        self.dynamic = loss_scale == 0
+        self.scale = float(2**initial_scale_power) if self.dynamic else loss_scale
+        self.window = loss_scale_window
+        self.hysteresis = hysteresis
+        self.consecutive_hysteresis = consecutive_hysteresis
+        self.minimum = min_loss_scale
+        self._left = hysteresis
+        self._steps = 0
+        self._last_overflow = -1
+
+    def update(self, overflow: bool) -> None:
+        """Called after each step: halves the factor when overflows have used up the hysteresis, doubles it after a window without.
+
+        Raises TrainingError where an overflow comes at the lowest factor.
+        """
+        if not self.dynamic:
+            return
+        if overflow:
+            if self._left == 1:
+                if self.scale <= self.minimum:
+                    raise TrainingError(f"fp16 gradients overflow at the lowest loss scale, {self.scale:g}; try bf16")
+                self.scale = max(self.scale / 2, self.minimum)
+            else:
+                self._left -= 1
+            self._last_overflow = self._steps
+        else:
+            if self.consecutive_hysteresis:
+                self._left = self.hysteresis
+            stable = self._steps - self._last_overflow - 1
+            if stable > 0 and stable % self.window == 0:
+                if not self.consecutive_hysteresis:
+                    self._left = self.hysteresis
+                self.scale *= 2
+        self._steps += 1
+
+
+def clip(gradients: list[Tensor], max_norm: float, scale: float = 1.0) -> Tensor | None:
+    """Divides ``gradients`` by ``scale`` and clips their global L2 norm to ``max_norm`` (0: no clipping), in place.
+
+    Returns the norm before clipping (0-d, on the device), or None where nothing asked for it. The factor is
+    ``max_norm / (norm + 1e-6)`` where that is below 1: DeepSpeed's and torch's agree.
+    """
+    if scale != 1.0:
+        torch._foreach_mul_(gradients, 1.0 / scale)
+    if max_norm <= 0 and scale == 1.0:
+        return None
+    norm = torch.nn.utils.get_total_norm(gradients)
+    if max_norm > 0:
+        torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
+    return norm
+
+
+def finite(norm: Tensor | None) -> bool:
+    """Whether the norm, and so every gradient, is finite. Waits for the device."""
+    return norm is None or math.isfinite(float(norm))
+
+
+def gradients_of(parameters: Iterator[nn.Parameter] | list[nn.Parameter]) -> list[Tensor]:
+    """The gradients that are there."""
+    return [parameter.grad for parameter in parameters if parameter.grad is not None]

@@ -1,0 +1,137 @@
+"""Engines in which every process holds the whole model: what single, ddp and horovod have in common.
+
+A subclass says how gradients become the same on all ranks; the rest of an optimizer step is written once, here.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure
+from dsframe.engines import precision
+from dsframe.tasks.task import Sum
+
+
+class ReplicaEngine(Engine):
+    """A whole model on every rank, kept the same by averaging gradients."""
+
+    gradient_factor = 1.0
+    """What the loss is multiplied with so that ``gradient_allreduce_op`` "sum" holds where the library can only average."""
+
+    def __init__(self, plan: Plan) -> None:
+        """**Collective.** Builds the model from the seed, the optimizer over it, and makes both the same on all ranks."""
+        self.plan = plan
+        self.data_rank, self.data_size = plan.world.rank, plan.world.size
+        self._dtype = precision.parameter_dtype(plan.config)
+        self.model = build_model(plan).to(self._dtype)
+        self._masters = precision.MasterWeights(self.model) if self._dtype != torch.float32 else None
+        self._parameters = (
+            [p for p in self.model.parameters() if p.requires_grad] if self._masters is None else self._masters.masters
+        )
+        self._loss_scale = self._make_loss_scale()
+        self.optimizer = self._distribute(plan.optimizer.build(self._parameters))
+        self.module = self._wrap(self.model)
+        self._updates = 0
+
+    def _make_loss_scale(self) -> precision.LossScale | None:
+        if self._dtype != torch.float16:
+            return None
+        section = self.plan.config.deepspeed.fp16
+        return precision.LossScale(
+            loss_scale=section.loss_scale,
+            initial_scale_power=section.initial_scale_power,
+            loss_scale_window=section.loss_scale_window,
+            hysteresis=section.hysteresis,
+            consecutive_hysteresis=section.consecutive_hysteresis,
+            min_loss_scale=section.min_loss_scale,
+        )
+
+    def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
+        """What the optimizer updates, by the model's own names."""
+        names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
+        return list(zip(names, self._parameters, strict=True))
+
+    # What a subclass decides.
+
+    def _distribute(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        """**Collective.** The optimizer as the library wants it, with its state and the model the same on all ranks."""
+        return optimizer
+
+    def _wrap(self, model: nn.Module) -> nn.Module:
+        """**Collective.** The module whose forward pass is called."""
+        return model
+
+    def _accumulating(self) -> AbstractContextManager[Any]:
+        """Around the micro-batches that are not the last of a step: no communication."""
+        return nullcontext()
+
+    def _synchronize(self) -> None:
+        """**Collective.** After the last backward: every rank's gradients are the global ones when it returns."""
+
+    def _apply(self) -> None:
+        """One optimizer update from gradients that are already the same everywhere."""
+        self.optimizer.step()
+
+    # The step.
+
+    def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
+        """**Collective.** Forward and backward over the micro-batches, synchronize, clip, update."""
+        steps = self.plan.batch.accumulation_steps
+        scale = self._loss_scale.scale if self._loss_scale else 1.0
+        factor = scale * self.gradient_factor / steps
+        total: Tensor | None = None
+        for index, (inputs, targets) in enumerate(micro_batches, start=1):
+            with nullcontext() if index == steps else self._accumulating():
+                loss = self.plan.task.loss(self._forward(inputs), targets)
+                (loss * factor if factor != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        if self._masters:
+            self._masters.take_gradients()
+        self._synchronize()
+        return self._update(total / steps, scale)
+
+    def _update(self, loss: Tensor, scale: float) -> StepResult:
+        rates = self.plan.schedule(self._updates)
+        rates.apply(self.optimizer.param_groups)
+        gradients = precision.gradients_of(self._parameters)
+        norm = precision.clip(gradients, self.plan.config.deepspeed.gradient_clipping, scale)
+        overflow = self._loss_scale is not None and not precision.finite(norm)
+        if not overflow:
+            self._apply()
+            self._updates += 1
+            if self._masters:
+                self._masters.give_weights()
+        if self._loss_scale:
+            self._loss_scale.update(overflow)
+        self._clear_gradients()
+        return StepResult(loss.float(), rates.learning_rate, norm, overflow)
+
+    def _clear_gradients(self) -> None:
+        self.optimizer.zero_grad()
+
+    def _forward(self, inputs: Inputs) -> Any:
+        with precision.autocast(self.plan.config, self.plan.device):
+            outputs = call(self.module, precision.cast_inputs(inputs, self._dtype))
+        return precision.cast_outputs(outputs)
+
+    @torch.no_grad()
+    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
+        """The task's metrics over the valid rows. Full replicas wait for nobody, but keep the contract's rhythm."""
+        inputs, targets = batch
+        self.module.eval()
+        outputs = self._forward(inputs) if valid else None
+        self.module.train()
+        return measure(self.plan.task, outputs, targets, valid)
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """One process is its own sum."""
+        return values
+
+    def close(self) -> None:
+        """One process leaves nothing behind."""

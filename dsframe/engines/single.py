@@ -1,0 +1,25 @@
+"""One process, plain PyTorch: the reference that the other engines are compared with."""
+
+from __future__ import annotations
+
+from dsframe.engine import Plan
+from dsframe.engines.replica import ReplicaEngine
+from dsframe.errors import EngineError
+
+
+class SingleEngine(ReplicaEngine):
+    """Plain PyTorch on one device."""
+
+    def __init__(self, plan: Plan) -> None:
+        """Raises EngineError where more than one process was started."""
+        if plan.world.size != 1:
+            raise EngineError(
+                f'engine "single" is one process, but {plan.world.launcher} started {plan.world.size}; '
+                'start one, or choose "ddp", "horovod" or "deepspeed"'
+            )
+        super().__init__(plan)
+
+    @property
+    def description(self) -> str:
+        """For the first line of a run."""
+        return "PyTorch, one process"

@@ -1,0 +1,137 @@
+"""DeepSpeed ZeRO 0 to 3, with offload to CPU and NVMe (Rajbhandari et al. 2020, arXiv 1910.02054; 2021, arXiv 2104.07857).
+
+Only what the user's file says is handed to DeepSpeed, with three changes that keep one meaning on every engine: the
+``scheduler`` stays with dsframe, the batch triangle is spelled out, and Adam is torch's (``dsframe.optimizers`` says why).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import os
+import shutil
+import warnings
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsframe import process_group
+from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure
+from dsframe.engines import jit, precision
+from dsframe.errors import EngineError
+from dsframe.tasks.task import Sum
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it had to find out
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # its import touches deprecated corners of torch
+    import deepspeed
+    import deepspeed.ops
+    from deepspeed.utils import logger as deepspeed_logger
+
+_MIB = 1024 * 1024
+
+
+class ZeroEngine(Engine):
+    """DeepSpeed's engine: optimizer state, gradients and parameters sharded as ``zero_optimization`` says."""
+
+    def __init__(self, plan: Plan) -> None:
+        """**Collective.** Raises EngineError where this machine lacks what the file asks for (fp16, libaio)."""
+        self.plan = plan
+        self.data_rank, self.data_size = plan.world.rank, plan.world.size
+        self._stage = plan.config.deepspeed.zero_optimization.stage
+        self._dtype = precision.parameter_dtype(plan.config)
+        self._refuse_what_the_machine_lacks()
+        if plan.config.deepspeed.log_level is None and not plan.verbose:
+            deepspeed_logger.setLevel(logging.ERROR)
+        # On CPUs DeepSpeed would compile this op at start, and leave 66 MiB a rank in /dev/shm; training never uses it.
+        deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+        jit.prepare(jit.needed_ops(plan.config, plan.optimizer), plan.world)
+        process_group.open_process_group(plan.world, plan.device)
+        with _quiet():
+            self._engine, *_ = deepspeed.initialize(
+                model=build_model(plan), config=self._handover(), dist_init_required=False
+            )
+        self._updates = 0
+
+    def _refuse_what_the_machine_lacks(self) -> None:
+        accelerator = deepspeed.get_accelerator()
+        if self._dtype == torch.float16 and not accelerator.is_fp16_supported():
+            raise EngineError("fp16: DeepSpeed does not run it on this processor; use bf16, or torch_autocast")
+
+    def _handover(self) -> dict[str, Any]:
+        document = self.plan.config.for_deepspeed(self.plan.world.size)
+        document.pop("scheduler", None)
+        document["optimizer"] = self.plan.optimizer.for_deepspeed()
+        return document
+
+    @property
+    def description(self) -> str:
+        """For the first line of a run."""
+        zero = self.plan.config.deepspeed.zero_optimization
+        parts = [f"DeepSpeed ZeRO-{self._stage}"]
+        for what, section in (("optimizer", zero.offload_optimizer), ("parameters", zero.offload_param)):
+            if section is not None and section.device != "none":
+                parts.append(f"{what} on {section.device.upper() if section.device == 'cpu' else 'NVMe'}")
+        return ", ".join(parts)
+
+    def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
+        """**Collective.** One optimizer update through DeepSpeed's forward, backward and step."""
+        rates = self.plan.schedule(self._updates)
+        rates.apply(self._engine.basic_optimizer.param_groups)
+        total: Tensor | None = None
+        for inputs, targets in micro_batches:
+            loss = self.plan.task.loss(self._forward(inputs), targets)
+            self._engine.backward(loss)
+            self._engine.step()
+            total = loss.detach() if total is None else total + loss.detach()
+        assert total is not None
+        applied = bool(self._engine.was_step_applied())
+        self._updates += applied
+        loss = (total / self.plan.batch.accumulation_steps).float()
+        return StepResult(loss, rates.learning_rate, self._engine.get_global_grad_norm(), not applied)
+
+    def _forward(self, inputs: Inputs) -> Any:
+        return precision.cast_outputs(call(self._engine, precision.cast_inputs(inputs, self._dtype)))
+
+    @torch.no_grad()
+    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
+        """**Collective.** The task's metrics; at stage 3 every rank's forward pass gathers the others' parameters."""
+        inputs, targets = batch
+        self._engine.eval()
+        outputs = self._forward(inputs)
+        self._engine.train()
+        return measure(self.plan.task, outputs, targets, valid)
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """**Collective.** Element-wise sum over the ranks."""
+        return process_group.sum_over_ranks(values)
+
+    def close(self) -> None:
+        """**Collective.** Frees DeepSpeed's buffers and hooks, and leaves the process group."""
+        self._engine.destroy()
+        process_group.close_process_group()
+        self._remove_swap_files()
+
+    def _remove_swap_files(self) -> None:
+        zero = self.plan.config.deepspeed.zero_optimization
+        for section in (zero.offload_optimizer, zero.offload_param):
+            if (
+                section is not None
+                and section.device == "nvme"
+                and section.nvme_path
+                and self.plan.world.local_rank == 0
+            ):
+                shutil.rmtree(Path(section.nvme_path) / f"zero_stage_{self._stage}", ignore_errors=True)
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """DeepSpeed's set-up warns about its own use of torch; none of it is for the user."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,95 @@
+"""What can go wrong, one class per kind of mistake.
+
+Every error here is written for the person who started the run: it says what is wrong, where, and what to do.
+``python -m dsframe.train`` and the ``dsframe`` command print the message alone, without a traceback, and leave with
+the class's ``exit_code``. A traceback therefore always means a bug in dsframe, in the task, or in a library.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Literal
+
+Severity = Literal["error", "warning", "note"]
+
+
+class DsframeError(Exception):
+    """Base class. ``str()`` is the whole message for the user."""
+
+    exit_code = 1
+
+
+@dataclass(frozen=True)
+class Problem:
+    """One finding about a configuration file: what, where and the remedy."""
+
+    severity: Severity
+    path: str
+    """Dotted path of the key, such as ``zero_optimization.stage``; empty for the file as a whole."""
+    message: str
+    """What is wrong, with the value."""
+    remedy: str = ""
+    """What to write instead."""
+    file: str = ""
+    line: int = 0
+    """1-based; 0 where there is no place to point to (a missing key, an override)."""
+    column: int = 0
+    """1-based, in characters."""
+    code: str = ""
+    """Stable identifier of the kind of finding, such as ``unknown-key``, for editors and CI."""
+
+    def __str__(self) -> str:
+        place = ":".join(str(part) for part in (self.file, self.line, self.column) if part)
+        return ": ".join(part for part in (place, self.path, self.message) if part) + (
+            f"; {self.remedy}" if self.remedy else ""
+        )
+
+
+class ConfigError(DsframeError):
+    """The configuration is wrong. Holds every problem that was found, not only the first."""
+
+    exit_code = 2
+
+    def __init__(self, problems: Sequence[Problem]) -> None:
+        self.problems = tuple(problems)
+        super().__init__("\n".join(str(problem) for problem in self.problems))
+
+    def __reduce__(self) -> tuple[type[ConfigError], tuple[tuple[Problem, ...]]]:
+        return type(self), (self.problems,)
+
+
+class WorldError(DsframeError):
+    """The launcher's environment contradicts itself or cannot be used."""
+
+    exit_code = 3
+
+
+class EngineError(DsframeError):
+    """The engine is not installed, or cannot honour what the file asks for."""
+
+    exit_code = 4
+
+
+class TaskError(DsframeError):
+    """The task cannot be imported or does not keep the contract of ``dsframe.Task``."""
+
+    exit_code = 5
+
+
+class DataError(DsframeError):
+    """Data are missing, truncated, or too few for one global batch."""
+
+    exit_code = 6
+
+
+class TrainingError(DsframeError):
+    """Training cannot go on: the loss is not finite, or a process of the run is gone."""
+
+    exit_code = 7
+
+
+class CheckpointError(DsframeError):
+    """A checkpoint is missing, incomplete, damaged, or of another model."""
+
+    exit_code = 8

@@ -1,0 +1,82 @@
+"""Where the processes of a run meet: one address and port for torch.distributed, whoever launched them.
+
+``deepspeed``, ``torchrun`` and ``srun`` (through the job's own numbers) say it themselves. ``horovodrun`` runs a small
+key-value server that every process knows; rank 0 leaves a free port there. ``mpirun`` gives its job's name to all.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import time
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Mapping
+
+from dsframe.errors import WorldError
+from dsframe.world import World
+
+_MEETING_SECONDS = 120.0
+
+
+def free_port() -> int:
+    """A TCP port that nobody on this host listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def meeting_point(world: World, environ: Mapping[str, str] | None = None) -> tuple[str, int]:
+    """Address and port of rank 0 for torch.distributed. **Collective** under ``horovodrun``: all ranks wait for rank 0.
+
+    Raises WorldError where the launcher gives no address and none can be found out.
+    """
+    environ = os.environ if environ is None else environ
+    if world.master_address and world.master_port:
+        return world.master_address, world.master_port
+    if world.size == 1:
+        return "127.0.0.1", free_port()
+    if world.launcher == "horovodrun":
+        return _through_horovod(world, environ)
+    if world.launcher == "mpirun" and world.local_size == world.size:
+        job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or environ.get("PMI_ID") or ""
+        return "127.0.0.1", world.master_port or 20000 + zlib.crc32(job.encode()) % 20000
+    raise WorldError(
+        f"{world.launcher} gives no address at which {world.size} processes on several hosts can meet; set MASTER_ADDR to the "
+        "first host's name and MASTER_PORT to a free port there (mpirun -x MASTER_ADDR=... -x MASTER_PORT=...)"
+    )
+
+
+def _through_horovod(world: World, environ: Mapping[str, str]) -> tuple[str, int]:
+    """Rank 0 leaves its address in horovodrun's key-value store (HTTP PUT and GET of /scope/key), the others read it.
+
+    Source: horovod 0.28.1, runner/http/http_server.py (KVStoreHandler).
+    """
+    server = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT")
+    if not all(server):
+        raise WorldError("horovodrun gave no HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT; set MASTER_ADDR and MASTER_PORT")
+    url = f"http://{server[0]}:{server[1]}/dsframe/meeting_point"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    if world.is_main:
+        own = "127.0.0.1" if world.local_size == world.size else environ.get("HOROVOD_HOSTNAME", socket.gethostname())
+        point = f"{own} {free_port()}"
+        opener.open(urllib.request.Request(url, data=point.encode(), method="PUT"), timeout=_MEETING_SECONDS).close()
+    else:
+        point = _read_when_there(opener, url)
+    address, port = point.split()
+    return address, int(port)
+
+
+def _read_when_there(opener: urllib.request.OpenerDirector, url: str) -> str:
+    deadline = time.monotonic() + _MEETING_SECONDS
+    while True:
+        try:
+            with opener.open(url, timeout=_MEETING_SECONDS) as response:
+                return str(response.read().decode())
+        except urllib.error.HTTPError as error:
+            if error.code != 404:
+                raise
+        if time.monotonic() > deadline:
+            raise WorldError(f"rank 0 did not say where to meet within {_MEETING_SECONDS:.0f} seconds; did it start?")
+        time.sleep(0.05)

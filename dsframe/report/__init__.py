@@ -1,0 +1,1 @@
+"""What a run tells: the line that moves, the lines that stay, the files that remain."""

@@ -1,0 +1,22 @@
+"""How much memory a process took at most."""
+
+from __future__ import annotations
+
+import re
+import resource
+from pathlib import Path
+
+import torch
+
+_STATUS = Path("/proc/self/status")
+
+
+def peak_memory_bytes(device: torch.device) -> int:
+    """On a GPU the most that torch had allocated there; on a CPU the largest resident set of this process, in bytes."""
+    if device.type == "cuda":
+        return int(torch.cuda.max_memory_allocated(device))
+    if _STATUS.exists():  # unlike getrusage, without what the launcher held before it became this process
+        found = re.search(r"VmHWM:\s+(\d+) kB", _STATUS.read_text())
+        if found:
+            return int(found[1]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss

@@ -1,0 +1,76 @@
+"""What a person sees while a run goes on: a moving line in a terminal, plain lines in a log."""
+
+from __future__ import annotations
+
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+
+class Progress:
+    """Rank 0's voice. On other ranks, and with ``quiet``, it says nothing."""
+
+    def __init__(self, total_steps: int, *, speaks: bool, unit: str, units_per_step: int) -> None:
+        """``unit``: what is counted, "samples" or "tokens"; ``units_per_step``: how many make one global batch."""
+        self._speaks = speaks
+        self._unit = unit
+        self._units_per_step = units_per_step
+        self._total = total_steps
+        self._started = time.perf_counter()
+        self._mark = (0, self._started)
+        self._bar: Any = None
+        if speaks and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(total=total_steps, unit="step", dynamic_ncols=True, leave=False)
+
+    def say(self, line: str) -> None:
+        """One line that stays."""
+        if not self._speaks:
+            return
+        if self._bar is not None:
+            self._bar.clear()
+        print(line, file=sys.stderr, flush=True)
+
+    def advance(self) -> None:
+        """One step done; costs nothing where there is no terminal."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def rate(self, step: int) -> float:
+        """Units a second since the last call."""
+        before, then = self._mark
+        now = time.perf_counter()
+        self._mark = (step, now)
+        return (step - before) * self._units_per_step / max(now - then, 1e-9)
+
+    def pause(self, seconds: float) -> None:
+        """Takes time that was spent on something else (evaluation) out of the rate."""
+        step, then = self._mark
+        self._mark = (step, then + seconds)
+
+    def log(self, step: int, values: Mapping[str, float], rate: float) -> None:
+        """The state of training at ``step``: a postfix of the moving line, or a line of its own."""
+        if not self._speaks:
+            return
+        figures = "  ".join(f"{name} {value:.5g}" for name, value in values.items())
+        if self._bar is not None:
+            self._bar.set_postfix_str(f"{figures}  {rate:,.0f} {self._unit}/s")
+            return
+        left = (time.perf_counter() - self._started) / max(step, 1) * (self._total - step)
+        self.say(
+            f"step {step:>{len(str(self._total))}}/{self._total}  {figures}  {rate:,.0f} {self._unit}/s  {clock(left)} left"
+        )
+
+    def close(self) -> None:
+        """Removes the moving line."""
+        if self._bar is not None:
+            self._bar.close()
+
+
+def clock(seconds: float) -> str:
+    """``75`` as ``1:15``, ``3700`` as ``1:01:40``."""
+    minutes, rest = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"

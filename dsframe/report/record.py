@@ -1,0 +1,77 @@
+"""A run's directory: ``metrics.jsonl``, written as it happens, and ``summary.json``, written when the run has succeeded.
+
+Only rank 0 keeps a record. Both files hold plain JSON and can be read while the run goes on.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from dataclasses import asdict
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsframe.errors import DataError
+
+if TYPE_CHECKING:
+    from dsframe.engine import Plan
+    from dsframe.trainer import Summary
+
+_METRICS = "metrics.jsonl"
+_SUMMARY = "summary.json"
+
+
+class Record:
+    """What rank 0 writes down. An earlier run's record in the same directory is replaced."""
+
+    def __init__(self, directory: Path, plan: Plan, engine: str, description: str, start_seconds: float) -> None:
+        """``start_seconds``: from the start of the run to a ready engine."""
+        directory.mkdir(parents=True, exist_ok=True)
+        (directory / _SUMMARY).unlink(missing_ok=True)
+        self._directory = directory
+        self._about = {
+            "engine": engine,
+            "description": description,
+            "config": str(plan.config.path),
+            "config_digest": plan.config.digest,
+            "launcher": plan.world.launcher,
+            "world_size": plan.world.size,
+            "device": plan.device.type,
+            "train_batch_size": plan.batch.train_batch_size,
+            "start_seconds": start_seconds,
+        }
+        self._file = (directory / _METRICS).open("w", encoding="utf-8", buffering=1)
+        self.write({"run": self._about})
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """One line of ``metrics.jsonl``. Numbers that are not finite become null, because JSON has none."""
+        clean = {
+            key: None if isinstance(value, float) and not math.isfinite(value) else value
+            for key, value in record.items()
+        }
+        self._file.write(json.dumps(clean) + "\n")
+
+    def finish(self, summary: Summary) -> None:
+        """Writes ``summary.json``; its presence says that the run came to its end."""
+        self._file.close()
+        text = json.dumps({**self._about, **asdict(summary)}, indent=2)
+        (self._directory / _SUMMARY).write_text(text + "\n", encoding="utf-8")
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """The records of a run, in order; a last line that a crash cut off is left out. Raises DataError where there are none."""
+    try:
+        text = (directory / _METRICS).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{directory} holds no run: {error}") from None
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def read_summary(directory: Path) -> dict[str, Any]:
+    """What a finished run came to. Raises DataError where the run did not come to its end."""
+    try:
+        summary: dict[str, Any] = json.loads((directory / _SUMMARY).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{directory} holds no finished run: {error}") from None
+    return summary

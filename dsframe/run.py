@@ -1,0 +1,177 @@
+"""One run, put together: configuration, world, task, data and engine become a trainer.
+
+This is the only place that knows all the parts. ``dsframe.fit`` calls it from Python, ``dsframe.train`` from a shell.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsframe import engines
+from dsframe import world as worlds
+from dsframe.config import Batch, Config, Facts, load
+from dsframe.errors import ConfigError, WorldError
+from dsframe.world import World
+
+if TYPE_CHECKING:
+    import torch
+
+    from dsframe.data import EvaluationLoader, Loader
+    from dsframe.schedules import Schedule
+    from dsframe.tasks.task import Task
+    from dsframe.trainer import Cadence, Summary
+
+
+def settle_threads(world: World, wanted: int | None) -> int:
+    """Threads of this rank: ``wanted``, else OMP_NUM_THREADS, else this host's usable cores shared among its ranks.
+
+    Sets OMP_NUM_THREADS, so it has to run before torch is imported. ``deepspeed`` and ``horovodrun`` set none, and ranks that
+    each take every core are about three times slower (measured: Horovod, 2 ranks on 2 cores). Raises WorldError where
+    OMP_NUM_THREADS is not a number.
+    """
+    given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
+    if given and not given.isdigit():
+        raise WorldError(f"OMP_NUM_THREADS={given!r} is not a number of threads")
+    threads = wanted or int(given or 0) or max(1, len(os.sched_getaffinity(0)) // world.local_size)
+    os.environ["OMP_NUM_THREADS"] = str(threads)
+    return threads
+
+
+def fit(task: Task, config: str | Path, *, overrides: Sequence[str] = ()) -> Summary:
+    """**Collective.** Trains ``task`` as ``config`` says: a path, or the name of a file in ds_configs/.
+
+    ``overrides``: ``dotted.key=value``. For programs that go on afterwards; a script's last line is better ``dsframe.main(task)``,
+    which reads the command line and tells mistakes in one voice. Raises the subclasses of DsframeError.
+    """
+    return execute(load(config, overrides=overrides), task=task)
+
+
+def execute(
+    config: Config, *, task: Task | None = None, world: World | None = None, verbose: bool = False, quiet: bool = False
+) -> Summary:
+    """**Collective.** Trains as ``config`` says and returns what it came to. Raises the subclasses of DsframeError.
+
+    ``task``: the user's own, instead of the file's. ``verbose``: let the libraries speak; ``quiet``: say nothing at all.
+    """
+    began = time.perf_counter()
+    world = world or worlds.read()
+    choice = engines.choose(config, world.launcher)
+    refused, notes = engines.examine(config, choice.name)
+    if refused:
+        raise ConfigError(refused)
+    threads = settle_threads(world, config.settings.threads_per_rank)
+
+    import torch
+
+    from dsframe import optimizers, tasks
+    from dsframe.engine import Plan
+    from dsframe.process_group import device_of
+    from dsframe.report.progress import Progress
+    from dsframe.report.record import Record
+    from dsframe.trainer import Trainer
+
+    torch.set_num_threads(threads)  # for a program that had imported torch already
+    settings = config.settings
+    task = task or tasks.build(settings.task, settings.seed)
+    task.seed = settings.seed
+    batch, device = config.batch(world.size), device_of(world)
+    loader, evaluation = _loaders(config, task, batch, world, device)
+    cadence = _cadence(config, loader, evaluates=evaluation is not None)
+    config = config.resolve(Facts(world_size=world.size, total_steps=cadence.total_steps, hidden_size=task.hidden_size))
+    optimizer = optimizers.read(config)
+    schedule = _schedule(config, optimizer.learning_rate)
+    plan = Plan(config, world, task, optimizer, schedule, batch, device, settings.seed, verbose)
+    directory = Path(
+        settings.run_dir or f"runs/{config.path.stem if config.path else type(task).__name__}-{choice.name}"
+    )
+
+    progress = Progress(
+        cadence.total_steps,
+        speaks=world.is_main and not quiet,
+        unit=task.unit,
+        units_per_step=batch.train_batch_size * task.units_per_sample,
+    )
+    for line in (*choice.announcements, *notes, *_cautions(task)):
+        progress.say(f"dsframe: {line}")
+    engine = engines.load(choice.name)(plan)
+    progress.say(
+        f"dsframe: {engine.description}; {world.size} x {device.type} under {world.launcher}, {threads} thread(s) each; "
+        f"batch {batch.train_batch_size} = {batch.micro_batch_size} x {batch.accumulation_steps} x {batch.data_parallel_size}; "
+        f"{cadence.total_steps:,} steps; {directory}"
+    )
+    record = (
+        Record(directory, plan, choice.name, engine.description, time.perf_counter() - began) if world.is_main else None
+    )
+    summary = Trainer(engine, loader, evaluation, cadence, progress, record).fit()
+    progress.close()
+    engine.close()
+    if record:
+        record.finish(summary)
+    progress.say(f"dsframe: {summary}")
+    return summary
+
+
+def _loaders(
+    config: Config, task: Task, batch: Batch, world: World, device: torch.device
+) -> tuple[Loader, EvaluationLoader | None]:
+    """This rank's shares of the training and the held-out data."""
+    from dsframe.data import EvaluationLoader, Loader
+
+    seed, ranks = config.settings.seed, batch.data_parallel_size
+    loader = Loader(
+        task.train_data(),
+        seed=seed,
+        micro_batch_size=batch.micro_batch_size,
+        accumulation_steps=batch.accumulation_steps,
+        rank=world.rank,
+        ranks=ranks,
+        drop_last=config.deepspeed.dataloader_drop_last,
+        device=device,
+        workers=task.workers,
+    )
+    held_out = task.eval_data()
+    if held_out is None:
+        return loader, None
+    size = config.settings.eval_micro_batch_size or batch.micro_batch_size
+    return loader, EvaluationLoader(
+        held_out, seed=seed, micro_batch_size=size, rank=world.rank, ranks=ranks, device=device, workers=task.workers
+    )
+
+
+def _cadence(config: Config, loader: Loader, *, evaluates: bool) -> Cadence:
+    """How long, how often logged, and after which steps evaluated: every so many, or at each epoch's end, and always at the end."""
+    from dsframe.trainer import Cadence
+
+    settings, sampler = config.settings, loader.sampler
+    total = settings.steps or sampler.total_steps(settings.epochs or 1)
+    steps: set[int] = set()
+    if evaluates:
+        epochs = int(sampler.epoch(total))
+        regular = (
+            range(settings.eval_every_steps, total, settings.eval_every_steps)
+            if settings.eval_every_steps
+            else sampler.epoch_end_steps(epochs)
+        )
+        steps = {step for step in regular if step < total} | {total}
+    return Cadence(total, settings.log_every_steps, frozenset(steps))
+
+
+def _schedule(config: Config, base: float) -> Schedule:
+    """The learning rate's course, from the optimizer's own rate ``base``."""
+    from dsframe import schedules
+
+    scheduler = config.deepspeed.scheduler
+    return schedules.build(scheduler.type, base, scheduler.params) if scheduler else schedules.constant(base)
+
+
+def _cautions(task: Task) -> list[str]:
+    """What the user should know about this task before it trains."""
+    if task.batch_dependent:
+        return [
+            "this model's BatchNorm sees one micro-batch at a time, so the training depends on the micro batch size"
+        ]
+    return []

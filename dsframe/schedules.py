@@ -1,0 +1,248 @@
+"""Learning-rate schedules: DeepSpeed's five, computed from the step number alone, and torch's own.
+
+Every engine, DeepSpeed included, takes its learning rate from here, so that one file means one schedule everywhere and a
+resumed run needs nothing but its step number. The formulas are DeepSpeed 0.19.8's (``runtime/lr_schedules.py``); a test
+compares them with DeepSpeed's own classes, step by step.
+
+``updates`` counts the optimizer updates that were applied; DeepSpeed's ``last_batch_iteration`` is ``updates - 1``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+from dsframe.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+
+@dataclass(frozen=True)
+class Rates:
+    """What a schedule sets for one update."""
+
+    learning_rate: float
+    betas: tuple[float, float] | None = None
+    """Adam's betas where the schedule cycles the momentum (OneCycle), else None."""
+
+    def apply(self, parameter_groups: list[dict[str, Any]]) -> None:
+        """Writes the rates into a torch optimizer's ``param_groups``."""
+        for group in parameter_groups:
+            group["lr"] = self.learning_rate
+            if self.betas is not None and "betas" in group:
+                group["betas"] = self.betas
+
+
+Schedule = Callable[[int], Rates]
+"""``schedule(updates)`` gives the rates of the next update, after ``updates`` have been applied."""
+
+
+def constant(base: float) -> Schedule:
+    """The learning rate of the optimizer's params, unchanged."""
+    return lambda updates: Rates(base)
+
+
+def _ramp(last: int, steps: int, kind: str) -> float:
+    """Warm-up from 0 at ``last`` = 0 to 1 at ``last`` = steps (linear) or steps - 1 (log)."""
+    return math.log(last + 1) / math.log(steps) if kind == "log" else last / steps
+
+
+def warmup(
+    base: float,
+    *,
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float | None = None,
+    warmup_num_steps: int = 1000,
+    warmup_type: str = "log",
+    total_num_steps: int | None = None,
+) -> Schedule:
+    """WarmupLR; with ``total_num_steps`` WarmupDecayLR: then linearly down to 0 at that step."""
+    highest = base if warmup_max_lr is None else warmup_max_lr
+    steps = max(2, warmup_num_steps)
+
+    def at(updates: int) -> Rates:
+        last = updates - 1
+        if last < 0:
+            return Rates(warmup_min_lr)
+        factor = 1.0
+        if last < steps:
+            factor = _ramp(last, steps, warmup_type)
+        elif total_num_steps is not None:
+            factor = max(0.0, (total_num_steps - last) / max(1.0, total_num_steps - steps))
+        return Rates(warmup_min_lr + (highest - warmup_min_lr) * factor)
+
+    return at
+
+
+def warmup_decay(base: float, *, total_num_steps: int, warmup_max_lr: float = 0.001, **ramp: Any) -> Schedule:
+    """WarmupDecayLR. Its ``warmup_max_lr`` is 0.001 where absent, not the optimizer's rate: DeepSpeed's default."""
+    return warmup(base, total_num_steps=total_num_steps, warmup_max_lr=warmup_max_lr, **ramp)
+
+
+def warmup_cosine(
+    base: float,
+    *,
+    total_num_steps: int,
+    warmup_min_ratio: float = 0.0,
+    warmup_num_steps: int = 1000,
+    cos_min_ratio: float = 0.0001,
+    warmup_type: str = "log",
+) -> Schedule:
+    """WarmupCosineLR: ratios of the optimizer's own learning rate."""
+    steps = max(2, warmup_num_steps)
+
+    def at(updates: int) -> Rates:
+        last = updates - 1
+        if last < 0:
+            return Rates(0.0)
+        if last < steps:
+            return Rates(base * (warmup_min_ratio + (1.0 - warmup_min_ratio) * _ramp(last, steps, warmup_type)))
+        progress = min(1.0, (last - steps + 1) / max(1, total_num_steps - steps))
+        cosine = (1 + math.cos(math.pi * progress)) / 2
+        return Rates(base * max(0.0, cos_min_ratio + (1.0 - cos_min_ratio) * cosine))
+
+    return at
+
+
+def range_test(
+    base: float,
+    *,
+    lr_range_test_min_lr: float = 1e-3,
+    lr_range_test_step_size: int = 2000,
+    lr_range_test_step_rate: float = 1.0,
+    lr_range_test_staircase: bool = False,
+) -> Schedule:
+    """LRRangeTest: rising without end, to find the largest rate that still trains (Smith 2018, arXiv 1803.09820)."""
+
+    def at(updates: int) -> Rates:
+        interval = updates / lr_range_test_step_size
+        interval = math.floor(interval) if lr_range_test_staircase else interval
+        return Rates(lr_range_test_min_lr * (1 + lr_range_test_step_rate * interval))
+
+    return at
+
+
+@dataclass(frozen=True)
+class OneCycle:
+    """OneCycle: up, down, then decay; the momentum runs the other way (Smith 2018, arXiv 1803.09820)."""
+
+    cycle_min_lr: float
+    cycle_max_lr: float
+    decay_lr_rate: float = 0.0
+    cycle_first_step_size: int = 2000
+    cycle_second_step_size: int | None = None
+    cycle_first_stair_count: int = 0
+    cycle_second_stair_count: int | None = None
+    decay_step_size: int = 0
+    cycle_momentum: bool = True
+    cycle_min_mom: float = 0.8
+    cycle_max_mom: float = 0.9
+    decay_mom_rate: float = 0.0
+
+    def __call__(self, updates: int) -> Rates:
+        """The rates after ``updates``."""
+        first = float(self.cycle_first_step_size)
+        second = first if self.cycle_second_step_size is None else float(self.cycle_second_step_size)
+        last = updates - 1
+        if last < first + second:
+            if updates == 0:  # DeepSpeed starts at the lowest rate and, for once, at the lowest momentum too
+                return Rates(self.cycle_min_lr, self._betas(self.cycle_min_mom))
+            height = self._height(updates, first, second)
+            rate = self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * height
+            return Rates(rate, self._betas(self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * height))
+        rate, momentum = self.cycle_min_lr, self.cycle_max_mom
+        # As DeepSpeed has it: a zero rate of either switches its own decay off; a zero step size both.
+        if self.decay_step_size:
+            interval = (last - first - second + 1) / self.decay_step_size
+            rate /= 1 + self.decay_lr_rate * interval
+            momentum *= 1 + self.decay_mom_rate * interval
+        return Rates(rate, self._betas(momentum))
+
+    def _betas(self, momentum: float) -> tuple[float, float] | None:
+        return (momentum, 0.99) if self.cycle_momentum else None  # DeepSpeed fixes the second beta at 0.99
+
+    def _height(self, updates: int, first: float, second: float) -> float:
+        total = first + second
+        position = 1.0 + updates / total - math.floor(1 + updates / total)
+        rising = position <= first / total
+        stairs = self.cycle_first_stair_count
+        if not rising and self.cycle_second_stair_count is not None:
+            stairs = self.cycle_second_stair_count
+        if stairs > 0:
+            inside = updates % total
+            steps = inside * stairs / first if inside <= first else (total - inside) * stairs / second
+            return math.floor(steps) / stairs
+        return position / (first / total) if rising else (position - 1) / (first / total - 1)
+
+
+class TorchSchedule:
+    """One of ``torch.optim.lr_scheduler``, run beside a stand-in optimizer and read off.
+
+    ZeRO's optimizers are no ``torch.optim.Optimizer`` and refuse these classes (measured, deepspeed 0.19.8); reading the
+    rate off a stand-in makes them work on every engine. Stepping is sequential: a resumed run replays the steps.
+    """
+
+    def __init__(self, kind: str, base: float, params: Mapping[str, Any]) -> None:
+        """Raises ConfigError where torch has no such schedule, or it needs more than a step number, or params are wrong."""
+        import torch
+
+        cls: Any = getattr(torch.optim.lr_scheduler, kind, None)
+        if cls is None or not isinstance(cls, type) or kind == "ReduceLROnPlateau":
+            raise _wrong(
+                "type", f"{kind!r} is neither a DeepSpeed schedule nor one of torch's that depends on the step alone"
+            )
+        self._make: Callable[[Optimizer], LRScheduler] = lambda optimizer: cls(optimizer, **params)
+        self._stand_in: Callable[[], Optimizer] = lambda: torch.optim.AdamW([torch.zeros(1)], lr=base)
+        try:
+            self._restart()
+        except (TypeError, ValueError) as error:
+            raise _wrong("params", str(error)) from None
+
+    def _restart(self) -> None:
+        self._optimizer = self._stand_in()
+        self._scheduler = self._make(self._optimizer)
+        self._updates = 0
+
+    def __call__(self, updates: int) -> Rates:
+        """The rates after ``updates``; cheap when called in order."""
+        if updates < self._updates:
+            self._restart()
+        while self._updates < updates:
+            self._optimizer.step()
+            self._scheduler.step()
+            self._updates += 1
+        return Rates(float(self._optimizer.param_groups[0]["lr"]))
+
+
+_SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "WarmupLR": warmup,
+    "WarmupDecayLR": warmup_decay,
+    "WarmupCosineLR": warmup_cosine,
+    "LRRangeTest": range_test,
+    "OneCycle": lambda base, **params: OneCycle(**params),
+}
+
+
+def build(kind: str | None, base: float, params: Mapping[str, Any]) -> Schedule:
+    """The schedule of the file's ``scheduler`` section (``kind`` None: constant), over the optimizer's rate ``base``.
+
+    Raises ConfigError where the name or a parameter is unknown.
+    """
+    if kind is None:
+        return constant(base)
+    make = _SCHEDULES.get(kind)
+    if make is None:
+        return TorchSchedule(kind, base, params)
+    given = {name: value for name, value in params.items() if name != "last_batch_iteration"}
+    try:
+        return make(base, **given)
+    except TypeError as error:
+        raise _wrong("params", f"{kind}: {error}") from None
+
+
+def _wrong(key: str, message: str) -> ConfigError:
+    return ConfigError([Problem("error", f"scheduler.{key}", message)])

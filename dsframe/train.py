@@ -1,0 +1,126 @@
+"""``python -m dsframe.train``: one process of a training run, under any launcher.
+
+The configuration is read and checked before torch is imported and before any process group exists. What is wrong is said
+once, by one process of the host; the others leave with the same exit code.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ctypes
+import os
+import signal
+import sys
+import time
+import traceback
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, NoReturn
+
+from dsframe import world as worlds
+from dsframe.config import load
+from dsframe.errors import DsframeError
+from dsframe.world import World
+
+if TYPE_CHECKING:
+    from dsframe.tasks.task import Task
+
+DEFAULT_CONFIG = "zero3.json"
+_PR_SET_PDEATHSIG = 1  # linux/prctl.h
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The command line. Options of ours that match a key of the file are short for ``--set``."""
+    parser = argparse.ArgumentParser(
+        prog="dsframe.train",
+        description='Train as a DeepSpeed configuration file with a "dsframe" section says.',
+        epilog="Start it with deepspeed, horovodrun, torchrun, mpirun, srun or plain python. The README has the whole story.",
+    )
+    parser.add_argument(
+        "--config",
+        "--deepspeed_config",
+        metavar="FILE",
+        help="a path, or the name of a file in ds_configs/ (default: %(default)s)",
+        default=DEFAULT_CONFIG,
+    )
+    parser.add_argument(
+        "--set",
+        metavar="KEY=VALUE",
+        action="append",
+        default=[],
+        help="override one key, such as --set zero_optimization.stage=2 (JSON values)",
+    )
+    parser.add_argument("--engine", help="short for --set dsframe.engine=...")
+    parser.add_argument("--run-dir", help="short for --set dsframe.run_dir=...")
+    parser.add_argument("--verbose", action="store_true", help="let the libraries say everything, and show tracebacks")
+    parser.add_argument("--quiet", action="store_true", help="say nothing; the run's directory has the figures")
+    parser.add_argument(
+        "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
+    )  # DeepSpeed's launcher puts it first
+    parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # scripts for DeepSpeed have it
+    options = parser.parse_args(argv)
+    for name in ("engine", "run_dir"):
+        value = getattr(options, name)
+        if value is not None:
+            options.set.append(f"dsframe.{name}={value}")
+    return options
+
+
+def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
+    """Trains as the command line says and returns 0; a mistake ends the process with its class's exit code (``dsframe.errors``).
+
+    ``task``: the calling script's own, instead of the one the file names. ``argv``: instead of ``sys.argv[1:]``.
+    """
+    options = parse(argv)
+    die_with_parent()
+    world = World()
+    try:
+        world = worlds.read()
+        config = load(options.config, overrides=options.set)
+        if world.is_main and not options.quiet:
+            for problem in config.problems:
+                print(problem, file=sys.stderr)
+        from dsframe.run import execute
+
+        execute(config, task=task, world=world, verbose=options.verbose, quiet=options.quiet)
+    except DsframeError as error:
+        leave(error, world, verbose=options.verbose)
+    except KeyboardInterrupt:
+        leave_at_once(130)
+    except BaseException as error:
+        if isinstance(error, SystemExit):
+            raise
+        print(f"[rank {world.rank}] {traceback.format_exc()}", file=sys.stderr, flush=True)
+        leave_at_once(1)
+    return 0
+
+
+def leave(error: DsframeError, world: World, *, verbose: bool) -> NoReturn:
+    """Says what is wrong, in one voice, and ends this process.
+
+    A mistake in the file or the environment is everybody's: the host's first process names it, the others wait a moment
+    so that the launcher, which ends all when one ends, does not cut it short.
+    """
+    if verbose:
+        traceback.print_exception(error, file=sys.stderr)
+    if world.local_rank == 0 or error.exit_code == 7:
+        print(f"dsframe: {error}" if not str(error).startswith("dsframe") else error, file=sys.stderr, flush=True)
+    else:
+        time.sleep(3)
+    leave_at_once(error.exit_code)
+
+
+def leave_at_once(code: int) -> NoReturn:
+    """Ends this process without waiting for peers: exit handlers of communication libraries do, and may wait for ever."""
+    sys.stdout.flush()
+    sys.stderr.flush()
+    os._exit(code)
+
+
+def die_with_parent() -> None:
+    """Asks Linux for SIGTERM when the launcher's process dies: one killed by SIGKILL would otherwise leave its workers training."""
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
+
+
+if __name__ == "__main__":
+    sys.exit(main())

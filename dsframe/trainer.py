@@ -1,0 +1,181 @@
+"""The loop: the same for every engine, which it does not know by name.
+
+Nothing here waits for the device except on steps that log: a loss stays a tensor until then.
+"""
+
+from __future__ import annotations
+
+import math
+import time
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from dsframe.data import EvaluationLoader, Loader
+from dsframe.engine import Engine, StepResult
+from dsframe.errors import TrainingError
+from dsframe.report.memory import peak_memory_bytes
+from dsframe.report.progress import Progress, clock
+from dsframe.report.record import Record
+from dsframe.tasks.task import Sum
+
+
+@dataclass(frozen=True)
+class Cadence:
+    """How long to train and how often to speak, in steps."""
+
+    total_steps: int
+    log_every: int
+    eval_steps: frozenset[int]
+    """Evaluate after these steps, counted from 1."""
+
+    def logs(self, step: int) -> bool:
+        """Whether ``step`` is logged: the first, every ``log_every``-th and the last."""
+        return step == 1 or step % self.log_every == 0 or step == self.total_steps
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a run came to."""
+
+    steps: int
+    seconds: float
+    """From the first step to the end of the last, evaluation left out."""
+    rate: float
+    """Units (samples or tokens) a second over all ranks, the first step left out."""
+    unit: str
+    loss: float
+    """Mean over the last step's global batch."""
+    metrics: Mapping[str, float]
+    """The last evaluation."""
+    peak_memory_bytes: tuple[int, ...]
+    """By rank: on a GPU what torch allocated at most, on a CPU the process's largest resident set."""
+    skipped_steps: int
+    """Updates left out because fp16 gradients overflowed, among the logged steps."""
+
+    def __str__(self) -> str:
+        figures = "".join(f"  {name} {value:.4f}" for name, value in self.metrics.items())
+        return (
+            f"{self.steps:,} steps in {clock(self.seconds)}  {self.rate:,.0f} {self.unit}/s  last training loss {self.loss:.4f}"
+            f"{'  evaluation:' + figures if figures else ''}  peak {max(self.peak_memory_bytes) / 2**20:,.0f} MiB a rank"
+        )
+
+
+class Trainer:
+    """Trains an engine on its task's data. Every method is **collective**."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        loader: Loader,
+        evaluation: EvaluationLoader | None,
+        cadence: Cadence,
+        progress: Progress,
+        record: Record | None,
+    ) -> None:
+        """``record``: where figures are written down; None on every rank but 0."""
+        self.engine, self.loader, self.evaluation, self.cadence = engine, loader, evaluation, cadence
+        self.progress, self.record = progress, record
+        self._results: Mapping[str, float] = {}
+        self._skipped = 0
+        self._evaluating = 0.0
+
+    def fit(self) -> Summary:
+        """**Collective.** Trains to the end. Raises TrainingError where the loss stops being a finite number."""
+        task, batch = self.engine.plan.task, self.engine.plan.batch
+        started = first_done = time.perf_counter()
+        loss = math.nan
+        stream = self.loader.stream(0, self.cadence.total_steps)
+        for step in range(1, self.cadence.total_steps + 1):
+            result = self.engine.train_step(_take(stream, batch.accumulation_steps))
+            self.progress.advance()
+            if self.cadence.logs(step):
+                loss = self._log(step, result)
+            if step == 1:
+                first_done = time.perf_counter()
+                self.progress.rate(step)
+            if step in self.cadence.eval_steps:
+                self._evaluate(step)
+        ended = time.perf_counter()
+        units = batch.train_batch_size * task.units_per_sample * (self.cadence.total_steps - 1)
+        return Summary(
+            steps=self.cadence.total_steps,
+            seconds=ended - started - self._evaluating,
+            rate=units / max(ended - first_done - self._evaluating, 1e-9),
+            unit=task.unit,
+            loss=loss,
+            metrics=self._results,
+            peak_memory_bytes=self._peak_memory(),
+            skipped_steps=self._skipped,
+        )
+
+    def _mean(self, value: torch.Tensor) -> float:
+        """**Collective.** Mean over the data-parallel ranks, in float64."""
+        world = self.engine.plan.world.size
+        return float(self.engine.sum_over_ranks(value.detach().reshape(1).double())) / world
+
+    def _log(self, step: int, result: StepResult) -> float:
+        loss = self._mean(result.loss)
+        self._skipped += result.skipped
+        rate = self.progress.rate(step) if step > 1 else 0.0
+        if not math.isfinite(loss) and not result.skipped:
+            raise TrainingError(
+                f"the loss is {loss} at step {step}; lower the learning rate, warm up longer, or clip harder"
+            )
+        norm = None if result.gradient_norm is None else float(result.gradient_norm)
+        epoch = self.loader.sampler.epoch(step)
+        if self.record:
+            values = {"loss": loss, "learning_rate": result.learning_rate, "gradient_norm": norm}
+            self.record.write({"step": step, "epoch": epoch, **values, "rate": rate, "skipped": result.skipped})
+        if step > 1:
+            self.progress.log(step, {"loss": loss, "lr": result.learning_rate}, rate)
+        return loss
+
+    def _evaluate(self, step: int) -> None:
+        assert self.evaluation is not None
+        began = time.perf_counter()
+        sums: dict[str, Sum] = {}
+        for batch, valid in self.evaluation:
+            for name, value in self.engine.eval_step(batch, valid).items():
+                sums[name] = sums[name] + value if name in sums else value
+        self._results = self._means(sums)
+        took = time.perf_counter() - began
+        self._evaluating += took
+        self.progress.pause(took)
+        self.progress.say(
+            f"evaluation after step {step}: " + "  ".join(f"{k} {v:.4f}" for k, v in self._results.items())
+        )
+        if self.record:
+            self.record.write({"step": step, "epoch": self.loader.sampler.epoch(step), "evaluation": self._results})
+
+    def _means(self, sums: Mapping[str, Sum]) -> dict[str, float]:
+        """**Collective.** Exact means over all ranks; a rank without samples takes part with zeros.
+
+        Rank 0 has samples whenever anybody has, so its names are everybody's, in alphabetical order.
+        """
+        device = self.engine.plan.device
+        names = sorted(sums)
+        most = int(
+            self.engine.sum_over_ranks(
+                torch.tensor([len(names) if self.engine.plan.world.is_main else 0], dtype=torch.float64, device=device)
+            )
+        )
+        table = torch.zeros(most, 2, dtype=torch.float64, device=device)
+        for row, name in enumerate(names):
+            table[row, 0], table[row, 1] = sums[name].total.double(), float(sums[name].count)
+        total = self.engine.sum_over_ranks(table.reshape(-1)).reshape(most, 2)
+        return {name: float(total[row, 0] / total[row, 1]) for row, name in enumerate(names)}
+
+    def _peak_memory(self) -> tuple[int, ...]:
+        plan = self.engine.plan
+        own = torch.zeros(plan.world.size, dtype=torch.float64, device=plan.device)
+        own[plan.world.rank] = peak_memory_bytes(plan.device)
+        return tuple(int(value) for value in self.engine.sum_over_ranks(own).tolist())
+
+
+def _take(stream: Iterator[Any], count: int) -> Iterator[Any]:
+    """The next ``count`` items, leaving the stream open for the next step."""
+    for _ in range(count):
+        yield next(stream)
