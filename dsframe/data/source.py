@@ -172,5 +172,8 @@ class ImageSource:
 
 def check_labels(labels: Tensor, classes: int) -> None:
     """Raises DataError when a label is not in ``[0, classes)``."""
-    if len(labels) and not 0 <= (low := int(labels.min())) <= (high := int(labels.max())) < classes:
+    if len(labels) == 0:
+        return
+    low, high = int(labels.min()), int(labels.max())
+    if low < 0 or high >= classes:
         raise DataError(f"labels run from {low} to {high}, but there are {classes} classes (0 to {classes - 1})")

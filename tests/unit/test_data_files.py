@@ -1,0 +1,336 @@
+"""Files of data sets: found, read, fetched; and what is said when they are missing, truncated or hostile."""
+
+from __future__ import annotations
+
+import gzip
+import os
+import pickle
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from dsframe.config.settings import VisionTask
+from dsframe.data import Loader, fetch, vision
+from dsframe.data.files import read_cifar, read_idx, replacing
+from dsframe.data.folder import ImageFolder
+from dsframe.errors import DataError
+
+
+@pytest.fixture(autouse=True)
+def _no_data_of_this_machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """Tests see only what they make themselves."""
+    monkeypatch.setenv("DSFRAME_DATA", str(tmp_path / "default"))
+    monkeypatch.setattr(vision, "DEBIAN_FASHION_MNIST", tmp_path / "debian")
+
+
+def idx(array: Any) -> bytes:
+    array = np.asarray(array, np.uint8)
+    return b"\0\0\x08" + bytes([array.ndim]) + b"".join(n.to_bytes(4, "big") for n in array.shape) + array.tobytes()
+
+
+def write_mnist(folder: Path, *, compressed: bool = False, count: int = 6, largest_label: int = 9) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
+    for part, samples in (("train", count), ("t10k", 3)):
+        pixels = np.arange(samples * 784).reshape(samples, 28, 28) % 251
+        labels = np.arange(samples) % (largest_label + 1)
+        labels[-1] = largest_label
+        for name, array in ((f"{part}-images-idx3-ubyte", pixels), (f"{part}-labels-idx1-ubyte", labels)):
+            content = idx(array)
+            path = folder / (f"{name}.gz" if compressed else name)
+            path.write_bytes(gzip.compress(content) if compressed else content)
+
+
+def settings(dataset: str = "fashion-mnist", **fields: Any) -> VisionTask:
+    return VisionTask.model_validate({"dataset": dataset, "augment": False, **fields})
+
+
+def load(section: VisionTask, *, train: bool = True) -> Any:
+    return vision.load(section, vision.describe(section), train=train, seed=0)
+
+
+@pytest.mark.parametrize("compressed", [False, True])
+@pytest.mark.parametrize("layout", ["", "FashionMNIST/raw", "fashion-mnist"])
+def test_fashion_mnist_is_read_from_every_layout(tmp_path: Path, layout: str, compressed: bool) -> None:
+    write_mnist(tmp_path / "data" / layout, compressed=compressed)
+    section = settings(data_dir=str(tmp_path / "data"))
+    train, test = load(section), load(section, train=False)
+    assert (len(train), len(test)) == (6, 3)
+    inputs, targets = train.batch(torch.tensor([1]), 0)
+    assert inputs.shape == (1, 1, 28, 28)
+    assert targets.tolist() == [1]
+    assert float(inputs[0, 0, 0, 0]) == pytest.approx(((784 % 251) / 255 - 0.2860) / 0.3530, abs=1e-5)
+
+
+def test_without_data_dir_the_default_folder_then_debians_are_searched(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "debian", compressed=True, count=5)
+    assert len(load(settings())) == 5
+    write_mnist(tmp_path / "default" / "FashionMNIST" / "raw", count=7)
+    assert len(load(settings())) == 7
+
+
+def test_samples_limits_training_but_not_evaluation(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "data")
+    section = settings(data_dir=str(tmp_path / "data"), samples=2)
+    assert (len(load(section)), len(load(section, train=False))) == (2, 3)
+
+
+def test_missing_data_say_where_they_were_searched_and_how_to_get_them(tmp_path: Path) -> None:
+    with pytest.raises(DataError) as missing:
+        load(settings(data_dir=str(tmp_path / "nowhere")))
+    assert str(missing.value) == (
+        f"fashion-mnist: the data folder {tmp_path}/nowhere does not exist; "
+        f'run "python -m dsframe.data.fetch fashion-mnist --to {tmp_path}/nowhere"'
+    )
+    with pytest.raises(
+        DataError, match=rf"not found in {tmp_path}/default/FashionMNIST/raw, .*, {tmp_path}/debian; run"
+    ):
+        load(settings())
+    with pytest.raises(DataError, match=r"cifar10: not found in .*cifar-10-batches-bin"):
+        load(settings("cifar10"))
+
+
+def test_incomplete_data_say_which_files_are_missing(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "data")
+    (tmp_path / "data" / "t10k-labels-idx1-ubyte").unlink()
+    with pytest.raises(DataError, match=f"{tmp_path}/data lacks t10k-labels-idx1-ubyte; run"):
+        load(settings(data_dir=str(tmp_path / "data")))
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(entry.name for entry in folder.iterdir())
+
+
+def truncate(path: Path, keep: int) -> None:
+    path.write_bytes(path.read_bytes()[:keep])
+
+
+def test_truncated_files_are_refused(tmp_path: Path) -> None:
+    for compressed in (False, True):
+        folder = tmp_path / str(compressed)
+        write_mnist(folder, compressed=compressed)
+        name = folder / ("train-images-idx3-ubyte.gz" if compressed else "train-images-idx3-ubyte")
+        truncate(name, name.stat().st_size // 2)
+        with pytest.raises(DataError, match=f"{name}: truncated or damaged"):
+            load(settings(data_dir=str(folder)))
+    path = tmp_path / "short"
+    path.write_bytes(idx(np.zeros((2, 3)))[:-1])
+    with pytest.raises(DataError, match="its header makes it 2 x 3, 18 bytes, but it has 17; delete it"):
+        read_idx(path)
+    path.write_bytes(b"<html>")
+    with pytest.raises(DataError, match=r"not an idx file of bytes \(it starts with 3c 68 74 6d\)"):
+        read_idx(path)
+    path.write_bytes(b"")
+    with pytest.raises(DataError, match="not an idx file of bytes"):
+        read_idx(path)
+
+
+def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
+    write_mnist(tmp_path, largest_label=10)
+    with pytest.raises(DataError, match="labels run from 0 to 10, but there are 10 classes"):
+        load(settings(data_dir=str(tmp_path)))
+    (tmp_path / "train-labels-idx1-ubyte").write_bytes(idx(np.zeros(5)))
+    with pytest.raises(DataError, match=r"holds 6 images, .* 5 labels"):
+        load(settings(data_dir=str(tmp_path)))
+
+
+def cifar_batch(seed: int) -> tuple[np.ndarray, np.ndarray]:
+    generator = np.random.default_rng(seed)
+    return generator.integers(256, size=(10_000, 3072), dtype=np.uint8), generator.integers(10, size=10_000)
+
+
+def python_2_pickle(pixels: np.ndarray, labels: np.ndarray) -> bytes:
+    """``{"data": pixels, "labels": labels}`` in the opcodes of Python 2, in which the published files are written."""
+    shape = b"".join(b"M" + n.to_bytes(2, "little") for n in pixels.shape) + b"\x86"
+    dtype = b"cnumpy\ndtype\nU\x02u1K\0K\1\x87R(K\3U\1|NNN" + 2 * b"J\xff\xff\xff\xff" + b"K\0tb"
+    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85U\1b\x87R(K\1" + shape + dtype
+    content = b"T" + pixels.nbytes.to_bytes(4, "little") + pixels.tobytes()
+    numbers = b"](" + b"".join(b"K" + bytes([label]) for label in labels.tolist()) + b"e"
+    return b"\x80\2}(U\4data" + array + b"\x89" + content + b"tbU\6labels" + numbers + b"u."
+
+
+def test_both_versions_of_cifar10_read_the_same(tmp_path: Path) -> None:
+    binary, python = tmp_path / "cifar-10-batches-bin", tmp_path / "cifar-10-batches-py"
+    binary.mkdir()
+    python.mkdir()
+    for number in range(1, 7):
+        name = f"data_batch_{number}" if number < 6 else "test_batch"
+        pixels, labels = cifar_batch(number % 2)
+        (binary / f"{name}.bin").write_bytes(np.hstack([labels[:, None].astype(np.uint8), pixels]).tobytes())
+        (python / name).write_bytes(python_2_pickle(pixels, labels))
+    source = load(settings("cifar10", data_dir=str(binary)))
+    assert len(source) == 50_000
+    assert len(load(settings("cifar10", data_dir=str(tmp_path)), train=False)) == 10_000
+    one, other = read_cifar(binary, ["test_batch.bin"]), read_cifar(python, ["test_batch"])
+    assert torch.equal(one[0], other[0])
+    assert torch.equal(one[1], other[1])
+    truncate(binary / "data_batch_3.bin", 3_000_000)
+    with pytest.raises(
+        DataError, match=r"data_batch_3.bin: truncated or damaged: 3,000,000 bytes instead of 30,730,000"
+    ):
+        load(settings("cifar10", data_dir=str(binary)))
+
+
+class Hostile:
+    def __init__(self, mark: Path) -> None:
+        self.mark = mark
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return os.mkdir, (str(self.mark),)
+
+
+def test_no_code_runs_from_a_pickled_data_file(tmp_path: Path) -> None:
+    mark = tmp_path / "mark"
+    (tmp_path / "test_batch").write_bytes(pickle.dumps({b"data": Hostile(mark), b"labels": [1]}))
+    with pytest.raises(DataError, match=r"test_batch: .*posix\.mkdir, which a data file has no business with"):
+        read_cifar(tmp_path, ["test_batch"])
+    assert not mark.exists()
+    for content in (b"", b"not a pickle", pickle.dumps([1, 2]), pickle.dumps({b"data": [1], b"labels": [1]})):
+        (tmp_path / "test_batch").write_bytes(content)
+        with pytest.raises(DataError, match=r"test_batch: .*not a CIFAR-10 batch"):
+            read_cifar(tmp_path, ["test_batch"])
+
+
+def interrupted_write(path: Path) -> None:
+    with replacing(path) as out:
+        out.write(b"half of the sec")
+        raise KeyboardInterrupt
+
+
+def test_a_file_is_replaced_whole_or_not_at_all(tmp_path: Path) -> None:
+    path = tmp_path / "folder" / "file"
+    with replacing(path) as out:
+        out.write(b"first")
+    with pytest.raises(KeyboardInterrupt):
+        interrupted_write(path)
+    assert path.read_bytes() == b"first"
+    assert names(path.parent) == ["file"]
+    assert path.stat().st_mode & 0o777 == 0o644
+
+
+def test_fetch_copies_what_the_machine_has_and_then_finds_it(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "debian", compressed=True)
+    lines: list[str] = []
+    target = tmp_path / "target"
+    assert fetch.fetch("fashion-mnist", str(target), lines.append) == target
+    assert lines == [f"fashion-mnist: copied from {tmp_path}/debian in {target}"]
+    assert names(target / "FashionMNIST" / "raw") == sorted(vision.MNIST_FILES)
+    fetch.fetch("fashion-mnist", str(target), lines.append)
+    assert lines[1] == f"fashion-mnist: complete in {target}"
+    assert len(load(settings(data_dir=str(target)))) == 6
+
+
+def test_fetch_mends_a_truncated_file(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "debian", compressed=True)
+    fetch.fetch("fashion-mnist", str(tmp_path / "target"), print)
+    truncate(tmp_path / "target" / "FashionMNIST" / "raw" / "train-images-idx3-ubyte", 100)
+    fetch.fetch("fashion-mnist", str(tmp_path / "target"), print)
+    assert len(load(settings(data_dir=str(tmp_path / "target")))) == 6
+
+
+def test_fetch_says_all_that_it_tried(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: Any) -> None:
+    monkeypatch.setenv("PATH", str(tmp_path))  # no apt-get
+
+    def offline(name: str, root: Path, scratch: Path) -> str:
+        raise OSError("no route to host")
+
+    offline.__name__ = "_download"
+    monkeypatch.setitem(fetch._WAYS, "fashion-mnist", [fetch._local, fetch._debian, offline])
+    assert fetch.main(["fashion-mnist", "--to", str(tmp_path / "to")]) == DataError.exit_code
+    message = capsys.readouterr().err
+    assert message.startswith(
+        f"fashion-mnist could not be fetched to {tmp_path}/to; tried:\n  present: fashion-mnist: "
+    )
+    assert "\n  local: fashion-mnist: not found in" in message
+    assert message.endswith("\n  debian: no apt-get on this machine\n  download: no route to host\n")
+    assert names(tmp_path / "to") == []
+
+
+def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        DataError, match=f"{tmp_path}/file/to: cannot be written to .*; choose another folder with --to"
+    ):
+        fetch.fetch("fashion-mnist", str(tmp_path / "file" / "to"))
+
+
+def test_two_processes_may_fetch_at_once(tmp_path: Path) -> None:
+    write_mnist(tmp_path / "default" / "FashionMNIST" / "raw")
+    command = [sys.executable, "-m", "dsframe.data.fetch", "fashion-mnist", "--to", str(tmp_path / "target")]
+    children = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in "ab"]
+    try:
+        for child in children:
+            output = child.communicate(timeout=120)[0]
+            assert child.returncode == 0, output
+    finally:
+        for child in children:
+            child.kill()
+    assert names(tmp_path / "target") == ["FashionMNIST"]
+    assert len(load(settings(data_dir=str(tmp_path / "target")))) == 6
+
+
+def write_folder(root: Path) -> None:
+    from PIL import Image
+
+    for part, count in (("train", 4), ("val", 2)):
+        for label, name in enumerate(["cat", "dog"]):
+            (root / part / name).mkdir(parents=True)
+            for number in range(count):
+                Image.new("RGB", (40 + number, 30), (200 * label, 50, number)).save(
+                    root / part / name / f"{number}.png"
+                )
+    (root / "train" / "cat" / "notes.txt").write_text("not an image")
+
+
+def test_images_in_folders(tmp_path: Path) -> None:
+    write_folder(tmp_path)
+    section = settings("image-folder", data_dir=str(tmp_path), image_size=16, augment=True)
+    assert vision.describe(section).classes == 2
+    train, test = load(section), load(section, train=False)
+    assert (len(train), len(test)) == (8, 4)
+    streams = [Loader(train, seed=1, micro_batch_size=4, workers=workers).stream() for workers in (0, 1)]
+    for _ in range(3):
+        (inputs, targets), (others, _) = (next(stream) for stream in streams)
+        assert inputs.shape == (4, 3, 16, 16)
+        assert torch.equal(inputs, others)
+        red = (200 * targets / 255 - 0.485) / 0.229
+        torch.testing.assert_close(inputs[:, 0, 8, 8], red, atol=1e-5, rtol=0)
+    assert len(load(settings("image-folder", data_dir=str(tmp_path), samples=3))) == 3
+
+
+def test_image_folders_that_are_not_there(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match='"image-folder" needs data_dir'):
+        vision.describe(settings("image-folder"))
+    section = settings("image-folder", data_dir=str(tmp_path))
+    with pytest.raises(DataError, match=f"{tmp_path}/train does not exist; images belong in"):
+        vision.describe(section)
+    (tmp_path / "train").mkdir()
+    with pytest.raises(DataError, match="holds no folder"):
+        vision.describe(section)
+    (tmp_path / "train" / "cat").mkdir()
+    with pytest.raises(DataError, match="no images"):
+        load(section)
+    (tmp_path / "train" / "cat" / "a.png").write_bytes(b"no picture")
+    with pytest.raises(DataError, match=r"a\.png: cannot be read as an image"):
+        load(section)[0]
+    with pytest.raises(DataError, match="has none of val, test, eval to evaluate on"):
+        load(section, train=False)
+    (tmp_path / "val" / "bird").mkdir(parents=True)
+    with pytest.raises(DataError, match="has classes that train/ has not: bird"):
+        load(section, train=False)
+    assert issubclass(ImageFolder, torch.utils.data.Dataset)
+
+
+def test_synthetic_images_are_the_same_everywhere_and_can_be_told_apart() -> None:
+    section = settings("synthetic", samples=200, classes=3, image_size=16)
+    train, test = load(section), load(section, train=False)
+    assert (len(train), len(test)) == (200, 20)
+    assert torch.equal(train._images, load(section)._images)
+    assert not torch.equal(train._images[:20], test._images)
+    centres = torch.stack([train._images[train._labels == label].float().mean(0) for label in range(3)])
+    distances = ((test._images[:, None] - centres) ** 2).flatten(2).sum(-1)
+    assert torch.equal(distances.argmin(1), test._labels)

@@ -1,0 +1,170 @@
+"""Loaders: the same batches for every number of ranks and workers, from any step."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterator
+from itertools import islice
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
+
+from dsframe.data import EvaluationLoader, ImageSource, Loader, TensorSource, as_source
+from dsframe.data.loader import DatasetSource, _one_ahead
+from dsframe.errors import DataError
+
+
+class Noisy(Dataset[Any]):
+    """Random transforms from every generator that people use."""
+
+    def __init__(self, samples: int = 13) -> None:
+        self.samples = samples
+
+    def __len__(self) -> int:
+        return self.samples
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        noise = [float(torch.rand(())), float(np.random.rand()), random.random()]
+        return torch.tensor([index, *noise]), index
+
+
+def images() -> ImageSource:
+    pixels = torch.arange(13 * 64, dtype=torch.int64).remainder(256).to(torch.uint8).view(13, 1, 8, 8)
+    return ImageSource(pixels, torch.arange(13), classes=13, mean=(0.5,), std=(0.5,), padding=2, flip=True, seed=4)
+
+
+def global_batches(data: Any, size: int, accumulation: int, ranks: int, steps: int, **options: Any) -> list[Any]:
+    """``(inputs, targets)`` of each whole step, put together from all ranks."""
+    streams = [
+        Loader(
+            data,
+            seed=4,
+            micro_batch_size=size,
+            accumulation_steps=accumulation,
+            rank=rank,
+            ranks=ranks,
+            **options,
+        ).stream(0, steps)
+        for rank in range(ranks)
+    ]
+    result = []
+    for _ in range(steps):
+        parts = [next(stream) for _ in range(accumulation) for stream in streams]
+        result.append(tuple(torch.cat(tensors) for tensors in zip(*parts, strict=True)))
+    assert not any(list(stream) for stream in streams)  # nothing beyond the last step
+    return result
+
+
+def same(one: list[Any], other: list[Any]) -> bool:
+    return len(one) == len(other) and all(
+        torch.equal(a, b) for left, right in zip(one, other, strict=True) for a, b in zip(left, right, strict=True)
+    )
+
+
+@pytest.mark.parametrize("data", [images(), TensorSource(torch.randn(13, 3), torch.arange(13)), Noisy()])
+@pytest.mark.parametrize("drop_last", [False, True])
+def test_batches_do_not_depend_on_ranks_and_accumulation(data: Any, drop_last: bool) -> None:
+    expected = global_batches(data, 6, 1, 1, 9, drop_last=drop_last)
+    for size, accumulation, ranks in [(1, 1, 6), (3, 2, 1), (1, 2, 3), (2, 1, 3)]:
+        assert same(global_batches(data, size, accumulation, ranks, 9, drop_last=drop_last), expected)
+
+
+def test_batches_do_not_depend_on_workers() -> None:
+    expected = global_batches(Noisy(), 2, 1, 2, 8)
+    assert same(global_batches(Noisy(), 2, 1, 2, 8, workers=1), expected)
+    assert same(global_batches(Noisy(), 4, 1, 1, 8, workers=2), expected)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_stream_continues_from_any_step(workers: int) -> None:
+    loader = Loader(Noisy(), seed=4, micro_batch_size=2, accumulation_steps=2, workers=workers)
+    whole = list(loader.stream(0, 9))
+    assert same(list(islice(loader.stream(5), 8)), whole[10:])
+    assert same(list(loader.micro_batches(7)), whole[14:16])
+
+
+def test_a_data_set_does_not_disturb_the_generators_of_training() -> None:
+    def states() -> tuple[Any, ...]:
+        return torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()
+
+    before = states()
+    next(Loader(Noisy(), seed=0, micro_batch_size=4).stream())
+    assert states() == before
+
+
+def test_what_kind_of_data_is_taken() -> None:
+    source = images()
+    assert as_source(source, 0) is source
+    assert isinstance(as_source(TensorDataset(torch.zeros(3, 2), torch.zeros(3)), 0), TensorSource)
+    assert isinstance(as_source(Noisy(), 0), DatasetSource)
+    assert isinstance(as_source([(1.0, 2), (3.0, 4)], 0), DatasetSource)
+    with pytest.raises(DataError, match="int is neither a map-style torch Dataset nor"):
+        as_source(3, 0)
+
+
+class Stream(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(range(3))
+
+
+def test_an_iterable_data_set_is_refused() -> None:
+    with pytest.raises(DataError, match="Stream is an IterableDataset: it cannot be shuffled, shared among ranks"):
+        as_source(Stream(), 0)
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_samples_that_are_not_pairs_are_refused(workers: int) -> None:
+    with pytest.raises(DataError, match=r"must give \(input, target\) pairs; got Tensor"):
+        next(Loader(list(torch.zeros(4, 2)), seed=0, micro_batch_size=2, workers=workers).stream())
+
+
+def test_too_little_data_is_refused_before_training() -> None:
+    with pytest.raises(DataError, match="takes 16 samples, but the training data set has only 13"):
+        Loader(images(), seed=0, micro_batch_size=2, accumulation_steps=2, ranks=4)
+    empty = TensorSource(torch.zeros(0, 2), torch.zeros(0))
+    with pytest.raises(DataError, match="the training data set is empty"):
+        Loader(empty, seed=0, micro_batch_size=1)
+    with pytest.raises(DataError, match="the evaluation data set is empty"):
+        EvaluationLoader(empty, seed=0, micro_batch_size=1)
+
+
+@pytest.mark.parametrize(
+    ("size", "ranks", "workers"), [(1, 1, 0), (4, 1, 0), (4, 2, 0), (5, 3, 0), (20, 2, 0), (4, 2, 1)]
+)
+def test_evaluation_sees_every_sample_once_in_equal_batches(size: int, ranks: int, workers: int) -> None:
+    seen, lengths = [], set()
+    for rank in range(ranks):
+        loader = EvaluationLoader(Noisy(), seed=0, micro_batch_size=size, rank=rank, ranks=ranks, workers=workers)
+        batches = list(loader)
+        assert len(batches) == len(loader)
+        lengths.add(len(loader))
+        for (inputs, targets), valid in batches:
+            assert len(inputs) == len(targets) == size
+            seen += targets[:valid].tolist()
+        assert [valid for _, valid in loader] == [valid for _, valid in batches]  # and again
+    assert sorted(seen) == list(range(13))
+    assert len(lengths) == 1
+
+
+def test_one_ahead_starts_the_next_item_before_it_gives_one() -> None:
+    started: list[int] = []
+
+    def start(item: int) -> int:
+        started.append(item)
+        return item * 10
+
+    items = _one_ahead(iter(range(4)), start)
+    assert started == []
+    assert next(items) == 0
+    assert started == [0, 1]
+    assert list(items) == [10, 20, 30]
+    assert list(_one_ahead(iter([1]), start)) == [10]
+
+
+def test_batches_arrive_on_the_device() -> None:
+    batch = next(Loader(images(), seed=0, micro_batch_size=2, device="meta").stream())
+    assert {leaf.device.type for leaf in batch} == {"meta"}

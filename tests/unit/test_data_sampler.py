@@ -1,0 +1,143 @@
+"""The order of samples: the same global batches for every number of ranks, exact epochs, exact evaluation."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsframe.data import Sampler, draws, evaluation_rows, permutation
+from dsframe.errors import DataError
+
+# Global batch, then every way that is tried to cut it: (micro-batch size, accumulation, ranks).
+CUTS = [(12, 1, 1), (6, 2, 1), (6, 1, 2), (2, 3, 2), (1, 2, 6), (1, 12, 1), (1, 1, 12), (3, 1, 4)]
+
+
+def rows(parts: list[tuple[int, Tensor]]) -> list[tuple[int, int]]:
+    return [(epoch, index) for epoch, indices in parts for index in indices.tolist()]
+
+
+@pytest.mark.parametrize("drop_last", [False, True])
+@pytest.mark.parametrize("samples", [12, 13, 50, 96])
+def test_every_cut_of_a_global_batch_has_the_same_samples_in_the_same_place(samples: int, drop_last: bool) -> None:
+    reference = Sampler(samples, 12, seed=3, drop_last=drop_last)
+    for (size, accumulation, ranks), step in itertools.product(CUTS, range(12)):
+        sampler = Sampler(samples, size * accumulation * ranks, seed=3, drop_last=drop_last)
+        cut = [
+            row
+            for micro in range(accumulation)
+            for rank in range(ranks)
+            for row in rows(sampler.micro_batch(step, micro, rank, ranks, size))
+        ]
+        assert cut == rows(reference.global_batch(step))
+        assert len(cut) == 12
+
+
+@pytest.mark.parametrize(("samples", "size"), [(10, 4), (10, 10), (7, 3), (64, 16), (5, 1)])
+def test_the_stream_is_one_permutation_per_epoch_after_another(samples: int, size: int) -> None:
+    sampler = Sampler(samples, size, seed=1)
+    steps = sampler.total_steps(3)
+    stream = [row for step in range(steps) for row in rows(sampler.global_batch(step))]
+    expected = [(epoch, index) for epoch in range(4) for index in permutation(samples, 1, epoch).tolist()]
+    assert stream == expected[: steps * size]
+    for epoch, end in enumerate(sampler.epoch_end_steps(3)):
+        assert [row for row in stream[: end * size] if row[0] == epoch] == expected[epoch * samples :][:samples]
+        assert end * size - (epoch + 1) * samples < size  # complete, and not a step later than needed
+        assert sampler.epoch(end) == pytest.approx(end * size / samples)
+
+
+def test_drop_last_takes_whole_batches_of_each_epoch() -> None:
+    sampler = Sampler(10, 4, seed=1, drop_last=True)
+    assert sampler.epoch_end_steps(3) == [2, 4, 6]
+    assert sampler.epoch(5) == 2.5
+    for step in range(6):
+        assert rows(sampler.global_batch(step)) == [
+            (step // 2, index) for index in permutation(10, 1, step // 2)[step % 2 * 4 :][:4].tolist()
+        ]
+
+
+def test_steps_may_be_asked_for_in_any_order() -> None:
+    forward, backward = Sampler(10, 3, seed=5), Sampler(10, 3, seed=5)
+    assert {step: rows(backward.global_batch(step)) for step in reversed(range(30))} == {
+        step: rows(forward.global_batch(step)) for step in range(30)
+    }
+
+
+def test_permutations_are_pinned() -> None:
+    """These values may never change: a run that is resumed with another version must see the same samples."""
+    assert permutation(8, seed=0, epoch=0).tolist() == [2, 6, 0, 1, 4, 7, 3, 5]
+    assert permutation(8, seed=0, epoch=1).tolist() == [6, 7, 2, 0, 5, 3, 4, 1]
+    assert permutation(8, seed=1, epoch=0).tolist() == [6, 4, 2, 3, 0, 7, 5, 1]
+
+
+def test_permutations_are_permutations_and_spread() -> None:
+    orders = torch.stack([permutation(6, seed, 0) for seed in range(3000)])
+    assert (orders.sort(dim=1).values == torch.arange(6)).all()
+    # Each sample at each place equally often: 36 cells of 500, 25 degrees of freedom.
+    counts = torch.stack([torch.bincount(orders[:, place], minlength=6) for place in range(6)]).double()
+    assert ((counts - 500) ** 2 / 500).sum() < 52.6  # 99.9 %
+
+
+def test_a_batch_larger_than_the_data_is_refused() -> None:
+    with pytest.raises(DataError, match="takes 128 samples, but the training data set has only 100; lower train_batch"):
+        Sampler(100, 128, seed=0)
+    with pytest.raises(DataError, match="the training data set is empty"):
+        Sampler(0, 1, seed=0)
+
+
+@pytest.mark.parametrize("samples", [1, 2, 7, 10, 16, 17])
+@pytest.mark.parametrize("size", [1, 3, 8])
+@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
+def test_evaluation_counts_every_sample_exactly_once(samples: int, size: int, ranks: int) -> None:
+    batches = [list(evaluation_rows(samples, rank, ranks, size)) for rank in range(ranks)]
+    assert {len(of_rank) for of_rank in batches} == {math.ceil(samples / (size * ranks))}
+    assert all(len(indices) == size for of_rank in batches for indices, _ in of_rank)
+    counted = [index for of_rank in batches for indices, valid in of_rank for index in indices[:valid].tolist()]
+    assert sorted(counted) == list(range(samples))
+
+
+def test_evaluation_of_nothing_is_refused() -> None:
+    with pytest.raises(DataError, match="the evaluation data set is empty"):
+        next(evaluation_rows(0, 0, 1, 4))
+
+
+def splitmix64(value: int) -> int:
+    """The published finaliser, written down a second time."""
+    mask = 2**64 - 1
+    value = ((value ^ (value >> 30)) * 0xBF58476D1CE4E5B9) & mask
+    value = ((value ^ (value >> 27)) * 0x94D049BB133111EB) & mask
+    return value ^ (value >> 31)
+
+
+def test_draws_are_splitmix64_of_the_index() -> None:
+    mask, golden = 2**64 - 1, 0x9E3779B97F4A7C15
+    seed, epoch, stream = -7, 3, 11
+    key = 0
+    for word in (seed, epoch, stream):
+        key = splitmix64((key + word + golden) & mask)
+    indices = torch.tensor([0, 1, 5, 2**40])
+    expected = [splitmix64((index * golden + key) & mask) for index in indices.tolist()]
+    assert [bits & mask for bits in draws(seed, epoch, indices, stream).tolist()] == expected
+
+
+def bits_of(values: Tensor) -> Tensor:
+    return values[:, None] >> torch.arange(64) & 1
+
+
+def test_draws_are_uniform_and_independent() -> None:
+    count = 20_000
+    indices = torch.arange(count)
+    one = bits_of(draws(0, 0, indices)).double()
+    bound = 4.5 * 0.5 / math.sqrt(count)  # 64 bits, 4.5 standard deviations
+    assert ((one.mean(0) - 0.5).abs() < bound).all()
+    for other in (draws(0, 0, indices + 1), draws(0, 1, indices), draws(1, 0, indices), draws(0, 0, indices, 1)):
+        agreement = (one == bits_of(other)).double().mean(0)
+        assert ((agreement - 0.5).abs() < bound).all()
+    for bit in range(32):  # one bit of the index changes half of the bits drawn
+        changed = (one != bits_of(draws(0, 0, indices ^ 1 << bit))).double().mean(0)
+        assert ((changed - 0.5).abs() < 2 * bound).all()
+    cells = torch.bincount((draws(0, 0, indices) & 0xFFFFFF) * 100 >> 24, minlength=100)
+    assert ((cells - count / 100) ** 2 / (count / 100)).sum() < 149  # 99 degrees of freedom, 99.9 %

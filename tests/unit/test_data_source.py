@@ -1,0 +1,161 @@
+"""Images and text in memory: what a sample looks like depends on the seed, the epoch and the sample alone."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsframe.data import ImageSource, TensorSource, draws
+from dsframe.data.text import TextSource
+from dsframe.errors import DataError
+from dsframe.tasks._torchvision import torchvision
+
+MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
+
+
+def source(count: int = 40, size: int = 12, padding: int = 2, flip: bool = True, seed: int = 7) -> ImageSource:
+    generator = torch.Generator().manual_seed(0)
+    images = torch.randint(256, (count, 3, size, size), dtype=torch.uint8, generator=generator)
+    labels = torch.arange(count) % 10
+    return ImageSource(images, labels, classes=10, mean=MEAN, std=STD, padding=padding, flip=flip, seed=seed)
+
+
+def by_hand(images: ImageSource, index: int, epoch: int) -> Tensor:
+    """One image, step by step, from the same draw."""
+    padding, size = images._padding, images._images.shape[-1]
+    bits = int(draws(images._seed, epoch, torch.tensor(index)))
+    top = (bits & 0xFFFFFF) * (2 * padding + 1) >> 24
+    left = (bits >> 24 & 0xFFFFFF) * (2 * padding + 1) >> 24
+    image = images._images[index]
+    if images._flip and bits < 0:
+        image = image.flip(-1)
+    image = torch.nn.functional.pad(image, (padding,) * 4)[:, top : top + size, left : left + size]
+    return (image / 255 - torch.tensor(MEAN).view(3, 1, 1)) / torch.tensor(STD).view(3, 1, 1)
+
+
+@pytest.mark.parametrize("padding", [0, 1, 4])
+@pytest.mark.parametrize("flip", [False, True])
+def test_a_batch_is_what_each_image_is_by_hand(padding: int, flip: bool) -> None:
+    images = source(padding=padding, flip=flip)
+    indices = torch.tensor([5, 0, 39, 5, 17, 1, 2, 3])
+    for epoch in range(3):
+        inputs, targets = images.batch(indices, epoch)
+        assert inputs.dtype == torch.float32
+        assert inputs.is_contiguous()
+        expected = torch.stack([by_hand(images, index, epoch) for index in indices.tolist()])
+        torch.testing.assert_close(inputs, expected, rtol=0, atol=2e-6)
+        assert targets.tolist() == [index % 10 for index in indices.tolist()]
+
+
+def test_a_sample_looks_the_same_in_any_batch_and_different_in_another_epoch() -> None:
+    images = source()
+    whole = images.batch(torch.arange(40), epoch=1)[0]
+    for order in (torch.arange(40).flip(0), torch.arange(3, 4), torch.tensor([8, 8, 1])):
+        assert torch.equal(images.batch(order, epoch=1)[0], whole[order])
+    assert not torch.equal(images.batch(torch.arange(40), epoch=2)[0], whole)
+    assert not torch.equal(source(seed=8).batch(torch.arange(40), epoch=1)[0], whole)
+
+
+def test_a_batch_leaves_the_global_generator_and_the_images_alone() -> None:
+    images = source()
+    state, pixels = torch.get_rng_state(), images._images.clone()
+    images.batch(torch.arange(40), 0)[0].zero_()
+    assert torch.equal(torch.get_rng_state(), state)
+    assert torch.equal(images._images, pixels)
+
+
+def looks(batch: Tensor) -> Tensor:
+    """Which crop and mirror image each picture of a 4 x 4 chart (pixel values 1 to 16, padding 1) is: 18 numbers."""
+    chart = torch.arange(1, 17).view(4, 4)
+    table = {}
+    for flip in (0, 1):
+        framed = torch.nn.functional.pad(chart, (1,) * 4)
+        for top in range(3):
+            for left in range(3):
+                crop = framed[top : top + 4, left : left + 4]
+                table[tuple((crop.flip(-1) if flip else crop).flatten().tolist())] = (top * 3 + left) * 2 + flip
+    return torch.tensor([table[tuple(picture)] for picture in batch.flatten(1).tolist()])
+
+
+def test_augmentation_is_distributed_as_torchvisions() -> None:
+    torchvision()
+    from torchvision import transforms
+
+    count = 9_000
+    chart = torch.arange(1, 17, dtype=torch.uint8).view(1, 4, 4)
+    ours = ImageSource(
+        chart.expand(count, 1, 4, 4), torch.zeros(count), classes=1, mean=(0,), std=(1 / 255,), padding=1, flip=True
+    )
+    torch.manual_seed(0)
+    pipeline = transforms.Compose([transforms.RandomCrop(4, 1), transforms.RandomHorizontalFlip()])
+    theirs = torch.stack([pipeline(chart) for _ in range(count)])
+    mine = torch.bincount(looks(ours.batch(torch.arange(count), 0)[0].round().int()), minlength=18).double()
+    reference = torch.bincount(looks(theirs.int()), minlength=18).double()
+    # Two samples from one distribution: chi-square with 17 degrees of freedom, 99.9 %.
+    assert ((mine - reference) ** 2 / (mine + reference)).sum() < 40.8
+    assert ((mine - count / 18) ** 2 / (count / 18)).sum() < 40.8
+
+
+def test_normalisation_is_torchvisions() -> None:
+    torchvision()
+    from torchvision.transforms import functional
+
+    images = source(padding=0, flip=False)
+    expected = functional.normalize(images._images[:5] / 255, list(MEAN), list(STD))
+    torch.testing.assert_close(images.batch(torch.arange(5), 0)[0], expected, rtol=0, atol=2e-6)
+
+
+def test_wrong_images_are_refused() -> None:
+    pixels, labels = torch.zeros(4, 1, 8, 8, dtype=torch.uint8), torch.zeros(4, dtype=torch.int64)
+
+    def make(pixels: Tensor = pixels, labels: Tensor = labels, mean: tuple[float, ...] = (0.5,)) -> ImageSource:
+        return ImageSource(pixels, labels, classes=3, mean=mean, std=(1.0,))
+
+    make()
+    with pytest.raises(DataError, match=r"labels run from 0 to 3, but there are 3 classes \(0 to 2\)"):
+        make(labels=torch.arange(4))
+    with pytest.raises(DataError, match="labels run from -1"):
+        make(labels=torch.arange(4) - 1)
+    with pytest.raises(DataError, match=r"must be uint8 of shape .*; got torch.float32 \[4, 1, 8, 8\]"):
+        make(pixels=pixels.float())
+    with pytest.raises(DataError, match="4 images, but labels of shape"):
+        make(labels=labels[:3])
+    with pytest.raises(DataError, match="1 channels, but 2 means"):
+        make(mean=(0.5, 0.5))
+
+
+def test_tensors_may_be_nested() -> None:
+    data = TensorSource({"a": torch.arange(6), "b": torch.arange(12).view(6, 2)}, torch.arange(6) * 10)
+    inputs, targets = data.batch(torch.tensor([4, 1]), 0)
+    assert inputs["a"].tolist() == [4, 1]
+    assert inputs["b"].tolist() == [[8, 9], [2, 3]]
+    assert targets.tolist() == [40, 10]
+    with pytest.raises(DataError, match=r"same number of rows; they have \[5, 6\]"):
+        TensorSource(torch.arange(6), torch.arange(5))
+
+
+def test_windows_tile_the_text_and_targets_are_the_next_byte() -> None:
+    text = TextSource(torch.arange(101, dtype=torch.uint8), context=10)
+    assert len(text) == 10
+    inputs, targets = text.batch(torch.arange(10), 0)
+    assert inputs.flatten().tolist() == list(range(100))
+    assert targets.flatten().tolist() == list(range(1, 101))
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert len(TextSource(torch.arange(100, dtype=torch.uint8), context=10)) == 9  # the last byte has no successor
+
+
+def test_training_windows_start_elsewhere_each_epoch() -> None:
+    text = TextSource(torch.arange(101, dtype=torch.uint8), context=10, seed=1, shifted=True)
+    starts = {int(text.batch(torch.tensor([0]), epoch)[0][0, 0]) for epoch in range(200)}
+    assert starts == set(range(10))
+    for epoch in range(20):
+        inputs, targets = text.batch(torch.arange(len(text)), epoch)
+        first = int(inputs[0, 0])
+        assert inputs.flatten().tolist() == list(range(first, first + 10 * len(text)))
+        assert torch.equal(targets, inputs + 1)
+
+
+def test_a_text_shorter_than_a_window_is_refused() -> None:
+    with pytest.raises(DataError, match="the text has 10 bytes, too few for one window of 10"):
+        TextSource(torch.zeros(10, dtype=torch.uint8), context=10)
