@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name that every torch program uses
 
 from dsframe.data import vision as data
+from dsframe.errors import TaskError
 from dsframe.tasks.task import Sum, Task, accuracy
 
 if TYPE_CHECKING:
@@ -55,18 +56,25 @@ class VisionTask(Task):
 
 
 def cnn(channels: int, size: int, classes: int) -> list[nn.Module]:
-    """A small convolutional network as layers.
+    """A small convolutional network as layers: float ``[n, channels, size, size]`` to logits ``[n, classes]``.
 
-    No BatchNorm: its statistics would depend on the micro-batch, and so on the number of ranks.
+    Four neighbouring pixels become channels of one, so that no convolution runs at full resolution. No BatchNorm: its
+    statistics would depend on the micro-batch, and so on the number of ranks. Raises TaskError where the size does not fit.
     """
-    width = (32, 64, 128)
-    side = size // 2 // 2 // 2
+    if size % 4 or size < 8:
+        raise TaskError(
+            f'model "cnn" takes images whose sides are multiples of 4, and 8 pixels at least; these have {size}'
+        )
+    side = min(size // 4, 8)
     return [
-        nn.Sequential(nn.PixelUnshuffle(2), nn.Conv2d(4 * channels, width[0], 3, padding=1), nn.ReLU()),
-        nn.MaxPool2d(2),
-        nn.Sequential(nn.Conv2d(width[0], width[1], 3, padding=1), nn.ReLU()),
-        nn.MaxPool2d(2),
-        nn.Sequential(nn.Conv2d(width[1], width[2], 3, padding=1), nn.ReLU()),
-        nn.Flatten(),
-        nn.Linear(width[2] * side * side, classes),
+        nn.Sequential(nn.PixelUnshuffle(2), nn.Conv2d(4 * channels, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
+        nn.Sequential(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()),
+        nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()),
+        nn.Sequential(
+            *([nn.AdaptiveAvgPool2d(side)] if size // 4 > side else []),  # large images: the dense layer stays small
+            nn.Flatten(),
+            nn.Linear(64 * side * side, 64),
+            nn.ReLU(),
+        ),
+        nn.Linear(64, classes),
     ]

@@ -1,0 +1,151 @@
+"""From the file's task section to a Task: every way in which a user's class can be wrong has its message."""
+
+from __future__ import annotations
+
+import sys
+import textwrap
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from dsframe.config.settings import CustomTask, LanguageTask, VisionTask
+from dsframe.errors import TaskError
+from dsframe.tasks import Sum, Task, build
+
+MODULE = """
+    import torch
+    import dsframe
+    from torch.utils.data import TensorDataset
+
+    class Line(dsframe.Task):
+        def __init__(self, slope: float = 2.0, *, points: int = 8):
+            self.slope, self.points = slope, points
+
+        def model(self):
+            return torch.nn.Linear(1, 1)
+
+        def loss(self, outputs, targets):
+            return torch.nn.functional.mse_loss(outputs, targets)
+
+        def train_data(self):
+            x = torch.linspace(0, 1, self.points)[:, None]
+            return TensorDataset(x, self.slope * x)
+
+    class Plain:
+        pass
+
+    number = 3
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[Path]:
+    """A working directory with a user's package, not on the path, as for a console script."""
+    (tmp_path / "mine").mkdir()
+    (tmp_path / "mine" / "__init__.py").write_text("")
+    for name, text in {
+        "mine/lines.py": MODULE,
+        "mine/needs.py": "import not_installed_anywhere",
+        "mine/broken.py": "x = 1\nraise ValueError('oh no')",
+        "mine/unparsed.py": "x = 1\ndef f(:\n",
+        "mine/empty.py": "",
+    }.items():
+        (tmp_path / name).write_text(textwrap.dedent(text))
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setattr(sys, "path", [entry for entry in sys.path if entry])
+    yield tmp_path
+    for module in [name for name in sys.modules if name.split(".")[0] == "mine"]:
+        del sys.modules[module]
+
+
+def user(name: str, **options: object) -> Task:
+    return build(CustomTask.model_construct(name=name, options=options), seed=5)
+
+
+def test_a_users_task_takes_its_options_and_the_seed() -> None:
+    task = user("mine.lines:Line", slope=3.0, points=4)
+    assert task.seed == 5
+    assert (task.unit, task.units_per_sample, task.workers, task.hidden_size) == ("samples", 1, 0, None)
+    assert not task.batch_dependent
+    assert task.layers() is None
+    assert task.eval_data() is None
+    assert len(task.train_data()) == 4  # type: ignore[arg-type]
+    outputs, targets = torch.tensor([[1.0], [2.0], [3.0]]), torch.tensor([[1.0], [2.0], [6.0]])
+    assert task.loss(outputs, targets) == 3
+    assert task.metrics(outputs, targets) == {"loss": Sum(torch.tensor(9.0), 3)}
+
+
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("visoin", r'not one of vision, language and not of the form "package.module:Class"; did you mean "vision"\?'),
+        ("mine.lines", "not of the form"),
+        ("nowhere.lines:Line", r"no module named nowhere; searched /.*, "),
+        ("mine.line:Line", r'no module named mine.line; did you mean "lines"\?; searched /'),
+        ("mines.lines:Line", r'no module named mines; did you mean "mine"\?'),
+        ("mine.needs:Line", "mine.needs imports not_installed_anywhere, which is not installed"),
+        ("mine.broken:Line", r"importing mine.broken failed: /.*broken.py:2: ValueError: oh no"),
+        ("mine.unparsed:Line", r"importing mine.unparsed failed: /.*unparsed.py:2: SyntaxError"),
+        ("mine.lines:Lime", r'has no Lime; its tasks: Line; did you mean "Line"\?'),
+        ("mine.empty:Line", "has no Line; it defines no subclass of dsframe.Task"),
+        ("mine.lines:Plain", r"Plain is a class that does not derive from Task; write \"class Plain\(dsframe.Task\)\""),
+        ("mine.lines:number", "number is int; write"),
+    ],
+)
+def test_what_cannot_be_imported_is_explained(name: str, message: str) -> None:
+    with pytest.raises(TaskError, match=message) as error:
+        user(name)
+    assert str(error.value).startswith(f'task "{name}": ')
+    assert error.value.exit_code == 5
+
+
+def test_the_working_directory_is_named_among_the_places_searched(folder: Path) -> None:
+    with pytest.raises(TaskError, match=f"searched {folder}, "):
+        user("nowhere:Line")
+
+
+def test_wrong_options_name_the_right_ones() -> None:
+    with pytest.raises(TaskError) as error:
+        user("mine.lines:Line", slop=1.0)
+    assert str(error.value) == (
+        "task \"mine.lines:Line\": options do not fit: got an unexpected keyword argument 'slop'; "
+        'did you mean "slope"?; it takes slope=2.0, points=8'
+    )
+
+
+def test_a_bug_in_the_users_constructor_is_not_hidden() -> None:
+    Path("mine/bug.py").write_text(
+        "import dsframe\nclass T(dsframe.Task):\n    def __init__(self, n=1):\n        len(n)\n"
+    )
+    with pytest.raises(TypeError, match="object of type 'int' has no len"):
+        user("mine.bug:T", n=2)
+
+
+def test_a_task_without_its_methods_says_which() -> None:
+    class Half(Task):
+        pass
+
+    task = Half()
+    for call, name in [
+        (task.model, r"model\(\) or layers\(\)"),
+        (task.train_data, r"train_data\(\)"),
+        (lambda: task.loss(None, None), r"loss\(outputs, targets\)"),
+    ]:
+        with pytest.raises(TaskError, match=f"Half must define {name}"):
+            call()
+
+
+def test_our_own_tasks_are_built_by_name() -> None:
+    vision = build(VisionTask(dataset="synthetic"), 3)
+    language = build(LanguageTask(name="language", corpus="synthetic", context=64), 3)
+    assert type(vision).__name__ == "VisionTask"
+    assert vision.seed == language.seed == 3
+    assert (vision.unit, language.unit, language.units_per_sample) == ("samples", "tokens", 64)
+
+
+def test_sums_are_exact_means() -> None:
+    total = Sum(torch.tensor(3.0), 2) + Sum(torch.tensor(6.0), torch.tensor(1))
+    assert total.mean == 3
+    assert Sum(torch.tensor(0.0), 0).mean != Sum(torch.tensor(0.0), 0).mean  # not a number

@@ -1,0 +1,200 @@
+"""Language modelling: the GPT, the corpora, and their cache."""
+
+from __future__ import annotations
+
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dsframe.config.settings import LanguageTask as Settings
+from dsframe.data import Loader, text
+from dsframe.errors import DataError, TaskError
+from dsframe.tasks import build
+from dsframe.tasks.language import LanguageTask, gpt
+
+
+@pytest.fixture(autouse=True)
+def _private_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DSFRAME_DATA", str(tmp_path / "cache"))
+
+
+def task(**fields: Any) -> LanguageTask:
+    section = {"name": "language", "layers": 2, "heads": 2, "width": 32, "context": 16, "corpus": "synthetic", **fields}
+    built = build(Settings.model_validate(section), seed=1)
+    assert isinstance(built, LanguageTask)
+    return built
+
+
+def model(**fields: Any) -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(*gpt(**{"layers": 2, "heads": 2, "width": 32, "context": 16, **fields}))
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_the_gpt_scores_every_next_byte(tied: bool) -> None:
+    network = model(tie_embeddings=tied)
+    assert network(torch.zeros(3, 16, dtype=torch.int64)).shape == (3, 16, 256)
+    assert network(torch.zeros(3, 5, dtype=torch.int64)).shape == (3, 5, 256)  # shorter than the context
+    names = [name for name, _ in network.named_parameters()]
+    assert ("3.weight" in names) == (not tied)
+    assert (network[3].weight is network[0].token.weight) == tied
+
+
+def test_the_gpt_does_not_look_ahead() -> None:
+    network = model().eval()
+    tokens = torch.randint(256, (1, 16))
+    changed = tokens.clone()
+    changed[0, 10] = (changed[0, 10] + 1) % 256
+    before, after = network(tokens), network(changed)
+    torch.testing.assert_close(before[0, :10], after[0, :10])
+    assert not torch.allclose(before[0, 10], after[0, 10])
+
+
+def test_the_gpt_is_initialised_as_gpt_2() -> None:
+    network = model(layers=8, width=128)
+    block = network[1]
+    assert block.expand.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert block.contract.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert block.projection.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
+    assert network[0].token.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert all(not parameter.any() for name, parameter in network.named_parameters() if name.endswith("bias"))
+    again = model(layers=8, width=128).state_dict()
+    assert all(torch.equal(again[name], tensor) for name, tensor in network.state_dict().items())
+
+
+def test_an_untrained_gpt_knows_nothing() -> None:
+    language = task(tie_embeddings=False)
+    torch.manual_seed(0)
+    inputs, targets = next(Loader(language.train_data(), seed=0, micro_batch_size=64).stream())
+    outputs = language.model()(inputs)
+    metrics = language.metrics(outputs, targets)
+    assert metrics["loss"].mean == pytest.approx(math.log(256), rel=0.02)
+    assert metrics["bits_per_byte"].mean == pytest.approx(8, rel=0.02)
+    assert metrics["loss"].mean == pytest.approx(language.loss(outputs, targets).item(), rel=1e-5)
+    assert metrics["accuracy"].count == 64 * 16
+
+
+def test_the_gpt_learns(tmp_path: Path) -> None:
+    (tmp_path / "alphabet").write_text("abcdefghijklmnopqrstuvwxyz" * 500)
+    torch.manual_seed(0)
+    language = task(corpus=str(tmp_path / "alphabet"))
+    network = language.model()
+    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
+    loss = torch.tensor(0.0)
+    for inputs, targets in Loader(language.train_data(), seed=0, micro_batch_size=32).stream(0, 60):
+        optimizer.zero_grad()
+        loss = language.loss(network(inputs), targets)
+        loss.backward()
+        optimizer.step()
+    assert loss.item() < 1.0  # knowing the letters but not their order gives log(26) = 3.3
+
+
+def test_heads_must_divide_the_width() -> None:
+    with pytest.raises(TaskError, match="width 32 is not a multiple of heads 3"):
+        task(heads=3)
+
+
+def test_facts_for_the_rest_of_the_program() -> None:
+    language = task()
+    assert (language.hidden_size, language.unit, language.units_per_sample) == (32, "tokens", 16)
+    assert language.train_data() is language.train_data()
+
+
+def content(source: Any) -> bytes:
+    inputs, targets = source.batch(torch.arange(len(source)), 0)
+    return bytes([*inputs.flatten().tolist(), int(targets[-1, -1])])
+
+
+def test_the_last_twentieth_is_held_out(tmp_path: Path) -> None:
+    (tmp_path / "book").write_bytes(bytes(range(200)) * 2)
+    language = task(corpus=str(tmp_path / "book"), context=4)
+    assert content(language.eval_data()) == bytes(range(180, 197))
+    assert max(content(language.train_data())[-10:]) < 180
+    assert len(task(corpus=str(tmp_path / "book"), context=4, samples=7).train_data()) == 7
+
+
+def test_several_files_are_joined_in_the_order_of_their_names(tmp_path: Path) -> None:
+    (tmp_path / "deep").mkdir()
+    for name, letters in (("b.txt", "bb"), ("deep/c.txt", "ccc"), ("a.txt", "a"), ("d.md", "no")):
+        (tmp_path / name).write_text(letters)
+    pattern = str(tmp_path / "**" / "*.txt")
+    assert bytes(text.read_corpus(pattern, None).tolist()) == b"abbccc"
+    cached = list((tmp_path / "cache" / "corpora").iterdir())
+    assert len(cached) == 1
+    stamp = cached[0].stat().st_mtime_ns
+    text.read_corpus(pattern, None)
+    assert cached[0].stat().st_mtime_ns == stamp  # used, not written again
+    (tmp_path / "a.txt").write_text("AA")
+    assert bytes(text.read_corpus(pattern, None).tolist()) == b"AAbbccc"
+
+
+def test_a_damaged_cache_is_made_again(tmp_path: Path) -> None:
+    for name in "ab":
+        (tmp_path / name).write_text(name * 100)
+    whole = text.read_corpus(str(tmp_path / "[ab]"), str(tmp_path / "own")).tolist()
+    cached = next((tmp_path / "own" / "corpora").iterdir())
+    cached.write_bytes(cached.read_bytes()[:50])
+    assert text.read_corpus(str(tmp_path / "[ab]"), str(tmp_path / "own")).tolist() == whole
+
+
+def test_the_standard_library_is_always_there() -> None:
+    files = text.stdlib_files()
+    assert len(files) > 300
+    assert not any("test" in file.parts or "site-packages" in file.parts for file in files)
+    tokens = text.read_corpus("stdlib", None)
+    assert len(tokens) == 8 << 20
+    start = files[0].read_bytes()[:1000]
+    assert bytes(tokens[: len(start)].tolist()) == start
+
+
+def test_several_processes_may_make_the_cache_at_once(tmp_path: Path) -> None:
+    script = (
+        "import hashlib; from dsframe.data.text import read_corpus; "
+        "print(hashlib.sha256(read_corpus('stdlib', None).numpy().tobytes()).hexdigest())"
+    )
+    children = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(3)]
+    try:
+        digests = {child.communicate(timeout=120)[0] for child in children}
+    finally:
+        for child in children:
+            child.kill()
+    assert len(digests) == 1
+    assert [child.returncode for child in children] == [0, 0, 0]
+    assert len(list((tmp_path / "cache" / "corpora").iterdir())) == 1
+
+
+def test_the_synthetic_corpus_is_fixed() -> None:
+    tokens = bytes(text.synthetic(1 << 20).tolist())
+    assert len(tokens) == 1 << 20
+    assert tokens == bytes(text.synthetic(1 << 20).tolist())
+    assert set(tokens) == {32, *range(97, 123)}
+
+
+@pytest.mark.parametrize(
+    ("corpus", "message"),
+    [
+        ("{}/nothing*.txt", r"no such file \(searched from /"),
+        ("{}", r'a folder; name its files, for example "/.*/\*\*/\*.txt"'),
+        ("{}/empty", "empty: empty"),
+        ("{}/short", r"the text has \d+ bytes, too few for one window of 16 \(a twentieth of it is held out"),
+    ],
+)
+def test_texts_that_cannot_be_used_are_refused(tmp_path: Path, corpus: str, message: str) -> None:
+    (tmp_path / "empty").write_text("")
+    (tmp_path / "short").write_text("x" * 100)
+    with pytest.raises(DataError, match=message):
+        task(corpus=corpus.format(tmp_path)).train_data()
+
+
+def test_a_cache_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(DataError, match=r"cannot write /.*; set data_dir or \$DSFRAME_DATA"):
+        text.read_corpus("stdlib", str(tmp_path / "file"))
+    assert os.listdir(tmp_path) == ["file"]  # noqa: PTH208  # reads as what it means

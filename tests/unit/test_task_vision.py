@@ -1,0 +1,123 @@
+"""Image classification: the small network, torchvision's models, the loss and what is reported."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dsframe.config.settings import VisionTask as Settings
+from dsframe.data import Loader
+from dsframe.errors import TaskError
+from dsframe.tasks import build
+from dsframe.tasks.vision import VisionTask, cnn
+
+
+def task(**fields: Any) -> VisionTask:
+    built = build(Settings.model_validate({"dataset": "synthetic", "samples": 64, "image_size": 32, **fields}), seed=1)
+    assert isinstance(built, VisionTask)
+    return built
+
+
+@pytest.mark.parametrize(
+    ("channels", "size", "classes"), [(1, 28, 10), (3, 32, 10), (3, 64, 100), (3, 100, 2), (1, 8, 3)]
+)
+def test_the_cnn_gives_scores(channels: int, size: int, classes: int) -> None:
+    model = nn.Sequential(*cnn(channels, size, classes))
+    assert model(torch.zeros(2, channels, size, size)).shape == (2, classes)
+
+
+def test_the_cnn_is_small_and_does_not_mix_samples() -> None:
+    model = nn.Sequential(*cnn(1, 28, 10))
+    assert 100_000 < sum(parameter.numel() for parameter in model.parameters()) < 300_000
+    images = torch.randn(6, 1, 28, 28)
+    torch.testing.assert_close(model(images)[2:4], model(images[2:4]), atol=1e-5, rtol=1e-5)
+    assert not any(isinstance(module, nn.modules.batchnorm._NormBase) for module in model.modules())
+
+
+def test_the_cnn_follows_the_global_generator_and_its_layers_compose_to_it() -> None:
+    states = []
+    for make in (task().model, task().model, lambda: nn.Sequential(*task().layers() or ())):
+        torch.manual_seed(9)
+        states.append(make().state_dict())
+    for state in states[1:]:
+        assert state.keys() == states[0].keys()
+        assert all(torch.equal(state[name], tensor) for name, tensor in states[0].items())
+
+
+@pytest.mark.parametrize("size", [30, 6])
+def test_sizes_that_the_cnn_cannot_take_are_refused(size: int) -> None:
+    with pytest.raises(
+        TaskError, match=f'model "cnn" takes images whose sides are multiples of 4, .*; these have {size}'
+    ):
+        task(image_size=size).model()
+
+
+def test_loss_and_metrics() -> None:
+    logits, targets = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0]]), torch.tensor([0, 1, 1])
+    vision = task()
+    metrics = vision.metrics(logits, targets)
+    assert metrics["loss"].mean == pytest.approx(float(vision.loss(logits, targets)))
+    assert metrics["loss"].count == metrics["accuracy"].count == 3
+    assert float(metrics["accuracy"].total) == 2
+
+
+def test_the_cnn_learns() -> None:
+    torch.manual_seed(0)
+    vision = task(image_size=8, classes=3)
+    model = vision.model()
+    optimizer = torch.optim.AdamW(model.parameters(), lr=3e-3)
+    losses = []
+    for inputs, targets in Loader(vision.train_data(), seed=0, micro_batch_size=32).stream(0, 40):
+        optimizer.zero_grad()
+        loss = vision.loss(model(inputs), targets)
+        loss.backward()
+        optimizer.step()
+        losses.append(loss.item())
+    assert losses[-1] < 0.2 < 1 < losses[0]
+
+
+@pytest.mark.parametrize(("name", "batch_dependent"), [("resnet18", True), ("squeezenet1_1", False)])
+def test_torchvisions_models_by_name(name: str, batch_dependent: bool) -> None:
+    vision = task(model=name, dataset="fashion-mnist", image_size=None)
+    assert vision.batch_dependent == batch_dependent
+    assert vision.layers() is None
+    assert vision.model()(torch.zeros(2, 1, 28, 28)).shape == (2, 10)  # one channel, shown three times
+
+
+def test_unknown_models_and_too_small_images_are_refused() -> None:
+    with pytest.raises(TaskError, match=r'model "resnet19": neither "cnn" nor .*; did you mean resnet'):
+        task(model="resnet19")
+    with pytest.raises(TaskError, match=r'model "zzz": .*; there are alexnet, '):
+        task(model="zzz")
+    with pytest.raises(TaskError, match=r'model "alexnet" cannot take images of 16 x 16 pixels'):
+        task(model="alexnet", image_size=16)
+
+
+def test_torchvision_is_imported_only_where_it_is_needed_and_then_without_a_warning() -> None:
+    script = """
+import sys
+from dsframe.config.settings import VisionTask
+from dsframe.tasks import build
+build(VisionTask(dataset="synthetic"), 0)
+assert "torchvision" not in sys.modules
+from dsframe.tasks._torchvision import torchvision
+assert torchvision() is torchvision()
+from torchvision import datasets, models, transforms
+"""
+    subprocess.run([sys.executable, "-W", "error", "-c", script], check=True, timeout=120)
+
+
+def test_without_torchvision_its_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsframe.tasks import _torchvision
+
+    monkeypatch.setattr(_torchvision.importlib.util, "find_spec", lambda name: None)
+    monkeypatch.setattr(_torchvision, "torchvision", _torchvision.torchvision.__wrapped__)
+    with pytest.raises(
+        TaskError, match=r'torchvision is not installed; pip install "dsframe\[vision\]", or use model "cnn"'
+    ):
+        task(model="resnet18")
