@@ -83,6 +83,12 @@ def collate(items: list[Any]) -> Batch:
     return inputs, targets
 
 
+def _pair(batch: Any, source: Source) -> Batch:
+    if not (isinstance(batch, tuple) and len(batch) == 2):
+        raise DataError(f"{type(source).__name__}.batch must return (inputs, targets); got {type(batch).__name__}")
+    return batch
+
+
 class _Keyed(Dataset[Any]):
     """What a worker process runs: samples by ``(epoch, index)``."""
 
@@ -108,6 +114,7 @@ class _Fetcher:
                     batch_sampler=keys,  # any iterable of lists of keys will do
                     num_workers=self.workers,
                     collate_fn=collate,
+                    generator=torch.Generator(),  # else it would draw a number from training's own generator
                 )
             )
         else:
@@ -117,7 +124,7 @@ class _Fetcher:
         return _one_ahead(batches, self._to_device)
 
     def _fetch(self, parts: list[Part]) -> Batch:
-        batches = [self.source.batch(rows, epoch) for epoch, rows in parts]
+        batches = [_pair(self.source.batch(rows, epoch), self.source) for epoch, rows in parts]
         if len(batches) == 1:
             return batches[0]
         inputs, targets = tree_map(lambda *rows: torch.cat(rows), *batches)

@@ -90,7 +90,9 @@ def read_corpus(corpus: str, data_dir: str | None) -> Tensor:
 
 
 def stdlib_files() -> list[Path]:
-    """The sources of Python's standard library, without its tests, in a fixed order."""
+    """The sources of Python's standard library, without its tests, in a fixed order.
+
+    They differ between versions of Python, so all ranks of a run must have the same one."""
     root = Path(sysconfig.get_path("stdlib", vars={"base": sysconfig.get_config_var("installed_base")}))
     skipped = {"site-packages", "dist-packages", "test", "tests", "idle_test", "__pycache__"}
     files = [file for file in root.rglob("*.py") if skipped.isdisjoint(file.relative_to(root).parts)]

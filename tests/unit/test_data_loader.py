@@ -87,12 +87,13 @@ def test_a_stream_continues_from_any_step(workers: int) -> None:
     assert same(list(loader.micro_batches(7)), whole[14:16])
 
 
-def test_a_data_set_does_not_disturb_the_generators_of_training() -> None:
+@pytest.mark.parametrize("workers", [0, 1])
+def test_a_data_set_does_not_disturb_the_generators_of_training(workers: int) -> None:
     def states() -> tuple[Any, ...]:
         return torch.get_rng_state().tolist(), str(np.random.get_state()), random.getstate()
 
     before = states()
-    next(Loader(Noisy(), seed=0, micro_batch_size=4).stream())
+    next(Loader(Noisy(), seed=0, micro_batch_size=4, workers=workers).stream())
     assert states() == before
 
 
@@ -120,6 +121,19 @@ def test_an_iterable_data_set_is_refused() -> None:
 def test_samples_that_are_not_pairs_are_refused(workers: int) -> None:
     with pytest.raises(DataError, match=r"must give \(input, target\) pairs; got Tensor"):
         next(Loader(list(torch.zeros(4, 2)), seed=0, micro_batch_size=2, workers=workers).stream())
+
+
+class Odd:
+    def __len__(self) -> int:
+        return 4
+
+    def batch(self, indices: Tensor, epoch: int) -> Any:
+        return indices
+
+
+def test_a_source_that_gives_no_pair_is_refused() -> None:
+    with pytest.raises(DataError, match=r"Odd.batch must return \(inputs, targets\); got Tensor"):
+        next(Loader(Odd(), seed=0, micro_batch_size=2).stream())
 
 
 def test_too_little_data_is_refused_before_training() -> None:

@@ -115,6 +115,12 @@ def test_wrong_options_name_the_right_ones() -> None:
     )
 
 
+def test_a_task_without_options_says_so() -> None:
+    Path("mine/bare.py").write_text("import dsframe\nclass T(dsframe.Task):\n    pass\n")
+    with pytest.raises(TaskError, match="unexpected keyword argument 'n'; it takes no options"):
+        user("mine.bare:T", n=2)
+
+
 def test_a_bug_in_the_users_constructor_is_not_hidden() -> None:
     Path("mine/bug.py").write_text(
         "import dsframe\nclass T(dsframe.Task):\n    def __init__(self, n=1):\n        len(n)\n"

@@ -18,7 +18,8 @@ from dsframe.tasks.vision import VisionTask, cnn
 
 
 def task(**fields: Any) -> VisionTask:
-    built = build(Settings.model_validate({"dataset": "synthetic", "samples": 64, "image_size": 32, **fields}), seed=1)
+    section = {"dataset": "synthetic", "samples": 64, "image_size": 32, **fields}
+    built = build(Settings.model_validate(section), seed=1)
     assert isinstance(built, VisionTask)
     return built
 
@@ -55,6 +56,12 @@ def test_sizes_that_the_cnn_cannot_take_are_refused(size: int) -> None:
         TaskError, match=f'model "cnn" takes images whose sides are multiples of 4, .*; these have {size}'
     ):
         task(image_size=size).model()
+
+
+@pytest.mark.parametrize("field", ["image_size", "classes", "workers"])
+def test_a_setting_without_effect_is_refused(field: str) -> None:
+    with pytest.raises(TaskError, match=f"task: {field} has no effect with dataset mnist; remove it"):
+        build(Settings.model_validate({"dataset": "mnist", field: 32}), seed=1)
 
 
 def test_loss_and_metrics() -> None:
