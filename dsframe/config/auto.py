@@ -16,6 +16,7 @@ from dsframe.config.legacy import Keys
 from dsframe.config.model import File, section_at, shape
 from dsframe.config.reader import Path
 from dsframe.config.schema.base import AUTO, Section
+from dsframe.config.settings import LanguageTask
 
 TRAINER_MICRO_BATCH = 8
 """``per_device_train_batch_size`` of Hugging Face's Trainer, for files whose batch sizes are all ``"auto"``."""
@@ -44,11 +45,20 @@ def _default(value: Any, reason: str = "the default of Hugging Face's Trainer") 
 
 def _from_hidden(compute: Callable[[int], int], formula: str) -> Rule:
     def rule(raw: dict[str, Any], facts: Facts) -> Answer:
-        if facts.hidden_size is None:
-            return None
-        return compute(facts.hidden_size), f"{formula}, and the model's hidden size is {facts.hidden_size}"
+        size = facts.hidden_size or _width(raw)
+        return None if size is None else (compute(size), f"{formula}, and the model's hidden size is {size}")
 
     return rule
+
+
+def _width(raw: dict[str, Any]) -> int | None:
+    """The hidden size of dsframe's own language model, which the file alone tells."""
+    settings = raw.get("dsframe")
+    task = settings.get("task") if isinstance(settings, dict) else None
+    if not isinstance(task, dict) or task.get("name") != "language":
+        return None
+    width = task.get("width", LanguageTask.model_fields["width"].default)
+    return width if isinstance(width, int) else None
 
 
 def _total_steps(raw: dict[str, Any], facts: Facts) -> Answer:

@@ -139,7 +139,7 @@ def _rename(raw: dict[str, Any], old: Keys, new: Keys, findings: Findings) -> No
     owner[after] = owner.pop(before)
     findings.moved(old, new)
     if old[0] == "zero_optimization" and f"stage3_{before}" == after:
-        findings.warning(old, "short name", f'DeepSpeed\'s documented key is "{after}"', code="deprecated")
+        findings.note(old, "short name", f'DeepSpeed documents it as "{after}"', code="deprecated")
     else:
         findings.warning(old, "deprecated", f'write "{after}"', code="deprecated")
     findings.fixes.append(Fix(old, new))

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dsframe.config import auto, legacy, overrides, repair, rules, validate
+from dsframe.config import auto, overrides, repair, rules, validate
 from dsframe.config.auto import Facts
 from dsframe.config.batch import MICRO, STEPS, TRAIN, Batch, missing, solve
 from dsframe.config.findings import Findings, Fix, Resolved
@@ -215,7 +215,6 @@ def examine(
         return Examined(findings.sorted(), None, document)
     raw = copy.deepcopy(document.root)
     overrides.apply(raw, overriding, findings)
-    legacy.modernise(raw, findings)
     passed = repair.repair(raw, findings)
     auto.resolve(raw, facts, findings)
     file = validate.validate(raw, findings)

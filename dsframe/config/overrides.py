@@ -9,7 +9,6 @@ from typing import Any
 from dsframe.config.findings import Findings
 from dsframe.config.reader import Path
 
-
 _EXCLUSIVE: dict[Path, Path] = {
     ("dsframe", "steps"): ("dsframe", "epochs"),
     ("dsframe", "epochs"): ("dsframe", "steps"),

@@ -269,6 +269,12 @@ def _dedent(line: str, indent: int) -> str:
     return line[min(blanks, indent) :]
 
 
+def skip_blanks(text: str, offset: int) -> int:
+    """The offset after blanks and comments."""
+    match = _SKIP.match(text, offset)
+    return match.end() if match else offset
+
+
 def number_of(text: str) -> int | float | None:
     """The number that ``text`` spells, or None."""
     match = _NUMBER.fullmatch(text.strip())

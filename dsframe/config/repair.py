@@ -8,12 +8,13 @@ from __future__ import annotations
 from typing import Any
 
 from dsframe.config.findings import Findings, Fix, dotted
-from dsframe.config.legacy import REMOVED, SYNONYMS
+from dsframe.config.legacy import REMOVED, RENAMED, SYNONYMS, modernise
 from dsframe.config.model import File, children, places, section_at, shape
 from dsframe.config.reader import Path
 from dsframe.config.schema.base import Section
 from dsframe.config.suggest import closest
 
+_LEGACY = frozenset({*REMOVED, *RENAMED, *SYNONYMS})
 PASS_THROUGH = 'or pass it on with "dsframe": {"pass_through": ["%s"]}'
 
 
@@ -38,11 +39,15 @@ def repair(raw: dict[str, Any], findings: Findings) -> frozenset[str]:
 class _Repair:
     def __init__(self, raw: dict[str, Any], findings: Findings, passed: frozenset[str]) -> None:
         self.raw, self.findings, self.passed = raw, findings, passed
+        self.renaming = False
 
     def run(self) -> None:
-        # The second pass sees what the first one moved into a section that it had already left behind.
-        for _ in range(2):
+        # Misspelled names first, so that what is misplaced finds its section. The last pass sees what the one before
+        # it moved into a section that it had already left behind.
+        for renaming in (True, False, False):
+            self.renaming = renaming
             self.visit(File, self.raw, ())
+            modernise(self.raw, self.findings)
 
     def visit(self, owner: type[Section], raw: dict[str, Any], path: Path) -> None:
         for key in list(raw):
@@ -53,6 +58,11 @@ class _Repair:
 
     def unknown(self, owner: type[Section], raw: dict[str, Any], key: str, path: Path) -> None:
         here: Path = (*path, key)
+        known = dotted(here) in self.passed or (not path and is_comment(key)) or here in _LEGACY
+        if self.renaming:
+            if not known and (name := self.meant(owner, raw, here)):
+                self.rename(raw, here, name)
+            return
         value = raw.pop(key)
         if dotted(here) in self.passed:
             return
@@ -61,8 +71,10 @@ class _Repair:
                 self.findings.note(here, "taken as a comment", code="comment")
             return
         if here in REMOVED:
-            self.findings.error(here, "removed from DeepSpeed 0.19: its presence raises", REMOVED[here], code="removed")
-            if value in (False, None, {}) or (isinstance(value, dict) and value.get("enabled") is False):
+            off = value in (False, None, {}) or (isinstance(value, dict) and value.get("enabled") is False)
+            remedy = "remove it: it is off anyway" if off else REMOVED[here]
+            self.findings.error(here, "removed from DeepSpeed 0.19: its presence raises", remedy, code="removed")
+            if off:
                 self.findings.fixes.append(Fix(here, here, remove=True))  # it was off: nothing is lost
             return
         if here in SYNONYMS:
@@ -74,23 +86,28 @@ class _Repair:
             return
         self.guess(owner, raw, here, value)
 
-    def guess(self, owner: type[Section], raw: dict[str, Any], here: Path, value: Any) -> None:
-        key, path = str(here[-1]), here[:-1]
+    def meant(self, owner: type[Section], raw: dict[str, Any], here: Path) -> str | None:
+        """The key of this section that a misspelled one stands for. One slip makes it certain; more than one only where
+        the key has no other home."""
+        key = str(here[-1])
         legal = [name for name in owner.model_fields if name not in raw]
-        known = places()
         name = closest(key, legal, 1)
-        home = self.home(known.get(key, ()), here, value)
-        if name is None and home is None:
+        if name is None and self.home(places().get(key, ()), here, raw[key]) is None:
             name = closest(key, legal)
-            if name is None and (twin := closest(key, owner.model_fields, 1)):
-                self.findings.error(
-                    here, f'unknown key; it looks like "{twin}", which is there too', "keep one", code="unknown-key"
-                )
-                return
-        if name is not None:
-            self.findings.error(here, "unknown key", f'did you mean "{name}"?', code="unknown-key")
-            raw[name] = value
-            self.assume(here, (*path, name))
+        return name
+
+    def rename(self, raw: dict[str, Any], here: Path, name: str) -> None:
+        self.findings.error(here, "unknown key", f'did you mean "{name}"?', code="unknown-key")
+        raw[name] = raw.pop(str(here[-1]))
+        self.assume(here, (*here[:-1], name))
+
+    def guess(self, owner: type[Section], raw: dict[str, Any], here: Path, value: Any) -> None:
+        key = str(here[-1])
+        home = self.home(places().get(key, ()), here, value)
+        if home is None and (twin := closest(key, owner.model_fields, 1)):
+            self.findings.error(
+                here, f'unknown key; it looks like "{twin}", which is there too', "keep one", code="unknown-key"
+            )
         elif home is not None:
             where = f'under "{dotted(home)}"' if home else "at the top level"
             self.findings.error(here, f"belongs {where}", code="misplaced-key")

@@ -1,12 +1,21 @@
-"""What single values cannot tell: keys without effect, and combinations that cannot be."""
+"""What single values cannot tell: combinations that make DeepSpeed raise, and keys without effect.
+
+Each rule names the place in DeepSpeed 0.19.8 that raises or ignores. An error is something that fails or silently trains
+something else; a warning is something that works and does nothing, or works elsewhere only.
+"""
 
 from __future__ import annotations
 
 from typing import Any
 
+from dsframe.config import rules_training, rules_zero
 from dsframe.config.findings import Findings
 from dsframe.config.model import File
+from dsframe.config.rule import Judge
 
 
 def judge(file: File, raw: dict[str, Any], findings: Findings) -> None:
     """Report what is wrong with the combination of values. ``raw`` tells what was written."""
+    bench = Judge(file, raw, findings)
+    rules_zero.judge(bench)
+    rules_training.judge(bench)

@@ -55,7 +55,7 @@ class Scalars(Section):
     prescale_gradients: bool = False
     """Divide gradients before they are reduced, not after."""
     gradient_predivide_factor: Positive = 1.0
-    """Divide by this before the reduction, and by the rest after. With ``prescale_gradients``."""
+    """Divide by this before the reduction, and by the rest after. No effect with ``prescale_gradients``."""
     gradient_allreduce_op: Literal["mean", "sum"] = "mean"
     """Average or add gradients of the ranks. ``sum`` not with stage 3, ZenFlow or DeepCompile."""
     gradient_clipping: NonNegative = 1.0

@@ -1,0 +1,67 @@
+"""The ``dsframe`` command: a table of sub-commands, each imported when it is called.
+
+Importing this module costs nothing; ``dsframe check`` never imports torch, DeepSpeed or Horovod.
+"""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Sequence
+
+from dsframe.errors import DsframeError
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "check": ("dsframe.config.check:main", "find every mistake in configuration files, before anything starts"),
+    "train": ("dsframe.train:main", "train as a configuration file says (one process; launchers start several)"),
+    "compare": ("dsframe.report.compare:main", "finished runs side by side: loss, metrics, speed, memory"),
+    "doctor": ("dsframe.doctor:main", "what this machine can run, and what it lacks"),
+    "schema": ("dsframe.config.docs:main", "the JSON Schema of the file, or its reference in Markdown"),
+}
+"""Name -> ``module:function``, called with ``argv=``, and one line of help."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one sub-command and return its exit code. A mistake of the user's ends in its message, without a traceback."""
+    arguments = list(sys.argv[1:] if argv is None else argv)
+    if not arguments or arguments[0] in ("-h", "--help", "help"):
+        print(usage())
+        return 0 if arguments else 2
+    if arguments[0] == "--version":
+        from importlib.metadata import PackageNotFoundError, version
+
+        try:
+            print(f"dsframe {version('dsframe')}")
+        except PackageNotFoundError:
+            print("dsframe, not installed as a package")
+        return 0
+    name, *rest = arguments
+    if name not in COMMANDS:
+        from dsframe.config.suggest import closest
+
+        similar = closest(name, COMMANDS, 3)
+        hint = f'did you mean "{similar}"?' if similar else f"there are {', '.join(COMMANDS)}"
+        print(f'dsframe: no command "{name}"; {hint}', file=sys.stderr)
+        return 2
+    module, _, function = COMMANDS[name][0].partition(":")
+    try:
+        return int(getattr(importlib.import_module(module), function)(argv=rest) or 0)
+    except DsframeError as error:
+        print(error, file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        return 130
+
+
+def usage() -> str:
+    """The help text."""
+    width = max(map(len, COMMANDS))
+    lines = [f"  {name:<{width}}  {text}" for name, (_, text) in COMMANDS.items()]
+    return "\n".join(["usage: dsframe COMMAND [options]", "", *lines, "", "dsframe COMMAND --help says more."])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,288 @@
+"""Rules about number formats, the optimizer, the schedule, data, checkpoints, and dsframe's own section."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dsframe.config.findings import show
+from dsframe.config.rule import Judge
+from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, TORCH_OPTIMIZERS, WITHOUT_ROUTE
+from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, SCHEDULERS_WITHOUT_ROUTE, TORCH_SCHEDULERS
+from dsframe.config.suggest import closest
+
+_TORCH_ADAM_ONLY = ("foreach", "maximize", "fused", "capturable", "differentiable")
+_DEEPSPEED_ADAM_ONLY = ("bias_correction", "set_grad_none")
+
+
+def judge(bench: Judge) -> None:
+    """Report what is wrong with the rest of the file."""
+    _precision(bench)
+    _optimizer(bench)
+    _scheduler(bench)
+    _data(bench)
+    _system(bench)
+    _dsframe(bench)
+
+
+def _precision(bench: Judge) -> None:
+    file = bench.file
+    fp16, bf16, stage = file.fp16, file.bf16, file.zero_optimization.stage
+    if fp16.enabled and bf16.enabled:
+        bench.conflict(("bf16", "enabled"), "fp16 is enabled too: DeepSpeed raises", "enable one of them")
+    if fp16.enabled and fp16.loss_scale == 0:
+        for key in ("loss_scale_window", "min_loss_scale"):
+            value = getattr(fp16, key)
+            if value <= 0:
+                bench.conflict(("fp16", key), f"{value} must be above 0 with dynamic loss scaling", "DeepSpeed raises")
+    for section, key in (
+        ("fp16", "fp16_master_weights_and_grads"),
+        ("bf16", "bf16_master_weights_and_grads"),
+        ("bf16", "bf16_optimizer_states"),
+    ):
+        if getattr(getattr(file, section), key) and stage == 0:
+            bench.conflict((section, key), "needs ZeRO: DeepSpeed raises", "set the stage to 1, 2 or 3")
+    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
+        bench.conflict(
+            ("bf16", "bf16_optimizer_states"), "needs bf16_master_weights_and_grads: DeepSpeed raises", "enable both"
+        )
+    if (
+        fp16.enabled
+        and fp16.fp16_master_weights_and_grads
+        and file.zero_optimization.optimizer_device == "none"
+        and stage
+    ):
+        bench.conflict(
+            ("fp16", "fp16_master_weights_and_grads"), "needs optimizer offload with DeepSpeed's CPU Adam: DeepSpeed raises",
+            'add "offload_optimizer": {"device": "cpu"}',
+        )  # fmt: skip
+    _types(bench)
+
+
+_SHORT = {
+    "torch.float16": "fp16", "float16": "fp16", "half": "fp16", "torch.bfloat16": "bf16", "bfloat16": "bf16",
+    "torch.float32": "fp32", "float32": "fp32", "float": "fp32", "torch.int8": "int8",
+}  # fmt: skip
+
+
+def _types(bench: Judge) -> None:
+    file = bench.file
+    model = "fp16" if file.fp16.enabled else "bf16" if file.bf16.enabled else "fp32"
+    asked = file.data_types.param_dtype
+    if asked is not None and _SHORT.get(asked, asked) != model:
+        bench.conflict(
+            ("data_types", "param_dtype"), f'"{asked}" contradicts fp16 and bf16, by which parameters are {model}',
+            "remove it: DeepSpeed raises",
+        )  # fmt: skip
+    gradients = file.data_types.grad_accum_dtype
+    if gradients is not None and file.zero_optimization.stage == 0 and _SHORT.get(gradients, gradients) != model:
+        if (model, _SHORT.get(gradients, gradients)) == ("bf16", "fp32"):
+            return
+        bench.conflict(
+            ("data_types", "grad_accum_dtype"), f'"{gradients}" with {model} parameters needs ZeRO: DeepSpeed raises',
+            "remove it, or set the stage to 1, 2 or 3",
+        )  # fmt: skip
+
+
+def _unknown_name(
+    bench: Judge, section: str, name: str, known: Iterable[str], excluded: dict[str, str], torch_home: str
+) -> None:
+    path = (section, "type")
+    reason = excluded.get(name) or excluded.get(name.lower())
+    if reason:
+        bench.findings.error(path, f"{show(name)} cannot be used: {reason}", code="value", at_value=True)
+        return
+    similar = next((other for other in known if other.lower() == name.lower()), None) or closest(name, known, 3)
+    remedy = f'did you mean "{similar}"?' if similar else ""
+    bench.findings.error(
+        path, f"{show(name)} is known neither to DeepSpeed nor to {torch_home}", remedy, code="value", at_value=True
+    )
+
+
+def _optimizer(bench: Judge) -> None:
+    optimizer = bench.file.optimizer
+    if optimizer is None:
+        return
+    name = optimizer.type
+    if name.lower() not in DEEPSPEED_OPTIMIZERS and name not in TORCH_OPTIMIZERS:
+        known = [spelling for spelling, _ in DEEPSPEED_OPTIMIZERS.values()] + list(TORCH_OPTIMIZERS)
+        _unknown_name(bench, "optimizer", name, known, dict(WITHOUT_ROUTE), "torch.optim")
+        return
+    kind, stage = name.lower(), bench.file.zero_optimization.stage
+    if kind in ("adam", "adamw"):
+        _adam(bench)
+    if kind == "lamb" and bench.file.fp16.loss_scale != 0:
+        bench.conflict(
+            ("optimizer", "type"), "Lamb needs dynamic loss scaling: DeepSpeed raises", 'write "loss_scale": 0'
+        )
+    untested = kind in ("lamb", "muadam", "muadamw", "musgd") or (kind not in DEEPSPEED_OPTIMIZERS)
+    if stage and untested and not bench.file.zero_allow_untested_optimizer:
+        bench.conflict(
+            ("optimizer", "type"), f"{name} is untested with ZeRO: DeepSpeed raises",
+            'add "zero_allow_untested_optimizer": true',
+        )  # fmt: skip
+    params = optimizer.params
+    if kind == "sgd" and params.get("nesterov") is True and (not params.get("momentum") or params.get("dampening")):
+        path = ("optimizer", "params", "nesterov")
+        bench.conflict(path, "needs momentum above 0 and dampening 0: torch raises", "add the momentum")
+
+
+def _adam(bench: Judge) -> None:
+    """What FusedAdam, CPUAdam and torch's AdamW take is not the same; the others raise a TypeError."""
+    params = bench.file.optimizer.params if bench.file.optimizer else {}
+    torch_adam = params.get("torch_adam") is True
+    path = ("optimizer", "params")
+    if not torch_adam:
+        for key in _TORCH_ADAM_ONLY:
+            if key in params:
+                bench.conflict(
+                    (*path, key), "an argument of torch's Adam: DeepSpeed's own raises", 'add "torch_adam": true'
+                )
+        if params.get("amsgrad") is True:
+            bench.conflict((*path, "amsgrad"), "DeepSpeed's own Adam raises", 'add "torch_adam": true')
+        return
+    for key in _DEEPSPEED_ADAM_ONLY:
+        if key in params:
+            bench.conflict(
+                (*path, key), 'no argument of torch\'s Adam: "torch_adam": true raises', "remove one of them"
+            )
+
+
+def _scheduler(bench: Judge) -> None:
+    scheduler = bench.file.scheduler
+    if scheduler is None:
+        return
+    name, path = scheduler.type, ("scheduler", "type")
+    if name in TORCH_SCHEDULERS:
+        if bench.file.zero_optimization.stage:
+            bench.findings.warning(
+                path, f"plain DeepSpeed raises: torch's {name} does not take a ZeRO optimizer",
+                "dsframe runs the schedule itself; for plain DeepSpeed choose WarmupLR and its like",
+                code="portability", at_value=True,
+            )  # fmt: skip
+    elif name not in DEEPSPEED_SCHEDULERS:
+        known = [*DEEPSPEED_SCHEDULERS, *TORCH_SCHEDULERS]
+        _unknown_name(bench, "scheduler", name, known, dict(SCHEDULERS_WITHOUT_ROUTE), "torch.optim.lr_scheduler")
+        return
+    if "params" not in bench.raw["scheduler"] and not bench.findings.fails(("scheduler",)):
+        bench.findings.error(
+            ("scheduler",), '"params" is required: DeepSpeed raises', 'add "params": {}', code="missing"
+        )
+    total, warmup = scheduler.params.get("total_num_steps"), scheduler.params.get("warmup_num_steps", 1000)
+    if isinstance(total, int) and isinstance(warmup, int) and total < warmup:
+        written = "warmup_num_steps" in scheduler.params
+        default = "" if written else ", its default"
+        bench.findings.warning(
+            ("scheduler", "params", "warmup_num_steps" if written else "total_num_steps"),
+            f"total_num_steps {total} is less than warmup_num_steps {warmup}{default}: training ends in its warm-up",
+            "raise the one or lower the other", code="schedule", at_value=True,
+        )  # fmt: skip
+
+
+def _data(bench: Judge) -> None:
+    data = bench.file.data_efficiency
+    base = ("data_efficiency",)
+    sampling, routing = data.data_sampling, data.data_routing
+    curriculum = sampling.curriculum_learning if sampling else None
+    batching = sampling.dynamic_batching if sampling else None
+    dropping = routing.random_ltd if routing else None
+    if curriculum is not None and curriculum.enabled and curriculum.curriculum_metrics is None:
+        bench.conflict(
+            (*base, "data_sampling", "curriculum_learning"),
+            "curriculum_metrics is required: DeepSpeed raises",
+            "add it",
+        )
+    if batching is not None and batching.enabled and batching.max_tokens is None:
+        bench.conflict(
+            (*base, "data_sampling", "dynamic_batching"), "max_tokens is required: DeepSpeed raises", "add it"
+        )
+    if (
+        bench.wrote(*base, "data_sampling", "dynamic_batching", "max_batch_size")
+        and batching
+        and batching.max_batch_size is None
+    ):
+        bench.conflict(
+            (*base, "data_sampling", "dynamic_batching", "max_batch_size"),
+            "null makes DeepSpeed raise",
+            "remove the key",
+        )
+    if (
+        dropping is not None
+        and dropping.layer_token_lr_schedule is not None
+        and dropping.layer_token_lr_schedule.enabled
+    ):
+        bench.conflict(
+            (*base, "data_routing", "random_ltd", "layer_token_lr_schedule", "enabled"), "not yet supported: DeepSpeed raises",
+            "write false",
+        )  # fmt: skip
+    inner = [(*base, "data_sampling"), (*base, "data_routing")]
+    for path, section in zip(inner, (sampling, routing), strict=True):
+        if section is not None and section.enabled and not data.enabled:
+            bench.idle(path, "has no effect while data_efficiency.enabled is false", 'add "enabled": true')
+    switches = (
+        ("data_sampling", "curriculum_learning", sampling, curriculum),
+        ("data_routing", "random_ltd", routing, dropping),
+    )
+    for outer, name, section, part in switches:
+        if section is not None and part is not None and part.enabled and not section.enabled:
+            bench.idle(
+                (*base, outer, name), f"has no effect while {outer}.enabled is false", 'add "enabled": true there'
+            )
+
+
+def _system(bench: Judge) -> None:
+    file = bench.file
+    checkpointing = file.activation_checkpointing
+    if checkpointing.contiguous_memory_optimization and not bench.findings.fails(("activation_checkpointing",)):
+        missing = [key for key in ("partition_activations", "number_checkpoints") if not getattr(checkpointing, key)]
+        if missing:
+            bench.findings.note(
+                ("activation_checkpointing", "contiguous_memory_optimization"),
+                f"needs {' and '.join(missing)}, here or from the program: deepspeed.checkpointing.configure raises without",
+                code="conflict",
+                at_value=True,
+            )
+    if file.aio.use_gds:
+        bench.findings.warning(
+            ("aio", "use_gds"), "needs CUDA: DeepSpeed raises elsewhere", code="portability", at_value=True
+        )
+    if file.checkpoint.writer is not None and file.checkpoint.writer.type == "PYTHON":
+        path = ("checkpoint", "writer", "type")
+        bench.findings.warning(
+            path, "PYTHON fails when it saves, in DeepSpeed 0.19.8", "remove the writer", code="broken", at_value=True
+        )
+    if file.datastates_ckpt is not False and bench.wrote("datastates_ckpt"):
+        bench.findings.warning(
+            ("datastates_ckpt",), "any value but false turns it on, and it needs the package datastates",
+            "write false if that is not meant", code="portability", at_value=True,
+        )  # fmt: skip
+    if file.disable_allgather:
+        bench.idle(("disable_allgather",), "DeepSpeed 0.19 reads it and uses it nowhere")
+    if file.autotuning.enabled:
+        bench.findings.note(("autotuning",), "has no effect without deepspeed --autotuning", code="no-effect")
+    for key in ("results_dir", "exps_dir"):
+        if getattr(file.autotuning, key) == "":
+            bench.conflict(("autotuning", key), "must not be empty: DeepSpeed raises", "name a folder")
+    if file.weight_quantization is not None and file.weight_quantization.enabled:
+        bench.findings.note(("weight_quantization",), "has no effect on training, only on inference", code="no-effect")
+
+
+def _dsframe(bench: Judge) -> None:
+    settings = bench.file.dsframe
+    if settings.epochs is not None and settings.steps is not None:
+        bench.conflict(("dsframe", "steps"), "epochs is given too", "keep one of them")
+    task = settings.task
+    heads, width = getattr(task, "heads", None), getattr(task, "width", None)
+    if isinstance(heads, int) and isinstance(width, int) and width % heads:
+        bench.conflict(("dsframe", "task", "heads"), f"{heads} does not divide width {width}", "choose another")
+    if getattr(task, "name", "") == "vision":
+        dataset = getattr(task, "dataset", "")
+        for key, homes in (
+            ("classes", ("synthetic",)),
+            ("image_size", ("synthetic", "image-folder")),
+            ("workers", ("image-folder",)),
+        ):
+            if bench.wrote("dsframe", "task", key) and dataset not in homes:
+                bench.idle(("dsframe", "task", key), f'has no effect with dataset "{dataset}"')
+    for name in ("horovod", "ddp"):
+        if bench.wrote("dsframe", name) and settings.engine not in ("auto", name):
+            bench.findings.note(("dsframe", name), f'has no effect with engine "{settings.engine}"', code="no-effect")
