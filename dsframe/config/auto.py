@@ -91,6 +91,7 @@ RULES: Mapping[Keys, Rule] = {
     ("scheduler", "params", "warmup_max_lr"): _learning_rate,
     ("scheduler", "params", "warmup_num_steps"): _default(1, _NO_WARMUP),
     ("scheduler", "params", "total_num_steps"): _total_steps,
+    ("scheduler", "params", "warmup_type"): _default("log", "DeepSpeed's default"),
     ("fp16", "enabled"): _default(False, "DeepSpeed's default; the Trainer would take its --fp16"),
     ("bf16", "enabled"): _default(False, "DeepSpeed's default; the Trainer would take its --bf16"),
     ("zero_optimization", "reduce_bucket_size"): _from_hidden(lambda n: n * n, "hidden size squared"),

@@ -89,9 +89,9 @@ def sections() -> Iterator[tuple[tuple[str, ...], type[Section]]]:
             elif expected.entry and expected.entry.section:
                 yield from visit(expected.entry.section, (*path, f"{key}.NAME"))
         table = {"Optimizer": OPTIMIZER_TYPES, "Scheduler": SCHEDULER_TYPES}.get(owner.__name__, {})
-        for name, types in _names(table).items():
+        for name, kinds in _names(table).items():
             parameters = next(cls for cls in table.values() if cls.__name__ == name)
-            yield (*path, f"params ({', '.join(types)})"), parameters
+            yield (*path, f"params ({', '.join(kinds)})"), parameters
 
     return visit(File, ())
 

@@ -78,6 +78,7 @@ SYNONYMS: Mapping[Path, tuple[str, str]] = {
         'write "gradient_clipping" at the top level',
     ),
     ("optimizer", "params", "momentum"): ("not an argument of this optimizer", "remove it, or choose SGD or Muon"),
+    ("tensor_parallel", "tp_size"): ("unknown key", 'did you mean "autotp_size"?'),
     ("fp16", "opt_level"): ("an option of Apex, which is gone: DeepSpeed raises", "remove it"),
     **{
         ("bf16", key): ("bf16 has no loss scaling: DeepSpeed raises", "remove it")
@@ -170,7 +171,12 @@ def _cpu_offload(zero: dict[str, Any], findings: Findings) -> None:
             findings.fixes.append(Fix(path, path, remove=True))
     if "cpu_offload_use_pin_memory" in zero:
         path = ("zero_optimization", "cpu_offload_use_pin_memory")
-        del zero["cpu_offload_use_pin_memory"]
+        pinned = zero.pop("cpu_offload_use_pin_memory")
+        if pinned is not None and not isinstance(pinned, bool) and pinned != "auto":
+            findings.error(
+                path, f"deprecated, and {show(pinned)} is not true or false", "remove it", code="type", at_value=True
+            )
+            return
         findings.warning(
             path, "deprecated, and DeepSpeed ignores it",
             'write "pin_memory" under "offload_optimizer" or "offload_param"', code="deprecated",

@@ -24,6 +24,20 @@ DEFAULT_CONFIG = "zero3.json"
 """What runs when no file is named."""
 
 _NOTHING = Facts()
+_BATCH = {TRAIN, MICRO}
+_OTHER_TOOLS = (
+    (
+        "Hugging Face Accelerate",
+        {"compute_environment", "distributed_type", "deepspeed_config_file", "deepspeed_config"},
+        "check the file that its deepspeed_config_file names",
+    ),
+    (
+        "DeepSpeed-Inference, not of training",
+        {"replace_with_kernel_inject", "kernel_inject", "replace_method", "max_out_tokens", "load_with_sys_mem"},
+        "give it to deepspeed.init_inference",
+    ),
+)
+"""What it is of, keys that nothing else has, and the remedy."""
 
 
 @dataclass(frozen=True)
@@ -207,12 +221,10 @@ def examine(
     if not isinstance(document.root, dict):
         findings.error((), "the top of the file must be an object {...}", code="type")
         return Examined(findings.sorted(), None, document)
-    if "compute_environment" in document.root or "deepspeed_config" in document.root:
-        findings.error(
-            (), "this is a configuration of Hugging Face Accelerate", "check the file that its deepspeed_config_file names",
-            code="other-tool",
-        )  # fmt: skip
-        return Examined(findings.sorted(), None, document)
+    for what, keys, remedy in _OTHER_TOOLS:
+        if keys & document.root.keys() and not _BATCH & document.root.keys():
+            findings.error((), f"this is a configuration of {what}", remedy, code="other-tool")
+            return Examined(findings.sorted(), None, document)
     raw = copy.deepcopy(document.root)
     overrides.apply(raw, overriding, findings)
     passed = repair.repair(raw, findings)

@@ -39,7 +39,7 @@ class Shape:
     @property
     def phrase(self) -> str:
         """What is expected, in words."""
-        words = [show_literal(value) for value in self.literals if value is not None]
+        words = [show_literal(value) for value in self.literals if not str(value).startswith(("None", "torch."))]
         spelled = {_KINDS[type(value)] for value in self.literals}
         names = {
             "bool": "true or false", "int": "a whole number", "float": "a number", "str": "text in quotes",

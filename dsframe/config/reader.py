@@ -18,6 +18,13 @@ Path = tuple[str | int, ...]
 MAX_DEPTH = 64
 """No configuration is nested deeper; a limit turns a stack overflow into a message."""
 
+NOT_JSON = {
+    "True": "write true", "False": "write false", "None": "write null",
+    "Infinity": "JSON has no infinity: write a large number", "-Infinity": "JSON has no infinity: write a number",
+    "inf": "JSON has no infinity: write a large number", "NaN": "write a number", "nan": "write a number",
+}  # fmt: skip
+"""Words of Python that people write -> what to write."""
+
 _NUMBER = re.compile(r"-?(?:0|[1-9][0-9]*)(\.[0-9]+)?([eE][-+]?[0-9]+)?")
 _SKIP = re.compile(r"(?:[ \t\r\n]+|\#[^\r\n]*|//[^\r\n]*|/\*(?:[^*]|\*(?!/))*\*/)+")
 _BARE_END = re.compile(r"[\r\n]|$")
@@ -77,7 +84,7 @@ class _Reader:
         self.text = text
         self.spans: dict[Path, Span] = {}
         self.duplicates: list[tuple[Path, int, int]] = []
-        self.bare: set[Path] = set()
+        self.bare: dict[Path, int] = {}
 
     def document(self) -> Document:
         start = self.skip(1 if self.text.startswith("\ufeff") else 0)
@@ -131,7 +138,7 @@ class _Reader:
             if first == closing:
                 return result, offset + len(closing)
             if not first:
-                raise ReadError('"{" is never closed', opened, "add the missing }")
+                raise self.unclosed("{", "}", opened)
             key, key_end = self.key(offset)
             colon = self.skip(key_end)
             if self.text[colon : colon + 1] != ":":
@@ -148,6 +155,19 @@ class _Reader:
             if self.text[offset : offset + 1] == ",":
                 offset = self.skip(offset + 1)
 
+    def unclosed(self, bracket: str, closing: str, opened: int) -> ReadError:
+        """What to say at the end of the file: often text without quotes has swallowed the bracket."""
+        for offset in self.bare.values():
+            line = self.text[offset:].partition("\n")[0].strip()
+            if any(character in line for character in "}],"):
+                word = re.split(r"[\s,}\]]", line)[0]
+                return ReadError(
+                    f"{word} without quotes is text that runs to the end of the line, brackets included",
+                    offset,
+                    NOT_JSON.get(word, "quote it, or write a number, true, false or null"),
+                )
+        return ReadError(f'"{bracket}" is never closed', opened, f"add the missing {closing}")
+
     def forget(self, path: Path) -> None:
         for inner in [inner for inner in self.spans if inner[: len(path)] == path]:
             del self.spans[inner]
@@ -160,7 +180,7 @@ class _Reader:
             if first == "]":
                 return result, offset + 1
             if not first:
-                raise ReadError('"[" is never closed', opened, "add the missing ]")
+                raise self.unclosed("[", "]", opened)
             here = (*path, len(result))
             value, end = self.value(offset, here)
             result.append(value)
@@ -243,7 +263,7 @@ class _Reader:
         stop = _BARE_END.search(text, offset)
         end = stop.start() if stop else len(text)
         bare = text[offset:end].strip()
-        self.bare.add(path)
+        self.bare[path] = offset
         return bare, offset + len(bare)
 
     def ends(self, offset: int) -> bool:

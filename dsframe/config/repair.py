@@ -15,6 +15,9 @@ from dsframe.config.schema.base import Section
 from dsframe.config.suggest import closest
 
 _LEGACY = frozenset({*REMOVED, *RENAMED, *SYNONYMS})
+_COMMON = frozenset({"enabled", "type", "name", "params", "dtype", "profile", "mode", "model", "seed", "d", "shape"})
+"""Keys too common to tell where they belong."""
+
 PASS_THROUGH = 'or pass it on with "dsframe": {"pass_through": ["%s"]}'
 
 
@@ -142,6 +145,8 @@ class _Repair:
         """Where a key belongs: the only place that has it, or the nearest of few. An object goes where one is taken,
         and nothing else does."""
         path, key = here[:-1], str(here[-1])
+        if key in _COMMON:
+            return None
         candidates = tuple(place for place in candidates if _fits(place, key, value))
         others = [place for place in candidates if place != path and place[:1] != ("autotuning",)]
         if not others or len(others) > 3:
@@ -151,10 +156,8 @@ class _Repair:
             return near[0]
         written = [place for place in others if place and place[0] in self.raw]
         pick = written[0] if len(written) == 1 else others[0] if len(others) == 1 else None
-        # A section of ours does not adopt a stranger at DeepSpeed's top level unless its name says so.
-        if pick and pick[:1] == ("dsframe",) and not path:
-            return pick if len(candidates) == 1 else None
-        return pick
+        # A section of ours adopts a stranger only in a file that has it.
+        return None if pick and pick[:1] == ("dsframe",) and "dsframe" not in self.raw else pick
 
     def move(self, old: Path, new: Path, value: Any) -> None:
         owner: Any = self.raw

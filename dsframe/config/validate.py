@@ -11,9 +11,10 @@ from pydantic import ValidationError
 
 from dsframe.config.findings import Findings, Fix, show
 from dsframe.config.model import File, Shape, section_at, shape
-from dsframe.config.reader import Path, number_of
+from dsframe.config.reader import NOT_JSON, Path, number_of
 from dsframe.config.schema.base import Section
 from dsframe.config.schema.deepspeed import Scalars
+from dsframe.config.schema.zero import LeafModule
 from dsframe.config.suggest import closest
 
 _TRUE, _FALSE = {"true", "yes", "on", "y", "t", "1"}, {"false", "no", "off", "n", "f", "0"}
@@ -182,10 +183,10 @@ def _not_one_of(here: Path, value: Any, expected: Shape, findings: Findings) -> 
 def _wrong_type(here: Path, value: Any, expected: Shape, findings: Findings) -> None:
     remedy = ""
     if findings.written(here) in findings.document.bare:
-        findings.error(
-            here, f"{str(value).rstrip(',')} without quotes is text and must be {expected.phrase}",
-            "a placeholder of a template? fill it in" if str(value).isupper() else "", code="type", at_value=True,
-        )  # fmt: skip
+        word = str(value).rstrip(",")
+        hint = NOT_JSON.get(word, "a placeholder of a template? fill it in" if word.isupper() else "")
+        message = f"{word} without quotes is text and must be {expected.phrase}"
+        findings.error(here, message, hint, code="type", at_value=True)
         return
     if isinstance(value, str) and expected.kinds & {"int", "float"} and number_of(value) is not None:
         remedy = f"write {show(number_of(value))} without quotes"
@@ -193,6 +194,8 @@ def _wrong_type(here: Path, value: Any, expected: Shape, findings: Findings) -> 
         remedy = f"write {show(value.lower().rstrip(',') in _TRUE)} without quotes"
     elif value is None:
         remedy = "remove the key: then the default counts"
+    elif isinstance(value, str) and expected.section and "device" in expected.section.model_fields:
+        remedy = f'write {{"device": {show(value)}}}'
     elif isinstance(value, bool) and expected.section and "enabled" in expected.section.model_fields:
         remedy = f'write {{"enabled": {show(value)}}}'
     findings.error(here, f"{show(value)} must be {expected.phrase}", remedy, code="type", at_value=True)
@@ -235,9 +238,9 @@ class _Converter:
 
     def null(self, owner: type[Section], raw: dict[str, Any], key: str, expected: Shape, here: Path) -> None:
         nullable = expected.section is not None and expected.section.nullable
-        if "null" in expected.kinds and not (owner is File and expected.section):
+        if "null" in expected.kinds and (owner.coerced or nullable or not expected.section):
             return
-        if nullable or key == "bf16":
+        if nullable or here == ("bf16",):
             del raw[key]
         elif not owner.coerced and owner.model_fields[key].default is False and key != "wall_clock_breakdown":
             del raw[key]
@@ -256,8 +259,10 @@ class _Converter:
             return int(value) if "int" in kinds and "float" not in kinds else value
         if isinstance(value, int) and not isinstance(value, bool) and "bool" in kinds and value in (0, 1):
             return value if kinds & {"int", "float"} else self.converted(here, value, bool(value))
+        if owner is LeafModule and isinstance(value, str) and "list" in kinds:
+            return [value]  # DeepSpeed takes one name for a list of one
         if not owner.coerced or not isinstance(value, str) or "str" in kinds:
-            return [value] if owner.__name__ == "LeafModule" and isinstance(value, str) else value
+            return value
         number = number_of(value)
         if "int" in kinds and isinstance(number, int) and not {"e", "E"} & set(value):
             return self.converted(here, value, number)

@@ -4,13 +4,15 @@ Source: ``deepspeed/runtime/data_pipeline`` and ``deepspeed/autotuning`` of Deep
 plain dictionaries and ignores keys that it does not know.
 """
 
-from typing import Any, Literal
+from typing import Any, ClassVar, Literal
 
 from dsframe.config.schema.base import Count, NonNegative, Section, Size
 
 
 class DifficultySchedule(Section):
     """How difficulty grows."""
+
+    nullable: ClassVar[bool] = True
 
     difficulty: list[int] | None = None
     """``fixed_discrete``: the difficulties."""
@@ -97,6 +99,8 @@ class DataSampling(Section):
 class LtdScheduleNumbers(Section):
     """How many tokens are kept."""
 
+    nullable: ClassVar[bool] = True
+
     require_steps: Count | None = None
     """Steps until all tokens are kept."""
     seq_per_step: Count | None = None
@@ -105,6 +109,8 @@ class LtdScheduleNumbers(Section):
 
 class LtdSchedule(Section):
     """How the number of kept tokens grows."""
+
+    nullable: ClassVar[bool] = True
 
     min_value: Count | None = None
     """Tokens kept at the start."""
@@ -118,6 +124,8 @@ class LtdSchedule(Section):
 
 class LayerTokenLr(Section):
     """A learning rate that follows the tokens each layer has seen."""
+
+    nullable: ClassVar[bool] = True
 
     enabled: bool = False
     """Turns it on. DeepSpeed 0.19.8 raises: not yet supported."""
@@ -184,6 +192,8 @@ class DataEfficiency(Section):
 
 class ModelInfo(Section):
     """What the tuner should know of the model."""
+
+    nullable: ClassVar[bool] = True
 
     profile: bool = False
     """Find it by running the model."""

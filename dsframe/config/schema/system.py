@@ -57,6 +57,8 @@ class ParallelWrite(Section):
 class Writer(Section):
     """The fast checkpoint writer. With type PYTHON, DeepSpeed 0.19.8 fails when it saves."""
 
+    nullable: ClassVar[bool] = True
+
     type: Literal["FAST", "PYTHON", "MOCK"] = "FAST"
     """Kind of writer. FAST needs libaio."""
     io_buffer_size: Count = 67_108_864
