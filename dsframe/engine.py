@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from dsframe.checkpoint.state import EngineState, SavedState
 from dsframe.tasks.task import Sum, Task
 
 if TYPE_CHECKING:
@@ -88,6 +89,22 @@ class Engine(ABC):
     @abstractmethod
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """**Collective.** Element-wise sum of ``values`` (float64, any one shape) over the ranks of the world."""
+
+    @abstractmethod
+    def state(self) -> EngineState:
+        """**Collective** to read to its end: where training stands, each parameter by name, in full shape and fp32.
+
+        Nothing is copied that is whole on this rank already; what is not is gathered one parameter at a time, so beyond
+        the engine's own memory it takes one parameter and its moments. Take no training step while reading.
+        """
+
+    @abstractmethod
+    def load_state(self, saved: SavedState) -> None:
+        """**Collective.** Goes on from ``saved``, which is the same on every rank and may come from any engine.
+
+        Replaces weights, the optimizer's state, buffers, the number of updates and the loss scale. Each rank reads what it
+        holds, one parameter at a time. Raises CheckpointError where the models differ.
+        """
 
     @property
     @abstractmethod

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from dsframe.checkpoint.state import LossScaleState
 from dsframe.errors import TrainingError
 
 if TYPE_CHECKING:
@@ -103,6 +104,17 @@ class LossScale:
         self._left = hysteresis
         self._steps = 0
         self._last_overflow = -1
+
+    @property
+    def state(self) -> LossScaleState | None:
+        """What a checkpoint keeps; None for a fixed factor."""
+        return LossScaleState(self.scale, self._left, self._steps, self._last_overflow) if self.dynamic else None
+
+    def restore(self, saved: LossScaleState | None) -> None:
+        """Goes on from a checkpoint; without one (it was not an fp16 run) from the file's first factor."""
+        if self.dynamic and saved is not None:
+            self.scale, self._left = saved.scale, saved.hysteresis_left
+            self._steps, self._last_overflow = saved.steps, saved.last_overflow
 
     def update(self, overflow: bool) -> None:
         """Called after each step: halves the factor when overflows have used up the hysteresis, doubles it after a window without.

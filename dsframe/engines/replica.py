@@ -12,8 +12,9 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsframe.checkpoint.state import EngineState, SavedState, load_buffers, persistent_buffers
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure
-from dsframe.engines import precision
+from dsframe.engines import precision, state_replica
 from dsframe.tasks.task import Sum
 
 
@@ -128,6 +129,28 @@ class ReplicaEngine(Engine):
         outputs = self._forward(inputs) if valid else None
         self.module.train()
         return measure(self.plan.task, outputs, targets, valid)
+
+    def state(self) -> EngineState:
+        """Views of this rank's own state, which is every rank's."""
+        parameters = state_replica.read(self._slots(), self._frozen(), self.optimizer)
+        loss_scale = self._loss_scale.state if self._loss_scale else None
+        return EngineState(self._updates, loss_scale, persistent_buffers(self.model), parameters)
+
+    def load_state(self, saved: SavedState) -> None:
+        """Every rank reads the same; nothing is sent."""
+        state_replica.write(self._slots(), self._frozen(), self.optimizer, saved)
+        load_buffers(self.model, saved)
+        if self._masters:
+            self._masters.give_weights()
+        if self._loss_scale:
+            self._loss_scale.restore(saved.loss_scale)
+        self._updates = saved.updates
+
+    def _slots(self) -> list[state_replica.Slot]:
+        return [state_replica.Slot(name, tuple(p.shape), p) for name, p in self._named_parameters()]
+
+    def _frozen(self) -> list[tuple[str, Tensor]]:
+        return [(name, parameter) for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """One process is its own sum."""

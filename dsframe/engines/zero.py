@@ -19,8 +19,9 @@ import torch
 from torch import Tensor
 
 from dsframe import process_group
+from dsframe.checkpoint.state import EngineState, SavedState
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure
-from dsframe.engines import jit, precision
+from dsframe.engines import jit, precision, state_zero
 from dsframe.errors import EngineError
 from dsframe.tasks.task import Sum
 
@@ -106,6 +107,16 @@ class ZeroEngine(Engine):
         outputs = self._forward(inputs)
         self._engine.train()
         return measure(self.plan.task, outputs, targets, valid)
+
+    def state(self) -> EngineState:
+        """**Collective** to read to its end; at stages 1 to 3 each parameter is gathered when its turn comes."""
+        return state_zero.state(self._engine, self._updates)
+
+    def load_state(self, saved: SavedState) -> None:
+        """**Collective.** Each rank takes its shares out of the whole parameters."""
+        batch = self.plan.batch
+        state_zero.load_state(self._engine, saved, batch.accumulation_steps, batch.train_batch_size)
+        self._updates = saved.updates
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """**Collective.** Element-wise sum over the ranks."""

@@ -1,0 +1,171 @@
+"""What an engine hands over and takes back: the state of training by the model's own names, whole and in fp32.
+
+A parameter's state means the same on every engine, however it lies in memory: its fp32 weight (the master where the model
+computes in 16 bits), and for each tensor the optimizer keeps about it one of the same shape, by torch's own key names.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any, Protocol
+
+import torch
+from torch import Tensor, nn
+
+from dsframe.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class ParameterState:
+    """One parameter. Tensors may be views of living state: they hold until the next training step or the next parameter."""
+
+    name: str
+    """As in ``model.named_parameters()``, on every engine."""
+    weight: Tensor
+    """float32, full shape."""
+    moments: Mapping[str, Tensor]
+    """The optimizer's tensors, such as ``exp_avg``; float32, shaped like the weight. Empty before the first update."""
+    scalars: Mapping[str, float]
+    """The optimizer's numbers, such as Adam's ``step``."""
+
+    @property
+    def bytes(self) -> int:
+        """Size of all tensors."""
+        return sum(tensor.numel() * tensor.element_size() for tensor in (self.weight, *self.moments.values()))
+
+
+@dataclass(frozen=True)
+class LossScaleState:
+    """Dynamic loss scaling of fp16, DeepSpeed's meaning (``runtime/fp16/loss_scaler.py``)."""
+
+    scale: float
+    hysteresis_left: int
+    steps: int
+    last_overflow: int
+
+
+@dataclass(frozen=True)
+class EngineState:
+    """Everything an engine knows about the training, to be taken away."""
+
+    updates: int
+    """Optimizer updates applied: the schedule's only argument."""
+    loss_scale: LossScaleState | None
+    buffers: Mapping[str, Tensor]
+    """The model's persistent buffers, as this rank has them."""
+    parameters: Iterable[ParameterState]
+    """**Collective** to iterate: every rank gets every parameter, in the same order, one at a time."""
+
+
+class SavedState(Protocol):
+    """State to be put back: the same on every rank."""
+
+    @property
+    def updates(self) -> int: ...
+
+    @property
+    def loss_scale(self) -> LossScaleState | None: ...
+
+    @property
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        """Every parameter's full shape."""
+
+    def buffers(self) -> Mapping[str, Tensor]: ...
+
+    def parameter(self, name: str) -> ParameterState:
+        """One parameter, read anew each time, on the CPU. Not collective."""
+
+
+class Snapshot:
+    """A saved state in memory: a copy of everything. Every rank holds all of it, so it is for tests and small models."""
+
+    def __init__(self, state: EngineState) -> None:
+        """**Collective.** Reads ``state`` to its end."""
+        self.updates, self.loss_scale = state.updates, state.loss_scale
+        self._buffers = {name: buffer.detach().cpu().clone() for name, buffer in state.buffers.items()}
+        self._parameters = {
+            one.name: ParameterState(
+                one.name,
+                one.weight.detach().cpu().clone(),
+                {key: moment.detach().cpu().clone() for key, moment in one.moments.items()},
+                dict(one.scalars),
+            )
+            for one in state.parameters
+        }
+
+    @property
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        """Every parameter's full shape."""
+        return {name: tuple(one.weight.shape) for name, one in self._parameters.items()}
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The model's persistent buffers."""
+        return self._buffers
+
+    def parameter(self, name: str) -> ParameterState:
+        """One parameter."""
+        return self._parameters[name]
+
+
+def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
+    """The buffers that belong to the model's ``state_dict``, by name. BatchNorm's statistics are such, causal masks are not."""
+    found = {}
+    for prefix, module in model.named_modules():
+        for name, buffer in module.named_buffers(recurse=False):
+            if name not in module._non_persistent_buffers_set:
+                found[f"{prefix}.{name}" if prefix else name] = buffer
+    return found
+
+
+@torch.no_grad()
+def load_buffers(model: nn.Module, saved: SavedState) -> None:
+    """Puts the saved buffers into the model, in place. Raises CheckpointError where names or shapes differ."""
+    own, kept = persistent_buffers(model), saved.buffers()
+    compare("buffer", {name: tuple(b.shape) for name, b in own.items()}, {n: tuple(b.shape) for n, b in kept.items()})
+    for name, buffer in own.items():
+        buffer.copy_(kept[name])
+
+
+def compare(what: str, own: Mapping[str, Sequence[int]], saved: Mapping[str, Sequence[int]]) -> None:
+    """Raises CheckpointError, naming the first few differences, where names or shapes are not the same."""
+    differences = [f"{name} is new" for name in own if name not in saved]
+    differences += [f"{name} is gone" for name in saved if name not in own]
+    differences += [
+        f"{name} has shape {list(own[name])}, saved {list(saved[name])}"
+        for name in own
+        if name in saved and tuple(own[name]) != tuple(saved[name])
+    ]
+    if differences:
+        more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
+        raise CheckpointError(
+            f"the checkpoint is of another model ({what}s differ): {'; '.join(differences[:3])}{more}"
+        )
+
+
+def split(held: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """An optimizer's entry for one parameter as tensors and numbers. Entries that are None (SGD without momentum) are left out."""
+    moments = {key: value for key, value in held.items() if isinstance(value, Tensor) and value.ndim}
+    scalars = {
+        key: float(value)
+        for key, value in held.items()
+        if (isinstance(value, Tensor) and not value.ndim) or isinstance(value, (int, float))
+    }
+    return moments, scalars
+
+
+def put_scalars(
+    optimizer: torch.optim.Optimizer,
+    held: dict[str, Any],
+    scalars: Mapping[str, float],
+    group: Mapping[str, Any],
+    device: torch.device,
+) -> None:
+    """Writes numbers as the optimizer keeps them: torch as 0-d float32 tensors, DeepSpeed's own as whole numbers.
+
+    torch keeps them on the CPU unless the update is fused or capturable.
+    """
+    torchs_own = any(cls.__module__.startswith("torch.optim") for cls in type(optimizer).__mro__[:-2])
+    place = device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+    for key, value in scalars.items():
+        held[key] = torch.tensor(value, dtype=torch.float32, device=place) if torchs_own else int(value)
