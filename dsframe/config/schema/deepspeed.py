@@ -94,9 +94,9 @@ class DeepSpeed(Scalars):
     scheduler: Scheduler | None = None
     """The learning-rate schedule."""
     fp16: Fp16 = Field(default_factory=Fp16.model_construct)
-    """float16 training."""
+    """Training in float16."""
     bf16: Bf16 = Field(default_factory=Bf16.model_construct)
-    """bfloat16 training."""
+    """Training in bfloat16."""
     torch_autocast: TorchAutocast = Field(default_factory=TorchAutocast.model_construct)
     """Mixed precision by torch."""
     data_types: DataTypes = Field(default_factory=DataTypes.model_construct)

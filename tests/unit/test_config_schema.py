@@ -1,0 +1,312 @@
+"""Our schema beside the installed DeepSpeed, field by field: a new release shows up here."""
+
+from __future__ import annotations
+
+import ast
+import enum
+import inspect
+import types
+import typing
+import warnings
+from pathlib import Path as FilePath
+from typing import Any, Union, get_args, get_origin
+
+import pytest
+
+from dsframe.config.docs import describe, sections
+from dsframe.config.legacy import REMOVED, RENAMED
+from dsframe.config.model import File, Shape, shape
+from dsframe.config.schema import data, monitor, parallel, precision, system, zero
+from dsframe.config.schema.base import Section
+from dsframe.config.schema.deepspeed import DeepSpeed
+from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, TORCH_OPTIMIZERS, WITHOUT_ROUTE
+from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, SCHEDULERS_WITHOUT_ROUTE, TORCH_SCHEDULERS
+
+pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+
+PAIRS: list[tuple[type[Section], str, str]] = [
+    (zero.Zero, "deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
+    (zero.OffloadParam, "deepspeed.runtime.zero.offload_config", "DeepSpeedZeroOffloadParamConfig"),
+    (zero.OffloadOptimizer, "deepspeed.runtime.zero.offload_config", "DeepSpeedZeroOffloadOptimizerConfig"),
+    (zero.ZenFlow, "deepspeed.runtime.zenflow.zenflow_config", "ZenFlowConfig"),
+    (zero.LeafModule, "deepspeed.runtime.zero.leaf_module_config", "DeepSpeedZeroLeafModuleConfig"),
+    (precision.Fp16, "deepspeed.runtime.precision_config", "DeepSpeedFP16Config"),
+    (precision.Bf16, "deepspeed.runtime.precision_config", "DeepSpeedBF16Config"),
+    (parallel.HybridEngine, "deepspeed.runtime.config", "HybridEngineConfig"),
+    (parallel.TensorParallel, "deepspeed.runtime.tensor_parallel.config", "TPTrainingConfig"),
+    (parallel.TensorParallelGroup, "deepspeed.runtime.tensor_parallel.config", "TPConfig"),
+    (monitor.TensorBoard, "deepspeed.monitor.config", "TensorBoardConfig"),
+    (monitor.Wandb, "deepspeed.monitor.config", "WandbConfig"),
+    (monitor.CsvMonitor, "deepspeed.monitor.config", "CSVConfig"),
+    (monitor.Comet, "deepspeed.monitor.config", "CometConfig"),
+    (monitor.ThroughputTimer, "deepspeed.utils.config", "DeepSpeedThroughputTimerConfig"),
+    (monitor.CommsLogger, "deepspeed.comm.config", "CommsLoggerConfig"),
+    (system.Compile, "deepspeed.compile.config", "CompileConfig"),
+    (system.WeightQuantization, "deepspeed.inference.config", "WeightQuantConfig"),
+]
+
+# What a file cannot hold: objects of Python.
+NOT_IN_A_FILE = {"TPTrainingConfig.dtype", "TPConfig.mpu", "TPConfig.tp_group"}
+
+# Where our type is narrower on purpose: DeepSpeed checks it in a validator, or not at all.
+NARROWER = {
+    "ZeroStageEnum", "OffloadDeviceEnum", "QuantTypeEnum",
+    "ZenFlowConfig.select_strategy", "ZenFlowConfig.select_interval", "ZenFlowConfig.update_interval",
+    "TPTrainingConfig.partition_config", "TPTrainingConfig.injection_policy_tuple",
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _quiet_import() -> None:
+    with warnings.catch_warnings(), pytest.MonkeyPatch.context() as patch:
+        warnings.simplefilter("ignore")
+        patch.setenv("DS_ACCELERATOR", "cpu")
+        import deepspeed  # noqa: F401
+
+
+def theirs(module: str, name: str) -> Any:
+    import importlib
+
+    return getattr(importlib.import_module(module), name)
+
+
+def kinds(annotation: Any) -> set[str]:
+    """The kinds of values that one of DeepSpeed's annotations takes."""
+    origin = get_origin(annotation)
+    if origin in (Union, types.UnionType):
+        return set().union(*(kinds(part) for part in get_args(annotation)))
+    if origin is typing.Annotated:
+        return kinds(get_args(annotation)[0])
+    if origin is typing.Literal:
+        return {{str: "str", int: "int"}[type(value)] for value in get_args(annotation)}
+    if origin is list or annotation is list:
+        return {"list"}
+    if origin is tuple or annotation is tuple:
+        return {"list"}
+    if origin is dict or annotation is dict:
+        return {"dict"}
+    if inspect.isclass(annotation) and issubclass(annotation, enum.Enum):
+        return {"int" if issubclass(annotation, int) else "str"}
+    if inspect.isclass(annotation) and hasattr(annotation, "model_fields"):
+        return {"dict"}
+    names = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null", FilePath: "str"}
+    return {names[annotation]}
+
+
+def plain(value: Any) -> Any:
+    if isinstance(value, enum.Enum):
+        return value.value
+    if hasattr(value, "model_dump"):
+        return value.model_dump()
+    return [plain(item) for item in value] if isinstance(value, (list, tuple)) else value
+
+
+def default(field: Any) -> Any:
+    return plain(field.get_default(call_default_factory=True, validated_data={}))
+
+
+@pytest.mark.parametrize(("ours", "module", "name"), PAIRS, ids=[pair[2] for pair in PAIRS])
+def test_pydantic_sections(ours: type[Section], module: str, name: str) -> None:
+    model = theirs(module, name)
+    expected = {field.alias or key: (key, field) for key, field in model.model_fields.items()}
+    expected = {key: pair for key, pair in expected.items() if f"{name}.{pair[0]}" not in NOT_IN_A_FILE}
+    assert set(ours.model_fields) == set(expected)
+    assert ours.coerced
+    for key, (original, field) in expected.items():
+        mine = shape(ours, key)
+        label = f"{name}.{original}"
+        if not mine.section:
+            assert default(ours.model_fields[key]) == default(field), label
+        if label not in NARROWER:
+            assert comparable(mine) == kinds(field.annotation), label
+        if key != original:
+            path = ("zero_optimization" if ours is zero.Zero else "tensor_parallel", original)
+            assert RENAMED[path][-1] == key
+
+
+def comparable(mine: Shape) -> set[str]:
+    return set(mine.kinds) - ({"any"} if "list" in mine.kinds else set())
+
+
+def test_plain_sections_have_their_defaults() -> None:
+    from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
+    from deepspeed.module_inject.auto_ep_config import parse_autoep_config
+    from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
+    from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
+    from deepspeed.runtime.swap_tensor.aio_config import AIO_DEFAULT_DICT
+
+    def same(ours: type[Section], original: dict[str, Any], but: set[str] = frozenset()) -> None:  # type: ignore[assignment]
+        mine = {key: default(field) for key, field in ours.model_fields.items()}
+        assert {key: value for key, value in mine.items() if key not in but} == {
+            key: value for key, value in original.items() if key not in but
+        }
+
+    same(system.ActivationCheckpointing, dict(ACT_CHKPT_DEFAULT))
+    same(system.Aio, dict(AIO_DEFAULT_DICT))
+    same(monitor.FlopsProfiler, vars(DeepSpeedFlopsProfilerConfig({})))
+    autotuning = vars(DeepSpeedAutotuningConfig({}))
+    same(data.Autotuning, autotuning, {"start_step", "end_step"})
+    experts = {key: value for key, value in vars(parse_autoep_config({})).items() if not key.startswith("_")}
+    same(parallel.ExpertParallel, experts, {"expert_w3"})
+
+
+def test_checkpoint_writer_defaults() -> None:
+    from deepspeed.runtime.model_checkpointing.config import get_checkpoint_config
+
+    original = get_checkpoint_config({"checkpoint": {"writer": {}}})
+    writer = {key: default(field) for key, field in system.Writer.model_fields.items()}
+    assert writer == original["writer"]
+    assert default(system.Checkpoint.model_fields["tag_validation"]) == original["tag_validation"]
+    assert default(system.Checkpoint.model_fields["checkpoint_serialization"]) == original["checkpoint_serialization"]
+
+
+class Recorder(dict[str, Any]):
+    """A dictionary that remembers which keys were asked for."""
+
+    def __init__(self, content: dict[str, Any], seen: set[str]) -> None:
+        super().__init__(content)
+        self.seen = seen
+
+    def get(self, key: str, default: Any = None) -> Any:
+        self.seen.add(key)
+        return super().get(key, default)
+
+    def __contains__(self, key: object) -> bool:
+        self.seen.add(str(key))
+        return super().__contains__(key)
+
+    def __getitem__(self, key: str) -> Any:
+        self.seen.add(key)
+        return super().__getitem__(key)
+
+    def keys(self) -> Any:
+        recorder = self
+
+        class Keys:
+            def __contains__(self, key: object) -> bool:
+                return key in recorder
+
+            def __iter__(self) -> Any:
+                return iter(dict.keys(recorder))
+
+        return Keys()
+
+    def __copy__(self) -> Recorder:
+        return Recorder(dict(self), self.seen)
+
+
+def test_top_level_keys_are_what_deepspeed_reads() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    seen: set[str] = set()
+    for content in ({"train_batch_size": 1}, {"train_batch_size": 1, "zero_optimization": True}):
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            DeepSpeedConfig(Recorder(dict(content), seen))
+    removed = {path[0] for path in REMOVED if len(path) == 1}
+    # Read outside DeepSpeedConfig: deepspeed/__init__.py makes the device mesh of these two.
+    read_elsewhere = {"sequence_parallel_size", "data_parallel_size"}
+    assert seen | read_elsewhere == set(DeepSpeed.model_fields) | removed | {"bfloat16"}
+
+
+def test_top_level_defaults() -> None:
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        parsed = vars(DeepSpeedConfig({"train_batch_size": 1}))
+    other_names = {"zero_optimization": None, "datastates_ckpt": None, "optimizer": None, "scheduler": None}
+    compared = 0
+    for key, field in DeepSpeed.model_fields.items():
+        if key in parsed and key not in other_names and not shape(DeepSpeed, key).section:
+            if key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+                continue
+            original = parsed[key]
+            if key == "seq_parallel_communication_data_type":
+                original = str(original).replace("torch.float32", "fp32")
+            assert default(field) == original, key
+            compared += 1
+    assert compared >= 17
+
+
+def test_removed_keys_are_deepspeeds() -> None:
+    from deepspeed.runtime import config
+
+    top = {(key,) for key in config._REMOVED_TOP_LEVEL_CONFIG_KEYS}
+    inside = {("zero_optimization", key) for key in config._REMOVED_ZERO_CONFIG_KEYS}
+    assert set(REMOVED) == top | inside
+
+
+def test_optimizers_are_deepspeeds_and_torchs() -> None:
+    import torch
+    from deepspeed.runtime.config import DEEPSPEED_OPTIMIZERS as ORIGINAL
+
+    assert set(DEEPSPEED_OPTIMIZERS) == set(ORIGINAL)
+    classes = {
+        name: cls
+        for name, cls in vars(torch.optim).items()
+        if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
+    }
+    known = {name for name in classes if name.lower() in DEEPSPEED_OPTIMIZERS or name.lower() in WITHOUT_ROUTE}
+    assert set(TORCH_OPTIMIZERS) == set(classes) - known
+    for name, parameters in TORCH_OPTIMIZERS.items():
+        signature = inspect.signature(classes[name])
+        assert set(parameters.model_fields) == set(signature.parameters) - {"params"}, name
+
+
+def test_adam_takes_what_its_kernels_take() -> None:
+    import torch
+    from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
+
+    fields = set(DEEPSPEED_OPTIMIZERS["adam"][1].model_fields)
+    accepted = {"torch_adam", "adam_w_mode", "fp32_optimizer_states"}
+    for cls in (FusedAdam, DeepSpeedCPUAdam, torch.optim.AdamW):
+        accepted |= set(inspect.signature(cls.__init__).parameters) - {"self", "params", "model_params", "adamw_mode"}
+    assert fields == accepted
+
+
+def test_schedulers_are_deepspeeds_and_torchs() -> None:
+    import torch
+    from deepspeed.runtime import lr_schedules
+
+    for name, parameters in DEEPSPEED_SCHEDULERS.items():
+        signature = inspect.signature(getattr(lr_schedules, name).__init__).parameters
+        wanted = {key: p.default for key, p in signature.items() if key not in ("self", "optimizer")}
+        assert set(parameters.model_fields) == set(wanted), name
+        for key, value in wanted.items():
+            field = parameters.model_fields[key]
+            assert field.is_required() == (value is inspect.Parameter.empty), f"{name}.{key}"
+            if not field.is_required():
+                assert default(field) == value, f"{name}.{key}"
+    assert set(DEEPSPEED_SCHEDULERS) == set(lr_schedules.VALID_LR_SCHEDULES)
+    module = torch.optim.lr_scheduler
+    bases = (module.LRScheduler, module._LRScheduler)
+    classes = {
+        name: cls
+        for name, cls in vars(module).items()
+        if inspect.isclass(cls) and issubclass(cls, module.LRScheduler) and cls not in bases
+    }
+    assert set(TORCH_SCHEDULERS) | set(SCHEDULERS_WITHOUT_ROUTE) == set(classes)
+    for name, parameters in TORCH_SCHEDULERS.items():
+        signature = inspect.signature(classes[name]).parameters
+        assert set(parameters.model_fields) == set(signature) - {"optimizer", "scale_fn"}, name
+
+
+def test_every_field_and_section_is_documented() -> None:
+    for path, owner in sections():
+        assert owner.__doc__, path
+        assert set(describe(owner)) == set(owner.model_fields), path
+
+
+def test_field_docstrings_end() -> None:
+    for path, owner in sections():
+        for key, text in describe(owner).items():
+            assert text.endswith("."), f"{path}.{key}: {text}"
+
+
+def test_schema_modules_evaluate_no_annotation_strings() -> None:
+    """Strings would cost milliseconds each time the command starts."""
+    for module in (zero, precision, parallel, monitor, system, data):
+        tree = ast.parse(inspect.getsource(module))
+        assert not any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body)
+    assert "dsframe" in File.model_fields
