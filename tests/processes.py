@@ -56,22 +56,27 @@ class Finished:
     def __str__(self) -> str:
         return (
             f"$ {shlex.join(self.command)}   ({self.seconds:.1f} s, exit code {self.returncode})\n"
-            f"--- stdout ---\n{self.stdout}\n--- stderr ---\n{self.stderr}"
+            f"--- stdout ---\n{_end(self.stdout)}\n--- stderr ---\n{_end(self.stderr)}"
         )
 
 
 class Running:
     """A run under way, as `while_running` sees it."""
 
-    def __init__(self, process: subprocess.Popen[bytes], mark: str, stdout: Path) -> None:
+    def __init__(self, process: subprocess.Popen[bytes], mark: str, stdout: Path, stderr: Path) -> None:
         self.process = process
         self.mark = mark
-        self._stdout = stdout
+        self._stdout, self._stderr = stdout, stderr
 
     @property
     def stdout(self) -> str:
         """What has been written so far."""
-        return self._stdout.read_text(encoding="utf-8", errors="replace")
+        return _read(self._stdout)
+
+    @property
+    def output(self) -> str:
+        """What has been written so far, standard error after standard output."""
+        return self.stdout + _read(self._stderr)
 
     def processes(self) -> list[psutil.Process]:
         """Every living process of the run, the launcher's included."""
@@ -88,14 +93,22 @@ class Running:
                     found[rank] = process
         return found
 
+    def wait_for_end(self, *, timeout_seconds: float) -> None:
+        """Waits until no process of the run is left; raises AssertionError when the time is over first."""
+        limit = time.monotonic() + timeout_seconds
+        while self.process.poll() is None or self.processes():
+            if time.monotonic() > limit:
+                raise AssertionError(f"{timeout_seconds:.0f} s passed before everything had ended\n{_end(self.output)}")
+            time.sleep(0.1)
+
     def wait_for(self, condition: Callable[[], object], *, timeout_seconds: float, what: str) -> None:
         """Polls `condition` until it is true; raises AssertionError when the run ends or the time is over first."""
         limit = time.monotonic() + timeout_seconds
         while not condition():
             if self.process.poll() is not None:
-                raise AssertionError(f"the run ended with {self.process.returncode} before {what}\n{self.stdout}")
+                raise AssertionError(f"the run ended with {self.process.returncode} before {what}\n{_end(self.output)}")
             if time.monotonic() > limit:
-                raise AssertionError(f"{timeout_seconds:.0f} s passed before {what}\n{self.stdout}")
+                raise AssertionError(f"{timeout_seconds:.0f} s passed before {what}\n{_end(self.output)}")
             time.sleep(0.05)
 
 
@@ -136,7 +149,7 @@ def run_ranks(
         stacks = ""
         try:
             if while_running is not None:
-                while_running(Running(process, mark, out))
+                while_running(Running(process, mark, out, err))
             process.wait(timeout=max(0.0, started + timeout_seconds - time.monotonic()))
             remains = _orphans(mark, settle_seconds)
         except subprocess.TimeoutExpired:
@@ -148,8 +161,8 @@ def run_ranks(
         finished = Finished(
             tuple(command),
             process.returncode,
-            out.read_text(encoding="utf-8", errors="replace"),
-            err.read_text(encoding="utf-8", errors="replace"),
+            _read(out),
+            _read(err),
             time.monotonic() - started,
         )
     if stacks:
@@ -195,6 +208,7 @@ def environment(mark: str, changes: Mapping[str, str | None] | None = None) -> d
     variables |= {
         MARK: mark,
         "PATH": os.pathsep.join([str(REPOSITORY / "launch" / "bin"), str(BIN), variables.get("PATH", os.defpath)]),
+        "PYTHONPATH": os.pathsep.join([str(REPOSITORY), *filter(None, [variables.get("PYTHONPATH")])]),
         "OMP_NUM_THREADS": "1",
         "PYTHONFAULTHANDLER": "1",  # SIGABRT then prints the stacks where py-spy may not look
         "PYTHONUTF8": "1",
@@ -237,6 +251,14 @@ _LAUNCHER_VARIABLES = re.compile(
     r"|(HOROVOD|OMPI_|PMI_|PMIX_|SLURM_|TORCHELASTIC_)"
 )
 _RANK_VARIABLES = ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK")
+
+
+def _end(text: str, characters: int = 10_000) -> str:
+    return text if len(text) <= characters else f"... {text[-characters:]}"
+
+
+def _read(path: Path) -> str:
+    return path.read_text(encoding="utf-8", errors="replace")
 
 
 def _rank(variables: Mapping[str, str]) -> int | None:

@@ -34,7 +34,7 @@ LAYERS = (
     {"train"},
     {"compare", "doctor", "cli", "plan", "checkpoint", "launch"},
 )
-"""Lowest first. A module imports from its own layer's unit and from lower layers."""
+"""Lowest first. A module imports from its own unit and from lower layers; what only type checkers read may look up."""
 
 MAY_IMPORT = {
     "deepspeed": {"engines/zero.py", "engines/pipeline.py"},
@@ -115,7 +115,7 @@ def test_imports_point_one_way() -> None:
             continue
         own, other = unit_of(entry.file), unit_of("/".join(target[1:]))
         checked += 1
-        if own != other and layer(own) <= layer(other):
+        if own != other and layer(own) <= layer(other) and not entry.for_types_only:
             wrong.append(str(entry))
     assert checked > 100
     assert wrong == []

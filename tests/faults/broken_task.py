@@ -1,0 +1,38 @@
+"""A user's own task that goes wrong in the way FAULT says."""
+
+from __future__ import annotations
+
+import os
+import time
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from dsframe import Task
+
+
+class BrokenTask(Task):
+    """Trains a line; on rank 1, the fifth loss raises where FAULT is "raise" and ends the process where it is "exit"."""
+
+    calls = 0
+
+    def model(self) -> nn.Module:
+        return nn.Linear(4, 1)
+
+    def train_data(self) -> TensorDataset:
+        return TensorDataset(torch.ones(512, 4), torch.ones(512, 1))
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += 1
+        time.sleep(0.05)  # trains until a test ends it, and leaves the processor to others
+        rank = next(os.environ[name] for name in ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ)
+        if self.calls == 5 and rank == "1":
+            if os.environ["FAULT"] == "raise":
+                raise ValueError("a mistake of the task's own")
+            if os.environ["FAULT"] == "exit":
+                os._exit(9)
+        return nn.functional.mse_loss(outputs, targets)
+
+
+NotATask = TensorDataset

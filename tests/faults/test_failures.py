@@ -1,0 +1,98 @@
+"""A process of a run that fails: the others end soon, the exit code says so, and nothing is left running."""
+
+from __future__ import annotations
+
+import re
+import signal
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import pytest
+
+from tests.processes import Finished, Running, deepspeed, horovodrun, run_ranks, torchrun
+
+LAUNCHERS = {
+    "deepspeed": (deepspeed, "deepspeed"),
+    "horovod": (horovodrun, "horovod"),
+    "ddp": (torchrun, "ddp"),
+}
+
+
+@pytest.fixture(params=LAUNCHERS)
+def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Finished]:
+    """Trains the broken task on two ranks, under the launcher and on the engine that belong together."""
+    launch, engine = LAUNCHERS[request.param]
+
+    def start(fault: str, steps: int, during: Callable[[Running], None] | None = None) -> Finished:
+        command: Sequence[str] = launch(
+            2,
+            [
+                *("-m", "dsframe.train", "--config", "zero1.json", "--engine", engine, "--run-dir", "run"),
+                *("--set", f"dsframe.steps={steps}"),
+                *("--set", 'dsframe.task={"name": "tests.faults.broken_task:BrokenTask"}'),
+            ],
+        )
+        return run_ranks(
+            command,
+            cwd=tmp_path,
+            timeout_seconds=150,
+            env={"FAULT": fault},
+            settle_seconds=1.0,
+            while_running=during,
+        )
+
+    return start
+
+
+def after_ten_steps(running: Running) -> None:
+    running.wait_for(lambda: re.search(r"step +10/", running.output), timeout_seconds=90, what="ten steps were done")
+
+
+def test_a_worker_that_raises(run: Callable[..., Finished]) -> None:
+    finished = run("raise", 1_000_000)
+    assert finished.returncode == 1
+    assert "[rank 1] Traceback" in finished.output
+    assert "ValueError: a mistake of the task's own" in finished.output
+
+
+def test_a_worker_that_leaves(run: Callable[..., Finished]) -> None:
+    assert run("exit", 1_000_000).returncode not in (0, None)
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_killed_worker_ends_all(run: Callable[..., Finished], rank: int) -> None:
+    killed: list[float] = []
+
+    def kill(running: Running) -> None:
+        after_ten_steps(running)
+        running.ranks()[rank].kill()
+        killed.append(time.monotonic())
+
+    finished = run("none", 1_000_000, kill)
+    ended = time.monotonic()
+    assert finished.returncode != 0
+    assert ended - killed[0] < 15
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
+def test_a_signal_to_the_launcher_ends_all(run: Callable[..., Finished], number: signal.Signals) -> None:
+    sent: list[float] = []
+
+    def send(running: Running) -> None:
+        after_ten_steps(running)
+        running.process.send_signal(number)
+        sent.append(time.monotonic())
+
+    finished = run("none", 1_000_000, send)
+    assert finished.returncode != 0
+    assert time.monotonic() - sent[0] < 15
+
+
+def test_a_killed_launcher_ends_all(run: Callable[..., Finished]) -> None:
+    def kill(running: Running) -> None:
+        after_ten_steps(running)
+        running.process.kill()
+        running.wait_for_end(timeout_seconds=15)
+
+    run("none", 1_000_000, kill)
