@@ -41,8 +41,8 @@ def settle_threads(world: World, wanted: int | None) -> int:
     return threads
 
 
-def fit(task: Task, config: str | Path, *, overrides: Sequence[str] = ()) -> Summary:
-    """**Collective.** Trains ``task`` as ``config`` says: a path, or the name of a file in ds_configs/.
+def fit(task: Task, config: str | Path | dict[str, Any], *, overrides: Sequence[str] = ()) -> Summary:
+    """**Collective.** Trains ``task`` as ``config`` says: a path, the name of a file in ds_configs/, or the file as a dict.
 
     ``overrides``: ``dotted.key=value``. For programs that go on afterwards; a script's last line is better ``dsframe.main(task)``,
     which reads the command line and tells mistakes in one voice. Raises the subclasses of DsframeError.

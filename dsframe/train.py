@@ -17,14 +17,13 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from dsframe import world as worlds
-from dsframe.config import load
+from dsframe.config import DEFAULT_CONFIG, load
 from dsframe.errors import DsframeError
 from dsframe.world import World
 
 if TYPE_CHECKING:
     from dsframe.tasks.task import Task
 
-DEFAULT_CONFIG = "zero3.json"
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
 
 
