@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from dsframe import world as worlds
 from dsframe.config import DEFAULT_CONFIG, load
-from dsframe.errors import DsframeError
+from dsframe.errors import ConfigError, DsframeError
 from dsframe.world import World
 
 if TYPE_CHECKING:
@@ -102,7 +102,7 @@ def leave(error: DsframeError, world: World, *, verbose: bool) -> NoReturn:
     if verbose:
         traceback.print_exception(error, file=sys.stderr)
     if world.local_rank == 0 or error.exit_code == 7:
-        print(f"dsframe: {error}" if not str(error).startswith("dsframe") else error, file=sys.stderr, flush=True)
+        print(error if isinstance(error, ConfigError) else f"dsframe: {error}", file=sys.stderr, flush=True)
     else:
         time.sleep(3)
     leave_at_once(error.exit_code)

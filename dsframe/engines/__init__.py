@@ -61,7 +61,8 @@ TABLE: dict[str, Entry] = {
         honours=_PLACEMENT
         | _OBSERVERS
         | _REPLICA
-        | {"gradient_sum", "communication_data_type", "grad_accum_dtype", "zenflow", "zero_quantized", "lamb", "lion", "muon", "muadam"},
+        | {"gradient_sum", "communication_data_type", "grad_accum_dtype", "zero_quantized", "zenflow"}
+        | {"lamb", "lion", "muon", "muadam"},
         otherwise={
             "adasum": "combines updates as only Horovod does",
             "fp16_compression": "is Horovod's; DeepSpeed's is communication_data_type",

@@ -9,10 +9,8 @@ from __future__ import annotations
 import contextlib
 import logging
 import os
-import shutil
 import warnings
 from collections.abc import Iterator, Mapping
-from pathlib import Path
 from typing import Any
 
 import torch
@@ -22,6 +20,7 @@ from dsframe import process_group
 from dsframe.checkpoint.state import EngineState, SavedState
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure
 from dsframe.engines import jit, precision, state_zero
+from dsframe.engines.swap import SwapFolders
 from dsframe.errors import EngineError
 from dsframe.tasks.task import Sum
 
@@ -33,8 +32,6 @@ with warnings.catch_warnings():
     import deepspeed
     import deepspeed.ops
     from deepspeed.utils import logger as deepspeed_logger
-
-_MIB = 1024 * 1024
 
 
 class ZeroEngine(Engine):
@@ -53,10 +50,12 @@ class ZeroEngine(Engine):
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         jit.prepare(jit.needed_ops(plan.config, plan.optimizer), plan.world)
         process_group.open_process_group(plan.world, plan.device)
+        document = self._handover()
+        self._swap = SwapFolders(document, plan.world, plan.device)
+        # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 has renamed; on every step, and nothing to do about.
+        warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+_tensor.* is deprecated", FutureWarning)
         with _quiet():
-            self._engine, *_ = deepspeed.initialize(
-                model=build_model(plan), config=self._handover(), dist_init_required=False
-            )
+            self._engine, *_ = deepspeed.initialize(model=build_model(plan), config=document, dist_init_required=False)
         self._updates = 0
 
     def _refuse_what_the_machine_lacks(self) -> None:
@@ -126,18 +125,7 @@ class ZeroEngine(Engine):
         """**Collective.** Frees DeepSpeed's buffers and hooks, and leaves the process group."""
         self._engine.destroy()
         process_group.close_process_group()
-        self._remove_swap_files()
-
-    def _remove_swap_files(self) -> None:
-        zero = self.plan.config.deepspeed.zero_optimization
-        for section in (zero.offload_optimizer, zero.offload_param):
-            if (
-                section is not None
-                and section.device == "nvme"
-                and section.nvme_path
-                and self.plan.world.local_rank == 0
-            ):
-                shutil.rmtree(Path(section.nvme_path) / f"zero_stage_{self._stage}", ignore_errors=True)
+        self._swap.remove()
 
 
 @contextlib.contextmanager

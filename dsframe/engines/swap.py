@@ -1,0 +1,71 @@
+"""A folder of this run's own under ``nvme_path``.
+
+DeepSpeed names its swap files after stage and rank alone, so two runs with one ``nvme_path`` would overwrite each other's
+state without a word, and it leaves the files behind. Each run gets ``dsframe-HOST-PID-RANDOM`` there, removes it at the end,
+and removes those of runs on this host that are no longer alive.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+from pathlib import Path
+from typing import Any
+
+import psutil
+import torch
+import torch.distributed as dist
+
+from dsframe.errors import EngineError
+from dsframe.world import World
+
+_SECTIONS = ("offload_optimizer", "offload_param")
+
+
+class SwapFolders:
+    """The NVMe folders of one run."""
+
+    def __init__(self, document: dict[str, Any], world: World, device: torch.device) -> None:
+        """**Collective.** Points the ``nvme_path`` of ``document`` (DeepSpeed's file as a dict) at folders of this run's own.
+
+        torch.distributed must be initialised. Raises EngineError where a folder cannot be made.
+        """
+        self._world = world
+        self._made: list[Path] = []
+        zero = document.get("zero_optimization", {})
+        sections = [
+            zero[name] for name in _SECTIONS if isinstance(zero.get(name), dict) and zero[name].get("device") == "nvme"
+        ]
+        if not sections:
+            return
+        # Who leads each host, and one number that no other run has: rank 0's draw stands, the others add nothing.
+        table = torch.zeros(world.size + 1, dtype=torch.int64, device=device)
+        table[world.rank] = os.getpid()
+        table[-1] = int.from_bytes(os.urandom(4), "big") if world.is_main else 0
+        dist.all_reduce(table)
+        leader, number = int(table[world.rank - world.local_rank]), int(table[-1])
+        host = socket.gethostname().partition(".")[0]
+        for section in sections:
+            folder = Path(section["nvme_path"]) / f"dsframe-{host}-{leader}-{number:08x}"
+            if world.local_rank == 0:
+                _make(folder, host)
+            section["nvme_path"] = str(folder)
+            self._made.append(folder)
+        dist.barrier()
+
+    def remove(self) -> None:
+        """Removes what this run swapped out."""
+        if self._world.local_rank == 0:
+            for folder in self._made:
+                shutil.rmtree(folder, ignore_errors=True)
+
+
+def _make(folder: Path, host: str) -> None:
+    try:
+        for old in folder.parent.glob(f"dsframe-{host}-*-*"):
+            if not psutil.pid_exists(int(old.name.split("-")[-2])):
+                shutil.rmtree(old, ignore_errors=True)
+        folder.mkdir(exist_ok=True)
+    except OSError as error:
+        raise EngineError(f"cannot swap to {folder.parent}: {error.strerror}; choose another nvme_path") from error
