@@ -12,7 +12,7 @@ from dsframe.config.legacy import REMOVED, RENAMED, SYNONYMS, modernise
 from dsframe.config.model import File, children, places, section_at, shape
 from dsframe.config.reader import Path
 from dsframe.config.schema.base import Section
-from dsframe.config.suggest import closest
+from dsframe.config.suggest import closest, containing
 
 _LEGACY = frozenset({*REMOVED, *RENAMED, *SYNONYMS})
 _COMMON = frozenset({"enabled", "type", "name", "params", "dtype", "profile", "mode", "model", "seed", "d", "shape"})
@@ -96,7 +96,7 @@ class _Repair:
         legal = [name for name in owner.model_fields if name not in raw]
         name = closest(key, legal, 1)
         if name is None and self.home(places().get(key, ()), here, raw[key]) is None:
-            name = closest(key, legal)
+            name = closest(key, legal) or containing(key, legal)
         return name
 
     def rename(self, raw: dict[str, Any], here: Path, name: str) -> None:
@@ -133,7 +133,8 @@ class _Repair:
             where = f'under "{dotted(home)}"' if home else "at the top level"
             self.findings.error(here, "unknown key", f'did you mean "{similar}" {where}?', code="unknown-key")
             return
-        effect = "DeepSpeed raises" if owner.coerced and here[0] != "dsframe" else "DeepSpeed ignores it"
+        raises = owner.coerced or "params" in here
+        effect = "DeepSpeed raises" if raises else "DeepSpeed ignores it"
         if here[0] == "dsframe":
             self.findings.error(here, "unknown key", "remove it", code="unknown-key")
         else:

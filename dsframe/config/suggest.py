@@ -26,13 +26,24 @@ def closest(word: str, candidates: Iterable[str], limit: int | None = None) -> s
             distance = 0.5
         else:
             distance = DamerauLevenshtein.distance(word, candidate, score_cutoff=limit)
-            if distance > limit or distance >= max(len(word), len(candidate)) - 1 > 0:
+            if distance > limit or distance >= max(len(word), len(candidate)):
                 continue
         # Among equals: the same letters in another order, then the longest common start.
         rank = (distance, _order(word, candidate), candidate)
         if best is None or rank < best:
             best = rank
     return best[2] if best else None
+
+
+def containing(word: str, candidates: Iterable[str]) -> str | None:
+    """The only candidate that has every part of ``word``: ``warmup_steps`` is short for ``warmup_num_steps``."""
+    parts = _parts(word)
+    found = [candidate for candidate in candidates if len(parts) > 1 and parts <= _parts(candidate)]
+    return found[0] if len(found) == 1 else None
+
+
+def _parts(word: str) -> set[str]:
+    return {part.removesuffix("s") for part in word.lower().split("_")}
 
 
 def _plain(word: str) -> str:

@@ -15,7 +15,11 @@ from dsframe.config.reader import NOT_JSON, Path, number_of
 from dsframe.config.schema.base import Section
 from dsframe.config.schema.deepspeed import Scalars
 from dsframe.config.schema.zero import LeafModule
+from dsframe.config.settings import TASKS
 from dsframe.config.suggest import closest
+
+_MEANT = {"gpu": "none", "cuda": "none", "device": "none", "average": "mean", "avg": "mean", "warning": "WARN"}
+"""Words of other tools -> the word here, where it is one of the words."""
 
 _TRUE, _FALSE = {"true", "yes", "on", "y", "t", "1"}, {"false", "no", "off", "n", "f", "0"}
 
@@ -175,9 +179,15 @@ def _expected(section: type[Section], inner: Path, raw: Any) -> Shape:
 
 def _not_one_of(here: Path, value: Any, expected: Shape, findings: Findings) -> None:
     words = [word for word in expected.literals if isinstance(word, str)]
-    similar = closest(value, words, max(2, len(value) // 3)) if isinstance(value, str) else None
+    phrase = expected.phrase
+    if here == ("dsframe", "task", "name"):
+        words, phrase = [*TASKS], '"vision", "language" or "package.module:Class"'
+    similar = None
+    if isinstance(value, str):
+        meant = _MEANT.get(value.lower(), "")
+        similar = meant if meant in words else closest(value, words, max(1, len(value) // 3))
     remedy = f'did you mean "{similar}"?' if similar else ""
-    findings.error(here, f"{show(value)} must be {expected.phrase}", remedy, code="value", at_value=True)
+    findings.error(here, f"{show(value)} must be {phrase}", remedy, code="value", at_value=True)
 
 
 def _wrong_type(here: Path, value: Any, expected: Shape, findings: Findings) -> None:
@@ -189,7 +199,7 @@ def _wrong_type(here: Path, value: Any, expected: Shape, findings: Findings) -> 
         findings.error(here, message, hint, code="type", at_value=True)
         return
     if isinstance(value, str) and expected.kinds & {"int", "float"} and number_of(value) is not None:
-        remedy = f"write {show(number_of(value))} without quotes"
+        remedy = f"write {value.strip()} without quotes"
     elif isinstance(value, str) and "bool" in expected.kinds and value.lower().rstrip(",") in _TRUE | _FALSE:
         remedy = f"write {show(value.lower().rstrip(',') in _TRUE)} without quotes"
     elif value is None:
@@ -255,6 +265,9 @@ class _Converter:
 
     def value(self, owner: type[Section], value: Any, expected: Shape, here: Path) -> Any:
         kinds = expected.kinds
+        if isinstance(value, bool) and kinds & {"int", "float"} and "bool" not in kinds:
+            _wrong_type(here, value, expected, self.findings)  # for pydantic, true is one of 0, 1, 2, 3
+            return value
         if isinstance(value, float) and value == value and abs(value) != float("inf") and value == int(value):
             return int(value) if "int" in kinds and "float" not in kinds else value
         if isinstance(value, int) and not isinstance(value, bool) and "bool" in kinds and value in (0, 1):

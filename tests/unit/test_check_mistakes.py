@@ -1,0 +1,498 @@
+# ruff: noqa: E501 - a table: one line for each message
+"""Single mistakes, each with the exact message: what ``dsframe check`` prints for it."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsframe.config.check import line
+from dsframe.config.load import examine
+
+MISTAKES = [
+    (
+        "top-level typo",
+        '{"train_batch_size": 8, "zero_optimisation": {"stage": 2}}',
+        'f.json:1:25: zero_optimisation: unknown key; did you mean "zero_optimization"?',
+    ),
+    (
+        "typo in a scalar",
+        '{"train_batch_size": 8, "gradient_acumulation_steps": 2}',
+        'f.json:1:25: gradient_acumulation_steps: unknown key; did you mean "gradient_accumulation_steps"?',
+    ),
+    (
+        "typo in a section",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "overlap_com": true}}',
+        'f.json:1:59: zero_optimization.overlap_com: unknown key; did you mean "overlap_comm"?',
+    ),
+    (
+        "typo two levels down",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_optimizer": {"devise": "cpu"}}}',
+        'f.json:1:81: zero_optimization.offload_optimizer.devise: unknown key; did you mean "device"?',
+    ),
+    (
+        "typo in optimizer params",
+        '{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 1e-3, "wieght_decay": 0.1}}}',
+        'f.json:1:78: optimizer.params.wieght_decay: unknown key; did you mean "weight_decay"?',
+    ),
+    (
+        "typo in scheduler params",
+        '{"train_batch_size": 8, "scheduler": {"type": "WarmupLR", "params": {"warmup_step": 10}}}',
+        'f.json:1:70: scheduler.params.warmup_step: unknown key; did you mean "warmup_num_steps"?',
+    ),
+    (
+        "camel case",
+        '{"train_batch_size": 8, "gradientClipping": 1.0}',
+        'f.json:1:25: gradientClipping: unknown key; did you mean "gradient_clipping"?',
+    ),
+    (
+        "unknown key",
+        '{"train_batch_size": 8, "wibble": 1}',
+        'f.json:1:25: wibble: unknown key; DeepSpeed ignores it; remove it, or pass it on with "dsframe": {"pass_through": ["wibble"]}',
+    ),
+    (
+        "unknown key in a pydantic section",
+        '{"train_batch_size": 8, "fp16": {"enabled": true, "wibble": 1}}',
+        'f.json:1:51: fp16.wibble: unknown key; DeepSpeed raises; remove it, or pass it on with "dsframe": {"pass_through": ["fp16.wibble"]}',
+    ),
+    (
+        "misspelled and right",
+        '{"train_batch_size": 8, "gradient_cliping": 1.0, "gradient_clipping": 1.0}',
+        'f.json:1:25: gradient_cliping: unknown key; it looks like "gradient_clipping", which is there too; keep one',
+    ),
+    (
+        "misplaced section",
+        '{"train_batch_size": 8, "offload_optimizer": {"device": "cpu"}, "zero_optimization": {"stage": 2}}',
+        'f.json:1:25: offload_optimizer: belongs under "zero_optimization"',
+    ),
+    (
+        "misplaced scalar",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "gradient_clipping": 1.0}}',
+        "f.json:1:59: zero_optimization.gradient_clipping: belongs at the top level",
+    ),
+    (
+        "misplaced learning rate",
+        '{"train_batch_size": 8, "optimizer": {"type": "Adam", "lr": 0.1}}',
+        'f.json:1:55: optimizer.lr: belongs under "optimizer.params"',
+    ),
+    (
+        "stage at the top",
+        '{"train_batch_size": 8, "stage": 2}',
+        'f.json:1:25: stage: belongs under "zero_optimization"',
+    ),
+    (
+        "removed section",
+        '{"train_batch_size": 8, "elasticity": {"enabled": true}}',
+        "f.json:1:25: elasticity: removed from DeepSpeed 0.19: its presence raises; set train_batch_size, train_micro_batch_size_per_gpu and gradient_accumulation_steps yourself",
+    ),
+    (
+        "removed key",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 3, "mics_shard_size": 8}}',
+        "f.json:1:59: zero_optimization.mics_shard_size: removed from DeepSpeed 0.19: its presence raises; use zero_hpz_partition_size for a secondary partition",
+    ),
+    (
+        "removed and off",
+        '{"train_batch_size": 8, "amp": {"enabled": false}}',
+        "f.json:1:25: amp: removed from DeepSpeed 0.19: its presence raises; remove it: it is off anyway",
+    ),
+    (
+        "key of another tool",
+        '{"train_batch_size": 8, "max_grad_norm": 1.0}',
+        'f.json:1:25: max_grad_norm: unknown key; DeepSpeed says "gradient_clipping"',
+    ),
+    (
+        "fp32 all-reduce",
+        '{"train_batch_size": 8, "fp32_allreduce": true}',
+        'f.json:1:25: fp32_allreduce: removed from DeepSpeed, which ignores it; write "communication_data_type": "fp32"',
+    ),
+    (
+        "Apex option",
+        '{"train_batch_size": 8, "fp16": {"enabled": true, "opt_level": "O2"}}',
+        "f.json:1:51: fp16.opt_level: an option of Apex, which is gone: DeepSpeed raises; remove it",
+    ),
+    (
+        "loss scale of bf16",
+        '{"train_batch_size": 8, "bf16": {"enabled": true, "loss_scale": 0}}',
+        "f.json:1:51: bf16.loss_scale: bf16 has no loss scaling: DeepSpeed raises; remove it",
+    ),
+    (
+        "max_grad_norm in params",
+        '{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.1, "max_grad_norm": 1.0}}}',
+        'f.json:1:77: optimizer.params.max_grad_norm: no argument of an optimizer: DeepSpeed raises; write "gradient_clipping" at the top level',
+    ),
+    (
+        "duplicate key",
+        '{"train_batch_size": 8, "steps_per_print": 1, "steps_per_print": 2}',
+        "f.json:1:47: steps_per_print: duplicate key, first on line 1: DeepSpeed raises; keep one",
+    ),
+    (
+        "duplicate key inside",
+        '{"train_batch_size": 8, "fp16": {"enabled": true, "enabled": false}}',
+        "f.json:1:51: fp16.enabled: duplicate key, first on line 1: DeepSpeed raises; keep one",
+    ),
+    (
+        "text for a rate",
+        '{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": "1e-3"}}}',
+        'f.json:1:72: optimizer.params.lr: "1e-3" must be a number; write 1e-3 without quotes',
+    ),
+    (
+        "text for a number",
+        '{"train_batch_size": 8, "gradient_clipping": "1.0"}',
+        'f.json:1:46: gradient_clipping: "1.0" must be a number; write 1.0 without quotes',
+    ),
+    (
+        "text for a switch",
+        '{"train_batch_size": 8, "wall_clock_breakdown": "false"}',
+        'f.json:1:49: wall_clock_breakdown: "false" must be true or false; write false without quotes',
+    ),
+    (
+        "exponent in text",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "reduce_bucket_size": "5e8"}}',
+        'f.json:1:81: zero_optimization.reduce_bucket_size: "5e8" must be a whole number; write 5e8 without quotes',
+    ),
+    (
+        "true for a number",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": true}}',
+        "f.json:1:56: zero_optimization.stage: true must be 0, 1, 2 or 3",
+    ),
+    (
+        "true for a batch",
+        '{"train_batch_size": true}',
+        "f.json:1:22: train_batch_size: true must be a whole number",
+    ),
+    (
+        "fraction for a count",
+        '{"train_batch_size": 8, "gradient_accumulation_steps": 1.5}',
+        "f.json:1:56: gradient_accumulation_steps: 1.5 must be a whole number",
+    ),
+    (
+        "switch for a section",
+        '{"train_batch_size": 8, "bf16": true}',
+        'f.json:1:33: bf16: expected an object, found true; write {"enabled": true}',
+    ),
+    (
+        "list for a section",
+        '{"train_batch_size": 8, "zero_optimization": [2]}',
+        "f.json:1:46: zero_optimization: expected an object, found [2]; write an object {...}",
+    ),
+    (
+        "null for a section",
+        '{"train_batch_size": 8, "fp16": null}',
+        "f.json:1:33: fp16: null is not an object: DeepSpeed raises; remove the key",
+    ),
+    (
+        "device for a section",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_optimizer": "cpu"}}',
+        'f.json:1:80: zero_optimization.offload_optimizer: "cpu" must be an object {...}; write {"device": "cpu"}',
+    ),
+    (
+        "impossible auto",
+        '{"train_batch_size": 8, "steps_per_print": "auto"}',
+        'f.json:1:44: steps_per_print: "auto" is not possible here; write a value, or remove the key',
+    ),
+    (
+        "impossible auto in params",
+        '{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.1, "torch_adam": "auto"}}}',
+        'f.json:1:91: optimizer.params.torch_adam: "auto" is not possible here; write a value, or remove the key',
+    ),
+    (
+        "stage out of range",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 4}}',
+        "f.json:1:56: zero_optimization.stage: 4 must be 0, 1, 2 or 3",
+    ),
+    (
+        "negative norm",
+        '{"train_batch_size": 8, "gradient_clipping": -1}',
+        "f.json:1:46: gradient_clipping: -1 must be at least 0",
+    ),
+    (
+        "zero batch",
+        '{"train_batch_size": 0}',
+        "f.json:1:22: train_batch_size: 0 must be above 0",
+    ),
+    (
+        "beta of one",
+        '{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"betas": [0.9, 1.0]}}}',
+        "f.json:1:81: optimizer.params.betas[1]: 1 must be below 1",
+    ),
+    (
+        "one beta",
+        '{"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"betas": [0.9]}}}',
+        "f.json:1:75: optimizer.params.betas: [0.9] must have 2 items",
+    ),
+    (
+        "bucket of nothing",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "reduce_bucket_size": 0}}',
+        "f.json:1:81: zero_optimization.reduce_bucket_size: 0 must be above 0",
+    ),
+    (
+        "infinity",
+        '{"train_batch_size": 8, "gradient_clipping":\nInfinity\n}',
+        "f.json:2:1: gradient_clipping: Infinity without quotes is text and must be a number; JSON has no infinity: write a large number",
+    ),
+    (
+        "number too large",
+        '{"train_batch_size": 8, "gradient_clipping": 1e999}',
+        "f.json:1:46: the number 1e999... is too large",
+    ),
+    (
+        "unknown device",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_param": {"device": "gpu"}}}',
+        'f.json:1:87: zero_optimization.offload_param.device: "gpu" must be "none", "cpu" or "nvme"; did you mean "none"?',
+    ),
+    (
+        "misspelled device",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvm"}}}',
+        'f.json:1:87: zero_optimization.offload_param.device: "nvm" must be "none", "cpu" or "nvme"; did you mean "nvme"?',
+    ),
+    (
+        "unknown optimizer",
+        '{"train_batch_size": 8, "optimizer": {"type": "AdamX", "params": {}}}',
+        'f.json:1:47: optimizer.type: "AdamX" is known neither to DeepSpeed nor to torch.optim; did you mean "Adam"?',
+    ),
+    (
+        "case of a torch optimizer",
+        '{"train_batch_size": 8, "optimizer": {"type": "sgd", "params": {}}}',
+        'f.json:1:47: optimizer.type: "sgd" is known neither to DeepSpeed nor to torch.optim; did you mean "SGD"?',
+    ),
+    (
+        "removed optimizer",
+        '{"train_batch_size": 8, "optimizer": {"type": "OneBitAdam", "params": {}}}',
+        'f.json:1:47: optimizer.type: "OneBitAdam" cannot be used: 1-bit Adam has been removed from DeepSpeed',
+    ),
+    (
+        "optimizer with a closure",
+        '{"train_batch_size": 8, "optimizer": {"type": "LBFGS", "params": {}}}',
+        'f.json:1:47: optimizer.type: "LBFGS" cannot be used: it needs a closure, which no engine gives it',
+    ),
+    (
+        "no type",
+        '{"train_batch_size": 8, "optimizer": {"params": {"lr": 0.1}}}',
+        "f.json:1:25: optimizer.type: is required; add it",
+    ),
+    (
+        "unknown scheduler",
+        '{"train_batch_size": 8, "scheduler": {"type": "WarmupLr", "params": {}}}',
+        'f.json:1:47: scheduler.type: "WarmupLr" is known neither to DeepSpeed nor to torch.optim.lr_scheduler; did you mean "WarmupLR"?',
+    ),
+    (
+        "scheduler without params",
+        '{"train_batch_size": 8, "scheduler": {"type": "WarmupLR"}}',
+        'f.json:1:25: scheduler: "params" is required: DeepSpeed raises; add "params": {}',
+    ),
+    (
+        "required parameter",
+        '{"train_batch_size": 8, "scheduler": {"type": "WarmupDecayLR", "params": {}}}',
+        "f.json:1:64: scheduler.params.total_num_steps: is required; add it",
+    ),
+    (
+        "communication type",
+        '{"train_batch_size": 8, "communication_data_type": "fp8"}',
+        'f.json:1:52: communication_data_type: "fp8" must be "fp16", "bf16" or "fp32"',
+    ),
+    (
+        "reduction",
+        '{"train_batch_size": 8, "gradient_allreduce_op": "max"}',
+        'f.json:1:50: gradient_allreduce_op: "max" must be "mean" or "sum"',
+    ),
+    (
+        "fp16 and bf16",
+        '{"train_batch_size": 8, "fp16": {"enabled": true}, "bf16": {"enabled": true}}',
+        "f.json:1:72: bf16.enabled: fp16 is enabled too: DeepSpeed raises; enable one of them",
+    ),
+    (
+        "pipeline and ZeRO-2",
+        '{"train_batch_size": 8, "pipeline": {"stages": 2}, "zero_optimization": {"stage": 2}}',
+        "f.json:1:83: zero_optimization.stage: 2 is not possible with a pipeline: DeepSpeed raises; use stage 0 or 1",
+    ),
+    (
+        "NVMe without a path",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 3, "offload_param": {"device": "nvme"}}}',
+        'f.json:1:87: zero_optimization.offload_param.device: "nvme" needs "nvme_path": DeepSpeed raises; add the folder on the drive',
+    ),
+    (
+        "partial offload below stage 3",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu", "ratio": 0.5}}}',
+        "f.json:1:107: zero_optimization.offload_optimizer.ratio: below 1.0 only at stage 3: DeepSpeed raises; remove it",
+    ),
+    (
+        "sum at stage 3",
+        '{"train_batch_size": 8, "gradient_allreduce_op": "sum", "zero_optimization": {"stage": 3}}',
+        'f.json:1:50: gradient_allreduce_op: "sum" is not possible with ZeRO stage 3: DeepSpeed raises; write "mean"',
+    ),
+    (
+        "prescaling at stage 2",
+        '{"train_batch_size": 8, "prescale_gradients": true, "zero_optimization": {"stage": 2}}',
+        'f.json:1:47: prescale_gradients: true is not possible with reduce-scatter at stage 2: DeepSpeed raises; write "reduce_scatter": false under "zero_optimization", or remove it',
+    ),
+    (
+        "SGD with ZeRO",
+        '{"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "zero_optimization": {"stage": 1}}',
+        'f.json:1:47: optimizer.type: SGD is untested with ZeRO: DeepSpeed raises; add "zero_allow_untested_optimizer": true',
+    ),
+    (
+        "torch argument",
+        '{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "fused": true}}}',
+        "f.json:1:87: optimizer.params.fused: an argument of torch's Adam: DeepSpeed's own raises; add \"torch_adam\": true",
+    ),
+    (
+        "master weights without ZeRO",
+        '{"train_batch_size": 8, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true}}',
+        "f.json:1:84: bf16.bf16_master_weights_and_grads: needs ZeRO: DeepSpeed raises; set the stage to 1, 2 or 3",
+    ),
+    (
+        "old name and new",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "cpu_offload": true, "offload_optimizer": {"device": "cpu"}}}',
+        'f.json:1:59: zero_optimization.cpu_offload: deprecated name of "offload_optimizer", which is there too: DeepSpeed raises; remove it',
+    ),
+    (
+        "curriculum without metrics",
+        '{"train_batch_size": 8, "data_efficiency": {"enabled": true, "data_sampling": {"enabled": true, "curriculum_learning": {"enabled": true}}}}',
+        "f.json:1:120: data_efficiency.data_sampling.curriculum_learning: curriculum_metrics is required: DeepSpeed raises; add it",
+    ),
+    (
+        "no batch size",
+        '{"steps_per_print": 10}',
+        'f.json:1:1: no batch size; write "train_batch_size" or "train_micro_batch_size_per_gpu"; DeepSpeed needs one of them',
+    ),
+    (
+        "batch sizes that disagree",
+        '{"train_batch_size": 100, "train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 4}',
+        "f.json:1:22: train_batch_size: 100 is not divisible by 8 (micro) x 4 (accumulation), on any number of processes; the nearest legal batch sizes are 96 or 128",
+    ),
+    (
+        "epochs and steps",
+        '{"train_batch_size": 8, "dsframe": {"epochs": 1, "steps": 10}}',
+        "f.json:1:59: dsframe.steps: epochs is given too; keep one of them",
+    ),
+    (
+        "unknown engine",
+        '{"train_batch_size": 8, "dsframe": {"engine": "horovodd"}}',
+        'f.json:1:47: dsframe.engine: "horovodd" must be "auto", "deepspeed", "horovod", "ddp" or "single"; did you mean "horovod"?',
+    ),
+    (
+        "heads and width",
+        '{"train_batch_size": 8, "dsframe": {"task": {"name": "language", "heads": 3}}}',
+        "f.json:1:75: dsframe.task.heads: 3 does not divide width 256; choose another",
+    ),
+    (
+        "task without a class",
+        '{"train_batch_size": 8, "dsframe": {"task": {"name": "my.module:"}}}',
+        'f.json:1:54: dsframe.task.name: "my.module:" is not "package.module:Class"',
+    ),
+    (
+        "unknown task",
+        '{"train_batch_size": 8, "dsframe": {"task": {"name": "visoin"}}}',
+        'f.json:1:54: dsframe.task.name: "visoin" must be "vision", "language" or "package.module:Class"; did you mean "vision"?',
+    ),
+    (
+        "unclosed",
+        '{"train_batch_size": 8, "fp16": {"enabled": true}',
+        'f.json:1:1: "{" is never closed; add the missing }',
+    ),
+    (
+        "word of Python",
+        '{"train_batch_size": 8, "fp16": {"enabled": True}}',
+        "f.json:1:45: True without quotes is text that runs to the end of the line, brackets included; write true",
+    ),
+    (
+        "missing colon",
+        '{"train_batch_size" 8}',
+        "f.json:1:21: expected ':' after the key, found '8}'",
+    ),
+    (
+        "text without end",
+        '{"train_batch_size": 8, "optimizer": {"type": "Adam}}\n',
+        'f.json:1:47: text without its closing "; add the missing "',
+    ),
+    (
+        "two objects",
+        '{"train_batch_size": 8} {}',
+        "f.json:1:25: text after the end of the file's object: '{}'; check the closing brackets",
+    ),
+    (
+        "list at the top",
+        "[8]",
+        "f.json:1:1: the top of the file must be an object {...}",
+    ),
+    (
+        "nothing",
+        '{"train_batch_size": }',
+        "f.json:1:22: expected a value, found '}'",
+    ),
+    (
+        "file of Accelerate",
+        '{"distributed_type": "DEEPSPEED"}',
+        "f.json:1:1: this is a configuration of Hugging Face Accelerate; check the file that its deepspeed_config_file names",
+    ),
+    (
+        "no effect: stage 3 key",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "stage3_max_live_parameters": 1e9}}',
+        "f.json:1:59: warning: zero_optimization.stage3_max_live_parameters: has no effect at stage 2; it needs stage 3; else remove it",
+    ),
+    (
+        "no effect: parameter offload",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_param": {"device": "cpu"}}}',
+        "f.json:1:59: warning: zero_optimization.offload_param: has no effect at stage 2: nothing is offloaded; it needs stage 3",
+    ),
+    (
+        "no effect: optimizer offload",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 0, "offload_optimizer": {"device": "cpu"}}}',
+        "f.json:1:59: warning: zero_optimization.offload_optimizer: has no effect at stage 0: nothing is offloaded; it needs stage 1, 2 or 3",
+    ),
+    (
+        "no effect: NVMe at stage 2",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}}',
+        'f.json:1:91: warning: zero_optimization.offload_optimizer.device: at stage 2 DeepSpeed silently takes "cpu" for "nvme"; write "cpu", or use stage 3',
+    ),
+    (
+        "no effect: no stage",
+        '{"train_batch_size": 8, "zero_optimization": {"overlap_comm": true}}',
+        'f.json:1:25: warning: zero_optimization: "stage" is absent: it is 0, and ZeRO is off; write "stage": 1, 2 or 3',
+    ),
+    (
+        "deprecated: switch",
+        '{"train_batch_size": 8, "zero_optimization": true}',
+        'f.json:1:46: warning: zero_optimization: true is deprecated and means stage 1; write {"stage": 1}',
+    ),
+    (
+        "deprecated: offload",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 2, "cpu_offload": true}}',
+        'f.json:1:59: warning: zero_optimization.cpu_offload: deprecated; write "offload_optimizer": {"device": "cpu"}',
+    ),
+    (
+        "deprecated: bfloat16",
+        '{"train_batch_size": 8, "bfloat16": {"enabled": true}}',
+        'f.json:1:25: warning: bfloat16: deprecated; write "bf16"',
+    ),
+    (
+        "coerced number",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": "2"}}',
+        'f.json:1:56: warning: zero_optimization.stage: "2" is taken as 2; write 2',
+    ),
+    (
+        "coerced switch",
+        '{"train_batch_size": 8, "fp16": {"enabled": "yes"}}',
+        'f.json:1:45: warning: fp16.enabled: "yes" is taken as true; write true',
+    ),
+    (
+        "torch schedule with ZeRO",
+        '{"train_batch_size": 8, "scheduler": {"type": "StepLR", "params": {"step_size": 5}}, "zero_optimization": {"stage": 1}}',
+        "f.json:1:47: warning: scheduler.type: plain DeepSpeed raises: torch's StepLR does not take a ZeRO optimizer; dsframe runs the schedule itself; for plain DeepSpeed choose WarmupLR and its like",
+    ),
+    (
+        "warm-up longer than training",
+        '{"train_batch_size": 8, "scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 100}}}',
+        "f.json:1:94: warning: scheduler.params.total_num_steps: total_num_steps 100 is less than warmup_num_steps 1000, its default: training ends in its warm-up; raise the one or lower the other",
+    ),
+]
+
+
+def test_table_is_long_enough() -> None:
+    assert len(MISTAKES) >= 60
+    assert len({name for name, _, _ in MISTAKES}) == len(MISTAKES)
+
+
+@pytest.mark.parametrize(("text", "message"), [pair[1:] for pair in MISTAKES], ids=[pair[0] for pair in MISTAKES])
+def test_message(text: str, message: str) -> None:
+    found = [line(problem) for problem in examine(text, "f.json").problems if problem.severity != "note"]
+    assert found == [message]

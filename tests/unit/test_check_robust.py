@@ -1,0 +1,218 @@
+"""Damaged files: every one gets a verdict, none a traceback, none a wait; and slips get the right suggestion."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import json
+import random
+import string
+import time
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dsframe.config.check import line
+from dsframe.config.docs import sections
+from dsframe.config.fix import fix
+from dsframe.config.load import Examined, examine
+from dsframe.config.reader import ReadError, read
+from dsframe.config.render import resolved
+from dsframe.errors import ConfigError
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+PUBLIC = sorted((REPOSITORY.parent / "shared" / "public_ds_configs").glob("*.json"))
+OWN = sorted(path for path in (REPOSITORY / "ds_configs").glob("*.json") if "schema" not in path.name)
+TEXTS = [path.read_text() for path in OWN + PUBLIC]
+
+
+def _trees() -> list[dict[str, Any]]:
+    found = []
+    for text in TEXTS:
+        try:
+            root = read(text).root
+        except ReadError:
+            continue
+        if isinstance(root, dict) and root:
+            found.append(root)
+    return found
+
+
+TREES = _trees()
+LIMIT_SECONDS = 2.0
+MANY = settings(
+    max_examples=1000,
+    deadline=None,
+    derandomize=True,
+    database=None,
+    suppress_health_check=[HealthCheck.too_slow, HealthCheck.data_too_large],
+)
+
+PIECES = st.sampled_from(
+    ["{", "}", "[", "]", ",", ":", '"', "'", "\\", "\n", "//", "#", "/*", "*/", "'''", "auto", "null", "true", "NaN", "1e999",
+     "-", "0", "9" * 400, "é", "\x00", "\ufeff", "\ud83d\ude00", '"stage": 9', '"a": {"b": [', "True", " "]
+)  # fmt: skip
+
+SCALARS = (
+    st.none()
+    | st.booleans()
+    | st.integers()
+    | st.floats()
+    | st.text(max_size=8)
+    | st.sampled_from(["auto", "cpu", "2", "1e-3"])
+)
+VALUES = st.recursive(
+    SCALARS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=6), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+def judged(text: str) -> Examined:
+    """The verdict on a text, and everything that a user can ask for afterwards."""
+    start = time.perf_counter()
+    examined = examine(text, "x.json")
+    for problem in examined.problems:
+        assert line(problem)
+        assert problem.message
+        assert problem.code
+        assert problem.line <= text.count("\n") + 1
+    errors = [problem for problem in examined.problems if problem.severity == "error"]
+    assert examined.config is not None or errors
+    if examined.config is not None:
+        json.dumps(examined.config.written())
+        assert len(examined.config.digest) == 64
+        if not errors:
+            with contextlib.suppress(ConfigError):  # the batch sizes may not divide
+                resolved(examined.config, 2)
+    assert time.perf_counter() - start < LIMIT_SECONDS
+    return examined
+
+
+@MANY
+@given(
+    st.sampled_from(TEXTS),
+    st.lists(st.tuples(st.integers(0, 5000), st.integers(0, 30), PIECES), min_size=1, max_size=5),
+)
+def test_damaged_text(text: str, edits: list[tuple[int, int, str]]) -> None:
+    for position, length, piece in edits:
+        at = position % (len(text) + 1)
+        text = text[:at] + piece + text[at + length :]
+    judged(text)
+
+
+def _paths(value: Any, path: tuple[Any, ...] = ()) -> Iterator[tuple[Any, ...]]:
+    if path:
+        yield path
+    items = value.items() if isinstance(value, dict) else enumerate(value) if isinstance(value, list) else ()
+    for key, inner in items:
+        yield from _paths(inner, (*path, key))
+
+
+@MANY
+@given(
+    st.sampled_from(TREES),
+    st.lists(st.tuples(st.integers(0, 10_000), st.sampled_from("vdkm"), VALUES, st.text(max_size=5))),
+)
+def test_damaged_values(tree: dict[str, Any], edits: list[tuple[int, str, Any, str]]) -> None:
+    tree = copy.deepcopy(tree)
+    for index, kind, value, name in edits:
+        paths = list(_paths(tree))
+        if not paths:
+            break
+        path = paths[index % len(paths)]
+        owner: Any = tree
+        for part in path[:-1]:
+            owner = owner[part]
+        if kind == "v":
+            owner[path[-1]] = value
+        elif kind == "d":
+            del owner[path[-1]]
+        elif kind == "m":  # misplaced: to the top level
+            tree[str(path[-1])] = owner[path[-1]]
+        elif isinstance(owner, dict):
+            owner[str(path[-1])[:-1] + name] = owner.pop(path[-1])
+    judged(json.dumps(tree))
+
+
+def test_fix_keeps_the_meaning_and_ends() -> None:
+    """Whatever is fixed reads the same, and fixing again changes nothing."""
+    rng = random.Random(7)
+    for tree in TREES:
+        for _ in range(3):
+            damaged = copy.deepcopy(tree)
+            for _ in range(rng.randint(1, 4)):
+                path = rng.choice(list(_paths(damaged)))
+                owner: Any = damaged
+                for part in path[:-1]:
+                    owner = owner[part]
+                if isinstance(owner, dict) and len(str(path[-1])) > 3:
+                    owner[slip(path[-1], rng)] = owner.pop(path[-1])
+            text = json.dumps(damaged, indent=2)
+            before = examine(text, "x.json")
+            after_text, difference = fix(text, "x.json")
+            after = examine(after_text, "x.json")
+            assert before.config is not None
+            assert after.config is not None
+            assert after.config.written() == before.config.written()
+            assert bool(difference) == (after_text != text)
+            assert fix(after_text, "x.json") == (after_text, "")
+            json.loads(after_text)  # a file that was JSON stays JSON
+
+
+def slip(word: str, rng: random.Random) -> str:
+    """``word`` with one letter left out, added, changed, or swapped with the next."""
+    at = rng.randrange(len(word))
+    kind = rng.choice("dist")
+    letter = rng.choice(string.ascii_lowercase)
+    if kind == "d":
+        return word[:at] + word[at + 1 :]
+    if kind == "i":
+        return word[:at] + letter + word[at:]
+    if kind == "s":
+        return word[:at] + letter + word[at + 1 :]
+    at = min(at, max(0, len(word) - 2))
+    return word[:at] + word[at + 1 : at + 2] + word[at : at + 1] + word[at + 2 :]
+
+
+def holder(path: tuple[str, ...], document: dict[str, Any]) -> dict[str, Any]:
+    """The object at a path as ``sections()`` names it, made if need be."""
+    owner = document
+    for part in path:
+        name, _, rest = part.partition(" ")
+        choice = rest.strip("()").split(",")[0]
+        if name == "params":
+            owner["type"] = choice
+        if name == "task":
+            owner = owner.setdefault(name, {"name": "a.b:C" if choice == "custom" else choice})
+        elif name.endswith("[]"):
+            owner = owner.setdefault(name[:-2], [{}])[0]
+        elif name.endswith(".NAME"):
+            owner = owner.setdefault(name[:-5], {}).setdefault("metric", {})
+        else:
+            owner = owner.setdefault(name, {})
+    return owner
+
+
+def test_slips_get_the_right_suggestion_first() -> None:
+    rng = random.Random(3)
+    right = total = 0
+    for path, section in sections():
+        for key in section.model_fields:
+            for _ in range(4):
+                word = slip(key, rng)
+                if not word or word in section.model_fields:
+                    continue
+                document: dict[str, Any] = {"train_batch_size": 1}
+                owner = holder(path, document)
+                owner.pop(key, None)
+                owner[word] = 1
+                found = [p for p in examine(json.dumps(document), "x.json").problems if p.path.split(".")[-1] == word]
+                total += 1
+                right += any(f'"{key}"' in problem.message + problem.remedy for problem in found)
+    print(f"{right} of {total} slips: {right / total:.1%}")
+    assert total > 2000
+    assert right / total >= 0.95

@@ -1,0 +1,365 @@
+"""From a file to a ``Config``: defaults, overrides, "auto", batch sizes, and what DeepSpeed gets."""
+
+from __future__ import annotations
+
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+from pydantic import ValidationError
+
+from dsframe.config import CustomTask, Facts, LanguageTask, VisionTask, features, find, load
+from dsframe.errors import ConfigError
+
+MICRO, STEPS, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+
+
+def write(folder: Path, content: Any, name: str = "c.json") -> Path:
+    path = folder / name
+    path.write_text(content if isinstance(content, str) else json.dumps(content, indent=2))
+    return path
+
+
+def messages(caught: pytest.ExceptionInfo[ConfigError]) -> list[str]:
+    return [str(problem) for problem in caught.value.problems]
+
+
+def test_defaults_are_deepspeeds() -> None:
+    config = load({TRAIN: 8})
+    file = config.deepspeed
+    assert file.gradient_clipping == 1.0  # since 0.19
+    assert file.optimizer is None
+    assert file.zero_optimization.stage == 0
+    assert file.zero_optimization.optimizer_device == "none"
+    assert file.pipeline.stages == 1
+    assert config.settings.engine == "auto"
+    assert isinstance(config.settings.task, VisionTask)
+    assert config.problems == ()
+
+
+def test_everything_is_frozen() -> None:
+    config = load({TRAIN: 8})
+    with pytest.raises(ValidationError, match="frozen"):
+        config.deepspeed.gradient_clipping = 2.0  # type: ignore[misc]
+    with pytest.raises(AttributeError):
+        config.path = None  # type: ignore[misc]
+
+
+def test_integral_floats_are_integers(tmp_path: Path) -> None:
+    path = write(tmp_path, '{"train_batch_size": 8, "zero_optimization": {"stage": 3, "sub_group_size": 1e12}}')
+    config = load(path)
+    assert config.deepspeed.zero_optimization.sub_group_size == 10**12
+    assert isinstance(config.for_deepspeed(1)["zero_optimization"]["sub_group_size"], int)
+
+
+@pytest.mark.parametrize(
+    ("task", "kind"),
+    [
+        ({}, VisionTask),
+        ({"name": "vision"}, VisionTask),
+        ({"name": "language"}, LanguageTask),
+        ({"name": "a.b:C"}, CustomTask),
+    ],
+)
+def test_tasks(task: dict[str, str], kind: type) -> None:
+    assert isinstance(load({TRAIN: 8, "dsframe": {"task": task}}).settings.task, kind)
+
+
+def test_all_errors_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        '{\n  "train_batch_size": "8",\n  "zero_optimisation": {\n    "stage": 9\n  },\n'
+        '  "offload_optimizer": {"device": "cup"},\n  "gradient_clipping": -1\n}\n',
+    )
+    with pytest.raises(ConfigError) as caught:
+        load(path)
+    assert messages(caught) == [
+        f'{path}:2:23: train_batch_size: "8" must be a whole number; write 8 without quotes',
+        f'{path}:3:3: zero_optimisation: unknown key; did you mean "zero_optimization"?',
+        f"{path}:4:14: zero_optimisation.stage: 9 must be 0, 1, 2 or 3",
+        f'{path}:6:3: offload_optimizer: belongs under "zero_optimization"',
+        f'{path}:6:35: offload_optimizer.device: "cup" must be "none", "cpu" or "nvme"; did you mean "cpu"?',
+        f"{path}:7:24: gradient_clipping: -1 must be at least 0",
+    ]
+    assert pickle.loads(pickle.dumps(caught.value)).problems == caught.value.problems
+
+
+# Overrides
+
+
+def test_overrides_win_and_are_checked() -> None:
+    base = {TRAIN: 8, "zero_optimization": {"stage": 1}, "dsframe": {"epochs": 3}}
+    config = load(base, overrides=["zero_optimization.stage=3", "dsframe.steps=5", "dsframe.task.name=language"])
+    assert config.deepspeed.zero_optimization.stage == 3
+    assert (config.settings.steps, config.settings.epochs) == (5, None)  # the command line replaces the length
+    assert isinstance(config.settings.task, LanguageTask)
+    with pytest.raises(ConfigError) as caught:
+        load(base, overrides=["zero_optimization.stagee=3", "gradient_clipping=abc", "nonsense"])
+    assert sorted(messages(caught)) == [
+        '--set: gradient_clipping: "abc" must be a number',
+        '--set: nonsense: not dotted.key=value; write for example "dsframe.steps=50"',
+        '--set: zero_optimization.stagee: unknown key; it looks like "stage", which is there too; keep one',
+    ]
+
+
+@pytest.mark.parametrize(
+    ("text", "value"),
+    [
+        ("cpu", "cpu"),
+        ("1", 1),
+        ("1.5", 1.5),
+        ("true", True),
+        ("null", None),
+        ("[1, 2]", [1, 2]),
+        ("NaN", "NaN"),
+        ("a=b", "a=b"),
+    ],
+)
+def test_override_values(text: str, value: Any) -> None:
+    config = load({TRAIN: 8, "dsframe": {"task": {"name": "a:B"}}}, overrides=[f"dsframe.task.options.x={text}"])
+    assert isinstance(config.settings.task, CustomTask)
+    assert config.settings.task.options == {"x": value}
+
+
+# What DeepSpeed gets
+
+
+def test_deepspeed_gets_what_the_user_wrote() -> None:
+    content = {
+        "$schema": "x", "_comment": "y", MICRO: 4, "zero_optimization": {"stage": 2, "cpu_offload": True},
+        "bfloat16": {"enabled": True}, "wibble": 1, "pipeline": {"mine": 2},
+        "dsframe": {"pass_through": ["wibble", "pipeline.mine"]},
+    }  # fmt: skip
+    config = load(content)
+    assert config.for_deepspeed(2) == {
+        TRAIN: 8, MICRO: 4, STEPS: 1, "bf16": {"enabled": True}, "wibble": 1, "pipeline": {"mine": 2},
+        "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+    }  # fmt: skip
+    handed = config.for_deepspeed(2)
+    handed["zero_optimization"]["stage"] = 0
+    assert config.for_deepspeed(2)["zero_optimization"]["stage"] == 2
+
+
+def test_the_digest_tells_files_apart_and_not_spellings(tmp_path: Path) -> None:
+    one = load(write(tmp_path, '{"train_batch_size": 8, "steps_per_print": 1}', "a.json"))
+    same = load(write(tmp_path, "{steps_per_print: 1 // comment\n train_batch_size: 8}", "b.json"))
+    other = load(one.path or "", overrides=["steps_per_print=2"])
+    assert one.digest == same.digest != other.digest
+
+
+# "auto"
+
+
+HF = {
+    TRAIN: "auto", MICRO: "auto", STEPS: "auto", "gradient_clipping": "auto",
+    "fp16": {"enabled": "auto"}, "bf16": {"enabled": "auto"},
+    "optimizer": {"type": "AdamW", "params": {"lr": "auto", "betas": "auto", "eps": "auto", "weight_decay": "auto"}},
+    "scheduler": {
+        "type": "WarmupDecayLR",
+        "params": {"total_num_steps": "auto", "warmup_min_lr": "auto", "warmup_max_lr": "auto", "warmup_num_steps": "auto"},
+    },
+    "zero_optimization": {
+        "stage": 3, "reduce_bucket_size": "auto", "stage3_prefetch_bucket_size": "auto",
+        "stage3_param_persistence_threshold": "auto", "overlap_comm": "auto",
+    },
+}  # fmt: skip
+
+
+def test_auto_is_resolved_once_the_model_and_the_data_are_known() -> None:
+    first = load(HF)
+    assert '"auto"' not in json.dumps(first.for_deepspeed(2))
+    waiting = [problem.path for problem in first.problems if problem.code == "auto-later"]
+    assert waiting == [
+        "scheduler.params.total_num_steps",
+        "zero_optimization.reduce_bucket_size",
+        "zero_optimization.stage3_prefetch_bucket_size",
+        "zero_optimization.stage3_param_persistence_threshold",
+    ]
+    config = first.resolve(Facts(world_size=2, total_steps=300, hidden_size=64))
+    assert config.for_deepspeed(2) == {
+        TRAIN: 16, MICRO: 8, STEPS: 1, "gradient_clipping": 1.0, "fp16": {"enabled": False}, "bf16": {"enabled": False},
+        "optimizer": {"type": "AdamW", "params": {"lr": 5e-5, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}},
+        "scheduler": {
+            "type": "WarmupDecayLR",
+            "params": {"total_num_steps": 300, "warmup_min_lr": 0.0, "warmup_max_lr": 5e-5, "warmup_num_steps": 1},
+        },
+        "zero_optimization": {
+            "stage": 3, "reduce_bucket_size": 4096, "stage3_prefetch_bucket_size": 3686,
+            "stage3_param_persistence_threshold": 640,
+        },
+    }  # fmt: skip
+    reasons = {".".join(map(str, found.path)): found.reason for found in config.resolved}
+    assert reasons["zero_optimization.reduce_bucket_size"] == "hidden size squared, and the model's hidden size is 64"
+    assert reasons["scheduler.params.warmup_max_lr"] == "optimizer.params.lr"
+    assert config.digest != first.digest
+
+
+def test_auto_takes_what_the_file_itself_says() -> None:
+    content = HF | {"dsframe": {"steps": 70, "task": {"name": "language", "width": 32}}}
+    handed = load(content, overrides=["optimizer.params.lr=0.1"]).for_deepspeed(1)
+    assert handed["scheduler"]["params"]["total_num_steps"] == 70
+    assert handed["scheduler"]["params"]["warmup_max_lr"] == 0.1
+    assert handed["zero_optimization"]["reduce_bucket_size"] == 1024
+
+
+@pytest.mark.parametrize(
+    ("given", "expected"),
+    [
+        ({TRAIN: "auto", MICRO: 4, STEPS: 2}, (16, 4, 2)),
+        ({TRAIN: 16, MICRO: "auto", STEPS: "auto"}, (16, 8, 1)),
+        ({TRAIN: 16, MICRO: 2, STEPS: "auto"}, (16, 2, 4)),
+        ({TRAIN: 16, MICRO: "auto", STEPS: 4}, (16, 2, 4)),
+        ({MICRO: "auto"}, (16, 8, 1)),
+        ({TRAIN: "auto", STEPS: 3}, (48, 8, 3)),
+    ],
+)
+def test_auto_batch_sizes(given: dict[str, Any], expected: tuple[int, int, int]) -> None:
+    batch = load(given).batch(2)
+    assert (batch.train_batch_size, batch.micro_batch_size, batch.accumulation_steps) == expected
+
+
+# The batch triangle
+
+
+@pytest.mark.parametrize(
+    ("given", "world", "expected"),
+    [
+        ({TRAIN: 32}, 4, (32, 8, 1, 4)),
+        ({MICRO: 8}, 4, (32, 8, 1, 4)),
+        ({MICRO: 8, STEPS: 3}, 2, (48, 8, 3, 2)),
+        ({TRAIN: 48, STEPS: 3}, 2, (48, 8, 3, 2)),
+        ({TRAIN: 48, MICRO: 8}, 2, (48, 8, 3, 2)),
+        ({TRAIN: 48, MICRO: 8, STEPS: 3}, 2, (48, 8, 3, 2)),
+        ({TRAIN: 16, "pipeline": {"stages": 2}}, 4, (16, 8, 1, 2)),
+        ({MICRO: 4, "tensor_parallel": {"autotp_size": 2}}, 4, (8, 4, 1, 2)),
+        ({TRAIN: 16, MICRO: 4, "tensor_parallel": {"autotp_size": 2}}, 4, (8, 4, 1, 2)),
+        ({MICRO: 4, "sequence_parallel_size": 2}, 4, (8, 4, 1, 2)),
+        ({MICRO: 1, "pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}}, 8, (2, 1, 1, 2)),
+    ],
+)
+def test_batch(given: dict[str, Any], world: int, expected: tuple[int, ...]) -> None:
+    batch = load(given).batch(world)
+    assert (
+        batch.train_batch_size,
+        batch.micro_batch_size,
+        batch.accumulation_steps,
+        batch.data_parallel_size,
+    ) == expected
+    assert len(batch.derived) == 3 - sum(key in given for key in (TRAIN, MICRO, STEPS))
+
+
+def test_deepspeed_counts_tensor_parallel_ranks_as_data_parallel() -> None:
+    config = load({MICRO: 4, "tensor_parallel": {"autotp_size": 2}})
+    assert config.batch(2).train_batch_size == 4  # samples that a step reads
+    assert config.for_deepspeed(2)[TRAIN] == 8  # measured: what DeepSpeed 0.19.8 asserts
+
+
+@pytest.mark.parametrize(
+    ("given", "world", "message"),
+    [
+        (
+            {TRAIN: 100, MICRO: 8, STEPS: 4},
+            3,
+            "train_batch_size: 100 is not divisible by 8 (micro) x 4 (accumulation), on any number of processes; the nearest "
+            "legal batch sizes are 96 or 128",
+        ),
+        (
+            {TRAIN: 96, MICRO: 8, STEPS: 4},
+            2,
+            "train_batch_size: 96 != 8 (micro) x 4 (accumulation) x 2 (data-parallel ranks) = 64; drop one of the three and it "
+            "is computed, or start 3 data-parallel ranks",
+        ),
+        (
+            {TRAIN: 100},
+            3,
+            "train_batch_size: 100 is not divisible by 3 (data-parallel ranks); the nearest legal batch sizes are 99 or 102; "
+            "legal numbers of data-parallel ranks near 3: 1, 2, 4, 5",
+        ),
+        (
+            {TRAIN: 100, MICRO: 10},
+            3,
+            "train_batch_size: 100 is not divisible by 10 (micro) x 3 (data-parallel ranks) = 30; the nearest legal batch sizes "
+            "are 90 or 120; legal numbers of data-parallel ranks near 3: 1, 2, 5, 10",
+        ),
+        (
+            {TRAIN: 2},
+            4,
+            "train_batch_size: 2 is not divisible by 4 (data-parallel ranks); the smallest legal batch size is 4; "
+            "legal numbers of data-parallel ranks near 4: 1, 2",
+        ),
+        (
+            {TRAIN: 8, "pipeline": {"stages": 3}},
+            4,
+            "pipeline.stages: 4 processes are not divisible by 3 (pipeline.stages); start 3 or 6",
+        ),
+        (
+            {TRAIN: 8, "pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}},
+            6,
+            "pipeline.stages: 6 processes are not divisible by 2 (pipeline.stages) x 2 (tensor_parallel.autotp_size) = 4; "
+            "start 4 or 8",
+        ),
+    ],
+)
+def test_batch_sizes_that_cannot_be(given: dict[str, Any], world: int, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(given).batch(world)
+    assert messages(caught) == [message]
+
+
+def test_the_world_size_is_checked_while_loading_when_it_is_known() -> None:
+    with pytest.raises(ConfigError, match="is not divisible by 3"):
+        load({TRAIN: 8}, facts=Facts(world_size=3))
+
+
+# Finding files
+
+
+def test_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    shipped = find("zero3.json")
+    assert shipped.is_absolute()
+    assert find("zero3") == shipped
+    (tmp_path / "ds_configs").mkdir()
+    write(tmp_path / "ds_configs", {}, "zero3.json")
+    assert find("zero3.json") == Path("ds_configs/zero3.json")
+    write(tmp_path, {}, "zero3.json")
+    assert find("zero3.json") == Path("zero3.json")
+    with pytest.raises(
+        ConfigError, match=r'^zreo3.json: no such file, here or in ds_configs/; did you mean "zero3.json"\?$'
+    ):
+        find("zreo3.json")
+
+
+def test_files_that_cannot_be_read(tmp_path: Path) -> None:
+    path = tmp_path / "c.json"
+    path.write_bytes(b'{"a": "\xff"}')
+    with pytest.raises(ConfigError, match=r"not UTF-8 text \(byte 7\); save it as UTF-8"):
+        load(path)
+    with pytest.raises(ConfigError, match="the dictionary is not JSON"):
+        load({TRAIN: float("nan")})
+
+
+# Features
+
+
+def test_features_name_what_is_on(tmp_path: Path) -> None:
+    path = write(
+        tmp_path,
+        {
+            TRAIN: 8, "bf16": {"enabled": True}, "wandb": {"enabled": False}, "tensorboard": {"enabled": True},
+            "zero_optimization": {
+                "stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}, "offload_param": {"device": "cpu"},
+            },
+            "optimizer": {"type": "Lion", "params": {}}, "communication_data_type": "fp32",
+            "dsframe": {"horovod": {"op": "adasum", "compression": "fp16"}},
+        },
+    )  # fmt: skip
+    found = features(load(path))
+    assert [feature.name for feature in found] == [
+        "zero3", "offload_optimizer_nvme", "offload_param_cpu", "bf16", "communication_data_type", "adasum", "fp16_compression",
+        "lion", "tensorboard",
+    ]  # fmt: skip
+    assert all(feature.line for feature in found)
+    assert features(load({TRAIN: 8})) == ()

@@ -1,0 +1,141 @@
+"""The reader beside hjson, the package that DeepSpeed reads its file with; and its places."""
+
+from __future__ import annotations
+
+import random
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsframe.config.reader import ReadError, number_of, read
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+TEXTS = [
+    path.read_text()
+    for folder in (REPOSITORY / "ds_configs", REPOSITORY.parent / "shared" / "public_ds_configs")
+    for path in sorted(folder.glob("*.json"))
+    if "schema" not in path.name
+]
+
+HJSON = """\
+# a comment
+{
+  // another
+  bare: some text, with a comma
+  "number": 5e8, /* inside */ small: 1e-3
+  list: [1, 2
+         3,],
+  'single': 'it\\'s'
+  multi:
+    '''
+    first
+      second
+    '''
+  empty: {}, nothing: null, yes: true
+}
+"""
+
+
+def theirs(text: str) -> Any:
+    hjson = pytest.importorskip("hjson", reason="hjson comes with DeepSpeed, which is not installed")
+    try:
+        return hjson.loads(text, object_pairs_hook=dict)
+    except (ValueError, IndexError, OverflowError, RecursionError) as error:
+        return error
+
+
+def ours(text: str) -> Any:
+    try:
+        return read(text).root
+    except ReadError as error:
+        return error
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        HJSON, "", "  \n", "// nothing", "a: 1\nb: 2", '{"a": 1,}', '{"a": [1, 2, 3,]}', "{a: 5e8, b: 1e10, c: 1.0, d: 1.5}",
+        '{"a": "\\u00e9\\ud83d\\ude00\\n"}', "{a: tru, }", "{a: true }", "{a: -0.0}", "{a: 01}", "{a: 1 2}", '\ufeff{"a": 1}',
+        "\n{a: '''x'''}", "{a: 1 // c\n}", "{a:1 b:2}", "[1 2]", "[", "{", '{"a"}', '{"a":}', '{"a": "x}', "{a b: 1}", "5", '"x"',
+        '{"a": 1} trailing', "{a: x /* not a comment */ y}", "{a: 1e400}", "{a: NaN\n}", "/* open", '{"a": "\\x"}',
+    ],
+)  # fmt: skip
+def test_reads_what_hjson_reads(text: str) -> None:
+    expected, found = theirs(text), ours(text)
+    if not isinstance(expected, (dict, list, Exception)):
+        assert isinstance(found, ReadError)  # a lone value is no configuration
+    elif isinstance(expected, Exception):
+        assert isinstance(found, ReadError), found
+    else:
+        assert found == expected
+
+
+def test_reads_damaged_files_as_hjson_does() -> None:
+    rng = random.Random(11)
+    letters = "{}[],:\"'\\ \n\t#/*-+.eE0123456789abtruefalsn_"
+    for _ in range(3000):
+        text = rng.choice(TEXTS)[:1200]
+        for _ in range(rng.randint(1, 3)):
+            at = rng.randrange(len(text))
+            text = text[:at] + rng.choice(letters) * rng.randint(0, 2) + text[at + rng.randint(0, 2) :]
+        expected, found = theirs(text), ours(text)
+        if isinstance(expected, (dict, list)):
+            assert found == expected, text
+        else:
+            assert isinstance(found, ReadError), text
+
+
+def test_places() -> None:
+    document = read(HJSON)
+    assert document.position(document.spans[("number",)].key_start) == (5, 3)
+    assert document.position(document.spans[("number",)].start) == (5, 13)
+    assert document.position(document.spans[("small",)].key_start) == (5, 31)
+    assert document.position(document.spans[("list", 2)].start) == (7, 10)
+    assert document.bare == {("bare",)}
+    for path, span in document.spans.items():
+        if path and isinstance(path[-1], str):
+            key = HJSON[span.key_start : span.key_end].strip("'\"")
+            assert key == path[-1]
+
+
+def test_columns_count_characters() -> None:
+    document = read('{"é😀": 1, "b": 2}')
+    assert document.position(document.spans[("b",)].key_start) == (1, 11)
+
+
+def test_duplicates_are_all_reported_and_the_last_one_counts() -> None:
+    document = read('{"a": {"x": 1},\n "a": {"y": 2, "y": 3},\n "a": 4}')
+    assert document.root == {"a": 4}
+    places = [
+        (path, document.position(offset), document.position(first)) for path, offset, first in document.duplicates
+    ]
+    assert places == [
+        (("a",), (2, 2), (1, 2)),
+        (("a", "y"), (2, 16), (2, 8)),
+        (("a",), (3, 2), (2, 2)),
+    ]
+    assert ("a", "y") not in document.spans
+
+
+@pytest.mark.parametrize("text", ["[" * 100_000, '{"a":' * 100_000, "{a:" * 70 + "1" + "}" * 70])
+def test_deep_nesting_is_a_message(text: str) -> None:
+    with pytest.raises(ReadError, match="nested more than 64 levels"):
+        read(text)
+
+
+@pytest.mark.parametrize(
+    ("text", "number"),
+    [
+        ("2", 2),
+        ("2.0", 2),
+        (" 5e8 ", 500_000_000),
+        ("0.5", 0.5),
+        ("-1e-3", -0.001),
+        ("x", None),
+        ("1e999", None),
+        ("", None),
+    ],
+)
+def test_number_of(text: str, number: float | None) -> None:
+    assert number_of(text) == number
