@@ -143,14 +143,14 @@ def _load_stage_1_2(engine: Any, saved: SavedState) -> None:
     names = {id(p): name for name, p in engine.module.named_parameters()}
     flats = _flat_partitions(optimizer)
     assert flats is not None
-    for index, (group, flat) in enumerate(zip(_bit16_groups(optimizer), flats, strict=True)):
+    for group, flat in zip(_bit16_groups(optimizer), flats, strict=True):
         held = optimizer.optimizer.state[flat]
         common: dict[str, float] | None = None
         for parameter in group:
             one = saved.parameter(names.pop(id(parameter)))
             _make_moments(held, one, flat)
-            if one.scalars:
-                common = common or dict(one.scalars)
+            if one.moments or one.scalars:
+                common = dict(one.scalars) if common is None else common
                 same_step(one.name, common, one.scalars)
             mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # None where another rank has all of it
             if mapping is not None:
@@ -158,7 +158,7 @@ def _load_stage_1_2(engine: Any, saved: SavedState) -> None:
                 _put(flat, here.start, own.numel, one.weight, own.start)
                 for key, moment in one.moments.items():
                     _put(held[key], here.start, own.numel, moment, own.start)
-        _settle(optimizer.optimizer, held, flat, common, index)
+        _settle(optimizer.optimizer, flat, common)
     if any(flat in optimizer.optimizer.state for flat in flats):
         optimizer._hp_optimizer_states_linked = False  # else a fresh engine's views of its optimizer's state stay unset
         optimizer._lazy_init_hp_params_optimizer_state()
@@ -225,8 +225,8 @@ def _load_stage_3(engine: Any, saved: SavedState) -> None:
         for parameter in group:
             one = saved.parameter(names.pop(id(parameter)))
             _make_moments(held, one, flat)
-            if one.scalars:
-                common = common or dict(one.scalars)
+            if one.moments or one.scalars:
+                common = dict(one.scalars) if common is None else common
                 same_step(one.name, common, one.scalars)
             _, start, count = optimizer.grad_position[optimizer.get_param_id(parameter)]
             first = count * optimizer._get_param_partition_rank(parameter)
@@ -234,7 +234,7 @@ def _load_stage_3(engine: Any, saved: SavedState) -> None:
             _put(flat, start, own, one.weight, first)
             for key, moment in one.moments.items():
                 _put(held[key], start, own, moment, first)
-        _settle(optimizer.optimizer, held, flat, common, index)
+        _settle(optimizer.optimizer, flat, common)
         optimizer._reassign_or_swap_out_partitioned_parameters(index)
         if swapped:
             optimizer._optimizer_states_and_gradient_swap_out(index)
@@ -268,15 +268,18 @@ def _put(target: Tensor, start: int, count: int, source: Tensor, first: int) -> 
         target.detach().narrow(0, start, count).copy_(source.flatten().narrow(0, first, count))
 
 
-def _settle(
-    optimizer: torch.optim.Optimizer, held: dict[str, Any], flat: Tensor, scalars: dict[str, float] | None, index: int
-) -> None:
-    """The step count of one flat tensor; without one (saved before the first update) the optimizer starts afresh."""
-    if scalars is None and not any(isinstance(value, Tensor) and value.ndim for value in held.values()):
-        optimizer.state.pop(flat, None)
+def _settle(optimizer: torch.optim.Optimizer, flat: Tensor, scalars: dict[str, float] | None) -> None:
+    """The numbers, such as the step count, that go with one flat tensor. Without any saved, as before the first update."""
+    held = optimizer.state[flat]
+    if not held:
+        optimizer.state.pop(flat)  # to be made at the first step
         return
-    group = optimizer.param_groups[min(index, len(optimizer.param_groups) - 1)]
-    put_scalars(optimizer, held, scalars or {}, group, flat.device)
+    if scalars is None:
+        moments, numbers = split(held)
+        for moment in moments.values():
+            moment.zero_()
+        scalars = dict.fromkeys(numbers, 0.0)
+    put_scalars(optimizer, held, scalars, optimizer.param_groups[0], flat.device)
 
 
 def _loss_scale(engine: Any) -> LossScaleState | None:

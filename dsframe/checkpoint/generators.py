@@ -1,0 +1,47 @@
+"""The random generators of one process, as JSON: torch's on the CPU and on this rank's GPU, NumPy's, Python's."""
+
+from __future__ import annotations
+
+import base64
+import random
+from typing import Any
+
+import numpy as np
+import torch
+
+
+def capture(device: torch.device) -> dict[str, Any]:
+    """The state of every generator of this process, as plain JSON values; about 14 kB."""
+    name, keys, position, has_gauss, cached = np.random.get_state(legacy=True)
+    version, words, gauss = random.getstate()
+    return {
+        "torch": _text(torch.get_rng_state().numpy().tobytes()),
+        "cuda": _text(torch.cuda.get_rng_state(device).numpy().tobytes()) if device.type == "cuda" else None,
+        "numpy": [
+            str(name),
+            _text(np.asarray(keys, np.uint32).tobytes()),
+            int(position),
+            int(has_gauss),
+            float(cached),
+        ],
+        "python": [version, _text(np.asarray(words, np.uint32).tobytes()), gauss],
+    }
+
+
+def restore(kept: dict[str, Any], device: torch.device) -> None:
+    """Puts every generator back where :func:`capture` found it. A GPU's is left alone where the checkpoint has none."""
+    torch.set_rng_state(_tensor(kept["torch"]))
+    if device.type == "cuda" and kept["cuda"] is not None:
+        torch.cuda.set_rng_state(_tensor(kept["cuda"]), device)
+    name, keys, position, has_gauss, cached = kept["numpy"]
+    np.random.set_state((name, np.frombuffer(base64.b64decode(keys), np.uint32), position, has_gauss, cached))
+    version, words, gauss = kept["python"]
+    random.setstate((version, tuple(np.frombuffer(base64.b64decode(words), np.uint32).tolist()), gauss))
+
+
+def _text(content: bytes) -> str:
+    return base64.b64encode(content).decode()
+
+
+def _tensor(text: str) -> torch.Tensor:
+    return torch.frombuffer(bytearray(base64.b64decode(text)), dtype=torch.uint8)

@@ -1,0 +1,212 @@
+"""The portable format: each parameter whole, in fp32, by the model's own name, in safetensors files (nothing is ever unpickled).
+
+A part file holds ``weight/NAME`` and one ``KEY/NAME`` for each tensor that the optimizer keeps about the parameter
+(``exp_avg/NAME``); ``buffers.safetensors`` the model's buffers; ``rng.json`` every rank's random generators. Which parameter
+is in which file, its shape, the optimizer's numbers and everything else that is small is in the manifest (``store``).
+
+safetensors: https://huggingface.co/docs/safetensors, a JSON header with offsets and then the bytes.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from dsframe.checkpoint import store
+from dsframe.checkpoint.state import EngineState, LossScaleState, ParameterState
+from dsframe.checkpoint.store import FileEntry
+from dsframe.errors import CheckpointError
+
+PART_BYTES = 64 << 20
+BUFFERS = "buffers.safetensors"
+RNG = "rng.json"
+_WEIGHT = "weight"
+
+
+class PartWriter:
+    """One rank's share of the parameters, in files of about ``part_bytes``.
+
+    Parameters are dealt to the ranks by size, each to the one that has fewest bytes so far; every rank sees every parameter
+    pass, so all come to the same result without a word. Memory: a rank holds at most ``part_bytes`` plus one parameter with
+    its moments on the host, beside the one that the engine has just gathered.
+    """
+
+    def __init__(self, folder: Path, rank: int, ranks: int, part_bytes: int = PART_BYTES) -> None:
+        self.files: dict[str, FileEntry] = {}
+        """Files of this rank."""
+        self.parameters: dict[str, dict[str, Any]] = {}
+        """The manifest's entry of every parameter, whoever wrote it."""
+        self._folder, self._rank, self._part_bytes = folder, rank, part_bytes
+        self._dealt = [0] * ranks
+        self._part = [0] * ranks
+        self._in_part = [0] * ranks
+        self._held: dict[str, Tensor] = {}
+
+    def take(self, one: ParameterState) -> None:
+        """The next parameter; keeps it if it is this rank's. Raises OSError and SafetensorError where it cannot be written."""
+        owner = self._dealt.index(min(self._dealt))
+        if self._in_part[owner] and self._in_part[owner] + one.bytes > self._part_bytes:
+            if owner == self._rank:
+                self._write()
+            self._part[owner] += 1
+            self._in_part[owner] = 0
+        self._dealt[owner] += one.bytes
+        self._in_part[owner] += one.bytes
+        self.parameters[one.name] = {
+            "file": _part_name(owner, self._part[owner]),
+            "shape": list(one.weight.shape),
+            "moments": sorted(one.moments),
+            "scalars": dict(one.scalars),
+        }
+        if owner == self._rank:
+            for key, tensor in ((_WEIGHT, one.weight), *one.moments.items()):
+                self._held[f"{key}/{one.name}"] = tensor.detach().to("cpu", torch.float32).contiguous()
+
+    def finish(self) -> None:
+        """Writes what is left. Raises OSError and SafetensorError."""
+        if self._held:
+            self._write()
+
+    def _write(self) -> None:
+        name = _part_name(self._rank, self._part[self._rank])
+        # safetensors refuses tensors that share memory: a view of a flat tensor is written as a tensor of its own.
+        whole = {
+            key: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
+            for key, tensor in self._held.items()
+        }
+        self._held = {}
+        self.files[name] = write_tensors(self._folder / name, whole)
+
+
+def _part_name(rank: int, part: int) -> str:
+    return f"part-{rank:05}-{part:03}.safetensors"
+
+
+def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+    """A safetensors file that is on the disk when this returns. Raises OSError and SafetensorError."""
+    save_file(dict(tensors), path)
+    return store.settle(path)
+
+
+def write_state(
+    state: EngineState, folder: Path, rank: int, ranks: int, part_bytes: int = PART_BYTES
+) -> tuple[PartWriter, str]:
+    """**Collective.** Writes this rank's share of ``state``. Returns the writer and what went wrong, "" where nothing did.
+
+    After a failure it keeps reading to the end without writing: the other ranks wait for it in each parameter's gathering.
+    """
+    writer, failure = PartWriter(folder, rank, ranks, part_bytes), ""
+    for one in state.parameters:
+        if not failure:
+            failure = attempt(lambda one=one: writer.take(one))
+    if not failure:
+        failure = attempt(writer.finish)
+    if not failure and rank == 0 and state.buffers:
+        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.buffers.items()}
+        failure = attempt(lambda: writer.files.update({BUFFERS: write_tensors(folder / BUFFERS, tensors)}))
+    return writer, failure
+
+
+def attempt(action: Any) -> str:
+    """Calls ``action`` and returns what the disk had against it, "" where nothing."""
+    try:
+        action()
+    except OSError as error:
+        return f"{error.filename or ''}: {error.strerror}".removeprefix(": ")
+    except SafetensorError as error:
+        return str(error)
+    except CheckpointError as error:
+        return str(error)
+    return ""
+
+
+class Checkpoint:
+    """A checkpoint on disk, read as :class:`dsframe.checkpoint.state.SavedState`. Files stay open until :meth:`close`."""
+
+    def __init__(self, path: Path) -> None:
+        """Reads the manifest alone. Raises CheckpointError where it is missing or damaged; ``store.verify`` reads the rest."""
+        self.path = path
+        self.manifest = store.read_manifest(path)
+        self._parameters: Mapping[str, Mapping[str, Any]] = self.manifest["parameters"]
+        self._open: dict[str, Any] = {}
+        self._stack = contextlib.ExitStack()
+
+    @property
+    def step(self) -> int:
+        """Global batches trained on."""
+        return int(self.manifest["step"])
+
+    @property
+    def updates(self) -> int:
+        """Optimizer updates applied: fewer than steps where fp16 gradients overflowed."""
+        return int(self.manifest["updates"])
+
+    @property
+    def loss_scale(self) -> LossScaleState | None:
+        """Where dynamic loss scaling stood."""
+        kept = self.manifest["loss_scale"]
+        return None if kept is None else LossScaleState(**kept)
+
+    @property
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        """Every parameter's full shape."""
+        return {name: tuple(entry["shape"]) for name, entry in self._parameters.items()}
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The model's buffers."""
+        if BUFFERS not in self.manifest["files"]:
+            return {}
+        file = self._file(BUFFERS)
+        return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
+
+    def parameter(self, name: str) -> ParameterState:
+        """One parameter, in fp32, on the CPU. Raises CheckpointError where the file does not hold it."""
+        entry = self._parameters[name]
+        file = self._file(entry["file"])
+        try:
+            return ParameterState(
+                name,
+                file.get_tensor(f"{_WEIGHT}/{name}"),
+                {key: file.get_tensor(f"{key}/{name}") for key in entry["moments"]},
+                entry["scalars"],
+            )
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.path}/{entry['file']}: {name}: {error}") from None
+
+    def weights(self) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and then buffers, one at a time, as in the model's ``state_dict``."""
+        for name, entry in self._parameters.items():
+            yield name, self._file(entry["file"]).get_tensor(f"{_WEIGHT}/{name}")
+        yield from self.buffers().items()
+
+    def generators(self) -> list[dict[str, Any]]:
+        """The random generators of every rank that saved. Raises CheckpointError where they cannot be read."""
+        try:
+            kept: list[dict[str, Any]] = json.loads((self.path / RNG).read_bytes())
+        except (OSError, ValueError) as error:
+            raise CheckpointError(f"{self.path}/{RNG}: {error}") from None
+        return kept
+
+    def close(self) -> None:
+        """Closes the files."""
+        self._stack.close()
+        self._open = {}
+
+    def _file(self, name: str) -> Any:
+        if name not in self.manifest["files"]:
+            raise CheckpointError(f"{self.path}: {name} is not one of its files")
+        if name not in self._open:
+            try:
+                opened = safe_open(self.path / name, framework="pt", device="cpu")
+            except (OSError, SafetensorError) as error:
+                raise CheckpointError(f"{self.path / name}: {error}") from None
+            self._open[name] = self._stack.enter_context(opened)
+        return self._open[name]

@@ -1,0 +1,229 @@
+"""How a run goes on from a checkpoint: which one, whether it is whole, whether it is of this training, and then exactly there."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from importlib import metadata
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dsframe.checkpoint import generators, store
+from dsframe.checkpoint.portable import Checkpoint
+from dsframe.checkpoint.share import failures, share
+from dsframe.checkpoint.store import Store
+from dsframe.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from dsframe.config import Batch, Config
+    from dsframe.engine import Engine
+    from dsframe.optimizers import OptimizerSpec
+    from dsframe.tasks.task import Task
+
+_ELSEWHERE = {"data_dir", "workers"}
+"""Settings of a task that say where its data are and how they are read, not what they are."""
+
+
+@dataclass(frozen=True)
+class Start:
+    """Where training begins."""
+
+    step: int = 0
+    """Global batches done already."""
+    loss: float | None = None
+    """The training loss of that step."""
+    evaluation: Mapping[str, float] = field(default_factory=dict)
+    """The evaluation after that step, where there was one."""
+
+
+def about(
+    config: Config, task: Task, optimizer: OptimizerSpec, batch: Batch, samples: int, engine: str, package: str | None
+) -> dict[str, Any]:
+    """What the manifest tells of a run: ``training`` must be the same to go on, ``course`` may change and is pointed out.
+
+    ``samples``: training samples. ``engine``: its name in the table; ``package``: what it needs beyond torch.
+    """
+    cls, own = type(task), config.settings.task
+    kind = (optimizer.cls.__name__ if optimizer.cls else optimizer.kind).lower()
+    if optimizer.cls is None and kind == "adam" and optimizer.arguments.get("adam_w_mode", True):
+        kind = "adamw"  # DeepSpeed's Adam decouples weight decay unless told otherwise
+    sections = ("gradient_clipping", "scheduler", "bf16", "fp16", "torch_autocast")
+    found = json.loads(config.deepspeed.model_dump_json(include=set(sections)))
+    return {
+        "training": {
+            "task": f"{cls.__module__}:{cls.__qualname__}",
+            "task settings": json.loads(own.model_dump_json(exclude=_ELSEWHERE)),
+            "optimizer": kind,
+            "train_batch_size": batch.train_batch_size,
+            "training samples": samples,
+            "seed": config.settings.seed,
+            "dataloader_drop_last": config.deepspeed.dataloader_drop_last,
+        },
+        "course": {
+            "optimizer.params": {
+                key: value for key, value in optimizer.arguments.items() if key not in ("fused", "torch_adam", "lr")
+            },
+            **{name: found[name] for name in sections},
+        },
+        "run": {
+            "engine": engine,
+            "world_size": world_size,
+            "micro_batch_size": batch.micro_batch_size,
+            "config": config.written(),
+            "config_digest": config.digest,
+        },
+        "versions": {name: _version(name) for name in ("dsframe", "torch", *([package] if package else []))},
+    }
+
+
+def _version(package: str) -> str | None:
+    try:
+        return metadata.version(package)
+    except metadata.PackageNotFoundError:
+        return None
+
+
+def begin(
+    engine: Engine, wanted: str, folder: Store, mine: Mapping[str, Any], total_steps: int, say: Callable[[str], None]
+) -> Start:
+    """**Collective.** Goes on from a checkpoint or makes sure that none is in the way.
+
+    ``wanted``: "never", "auto" (the newest whole one in ``folder``, a run's own; from the start where there is none), or a path
+    to a checkpoint or a folder with some. Damaged ones found by "auto" or in a folder are renamed, named to ``say``, and
+    the one before is taken. Raises CheckpointError where there is nothing to go on from, or only another training's.
+    """
+    main = engine.plan.world.is_main
+    if main and (swept := _quietly(folder.sweep)):
+        say(f"removed what was cut off earlier in {folder.directory}: {', '.join(swept)}")
+    if wanted == "never":
+        _make_way(engine, folder, None, say)
+        return Start()
+    path = _choose(engine, wanted, folder, say)
+    if path is None:
+        say(f"--resume auto: no checkpoint in {folder.directory}; training starts from the beginning")
+        return Start()
+    checkpoint = Checkpoint(path)
+    for line in differences(checkpoint.manifest, mine):
+        say(f"resuming with a change: {line}")
+    if checkpoint.step > total_steps:
+        raise CheckpointError(
+            f"{path} is after step {checkpoint.step}, the run ends at {total_steps}; raise steps or epochs"
+        )
+    engine.load_state(checkpoint)
+    _restore_generators(engine, checkpoint)
+    manifest = checkpoint.manifest
+    for line in _next_rate(engine, manifest, checkpoint.updates):
+        say(f"resuming with a change: {line}")
+    checkpoint.close()
+    _make_way(engine, folder, path, say)
+    run = manifest["run"]
+    say(f"going on after step {checkpoint.step} from {path}, written by {run['engine']} on {run['world_size']} rank(s)")
+    return Start(checkpoint.step, manifest["loss"], manifest["evaluation"])
+
+
+def differences(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+    """What changed in the course of training, a line each.
+
+    Raises CheckpointError, naming every difference, where the checkpoint is of another training.
+    """
+    saved, own = manifest["training"], json.loads(json.dumps(mine["training"]))
+    wrong = [f"{key} was {_show(saved.get(key))}, is {_show(own[key])}" for key in own if own[key] != saved.get(key)]
+    if wrong:
+        raise CheckpointError(f"the checkpoint is of another training: {'; '.join(wrong)}")
+    before, now = manifest["course"], json.loads(json.dumps(mine["course"]))
+    changed = [
+        f"{key} was {_show(before.get(key))}, is {_show(now[key])}" for key in now if now[key] != before.get(key)
+    ]
+    micro = manifest["run"]["micro_batch_size"], mine["run"]["micro_batch_size"]
+    return changed + ([f"the micro-batch size was {micro[0]}, is {micro[1]}"] if micro[0] != micro[1] else [])
+
+
+def _next_rate(engine: Engine, manifest: Mapping[str, Any], updates: int) -> list[str]:
+    before, now = manifest["learning_rate"], engine.plan.schedule(updates).learning_rate
+    if abs(before - now) <= 1e-9 * abs(before):
+        return []
+    return [f"the learning rate goes on at {now:.6g}; as saved, it would have been {before:.6g}"]
+
+
+def _choose(engine: Engine, wanted: str, folder: Store, say: Callable[[str], None]) -> Path | None:
+    """**Collective.** The newest whole checkpoint; each rank verifies its share of the files. Damaged ones are set aside."""
+    main = engine.plan.world.is_main
+    candidates: list[Path] = []
+    failure = ""
+    if main:
+        try:
+            candidates = folder.newest_first() if wanted == "auto" else store.locate(Path(wanted))
+        except (CheckpointError, OSError) as error:
+            failure = str(error)
+    found = json.loads(share(engine, json.dumps({"failure": failure, "paths": [str(path) for path in candidates]}))[0])
+    if found["failure"]:
+        raise CheckpointError(found["failure"])
+    paths = [Path(path) for path in found["paths"]]
+    asked_for_one = wanted != "auto" and len(paths) == 1
+    for path in paths:
+        wrong = _verify(engine, path)
+        if not wrong:
+            return path
+        if asked_for_one:
+            raise CheckpointError(f"{path} is damaged: {'; '.join(wrong)}")
+        if main:
+            moved = _quietly(lambda path=path: folder.set_aside(path))  # type: ignore[misc]
+            say(f"WARNING: {path} is damaged and not used ({'; '.join(wrong)}); it is now {moved or 'still there'}")
+    if paths:
+        raise CheckpointError(
+            f"every checkpoint in {paths[0].parent} is damaged; --resume never starts from the beginning"
+        )
+    return None
+
+
+def _verify(engine: Engine, path: Path) -> list[str]:
+    """**Collective.** What is wrong with a checkpoint, found by all ranks together."""
+    world = engine.plan.world
+    try:
+        names = sorted(store.read_manifest(path)["files"])[world.rank :: world.size]
+        wrong = store.verify(path, names)
+    except CheckpointError as error:
+        wrong = [str(error)]
+    said = failures(engine, "; ".join(wrong))
+    texts = {text.partition(": ")[2] for text in said}
+    return sorted(texts) if len(texts) == 1 else said
+
+
+def _make_way(engine: Engine, folder: Store, source: Path | None, say: Callable[[str], None]) -> None:
+    """**Collective.** Moves checkpoints of the run's folder that are not on the way to ``source`` out of the way."""
+    failure = ""
+    if engine.plan.world.is_main:
+        own = source is not None and source.resolve().parent == folder.directory.resolve()
+        after = store.step_of(source) if own and source else None
+        try:
+            if moved := folder.make_way(after):
+                say(f"{'later' if own else 'earlier'} checkpoints of {folder.directory} are now in {moved}")
+        except OSError as error:
+            failure = f"{error.filename}: {error.strerror}"
+    if wrong := failures(engine, failure):
+        raise CheckpointError("; ".join(wrong))
+
+
+def _restore_generators(engine: Engine, checkpoint: Checkpoint) -> None:
+    """Each rank's own random generators; ranks that the saved run did not have start from seed, rank and step."""
+    kept = checkpoint.generators()
+    plan = engine.plan
+    if plan.world.rank < len(kept):
+        generators.restore(kept[plan.world.rank], plan.device)
+    else:
+        torch.manual_seed(plan.seed + 1 + plan.world.rank + 1_000_003 * checkpoint.step)
+
+
+def _quietly(action: Callable[[], Any]) -> Any:
+    """What ``action`` returns; None where the disk does not let it."""
+    try:
+        return action()
+    except OSError:
+        return None
+
+
+def _show(value: Any) -> str:
+    return json.dumps(value)

@@ -1,0 +1,121 @@
+"""How the ranks write one checkpoint together.
+
+Every rank gathers and writes its share of the parameters (``portable``); rank 0 makes the folder, writes what is small, and
+when all have said that their files are on the disk, the manifest, the rename and the pointer. What one rank cannot write, all
+learn: then nothing is renamed, what was written is taken away, and the checkpoint before stays as it is.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import asdict
+from datetime import datetime, timezone
+from typing import TYPE_CHECKING, Any
+
+from dsframe.checkpoint import generators, portable, store
+from dsframe.checkpoint.share import failures, share
+from dsframe.checkpoint.store import FileEntry, Retention, Store
+from dsframe.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from dsframe.engine import Engine
+
+
+class Saver:
+    """Writes a run's checkpoints. Every method but :meth:`due` is **collective**."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        folder: Store,
+        about: Mapping[str, Any],
+        *,
+        every_steps: int | None,
+        at_end: bool,
+        retention: Retention,
+        say: Callable[[str], None],
+    ) -> None:
+        """``about``: what the manifest tells of the run, beyond what changes from step to step; plain JSON values."""
+        self._engine, self._store, self._about = engine, folder, about
+        self._every, self._at_end, self._retention, self._say = every_steps, at_end, retention, say
+        self.saved_step: int | None = None
+        """The step of the newest checkpoint that this run wrote or went on from."""
+
+    def due(self, step: int, total_steps: int) -> bool:
+        """Whether a checkpoint is to be written after ``step``."""
+        regular = self._every is not None and step % self._every == 0
+        return step != self.saved_step and (regular or (self._at_end and step == total_steps))
+
+    def save(self, step: int, *, loss: float | None, evaluation: Mapping[str, float]) -> float:
+        """**Collective.** A checkpoint after ``step``; returns the seconds that training stood still.
+
+        Raises CheckpointError, on every rank, where one cannot write; the checkpoint before is still there.
+        """
+        began = time.perf_counter()
+        engine, world = self._engine, self._engine.plan.world
+        begun = portable.attempt(lambda: self._store.begin(step)) if world.is_main else ""
+        self._check(step, begun)
+        state = engine.state()
+        folder = self._store.partial(step)
+        writer, failure = portable.write_state(state, folder, world.rank, world.size)
+        random = json.dumps(generators.capture(engine.plan.device))
+        report = {"failure": failure, "random": random, "files": {k: asdict(v) for k, v in writer.files.items()}}
+        reports = [json.loads(text) for text in share(engine, json.dumps(report))]
+        self._check(step, *(report["failure"] for report in reports), shared=True)
+
+        committed = ""
+        if world.is_main:
+            files = {name: FileEntry(**entry) for report in reports for name, entry in report["files"].items()}
+            kept_random = [json.loads(report["random"]) for report in reports]
+
+            def commit() -> None:
+                files[portable.RNG] = store.write(folder / portable.RNG, json.dumps(kept_random).encode())
+                self._store.commit(
+                    step,
+                    {
+                        "format": store.FORMAT,
+                        "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+                        "step": step,
+                        "updates": state.updates,
+                        "loss_scale": asdict(state.loss_scale) if state.loss_scale else None,
+                        "learning_rate": engine.plan.schedule(state.updates).learning_rate,
+                        "loss": loss,
+                        "evaluation": dict(evaluation),
+                        "parameters": writer.parameters,
+                        "files": {name: asdict(entry) for name, entry in files.items()},
+                        **self._about,
+                    },
+                )
+
+            committed = portable.attempt(commit)
+        self._check(step, committed)
+        self.saved_step = step
+        seconds = time.perf_counter() - began
+        if world.is_main:
+            size = sum(entry.bytes for entry in files.values())
+            removed = self._prune()
+            self._say(f"saved {self._store.path(step)}: {size / 1e6:,.1f} MB in {seconds:.2f} s{removed}")
+        return time.perf_counter() - began
+
+    def _prune(self) -> str:
+        try:
+            removed = self._store.prune(self._retention)
+        except OSError as error:  # the new checkpoint is safe; old ones that stay are no reason to stop training
+            return f"; an old one cannot be removed: {error}"
+        return f"; removed {', '.join(str(step) for step in removed)}" if removed else ""
+
+    def _check(self, step: int, *own: str, shared: bool = False) -> None:
+        """**Collective** unless ``shared``. Raises CheckpointError on every rank where any rank failed."""
+        engine = self._engine
+        wrong = (
+            [f"rank {rank}: {text}" for rank, text in enumerate(own) if text] if shared else failures(engine, own[0])
+        )
+        if not wrong:
+            return
+        if engine.plan.world.is_main and "is there already" not in wrong[0]:
+            self._store.abandon(step)
+        newest = self._store.newest_first()
+        before = f"the last good one is {newest[0]}" if newest else "there is no earlier one"
+        raise CheckpointError(f"the checkpoint of step {step} cannot be written: {'; '.join(wrong)}; {before}")

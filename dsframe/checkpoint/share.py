@@ -1,0 +1,42 @@
+"""Every rank's words on every rank, by the one collective that all engines have."""
+
+from __future__ import annotations
+
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+
+class Ranks(Protocol):
+    """What is needed of an engine."""
+
+    plan: Any
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor: ...
+
+
+def share(ranks: Ranks, text: str) -> list[str]:
+    """**Collective.** ``text`` of every rank, in rank order; also a barrier. For kilobytes: the whole table is summed.
+
+    Four bytes travel in each float64, which holds whole numbers below 2 ** 53 exactly.
+    """
+    world, device = ranks.plan.world, ranks.plan.device
+    content = text.encode()
+    words = np.frombuffer(content + bytes(-len(content) % 4), np.uint32).astype(np.float64)
+    sizes = torch.zeros(world.size, dtype=torch.float64, device=device)
+    sizes[world.rank] = len(content)
+    lengths = [int(size) for size in ranks.sum_over_ranks(sizes).tolist()]
+    width = -(-max(lengths) // 4)
+    if width == 0:
+        return [""] * world.size
+    table = torch.zeros(world.size, width, dtype=torch.float64, device=device)
+    table[world.rank, : len(words)] = torch.from_numpy(words).to(device)
+    rows = ranks.sum_over_ranks(table.reshape(-1)).reshape(world.size, width).cpu().numpy()
+    return [row.astype(np.uint32).tobytes()[:length].decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def failures(ranks: Ranks, failure: str) -> list[str]:
+    """**Collective.** What went wrong, as ``rank R: ...``, for every rank that says something; none where all is well."""
+    return [f"rank {rank}: {text}" for rank, text in enumerate(share(ranks, failure)) if text]

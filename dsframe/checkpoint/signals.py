@@ -1,0 +1,113 @@
+"""SIGTERM and SIGUSR1: finish the step, save, leave with exit code 75. A second one leaves at once."""
+
+from __future__ import annotations
+
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from types import TracebackType
+
+import torch
+
+from dsframe.checkpoint.share import Ranks
+
+GRACE_SECONDS = 25.0
+"""So long a rank may take to its next step boundary; DeepSpeed's launcher and torchrun send SIGKILL 30 s after SIGTERM."""
+AGREE_SECONDS = 2.0
+"""About so often the ranks ask each other whether one of them was told to stop."""
+_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+
+
+class StopRequest:
+    """Listens while it is entered. A thread waits for signals, so that the main thread may be anywhere, even in a collective.
+
+    All ranks must stop after the same step, though signals reach them at different times or only one of them. Asking after each
+    step would make every step wait for the slowest rank; so they ask with one all-reduce of two numbers about every two seconds.
+    The second number is the time since the last one: from it all compute the same next step to ask at.
+    """
+
+    def __init__(self, ranks: Ranks, first_step: int) -> None:
+        """``first_step``: the number of steps done."""
+        self._ranks = ranks
+        self._asked_at, self._since, self._next = first_step, time.perf_counter(), first_step + 1
+        self._received: int | None = None
+        self._saving = False
+        self._previous: dict[signal.Signals, object] = {}
+        self._old_descriptor = -1
+        self._pipe: tuple[int, int] | None = None
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is not threading.main_thread():
+            return (
+                self  # Python lets only the main thread handle signals: a program that trains elsewhere has its own way
+            )
+        read, write = self._pipe = os.pipe()
+        os.set_blocking(write, False)
+        for number in _SIGNALS:
+            self._previous[number] = signal.signal(number, _nothing)
+        self._old_descriptor = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, args=(read,), name="dsframe-signals", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pipe is None:
+            return
+        signal.set_wakeup_fd(self._old_descriptor)
+        for number, handler in self._previous.items():
+            # After a stop the launcher's second SIGTERM must not cut short the last goodbyes.
+            signal.signal(number, signal.SIG_IGN if self._received is not None else handler)  # type: ignore[arg-type]
+        os.write(self._pipe[1], b"\0")
+        os.close(self._pipe[1])
+        self._pipe = None
+
+    @property
+    def name(self) -> str:
+        """The signal that came, "" where another rank got it."""
+        return "" if self._received is None else signal.Signals(self._received).name
+
+    def agreed(self, step: int) -> bool:
+        """**Collective** on the steps all ranks agree on: whether to save after ``step`` and leave."""
+        if step < self._next:
+            return False
+        now = time.perf_counter()
+        plan = self._ranks.plan
+        own = torch.tensor(
+            [float(self._received is not None), now - self._since], dtype=torch.float64, device=plan.device
+        )
+        wishes, seconds = self._ranks.sum_over_ranks(own).tolist()
+        step_seconds = seconds / plan.world.size / (step - self._asked_at)
+        self._next = step + max(1, min(int(AGREE_SECONDS / max(step_seconds, 1e-6)), 100_000))
+        self._asked_at, self._since = step, now
+        self._saving = wishes > 0
+        return self._saving
+
+    def _listen(self, read: int) -> None:
+        while True:
+            first = self._received
+            ready = select.select([read], [], [], None if first is None or self._saving else GRACE_SECONDS)[0]
+            if not ready:
+                if self._saving:
+                    continue
+                _leave(first or signal.SIGTERM, f"no step ended within {GRACE_SECONDS:.0f} s of the signal")
+            number = os.read(read, 1)[0]
+            if number == 0:
+                os.close(read)
+                return
+            if number in _SIGNALS:
+                if first is not None:
+                    _leave(number, "a second signal")
+                self._received = number
+
+
+def _nothing(number: int, frame: object) -> None:
+    """The thread does it; a handler in Python must only be there."""
+
+
+def _leave(number: int, why: str) -> None:
+    print(f"dsframe: {why}: leaving without saving", file=sys.stderr, flush=True)
+    os._exit(128 + number)

@@ -1,0 +1,287 @@
+"""A run's folder of checkpoints on disk: written under another name, renamed when whole, verified before use.
+
+    RUN_DIR/checkpoints/step-00000042/manifest.json      written last: what is here, with size and SHA-256 of every file
+                                      part-00000-000.safetensors, rng.json, ...
+                        step-00000040.damaged/           found damaged and set aside, with a warning
+                        .step-00000044.partial/          a save under way, or cut off: never looked at
+                        latest                           the name of the newest, for people and scripts
+
+A rename is atomic and follows the fsync of everything in it, so a checkpoint is whole or not there, whatever ends the
+process or the machine. Nothing here is collective, and nothing imports torch.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+import shutil
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsframe.errors import CheckpointError
+
+MANIFEST = "manifest.json"
+FORMAT = 1
+_NAME = re.compile(r"step-(\d{8,})")
+_FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
+_CHUNK = 1 << 20
+
+
+@dataclass(frozen=True)
+class FileEntry:
+    """One file as the manifest has it."""
+
+    bytes: int
+    sha256: str
+
+
+@dataclass(frozen=True)
+class Retention:
+    """Which checkpoints stay."""
+
+    last: int = 2
+    """So many of the newest."""
+    best: str | None = None
+    """``METRIC:min`` or ``METRIC:max``: also the best by that metric of the evaluation."""
+    every: int | None = None
+    """Also those at multiples of so many steps."""
+
+    def keeps(self, evaluations: Mapping[int, Mapping[str, float]]) -> set[int]:
+        """Of the steps in ``evaluations`` (step -> its metrics) those to keep."""
+        steps = sorted(evaluations)
+        kept = set(steps[-self.last :])
+        if self.every:
+            kept |= {step for step in steps if step % self.every == 0}
+        if self.best:
+            metric, _, direction = self.best.partition(":")
+            sign = 1.0 if direction == "max" else -1.0
+            rated = [(sign * evaluations[step][metric], step) for step in steps if metric in evaluations[step]]
+            kept |= {max(rated)[1]} if rated else set()
+        return kept
+
+
+class Store:
+    """The checkpoints of one run."""
+
+    def __init__(self, directory: Path) -> None:
+        """``directory``: need not exist yet."""
+        self.directory = directory
+
+    def path(self, step: int) -> Path:
+        """Where the checkpoint of ``step`` is, or would be."""
+        return self.directory / f"step-{step:08}"
+
+    def partial(self, step: int) -> Path:
+        """Where it is written."""
+        return self.directory / f".step-{step:08}.partial"
+
+    def newest_first(self) -> list[Path]:
+        """Every checkpoint by name, verified or not."""
+        if not self.directory.is_dir():
+            return []
+        found = [(step, path) for path in self.directory.iterdir() if (step := step_of(path)) is not None]
+        return [path for _, path in sorted(found, reverse=True)]
+
+    def begin(self, step: int) -> Path:
+        """An empty folder to write into. Raises OSError (full disk, no permission), CheckpointError where the step is there."""
+        if self.path(step).exists():
+            raise CheckpointError(f"{self.path(step)} is there already")
+        folder = self.partial(step)
+        if folder.exists():
+            shutil.rmtree(folder)  # cut off earlier; partial folders are never read
+        folder.mkdir(parents=True)
+        return folder
+
+    def commit(self, step: int, manifest: Mapping[str, Any]) -> Path:
+        """The step's folder, written by all ranks, becomes a checkpoint; then ``latest`` points to it. Raises OSError."""
+        folder, final = self.partial(step), self.path(step)
+        write(folder / MANIFEST, dump(manifest))
+        sync_folder(folder)
+        folder.rename(final)
+        sync_folder(self.directory)
+        pointer = self.directory / ".latest.partial"
+        write(pointer, f"{final.name}\n".encode())
+        pointer.rename(self.directory / "latest")
+        sync_folder(self.directory)
+        return final
+
+    def abandon(self, step: int) -> None:
+        """Takes away what a failed save has left."""
+        shutil.rmtree(self.partial(step), ignore_errors=True)
+
+    def prune(self, retention: Retention) -> list[int]:
+        """Removes what need not be kept and returns its steps. The newest always stays, and damaged ones do."""
+        evaluations: dict[int, Mapping[str, float]] = {}
+        for path in self.newest_first():
+            try:
+                evaluations[int(path.name[5:])] = dict(read_manifest(path).get("evaluation") or {})
+            except CheckpointError:
+                continue  # to be found, named and set aside when somebody wants to use it
+        doomed = sorted(set(evaluations) - retention.keeps(evaluations))
+        for step in doomed:
+            hidden = self.directory / f".step-{step:08}.removed"
+            shutil.rmtree(hidden, ignore_errors=True)
+            self.path(step).rename(hidden)  # so that half a removal does not look like damage
+            shutil.rmtree(hidden)
+        return doomed
+
+    def sweep(self) -> list[str]:
+        """Removes what saves and removals that were cut off have left, and returns its names."""
+        if not self.directory.is_dir():
+            return []
+        left = sorted(path for path in self.directory.glob(".*") if path.suffix in (".partial", ".removed"))
+        for path in left:
+            if path.is_dir():
+                shutil.rmtree(path)
+            else:
+                path.unlink()
+        return [path.name for path in left]
+
+    def set_aside(self, path: Path) -> Path:
+        """Renames a damaged checkpoint so that it is never taken for a good one, and is still there to look at."""
+        target = _free(path.with_name(f"{path.name}.damaged"))
+        path.rename(target)
+        return target
+
+    def make_way(self, after: int | None = None) -> Path | None:
+        """Moves an earlier run's checkpoints into ``checkpoints.1`` (2, ...), so that a new one does not mix with them.
+
+        ``after``: only those of later steps. Returns where to, None where there are none. Raises OSError.
+        """
+        found = [path for path in self.newest_first() if after is None or (step_of(path) or 0) > after]
+        if not found:
+            return None
+        number = 1
+        while (target := self.directory.with_name(f"{self.directory.name}.{number}")).exists():
+            number += 1
+        if after is None:
+            self.directory.rename(target)
+            return target
+        target.mkdir()
+        for path in found:
+            path.rename(target / path.name)
+        return target
+
+
+def step_of(path: Path) -> int | None:
+    """The step of a checkpoint's folder, None for anything else."""
+    found = _NAME.fullmatch(path.name)
+    return int(found[1]) if found and path.is_dir() else None
+
+
+def locate(path: Path) -> list[Path]:
+    """The checkpoints that ``path`` means, best first: a checkpoint, a folder of checkpoints, or a run's folder.
+
+    Raises CheckpointError where there is none.
+    """
+    if (path / MANIFEST).exists() or step_of(path) is not None:
+        return [path]
+    for folder in (path, path / "checkpoints"):
+        if found := Store(folder).newest_first():
+            return found
+    what = "does not exist" if not path.exists() else "is neither a checkpoint nor a folder that holds one"
+    raise CheckpointError(f"{path} {what}")
+
+
+def read_manifest(path: Path) -> dict[str, Any]:
+    """A checkpoint's manifest. Raises CheckpointError where it is missing, damaged, or of a version not known here."""
+    try:
+        content = (path / MANIFEST).read_bytes()
+    except OSError as error:
+        raise CheckpointError(f"{path}: {MANIFEST}: {error.strerror}") from None
+    try:
+        outer = json.loads(content)
+        manifest: dict[str, Any] = outer["manifest"]
+        whole = dump(manifest) == content  # every byte is accounted for: numbers print as they were read
+        files = {str(name): FileEntry(**entry) for name, entry in manifest["files"].items()}
+    except (ValueError, KeyError, TypeError, AttributeError):
+        whole, manifest, files = False, {}, {}
+    if not whole:
+        raise CheckpointError(f"{path}: {MANIFEST} is damaged")
+    if manifest["format"] != FORMAT:
+        raise CheckpointError(
+            f"{path} has format {manifest['format']}, this dsframe reads {FORMAT}; it was written by dsframe "
+            f"{manifest.get('versions', {}).get('dsframe', 'of another version')}"
+        )
+    for name in files:
+        if not _FILE.fullmatch(name):
+            raise CheckpointError(f"{path}: {name!r} is not the name of a file in a checkpoint")
+    return manifest
+
+
+def verify(path: Path, names: Iterable[str] | None = None) -> list[str]:
+    """What is wrong with a checkpoint: a line for each missing, truncated or altered file; none where it is whole.
+
+    ``names``: read only these files; by default all. Reads them once, a megabyte at a time.
+    """
+    try:
+        manifest = read_manifest(path)
+    except CheckpointError as error:
+        return [str(error)]
+    wrong = []
+    for name, entry in manifest["files"].items():
+        if names is not None and name not in names:
+            continue
+        file = path / name
+        try:
+            size = file.stat().st_size
+            if size != entry["bytes"]:
+                wrong.append(f"{name} has {size:,} bytes instead of {entry['bytes']:,}")
+            elif digest(file) != entry["sha256"]:
+                wrong.append(f"{name} was altered: its SHA-256 is another")
+        except OSError as error:
+            wrong.append(f"{name}: {error.strerror}")
+    return wrong
+
+
+def dump(manifest: Mapping[str, Any]) -> bytes:
+    """The manifest's bytes, with a checksum of itself: the same for the same content."""
+    text = json.dumps(manifest, sort_keys=True, allow_nan=False)
+    outer = {"manifest": manifest, "sha256": hashlib.sha256(text.encode()).hexdigest()}
+    return (json.dumps(outer, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
+
+
+def write(path: Path, content: bytes) -> FileEntry:
+    """A new file, on the disk when this returns. Raises OSError."""
+    with path.open("xb") as file:
+        file.write(content)
+        file.flush()
+        os.fsync(file.fileno())
+    return FileEntry(len(content), hashlib.sha256(content).hexdigest())
+
+
+def settle(path: Path) -> FileEntry:
+    """Forces a file that a library wrote to the disk and takes its checksum. Raises OSError."""
+    with path.open("rb") as file:
+        os.fsync(file.fileno())
+    return FileEntry(path.stat().st_size, digest(path))
+
+
+def digest(path: Path) -> str:
+    """SHA-256 of a file: about 1 GB/s, faster than most disks."""
+    sha = hashlib.sha256()
+    with path.open("rb") as file:
+        while chunk := file.read(_CHUNK):
+            sha.update(chunk)
+    return sha.hexdigest()
+
+
+def sync_folder(path: Path) -> None:
+    """Makes new and renamed names in ``path`` last: they are the folder's content, not the file's."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY)
+    try:
+        os.fsync(descriptor)
+    finally:
+        os.close(descriptor)
+
+
+def _free(path: Path) -> Path:
+    number, target = 1, path
+    while target.exists():
+        number += 1
+        target = path.with_name(f"{path.name}-{number}")
+    return target

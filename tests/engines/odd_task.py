@@ -1,0 +1,47 @@
+"""A model with everything that makes moving state hard: odd sizes, a frozen parameter, buffers, a shared weight."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from dsframe import Task
+
+
+class Network(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.first = nn.Linear(7, width)
+        self.middle = nn.Linear(width, width)
+        self.last = nn.Linear(width, 3)
+        self.again = self.middle  # the same parameters under a second name
+        self.scale = nn.Parameter(torch.tensor([0.5, 1.0, 2.0]), requires_grad=False)
+        self.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
+        self.register_buffer("scratch", torch.zeros(2), persistent=False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.seen += len(inputs)
+        hidden = torch.tanh(self.first(inputs))
+        hidden = torch.tanh(self.middle(hidden))
+        hidden = torch.tanh(self.again(hidden))
+        return self.last(nn.functional.dropout(hidden, 0.1, self.training)) * self.scale
+
+
+class Odd(Task):
+    def __init__(self, width: int = 19) -> None:
+        self.width = width
+
+    def model(self) -> nn.Module:
+        return Network(self.width)
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        return nn.functional.mse_loss(outputs, targets)
+
+    def train_data(self) -> TensorDataset:
+        generator = torch.Generator().manual_seed(self.seed)
+        inputs = torch.randn(64, 7, generator=generator)
+        return TensorDataset(inputs, torch.sin(inputs[:, :3]))

@@ -1,0 +1,56 @@
+"""Every engine keeps the contract, in real processes, in every number format it takes."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsframe.engines import TABLE
+from tests.contract import CHECKS
+from tests.processes import run_ranks, torchrun
+
+FILE = {
+    "train_batch_size": 16,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+}
+ZERO3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}
+BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}}
+CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
+    "zero0": ("deepspeed", 2, {}),
+    "zero1 bf16": ("deepspeed", 2, {"zero_optimization": {"stage": 1}, **BF16}),
+    "zero2": ("deepspeed", 2, {"zero_optimization": {"stage": 2}}),
+    "zero3 autocast": ("deepspeed", 2, {**ZERO3, **AUTOCAST}),
+    "zero3 on 3": ("deepspeed", 3, {"train_batch_size": 24, **ZERO3}),
+    "horovod": ("horovod", 2, {}),
+    "horovod bf16": ("horovod", 2, BF16),
+    "horovod fp16 sgd compressed": (
+        "horovod",
+        2,
+        {**FP16, **SGD, "dsframe": {"horovod": {"compression": "fp16", "groups": 2}}},
+    ),
+    "ddp": ("ddp", 2, {}),
+    "ddp fp16": ("ddp", 2, FP16),
+    "single": ("single", 1, {}),
+    "single bf16": ("single", 1, BF16),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_contract(case: str, tmp_path: Path) -> None:
+    engine, processes, changes = CASES[case]
+    file = tmp_path / "config.json"
+    file.write_text(json.dumps({**FILE, **changes}))
+    command = torchrun(processes, ["-m", "tests.contract", str(file), engine])
+    assert f"kept: {len(CHECKS)} rules" in run_ranks(command, timeout_seconds=150).check().stdout
+
+
+def test_no_engine_is_left_out() -> None:
+    assert {engine for engine, _, _ in CASES.values()} == set(TABLE)
