@@ -1,0 +1,83 @@
+"""``dsframe doctor``: what it says of libraries that are absent or broken, and what it finds and removes of old runs."""
+
+from __future__ import annotations
+
+import mmap
+from pathlib import Path
+
+import pytest
+
+from dsframe import doctor
+from dsframe.leftovers import stale_locks, unused_buffers
+
+
+def lock_in(cache: Path) -> Path:
+    lock = cache / "cpu_adam" / "lock"
+    lock.parent.mkdir(parents=True)
+    lock.touch()
+    return lock
+
+
+def test_a_lock_is_stale_when_nobody_has_it_open(tmp_path: Path) -> None:
+    lock = lock_in(tmp_path)
+    with lock.open():
+        assert stale_locks(tmp_path) == []
+    assert stale_locks(tmp_path) == [lock]
+
+
+def test_a_buffer_is_unused_when_nobody_has_it_mapped(tmp_path: Path) -> None:
+    buffer = tmp_path / "deepspeed_allreduce_buffer_0_127.0.0.1_29500_0"
+    buffer.write_bytes(bytes(4096))
+    (tmp_path / "another").touch()
+    with buffer.open("r+b") as file:
+        mapped = mmap.mmap(file.fileno(), 0)
+    assert unused_buffers(tmp_path) == []
+    mapped.close()
+    assert unused_buffers(tmp_path) == [buffer]
+
+
+def test_finds_and_cleans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setenv("HOME", str(tmp_path))
+    buffer = tmp_path / "deepspeed_allreduce_buffer_0_127.0.0.1_29500_0"
+    buffer.write_bytes(bytes(2**20))
+    monkeypatch.setattr(doctor, "unused_buffers", lambda: unused_buffers(tmp_path))
+    lock = lock_in(tmp_path)
+    what = f"a lock of a build that was killed, for which every run would wait: {lock}"
+    assert [str(line) for line in doctor.leftovers(clean=False)] == [
+        f"  !!  found {what}; dsframe doctor --clean",
+        "  !!  found 1 buffers of DeepSpeed in /dev/shm, 0.0 GiB of memory; dsframe doctor --clean",
+    ]
+    assert lock.exists()
+    cleaned = [str(line) for line in doctor.leftovers(clean=True)]
+    assert cleaned[0] == f"  ok  removed {what}"
+    assert not lock.exists()
+    assert not buffer.exists()
+    assert [line.state for line in doctor.leftovers(clean=False)] == ["ok"]
+
+
+def test_what_is_absent_comes_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor, "probe", lambda name, code: None)
+    monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: None)
+    torch = doctor.Library("torch", "2.13.0", {"gloo": True, "nccl": False, "cuda": None, "gpus": []})
+    lines = [str(line) for line in (*doctor.engines(torch, None), *doctor.launchers(), *doctor.operators())]
+    assert "  --  deepspeed: not installed; pip install 'dsframe[deepspeed]'" in lines
+    assert "  --  horovod: not installed; make setup (builds it against this torch)" in lines
+    assert "  --  mpirun: not found; apt-get install openmpi-bin" in lines
+    assert "  --  CPU optimizers (offload without torch_adam): no g++ (apt-get install g++)" in lines
+
+
+def test_a_gpu_that_torch_cannot_use_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+    torch = doctor.Library("torch", "2.13.0+cpu", {"gloo": True, "nccl": False, "cuda": None, "gpus": []})
+    monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev/nvidia0")] if self == Path("/dev") else [])
+    lines = [str(line) for line in doctor.machine(torch)]
+    assert "  !!  no GPU: this torch is a build for CPUs, but there is one" in lines
+
+
+def test_gpus_are_listed() -> None:
+    facts = {"gloo": True, "nccl": True, "cuda": "13.0", "gpus": [["NVIDIA H200", 150 * 2**30]]}
+    torch = doctor.Library("torch", "2.13.0", facts)
+    assert "  ok  GPU NVIDIA H200, 150.0 GiB" in [str(line) for line in doctor.machine(torch)]
+    horovod = doctor.Library("horovod", "0.28.1", {"gloo": True, "mpi": True, "nccl": False})
+    lines = [str(line) for line in doctor.engines(torch, horovod)]
+    assert "  --  horovod on GPUs: needs NCCL; install CUDA's nvcc, then make setup" in lines
