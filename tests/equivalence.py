@@ -89,9 +89,8 @@ def noise_floor() -> tuple[list[float], float]:
 def main() -> int:
     """Prints the table; 1 where a case breaks its bound."""
     single, floor = noise_floor()
-    print(
-        f"noise floor over {STEPS} steps: {floor:.1e}  (single process, micro-batches of {', '.join(str(64 // cut) for cut in CUTS)})"
-    )
+    sizes = ", ".join(str(64 // cut) for cut in CUTS)
+    print(f"noise floor over {STEPS} steps: {floor:.1e}  (single processes, micro-batches of {sizes})")
     print(f"{'':20} {f'first {EARLY} steps':>15} {f'all {STEPS} steps':>15} {'/ floor':>8}")
     broken = False
     for name, case in CASES.items():

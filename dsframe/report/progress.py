@@ -17,8 +17,8 @@ class Progress:
         self._unit = unit
         self._units_per_step = units_per_step
         self._total = total_steps
-        self._started = time.perf_counter()
-        self._mark = (0, self._started)
+        self._mark = (0, time.perf_counter())
+        self._pace = 0.0
         self._bar: Any = None
         if speaks and sys.stderr.isatty():
             from tqdm import tqdm
@@ -33,17 +33,25 @@ class Progress:
             self._bar.clear()
         print(line, file=sys.stderr, flush=True)
 
+    def begin(self, step: int) -> None:
+        """Rates and the moving line start from ``step`` and from now."""
+        self._mark = (step, time.perf_counter())
+        if self._bar is not None:
+            self._bar.n = step
+            self._bar.refresh()
+
     def advance(self) -> None:
         """One step done; costs nothing where there is no terminal."""
         if self._bar is not None:
             self._bar.update()
 
     def rate(self, step: int) -> float:
-        """Units a second since the last call."""
+        """Units a second since the last call, which was at an earlier step."""
         before, then = self._mark
         now = time.perf_counter()
         self._mark = (step, now)
-        return (step - before) * self._units_per_step / max(now - then, 1e-9)
+        self._pace = max(now - then, 1e-9) / (step - before)
+        return self._units_per_step / self._pace
 
     def pause(self, seconds: float) -> None:
         """Takes time that was spent on something else (evaluation) out of the rate."""
@@ -58,10 +66,8 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(f"{figures}  {rate:,.0f} {self._unit}/s")
             return
-        left = (time.perf_counter() - self._started) / max(step, 1) * (self._total - step)
-        self.say(
-            f"step {step:>{len(str(self._total))}}/{self._total}  {figures}  {rate:,.0f} {self._unit}/s  {clock(left)} left"
-        )
+        width, left = len(str(self._total)), clock(self._pace * (self._total - step))
+        self.say(f"step {step:>{width}}/{self._total}  {figures}  {rate:,.0f} {self._unit}/s  {left} left")
 
     def close(self) -> None:
         """Removes the moving line."""

@@ -1,0 +1,144 @@
+"""The contract of ``dsframe.engine.Engine`` as plain functions: each takes a ready engine and raises where it is not kept.
+
+``python -m tests.contract FILE ENGINE`` runs all of them in this process, as one rank of whatever launched it; the tests of
+``tests/engines/test_contract.py`` launch it under every engine. Every function is collective, as the engine's methods are.
+"""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Callable, Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsframe import engines, optimizers, schedules, world
+from dsframe.config import load
+from dsframe.data import EvaluationLoader, TensorSource
+from dsframe.engine import Engine, Plan, StepResult
+from dsframe.process_group import device_of
+from dsframe.tasks import Sum, Task
+from dsframe.tasks.task import accuracy
+
+SAMPLES = 37
+"""Prime, so that no world size and no batch size divides it."""
+
+
+class Blobs(Task):
+    """Three blobs in the plane, an MLP, and labels that need it."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 3))
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        assert outputs.dtype == torch.float32, "losses are computed in fp32 on every engine"
+        return nn.functional.cross_entropy(outputs, targets)
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> dict[str, Sum]:
+        rows = Sum(torch.ones(()) * len(targets), 1)
+        return {"accuracy": accuracy(outputs, targets), "rows": rows, "seen": Sum(targets.double().sum(), 1)}
+
+    def train_data(self) -> TensorSource:
+        draw = torch.Generator().manual_seed(1)
+        targets = torch.randint(3, (SAMPLES,), generator=draw)
+        return TensorSource(torch.randn(SAMPLES, 2, generator=draw) + targets[:, None].float(), targets)
+
+
+def micro_batches(engine: Engine, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    """This rank's share of a global batch that is the same whatever the number of ranks."""
+    plan, source = engine.plan, Blobs().train_data()
+    batch = plan.batch
+    for micro in range(batch.accumulation_steps):
+        first = step * batch.train_batch_size + (micro * engine.data_size + engine.data_rank) * batch.micro_batch_size
+        yield source.batch(torch.arange(first, first + batch.micro_batch_size) % SAMPLES, 0)
+
+
+def check_a_step_is_an_update(engine: Engine) -> None:
+    """The result's parts are what they say, and training on one batch lowers its loss."""
+    first = engine.train_step(micro_batches(engine, 0))
+    assert isinstance(first, StepResult)
+    assert first.loss.ndim == 0
+    assert first.loss.dtype == torch.float32
+    assert not first.loss.requires_grad
+    assert first.learning_rate == 0.01
+    assert not first.skipped
+    assert first.gradient_norm is None or float(first.gradient_norm) > 0
+    for _ in range(20):
+        last = engine.train_step(micro_batches(engine, 0))
+    assert float(last.loss) < float(first.loss)
+
+
+def check_it_takes_exactly_its_micro_batches(engine: Engine) -> None:
+    """An engine that read one more would train on the next step's samples."""
+    taken = 0
+
+    def counted() -> Iterator[tuple[Tensor, Tensor]]:
+        nonlocal taken
+        for batch in micro_batches(engine, 0):
+            taken += 1
+            yield batch
+
+    engine.train_step(counted())
+    assert taken == engine.plan.batch.accumulation_steps
+
+
+def check_sums_run_over_all_ranks(engine: Engine) -> None:
+    """Whatever the shape, and without touching the argument."""
+    rank, size = engine.plan.world.rank, engine.plan.world.size
+    values = torch.tensor([1.0, float(rank), 1e-12], dtype=torch.float64)
+    total = engine.sum_over_ranks(values)
+    assert total.tolist() == [size, size * (size - 1) / 2, size * 1e-12]
+    assert values.tolist() == [1.0, float(rank), 1e-12]
+
+
+def check_evaluation_counts_every_sample_once(engine: Engine) -> None:
+    """Also the last, incomplete batch, and also where this rank has none of it."""
+    source = Blobs().train_data()
+    sums = torch.zeros(2, dtype=torch.float64)
+    loader = EvaluationLoader(source, seed=0, micro_batch_size=8, rank=engine.data_rank, ranks=engine.data_size)
+    for batch, valid in loader:
+        found = engine.eval_step(batch, valid)
+        assert bool(found) == (valid > 0)
+        if found:
+            sums += torch.tensor([float(found["rows"].total), float(found["seen"].total)], dtype=torch.float64)
+    rows, seen = engine.sum_over_ranks(sums).tolist()
+    assert (rows, seen) == (SAMPLES, float(source.batch(torch.arange(SAMPLES), 0)[1].sum()))
+
+
+def check_evaluation_leaves_no_trace(engine: Engine) -> None:
+    """The next step is the same with and without: its loss is the one an evaluation of the same rows gives."""
+    inputs, targets = next(micro_batches(engine, 5))
+    engine.eval_step((inputs, targets), len(targets))
+    result = engine.train_step(micro_batches(engine, 5))
+    assert torch.isfinite(result.loss)
+    assert not torch.is_inference_mode_enabled()
+    assert torch.is_grad_enabled()
+
+
+CHECKS: tuple[Callable[[Engine], None], ...] = (
+    check_a_step_is_an_update,
+    check_it_takes_exactly_its_micro_batches,
+    check_sums_run_over_all_ranks,
+    check_evaluation_counts_every_sample_once,
+    check_evaluation_leaves_no_trace,
+)
+
+
+def make(file: dict[str, Any] | str, name: str) -> Engine:
+    """**Collective.** An engine of this name on Blobs."""
+    config, here = load(file), world.read()
+    task, optimizer = Blobs(), optimizers.read(config)
+    schedule = schedules.constant(optimizer.learning_rate)
+    plan = Plan(config, here, task, optimizer, schedule, config.batch(here.size), device_of(here), seed=0)
+    return engines.load(name)(plan)
+
+
+if __name__ == "__main__":
+    made = make(sys.argv[-2], sys.argv[-1])
+    for check in CHECKS:
+        check(made)
+    speaks = made.plan.world.is_main
+    made.close()
+    if speaks:
+        print(f"kept: {len(CHECKS)} rules by {made.description}")

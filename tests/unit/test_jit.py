@@ -1,0 +1,57 @@
+"""Ops that DeepSpeed compiles: none on the default path, and no waiting for the locks of the dead."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsframe import optimizers
+from dsframe.config import load
+from dsframe.engines import jit
+
+ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}
+OWN = {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": False}}
+CPU = {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}}
+
+
+@pytest.mark.parametrize(
+    ("optimizer", "zero", "ops"),
+    [
+        (ADAMW, {"stage": 3}, ()),
+        (ADAMW, CPU, ()),
+        (OWN, {"stage": 1}, ("fused_adam",)),
+        (OWN, CPU, ("cpu_adam",)),
+        (ADAMW, NVME, ("async_io",)),
+        ({"type": "Adagrad", "params": {}}, CPU, ("cpu_adagrad",)),
+    ],
+)
+def test_which_ops_a_file_asks_for(optimizer: dict[str, Any], zero: dict[str, Any], ops: tuple[str, ...]) -> None:
+    config = load({"train_batch_size": 8, "optimizer": optimizer, "zero_optimization": zero})
+    assert jit.needed_ops(config, optimizers.read(config)) == ops
+
+
+def test_only_locks_that_nobody_holds_are_removed(tmp_path: Path) -> None:
+    for op in ("dead", "alive"):
+        (tmp_path / op).mkdir()
+        (tmp_path / op / "lock").touch()
+    held = os.open(tmp_path / "alive" / "lock", os.O_RDONLY)
+    try:
+        assert jit.remove_stale_locks(tmp_path) == [tmp_path / "dead" / "lock"]
+    finally:
+        os.close(held)
+    assert (tmp_path / "alive" / "lock").exists()
+    assert not (tmp_path / "dead" / "lock").exists()
+
+
+def test_every_environment_has_its_own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    mine = jit.extensions_directory()
+    monkeypatch.setattr("sys.prefix", "/another/environment")
+    assert jit.extensions_directory() != mine
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/given")
+    assert jit.extensions_directory() == Path("/given")

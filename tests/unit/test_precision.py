@@ -1,0 +1,78 @@
+"""Loss scaling and clipping beside DeepSpeed's and torch's own."""
+
+from __future__ import annotations
+
+import logging
+import random
+import warnings
+
+import pytest
+import torch
+
+from dsframe.engines import precision
+from dsframe.errors import TrainingError
+
+
+@pytest.mark.parametrize("consecutive", [False, True])
+@pytest.mark.parametrize("hysteresis", [1, 2, 3])
+def test_the_loss_scale_moves_as_deepspeeds_does(
+    consecutive: bool, hysteresis: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from deepspeed.runtime.fp16 import loss_scaler
+    monkeypatch.setattr(loss_scaler.logger, "level", logging.ERROR)
+    monkeypatch.setattr(loss_scaler.dist, "get_rank", lambda: 0)
+    theirs = loss_scaler.DynamicLossScaler(2.0**100, 5, 1.0, hysteresis, consecutive, dtype=torch.half)
+    ours = precision.LossScale(
+        initial_scale_power=100, loss_scale_window=5, hysteresis=hysteresis, consecutive_hysteresis=consecutive
+    )
+    draw = random.Random(0)
+    for step in range(400):
+        overflow = draw.random() < 0.2
+        theirs.update_scale(overflow)
+        ours.update(overflow)
+        assert ours.scale == theirs.cur_scale, step
+
+
+def test_a_static_scale_stays() -> None:
+    scale = precision.LossScale(loss_scale=128.0)
+    scale.update(overflow=True)
+    assert scale.scale == 128.0
+
+
+def test_overflow_at_the_lowest_scale_ends_the_training() -> None:
+    scale = precision.LossScale(initial_scale_power=0, hysteresis=1)
+    with pytest.raises(TrainingError, match="lowest loss scale, 1"):
+        scale.update(overflow=True)
+
+
+@pytest.mark.parametrize("max_norm", [0.5, 100.0])
+def test_clipping_is_torchs(max_norm: float) -> None:
+    parameters = [torch.nn.Parameter(torch.randn(3, 4)), torch.nn.Parameter(torch.randn(7))]
+    for parameter in parameters:
+        parameter.grad = torch.randn_like(parameter)
+    ours = [8.0 * parameter.grad.clone() for parameter in parameters if parameter.grad is not None]
+    expected = torch.nn.utils.clip_grad_norm_(parameters, max_norm)
+    norm = precision.clip(ours, max_norm, scale=8.0)
+    torch.testing.assert_close(norm, expected)
+    torch.testing.assert_close(ours, precision.gradients_of(parameters))
+
+
+def test_without_clipping_no_norm_is_computed() -> None:
+    assert precision.clip([torch.ones(2)], 0.0) is None
+
+
+def test_masters_carry_what_16_bits_would_lose() -> None:
+    model = torch.nn.Linear(1, 1, bias=False).to(torch.bfloat16)
+    masters = precision.MasterWeights(model)
+    before = masters.masters[0].detach().clone()
+    optimizer = torch.optim.SGD(masters.masters, lr=1e-4)
+    for _ in range(100):
+        model.weight.grad = torch.ones_like(model.weight)
+        masters.take_gradients()
+        optimizer.step()
+        masters.give_weights()
+    torch.testing.assert_close(before - masters.masters[0].detach(), torch.full((1, 1), 1e-2), rtol=1e-3, atol=0.0)
+    assert model.weight.grad is None
+    torch.testing.assert_close(model.weight.float(), masters.masters[0].detach().bfloat16().float())

@@ -1,0 +1,114 @@
+"""Who am I: every launcher's variables, and environments that contradict themselves."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsframe import world
+from dsframe.errors import WorldError
+from dsframe.rendezvous import meeting_point
+from dsframe.run import settle_threads
+from dsframe.world import World
+
+# As the launchers set them on the second of two hosts with two processes each (measured), less what is not read.
+ENVIRONMENTS = {
+    "torchrun": {
+        "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_WORLD_SIZE": "2", "GROUP_RANK": "1",
+        "MASTER_ADDR": "node1", "MASTER_PORT": "29511", "TORCHELASTIC_RUN_ID": "none",
+    },
+    "deepspeed": {
+        "RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2", "CROSS_RANK": "1", "CROSS_SIZE": "2",
+        "MASTER_ADDR": "node1", "MASTER_PORT": "29511",
+    },
+    "horovodrun": {
+        "HOROVOD_RANK": "3", "HOROVOD_SIZE": "4", "HOROVOD_LOCAL_RANK": "1", "HOROVOD_LOCAL_SIZE": "2",
+        "HOROVOD_CROSS_RANK": "1",
+    },
+    "mpirun": {
+        "OMPI_COMM_WORLD_RANK": "3", "OMPI_COMM_WORLD_SIZE": "4", "OMPI_COMM_WORLD_LOCAL_RANK": "1",
+        "OMPI_COMM_WORLD_LOCAL_SIZE": "2",
+    },
+    "srun": {
+        "SLURM_PROCID": "3", "SLURM_STEP_NUM_TASKS": "4", "SLURM_LOCALID": "1", "SLURM_STEP_TASKS_PER_NODE": "2(x2)",
+        "SLURM_NODEID": "1", "SLURM_STEP_NODELIST": "node[1-2]", "SLURM_JOB_ID": "17", "SLURM_STEP_ID": "0",
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("launcher", ENVIRONMENTS)
+def test_each_launcher_is_understood(launcher: str) -> None:
+    found = world.read(ENVIRONMENTS[launcher])
+    assert found.launcher == launcher
+    assert (found.rank, found.size, found.local_rank, found.local_size, found.node) == (3, 4, 1, 2, 1)
+    assert not found.is_main
+
+
+def test_hydra_names_of_mpich_and_intel_mpi() -> None:
+    found = world.read({"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2"})
+    assert found == World(1, 2, 1, 2, 0, "mpirun")
+
+
+def test_no_launcher_is_one_process() -> None:
+    assert world.read({}) == World()
+    # Inside an sbatch script, before srun: the allocation's variables alone start nobody.
+    assert world.read({"SLURM_PROCID": "0", "SLURM_NTASKS": "8", "SLURM_JOB_ID": "1"}) == World()
+
+
+@pytest.mark.parametrize("inner", ["torchrun", "deepspeed", "horovodrun", "mpirun"])
+def test_a_launcher_inside_srun_wins(inner: str) -> None:
+    assert world.read({**ENVIRONMENTS["srun"], **ENVIRONMENTS[inner]}).launcher == inner
+
+
+def test_two_launchers_at_once_are_named() -> None:
+    with pytest.raises(WorldError, match=r"deepspeed \(RANK=3\) and horovodrun \(HOROVOD_RANK=3\)"):
+        world.read({**ENVIRONMENTS["deepspeed"], **ENVIRONMENTS["horovodrun"]})
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        ({"RANK": "4"}, "rank 4 of 4"),
+        ({"LOCAL_RANK": "2"}, "local rank 2 of 2"),
+        ({"LOCAL_WORLD_SIZE": "8"}, "local rank 1 of 8"),
+        ({"WORLD_SIZE": "four"}, "WORLD_SIZE='four' is not an integer"),
+    ],
+)
+def test_numbers_that_do_not_fit_are_named(change: dict[str, str], message: str) -> None:
+    with pytest.raises(WorldError, match=message):
+        world.read({**ENVIRONMENTS["torchrun"], **change})
+
+
+@pytest.mark.parametrize(
+    ("layout", "node", "tasks"), [("2", 0, 2), ("2(x3),1", 2, 2), ("2(x3),1", 3, 1), ("1,4(x2)", 1, 4)]
+)
+def test_slurm_layouts(layout: str, node: int, tasks: int) -> None:
+    assert world.slurm_tasks_on_node(layout, node) == tasks
+
+
+@pytest.mark.parametrize(
+    ("nodes", "first"),
+    [("node1", "node1"), ("a,b", "a"), ("node[03-07,9],gpu1", "node03"), ("n[1,4]x", "n1x"), ("a,n[1-2]", "a")],
+)
+def test_slurm_node_lists(nodes: str, first: str) -> None:
+    assert world.first_host(nodes) == first
+
+
+def test_meeting_points() -> None:
+    assert meeting_point(world.read(ENVIRONMENTS["deepspeed"]), {}) == ("node1", 29511)
+    assert meeting_point(world.read(ENVIRONMENTS["srun"]), {}) == ("node1", 20017)
+    assert meeting_point(World(), {})[0] == "127.0.0.1"
+    one_host = World(0, 2, 0, 2, 0, "mpirun")
+    assert meeting_point(one_host, {"PMIX_NAMESPACE": "job1"}) == meeting_point(one_host, {"PMIX_NAMESPACE": "job1"})
+    with pytest.raises(WorldError, match="set MASTER_ADDR"):
+        meeting_point(world.read(ENVIRONMENTS["mpirun"]), {})
+
+
+def test_threads_are_shared_among_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("os.sched_getaffinity", lambda _: set(range(8)))
+    monkeypatch.setenv("OMP_NUM_THREADS", "")  # restored afterwards, whatever the call sets
+    assert settle_threads(World(0, 4, 0, 4), None) == 2
+    assert settle_threads(World(0, 64, 0, 64), None) == 2  # what is set by now holds
+    assert settle_threads(World(0, 64, 0, 64), 3) == 3
+    monkeypatch.setenv("OMP_NUM_THREADS", "many")
+    with pytest.raises(WorldError, match="OMP_NUM_THREADS='many'"):
+        settle_threads(World(), None)
