@@ -93,3 +93,9 @@ class CheckpointError(DsframeError):
     """A checkpoint is missing, incomplete, damaged, or of another model."""
 
     exit_code = 8
+
+
+class StoppedError(DsframeError):
+    """A signal asked the run to stop: it has saved and can be resumed. The exit code is sysexits.h's EX_TEMPFAIL."""
+
+    exit_code = 75

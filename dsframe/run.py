@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any
 from dsframe import engines
 from dsframe import world as worlds
 from dsframe.config import Batch, Config, Facts, load
-from dsframe.errors import ConfigError, WorldError
+from dsframe.errors import ConfigError, StoppedError, WorldError
 from dsframe.world import World
 
 if TYPE_CHECKING:
@@ -41,21 +41,31 @@ def settle_threads(world: World, wanted: int | None) -> int:
     return threads
 
 
-def fit(task: Task, config: str | Path | dict[str, Any], *, overrides: Sequence[str] = ()) -> Summary:
+def fit(
+    task: Task, config: str | Path | dict[str, Any], *, overrides: Sequence[str] = (), resume: str = "never"
+) -> Summary:
     """**Collective.** Trains ``task`` as ``config`` says: a path, the name of a file in ds_configs/, or the file as a dict.
 
-    ``overrides``: ``dotted.key=value``. For programs that go on afterwards; a script's last line is better ``dsframe.main(task)``,
-    which reads the command line and tells mistakes in one voice. Raises the subclasses of DsframeError.
+    ``overrides``: ``dotted.key=value``. ``resume``: as for :func:`execute`.
+    For programs that go on afterwards; a script's last line is better ``dsframe.main(task)``, which reads the command line
+    and tells mistakes in one voice. Raises the subclasses of DsframeError.
     """
-    return execute(load(config, overrides=overrides), task=task)
+    return execute(load(config, overrides=overrides), task=task, resume=resume)
 
 
 def execute(
-    config: Config, *, task: Task | None = None, world: World | None = None, verbose: bool = False, quiet: bool = False
+    config: Config,
+    *,
+    task: Task | None = None,
+    world: World | None = None,
+    resume: str = "never",
+    verbose: bool = False,
+    quiet: bool = False,
 ) -> Summary:
     """**Collective.** Trains as ``config`` says and returns what it came to. Raises the subclasses of DsframeError.
 
-    ``task``: the user's own, instead of the file's. ``verbose``: let the libraries speak; ``quiet``: say nothing at all.
+    ``task``: the user's own, instead of the file's. ``resume``: "never", "auto" (the run's newest whole checkpoint, if there
+    is one) or a path to a checkpoint. ``verbose``: let the libraries speak; ``quiet``: say nothing at all.
     """
     began = time.perf_counter()
     world = world or worlds.read()
@@ -68,6 +78,9 @@ def execute(
     import torch
 
     from dsframe import optimizers, tasks
+    from dsframe.checkpoint.resume import about, begin
+    from dsframe.checkpoint.saver import Saver
+    from dsframe.checkpoint.store import Retention, Store
     from dsframe.engine import Plan
     from dsframe.process_group import device_of
     from dsframe.report.progress import Progress
@@ -103,10 +116,37 @@ def execute(
         f"batch {batch.train_batch_size} = {batch.micro_batch_size} x {batch.accumulation_steps} x {batch.data_parallel_size}; "
         f"{cadence.total_steps:,} steps; {directory}"
     )
-    record = (
-        Record(directory, plan, choice.name, engine.description, time.perf_counter() - began) if world.is_main else None
+    ready_seconds = time.perf_counter() - began
+    checkpoints, wanted = Store(directory / "checkpoints"), settings.checkpoints
+    mine = about(
+        config,
+        task,
+        optimizer,
+        batch,
+        samples=loader.sampler.samples,
+        world_size=world.size,
+        engine=choice.name,
+        package=choice.entry.package,
     )
-    summary = Trainer(engine, loader, evaluation, cadence, progress, record).fit()
+    start = begin(engine, resume, checkpoints, mine, cadence.total_steps, lambda line: progress.say(f"dsframe: {line}"))
+    record = (
+        Record(directory, plan, choice.name, engine.description, ready_seconds, start.step) if world.is_main else None
+    )
+    saver = Saver(
+        engine,
+        checkpoints,
+        mine,
+        every_steps=wanted.every_steps,
+        at_end=wanted.at_end,
+        retention=Retention(wanted.keep_last, wanted.keep_best, wanted.keep_every),
+        say=progress.say,
+    )
+    try:
+        summary = Trainer(engine, loader, evaluation, cadence, progress, record, saver).fit(start)
+    except StoppedError:
+        progress.close()
+        engine.close()
+        raise
     progress.close()
     engine.close()
     if record:

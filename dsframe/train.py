@@ -50,6 +50,13 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--engine", help="short for --set dsframe.engine=...")
     parser.add_argument("--run-dir", help="short for --set dsframe.run_dir=...")
+    parser.add_argument(
+        "--resume",
+        metavar="auto|PATH|never",
+        default="never",
+        help="go on from the newest whole checkpoint of the run's directory (auto: from the start where there is none), "
+        "or from this one (default: %(default)s)",
+    )
     parser.add_argument("--verbose", action="store_true", help="let the libraries say everything, and show tracebacks")
     parser.add_argument("--quiet", action="store_true", help="say nothing; the run's directory has the figures")
     parser.add_argument(
@@ -80,7 +87,7 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
                 print(problem, file=sys.stderr)
         from dsframe.run import execute
 
-        execute(config, task=task, world=world, verbose=options.verbose, quiet=options.quiet)
+        execute(config, task=task, world=world, resume=options.resume, verbose=options.verbose, quiet=options.quiet)
     except DsframeError as error:
         leave(error, world, verbose=options.verbose)
     except KeyboardInterrupt:

@@ -13,9 +13,12 @@ from typing import Any
 
 import torch
 
+from dsframe.checkpoint.resume import Start
+from dsframe.checkpoint.saver import Saver
+from dsframe.checkpoint.signals import StopRequest
 from dsframe.data import EvaluationLoader, Loader
 from dsframe.engine import Engine, StepResult
-from dsframe.errors import TrainingError
+from dsframe.errors import StoppedError, TrainingError
 from dsframe.report.memory import peak_memory_bytes
 from dsframe.report.progress import Progress, clock
 from dsframe.report.record import Record
@@ -74,36 +77,52 @@ class Trainer:
         cadence: Cadence,
         progress: Progress,
         record: Record | None,
+        saver: Saver,
     ) -> None:
         """``record``: where figures are written down; None on every rank but 0."""
         self.engine, self.loader, self.evaluation, self.cadence = engine, loader, evaluation, cadence
-        self.progress, self.record = progress, record
+        self.progress, self.record, self.saver = progress, record, saver
+        self._first = 1
         self._results: Mapping[str, float] = {}
         self._skipped = 0
-        self._evaluating = 0.0
+        self._pausing = 0.0
 
-    def fit(self) -> Summary:
-        """**Collective.** Trains to the end. Raises TrainingError where the loss stops being a finite number."""
-        task, batch = self.engine.plan.task, self.engine.plan.batch
+    def fit(self, start: Start) -> Summary:
+        """**Collective.** Trains from ``start`` to the end.
+
+        Raises TrainingError where the loss stops being a finite number, CheckpointError where the state cannot be saved,
+        StoppedError when a signal asked for it and the state is saved.
+        """
+        task, batch, total = self.engine.plan.task, self.engine.plan.batch, self.cadence.total_steps
+        self._first, self._results = start.step + 1, start.evaluation
+        loss = math.nan if start.loss is None else start.loss
         started = first_done = time.perf_counter()
-        loss = math.nan
-        stream = self.loader.stream(0, self.cadence.total_steps)
-        for step in range(1, self.cadence.total_steps + 1):
-            result = self.engine.train_step(_take(stream, batch.accumulation_steps))
-            self.progress.advance()
-            if self.cadence.logs(step):
-                loss = self._log(step, result)
-            if step == 1:
-                first_done = time.perf_counter()
-                self.progress.rate(step)
-            if step in self.cadence.eval_steps:
-                self._evaluate(step)
+        self.progress.begin(start.step)
+        stream = self.loader.stream(start.step, total)
+        with StopRequest(self.engine, start.step) as stop:
+            for step in range(self._first, total + 1):
+                result = self.engine.train_step(_take(stream, batch.accumulation_steps))
+                self.progress.advance()
+                if self.cadence.logs(step):
+                    loss = self._log(step, result)
+                if step == self._first:
+                    first_done = time.perf_counter()
+                    self.progress.begin(step)
+                if step in self.cadence.eval_steps:
+                    self._evaluate(step)
+                if self.saver.due(step, total):
+                    self._save(step, loss)
+                if step < total and stop.agreed(step):
+                    self._save(step, loss)
+                    raise StoppedError(
+                        f"stopped after step {step} by {stop.name or 'a signal to another rank'}; go on with --resume auto"
+                    )
         ended = time.perf_counter()
-        units = batch.train_batch_size * task.units_per_sample * (self.cadence.total_steps - 1)
+        units = batch.train_batch_size * task.units_per_sample * max(total - self._first, 0)
         return Summary(
-            steps=self.cadence.total_steps,
-            seconds=ended - started - self._evaluating,
-            rate=units / max(ended - first_done - self._evaluating, 1e-9),
+            steps=total,
+            seconds=ended - started - self._pausing,
+            rate=units / max(ended - first_done - self._pausing, 1e-9),
             unit=task.unit,
             loss=loss,
             metrics=self._results,
@@ -119,7 +138,7 @@ class Trainer:
     def _log(self, step: int, result: StepResult) -> float:
         loss = self._mean(result.loss)
         self._skipped += result.skipped
-        rate = self.progress.rate(step) if step > 1 else 0.0
+        rate = self.progress.rate(step) if step > self._first else 0.0
         if not math.isfinite(loss) and not result.skipped:
             raise TrainingError(
                 f"the loss is {loss} at step {step}; lower the learning rate, warm up longer, or clip harder"
@@ -129,7 +148,7 @@ class Trainer:
         if self.record:
             values = {"loss": loss, "learning_rate": result.learning_rate, "gradient_norm": norm}
             self.record.write({"step": step, "epoch": epoch, **values, "rate": rate, "skipped": result.skipped})
-        if step > 1:
+        if step > self._first:
             self.progress.log(step, {"loss": loss, "lr": result.learning_rate}, rate)
         return loss
 
@@ -141,14 +160,22 @@ class Trainer:
             for name, value in self.engine.eval_step(batch, valid).items():
                 sums[name] = sums[name] + value if name in sums else value
         self._results = self._means(sums)
-        took = time.perf_counter() - began
-        self._evaluating += took
-        self.progress.pause(took)
+        self._pause(time.perf_counter() - began)
         self.progress.say(
             f"evaluation after step {step}: " + "  ".join(f"{k} {v:.4f}" for k, v in self._results.items())
         )
         if self.record:
             self.record.write({"step": step, "epoch": self.loader.sampler.epoch(step), "evaluation": self._results})
+
+    def _save(self, step: int, loss: float) -> None:
+        if step == self.saver.saved_step:
+            return
+        logged, evaluated = self.cadence.logs(step), step in self.cadence.eval_steps
+        self._pause(self.saver.save(step, loss=loss if logged else None, evaluation=self._results if evaluated else {}))
+
+    def _pause(self, seconds: float) -> None:
+        self._pausing += seconds
+        self.progress.pause(seconds)
 
     def _means(self, sums: Mapping[str, Sum]) -> dict[str, float]:
         """**Collective.** Exact means over all ranks; a rank without samples takes part with zeros.

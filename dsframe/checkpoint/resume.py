@@ -40,7 +40,15 @@ class Start:
 
 
 def about(
-    config: Config, task: Task, optimizer: OptimizerSpec, batch: Batch, samples: int, engine: str, package: str | None
+    config: Config,
+    task: Task,
+    optimizer: OptimizerSpec,
+    batch: Batch,
+    *,
+    samples: int,
+    world_size: int,
+    engine: str,
+    package: str | None,
 ) -> dict[str, Any]:
     """What the manifest tells of a run: ``training`` must be the same to go on, ``course`` may change and is pointed out.
 

@@ -115,6 +115,21 @@ class Ddp(Section):
     """Gradients live in the buckets: less memory."""
 
 
+class Checkpoints(Section):
+    """When the run saves its state, and what it keeps."""
+
+    every_steps: Count | None = None
+    """Steps between two checkpoints. Default: only at the end, and when a signal stops the run."""
+    at_end: bool = True
+    """Save after the last step."""
+    keep_last: Count = 2
+    """So many of the newest checkpoints stay."""
+    keep_best: Annotated[str, Field(pattern=r"^[^:\s]+:(min|max)$")] | None = None
+    """Keep also the best by this metric of the evaluation: ``loss:min`` or ``accuracy:max``."""
+    keep_every: Count | None = None
+    """Keep also those at multiples of so many steps."""
+
+
 class Settings(Section):
     """Everything about the run that is not DeepSpeed's."""
 
@@ -138,6 +153,8 @@ class Settings(Section):
     """Steps between two lines of progress."""
     run_dir: str | None = None
     """Folder of the run's results. Default: ``runs/NAME-ENGINE`` after the config file's name."""
+    checkpoints: Checkpoints = Field(default_factory=Checkpoints.model_construct)
+    """When the run saves its state, and what it keeps."""
     threads_per_rank: Count | None = None
     """CPU threads of a rank. Default: OMP_NUM_THREADS, else 1."""
     horovod: Horovod = Field(default_factory=Horovod.model_construct)

@@ -25,8 +25,10 @@ _SUMMARY = "summary.json"
 class Record:
     """What rank 0 writes down. An earlier run's record in the same directory is replaced."""
 
-    def __init__(self, directory: Path, plan: Plan, engine: str, description: str, start_seconds: float) -> None:
-        """``start_seconds``: from the start of the run to a ready engine."""
+    def __init__(
+        self, directory: Path, plan: Plan, engine: str, description: str, start_seconds: float, done_steps: int = 0
+    ) -> None:
+        """``start_seconds``: from the start of the run to a ready engine. ``done_steps``: steps of an earlier run to go on from."""
         directory.mkdir(parents=True, exist_ok=True)
         (directory / _SUMMARY).unlink(missing_ok=True)
         self._directory = directory
@@ -41,7 +43,9 @@ class Record:
             "train_batch_size": plan.batch.train_batch_size,
             "start_seconds": start_seconds,
         }
+        before = _lines_until(directory / _METRICS, done_steps) if done_steps else []
         self._file = (directory / _METRICS).open("w", encoding="utf-8", buffering=1)
+        self._file.writelines(before)
         self.write({"run": self._about})
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -57,6 +61,14 @@ class Record:
         self._file.close()
         text = json.dumps({**self._about, **asdict(summary)}, indent=2)
         (self._directory / _SUMMARY).write_text(text + "\n", encoding="utf-8")
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    """What was recorded up to ``step``: the steps after it are trained again."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [line for line in lines if line.endswith("\n") and json.loads(line).get("step", 0) <= step]
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
