@@ -7,12 +7,16 @@ from __future__ import annotations
 
 import difflib
 import json
+import re
 
 from dsframe.config.findings import Fix
 from dsframe.config.load import Examined, examine
 from dsframe.config.reader import Document, Path, skip_blanks
 
 MAX_EDITS = 200
+
+_COMMENTED = re.compile(r"#|//|/\*|'''")
+"""What may make it matter where a line ends."""
 
 
 def fix(text: str, name: str) -> tuple[str, str]:
@@ -128,6 +132,9 @@ class _Editor:
         """A member of several lines, shifted to its new depth."""
         start = self.text.rfind("\n", 0, self.spans[path].key_start) + 1
         old = self.text[start : self.spans[path].key_start]
+        if not indent and not _COMMENTED.search(member):
+            closed = re.sub(r"(?<=[{\[])\s*\n\s*|\s*\n\s*(?=[}\]])", "", member)
+            return re.sub(r"\s*\n\s*", " ", closed)
         first, *rest = member.split("\n")
         return "\n".join([first, *(indent + line.removeprefix(old) if line.startswith(old) else line for line in rest)])
 

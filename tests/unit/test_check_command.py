@@ -1,0 +1,254 @@
+"""The command: what it prints, in which format, with which exit code, and what it does not import."""
+
+from __future__ import annotations
+
+import json
+import os
+import resource
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsframe.cli import COMMANDS, main
+from dsframe.config import load
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+
+CLEAN = '{"train_batch_size": 8, "zero_optimization": {"stage": 1}}'
+WARNS = '{"train_batch_size": 8, "zero_optimization": {"stage": 1, "cpu_offload": true}}'
+WRONG = '{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 1}\n}'
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    for name, text in {"clean": CLEAN, "warns": WARNS, "wrong": WRONG}.items():
+        (tmp_path / f"{name}.json").write_text(text)
+    monkeypatch.chdir(tmp_path)
+    return tmp_path
+
+
+def run(*arguments: str, stdin: str = "") -> subprocess.CompletedProcess[str]:
+    environment = {key: value for key, value in os.environ.items() if key != "PYTHONDONTWRITEBYTECODE"}
+    environment["PYTHONPATH"] = str(REPOSITORY)
+    command = [sys.executable, "-m", "dsframe.cli", *arguments]
+    return subprocess.run(command, input=stdin, capture_output=True, text=True, env=environment, timeout=60)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "code"),
+    [
+        (["clean.json"], 0),
+        (["warns.json"], 0),
+        (["warns.json", "--strict"], 1),
+        (["clean.json", "--strict"], 0),
+        (["wrong.json"], 2),
+        (["clean.json", "wrong.json"], 2),
+        (["clean.json", "warns.json", "--strict"], 1),
+        (["nowhere.json"], 2),
+        (["clean.json", "-np", "3"], 2),
+        (["clean.json", "-np", "4"], 0),
+        (["clean.json", "--set", "gradient_clipping=-1"], 2),
+    ],
+)
+def test_exit_codes(folder: Path, arguments: list[str], code: int, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", *arguments]) == code
+    assert capsys.readouterr().err == ""
+
+
+@pytest.mark.parametrize(
+    "arguments", [["--nonsense"], [], ["clean.json", "-np", "0"], ["clean.json", "--gpu-memory", "much"]]
+)
+def test_wrong_usage(folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit) as caught:
+        main(["check", *arguments])
+    assert caught.value.code == 2
+    assert "usage: dsframe check" in capsys.readouterr().err
+
+
+def test_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["check", "wrong.json", "warns.json", "clean.json", "-np", "2"])
+    assert capsys.readouterr().out.splitlines() == [
+        'wrong.json:3:3: zero_optimisation: unknown key; did you mean "zero_optimization"?',
+        "wrong.json: 1 error",
+        'warns.json:1:59: warning: zero_optimization.cpu_offload: deprecated; write "offload_optimizer": {"device": "cpu"}',
+        "warns.json: batch 8 = 4 (micro) x 1 (accumulation) x 2 (data-parallel ranks); derived: gradient_accumulation_steps = 1 "
+        "(DeepSpeed's default), train_micro_batch_size_per_gpu = 4 = 8 / 1 (accumulation) / 2 (ranks)",
+        "warns.json: 1 warning",
+        "clean.json: batch 8 = 4 (micro) x 1 (accumulation) x 2 (data-parallel ranks); derived: gradient_accumulation_steps = 1 "
+        "(DeepSpeed's default), train_micro_batch_size_per_gpu = 4 = 8 / 1 (accumulation) / 2 (ranks)",
+        "clean.json: no problems",
+    ]
+
+
+def test_json(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["check", "wrong.json", "clean.json", "--format", "json", "-np", "2", "--resolved"])
+    wrong, clean = json.loads(capsys.readouterr().out)
+    assert wrong["problems"] == [
+        {
+            "severity": "error", "path": "zero_optimisation", "message": "unknown key", "line": 3, "column": 3,
+            "remedy": 'did you mean "zero_optimization"?', "file": "wrong.json", "code": "unknown-key",
+        }
+    ]  # fmt: skip
+    assert clean["problems"] == []
+    assert clean["batch"]["micro_batch_size"] == 4
+    assert clean["resolved"]["gradient_accumulation_steps"] == 1
+
+
+def test_github(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["check", "wrong.json", "--format", "github"])
+    assert capsys.readouterr().out == (
+        "::error file=wrong.json,line=3,col=3,title=dsframe unknown-key::zero_optimisation: unknown key; "
+        'did you mean "zero_optimization"?\n'
+    )
+
+
+def test_resolved_is_a_file_that_runs(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = {
+        "train_batch_size": "auto", "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": "auto",
+        "optimizer": {"type": "AdamW", "params": {"lr": "auto"}},
+    }  # fmt: skip
+    (folder / "auto.json").write_text(json.dumps(content))
+    assert main(["check", "auto.json", "-np", "2", "--resolved"]) == 0
+    printed = capsys.readouterr()
+    assert "auto.json: no problems" not in printed.out
+    assert '"lr": 5e-05  // "auto": the default of Hugging Face\'s Trainer' in printed.out
+    assert (
+        '"train_batch_size": 8,  // derived: 8 = 4 (micro) x 1 (accumulation) x 2 (data-parallel ranks)' in printed.out
+    )
+    (folder / "again.json").write_text(printed.out)
+    again = load("again.json")
+    assert again.problems == ()
+    assert again.for_deepspeed(2) == load("auto.json").for_deepspeed(2)
+
+
+def test_many_autos_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"}}
+    (folder / "auto.json").write_text(json.dumps(content))
+    main(["check", "auto.json"])
+    assert capsys.readouterr().out.splitlines() == [
+        'auto.json: note: 3 values are "auto"; --resolved shows what they become, and why',
+        "auto.json: no problems",
+    ]
+
+
+@pytest.mark.parametrize(
+    ("memory", "stage", "number"),
+    [("80GB", 0, "5 billion"), ("80GB", 3, "20 billion"), ("24GiB", 0, "1.61 billion"), ("1000", 0, "62")],
+)
+def test_gpu_memory(folder: Path, memory: str, stage: int, number: str, capsys: pytest.CaptureFixture[str]) -> None:
+    """K = 12 for Adam in 16 bits: 16 bytes for each parameter, shared by 4 ranks at stage 3."""
+    override = f"zero_optimization.stage={stage}"
+    main(["check", "clean.json", "-np", "4", "--gpu-memory", memory, "--set", "bf16.enabled=true", "--set", override])
+    assert f"of at most {number} parameters on 4 processes" in capsys.readouterr().out
+
+
+def test_nodes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["check", "clean.json", "-np", "8", "--nodes", "4", "--set", "tensor_parallel.autotp_size=4"])
+    assert "4 does not divide the 2 processes of a host" in capsys.readouterr().out
+
+
+def test_engine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["check", "clean.json", "--engine", "horovd"]) == 2
+    assert 'no engine "horovd"; did you mean "horovod"?' in capsys.readouterr().out
+    assert main(["check", "clean.json", "--engine", "horovod"]) == 0
+    assert "horovod keeps a full replica on every rank" in capsys.readouterr().out
+    assert main(["check", "clean.json", "--engine", "ddp", "--set", "data_efficiency.enabled=true"]) == 2
+
+
+def test_fix_rewrites_the_file_and_shows_how(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    before = """\
+{
+  // kept
+  "train_batch_sise": 8, # kept too
+  "offload_optimizer": {
+    "device": "cpu"
+  },
+  "zero_optimisation": {"stage": "2"},
+  "amp": {"enabled": false},
+  "bfloat16": {"enabled": true}
+}
+"""
+    (folder / "old.json").write_text(before)
+    assert main(["check", "old.json", "--fix", "--dry-run"]) == 2
+    assert (folder / "old.json").read_text() == before
+    capsys.readouterr()
+    assert main(["check", "old.json", "--fix"]) == 0
+    printed = capsys.readouterr().out
+    assert '\n-  "train_batch_sise": 8, # kept too\n' in printed
+    assert '\n+  "train_batch_size": 8, # kept too\n' in printed
+    assert printed.endswith("old.json: no problems\n")
+    assert (
+        (folder / "old.json").read_text()
+        == """\
+{
+  // kept
+  "train_batch_size": 8, # kept too
+  "zero_optimization": {"stage": 2, "offload_optimizer": {"device": "cpu"}},
+  "bf16": {"enabled": true}
+}
+"""
+    )
+
+
+def test_fix_wraps_what_has_no_section_yet(folder: Path) -> None:
+    (folder / "old.json").write_text(
+        '{"train_batch_size": 8, "offload_optimizer": {"device": "cpu"}, "steps_per_print": 1}'
+    )
+    main(["check", "old.json", "--fix"])
+    assert (folder / "old.json").read_text() == (
+        '{"train_batch_size": 8, "zero_optimization": {"offload_optimizer": {"device": "cpu"}}, "steps_per_print": 1}'
+    )
+
+
+def test_fix_leaves_what_it_cannot_know(folder: Path) -> None:
+    text = '{"train_batch_size": 8, "gradient_cliping": 1.0, "gradient_clipping": 2.0, "wibble": 1}'
+    (folder / "old.json").write_text(text)
+    assert main(["check", "old.json", "--fix"]) == 2
+    assert (folder / "old.json").read_text() == text
+
+
+def test_standard_input() -> None:
+    done = run("check", "-", stdin=WRONG)
+    assert done.returncode == 2
+    assert done.stdout.startswith("<stdin>:3:3: zero_optimisation: unknown key")
+    assert done.stderr == ""
+
+
+def test_nothing_heavy_is_imported() -> None:
+    program = (
+        "import sys; from dsframe.cli import main; code = main(['check', '-', '-np', '2', '--engine', 'deepspeed', '--resolved']); "
+        "print([name for name in ('torch', 'deepspeed', 'horovod', 'numpy', 'hjson') if name in sys.modules], file=sys.stderr)"
+    )
+    for text in (CLEAN, WRONG):
+        done = subprocess.run(
+            [sys.executable, "-c", program], input=text, capture_output=True, text=True, timeout=60, cwd=REPOSITORY
+        )
+        assert done.stderr.splitlines()[-1] == "[]"
+
+
+def test_importing_the_command_line_costs_nothing() -> None:
+    program = "import dsframe.cli, sys; print([n for n in ('pydantic', 'argparse', 'torch') if n in sys.modules])"
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, timeout=60, cwd=REPOSITORY)
+    assert done.stdout.strip() == "[]"
+
+
+def test_a_check_takes_little_time() -> None:
+    """CPU time, the least of five: the benchmark measures the clock, which other processes move."""
+    run("check", "ds_configs/zero3.json")
+    taken = []
+    for _ in range(5):
+        before = resource.getrusage(resource.RUSAGE_CHILDREN)
+        assert run("check", "zero3.json").returncode == 0
+        after = resource.getrusage(resource.RUSAGE_CHILDREN)
+        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+    assert min(taken) < 0.3
+
+
+def test_the_command_names_its_commands(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--help"]) == 0
+    printed = capsys.readouterr().out
+    assert all(name in printed for name in COMMANDS)
+    assert main(["chek"]) == 2
+    assert 'no command "chek"; did you mean "check"?' in capsys.readouterr().err
