@@ -35,8 +35,8 @@ class Cadence:
     """Evaluate after these steps, counted from 1."""
 
     def logs(self, step: int) -> bool:
-        """Whether ``step`` is logged: the first, every ``log_every``-th and the last."""
-        return step == 1 or step % self.log_every == 0 or step == self.total_steps
+        """Whether ``step`` is logged: 1, 2, 5, 10, 20, 50 ... where things go wrong first, every ``log_every``-th, the last."""
+        return str(step).rstrip("0") in ("1", "2", "5") or step % self.log_every == 0 or step == self.total_steps
 
 
 @dataclass(frozen=True)

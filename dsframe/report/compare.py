@@ -10,9 +10,6 @@ from typing import Any
 from dsframe.errors import DataError
 from dsframe.report.record import read_metrics, read_summary
 
-_ROWS = 8
-"""Steps that the table shows: the first, the last, and some between."""
-
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and returns 0; 6 (DataError) where a directory holds no finished run."""
@@ -43,7 +40,9 @@ def table(runs: Sequence[Path]) -> str:
     rows.append(["engine", *(summary["description"] for summary in summaries)])
     rows.append(["processes", *(f"{summary['world_size']} ({summary['launcher']})" for summary in summaries)])
     common = sorted(set.intersection(*(set(curve) for curve in curves)))
-    rows += [_loss_row(step, curves) for step in _spread(common)]
+    rows += [
+        _loss_row(step, curves) for step in common if str(step).rstrip("0") in ("1", "2", "5") or step == common[-1]
+    ]
     if common and len(runs) > 1:
         worst = [max(abs(curve[step] - curves[0][step]) for step in common) for curve in curves[1:]]
         rows.append([f"largest of {len(common)} steps", "", *(f"{difference:+.1e}" for difference in worst)])
@@ -66,12 +65,6 @@ def _loss_row(step: int, curves: Sequence[dict[int, float]]) -> list[str]:
     first = curves[0][step]
     others = [f"{curve[step]:.6f}  {curve[step] - first:+.1e}" for curve in curves[1:]]
     return [f"loss at step {step:,}", f"{first:.6f}", *others]
-
-
-def _spread(steps: Sequence[int]) -> list[int]:
-    if len(steps) <= _ROWS:
-        return list(steps)
-    return sorted({steps[round(index * (len(steps) - 1) / (_ROWS - 1))] for index in range(_ROWS)})
 
 
 def _figure(value: Any, form: str) -> str:

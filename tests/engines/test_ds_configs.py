@@ -1,0 +1,46 @@
+"""Every file in ds_configs/ trains, under its own launcher, and is a file for plain DeepSpeed without its dsframe section."""
+
+from __future__ import annotations
+
+import copy
+import math
+import warnings
+from pathlib import Path
+
+import pytest
+
+from dsframe.config import find, load
+from dsframe.report.compare import losses
+from dsframe.report.record import read_summary
+from tests.processes import REPOSITORY, deepspeed, horovodrun, python, run_ranks, torchrun
+
+FILES = sorted(path.name for path in (REPOSITORY / "ds_configs").glob("*.json") if ".schema." not in path.name)
+LAUNCH = {"horovod": horovodrun, "ddp": torchrun}
+STEPS = 3
+
+
+def test_the_files_are_there() -> None:
+    assert {"zero0.json", "zero1.json", "zero2.json", "zero3.json", "horovod.json", "single.json"} <= set(FILES)
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_it_trains(name: str, tmp_path: Path) -> None:
+    engine = load(name).settings.engine
+    options = ["-m", "dsframe.train", "--config", name, "--run-dir", str(tmp_path), "--set", f"dsframe.steps={STEPS}"]
+    options += ["--set", "dsframe.task.samples=512"]
+    command = python(options) if engine == "single" else LAUNCH.get(engine, deepspeed)(2, options)
+    finished = run_ranks(command, timeout_seconds=590).check()
+    assert len(losses(tmp_path)) == STEPS
+    assert math.isfinite(read_summary(tmp_path)["loss"])
+    assert "Warning" not in finished.output
+    assert "Traceback" not in finished.output
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_plain_deepspeed_takes_it(name: str) -> None:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        from deepspeed.runtime.config import DeepSpeedConfig
+    document = copy.deepcopy(load(find(name)).written())
+    document.pop("dsframe")
+    DeepSpeedConfig(document)
