@@ -1,0 +1,233 @@
+"""The format's tensors, random generators, and what ranks tell each other."""
+
+from __future__ import annotations
+
+import random
+import threading
+from collections.abc import Callable
+from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+from dsframe.checkpoint import generators, portable, store
+from dsframe.checkpoint.portable import Checkpoint
+from dsframe.checkpoint.resume import differences
+from dsframe.checkpoint.share import failures, share
+from dsframe.checkpoint.state import EngineState, LossScaleState, ParameterState, compare, persistent_buffers, split
+from dsframe.checkpoint.store import Store
+from dsframe.errors import CheckpointError
+
+
+def states(sizes: dict[str, tuple[int, ...]]) -> list[ParameterState]:
+    generator = torch.Generator().manual_seed(5)
+    return [
+        ParameterState(
+            name,
+            torch.randn(size, generator=generator),
+            {"exp_avg": torch.randn(size, generator=generator), "exp_avg_sq": torch.rand(size, generator=generator)},
+            {"step": 42.0},
+        )
+        for name, size in sizes.items()
+    ]
+
+
+SIZES = {"a.weight": (40, 30), "a.bias": (40,), "scalar": (), "b.weight": (3, 5, 7), "c": (1000,), "empty": (0,)}
+
+
+def write(folder: Path, ranks: int, part_bytes: int) -> Path:
+    """A checkpoint of SIZES by ``ranks`` writers, one after another."""
+    whole, parts = Store(folder), {}
+    partial = whole.begin(42)
+    writers = []
+    for rank in range(ranks):
+        buffers = {"running": torch.arange(3), "mean": torch.ones(2, dtype=torch.bfloat16)}
+        state = EngineState(40, LossScaleState(512.0, 2, 42, 3), buffers, states(SIZES))
+        writer, failure = portable.write_state(state, partial, rank, ranks, part_bytes)
+        assert failure == ""
+        parts |= writer.files
+        writers.append(writer)
+    assert all(writer.parameters == writers[0].parameters for writer in writers)
+    files = {name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in parts.items()}
+    manifest = {"format": store.FORMAT, "step": 42, "updates": 40, "files": files, "parameters": writers[0].parameters}
+    return whole.commit(
+        42, {**manifest, "loss_scale": {"scale": 512.0, "hysteresis_left": 2, "steps": 42, "last_overflow": 3}}
+    )
+
+
+@pytest.mark.parametrize("ranks", [1, 2, 3, 7])
+@pytest.mark.parametrize("part_bytes", [1, 5000, 1 << 30])
+def test_what_is_written_is_read(tmp_path: Path, ranks: int, part_bytes: int) -> None:
+    path = write(tmp_path, ranks, part_bytes)
+    assert store.verify(path) == []
+    checkpoint = Checkpoint(path)
+    assert (checkpoint.step, checkpoint.updates) == (42, 40)
+    assert checkpoint.loss_scale == LossScaleState(512.0, 2, 42, 3)
+    assert checkpoint.shapes == SIZES
+    for expected in states(SIZES):
+        found = checkpoint.parameter(expected.name)
+        assert torch.equal(found.weight, expected.weight)
+        assert found.moments.keys() == expected.moments.keys()
+        assert all(torch.equal(found.moments[key], expected.moments[key]) for key in expected.moments)
+        assert found.scalars == {"step": 42.0}
+    assert torch.equal(checkpoint.buffers()["running"], torch.arange(3))
+    assert checkpoint.buffers()["mean"].dtype == torch.bfloat16
+    assert [name for name, _ in checkpoint.weights()] == [*sorted(SIZES), "mean", "running"]
+    checkpoint.close()
+
+
+def test_parts_are_bounded_and_the_work_is_shared(tmp_path: Path) -> None:
+    path = write(tmp_path, 2, 5000)
+    sizes = {file.name: sum(t.nbytes for t in load_file(file).values()) for file in path.glob("part-*.safetensors")}
+    one = max(state.bytes for state in states(SIZES))
+    assert max(sizes.values()) <= max(5000, one)
+    by_rank = [sum(size for name, size in sizes.items() if name.startswith(f"part-0000{rank}")) for rank in (0, 1)]
+    assert abs(by_rank[0] - by_rank[1]) <= one
+
+
+def test_views_of_one_flat_tensor_are_written_one_by_one(tmp_path: Path) -> None:
+    flat = torch.arange(10.0)
+    parameters = [ParameterState(f"p{i}", flat[i * 5 : i * 5 + 5], {}, {}) for i in range(2)]
+    writer, failure = portable.write_state(EngineState(1, None, {}, parameters), tmp_path, 0, 1)
+    assert failure == ""
+    found = load_file(tmp_path / next(iter(writer.files)))
+    assert found["weight/p1"].tolist() == [5, 6, 7, 8, 9]
+
+
+def test_after_a_failed_write_the_rank_still_takes_part(tmp_path: Path) -> None:
+    seen = []
+
+    def stream() -> Any:
+        for one in states(SIZES):
+            seen.append(one.name)
+            yield one
+
+    gone = tmp_path / "gone"
+    _, failure = portable.write_state(EngineState(1, None, {}, stream()), gone, 0, 1, part_bytes=1)
+    assert "gone" in failure or "No such file" in failure
+    assert seen == list(SIZES)
+
+
+def test_a_file_without_the_tensor_is_named(tmp_path: Path) -> None:
+    path = write(tmp_path, 1, 1 << 30)
+    checkpoint = Checkpoint(path)
+    checkpoint.manifest["parameters"]["c"]["moments"] = ["momentum_buffer"]
+    with pytest.raises(CheckpointError, match="c: "):
+        checkpoint.parameter("c")
+    checkpoint.manifest["parameters"]["c"]["file"] = "../other.safetensors"
+    with pytest.raises(CheckpointError, match="is not one of its files"):
+        checkpoint.parameter("c")
+    checkpoint.close()
+
+
+def test_every_random_generator_goes_on_where_it_was() -> None:
+    def numbers() -> tuple[Any, ...]:
+        return torch.rand(3).tolist(), np.random.randn(3).tolist(), random.random(), random.gauss(0, 1)
+
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        np.random.randn()  # leaves a second one cached
+        random.gauss(0, 1)
+        kept = generators.capture(torch.device("cpu"))
+        first = numbers()
+        torch.manual_seed(9)
+        np.random.seed(9)
+        random.seed(9)
+        generators.restore(kept, torch.device("cpu"))
+        assert numbers() == first
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
+
+
+@dataclass
+class Room:
+    """Ranks as threads."""
+
+    size: int
+
+    def __post_init__(self) -> None:
+        self.barrier = threading.Barrier(self.size)
+        self.values: list[Tensor] = [torch.zeros(0)] * self.size
+
+    def run(self, action: Callable[[Any], Any]) -> list[Any]:
+        results: list[Any] = [None] * self.size
+
+        def one(rank: int) -> None:
+            def sum_over_ranks(values: Tensor) -> Tensor:
+                self.values[rank] = values
+                self.barrier.wait(10)
+                total = torch.stack(self.values).sum(0)
+                self.barrier.wait(10)
+                return total
+
+            plan = SimpleNamespace(world=SimpleNamespace(rank=rank, size=self.size), device=torch.device("cpu"))
+            results[rank] = action(SimpleNamespace(plan=plan, sum_over_ranks=sum_over_ranks))
+
+        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return results
+
+
+@pytest.mark.parametrize("texts", [["", ""], ["a", ""], ["", "é€𝄞" * 50, "x" * 4001], ["\x00\xff", "abcd"]])
+def test_all_ranks_hear_all(texts: list[str]) -> None:
+    heard = Room(len(texts)).run(lambda ranks: share(ranks, texts[ranks.plan.world.rank]))
+    assert heard == [texts] * len(texts)
+
+
+def test_a_failure_of_one_is_known_to_all() -> None:
+    said = Room(3).run(lambda ranks: failures(ranks, "disk full" if ranks.plan.world.rank == 1 else ""))
+    assert said == [["rank 1: disk full"]] * 3
+
+
+def test_another_model_is_named() -> None:
+    own, saved = {"a": (2, 3), "b": (4,), "new": (1,)}, {"a": (3, 2), "b": (4,), "old": (1,)}
+    with pytest.raises(CheckpointError) as raised:
+        compare("parameter", own, saved)
+    assert str(raised.value) == (
+        "the checkpoint is of another model (parameters differ): new is new; old is gone; "
+        "a has shape [2, 3], saved [3, 2]"
+    )
+    many = {f"layer.{i}": (1,) for i in range(9)}
+    with pytest.raises(CheckpointError, match="and 6 more"):
+        compare("parameter", many, {})
+
+
+def test_another_training_is_named_and_changes_are_pointed_out() -> None:
+    saved = {
+        "training": {"optimizer": "adamw", "seed": 0, "train_batch_size": 8},
+        "course": {"gradient_clipping": 1.0, "scheduler": None},
+        "run": {"micro_batch_size": 8},
+    }
+    own = {**saved, "course": {"gradient_clipping": 0.5, "scheduler": None}, "run": {"micro_batch_size": 4}}
+    assert differences(saved, own) == ["gradient_clipping was 1.0, is 0.5", "the micro-batch size was 8, is 4"]
+    own = {**saved, "training": {"optimizer": "sgd", "seed": 1, "train_batch_size": 8}}
+    with pytest.raises(CheckpointError) as raised:
+        differences(saved, own)
+    assert str(raised.value) == (
+        'the checkpoint is of another training: optimizer was "adamw", is "sgd"; seed was 0, is 1'
+    )
+
+
+def test_optimizer_entries_are_tensors_and_numbers() -> None:
+    held = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "momentum_buffer": None, "count": 7}
+    moments, scalars = split(held)
+    assert list(moments) == ["exp_avg"]
+    assert scalars == {"step": 3.0, "count": 7.0}
+
+
+def test_only_persistent_buffers_are_kept() -> None:
+    model = nn.Sequential(nn.BatchNorm1d(3))
+    model.register_buffer("own", torch.zeros(1))
+    model.register_buffer("scratch", torch.zeros(1), persistent=False)
+    assert sorted(persistent_buffers(model)) == ["0.num_batches_tracked", "0.running_mean", "0.running_var", "own"]

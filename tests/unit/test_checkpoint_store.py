@@ -1,0 +1,228 @@
+"""Checkpoints as files: whole or not there, verified byte by byte, pruned by rule, never mixed and never silently gone."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsframe.checkpoint import store
+from dsframe.checkpoint.store import FileEntry, Retention, Store
+from dsframe.errors import CheckpointError
+
+
+def save(folder: Store, step: int, evaluation: dict[str, float] | None = None) -> Path:
+    """A small checkpoint of two files, the way the saver writes one."""
+    partial = folder.begin(step)
+    files = {name: store.write(partial / name, content) for name, content in (("a.bin", b"a" * 99), ("b.bin", b"bb"))}
+    return folder.commit(step, manifest(files, step, evaluation))
+
+
+def manifest(files: dict[str, FileEntry], step: int = 1, evaluation: dict[str, float] | None = None) -> dict[str, Any]:
+    entries = {name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in files.items()}
+    return {"format": store.FORMAT, "step": step, "files": entries, "evaluation": evaluation or {}, "loss": 0.1 + 0.2}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Store:
+    return Store(tmp_path / "run" / "checkpoints")
+
+
+def test_a_saved_checkpoint_is_whole_and_the_newest(folder: Store) -> None:
+    first, second = save(folder, 7), save(folder, 12)
+    assert folder.newest_first() == [second, first]
+    assert second.name == "step-00000012"
+    assert (folder.directory / "latest").read_text() == "step-00000012\n"
+    assert store.verify(second) == []
+    assert store.read_manifest(second)["loss"] == 0.1 + 0.2
+    assert sorted(path.name for path in folder.directory.iterdir()) == ["latest", "step-00000007", "step-00000012"]
+
+
+def test_every_flipped_bit_is_found(folder: Store) -> None:
+    path = save(folder, 1)
+    flipped = 0
+    for file in sorted(path.iterdir()):
+        content = file.read_bytes()
+        for position in range(len(content)):
+            file.write_bytes(content[:position] + bytes([content[position] ^ 1]) + content[position + 1 :])
+            assert store.verify(path), f"{file.name}, byte {position}"
+            flipped += 1
+        file.write_bytes(content)
+    assert flipped > 500
+    assert store.verify(path) == []
+
+
+def test_every_truncation_is_found(folder: Store) -> None:
+    path = save(folder, 1)
+    for file in sorted(path.iterdir()):
+        content = file.read_bytes()
+        for length in (0, 1, len(content) // 2, len(content) - 1):
+            file.write_bytes(content[:length])
+            assert store.verify(path), f"{file.name} cut to {length}"
+        file.write_bytes(content + b"\0")
+        assert store.verify(path), f"{file.name} grown"
+        file.write_bytes(content)
+
+
+def test_a_missing_file_is_named(folder: Store) -> None:
+    path = save(folder, 1)
+    (path / "b.bin").unlink()
+    assert store.verify(path) == ["b.bin: No such file or directory"]
+    assert store.verify(path, ["a.bin"]) == []  # another rank's share
+    (path / "manifest.json").unlink()
+    assert store.verify(path) == [f"{path}: manifest.json: No such file or directory"]
+
+
+def test_a_manifest_cannot_point_outside(folder: Store) -> None:
+    for name in ("../a.bin", "/etc/passwd", "sub/a.bin", "..", ".hidden", ""):
+        partial = folder.begin(1)
+        path = folder.commit(1, manifest({name: FileEntry(1, "0" * 64)}))
+        with pytest.raises(CheckpointError, match="is not the name of a file"):
+            store.read_manifest(path)
+        assert not partial.exists()
+        path.rename(path.with_name(f"done-{len(list(folder.directory.iterdir()))}"))
+
+
+def test_another_format_says_who_wrote_it(folder: Store) -> None:
+    folder.begin(1)
+    path = folder.commit(1, {**manifest({}), "format": 99, "versions": {"dsframe": "7.5"}})
+    with pytest.raises(CheckpointError, match=r"has format 99, this dsframe reads 1; it was written by dsframe 7\.5"):
+        store.read_manifest(path)
+
+
+@pytest.mark.parametrize("content", [b"", b"{}", b"[]", b'{"manifest": {}}', b"null", b"\xff", b'{"manifest": 3}'])
+def test_no_manifest_at_all_is_damage(folder: Store, content: bytes) -> None:
+    path = save(folder, 1)
+    (path / "manifest.json").write_bytes(content)
+    with pytest.raises(CheckpointError, match=r"manifest\.json is damaged"):
+        store.read_manifest(path)
+
+
+def test_a_save_cut_off_at_any_moment_leaves_the_one_before(folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Each operation on the disk fails in turn, as in a crash between any two: the newest whole checkpoint is always there."""
+    good = save(folder, 1)
+    operations = 0
+    for failing in range(100):
+        calls = 0
+
+        def counted(original: Any, failing: int = failing) -> Any:
+            def call(*arguments: Any, **keywords: Any) -> Any:
+                nonlocal calls
+                calls += 1
+                if calls > failing:
+                    raise OSError(28, "No space left on device")
+                return original(*arguments, **keywords)
+
+            return call
+
+        with monkeypatch.context() as patch:
+            patch.setattr(os, "fsync", counted(os.fsync))
+            patch.setattr(Path, "rename", counted(Path.rename))
+            patch.setattr(Path, "mkdir", counted(Path.mkdir))
+            try:
+                save(folder, 2)
+            except OSError:
+                operations += 1
+            else:
+                break
+        whole = [path for path in folder.newest_first() if not store.verify(path)]
+        assert whole in ([good], [folder.path(2), good])
+        assert whole == folder.newest_first()  # what is not whole has no checkpoint's name
+        again = Store(folder.directory)
+        again.sweep()
+        if folder.path(2).exists():
+            folder.set_aside(folder.path(2)).rename(folder.directory / f"tried-{failing}")
+    assert operations >= 8
+
+
+def test_what_is_cut_off_is_removed_and_named(folder: Store) -> None:
+    save(folder, 1)
+    (folder.begin(2) / "half.bin").write_bytes(b"x")
+    assert folder.newest_first() == [folder.path(1)]
+    assert folder.sweep() == [".step-00000002.partial"]
+    assert folder.sweep() == []
+
+
+def test_the_same_step_is_not_written_twice(folder: Store) -> None:
+    save(folder, 3)
+    with pytest.raises(CheckpointError, match="is there already"):
+        folder.begin(3)
+
+
+def test_damage_is_renamed_each_time_to_a_free_name(folder: Store) -> None:
+    assert folder.set_aside(save(folder, 4)).name == "step-00000004.damaged"
+    assert folder.set_aside(save(folder, 4)).name == "step-00000004.damaged-2"
+    assert folder.newest_first() == []
+
+
+def test_an_earlier_run_is_moved_out_of_the_way(folder: Store) -> None:
+    assert folder.make_way() is None
+    save(folder, 1)
+    assert folder.make_way() == folder.directory.with_name("checkpoints.1")
+    save(folder, 2)
+    assert folder.make_way() == folder.directory.with_name("checkpoints.2")
+    assert folder.newest_first() == []
+    for step in (5, 10, 15):
+        save(folder, step)
+    moved = folder.make_way(after=5)
+    assert moved is not None
+    assert sorted(path.name for path in moved.iterdir()) == ["step-00000010", "step-00000015"]
+    assert folder.newest_first() == [folder.path(5)]
+
+
+@pytest.mark.parametrize(
+    ("retention", "kept"),
+    [
+        (Retention(), {50, 60}),
+        (Retention(last=1), {60}),
+        (Retention(last=99), {10, 20, 30, 40, 50, 60}),
+        (Retention(last=1, every=20), {20, 40, 60}),
+        (Retention(last=1, best="loss:min"), {30, 60}),
+        (Retention(last=1, best="accuracy:max"), {20, 60}),
+        (Retention(last=1, best="unknown:max"), {60}),
+    ],
+)
+def test_retention(folder: Store, retention: Retention, kept: set[int]) -> None:
+    evaluations = {
+        10: {"loss": 3.0, "accuracy": 0.1},
+        20: {"loss": 2.0, "accuracy": 0.9},
+        30: {"loss": 1.0, "accuracy": 0.5},
+        40: {},
+        50: {"loss": 2.5, "accuracy": 0.2},
+        60: {"loss": 2.6, "accuracy": 0.3},
+    }
+    for step, evaluation in evaluations.items():
+        save(folder, step, evaluation)
+    removed = folder.prune(retention)
+    assert {store.step_of(path) for path in folder.newest_first()} == kept
+    assert set(removed) == set(evaluations) - kept
+    assert not list(folder.directory.glob(".*"))
+
+
+def test_pruning_leaves_damage_to_be_found(folder: Store) -> None:
+    for step in (1, 2, 3):
+        save(folder, step)
+    (folder.path(1) / "manifest.json").write_text("{")
+    assert folder.prune(Retention(last=1)) == [2]
+    assert folder.path(1).exists()
+
+
+def test_a_path_may_mean_a_checkpoint_its_folder_or_the_run(folder: Store, tmp_path: Path) -> None:
+    first, second = save(folder, 1), save(folder, 2)
+    assert store.locate(first) == [first]
+    assert store.locate(folder.directory) == [second, first]
+    assert store.locate(tmp_path / "run") == [second, first]
+    with pytest.raises(CheckpointError, match="does not exist"):
+        store.locate(tmp_path / "nowhere")
+    with pytest.raises(CheckpointError, match="neither a checkpoint nor a folder that holds one"):
+        store.locate(tmp_path)
+
+
+def test_numbers_come_back_as_they_were(folder: Store) -> None:
+    numbers = {"a": 1e-323, "b": 0.1, "c": 2.0**53 + 2, "d": -0.0, "e": 5, "f": 5.0}
+    folder.begin(1)
+    path = folder.commit(1, {**manifest({}), "numbers": numbers})
+    assert json.dumps(store.read_manifest(path)["numbers"]) == json.dumps(numbers)
