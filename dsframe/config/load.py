@@ -225,6 +225,10 @@ def examine(
         if keys & document.root.keys() and not _BATCH & document.root.keys():
             findings.error((), f"this is a configuration of {what}", remedy, code="other-tool")
             return Examined(findings.sorted(), None, document)
+    if repair.is_stranger(document.root):
+        message = "none of its keys is one of DeepSpeed's: is this a DeepSpeed configuration?"
+        findings.error((), message, "see dsframe schema --markdown for the keys", code="other-tool")
+        return Examined(findings.sorted(), None, document)
     raw = copy.deepcopy(document.root)
     overrides.apply(raw, overriding, findings)
     passed = repair.repair(raw, findings)

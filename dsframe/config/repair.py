@@ -15,7 +15,9 @@ from dsframe.config.schema.base import Section
 from dsframe.config.suggest import closest, containing
 
 _LEGACY = frozenset({*REMOVED, *RENAMED, *SYNONYMS})
-_COMMON = frozenset({"enabled", "type", "name", "params", "dtype", "profile", "mode", "model", "seed", "d", "shape"})
+_COMMON = frozenset(
+    {"enabled", "type", "name", "params", "dtype", "profile", "mode", "model", "model_type", "seed", "d", "shape"}
+)
 """Keys too common to tell where they belong."""
 
 PASS_THROUGH = 'or pass it on with "dsframe": {"pass_through": ["%s"]}'
@@ -24,6 +26,16 @@ PASS_THROUGH = 'or pass it on with "dsframe": {"pass_through": ["%s"]}'
 def is_comment(key: str) -> bool:
     """Keys that people write comments under. At the top level DeepSpeed ignores them."""
     return key.startswith(("_", "//", "#", "$")) or key in ("comment", "comments", "description")
+
+
+def is_stranger(root: dict[str, Any]) -> bool:
+    """Whether a file has several keys and none that DeepSpeed has, or had, or that is spelled like one of its own."""
+    legacy = {path[0] for path in _LEGACY}
+    keys = [key for key in root if not is_comment(key)]
+    if len(keys) < 3 or any(key in File.model_fields or key in legacy for key in keys):
+        return False
+    known = places()
+    return not any(key in known or closest(key, File.model_fields) for key in keys)
 
 
 def repair(raw: dict[str, Any], findings: Findings) -> frozenset[str]:
@@ -149,7 +161,9 @@ class _Repair:
         if key in _COMMON:
             return None
         candidates = tuple(place for place in candidates if _fits(place, key, value))
-        others = [place for place in candidates if place != path and place[:1] != ("autotuning",)]
+        # What lies deep in a rare section is a better guess only where the file has that section.
+        others = [place for place in candidates if place != path and (len(place) < 3 or place[0] in self.raw)]
+        others = [place for place in others if place[:1] != ("autotuning",)]
         if not others or len(others) > 3:
             return None
         near = [place for place in others if path[: len(place)] == place or (path and place[: len(path)] == path)]

@@ -3,12 +3,16 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from pathlib import Path
 
 from dsframe.config.findings import show
 from dsframe.config.rule import Judge
 from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, TORCH_OPTIMIZERS, WITHOUT_ROUTE
 from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, SCHEDULERS_WITHOUT_ROUTE, TORCH_SCHEDULERS
 from dsframe.config.suggest import closest
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+"""There while the driver is loaded: tells without torch whether this machine has CUDA devices."""
 
 _TORCH_ADAM_ONLY = ("foreach", "maximize", "fused", "capturable", "differentiable")
 _DEEPSPEED_ADAM_ONLY = ("bias_correction", "set_grad_none")
@@ -241,10 +245,9 @@ def _system(bench: Judge) -> None:
                 code="conflict",
                 at_value=True,
             )
-    if file.aio.use_gds:
-        bench.findings.warning(
-            ("aio", "use_gds"), "needs CUDA: DeepSpeed raises elsewhere", code="portability", at_value=True
-        )
+    if file.aio.use_gds and not NVIDIA_DRIVER.exists():
+        where = ("aio", "use_gds")
+        bench.conflict(where, "needs CUDA, which this machine does not have: DeepSpeed raises", "write false")
     if file.checkpoint.writer is not None and file.checkpoint.writer.type == "PYTHON":
         path = ("checkpoint", "writer", "type")
         bench.findings.warning(

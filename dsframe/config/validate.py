@@ -5,6 +5,7 @@ Every message is ours: what is there, what is expected, what to write.
 
 from __future__ import annotations
 
+import re
 from typing import Any
 
 from pydantic import ValidationError
@@ -20,6 +21,8 @@ from dsframe.config.suggest import closest
 
 _MEANT = {"gpu": "none", "cuda": "none", "device": "none", "average": "mean", "avg": "mean", "warning": "WARN"}
 """Words of other tools -> the word here, where it is one of the words."""
+
+_PLACEHOLDER = re.compile(r"[A-Z][A-Za-z0-9_]*|.*[$<{].*")
 
 _TRUE, _FALSE = {"true", "yes", "on", "y", "t", "1"}, {"false", "no", "off", "n", "f", "0"}
 
@@ -194,7 +197,7 @@ def _wrong_type(here: Path, value: Any, expected: Shape, findings: Findings) -> 
     remedy = ""
     if findings.written(here) in findings.document.bare:
         word = str(value).rstrip(",")
-        hint = NOT_JSON.get(word, "a placeholder of a template? fill it in" if word.isupper() else "")
+        hint = NOT_JSON.get(word, "a placeholder of a template? fill it in" if _PLACEHOLDER.fullmatch(word) else "")
         message = f"{word} without quotes is text and must be {expected.phrase}"
         findings.error(here, message, hint, code="type", at_value=True)
         return

@@ -103,8 +103,8 @@ def test_public_files(parse: Any) -> None:
     print(seen)
 
 
-EXCLUDED = {"dsframe", "use_gds", "stages", "autotp_size", "sequence_parallel_size"}
-"""Ours; what depends on the machine (without CUDA DeepSpeed raises, and we warn); and what needs several processes."""
+EXCLUDED = {"dsframe", "stages", "autotp_size", "sequence_parallel_size"}
+"""Ours, and what needs several processes."""
 
 VALUES: list[Any] = [
     0, 1, 2, 3, 4, 8, -1, 0.5, 1.0, 2.5, 5e8, 1e12, True, False, None, "auto", "2", "0.5", "true", "off", "foo", "", [], [1],
