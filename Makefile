@@ -4,7 +4,7 @@ SHELL := bash
 export PATH := $(CURDIR)/launch/bin:$(CURDIR)/.venv/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format clean equivalence
+.PHONY: help setup train test lint format clean equivalence docs
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -32,6 +32,9 @@ format: setup ## rewrites the sources as `make lint` wants them
 
 equivalence: setup ## every engine beside one process: the table of the README
 	python -m tests.equivalence
+
+docs: setup ## rewrites docs/configuration.md and the table in the README from the schema
+	python docs/generate.py
 
 clean: ## takes away everything that setup, tests and runs have made here, but not your runs
 	rm -rf .venv .setup .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,0 +1,45 @@
+"""The README says what is so: its example runs, its commands exist, its reference is the schema's."""
+
+from __future__ import annotations
+
+import re
+import runpy
+from pathlib import Path
+
+import pytest
+
+from dsframe.cli import COMMANDS
+from tests.processes import REPOSITORY, run_ranks, torchrun
+
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+
+
+def test_generated_pages_are_up_to_date() -> None:
+    for path, text in runpy.run_path(str(REPOSITORY / "docs" / "generate.py"))["pages"]().items():
+        assert path.read_text(encoding="utf-8") == text, f"{path.name}: run make docs"
+
+
+def test_the_example_has_twelve_lines_and_trains(tmp_path: Path) -> None:
+    code = re.search(r"```python\n(.*?)```", README, re.DOTALL)
+    assert code
+    assert len([line for line in code[1].splitlines() if line.strip()]) == 12
+    (tmp_path / "circles.py").write_text(code[1])
+    command = torchrun(2, ["circles.py", "--config", "zero3.json", "--run-dir", "run"])
+    assert "160 steps in" in run_ranks(command, cwd=tmp_path, timeout_seconds=150).check().stderr
+
+
+def test_every_command_is_named() -> None:
+    named = set(re.findall(r"`dsframe (\w+)", README)) | {"train"}
+    assert set(COMMANDS) <= named
+    targets = (REPOSITORY / "Makefile").read_text()
+    for target in re.findall(r"`make (\w+)", README):
+        assert re.search(rf"^{target}:", targets, re.MULTILINE), target
+
+
+@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
+def test_links_lead_somewhere(link: str) -> None:
+    assert (REPOSITORY / link).exists()
+
+
+def test_nothing_is_left_to_fill_in() -> None:
+    assert "{{" not in README
