@@ -15,6 +15,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("dsframe.config.check:main", "find every mistake in configuration files, before anything starts"),
     "train": ("dsframe.train:main", "train as a configuration file says (one process; launchers start several)"),
     "compare": ("dsframe.report.compare:main", "finished runs side by side: loss, metrics, speed, memory"),
+    "export": ("dsframe.checkpoint.export:main", "a checkpoint's weights in one file, for other programs"),
     "doctor": ("dsframe.doctor:main", "what this machine can run, and what it lacks"),
     "schema": ("dsframe.config.docs:main", "the JSON Schema of the file, or its reference in Markdown"),
 }

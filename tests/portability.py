@@ -12,12 +12,12 @@ from __future__ import annotations
 import argparse
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
 from dsframe.report.record import read_metrics
-from tests.processes import Finished, horovodrun, python, run_ranks, torchrun
+from tests.processes import Finished, Running, horovodrun, python, run_ranks, torchrun
 
 SAVED_STEP, STEPS = 5, 25
 
@@ -62,8 +62,20 @@ CONFIG = """{
 """
 
 
-def train(setup: Setup, run_dir: Path, *arguments: str, steps: int = STEPS, timeout_seconds: float = 150) -> Finished:
-    """One run in ``run_dir``; ``arguments`` are added to the command line of ``dsframe.train``."""
+def train(
+    setup: Setup,
+    run_dir: Path,
+    *arguments: str,
+    steps: int = STEPS,
+    timeout_seconds: float = 150,
+    limit_kilobytes: int | None = None,
+    while_running: Callable[[Running], None] | None = None,
+) -> Finished:
+    """One run in ``run_dir``; ``arguments`` are added to the command line of ``dsframe.train``.
+
+    ``limit_kilobytes``: no file of the run may grow larger.
+    """
+    run_dir.parent.mkdir(exist_ok=True)
     config = run_dir.parent / "portable.json"
     config.write_text(CONFIG)
     own = ["-m", "dsframe.train", "--config", str(config), "--run-dir", str(run_dir), "--engine", setup.engine]
@@ -76,12 +88,20 @@ def train(setup: Setup, run_dir: Path, *arguments: str, steps: int = STEPS, time
         command = torchrun(setup.processes, own)
     else:
         command = python(own)
-    return run_ranks(command, timeout_seconds=timeout_seconds, cwd=run_dir.parent)
+    if limit_kilobytes is not None:
+        command = ["bash", "-c", f'ulimit -f {limit_kilobytes}; exec "$0" "$@"', *command]
+    return run_ranks(command, timeout_seconds=timeout_seconds, cwd=run_dir.parent, while_running=while_running)
 
 
 def losses(run_dir: Path) -> dict[int, float]:
     """The training loss by step."""
     return {record["step"]: record["loss"] for record in read_metrics(run_dir) if "loss" in record}
+
+
+def losses_of(name: str, run_dir: Path, *, steps: int) -> dict[int, float]:
+    """Trains from beginning to end without a checkpoint; the losses."""
+    train(SETUPS[name], run_dir, "--set", "dsframe.checkpoints.at_end=false", steps=steps).check()
+    return losses(run_dir)
 
 
 def uninterrupted(name: str, folder: Path) -> dict[int, float]:

@@ -84,6 +84,7 @@ class Saver:
                         "loss": loss,
                         "evaluation": dict(evaluation),
                         "parameters": writer.parameters,
+                        "aliases": dict(state.aliases),
                         "files": {name: asdict(entry) for name, entry in files.items()},
                         **self._about,
                     },

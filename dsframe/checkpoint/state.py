@@ -54,6 +54,8 @@ class EngineState:
     loss_scale: LossScaleState | None
     buffers: Mapping[str, Tensor]
     """The model's persistent buffers, as this rank has them."""
+    aliases: Mapping[str, str]
+    """Further names of shared parameters -> the name they are kept under."""
     parameters: Iterable[ParameterState]
     """**Collective** to iterate: every rank gets every parameter, in the same order, one at a time."""
 
@@ -116,6 +118,13 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
             if name not in module._non_persistent_buffers_set:
                 found[f"{prefix}.{name}" if prefix else name] = buffer
     return found
+
+
+def aliases(model: nn.Module) -> dict[str, str]:
+    """The second and further names of parameters that the model has under several, such as tied embeddings."""
+    first: dict[int, str] = {}
+    every = model.named_parameters(remove_duplicate=False)
+    return {name: first[id(p)] for name, p in every if first.setdefault(id(p), name) != name}
 
 
 @torch.no_grad()

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsframe.checkpoint.state import EngineState, SavedState, load_buffers, persistent_buffers
+from dsframe.checkpoint.state import EngineState, SavedState, aliases, load_buffers, persistent_buffers
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure
 from dsframe.engines import precision, state_replica
 from dsframe.tasks.task import Sum
@@ -134,7 +134,8 @@ class ReplicaEngine(Engine):
         """Views of this rank's own state, which is every rank's."""
         parameters = state_replica.read(self._slots(), self._frozen(), self.optimizer)
         loss_scale = self._loss_scale.state if self._loss_scale else None
-        return EngineState(self._updates, loss_scale, persistent_buffers(self.model), parameters)
+        buffers = persistent_buffers(self.model)
+        return EngineState(self._updates, loss_scale, buffers, aliases(self.model), parameters)
 
     def load_state(self, saved: SavedState) -> None:
         """Every rank reads the same; nothing is sent."""

@@ -23,6 +23,7 @@ from dsframe.checkpoint.state import (
     LossScaleState,
     ParameterState,
     SavedState,
+    aliases,
     compare,
     load_buffers,
     persistent_buffers,
@@ -36,7 +37,8 @@ from dsframe.errors import CheckpointError
 
 def state(engine: Any, updates: int) -> EngineState:
     """**Collective** to read to its end. ``engine``: DeepSpeed's."""
-    return EngineState(updates, _loss_scale(engine), persistent_buffers(engine.module), _parameters(engine))
+    model = engine.module
+    return EngineState(updates, _loss_scale(engine), persistent_buffers(model), aliases(model), _parameters(engine))
 
 
 @torch.no_grad()

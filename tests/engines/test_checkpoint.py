@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import json
+import re
+import signal
+import time
 from pathlib import Path
 from typing import Any
 
 import pytest
 
-from tests.processes import deepspeed, horovodrun, python, run_ranks, torchrun
-
-LAUNCHERS = {"deepspeed": deepspeed, "horovod": horovodrun, "ddp": torchrun}
-
-
-def command(engine: str, processes: int, arguments: list[str]) -> list[str]:
-    return python(arguments) if engine == "single" else LAUNCHERS[engine](processes, arguments)
+from dsframe.checkpoint import store
+from dsframe.checkpoint.store import Store
+from tests import portability
+from tests.processes import Running, python, run_ranks, torchrun
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
@@ -89,3 +89,167 @@ def configuration(engine: str, changes: dict[str, Any], width: int) -> dict[str,
         },
         **changes,
     }
+
+
+# Across engines.
+
+PAIRS = [
+    ("zero3@2", "horovod@2"),
+    ("horovod@2", "zero3+cpu@2"),
+    ("zero3+cpu@2", "zero2@2"),
+    ("zero2@2", "single@1"),
+    ("single@1", "zero1@2"),
+    ("zero1@2", "zero3@2"),
+    ("ddp@2", "zero3@1"),
+    ("zero3@1", "ddp@2"),
+]
+"""Every setup saves once and goes on once; ``make portability`` tries all pairs."""
+
+NOISE = 2e-5
+"""Measured over the whole matrix: at most 4e-7. Sums in another order, 20 steps on."""
+
+
+@pytest.fixture(scope="module")
+def runs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("portable")
+
+
+@pytest.mark.parametrize(("saved", "then"), PAIRS, ids=[f"{a}-to-{b}" for a, b in PAIRS])
+def test_any_engine_goes_on_where_any_other_stopped(saved: str, then: str, runs: Path) -> None:
+    assert portability.difference(saved, then, runs) < NOISE
+
+
+@pytest.mark.parametrize("setup", ["zero3@2", "horovod@2", "single@1"])
+def test_the_same_engine_goes_on_to_the_last_bit(setup: str, runs: Path) -> None:
+    assert portability.difference(setup, setup, runs) == 0.0
+
+
+def test_dropout_goes_on_to_the_last_bit(tmp_path: Path) -> None:
+    config = configuration("ddp", {}, 19)
+    config["dsframe"] |= {"steps": 20, "log_every_steps": 1, "checkpoints": {"every_steps": 7}}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    arguments = ["-m", "dsframe.train", "--config", "config.json", "--run-dir"]
+    run_ranks(torchrun(2, [*arguments, "whole"]), timeout_seconds=100, cwd=tmp_path).check()
+    saved = str(tmp_path / "whole" / "checkpoints" / "step-00000014")
+    run_ranks(torchrun(2, [*arguments, "rest", "--resume", saved]), timeout_seconds=100, cwd=tmp_path).check()
+    whole, rest = portability.losses(tmp_path / "whole"), portability.losses(tmp_path / "rest")
+    assert list(rest) == list(range(15, 21))
+    assert all(whole[step] == loss for step, loss in rest.items())
+
+
+# Through what goes wrong.
+
+
+def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    whole = portability.losses_of("zero2@2", tmp_path / "whole", steps=600)
+
+    def kill(running: Running) -> None:
+        saved = tmp_path / "killed" / "checkpoints" / "latest"
+        running.wait_for(saved.exists, timeout_seconds=60, what="the first checkpoint")
+        running.ranks()[1].kill()
+
+    often = ("--set", "dsframe.checkpoints.every_steps=20")
+    setup = portability.SETUPS["zero2@2"]
+    killed = portability.train(setup, tmp_path / "killed", *often, steps=600, while_running=kill)
+    assert killed.returncode != 0
+    assert not (tmp_path / "killed" / "summary.json").exists()
+    done = portability.train(setup, tmp_path / "killed", *often, "--resume", "auto", steps=600).check()
+    assert "going on after step" in done.stderr
+    after = portability.losses(tmp_path / "killed")
+    assert list(after) == list(range(1, 601))  # what was trained twice is recorded once
+    assert after == whole
+
+
+def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def ask(running: Running) -> None:
+        running.wait_for(
+            lambda: (run_dir / "metrics.jsonl").exists() and len(portability.losses(run_dir)) > 20,
+            timeout_seconds=60,
+            what="step 20",
+        )
+        running.ranks()[1].send_signal(signal.SIGUSR1)
+
+    setup = portability.SETUPS["ddp@2"]
+    stopped = portability.train(setup, run_dir, steps=3000, while_running=ask)
+    assert stopped.returncode != 0
+    assert "stopped after step" in stopped.stderr
+    assert "signal to another rank" in stopped.stderr
+    assert re.search(r"exitcode\s*: 75", stopped.stderr)
+    (saved,) = Store(run_dir / "checkpoints").newest_first()
+    step = store.step_of(saved)
+    assert step is not None
+    assert store.verify(saved) == []
+    assert max(portability.losses(run_dir)) == step
+    portability.train(
+        setup, run_dir, "--resume", "auto", steps=step + 5, timeout_seconds=60
+    )  # the schedule is longer: said
+    assert list(portability.losses(run_dir)) == list(range(1, step + 6))
+
+
+def test_one_process_leaves_with_75(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def ask(running: Running) -> None:
+        running.wait_for((run_dir / "metrics.jsonl").exists, timeout_seconds=60, what="training")
+        time.sleep(0.5)
+        running.process.send_signal(signal.SIGTERM)
+
+    stopped = portability.train(portability.SETUPS["single@1"], run_dir, steps=100_000, while_running=ask)
+    assert stopped.returncode == 75
+    assert "by SIGTERM; go on with --resume auto" in stopped.stderr
+
+
+def test_damage_is_named_set_aside_and_the_one_before_used(tmp_path: Path) -> None:
+    setup, run_dir = portability.SETUPS["zero1@2"], tmp_path / "run"
+    portability.train(setup, run_dir, "--set", "dsframe.checkpoints.every_steps=10").check()
+    whole = portability.losses(run_dir)
+    checkpoints = Store(run_dir / "checkpoints")
+    assert [store.step_of(path) for path in checkpoints.newest_first()] == [25, 20, 10]
+    part = next(checkpoints.path(25).glob("part-00001-*"))
+    content = bytearray(part.read_bytes())
+    content[-100] ^= 4
+    part.write_bytes(content)
+    with next(checkpoints.path(20).glob("part-00000-*")).open("r+b") as file:
+        file.truncate(1000)
+    done = portability.train(setup, run_dir, "--resume", "auto").check()
+    assert "part-00001-000.safetensors was altered" in done.stderr
+    assert "part-00000-000.safetensors has 1,000 bytes instead of" in done.stderr
+    assert "going on after step 10" in done.stderr
+    names = {path.name for path in checkpoints.directory.iterdir()}
+    assert {"step-00000025.damaged", "step-00000020.damaged", "step-00000025", "step-00000010"} <= names
+    assert portability.losses(run_dir) == whole
+
+
+def test_what_cannot_be_written_is_said_and_the_one_before_stays(tmp_path: Path) -> None:
+    """A limit on the size of files stands for a full disk."""
+    setup, run_dir = portability.SETUPS["ddp@2"], tmp_path / "run"
+    portability.train(
+        setup,
+        run_dir,
+        "--set",
+        "dsframe.checkpoints.at_end=false",
+        "--set",
+        "dsframe.checkpoints.every_steps=5",
+        steps=7,
+    ).check()
+    (good,) = Store(run_dir / "checkpoints").newest_first()
+    failed = portability.train(setup, run_dir, "--resume", "auto", limit_kilobytes=200)
+    assert failed.returncode != 0
+    assert "the checkpoint of step 25 cannot be written: rank 0: " in failed.stderr
+    assert f"the last good one is {good}" in failed.stderr
+    assert "File too large" in failed.stderr
+    assert [path.name for path in good.parent.iterdir() if path.name != "latest"] == [good.name]
+    assert store.verify(good) == []
+
+
+def test_another_training_is_refused_before_it_starts(tmp_path: Path) -> None:
+    setup, run_dir = portability.SETUPS["single@1"], tmp_path / "run"
+    portability.train(setup, run_dir, steps=3).check()
+    wrong = portability.train(setup, run_dir, "--resume", "auto", "--set", "dsframe.seed=1", steps=9)
+    assert wrong.returncode == 8
+    assert wrong.stderr.strip().endswith("dsframe: the checkpoint is of another training: seed was 0, is 1")
+    again = portability.train(setup, run_dir, steps=3).check()
+    assert "are now in" in again.stderr
+    assert Store(run_dir / "checkpoints.1").newest_first()

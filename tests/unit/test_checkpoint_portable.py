@@ -16,11 +16,19 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
-from dsframe.checkpoint import generators, portable, store
+from dsframe.checkpoint import export, generators, portable, store
 from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.resume import differences
 from dsframe.checkpoint.share import failures, share
-from dsframe.checkpoint.state import EngineState, LossScaleState, ParameterState, compare, persistent_buffers, split
+from dsframe.checkpoint.state import (
+    EngineState,
+    LossScaleState,
+    ParameterState,
+    aliases,
+    compare,
+    persistent_buffers,
+    split,
+)
 from dsframe.checkpoint.store import Store
 from dsframe.errors import CheckpointError
 
@@ -48,7 +56,7 @@ def write(folder: Path, ranks: int, part_bytes: int) -> Path:
     writers = []
     for rank in range(ranks):
         buffers = {"running": torch.arange(3), "mean": torch.ones(2, dtype=torch.bfloat16)}
-        state = EngineState(40, LossScaleState(512.0, 2, 42, 3), buffers, states(SIZES))
+        state = EngineState(40, LossScaleState(512.0, 2, 42, 3), buffers, {"tied": "a.weight"}, states(SIZES))
         writer, failure = portable.write_state(state, partial, rank, ranks, part_bytes)
         assert failure == ""
         parts |= writer.files
@@ -56,6 +64,7 @@ def write(folder: Path, ranks: int, part_bytes: int) -> Path:
     assert all(writer.parameters == writers[0].parameters for writer in writers)
     files = {name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in parts.items()}
     manifest = {"format": store.FORMAT, "step": 42, "updates": 40, "files": files, "parameters": writers[0].parameters}
+    manifest["aliases"] = {"tied": "a.weight"}
     return whole.commit(
         42, {**manifest, "loss_scale": {"scale": 512.0, "hysteresis_left": 2, "steps": 42, "last_overflow": 3}}
     )
@@ -94,7 +103,7 @@ def test_parts_are_bounded_and_the_work_is_shared(tmp_path: Path) -> None:
 def test_views_of_one_flat_tensor_are_written_one_by_one(tmp_path: Path) -> None:
     flat = torch.arange(10.0)
     parameters = [ParameterState(f"p{i}", flat[i * 5 : i * 5 + 5], {}, {}) for i in range(2)]
-    writer, failure = portable.write_state(EngineState(1, None, {}, parameters), tmp_path, 0, 1)
+    writer, failure = portable.write_state(EngineState(1, None, {}, {}, parameters), tmp_path, 0, 1)
     assert failure == ""
     found = load_file(tmp_path / next(iter(writer.files)))
     assert found["weight/p1"].tolist() == [5, 6, 7, 8, 9]
@@ -109,7 +118,7 @@ def test_after_a_failed_write_the_rank_still_takes_part(tmp_path: Path) -> None:
             yield one
 
     gone = tmp_path / "gone"
-    _, failure = portable.write_state(EngineState(1, None, {}, stream()), gone, 0, 1, part_bytes=1)
+    _, failure = portable.write_state(EngineState(1, None, {}, {}, stream()), gone, 0, 1, part_bytes=1)
     assert "gone" in failure or "No such file" in failure
     assert seen == list(SIZES)
 
@@ -224,6 +233,35 @@ def test_optimizer_entries_are_tensors_and_numbers() -> None:
     moments, scalars = split(held)
     assert list(moments) == ["exp_avg"]
     assert scalars == {"step": 3.0, "count": 7.0}
+
+
+@pytest.mark.parametrize("to", ["safetensors", "torch"])
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+def test_weights_leave_in_one_file(tmp_path: Path, to: str, dtype: str) -> None:
+    write(tmp_path, 2, 5000)
+    out = tmp_path / "out.bin"
+    assert export.main([str(tmp_path), "--to", to, "--dtype", dtype, "--out", str(out)]) == 0
+    found = load_file(out) if to == "safetensors" else torch.load(out, weights_only=True)
+    assert set(found) == {*SIZES, "mean", "running", "tied"}
+    for one in states(SIZES):
+        assert torch.equal(found[one.name], one.weight.to(getattr(torch, dtype)))
+    assert torch.equal(found["tied"], found["a.weight"])
+    assert found["running"].dtype == torch.int64
+    with pytest.raises(CheckpointError, match="is there already"):
+        export.export(tmp_path, to, dtype, out)
+
+
+def test_a_damaged_checkpoint_is_not_exported(tmp_path: Path) -> None:
+    path = write(tmp_path, 1, 5000)
+    (path / "part-00000-000.safetensors").unlink()
+    with pytest.raises(CheckpointError, match=r"damaged: part-00000-000\.safetensors: No such file"):
+        export.export(tmp_path)
+
+
+def test_shared_parameters_have_further_names() -> None:
+    model = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2))
+    model.append(model[0])
+    assert aliases(model) == {"2.weight": "0.weight", "2.bias": "0.bias"}
 
 
 def test_only_persistent_buffers_are_kept() -> None:

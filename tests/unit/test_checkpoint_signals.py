@@ -1,0 +1,104 @@
+"""Signals, in a process of their own: the step ends first, a second one does not wait, and nobody waits for ever."""
+
+from __future__ import annotations
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import pytest
+
+from tests.processes import REPOSITORY
+
+PROGRAM = """
+import sys, time
+from types import SimpleNamespace
+import torch
+from dsframe.checkpoint import signals
+signals.GRACE_SECONDS = float(sys.argv[1])
+plan = SimpleNamespace(world=SimpleNamespace(size=1, rank=0), device=torch.device("cpu"))
+ranks = SimpleNamespace(plan=plan, sum_over_ranks=lambda values: values)
+with signals.StopRequest(ranks, 10) as stop:
+    print("ready", flush=True)
+    for step in range(11, 100_000):
+        time.sleep(float(sys.argv[2]))          # one step
+        if stop.agreed(step):
+            print("stopped by", stop.name, flush=True)
+            break
+print("left", flush=True)
+time.sleep(float(sys.argv[3]))
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[object]:
+    started = []
+
+    def begin(grace: float, step: float, after: float = 0.0) -> subprocess.Popen[str]:
+        arguments = [sys.executable, "-c", PROGRAM, str(grace), str(step), str(after)]
+        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield begin
+    for process in started:
+        process.kill()
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+def test_the_step_ends_and_the_run_stops(start, number: signal.Signals) -> None:  # type: ignore[no-untyped-def]
+    process = start(60, 0.01)
+    process.send_signal(number)
+    out, _ = process.communicate(timeout=20)
+    assert out == f"stopped by {number.name}\nleft\n"
+    assert process.returncode == 0
+
+
+def test_a_second_signal_leaves_at_once(start) -> None:  # type: ignore[no-untyped-def]
+    process = start(60, 60)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.3)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out) == (143, "")
+    assert err == "dsframe: a second signal: leaving without saving\n"
+
+
+def test_a_step_that_never_ends_does_not_hold_the_process(start) -> None:  # type: ignore[no-untyped-def]
+    process = start(0.5, 60)
+    process.send_signal(signal.SIGTERM)
+    _, err = process.communicate(timeout=20)
+    assert process.returncode == 143
+    assert "no step ended within" in err
+
+
+def test_goodbyes_are_not_cut_short(start) -> None:  # type: ignore[no-untyped-def]
+    process = start(60, 0.01, 1.0)
+    process.send_signal(signal.SIGTERM)
+    assert process.stdout is not None
+    while process.stdout.readline() != "left\n":
+        pass
+    process.send_signal(signal.SIGTERM)
+    process.communicate(timeout=20)
+    assert process.returncode == 0
+
+
+def test_without_a_signal_everything_is_as_before(start) -> None:  # type: ignore[no-untyped-def]
+    code = "import signal; before = signal.getsignal(signal.SIGTERM)\n" + PROGRAM.replace(
+        "range(11, 100_000)", "range(11, 15)"
+    )
+    code += "assert signal.getsignal(signal.SIGTERM) == before"
+    done = subprocess.run(
+        [sys.executable, "-c", code, "60", "0", "0"],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        cwd=REPOSITORY,
+        check=False,
+    )
+    assert (done.returncode, done.stdout) == (0, "ready\nleft\n"), done.stderr
