@@ -5,6 +5,7 @@ from __future__ import annotations
 from pathlib import Path
 
 from dsframe.config.rule import Judge
+from dsframe.config.schema.zero import Zero
 
 ZERO = "zero_optimization"
 
@@ -42,7 +43,8 @@ def _stage(bench: Judge) -> None:
             bench.idle((ZERO, "elastic_checkpoint"), "no longer supported at stage 3", "use a Universal checkpoint")
         return
     for key in written:
-        if key.startswith("stage3_") or (key in _ONLY_STAGE_3 and written[key]):
+        default = Zero.model_fields[key].default if key in _ONLY_STAGE_3 else ...
+        if key.startswith("stage3_") or (key in _ONLY_STAGE_3 and written[key] != default):
             bench.idle((ZERO, key), f"has no effect at stage {stage}", "it needs stage 3; else remove it")
 
 
