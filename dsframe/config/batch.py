@@ -53,9 +53,9 @@ def replica_size(file: File) -> tuple[int, dict[str, int]]:
     return size, factors
 
 
-def solve(file: File, world_size: int, findings: Findings) -> Batch | None:
-    """The batch sizes on ``world_size`` processes; problems go to ``findings``."""
-    size, factors = replica_size(file)
+def solve(file: File, world_size: int, findings: Findings, replicas: bool = False) -> Batch | None:
+    """The batch sizes on ``world_size`` processes; problems go to ``findings``. ``replicas``: one model on each."""
+    size, factors = (1, {}) if replicas else replica_size(file)
     if world_size % size:
         product = " x ".join(f"{value} ({key})" for key, value in factors.items())
         if len(factors) > 1:
@@ -69,7 +69,7 @@ def solve(file: File, world_size: int, findings: Findings) -> Batch | None:
         return None
     # DeepSpeed forgets tensor-parallel ranks when it checks the triangle (measured: 2 ranks, autotp_size 2, micro 4
     # want train_batch_size 8, although a step reads 4 different samples).
-    ranks = world_size // (size // max(1, file.tensor_parallel.autotp_size))
+    ranks = world_size // (size // factors.get("tensor_parallel.autotp_size", 1))
     data_parallel = world_size // size
     train, micro, steps = file.train_batch_size, file.train_micro_batch_size_per_gpu, file.gradient_accumulation_steps
     if train is None and micro is None:

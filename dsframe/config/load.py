@@ -72,8 +72,12 @@ class Config:
     _name: str = field(default="", repr=False)
     _overrides: tuple[str, ...] = field(default=(), repr=False)
 
-    def batch(self, world_size: int) -> Batch:
+    def batch(self, world_size: int, *, replicas: bool = False) -> Batch:
         """The batch sizes on ``world_size`` processes, exact.
+
+        Args:
+            replicas: Every process holds a whole model, whatever the file says about pipeline and tensor parallelism: as
+                Horovod and DDP do.
 
         Raises:
             ConfigError: they cannot be: the sizes disagree, or the world size does not divide.
@@ -81,7 +85,7 @@ class Config:
         findings = self._findings()
         file = self.deepspeed
         assert isinstance(file, File)
-        result = solve(file, world_size, findings)
+        result = solve(file, world_size, findings, replicas)
         if result is None:
             raise ConfigError(findings.sorted())
         return result
@@ -151,7 +155,7 @@ def load(name: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), fa
     text, problem = read_text(path)
     if problem:
         raise ConfigError([problem])
-    return _accept(examine(text, str(name), overrides, facts or _NOTHING, path))
+    return _accept(examine(text, str(path), overrides, facts or _NOTHING, path))
 
 
 def _text_of(content: Mapping[str, Any]) -> str:
@@ -231,12 +235,13 @@ def examine(
         return Examined(findings.sorted(), None, document)
     raw = copy.deepcopy(document.root)
     overrides.apply(raw, overriding, findings)
+    written = copy.deepcopy(raw)
     passed = repair.repair(raw, findings)
     auto.resolve(raw, facts, findings)
     file = validate.validate(raw, findings)
     rules.judge(file, raw, findings)
     _check_batch(file, facts, findings)
-    _restore(raw, document.root, passed)
+    _restore(raw, written, passed)
     config = Config(
         path, file, file.dsframe, tuple(p for p in findings.sorted() if p.severity != "error"),
         tuple(findings.resolved), facts, raw, text, name, tuple(overriding),
@@ -265,17 +270,17 @@ def _check_batch(file: File, facts: Facts, findings: Findings) -> None:
             )  # fmt: skip
 
 
-def _restore(raw: dict[str, Any], original: dict[str, Any], passed: frozenset[str]) -> None:
+def _restore(raw: dict[str, Any], written: dict[str, Any], passed: frozenset[str]) -> None:
     """Put back what ``dsframe.pass_through`` lists."""
     for name in passed:
-        source: Any = original
+        source: Any = written
         target: Any = raw
         *parents, last = name.split(".")
         for part in parents:
             source = source.get(part) if isinstance(source, dict) else None
-            target = target.setdefault(part, {}) if isinstance(target, dict) else None
+            target = target.get(part) if isinstance(target, dict) else None
         if isinstance(source, dict) and isinstance(target, dict) and last in source:
-            target.setdefault(last, copy.deepcopy(source[last]))
+            target.setdefault(last, source[last])
 
 
 def _accept(examined: Examined) -> Config:

@@ -308,6 +308,19 @@ def test_batch_sizes_that_cannot_be(given: dict[str, Any], world: int, message: 
     assert messages(caught) == [message]
 
 
+def test_engines_of_replicas_count_every_process() -> None:
+    config = load({TRAIN: 16, "pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}})
+    batch = config.batch(4, replicas=True)
+    assert (batch.train_batch_size, batch.micro_batch_size, batch.data_parallel_size) == (16, 4, 4)
+
+
+def test_what_is_passed_through_may_come_from_the_command_line() -> None:
+    config = load({TRAIN: 8, "dsframe": {"pass_through": ["wibble", "fp16.new", "absent.key"]}}, overrides=["wibble=3"])
+    handed = config.for_deepspeed(1)
+    assert handed["wibble"] == 3
+    assert "absent" not in handed
+
+
 def test_the_world_size_is_checked_while_loading_when_it_is_known() -> None:
     with pytest.raises(ConfigError, match="is not divisible by 3"):
         load({TRAIN: 8}, facts=Facts(world_size=3))
