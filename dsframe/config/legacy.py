@@ -79,6 +79,7 @@ SYNONYMS: Mapping[Path, tuple[str, str]] = {
     ),
     ("optimizer", "params", "momentum"): ("not an argument of this optimizer", "remove it, or choose SGD or Muon"),
     ("tensor_parallel", "tp_size"): ("unknown key", 'did you mean "autotp_size"?'),
+    ("aio", "thread_count"): ("renamed, and DeepSpeed ignores the old name", 'write "intra_op_parallelism"'),
     ("fp16", "opt_level"): ("an option of Apex, which is gone: DeepSpeed raises", "remove it"),
     **{
         ("bf16", key): ("bf16 has no loss scaling: DeepSpeed raises", "remove it")

@@ -25,6 +25,10 @@ def test_the_written_schema_is_up_to_date() -> None:
     assert json.loads(WRITTEN.read_text()) == json_schema(), remedy
 
 
+def test_the_written_reference_is_up_to_date() -> None:
+    assert markdown().strip() in (REPOSITORY / "docs" / "configuration.md").read_text(), "run: make docs"
+
+
 def test_the_command_prints_both(capsys: pytest.CaptureFixture[str]) -> None:
     main(["schema"])
     assert json.loads(capsys.readouterr().out) == json_schema()

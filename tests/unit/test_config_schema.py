@@ -286,7 +286,8 @@ def test_schedulers_are_deepspeeds_and_torchs() -> None:
         for name, cls in vars(module).items()
         if inspect.isclass(cls) and issubclass(cls, module.LRScheduler) and cls not in bases
     }
-    assert set(TORCH_SCHEDULERS) | set(SCHEDULERS_WITHOUT_ROUTE) == set(classes)
+    without = {name for name in SCHEDULERS_WITHOUT_ROUTE if name[0].isupper()}  # the others are Hugging Face's names
+    assert set(TORCH_SCHEDULERS) | without == set(classes)
     for name, parameters in TORCH_SCHEDULERS.items():
         signature = inspect.signature(classes[name]).parameters
         assert set(parameters.model_fields) == set(signature) - {"optimizer", "scale_fn"}, name

@@ -9,7 +9,7 @@ from typing import Any, ClassVar
 
 from pydantic import Field
 
-from dsframe.config.schema.base import Count, NonNegative, Section
+from dsframe.config.schema.base import Count, NonNegative, Section, Size
 
 
 class TensorBoard(Section):
@@ -85,7 +85,7 @@ class FlopsProfiler(Section):
     """Turns it on."""
     recompute_fwd_factor: NonNegative = 0.0
     """Share of the forward pass that activation checkpointing repeats, for the count of operations."""
-    profile_step: Count = 1
+    profile_step: Size = 1
     """The step that is profiled; choose one after warm-up."""
     module_depth: int = -1
     """Depth of modules in the report; -1 is the innermost."""

@@ -288,6 +288,12 @@ TORCH_OPTIMIZERS: Mapping[str, type[Section]] = {
 WITHOUT_ROUTE: Mapping[str, str] = {
     "lbfgs": "it needs a closure, which no engine gives it",
     "sparseadam": "it takes sparse gradients only",
+    "fusedadam": 'DeepSpeed picks it itself: write "AdamW"',
+    "deepspeedcpuadam": 'DeepSpeed picks it itself with optimizer offload: write "AdamW"',
+    "cpuadam": 'DeepSpeed picks it itself with optimizer offload: write "AdamW"',
+    "fusedlamb": 'write "Lamb"',
+    "adamw8bit": "it is of the package bitsandbytes, which a file cannot name; give DeepSpeed the object instead",
+    "adam8bit": "it is of the package bitsandbytes, which a file cannot name; give DeepSpeed the object instead",
     "onebitadam": "1-bit Adam has been removed from DeepSpeed",
     "zerooneadam": "0/1 Adam has been removed from DeepSpeed",
     "onebitlamb": "1-bit LAMB has been removed from DeepSpeed",

@@ -273,6 +273,10 @@ TORCH_SCHEDULERS: Mapping[str, type[Section]] = {
     "OneCycleLR": OneCycleLrParams,
 }
 SCHEDULERS_WITHOUT_ROUTE: Mapping[str, str] = {
+    "cosine": 'it is a name of Hugging Face: write "WarmupCosineLR"',
+    "linear": 'it is a name of Hugging Face: write "WarmupDecayLR"',
+    "constant": "it is a name of Hugging Face: leave the scheduler out",
+    "constant_with_warmup": 'it is a name of Hugging Face: write "WarmupLR"',
     "LambdaLR": "it needs a function, which a file cannot hold",
     "MultiplicativeLR": "it needs a function, which a file cannot hold",
     "ReduceLROnPlateau": "it needs a metric at each step, which no engine gives it",
