@@ -102,6 +102,23 @@ def solve(file: File, world_size: int, findings: Findings, replicas: bool = Fals
     return Batch(micro * steps * data_parallel, micro, steps, data_parallel, tuple(derived), ranks)
 
 
+def check_groups(file: File, world_size: int, findings: Findings) -> None:
+    """Report groups of ranks that cannot be made of ``world_size`` processes, besides those of ``replica_size``."""
+    secondary = min(file.zero_optimization.zero_hpz_partition_size, world_size)
+    if file.zero_optimization.stage == 3 and secondary > 1 and world_size % secondary:
+        findings.error(
+            ("zero_optimization", "zero_hpz_partition_size"),
+            f"{secondary} does not divide {world_size} processes: DeepSpeed raises",
+            "the processes of a host are usual", code="world", at_value=True,
+        )  # fmt: skip
+    data, sequence = file.data_parallel_size, file.sequence_parallel_size
+    if data and sequence and data * sequence != world_size:
+        findings.error(
+            ("data_parallel_size",), f"{data} x sequence_parallel_size {sequence} is not {world_size} processes: DeepSpeed raises",
+            f"write {world_size // sequence}" if world_size % sequence == 0 else "", code="world", at_value=True,
+        )  # fmt: skip
+
+
 def missing(findings: Findings) -> None:
     """Report that the file gives no batch size at all."""
     findings.error((), "no batch size", f'write "{TRAIN}" or "{MICRO}"; DeepSpeed needs one of them', code="batch")

@@ -12,7 +12,7 @@ from typing import Any
 
 from dsframe.config import auto, overrides, repair, rules, validate
 from dsframe.config.auto import Facts
-from dsframe.config.batch import MICRO, STEPS, TRAIN, Batch, missing, solve
+from dsframe.config.batch import MICRO, STEPS, TRAIN, Batch, check_groups, missing, solve
 from dsframe.config.findings import Findings, Fix, Resolved
 from dsframe.config.model import File
 from dsframe.config.reader import Document, ReadError, read
@@ -253,7 +253,8 @@ def _check_batch(file: File, facts: Facts, findings: Findings) -> None:
     if any(findings.fails((key,)) for key in (TRAIN, MICRO, STEPS)):
         return
     if facts.world_size is not None:
-        solve(file, facts.world_size, findings)
+        if solve(file, facts.world_size, findings) is not None:
+            check_groups(file, facts.world_size, findings)
     elif file.train_batch_size is None and file.train_micro_batch_size_per_gpu is None:
         missing(findings)
     else:

@@ -16,7 +16,22 @@ from dsframe.config.suggest import closest, containing
 
 _LEGACY = frozenset({*REMOVED, *RENAMED, *SYNONYMS})
 _COMMON = frozenset(
-    {"enabled", "type", "name", "params", "dtype", "profile", "mode", "model", "model_type", "seed", "d", "shape"}
+    {
+        "enabled",
+        "type",
+        "name",
+        "params",
+        "dtype",
+        "profile",
+        "mode",
+        "model",
+        "model_type",
+        "properties",
+        "title",
+        "seed",
+        "d",
+        "shape",
+    }
 )
 """Keys too common to tell where they belong."""
 
@@ -34,7 +49,7 @@ def is_stranger(root: dict[str, Any]) -> bool:
     keys = [key for key in root if not is_comment(key)]
     if len(keys) < 3 or any(key in File.model_fields or key in legacy for key in keys):
         return False
-    known = places()
+    known = places().keys() - _COMMON
     return not any(key in known or closest(key, File.model_fields) for key in keys)
 
 

@@ -308,6 +308,28 @@ def test_batch_sizes_that_cannot_be(given: dict[str, Any], world: int, message: 
     assert messages(caught) == [message]
 
 
+@pytest.mark.parametrize(
+    ("given", "world", "message"),
+    [
+        (
+            {MICRO: 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}},
+            6,
+            "zero_optimization.zero_hpz_partition_size: 4 does not divide 6 processes: DeepSpeed raises; the processes of a host "
+            "are usual",
+        ),
+        (
+            {MICRO: 1, "sequence_parallel_size": 2, "data_parallel_size": 4},
+            4,
+            "data_parallel_size: 4 x sequence_parallel_size 2 is not 4 processes: DeepSpeed raises; write 2",
+        ),
+    ],
+)
+def test_groups_that_cannot_be(given: dict[str, Any], world: int, message: str) -> None:
+    with pytest.raises(ConfigError) as caught:
+        load(given, facts=Facts(world_size=world))
+    assert messages(caught) == [message]
+
+
 def test_engines_of_replicas_count_every_process() -> None:
     config = load({TRAIN: 16, "pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}})
     batch = config.batch(4, replicas=True)
