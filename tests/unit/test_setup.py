@@ -27,6 +27,34 @@ case "$*" in
 esac
 """
 
+BASIC_TOOLS = [
+    "bash",
+    "cat",
+    "cmake",
+    "cp",
+    "cut",
+    "dirname",
+    "env",
+    "flock",
+    "grep",
+    "head",
+    "id",
+    "ls",
+    "mkdir",
+    "mv",
+    "nproc",
+    "paste",
+    "rm",
+    "sed",
+    "sh",
+    "sha256sum",
+    "sort",
+    "tail",
+    "touch",
+    "uname",
+]
+"""All that there is besides the stand-ins: what else the machine has (MPI, nvcc) must not decide what is tested."""
+
 
 class Clone:
     """A copy of what set-up reads, with stand-ins for the interpreter and for the machine's tools."""
@@ -41,6 +69,8 @@ class Clone:
         for name in ("launch/setup", "launch/horovod_cxx17.cmake", "constraints.txt", "pyproject.toml"):
             shutil.copy(REPOSITORY / name, self.folder / name)
         self.tools = tools
+        for name in BASIC_TOOLS:
+            (tools / name).symlink_to(shutil.which(name) or f"/usr/bin/{name}")
         self.tool("python3.11", STAND_IN)
         for name in ("g++", "make"):
             self.tool(name, "#!/bin/sh\necho 12.2.0\n")
@@ -51,7 +81,7 @@ class Clone:
 
     def setup(self, **variables: str) -> subprocess.CompletedProcess[str]:
         environment = {
-            "PATH": f"{self.tools}:/usr/bin:/bin",
+            "PATH": str(self.tools),
             "HOME": str(self.home),
             "CALLS": str(self.calls_file),
             "DSFRAME_APT": "0",
