@@ -21,8 +21,10 @@ from annotated_types import Ge, Gt, Le, Lt
 from dsframe.config.auto import BATCH_KEYS, RULES
 from dsframe.config.model import File, section_at, shape
 from dsframe.config.schema.base import AUTO, Section
-from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, TORCH_OPTIMIZERS
-from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, TORCH_SCHEDULERS
+from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS
+from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS
+from dsframe.config.schema.torch_optimizer import TORCH_OPTIMIZERS
+from dsframe.config.schema.torch_scheduler import TORCH_SCHEDULERS
 from dsframe.config.settings import CustomTask, LanguageTask, VisionTask
 
 

@@ -12,6 +12,9 @@ from pydantic import Field
 
 from dsframe.config.schema.base import Section
 from dsframe.config.schema.deepspeed import DeepSpeed
+from dsframe.config.schema.optimizer import AdamParams, Optimizer
+from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, Scheduler
+from dsframe.config.schema.torch_optimizer import SgdParams
 from dsframe.config.settings import CustomTask, Settings, VisionTask
 
 
@@ -130,6 +133,10 @@ def places() -> dict[str, tuple[tuple[str, ...], ...]]:
     """Every key of the schema -> the sections it is legal in, as paths, shortest first."""
     found: dict[str, list[tuple[str, ...]]] = {}
     samples: dict[tuple[str, ...], type[Section]] = {("dsframe", "task"): VisionTask}
+    typical: dict[type[Section], tuple[type[Section], ...]] = {
+        Optimizer: (AdamParams, SgdParams),
+        Scheduler: tuple(DEEPSPEED_SCHEDULERS.values()),
+    }
 
     def visit(owner: type[Section], path: tuple[str, ...]) -> None:
         for key in owner.model_fields:
@@ -137,15 +144,10 @@ def places() -> dict[str, tuple[tuple[str, ...], ...]]:
             section = samples.get((*path, key)) or shape(owner, key).section
             if section is not None and section is not CustomTask:
                 visit(section, (*path, key))
-        if owner.__name__ in ("Optimizer", "Scheduler"):
-            from dsframe.config.schema.optimizer import AdamParams, SgdParams
-            from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS
-
-            classes = (AdamParams, SgdParams) if owner.__name__ == "Optimizer" else DEEPSPEED_SCHEDULERS.values()
-            for parameters in classes:
-                for key in parameters.model_fields:
-                    if (*path, "params") not in found.setdefault(key, []):
-                        found[key].append((*path, "params"))
+        for parameters in typical.get(owner, ()):
+            for key in parameters.model_fields:
+                if (*path, "params") not in found.setdefault(key, []):
+                    found[key].append((*path, "params"))
 
     visit(File, ())
     return {key: tuple(sorted(paths, key=len)) for key, paths in found.items()}

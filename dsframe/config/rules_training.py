@@ -7,8 +7,10 @@ from pathlib import Path
 
 from dsframe.config.findings import show
 from dsframe.config.rule import Judge
-from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, TORCH_OPTIMIZERS, WITHOUT_ROUTE
-from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, SCHEDULERS_WITHOUT_ROUTE, TORCH_SCHEDULERS
+from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, WITHOUT_ROUTE
+from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, SCHEDULERS_WITHOUT_ROUTE
+from dsframe.config.schema.torch_optimizer import TORCH_OPTIMIZERS
+from dsframe.config.schema.torch_scheduler import TORCH_SCHEDULERS
 from dsframe.config.suggest import closest
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")

@@ -19,8 +19,10 @@ from dsframe.config.model import File, Shape, shape
 from dsframe.config.schema import data, monitor, parallel, precision, system, zero
 from dsframe.config.schema.base import Section
 from dsframe.config.schema.deepspeed import DeepSpeed
-from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, TORCH_OPTIMIZERS, WITHOUT_ROUTE
-from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, SCHEDULERS_WITHOUT_ROUTE, TORCH_SCHEDULERS
+from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, WITHOUT_ROUTE
+from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, SCHEDULERS_WITHOUT_ROUTE
+from dsframe.config.schema.torch_optimizer import TORCH_OPTIMIZERS
+from dsframe.config.schema.torch_scheduler import TORCH_SCHEDULERS
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from dsframe.config.schema.base import Count, NonNegative, Real, Section, SectionClass, Size
+from dsframe.config.schema.torch_scheduler import TORCH_SCHEDULERS
 
 
 class LrRangeTestParams(Section):
@@ -105,172 +106,12 @@ class WarmupCosineLrParams(Section):
     """Step to continue after; -1 is the start."""
 
 
-class StepLrParams(Section):
-    """torch: times ``gamma`` each ``step_size`` steps."""
-
-    step_size: Count
-    """Steps between two decays. Required."""
-    gamma: Real = 0.1
-    """Factor."""
-    last_epoch: int = -1
-    """Step to continue after; -1 is the start."""
-
-
-class MultiStepLrParams(Section):
-    """torch: times ``gamma`` at each milestone."""
-
-    milestones: list[Size]
-    """Steps at which the rate falls. Required."""
-    gamma: Real = 0.1
-    """Factor."""
-    last_epoch: int = -1
-    """Step to continue after; -1 is the start."""
-
-
-class ConstantLrParams(Section):
-    """torch: ``factor`` times the rate for ``total_iters`` steps, then the rate."""
-
-    factor: NonNegative = 1 / 3
-    """Factor at the start."""
-    total_iters: Size = 5
-    """Steps of it."""
-    last_epoch: int = -1
-    """Step to continue after; -1 is the start."""
-
-
-class LinearLrParams(Section):
-    """torch: a straight line between two factors."""
-
-    start_factor: NonNegative = 1 / 3
-    """Factor at the start."""
-    end_factor: NonNegative = 1.0
-    """Factor at the end."""
-    total_iters: Size = 5
-    """Steps between them."""
-    last_epoch: int = -1
-    """Step to continue after; -1 is the start."""
-
-
-class ExponentialLrParams(Section):
-    """torch: times ``gamma`` at each step."""
-
-    gamma: Real
-    """Factor. Required."""
-    last_epoch: int = -1
-    """Step to continue after; -1 is the start."""
-
-
-class PolynomialLrParams(Section):
-    """torch: a polynomial down to 0."""
-
-    total_iters: Count = 5
-    """Steps until 0."""
-    power: Real = 1.0
-    """Power of the polynomial."""
-    last_epoch: int = -1
-    """Step to continue after; -1 is the start."""
-
-
-class CosineAnnealingLrParams(Section):
-    """torch: half a cosine wave."""
-
-    T_max: Count
-    """Steps until the lowest rate. Required."""
-    eta_min: NonNegative = 0.0
-    """Lowest rate."""
-    last_epoch: int = -1
-    """Step to continue after; -1 is the start."""
-
-
-class CosineAnnealingWarmRestartsParams(Section):
-    """torch: cosine waves, each starting anew."""
-
-    T_0: Count
-    """Steps of the first wave. Required."""
-    T_mult: Count = 1
-    """Each wave is so many times the one before."""
-    eta_min: NonNegative = 0.0
-    """Lowest rate."""
-    last_epoch: int = -1
-    """Step to continue after; -1 is the start."""
-
-
-class CyclicLrParams(Section):
-    """torch: a triangle wave."""
-
-    base_lr: NonNegative | list[NonNegative]
-    """Lowest rate. Required."""
-    max_lr: NonNegative | list[NonNegative]
-    """Highest rate. Required."""
-    step_size_up: Count = 2000
-    """Steps up."""
-    step_size_down: Count | None = None
-    """Steps down. Default: as many as up."""
-    mode: Literal["triangular", "triangular2", "exp_range"] = "triangular"
-    """How the peaks change."""
-    gamma: Real = 1.0
-    """Factor of ``exp_range``."""
-    scale_mode: Literal["cycle", "iterations"] = "cycle"
-    """Unit of the scaling."""
-    cycle_momentum: bool = True
-    """Move the momentum the other way. The optimizer must have one."""
-    base_momentum: NonNegative = 0.8
-    """Lowest momentum."""
-    max_momentum: NonNegative = 0.9
-    """Highest momentum."""
-    last_epoch: int = -1
-    """Step to continue after; -1 is the start."""
-
-
-class OneCycleLrParams(Section):
-    """torch's 1-cycle policy."""
-
-    max_lr: NonNegative | list[NonNegative]
-    """Highest rate. Required."""
-    total_steps: Count | None = None
-    """Steps of the whole training."""
-    epochs: Count | None = None
-    """With ``steps_per_epoch``, in place of ``total_steps``."""
-    steps_per_epoch: Count | None = None
-    """With ``epochs``, in place of ``total_steps``."""
-    pct_start: Real = 0.3
-    """Share of the steps that go up."""
-    anneal_strategy: Literal["cos", "linear"] = "cos"
-    """Shape of the way down."""
-    cycle_momentum: bool = True
-    """Move the momentum the other way."""
-    base_momentum: NonNegative = 0.85
-    """Lowest momentum."""
-    max_momentum: NonNegative = 0.95
-    """Highest momentum."""
-    div_factor: Real = 25.0
-    """First rate is ``max_lr`` divided by it."""
-    final_div_factor: Real = 10000.0
-    """Last rate is the first one divided by it."""
-    three_phase: bool = False
-    """A third phase down to the last rate."""
-    last_epoch: int = -1
-    """Step to continue after; -1 is the start."""
-
-
 DEEPSPEED_SCHEDULERS: Mapping[str, type[Section]] = {
     "LRRangeTest": LrRangeTestParams,
     "OneCycle": OneCycleParams,
     "WarmupLR": WarmupLrParams,
     "WarmupDecayLR": WarmupDecayLrParams,
     "WarmupCosineLR": WarmupCosineLrParams,
-}
-TORCH_SCHEDULERS: Mapping[str, type[Section]] = {
-    "StepLR": StepLrParams,
-    "MultiStepLR": MultiStepLrParams,
-    "ConstantLR": ConstantLrParams,
-    "LinearLR": LinearLrParams,
-    "ExponentialLR": ExponentialLrParams,
-    "PolynomialLR": PolynomialLrParams,
-    "CosineAnnealingLR": CosineAnnealingLrParams,
-    "CosineAnnealingWarmRestarts": CosineAnnealingWarmRestartsParams,
-    "CyclicLR": CyclicLrParams,
-    "OneCycleLR": OneCycleLrParams,
 }
 SCHEDULERS_WITHOUT_ROUTE: Mapping[str, str] = {
     "cosine": 'it is a name of Hugging Face: write "WarmupCosineLR"',

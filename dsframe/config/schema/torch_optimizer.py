@@ -1,0 +1,163 @@
+# ruff: noqa: RUF012 - pydantic copies mutable defaults
+"""``optimizer.params`` for the classes of ``torch.optim``. Source: torch 2.13."""
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from pydantic import Field
+
+from dsframe.config.schema.base import Count, NonNegative, Real, Section
+
+Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
+Betas = Annotated[list[Beta], Field(min_length=2, max_length=2)]
+
+
+class Params(Section):
+    """What every optimizer takes."""
+
+    lr: NonNegative = 1e-3
+    """Learning rate: the step size before the scheduler changes it. ``"auto"`` is 5e-5, as in Hugging Face's Trainer."""
+    weight_decay: NonNegative = 0.0
+    """Decay of the weights. ``"auto"`` is 0."""
+
+
+class TorchParams(Params):
+    """What most optimizers of torch take too."""
+
+    foreach: bool | None = None
+    """torch: update many tensors with one call. Default: torch decides."""
+    maximize: bool = False
+    """torch: go up the gradient, not down."""
+    differentiable: bool = False
+    """torch: let gradients flow through the step."""
+    capturable: bool = False
+    """torch: safe inside a CUDA graph."""
+
+
+class SgdParams(Params):
+    """torch's SGD."""
+
+    momentum: NonNegative = 0.0
+    """Momentum factor."""
+    dampening: NonNegative = 0.0
+    """Dampening of the momentum."""
+    nesterov: bool = False
+    """Nesterov momentum. Needs momentum above 0 and dampening 0."""
+    maximize: bool = False
+    """Go up the gradient, not down."""
+    foreach: bool | None = None
+    """Update many tensors with one call."""
+    differentiable: bool = False
+    """Let gradients flow through the step."""
+    fused: bool | None = None
+    """The fused kernel."""
+
+
+class RmspropParams(TorchParams):
+    """torch's RMSprop."""
+
+    alpha: NonNegative = 0.99
+    """Smoothing constant."""
+    eps: NonNegative = 1e-8
+    """Added to the denominator."""
+    momentum: NonNegative = 0.0
+    """Momentum factor."""
+    centered: bool = False
+    """Normalise by the variance."""
+
+
+class AdamaxParams(TorchParams):
+    """torch's Adamax."""
+
+    betas: Betas = [0.9, 0.999]
+    """Decay of the moments."""
+    eps: NonNegative = 1e-8
+    """Added to the denominator."""
+
+
+class NadamParams(AdamaxParams):
+    """torch's NAdam."""
+
+    momentum_decay: NonNegative = 0.004
+    """Decay of the momentum."""
+    decoupled_weight_decay: bool = False
+    """As in AdamW."""
+
+
+class RadamParams(AdamaxParams):
+    """torch's RAdam."""
+
+    decoupled_weight_decay: bool = False
+    """As in AdamW."""
+
+
+class AdadeltaParams(TorchParams):
+    """torch's Adadelta."""
+
+    rho: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9
+    """Decay of the squared gradients."""
+    eps: NonNegative = 1e-6
+    """Added to the denominator."""
+
+
+class AsgdParams(TorchParams):
+    """torch's averaged SGD."""
+
+    lambd: Real = 1e-4
+    """Decay term."""
+    alpha: Real = 0.75
+    """Power of the learning rate's update."""
+    t0: Real = 1e6
+    """Step at which averaging starts."""
+
+
+class RpropParams(Section):
+    """torch's Rprop."""
+
+    lr: NonNegative = 0.01
+    """First step size."""
+    etas: Annotated[list[Real], Field(min_length=2, max_length=2)] = [0.5, 1.2]
+    """Factors of decrease and increase."""
+    step_sizes: Annotated[list[Real], Field(min_length=2, max_length=2)] = [1e-6, 50.0]
+    """Smallest and largest step."""
+    foreach: bool | None = None
+    """Update many tensors with one call."""
+    maximize: bool = False
+    """Go up the gradient, not down."""
+    differentiable: bool = False
+    """Let gradients flow through the step."""
+    capturable: bool = False
+    """Safe inside a CUDA graph."""
+
+
+class AdafactorParams(Section):
+    """torch's Adafactor."""
+
+    lr: NonNegative = 0.01
+    """Learning rate."""
+    beta2_decay: Real = -0.8
+    """Decay rate of beta2."""
+    eps: Annotated[list[Real | None], Field(min_length=2, max_length=2)] = [None, 1e-3]
+    """Two stabilisers."""
+    d: Count | Real = 1.0
+    """Clipping threshold of an update."""
+    weight_decay: NonNegative = 0.0
+    """Decay of the weights."""
+    foreach: bool | None = None
+    """Update many tensors with one call."""
+    maximize: bool = False
+    """Go up the gradient, not down."""
+
+
+TORCH_OPTIMIZERS: Mapping[str, type[Section]] = {
+    "SGD": SgdParams,
+    "RMSprop": RmspropParams,
+    "Adamax": AdamaxParams,
+    "NAdam": NadamParams,
+    "RAdam": RadamParams,
+    "Adadelta": AdadeltaParams,
+    "ASGD": AsgdParams,
+    "Rprop": RpropParams,
+    "Adafactor": AdafactorParams,
+}
+"""Classes of ``torch.optim`` that work without a closure. The case counts."""
