@@ -281,8 +281,68 @@ def test_activate_before_setup(tmp_path: Path) -> None:
     assert f"no virtual environment at {tmp_path}/.venv; run `make setup` there first" in finished.stderr
 
 
+@pytest.mark.parametrize(
+    ("arguments", "checked", "run"),
+    [
+        ("deepspeed", "zero3.json -np 2", "deepspeed --num_gpus=2 -m dsframe.train"),
+        (
+            "horovod -n 4 --config x.json --set a=1",
+            "x.json -np 4 --set a=1",
+            "horovodrun -np 4 python -m dsframe.train --config x.json --set a=1",
+        ),
+        (
+            "ddp -n 1 --config=y.json",
+            "y.json -np 1",
+            "torchrun --standalone --nproc-per-node=1 -m dsframe.train --engine ddp --config=y.json",
+        ),
+    ],
+)
+@without_gpu
+def test_one_machine(tmp_path: Path, arguments: str, checked: str, run: str) -> None:
+    shutil.copytree(REPOSITORY / "launch", tmp_path / "launch")
+    bin_folder = tmp_path / ".venv" / "bin"
+    bin_folder.mkdir(parents=True)
+    (tmp_path / "launch" / "bin" / "deepspeed").unlink()
+    (bin_folder / "activate").write_text(f'PATH="{bin_folder}:$PATH"\n')
+    for name in ("dsframe", "deepspeed", "horovodrun", "torchrun"):
+        (bin_folder / name).write_text('#!/bin/sh\necho "ran $(basename "$0") $*"\n')
+        (bin_folder / name).chmod(0o755)
+    done = subprocess.run(
+        [tmp_path / "launch" / "one-machine", *arguments.split()],
+        cwd="/",
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert done.stderr == f"ran dsframe check {checked}\n"
+    assert done.stdout == f"{run}\nran {run}\n"
+
+
+def test_one_machine_starts_nothing_when_the_file_is_wrong(tmp_path: Path) -> None:
+    shutil.copytree(REPOSITORY / "launch", tmp_path / "launch")
+    bin_folder = tmp_path / ".venv" / "bin"
+    bin_folder.mkdir(parents=True)
+    (bin_folder / "activate").write_text(f'PATH="{bin_folder}:$PATH"\n')
+    (bin_folder / "dsframe").write_text("#!/bin/sh\necho the mistake >&2\nexit 2\n")
+    (bin_folder / "dsframe").chmod(0o755)
+    done = subprocess.run(
+        [tmp_path / "launch" / "one-machine", "ddp"], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert (done.returncode, done.stdout, done.stderr) == (2, "", "the mistake\n")
+
+
+def test_one_machine_without_a_launcher_says_how(tmp_path: Path) -> None:
+    done = subprocess.run(
+        [REPOSITORY / "launch" / "one-machine"], capture_output=True, text=True, timeout=30, check=False
+    )
+    assert done.returncode == 2
+    assert "launch/one-machine deepspeed|horovod|ddp [-n PROCESSES] [--config FILE]" in done.stderr
+    assert "set -euo" not in done.stderr
+
+
 def test_scripts_are_sound() -> None:
-    scripts = [REPOSITORY / name for name in ("launch/setup", "launch/activate", ".ci/run")]
+    scripts = [REPOSITORY / name for name in ("launch/setup", "launch/activate", "launch/one-machine", ".ci/run")]
     for script in scripts:
         subprocess.run(["bash", "-n", script], check=True, timeout=30)
     assert "make test" in (REPOSITORY / ".ci" / "run").read_text()
