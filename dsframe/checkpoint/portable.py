@@ -10,6 +10,7 @@ safetensors: https://huggingface.co/docs/safetensors, a JSON header with offsets
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import json
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -96,12 +97,27 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
     return store.settle(path)
 
 
+def buffers_name(rank: int) -> str:
+    """The file of the buffers of a rank that has others than rank 0, as with BatchNorm's statistics on most engines."""
+    return f"buffers-{rank:05}.safetensors"
+
+
+def digest_of(tensors: Mapping[str, Tensor]) -> str:
+    """A checksum of names and contents, to see whether ranks hold the same."""
+    sha = hashlib.sha256()
+    for name, tensor in tensors.items():
+        sha.update(name.encode() + b"\0")
+        sha.update(tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().tobytes())
+    return sha.hexdigest()
+
+
 def write_state(
-    state: EngineState, folder: Path, rank: int, ranks: int, part_bytes: int = PART_BYTES
+    state: EngineState, folder: Path, rank: int, ranks: int, buffers: str | None, part_bytes: int = PART_BYTES
 ) -> tuple[PartWriter, str]:
     """**Collective.** Writes this rank's share of ``state``. Returns the writer and what went wrong, "" where nothing did.
 
-    After a failure it keeps reading to the end without writing: the other ranks wait for it in each parameter's gathering.
+    ``buffers``: the file to write this rank's buffers to, if it is to write them. After a failure it keeps reading to the
+    end without writing: the other ranks wait for it in each parameter's gathering.
     """
     writer, failure = PartWriter(folder, rank, ranks, part_bytes), ""
     for one in state.parameters:
@@ -109,9 +125,9 @@ def write_state(
             failure = attempt(lambda one=one: writer.take(one))
     if not failure:
         failure = attempt(writer.finish)
-    if not failure and rank == 0 and state.buffers:
+    if not failure and buffers and state.buffers:
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.buffers.items()}
-        failure = attempt(lambda: writer.files.update({BUFFERS: write_tensors(folder / BUFFERS, tensors)}))
+        failure = attempt(lambda: writer.files.update({buffers: write_tensors(folder / buffers, tensors)}))
     return writer, failure
 
 
@@ -131,9 +147,12 @@ def attempt(action: Any) -> str:
 class Checkpoint:
     """A checkpoint on disk, read as :class:`dsframe.checkpoint.state.SavedState`. Files stay open until :meth:`close`."""
 
-    def __init__(self, path: Path) -> None:
-        """Reads the manifest alone. Raises CheckpointError where it is missing or damaged; ``store.verify`` reads the rest."""
-        self.path = path
+    def __init__(self, path: Path, rank: int = 0) -> None:
+        """Reads the manifest alone. ``rank``: whose buffers are wanted, where ranks had different ones.
+
+        Raises CheckpointError where the manifest is missing or damaged; ``store.verify`` reads the rest.
+        """
+        self.path, self.rank = path, rank
         self.manifest = store.read_manifest(path)
         self._parameters: Mapping[str, Mapping[str, Any]] = self.manifest["parameters"]
         self._open: dict[str, Any] = {}
@@ -161,10 +180,11 @@ class Checkpoint:
         return {name: tuple(entry["shape"]) for name, entry in self._parameters.items()}
 
     def buffers(self) -> Mapping[str, Tensor]:
-        """The model's buffers."""
-        if BUFFERS not in self.manifest["files"]:
+        """The model's buffers: this rank's own where it had others, else rank 0's."""
+        name = next((name for name in (buffers_name(self.rank), BUFFERS) if name in self.manifest["files"]), None)
+        if name is None:
             return {}
-        file = self._file(BUFFERS)
+        file = self._file(name)
         return {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118 - no mapping
 
     def parameter(self, name: str) -> ParameterState:

@@ -113,7 +113,8 @@ def begin(
     if path is None:
         say(f"--resume auto: no checkpoint in {folder.directory}; training starts from the beginning")
         return Start()
-    checkpoint = Checkpoint(path)
+    same_ranks = store.read_manifest(path)["run"]["world_size"] == engine.plan.world.size
+    checkpoint = Checkpoint(path, engine.plan.world.rank if same_ranks else 0)
     for line in differences(checkpoint.manifest, mine):
         say(f"resuming with a change: {line}")
     if checkpoint.step > total_steps:

@@ -20,6 +20,7 @@ from dsframe.checkpoint.store import FileEntry, Retention, Store
 from dsframe.errors import CheckpointError
 
 if TYPE_CHECKING:
+    from dsframe.checkpoint.state import EngineState
     from dsframe.engine import Engine
 
 
@@ -59,7 +60,7 @@ class Saver:
         self._check(step, begun)
         state = engine.state()
         folder = self._store.partial(step)
-        writer, failure = portable.write_state(state, folder, world.rank, world.size)
+        writer, failure = portable.write_state(state, folder, world.rank, world.size, self._buffers_file(state))
         random = json.dumps(generators.capture(engine.plan.device))
         report = {"failure": failure, "random": random, "files": {k: asdict(v) for k, v in writer.files.items()}}
         reports = [json.loads(text) for text in share(engine, json.dumps(report))]
@@ -99,6 +100,14 @@ class Saver:
             removed = self._prune()
             self._say(f"saved {self._store.path(step)}: {size / 1e6:,.1f} MB in {seconds:.2f} s{removed}")
         return time.perf_counter() - began
+
+    def _buffers_file(self, state: EngineState) -> str | None:
+        """**Collective.** Rank 0 writes its buffers, and every rank that has others writes those too."""
+        digests = share(self._engine, portable.digest_of(state.buffers))
+        rank = self._engine.plan.world.rank
+        if rank == 0:
+            return portable.BUFFERS
+        return portable.buffers_name(rank) if digests[rank] != digests[0] else None
 
     def _prune(self) -> str:
         try:

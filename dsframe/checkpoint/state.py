@@ -53,7 +53,7 @@ class EngineState:
     """Optimizer updates applied: the schedule's only argument."""
     loss_scale: LossScaleState | None
     buffers: Mapping[str, Tensor]
-    """The model's persistent buffers, as this rank has them."""
+    """The model's persistent buffers, as this rank has them: BatchNorm's statistics may differ between ranks."""
     aliases: Mapping[str, str]
     """Further names of shared parameters -> the name they are kept under."""
     parameters: Iterable[ParameterState]

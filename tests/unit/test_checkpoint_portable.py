@@ -57,7 +57,9 @@ def write(folder: Path, ranks: int, part_bytes: int) -> Path:
     for rank in range(ranks):
         buffers = {"running": torch.arange(3), "mean": torch.ones(2, dtype=torch.bfloat16)}
         state = EngineState(40, LossScaleState(512.0, 2, 42, 3), buffers, {"tied": "a.weight"}, states(SIZES))
-        writer, failure = portable.write_state(state, partial, rank, ranks, part_bytes)
+        writer, failure = portable.write_state(
+            state, partial, rank, ranks, None if rank else portable.BUFFERS, part_bytes
+        )
         assert failure == ""
         parts |= writer.files
         writers.append(writer)
@@ -103,7 +105,7 @@ def test_parts_are_bounded_and_the_work_is_shared(tmp_path: Path) -> None:
 def test_views_of_one_flat_tensor_are_written_one_by_one(tmp_path: Path) -> None:
     flat = torch.arange(10.0)
     parameters = [ParameterState(f"p{i}", flat[i * 5 : i * 5 + 5], {}, {}) for i in range(2)]
-    writer, failure = portable.write_state(EngineState(1, None, {}, {}, parameters), tmp_path, 0, 1)
+    writer, failure = portable.write_state(EngineState(1, None, {}, {}, parameters), tmp_path, 0, 1, None)
     assert failure == ""
     found = load_file(tmp_path / next(iter(writer.files)))
     assert found["weight/p1"].tolist() == [5, 6, 7, 8, 9]
@@ -118,9 +120,21 @@ def test_after_a_failed_write_the_rank_still_takes_part(tmp_path: Path) -> None:
             yield one
 
     gone = tmp_path / "gone"
-    _, failure = portable.write_state(EngineState(1, None, {}, {}, stream()), gone, 0, 1, part_bytes=1)
+    _, failure = portable.write_state(EngineState(1, None, {}, {}, stream()), gone, 0, 1, None, part_bytes=1)
     assert "gone" in failure or "No such file" in failure
     assert seen == list(SIZES)
+
+
+def test_each_rank_gets_its_own_buffers_back(tmp_path: Path) -> None:
+    mine = [{"mean": torch.tensor(float(rank)), "count": torch.tensor([7])} for rank in range(2)]
+    assert portable.digest_of(mine[0]) != portable.digest_of(mine[1])
+    whole, files = Store(tmp_path), {}
+    partial = whole.begin(1)
+    for rank, name in ((0, portable.BUFFERS), (1, portable.buffers_name(1))):
+        writer, _ = portable.write_state(EngineState(1, None, mine[rank], {}, []), partial, rank, 2, name)
+        files |= {name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in writer.files.items()}
+    path = whole.commit(1, {"format": store.FORMAT, "step": 1, "files": files, "parameters": {}})
+    assert [float(Checkpoint(path, rank).buffers()["mean"]) for rank in range(3)] == [0.0, 1.0, 0.0]
 
 
 def test_a_file_without_the_tensor_is_named(tmp_path: Path) -> None:
