@@ -16,9 +16,8 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import psutil
-
 from dsframe.errors import EngineError
+from dsframe.leftovers import stale_locks
 
 if TYPE_CHECKING:
     from dsframe.config import Config
@@ -80,17 +79,10 @@ def extensions_directory() -> Path:
 
 def remove_stale_locks(cache: Path) -> list[Path]:
     """Removes and returns the build locks under ``cache`` that no living process of this host holds open."""
-    locks = {path.resolve() for path in cache.glob("*/lock")}
-    if not locks:
-        return []
-    for process in psutil.process_iter():
-        try:
-            locks -= {Path(file.path).resolve() for file in process.open_files()}
-        except psutil.Error:  # another user's, or gone meanwhile
-            continue
+    locks = stale_locks(cache)
     for lock in locks:
         lock.unlink(missing_ok=True)
-    return sorted(locks)
+    return locks
 
 
 def _has_libaio() -> bool:

@@ -11,6 +11,8 @@ import pytest
 from dsframe import optimizers
 from dsframe.config import load
 from dsframe.engines import jit
+from dsframe.errors import EngineError
+from dsframe.world import World
 
 ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}
 OWN = {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": False}}
@@ -45,6 +47,32 @@ def test_only_locks_that_nobody_holds_are_removed(tmp_path: Path) -> None:
         os.close(held)
     assert (tmp_path / "alive" / "lock").exists()
     assert not (tmp_path / "dead" / "lock").exists()
+
+
+def test_a_run_says_what_it_removed_and_compiles_nothing_that_is_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "async_io").mkdir()
+    (tmp_path / "async_io" / "async_io.so").touch()
+    lock = tmp_path / "async_io" / "lock"
+    lock.touch()
+    jit.prepare(("async_io",), World(1, 2, 1, 2))
+    assert lock.exists(), "one rank of a host does it"
+    jit.prepare(("async_io",), World(0, 2, 0, 2))
+    assert not lock.exists()
+    assert capsys.readouterr().err == f"dsframe: removed {lock}, left by a process that was killed\n"
+
+
+def test_what_cannot_be_compiled_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    monkeypatch.setattr(jit, "_has_libaio", lambda: False)
+    monkeypatch.setattr("shutil.which", lambda name: f"/usr/bin/{name}")
+    with pytest.raises(EngineError, match="apt-get install libaio-dev"):
+        jit.prepare(("async_io",), World())
+    monkeypatch.setattr("shutil.which", lambda name: None)
+    with pytest.raises(EngineError, match=r"asks for cpu_adam, .* no C\+\+ compiler"):
+        jit.prepare(("cpu_adam",), World())
 
 
 def test_every_environment_has_its_own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
