@@ -1,0 +1,149 @@
+"""What we say DeepSpeed raises, it raises; what we let pass, trains: 30 files with one real engine each, in one process.
+
+The parser alone accepts most of these: they fail in the engine, after every process of a run has started.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import socket
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsframe.config.load import examine
+
+REPOSITORY = Path(__file__).resolve().parents[2]
+ADAM = {"type": "AdamW", "params": {"lr": 1e-3, "torch_adam": True}}
+
+
+def adam(**params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": "AdamW", "params": {"lr": 0.1, **params}}}
+
+
+def zero(stage: int, **keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **keys}}
+
+
+REFUSED: dict[str, dict[str, Any]] = {
+    "gradient norm off with clipping": zero(1, compute_grad_norm=False),
+    "prescaling with reduce-scatter": {"prescale_gradients": True, **zero(2)},
+    "predivide factor with reduce-scatter": {"gradient_predivide_factor": 2.0, **zero(3)},
+    "ZenFlow without offload": zero(2, zenflow={}),
+    "SGD untested with ZeRO": {"optimizer": {"type": "SGD", "params": {"lr": 0.1}}, **zero(1)},
+    "AMSGrad in DeepSpeed's Adam": adam(amsgrad=True),
+    "an argument of torch's Adam": adam(fused=True),
+    "an argument of DeepSpeed's Adam": adam(bias_correction=True, torch_adam=True),
+    "max_grad_norm": adam(max_grad_norm=1.0),
+    "a misspelled argument": adam(torch_adam=True, wieght_decay=1),
+    "a rate in quotes": adam(torch_adam=True, lr="1e-3"),
+    "a beta of 1": adam(torch_adam=True, betas=[0.9, 1.0]),
+    "an optimizer with a closure": {"optimizer": {"type": "LBFGS", "params": {"lr": 1e-3}}},
+    "Nesterov without momentum": {"optimizer": {"type": "SGD", "params": {"lr": 0.1, "nesterov": True}}},
+    "Lamb with a fixed loss scale": {"optimizer": {"type": "Lamb", "params": {"lr": 0.1}}, "fp16": {"loss_scale": 4}},
+    "a scheduler without params": {"scheduler": {"type": "WarmupLR"}},
+    "no warm-up steps": {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 0}}},
+    "an unknown scheduler": {"scheduler": {"type": "Warmup", "params": {}}},
+    "a parameter type that contradicts": {"data_types": {"param_dtype": "bf16"}},
+    "gradients in bf16 without ZeRO": {"data_types": {"grad_accum_dtype": "bf16"}},
+    "the old stage 1": zero(1, legacy_stage1=True),
+    "unmanaged accumulation with overlap": {"managed_gradient_accumulation": False, **zero(1, overlap_comm=True)},
+    "an unknown log level": {"log_level": "bogus"},
+    "a norm in quotes": {"gradient_clipping": "1.0", **zero(1)},
+    "auto where nothing resolves it": {"steps_per_print": "auto"},
+    "infinity in quotes": {"steps_per_print": "inf"},
+}
+ACCEPTED: dict[str, dict[str, Any]] = {
+    "stage 2": zero(2),
+    "predivide factor without reduce-scatter": {
+        "gradient_predivide_factor": 2.0,
+        "prescale_gradients": True,
+        **zero(1),
+    },
+    "null for switches": {"dump_state": None, "prescale_gradients": None, "memory_breakdown": None},
+    "profile at step 0": {"flops_profiler": {"enabled": True, "profile_step": 0}},
+    "torch's Adagrad": {"optimizer": {"type": "Adagrad", "params": {"lr": 0.1, "fused": True}}, **zero(1)},
+    "numbers in quotes": zero("2", reduce_bucket_size="500000"),  # type: ignore[arg-type]
+}
+
+
+def content(keys: dict[str, Any]) -> dict[str, Any]:
+    return {"train_batch_size": 2, "optimizer": ADAM, **keys}
+
+
+@pytest.fixture(scope="module")
+def outcomes() -> dict[str, str | None]:
+    """Name -> what DeepSpeed raised, by building an engine and taking two steps; None where both went well."""
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    with socket.socket() as probe:
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    environment = os.environ | {
+        "DS_ACCELERATOR": "cpu", "RANK": "0", "LOCAL_RANK": "0", "WORLD_SIZE": "1", "OMP_NUM_THREADS": "1",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port), "PYTHONWARNINGS": "ignore",
+    }  # fmt: skip
+    done = subprocess.run(
+        [sys.executable, "-m", "tests.unit.test_check_claims"],
+        input=json.dumps({name: content(keys) for name, keys in (REFUSED | ACCEPTED).items()}),
+        cwd=REPOSITORY,
+        env=environment,
+        timeout=240,
+        capture_output=True,
+        text=True,
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    found: dict[str, str | None] = json.loads(done.stdout.splitlines()[-1])
+    return found
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_deepspeed_raises_what_we_refuse(name: str, outcomes: dict[str, str | None]) -> None:
+    problems = examine(json.dumps(content(REFUSED[name])), "x.json").problems
+    assert [problem for problem in problems if problem.severity == "error"]
+    assert outcomes[name] is not None
+
+
+@pytest.mark.parametrize("name", ACCEPTED)
+def test_deepspeed_trains_what_we_accept(name: str, outcomes: dict[str, str | None]) -> None:
+    problems = examine(json.dumps(content(ACCEPTED[name])), "x.json").problems
+    assert [problem for problem in problems if problem.severity == "error"] == []
+    assert outcomes[name] is None
+
+
+def child() -> None:
+    """Build an engine for each file from standard input, take two steps, and print what was raised."""
+    import contextlib
+    import io
+    import logging
+
+    import deepspeed
+    import deepspeed.ops
+    import torch
+
+    logging.disable(logging.CRITICAL)
+    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = (
+        False  # it compiles for a minute and leaks 66 MiB of /dev/shm
+    )
+    found: dict[str, str | None] = {}
+    with contextlib.redirect_stdout(io.StringIO()):
+        deepspeed.init_distributed("gloo", verbose=False)
+        for name, config in json.load(sys.stdin).items():
+            model = torch.nn.Linear(4, 2)
+            try:
+                engine, *_ = deepspeed.initialize(model=model, model_parameters=model.parameters(), config=config)
+                for _ in range(2):
+                    engine.backward(engine(torch.ones(2, 4)).sum())
+                    engine.step()
+                found[name] = None
+            except Exception as error:
+                found[name] = f"{type(error).__name__}: {error}"
+        torch.distributed.destroy_process_group()
+    print(json.dumps(found))
+
+
+if __name__ == "__main__":
+    child()
