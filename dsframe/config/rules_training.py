@@ -1,9 +1,8 @@
-"""Rules about number formats, the optimizer, the schedule, data, checkpoints, and dsframe's own section."""
+"""Rules about number formats, the optimizer, the schedule, and dsframe's own section."""
 
 from __future__ import annotations
 
 from collections.abc import Iterable
-from pathlib import Path
 
 from dsframe.config.findings import show
 from dsframe.config.rule import Judge
@@ -12,9 +11,6 @@ from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, SCHEDULERS_WIT
 from dsframe.config.schema.torch_optimizer import TORCH_OPTIMIZERS
 from dsframe.config.schema.torch_scheduler import TORCH_SCHEDULERS
 from dsframe.config.suggest import closest
-
-NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
-"""There while the driver is loaded: tells without torch whether this machine has CUDA devices."""
 
 _TORCH_ADAM_ONLY = ("foreach", "maximize", "fused", "capturable", "differentiable")
 _DEEPSPEED_ADAM_ONLY = ("bias_correction", "set_grad_none")
@@ -25,8 +21,6 @@ def judge(bench: Judge) -> None:
     _precision(bench)
     _optimizer(bench)
     _scheduler(bench)
-    _data(bench)
-    _system(bench)
     _dsframe(bench)
 
 
@@ -182,93 +176,6 @@ def _scheduler(bench: Judge) -> None:
             f"total_num_steps {total} is less than warmup_num_steps {warmup}{default}: training ends in its warm-up",
             "raise the one or lower the other", code="schedule", at_value=True,
         )  # fmt: skip
-
-
-def _data(bench: Judge) -> None:
-    data = bench.file.data_efficiency
-    base = ("data_efficiency",)
-    sampling, routing = data.data_sampling, data.data_routing
-    curriculum = sampling.curriculum_learning if sampling else None
-    batching = sampling.dynamic_batching if sampling else None
-    dropping = routing.random_ltd if routing else None
-    if curriculum is not None and curriculum.enabled and curriculum.curriculum_metrics is None:
-        bench.conflict(
-            (*base, "data_sampling", "curriculum_learning"),
-            "curriculum_metrics is required: DeepSpeed raises",
-            "add it",
-        )
-    if batching is not None and batching.enabled and batching.max_tokens is None:
-        bench.conflict(
-            (*base, "data_sampling", "dynamic_batching"), "max_tokens is required: DeepSpeed raises", "add it"
-        )
-    if (
-        bench.wrote(*base, "data_sampling", "dynamic_batching", "max_batch_size")
-        and batching
-        and batching.max_batch_size is None
-    ):
-        bench.conflict(
-            (*base, "data_sampling", "dynamic_batching", "max_batch_size"),
-            "null makes DeepSpeed raise",
-            "remove the key",
-        )
-    if (
-        dropping is not None
-        and dropping.layer_token_lr_schedule is not None
-        and dropping.layer_token_lr_schedule.enabled
-    ):
-        bench.conflict(
-            (*base, "data_routing", "random_ltd", "layer_token_lr_schedule", "enabled"), "not yet supported: DeepSpeed raises",
-            "write false",
-        )  # fmt: skip
-    inner = [(*base, "data_sampling"), (*base, "data_routing")]
-    for path, section in zip(inner, (sampling, routing), strict=True):
-        if section is not None and section.enabled and not data.enabled:
-            bench.idle(path, "has no effect while data_efficiency.enabled is false", 'add "enabled": true')
-    switches = (
-        ("data_sampling", "curriculum_learning", sampling, curriculum),
-        ("data_routing", "random_ltd", routing, dropping),
-    )
-    for outer, name, section, part in switches:
-        if section is not None and part is not None and part.enabled and not section.enabled:
-            bench.idle(
-                (*base, outer, name), f"has no effect while {outer}.enabled is false", 'add "enabled": true there'
-            )
-
-
-def _system(bench: Judge) -> None:
-    file = bench.file
-    checkpointing = file.activation_checkpointing
-    if checkpointing.contiguous_memory_optimization and not bench.findings.fails(("activation_checkpointing",)):
-        missing = [key for key in ("partition_activations", "number_checkpoints") if not getattr(checkpointing, key)]
-        if missing:
-            bench.findings.note(
-                ("activation_checkpointing", "contiguous_memory_optimization"),
-                f"needs {' and '.join(missing)}, here or from the program: deepspeed.checkpointing.configure raises without",
-                code="conflict",
-                at_value=True,
-            )
-    if file.aio.use_gds and not NVIDIA_DRIVER.exists():
-        where = ("aio", "use_gds")
-        bench.conflict(where, "needs CUDA, which this machine does not have: DeepSpeed raises", "write false")
-    if file.checkpoint.writer is not None and file.checkpoint.writer.type == "PYTHON":
-        path = ("checkpoint", "writer", "type")
-        bench.findings.warning(
-            path, "PYTHON fails when it saves, in DeepSpeed 0.19.8", "remove the writer", code="broken", at_value=True
-        )
-    if file.datastates_ckpt is not False and bench.wrote("datastates_ckpt"):
-        bench.findings.warning(
-            ("datastates_ckpt",), "any value but false turns it on, and it needs the package datastates",
-            "write false if that is not meant", code="portability", at_value=True,
-        )  # fmt: skip
-    if file.disable_allgather:
-        bench.idle(("disable_allgather",), "DeepSpeed 0.19 reads it and uses it nowhere")
-    if file.autotuning.enabled:
-        bench.findings.note(("autotuning",), "has no effect without deepspeed --autotuning", code="no-effect")
-    for key in ("results_dir", "exps_dir"):
-        if getattr(file.autotuning, key) == "":
-            bench.conflict(("autotuning", key), "must not be empty: DeepSpeed raises", "name a folder")
-    if file.weight_quantization is not None and file.weight_quantization.enabled:
-        bench.findings.note(("weight_quantization",), "has no effect on training, only on inference", code="no-effect")
 
 
 def _dsframe(bench: Judge) -> None:
