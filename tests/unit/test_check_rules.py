@@ -1,0 +1,108 @@
+# ruff: noqa: E501 - a table: one line for each case
+"""Combinations, one by one: which key is named, and how serious it is. (The messages are in test_check_mistakes.)"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsframe.config import rules_system
+from dsframe.config.load import examine
+
+
+def zero(stage: int, **keys: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **keys}}
+
+
+def offload(device: str, **keys: Any) -> dict[str, Any]:
+    return {"device": device, **keys}
+
+
+def data(**keys: Any) -> dict[str, Any]:
+    return {"data_efficiency": {"enabled": True, **keys}}
+
+
+def ours(**keys: Any) -> dict[str, Any]:
+    return {"dsframe": keys}
+
+
+CASES: list[tuple[str, dict[str, Any], list[str]]] = [
+    # ZeRO and offload
+    ("stage 3 keys at stage 3", zero(3, stage3_max_live_parameters=5, sub_group_size=7), []),
+    ("hpz below stage 3", zero(2, zero_hpz_partition_size=2), ["W no-effect zero_optimization.zero_hpz_partition_size"]),
+    ("a stage 3 key at its default", zero(2, sub_group_size=1e9), []),
+    ("no device", zero(2, offload_param=offload("none"), offload_optimizer=offload("none")), []),
+    ("optimizer offload", zero(1, offload_optimizer=offload("cpu")), []),
+    ("NVMe on a drive that is not there", zero(3, offload_param=offload("nvme", nvme_path="/no/such/drive")), ["W nvme-path zero_optimization.offload_param.nvme_path"]),
+    ("NVMe path without NVMe", zero(3, offload_param=offload("cpu", nvme_path="/tmp")), ["W no-effect zero_optimization.offload_param.nvme_path"]),
+    ("elastic checkpoint", zero(3, elastic_checkpoint=True), ["W no-effect zero_optimization.elastic_checkpoint"]),
+    ("old stage 1", zero(1, legacy_stage1=True), ["E conflict zero_optimization.legacy_stage1"]),
+    ("no gradient norm at stage 3", zero(3, compute_grad_norm=False), ["E conflict zero_optimization.compute_grad_norm"]),
+    ("no gradient norm, no clipping", {"gradient_clipping": 0, **zero(1, compute_grad_norm=False)}, []),
+    ("SuperOffload at stage 2", zero(2, offload_optimizer=offload("cpu", super_offload=True)), ["W no-effect zero_optimization.offload_optimizer.super_offload"]),
+    ("allgather_size beside an object", {"allgather_size": 5, **zero(1)}, ["W no-effect allgather_size"]),
+    # ZenFlow
+    ("ZenFlow", zero(2, offload_optimizer=offload("cpu"), zenflow={}), []),
+    ("ZenFlow offload without overlap", zero(2, offload_optimizer=offload("cpu"), zenflow={"offload": True}), ["E conflict zero_optimization.zenflow.offload"]),
+    ("ZenFlow without an interval", zero(2, offload_optimizer=offload("cpu"), zenflow={"select_strategy": "step"}), ["E conflict zero_optimization.zenflow.select_strategy"]),
+    ("ZenFlow with intervals crossed", zero(2, offload_optimizer=offload("cpu"), zenflow={"select_strategy": "step", "select_interval": 2, "update_interval": 4}), ["E conflict zero_optimization.zenflow.select_interval"]),
+    # Reduction
+    ("sum with ZenFlow", {"gradient_allreduce_op": "sum", **zero(2, offload_optimizer=offload("cpu"), zenflow={})}, ["E conflict gradient_allreduce_op"]),
+    ("sum", {"gradient_allreduce_op": "sum", **zero(2)}, []),
+    ("predivide at stage 2 by all-reduce", {"gradient_predivide_factor": 2.0, **zero(2, reduce_scatter=False)}, []),
+    ("predivide with prescale", {"gradient_predivide_factor": 2.0, "prescale_gradients": True}, ["W no-effect gradient_predivide_factor"]),
+    ("unmanaged with a pipeline", {"managed_gradient_accumulation": False, "pipeline": {"stages": 2}}, ["E conflict managed_gradient_accumulation"]),
+    # Splitting the model
+    ("pipeline with ZeRO-1", {"pipeline": {"stages": 2}, **zero(1)}, []),
+    ("pipeline partition", {"pipeline": {"partition": "layers"}}, ["E conflict pipeline.partition"]),
+    ("pipeline partition by type", {"pipeline": {"partition": "type:Block"}}, []),
+    ("group size beside autotp_size", {"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}}, ["E conflict tensor_parallel.tp.tp_size"]),
+    ("an unknown preset", {"tensor_parallel": {"autotp_size": 2, "preset_model": "gpt9"}}, ["E conflict tensor_parallel.preset_model"]),
+    ("a preset in capitals", {"tensor_parallel": {"autotp_size": 2, "preset_model": "Llama"}}, []),
+    ("DeepEP without a budget", {"expert_parallel": {"enabled": True, "comm_backend": "deepep"}}, ["E conflict expert_parallel.comm_backend"]),
+    ("DeepCompile without ZeRO", {"compile": {"deepcompile": True}}, ["W no-effect compile.deepcompile"]),
+    ("two offloads of DeepCompile", {"compile": {"offload_parameters": True, "offload_opt_states": True}}, ["E conflict compile.offload_parameters"]),
+    # Number formats
+    ("bf16 moments without bf16 weights", {"bf16": {"enabled": True, "bf16_optimizer_states": True}, **zero(1)}, ["E conflict bf16.bf16_optimizer_states"]),
+    ("loss-scale window", {"fp16": {"enabled": True, "loss_scale_window": 0}}, ["E conflict fp16.loss_scale_window"]),
+    ("loss-scale window, static scale", {"fp16": {"enabled": True, "loss_scale": 8, "loss_scale_window": 0}}, []),
+    ("parameter type", {"bf16": {"enabled": True}, "data_types": {"param_dtype": "bfloat16"}}, []),
+    ("fp32 gradients for bf16", {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, []),
+    # Optimizer and schedule
+    ("SGD allowed", {"optimizer": {"type": "SGD", "params": {}}, "zero_allow_untested_optimizer": True, **zero(2)}, []),
+    ("Lamb with dynamic scaling", {"optimizer": {"type": "lamb", "params": {}}, "fp16": {"enabled": True}}, []),
+    ("mup takes what it is given", {"optimizer": {"type": "MuAdam", "params": {"anything": 1}}}, []),
+    ("a schedule with everything", {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}}, []),
+    ("torch's schedule without ZeRO", {"scheduler": {"type": "StepLR", "params": {"step_size": 2}}}, []),
+    # Data
+    ("dynamic batching without a budget", data(data_sampling={"enabled": True, "dynamic_batching": {"enabled": True}}), ["E conflict data_efficiency.data_sampling.dynamic_batching"]),
+    ("sampling inside what is off", {"data_efficiency": {"data_sampling": {"enabled": True}}}, ["W no-effect data_efficiency.data_sampling"]),
+    ("dropping inside what is off", data(data_routing={"random_ltd": {"enabled": True}}), ["W no-effect data_efficiency.data_routing.random_ltd"]),
+    # The rest
+    ("an empty folder", {"autotuning": {"results_dir": ""}}, ["E conflict autotuning.results_dir"]),
+    ("a writer that fails", {"checkpoint": {"writer": {"type": "python"}}}, ["W broken checkpoint.writer.type"]),
+    ("comet without its package", {"comet": {"enabled": True}}, ["W not-installed comet.enabled"]),
+    # Ours
+    ("workers for data in memory", ours(task={"workers": 2}), ["W no-effect dsframe.task.workers"]),
+    ("image size of synthetic data", ours(task={"dataset": "synthetic", "image_size": 8, "classes": 3}), []),
+    ("heads and ranks", {"tensor_parallel": {"autotp_size": 3}, **ours(task={"name": "language", "heads": 4})}, ["E conflict dsframe.task.heads"]),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("keys", "expected"), [case[1:] for case in CASES], ids=[case[0] for case in CASES])
+def test_rule(keys: dict[str, Any], expected: list[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
+    problems = examine(json.dumps({"train_batch_size": 8, **keys}), "x.json").problems
+    found = [f"{p.severity[0].upper()} {p.code} {p.path}" for p in problems if p.severity != "note"]
+    assert found == expected
+
+
+def test_gpu_direct_storage_needs_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    text = json.dumps({"train_batch_size": 8, "aio": {"use_gds": True}})
+    monkeypatch.setattr(rules_system, "NVIDIA_DRIVER", tmp_path / "absent")
+    assert [problem.path for problem in examine(text, "x.json").problems] == ["aio.use_gds"]
+    monkeypatch.setattr(rules_system, "NVIDIA_DRIVER", tmp_path)
+    assert examine(text, "x.json").problems == ()
