@@ -13,7 +13,7 @@ from collections.abc import Sequence
 from dsframe.errors import DsframeError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "check": ("dsframe.config.check:main", "find every mistake in configuration files, before anything starts"),
+    "check": ("dsframe.check:main", "find every mistake in configuration files, before anything starts"),
     "train": ("dsframe.train:main", "train as a configuration file says (one process; launchers start several)"),
     "compare": ("dsframe.report.compare:main", "finished runs side by side: loss, metrics, speed, memory"),
     "export": ("dsframe.checkpoint.export:main", "a checkpoint's weights in one file, for other programs"),

@@ -33,13 +33,13 @@ LAYERS = (
     {"run"},
     {"train"},
     {"collectives"},
-    {"doctor", "config/check", "plan", "launch"},
+    {"doctor", "check", "plan", "launch"},
     {"cli"},
 )
 """Lowest first. A module imports from its own unit and from lower layers; what only type checkers read may look up."""
 
-ALONE = ("tasks/_torchvision", "config/check")
-"""Files that have another place than their folder: the remedy for torchvision's import, and the command ``dsframe check``."""
+ALONE = ("tasks/_torchvision",)
+"""Files that have another place than their folder: the remedy for torchvision's import."""
 
 MAY_IMPORT = {
     "deepspeed": {"engines/zero.py", "engines/pipeline.py"},

@@ -5,7 +5,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsframe.config.check import line
+from dsframe.check import line
 from dsframe.config.load import examine
 
 MISTAKES = [

@@ -15,7 +15,7 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dsframe.config.check import line
+from dsframe.check import line
 from dsframe.config.docs import sections
 from dsframe.config.fix import fix
 from dsframe.config.load import Examined, examine
