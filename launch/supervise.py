@@ -23,6 +23,15 @@ WORKER_VARIABLE = b"LOCAL_RANK"  # what launchers set for workers and not for th
 SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
 
+def next_on_path(script: Path) -> str | None:
+    """The first program on PATH that has the script's name and is not the script."""
+    for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
+        candidate = Path(folder or ".", script.name)
+        if candidate.is_file() and os.access(candidate, os.X_OK) and not candidate.samefile(script):
+            return str(candidate)
+    return None
+
+
 def run(program: str, arguments: list[str], environment: dict[str, str]) -> int:
     """Runs `program` to its end and returns its exit code: 128 + N when signal N ended it, 1 when it left processes behind.
 
@@ -78,14 +87,14 @@ def supervise(program: str, arguments: list[str], environment: dict[str, str], h
         number = arrived.si_signo if arrived else 0
         if number in ENDING:
             asked_to_end = True
-            signal_group(launcher, number)
+            signal_descendants(number)
         elif number in FOR_WORKERS:
             for pid in workers():
                 signal_process(pid, number)
         elif number == signal.SIGTSTP:
-            signal_group(launcher, signal.SIGSTOP)
+            signal_descendants(signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)
-            signal_group(launcher, signal.SIGCONT)
+            signal_descendants(signal.SIGCONT)
 
 
 def start(program: str, arguments: list[str], environment: dict[str, str]) -> int:
@@ -160,15 +169,13 @@ def end_descendants() -> None:
     """Ends every process below this one: asked to first, then killed."""
     for number, seconds in ((signal.SIGTERM, LEFTOVER_SECONDS), (signal.SIGKILL, math.inf)):
         limit = time.monotonic() + seconds
-        for pid in descendants():
-            signal_process(pid, number)
+        signal_descendants(number)
         while any(descendants()) and time.monotonic() < limit:
             for _ in ended_children():
                 pass
             time.sleep(0.05)
-            if number == signal.SIGKILL:  # those that came meanwhile
-                for pid in descendants():
-                    signal_process(pid, number)
+            if number == signal.SIGKILL:
+                signal_descendants(number)  # those that came meanwhile
 
 
 def signal_process(pid: int, number: int) -> None:
@@ -176,9 +183,10 @@ def signal_process(pid: int, number: int) -> None:
         os.kill(pid, number)
 
 
-def signal_group(leader: int, number: int) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(leader, number)
+def signal_descendants(number: int) -> None:
+    """To each of them, not to their process group: launchers put what they start into groups of its own."""
+    for pid in descendants():
+        signal_process(pid, number)
 
 
 def exit_code(status: int) -> int:

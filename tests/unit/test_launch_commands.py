@@ -1,4 +1,4 @@
-"""launch/bin/deepspeed: what it hands to DeepSpeed's own launcher, and what it does when that misbehaves.
+"""launch/bin: what `deepspeed` and `horovodrun` hand to the libraries' own launchers, and what they do when those misbehave.
 
 DeepSpeed's launcher is a stand-in here, of the same build: a runner that starts a middle process that starts the workers.
 The real one is in tests/faults.
@@ -134,30 +134,38 @@ def test_a_host_file_where_deepspeed_looks_for_one_means_several_machines() -> N
     assert rewritten("--num_gpus=2 t.py", gpus=True, hostfile=True, visible="2,3") == "--num_gpus=2 t.py"
 
 
-def test_finds_the_next_one_on_path(tmp_path: Path) -> None:
+def test_finds_the_next_one_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "deepspeed").write_text("")
-    own = f"{COMMAND.parent}"
-    assert command.next_on_path(f"{own}:{tmp_path}") is None, "not executable"
+    monkeypatch.setenv("PATH", f"{COMMAND.parent}:{tmp_path}")
+    assert command.supervise.next_on_path(COMMAND) is None, "not executable"
     (tmp_path / "deepspeed").chmod(0o755)
-    assert command.next_on_path(f"{own}:{tmp_path}") == str(tmp_path / "deepspeed")
+    assert command.supervise.next_on_path(COMMAND) == str(tmp_path / "deepspeed")
     link = tmp_path / "link"
     link.symlink_to(COMMAND.parent)
-    assert command.next_on_path(f"{link}:{own}") is None
+    monkeypatch.setenv("PATH", f"{link}:{COMMAND.parent}")
+    assert command.supervise.next_on_path(COMMAND) is None
 
 
-def test_without_deepspeed() -> None:
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        (
+            "deepspeed",
+            "deepspeed: DeepSpeed is not installed in this environment; pip install 'dsframe[deepspeed]'",
+        ),
+        ("horovodrun", "horovodrun: Horovod is not installed in this environment; run make setup"),
+    ],
+)
+def test_without_the_library(name: str, message: str) -> None:
     finished = subprocess.run(
-        [sys.executable, "-S", COMMAND, "train.py"],
+        [sys.executable, "-S", COMMAND.parent / name, "train.py"],
         env={"PATH": ""},
         capture_output=True,
         text=True,
         timeout=30,
         check=False,
     )
-    assert finished.returncode == 127
-    assert finished.stderr == (
-        "deepspeed: DeepSpeed is not installed in this environment; pip install 'dsframe[deepspeed]'\n"
-    )
+    assert (finished.returncode, finished.stderr) == (127, f"{message}\n")
 
 
 # The runner starts the middle process, which starts two workers and waits for them, as in deepspeed/launcher.
@@ -166,7 +174,8 @@ import os, signal, subprocess, sys, time
 role = os.environ.get("ROLE", "runner")
 print(role, os.getpid(), flush=True)
 if role == "runner":
-    middle = subprocess.Popen([sys.executable, "-S", __file__], env=os.environ | {{"ROLE": "middle"}})
+    own = [sys.executable, "-S", __file__]
+    middle = subprocess.Popen(own, env=os.environ | {{"ROLE": "middle"}}, start_new_session=bool(os.environ.get("AWAY")))
     code = middle.wait()
     sys.exit(code if code > 0 else 0)       # DeepSpeed's mistake: a signal is not a failure
 if role == "middle":
@@ -202,6 +211,16 @@ def when_ready(running: Running) -> None:
     running.wait_for(lambda: running.stdout.count("ready") == 2, timeout_seconds=20, what="both workers were ready")
 
 
+def test_horovodrun_gets_the_command_line_as_typed(tmp_path: Path) -> None:
+    (tmp_path / "horovodrun").write_text('#!/bin/sh\nprintf "<%s>" "$@"\nexit 3\n')
+    (tmp_path / "horovodrun").chmod(0o755)
+    path = f"{COMMAND.parent}:{tmp_path}:{os.environ['PATH']}"
+    typed = ["horovodrun", "-np", "2", "--mpi-args=--a --b", "python", "-m", "x y"]
+    finished = run_ranks(typed, env={"PATH": path}, timeout_seconds=30)
+    assert finished.stdout == "<-np><2><--mpi-args=--a --b><python><-m><x y>"
+    assert finished.returncode == 3
+
+
 @pytest.mark.parametrize("code", [0, 7])
 def test_exit_code(stand_in: dict[str, str], code: int) -> None:
     finished = run_ranks(["deepspeed", "t.py"], env=stand_in | {"SLEEP": "0", "CODE": str(code)}, timeout_seconds=30)
@@ -209,12 +228,16 @@ def test_exit_code(stand_in: dict[str, str], code: int) -> None:
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT, signal.SIGHUP])
-def test_a_signal_ends_every_process(stand_in: dict[str, str], number: signal.Signals) -> None:
+@pytest.mark.parametrize("away", ["", "1"], ids=["one group", "a session of its own"])
+def test_a_signal_ends_every_process(stand_in: dict[str, str], number: signal.Signals, away: str) -> None:
     def send(running: Running) -> None:
         when_ready(running)
         running.process.send_signal(number)
 
-    finished = run_ranks(["deepspeed", "t.py"], env=stand_in, timeout_seconds=30, settle_seconds=0, while_running=send)
+    environment = stand_in | {"AWAY": away}
+    finished = run_ranks(
+        ["deepspeed", "t.py"], env=environment, timeout_seconds=30, settle_seconds=0, while_running=send
+    )
     assert finished.returncode in (128 + number, 1)  # 1: Python's own end by SIGINT
     assert finished.seconds < 10
 
