@@ -37,9 +37,18 @@ def meeting_point(world: World, environ: Mapping[str, str] | None = None) -> tup
         return world.master_address, world.master_port
     if world.size == 1:
         return "127.0.0.1", free_port()
-    if world.launcher == "horovodrun":
+    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environ:
         return _through_horovod(world, environ)
-    if world.launcher == "mpirun" and world.local_size == world.size:
+    if "OMPI_COMM_WORLD_RANK" in environ or "PMI_RANK" in environ:
+        return _through_mpi(world, environ)
+    raise WorldError(
+        f"{world.launcher} gives no address at which its processes can meet; set MASTER_ADDR and MASTER_PORT"
+    )
+
+
+def _through_mpi(world: World, environ: Mapping[str, str]) -> tuple[str, int]:
+    """On one host, a port that follows from the job's name, which every process knows."""
+    if world.local_size == world.size:
         job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or environ.get("PMI_ID") or ""
         return "127.0.0.1", world.master_port or 20000 + zlib.crc32(job.encode()) % 20000
     raise WorldError(
@@ -53,10 +62,7 @@ def _through_horovod(world: World, environ: Mapping[str, str]) -> tuple[str, int
 
     Source: horovod 0.28.1, runner/http/http_server.py (KVStoreHandler).
     """
-    server = environ.get("HOROVOD_GLOO_RENDEZVOUS_ADDR"), environ.get("HOROVOD_GLOO_RENDEZVOUS_PORT")
-    if not all(server):
-        raise WorldError("horovodrun gave no HOROVOD_GLOO_RENDEZVOUS_ADDR and _PORT; set MASTER_ADDR and MASTER_PORT")
-    url = f"http://{server[0]}:{server[1]}/dsframe/meeting_point"
+    url = f"http://{environ['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{environ.get('HOROVOD_GLOO_RENDEZVOUS_PORT')}/dsframe/meeting_point"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     if world.is_main:
         own = "127.0.0.1" if world.local_size == world.size else environ.get("HOROVOD_HOSTNAME", socket.gethostname())

@@ -9,6 +9,7 @@ from __future__ import annotations
 import argparse
 import ctypes
 import os
+import re
 import signal
 import sys
 import time
@@ -18,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from dsframe import world as worlds
 from dsframe.config import DEFAULT_CONFIG, load
-from dsframe.errors import ConfigError, DsframeError
+from dsframe.errors import ConfigError, DsframeError, TrainingError
 from dsframe.world import World
 
 if TYPE_CHECKING:
@@ -92,11 +93,17 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
         leave(error, world, verbose=options.verbose)
     except KeyboardInterrupt:
         leave_at_once(130)
-    except BaseException as error:
-        if isinstance(error, SystemExit):
-            raise
-        print(f"[rank {world.rank}] {traceback.format_exc()}", file=sys.stderr, flush=True)
-        leave_at_once(1)
+    except Exception as error:
+        if options.verbose or not lost_a_peer(error):
+            print(f"[rank {world.rank}] {traceback.format_exc()}", file=sys.stderr, flush=True)
+            leave_at_once(1)
+        reason = str(error).strip().partition("\n")[0]
+        print(
+            f"[rank {world.rank}] another process of this run has ended, see its message ({reason})",
+            file=sys.stderr,
+            flush=True,
+        )
+        leave_at_once(TrainingError.exit_code)
     return 0
 
 
@@ -111,8 +118,16 @@ def leave(error: DsframeError, world: World, *, verbose: bool) -> NoReturn:
     if world.local_rank == 0 or error.exit_code == 7:
         print(error if isinstance(error, ConfigError) else f"dsframe: {error}", file=sys.stderr, flush=True)
     else:
-        time.sleep(3)
+        time.sleep(10)
     leave_at_once(error.exit_code)
+
+
+def lost_a_peer(error: Exception) -> bool:
+    """Whether communication failed because another process is gone, as far as Gloo's, NCCL's and Horovod's words tell."""
+    signs = (
+        r"Connection (closed|reset) by peer|Broken pipe|remote process exited|has been shut down|peer.* (died|exited)"
+    )
+    return re.search(signs, str(error)) is not None or type(error).__name__ == "HorovodInternalError"
 
 
 def leave_at_once(code: int) -> NoReturn:

@@ -90,7 +90,9 @@ def _launcher(environ: Mapping[str, str]) -> Launcher:
         found.append("deepspeed" if "LOCAL_SIZE" in environ and "TORCHELASTIC_RUN_ID" not in environ else "torchrun")
     if "HOROVOD_RANK" in environ and "HOROVOD_SIZE" in environ:
         found.append("horovodrun")
-    if "OMPI_COMM_WORLD_RANK" in environ or ("PMI_RANK" in environ and "MPI_LOCALRANKID" in environ):
+    if _is_horovods_mpirun(environ):
+        found.append("horovodrun")
+    elif "OMPI_COMM_WORLD_RANK" in environ or ("PMI_RANK" in environ and "MPI_LOCALRANKID" in environ):
         found.append("mpirun")
     if not found and "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
         # An srun around another launcher is usual and means one task a host: only srun on its own counts.
@@ -105,7 +107,19 @@ def _launcher(environ: Mapping[str, str]) -> Launcher:
     return found[0] if found else "python"
 
 
+def _is_horovods_mpirun(environ: Mapping[str, str]) -> bool:
+    """Whether mpirun was started by horovodrun, as it is where Horovod was built with MPI.
+
+    Then no variable of Horovod's is there, but the options that it always gives to Open MPI are.
+    Source: horovod 0.28.1, runner/mpi_run.py.
+    """
+    asked = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^openib", "OMPI_MCA_orte_tag_output": "1"}
+    return "OMPI_COMM_WORLD_RANK" in environ and all(environ.get(name) == value for name, value in asked.items())
+
+
 def _names(launcher: Launcher, environ: Mapping[str, str]) -> _Names:
+    if launcher == "horovodrun" and "HOROVOD_RANK" not in environ:
+        return _NAMES["mpirun"]
     return _HYDRA if launcher == "mpirun" and "OMPI_COMM_WORLD_RANK" not in environ else _NAMES[launcher]
 
 

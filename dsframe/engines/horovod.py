@@ -139,7 +139,10 @@ def _meet(world: World) -> None:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     address, port = meeting_point(world)
-    store = TCPStore(address, port, world.size, world.is_main, timeout=timedelta(seconds=120))
+    serves = (
+        world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    )  # torchrun serves a store itself
+    store = TCPStore(address, port, world.size, serves, timeout=timedelta(seconds=120), wait_for_workers=False)
     host = "localhost" if world.size == world.local_size else socket.gethostname()
     store.set(f"host/{world.rank}", f"{world.node} {world.local_rank} {host}")
     if world.is_main:

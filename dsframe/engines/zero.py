@@ -56,7 +56,27 @@ class ZeroEngine(Engine):
         warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+_tensor.* is deprecated", FutureWarning)
         with _quiet():
             self._engine, *_ = deepspeed.initialize(model=build_model(plan), config=document, dist_init_required=False)
+        self._undo_hidden_step()
         self._updates = 0
+
+    def _undo_hidden_step(self) -> None:
+        """At stage 0 in 16 bits DeepSpeed makes the optimizer's state by a step with zero gradients, and leaves it at that.
+
+        Adam's bias correction would be one step ahead and weight decay have shrunk the masters: another training than at
+        any other stage. Source: deepspeed 0.19.8, ``runtime/fp16/{unfused,fused}_optimizer.py`` (initialize_optimizer_states).
+        """
+        optimizer = self._engine.optimizer
+        with torch.no_grad():
+            for flat, masters in zip(
+                getattr(optimizer, "fp16_groups_flat", ()), getattr(optimizer, "fp32_groups_flat", ()), strict=False
+            ):
+                masters.copy_(flat)
+            for group, masters in zip(
+                getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ()), strict=False
+            ):
+                torch._foreach_copy_(list(masters), list(group))
+        if hasattr(optimizer, "fp32_groups") or hasattr(optimizer, "fp32_groups_flat"):
+            self._engine.basic_optimizer.state.clear()
 
     def _refuse_what_the_machine_lacks(self) -> None:
         accelerator = deepspeed.get_accelerator()

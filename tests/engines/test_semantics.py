@@ -50,7 +50,7 @@ FILES: dict[str, dict[str, Any]] = {
     "bf16": {"bf16": {"enabled": True}},
     "autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
 }
-BOUNDS = {"bf16": 0.05, "autocast": 0.05}
+BOUNDS = {"bf16": 5e-3, "autocast": 5e-3}
 ENGINES: dict[str, dict[str, Any]] = {
     "zero0": {"zero_optimization": {"stage": 0}},
     "zero1": {"zero_optimization": {"stage": 1}},

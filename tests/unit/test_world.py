@@ -48,6 +48,13 @@ def test_hydra_names_of_mpich_and_intel_mpi() -> None:
     assert found == World(1, 2, 1, 2, 0, "mpirun")
 
 
+def test_horovodrun_over_mpi_is_horovodrun() -> None:
+    """Where Horovod was built with MPI, horovodrun starts mpirun; who types horovodrun still wants Horovod."""
+    options = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^openib", "OMPI_MCA_orte_tag_output": "1"}
+    found = world.read({**ENVIRONMENTS["mpirun"], **options})
+    assert (found.launcher, found.rank, found.size) == ("horovodrun", 3, 4)
+
+
 def test_no_launcher_is_one_process() -> None:
     assert world.read({}) == World()
     # Inside an sbatch script, before srun: the allocation's variables alone start nobody.
@@ -97,10 +104,10 @@ def test_meeting_points() -> None:
     assert meeting_point(world.read(ENVIRONMENTS["deepspeed"]), {}) == ("node1", 29511)
     assert meeting_point(world.read(ENVIRONMENTS["srun"]), {}) == ("node1", 20017)
     assert meeting_point(World(), {})[0] == "127.0.0.1"
-    one_host = World(0, 2, 0, 2, 0, "mpirun")
-    assert meeting_point(one_host, {"PMIX_NAMESPACE": "job1"}) == meeting_point(one_host, {"PMIX_NAMESPACE": "job1"})
+    one_host, job = World(0, 2, 0, 2, 0, "mpirun"), {"OMPI_COMM_WORLD_RANK": "0", "PMIX_NAMESPACE": "job1"}
+    assert meeting_point(one_host, job) == meeting_point(one_host, job)
     with pytest.raises(WorldError, match="set MASTER_ADDR"):
-        meeting_point(world.read(ENVIRONMENTS["mpirun"]), {})
+        meeting_point(world.read(ENVIRONMENTS["mpirun"]), ENVIRONMENTS["mpirun"])
 
 
 def test_threads_are_shared_among_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
