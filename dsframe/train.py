@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from dsframe.tasks.task import Task
 
 _PR_SET_PDEATHSIG = 1  # linux/prctl.h
+_PATIENCE_SECONDS = 10.0
 
 
 def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
@@ -110,15 +111,18 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
 def leave(error: DsframeError, world: World, *, verbose: bool) -> NoReturn:
     """Says what is wrong, in one voice, and ends this process.
 
-    A mistake in the file or the environment is everybody's: the host's first process names it, the others wait a moment
-    so that the launcher, which ends all when one ends, does not cut it short.
+    A mistake in the file or the environment is everybody's, and the host's first process names it. The others wait until the
+    launcher, which ends all when one has ended, ends them too; who is still there after that has a mistake of its own.
     """
     if verbose:
         traceback.print_exception(error, file=sys.stderr)
-    if world.local_rank == 0 or error.exit_code == 7:
-        print(error if isinstance(error, ConfigError) else f"dsframe: {error}", file=sys.stderr, flush=True)
-    else:
-        time.sleep(10)
+    if world.local_rank != 0:
+        time.sleep(_PATIENCE_SECONDS)
+    where = "" if world.local_rank == 0 else f"[rank {world.rank}] "
+    name = (
+        "" if isinstance(error, ConfigError) else "dsframe: "
+    )  # editors make a link of file:line:column at a line's start
+    print(f"{where}{name}{error}", file=sys.stderr, flush=True)
     leave_at_once(error.exit_code)
 
 
