@@ -179,6 +179,10 @@ def _drop(owner: type[Section], raw: dict[str, Any], key: str, here: Path, findi
     default = owner.model_fields[key].get_default(call_default_factory=False)
     if owner.coerced:
         del raw[key]
+        if here == ("zero_optimization", "stage"):
+            message = '"auto" is 0 to DeepSpeed: ZeRO is off'
+            findings.warning(here, message, "write 0, 1, 2 or 3", code="no-effect", at_value=True)
+            return
         findings.resolve(here, default, "DeepSpeed's default")
         return
     del raw[key]

@@ -55,12 +55,7 @@ SYNONYMS: Mapping[Path, tuple[str, str]] = {
     ("allreduce_always_fp32",): ("removed from DeepSpeed, which ignores it", 'write "communication_data_type": "fp32"'),
     ("disable_fused_adam",): ("unknown key, which DeepSpeed ignores", 'write "torch_adam": true in optimizer.params'),
     ("batch_size",): ("unknown key", 'write "train_batch_size" (all ranks) or "train_micro_batch_size_per_gpu"'),
-    ("micro_batch_size",): ("unknown key", 'did you mean "train_micro_batch_size_per_gpu"?'),
-    ("per_device_train_batch_size",): ("unknown key", 'DeepSpeed says "train_micro_batch_size_per_gpu"'),
     ("learning_rate",): ("unknown key", 'write "lr" in optimizer.params'),
-    ("max_grad_norm",): ("unknown key", 'DeepSpeed says "gradient_clipping"'),
-    ("grad_clip",): ("unknown key", 'DeepSpeed says "gradient_clipping"'),
-    ("clip_grad",): ("unknown key", 'DeepSpeed says "gradient_clipping"'),
     ("zero_stage",): ("unknown key", 'write "zero_optimization": {"stage": N}'),
     ("gpu_offload",): ("unknown key", 'write "offload_optimizer": {"device": "cpu"} under "zero_optimization"'),
     ("mixed_precision",): ("unknown key", 'write "bf16": {"enabled": true} or "fp16": {"enabled": true}'),
@@ -78,20 +73,43 @@ SYNONYMS: Mapping[Path, tuple[str, str]] = {
         'write "gradient_clipping" at the top level',
     ),
     ("optimizer", "params", "momentum"): ("not an argument of this optimizer", "remove it, or choose SGD or Muon"),
-    ("tensor_parallel", "tp_size"): ("unknown key", 'did you mean "autotp_size"?'),
-    ("aio", "thread_count"): ("renamed, and DeepSpeed ignores the old name", 'write "intra_op_parallelism"'),
+    ("offload_optimizer_device",): (
+        "unknown key, which DeepSpeed ignores", 'write "offload_optimizer": {"device": "cpu"} under "zero_optimization"',
+    ),
+    ("offload_param_device",): (
+        "unknown key, which DeepSpeed ignores", 'write "offload_param": {"device": "cpu"} under "zero_optimization"',
+    ),
+    ("zero_optimization", "offload"): (
+        "unknown key: DeepSpeed raises", 'write "offload_optimizer": {"device": "cpu"} or "offload_param"',
+    ),
     ("fp16", "opt_level"): ("an option of Apex, which is gone: DeepSpeed raises", "remove it"),
     **{
         ("bf16", key): ("bf16 has no loss scaling: DeepSpeed raises", "remove it")
         for key in ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale",
                     "consecutive_hysteresis", "auto_cast", "opt_level")
     },
-    ("pipeline", "partition_method"): ("unknown key, which DeepSpeed ignores", 'write "partition"'),
-    ("activation_checkpointing", "partitioned_activations"): (
-        "unknown key, which DeepSpeed ignores", 'did you mean "partition_activations"?',
-    ),
 }  # fmt: skip
 """Keys that people write and that mean something else here: what is wrong, and the remedy."""
+
+MEANT: Mapping[Path, str] = {
+    ("zero",): "zero_optimization",
+    ("micro_batch_size",): "train_micro_batch_size_per_gpu",
+    ("per_device_train_batch_size",): "train_micro_batch_size_per_gpu",
+    ("max_grad_norm",): "gradient_clipping",
+    ("grad_clip",): "gradient_clipping",
+    ("clip_grad",): "gradient_clipping",
+    ("tensor_parallel", "tp_size"): "autotp_size",
+    ("pipeline", "partition_method"): "partition",
+    ("pipeline", "num_stages"): "stages",
+    ("activation_checkpointing", "partitioned_activations"): "partition_activations",
+    ("aio", "thread_count"): "intra_op_parallelism",
+    **{
+        (section, key): name
+        for section in ("optimizer", "scheduler")
+        for key, name in (("name", "type"), ("parameters", "params"), ("args", "params"), ("kwargs", "params"))
+    },
+}
+"""Names of other tools, and of the past, that DeepSpeed ignores -> the key of the same section that has their value."""
 
 
 def modernise(raw: dict[str, Any], findings: Findings) -> None:

@@ -8,7 +8,7 @@ from __future__ import annotations
 from typing import Any
 
 from dsframe.config.findings import Findings, Fix, dotted
-from dsframe.config.legacy import REMOVED, RENAMED, SYNONYMS, modernise
+from dsframe.config.legacy import MEANT, REMOVED, RENAMED, SYNONYMS, modernise
 from dsframe.config.model import File, children, places, section_at, shape
 from dsframe.config.reader import Path
 from dsframe.config.schema.base import Section
@@ -45,7 +45,7 @@ def is_comment(key: str) -> bool:
 
 def is_stranger(root: dict[str, Any]) -> bool:
     """Whether a file has several keys and none that DeepSpeed has, or had, or that is spelled like one of its own."""
-    legacy = {path[0] for path in _LEGACY}
+    legacy = {path[0] for path in (*_LEGACY, *MEANT)}
     keys = [key for key in root if not is_comment(key)]
     if len(keys) < 3 or any(key in File.model_fields or key in legacy for key in keys):
         return False
@@ -121,10 +121,10 @@ class _Repair:
         the key has no other home."""
         key = str(here[-1])
         legal = [name for name in owner.model_fields if name not in raw]
-        name = closest(key, legal, 1)
+        name = MEANT.get(here) or closest(key, legal, 1)
         if name is None and self.home(places().get(key, ()), here, raw[key]) is None:
-            name = closest(key, legal) or containing(key, legal)
-        return name
+            name = closest(key, legal) or containing(key, owner.model_fields)
+        return name if name in legal else None
 
     def rename(self, raw: dict[str, Any], here: Path, name: str) -> None:
         self.findings.error(here, "unknown key", f'did you mean "{name}"?', code="unknown-key")
@@ -195,8 +195,11 @@ class _Repair:
             if isinstance(owner, dict) and isinstance(part, str):
                 if not isinstance(owner.get(part), dict) and part in owner:
                     return
-                if part not in owner and new[:index]:
-                    self.findings.moved(old, new[: index + 1])
+                if part not in owner and (made := class_at(new[: index + 1])):
+                    if any(field.is_required() for field in made.model_fields.values()):
+                        return  # the section would lack more than this key
+                    if new[:index]:
+                        self.findings.moved(old, new[: index + 1])
                 owner = owner.setdefault(part, {})
         if isinstance(owner, dict) and new[-1] not in owner:
             owner[str(new[-1])] = value

@@ -33,7 +33,8 @@ def _stage(bench: Judge) -> None:
     zero = bench.file.zero_optimization
     written = bench.raw[ZERO]
     stage = zero.stage
-    if "stage" not in written and written and not bench.findings.fails((ZERO,)):
+    asked = any(problem.path == f"{ZERO}.stage" for problem in bench.findings.problems)
+    if "stage" not in written and written and not asked and not bench.findings.fails((ZERO,)):
         bench.findings.warning(
             (ZERO,), '"stage" is absent: it is 0, and ZeRO is off', 'write "stage": 1, 2 or 3', code="no-effect"
         )

@@ -19,8 +19,11 @@ from dsframe.config.schema.zero import LeafModule
 from dsframe.config.settings import TASKS
 from dsframe.config.suggest import closest
 
-_MEANT = {"gpu": "none", "cuda": "none", "device": "none", "average": "mean", "avg": "mean", "warning": "WARN"}
-"""Words of other tools -> the word here, where it is one of the words."""
+_MEANT = {
+    "gpu": ("none",), "cuda": ("none",), "average": ("mean",), "avg": ("mean", "average"), "mean": ("average",),
+    "warning": ("WARN",),
+}  # fmt: skip
+"""Words of other tools -> the words here, of which one may be possible."""
 
 _PLACEHOLDER = re.compile(r"[A-Z][A-Za-z0-9_]*|.*[$<{].*")
 
@@ -147,7 +150,8 @@ def _explain(
         count = context.get("min_length") or context.get("max_length")
         findings.error(here, f"{show(value)} must have {count} items", code="range", at_value=True)
     elif kind == "string_pattern_mismatch":
-        findings.error(here, f'{show(value)} is not "package.module:Class"', code="range", at_value=True)
+        form = {"keep_best": '"metric:min" or "metric:max"'}.get(str(here[-1]), '"package.module:Class"')
+        findings.error(here, f"{show(value)} is not {form}", code="range", at_value=True)
     elif (
         expected.literals
         and findings.written(here) not in findings.document.bare
@@ -187,8 +191,8 @@ def _not_one_of(here: Path, value: Any, expected: Shape, findings: Findings) -> 
         words, phrase = [*TASKS], '"vision", "language" or "package.module:Class"'
     similar = None
     if isinstance(value, str):
-        meant = _MEANT.get(value.lower(), "")
-        similar = meant if meant in words else closest(value, words, max(1, len(value) // 3))
+        meant = next((word for word in _MEANT.get(value.lower(), ()) if word in words), None)
+        similar = meant or closest(value, words, max(1, len(value) // 3))
     remedy = f'did you mean "{similar}"?' if similar else ""
     findings.error(here, f"{show(value)} must be {phrase}", remedy, code="value", at_value=True)
 
@@ -205,7 +209,11 @@ def _wrong_type(here: Path, value: Any, expected: Shape, findings: Findings) -> 
         remedy = f"write {value.strip()} without quotes"
     elif isinstance(value, str) and "bool" in expected.kinds and value.lower().rstrip(",") in _TRUE | _FALSE:
         remedy = f"write {show(value.lower().rstrip(',') in _TRUE)} without quotes"
-    elif value is None:
+    elif here == ("fp16", "loss_scale") and value == "dynamic":
+        remedy = "write 0 for dynamic loss scaling"
+    elif value is None and here == ("scheduler", "params"):
+        remedy = "write {}"
+    elif value is None or (value is False and expected.section):
         remedy = "remove the key: then the default counts"
     elif isinstance(value, str) and expected.section and "device" in expected.section.model_fields:
         remedy = f'write {{"device": {show(value)}}}'
@@ -253,7 +261,7 @@ class _Converter:
         nullable = expected.section is not None and expected.section.nullable
         if "null" in expected.kinds and (owner.coerced or nullable or not expected.section):
             return
-        if nullable or here == ("bf16",):
+        if nullable or here in (("bf16",), ("optimizer", "params")):
             del raw[key]
         elif not owner.coerced and owner.model_fields[key].default is False and key != "wall_clock_breakdown":
             del raw[key]

@@ -97,7 +97,7 @@ MISTAKES = [
     (
         "key of another tool",
         '{"train_batch_size": 8, "max_grad_norm": 1.0}',
-        'f.json:1:25: max_grad_norm: unknown key; DeepSpeed says "gradient_clipping"',
+        'f.json:1:25: max_grad_norm: unknown key; did you mean "gradient_clipping"?',
     ),
     (
         "fp32 all-reduce",

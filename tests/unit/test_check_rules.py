@@ -81,6 +81,10 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("dynamic batching without a budget", data(data_sampling={"enabled": True, "dynamic_batching": {"enabled": True}}), ["E conflict data_efficiency.data_sampling.dynamic_batching"]),
     ("sampling inside what is off", {"data_efficiency": {"data_sampling": {"enabled": True}}}, ["W no-effect data_efficiency.data_sampling"]),
     ("dropping inside what is off", data(data_routing={"random_ltd": {"enabled": True}}), ["W no-effect data_efficiency.data_routing.random_ltd"]),
+    # Names of other tools, taken for what they mean
+    ("name for type", {"optimizer": {"name": "Adam", "params": {"lr": "x"}}}, ["E unknown-key optimizer.name", "E type optimizer.params.lr"]),
+    ("zero for zero_optimization", {"zero": {"stage": 7}}, ["E unknown-key zero", "E value zero.stage"]),
+    ("auto for the stage", zero("auto"), ["W no-effect zero_optimization.stage"]),  # type: ignore[arg-type]
     # The rest
     ("an empty folder", {"autotuning": {"results_dir": ""}}, ["E conflict autotuning.results_dir"]),
     ("a writer that fails", {"checkpoint": {"writer": {"type": "python"}}}, ["W broken checkpoint.writer.type"]),
