@@ -135,7 +135,12 @@ def _fix(text: str, name: str, label: str, options: argparse.Namespace) -> str:
         print(difference, end="", file=sys.stdout if options.format == "text" else sys.stderr)
         if name == "-" or options.dry_run:
             return text if options.dry_run else fixed
-        Path(label).write_bytes(fixed.encode("utf-8"))
+        try:
+            Path(label).write_bytes(fixed.encode("utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                [Problem("error", "", f"cannot be written: {error.strerror}", "", label, code="missing-file")]
+            ) from None
     return fixed
 
 

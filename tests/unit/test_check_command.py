@@ -202,6 +202,17 @@ def test_fix_wraps_what_has_no_section_yet(folder: Path) -> None:
     )
 
 
+def test_a_file_that_cannot_be_written_is_a_message(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    def refuse(self: Path, content: bytes) -> int:
+        raise PermissionError(13, "Permission denied")
+
+    monkeypatch.setattr(Path, "write_bytes", refuse)
+    assert main(["check", "warns.json", "--fix"]) == 2
+    assert capsys.readouterr().err == "warns.json: cannot be written: Permission denied\n"
+
+
 def test_fix_leaves_what_it_cannot_know(folder: Path) -> None:
     text = '{"train_batch_size": 8, "gradient_cliping": 1.0, "gradient_clipping": 2.0, "wibble": 1}'
     (folder / "old.json").write_text(text)
