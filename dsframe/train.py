@@ -104,6 +104,7 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
             flush=True,
         )
+        time.sleep(_PATIENCE_SECONDS)  # the launcher ends this process, and reports the exit code of the one that failed
         leave_at_once(TrainingError.exit_code)
     return 0
 
