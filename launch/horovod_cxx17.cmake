@@ -6,6 +6,8 @@ set(CMAKE_POLICY_VERSION_MINIMUM 3.5) # Horovod's copy of gloo asks for CMake 2.
 if(NOT CMAKE_CXX_COMPILER_LOADED)
   set(CMAKE_PROJECT_INCLUDE "${CMAKE_CURRENT_LIST_FILE}")
 else()
+  # Without -g: 137 s of processor time instead of 159, and a wheel of 1 MB instead of 18 (two cores, Gloo only).
+  set(CMAKE_CXX_FLAGS_RELWITHDEBINFO "-O2 -DNDEBUG")
   set(CMAKE_CXX14_STANDARD_COMPILE_OPTION "-std=c++17")
   set(CMAKE_CXX14_EXTENSION_COMPILE_OPTION "-std=gnu++17")
 endif()

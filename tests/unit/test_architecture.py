@@ -48,7 +48,18 @@ MAY_IMPORT = {
 }
 """Who may import these, anywhere in the file. collectives.py measures Horovod beside the others, in a process of its own."""
 
-LIGHT = ("config", "world.py", "errors.py", "cli.py", "train.py", "engines/__init__.py", "__init__.py")
+LIGHT = (
+    "config",
+    "world.py",
+    "errors.py",
+    "cli.py",
+    "train.py",
+    "engines/__init__.py",
+    "__init__.py",
+    "check.py",
+    "doctor.py",
+    "data/fetch.py",
+)
 """What imports no torch when it is imported: torch takes a second, and thread counts are settled before it."""
 
 
