@@ -9,11 +9,13 @@ times. And nothing waits for the device unless it says so: a loss stays a tensor
 
 from __future__ import annotations
 
+import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
@@ -141,6 +143,8 @@ def build_model(plan: Plan) -> nn.Module:
     Built under ``torch.device``, so that every engine draws its initial weights from the same generator, and from the same
     seed, whether or not the engine shards the parameters while they are made.
     """
+    random.seed(plan.seed)
+    np.random.seed(plan.seed % 2**32)
     torch.manual_seed(plan.seed)
     with plan.device:
         model = plan.task.model()

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from collections.abc import Iterator
+from contextlib import contextmanager
 
 import torch
 import torch.distributed as dist
@@ -19,6 +21,8 @@ def device_of(world: World) -> torch.device:
     """
     if not torch.cuda.is_available():
         return torch.device("cpu")
+    if torch.cuda.device_count() == 1 and world.launcher in ("srun", "mpirun"):
+        return torch.device("cuda", 0)  # they can show each process a GPU of its own
     if world.local_size > torch.cuda.device_count():
         visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
         raise WorldError(
@@ -47,13 +51,20 @@ def open_process_group(world: World, device: torch.device) -> None:
     # torch asks for the interface of the host's name, which on many machines does not resolve to an address of its own.
     if world.size == world.local_size and device.type == "cpu":
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
-    try:
+    with explained(world, address, port):
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
             rank=world.rank,
             world_size=world.size,
             device_id=device if device.type == "cuda" else None,
         )
+
+
+@contextmanager
+def explained(world: World, address: str, port: int) -> Iterator[None]:
+    """Around a meeting of the processes at ``address``: raises WorldError, with the remedy, where torch's store fails."""
+    try:
+        yield
     except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
             raise WorldError(

@@ -5,22 +5,25 @@ This is the only place that knows all the parts. ``dsframe.fit`` calls it from P
 
 from __future__ import annotations
 
+import json
 import os
+import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsframe import engines
+from dsframe import __version__, engines
 from dsframe import world as worlds
 from dsframe.config import Batch, Config, Facts, load
-from dsframe.errors import ConfigError, StoppedError, WorldError
+from dsframe.errors import CheckpointError, ConfigError, Problem, StoppedError, TrainingError, WorldError
 from dsframe.world import World
 
 if TYPE_CHECKING:
     import torch
 
     from dsframe.data import EvaluationLoader, Loader
+    from dsframe.engine import Engine
     from dsframe.schedules import Schedule
     from dsframe.tasks.task import Task
     from dsframe.trainer import Cadence, Summary
@@ -68,7 +71,7 @@ def execute(
     is one) or a path to a checkpoint. ``verbose``: let the libraries speak; ``quiet``: say nothing at all.
     """
     began = time.perf_counter()
-    world = world or worlds.read()
+    world = world or worlds.here()
     choice = engines.choose(config, world.launcher)
     refused, notes = engines.examine(config, choice.name)
     if refused:
@@ -110,7 +113,9 @@ def execute(
     )
     for line in (*choice.announcements, *notes, *_cautions(task)):
         progress.say(f"dsframe: {line}")
+    _claim(directory, world)
     engine = engines.load(choice.name)(plan)
+    agree(engine, _facts(config, loader, evaluation))
     progress.say(
         f"dsframe: {engine.description}; {world.size} x {device.type} under {world.launcher}, {threads} thread(s) each; "
         f"batch {batch.train_batch_size} = {batch.micro_batch_size} x {batch.accumulation_steps} x {batch.data_parallel_size}; "
@@ -143,7 +148,7 @@ def execute(
     )
     try:
         summary = Trainer(engine, loader, evaluation, cadence, progress, record, saver).fit(start)
-    except StoppedError:
+    except (StoppedError, TrainingError, CheckpointError):  # all ranks raise these together
         progress.close()
         engine.close()
         raise
@@ -206,6 +211,57 @@ def _schedule(config: Config, base: float) -> Schedule:
 
     scheduler = config.deepspeed.scheduler
     return schedules.build(scheduler.type, base, scheduler.params) if scheduler else schedules.constant(base)
+
+
+def _claim(directory: Path, world: World) -> None:
+    """Makes the run's directory, before anything is set up. Raises ConfigError where it cannot be written to."""
+    if not world.is_main:
+        return
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        with tempfile.TemporaryFile(dir=directory):
+            pass
+    except OSError as error:
+        remedy = "choose another with --run-dir"
+        raise ConfigError(
+            [
+                Problem(
+                    "error",
+                    "dsframe.run_dir",
+                    f"{directory} cannot be written to: {error.strerror}",
+                    remedy,
+                    code="run-dir",
+                )
+            ]
+        ) from None
+
+
+def _facts(config: Config, loader: Loader, evaluation: EvaluationLoader | None) -> dict[str, str]:
+    """What has to be the same on every rank, or they would train different things."""
+    import torch
+
+    return {
+        "configuration": config.digest[:16],
+        "training samples": str(loader.sampler.samples),
+        "evaluation samples": str(len(evaluation.source)) if evaluation else "none",
+        "dsframe": __version__,
+        "torch": torch.__version__,
+    }
+
+
+def agree(engine: Engine, facts: Mapping[str, str]) -> None:
+    """**Collective.** Raises WorldError, naming the ranks that differ from rank 0 and in what."""
+    from dsframe.checkpoint.share import share
+
+    told = [json.loads(text) for text in share(engine, json.dumps(dict(facts)))]
+    wrong = [
+        f"{name} is {theirs.get(name)} on rank {rank} and {told[0][name]} on rank 0"
+        for rank, theirs in enumerate(told)
+        for name in told[0]
+        if theirs.get(name) != told[0][name]
+    ]
+    if wrong:
+        raise WorldError(f"the processes of this run differ: {'; '.join(wrong)}; make the hosts alike")
 
 
 def _cautions(task: Task) -> list[str]:

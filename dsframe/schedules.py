@@ -26,15 +26,19 @@ class Rates:
     """What a schedule sets for one update."""
 
     learning_rate: float
-    betas: tuple[float, float] | None = None
-    """Adam's betas where the schedule cycles the momentum (OneCycle), else None."""
+    momentum: float | None = None
+    """Adam's first beta, or SGD's momentum, where the schedule cycles it."""
+    second_beta: float | None = None
+    """Adam's second beta, where the schedule fixes it."""
 
     def apply(self, parameter_groups: list[dict[str, Any]]) -> None:
         """Writes the rates into a torch optimizer's ``param_groups``."""
         for group in parameter_groups:
             group["lr"] = self.learning_rate
-            if self.betas is not None and "betas" in group:
-                group["betas"] = self.betas
+            if self.momentum is not None and "betas" in group:
+                group["betas"] = (self.momentum, self.second_beta or group["betas"][1])
+            elif self.momentum is not None and "momentum" in group and self.second_beta is None:
+                group["momentum"] = self.momentum
 
 
 Schedule = Callable[[int], Rates]
@@ -150,20 +154,22 @@ class OneCycle:
         last = updates - 1
         if last < first + second:
             if updates == 0:  # DeepSpeed starts at the lowest rate and, for once, at the lowest momentum too
-                return Rates(self.cycle_min_lr, self._betas(self.cycle_min_mom))
+                return self._rates(self.cycle_min_lr, self.cycle_min_mom)
             height = self._height(updates, first, second)
             rate = self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * height
-            return Rates(rate, self._betas(self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * height))
+            return self._rates(rate, self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * height)
         rate, momentum = self.cycle_min_lr, self.cycle_max_mom
         # As DeepSpeed has it: a zero rate of either switches its own decay off; a zero step size both.
         if self.decay_step_size:
             interval = (last - first - second + 1) / self.decay_step_size
             rate /= 1 + self.decay_lr_rate * interval
             momentum *= 1 + self.decay_mom_rate * interval
-        return Rates(rate, self._betas(momentum))
+        return self._rates(rate, momentum)
 
-    def _betas(self, momentum: float) -> tuple[float, float] | None:
-        return (momentum, 0.99) if self.cycle_momentum else None  # DeepSpeed fixes the second beta at 0.99
+    def _rates(self, rate: float, momentum: float) -> Rates:
+        if not self.cycle_momentum:
+            return Rates(rate)
+        return Rates(rate, momentum, 0.99)  # DeepSpeed fixes the second beta, and cycles nothing for SGD
 
     def _height(self, updates: int, first: float, second: float) -> float:
         total = first + second
@@ -215,7 +221,11 @@ class TorchSchedule:
             self._optimizer.step()
             self._scheduler.step()
             self._updates += 1
-        return Rates(float(self._optimizer.param_groups[0]["lr"]))
+        group = self._optimizer.param_groups[0]
+        cycles = getattr(
+            self._scheduler, "cycle_momentum", False
+        )  # OneCycleLR and CyclicLR, unless they are told not to
+        return Rates(float(group["lr"]), float(group["betas"][0]) if cycles else None)
 
 
 _SCHEDULES: dict[str, Callable[..., Schedule]] = {

@@ -79,10 +79,11 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
     ``task``: the calling script's own, instead of the one the file names. ``argv``: instead of ``sys.argv[1:]``.
     """
     options = parse(argv)
-    die_with_parent()
     world = World()
     try:
-        world = worlds.read()
+        world = worlds.here()
+        if world.launcher != "python":
+            die_with_parent()
         config = load(options.config, overrides=options.set)
         if world.is_main and not options.quiet:
             for problem in config.problems:
@@ -104,7 +105,9 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
             flush=True,
         )
-        time.sleep(_PATIENCE_SECONDS)  # the launcher ends this process, and reports the exit code of the one that failed
+        time.sleep(
+            _PATIENCE_SECONDS
+        )  # the launcher ends this process, and reports the exit code of the one that failed
         leave_at_once(TrainingError.exit_code)
     return 0
 
@@ -132,7 +135,8 @@ def lost_a_peer(error: Exception) -> bool:
     signs = (
         r"Connection (closed|reset) by peer|Broken pipe|remote process exited|has been shut down|peer.* (died|exited)"
     )
-    return re.search(signs, str(error)) is not None or type(error).__name__ == "HorovodInternalError"
+    talks = isinstance(error, RuntimeError) and not isinstance(error, OSError)
+    return talks and (re.search(signs, str(error)) is not None or type(error).__name__ == "HorovodInternalError")
 
 
 def leave_at_once(code: int) -> NoReturn:

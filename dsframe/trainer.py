@@ -5,6 +5,7 @@ Nothing here waits for the device except on steps that log: a loss stays a tenso
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -15,6 +16,7 @@ import torch
 
 from dsframe.checkpoint.resume import Start
 from dsframe.checkpoint.saver import Saver
+from dsframe.checkpoint.share import share
 from dsframe.checkpoint.signals import StopRequest
 from dsframe.data import EvaluationLoader, Loader
 from dsframe.engine import Engine, StepResult
@@ -178,21 +180,13 @@ class Trainer:
         self.progress.pause(seconds)
 
     def _means(self, sums: Mapping[str, Sum]) -> dict[str, float]:
-        """**Collective.** Exact means over all ranks; a rank without samples takes part with zeros.
-
-        Rank 0 has samples whenever anybody has, so its names are everybody's, in alphabetical order.
-        """
-        device = self.engine.plan.device
-        names = sorted(sums)
-        most = int(
-            self.engine.sum_over_ranks(
-                torch.tensor([len(names) if self.engine.plan.world.is_main else 0], dtype=torch.float64, device=device)
-            )
-        )
-        table = torch.zeros(most, 2, dtype=torch.float64, device=device)
+        """**Collective.** Exact means over all ranks; a rank that did not see a metric takes part with zeros."""
+        names = sorted({name for found in share(self.engine, json.dumps(sorted(sums))) for name in json.loads(found)})
+        table = torch.zeros(len(names), 2, dtype=torch.float64, device=self.engine.plan.device)
         for row, name in enumerate(names):
-            table[row, 0], table[row, 1] = sums[name].total.double(), float(sums[name].count)
-        total = self.engine.sum_over_ranks(table.reshape(-1)).reshape(most, 2)
+            if name in sums:
+                table[row, 0], table[row, 1] = sums[name].total.double(), float(sums[name].count)
+        total = self.engine.sum_over_ranks(table.reshape(-1)).reshape(len(names), 2)
         return {name: float(total[row, 0] / total[row, 1]) for row, name in enumerate(names)}
 
     def _peak_memory(self) -> tuple[int, ...]:

@@ -10,6 +10,7 @@ Open MPI 4.1, Slurm 22.05; MPICH and Intel MPI names from their Hydra process ma
 
 from __future__ import annotations
 
+import functools
 import os
 from collections.abc import Mapping
 from dataclasses import dataclass
@@ -155,12 +156,17 @@ def first_host(nodelist: str) -> str:
     return prefix + inside.split(",")[0].split("-")[0] + suffix.split(",")[0]
 
 
-def read(environ: Mapping[str, str] | None = None) -> World:
-    """This process's place, from ``environ`` (``os.environ`` where None).
+@functools.cache
+def here() -> World:
+    """This process's place, read once: engines set the variables that their libraries read, and those say nothing new."""
+    return read(os.environ)
+
+
+def read(environ: Mapping[str, str]) -> World:
+    """The place that ``environ`` tells.
 
     Raises WorldError, naming the variables, where two launchers' variables are there at once or the numbers do not fit.
     """
-    environ = os.environ if environ is None else environ
     launcher = _launcher(environ)
     if launcher == "python":
         return World()

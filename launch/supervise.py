@@ -19,7 +19,8 @@ ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 FOR_WORKERS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
 LEFTOVER_SECONDS = 5.0  # what a clean end may need after the launcher: resource trackers, compile workers
 SHUTDOWN_SECONDS = 40.0  # DeepSpeed's launcher gives its workers 30 s between SIGTERM and SIGKILL
-WORKER_VARIABLE = b"LOCAL_RANK"  # what launchers set for workers and not for themselves
+# What launchers set for workers and not for themselves: DeepSpeed's and torch's, Horovod's, and Open MPI's under Horovod's.
+WORKER_VARIABLES = {b"LOCAL_RANK", b"HOROVOD_LOCAL_RANK", b"OMPI_COMM_WORLD_LOCAL_RANK"}
 SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
 
 
@@ -144,7 +145,7 @@ def descendants() -> Iterator[int]:
 
 def workers() -> list[int]:
     """The descendants that a launcher gave a rank, without those that they have started themselves."""
-    ranked = {pid for pid in descendants() if WORKER_VARIABLE in variables(pid)}
+    ranked = {pid for pid in descendants() if WORKER_VARIABLES & set(variables(pid))}
     return [pid for pid in ranked if state_and_parent(pid)[1] not in ranked]
 
 

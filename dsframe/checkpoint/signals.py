@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1: finish the step, save, leave with exit code 75. A second one leaves at once."""
+"""SIGTERM and SIGUSR1: finish the step, save, leave with exit code 75. Another one, 5 seconds later, leaves at once."""
 
 from __future__ import annotations
 
@@ -16,6 +16,8 @@ from dsframe.checkpoint.share import Ranks
 
 GRACE_SECONDS = 25.0
 """So long a rank may take to its next step boundary; DeepSpeed's launcher and torchrun send SIGKILL 30 s after SIGTERM."""
+ECHO_SECONDS = 5.0
+"""One signal to a launcher can arrive twice: from whoever sent it to the whole job, and passed on by the launcher."""
 AGREE_SECONDS = 2.0
 """About so often the ranks ask each other whether one of them was told to stop."""
 _SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
@@ -87,6 +89,7 @@ class StopRequest:
         return self._saving
 
     def _listen(self, read: int) -> None:
+        arrived = 0.0
         while True:
             first = self._received
             ready = select.select([read], [], [], None if first is None or self._saving else GRACE_SECONDS)[0]
@@ -99,9 +102,10 @@ class StopRequest:
                 os.close(read)
                 return
             if number in _SIGNALS:
-                if first is not None:
+                if first is None:
+                    self._received, arrived = number, time.monotonic()
+                elif time.monotonic() - arrived > ECHO_SECONDS:
                     _leave(number, "a second signal")
-                self._received = number
 
 
 def _nothing(number: int, frame: object) -> None:

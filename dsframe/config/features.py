@@ -97,12 +97,21 @@ def _numbers(file: DeepSpeed) -> Iterator[Found]:
     for key in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
         if getattr(file.data_types, key) is not None:
             yield key, ("data_types", key), f"data_types.{key}"
+    for section, key in (
+        ("bf16", "bf16_master_weights_and_grads"),
+        ("bf16", "bf16_optimizer_states"),
+        ("fp16", "fp16_master_weights_and_grads"),
+    ):
+        if getattr(file, section).enabled and getattr(getattr(file, section), key):
+            yield "low_precision_masters", (section, key), "16-bit master weights or optimizer states"
     if file.communication_data_type is not None:
         kind = file.communication_data_type
         yield "communication_data_type", ("communication_data_type",), f"communication in {kind}"
 
 
 def _optimizer(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
+    if not file.managed_gradient_accumulation:
+        yield "unmanaged_accumulation", ("managed_gradient_accumulation",), "managed_gradient_accumulation false"
     if file.gradient_allreduce_op == "sum":
         yield "gradient_sum", ("gradient_allreduce_op",), "adding gradients instead of averaging them"
     if settings.horovod.op == "adasum":

@@ -180,6 +180,13 @@ def _scheduler(bench: Judge) -> None:
 
 def _dsframe(bench: Judge) -> None:
     settings = bench.file.dsframe
+    meant = {"average": "mean", "sum": "sum"}.get(settings.horovod.op or "")
+    if meant and meant != bench.file.gradient_allreduce_op:
+        bench.conflict(
+            ("dsframe", "horovod", "op"),
+            f'{show(settings.horovod.op)} contradicts gradient_allreduce_op "{bench.file.gradient_allreduce_op}"',
+            f'set gradient_allreduce_op to "{meant}", which every engine follows',
+        )
     if settings.epochs is not None and settings.steps is not None:
         bench.conflict(("dsframe", "steps"), "epochs is given too", "keep one of them")
     task = settings.task

@@ -113,6 +113,8 @@ class Ddp(Section):
     """The model does the same at each step."""
     gradient_as_bucket_view: bool = True
     """Gradients live in the buckets: less memory."""
+    find_unused_parameters: bool = False
+    """Look, at each step, for parameters that take no part in the loss. Slower; without it such a model is refused."""
 
 
 class Checkpoints(Section):
@@ -156,7 +158,7 @@ class Settings(Section):
     checkpoints: Checkpoints = Field(default_factory=Checkpoints.model_construct)
     """When the run saves its state, and what it keeps."""
     threads_per_rank: Count | None = None
-    """CPU threads of a rank. Default: OMP_NUM_THREADS, else 1."""
+    """CPU threads of a rank. Default: OMP_NUM_THREADS, else the host's usable cores shared among its ranks."""
     horovod: Horovod = Field(default_factory=Horovod.model_construct)
     """Options of the Horovod engine."""
     ddp: Ddp = Field(default_factory=Ddp.model_construct)

@@ -34,6 +34,12 @@ _PLACEMENT = frozenset(
 # What only watches the training.
 _OBSERVERS = frozenset({"flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger"})
 _REPLICA = frozenset({"fp16", "bf16", "autocast"})
+# What no engine can do yet, and why.
+_LATER = {
+    "pipeline": "needs an engine that cuts models into stages, which this version does not have yet",
+    "tensor_parallel": "needs an engine that splits layers, which this version does not have yet",
+    "unmanaged_accumulation": "leaves it to the program when to step; dsframe steps after every global batch",
+}
 
 
 @dataclass(frozen=True)
@@ -61,31 +67,37 @@ TABLE: dict[str, Entry] = {
         honours=_PLACEMENT
         | _OBSERVERS
         | _REPLICA
-        | {"gradient_sum", "communication_data_type", "grad_accum_dtype", "zero_quantized", "zenflow"}
+        | {
+            "gradient_sum",
+            "communication_data_type",
+            "grad_accum_dtype",
+            "low_precision_masters",
+            "zero_quantized",
+            "zenflow",
+        }
         | {"lamb", "lion", "muon", "muadam"},
         otherwise={
             "adasum": "combines updates as only Horovod does",
             "fp16_compression": "is Horovod's; DeepSpeed's is communication_data_type",
-            "pipeline": "needs the pipeline engine, which this version does not have yet",
         },
     ),
     "horovod": Entry(
         "dsframe.engines.horovod:HorovodEngine",
         package="horovod",
         honours=_REPLICA | {"gradient_sum", "adasum", "fp16_compression"},
-        replicates=_PLACEMENT | {"pipeline", "tensor_parallel"},
+        replicates=_PLACEMENT,
         ignores=_OBSERVERS,
     ),
     "ddp": Entry(
         "dsframe.engines.ddp:DdpEngine",
         honours=_REPLICA | {"gradient_sum"},
-        replicates=_PLACEMENT | {"pipeline", "tensor_parallel"},
+        replicates=_PLACEMENT,
         ignores=_OBSERVERS,
     ),
     "single": Entry(
         "dsframe.engines.single:SingleEngine",
         honours=_REPLICA | {"gradient_sum"},
-        replicates=_PLACEMENT | {"pipeline", "tensor_parallel"},
+        replicates=_PLACEMENT,
         ignores=_OBSERVERS,
     ),
 }
@@ -148,7 +160,7 @@ def examine(config: Config, name: str) -> tuple[list[Problem], list[str]]:
         Problem(
             "error",
             feature.path,
-            f"{feature.description} {entry.otherwise.get(feature.name, f'is nothing that engine {name} can do')}",
+            f"{feature.description} {_reason(entry, feature.name)}",
             'choose another "engine", or take it out',
             str(config.path or ""),
             feature.line,
@@ -166,6 +178,10 @@ def examine(config: Config, name: str) -> tuple[list[Problem], list[str]]:
     if ignored:
         notes.append(f"{name} goes without {', '.join(ignored)}; the run's metrics.jsonl has its figures")
     return refused, notes
+
+
+def _reason(entry: Entry, feature: str) -> str:
+    return entry.otherwise.get(feature) or _LATER.get(feature) or "is nothing that this engine can do"
 
 
 def _remedy(name: str) -> str:

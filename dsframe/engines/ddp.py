@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from contextlib import AbstractContextManager
 from typing import Any, cast
 
@@ -9,8 +10,9 @@ from torch import Tensor, nn
 from torch.nn.parallel import DistributedDataParallel
 
 from dsframe import process_group
-from dsframe.engine import Plan
+from dsframe.engine import Inputs, Plan, StepResult
 from dsframe.engines.replica import ReplicaEngine
+from dsframe.errors import EngineError
 
 
 class DdpEngine(ReplicaEngine):
@@ -30,13 +32,29 @@ class DdpEngine(ReplicaEngine):
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         settings = self.plan.config.settings.ddp
-        return DistributedDataParallel(
+        wrapped = DistributedDataParallel(
             model,
             device_ids=[self.plan.device] if self.plan.device.type == "cuda" else None,
             bucket_cap_mb=settings.bucket_cap_megabytes,
             static_graph=settings.static_graph,
             gradient_as_bucket_view=settings.gradient_as_bucket_view,
+            find_unused_parameters=settings.find_unused_parameters,
         )
+        if self._masters:
+            self._masters.take_weights()  # DDP has just made the model rank 0's everywhere
+        return wrapped
+
+    def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
+        """**Collective.** As for every replica. Raises EngineError where a parameter takes no part in the loss."""
+        try:
+            return super().train_step(micro_batches)
+        except RuntimeError as error:
+            if "Expected to have finished reduction" not in str(error):
+                raise
+            raise EngineError(
+                "some parameters take no part in the loss, and DDP waits for their gradients; "
+                'set "ddp": {"find_unused_parameters": true} in the "dsframe" section'
+            ) from error
 
     def _accumulating(self) -> AbstractContextManager[Any]:
         return cast(DistributedDataParallel, self.module).no_sync()

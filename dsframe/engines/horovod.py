@@ -17,6 +17,7 @@ from torch import Tensor
 from dsframe.engine import Plan
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
+from dsframe.process_group import explained
 from dsframe.rendezvous import meeting_point
 from dsframe.world import World
 
@@ -46,6 +47,12 @@ class HorovodEngine(ReplicaEngine):
             raise EngineError(
                 'horovod.op "adasum" needs a Horovod with MPI, and this one has Gloo alone; rebuild it with an MPI installed'
             )
+        if self._op == "adasum" and (plan.config.deepspeed.gradient_clipping > 0 or plan.config.deepspeed.fp16.enabled):
+            hvd.shutdown()
+            raise EngineError(
+                'horovod.op "adasum" combines updates, not gradients: they cannot be clipped, nor checked for fp16 overflow; '
+                'set "gradient_clipping": 0 and use fp32 or bf16'
+            )
         super().__init__(plan)
 
     @property
@@ -61,6 +68,7 @@ class HorovodEngine(ReplicaEngine):
         hvd.broadcast_parameters(_broadcastable(self.model.state_dict()), root_rank=0)
         if self._masters:
             hvd.broadcast_parameters(dict(self._named_parameters()), root_rank=0)
+            self._masters.give_weights()
         # An optimizer without state has nothing to send, and hvd.broadcast_optimizer_state would make it some by taking a
         # step with zero gradients: Adam's bias correction moves on and weight decay shrinks the weights (measured, 0.28.1).
         if optimizer.state:
@@ -120,9 +128,9 @@ def _initialise(world: World) -> None:
 
     Measured with horovod 0.28.1: it asks only for these variables and a server that speaks its key-value protocol.
     """
-    if world.size > 1 and world.launcher not in ("horovodrun", "mpirun"):
-        _meet(world)
+    store = _meet(world) if world.size > 1 and world.launcher not in ("horovodrun", "mpirun") else None
     hvd.init()
+    del store  # not earlier: others may still be reading from it until everybody is in the ring
     if hvd.size() != world.size:
         size = hvd.size()
         hvd.shutdown()
@@ -131,7 +139,8 @@ def _initialise(world: World) -> None:
         )
 
 
-def _meet(world: World) -> None:
+def _meet(world: World) -> Any:
+    """**Collective.** Starts Horovod's rendezvous server on rank 0 and tells everybody where; returns the store to keep."""
     from datetime import timedelta
 
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
@@ -142,7 +151,8 @@ def _meet(world: World) -> None:
     serves = (
         world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     )  # torchrun serves a store itself
-    store = TCPStore(address, port, world.size, serves, timeout=timedelta(seconds=120), wait_for_workers=False)
+    with explained(world, address, port):
+        store = TCPStore(address, port, world.size, serves, timeout=timedelta(seconds=120), wait_for_workers=False)
     host = "localhost" if world.size == world.local_size else socket.gethostname()
     store.set(f"host/{world.rank}", f"{world.node} {world.local_rank} {host}")
     if world.is_main:
@@ -172,3 +182,4 @@ def _meet(world: World) -> None:
     )
     if world.size == world.local_size:
         os.environ.setdefault("HOROVOD_GLOO_IFACE", "lo")
+    return store

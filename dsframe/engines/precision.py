@@ -73,6 +73,11 @@ class MasterWeights:
             parameter.grad = None
 
     @torch.no_grad()
+    def take_weights(self) -> None:
+        """Copies the model's weights into the masters."""
+        torch._foreach_copy_(list[Tensor](self.masters), list[Tensor](self.parameters))
+
+    @torch.no_grad()
     def give_weights(self) -> None:
         """Rounds the masters into the model."""
         torch._foreach_copy_(list[Tensor](self.parameters), list[Tensor](self.masters))

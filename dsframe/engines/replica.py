@@ -85,21 +85,24 @@ class ReplicaEngine(Engine):
         steps = self.plan.batch.accumulation_steps
         scale = self._loss_scale.scale if self._loss_scale else 1.0
         factor = scale * self.gradient_factor / steps
+        rates = self.plan.schedule(self._updates)
+        rates.apply(self.optimizer.param_groups)  # before the backward pass: Horovod's adasum updates inside it
         total: Tensor | None = None
         for index, (inputs, targets) in enumerate(micro_batches, start=1):
             with nullcontext() if index == steps else self._accumulating():
-                loss = self.plan.task.loss(self._forward(inputs), targets)
+                loss = self.plan.task.loss(self._forward(self.module, inputs), targets)
                 (loss * factor if factor != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
             total = loss.detach() if total is None else total + loss.detach()
         assert total is not None
         if self._masters:
             self._masters.take_gradients()
         self._synchronize()
-        return self._update(total / steps, scale)
+        return self._update(total / steps, rates.learning_rate, scale)
 
-    def _update(self, loss: Tensor, scale: float) -> StepResult:
-        rates = self.plan.schedule(self._updates)
-        rates.apply(self.optimizer.param_groups)
+    def _update(self, loss: Tensor, learning_rate: float, scale: float) -> StepResult:
+        for parameter in self._parameters:
+            if parameter.grad is None:  # took no part in the loss: ZeRO's flat buffers hold zeros for it, and so do we
+                parameter.grad = torch.zeros_like(parameter)
         gradients = precision.gradients_of(self._parameters)
         norm = precision.clip(gradients, self.plan.config.deepspeed.gradient_clipping, scale)
         overflow = self._loss_scale is not None and not precision.finite(norm)
@@ -111,23 +114,23 @@ class ReplicaEngine(Engine):
         if self._loss_scale:
             self._loss_scale.update(overflow)
         self._clear_gradients()
-        return StepResult(loss.float(), rates.learning_rate, norm, overflow)
+        return StepResult(loss.float(), learning_rate, norm, overflow)
 
     def _clear_gradients(self) -> None:
         self.optimizer.zero_grad()
 
-    def _forward(self, inputs: Inputs) -> Any:
+    def _forward(self, model: nn.Module, inputs: Inputs) -> Any:
         with precision.autocast(self.plan.config, self.plan.device):
-            outputs = call(self.module, precision.cast_inputs(inputs, self._dtype))
+            outputs = call(model, precision.cast_inputs(inputs, self._dtype))
         return precision.cast_outputs(outputs)
 
     @torch.no_grad()
     def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
-        """The task's metrics over the valid rows. Full replicas wait for nobody, but keep the contract's rhythm."""
+        """The task's metrics over the valid rows. Waits for nobody: the bare model runs, whose wrapper may communicate."""
         inputs, targets = batch
-        self.module.eval()
-        outputs = self._forward(inputs) if valid else None
-        self.module.train()
+        self.model.eval()
+        outputs = self._forward(self.model, inputs) if valid else None
+        self.model.train()
         return measure(self.plan.task, outputs, targets, valid)
 
     def state(self) -> EngineState:

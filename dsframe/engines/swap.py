@@ -8,6 +8,7 @@ and removes those of runs on this host that are no longer alive.
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import socket
 from pathlib import Path
@@ -39,12 +40,13 @@ class SwapFolders:
         ]
         if not sections:
             return
-        # Who leads each host, and one number that no other run has: rank 0's draw stands, the others add nothing.
-        table = torch.zeros(world.size + 1, dtype=torch.int64, device=device)
-        table[world.rank] = os.getpid()
+        # Each rank's process and host, and one number that no other run has: rank 0 draws it, the others add nothing.
+        table = torch.zeros(2 * world.size + 1, dtype=torch.int64, device=device)
+        table[world.rank], table[world.size + world.rank] = os.getpid(), world.node
         table[-1] = int.from_bytes(os.urandom(4), "big") if world.is_main else 0
         dist.all_reduce(table)
-        leader, number = int(table[world.rank - world.local_rank]), int(table[-1])
+        processes, nodes = table[: world.size].tolist(), table[world.size : -1].tolist()
+        leader, number = processes[nodes.index(world.node)], int(table[-1])
         host = socket.gethostname().partition(".")[0]
         for section in sections:
             folder = Path(section["nvme_path"]) / f"dsframe-{host}-{leader}-{number:08x}"
@@ -63,8 +65,9 @@ class SwapFolders:
 
 def _make(folder: Path, host: str) -> None:
     try:
-        for old in folder.parent.glob(f"dsframe-{host}-*-*"):
-            if not psutil.pid_exists(int(old.name.split("-")[-2])):
+        for old in folder.parent.iterdir():
+            match = re.fullmatch(rf"dsframe-{re.escape(host)}-(\d+)-[0-9a-f]{{8}}", old.name)
+            if match and not psutil.pid_exists(int(match[1])):
                 shutil.rmtree(old, ignore_errors=True)
         folder.mkdir(exist_ok=True)
     except OSError as error:

@@ -19,7 +19,7 @@ from dsframe.run import settle_threads
 
 
 def main(path: str) -> None:
-    world, config = worlds.read(), load(Path(path))
+    world, config = worlds.here(), load(Path(path))
     settle_threads(world, 1)
     import torch
 

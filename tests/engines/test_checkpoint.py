@@ -44,7 +44,7 @@ def test_state_goes_out_and_in_again(case: str, tmp_path: Path) -> None:
     engine, changes = ROUND_TRIPS[case]
     report = round_trip(engine, changes, tmp_path)
     assert report["repeated"] == report["after"]
-    assert report["from_the_start"] == report["first"] or case == "zero0-bf16"  # DeepSpeed steps once by itself there
+    assert report["from_the_start"] == report["first"]
     assert report["read_back"] == 0.0
     assert report["after"] != report["first"]
     assert report["updates"] == 5
@@ -61,8 +61,7 @@ def test_state_goes_out_and_in_again(case: str, tmp_path: Path) -> None:
     }
     moments = {**{name: ["exp_avg", "exp_avg_sq"] for name in report["shapes"] if name != "scale"}, "scale": []}
     assert report["moments"] == moments
-    hidden = case == "zero0-bf16"
-    assert {one.get("step") for name, one in report["scalars"].items() if name != "scale"} == {5.0 + hidden}
+    assert {one.get("step") for name, one in report["scalars"].items() if name != "scale"} == {5.0}
 
 
 def round_trip(engine: str, changes: dict[str, Any], folder: Path, width: int = 19) -> dict[str, Any]:

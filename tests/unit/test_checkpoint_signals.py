@@ -12,12 +12,13 @@ import pytest
 
 from tests.processes import REPOSITORY
 
+ECHO_SECONDS = 0.5
 PROGRAM = """
 import sys, time
 from types import SimpleNamespace
 import torch
 from dsframe.checkpoint import signals
-signals.GRACE_SECONDS = float(sys.argv[1])
+signals.GRACE_SECONDS, signals.ECHO_SECONDS = float(sys.argv[1]), float(sys.argv[4])
 plan = SimpleNamespace(world=SimpleNamespace(size=1, rank=0), device=torch.device("cpu"))
 ranks = SimpleNamespace(plan=plan, sum_over_ranks=lambda values: values)
 with signals.StopRequest(ranks, 10) as stop:
@@ -37,7 +38,7 @@ def start() -> Iterator[object]:
     started = []
 
     def begin(grace: float, step: float, after: float = 0.0) -> subprocess.Popen[str]:
-        arguments = [sys.executable, "-c", PROGRAM, str(grace), str(step), str(after)]
+        arguments = [sys.executable, "-c", PROGRAM, str(grace), str(step), str(after), str(ECHO_SECONDS)]
         process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
         started.append(process)
         assert process.stdout is not None
@@ -59,10 +60,18 @@ def test_the_step_ends_and_the_run_stops(start, number: signal.Signals) -> None:
     assert process.returncode == 0
 
 
+def test_the_same_signal_passed_on_by_a_launcher_is_one(start) -> None:  # type: ignore[no-untyped-def]
+    process = start(60, 0.3)
+    process.send_signal(signal.SIGTERM)
+    time.sleep(0.02)
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=20)[0] == "stopped by SIGTERM\nleft\n"
+
+
 def test_a_second_signal_leaves_at_once(start) -> None:  # type: ignore[no-untyped-def]
     process = start(60, 60)
     process.send_signal(signal.SIGTERM)
-    time.sleep(0.3)
+    time.sleep(2 * ECHO_SECONDS)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (143, "")

@@ -47,8 +47,8 @@ def test_the_formulas_are_deepspeeds(kind: str, params: dict[str, Any]) -> None:
         group = optimizer.param_groups[0]
         rates = ours(updates)
         assert rates.learning_rate == pytest.approx(group["lr"], abs=1e-15), updates
-        if rates.betas is not None:
-            assert rates.betas == pytest.approx(group["betas"], abs=1e-15), updates
+        if rates.momentum is not None:
+            assert (rates.momentum, rates.second_beta) == pytest.approx(group["betas"], abs=1e-15), updates
         theirs.step()
 
 
@@ -64,9 +64,30 @@ def test_without_a_scheduler_the_rate_stays() -> None:
 
 
 def test_rates_reach_the_optimizer() -> None:
-    groups: list[dict[str, Any]] = [{"lr": 1.0, "betas": (0.9, 0.999)}, {"lr": 1.0}]
-    schedules.Rates(0.5, (0.8, 0.99)).apply(groups)
-    assert groups == [{"lr": 0.5, "betas": (0.8, 0.99)}, {"lr": 0.5}]
+    groups: list[dict[str, Any]] = [{"lr": 1.0, "betas": (0.9, 0.999)}, {"lr": 1.0, "momentum": 0.9}, {"lr": 1.0}]
+    schedules.Rates(0.5, 0.8, 0.99).apply(groups)
+    assert groups == [{"lr": 0.5, "betas": (0.8, 0.99)}, {"lr": 0.5, "momentum": 0.9}, {"lr": 0.5}]
+    schedules.Rates(0.5, 0.7).apply(groups)
+    assert groups == [{"lr": 0.5, "betas": (0.7, 0.99)}, {"lr": 0.5, "momentum": 0.7}, {"lr": 0.5}]
+
+
+@pytest.mark.parametrize("kind", ["AdamW", "SGD"])
+def test_torchs_cycled_momentum_is_torchs(kind: str) -> None:
+    params = {"max_lr": 0.1, "total_steps": 20}
+    ours_optimizer, theirs_optimizer = (
+        getattr(torch.optim, kind)([torch.zeros(1)], lr=BASE, **({"momentum": 0.9} if kind == "SGD" else {}))
+        for _ in range(2)
+    )
+    theirs = torch.optim.lr_scheduler.OneCycleLR(theirs_optimizer, **params)
+    ours = schedules.build("OneCycleLR", BASE, params)
+    key = "betas" if kind == "AdamW" else "momentum"
+    for updates in range(20):
+        ours(updates).apply(ours_optimizer.param_groups)
+        assert ours_optimizer.param_groups[0][key] == theirs_optimizer.param_groups[0][key], updates
+        assert ours_optimizer.param_groups[0]["lr"] == theirs_optimizer.param_groups[0]["lr"]
+        theirs_optimizer.step()
+        if updates < 19:
+            theirs.step()
 
 
 @pytest.mark.parametrize(
