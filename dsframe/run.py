@@ -134,9 +134,8 @@ def execute(
         package=choice.entry.package,
     )
     start = begin(engine, resume, checkpoints, mine, cadence.total_steps, lambda line: progress.say(f"dsframe: {line}"))
-    record = (
-        Record(directory, plan, choice.name, engine.description, ready_seconds, start.step) if world.is_main else None
-    )
+    done = start.step if start.in_place else 0
+    record = Record(directory, plan, choice.name, engine.description, ready_seconds, done) if world.is_main else None
     saver = Saver(
         engine,
         checkpoints,

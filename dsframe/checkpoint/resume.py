@@ -37,6 +37,8 @@ class Start:
     """The training loss of that step."""
     evaluation: Mapping[str, float] = field(default_factory=dict)
     """The evaluation after that step, where there was one."""
+    in_place: bool = False
+    """Whether the checkpoint is the run's own, so that its record of figures goes on too."""
 
 
 def about(
@@ -127,10 +129,11 @@ def begin(
     for line in _next_rate(engine, manifest, checkpoint.updates):
         say(f"resuming with a change: {line}")
     checkpoint.close()
-    _make_way(engine, folder, path, say)
+    in_place = path.resolve().parent == folder.directory.resolve()
+    _make_way(engine, folder, store.step_of(path) if in_place else None, say)
     run = manifest["run"]
     say(f"going on after step {checkpoint.step} from {path}, written by {run['engine']} on {run['world_size']} rank(s)")
-    return Start(checkpoint.step, manifest["loss"], manifest["evaluation"])
+    return Start(checkpoint.step, manifest["loss"], manifest["evaluation"], in_place)
 
 
 def differences(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
@@ -201,15 +204,13 @@ def _verify(engine: Engine, path: Path) -> list[str]:
     return sorted(texts) if len(texts) == 1 else said
 
 
-def _make_way(engine: Engine, folder: Store, source: Path | None, say: Callable[[str], None]) -> None:
-    """**Collective.** Moves checkpoints of the run's folder that are not on the way to ``source`` out of the way."""
+def _make_way(engine: Engine, folder: Store, after: int | None, say: Callable[[str], None]) -> None:
+    """**Collective.** Moves the checkpoints of the run's folder, or those of steps ``after`` this one, out of the way."""
     failure = ""
     if engine.plan.world.is_main:
-        own = source is not None and source.resolve().parent == folder.directory.resolve()
-        after = store.step_of(source) if own and source else None
         try:
             if moved := folder.make_way(after):
-                say(f"{'later' if own else 'earlier'} checkpoints of {folder.directory} are now in {moved}")
+                say(f"{'earlier' if after is None else 'later'} checkpoints of {folder.directory} are now in {moved}")
         except OSError as error:
             failure = f"{error.filename}: {error.strerror}"
     if wrong := failures(engine, failure):
