@@ -29,7 +29,9 @@ class ReplicaEngine(Engine):
         self.plan = plan
         self.data_rank, self.data_size = plan.world.rank, plan.world.size
         self._dtype = precision.parameter_dtype(plan.config)
-        self.model = build_model(plan).to(self._dtype)
+        self.model = build_model(plan)
+        for parameter in self.model.parameters():  # buffers keep their dtype, as with DeepSpeed
+            parameter.data = parameter.data.to(self._dtype)
         self._masters = precision.MasterWeights(self.model) if self._dtype != torch.float32 else None
         self._parameters = (
             [p for p in self.model.parameters() if p.requires_grad] if self._masters is None else self._masters.masters

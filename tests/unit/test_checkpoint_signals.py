@@ -103,7 +103,7 @@ def test_without_a_signal_everything_is_as_before(start) -> None:  # type: ignor
     )
     code += "assert signal.getsignal(signal.SIGTERM) == before"
     done = subprocess.run(
-        [sys.executable, "-c", code, "60", "0", "0"],
+        [sys.executable, "-c", code, "60", "0", "0", "0"],
         capture_output=True,
         text=True,
         timeout=60,
