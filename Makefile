@@ -12,10 +12,13 @@ help: ## this list
 setup: ## makes .venv with everything in it; nothing to do the second time
 	@launch/setup
 
+# Two processes; one where there is a single GPU.
+PROCESSES = $(shell gpus=$$(ls -d /dev/nvidia[0-9]* 2>/dev/null | wc -l); echo $$(( gpus == 1 ? 1 : 2 )))
+
 train: setup ## one file, two engines: trains ds_configs/zero3.json with DeepSpeed and with Horovod and compares the two
 	python -m dsframe.data.fetch fashion-mnist
-	deepspeed --num_gpus=2 -m dsframe.train --config zero3.json --run-dir runs/deepspeed
-	horovodrun -np 2 python -m dsframe.train --config zero3.json --run-dir runs/horovod
+	deepspeed --num_gpus=$(PROCESSES) -m dsframe.train --config zero3.json --run-dir runs/deepspeed
+	horovodrun -np $(PROCESSES) python -m dsframe.train --config zero3.json --run-dir runs/horovod
 	dsframe compare runs/deepspeed runs/horovod
 
 test: lint ## lint, then every test

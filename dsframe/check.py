@@ -256,7 +256,7 @@ def _print_text(label: str, examined: Examined, options: argparse.Namespace) -> 
     quiet = resolved if len(resolved) > 2 or options.resolved else []
     for problem in problems:
         if problem not in quiet:
-            print(line(problem), file=out)
+            print(str(problem), file=out)
     if quiet and not options.resolved:
         print(f'{label}: note: {len(quiet)} values are "auto"; --resolved shows what they become, and why')
     count = {severity: sum(p.severity == severity for p in problems) for severity in ("error", "warning", "note")}
@@ -268,11 +268,3 @@ def _print_text(label: str, examined: Examined, options: argparse.Namespace) -> 
     parts = [f"{number} {name}{'s' * (number > 1)}" for name, number in count.items() if number and name != "note"]
     if not options.resolved or count["error"]:
         print(f"{label}: {', '.join(parts) if parts else 'no problems'}", file=out)
-
-
-def line(problem: Problem) -> str:
-    """One line for people and editors: the place, the severity unless it is an error, what is wrong, the remedy."""
-    if problem.severity == "error":
-        return str(problem)
-    place = ":".join(str(part) for part in (problem.file, problem.line, problem.column) if part)
-    return f"{place}: {problem.severity}: {replace(problem, file='', line=0, column=0)}"

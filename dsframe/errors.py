@@ -41,9 +41,9 @@ class Problem:
 
     def __str__(self) -> str:
         place = ":".join(str(part) for part in (self.file, self.line, self.column) if part)
-        return ": ".join(part for part in (place, self.path, self.message) if part) + (
-            f"; {self.remedy}" if self.remedy else ""
-        )
+        kind = "" if self.severity == "error" else self.severity
+        said = ": ".join(part for part in (place, kind, self.path, self.message) if part)
+        return f"{said}; {self.remedy}" if self.remedy else said
 
 
 class ConfigError(DsframeError):

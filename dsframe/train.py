@@ -88,7 +88,8 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
         config = load(options.config, overrides=options.set)
         if world.is_main and not options.quiet:
             for problem in config.problems:
-                print(problem, file=sys.stderr)
+                if problem.code != "auto":  # what "auto" became: dsframe check --resolved
+                    print(problem, file=sys.stderr)
         from dsframe.run import execute
 
         execute(config, task=task, world=world, resume=options.resume, verbose=options.verbose, quiet=options.quiet)

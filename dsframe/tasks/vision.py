@@ -16,22 +16,11 @@ if TYPE_CHECKING:
     from dsframe.config.settings import VisionTask as VisionSettings
 
 
-_FIELDS = {
-    "image_size": ("image-folder", "synthetic"),
-    "classes": ("synthetic",),
-    "workers": ("image-folder",),
-}
-"""Settings that only some data sets have a use for."""
-
-
 class VisionTask(Task):
     """Cross entropy over classes; reports loss and accuracy."""
 
     def __init__(self, settings: VisionSettings, seed: int) -> None:
         self.settings, self.seed = settings, seed
-        for field, used_by in _FIELDS.items():
-            if getattr(settings, field) and settings.dataset not in used_by:
-                raise TaskError(f"task: {field} has no effect with dataset {settings.dataset}; remove it")
         self.workers = settings.workers
         self.images = data.describe(settings)
         if settings.model != "cnn":

@@ -5,7 +5,6 @@ from __future__ import annotations
 
 import pytest
 
-from dsframe.check import line
 from dsframe.config.load import examine
 
 MISTAKES = [
@@ -494,5 +493,5 @@ def test_table_is_long_enough() -> None:
 
 @pytest.mark.parametrize(("text", "message"), [pair[1:] for pair in MISTAKES], ids=[pair[0] for pair in MISTAKES])
 def test_message(text: str, message: str) -> None:
-    found = [line(problem) for problem in examine(text, "f.json").problems if problem.severity != "note"]
+    found = [str(problem) for problem in examine(text, "f.json").problems if problem.severity != "note"]
     assert found == [message]

@@ -15,7 +15,6 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dsframe.check import line
 from dsframe.config.docs import sections
 from dsframe.config.fix import fix
 from dsframe.config.load import Examined, examine
@@ -76,7 +75,7 @@ def judged(text: str) -> Examined:
     start = time.perf_counter()
     examined = examine(text, "x.json")
     for problem in examined.problems:
-        assert line(problem)
+        assert str(problem)
         assert problem.message
         assert problem.code
         assert problem.line <= text.count("\n") + 1

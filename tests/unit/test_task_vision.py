@@ -58,12 +58,6 @@ def test_sizes_that_the_cnn_cannot_take_are_refused(size: int) -> None:
         task(image_size=size).model()
 
 
-@pytest.mark.parametrize("field", ["image_size", "classes", "workers"])
-def test_a_setting_without_effect_is_refused(field: str) -> None:
-    with pytest.raises(TaskError, match=f"task: {field} has no effect with dataset mnist; remove it"):
-        build(Settings.model_validate({"dataset": "mnist", field: 32}), seed=1)
-
-
 def test_loss_and_metrics() -> None:
     logits, targets = torch.tensor([[2.0, 0.0], [0.0, 1.0], [3.0, 0.0]]), torch.tensor([0, 1, 1])
     vision = task()

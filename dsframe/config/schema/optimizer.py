@@ -148,7 +148,7 @@ WITHOUT_ROUTE: Mapping[str, str] = {
 
 
 class Optimizer(Section):
-    """The update rule. Without this section DeepSpeed expects an optimizer from the program; dsframe takes AdamW."""
+    """The update rule. Without this section DeepSpeed expects an optimizer from the program; dsframe asks for one."""
 
     type: str
     """Adam, AdamW, Adagrad, Lamb, Lion, Muon, MuAdam, MuAdamW, MuSGD, or a class of ``torch.optim`` such as SGD."""
