@@ -33,6 +33,12 @@ class Setup:
 
 _OFFLOAD = ("zero_optimization.offload_optimizer.device=cpu", "zero_optimization.offload_param.device=cpu")
 
+_NVME = tuple(
+    f"zero_optimization.offload_{what}.{setting}"
+    for what in ("optimizer", "param")
+    for setting in ("device=nvme", f"nvme_path={tempfile.gettempdir()}")
+)
+
 SETUPS: dict[str, Setup] = {
     "single@1": Setup("single", 1),
     "ddp@2": Setup("ddp", 2),
@@ -43,8 +49,10 @@ SETUPS: dict[str, Setup] = {
     "zero2@2": Setup("deepspeed", 2, ("zero_optimization.stage=2",)),
     "zero3@2": Setup("deepspeed", 2, ("zero_optimization.stage=3",)),
     "zero3+cpu@2": Setup("deepspeed", 2, ("zero_optimization.stage=3", *_OFFLOAD)),
+    "zero3+nvme@2": Setup("deepspeed", 2, ("zero_optimization.stage=3", *_NVME)),
     "zero3@1": Setup("deepspeed", 1, ("zero_optimization.stage=3",)),
     "zero3@4": Setup("deepspeed", 4, ("zero_optimization.stage=3",)),
+    "horovod@4": Setup("horovod", 4),
 }
 
 CONFIG = """{
