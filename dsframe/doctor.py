@@ -229,7 +229,7 @@ def leftovers(*, clean: bool) -> Iterator[Finding]:
         yield Finding(state, f"{verb} a lock of a build that was killed, for which every run would wait: {lock}{hint}")
     if buffers:
         yield Finding(
-            state, f"{verb} {len(buffers)} buffers of DeepSpeed in /dev/shm, {_gib(size)} GiB of memory{hint}"
+            state, f"{verb} {len(buffers)} buffers of killed runs in /dev/shm, {_gib(size)} GiB of memory{hint}"
         )
     if not locks and not buffers:
         yield Finding("ok", "no stale build locks, no buffers in /dev/shm")

@@ -1,8 +1,9 @@
-"""What killed runs leave on a host: locks of half-done builds, and DeepSpeed's buffers in shared memory.
+"""What killed runs leave on a host: locks of half-done builds, and buffers in shared memory.
 
 torch guards the compilation of an operator with a lock file; a process killed while it holds one leaves it behind, and every
 later run waits for it for ever without a word. DeepSpeed on CPUs makes a buffer of 66 MiB a rank in /dev/shm, which is memory,
-and never removes it. Either is a remnant when no living process has it open.
+and never removes it; Open MPI 4 leaves one of 4 MiB a rank when its job is killed. Any of these is a remnant when no living
+process has it open.
 """
 
 from __future__ import annotations
@@ -14,7 +15,7 @@ from pathlib import Path
 import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
-BUFFERS = "deepspeed_allreduce_buffer_*"
+BUFFERS = ("deepspeed_allreduce_buffer_*", "vader_segment.*")
 
 
 def stale_locks(cache: Path) -> list[Path]:
@@ -24,8 +25,12 @@ def stale_locks(cache: Path) -> list[Path]:
 
 
 def unused_buffers(directory: Path = SHARED_MEMORY) -> list[Path]:
-    """This user's buffers of DeepSpeed that no living process has mapped or open."""
-    buffers = {path for path in directory.glob(BUFFERS) if path.stat().st_uid == os.getuid()}
+    """This user's buffers of DeepSpeed and Open MPI that no living process has mapped or open."""
+    buffers = set()
+    for path in (path for pattern in BUFFERS for path in directory.glob(pattern)):
+        with contextlib.suppress(FileNotFoundError):  # its owner has removed it meanwhile
+            if path.stat().st_uid == os.getuid():
+                buffers.add(path)
     return sorted(buffers - _open_files() - _mapped_files() if buffers else buffers)
 
 

@@ -25,8 +25,9 @@ def test_a_lock_is_stale_when_nobody_has_it_open(tmp_path: Path) -> None:
     assert stale_locks(tmp_path) == [lock]
 
 
-def test_a_buffer_is_unused_when_nobody_has_it_mapped(tmp_path: Path) -> None:
-    buffer = tmp_path / "deepspeed_allreduce_buffer_0_127.0.0.1_29500_0"
+@pytest.mark.parametrize("name", ["deepspeed_allreduce_buffer_0_127.0.0.1_29500_0", "vader_segment.host.0.262c0001.1"])
+def test_a_buffer_is_unused_when_nobody_has_it_mapped(tmp_path: Path, name: str) -> None:
+    buffer = tmp_path / name
     buffer.write_bytes(bytes(4096))
     (tmp_path / "another").touch()
     with buffer.open("r+b") as file:
@@ -46,7 +47,7 @@ def test_finds_and_cleans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     what = f"a lock of a build that was killed, for which every run would wait: {lock}"
     assert [str(line) for line in doctor.leftovers(clean=False)] == [
         f"  !!  found {what}; dsframe doctor --clean",
-        "  !!  found 1 buffers of DeepSpeed in /dev/shm, 0.0 GiB of memory; dsframe doctor --clean",
+        "  !!  found 1 buffers of killed runs in /dev/shm, 0.0 GiB of memory; dsframe doctor --clean",
     ]
     assert lock.exists()
     cleaned = [str(line) for line in doctor.leftovers(clean=True)]
