@@ -128,6 +128,8 @@ def _read_stage_1_2(engine: Any) -> Iterator[ParameterState]:
     names = {id(p): name for name, p in engine.module.named_parameters()}
     flats = _flat_partitions(optimizer)
     assert flats is not None
+    if all(optimizer.optimizer.state.get(flat) for flat in flats):
+        optimizer._lazy_init_hp_params_optimizer_state()  # Adagrad has state before the first step, which would do it
     for group, flat in zip(_bit16_groups(optimizer), flats, strict=True):
         moments, scalars = split(optimizer.optimizer.state.get(flat, {}))
         for parameter in group:

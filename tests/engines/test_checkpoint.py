@@ -64,6 +64,23 @@ def test_state_goes_out_and_in_again(case: str, tmp_path: Path) -> None:
     assert {one.get("step") for name, one in report["scalars"].items() if name != "scale"} == {5.0}
 
 
+OTHER_OPTIMIZERS: dict[str, tuple[int, dict[str, Any], list[str]]] = {
+    "SGD": (3, {"lr": 0.01, "momentum": 0.9}, ["momentum_buffer"]),
+    "Adagrad": (1, {"lr": 0.01}, ["sum"]),
+}
+
+
+@pytest.mark.parametrize("kind", OTHER_OPTIMIZERS)
+def test_other_optimizers_keep_other_things(kind: str, tmp_path: Path) -> None:
+    stage, params, moments = OTHER_OPTIMIZERS[kind]
+    changes = {**zero(stage), "optimizer": {"type": kind, "params": params}, "zero_allow_untested_optimizer": True}
+    report = round_trip("deepspeed", changes, tmp_path)
+    assert report["repeated"] == report["after"]
+    assert report["from_the_start"] == report["first"]
+    assert report["read_back"] == 0.0
+    assert report["moments"]["middle.weight"] == moments
+
+
 def test_state_on_nvme_goes_out_and_in_again(tmp_path: Path) -> None:
     """Large enough that shares are swapped out: below a megabyte DeepSpeed keeps them in memory. May compile its op first."""
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
