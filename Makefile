@@ -13,7 +13,7 @@ setup: ## makes .venv with everything in it; nothing to do the second time
 	@launch/setup
 
 # Two processes; one where there is a single GPU.
-PROCESSES = $(shell gpus=$$(ls -d /dev/nvidia[0-9]* 2>/dev/null | wc -l); echo $$(( gpus == 1 ? 1 : 2 )))
+PROCESSES = $(shell gpus=$$(compgen -G '/dev/nvidia[0-9]*' | wc -l || true); echo $$((gpus == 1 ? 1 : 2)))
 
 train: setup ## one file, two engines: trains ds_configs/zero3.json with DeepSpeed and with Horovod and compares the two
 	python -m dsframe.data.fetch fashion-mnist
