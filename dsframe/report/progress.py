@@ -31,7 +31,7 @@ class Progress:
             return
         if self._bar is not None:
             self._bar.clear()
-        print(line, file=sys.stderr, flush=True)
+        print(line + "\n", end="", file=sys.stderr, flush=True)  # one write: launchers put a prefix before each
 
     def begin(self, step: int) -> None:
         """Rates and the moving line start from ``step`` and from now."""
