@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dsframe.checkpoint.state import LossScaleState
-from dsframe.errors import TrainingError
+from dsframe.errors import ConfigError, Problem, TrainingError
 
 if TYPE_CHECKING:
     from dsframe.config import Config
@@ -33,18 +33,26 @@ def parameter_dtype(config: Config) -> torch.dtype:
     return torch.float16 if config.deepspeed.fp16.enabled else torch.float32
 
 
-def autocast_dtype(config: Config) -> torch.dtype | None:
-    """The dtype of ``torch_autocast``, or None where it is off."""
+def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
+    """The dtype of ``torch_autocast``, torch's own for the device where the file names none; None where it is off.
+
+    Raises ConfigError for a dtype that torch cannot cast to.
+    """
     section = config.deepspeed.torch_autocast
     if not section.enabled:
         return None
-    name = (section.dtype or "bfloat16").removeprefix("torch.")
-    return _DTYPES[_SHORT.get(name, name)]
+    if section.dtype is None:
+        return torch.get_autocast_dtype(device.type)
+    name = section.dtype.removeprefix("torch.")
+    dtype = _DTYPES.get(_SHORT.get(name, name))
+    if dtype is None:
+        raise ConfigError([Problem("error", "torch_autocast.dtype", f"{name} is nothing to cast to", "use bfloat16")])
+    return dtype
 
 
 def autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:
     """torch's autocast as the file asks for it, or nothing."""
-    dtype = autocast_dtype(config)
+    dtype = autocast_dtype(config, device)
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 

@@ -22,6 +22,7 @@ ZERO3 = {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold":
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
+AUTOCAST_FP16 = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}}
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "zero0": ("deepspeed", 2, {}),
@@ -38,6 +39,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     ),
     "ddp": ("ddp", 2, {}),
     "ddp fp16": ("ddp", 2, FP16),
+    "ddp autocast fp16": ("ddp", 2, AUTOCAST_FP16),
     "single": ("single", 1, {}),
     "single bf16": ("single", 1, BF16),
 }
