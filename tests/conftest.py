@@ -3,6 +3,13 @@
 from __future__ import annotations
 
 import os
+import signal
 
 # One thread: two processes of a test would otherwise fight for two cores, and sums depend on the number of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
+
+# Whoever starts the tests in the background (nohup, a script's &) leaves them signals that are ignored, and so they would be
+# in every process that a test starts: a launcher that a test interrupts would not even notice.
+for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
+    if signal.getsignal(_number) == signal.SIG_IGN:
+        signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
