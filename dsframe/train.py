@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from dsframe import world as worlds
 from dsframe.config import DEFAULT_CONFIG, load
-from dsframe.errors import ConfigError, DsframeError, TrainingError
+from dsframe.errors import ConfigError, DsframeError, StoppedError, TrainingError
 from dsframe.world import World
 
 if TYPE_CHECKING:
@@ -124,6 +124,8 @@ def leave(error: DsframeError, world: World, *, verbose: bool) -> NoReturn:
         traceback.print_exception(error, file=sys.stderr)
     if world.local_rank != 0:
         time.sleep(_PATIENCE_SECONDS)
+    if world.local_rank != 0 and isinstance(error, StoppedError):
+        leave_at_once(error.exit_code)  # all ranks stop together: nobody has a mistake of its own
     where = "" if world.local_rank == 0 else f"[rank {world.rank}] "
     name = (
         "" if isinstance(error, ConfigError) else "dsframe: "
