@@ -44,9 +44,13 @@ class Plan:
     schedule: Schedule
     batch: Batch
     device: torch.device
-    seed: int
     verbose: bool = False
     """Let the library say all it wants to say."""
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return self.config.settings.seed
 
 
 @dataclass(frozen=True)

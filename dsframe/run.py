@@ -100,7 +100,7 @@ def execute(
     config = config.resolve(Facts(world_size=world.size, total_steps=cadence.total_steps, hidden_size=task.hidden_size))
     optimizer = optimizers.read(config)
     schedule = _schedule(config, optimizer.learning_rate)
-    plan = Plan(config, world, task, optimizer, schedule, batch, device, settings.seed, verbose)
+    plan = Plan(config, world, task, optimizer, schedule, batch, device, verbose)
     directory = Path(
         settings.run_dir or f"runs/{config.path.stem if config.path else type(task).__name__}-{choice.name}"
     )

@@ -139,8 +139,7 @@ def lost_a_peer(error: Exception) -> bool:
     signs = (
         r"Connection (closed|reset) by peer|Broken pipe|remote process exited|has been shut down|peer.* (died|exited)"
     )
-    talks = isinstance(error, RuntimeError) and not isinstance(error, OSError)
-    return talks and (re.search(signs, str(error)) is not None or type(error).__name__ == "HorovodInternalError")
+    return isinstance(error, RuntimeError) and re.search(signs, str(error)) is not None
 
 
 def leave_at_once(code: int) -> NoReturn:

@@ -149,7 +149,7 @@ def make(file: dict[str, Any] | str, name: str) -> Engine:
     config, here = load(file), world.here()
     task, optimizer = Blobs(), optimizers.read(config)
     schedule = schedules.constant(optimizer.learning_rate)
-    plan = Plan(config, here, task, optimizer, schedule, config.batch(here.size), device_of(here), seed=0)
+    plan = Plan(config, here, task, optimizer, schedule, config.batch(here.size), device_of(here))
     return engines.load(name)(plan)
 
 

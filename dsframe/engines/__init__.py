@@ -20,17 +20,11 @@ if TYPE_CHECKING:
 
 # Where state lives, not what is computed: an engine of full replicas trains the same without it, and says so.
 _PLACEMENT = frozenset(
-    {
-        "zero1",
-        "zero2",
-        "zero3",
-        "offload_optimizer_cpu",
-        "offload_optimizer_nvme",
-        "offload_param_cpu",
-        "offload_param_nvme",
-    }
-    | {"hpz", "activation_checkpointing"}
+    {"zero1", "zero2", "zero3", "hpz"}
+    | {"offload_optimizer_cpu", "offload_optimizer_nvme", "offload_param_cpu", "offload_param_nvme"}
 )
+# What only a model that calls deepspeed.checkpointing itself can use: DeepSpeed's engine does not read this section either.
+_MODELS_OWN = frozenset({"activation_checkpointing"})
 # What only watches the training.
 _OBSERVERS = frozenset({"flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger"})
 _REPLICA = frozenset({"fp16", "bf16", "autocast"})
@@ -55,7 +49,7 @@ class Entry:
     replicates: frozenset[str] = frozenset()
     """Features that place state and do not change the training; this engine holds full replicas instead, and says so."""
     ignores: frozenset[str] = frozenset()
-    """Features that only observe; this engine goes without them, and says so."""
+    """Features without which the training is the same; this engine goes without them, and says so."""
     otherwise: Mapping[str, str] = field(default_factory=dict)
     """Why a feature is refused, where there is more to say than that the engine cannot."""
 
@@ -76,6 +70,7 @@ TABLE: dict[str, Entry] = {
             "zenflow",
         }
         | {"lamb", "lion", "muon", "muadam"},
+        ignores=_MODELS_OWN,
         otherwise={
             "adasum": "combines updates as only Horovod does",
             "fp16_compression": "is Horovod's; DeepSpeed's is communication_data_type",
@@ -86,19 +81,19 @@ TABLE: dict[str, Entry] = {
         package="horovod",
         honours=_REPLICA | {"gradient_sum", "adasum", "fp16_compression"},
         replicates=_PLACEMENT,
-        ignores=_OBSERVERS,
+        ignores=_OBSERVERS | _MODELS_OWN,
     ),
     "ddp": Entry(
         "dsframe.engines.ddp:DdpEngine",
         honours=_REPLICA | {"gradient_sum"},
         replicates=_PLACEMENT,
-        ignores=_OBSERVERS,
+        ignores=_OBSERVERS | _MODELS_OWN,
     ),
     "single": Entry(
         "dsframe.engines.single:SingleEngine",
         honours=_REPLICA | {"gradient_sum"},
         replicates=_PLACEMENT,
-        ignores=_OBSERVERS,
+        ignores=_OBSERVERS | _MODELS_OWN,
     ),
 }
 
@@ -176,7 +171,9 @@ def examine(config: Config, name: str) -> tuple[list[Problem], list[str]]:
             f"{name} keeps a full replica on every rank instead of {', '.join(replicated)}: the same training, more memory"
         )
     if ignored:
-        notes.append(f"{name} goes without {', '.join(ignored)}; the run's metrics.jsonl has its figures")
+        notes.append(
+            f"{name} goes without {', '.join(ignored)}: the same training; metrics.jsonl has the run's figures"
+        )
     return refused, notes
 
 

@@ -119,11 +119,8 @@ class ReplicaEngine(Engine):
                 self._masters.give_weights()
         if self._loss_scale:
             self._loss_scale.update(overflow)
-        self._clear_gradients()
-        return StepResult(loss.float(), learning_rate, norm, overflow)
-
-    def _clear_gradients(self) -> None:
         self.optimizer.zero_grad()
+        return StepResult(loss.float(), learning_rate, norm, overflow)
 
     def _forward(self, model: nn.Module, inputs: Inputs) -> Any:
         with precision.autocast(self.plan.config, self.plan.device):

@@ -12,8 +12,9 @@ Source: deepspeed 0.19.8, ``runtime/zero/stage3.py``, ``runtime/zero/stage_1_and
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -148,21 +149,16 @@ def _load_stage_1_2(engine: Any, saved: SavedState) -> None:
     flats = _flat_partitions(optimizer)
     assert flats is not None
     for group, flat in zip(_bit16_groups(optimizer), flats, strict=True):
-        held = optimizer.optimizer.state[flat]
-        common: dict[str, float] | None = None
+        pieces = []
         for parameter in group:
-            one = saved.parameter(names.pop(id(parameter)))
-            _make_moments(held, one, flat)
-            if one.moments or one.scalars:
-                common = dict(one.scalars) if common is None else common
-                same_step(one.name, common, one.scalars)
+            name = names.pop(id(parameter))
             mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # None where another rank has all of it
-            if mapping is not None:
+            if mapping is None:
+                pieces.append(Piece(name, 0, 0, 0))
+            else:
                 own, here = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
-                _put(flat, here.start, own.numel, one.weight, own.start)
-                for key, moment in one.moments.items():
-                    _put(held[key], here.start, own.numel, moment, own.start)
-        _settle(optimizer.optimizer, flat, common)
+                pieces.append(Piece(name, here.start, own.numel, own.start))
+        _fill(optimizer.optimizer, flat, pieces, saved)
     if any(flat in optimizer.optimizer.state for flat in flats):
         optimizer._hp_optimizer_states_linked = False  # else a fresh engine's views of its optimizer's state stay unset
         optimizer._lazy_init_hp_params_optimizer_state()
@@ -224,21 +220,13 @@ def _load_stage_3(engine: Any, saved: SavedState) -> None:
         swapped = optimizer._swappable_optimizer_subgroup(index)
         if swapped:
             optimizer._optimizer_states_and_gradient_swap_in(index)
-        held = optimizer.optimizer.state[flat]
-        common: dict[str, float] | None = None
+        pieces = []
         for parameter in group:
-            one = saved.parameter(names.pop(id(parameter)))
-            _make_moments(held, one, flat)
-            if one.moments or one.scalars:
-                common = dict(one.scalars) if common is None else common
-                same_step(one.name, common, one.scalars)
             _, start, count = optimizer.grad_position[optimizer.get_param_id(parameter)]
             first = count * optimizer._get_param_partition_rank(parameter)
-            own = max(0, min(count, one.weight.numel() - first))  # the last rank's piece may end in padding
-            _put(flat, start, own, one.weight, first)
-            for key, moment in one.moments.items():
-                _put(held[key], start, own, moment, first)
-        _settle(optimizer.optimizer, flat, common)
+            own = max(0, min(count, math.prod(_shape(parameter)) - first))  # the last rank's piece may end in padding
+            pieces.append(Piece(names.pop(id(parameter)), start, own, first))
+        _fill(optimizer.optimizer, flat, pieces, saved)
         optimizer._reassign_or_swap_out_partitioned_parameters(index)
         if swapped:
             optimizer._optimizer_states_and_gradient_swap_out(index)
@@ -252,6 +240,33 @@ def _load_stage_3(engine: Any, saved: SavedState) -> None:
 
 
 # What the stages share.
+
+
+class Piece(NamedTuple):
+    """The part of one parameter that a flat tensor of this rank holds: ``size`` elements, none where others have all."""
+
+    name: str
+    start: int
+    """Where it begins in the flat tensor."""
+    size: int
+    first: int
+    """Its first element in the whole, flattened parameter."""
+
+
+def _fill(optimizer: torch.optim.Optimizer, flat: Tensor, pieces: list[Piece], saved: SavedState) -> None:
+    """Weights, moments and step count of one flat tensor, from whole parameters that are read one at a time."""
+    held = optimizer.state[flat]
+    common: dict[str, float] | None = None
+    for name, start, size, first in pieces:
+        one = saved.parameter(name)
+        _make_moments(held, one, flat)
+        if one.moments or one.scalars:
+            common = dict(one.scalars) if common is None else common
+            same_step(one.name, common, one.scalars)
+        _put(flat, start, size, one.weight, first)
+        for key, moment in one.moments.items():
+            _put(held[key], start, size, moment, first)
+    _settle(optimizer, flat, common)
 
 
 def _make_moments(held: dict[str, Any], one: ParameterState, flat: Tensor) -> None:

@@ -53,7 +53,8 @@ class ZeroEngine(Engine):
         document = self._handover()
         self._swap = SwapFolders(document, plan.world, plan.device)
         # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 has renamed; on every step, and nothing to do about.
-        warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+_tensor.* is deprecated", FutureWarning)
+        if not plan.verbose:
+            warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+_tensor.* is deprecated", FutureWarning)
         with _quiet():
             self._engine, *_ = deepspeed.initialize(model=build_model(plan), config=document, dist_init_required=False)
         self._undo_hidden_step()

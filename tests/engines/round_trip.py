@@ -43,7 +43,7 @@ def main(path: str) -> None:
         device=device,
     )
     rates = schedules.build("WarmupLR", optimizer.learning_rate, {"warmup_num_steps": 6})
-    plan = Plan(config, world, task, optimizer, rates, batch, device, 0)
+    plan = Plan(config, world, task, optimizer, rates, batch, device)
     engine = engines.load(engines.choose(config, world.launcher).name)(plan)
 
     def steps(first: int, last: int) -> list[float]:
