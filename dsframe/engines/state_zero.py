@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Iterator
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -28,12 +28,11 @@ from dsframe.checkpoint.state import (
     compare,
     load_buffers,
     persistent_buffers,
-    put_scalars,
     split,
 )
 from dsframe.engines import state_replica
-from dsframe.engines.state_replica import Slot, same_step
-from dsframe.errors import CheckpointError
+from dsframe.engines.state_flat import Piece, fill
+from dsframe.engines.state_replica import Slot
 
 
 def state(engine: Any, updates: int) -> EngineState:
@@ -158,7 +157,7 @@ def _load_stage_1_2(engine: Any, saved: SavedState) -> None:
             else:
                 own, here = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
                 pieces.append(Piece(name, here.start, own.numel, own.start))
-        _fill(optimizer.optimizer, flat, pieces, saved)
+        fill(optimizer.optimizer, flat, pieces, saved)
     if any(flat in optimizer.optimizer.state for flat in flats):
         optimizer._hp_optimizer_states_linked = False  # else a fresh engine's views of its optimizer's state stay unset
         optimizer._lazy_init_hp_params_optimizer_state()
@@ -226,7 +225,7 @@ def _load_stage_3(engine: Any, saved: SavedState) -> None:
             first = count * optimizer._get_param_partition_rank(parameter)
             own = max(0, min(count, math.prod(_shape(parameter)) - first))  # the last rank's piece may end in padding
             pieces.append(Piece(names.pop(id(parameter)), start, own, first))
-        _fill(optimizer.optimizer, flat, pieces, saved)
+        fill(optimizer.optimizer, flat, pieces, saved)
         optimizer._reassign_or_swap_out_partitioned_parameters(index)
         if swapped:
             optimizer._optimizer_states_and_gradient_swap_out(index)
@@ -239,66 +238,7 @@ def _load_stage_3(engine: Any, saved: SavedState) -> None:
             parameter.partition(param_list=[parameter], has_been_updated=True)
 
 
-# What the stages share.
-
-
-class Piece(NamedTuple):
-    """The part of one parameter that a flat tensor of this rank holds: ``size`` elements, none where others have all."""
-
-    name: str
-    start: int
-    """Where it begins in the flat tensor."""
-    size: int
-    first: int
-    """Its first element in the whole, flattened parameter."""
-
-
-def _fill(optimizer: torch.optim.Optimizer, flat: Tensor, pieces: list[Piece], saved: SavedState) -> None:
-    """Weights, moments and step count of one flat tensor, from whole parameters that are read one at a time."""
-    held = optimizer.state[flat]
-    common: dict[str, float] | None = None
-    for name, start, size, first in pieces:
-        one = saved.parameter(name)
-        _make_moments(held, one, flat)
-        if one.moments or one.scalars:
-            common = dict(one.scalars) if common is None else common
-            same_step(one.name, common, one.scalars)
-        _put(flat, start, size, one.weight, first)
-        for key, moment in one.moments.items():
-            _put(held[key], start, size, moment, first)
-    _settle(optimizer, flat, common)
-
-
-def _make_moments(held: dict[str, Any], one: ParameterState, flat: Tensor) -> None:
-    """A fresh optimizer has no state yet: makes the tensors it would make at its first step."""
-    for key, moment in one.moments.items():
-        if moment.shape != one.weight.shape:
-            raise CheckpointError(
-                f"{one.name}: the optimizer's {key} has shape {list(moment.shape)}, the weight {list(one.weight.shape)}: "
-                "ZeRO cannot share such state among ranks; resume on ddp, horovod or single"
-            )
-        if not isinstance(held.get(key), Tensor):
-            held[key] = torch.zeros_like(flat.detach())
-
-
-def _put(target: Tensor, start: int, count: int, source: Tensor, first: int) -> None:
-    """Elements ``first`` to ``first + count`` of ``source`` into a flat ``target`` at ``start``."""
-    if count:
-        target.detach().narrow(0, start, count).copy_(source.flatten().narrow(0, first, count))
-
-
-def _settle(optimizer: torch.optim.Optimizer, flat: Tensor, scalars: dict[str, float] | None) -> None:
-    """The numbers, such as the step count, that go with one flat tensor. Without any saved, as before the first update."""
-    held = optimizer.state[flat]
-    if not held:
-        optimizer.state.pop(flat)  # to be made at the first step
-        return
-    if scalars is None:
-        moments, numbers = split(held)
-        for moment in moments.values():
-            moment.zero_()
-        scalars = dict.fromkeys(numbers, 0.0)
-    put_scalars(optimizer, held, scalars, optimizer.param_groups[0], flat.device)
+# The loss scale, of whichever wrapper there is.
 
 
 def _loss_scale(engine: Any) -> LossScaleState | None:

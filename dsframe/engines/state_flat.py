@@ -1,0 +1,71 @@
+"""Filling one of ZeRO's flat tensors, and the optimizer state that goes with it, from whole parameters."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+
+from dsframe.checkpoint.state import ParameterState, SavedState, put_scalars, split
+from dsframe.engines.state_replica import same_step
+from dsframe.errors import CheckpointError
+
+
+class Piece(NamedTuple):
+    """The part of one parameter that a flat tensor of this rank holds: ``size`` elements, none where others have all."""
+
+    name: str
+    start: int
+    """Where it begins in the flat tensor."""
+    size: int
+    first: int
+    """Its first element in the whole, flattened parameter."""
+
+
+def fill(optimizer: torch.optim.Optimizer, flat: Tensor, pieces: list[Piece], saved: SavedState) -> None:
+    """Weights, moments and step count of one flat tensor, from whole parameters that are read one at a time."""
+    held = optimizer.state[flat]
+    common: dict[str, float] | None = None
+    for name, start, size, first in pieces:
+        one = saved.parameter(name)
+        _make_moments(held, one, flat)
+        if one.moments or one.scalars:
+            common = dict(one.scalars) if common is None else common
+            same_step(one.name, common, one.scalars)
+        _put(flat, start, size, one.weight, first)
+        for key, moment in one.moments.items():
+            _put(held[key], start, size, moment, first)
+    _settle(optimizer, flat, common)
+
+
+def _make_moments(held: dict[str, Any], one: ParameterState, flat: Tensor) -> None:
+    """A fresh optimizer has no state yet: makes the tensors it would make at its first step."""
+    for key, moment in one.moments.items():
+        if moment.shape != one.weight.shape:
+            raise CheckpointError(
+                f"{one.name}: the optimizer's {key} has shape {list(moment.shape)}, the weight {list(one.weight.shape)}: "
+                "ZeRO cannot share such state among ranks; resume on ddp, horovod or single"
+            )
+        if not isinstance(held.get(key), Tensor):
+            held[key] = torch.zeros_like(flat.detach())
+
+
+def _put(target: Tensor, start: int, count: int, source: Tensor, first: int) -> None:
+    """Elements ``first`` to ``first + count`` of ``source`` into a flat ``target`` at ``start``."""
+    if count:
+        target.detach().narrow(0, start, count).copy_(source.flatten().narrow(0, first, count))
+
+
+def _settle(optimizer: torch.optim.Optimizer, flat: Tensor, scalars: dict[str, float] | None) -> None:
+    """The numbers, such as the step count, that go with one flat tensor. Without any saved, as before the first update."""
+    held = optimizer.state[flat]
+    if not held:
+        optimizer.state.pop(flat)  # to be made at the first step
+        return
+    if scalars is None:
+        moments, numbers = split(held)
+        for moment in moments.values():
+            moment.zero_()
+        scalars = dict.fromkeys(numbers, 0.0)
+    put_scalars(optimizer, held, scalars, optimizer.param_groups[0], flat.device)
