@@ -172,7 +172,7 @@ def test_without_the_library(name: str, message: str) -> None:
 STAND_IN = """#!{python} -S
 import os, signal, subprocess, sys, time
 role = os.environ.get("ROLE", "runner")
-print(role, os.getpid(), flush=True)
+os.write(1, f"{{role}} {{os.getpid()}}\\n".encode())  # one write: several processes share this output
 if role == "runner":
     own = [sys.executable, "-S", __file__]
     middle = subprocess.Popen(own, env=os.environ | {{"ROLE": "middle"}}, start_new_session=bool(os.environ.get("AWAY")))
