@@ -150,13 +150,27 @@ def _judge(text: str, label: str, options: argparse.Namespace, limit: int | None
     examined = examine(text, label, options.overrides, facts, path)
     if examined.config is None:
         return examined
-    more = _nodes(examined.config, options, label)
+    if options.processes and _reads_apart(examined.config, options):
+        examined = examine(text, label, options.overrides, replace(facts, replicas=True), path)
+    config = examined.config
+    assert config is not None
+    more = _nodes(config, options, label)
     clean = not any(problem.severity == "error" for problem in examined.problems)
     if clean:
-        more += _engine(examined.config, options, label)
+        more += _engine(config, options, label)
         if limit is not None:
-            more.append(memory.note(examined.config.deepspeed, options.processes or 1, limit, label))
+            more.append(memory.note(config.deepspeed, options.processes or 1, limit, label))
     return replace(examined, problems=examined.problems + tuple(more))
+
+
+def _reads_apart(config: Config, options: argparse.Namespace) -> bool:
+    """Whether the file cuts a model among ranks and the engine does not."""
+    if config.deepspeed.pipeline.stages == 1 and config.deepspeed.tensor_parallel.autotp_size < 2:
+        return False
+    from dsframe import engines
+
+    entry = engines.TABLE.get(options.engine or config.settings.engine)
+    return entry is not None and entry.replicas
 
 
 def _nodes(config: Config, options: argparse.Namespace, label: str) -> list[Problem]:

@@ -52,6 +52,11 @@ class Plan:
         """The run's seed."""
         return self.config.settings.seed
 
+    @property
+    def data_rank(self) -> int:
+        """Which share of each global batch is this rank's: 0 to data_parallel_size - 1. Ranks that split one model share it."""
+        return self.batch.data_rank(self.world.rank)
+
 
 @dataclass(frozen=True)
 class StepResult:
@@ -71,10 +76,16 @@ class Engine(ABC):
     """How one process takes part in training. The constructor sets everything up and is collective too."""
 
     plan: Plan
-    data_rank: int
-    """Which share of each global batch is this rank's: 0 to data_size - 1. Ranks that split one model have the same."""
-    data_size: int
-    """Number of shares."""
+
+    @property
+    def data_rank(self) -> int:
+        """Which share of each global batch is this rank's: 0 to data_size - 1."""
+        return self.plan.data_rank
+
+    @property
+    def data_size(self) -> int:
+        """Number of shares."""
+        return self.plan.batch.data_parallel_size
 
     @abstractmethod
     def __init__(self, plan: Plan) -> None:
@@ -89,7 +100,8 @@ class Engine(ABC):
         """**Collective.** The task's metrics over the first ``valid`` rows of ``batch``; the other rows are padding.
 
         Without valid rows (a rank that ran out of samples) the model still runs, because others may wait for its shards,
-        and the mapping is empty.
+        and the mapping is empty. Of the ranks that split one model, one has the metrics and the others an empty mapping:
+        sums over all ranks count every sample once.
         """
 
     @abstractmethod
@@ -152,5 +164,7 @@ def build_model(plan: Plan) -> nn.Module:
     torch.manual_seed(plan.seed)
     with plan.device:
         model = plan.task.model()
-    torch.manual_seed(plan.seed + 1 + plan.world.rank)  # dropout differs between ranks, as it must
+    torch.manual_seed(
+        plan.seed + 1 + plan.data_rank
+    )  # dropout differs between ranks that see different samples, as it must
     return model

@@ -94,10 +94,11 @@ def execute(
     settings = config.settings
     task = task or tasks.build(settings.task, settings.seed)
     task.seed = settings.seed
-    batch, device = config.batch(world.size), device_of(world)
+    replicas = choice.entry.replicas
+    batch, device = config.batch(world.size, replicas=replicas), device_of(world)
     loader, evaluation = _loaders(config, task, batch, world, device)
     cadence = _cadence(config, loader, evaluates=evaluation is not None)
-    config = config.resolve(Facts(world_size=world.size, total_steps=cadence.total_steps, hidden_size=task.hidden_size))
+    config = config.resolve(Facts(world.size, cadence.total_steps, task.hidden_size, replicas))
     optimizer = optimizers.read(config)
     schedule = _schedule(config, optimizer.learning_rate)
     plan = Plan(config, world, task, optimizer, schedule, batch, device, verbose)
@@ -114,7 +115,7 @@ def execute(
     for line in (*choice.announcements, *notes, *_cautions(task)):
         progress.say(f"dsframe: {line}")
     _claim(directory, world)
-    engine = engines.load(choice.name)(plan)
+    engine = engines.load(choice.name, config)(plan)
     agree(engine, _facts(config, loader, evaluation))
     progress.say(
         f"dsframe: {engine.description}; {world.size} x {device.type} under {world.launcher}, {threads} thread(s) each; "
@@ -165,13 +166,13 @@ def _loaders(
     """This rank's shares of the training and the held-out data."""
     from dsframe.data import EvaluationLoader, Loader
 
-    seed, ranks = config.settings.seed, batch.data_parallel_size
+    seed, rank, ranks = config.settings.seed, batch.data_rank(world.rank), batch.data_parallel_size
     loader = Loader(
         task.train_data(),
         seed=seed,
         micro_batch_size=batch.micro_batch_size,
         accumulation_steps=batch.accumulation_steps,
-        rank=world.rank,
+        rank=rank,
         ranks=ranks,
         drop_last=config.deepspeed.dataloader_drop_last,
         device=device,
@@ -182,7 +183,7 @@ def _loaders(
         return loader, None
     size = config.settings.eval_micro_batch_size or batch.micro_batch_size
     return loader, EvaluationLoader(
-        held_out, seed=seed, micro_batch_size=size, rank=world.rank, ranks=ranks, device=device, workers=task.workers
+        held_out, seed=seed, micro_batch_size=size, rank=rank, ranks=ranks, device=device, workers=task.workers
     )
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dsframe import engines, optimizers, schedules, world
-from dsframe.config import load
+from dsframe.config import Facts, load
 from dsframe.data import EvaluationLoader, TensorSource
 from dsframe.engine import Engine, Plan, StepResult
 from dsframe.process_group import device_of
@@ -149,8 +149,9 @@ def make(file: dict[str, Any] | str, name: str) -> Engine:
     config, here = load(file), world.here()
     task, optimizer = Blobs(), optimizers.read(config)
     schedule = schedules.constant(optimizer.learning_rate)
+    config = config.resolve(Facts(here.size, replicas=engines.TABLE[name].replicas))
     plan = Plan(config, here, task, optimizer, schedule, config.batch(here.size), device_of(here))
-    return engines.load(name)(plan)
+    return engines.load(name, config)(plan)
 
 
 if __name__ == "__main__":

@@ -224,7 +224,7 @@ def _restore_generators(engine: Engine, checkpoint: Checkpoint) -> None:
     if plan.world.rank < len(kept):
         generators.restore(kept[plan.world.rank], plan.device)
     else:
-        torch.manual_seed(plan.seed + 1 + plan.world.rank + 1_000_003 * checkpoint.step)
+        torch.manual_seed(plan.seed + 1 + plan.data_rank + 1_000_003 * checkpoint.step)
 
 
 def _quietly(action: Callable[[], Any]) -> Any:

@@ -32,6 +32,8 @@ class Facts:
     """Optimizer steps of the whole training."""
     hidden_size: int | None = None
     """Hidden size of the model."""
+    replicas: bool | None = None
+    """Whether the engine leaves pipeline and tensor parallelism be, so that every process reads samples of its own."""
 
 
 Answer = tuple[Any, str] | None

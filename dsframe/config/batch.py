@@ -26,6 +26,16 @@ class Batch:
     """One sentence for each value that the file does not give."""
     deepspeed_ranks: int = field(default=0, repr=False)
     """Ranks by which DeepSpeed computes its ``train_batch_size``: it counts tensor-parallel ranks as data parallel."""
+    tensor_parallel_size: int = 1
+    """Ranks that split each layer among themselves. They are neighbours, and read the same samples."""
+
+    def data_rank(self, rank: int) -> int:
+        """Which share of each global batch is ``rank``'s: 0 to ``data_parallel_size`` - 1.
+
+        DeepSpeed's order of ranks: pipeline stages outermost, tensor-parallel ranks innermost
+        (``runtime/pipe/topology.py``, PipeModelDataParallelTopology).
+        """
+        return rank // self.tensor_parallel_size % self.data_parallel_size
 
     @property
     def deepspeed_train_batch_size(self) -> int:
@@ -54,7 +64,12 @@ def replica_size(file: File) -> tuple[int, dict[str, int]]:
 
 
 def solve(file: File, world_size: int, findings: Findings, replicas: bool = False) -> Batch | None:
-    """The batch sizes on ``world_size`` processes; problems go to ``findings``. ``replicas``: one model on each."""
+    """The batch sizes on ``world_size`` processes; problems go to ``findings``. ``replicas``: one model on each.
+
+    With replicas the file means the same samples in a step as without: DeepSpeed's way of counting tensor-parallel ranks is
+    kept, though there are none.
+    """
+    tensor = max(1, file.tensor_parallel.autotp_size)
     size, factors = (1, {}) if replicas else replica_size(file)
     if world_size % size:
         product = " x ".join(f"{value} ({key})" for key, value in factors.items())
@@ -69,8 +84,8 @@ def solve(file: File, world_size: int, findings: Findings, replicas: bool = Fals
         return None
     # DeepSpeed forgets tensor-parallel ranks when it checks the triangle (measured: 2 ranks, autotp_size 2, micro 4
     # want train_batch_size 8, although a step reads 4 different samples).
-    ranks = world_size // (size // factors.get("tensor_parallel.autotp_size", 1))
     data_parallel = world_size // size
+    ranks = data_parallel * tensor
     train, micro, steps = file.train_batch_size, file.train_micro_batch_size_per_gpu, file.gradient_accumulation_steps
     if train is None and micro is None:
         missing(findings)
@@ -99,7 +114,8 @@ def solve(file: File, world_size: int, findings: Findings, replicas: bool = Fals
             f"{train} means {micro * steps * data_parallel} different samples in a step",
             code="batch",
         )
-    return Batch(micro * steps * data_parallel, micro, steps, data_parallel, tuple(derived), ranks)
+    samples = micro * steps * data_parallel
+    return Batch(samples, micro, steps, data_parallel, tuple(derived), ranks, 1 if replicas else tensor)
 
 
 def check_groups(file: File, world_size: int, findings: Findings) -> None:

@@ -72,12 +72,12 @@ class Config:
     _name: str = field(default="", repr=False)
     _overrides: tuple[str, ...] = field(default=(), repr=False)
 
-    def batch(self, world_size: int, *, replicas: bool = False) -> Batch:
+    def batch(self, world_size: int, *, replicas: bool | None = None) -> Batch:
         """The batch sizes on ``world_size`` processes, exact.
 
         Args:
             replicas: Every process holds a whole model, whatever the file says about pipeline and tensor parallelism: as
-                Horovod and DDP do.
+                Horovod and DDP do. Default: as in ``facts``.
 
         Raises:
             ConfigError: they cannot be: the sizes disagree, or the world size does not divide.
@@ -85,7 +85,7 @@ class Config:
         findings = self._findings()
         file = self.deepspeed
         assert isinstance(file, File)
-        result = solve(file, world_size, findings, replicas)
+        result = solve(file, world_size, findings, bool(self.facts.replicas) if replicas is None else replicas)
         if result is None:
             raise ConfigError(findings.sorted())
         return result
@@ -253,7 +253,7 @@ def _check_batch(file: File, facts: Facts, findings: Findings) -> None:
     if any(findings.fails((key,)) for key in (TRAIN, MICRO, STEPS)):
         return
     if facts.world_size is not None:
-        if solve(file, facts.world_size, findings) is not None:
+        if solve(file, facts.world_size, findings, bool(facts.replicas)) is not None:
             check_groups(file, facts.world_size, findings)
     elif file.train_batch_size is None and file.train_micro_batch_size_per_gpu is None:
         missing(findings)

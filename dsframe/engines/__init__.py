@@ -28,10 +28,10 @@ _MODELS_OWN = frozenset({"activation_checkpointing"})
 # What only watches the training.
 _OBSERVERS = frozenset({"flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger"})
 _REPLICA = frozenset({"fp16", "bf16", "autocast"})
+# How one model is cut among ranks: where it lives as well, but ranks that share a model also share their samples.
+_CUTS = frozenset({"pipeline", "tensor_parallel"})
 # What no engine can do yet, and why.
 _LATER = {
-    "pipeline": "needs an engine that cuts models into stages, which this version does not have yet",
-    "tensor_parallel": "needs an engine that splits layers, which this version does not have yet",
     "unmanaged_accumulation": "leaves it to the program when to step; dsframe steps after every global batch",
 }
 
@@ -52,6 +52,15 @@ class Entry:
     """Features without which the training is the same; this engine goes without them, and says so."""
     otherwise: Mapping[str, str] = field(default_factory=dict)
     """Why a feature is refused, where there is more to say than that the engine cannot."""
+    variants: Mapping[str, str] = field(default_factory=dict)
+    """Feature -> the ``module:Class`` that takes the place of ``target`` where a file switches it on."""
+    holds: str = "a full replica on every rank"
+    """What this engine keeps instead of what it replicates."""
+
+    @property
+    def replicas(self) -> bool:
+        """Whether every rank reads samples of its own, whatever the file says about pipeline and tensor parallelism."""
+        return self.replicates >= _CUTS
 
 
 TABLE: dict[str, Entry] = {
@@ -59,6 +68,7 @@ TABLE: dict[str, Entry] = {
         "dsframe.engines.zero:ZeroEngine",
         package="deepspeed",
         honours=_PLACEMENT
+        | _CUTS
         | _OBSERVERS
         | _REPLICA
         | {
@@ -75,24 +85,25 @@ TABLE: dict[str, Entry] = {
             "adasum": "combines updates as only Horovod does",
             "fp16_compression": "is Horovod's; DeepSpeed's is communication_data_type",
         },
+        variants={"pipeline": "dsframe.engines.pipeline:PipelineEngine"},
     ),
     "horovod": Entry(
         "dsframe.engines.horovod:HorovodEngine",
         package="horovod",
         honours=_REPLICA | {"gradient_sum", "adasum", "fp16_compression"},
-        replicates=_PLACEMENT,
+        replicates=_PLACEMENT | _CUTS,
         ignores=_OBSERVERS | _MODELS_OWN,
     ),
     "ddp": Entry(
         "dsframe.engines.ddp:DdpEngine",
         honours=_REPLICA | {"gradient_sum"},
-        replicates=_PLACEMENT,
+        replicates=_PLACEMENT | _CUTS,
         ignores=_OBSERVERS | _MODELS_OWN,
     ),
     "single": Entry(
         "dsframe.engines.single:SingleEngine",
         honours=_REPLICA | {"gradient_sum"},
-        replicates=_PLACEMENT,
+        replicates=_PLACEMENT | _CUTS,
         ignores=_OBSERVERS | _MODELS_OWN,
     ),
 }
@@ -167,9 +178,7 @@ def examine(config: Config, name: str) -> tuple[list[Problem], list[str]]:
     ]
     notes = []
     if replicated:
-        notes.append(
-            f"{name} keeps a full replica on every rank instead of {', '.join(replicated)}: the same training, more memory"
-        )
+        notes.append(f"{name} keeps {entry.holds} instead of {', '.join(replicated)}: the same training, more memory")
     if ignored:
         notes.append(
             f"{name} goes without {', '.join(ignored)}: the same training; metrics.jsonl has the run's figures"
@@ -185,9 +194,13 @@ def _remedy(name: str) -> str:
     return f"run make setup, or: pip install {TABLE[name].package}"
 
 
-def load(name: str) -> type[Engine]:
-    """The engine's class. Raises EngineError where its package cannot be imported."""
-    module, _, cls = TABLE[name].target.partition(":")
+def load(name: str, config: Config) -> type[Engine]:
+    """The engine's class for this file. Raises EngineError where its package cannot be imported."""
+    from dsframe.config import features
+
+    entry = TABLE[name]
+    on = [feature.name for feature in features(config) if feature.name in entry.variants]
+    module, _, cls = (entry.variants[on[0]] if on else entry.target).partition(":")
     try:
         loaded: type[Engine] = getattr(importlib.import_module(module), cls)
     except ImportError as error:

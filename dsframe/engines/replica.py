@@ -27,7 +27,6 @@ class ReplicaEngine(Engine):
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Builds the model from the seed, the optimizer over it, and makes both the same on all ranks."""
         self.plan = plan
-        self.data_rank, self.data_size = plan.world.rank, plan.world.size
         self._dtype = precision.parameter_dtype(plan.config)
         self.model = build_model(plan)
         for parameter in self.model.parameters():  # buffers keep their dtype, as with DeepSpeed

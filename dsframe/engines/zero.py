@@ -40,7 +40,6 @@ class ZeroEngine(Engine):
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises EngineError where this machine lacks what the file asks for (fp16, libaio)."""
         self.plan = plan
-        self.data_rank, self.data_size = plan.world.rank, plan.world.size
         self._stage = plan.config.deepspeed.zero_optimization.stage
         self._dtype = precision.parameter_dtype(plan.config)
         self._refuse_what_the_machine_lacks()

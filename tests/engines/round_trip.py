@@ -30,21 +30,22 @@ def main(path: str) -> None:
 
     torch.set_num_threads(1)
     task = tasks.build(config.settings.task, 0)
+    choice = engines.choose(config, world.launcher)
+    config = config.resolve(Facts(world.size, total_steps=10, replicas=choice.entry.replicas))
     batch, device = config.batch(world.size), device_of(world)
-    config = config.resolve(Facts(world_size=world.size, total_steps=10, hidden_size=None))
     optimizer = optimizers.read(config)
     loader = Loader(
         task.train_data(),
         seed=0,
         micro_batch_size=batch.micro_batch_size,
         accumulation_steps=batch.accumulation_steps,
-        rank=world.rank,
-        ranks=world.size,
+        rank=batch.data_rank(world.rank),
+        ranks=batch.data_parallel_size,
         device=device,
     )
     rates = schedules.build("WarmupLR", optimizer.learning_rate, {"warmup_num_steps": 6})
     plan = Plan(config, world, task, optimizer, rates, batch, device)
-    engine = engines.load(engines.choose(config, world.launcher).name)(plan)
+    engine = engines.load(choice.name, config)(plan)
 
     def steps(first: int, last: int) -> list[float]:
         losses = []

@@ -256,6 +256,25 @@ def test_deepspeed_counts_tensor_parallel_ranks_as_data_parallel() -> None:
     assert config.for_deepspeed(2)[TRAIN] == 8  # measured: what DeepSpeed 0.19.8 asserts
 
 
+@pytest.mark.parametrize("cut", [{"pipeline": {"stages": 2}}, {"tensor_parallel": {"autotp_size": 2}}])
+def test_the_samples_of_a_step_do_not_depend_on_who_cuts_the_model(cut: dict[str, Any]) -> None:
+    """The same file on an engine of full replicas: other ranks read, but a step has the same samples."""
+    config = load({TRAIN: 16, STEPS: 2, **cut})
+    cutting, replicas = config.batch(2), config.batch(2, replicas=True)
+    assert (cutting.data_parallel_size, replicas.data_parallel_size) == (1, 2)
+    assert cutting.train_batch_size == replicas.train_batch_size
+    assert config.batch(1, replicas=True).train_batch_size == cutting.train_batch_size
+    assert config.resolve(Facts(world_size=1, replicas=True)).batch(1).train_batch_size == cutting.train_batch_size
+
+
+def test_ranks_that_split_a_model_read_the_same_samples() -> None:
+    """In DeepSpeed's order of ranks: pipe, data, tensor."""
+    file = {MICRO: 1, "pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}}
+    batch = load(file).batch(8)
+    assert [batch.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
+    assert [load({MICRO: 1}).batch(3).data_rank(rank) for rank in range(3)] == [0, 1, 2]
+
+
 @pytest.mark.parametrize(
     ("given", "world", "message"),
     [
@@ -333,7 +352,8 @@ def test_groups_that_cannot_be(given: dict[str, Any], world: int, message: str) 
 def test_engines_of_replicas_count_every_process() -> None:
     config = load({TRAIN: 16, "pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}})
     batch = config.batch(4, replicas=True)
-    assert (batch.train_batch_size, batch.micro_batch_size, batch.data_parallel_size) == (16, 4, 4)
+    assert (batch.train_batch_size, batch.micro_batch_size, batch.data_parallel_size) == (8, 2, 4)
+    assert config.batch(4).train_batch_size == 8  # as where the model is cut: DeepSpeed counts tensor-parallel ranks
 
 
 def test_what_is_passed_through_may_come_from_the_command_line() -> None:
