@@ -207,6 +207,7 @@ def _dsframe(bench: Judge) -> None:
         ):
             if bench.wrote("dsframe", "task", key) and dataset not in homes:
                 bench.idle(("dsframe", "task", key), f'has no effect with dataset "{dataset}"')
-    for name in ("horovod", "ddp"):
-        if bench.wrote("dsframe", name) and settings.engine not in ("auto", name):
+    readers = {"horovod": "horovod", "ddp": "ddp", "parameter_averaging": "reference-parameter-averaging"}
+    for name, engine in readers.items():
+        if bench.wrote("dsframe", name) and settings.engine not in ("auto", engine):
             bench.findings.note(("dsframe", name), f'has no effect with engine "{settings.engine}"', code="no-effect")

@@ -8,7 +8,17 @@ from pydantic import Discriminator, Field, Tag
 
 from dsframe.config.schema.base import Count, Positive, Section, Size
 
-EngineName = Literal["auto", "deepspeed", "horovod", "ddp", "single"]
+EngineName = Literal[
+    "auto",
+    "deepspeed",
+    "horovod",
+    "ddp",
+    "single",
+    "reference-allreduce",
+    "reference-parameter-averaging",
+    "reference-parameter-server",
+    "reference-dataparallel",
+]
 """The engines, by name; ``auto`` follows the launcher."""
 
 
@@ -117,6 +127,13 @@ class Ddp(Section):
     """Look, at each step, for parameters that take no part in the loss. Slower; without it such a model is refused."""
 
 
+class ParameterAveraging(Section):
+    """Options of the engine "reference-parameter-averaging"."""
+
+    every_steps: Count = 1
+    """Optimizer steps between two averages of the ranks' weights."""
+
+
 class Checkpoints(Section):
     """When the run saves its state, and what it keeps."""
 
@@ -136,7 +153,8 @@ class Settings(Section):
     """Everything about the run that is not DeepSpeed's."""
 
     engine: EngineName = "auto"
-    """Who trains: ``deepspeed``, ``horovod``, ``ddp``, ``single``; ``auto`` is the launcher's own engine."""
+    """Who trains: ``deepspeed``, ``horovod``, ``ddp``, ``single``; ``auto`` is the launcher's own engine. The ``reference-``
+    engines are textbook methods, to learn from and to compare with."""
     fallback: Literal["allow", "error"] = "allow"
     """When the engine is not installed: take the next best and say so, or stop."""
     task: Task = Field(default_factory=VisionTask.model_construct)
@@ -163,6 +181,8 @@ class Settings(Section):
     """Options of the Horovod engine."""
     ddp: Ddp = Field(default_factory=Ddp.model_construct)
     """Options of the DDP engine."""
+    parameter_averaging: ParameterAveraging = Field(default_factory=ParameterAveraging.model_construct)
+    """Options of the engine "reference-parameter-averaging"."""
     pass_through: list[str] = []
     """Keys that this schema does not know and that DeepSpeed shall get all the same; dotted when nested."""
 

@@ -56,6 +56,8 @@ class Entry:
     """Feature -> the ``module:Class`` that takes the place of ``target`` where a file switches it on."""
     holds: str = "a full replica on every rank"
     """What this engine keeps instead of what it replicates."""
+    caution: str = ""
+    """What the user is told whenever this engine runs."""
 
     @property
     def replicas(self) -> bool:
@@ -105,6 +107,37 @@ TABLE: dict[str, Entry] = {
         honours=_REPLICA | {"gradient_sum"},
         replicates=_PLACEMENT | _CUTS,
         ignores=_OBSERVERS | _MODELS_OWN,
+    ),
+    # Textbook methods, to learn from and to compare with.
+    "reference-allreduce": Entry(
+        "dsframe.engines.references.allreduce:AllReduceEngine",
+        honours=_REPLICA | {"gradient_sum"},
+        replicates=_PLACEMENT | _CUTS,
+        ignores=_OBSERVERS | _MODELS_OWN,
+    ),
+    "reference-parameter-averaging": Entry(
+        "dsframe.engines.references.averaging:ParameterAveragingEngine",
+        honours=_REPLICA - {"fp16"},
+        replicates=_PLACEMENT | _CUTS,
+        ignores=_OBSERVERS | _MODELS_OWN,
+        otherwise={"fp16": "would let ranks skip different updates", "gradient_sum": "has no meaning for weights"},
+        caution="parameter averaging is not the training that this file means on other engines, unless the optimizer is plain "
+        "SGD, no clipping bites and every step is averaged: each rank's optimizer sees its own samples alone",
+    ),
+    "reference-parameter-server": Entry(
+        "dsframe.engines.references.server:ParameterServerEngine",
+        honours=_REPLICA - {"fp16"} | {"gradient_sum"},
+        replicates=_PLACEMENT | _CUTS,
+        ignores=_OBSERVERS | _MODELS_OWN,
+        otherwise={"fp16": "would need the server to tell everybody about overflows"},
+        holds="all optimizer state on rank 0 and the whole model on every rank",
+    ),
+    "reference-dataparallel": Entry(
+        "dsframe.engines.references.dataparallel:DataParallelEngine",
+        honours=_REPLICA | {"gradient_sum"},
+        replicates=_PLACEMENT | _CUTS,
+        ignores=_OBSERVERS | _MODELS_OWN,
+        holds="everything in one process",
     ),
 }
 
@@ -176,7 +209,7 @@ def examine(config: Config, name: str) -> tuple[list[Problem], list[str]]:
         for feature in found
         if feature.name not in entry.replicates | entry.ignores
     ]
-    notes = []
+    notes = [entry.caution] if entry.caution else []
     if replicated:
         notes.append(f"{name} keeps {entry.holds} instead of {', '.join(replicated)}: the same training, more memory")
     if ignored:

@@ -41,6 +41,14 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ddp fp16": ("ddp", 2, FP16),
     "ddp autocast fp16": ("ddp", 2, AUTOCAST_FP16),
     "single": ("single", 1, {}),
+    "reference all-reduce fp16": ("reference-allreduce", 2, FP16),
+    "reference averaging": (
+        "reference-parameter-averaging",
+        2,
+        {"dsframe": {"parameter_averaging": {"every_steps": 2}}},
+    ),
+    "reference server": ("reference-parameter-server", 3, {"train_batch_size": 24}),
+    "reference dataparallel": ("reference-dataparallel", 1, {}),
     "single bf16": ("single", 1, BF16),
 }
 

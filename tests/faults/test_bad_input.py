@@ -6,14 +6,18 @@ import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
+from typing import get_args
 
 import pytest
 
+from dsframe.config.settings import EngineName
 from tests.faults.environments import environment_without
 from tests.processes import REPOSITORY, Finished, Running, deepspeed, horovodrun, python, run_ranks, torchrun
 
 TRAIN = ["-m", "dsframe.train", "--set", "dsframe.steps=2"]
 SYNTHETIC = ["--set", "dsframe.task.dataset=synthetic", "--set", "dsframe.task.samples=256"]
+*OTHERS, LAST = get_args(EngineName)
+ENGINES = ", ".join(f'"{name}"' for name in OTHERS) + f' or "{LAST}"'
 OWN_TASK = '{"name": "tests.faults.broken_task:BrokenTask"}'
 
 
@@ -41,8 +45,7 @@ def said(finished: Finished) -> str:
         ),
         (
             '{"train_batch_size": 8,\n "dsframe": {"engine": "horovodd"}}',
-            'my.json:2:24: dsframe.engine: "horovodd" must be "auto", "deepspeed", "horovod", "ddp" or "single"; '
-            'did you mean "horovod"?',
+            'my.json:2:24: dsframe.engine: "horovodd" must be ' + ENGINES + '; did you mean "horovod"?',
         ),
         ('{"train_batch_size": 8,', 'my.json:1:1: "{" is never closed; add the missing }'),
         ("train", "my.json:1:1: expected a key and ':', found 'train'; check quotes and commas"),

@@ -3,9 +3,15 @@
 
 from __future__ import annotations
 
+from typing import get_args
+
 import pytest
 
 from dsframe.config.load import examine
+from dsframe.config.settings import EngineName
+
+*OTHERS, LAST = get_args(EngineName)
+ENGINES = ", ".join(f'"{name}"' for name in OTHERS) + f' or "{LAST}"'
 
 MISTAKES = [
     (
@@ -366,7 +372,7 @@ MISTAKES = [
     (
         "unknown engine",
         '{"train_batch_size": 8, "dsframe": {"engine": "horovodd"}}',
-        'f.json:1:47: dsframe.engine: "horovodd" must be "auto", "deepspeed", "horovod", "ddp" or "single"; did you mean "horovod"?',
+        'f.json:1:47: dsframe.engine: "horovodd" must be ' + ENGINES + '; did you mean "horovod"?',
     ),
     (
         "heads and width",

@@ -1,0 +1,102 @@
+"""Reference: a synchronous parameter server (Li et al. 2014, OSDI; Dean et al. 2012, NIPS: DistBelief).
+
+Rank 0 alone has the optimizer. After the backward pass every other rank sends it its gradients, it updates the weights, and
+sends them back. Rank 0 also trains on its share of the batch, so the training is data parallelism's, up to the order in which
+gradients are added. All-reduce has replaced it:
+
+* Every byte passes through the server: it takes in (N - 1) times the gradients and gives out (N - 1) times the weights,
+  2 (N - 1) in all, while a ring's ranks send 2 (N - 1) / N each, however many they are.
+* While the server adds and updates, everybody else waits; with sharded servers that becomes ZeRO (arXiv 1910.02054): each
+  rank is the server of its own share.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator
+from dataclasses import replace
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsframe.checkpoint.share import share
+from dsframe.checkpoint.state import EngineState, ParameterState, SavedState
+from dsframe.engine import StepResult
+from dsframe.engines.references.common import ReferenceEngine
+
+
+class ParameterServerEngine(ReferenceEngine):
+    """Rank 0 updates for all; the others push gradients and pull weights."""
+
+    @property
+    def description(self) -> str:
+        """For the first line of a run."""
+        return "reference: synchronous parameter server on rank 0"
+
+    @property
+    def _serves(self) -> bool:
+        return self.plan.world.is_main
+
+    @property
+    def _workers(self) -> range:
+        return range(1, self.plan.world.size)
+
+    def _synchronize(self) -> None:
+        """**Collective.** Push: after it rank 0 has the global gradients, the others have let go of theirs."""
+        self._fill_gradients()
+        divisor = 1 if self.plan.config.deepspeed.gradient_allreduce_op == "sum" else self.plan.world.size
+        for parameter in self._parameters:
+            assert parameter.grad is not None
+            gradient = parameter.grad.contiguous()
+            if self._serves:
+                arrived = torch.empty_like(gradient)
+                for worker in self._workers:
+                    dist.recv(arrived, worker)
+                    gradient += arrived
+                parameter.grad = gradient.div_(divisor)
+            else:
+                dist.send(gradient, 0)
+                parameter.grad = None
+
+    def _update(self, loss: Tensor, learning_rate: float, scale: float) -> StepResult:
+        """**Collective.** Pull: rank 0 clips and updates, then everybody has its weights."""
+        if self._serves:
+            result = super()._update(loss, learning_rate, scale)
+            self._pull()
+            return result
+        self._pull()
+        self._updates += 1
+        if self._masters:
+            self._masters.give_weights()
+        return StepResult(loss.float(), learning_rate)
+
+    @torch.no_grad()
+    def _pull(self) -> None:
+        for parameter in self._parameters:
+            if self._serves:
+                for worker in self._workers:
+                    dist.send(parameter.data, worker)
+            else:
+                dist.recv(parameter.data, 0)
+
+    def state(self) -> EngineState:
+        """**Collective** to read to its end: rank 0 tells the others what its optimizer holds, one parameter at a time."""
+        own = super().state()
+        return replace(own, parameters=self._told(own.parameters))
+
+    def _told(self, parameters: Iterable[ParameterState]) -> Iterator[ParameterState]:
+        for one in parameters:
+            shapes = {key: list(moment.shape) for key, moment in one.moments.items()}
+            shapes, scalars = json.loads(share(self, json.dumps([shapes, dict(one.scalars)]))[0])
+            moments = {}
+            for key, shape in shapes.items():
+                moments[key] = one.moments[key] if self._serves else one.weight.new_empty(shape)
+                dist.broadcast(moments[key], src=0)
+            yield ParameterState(one.name, one.weight, moments, scalars)
+
+    def load_state(self, saved: SavedState) -> None:
+        """Every rank reads the weights, rank 0 alone keeps the optimizer's state."""
+        super().load_state(saved)
+        if not self._serves:
+            self.optimizer.state.clear()
