@@ -95,6 +95,12 @@ class CheckpointError(DsframeError):
     exit_code = 8
 
 
+class HangError(DsframeError):
+    """No step ended in time: the watchdog ends the process with this code, and never raises it."""
+
+    exit_code = 9
+
+
 class StoppedError(DsframeError):
     """A signal asked the run to stop: it has saved and can be resumed. The exit code is sysexits.h's EX_TEMPFAIL."""
 

@@ -88,6 +88,7 @@ def execute(
     from dsframe.process_group import device_of
     from dsframe.report.progress import Progress
     from dsframe.report.record import Record
+    from dsframe.report.watchdog import Watchdog
     from dsframe.trainer import Trainer
 
     torch.set_num_threads(threads)  # for a program that had imported torch already
@@ -147,7 +148,10 @@ def execute(
         say=progress.say,
     )
     try:
-        summary = Trainer(engine, loader, evaluation, cadence, progress, record, saver).fit(start)
+        with Watchdog(engine, settings.hang_timeout_seconds) as watchdog:
+            saver.sign_of_life = watchdog.beat
+            trainer = Trainer(engine, loader, evaluation, cadence, progress, record, saver, watchdog)
+            summary = trainer.fit(start)
     except (StoppedError, TrainingError, CheckpointError):  # all ranks raise these together
         progress.close()
         engine.close()

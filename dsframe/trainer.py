@@ -24,6 +24,7 @@ from dsframe.errors import StoppedError, TrainingError
 from dsframe.report.memory import peak_memory_bytes
 from dsframe.report.progress import Progress, clock
 from dsframe.report.record import Record
+from dsframe.report.watchdog import Watchdog
 from dsframe.tasks.task import Sum
 
 
@@ -80,10 +81,12 @@ class Trainer:
         progress: Progress,
         record: Record | None,
         saver: Saver,
+        watchdog: Watchdog,
     ) -> None:
-        """``record``: where figures are written down; None on every rank but 0."""
+        """``record``: where figures are written down; None on every rank but 0. ``watchdog``: entered by the caller."""
         self.engine, self.loader, self.evaluation, self.cadence = engine, loader, evaluation, cadence
         self.progress, self.record, self.saver = progress, record, saver
+        self._watchdog = watchdog
         self._first = 1
         self._results: Mapping[str, float] = {}
         self._skipped = 0
@@ -103,7 +106,8 @@ class Trainer:
         stream = self.loader.stream(start.step, total)
         with StopRequest(self.engine, start.step) as stop:
             for step in range(self._first, total + 1):
-                result = self.engine.train_step(_take(stream, batch.accumulation_steps))
+                result = self.engine.train_step(self._take(stream, batch.accumulation_steps))
+                self._watchdog.done(step)
                 self.progress.advance()
                 if self.cadence.logs(step):
                     loss = self._log(step, result)
@@ -159,6 +163,7 @@ class Trainer:
         began = time.perf_counter()
         sums: dict[str, Sum] = {}
         for batch, valid in self.evaluation:
+            self._watchdog.beat()
             for name, value in self.engine.eval_step(batch, valid).items():
                 sums[name] = sums[name] + value if name in sums else value
         self._results = self._means(sums)
@@ -195,8 +200,8 @@ class Trainer:
         own[plan.world.rank] = peak_memory_bytes(plan.device)
         return tuple(int(value) for value in self.engine.sum_over_ranks(own).tolist())
 
-
-def _take(stream: Iterator[Any], count: int) -> Iterator[Any]:
-    """The next ``count`` items, leaving the stream open for the next step."""
-    for _ in range(count):
-        yield next(stream)
+    def _take(self, stream: Iterator[Any], count: int) -> Iterator[Any]:
+        """The next ``count`` items, leaving the stream open for the next step."""
+        for _ in range(count):
+            self._watchdog.beat()
+            yield next(stream)

@@ -12,7 +12,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -112,7 +112,13 @@ def digest_of(tensors: Mapping[str, Tensor]) -> str:
 
 
 def write_state(
-    state: EngineState, folder: Path, rank: int, ranks: int, buffers: str | None, part_bytes: int = PART_BYTES
+    state: EngineState,
+    folder: Path,
+    rank: int,
+    ranks: int,
+    buffers: str | None,
+    part_bytes: int = PART_BYTES,
+    sign_of_life: Callable[[], None] = lambda: None,
 ) -> tuple[PartWriter, str]:
     """**Collective.** Writes this rank's share of ``state``. Returns the writer and what went wrong, "" where nothing did.
 
@@ -123,6 +129,7 @@ def write_state(
     for one in state.parameters:
         if not failure:
             failure = attempt(lambda one=one: writer.take(one))
+        sign_of_life()
     if not failure:
         failure = attempt(writer.finish)
     if not failure and buffers and state.buffers:

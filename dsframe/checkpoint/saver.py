@@ -43,6 +43,8 @@ class Saver:
         self._every, self._at_end, self._retention, self._say = every_steps, at_end, retention, say
         self.saved_step: int | None = None
         """The step of the newest checkpoint that this run wrote or went on from."""
+        self.sign_of_life: Callable[[], None] = lambda: None
+        """Called after each parameter: a large checkpoint may take longer than a hang is allowed to."""
 
     def due(self, step: int, total_steps: int) -> bool:
         """Whether a checkpoint is to be written after ``step``."""
@@ -60,7 +62,10 @@ class Saver:
         self._check(step, begun)
         state = engine.state()
         folder = self._store.partial(step)
-        writer, failure = portable.write_state(state, folder, world.rank, world.size, self._buffers_file(state))
+        buffers = self._buffers_file(state)
+        writer, failure = portable.write_state(
+            state, folder, world.rank, world.size, buffers, sign_of_life=self.sign_of_life
+        )
         random = json.dumps(generators.capture(engine.plan.device))
         report = {"failure": failure, "random": random, "files": {k: asdict(v) for k, v in writer.files.items()}}
         reports = [json.loads(text) for text in share(engine, json.dumps(report))]

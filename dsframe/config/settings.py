@@ -177,6 +177,9 @@ class Settings(Section):
     """When the run saves its state, and what it keeps."""
     threads_per_rank: Count | None = None
     """CPU threads of a rank. Default: OMP_NUM_THREADS, else the host's usable cores shared among its ranks."""
+    hang_timeout_seconds: Annotated[float, Field(ge=0)] = 300.0
+    """The longest time without a sign of life (a micro-batch, an evaluation batch, a parameter saved) before the run is ended
+    and says which rank is missing; three times as long until the first step has ended. 0: wait for ever."""
     horovod: Horovod = Field(default_factory=Horovod.model_construct)
     """Options of the Horovod engine."""
     ddp: Ddp = Field(default_factory=Ddp.model_construct)

@@ -13,7 +13,8 @@ from dsframe import Task
 
 
 class BrokenTask(Task):
-    """Trains a line; on rank 1, the fifth loss raises where FAULT is "raise" and ends the process where it is "exit"."""
+    """Trains a line; on rank 1, the fifth loss raises where FAULT is "raise" and ends the process where it is "exit";
+    where it is "sleep" it sleeps, and the other rank waits for its gradients."""
 
     calls = 0
 
@@ -32,6 +33,8 @@ class BrokenTask(Task):
                 raise ValueError("a mistake of the task's own")
             if os.environ["FAULT"] == "exit":
                 os._exit(9)
+            if os.environ["FAULT"] == "sleep":
+                time.sleep(1000)
         return nn.functional.mse_loss(outputs, targets)
 
 

@@ -24,12 +24,12 @@ def run(request: pytest.FixtureRequest, tmp_path: Path) -> Callable[..., Finishe
     """Trains the broken task on two ranks, under the launcher and on the engine that belong together."""
     launch, engine = LAUNCHERS[request.param]
 
-    def start(fault: str, steps: int, during: Callable[[Running], None] | None = None) -> Finished:
+    def start(fault: str, steps: int, during: Callable[[Running], None] | None = None, *more: str) -> Finished:
         command: Sequence[str] = launch(
             2,
             [
                 *("-m", "dsframe.train", "--config", "zero1.json", "--engine", engine, "--run-dir", "run"),
-                *("--set", f"dsframe.steps={steps}"),
+                *("--set", f"dsframe.steps={steps}", *more),
                 *("--set", 'dsframe.task={"name": "tests.faults.broken_task:BrokenTask"}'),
             ],
         )
@@ -54,6 +54,18 @@ def test_a_worker_that_raises(run: Callable[..., Finished]) -> None:
     assert finished.returncode == 1
     assert "[rank 1] Traceback" in finished.output
     assert "ValueError: a mistake of the task's own" in finished.output
+
+
+def test_a_rank_that_sleeps_is_named(run: Callable[..., Finished]) -> None:
+    finished = run("sleep", 1_000_000, None, "--set", "dsframe.hang_timeout_seconds=4")
+    assert finished.returncode != 0
+    assert "dsframe: the run hangs in step 5: nothing has happened for" in finished.output
+    assert re.search(r"rank 0 waits in [\w ]+, called by \w+, ", finished.output)
+    asleep = "IS MISSING there: it is in loss, broken_task.py:"
+    assert re.search(rf"rank 1 {asleep}\d+: time\.sleep\(1000\)", finished.output)
+    assert finished.output.count("IS MISSING") == 1
+    stacks = finished.output[finished.output.index("--- rank ") :]
+    assert stacks.count("thread MainThread:") == 2  # every rank's, once
 
 
 def test_a_worker_that_leaves(run: Callable[..., Finished]) -> None:
