@@ -14,6 +14,7 @@ if TYPE_CHECKING:
     from dsframe.data.source import Source as Source
     from dsframe.errors import DsframeError as DsframeError
     from dsframe.run import fit as fit
+    from dsframe.tasks.layers import Tied as Tied
     from dsframe.tasks.task import Sum as Sum
     from dsframe.tasks.task import Task as Task
     from dsframe.train import main as main
@@ -29,9 +30,10 @@ _HOMES = {
     "DsframeError": "dsframe.errors",
     "Sum": "dsframe.tasks.task",
     "Task": "dsframe.tasks.task",
+    "Tied": "dsframe.tasks.layers",
     "Summary": "dsframe.trainer",
 }
-__all__ = ["Config", "DsframeError", "Source", "Sum", "Summary", "Task", "__version__", "fit", "load", "main"]
+__all__ = ["Config", "DsframeError", "Source", "Sum", "Summary", "Task", "Tied", "__version__", "fit", "load", "main"]
 
 
 def __getattr__(name: str) -> Any:

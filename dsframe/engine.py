@@ -9,18 +9,17 @@ times. And nothing waits for the device unless it says so: a loss stays a tensor
 
 from __future__ import annotations
 
-import random
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
 from dsframe.checkpoint.state import EngineState, SavedState
+from dsframe.tasks.layers import seed_generators
 from dsframe.tasks.task import Sum, Task
 
 if TYPE_CHECKING:
@@ -157,11 +156,9 @@ def build_model(plan: Plan) -> nn.Module:
     """The task's model on the plan's device, the same on every rank and engine.
 
     Built under ``torch.device``, so that every engine draws its initial weights from the same generator, and from the same
-    seed, whether or not the engine shards the parameters while they are made.
+    seed, whether or not the engine shards the parameters while they are made. (A task's layers have a seed each.)
     """
-    random.seed(plan.seed)
-    np.random.seed(plan.seed % 2**32)
-    torch.manual_seed(plan.seed)
+    seed_generators(plan.seed)
     with plan.device:
         model = plan.task.model()
     torch.manual_seed(

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, cast
+from functools import partial
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -13,6 +14,7 @@ from torch.nn import functional as F  # noqa: N812  # the name that every torch 
 from dsframe.data import text
 from dsframe.data.source import Source
 from dsframe.errors import TaskError
+from dsframe.tasks.layers import Layer, Tied
 from dsframe.tasks.task import Sum, Task, accuracy
 
 if TYPE_CHECKING:
@@ -35,7 +37,7 @@ class LanguageTask(Task):
         self.hidden_size = settings.width
         self._sources: tuple[text.TextSource, text.TextSource] | None = None
 
-    def layers(self) -> Sequence[nn.Module]:
+    def layers(self) -> Sequence[Layer]:
         s = self.settings
         return gpt(layers=s.layers, heads=s.heads, width=s.width, context=s.context, tie_embeddings=s.tie_embeddings)
 
@@ -63,50 +65,53 @@ class LanguageTask(Task):
         return self._sources
 
 
-def gpt(*, layers: int, heads: int, width: int, context: int, tie_embeddings: bool = True) -> list[nn.Module]:
+def gpt(*, layers: int, heads: int, width: int, context: int, tie_embeddings: bool = True) -> list[Layer]:
     """A GPT-2 of ``layers`` blocks as layers: int64 ``[batch, time]`` to logits ``[batch, time, 256]``.
 
     Pre-norm blocks, learned positions, causal attention, GPT-2's initialisation: standard deviation 0.02, and
-    0.02 / sqrt(2 x layers) where a block adds to the residual stream.
+    0.02 / sqrt(2 x layers) where a block adds to the residual stream. Tied, the scores are products with the bytes' embeddings.
     """
-    embedding = Embedding(width, context)
     return [
-        embedding,
-        *(Block(width, heads, residual_std=0.02 / math.sqrt(2 * layers)) for _ in range(layers)),
-        Head(width, embedding.token.weight if tie_embeddings else None),
+        partial(Tokens, BYTES, width),
+        partial(Positions, context, width),
+        *[partial(Block, width, heads, residual_std=0.02 / math.sqrt(2 * layers))] * layers,
+        partial(nn.LayerNorm, width),
+        Tied(0, F.linear) if tie_embeddings else partial(Output, width, BYTES),
     ]
 
 
 class _Linear(nn.Linear):
     """A linear layer that initialises itself, because ZeRO-3 splits its weight as soon as ``__init__`` returns."""
 
-    def __init__(self, inputs: int, outputs: int, std: float = 0.02) -> None:
+    def __init__(self, inputs: int, outputs: int, std: float = 0.02, bias: bool = True) -> None:
         self.std = std
-        super().__init__(inputs, outputs)
+        super().__init__(inputs, outputs, bias)
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=self.std)
-        nn.init.zeros_(self.bias)
+        if self.bias is not None:
+            nn.init.zeros_(self.bias)
 
 
-class _Table(nn.Embedding):
-    """An embedding that initialises itself, for the same reason."""
+class Tokens(nn.Embedding):
+    """What each byte is: int64 ``[batch, time]`` to ``[batch, time, width]``. Initialises itself, for the same reason."""
 
     def reset_parameters(self) -> None:
         nn.init.normal_(self.weight, std=0.02)
 
 
-class Embedding(nn.Module):
-    """Bytes, int64 ``[batch, time]``, to vectors ``[batch, time, width]``: what the byte is plus where it stands."""
+class Positions(Tokens):
+    """Adds where each byte stands: ``[batch, time, width]`` to the same shape."""
 
-    def __init__(self, width: int, context: int) -> None:
-        super().__init__()
-        self.token = _Table(BYTES, width)
-        self.position = _Table(context, width)
+    def forward(self, stream: Tensor) -> Tensor:
+        return stream + super().forward(torch.arange(stream.shape[-2], device=stream.device))
 
-    def forward(self, tokens: Tensor) -> Tensor:
-        positions = torch.arange(tokens.shape[-1], device=tokens.device)
-        return self.token(tokens) + self.position(positions)  # type: ignore[no-any-return]
+
+class Output(_Linear):
+    """Scores each byte, from weights of its own: ``[batch, time, width]`` to ``[batch, time, 256]``."""
+
+    def __init__(self, inputs: int, outputs: int) -> None:
+        super().__init__(inputs, outputs, bias=False)
 
 
 class Block(nn.Module):
@@ -131,17 +136,3 @@ class Block(nn.Module):
         stream = stream + self.projection(mixed.transpose(1, 2).reshape(batch, time, width))
         hidden = F.gelu(self.expand(self.norm_2(stream)), approximate="tanh")
         return stream + self.contract(hidden)  # type: ignore[no-any-return]
-
-
-class Head(nn.Module):
-    """Normalises, then scores each byte. With ``tied`` the scores are products with the byte's own embedding."""
-
-    def __init__(self, width: int, tied: Tensor | None) -> None:
-        super().__init__()
-        self.norm = nn.LayerNorm(width)
-        if tied is None:
-            tied = nn.Parameter(torch.empty(BYTES, width).normal_(std=0.02))
-        self.weight = cast(nn.Parameter, tied)
-
-    def forward(self, stream: Tensor) -> Tensor:
-        return F.linear(self.norm(stream), self.weight)

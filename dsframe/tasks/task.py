@@ -31,6 +31,7 @@ from torch.utils.data import Dataset
 
 from dsframe.data.source import Source
 from dsframe.errors import TaskError
+from dsframe.tasks.layers import Layer, assemble
 
 
 @dataclass(frozen=True)
@@ -86,12 +87,14 @@ class Task:
         layers = self.layers()
         if layers is None:
             raise TaskError(f"{type(self).__name__} must define model() or layers()")
-        return nn.Sequential(*layers)
+        return assemble(layers, self.seed)
 
-    def layers(self) -> Sequence[nn.Module] | None:
-        """New layers whose composition is the model, where it can be cut into pipeline stages; else None.
+    def layers(self) -> Sequence[Layer] | None:
+        """The model as a list of layers, each of which takes what the one before gives; None where it is not one.
 
-        With layers, :meth:`model` need not be written: it is ``nn.Sequential(*layers)``.
+        Best as functions that make them, such as ``functools.partial(Block, width)``: each is then drawn from a seed of its
+        own, and a pipeline stage builds only its own layers. With layers, :meth:`model` need not be written: it is an
+        ``nn.Sequential`` of them. A weight that two layers share is a :class:`dsframe.Tied`.
         """
         return None
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from functools import partial
 from typing import TYPE_CHECKING, Any
 
 from torch import Tensor, nn
@@ -10,6 +11,7 @@ from torch.nn import functional as F  # noqa: N812  # the name that every torch 
 
 from dsframe.data import vision as data
 from dsframe.errors import TaskError
+from dsframe.tasks.layers import Layer
 from dsframe.tasks.task import Sum, Task, accuracy
 
 if TYPE_CHECKING:
@@ -29,7 +31,7 @@ class VisionTask(Task):
             images = self.images
             self.batch_dependent = _torchvision.probe(settings.model, images.channels, images.size, images.classes)
 
-    def layers(self) -> Sequence[nn.Module] | None:
+    def layers(self) -> Sequence[Layer] | None:
         if self.settings.model != "cnn":
             return None
         return cnn(self.images.channels, self.images.size, self.images.classes)
@@ -55,7 +57,7 @@ class VisionTask(Task):
         return data.load(self.settings, self.images, train=False, seed=self.seed)
 
 
-def cnn(channels: int, size: int, classes: int) -> list[nn.Module]:
+def cnn(channels: int, size: int, classes: int) -> list[Layer]:
     """A small convolutional network as layers: float ``[n, channels, size, size]`` to logits ``[n, classes]``.
 
     Four neighbouring pixels become channels of one, so that no convolution runs at full resolution. No BatchNorm: its
@@ -66,15 +68,13 @@ def cnn(channels: int, size: int, classes: int) -> list[nn.Module]:
             f'model "cnn" takes images whose sides are multiples of 4, and 8 pixels at least; these have {size}'
         )
     side = min(size // 4, 8)
+    pool = [nn.AdaptiveAvgPool2d(side)] if size // 4 > side else []  # large images: the dense layer stays small
     return [
-        nn.Sequential(nn.PixelUnshuffle(2), nn.Conv2d(4 * channels, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)),
-        nn.Sequential(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()),
-        nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()),
-        nn.Sequential(
-            *([nn.AdaptiveAvgPool2d(side)] if size // 4 > side else []),  # large images: the dense layer stays small
-            nn.Flatten(),
-            nn.Linear(64 * side * side, 64),
-            nn.ReLU(),
+        lambda: nn.Sequential(
+            nn.PixelUnshuffle(2), nn.Conv2d(4 * channels, 32, 3, padding=1), nn.ReLU(), nn.MaxPool2d(2)
         ),
-        nn.Linear(64, classes),
+        lambda: nn.Sequential(nn.Conv2d(32, 64, 3, padding=1), nn.ReLU()),
+        lambda: nn.Sequential(nn.Conv2d(64, 64, 3, padding=1), nn.ReLU()),
+        lambda: nn.Sequential(*pool, nn.Flatten(), nn.Linear(64 * side * side, 64), nn.ReLU()),
+        partial(nn.Linear, 64, classes),
     ]

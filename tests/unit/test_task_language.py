@@ -13,11 +13,13 @@ import pytest
 import torch
 from torch import nn
 
+from dsframe.checkpoint.state import aliases
 from dsframe.config.settings import LanguageTask as Settings
 from dsframe.data import Loader, text
 from dsframe.errors import DataError, TaskError
 from dsframe.tasks import build
 from dsframe.tasks.language import LanguageTask, gpt
+from dsframe.tasks.layers import assemble
 
 
 @pytest.fixture(autouse=True)
@@ -33,8 +35,7 @@ def task(**fields: Any) -> LanguageTask:
 
 
 def model(**fields: Any) -> nn.Sequential:
-    torch.manual_seed(0)
-    return nn.Sequential(*gpt(**{"layers": 2, "heads": 2, "width": 32, "context": 16, **fields}))
+    return assemble(gpt(**{"layers": 2, "heads": 2, "width": 32, "context": 16, **fields}), seed=0)
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -43,8 +44,9 @@ def test_the_gpt_scores_every_next_byte(tied: bool) -> None:
     assert network(torch.zeros(3, 16, dtype=torch.int64)).shape == (3, 16, 256)
     assert network(torch.zeros(3, 5, dtype=torch.int64)).shape == (3, 5, 256)  # shorter than the context
     names = [name for name, _ in network.named_parameters()]
-    assert ("3.weight" in names) == (not tied)
-    assert (network[3].weight is network[0].token.weight) == tied
+    assert ("5.weight" in names) == (not tied)
+    assert (network[5].weight is network[0].weight) == tied
+    assert aliases(network) == ({"5.weight": "0.weight"} if tied else {})
 
 
 def test_the_gpt_does_not_look_ahead() -> None:
@@ -59,11 +61,11 @@ def test_the_gpt_does_not_look_ahead() -> None:
 
 def test_the_gpt_is_initialised_as_gpt_2() -> None:
     network = model(layers=8, width=128)
-    block = network[1]
+    block = network[2]
     assert block.expand.weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert block.contract.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
     assert block.projection.weight.std().item() == pytest.approx(0.02 / 4, rel=0.05)
-    assert network[0].token.weight.std().item() == pytest.approx(0.02, rel=0.05)
+    assert network[0].weight.std().item() == pytest.approx(0.02, rel=0.05)
     assert all(not parameter.any() for name, parameter in network.named_parameters() if name.endswith("bias"))
     again = model(layers=8, width=128).state_dict()
     assert all(torch.equal(again[name], tensor) for name, tensor in network.state_dict().items())

@@ -14,6 +14,7 @@ from dsframe.config.settings import VisionTask as Settings
 from dsframe.data import Loader
 from dsframe.errors import TaskError
 from dsframe.tasks import build
+from dsframe.tasks.layers import assemble
 from dsframe.tasks.vision import VisionTask, cnn
 
 
@@ -28,26 +29,24 @@ def task(**fields: Any) -> VisionTask:
     ("channels", "size", "classes"), [(1, 28, 10), (3, 32, 10), (3, 64, 100), (3, 100, 2), (1, 8, 3)]
 )
 def test_the_cnn_gives_scores(channels: int, size: int, classes: int) -> None:
-    model = nn.Sequential(*cnn(channels, size, classes))
+    model = assemble(cnn(channels, size, classes), seed=0)
     assert model(torch.zeros(2, channels, size, size)).shape == (2, classes)
 
 
 def test_the_cnn_is_small_and_does_not_mix_samples() -> None:
-    model = nn.Sequential(*cnn(1, 28, 10))
+    model = assemble(cnn(1, 28, 10), seed=0)
     assert 100_000 < sum(parameter.numel() for parameter in model.parameters()) < 300_000
     images = torch.randn(6, 1, 28, 28)
     torch.testing.assert_close(model(images)[2:4], model(images[2:4]), atol=1e-5, rtol=1e-5)
     assert not any(isinstance(module, nn.modules.batchnorm._NormBase) for module in model.modules())
 
 
-def test_the_cnn_follows_the_global_generator_and_its_layers_compose_to_it() -> None:
-    states = []
-    for make in (task().model, task().model, lambda: nn.Sequential(*task().layers() or ())):
-        torch.manual_seed(9)
-        states.append(make().state_dict())
-    for state in states[1:]:
-        assert state.keys() == states[0].keys()
-        assert all(torch.equal(state[name], tensor) for name, tensor in states[0].items())
+def test_the_cnn_follows_the_runs_seed_and_nothing_else() -> None:
+    vision = task()
+    states = [vision.model().state_dict(), vision.model().state_dict()]
+    assert all(torch.equal(states[1][name], tensor) for name, tensor in states[0].items())
+    vision.seed = 2
+    assert not torch.equal(vision.model().state_dict()["0.1.weight"], states[0]["0.1.weight"])
 
 
 @pytest.mark.parametrize("size", [30, 6])
