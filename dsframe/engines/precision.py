@@ -8,7 +8,7 @@ Losses and metrics are computed in fp32 everywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -155,17 +155,23 @@ class LossScale:
         self._steps += 1
 
 
-def clip(gradients: list[Tensor], max_norm: float, scale: float = 1.0) -> Tensor | None:
+def clip(
+    gradients: list[Tensor],
+    max_norm: float,
+    scale: float = 1.0,
+    norm_of: Callable[[list[Tensor]], Tensor] = torch.nn.utils.get_total_norm,
+) -> Tensor | None:
     """Divides ``gradients`` by ``scale`` and clips their global L2 norm to ``max_norm`` (0: no clipping), in place.
 
     Returns the norm before clipping (0-d, on the device), or None where nothing asked for it. The factor is
-    ``max_norm / (norm + 1e-6)`` where that is below 1: DeepSpeed's and torch's agree.
+    ``max_norm / (norm + 1e-6)`` where that is below 1: DeepSpeed's and torch's agree. ``norm_of``: the norm of what ranks
+    hold together, where ``gradients`` are one rank's shards; collective then.
     """
     if scale != 1.0:
         torch._foreach_mul_(gradients, 1.0 / scale)
     if max_norm <= 0 and scale == 1.0:
         return None
-    norm = torch.nn.utils.get_total_norm(gradients)
+    norm = norm_of(gradients)
     if max_norm > 0:
         torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm

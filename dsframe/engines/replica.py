@@ -1,6 +1,7 @@
-"""Engines in which every process holds the whole model: what single, ddp and horovod have in common.
+"""Engines in which every process runs the whole model: what single, ddp and horovod have in common.
 
-A subclass says how gradients become the same on all ranks; the rest of an optimizer step is written once, here.
+A subclass says how gradients become the same on all ranks, and where parameters lie; the rest of an optimizer step is
+written once, here.
 """
 
 from __future__ import annotations
@@ -23,15 +24,15 @@ class ReplicaEngine(Engine):
 
     gradient_factor = 1.0
     """What the loss is multiplied with so that ``gradient_allreduce_op`` "sum" holds where the library can only average."""
+    forward_is_collective = False
+    """Whether a rank without samples must run the model all the same, because others wait for its shards."""
 
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Builds the model from the seed, the optimizer over it, and makes both the same on all ranks."""
         self.plan = plan
         self._dtype = precision.parameter_dtype(plan.config)
         self.model = build_model(plan)
-        for parameter in self.model.parameters():  # buffers keep their dtype, as with DeepSpeed
-            parameter.data = parameter.data.to(self._dtype)
-        self._masters = precision.MasterWeights(self.model) if self._dtype != torch.float32 else None
+        self._masters = self._place(self.model)
         self._parameters = (
             [p for p in self.model.parameters() if p.requires_grad] if self._masters is None else self._masters.masters
         )
@@ -64,6 +65,12 @@ class ReplicaEngine(Engine):
 
     # What a subclass decides.
 
+    def _place(self, model: nn.Module) -> precision.MasterWeights | None:
+        """**Collective.** Gives the parameters their number format and their place; fp32 masters where they are 16 bits wide."""
+        for parameter in model.parameters():  # buffers keep their dtype, as with DeepSpeed
+            parameter.data = parameter.data.to(self._dtype)
+        return precision.MasterWeights(model) if self._dtype != torch.float32 else None
+
     def _distribute(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """**Collective.** The optimizer as the library wants it, with its state and the model the same on all ranks."""
         return optimizer
@@ -78,6 +85,18 @@ class ReplicaEngine(Engine):
 
     def _synchronize(self) -> None:
         """**Collective.** After the last backward: every rank's gradients are the global ones when it returns."""
+
+    def _pieces(self) -> list[Tensor]:
+        """The gradients as this rank holds them."""
+        return precision.gradients_of(self._parameters)
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        """**Collective.** L2 norm of all gradients, given this rank's ``_pieces``."""
+        return torch.nn.utils.get_total_norm(gradients)
+
+    def _slot(self, name: str, parameter: Tensor) -> state_replica.Slot:
+        """Where a parameter's state lies."""
+        return state_replica.Slot(name, tuple(parameter.shape), parameter)
 
     def _apply(self) -> None:
         """One optimizer update from gradients that are already the same everywhere."""
@@ -108,8 +127,7 @@ class ReplicaEngine(Engine):
         for parameter in self._parameters:
             if parameter.grad is None:  # took no part in the loss: ZeRO's flat buffers hold zeros for it, and so do we
                 parameter.grad = torch.zeros_like(parameter)
-        gradients = precision.gradients_of(self._parameters)
-        norm = precision.clip(gradients, self.plan.config.deepspeed.gradient_clipping, scale)
+        norm = precision.clip(self._pieces(), self.plan.config.deepspeed.gradient_clipping, scale, self._norm)
         overflow = self._loss_scale is not None and not precision.finite(norm)
         if not overflow:
             self._apply()
@@ -131,7 +149,7 @@ class ReplicaEngine(Engine):
         """The task's metrics over the valid rows. Waits for nobody: the bare model runs, whose wrapper may communicate."""
         inputs, targets = batch
         self.model.eval()
-        outputs = self._forward(self.model, inputs) if valid else None
+        outputs = self._forward(self.model, inputs) if valid or self.forward_is_collective else None
         self.model.train()
         return measure(self.plan.task, outputs, targets, valid)
 
@@ -153,10 +171,10 @@ class ReplicaEngine(Engine):
         self._updates = saved.updates
 
     def _slots(self) -> list[state_replica.Slot]:
-        return [state_replica.Slot(name, tuple(p.shape), p) for name, p in self._named_parameters()]
+        return [self._slot(name, parameter) for name, parameter in self._named_parameters()]
 
-    def _frozen(self) -> list[tuple[str, Tensor]]:
-        return [(name, parameter) for name, parameter in self.model.named_parameters() if not parameter.requires_grad]
+    def _frozen(self) -> list[state_replica.Slot]:
+        return [self._slot(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """One process is its own sum."""

@@ -1,6 +1,7 @@
 """State in and out of a plain optimizer: full replicas, and DeepSpeed's stage 0.
 
-Nothing here is collective: every rank holds everything, and reads everything back from the same files.
+Nothing here is collective: every rank holds everything, and reads everything back from the same files. A ``Slot`` whose
+``whole`` gathers makes it so.
 """
 
 from __future__ import annotations
@@ -37,34 +38,43 @@ class Slot:
             return tensor
         return tensor.narrow(0, self.start, self.numel).view(self.shape)
 
+    def whole(self, piece: Tensor) -> Tensor:
+        """What ``cut`` returns, in full shape and fp32."""
+        return piece.float()
 
-def read(
-    slots: Iterable[Slot], frozen: Iterable[tuple[str, Tensor]], optimizer: torch.optim.Optimizer
-) -> Iterator[ParameterState]:
-    """Each parameter's state, as views of the living one, in fp32; then the ``frozen`` ones, which have a weight alone."""
+    def share(self, whole: Tensor) -> Tensor:
+        """This rank's part of a tensor in full shape, to be copied into what ``cut`` returns."""
+        return whole
+
+    def moment(self, whole: Tensor) -> Tensor:
+        """Zeros, laid out as the optimizer keeps ``whole`` about this parameter. Raises CheckpointError where it cannot."""
+        if tuple(whole.shape) == tuple(self.shape):
+            return torch.zeros_like(self.master, requires_grad=False)
+        if self.start is not None:
+            raise CheckpointError(f"{self.name}: the optimizer's {list(whole.shape)} cannot be cut into shares")
+        return torch.zeros(whole.shape, dtype=self.master.dtype, device=self.master.device)
+
+
+def read(slots: Iterable[Slot], frozen: Iterable[Slot], optimizer: torch.optim.Optimizer) -> Iterator[ParameterState]:
+    """Each parameter's state, in fp32, views of the living one where that is whole; the ``frozen`` ones have a weight alone."""
     for slot in slots:
         moments, scalars = split(optimizer.state.get(slot.master, {}))
-        weight = slot.cut(slot.master.detach()).float()
-        yield ParameterState(slot.name, weight, {key: slot.cut(one).float() for key, one in moments.items()}, scalars)
-    for name, parameter in frozen:
-        yield ParameterState(name, parameter.detach().float(), {}, {})
+        weight = slot.whole(slot.cut(slot.master.detach()))
+        full = {key: slot.whole(slot.cut(one)) for key, one in moments.items()}
+        yield ParameterState(slot.name, weight, full, scalars)
+    for slot in frozen:
+        yield ParameterState(slot.name, slot.whole(slot.cut(slot.master.detach())), {}, {})
 
 
 @torch.no_grad()
-def write(
-    slots: Sequence[Slot],
-    frozen: Sequence[tuple[str, Tensor]],
-    optimizer: torch.optim.Optimizer,
-    saved: SavedState,
-) -> None:
+def write(slots: Sequence[Slot], frozen: Sequence[Slot], optimizer: torch.optim.Optimizer, saved: SavedState) -> None:
     """Puts saved state back, in place where there is some. Raises CheckpointError where the models differ."""
-    own = {slot.name: tuple(slot.shape) for slot in slots} | {name: tuple(p.shape) for name, p in frozen}
-    compare("parameter", own, saved.shapes)
+    compare("parameter", {slot.name: tuple(slot.shape) for slot in (*slots, *frozen)}, saved.shapes)
     groups = {id(master): group for group in optimizer.param_groups for master in group["params"]}
     shared: dict[int, dict[str, float]] = {}
     for slot in slots:
         one = saved.parameter(slot.name)
-        slot.cut(slot.master.detach()).copy_(one.weight)
+        slot.cut(slot.master.detach()).copy_(slot.share(one.weight))
         if not one.moments and not one.scalars:
             if slot.start is None:
                 optimizer.state.pop(slot.master, None)
@@ -72,15 +82,12 @@ def write(
         held = optimizer.state[slot.master]
         for key, value in one.moments.items():
             if key not in held or held[key] is None:
-                if slot.start is not None and value.shape != one.weight.shape:
-                    raise CheckpointError(f"{slot.name}: the optimizer's {key} cannot be cut into shares")
-                shape = value.shape if slot.start is None else slot.master.shape
-                held[key] = torch.zeros(shape, dtype=slot.master.dtype, device=slot.master.device)
-            slot.cut(held[key]).copy_(value)
+                held[key] = slot.moment(value)
+            slot.cut(held[key]).copy_(slot.share(value))
         same_step(slot.name, shared.setdefault(id(slot.master), dict(one.scalars)), one.scalars)
         put_scalars(optimizer, held, one.scalars, groups[id(slot.master)], slot.master.device)
-    for name, parameter in frozen:
-        parameter.detach().copy_(saved.parameter(name).weight)
+    for slot in frozen:
+        slot.cut(slot.master.detach()).copy_(slot.share(saved.parameter(slot.name).weight))
 
 
 def same_step(name: str, first: dict[str, float], own: object) -> None:

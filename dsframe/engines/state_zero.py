@@ -79,7 +79,7 @@ def _shape(parameter: Any) -> tuple[int, ...]:
 # Stage 0: a plain optimizer, or one of two wrappers that keep fp32 masters beside a 16-bit model.
 
 
-def _stage_0(engine: Any) -> tuple[list[Slot], list[tuple[str, Tensor]]]:
+def _stage_0(engine: Any) -> tuple[list[Slot], list[Slot]]:
     optimizer = engine.optimizer
     named = list(engine.module.named_parameters())
     slots_by_id: dict[int, tuple[Tensor, int | None]] = {}
@@ -95,7 +95,7 @@ def _stage_0(engine: Any) -> tuple[list[Slot], list[tuple[str, Tensor]]]:
     else:
         slots_by_id = {id(p): (p, None) for _, p in named if p.requires_grad}
     slots = [Slot(name, tuple(p.shape), *slots_by_id[id(p)]) for name, p in named if id(p) in slots_by_id]
-    return slots, [(name, p) for name, p in named if id(p) not in slots_by_id]
+    return slots, [Slot(name, tuple(p.shape), p) for name, p in named if id(p) not in slots_by_id]
 
 
 def _round_masters_into_model(optimizer: Any) -> None:

@@ -29,7 +29,7 @@ class ReferenceEngine(ReplicaEngine):
         return model
 
     def _frozen_weights(self) -> list[Tensor]:
-        return [parameter for _, parameter in self._frozen()]
+        return [slot.master for slot in self._frozen()]
 
     def _fill_gradients(self) -> None:
         """Zeros for parameters that took no part in the loss, so that every rank sends the same messages."""
