@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import get_args
 
 from dsframe.config.findings import show
 from dsframe.config.rule import Judge
@@ -10,6 +11,7 @@ from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, WITHOUT_ROUTE
 from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, SCHEDULERS_WITHOUT_ROUTE
 from dsframe.config.schema.torch_optimizer import TORCH_OPTIMIZERS
 from dsframe.config.schema.torch_scheduler import TORCH_SCHEDULERS
+from dsframe.config.settings import EngineName
 from dsframe.config.suggest import closest
 
 _TORCH_ADAM_ONLY = ("foreach", "maximize", "fused", "capturable", "differentiable")
@@ -207,7 +209,7 @@ def _dsframe(bench: Judge) -> None:
         ):
             if bench.wrote("dsframe", "task", key) and dataset not in homes:
                 bench.idle(("dsframe", "task", key), f'has no effect with dataset "{dataset}"')
-    readers = {"horovod": "horovod", "ddp": "ddp", "parameter_averaging": "reference-parameter-averaging"}
-    for name, engine in readers.items():
+    for engine in get_args(EngineName):
+        name = engine.removeprefix("reference-").replace("-", "_")
         if bench.wrote("dsframe", name) and settings.engine not in ("auto", engine):
             bench.findings.note(("dsframe", name), f'has no effect with engine "{settings.engine}"', code="no-effect")

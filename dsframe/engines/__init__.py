@@ -56,6 +56,8 @@ class Entry:
     """Feature -> the ``module:Class`` that takes the place of ``target`` where a file switches it on."""
     holds: str = "a full replica on every rank"
     """What this engine keeps instead of what it replicates."""
+    at_the_price_of: str = "more memory"
+    """What that costs."""
     caution: str = ""
     """What the user is told whenever this engine runs."""
 
@@ -211,7 +213,8 @@ def examine(config: Config, name: str) -> tuple[list[Problem], list[str]]:
     ]
     notes = [entry.caution] if entry.caution else []
     if replicated:
-        notes.append(f"{name} keeps {entry.holds} instead of {', '.join(replicated)}: the same training, more memory")
+        instead = ", ".join(replicated)
+        notes.append(f"{name} keeps {entry.holds} instead of {instead}: the same training, {entry.at_the_price_of}")
     if ignored:
         notes.append(
             f"{name} goes without {', '.join(ignored)}: the same training; metrics.jsonl has the run's figures"
