@@ -36,7 +36,7 @@ format: setup ## rewrites the sources as `make lint` wants them
 	ruff format .
 	ruff check --fix .
 
-equivalence: setup ## every engine beside one process: the table of the README
+equivalence: setup ## every engine beside one process, losses and weights: the table of the README
 	python -m tests.equivalence
 
 docs: setup ## rewrites docs/configuration.md and the table in the README from the schema
