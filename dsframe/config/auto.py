@@ -54,12 +54,16 @@ def _from_hidden(compute: Callable[[int], int], formula: str) -> Rule:
 
 
 def _width(raw: dict[str, Any]) -> int | None:
-    """The hidden size of dsframe's own language model, which the file alone tells."""
+    """The hidden size of a language model, where the file alone tells it."""
     settings = raw.get("dsframe")
     task = settings.get("task") if isinstance(settings, dict) else None
-    if not isinstance(task, dict) or task.get("name") != "language":
+    if not isinstance(task, dict):
         return None
-    width = task.get("width", LanguageTask.model_fields["width"].default)
+    width = None
+    if task.get("name") == "language":
+        width = task.get("width", LanguageTask.model_fields["width"].default)
+    elif isinstance(task.get("model"), dict):
+        width = task["model"].get("hidden_size")
     return width if isinstance(width, int) else None
 
 

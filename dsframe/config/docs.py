@@ -25,7 +25,7 @@ from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS
 from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS
 from dsframe.config.schema.torch_optimizer import TORCH_OPTIMIZERS
 from dsframe.config.schema.torch_scheduler import TORCH_SCHEDULERS
-from dsframe.config.settings import CustomTask, LanguageTask, VisionTask
+from dsframe.config.settings import TASKS, CustomTask
 
 
 @cache
@@ -82,8 +82,9 @@ def sections() -> Iterator[tuple[tuple[str, ...], type[Section]]]:
         for key in owner.model_fields:
             expected = shape(owner, key)
             if path == ("dsframe",) and key == "task":
-                for task in (VisionTask, LanguageTask, CustomTask):
-                    yield (*path, f"task ({task.__name__.removesuffix('Task').lower()})"), task
+                tasks: dict[str, type[Section]] = {**TASKS, "custom": CustomTask}
+                for name, task in tasks.items():
+                    yield (*path, f"task ({name})"), task
             elif section := section_at(owner, key, {}):
                 yield from visit(section, (*path, key))
             elif expected.item and expected.item.section:

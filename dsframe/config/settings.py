@@ -22,14 +22,13 @@ EngineName = Literal[
 """The engines, by name; ``auto`` follows the launcher."""
 
 
-class VisionTask(Section):
-    """Image classification."""
+class ImageData(Section):
+    """Images and their classes."""
 
-    name: Literal["vision"] = "vision"
+    name: str = ""
     """Kind of task."""
-    model: str = "cnn"
-    """``cnn``, a small convolutional network, or any classification model of torchvision by name, such as
-    ``resnet18``."""
+    model: Any = None
+    """The model."""
     dataset: Literal["fashion-mnist", "mnist", "cifar10", "image-folder", "synthetic"] = "fashion-mnist"
     """Where images come from. ``image-folder`` reads ``data_dir/train/CLASS/*`` and ``data_dir/val/CLASS/*``."""
     data_dir: str | None = None
@@ -44,6 +43,16 @@ class VisionTask(Section):
     """Use only so many training samples. Default: all."""
     workers: Size = 0
     """Processes that read images, for ``image-folder``."""
+
+
+class VisionTask(ImageData):
+    """Image classification."""
+
+    name: Literal["vision"] = "vision"
+    """Kind of task."""
+    model: str = "cnn"
+    """``cnn``, a small convolutional network, or any classification model of torchvision by name, such as
+    ``resnet18``."""
 
 
 class LanguageTask(Section):
@@ -69,6 +78,42 @@ class LanguageTask(Section):
     """Use the embedding as the output layer."""
 
 
+class CausalLanguageModelTask(Section):
+    """Language modelling with a model of Hugging Face transformers (``AutoModelForCausalLM``). Nothing is downloaded."""
+
+    name: Literal["causal-language-model"]
+    """Kind of task."""
+    model: dict[str, Any] | str
+    """An object, ``{"model_type": "llama", "hidden_size": 64, ...}``: a new model with these settings of transformers'
+    configuration class, its own defaults for the rest. Or a local folder with a model: its weights are the first ones."""
+    fresh: bool = False
+    """Take only the configuration from the folder, and draw new weights from the seed."""
+    tokenizer: str | None = None
+    """Local folder of a tokenizer. Default: the model folder's, where it has one, else a token is a byte."""
+    context: Count = 128
+    """Tokens in one sample."""
+    corpus: str = "stdlib"
+    """``stdlib`` (the sources of Python's standard library), ``synthetic``, or text files: a path or a pattern."""
+    data_dir: str | None = None
+    """Folder in which tokens are cached. Default: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
+    samples: Count | None = None
+    """Use only so many training samples. Default: all."""
+
+
+class ImageClassificationTask(ImageData):
+    """Image classification with a model of Hugging Face transformers (``AutoModelForImageClassification``). Nothing is
+    downloaded."""
+
+    name: Literal["image-classification"]
+    """Kind of task."""
+    model: dict[str, Any] | str
+    """An object, ``{"model_type": "vit", "hidden_size": 64, ...}``: a new model with these settings of transformers'
+    configuration class, sized for the data set. Or a local folder with a model: its weights are the first ones, and the
+    output layer is a new one where the classes differ."""
+    fresh: bool = False
+    """Take only the configuration from the folder, and draw new weights from the seed."""
+
+
 class CustomTask(Section):
     """A task of your own: a subclass of ``dsframe.Task``."""
 
@@ -78,7 +123,12 @@ class CustomTask(Section):
     """Keyword arguments of the class."""
 
 
-TASKS: Mapping[str, type[Section]] = {"vision": VisionTask, "language": LanguageTask}
+TASKS: Mapping[str, type[Section]] = {
+    "vision": VisionTask,
+    "language": LanguageTask,
+    "causal-language-model": CausalLanguageModelTask,
+    "image-classification": ImageClassificationTask,
+}
 
 
 def task_class(raw: Any) -> type[Section]:
@@ -94,6 +144,8 @@ def _task_tag(raw: Any) -> str:
 Task = Annotated[
     Annotated[VisionTask, Tag("VisionTask")]
     | Annotated[LanguageTask, Tag("LanguageTask")]
+    | Annotated[CausalLanguageModelTask, Tag("CausalLanguageModelTask")]
+    | Annotated[ImageClassificationTask, Tag("ImageClassificationTask")]
     | Annotated[CustomTask, Tag("CustomTask")],
     Discriminator(_task_tag),
 ]

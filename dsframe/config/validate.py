@@ -188,7 +188,8 @@ def _not_one_of(here: Path, value: Any, expected: Shape, findings: Findings) -> 
     words = [word for word in expected.literals if isinstance(word, str)]
     phrase = expected.phrase
     if here == ("dsframe", "task", "name"):
-        words, phrase = [*TASKS], '"vision", "language" or "package.module:Class"'
+        words = [*TASKS]
+        phrase = ", ".join(f'"{name}"' for name in TASKS) + ' or "package.module:Class"'
     similar = None
     if isinstance(value, str):
         meant = next((word for word in _MEANT.get(value.lower(), ()) if word in words), None)

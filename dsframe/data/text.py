@@ -7,7 +7,7 @@ import hashlib
 import os
 import shutil
 import sysconfig
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import numpy as np
@@ -20,23 +20,25 @@ from dsframe.errors import DataError
 
 _STDLIB_BYTES = 8 << 20  # enough for hours of a small model; the whole library is about twice that
 _SYNTHETIC_BYTES = 1 << 20
-_EVALUATION_BYTES = 1 << 16  # so that evaluation takes seconds, not a share of training
+_EVALUATION_TOKENS = 1 << 16  # so that evaluation takes seconds, not a share of training
 
 
 class TextSource:
-    """Windows of ``context`` bytes; the target of each byte is the byte after it.
+    """Windows of ``context`` tokens; the target of each token is the token after it.
 
-    ``tokens``: uint8 ``[bytes]``. A batch is two int64 ``[n, context]``. The windows tile the text, so an epoch reads
-    each byte once; with ``shifted`` the tiles start at another byte each epoch (a draw of the seed and the epoch).
+    ``tokens``: any whole numbers, ``[tokens]``: bytes (uint8) or a tokenizer's (int32). A batch is two int64 ``[n, context]``.
+    The windows tile the text, so an epoch reads each token once; with ``shifted`` the tiles start at another one each epoch
+    (a draw of the seed and the epoch).
     """
 
     def __init__(self, tokens: Tensor, context: int, *, seed: int = 0, shifted: bool = False) -> None:
         self._tokens, self._context, self._seed, self._shifted = tokens, context, seed, shifted
         self._steps = torch.arange(context + 1)
-        # The last target lies one byte behind the last window; a shift takes up to context - 1 bytes more.
+        # The last target lies one token behind the last window; a shift takes up to context - 1 tokens more.
         self._length = (len(tokens) - (context if shifted else 1)) // context
         if self._length < 1:
-            raise DataError(f"the text has {len(tokens):,} bytes, too few for one window of {context}")
+            unit = "bytes" if tokens.dtype == torch.uint8 else "tokens"
+            raise DataError(f"the text has {len(tokens):,} {unit}, too few for one window of {context}")
 
     def __len__(self) -> int:
         return self._length
@@ -50,15 +52,23 @@ class TextSource:
 
 
 def sources(
-    corpus: str, data_dir: str | None, context: int, samples: int | None, seed: int
+    corpus: str,
+    data_dir: str | None,
+    context: int,
+    samples: int | None,
+    seed: int,
+    encode: Callable[[Tensor], Tensor] | None = None,
 ) -> tuple[TextSource, TextSource]:
     """Training and evaluation windows of ``corpus``: ``stdlib``, ``synthetic``, or a path or glob of text files.
 
-    The last twentieth of the text, at most 64 KiB, is held out. ``samples`` keeps only the first windows for training.
+    ``encode``: what makes tokens, int32 ``[tokens]``, of the text's bytes, uint8 ``[bytes]``; without it the bytes are the
+    tokens. The last twentieth, at most 65,536 tokens, is held out. ``samples`` keeps only the first windows for training.
     Raises DataError.
     """
     tokens = synthetic(_SYNTHETIC_BYTES) if corpus == "synthetic" else read_corpus(corpus, data_dir)
-    held_out = min(len(tokens) // 20, _EVALUATION_BYTES)
+    if encode is not None:
+        tokens = encode(tokens)
+    held_out = min(len(tokens) // 20, _EVALUATION_TOKENS)
     training, evaluation = tokens[: len(tokens) - held_out], tokens[len(tokens) - held_out :]
     try:
         if samples is not None:

@@ -16,7 +16,7 @@ from dsframe.data.source import ImageSource
 from dsframe.errors import DataError
 
 if TYPE_CHECKING:
-    from dsframe.config.settings import VisionTask as VisionSettings
+    from dsframe.config.settings import ImageData
 
 
 @dataclass(frozen=True)
@@ -52,7 +52,7 @@ KNOWN = {
 }
 
 
-def describe(settings: VisionSettings) -> Images:
+def describe(settings: ImageData) -> Images:
     """The data set's facts; for an image folder, after a look at the names of its classes."""
     images = KNOWN[settings.dataset]
     if settings.dataset == "synthetic":
@@ -64,7 +64,7 @@ def describe(settings: VisionSettings) -> Images:
     return images
 
 
-def load(settings: VisionSettings, images: Images, *, train: bool, seed: int) -> Any:
+def load(settings: ImageData, images: Images, *, train: bool, seed: int) -> Any:
     """The training or the test data: a Source, or a map-style Dataset for image folders. Raises DataError."""
     if settings.dataset == "image-folder":
         dataset: Any = folder.load(str(settings.data_dir), images, train=train, augment=train and settings.augment)

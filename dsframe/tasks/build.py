@@ -22,11 +22,13 @@ if TYPE_CHECKING:
 TABLE = {
     "vision": "dsframe.tasks.vision:VisionTask",
     "language": "dsframe.tasks.language:LanguageTask",
+    "causal-language-model": "dsframe.tasks.huggingface:CausalLanguageModelTask",
+    "image-classification": "dsframe.tasks.huggingface:ImageClassificationTask",
 }
 """Our own tasks. Each takes its settings section and the seed; a user's task takes ``options`` as keyword arguments."""
 
 
-def build(settings: sections.VisionTask | sections.LanguageTask | sections.CustomTask, seed: int) -> Task:
+def build(settings: sections.Task, seed: int) -> Task:
     """The task that ``settings`` describe.
 
     ``package.module:Class`` is imported with the working directory on the path. Raises TaskError when there is no such

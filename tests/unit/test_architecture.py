@@ -45,6 +45,7 @@ MAY_IMPORT = {
     "deepspeed": {"engines/zero.py", "engines/pipeline.py"},
     "horovod": {"engines/horovod.py", "collectives.py"},
     "torchvision": {"tasks/_torchvision.py"},
+    "transformers": {"tasks/_transformers.py"},
 }
 """Who may import these, anywhere in the file. collectives.py measures Horovod beside the others, in a process of its own."""
 
@@ -162,7 +163,7 @@ def light_files() -> list[str]:
 def test_what_is_read_before_torch_imports_no_torch() -> None:
     files = light_files()
     assert len(files) > 10
-    heavy = {"torch", "numpy", "deepspeed", "horovod", "torchvision"}
+    heavy = {"torch", "numpy", "deepspeed", "horovod", "torchvision", "transformers"}
     wrong = [
         str(entry)
         for entry in imports()
@@ -181,7 +182,7 @@ def test_importing_them_imports_no_torch() -> None:
 import importlib, json, sys
 for name in {modules!r}:
     importlib.import_module(name)
-print(json.dumps(sorted({{"torch", "numpy", "deepspeed", "horovod", "torchvision"}} & set(sys.modules))))
+print(json.dumps(sorted({{"torch", "numpy", "deepspeed", "horovod", "torchvision", "transformers"}} & set(sys.modules))))
 """
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
     assert json.loads(done.stdout) == []

@@ -1,0 +1,176 @@
+"""The only place that imports Hugging Face transformers: configurations, models and tokenizers, from the file or a local folder.
+
+Nothing goes to the network: the library is told so before it is imported, and every call asks for local files alone. No code
+out of a folder is run (``trust_remote_code=False``), and weights are read from safetensors, never unpickled.
+"""
+
+from __future__ import annotations
+
+import copy
+import difflib
+import hashlib
+import importlib
+import importlib.util
+import os
+from collections.abc import Callable, Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsframe.errors import TaskError
+from dsframe.tasks import _torchvision
+
+MAPPINGS = {
+    "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
+    "AutoModelForImageClassification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
+}
+"""What builds a model -> which configurations it takes."""
+
+_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "special_tokens*", "added_tokens*")
+
+
+@cache
+def transformers() -> Any:
+    """The package. Raises TaskError where it is not installed or cannot be imported."""
+    if importlib.util.find_spec("transformers") is None:
+        raise TaskError('transformers is not installed; pip install "dsframe[transformers]"')
+    os.environ["HF_HUB_OFFLINE"] = "1"
+    if importlib.util.find_spec("torchvision"):
+        _torchvision.torchvision()  # transformers imports it, and beside a CPU torch it needs help with that
+    try:
+        package = importlib.import_module("transformers")
+        package.utils.logging.set_verbosity_error()
+        package.utils.logging.disable_progress_bar()
+    except (ImportError, RuntimeError) as error:
+        raise TaskError(f"cannot import transformers beside torch {torch.__version__}: {error}") from error
+    return package
+
+
+def configure(auto: str, model: Mapping[str, Any] | str, facts: Mapping[str, Any]) -> Any:
+    """The configuration of a model for the class ``auto`` (a key of MAPPINGS).
+
+    ``model``: settings with ``model_type``, or a local folder. ``facts``: sizes that the data decide, where the settings do not
+    give them and the configuration has them. Raises TaskError.
+    """
+    config = _from_folder(model) if isinstance(model, str) else _from_settings(model, facts)
+    mapping = getattr(transformers(), MAPPINGS[auto])
+    if type(config) not in mapping:
+        raise TaskError(f'model_type "{config.model_type}": transformers has no {auto} for it')
+    config.architectures = [mapping[type(config)].__name__]
+    return config
+
+
+def _from_settings(model: Mapping[str, Any], facts: Mapping[str, Any]) -> Any:
+    settings = dict(model)
+    kind = settings.pop("model_type", None)
+    known = transformers().models.auto.configuration_auto.CONFIG_MAPPING_NAMES
+    if not isinstance(kind, str) or kind not in known:
+        what = (
+            f'model_type "{kind}": not known to transformers {transformers().__version__}' if kind else "no model_type"
+        )
+        raise TaskError(f"task.model: {what}{_close(str(kind), known) or '; such as llama, qwen3, gpt2, vit'}")
+    defaults = transformers().AutoConfig.for_model(kind)
+    strange = [name for name in settings if not hasattr(defaults, name)]
+    if strange:
+        name = type(defaults).__name__
+        raise TaskError(f"task.model.{strange[0]}: no setting of {name}{_close(strange[0], vars(defaults))}")
+    settings = {name: value for name, value in facts.items() if hasattr(defaults, name)} | settings
+    try:
+        return transformers().AutoConfig.for_model(kind, **settings)
+    except Exception as error:  # their validators have exceptions of their own, without a common class
+        raise TaskError(f"task.model: {_one_line(error)}") from error
+
+
+def folder(path: str, what: str = "a model") -> Path:
+    """An existing local folder. Raises TaskError: nothing is downloaded."""
+    place = Path(path).expanduser()
+    if not place.is_dir():
+        raise TaskError(
+            f"task: {path} is no local folder with {what}, and nothing is downloaded; "
+            f"on a machine with network: hf download {path} --local-dir FOLDER"
+        )
+    return place
+
+
+def _from_folder(path: str) -> Any:
+    place = folder(path)
+    if not (place / "config.json").is_file():
+        raise TaskError(f"task.model: {place} has no config.json; name the folder that save_pretrained wrote")
+    try:
+        return transformers().AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+    except Exception as error:  # as above
+        raise TaskError(f"task.model: {place / 'config.json'}: {_one_line(error)}") from error
+
+
+def build(auto: str, config: Any, weights: str | None) -> nn.Module:
+    """A model in fp32 and in training mode: new, or with the weights of a local folder.
+
+    New weights, a new output layer included, are drawn from torch's global generator. Raises TaskError.
+    """
+    cls = getattr(transformers(), auto)
+    config = copy.deepcopy(config)
+    config.use_cache = False  # keys and values of earlier tokens are kept for generation, not for training
+    if weights is None:
+        return cls.from_config(config, dtype=torch.float32, trust_remote_code=False)  # type: ignore[no-any-return]
+    try:
+        model, told = cls.from_pretrained(
+            folder(weights),
+            config=config,
+            dtype=torch.float32,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except (ValueError, OSError) as error:
+        raise TaskError(
+            f'task.model: {weights}: {_one_line(error)}; "fresh": true takes the configuration alone'
+        ) from error
+    new = {str(name) for name in told["missing_keys"]} | {str(entry[0]) for entry in told["mismatched_keys"]}
+    own = {} if auto == "AutoModelForCausalLM" else dict(model.named_parameters())
+    classes = config.num_labels
+    wrong = sorted(name for name in new if name not in own or own[name].shape[0] != classes)
+    if wrong:  # of a classifier the output layer may be new
+        raise TaskError(f"task.model: {weights} has no weights, or of another shape, for {', '.join(wrong[:3])}")
+    return model.train()  # type: ignore[no-any-return]  # from_pretrained hands it over in evaluation mode
+
+
+def loss(kind: str) -> Callable[..., Tensor]:
+    """Transformers' own loss for ``kind``: ``ForCausalLM``, ``ForImageClassification``."""
+    transformers()
+    found: Callable[..., Tensor] = importlib.import_module("transformers.loss.loss_utils").LOSS_MAPPING[kind]
+    return found
+
+
+def tokenizer(path: str | None, model: Mapping[str, Any] | str) -> tuple[Any, str] | None:
+    """The tokenizer of folder ``path``, by default the model folder's own, and a digest of its files; None where there is none.
+
+    Raises TaskError where the named folder has none.
+    """
+    place = folder(path, "a tokenizer") if path else folder(model) if isinstance(model, str) else None
+    files = sorted({file for pattern in _TOKENIZER_FILES for file in place.glob(pattern)}) if place else []
+    if not files:
+        if path:
+            raise TaskError(f"task.tokenizer: {path} has no tokenizer.json; without a tokenizer a token is a byte")
+        return None
+    try:
+        found = transformers().AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+    except (ValueError, OSError, TypeError, ImportError) as error:
+        raise TaskError(f"task.tokenizer: {place}: {_one_line(error)}") from error
+    digest = hashlib.sha256()
+    for file in files:
+        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+    return found, digest.hexdigest()
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _close(word: str, candidates: Mapping[str, Any]) -> str:
+    matches = difflib.get_close_matches(word, list(candidates), n=1)
+    return f'; did you mean "{matches[0]}"?' if matches else ""

@@ -1,0 +1,153 @@
+"""Models of Hugging Face transformers, trained as any other task is: language models and image classifiers.
+
+Parameters keep the names that transformers gives them, so a checkpoint's weights are those of ``save_pretrained``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dsframe.data import text, tokens
+from dsframe.data import vision as images
+from dsframe.errors import TaskError
+from dsframe.tasks import _transformers
+from dsframe.tasks.task import Sum, Task, accuracy
+
+if TYPE_CHECKING:
+    from dsframe.config import settings as sections
+
+_BYTES = 256
+"""Vocabulary without a tokenizer."""
+
+
+class CausalLanguageModelTask(Task):
+    """Next tokens, by transformers' own loss; reports loss (nats per token), bits per token, and accuracy."""
+
+    unit = "tokens"
+
+    def __init__(self, settings: sections.CausalLanguageModelTask, seed: int) -> None:
+        """Raises TaskError where there is no such model, or where it fits neither the tokenizer nor the context."""
+        self.settings, self.seed = settings, seed
+        found = _transformers.tokenizer(settings.tokenizer, settings.model)
+        self.tokenizer: Any = found[0] if found else None
+        self._digest = found[1] if found else ""
+        vocabulary = len(self.tokenizer) if self.tokenizer is not None else _BYTES
+        self.pretrained_config = _transformers.configure(
+            "AutoModelForCausalLM", settings.model, {"vocab_size": vocabulary}
+        )
+        self._fits(vocabulary)
+        self._criterion = _transformers.loss("ForCausalLM")
+        self.units_per_sample = settings.context
+        self.hidden_size = getattr(self.pretrained_config, "hidden_size", None)
+        self.batch_dependent = bool(getattr(self.pretrained_config, "output_router_logits", False))
+        self._sources: tuple[text.TextSource, text.TextSource] | None = None
+
+    def _fits(self, vocabulary: int) -> None:
+        config, context = self.pretrained_config, self.settings.context
+        if config.vocab_size < vocabulary:
+            what = "the tokenizer has" if self.tokenizer is not None else "bytes are tokens without a tokenizer:"
+            raise TaskError(f"task.model: vocab_size {config.vocab_size} is too small, {what} {vocabulary} of them")
+        limit = getattr(config, "max_position_embeddings", None)
+        if isinstance(limit, int) and 0 < limit < context:
+            raise TaskError(f"task.context: {context} tokens, but the model's max_position_embeddings is {limit}")
+
+    def model(self) -> nn.Module:
+        weights = self.settings.model if isinstance(self.settings.model, str) and not self.settings.fresh else None
+        return _transformers.build("AutoModelForCausalLM", self.pretrained_config, weights)
+
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        logits = outputs.logits
+        loss = self._criterion(
+            logits=logits, labels=None, vocab_size=logits.shape[-1], shift_labels=targets.contiguous()
+        )
+        if getattr(outputs, "aux_loss", None) is not None:  # how evenly a mixture's experts are used
+            loss = loss + self.pretrained_config.router_aux_loss_coef * outputs.aux_loss
+        return loss
+
+    def metrics(self, outputs: Any, targets: Tensor) -> Mapping[str, Sum]:
+        total = self.loss(outputs, targets) * targets.numel()
+        return {
+            "loss": Sum(total, targets.numel()),
+            "bits_per_token": Sum(total / math.log(2), targets.numel()),
+            "accuracy": accuracy(outputs.logits, targets),
+        }
+
+    def train_data(self) -> text.TextSource:
+        return self._data()[0]
+
+    def eval_data(self) -> text.TextSource:
+        return self._data()[1]
+
+    def _data(self) -> tuple[text.TextSource, text.TextSource]:
+        if self._sources is None:
+            s = self.settings
+            encode = self._encode if self.tokenizer is not None else None
+            self._sources = text.sources(s.corpus, s.data_dir, s.context, s.samples, self.seed, encode)
+        return self._sources
+
+    def _encode(self, content: Tensor) -> Tensor:
+        def tokenize(piece: str) -> list[int]:
+            return list(self.tokenizer(piece, add_special_tokens=False)["input_ids"])
+
+        return tokens.encoded(content, tokenize, self._digest, self.settings.data_dir)
+
+
+class ImageClassificationTask(Task):
+    """Classes of images, by transformers' own loss; reports loss and accuracy."""
+
+    def __init__(self, settings: sections.ImageClassificationTask, seed: int) -> None:
+        """Raises TaskError where there is no such model or where it cannot take the images."""
+        self.settings, self.seed = settings, seed
+        self.workers = settings.workers
+        self.images = images.describe(settings)
+        facts = {
+            "num_labels": self.images.classes,
+            "num_channels": self.images.channels,
+            "image_size": self.images.size,
+        }
+        config = _transformers.configure("AutoModelForImageClassification", settings.model, facts)
+        config.num_labels, config.problem_type = self.images.classes, "single_label_classification"
+        self.pretrained_config = config
+        self.hidden_size = getattr(config, "hidden_size", None)
+        self._criterion = _transformers.loss("ForImageClassification")
+        self._probe()
+
+    def _probe(self) -> None:
+        """Tries the model, without memory, on the shape of one batch; finds BatchNorm."""
+        facts = self.images
+        with torch.device("meta"):
+            model = _transformers.build("AutoModelForImageClassification", self.pretrained_config, None)
+            try:
+                scores = model.eval()(torch.empty(2, facts.channels, facts.size, facts.size)).logits
+            except (RuntimeError, ValueError, AssertionError) as error:
+                size = f"{facts.channels} x {facts.size} x {facts.size}"
+                raise TaskError(
+                    f"task.model: cannot take images of {size} (channels, height, width): {' '.join(str(error).split())}"
+                ) from error
+        if scores.shape != (2, facts.classes):
+            raise TaskError(
+                f"task.model: gives {list(scores.shape)}, not one score for each of {facts.classes} classes"
+            )
+        self.batch_dependent = any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules())
+
+    def model(self) -> nn.Module:
+        weights = self.settings.model if isinstance(self.settings.model, str) and not self.settings.fresh else None
+        return _transformers.build("AutoModelForImageClassification", self.pretrained_config, weights)
+
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        return self._criterion(labels=targets, pooled_logits=outputs.logits, config=self.pretrained_config)
+
+    def metrics(self, outputs: Any, targets: Tensor) -> Mapping[str, Sum]:
+        total = self.loss(outputs, targets) * len(targets)
+        return {"loss": Sum(total, len(targets)), "accuracy": accuracy(outputs.logits, targets)}
+
+    def train_data(self) -> Any:
+        return images.load(self.settings, self.images, train=True, seed=self.seed)
+
+    def eval_data(self) -> Any:
+        return images.load(self.settings, self.images, train=False, seed=self.seed)

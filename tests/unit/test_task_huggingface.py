@@ -1,0 +1,242 @@
+"""Hugging Face models as tasks: their names, their loss, their tokenizers; local folders, and never the network."""
+
+from __future__ import annotations
+
+import importlib.util
+import json
+import math
+import socket
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsframe.checkpoint.state import aliases
+from dsframe.config.settings import CausalLanguageModelTask as TextSettings
+from dsframe.config.settings import ImageClassificationTask as ImageSettings
+from dsframe.data import Loader
+from dsframe.errors import DataError, TaskError
+from dsframe.tasks import _transformers, build
+from dsframe.tasks.huggingface import CausalLanguageModelTask, ImageClassificationTask
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+VIT = {
+    "model_type": "vit",
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "patch_size": 4,
+}
+
+
+@pytest.fixture(autouse=True)
+def _alone(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A cache of its own, and no way to the network."""
+    monkeypatch.setenv("DSFRAME_DATA", str(tmp_path / "cache"))
+
+    def refuse(*_: Any) -> None:
+        raise AssertionError("a connection was tried")
+
+    monkeypatch.setattr(socket.socket, "connect", refuse)
+    monkeypatch.setattr(socket, "getaddrinfo", refuse)
+
+
+def language(**fields: Any) -> CausalLanguageModelTask:
+    section = {"name": "causal-language-model", "model": LLAMA, "context": 16, "corpus": "synthetic", **fields}
+    built = build(TextSettings.model_validate(section), seed=1)
+    assert isinstance(built, CausalLanguageModelTask)
+    return built
+
+
+def classifier(**fields: Any) -> ImageClassificationTask:
+    section = {"name": "image-classification", "model": VIT, "dataset": "synthetic", "image_size": 16, "samples": 64}
+    built = build(ImageSettings.model_validate({**section, **fields}), seed=1)
+    assert isinstance(built, ImageClassificationTask)
+    return built
+
+
+def made(task: Any, seed: int = 0) -> Any:
+    torch.manual_seed(seed)
+    return task.model()
+
+
+def test_a_new_model_has_their_names_and_the_seeds_weights() -> None:
+    task = language()
+    model = made(task)
+    names = [name for name, _ in model.named_parameters()]
+    assert "model.layers.1.self_attn.k_proj.weight" in names
+    assert dict(model.named_parameters())["lm_head.weight"].shape == (256, 32)
+    assert model.training
+    assert all(parameter.dtype == torch.float32 for parameter in model.parameters())
+    assert all(torch.equal(a, b) for a, b in zip(model.parameters(), made(task).parameters(), strict=True))
+    assert (task.hidden_size, task.units_per_sample, task.unit) == (32, 16, "tokens")
+    tied = language(model={**LLAMA, "tie_word_embeddings": True})
+    assert aliases(made(tied)) == {"lm_head.weight": "model.embed_tokens.weight"}
+
+
+def test_the_loss_is_their_own() -> None:
+    task = language()
+    model = made(task)
+    windows = torch.randint(256, (3, 17))
+    theirs = model(windows, labels=windows).loss
+    inputs, targets = windows[:, :-1], windows[:, 1:]
+    outputs = model(inputs)
+    torch.testing.assert_close(task.loss(outputs, targets), theirs)
+    metrics = task.metrics(outputs, targets)
+    assert metrics["loss"].mean == pytest.approx(theirs.item())
+    assert metrics["bits_per_token"].mean == pytest.approx(theirs.item() / math.log(2))
+    assert metrics["accuracy"].count == 48
+    assert list(outputs) == ["logits"], "nothing is kept for generation"
+
+
+def test_a_mixture_of_experts_pays_for_uneven_use() -> None:
+    mixtral = {**LLAMA, "model_type": "mixtral", "num_local_experts": 2, "output_router_logits": True}
+    task = language(model=mixtral)
+    model = made(task)
+    windows = torch.randint(256, (2, 17))
+    assert task.batch_dependent
+    outputs = model(windows[:, :-1])
+    weighted = task.pretrained_config.router_aux_loss_coef * outputs.aux_loss
+    alone = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), windows[:, 1:].flatten())
+    torch.testing.assert_close(task.loss(outputs, windows[:, 1:]), alone + weighted)
+
+
+def save(task: Any, folder: Path, seed: int = 5) -> Any:
+    model = made(task, seed)
+    model.save_pretrained(folder)
+    return model
+
+
+def save_tokenizer(folder: Path) -> int:
+    """A word-level tokenizer of the synthetic corpus' letters."""
+    tokenizers, transformers = importlib.import_module("tokenizers"), _transformers.transformers()
+    letters = {letter: index for index, letter in enumerate(["?", *" abcdefghijklmnopqrstuvwxyz"])}
+    core = tokenizers.Tokenizer(tokenizers.models.WordLevel(letters, unk_token="?"))
+    core.pre_tokenizer = tokenizers.pre_tokenizers.Split("", "isolated")
+    transformers.PreTrainedTokenizerFast(tokenizer_object=core, unk_token="?").save_pretrained(folder)
+    return len(letters)
+
+
+def test_a_folders_weights_are_the_first_ones(tmp_path: Path) -> None:
+    kept = save(language(), tmp_path)
+    task = language(model=str(tmp_path))
+    model = made(task)
+    assert model.training
+    assert all(torch.equal(a, b) for a, b in zip(kept.parameters(), model.parameters(), strict=True))
+    fresh = made(language(model=str(tmp_path), fresh=True))
+    assert not torch.equal(kept.lm_head.weight, fresh.lm_head.weight)
+    assert task.pretrained_config.architectures == ["LlamaForCausalLM"]
+
+
+def test_a_folders_tokenizer_makes_the_tokens(tmp_path: Path) -> None:
+    size = save_tokenizer(tmp_path)
+    task = language(tokenizer=str(tmp_path))
+    assert task.pretrained_config.vocab_size == size
+    inputs, targets = task.train_data().batch(torch.arange(4), 0)
+    assert inputs.dtype == torch.int64
+    assert torch.equal(inputs[:, 1:], targets[:, :-1])
+    assert int(inputs.min()) >= 1
+    assert int(inputs.max()) < size
+    cached = list((tmp_path / "cache" / "tokens").iterdir())
+    assert len(cached) == 1
+    stamp = cached[0].stat().st_mtime_ns
+    again = language(tokenizer=str(tmp_path)).train_data().batch(torch.arange(4), 0)[0]
+    assert torch.equal(again, inputs)
+    assert cached[0].stat().st_mtime_ns == stamp
+    with pytest.raises(TaskError, match=r"vocab_size 9 is too small, the tokenizer has 28 of them"):
+        language(model={**LLAMA, "vocab_size": 9}, tokenizer=str(tmp_path))
+    (tmp_path / "short").write_text("abc")
+    with pytest.raises(DataError, match=r"the text has 3 tokens, too few for one window of 16"):
+        language(tokenizer=str(tmp_path), corpus=str(tmp_path / "short")).train_data()
+
+
+def test_images_are_classified_by_their_loss(tmp_path: Path) -> None:
+    task = classifier()
+    model = made(task)
+    images, labels = next(Loader(task.train_data(), seed=0, micro_batch_size=8).stream())
+    outputs = model(images)
+    torch.testing.assert_close(task.loss(outputs, labels), model(images, labels=labels).loss)
+    assert outputs.logits.shape == (8, 10)
+    assert task.metrics(outputs, labels)["accuracy"].count == 8
+    assert (task.hidden_size, task.batch_dependent) == (32, False)
+    save(task, tmp_path)
+    other = classifier(model=str(tmp_path), classes=7)
+    again = made(other)
+    assert again.classifier.weight.shape == (7, 32)
+    encoder = [name for name, _ in again.named_parameters() if not name.startswith("classifier")]
+    kept = dict(made(classifier(model=str(tmp_path))).named_parameters())
+    assert len(encoder) > 20
+    assert all(torch.equal(dict(again.named_parameters())[name], kept[name]) for name in encoder)
+
+
+def test_batch_norm_is_found() -> None:
+    resnet = {"model_type": "resnet", "embedding_size": 8, "hidden_sizes": [8], "depths": [1], "layer_type": "basic"}
+    assert classifier(model=resnet).batch_dependent
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"model": {"hidden_size": 3}}, r"task.model: no model_type; such as llama"),
+        ({"model": {"model_type": "lama"}}, r'model_type "lama": not known to transformers .*did you mean "llama"\?'),
+        ({"model": {**LLAMA, "hiden_size": 3}}, r'hiden_size: no setting of LlamaConfig; did you mean "hidden_size"\?'),
+        ({"model": {**LLAMA, "hidden_size": "3"}}, r"task.model: .*hidden_size.*expected int, got str"),
+        (
+            {"model": {**LLAMA, "hidden_size": 33}},
+            r"task.model: .*33\) is not a multiple of the number of attention heads",
+        ),
+        ({"model": VIT}, r'model_type "vit": transformers has no AutoModelForCausalLM for it'),
+        (
+            {"model": {**LLAMA, "vocab_size": 100}},
+            r"vocab_size 100 is too small, bytes are tokens without a tokenizer: 256",
+        ),
+        (
+            {"model": {**LLAMA, "max_position_embeddings": 8}},
+            r"16 tokens, but the model's max_position_embeddings is 8",
+        ),
+        ({"model": "some/model"}, r"some/model is no local folder with a model.*: hf download some/model --local-dir"),
+        ({"tokenizer": "some/model"}, r"some/model is no local folder with a tokenizer"),
+    ],
+)
+def test_models_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        language(**fields)
+
+
+def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"has no config.json; name the folder that save_pretrained wrote"):
+        language(model=str(tmp_path))
+    (tmp_path / "config.json").write_text(json.dumps(LLAMA))
+    with pytest.raises(TaskError, match=r'"fresh": true takes the configuration alone'):
+        language(model=str(tmp_path), context=8).model()
+    with pytest.raises(TaskError, match=r"has no tokenizer.json; without a tokenizer a token is a byte"):
+        language(tokenizer=str(tmp_path))
+    folder = tmp_path / "smaller"
+    save(language(), folder)
+    (folder / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 256, "num_hidden_layers": 3}))
+    with pytest.raises(TaskError, match=r"has no weights, or of another shape, for model.layers.2"):
+        language(model=str(folder)).model()
+
+
+def test_images_that_do_not_fit_are_refused(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r"cannot take images of 3 x 16 x 16"):
+        classifier(model={**VIT, "num_channels": 1})
+    with pytest.raises(TaskError, match=r"transformers has no AutoModelForImageClassification"):
+        classifier(model=LLAMA)
+
+
+def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    _transformers.transformers.cache_clear()
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(TaskError, match=r'transformers is not installed; pip install "dsframe\[transformers\]"'):
+        language()
+    _transformers.transformers.cache_clear()
