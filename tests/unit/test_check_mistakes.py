@@ -387,7 +387,7 @@ MISTAKES = [
     (
         "unknown task",
         '{"train_batch_size": 8, "dsframe": {"task": {"name": "visoin"}}}',
-        'f.json:1:54: dsframe.task.name: "visoin" must be "vision", "language" or "package.module:Class"; did you mean "vision"?',
+        'f.json:1:54: dsframe.task.name: "visoin" must be "vision", "language", "causal-language-model", "image-classification" or "package.module:Class"; did you mean "vision"?',
     ),
     (
         "unclosed",
