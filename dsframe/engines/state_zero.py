@@ -35,24 +35,26 @@ from dsframe.engines.state_flat import Piece, fill
 from dsframe.engines.state_replica import Slot
 
 
-def state(engine: Any, updates: int) -> EngineState:
-    """**Collective** to read to its end. ``engine``: DeepSpeed's."""
-    model = engine.module
-    return EngineState(updates, _loss_scale(engine), persistent_buffers(model), aliases(model), _parameters(engine))
+def state(engine: Any, model: nn.Module, updates: int) -> EngineState:
+    """**Collective** to read to its end. ``engine``: DeepSpeed's. ``model``: what it trains, by the names of the state."""
+    parameters = _parameters(engine, model)
+    return EngineState(updates, _loss_scale(engine), persistent_buffers(model), aliases(model), parameters)
 
 
 @torch.no_grad()
-def load_state(engine: Any, saved: SavedState, accumulation_steps: int, train_batch_size: int) -> None:
+def load_state(
+    engine: Any, model: nn.Module, saved: SavedState, accumulation_steps: int, train_batch_size: int
+) -> None:
     """**Collective.** Raises CheckpointError where the checkpoint is of another model or cannot be held by this stage."""
-    compare("parameter", {name: _shape(p) for name, p in engine.module.named_parameters()}, saved.shapes)
-    load_buffers(engine.module, saved)
+    compare("parameter", {name: _shape(p) for name, p in model.named_parameters()}, saved.shapes)
+    load_buffers(model, saved)
     optimizer = engine.optimizer
     if _is_stage_3(optimizer):
-        _load_stage_3(engine, saved)
+        _load_stage_3(engine, model, saved)
     elif _flat_partitions(optimizer) is not None:
-        _load_stage_1_2(engine, saved)
+        _load_stage_1_2(engine, model, saved)
     else:
-        slots, frozen = _stage_0(engine)
+        slots, frozen = _stage_0(engine, model)
         state_replica.write(slots, frozen, engine.basic_optimizer, saved)
         _round_masters_into_model(optimizer)
     _put_loss_scale(engine, saved.loss_scale)
@@ -62,13 +64,13 @@ def load_state(engine: Any, saved: SavedState, accumulation_steps: int, train_ba
     engine.global_samples = saved.updates * train_batch_size
 
 
-def _parameters(engine: Any) -> Iterator[ParameterState]:
+def _parameters(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
     optimizer = engine.optimizer
     if _is_stage_3(optimizer):
-        return _read_stage_3(engine)
+        return _read_stage_3(engine, model)
     if _flat_partitions(optimizer) is not None:
-        return _read_stage_1_2(engine)
-    slots, frozen = _stage_0(engine)
+        return _read_stage_1_2(engine, model)
+    slots, frozen = _stage_0(engine, model)
     return state_replica.read(slots, frozen, engine.basic_optimizer)
 
 
@@ -79,9 +81,9 @@ def _shape(parameter: Any) -> tuple[int, ...]:
 # Stage 0: a plain optimizer, or one of two wrappers that keep fp32 masters beside a 16-bit model.
 
 
-def _stage_0(engine: Any) -> tuple[list[Slot], list[Slot]]:
+def _stage_0(engine: Any, model: nn.Module) -> tuple[list[Slot], list[Slot]]:
     optimizer = engine.optimizer
-    named = list(engine.module.named_parameters())
+    named = list(model.named_parameters())
     slots_by_id: dict[int, tuple[Tensor, int | None]] = {}
     if hasattr(optimizer, "fp32_groups_flat"):
         for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
@@ -123,9 +125,9 @@ def _bit16_groups(optimizer: Any) -> list[list[nn.Parameter]]:
     return groups
 
 
-def _read_stage_1_2(engine: Any) -> Iterator[ParameterState]:
+def _read_stage_1_2(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
     optimizer = engine.optimizer
-    names = {id(p): name for name, p in engine.module.named_parameters()}
+    names = {id(p): name for name, p in model.named_parameters()}
     flats = _flat_partitions(optimizer)
     assert flats is not None
     if all(optimizer.optimizer.state.get(flat) for flat in flats):
@@ -137,14 +139,14 @@ def _read_stage_1_2(engine: Any) -> Iterator[ParameterState]:
             weight = parameter.get_full_hp_param()  # type: ignore[attr-defined]  # DeepSpeed adds it
             full = {key: parameter.get_full_hp_param(key) for key in moments}  # type: ignore[attr-defined]
             yield ParameterState(name, weight, full, dict(scalars))
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in model.named_parameters():
         if id(parameter) in names:
             yield ParameterState(name, parameter.detach().float(), {}, {})
 
 
-def _load_stage_1_2(engine: Any, saved: SavedState) -> None:
+def _load_stage_1_2(engine: Any, model: nn.Module, saved: SavedState) -> None:
     optimizer = engine.optimizer
-    names = {id(p): name for name, p in engine.module.named_parameters()}
+    names = {id(p): name for name, p in model.named_parameters()}
     flats = _flat_partitions(optimizer)
     assert flats is not None
     for group, flat in zip(_bit16_groups(optimizer), flats, strict=True):
@@ -162,7 +164,7 @@ def _load_stage_1_2(engine: Any, saved: SavedState) -> None:
         optimizer._hp_optimizer_states_linked = False  # else a fresh engine's views of its optimizer's state stay unset
         optimizer._lazy_init_hp_params_optimizer_state()
     optimizer.update_lp_params()
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in model.named_parameters():
         if id(parameter) in names:
             parameter.data.copy_(saved.parameter(name).weight)
 
@@ -175,9 +177,9 @@ def _is_stage_3(optimizer: Any) -> bool:
     return hasattr(optimizer, "fp32_partitioned_groups_flat")
 
 
-def _read_stage_3(engine: Any) -> Iterator[ParameterState]:
+def _read_stage_3(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
     optimizer = engine.optimizer
-    names = {id(p): name for name, p in engine.module.named_parameters()}
+    names = {id(p): name for name, p in model.named_parameters()}
     for index, (group, flat) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     ):
@@ -197,7 +199,7 @@ def _read_stage_3(engine: Any) -> Iterator[ParameterState]:
             yield ParameterState(names.pop(id(parameter)), whole(flat), full, dict(scalars))
         if swapped:
             optimizer._release_swap_buffers(index)
-    for name, parameter in engine.module.named_parameters():
+    for name, parameter in model.named_parameters():
         if id(parameter) in names:
             yield _gather_frozen(name, parameter)
 
@@ -209,9 +211,9 @@ def _gather_frozen(name: str, parameter: Any) -> ParameterState:
     return ParameterState(name, weight, {}, {})
 
 
-def _load_stage_3(engine: Any, saved: SavedState) -> None:
+def _load_stage_3(engine: Any, model: nn.Module, saved: SavedState) -> None:
     optimizer = engine.optimizer
-    names = {id(p): name for name, p in engine.module.named_parameters()}
+    names = {id(p): name for name, p in model.named_parameters()}
     optimizer._partition_all_parameters()  # else small parameters that are kept whole keep their old values
     for index, (group, flat) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
@@ -231,11 +233,12 @@ def _load_stage_3(engine: Any, saved: SavedState) -> None:
             optimizer._optimizer_states_and_gradient_swap_out(index)
     if optimizer.persistent_parameters:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
-    for name, parameter in engine.module.named_parameters():
-        if id(parameter) in names:
-            parameter.all_gather(param_list=[parameter])
-            parameter.data.copy_(saved.parameter(name).weight)
-            parameter.partition(param_list=[parameter], has_been_updated=True)
+    frozen: Any
+    for name, frozen in model.named_parameters():
+        if id(frozen) in names:
+            frozen.all_gather(param_list=[frozen])
+            frozen.data.copy_(saved.parameter(name).weight)
+            frozen.partition(param_list=[frozen], has_been_updated=True)
 
 
 # The loss scale, of whichever wrapper there is.

@@ -7,6 +7,7 @@ Only what the user's file says is handed to DeepSpeed, with three changes that k
 from __future__ import annotations
 
 import contextlib
+import io
 import logging
 import os
 import warnings
@@ -14,7 +15,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 
 from dsframe import process_group
 from dsframe.checkpoint.state import EngineState, SavedState
@@ -54,10 +55,16 @@ class ZeroEngine(Engine):
         # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 has renamed; on every step, and nothing to do about.
         if not plan.verbose:
             warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+_tensor.* is deprecated", FutureWarning)
-        with _quiet():
-            self._engine, *_ = deepspeed.initialize(model=build_model(plan), config=document, dist_init_required=False)
+        with contextlib.nullcontext() if plan.verbose else _quiet():
+            module, self._model = self._build()
+            self._engine, *_ = deepspeed.initialize(model=module, config=document, dist_init_required=False)
         self._undo_hidden_step()
         self._updates = 0
+
+    def _build(self) -> tuple[nn.Module, nn.Module]:
+        """**Collective.** The module that DeepSpeed trains, and the one that knows its parameters by the names of the state."""
+        model = build_model(self.plan)
+        return model, model
 
     def _undo_hidden_step(self) -> None:
         """At stage 0 in 16 bits DeepSpeed makes the optimizer's state by a step with zero gradients, and leaves it at that.
@@ -129,12 +136,12 @@ class ZeroEngine(Engine):
 
     def state(self) -> EngineState:
         """**Collective** to read to its end; at stages 1 to 3 each parameter is gathered when its turn comes."""
-        return state_zero.state(self._engine, self._updates)
+        return state_zero.state(self._engine, self._model, self._updates)
 
     def load_state(self, saved: SavedState) -> None:
         """**Collective.** Each rank takes its shares out of the whole parameters."""
         batch = self.plan.batch
-        state_zero.load_state(self._engine, saved, batch.accumulation_steps, batch.train_batch_size)
+        state_zero.load_state(self._engine, self._model, saved, batch.accumulation_steps, batch.train_batch_size)
         self._updates = saved.updates
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
@@ -150,7 +157,7 @@ class ZeroEngine(Engine):
 
 @contextlib.contextmanager
 def _quiet() -> Iterator[None]:
-    """DeepSpeed's set-up warns about its own use of torch; none of it is for the user."""
-    with warnings.catch_warnings():
+    """DeepSpeed's set-up warns about its own use of torch, and a pipeline's prints its layers; none of it is for the user."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
         warnings.simplefilter("ignore")
         yield
