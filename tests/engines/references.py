@@ -1,0 +1,94 @@
+"""What test_references.py runs on every rank: the textbook engines of several processes beside DDP, on the same samples.
+
+torchrun --nproc-per-node=2 -m tests.engines.references REPORT.json
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsframe.checkpoint.state import Snapshot
+from dsframe.engine import Engine
+from dsframe.train import leave_at_once
+from tests.contract import make, micro_batches
+from tests.engines.several import one_process_group
+
+ADAM = {
+    "train_batch_size": 16,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 0.5,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+}
+SGD = {**ADAM, "gradient_clipping": 0, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
+BF16 = {"bf16": {"enabled": True}}
+EVERY_2 = {"dsframe": {"parameter_averaging": {"every_steps": 2}}}
+AVERAGING = "reference-parameter-averaging"
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "ddp": ("ddp", ADAM),
+    "all-reduce": ("reference-allreduce", ADAM),
+    "server": ("reference-parameter-server", ADAM),
+    "ddp bf16": ("ddp", ADAM | BF16),
+    "server bf16": ("reference-parameter-server", ADAM | BF16),
+    "ddp sgd": ("ddp", SGD),
+    "averaging sgd": (AVERAGING, SGD),
+    "averaging": (AVERAGING, ADAM),
+    "averaging every 2": (AVERAGING, SGD | EVERY_2),
+}
+
+
+def steps(engine: Engine, first: int, last: int) -> list[float]:
+    """The global batch's loss at each step."""
+    losses = []
+    for step in range(first, last):
+        result = engine.train_step(micro_batches(engine, step))
+        losses.append(float(engine.sum_over_ranks(result.loss.reshape(1).double())) / engine.plan.world.size)
+    return losses
+
+
+def apart(engine: Any) -> float:
+    """How far this rank's weights are from the ranks' mean, at most over the ranks."""
+    weights = torch.cat([p.detach().double().flatten() for p in engine.model.parameters()])
+    mean = engine.sum_over_ranks(weights) / engine.plan.world.size
+    return float(engine.sum_over_ranks((weights - mean).abs().max().reshape(1)))
+
+
+def measure(name: str, file: dict[str, Any]) -> dict[str, Any]:
+    """Five steps, their end kept, five more, back, the same five."""
+    engine: Any = make(file, name)
+    losses, distance = steps(engine, 0, 5), apart(engine)
+    kept = Snapshot(engine.state())
+    after = steps(engine, 5, 10)
+    engine.load_state(kept)
+    again = Snapshot(engine.state())
+    read_back = max(
+        float((kept.parameter(key).weight - again.parameter(key).weight).abs().max()) for key in kept.shapes
+    )
+    repeated = steps(engine, 5, 10)
+    held = [kept.parameter(key) for key in kept.shapes]
+    return {
+        "losses": losses + after,
+        "repeated": repeated,
+        "read_back": read_back,
+        "apart_after_5": distance,
+        "apart_after_10": apart(engine),
+        "state": [tensor.flatten().tolist() for one in held for tensor in (one.weight, *one.moments.values())],
+        "names": [[one.name, list(one.moments), dict(one.scalars)] for one in held],
+        "optimizer_tensors": int(engine.sum_over_ranks(torch.tensor([len(engine.optimizer.state)]).double())),
+    }
+
+
+def main(path: str) -> None:
+    with one_process_group():
+        report = {case: measure(name, file) for case, (name, file) in CASES.items()}
+        if torch.distributed.get_rank() == 0:
+            Path(path).write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])
+    leave_at_once(0)

@@ -1,0 +1,65 @@
+"""The textbook engines train as they say they do: the same as DDP, or not the same where theory says that they cannot."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.processes import run_ranks, torchrun
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One job for all of them: tests/engines/references.py."""
+    file = tmp_path_factory.mktemp("references") / "report.json"
+    run_ranks(torchrun(2, ["-m", "tests.engines.references", str(file)]), timeout_seconds=150).check()
+    found: dict[str, Any] = json.loads(file.read_text())
+    return found
+
+
+def largest(left: list[float], right: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(left, right, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("case", "other", "bound"),
+    [
+        ("all-reduce", "ddp", 1e-6),
+        ("server", "ddp", 1e-6),
+        ("server bf16", "ddp bf16", 5e-4),
+        ("averaging sgd", "ddp sgd", 1e-6),
+    ],
+)
+def test_the_same_training(report: dict[str, Any], case: str, other: str, bound: float) -> None:
+    mine, theirs = report[case], report[other]
+    assert largest(mine["losses"], theirs["losses"]) <= bound
+    assert mine["names"] == theirs["names"]
+    for left, right in zip(mine["state"], theirs["state"], strict=True):
+        assert largest(left, right) <= 10 * bound
+    assert mine["losses"][-1] < 0.8 * mine["losses"][0]
+
+
+def test_averaging_is_another_training_for_adam(report: dict[str, Any]) -> None:
+    assert largest(report["averaging"]["losses"], report["ddp"]["losses"]) > 1e-3
+
+
+def test_ranks_part_between_two_averages(report: dict[str, Any]) -> None:
+    every_2 = report["averaging every 2"]
+    assert every_2["apart_after_5"] > 1e-3
+    assert every_2["apart_after_10"] == 0.0
+    assert report["averaging"]["apart_after_5"] == 0.0
+
+
+def test_the_server_alone_keeps_the_optimizers_state(report: dict[str, Any]) -> None:
+    assert report["server"]["optimizer_tensors"] == 4
+    assert report["all-reduce"]["optimizer_tensors"] == 8
+
+
+@pytest.mark.parametrize(
+    ("case", "bound"), [("all-reduce", 0.0), ("server", 0.0), ("server bf16", 0.0), ("averaging sgd", 1e-6)]
+)
+def test_state_goes_out_and_in_again(report: dict[str, Any], case: str, bound: float) -> None:
+    assert report[case]["read_back"] == 0.0
+    assert largest(report[case]["repeated"], report[case]["losses"][5:]) <= bound
