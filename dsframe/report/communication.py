@@ -26,6 +26,7 @@ from unittest import mock
 import torch
 import torch.distributed as dist
 from torch import Tensor
+from torch.distributed import distributed_c10d
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -53,7 +54,7 @@ _RING: Mapping[str, float] = {
 }
 """Each rank sends and receives so many times (N - 1) / N of the payload."""
 
-_SILENT = frozenset({"barrier", "monitored_barrier_", "check_for_nan", "wait_tensor"})
+_SILENT = frozenset({"barrier", "monitored_barrier_", "check_for_nan", "wait_tensor", "_wrap_tensor_autograd"})
 # Operator -> kind, and the number of the argument that is the payload.
 _OPERATORS: Mapping[str, tuple[str, int]] = {
     "allreduce_": ("all-reduce", 0),
@@ -99,11 +100,11 @@ _HOROVOD: Mapping[str, str] = {
 """Functions of ``horovod.torch.mpi_ops`` that hand tensors over, the first argument being these."""
 
 
-class Communication(TorchDispatchMode):
+class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Counts while it is entered. Every operator takes a detour through Python meanwhile, so do not take times."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self.by_kind: dict[str, Traffic] = {}
         self._patches = ExitStack()
 
@@ -157,7 +158,8 @@ class Communication(TorchDispatchMode):
         if name not in _FUNCTIONAL:
             raise NotImplementedError(f"_c10d_functional::{name} is a collective that dsframe cannot count yet")
         label = next(value for value in reversed(args) if isinstance(value, str))
-        ranks = dist.distributed_c10d._resolve_process_group(label).size()
+        group: Any = distributed_c10d._resolve_process_group  # type: ignore[attr-defined]
+        ranks = group(label).size()
         pieces = ranks if _FUNCTIONAL[name] == "all-gather" else 1
         self.add(_FUNCTIONAL[name], _bytes(args[0]) * pieces, ranks)
 
@@ -166,11 +168,11 @@ class Communication(TorchDispatchMode):
         for name, kind in _HOROVOD.items() if horovod else ():
             watched = self._watched(getattr(horovod, name), kind, horovod.size())  # type: ignore[union-attr]
             self._patches.enter_context(mock.patch.object(horovod, name, watched))
-        super().__enter__()
+        super().__enter__()  # type: ignore[no-untyped-call]
         return self
 
     def __exit__(self, *error: Any) -> None:
-        super().__exit__(*error)
+        super().__exit__(*error)  # type: ignore[no-untyped-call]
         self._patches.close()
 
     def _watched(self, function: Callable[..., Any], kind: str, ranks: int) -> Callable[..., Any]:
