@@ -15,6 +15,10 @@ from dsframe.errors import DsframeError
 COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("dsframe.check:main", "find every mistake in configuration files, before anything starts"),
     "train": ("dsframe.train:main", "train as a configuration file says (one process; launchers start several)"),
+    "launch": (
+        "dsframe.launch.command:main",
+        "train on this machine or many, with the launcher that belongs to the file",
+    ),
     "compare": ("dsframe.report.compare:main", "finished runs side by side: loss, metrics, speed, memory"),
     "export": ("dsframe.checkpoint.export:main", "a checkpoint's weights in one file, for other programs"),
     "doctor": ("dsframe.doctor:main", "what this machine can run, and what it lacks"),

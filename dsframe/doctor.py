@@ -186,7 +186,7 @@ def launchers() -> Iterator[Finding]:
         found = shutil.which(name, path=_path())
         if found is None:
             yield Finding("absent", f"{name}: not found; {remedy}")
-        elif name == "deepspeed" and not (Path(found).resolve().parent.parent / "supervise.py").exists():
+        elif name == "deepspeed" and Path(found).resolve().parent.parent.name != "launch":
             yield Finding("ok", f"{name}: {found}; DeepSpeed's own, without -m: source launch/activate")
         else:
             yield Finding("ok", f"{name}: {found}")

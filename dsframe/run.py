@@ -103,10 +103,7 @@ def execute(
     optimizer = optimizers.read(config)
     schedule = _schedule(config, optimizer.learning_rate)
     plan = Plan(config, world, task, optimizer, schedule, batch, device, verbose)
-    directory = Path(
-        settings.run_dir or f"runs/{config.path.stem if config.path else type(task).__name__}-{choice.name}"
-    )
-
+    directory = directory_of(config, choice.name, type(task).__name__)
     progress = Progress(
         cadence.total_steps,
         speaks=world.is_main and not quiet,
@@ -162,6 +159,11 @@ def execute(
         record.finish(summary)
     progress.say(f"dsframe: {summary}")
     return summary
+
+
+def directory_of(config: Config, engine: str, task: str) -> Path:
+    """Where the run's results are: as the file says, else named after the file, or after the ``task`` where there is none."""
+    return Path(config.settings.run_dir or f"runs/{config.path.stem if config.path else task}-{engine}")
 
 
 def _loaders(

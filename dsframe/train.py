@@ -21,6 +21,7 @@ from typing import TYPE_CHECKING, NoReturn
 from dsframe import world as worlds
 from dsframe.config import DEFAULT_CONFIG, load
 from dsframe.errors import ConfigError, DsframeError, StoppedError, TrainingError
+from dsframe.report import outcome
 from dsframe.world import World
 
 if TYPE_CHECKING:
@@ -65,6 +66,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument(
         "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
     )  # DeepSpeed's launcher puts it first
+    parser.add_argument("--report", help=argparse.SUPPRESS)  # dsframe launch reads there how the run ended
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # scripts for DeepSpeed have it
     options = parser.parse_args(argv)
     for name in ("engine", "run_dir"):
@@ -83,6 +85,7 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
     world = World()
     try:
         world = worlds.here()
+        reporter = outcome.start(options.report, world.rank)
         if world.launcher != "python":
             die_with_parent()
         config = load(options.config, overrides=options.set)
@@ -93,17 +96,21 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
         from dsframe.run import execute
 
         execute(config, task=task, world=world, resume=options.resume, verbose=options.verbose, quiet=options.quiet)
+        if world.is_main:
+            reporter.say(done=True)
     except DsframeError as error:
         leave(error, world, verbose=options.verbose)
     except KeyboardInterrupt:
         leave_at_once(130)
     except Exception as error:
         if options.verbose or not lost_a_peer(error):
+            outcome.reporter().failed(1, f"{type(error).__name__}: {error}")
             print(f"[rank {world.rank}] {traceback.format_exc()}", file=sys.stderr, flush=True)
             leave_at_once(1)
         reason = str(error).strip().partition("\n")[0]
+        outcome.reporter().failed(TrainingError.exit_code, outcome.LOST_A_PEER)
         print(
-            f"[rank {world.rank}] another process of this run has ended, see its message ({reason})",
+            f"[rank {world.rank}] {outcome.LOST_A_PEER}, see its message ({reason})",
             file=sys.stderr,
             flush=True,
         )
@@ -120,6 +127,7 @@ def leave(error: DsframeError, world: World, *, verbose: bool) -> NoReturn:
     A mistake in the file or the environment is everybody's, and the host's first process names it. The others wait until the
     launcher, which ends all when one has ended, ends them too; who is still there after that has a mistake of its own.
     """
+    outcome.reporter().failed(error.exit_code, str(error))
     if verbose:
         traceback.print_exception(error, file=sys.stderr)
     if world.local_rank != 0:

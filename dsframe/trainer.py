@@ -21,6 +21,7 @@ from dsframe.checkpoint.signals import StopRequest
 from dsframe.data import EvaluationLoader, Loader
 from dsframe.engine import Engine, StepResult
 from dsframe.errors import StoppedError, TrainingError
+from dsframe.report import outcome
 from dsframe.report.memory import peak_memory_bytes
 from dsframe.report.progress import Progress, clock
 from dsframe.report.record import Record
@@ -104,11 +105,15 @@ class Trainer:
         started = first_done = time.perf_counter()
         self.progress.begin(start.step)
         stream = self.loader.stream(start.step, total)
+        reporter = outcome.reporter()
+        reporter.step = start.step
+        reporter.say(began=True)
         with StopRequest(self.engine, start.step) as stop:
             for step in range(self._first, total + 1):
                 result = self.engine.train_step(self._take(stream, batch.accumulation_steps))
                 self._watchdog.done(step)
                 self.progress.advance()
+                reporter.step = step
                 if self.cadence.logs(step):
                     loss = self._log(step, result)
                 if step == self._first:

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import functools
 import os
+import re
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -138,22 +139,26 @@ def _integer(environ: Mapping[str, str], name: str, default: int | None = None) 
         raise WorldError(f"{name}={text!r} is not an integer") from None
 
 
-def slurm_tasks_on_node(layout: str, node: int) -> int:
-    """Number of tasks on host ``node`` from Slurm's compressed list, such as ``2(x3),1`` for 2, 2, 2, 1."""
+def slurm_tasks(layout: str) -> list[int]:
+    """Number of tasks on each host from Slurm's compressed list, such as ``2(x3),1`` for 2, 2, 2, 1."""
     counts: list[int] = []
     for part in layout.split(","):
         count, _, times = part.partition("(x")
         counts += [int(count)] * int(times.rstrip(")") or 1)
-    return counts[node]
+    return counts
 
 
-def first_host(nodelist: str) -> str:
-    """First host of Slurm's compressed list: ``node[03-07,9],gpu1`` gives ``node03``."""
-    prefix, bracket, rest = nodelist.partition("[")
-    if not bracket or "," in prefix:
-        return nodelist.split(",")[0]
-    inside, _, suffix = rest.partition("]")
-    return prefix + inside.split(",")[0].split("-")[0] + suffix.split(",")[0]
+def slurm_hosts(nodelist: str) -> list[str]:
+    """Hosts of Slurm's compressed list: ``node[03-04,9],gpu1`` gives node03, node04, node9 and gpu1."""
+    hosts: list[str] = []
+    for prefix, inside, suffix in re.findall(r"([^,\[]+)(?:\[([^\]]*)\])?([^,\[]*)(?:,|$)", nodelist):
+        for part in inside.split(",") if inside else [""]:
+            first, dash, last = part.partition("-")
+            numbers = range(int(first), int(last) + 1) if dash else [first]
+            hosts += [
+                f"{prefix}{number:0{len(first)}}{suffix}" if dash else f"{prefix}{number}{suffix}" for number in numbers
+            ]
+    return hosts
 
 
 @functools.cache
@@ -174,8 +179,10 @@ def read(environ: Mapping[str, str]) -> World:
     rank, size = _integer(environ, names.rank), _integer(environ, names.size)
     if launcher == "srun":
         node = _integer(environ, names.node, 0)
-        local_size = slurm_tasks_on_node(environ.get(names.local_size, str(size)), node)
-        address: str | None = environ.get("MASTER_ADDR") or first_host(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))
+        local_size = slurm_tasks(environ.get(names.local_size, str(size)))[node]
+        address: str | None = (
+            environ.get("MASTER_ADDR") or slurm_hosts(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))[0]
+        )
         job = _integer(environ, "SLURM_JOB_ID", 0) + _integer(environ, "SLURM_STEP_ID", 0)
         port: int | None = _integer(environ, "MASTER_PORT", 20000 + job % 20000)
     else:

@@ -21,7 +21,7 @@ PACKAGE = REPOSITORY / "dsframe"
 
 LAYERS = (
     {"errors"},
-    {"world"},
+    {"world", "supervise"},
     {"config", "tasks/_torchvision"},
     {"data"},
     {"tasks"},
@@ -33,7 +33,8 @@ LAYERS = (
     {"run"},
     {"train"},
     {"collectives"},
-    {"doctor", "check", "plan", "launch"},
+    {"doctor", "check", "plan"},
+    {"launch"},
     {"cli"},
 )
 """Lowest first. A module imports from its own unit and from lower layers; what only type checkers read may look up."""
@@ -59,6 +60,9 @@ LIGHT = (
     "__init__.py",
     "check.py",
     "doctor.py",
+    "supervise.py",
+    "launch",
+    "report/outcome.py",
     "data/fetch.py",
 )
 """What imports no torch when it is imported: torch takes a second, and thread counts are settled before it."""

@@ -89,15 +89,22 @@ def test_numbers_that_do_not_fit_are_named(change: dict[str, str], message: str)
     ("layout", "node", "tasks"), [("2", 0, 2), ("2(x3),1", 2, 2), ("2(x3),1", 3, 1), ("1,4(x2)", 1, 4)]
 )
 def test_slurm_layouts(layout: str, node: int, tasks: int) -> None:
-    assert world.slurm_tasks_on_node(layout, node) == tasks
+    assert world.slurm_tasks(layout)[node] == tasks
 
 
 @pytest.mark.parametrize(
-    ("nodes", "first"),
-    [("node1", "node1"), ("a,b", "a"), ("node[03-07,9],gpu1", "node03"), ("n[1,4]x", "n1x"), ("a,n[1-2]", "a")],
+    ("nodes", "hosts"),
+    [
+        ("node1", ["node1"]),
+        ("a,b", ["a", "b"]),
+        ("node[03-05,9],gpu1", ["node03", "node04", "node05", "node9", "gpu1"]),
+        ("n[1,4]x", ["n1x", "n4x"]),
+        ("a,n[9-10]-ib", ["a", "n9-ib", "n10-ib"]),
+        ("", []),
+    ],
 )
-def test_slurm_node_lists(nodes: str, first: str) -> None:
-    assert world.first_host(nodes) == first
+def test_slurm_node_lists(nodes: str, hosts: list[str]) -> None:
+    assert world.slurm_hosts(nodes) == hosts
 
 
 def test_meeting_points() -> None:

@@ -17,6 +17,7 @@ from pathlib import Path
 
 ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 FOR_WORKERS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
+SAVING = frozenset({signal.SIGTERM, signal.SIGHUP})  # of these, the first is a request to save and leave (`gentle`)
 LEFTOVER_SECONDS = 5.0  # what a clean end may need after the launcher: resource trackers, compile workers
 SHUTDOWN_SECONDS = 40.0  # DeepSpeed's launcher gives its workers 30 s between SIGTERM and SIGKILL
 # What launchers set for workers and not for themselves: DeepSpeed's and torch's, Horovod's, and Open MPI's under Horovod's.
@@ -33,12 +34,24 @@ def next_on_path(script: Path) -> str | None:
     return None
 
 
-def run(program: str, arguments: list[str], environment: dict[str, str]) -> int:
+def run(
+    program: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    *,
+    gentle: bool = False,
+    forwards: bool = False,
+    received: list[int] | None = None,
+) -> int:
     """Runs `program` to its end and returns its exit code: 128 + N when signal N ended it, 1 when it left processes behind.
 
     INT, TERM and HUP go to every process of the job, USR1 and USR2 to its workers only (they would end the launcher).
     Two processes do this. The one that the user sees passes signals on to the supervisor, its child. The kernel tells the
     supervisor when the first one is killed: so even SIGKILL leaves nothing running.
+
+    `gentle`: the first TERM or HUP becomes USR1, at which dsframe's workers save and leave. Launchers end their workers within
+    seconds of a TERM (mpirun) or at once (srun), saved or not. `forwards`: the program passes USR1 and USR2 on to its workers,
+    which may be on other hosts (mpirun, srun). `received`: gets the signals that came, which stay blocked when this returns.
     """
     heard = {*ENDING, *FOR_WORKERS, signal.SIGTSTP}
     heard = {number for number in heard if signal.getsignal(number) != signal.SIG_IGN}  # nohup, background jobs
@@ -49,7 +62,8 @@ def run(program: str, arguments: list[str], environment: dict[str, str]) -> int:
     if supervisor == 0:
         os.setpgid(0, 0)
         ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0)
-        os._exit(supervise(program, arguments, environment, heard) if os.getppid() == front else 1)
+        mine = os.getppid() == front
+        os._exit(supervise(program, arguments, environment, heard, gentle, forwards) if mine else 1)
     while True:
         number = signal.sigwait({*heard, signal.SIGCHLD})
         if number == signal.SIGCHLD:
@@ -57,6 +71,8 @@ def run(program: str, arguments: list[str], environment: dict[str, str]) -> int:
             if pid == supervisor:
                 break
         else:
+            if received is not None:
+                received.append(number)
             os.kill(supervisor, number)
             if number == signal.SIGTSTP:
                 os.kill(front, signal.SIGSTOP)  # returns when the shell continues us
@@ -66,7 +82,24 @@ def run(program: str, arguments: list[str], environment: dict[str, str]) -> int:
     return exit_code(status)
 
 
-def supervise(program: str, arguments: list[str], environment: dict[str, str], heard: set[signal.Signals]) -> int:
+def wait_for_signal(seconds: float) -> int:
+    """Waits, after a run; returns early with the number of a signal that ends all, 0 where none came."""
+    limit = time.monotonic() + seconds
+    while (left := limit - time.monotonic()) > 0:
+        arrived = signal.sigtimedwait({*ENDING, signal.SIGCHLD}, left)
+        if arrived and arrived.si_signo in ENDING:
+            return int(arrived.si_signo)
+    return 0
+
+
+def supervise(
+    program: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    heard: set[signal.Signals],
+    gentle: bool,
+    forwards: bool,
+) -> int:
     adopt_orphans()
     launcher = start(program, arguments, environment)
     code: int | None = None
@@ -86,12 +119,14 @@ def supervise(program: str, arguments: list[str], environment: dict[str, str], h
             return code or 1
         arrived = signal.sigtimedwait({*heard, signal.SIGCHLD}, min(3600.0, max(0.0, patience - time.monotonic())))
         number = arrived.si_signo if arrived else 0
-        if number in ENDING:
-            asked_to_end = True
+        saves = gentle and number in SAVING and not asked_to_end
+        asked_to_end = asked_to_end or number in ENDING
+        hearing = ([launcher] if forwards else workers()) if saves or number in FOR_WORKERS else []
+        if number in FOR_WORKERS or hearing:
+            for pid in hearing:
+                signal_process(pid, signal.SIGUSR1 if saves else number)
+        elif number in ENDING:
             signal_descendants(number)
-        elif number in FOR_WORKERS:
-            for pid in workers():
-                signal_process(pid, number)
         elif number == signal.SIGTSTP:
             signal_descendants(signal.SIGSTOP)
             os.kill(os.getpid(), signal.SIGSTOP)

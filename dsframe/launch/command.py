@@ -1,0 +1,215 @@
+"""``dsframe launch``: checks a file, finds the launcher that belongs to it, and sees the run through to its end."""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import sys
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from dsframe import check, engines, supervise
+from dsframe import world as worlds
+from dsframe.config import Config, load
+from dsframe.errors import DsframeError, WorldError
+from dsframe.launch import hosts as places
+from dsframe.launch import launchers
+from dsframe.launch.attempts import Attempts, say
+from dsframe.launch.launchers import Job, Launch
+from dsframe.rendezvous import free_port
+from dsframe.run import directory_of
+from dsframe.train import parse as parse_training
+
+EPILOG = """\
+What is not an option of launch is one of dsframe.train, before or after "--":
+  dsframe launch --config zero3.json -np 4 --set dsframe.steps=100 --run-dir runs/short
+
+Hosts: -H, a host file ("host slots=4" or "host:4" a line), or those of the Slurm allocation that this runs in.
+Without -np: one process for each slot; without hosts: one for each GPU of this machine.
+
+exit codes: those of a training process (0 done, 75 stopped with its state saved, 2 the file, ...), and 1 where the launcher gave
+no better one. With --restarts a failed run goes on from its newest checkpoint; the same failure at the same step ends it.
+"""
+
+
+@dataclass(frozen=True)
+class Wanted:
+    """What the command line asks for."""
+
+    config: Config
+    engine: str
+    launcher: str
+    job: Job
+    resume: str
+    directory: Path
+    report: Path
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(
+        prog="dsframe launch",
+        description="Train on this machine or many, with the launcher that belongs to the file.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        allow_abbrev=False,
+    )
+    add = result.add_argument
+    add("-np", "--processes", type=int, metavar="N", help="processes in all")
+    where = result.add_mutually_exclusive_group()
+    where.add_argument("-H", "--hosts", metavar="HOST:N,...", help="hosts and how many processes each may have")
+    where.add_argument("--hostfile", metavar="FILE", type=Path, help="the same from a file")
+    add(
+        "--launcher",
+        choices=("auto", *launchers.NAMES),
+        default="auto",
+        help="default: the engine's own; srun in Slurm",
+    )
+    add("--interface", metavar="NAME", help="network interface to the other hosts (default: the one that leads there)")
+    add("--script", metavar="FILE", help="a program of yours that ends in dsframe.main(task), instead of dsframe.train")
+    add(
+        "--print",
+        nargs="?",
+        choices=("one", "all"),
+        const="one",
+        dest="show",
+        help="print the command instead; all: that of every launcher",
+    )
+    add("--restarts", type=int, default=0, metavar="N", help="start again up to N times where the run fails")
+    add(
+        "--restart-wait",
+        type=float,
+        default=1.0,
+        metavar="SECONDS",
+        help="before the first restart, doubled for each that saves nothing new, at most 60 (default: %(default)s)",
+    )
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Runs the job that the command line describes and returns its exit code. Raises the subclasses of DsframeError."""
+    options, rest = parser().parse_known_args(argv)
+    if options.processes is not None and options.processes < 1:
+        parser().error("-np must be at least 1")
+    if options.restarts < 0:
+        parser().error("--restarts must be at least 0")
+    training = [word for word in rest if word != "--"]
+    wanted = read(options, training)
+    if options.show == "all":
+        for name in launchers.NAMES:
+            try:
+                text = launchers.plan(name, wanted.job).show(wanted.job.hosts)
+            except WorldError as error:
+                text = f"(not for this job: {error})"
+            print(f"# {name}\n{text}")
+        return 0
+    if options.show:
+        print(launchers.plan(wanted.launcher, wanted.job).show(wanted.job.hosts))
+        return 0
+    code = _check(wanted, parse_training(training).set)
+    return code or _run(wanted, options)
+
+
+def read(options: argparse.Namespace, training: Sequence[str]) -> Wanted:
+    """What is to run. Raises ConfigError and WorldError."""
+    outside = worlds.read(os.environ)
+    if outside.launcher not in ("python", "srun"):
+        raise WorldError(
+            f"this shell has the variables of {outside.launcher} (rank {outside.rank} of {outside.size}): dsframe launch starts "
+            "a launcher, and is not started by one; unset them"
+        )
+    chosen = parse_training(training)
+    config = load(chosen.config, overrides=chosen.set)
+    guess = options.launcher if options.launcher in ("horovodrun", "torchrun", "mpirun", "srun") else "deepspeed"
+    engine = engines.choose(config, guess).name
+    job = _job(options, config, training)
+    launcher = launchers.natural(engine, job) if options.launcher == "auto" else options.launcher
+    directory = directory_of(config, engine, _task_name(options))
+    return Wanted(config, engine, launcher, job, chosen.resume, directory, directory / "outcome.jsonl")
+
+
+def _task_name(options: argparse.Namespace) -> str:
+    return Path(options.script).stem if options.script else "Task"
+
+
+def _job(options: argparse.Namespace, config: Config, training: Sequence[str]) -> Job:
+    slurm = places.from_slurm(os.environ)
+    hosts: tuple[places.Host, ...] = ()
+    if options.hosts:
+        hosts = places.parse(options.hosts)
+    elif options.hostfile:
+        hosts = places.read_file(options.hostfile)
+    allocation = not hosts and bool(slurm)
+    hosts = hosts or slurm
+    processes = options.processes
+    if hosts:
+        hosts = places.share(hosts, processes)
+        processes = sum(host.slots for host in hosts)
+    processes = processes or len(list(Path("/dev").glob("nvidia[0-9]*")))
+    if not processes:
+        raise WorldError("there is no GPU to count here; say how many processes to start: -np N")
+    address = hosts[0].name if hosts else "127.0.0.1"
+    if len(hosts) == 1 and hosts[0].is_here and not allocation:
+        hosts, address = (), "127.0.0.1"
+    local = max((host.slots for host in hosts), default=processes)
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    cores = len(os.sched_getaffinity(0))
+    return Job(
+        processes=processes,
+        program=(options.script,) if options.script else ("-m", "dsframe.train"),
+        arguments=tuple(training),
+        hosts=hosts,
+        threads=config.settings.threads_per_rank or (int(given) if given.isdigit() else max(1, cores // local)),
+        address=address,
+        port=free_port(),
+        interface=options.interface or _interface(hosts),
+        allocation=allocation,
+    )
+
+
+def _interface(hosts: tuple[places.Host, ...]) -> str | None:
+    others = (places.interface_to(host.name) for host in hosts if not host.is_here)
+    return next(filter(None, others), None)
+
+
+def _check(wanted: Wanted, overrides: Sequence[str]) -> int:
+    """``dsframe check`` for this engine and number of processes; its words are for the person, not for a pipe."""
+    words = [str(wanted.config.path), "-np", str(wanted.job.processes), "--engine", wanted.engine]
+    for override in overrides:
+        words += ["--set", override]
+    with contextlib.redirect_stdout(sys.stderr):
+        return check.main(words)
+
+
+def _run(wanted: Wanted, options: argparse.Namespace) -> int:
+    attempts = Attempts(wanted.directory, restarts=options.restarts, wait_seconds=options.restart_wait)
+
+    def attempt(resume: bool, received: list[int]) -> int:
+        job = replace(wanted.job, port=free_port())
+        job = launchers.with_arguments(job, *(["--resume", "auto"] if resume else []))
+        say(launchers.plan(wanted.launcher, job).show(job.hosts))
+        job = launchers.with_arguments(job, "--report", str(attempts.report))
+        return _start(launchers.plan(wanted.launcher, job), received)
+
+    try:
+        return attempts.run(attempt)
+    except OSError as error:
+        raise DsframeError(
+            f"{error.filename}: {error.strerror}; is the run's folder writable? --run-dir chooses another"
+        ) from None
+
+
+def _start(launch: Launch, received: list[int]) -> int:
+    if len(launch.commands) > 1:
+        raise WorldError("several hosts under this launcher: start the command that --print shows on each of them")
+    name, *arguments = launch.commands[0]
+    return supervise.run(
+        launchers.program(name),
+        arguments,
+        os.environ | launch.environment,
+        gentle=True,
+        forwards=launch.forwards,
+        received=received,
+    )

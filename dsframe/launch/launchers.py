@@ -1,0 +1,181 @@
+"""The command line of each launcher for one job. Nothing is started here, so that ``--print`` shows exactly what would be."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from dsframe.errors import WorldError
+from dsframe.launch.hosts import Host, show
+
+NAMES = ("deepspeed", "horovodrun", "torchrun", "mpirun", "srun", "python")
+
+
+@dataclass(frozen=True)
+class Job:
+    """What is to run, whoever launches it."""
+
+    processes: int
+    program: tuple[str, ...]
+    """What follows ``python``: ``-m dsframe.train``, or a script of the user's."""
+    arguments: tuple[str, ...]
+    """For the program."""
+    hosts: tuple[Host, ...] = ()
+    """With the processes of each; empty: this machine alone."""
+    threads: int = 1
+    """Of each process."""
+    address: str = "127.0.0.1"
+    """Where rank 0 runs."""
+    port: int = 29500
+    """A free one there, for torch.distributed."""
+    interface: str | None = None
+    """The network interface to the other hosts, by which name all of them know it."""
+    allocation: bool = False
+    """Whether ``hosts`` are those of the Slurm allocation that this runs in."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """How to start a job: one command, or one for each host."""
+
+    commands: tuple[tuple[str, ...], ...]
+    """The first word is the program. Several: by the order of the job's hosts."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables to add to one's own."""
+    forwards: bool = False
+    """The launcher passes USR1 on to its workers, which are not its own children."""
+
+    def show(self, hosts: tuple[Host, ...]) -> str:
+        """As a person would type it; where each host has a command of its own, with the host before it."""
+        setting = "".join(f"{name}={shlex.quote(value)} " for name, value in self.environment.items())
+        if len(self.commands) == 1:
+            return setting + shlex.join(self.commands[0])
+        lines = zip(hosts, self.commands, strict=True)
+        return "\n".join(f"{host.name}$ {setting}{shlex.join(command)}" for host, command in lines)
+
+
+def plan(launcher: str, job: Job) -> Launch:
+    """The commands of ``launcher`` for ``job``. Raises WorldError where it cannot start such a job."""
+    return _PLANS[launcher](job)
+
+
+def program(name: str) -> str:
+    """Where a launcher is: on PATH, else beside this Python. Raises WorldError where it is not installed."""
+    folders = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+    found = shutil.which(name, path=folders)
+    if found is None:
+        raise WorldError(f"{name} is not installed; dsframe doctor says what there is and how to get the rest")
+    return found
+
+
+def python() -> str:
+    """This Python, by the short name where that means the same."""
+    found = shutil.which("python")
+    same = found is not None and Path(found).absolute() == Path(sys.executable).absolute()
+    return "python" if same else sys.executable
+
+
+def _threads(job: Job) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(job.threads)}
+
+
+def _module(job: Job, option: str) -> tuple[str, ...]:
+    """The program in the words of a launcher that starts Python itself."""
+    return (option, *job.program[1:]) if job.program[0] == "-m" else job.program
+
+
+def _python(job: Job) -> Launch:
+    if job.processes != 1 or job.hosts:
+        raise WorldError(f"plain python starts one process here, not {job.processes}; name a launcher")
+    return Launch(((python(), *job.program, *job.arguments),), _threads(job), forwards=True)
+
+
+def _deepspeed(job: Job) -> Launch:
+    """On several hosts what DeepSpeed's runner would start on each through pdsh, which is not needed here."""
+    words = (*_module(job, "--module"), *job.arguments)
+    if not job.hosts:
+        own = ("deepspeed", f"--num_gpus={job.processes}", f"--master_port={job.port}")
+        return Launch(((*own, *words),), _threads(job))
+    devices = {host.name: list(range(host.slots)) for host in job.hosts}
+    world = base64.urlsafe_b64encode(json.dumps(devices).encode()).decode()
+    starter = (sys.executable, "-u", "-m", "deepspeed.launcher.launch")
+    options = (f"--world_info={world}", f"--master_addr={job.address}", f"--master_port={job.port}")
+    commands = ((*starter, *options, f"--node_rank={node}", *words) for node in range(len(job.hosts)))
+    return Launch(tuple(commands), _threads(job))
+
+
+def _torchrun(job: Job) -> Launch:
+    words = (*_module(job, "-m"), *job.arguments)
+    meeting = (f"--master-addr={job.address}", f"--master-port={job.port}")
+    if not job.hosts:
+        return Launch((("torchrun", f"--nproc-per-node={job.processes}", *meeting, *words),), _threads(job))
+    if len({host.slots for host in job.hosts}) > 1:
+        raise WorldError(
+            f"torchrun gives every host equally many processes, and these are {show(job.hosts)}; choose another launcher"
+        )
+    options = ("torchrun", f"--nnodes={len(job.hosts)}", f"--nproc-per-node={job.hosts[0].slots}", *meeting)
+    commands = ((*options, f"--node-rank={node}", *words) for node in range(len(job.hosts)))
+    return Launch(tuple(commands), _threads(job))
+
+
+def _horovodrun(job: Job) -> Launch:
+    hosts = ("-H", show(job.hosts)) if job.hosts else ()
+    interface = ("--network-interfaces", job.interface) if job.interface and job.hosts else ()
+    command = ("horovodrun", "-np", str(job.processes), *hosts, *interface, python(), *job.program, *job.arguments)
+    return Launch((command,), _threads(job))
+
+
+def _mpirun(job: Job) -> Launch:
+    """Open MPI's. Binding is left out: it would put both threads of two ranks on one core."""
+    environment = {**_threads(job), "MASTER_ADDR": job.address, "MASTER_PORT": str(job.port)}
+    root = ("--allow-run-as-root",) if os.getuid() == 0 else ()
+    exported = tuple(word for name in environment for word in ("-x", name))
+    hosts: tuple[str, ...] = ("--oversubscribe",)
+    if job.hosts:
+        hosts = ("--host", show(job.hosts))
+        exported += tuple(word for name in ("PATH", "PYTHONPATH") if name in os.environ for word in ("-x", name))
+        if job.interface:
+            hosts += ("--mca", "btl_tcp_if_include", job.interface, "--mca", "oob_tcp_if_include", job.interface)
+    command = ("mpirun", "-np", str(job.processes), *root, *hosts, "--bind-to", "none", *exported)
+    return Launch(((*command, python(), *job.program, *job.arguments),), environment, forwards=True)
+
+
+def _srun(job: Job) -> Launch:
+    """Inside an allocation, or asking for one. A task that fails ends all."""
+    nodes: tuple[str, ...] = (f"--nodes={len(job.hosts)}",) if job.hosts else ()
+    if job.hosts and not job.allocation:
+        nodes += ("--nodelist=" + ",".join(host.name for host in job.hosts),)
+    command = ("srun", f"--ntasks={job.processes}", *nodes, "--kill-on-bad-exit=1")
+    environment = {**_threads(job), "MASTER_PORT": str(job.port)}
+    return Launch(((*command, python(), *job.program, *job.arguments),), environment, forwards=True)
+
+
+_PLANS: Mapping[str, Callable[[Job], Launch]] = {
+    "deepspeed": _deepspeed,
+    "horovodrun": _horovodrun,
+    "torchrun": _torchrun,
+    "mpirun": _mpirun,
+    "srun": _srun,
+    "python": _python,
+}
+
+
+def natural(engine: str, job: Job) -> str:
+    """The launcher that belongs to an engine: Horovod's, DeepSpeed's, torch's; srun in an allocation, python for one process."""
+    if job.allocation:
+        return "srun"
+    if job.processes == 1 and not job.hosts:
+        return "python"
+    return {"horovod": "horovodrun", "deepspeed": "deepspeed"}.get(engine, "torchrun")
+
+
+def with_arguments(job: Job, *arguments: str) -> Job:
+    """The job with more arguments for its program."""
+    return replace(job, arguments=(*job.arguments, *arguments))

@@ -1,0 +1,36 @@
+"""Tasks whose steps take a while, so that something can happen to them."""
+
+from __future__ import annotations
+
+import time
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from dsframe import Task
+from dsframe.report.outcome import reporter
+
+
+class SlowTask(Task):
+    """Trains a line; the order of its samples shows in the losses."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(4, 1)
+
+    def train_data(self) -> TensorDataset:
+        points = torch.randn(512, 4, generator=torch.Generator().manual_seed(1))
+        return TensorDataset(points, points.sum(1, keepdim=True))
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        time.sleep(0.05)
+        return nn.functional.mse_loss(outputs, targets)
+
+
+class RaisingTask(SlowTask):
+    """The 14th step's data raise, however often it is tried."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if reporter().step == 13:
+            raise ValueError("the data of step 14 are odd")
+        return super().loss(outputs, targets)

@@ -1,0 +1,60 @@
+"""``dsframe launch`` with real processes: a killed rank, a stop, and an error that would come again."""
+
+from __future__ import annotations
+
+import json
+import re
+import signal
+from pathlib import Path
+
+from dsframe.report.record import read_summary
+from tests.processes import Running, run_ranks
+
+DSFRAME = ["python", "-m", "dsframe.cli"]
+STEPS = 60
+
+
+def launch(*options: str) -> list[str]:
+    return [*DSFRAME, "launch", "--config", "short.json", "--run-dir", "run", "--restart-wait", "0.1", *options]
+
+
+def short(directory: Path, task: str = "tests.faults.slow_task:SlowTask") -> None:
+    document = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}},
+        "dsframe": {"task": {"name": task}, "steps": STEPS, "log_every_steps": 1, "checkpoints": {"every_steps": 10}},
+    }
+    (directory / "short.json").write_text(json.dumps(document))
+
+
+def test_a_killed_rank_starts_again_and_a_stopped_run_does_not(tmp_path: Path) -> None:
+    """The first start is killed, the second told to stop; a third command goes on to where an undisturbed run ends."""
+    short(tmp_path)
+
+    def disturb(running: Running) -> None:
+        running.wait_for(lambda: "step-00000010" in running.output, timeout_seconds=90, what="the first checkpoint")
+        running.ranks()[1].kill()
+        running.wait_for(lambda: "going on after step" in running.output, timeout_seconds=90, what="the second start")
+        since = len(re.findall(r"step +\d+/", running.output))
+        running.wait_for(
+            lambda: len(re.findall(r"step +\d+/", running.output)) > since + 3, timeout_seconds=90, what="more steps"
+        )
+        running.process.send_signal(signal.SIGTERM)
+
+    typed = launch("-np", "2", "--engine", "ddp", "--restarts", "3")
+    finished = run_ranks(typed, cwd=tmp_path, timeout_seconds=200, while_running=disturb)
+    assert finished.returncode == 75, finished
+    assert finished.output.count("starting again in 0 s (1 of 3)") == 1
+    assert "a process was killed, or ended without a word" in finished.output
+    run_ranks(launch("-np", "1", "--engine", "single", "--resume", "auto"), cwd=tmp_path, timeout_seconds=90).check()
+    disturbed = read_summary(tmp_path / "run")["loss"]
+    run_ranks(launch("-np", "1", "--engine", "single"), cwd=tmp_path, timeout_seconds=90).check()
+    assert abs(disturbed - read_summary(tmp_path / "run")["loss"]) < 1e-5
+
+
+def test_the_same_error_at_the_same_step_ends_it(tmp_path: Path) -> None:
+    short(tmp_path, "tests.faults.slow_task:RaisingTask")
+    finished = run_ranks(launch("-np", "1", "--restarts", "5"), cwd=tmp_path, timeout_seconds=90)
+    assert finished.returncode == 1, finished
+    assert "failed 2 times in a row after step 13: rank 0: ValueError: the data of step 14 are odd" in finished.output
+    assert "going on after step 10" in finished.output

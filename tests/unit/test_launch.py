@@ -1,0 +1,304 @@
+"""``dsframe launch`` without processes: hosts, each launcher's command line, and when a failed run is started again."""
+
+from __future__ import annotations
+
+import json
+import signal
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+from dsframe import supervise
+from dsframe.checkpoint.signals import GRACE_SECONDS
+from dsframe.errors import WorldError
+from dsframe.launch import attempts, command, hosts, launchers
+from dsframe.launch.attempts import Attempts
+from dsframe.launch.hosts import Host
+from dsframe.report import outcome
+
+TWO = (Host("node1", 2), Host("node2", 2))
+
+
+@pytest.mark.parametrize("text", ["node1:2,node2:2", "node1:2, node2:2"])
+def test_hosts_of_the_command_line(text: str) -> None:
+    assert hosts.parse(text) == TWO
+
+
+@pytest.mark.parametrize(
+    "text",
+    [
+        "node1 slots=2\nnode2 slots=2\n",
+        "# ours\n\nnode1:2\nnode2:2  # the new one\n",
+        "node1 slots = 2 max_slots=4\nnode2:2",
+    ],
+)
+def test_host_files(text: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(text)
+    assert hosts.read_file(tmp_path / "hosts") == TWO
+
+
+@pytest.mark.parametrize(
+    ("text", "message"),
+    [
+        ("node1:2\nnode2 slot=2", r':2: "node2 slot=2" is no host; write "name:4" or "name slots=4"'),
+        ("node1:0", "at least one slot"),
+        ("node1:2\nnode1:2", "node1 is there more than once"),
+        ("# nothing\n", "names no host"),
+    ],
+)
+def test_host_files_that_are_wrong(text: str, message: str, tmp_path: Path) -> None:
+    (tmp_path / "hosts").write_text(text)
+    with pytest.raises(WorldError, match=message):
+        hosts.read_file(tmp_path / "hosts")
+
+
+def test_hosts_of_a_slurm_allocation() -> None:
+    environment = {"SLURM_JOB_NODELIST": "node[1-2],gpu1", "SLURM_TASKS_PER_NODE": "2(x2),1"}
+    assert hosts.from_slurm(environment) == (*TWO, Host("gpu1", 1))
+    assert hosts.from_slurm({}) == ()
+
+
+def test_processes_fill_hosts_in_order() -> None:
+    assert hosts.share(TWO, 3) == (Host("node1", 2), Host("node2", 1))
+    assert hosts.share(TWO, 2) == (Host("node1", 2),)
+    assert hosts.share(TWO, None) == TWO
+    with pytest.raises(WorldError, match="5 processes, but the hosts have 4 slots: node1:2,node2:2"):
+        hosts.share(TWO, 5)
+
+
+def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, typed: str) -> list[str]:
+    monkeypatch.setenv("OMP_NUM_THREADS", "3")
+    monkeypatch.setattr(launchers, "python", lambda: "python")
+    monkeypatch.setattr(launchers.sys, "executable", "/env/bin/python")
+    monkeypatch.setattr(launchers.os, "getuid", lambda: 1)
+    monkeypatch.setattr(command, "free_port", lambda: 4321)
+    monkeypatch.setattr(hosts, "interface_to", lambda name: "eth0")
+    assert command.main(["--print", *typed.split()]) == 0
+    return capsys.readouterr().out.splitlines()
+
+
+PROGRAM = "-m dsframe.train --config zero3.json"
+ON_TWO = "--nnodes=2 --nproc-per-node=2 --master-addr=node1 --master-port=4321"
+EXPORTED = "-x OMP_NUM_THREADS -x MASTER_ADDR -x MASTER_PORT"
+
+
+@pytest.mark.parametrize(
+    ("options", "lines"),
+    [
+        ("-np 4", [f"deepspeed --num_gpus=4 --master_port=4321 --module{PROGRAM[2:]}"]),
+        ("-np 1", [f"python {PROGRAM}"]),
+        ("-np 4 --engine horovod", [f"horovodrun -np 4 python {PROGRAM} --engine horovod"]),
+        ("-np 4 --launcher horovodrun", [f"horovodrun -np 4 python {PROGRAM}"]),
+        (
+            "-np 4 -- --engine ddp",
+            [f"torchrun --nproc-per-node=4 --master-addr=127.0.0.1 --master-port=4321 {PROGRAM} --engine ddp"],
+        ),
+        (
+            "-np 2 --launcher mpirun",
+            [f"MASTER_ADDR=127.0.0.1 MASTER_PORT=4321 mpirun -np 2 --oversubscribe --bind-to none {EXPORTED} python {PROGRAM}"],
+        ),
+        ("-np 2 --launcher srun", [f"MASTER_PORT=4321 srun --ntasks=2 --kill-on-bad-exit=1 python {PROGRAM}"]),
+        ("-np 2 --script circles.py --launcher torchrun", [
+            "torchrun --nproc-per-node=2 --master-addr=127.0.0.1 --master-port=4321 circles.py --config zero3.json"
+        ]),
+        (
+            "-H node1:2,node2:2 --launcher torchrun",
+            [f"node{node + 1}$ torchrun {ON_TWO} --node-rank={node} {PROGRAM}" for node in (0, 1)],
+        ),
+        (
+            "-H node1:2,node2:2 --launcher deepspeed",
+            [
+                f"node{node + 1}$ /env/bin/python -u -m deepspeed.launcher.launch "
+                "--world_info=eyJub2RlMSI6IFswLCAxXSwgIm5vZGUyIjogWzAsIDFdfQ== --master_addr=node1 --master_port=4321 "
+                f"--node_rank={node} --module{PROGRAM[2:]}"
+                for node in (0, 1)
+            ],
+        ),
+        (
+            "-H node1:2,node2:2 --launcher horovodrun",
+            [f"horovodrun -np 4 -H node1:2,node2:2 --network-interfaces eth0 python {PROGRAM}"],
+        ),
+        (
+            "-np 2 -H localhost:4",
+            [f"deepspeed --num_gpus=2 --master_port=4321 --module{PROGRAM[2:]}"],
+        ),
+    ],
+)  # fmt: skip
+def test_each_launchers_command(
+    options: str, lines: list[str], capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = shown(capsys, monkeypatch, f"--config zero3.json {options}")
+    assert [line.replace("OMP_NUM_THREADS=3 ", "") for line in found] == lines
+    assert all("OMP_NUM_THREADS=3 " in line for line in found)
+
+
+def test_slurm_chooses_srun(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("SLURM_JOB_NODELIST", "node[1-2]")
+    monkeypatch.setenv("SLURM_TASKS_PER_NODE", "2(x2)")
+    (line,) = shown(capsys, monkeypatch, "--config zero3.json")
+    start = "OMP_NUM_THREADS=3 MASTER_PORT=4321 srun"
+    assert line == f"{start} --ntasks=4 --nodes=2 --kill-on-bad-exit=1 python {PROGRAM}"
+
+
+@pytest.mark.parametrize(
+    ("options", "variables", "message"),
+    [
+        ("-H node1:2,node2:1 --launcher torchrun", {}, "torchrun gives every host equally many processes"),
+        ("-np 2 --launcher python", {}, "plain python starts one process here, not 2"),
+        (
+            "-np 2",
+            {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},
+            "the variables of torchrun",
+        ),
+    ],
+)
+def test_what_cannot_be_launched(
+    options: str, variables: dict[str, str], message: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    with pytest.raises(WorldError, match=message):
+        command.main(["--config", "zero3.json", *options.split(), "--print"])
+
+
+def test_print_all_names_every_launcher(capsys: pytest.CaptureFixture[str]) -> None:
+    assert command.main(["-np", "2", "--print", "all"]) == 0
+    printed = capsys.readouterr().out
+    assert all(f"# {name}\n" in printed for name in launchers.NAMES)
+    assert "(not for this job: plain python starts one process here, not 2; name a launcher)" in printed
+
+
+def test_a_wrong_file_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "odd.json").write_text('{"train_batch_size": 3, "dsframe": {}}')
+    arguments = ["-np", "2", "--config", str(tmp_path / "odd.json"), "--run-dir", str(tmp_path / "run")]
+    assert command.main(arguments) == 2
+    printed = capsys.readouterr()
+    assert printed.out == "", "what it says is for a person"
+    assert "train_batch_size: 3" in printed.err
+    assert not (tmp_path / "run").exists()
+
+
+class Played:
+    """Attempts that say what a script tells them to, and the options that each of them got."""
+
+    def __init__(self, directory: Path, *script: Callable[[Path], int]) -> None:
+        self._directory, self._script = directory, list(script)
+        self.resumed: list[bool] = []
+
+    def __call__(self, resume: bool, received: list[int]) -> int:
+        self.resumed.append(resume)
+        return self._script.pop(0)(self._directory)
+
+
+def says(code: int, *records: dict[str, object], saved: int | None = None) -> Callable[[Path], int]:
+    """An attempt whose launcher ends with ``code`` and whose processes say ``records``."""
+
+    def play(directory: Path) -> int:
+        if saved is not None:
+            (directory / "checkpoints" / f"step-{saved:08}").mkdir(parents=True)
+        for record in records:
+            reporter = outcome.Reporter(str(directory / "outcome.jsonl"), int(str(record.get("rank", 0))))
+            reporter.say(**record)
+        return code
+
+    return play
+
+
+BEGAN: dict[str, object] = {"began": True}
+DONE: dict[str, object] = {"done": True}
+
+
+def failed(step: int, message: str, code: int = 1, rank: int = 0) -> dict[str, object]:
+    return {"rank": rank, "step": step, "code": code, "message": message}
+
+
+def lost(step: int) -> dict[str, object]:
+    return failed(step, outcome.LOST_A_PEER, code=7, rank=1)
+
+
+@pytest.mark.parametrize(
+    ("script", "code", "resumed", "said"),
+    [
+        pytest.param([says(0, BEGAN, DONE)], 0, [False], "", id="success"),
+        pytest.param([says(250, BEGAN, DONE)], 0, [False], "made the launcher end with 250", id="an abort after success"),
+        pytest.param(
+            [says(0, BEGAN)] * 4, 1, [False] * 2, "the launcher ended with 0, but no process said", id="exit code 0 of a crash"
+        ),
+        pytest.param(
+            [says(1, BEGAN, lost(7), saved=5), says(0, DONE)], 0, [False, True], "after step 7: a process was killed", id="a kill"
+        ),
+        pytest.param(
+            [says(1, lost(0)), says(0, DONE)], 0, [False, False], "", id="killed before it began: old checkpoints are not its own"
+        ),
+        pytest.param(
+            [says(1, BEGAN, failed(7, "ValueError: odd"), saved=5), says(1, BEGAN, failed(7, "ValueError: odd", rank=1))],
+            1, [False, True], "failed 2 times in a row after step 7: rank 1: ValueError: odd", id="the same error again",
+        ),
+        pytest.param(
+            [says(1, BEGAN, failed(7, "a")), says(1, BEGAN, failed(9, "a")), says(1, failed(9, "b")), says(1, failed(3, "b"))],
+            1, [False] * 4, "these were all 3 restarts", id="other errors, other steps",
+        ),
+        pytest.param([says(1, lost(4))] * 4, 7, [False] * 3, "failed 3 times in a row after step 4", id="kills at one step"),
+        pytest.param([says(1, failed(0, "no such key", 2))], 2, [False], "would not change that", id="a mistake in the file"),
+        pytest.param([says(1, failed(6, "stopped after step 6", 75), saved=6)], 75, [False], "", id="stopped and saved"),
+    ],
+)  # fmt: skip
+def test_restarts(
+    script: list[Callable[[Path], int]],
+    code: int,
+    resumed: list[bool],
+    said: str,
+    tmp_path: Path,
+    capfd: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setattr(attempts, "clean", lambda: None)
+    monkeypatch.setattr(supervise, "wait_for_signal", lambda seconds: 0)
+    played = Played(tmp_path, *script)
+    assert Attempts(tmp_path, restarts=3, wait_seconds=1.0).run(played) == code
+    assert played.resumed == resumed
+    assert said in capfd.readouterr().err
+
+
+def test_waits_grow_and_a_signal_ends_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    waits: list[float] = []
+
+    def wait(seconds: float) -> int:
+        waits.append(seconds)
+        return int(signal.SIGTERM) if len(waits) == 5 else 0
+
+    monkeypatch.setattr(attempts, "clean", lambda: None)
+    monkeypatch.setattr(supervise, "wait_for_signal", wait)
+    steps = [says(1, BEGAN, lost(step), saved=8 if step == 9 else None) for step in (1, 2, 3, 9, 10)]
+    assert Attempts(tmp_path, restarts=9, wait_seconds=20.0).run(Played(tmp_path, *steps)) == 128 + signal.SIGTERM
+    assert waits == [20, 40, 60, 20, 40], "a new checkpoint is progress"
+
+
+def test_a_signal_of_ours_is_no_failure(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(attempts, "clean", lambda: None)
+
+    def attempt(resume: bool, received: list[int]) -> int:
+        received.append(signal.SIGINT)
+        return 130
+
+    assert Attempts(tmp_path, restarts=9, wait_seconds=1.0).run(attempt) == 130
+
+
+def test_the_report_is_lines_of_many_processes(tmp_path: Path) -> None:
+    path = tmp_path / "run" / "outcome.jsonl"
+    assert outcome.read(path) == outcome.Outcome()
+    first, second = (outcome.Reporter(str(path), rank) for rank in (0, 1))
+    first.step = second.step = 3
+    second.failed(7, outcome.LOST_A_PEER)
+    first.failed(6, "the disk is gone\nand more")
+    with path.open("a") as file:
+        file.write('{"rank": 1, "cut o')
+    assert outcome.read(path) == outcome.Outcome(code=6, rank=0, step=3, message="the disk is gone")
+    assert all(json.loads(line)["step"] == 3 for line in path.read_text().splitlines()[:2])
+    outcome.Reporter("/proc/nowhere/outcome.jsonl", 0).failed(1, "said nowhere")
+
+
+def test_patience_fits_together() -> None:
+    """What launchers are given after a signal covers what a rank may take to save."""
+    assert GRACE_SECONDS < supervise.SHUTDOWN_SECONDS
