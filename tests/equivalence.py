@@ -67,6 +67,7 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
 
 _BF16 = {"bf16": {"enabled": True}}
 _CPU, _NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": tempfile.gettempdir()}
+_HYBRID = {"sharding": "hybrid", "shard_size": 2, "offload": "cpu"}
 
 SINGLE = Case("single", {}, lambda _, arguments: python(list(arguments)), 1)
 CASES: dict[str, Case] = {
@@ -78,10 +79,13 @@ CASES: dict[str, Case] = {
     "zero3+nvme": Case("deepspeed", zero(3, offload_optimizer=_NVME, offload_param=_NVME), deepspeed),
     "horovod": Case("horovod", {}, horovodrun),
     "ddp": Case("ddp"),
+    "fsdp": Case("fsdp"),
+    "fsdp hybrid+cpu": Case("fsdp", {"dsframe": {"fsdp": _HYBRID}}, processes=4),
     "zero1 bf16": Case("deepspeed", {**zero(1), **_BF16}, deepspeed, tasks=("gpt",)),
     "zero3 bf16": Case("deepspeed", {**zero(3), **_BF16}, deepspeed, tasks=("gpt",)),
     "horovod bf16": Case("horovod", _BF16, horovodrun, tasks=("gpt",)),
     "ddp bf16": Case("ddp", _BF16, tasks=("gpt",)),
+    "fsdp bf16": Case("fsdp", _BF16, tasks=("gpt",)),
 }
 
 

@@ -13,6 +13,7 @@ EngineName = Literal[
     "deepspeed",
     "horovod",
     "ddp",
+    "fsdp",
     "single",
     "reference-allreduce",
     "reference-parameter-averaging",
@@ -179,6 +180,27 @@ class Ddp(Section):
     """Look, at each step, for parameters that take no part in the loss. Slower; without it such a model is refused."""
 
 
+class Fsdp(Section):
+    """Options of the FSDP engine."""
+
+    wrap: list[str] = []
+    """Classes of the model, by name. Each instance is gathered as one, and given up before the next. Default: the class that
+    occurs most often in its lists of layers (``Sequential``, ``ModuleList``). What shares a parameter with another part of the
+    model stays with the whole model."""
+    sharding: Literal["full", "hybrid"] = "full"
+    """``full``: shares for all ranks. ``hybrid``: shares within groups of ranks, and each group has a whole model."""
+    shard_size: Count | None = None
+    """Ranks of a group, for ``hybrid``. Divides the number of processes. Default: the ranks of a host."""
+    offload: Literal["none", "cpu"] = "none"
+    """``cpu``: shares of weights, gradients and optimizer state live in the host's memory, where the update is made."""
+    reshard_after_forward: bool = True
+    """Give a unit up after its forward pass and gather it again for the backward pass: less memory, half as much again is
+    sent."""
+    accumulate: Literal["whole", "shards"] = "whole"
+    """Gradients between micro-batches: ``whole`` on every rank and reduced once in a step, or reduced each time and kept in
+    ``shards``: less memory, more is sent."""
+
+
 class ParameterAveraging(Section):
     """Options of the engine "reference-parameter-averaging"."""
 
@@ -205,8 +227,8 @@ class Settings(Section):
     """Everything about the run that is not DeepSpeed's."""
 
     engine: EngineName = "auto"
-    """Who trains: ``deepspeed``, ``horovod``, ``ddp``, ``single``; ``auto`` is the launcher's own engine. The ``reference-``
-    engines are textbook methods, to learn from and to compare with."""
+    """Who trains: ``deepspeed``, ``horovod``, ``ddp``, ``fsdp``, ``single``; ``auto`` is the launcher's own engine. The
+    ``reference-`` engines are textbook methods, to learn from and to compare with."""
     fallback: Literal["allow", "error"] = "allow"
     """When the engine is not installed: take the next best and say so, or stop."""
     task: Task = Field(default_factory=VisionTask.model_construct)
@@ -236,6 +258,8 @@ class Settings(Section):
     """Options of the Horovod engine."""
     ddp: Ddp = Field(default_factory=Ddp.model_construct)
     """Options of the DDP engine."""
+    fsdp: Fsdp = Field(default_factory=Fsdp.model_construct)
+    """Options of the FSDP engine."""
     parameter_averaging: ParameterAveraging = Field(default_factory=ParameterAveraging.model_construct)
     """Options of the engine "reference-parameter-averaging"."""
     pass_through: list[str] = []

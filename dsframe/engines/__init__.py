@@ -104,6 +104,14 @@ TABLE: dict[str, Entry] = {
         replicates=_PLACEMENT | _CUTS,
         ignores=_OBSERVERS | _MODELS_OWN,
     ),
+    "fsdp": Entry(
+        "dsframe.engines.fsdp:FsdpEngine",
+        honours=_REPLICA | {"gradient_sum", "zero3"},
+        replicates=_PLACEMENT - {"zero3"} | _CUTS,
+        ignores=_OBSERVERS | _MODELS_OWN,
+        holds="shares of everything on every rank, as at ZeRO stage 3 and where dsframe.fsdp says,",
+        at_the_price_of="another share of memory",
+    ),
     "single": Entry(
         "dsframe.engines.single:SingleEngine",
         honours=_REPLICA | {"gradient_sum"},

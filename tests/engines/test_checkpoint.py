@@ -27,6 +27,8 @@ CPU: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}, "offload_param": 
 ROUND_TRIPS: dict[str, tuple[str, dict[str, Any]]] = {
     "single": ("single", {}),
     "ddp-bf16": ("ddp", BF16),
+    "fsdp": ("fsdp", {}),
+    "fsdp-bf16-cpu": ("fsdp", {**BF16, "dsframe": {"fsdp": {"wrap": ["Linear"], "offload": "cpu"}}}),
     "horovod": ("horovod", {}),
     "zero0": ("deepspeed", zero(0)),
     "zero0-bf16": ("deepspeed", {**zero(0), **BF16}),
@@ -115,8 +117,9 @@ def configuration(engine: str, changes: dict[str, Any], width: int) -> dict[str,
             "engine": engine,
             "task": {"name": "tests.engines.odd_task:Odd", "options": {"width": width}},
             "threads_per_rank": 1,
+            **changes.get("dsframe", {}),
         },
-        **changes,
+        **{key: value for key, value in changes.items() if key != "dsframe"},
     }
 
 
@@ -128,7 +131,8 @@ PAIRS = [
     ("zero3+cpu@2", "zero2@2"),
     ("zero2@2", "single@1"),
     ("single@1", "zero1@2"),
-    ("zero1@2", "zero3@2"),
+    ("zero1@2", "fsdp@2"),
+    ("fsdp@2", "zero3@2"),
     ("ddp@2", "zero3@1"),
     ("zero3@1", "ddp@2"),
 ]
@@ -148,7 +152,7 @@ def test_any_engine_goes_on_where_any_other_stopped(saved: str, then: str, runs:
     assert portability.difference(saved, then, runs) < NOISE
 
 
-@pytest.mark.parametrize("setup", ["zero3@2", "horovod@2", "single@1"])
+@pytest.mark.parametrize("setup", ["zero3@2", "horovod@2", "fsdp@2", "single@1"])
 def test_the_same_engine_goes_on_to_the_last_bit(setup: str, runs: Path) -> None:
     assert portability.difference(setup, setup, runs) == 0.0
 

@@ -40,6 +40,15 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "ddp": ("ddp", 2, {}),
     "ddp fp16": ("ddp", 2, FP16),
     "ddp autocast fp16": ("ddp", 2, AUTOCAST_FP16),
+    "fsdp": ("fsdp", 2, {}),
+    "fsdp fp16, hybrid, in shards": (
+        "fsdp",
+        4,
+        {
+            **FP16,
+            "dsframe": {"fsdp": {"sharding": "hybrid", "shard_size": 2, "accumulate": "shards", "wrap": ["Linear"]}},
+        },
+    ),
     "single": ("single", 1, {}),
     "reference all-reduce fp16": ("reference-allreduce", 2, FP16),
     "reference averaging": (

@@ -1,0 +1,220 @@
+"""PyTorch's fully sharded data parallelism, the current ``fully_shard`` (Zhao et al. 2023, arXiv 2304.11277).
+
+Every rank has a share of each parameter, its gradient and its optimizer state. A unit, such as a transformer block, is
+gathered when its turn comes and given up again afterwards: ZeRO stage 3, by torch alone. The step is that of every engine of
+replicas; what is different here is where tensors lie.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Mapping
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
+from torch.distributed.fsdp import (
+    CPUOffloadPolicy,
+    FSDPModule,
+    MixedPrecisionPolicy,
+    OffloadPolicy,
+    fully_shard,
+)
+from torch.distributed.tensor import DTensor, distribute_tensor
+
+from dsframe import process_group
+from dsframe.checkpoint.state import SavedState
+from dsframe.engine import Inputs, Plan
+from dsframe.engines.precision import MasterWeights, gradients_of
+from dsframe.engines.replica import ReplicaEngine
+from dsframe.engines.state_replica import Slot
+from dsframe.errors import CheckpointError, EngineError
+from dsframe.tasks.task import Sum
+
+
+class FsdpEngine(ReplicaEngine):
+    """Parameters, gradients and optimizer state in shards; 16-bit numbers only where the model computes."""
+
+    forward_is_collective = True
+
+    def __init__(self, plan: Plan) -> None:
+        """**Collective.** Raises EngineError where the model cannot be cut as the file says, WorldError as DDP does."""
+        self._settings = plan.config.settings.fsdp
+        process_group.open_process_group(plan.world, plan.device)
+        if plan.config.deepspeed.gradient_allreduce_op == "sum":
+            self.gradient_factor = float(plan.world.size)  # FSDP averages
+        self._mesh = _mesh(plan)
+        self._shards = self._mesh["shard"]
+        super().__init__(plan)
+
+    @property
+    def description(self) -> str:
+        """For the first line of a run."""
+        parts = ["PyTorch FSDP"]
+        if self._settings.sharding == "hybrid":
+            parts.append(f"{self._mesh.size() // self._shards.size()} replicas in {self._shards.size()} shards each")
+        if self._units:
+            parts.append(" + ".join(f"{count} x {name}" for name, count in self._units.items()) + " gathered in turn")
+        if self._settings.offload == "cpu":
+            parts.append("everything on CPU")
+        return ", ".join(parts)
+
+    @torch.no_grad()
+    def _place(self, model: nn.Module) -> MasterWeights | None:
+        """**Collective.** Cuts the parameters, from the inside out: a unit does not hold what a unit inside it holds."""
+        _refuse_scalars(model)
+        units = _units(model, self._settings.wrap)
+        self._units = Counter(type(unit).__name__ for unit in units)
+        for tensor in (*model.parameters(), *model.buffers()):
+            dist.broadcast(tensor.data, src=0)  # every rank keeps a share of rank 0's model, whatever its own draw
+        for parameter in model.parameters():  # 16-bit training starts from rounded weights on every engine
+            parameter.data = parameter.data.to(self._dtype).float()
+        bits = self._dtype if self._dtype != torch.float32 else None
+        offload = CPUOffloadPolicy(pin_memory=self.plan.device.type == "cuda")
+        options: dict[str, Any] = {
+            "mesh": self._mesh,
+            "mp_policy": MixedPrecisionPolicy(bits, torch.float32, cast_forward_inputs=False),
+            "offload_policy": offload if self._settings.offload == "cpu" else OffloadPolicy(),
+        }
+        for unit in units:
+            fully_shard(unit, **options, reshard_after_forward=self._settings.reshard_after_forward)
+        fully_shard(model, **options)
+        cast(FSDPModule, model).set_reduce_scatter_unused_params(
+            True
+        )  # else ranks that use different ones wait for ever
+        return None
+
+    @contextmanager
+    def _whole_gradients(self) -> Iterator[None]:
+        root = cast(FSDPModule, self.model)
+        root.set_requires_gradient_sync(False)
+        yield
+        root.set_requires_gradient_sync(True)
+
+    def _accumulating(self) -> AbstractContextManager[Any]:
+        return nullcontext() if self._settings.accumulate == "shards" else self._whole_gradients()
+
+    def _pieces(self) -> list[Tensor]:
+        return [cast(DTensor, gradient).to_local() for gradient in gradients_of(self._parameters)]
+
+    def _norm(self, gradients: list[Tensor]) -> Tensor:
+        square = torch.nn.utils.get_total_norm(gradients).square().to(self.plan.device)
+        dist.all_reduce(square, group=self._shards.get_group())
+        return square.sqrt().to(gradients[0].device)
+
+    def _slot(self, name: str, parameter: Tensor) -> Slot:
+        return _ShardSlot(name, tuple(parameter.shape), parameter)
+
+    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
+        """**Collective.** The task's metrics; every rank's forward pass gathers the others' shards."""
+        found = super().eval_step(batch, valid)
+        self._reshard()
+        return found
+
+    def load_state(self, saved: SavedState) -> None:
+        """**Collective.** Each rank takes its shares out of the whole parameters."""
+        super().load_state(saved)
+        self._reshard()
+
+    def _reshard(self) -> None:
+        """Gives up what was gathered: without a backward pass the outermost unit would keep it, and training go on with it."""
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule):
+                module.reshard()
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """**Collective.** Element-wise sum over the ranks."""
+        return process_group.sum_over_ranks(values)
+
+    def close(self) -> None:
+        """**Collective.** Leaves the process group."""
+        process_group.close_process_group()
+
+
+class _ShardSlot(Slot):
+    """A parameter of which this rank has a share."""
+
+    def whole(self, piece: Tensor) -> Tensor:
+        """**Collective.** Gathered from all ranks, on their device."""
+        assert isinstance(piece, DTensor)
+        mesh, local = piece.device_mesh, piece.to_local()
+        moved = local.to(mesh.device_type)  # offloaded: only the device's own memory can be sent
+        full = DTensor.from_local(moved, mesh, piece.placements, shape=piece.shape, stride=piece.stride())
+        return full.full_tensor().float()
+
+    def share(self, whole: Tensor) -> Tensor:
+        """This rank's part, cut out of its own copy; nothing is sent."""
+        master = cast(DTensor, self.master)
+        return distribute_tensor(whole, master.device_mesh, master.placements, src_data_rank=None)
+
+    def moment(self, whole: Tensor) -> Tensor:
+        """Zeros, cut as the parameter is."""
+        if tuple(whole.shape) != tuple(self.shape):
+            raise CheckpointError(
+                f"{self.name}: the optimizer keeps state of shape {list(whole.shape)} about a weight of {list(self.shape)}: "
+                "FSDP cannot share it among ranks; resume on ddp, horovod or single"
+            )
+        return torch.zeros_like(self.master, requires_grad=False)
+
+
+def _mesh(plan: Plan) -> DeviceMesh:
+    """The ranks as replicas x shards; neighbours, who share a host, share a model."""
+    settings, world = plan.config.settings.fsdp, plan.world
+    if settings.sharding == "full":
+        return init_device_mesh(plan.device.type, (world.size,), mesh_dim_names=("shard",))
+    size = settings.shard_size or world.local_size
+    if world.size % size:
+        raise EngineError(f"fsdp: {world.size} processes are not divisible by shards of {size}; set fsdp.shard_size")
+    return init_device_mesh(plan.device.type, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
+
+
+def _refuse_scalars(model: nn.Module) -> None:
+    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+    if scalars:
+        raise EngineError(
+            f"FSDP cuts parameters along their first dimension, and {', '.join(scalars)} has none: make its shape [1], "
+            'or choose engine "ddp"'
+        )
+
+
+def _units(model: nn.Module, wanted: list[str]) -> list[nn.Module]:
+    """What is gathered as one, innermost first: instances of the classes ``wanted``, or of those that repeat most.
+
+    What shares a parameter with another part of the model stays with the whole model: a parameter belongs to one unit.
+    Raises EngineError, with the names that there are, for a class that the model does not have.
+    """
+    inner = [module for module in model.modules() if module is not model and any(True for _ in module.parameters())]
+    inner = [
+        module for module in inner if not isinstance(module, (nn.ModuleList, nn.ModuleDict))
+    ]  # they have no forward
+    there = Counter(type(module).__name__ for module in inner)
+    missing = [name for name in wanted if name not in there]
+    if missing:
+        known = ", ".join(f"{name} ({count})" for name, count in there.most_common())
+        raise EngineError(f"fsdp.wrap: this model has no {', '.join(missing)}; it has {known}")
+    names = wanted or _repeated(model)
+    owners: dict[int, set[int]] = {}
+    for module in model.modules():
+        for parameter in module.parameters(recurse=False):
+            owners.setdefault(id(parameter), set()).add(id(module))
+
+    def alone(unit: nn.Module) -> bool:
+        inside = {id(module) for module in unit.modules()}
+        return all(owners[id(parameter)] <= inside for parameter in unit.parameters())
+
+    return [module for module in reversed(inner) if type(module).__name__ in names and alone(module)]
+
+
+def _repeated(model: nn.Module) -> list[str]:
+    """The class of which the model's lists of layers have most, where it is more than one."""
+    found = Counter(
+        type(child).__name__
+        for module in model.modules()
+        if isinstance(module, (nn.Sequential, nn.ModuleList))
+        for child in module.children()
+        if any(True for _ in child.parameters())
+    )
+    return [name for name, count in found.most_common(1) if count > 1]
