@@ -68,7 +68,8 @@ class StepResult:
     gradient_norm: Tensor | float | None = None
     """Global L2 norm before clipping; None where the engine does not compute one."""
     skipped: bool = False
-    """Whether fp16 gradients overflowed and the update was left out. Always False without loss scaling."""
+    """Whether the update was left out because gradients were not finite: under fp16 loss scaling, on engines that always look
+    (DeepSpeed from stage 1 on), and where the file says "on_nonfinite": "skip". The same on every rank."""
 
 
 class Engine(ABC):

@@ -10,7 +10,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 
@@ -20,13 +20,18 @@ from dsframe.checkpoint.share import share
 from dsframe.checkpoint.signals import StopRequest
 from dsframe.data import EvaluationLoader, Loader
 from dsframe.engine import Engine, StepResult
+from dsframe.engines import precision
 from dsframe.errors import StoppedError, TrainingError
 from dsframe.report import outcome
 from dsframe.report.memory import peak_memory_bytes
+from dsframe.report.nonfinite import FirstNonFinite, accuse
 from dsframe.report.progress import Progress, clock
 from dsframe.report.record import Record
 from dsframe.report.watchdog import Watchdog
 from dsframe.tasks.task import Sum
+
+SKIPS_IN_A_ROW = 50
+"""So many updates left out one after the other end a training: it does not recover by itself."""
 
 
 @dataclass(frozen=True)
@@ -60,7 +65,7 @@ class Summary:
     peak_memory_bytes: tuple[int, ...]
     """By rank: on a GPU what torch allocated at most, on a CPU the process's largest resident set."""
     skipped_steps: int
-    """Updates left out because fp16 gradients overflowed, among the logged steps."""
+    """Updates left out because gradients were not finite."""
 
     def __str__(self) -> str:
         figures = "".join(f"  {name} {value:.4f}" for name, value in self.metrics.items())
@@ -90,7 +95,10 @@ class Trainer:
         self._watchdog = watchdog
         self._first = 1
         self._results: Mapping[str, float] = {}
-        self._skipped = 0
+        self._skipped = self._row = 0
+        self._nonfinite = FirstNonFinite(engine.plan.device)
+        self._stops = engine.plan.config.settings.on_nonfinite == "stop"
+        self._overflows = precision.scales_losses(engine.plan.config, engine.plan.device)
         self._pausing = 0.0
 
     def fit(self, start: Start) -> Summary:
@@ -112,6 +120,7 @@ class Trainer:
             for step in range(self._first, total + 1):
                 result = self.engine.train_step(self._take(stream, batch.accumulation_steps))
                 self._watchdog.done(step)
+                self._look(step, result)
                 self.progress.advance()
                 reporter.step = step
                 if self.cadence.logs(step):
@@ -148,12 +157,9 @@ class Trainer:
 
     def _log(self, step: int, result: StepResult) -> float:
         loss = self._mean(result.loss)
-        self._skipped += result.skipped
         rate = self.progress.rate(step) if step > self._first else 0.0
         if not math.isfinite(loss) and not result.skipped:
-            raise TrainingError(
-                f"the loss is {loss} at step {step}; lower the learning rate, warm up longer, or clip harder"
-            )
+            self._refuse(step)
         norm = None if result.gradient_norm is None else float(result.gradient_norm)
         epoch = self.loader.sampler.epoch(step)
         if self.record:
@@ -162,6 +168,29 @@ class Trainer:
         if step > self._first:
             self.progress.log(step, {"loss": loss, "lr": result.learning_rate}, rate)
         return loss
+
+    def _look(self, step: int, result: StepResult) -> None:
+        """Counts the updates that were left out, and ends a training that will not recover. Does not wait for the device."""
+        self._row = self._row + 1 if result.skipped else 0
+        self._skipped += result.skipped
+        if result.skipped and self._overflows:
+            return  # the next loss scale is lower
+        if self._row == 1:
+            self._nonfinite = FirstNonFinite(self.engine.plan.device)  # what was left out earlier is past
+        self._nonfinite.look(step, result.loss)
+        if not result.skipped:
+            return
+        if self._stops or self._row == SKIPS_IN_A_ROW:
+            self._refuse(step)
+        self.progress.say(f"step {step}: gradients are not finite, update left out ({self._skipped} so far)")
+
+    def _refuse(self, step: int) -> NoReturn:
+        """**Collective.** Raises TrainingError, saying what is not finite."""
+        found = accuse(self.engine, self.loader, self._nonfinite, step)
+        raise TrainingError(
+            f"step {step}: {found}; lower the learning rate, warm up longer, clip harder or repair the data; "
+            'or leave such updates out: "on_nonfinite": "skip"'
+        )
 
     def _evaluate(self, step: int) -> None:
         assert self.evaluation is not None
@@ -182,8 +211,12 @@ class Trainer:
     def _save(self, step: int, loss: float) -> None:
         if step == self.saver.saved_step:
             return
-        logged, evaluated = self.cadence.logs(step), step in self.cadence.eval_steps
-        self._pause(self.saver.save(step, loss=loss if logged else None, evaluation=self._results if evaluated else {}))
+        if self._stops and self._mean(self._nonfinite.found()) > 0:
+            self._refuse(step)  # a checkpoint of NaN would push good ones out
+        logged = self.cadence.logs(step) and math.isfinite(loss)
+        results = self._results if step in self.cadence.eval_steps else {}
+        finite = {name: value for name, value in results.items() if math.isfinite(value)}  # JSON has no others
+        self._pause(self.saver.save(step, loss=loss if logged else None, evaluation=finite))
 
     def _pause(self, seconds: float) -> None:
         self._pausing += seconds

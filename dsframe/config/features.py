@@ -118,6 +118,8 @@ def _optimizer(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
         yield "adasum", ("dsframe", "horovod", "op"), "adasum"
     if settings.horovod.compression == "fp16":
         yield "fp16_compression", ("dsframe", "horovod", "compression"), "fp16 compression"
+    if settings.on_nonfinite == "skip":
+        yield "skip_nonfinite", ("dsframe", "on_nonfinite"), "skipping updates that are not finite"
     kind = file.optimizer.type.lower() if file.optimizer else ""
     if kind in ("lamb", "lion", "muon"):
         yield kind, ("optimizer", "type"), kind.capitalize()

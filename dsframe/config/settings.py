@@ -251,6 +251,10 @@ class Settings(Section):
     """When the run saves its state, and what it keeps."""
     threads_per_rank: Count | None = None
     """CPU threads of a rank. Default: OMP_NUM_THREADS, else the host's usable cores shared among its ranks."""
+    on_nonfinite: Literal["stop", "skip"] = "stop"
+    """What to do when loss or gradients are NaN or infinite: ``stop`` at the next logged step and say since when, on which rank and
+    with which samples; or ``skip`` the updates whose gradients are not finite, for which each step waits for the device. Overflows
+    under fp16 loss scaling are skipped either way."""
     hang_timeout_seconds: Annotated[float, Field(ge=0)] = 300.0
     """The longest time without a sign of life (a micro-batch, an evaluation batch, a parameter saved) before the run is ended
     and says which rank is missing; three times as long until the first step has ended. 0: wait for ever."""

@@ -82,6 +82,7 @@ TABLE: dict[str, Entry] = {
             "low_precision_masters",
             "zero_quantized",
             "zenflow",
+            "skip_nonfinite",
         }
         | {"lamb", "lion", "muon", "muadam"},
         ignores=_MODELS_OWN,
@@ -94,13 +95,13 @@ TABLE: dict[str, Entry] = {
     "horovod": Entry(
         "dsframe.engines.horovod:HorovodEngine",
         package="horovod",
-        honours=_REPLICA | {"gradient_sum", "adasum", "fp16_compression"},
+        honours=_REPLICA | {"gradient_sum", "adasum", "fp16_compression", "skip_nonfinite"},
         replicates=_PLACEMENT | _CUTS,
         ignores=_OBSERVERS | _MODELS_OWN,
     ),
     "ddp": Entry(
         "dsframe.engines.ddp:DdpEngine",
-        honours=_REPLICA | {"gradient_sum"},
+        honours=_REPLICA | {"gradient_sum", "skip_nonfinite"},
         replicates=_PLACEMENT | _CUTS,
         ignores=_OBSERVERS | _MODELS_OWN,
     ),
@@ -114,7 +115,7 @@ TABLE: dict[str, Entry] = {
     ),
     "single": Entry(
         "dsframe.engines.single:SingleEngine",
-        honours=_REPLICA | {"gradient_sum"},
+        honours=_REPLICA | {"gradient_sum", "skip_nonfinite"},
         replicates=_PLACEMENT | _CUTS,
         ignores=_OBSERVERS | _MODELS_OWN,
     ),

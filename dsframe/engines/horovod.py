@@ -47,11 +47,12 @@ class HorovodEngine(ReplicaEngine):
             raise EngineError(
                 'horovod.op "adasum" needs a Horovod with MPI, and this one has Gloo alone; rebuild it with an MPI installed'
             )
-        if self._op == "adasum" and (plan.config.deepspeed.gradient_clipping > 0 or plan.config.deepspeed.fp16.enabled):
+        looks = plan.config.deepspeed.fp16.enabled or plan.config.settings.on_nonfinite == "skip"
+        if self._op == "adasum" and (plan.config.deepspeed.gradient_clipping > 0 or looks):
             hvd.shutdown()
             raise EngineError(
-                'horovod.op "adasum" combines updates, not gradients: they cannot be clipped, nor checked for fp16 overflow; '
-                'set "gradient_clipping": 0 and use fp32 or bf16'
+                'horovod.op "adasum" combines updates, not gradients: they cannot be clipped, nor checked for overflow; '
+                'set "gradient_clipping": 0, use fp32 or bf16, and leave "on_nonfinite" at "stop"'
             )
         super().__init__(plan)
 

@@ -160,21 +160,28 @@ def clip(
     max_norm: float,
     scale: float = 1.0,
     norm_of: Callable[[list[Tensor]], Tensor] = torch.nn.utils.get_total_norm,
+    *,
+    always: bool = False,
 ) -> Tensor | None:
     """Divides ``gradients`` by ``scale`` and clips their global L2 norm to ``max_norm`` (0: no clipping), in place.
 
-    Returns the norm before clipping (0-d, on the device), or None where nothing asked for it. The factor is
+    Returns the norm before clipping (0-d, on the device), or None where nothing asked for it (``always`` does). The factor is
     ``max_norm / (norm + 1e-6)`` where that is below 1: DeepSpeed's and torch's agree. ``norm_of``: the norm of what ranks
     hold together, where ``gradients`` are one rank's shards; collective then.
     """
     if scale != 1.0:
         torch._foreach_mul_(gradients, 1.0 / scale)
-    if max_norm <= 0 and scale == 1.0:
+    if max_norm <= 0 and scale == 1.0 and not always:
         return None
     norm = norm_of(gradients)
     if max_norm > 0:
         torch._foreach_mul_(gradients, torch.clamp(max_norm / (norm + 1e-6), max=1.0))
     return norm
+
+
+def scales_losses(config: Config, device: torch.device) -> bool:
+    """Whether losses are scaled because gradients are fp16: then some steps overflow, and are left out, as a matter of course."""
+    return config.deepspeed.fp16.enabled or autocast_dtype(config, device) == torch.float16
 
 
 def finite(norm: Tensor | None) -> bool:

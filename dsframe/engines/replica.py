@@ -127,8 +127,11 @@ class ReplicaEngine(Engine):
         for parameter in self._parameters:
             if parameter.grad is None:  # took no part in the loss: ZeRO's flat buffers hold zeros for it, and so do we
                 parameter.grad = torch.zeros_like(parameter)
-        norm = precision.clip(self._pieces(), self.plan.config.deepspeed.gradient_clipping, scale, self._norm)
-        overflow = self._loss_scale is not None and not precision.finite(norm)
+        looks = self._loss_scale is not None or self.plan.config.settings.on_nonfinite == "skip"
+        norm = precision.clip(
+            self._pieces(), self.plan.config.deepspeed.gradient_clipping, scale, self._norm, always=looks
+        )
+        overflow = looks and not precision.finite(norm)
         if not overflow:
             self._apply()
             self._updates += 1

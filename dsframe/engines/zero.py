@@ -59,6 +59,8 @@ class ZeroEngine(Engine):
             module, self._model = self._build()
             self._engine, *_ = deepspeed.initialize(model=module, config=document, dist_init_required=False)
         self._undo_hidden_step()
+        if plan.config.settings.on_nonfinite == "skip":
+            _look_before_each_step(self._engine)
         self._updates = 0
 
     def _build(self) -> tuple[nn.Module, nn.Module]:
@@ -153,6 +155,25 @@ class ZeroEngine(Engine):
         self._engine.destroy()
         process_group.close_process_group()
         self._swap.remove()
+
+
+def _look_before_each_step(engine: Any) -> None:
+    """At stage 0 in fp32, where DeepSpeed updates whatever the gradients are, leaves updates out as it does everywhere else.
+
+    DeepSpeed's engine asks its optimizer for ``overflow`` after each step. Source: deepspeed 0.19.8, ``runtime/engine.py``
+    (_take_model_step); the ZeRO optimizers look at the norm (``runtime/zero/stage_1_and_2.py``, ``stage3.py``: step).
+    """
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "overflow"):
+        return
+    update = optimizer.step
+
+    def guarded(*arguments: Any, **keywords: Any) -> Any:
+        gradients = precision.gradients_of([p for group in optimizer.param_groups for p in group["params"]])
+        optimizer.overflow = not precision.finite(precision.clip(gradients, 0.0, always=True))
+        return None if optimizer.overflow else update(*arguments, **keywords)
+
+    optimizer.step = guarded
 
 
 @contextlib.contextmanager
