@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import io
+import re
 from pathlib import Path
 
 from dsframe.config.docs import main as schema
@@ -20,10 +21,17 @@ def reference() -> str:
     return text.getvalue()
 
 
+def _link(heading: str) -> str:
+    """A link to a heading of docs/configuration.md, by the anchor that GitHub gives it."""
+    anchor = re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-")
+    return f"[{heading}](docs/configuration.md#{anchor})"
+
+
 def pages() -> dict[Path, str]:
     """What each generated file holds."""
     whole = reference()
-    section = whole[whole.index("### dsframe\n") :].removeprefix("### dsframe\n").strip()
+    section, *parts = whole[whole.index("### dsframe\n") :].removeprefix("### dsframe\n").split("\n### ")
+    links = ", ".join(_link(part.partition("\n")[0]) for part in parts)
     readme = (ROOT / "README.md").read_text(encoding="utf-8")
     before, _, rest = readme.partition(BEGIN)
     _, _, after = rest.partition(END)
@@ -32,7 +40,7 @@ def pages() -> dict[Path, str]:
     )
     return {
         ROOT / "docs" / "configuration.md": title + whole.strip() + "\n",
-        ROOT / "README.md": f"{before}{BEGIN}\n{section}\n\n{END}{after}",
+        ROOT / "README.md": f"{before}{BEGIN}\n{section.strip()}\n\nIts parts: {links}.\n\n{END}{after}",
     }
 
 
