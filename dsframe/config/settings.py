@@ -237,7 +237,7 @@ class Settings(Section):
     """Passes over the data. Not together with ``steps``; 1 when both are absent."""
     steps: Count | None = None
     """Optimizer steps. Not together with ``epochs``."""
-    seed: Size = 0
+    seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the weights, the order of samples and the augmentation."""
     eval_every_steps: Count | None = None
     """Steps between evaluations. Default: at each epoch's end. The end of training always evaluates."""

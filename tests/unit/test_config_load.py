@@ -418,3 +418,10 @@ def test_features_name_what_is_on(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert all(feature.line for feature in found)
     assert features(load({TRAIN: 8})) == ()
+
+
+def test_a_seed_is_one_that_every_generator_takes() -> None:
+    """NumPy takes 32 bits, and a layer's own seed is a million times larger: torch takes 64."""
+    assert load({MICRO: 1, "dsframe": {"seed": 2**32 - 1}}).settings.seed == 2**32 - 1
+    with pytest.raises(ConfigError, match="seed"):
+        load({MICRO: 1, "dsframe": {"seed": 2**32}})
