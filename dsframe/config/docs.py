@@ -175,7 +175,7 @@ def _type(owner: type[Section], key: str) -> str:
     for constraint in (*field.metadata, *_constraints(field.annotation)):
         for kind, sign in words.items():
             if isinstance(constraint, kind):
-                limits.append(f"{sign}{getattr(constraint, kind.__name__.lower()):g}")
+                limits.append(f"{sign}{getattr(constraint, kind.__name__.lower()):.15g}")
     return text + (f" ({', '.join(limits)})" if limits else "")
 
 

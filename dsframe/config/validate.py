@@ -143,7 +143,7 @@ def _explain(
         limit = context[
             {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}[kind]
         ]
-        findings.error(here, f"{show(value)} must be {words[kind]} {limit:g}", code="range", at_value=True)
+        findings.error(here, f"{show(value)} must be {words[kind]} {limit:.15g}", code="range", at_value=True)
     elif kind == "finite_number":
         findings.error(here, f"{show(value)} is not finite", "write a number", code="range", at_value=True)
     elif kind in ("too_short", "too_long"):
