@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from dsframe import switches
 from dsframe.checkpoint.state import EngineState, SavedState
 from dsframe.tasks.layers import seed_generators
 from dsframe.tasks.task import Sum, Task
@@ -162,6 +163,7 @@ def build_model(plan: Plan) -> nn.Module:
     seed_generators(plan.seed)
     with plan.device:
         model = plan.task.model()
+    switches.apply(model, plan.config, plan.device)
     torch.manual_seed(
         plan.seed + 1 + plan.data_rank
     )  # dropout differs between ranks that see different samples, as it must

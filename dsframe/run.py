@@ -13,9 +13,9 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsframe import __version__, engines
+from dsframe import __version__, cores, engines
 from dsframe import world as worlds
-from dsframe.config import Batch, Config, Facts, load
+from dsframe.config import Batch, Config, Facts, load, scaling
 from dsframe.errors import CheckpointError, ConfigError, Problem, StoppedError, TrainingError, WorldError
 from dsframe.world import World
 
@@ -29,8 +29,10 @@ if TYPE_CHECKING:
     from dsframe.trainer import Cadence, Summary
 
 
-def settle_threads(world: World, wanted: int | None) -> int:
+def settle_threads(world: World, wanted: int | None, bound: tuple[int, ...] = ()) -> int:
     """Threads of this rank: ``wanted``, else OMP_NUM_THREADS, else this host's usable cores shared among its ranks.
+
+    ``bound``: the cores that this rank has to itself, if it was bound to some.
 
     Sets OMP_NUM_THREADS, so it has to run before torch is imported. ``deepspeed`` and ``horovodrun`` set none, and ranks that
     each take every core are about three times slower (measured: Horovod, 2 ranks on 2 cores). Raises WorldError where
@@ -39,7 +41,8 @@ def settle_threads(world: World, wanted: int | None) -> int:
     given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if given and not given.isdigit():
         raise WorldError(f"OMP_NUM_THREADS={given!r} is not a number of threads")
-    threads = wanted or int(given or 0) or max(1, len(os.sched_getaffinity(0)) // world.local_size)
+    share = len(bound) or len(os.sched_getaffinity(0)) // world.local_size
+    threads = wanted or int(given or 0) or max(1, share)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     return threads
 
@@ -76,7 +79,8 @@ def execute(
     refused, notes = engines.examine(config, choice.name)
     if refused:
         raise ConfigError(refused)
-    threads = settle_threads(world, config.settings.threads_per_rank)
+    bound = cores.bind(world) if config.settings.bind_cores else ()
+    threads = settle_threads(world, config.settings.threads_per_rank, bound)
 
     import torch
 
@@ -101,7 +105,7 @@ def execute(
     cadence = _cadence(config, loader, evaluates=evaluation is not None)
     config = config.resolve(Facts(world.size, cadence.total_steps, task.hidden_size, replicas))
     optimizer = optimizers.read(config)
-    schedule = _schedule(config, optimizer.learning_rate)
+    schedule = _schedule(config, optimizer.learning_rate, batch)
     plan = Plan(config, world, task, optimizer, schedule, batch, device, verbose)
     directory = directory_of(config, choice.name, type(task).__name__)
     progress = Progress(
@@ -110,7 +114,7 @@ def execute(
         unit=task.unit,
         units_per_step=batch.train_batch_size * task.units_per_sample,
     )
-    for line in (*choice.announcements, *notes, *_cautions(task)):
+    for line in (*choice.announcements, *notes, *_cautions(task), *_said(config, batch, bound)):
         progress.say(f"dsframe: {line}")
     _claim(directory, world)
     engine = engines.load(choice.name, config)(plan)
@@ -211,12 +215,15 @@ def _cadence(config: Config, loader: Loader, *, evaluates: bool) -> Cadence:
     return Cadence(total, settings.log_every_steps, frozenset(steps))
 
 
-def _schedule(config: Config, base: float) -> Schedule:
-    """The learning rate's course, from the optimizer's own rate ``base``."""
+def _schedule(config: Config, base: float, batch: Batch) -> Schedule:
+    """The learning rate's course, from the optimizer's own rate ``base``, scaled to the batch where the file asks for it."""
     from dsframe import schedules
 
-    scheduler = config.deepspeed.scheduler
-    return schedules.build(scheduler.type, base, scheduler.params) if scheduler else schedules.constant(base)
+    scheduler, wanted = config.deepspeed.scheduler, config.settings.large_batch
+    course = schedules.build(scheduler.type, base, scheduler.params) if scheduler else schedules.constant(base)
+    if wanted.lr_scaling == "none":
+        return course
+    return schedules.scaled(course, scaling.factor(wanted, batch.train_batch_size), wanted.warmup_steps)
 
 
 def _claim(directory: Path, world: World) -> None:
@@ -268,6 +275,12 @@ def agree(engine: Engine, facts: Mapping[str, str]) -> None:
     ]
     if wrong:
         raise WorldError(f"the processes of this run differ: {'; '.join(wrong)}; make the hosts alike")
+
+
+def _said(config: Config, batch: Batch, bound: tuple[int, ...]) -> list[str]:
+    """What this run does to rates and cores because the file asks for it."""
+    scaled = scaling.sentence(config.settings.large_batch, batch.train_batch_size)
+    return [line for line in (scaled, cores.sentence(bound)) if line]
 
 
 def _cautions(task: Task) -> list[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from dsframe.errors import ConfigError, Problem
@@ -48,6 +48,21 @@ Schedule = Callable[[int], Rates]
 def constant(base: float) -> Schedule:
     """The learning rate of the optimizer's params, unchanged."""
     return lambda updates: Rates(base)
+
+
+def scaled(schedule: Schedule, factor: float, warmup_steps: int = 0) -> Schedule:
+    """``schedule`` with every rate times ``factor``, which grows from 1 over the first ``warmup_steps`` updates.
+
+    Every schedule is proportional to its rates, so this is the same as scaling the optimizer's rate and each rate among the
+    scheduler's params (least, largest, cycled) alike. The ramp is Goyal et al. 2017 (arXiv 1706.02677), section 2.2.
+    """
+
+    def at(updates: int) -> Rates:
+        rates = schedule(updates)
+        grown = min(1.0, updates / warmup_steps) if warmup_steps else 1.0
+        return replace(rates, learning_rate=rates.learning_rate * (1.0 + (factor - 1.0) * grown))
+
+    return at
 
 
 def _ramp(last: int, steps: int, kind: str) -> float:

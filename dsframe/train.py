@@ -91,7 +91,10 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
         config = load(options.config, overrides=options.set)
         if world.is_main and not options.quiet:
             for problem in config.problems:
-                if problem.code != "auto":  # what "auto" became: dsframe check --resolved
+                if problem.code not in (
+                    "auto",
+                    "lr-scaling",
+                ):  # dsframe check --resolved tells the first, the run the second
                     print(problem, file=sys.stderr)
         from dsframe.run import execute
 

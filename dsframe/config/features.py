@@ -46,7 +46,7 @@ def switched_on(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
     yield from _parallel(file)
     yield from _numbers(file)
     yield from _optimizer(file, settings)
-    yield from _rest(file)
+    yield from _rest(file, settings)
 
 
 def _zero(file: DeepSpeed) -> Iterator[Found]:
@@ -127,10 +127,15 @@ def _optimizer(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
         yield "muadam", ("optimizer", "type"), "an optimizer of the package mup"
 
 
-def _rest(file: DeepSpeed) -> Iterator[Found]:
+def _rest(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
     checkpointing = file.activation_checkpointing
-    if checkpointing.partition_activations or checkpointing.cpu_checkpointing or checkpointing.number_checkpoints:
-        yield "activation_checkpointing", ("activation_checkpointing",), "activation checkpointing"
+    for key in ("partition_activations", "contiguous_memory_optimization", "number_checkpoints", "cpu_checkpointing"):
+        # What is kept goes to the CPU on every engine, once there are blocks that keep their inputs alone.
+        honoured = key == "cpu_checkpointing" and settings.model.activation_checkpointing
+        if getattr(checkpointing, key) and not honoured:
+            yield "activation_checkpointing", ("activation_checkpointing", key), key
+    if settings.model.tiling is not None:
+        yield "tiling", ("dsframe", "model", "tiling"), "tiled linear layers"
     if file.data_efficiency.enabled:
         yield "data_efficiency", ("data_efficiency",), "data efficiency"
     for key in ("flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet"):

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dsframe.config import auto, overrides, repair, rules, validate
+from dsframe.config import auto, overrides, repair, rules, scaling, validate
 from dsframe.config.auto import Facts
 from dsframe.config.batch import MICRO, STEPS, TRAIN, Batch, check_groups, missing, solve
 from dsframe.config.findings import Findings, Fix, Resolved
@@ -253,8 +253,12 @@ def _check_batch(file: File, facts: Facts, findings: Findings) -> None:
     if any(findings.fails((key,)) for key in (TRAIN, MICRO, STEPS)):
         return
     if facts.world_size is not None:
-        if solve(file, facts.world_size, findings, bool(facts.replicas)) is not None:
+        batch = solve(file, facts.world_size, findings, bool(facts.replicas))
+        if batch is not None:
             check_groups(file, facts.world_size, findings)
+            scaled = scaling.sentence(file.dsframe.large_batch, batch.train_batch_size)
+            if scaled:
+                findings.note(("dsframe", "large_batch"), scaled, code="lr-scaling")
     elif file.train_batch_size is None and file.train_micro_batch_size_per_gpu is None:
         missing(findings)
     else:

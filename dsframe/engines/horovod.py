@@ -91,9 +91,6 @@ class HorovodEngine(ReplicaEngine):
         )
 
     def _synchronize(self) -> None:
-        for parameter in self._parameters:
-            if parameter.grad is not None and not parameter.grad.is_contiguous():
-                parameter.grad = parameter.grad.contiguous()
         # Horovod reduces in the background; clipping earlier would clip local gradients.
         if self._op != "adasum":
             self.optimizer.synchronize()  # type: ignore[attr-defined]  # Horovod adds it

@@ -17,7 +17,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsframe import process_group
+from dsframe import process_group, switches
 from dsframe.checkpoint.state import EngineState, SavedState
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure
 from dsframe.engines import jit, precision, state_zero
@@ -33,6 +33,7 @@ with warnings.catch_warnings():
     import deepspeed
     import deepspeed.ops
     from deepspeed.utils import logger as deepspeed_logger
+    from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
 
 
 class ZeroEngine(Engine):
@@ -66,6 +67,11 @@ class ZeroEngine(Engine):
     def _build(self) -> tuple[nn.Module, nn.Module]:
         """**Collective.** The module that DeepSpeed trains, and the one that knows its parameters by the names of the state."""
         model = build_model(self.plan)
+        # A block that is recomputed while it is differentiated needs all its parameters the whole time: ZeRO-3 shall gather and
+        # release it as one, not module by module, which would release under autograd's feet (measured: shapes of 0). And one
+        # that is compiled would fall apart at each hook.
+        for block in switches.units(model):
+            set_z3_leaf_module(block, True)
         return model, model
 
     def _undo_hidden_step(self) -> None:

@@ -25,6 +25,7 @@ LAYERS = (
     {"config", "tasks/_torchvision"},
     {"data"},
     {"tasks"},
+    {"switches", "cores"},
     {"rendezvous", "optimizers", "schedules", "leftovers", "checkpoint"},
     {"process_group"},
     {"engine"},

@@ -1,0 +1,199 @@
+"""Memory and speed switches of the ``model`` part of the file, applied to a model in place before any engine takes it.
+
+They change neither the names nor the values of parameters and buffers, so a checkpoint does not know of them, and every engine
+gets them for nothing. Modules are found by class name; a block is a class that the model repeats, such as a transformer's layer.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dsframe.config.rules_model import compiler
+from dsframe.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from dsframe.config import Config
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_MARK = "one_unit"
+_CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+
+
+def apply(model: nn.Module, config: Config, device: torch.device) -> None:
+    """Switches on what the file's ``dsframe.model`` asks for.
+
+    ``model``: the whole model, or the part of it that this rank builds. Raises ConfigError where the model has nothing that a
+    switch could act on, or this machine cannot compile.
+    """
+    for parameter in model.parameters():
+        # A weight in another layout gives gradients in that layout: Horovod refuses them, and torch's fused optimizers walk
+        # through memory without looking (moments that a checkpoint brought back are laid out plainly).
+        parameter.data = parameter.data.contiguous()
+    wanted = config.settings.model
+    chosen = wanted.activation_checkpointing
+    if wanted.channels_last:
+        channels_last(model)
+    if wanted.compile == "blocks":
+        for block in blocks(model, chosen if isinstance(chosen, list) else None, "compile"):
+            compile_(block, device)
+    elif wanted.compile:
+        compile_(model, device)
+    if chosen:
+        to_host = config.deepspeed.activation_checkpointing.cpu_checkpointing and device.type != "cpu"
+        for block in blocks(model, chosen if isinstance(chosen, list) else None, "activation_checkpointing"):
+            recompute(block, to_host=to_host)
+
+
+# Finding modules.
+
+
+def blocks(model: nn.Module, names: Sequence[str] | None, key: str) -> list[nn.Module]:
+    """The outermost modules of the classes ``names``; with None those of the class that the model repeats.
+
+    That is the class with submodules of its own (no container) that occurs at least twice and holds the most parameters.
+    Raises ConfigError, naming the classes that there are.
+    """
+    classes = Counter(type(module).__name__ for module in model.modules() if module is not model)
+    if names is None:
+        repeated = _repeated(model)
+        if repeated is None:
+            raise _wrong(key, "the model repeats no block", f"name classes of it: {_list(classes)}")
+        names = [repeated]
+    for name in names:
+        if name not in classes:
+            raise _wrong(key, f"the model has no module of class {name}", f"there are {_list(classes)}")
+    return list(_outermost(model, set(names)))
+
+
+def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
+    for child in module.children():
+        if type(child).__name__ in names:
+            yield child
+        else:
+            yield from _outermost(child, names)
+
+
+def _repeated(model: nn.Module) -> str | None:
+    sizes: Counter[str] = Counter()
+    for module in model.modules():
+        inside = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
+        if (
+            module is not model
+            and not isinstance(module, _CONTAINERS)
+            and any(True for _ in module.children())
+            and inside
+        ):
+            sizes[type(module).__name__] += inside
+    often = Counter(type(module).__name__ for module in model.modules())
+    return next((name for name, _ in sizes.most_common() if often[name] > 1), None)
+
+
+def _list(classes: Counter[str]) -> str:
+    return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in classes.most_common())
+
+
+def linears(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear]:
+    """The linear layers whose names match ``patterns`` (as of a shell: ``*.expand``), by name.
+
+    Raises ConfigError where a pattern matches none, naming the ones that there are.
+    """
+    there = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for pattern in patterns:
+        if not fnmatch.filter(there, pattern):
+            known = f"there are {', '.join(there)}" if there else "it has none at all"
+            raise _wrong("tiling", f"no linear layer of the model is called {pattern}", known)
+    return {name: module for name, module in there.items() if any(fnmatch.fnmatch(name, one) for one in patterns)}
+
+
+# Activation checkpointing.
+
+
+def recompute(block: nn.Module, *, to_host: bool = False) -> None:
+    """Keeps of ``block`` its inputs alone and computes the rest again in the backward pass (Chen et al. 2016, arXiv 1604.06174).
+
+    The method is replaced, not the module wrapped: names stay. ``to_host``: the inputs wait in the host's memory.
+    """
+    forward = block.forward
+    norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]
+    contexts = partial(_contexts, norms)
+
+    @wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with torch.autograd.graph.save_on_cpu(pin_memory=True) if to_host else nullcontext():
+            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+
+    setattr(checkpointed, _MARK, True)
+    block.forward = checkpointed
+
+
+def units(model: nn.Module) -> list[nn.Module]:
+    """The modules that are recomputed or compiled each by itself: all their parameters must be there while one runs."""
+    return [module for module in model.modules() if hasattr(module.forward, _MARK) and module is not model]
+
+
+def _contexts(norms: Sequence[Any]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    return nullcontext(), _still(norms)
+
+
+@contextmanager
+def _still(norms: Sequence[Any]) -> Iterator[None]:
+    """Running statistics are those of the first pass: a second one would count every batch twice."""
+    held = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for norm, momentum, counted in held:
+            norm.momentum, norm.num_batches_tracked = momentum, counted
+
+
+# Memory format and compilation.
+
+
+def channels_last(model: nn.Module) -> None:
+    """Every 2-D convolution gets its input with the channels innermost, as processors' and GPUs' kernels like it best.
+
+    Only activations change their layout. Weights stay as they are: ZeRO flattens them, Horovod refuses gradients that are not
+    contiguous, and torch gives a gradient the layout of its weight. Raises ConfigError for a model without 2-D convolutions.
+    """
+    found = [module for module in model.modules() if isinstance(module, _CONVOLUTIONS)]
+    if not found:
+        raise _wrong("channels_last", "the model has no 2-D convolution, whose layout this is", "take it out")
+    for module in found:
+        module.register_forward_pre_hook(_innermost)
+
+
+def _innermost(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        one.to(memory_format=torch.channels_last) if isinstance(one, Tensor) and one.ndim == 4 else one
+        for one in inputs
+    )
+
+
+def compile_(module: nn.Module, device: torch.device) -> None:
+    """torch.compile of the module's forward pass, in place. Raises ConfigError where there is no compiler.
+
+    The method and not the call: hooks that an engine puts on this module stay outside of the compiled graph.
+    """
+    if device.type == "cpu" and compiler() is None:
+        raise _wrong(
+            "compile", "torch.compile needs a C++ compiler, and there is none here", "install g++, or take it out"
+        )
+    module.forward = torch.compile(module.forward)
+    setattr(module.forward, _MARK, True)
+
+
+def _wrong(key: str, message: str, remedy: str) -> ConfigError:
+    return ConfigError([Problem("error", f"dsframe.model.{key}", message, remedy, code="model")])

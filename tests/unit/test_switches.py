@@ -1,0 +1,154 @@
+"""The switches of ``dsframe.model``: what they do to a model in memory, and what they say where they cannot."""
+
+from __future__ import annotations
+
+import copy
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dsframe import switches
+from dsframe.config import load
+from dsframe.errors import ConfigError
+from dsframe.tasks import layers
+from dsframe.tasks.language import gpt
+from dsframe.tasks.vision import cnn
+
+CPU = torch.device("cpu")
+
+
+def language_model() -> nn.Module:
+    return layers.assemble(gpt(layers=3, heads=2, width=32, context=16), seed=0)
+
+
+def tokens(rows: int = 4) -> Tensor:
+    return torch.randint(256, (rows, 16), generator=torch.Generator().manual_seed(0))
+
+
+def switched(model: nn.Module, **settings: Any) -> nn.Module:
+    file = {"train_batch_size": 4, "dsframe": {"task": {"name": "a.b:C"}, "model": settings}}
+    switches.apply(model, load(file), CPU)
+    return model
+
+
+def saved_bytes(run: Callable[[], Tensor]) -> int:
+    """Bytes that the forward pass keeps for the backward pass, each storage once, without parameters."""
+    kept: dict[int, int] = {}
+
+    def pack(tensor: Tensor) -> Tensor:
+        if not isinstance(tensor, nn.Parameter) and tensor.grad_fn is not None:
+            kept[tensor.untyped_storage().data_ptr()] = tensor.untyped_storage().nbytes()
+        return tensor
+
+    with torch.autograd.graph.saved_tensors_hooks(pack, lambda tensor: tensor):
+        run()
+    return sum(kept.values())
+
+
+def gradients(model: nn.Module, inputs: Tensor) -> dict[str, Tensor]:
+    torch.manual_seed(1)
+    model.zero_grad()
+    model(inputs).square().mean().backward()
+    return {name: parameter.grad.clone() for name, parameter in model.named_parameters() if parameter.grad is not None}
+
+
+@pytest.mark.parametrize("names", [True, ["Block"]])
+def test_recomputation_keeps_less_and_changes_nothing(names: Any) -> None:
+    plain = language_model()
+    frugal = switched(copy.deepcopy(plain), activation_checkpointing=names)
+    assert list(frugal.state_dict()) == list(plain.state_dict())
+    assert [type(block).__name__ for block in switches.units(frugal)] == ["Block"] * 3
+    expected, found = gradients(plain, tokens()), gradients(frugal, tokens())
+    assert list(found) == list(expected)
+    assert all(torch.equal(found[name], expected[name]) for name in expected), "to the last bit"
+    assert saved_bytes(lambda: frugal(tokens())) < 0.4 * saved_bytes(lambda: plain(tokens()))
+    with torch.no_grad():
+        assert torch.equal(frugal(tokens()), plain(tokens()))
+
+
+class Normed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.convolution, self.norm = nn.Conv2d(2, 2, 3, padding=1), nn.BatchNorm2d(2)
+
+    def forward(self, images: Tensor) -> Tensor:
+        return nn.functional.dropout(self.norm(self.convolution(images)), 0.5, self.training)
+
+
+def test_recomputation_draws_the_same_and_counts_a_batch_once() -> None:
+    plain = nn.Sequential(Normed(), Normed())
+    frugal = switched(copy.deepcopy(plain), activation_checkpointing=True)
+    images = torch.randn(4, 2, 5, 5)
+    expected, found = gradients(plain, images), gradients(frugal, images)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    for name, value in plain.state_dict().items():
+        assert torch.equal(frugal.state_dict()[name], value), name
+
+
+def test_channels_last_reaches_every_convolution_and_leaves_weights_alone() -> None:
+    plain = layers.assemble(cnn(3, 16, 10), seed=0)
+    fast = switched(copy.deepcopy(plain), channels_last=True)
+    layouts: list[bool] = []
+    for module in fast.modules():
+        if isinstance(module, nn.Conv2d):
+            module.register_forward_hook(
+                lambda _, inputs, output: layouts.append(output.is_contiguous(memory_format=torch.channels_last))
+            )
+    images = torch.randn(2, 3, 16, 16)
+    expected, found = gradients(plain, images), gradients(fast, images)
+    assert layouts == [True, True, True]
+    assert all(gradient.is_contiguous() for gradient in found.values()), "Horovod refuses others"
+    for name, gradient in expected.items():
+        torch.testing.assert_close(found[name], gradient)
+
+
+def test_weights_of_another_layout_are_made_plain() -> None:
+    model = switched(layers.assemble(cnn(3, 16, 10), seed=0).to(memory_format=torch.channels_last))
+    assert all(parameter.is_contiguous() for parameter in model.parameters())
+
+
+@pytest.mark.parametrize("blocks", [{"compile": "blocks"}, {"compile": "blocks", "activation_checkpointing": True}])
+def test_compiled_blocks_compute_the_same(blocks: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> None:
+    compiled: list[str] = []
+
+    def compile_(function: Any) -> Any:  # the compiler itself takes half a minute: tests/engines runs it
+        compiled.append(type(function.__self__).__name__)
+        return functools.partial(function)
+
+    monkeypatch.setattr(torch, "compile", compile_)
+    plain = language_model()
+    fast = switched(copy.deepcopy(plain), **blocks)
+    assert compiled == ["Block"] * 3, "inside of the recomputation, so that one does not see the other"
+    assert [type(block).__name__ for block in switches.units(fast)] == ["Block"] * 3
+    assert list(fast.state_dict()) == list(plain.state_dict())
+    expected, found = gradients(plain, tokens()), gradients(fast, tokens())
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("PATH", "/nowhere")
+    monkeypatch.delenv("CXX", raising=False)
+    with pytest.raises(ConfigError, match=r"dsframe.model.compile: .* needs a C\+\+ compiler.*; install g\+\+"):
+        switched(language_model(), compile=True)
+
+
+@pytest.mark.parametrize(
+    ("settings", "message"),
+    [
+        ({"activation_checkpointing": ["Bloc"]}, "no module of class Bloc; there are .*Block \\(3\\)"),
+        ({"channels_last": True}, "no 2-D convolution"),
+        ({"compile": "blocks", "activation_checkpointing": ["Layer"]}, "no module of class Layer"),
+    ],
+)
+def test_what_the_model_does_not_have_is_said(settings: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        switched(language_model(), **settings)
+
+
+def test_a_model_without_repeated_blocks() -> None:
+    with pytest.raises(ConfigError, match=r"repeats no block; name classes of it: Linear \(2\), Tanh"):
+        switched(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), activation_checkpointing=True)
