@@ -10,7 +10,7 @@ import torch
 import torch.distributed as dist
 
 from dsframe.errors import WorldError
-from dsframe.rendezvous import meeting_point
+from dsframe.rendezvous import interface_to, meeting_point
 from dsframe.world import World
 
 
@@ -49,8 +49,9 @@ def open_process_group(world: World, device: torch.device) -> None:
         MASTER_PORT=str(port),
     )
     # torch asks for the interface of the host's name, which on many machines does not resolve to an address of its own.
-    if world.size == world.local_size and device.type == "cpu":
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    one_host = world.size == world.local_size
+    if device.type == "cpu" and (interface := "lo" if one_host else interface_to(address)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     with explained(world, address, port):
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",

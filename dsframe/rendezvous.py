@@ -12,7 +12,9 @@ import time
 import urllib.error
 import urllib.request
 import zlib
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+
+import psutil
 
 from dsframe.errors import WorldError
 from dsframe.world import World
@@ -25,6 +27,27 @@ def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("", 0))
         return int(probe.getsockname()[1])
+
+
+def interface_to(host: str) -> str | None:
+    """The network interface through which this machine reaches ``host``, its own where ``host`` is itself.
+
+    None where the name does not resolve, or only to the loopback.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing: it only asks for the route
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    return next((interface for address, interface in addresses() if address == own and interface != "lo"), None)
+
+
+def addresses() -> Iterator[tuple[str, str]]:
+    """This machine's addresses, each with the name of its interface."""
+    for interface, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            yield entry.address, interface
 
 
 def meeting_point(world: World, environ: Mapping[str, str] | None = None) -> tuple[str, int]:

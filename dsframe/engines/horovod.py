@@ -18,7 +18,7 @@ from dsframe.engine import Plan
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
 from dsframe.process_group import explained
-from dsframe.rendezvous import meeting_point
+from dsframe.rendezvous import interface_to, meeting_point
 from dsframe.world import World
 
 try:
@@ -122,19 +122,18 @@ def _broadcastable(state: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def _initialise(world: World) -> None:
-    """**Collective.** ``hvd.init()``; under a launcher other than Horovod's and MPI's, with a rendezvous server on rank 0.
+    """**Collective.** ``hvd.init()``; where this build does not know the launcher with a rendezvous server on rank 0.
 
     Measured with horovod 0.28.1: it asks only for these variables and a server that speaks its key-value protocol.
     """
-    store = _meet(world) if world.size > 1 and world.launcher not in ("horovodrun", "mpirun") else None
+    known = world.launcher == "horovodrun" or (world.launcher == "mpirun" and hvd.mpi_built())
+    store = _meet(world) if world.size > 1 and not known else None
     hvd.init()
     del store  # not earlier: others may still be reading from it until everybody is in the ring
     if hvd.size() != world.size:
         size = hvd.size()
         hvd.shutdown()
-        raise EngineError(
-            f"Horovod sees {size} processes, the launcher {world.launcher} started {world.size}; is this build without MPI?"
-        )
+        raise EngineError(f"Horovod sees {size} processes, the launcher {world.launcher} started {world.size}")
 
 
 def _meet(world: World) -> Any:
@@ -178,6 +177,6 @@ def _meet(world: World) -> Any:
         HOROVOD_GLOO_RENDEZVOUS_ADDR=address,
         HOROVOD_GLOO_RENDEZVOUS_PORT=str(server_port),
     )
-    if world.size == world.local_size:
-        os.environ.setdefault("HOROVOD_GLOO_IFACE", "lo")
+    if interface := "lo" if world.size == world.local_size else interface_to(address):
+        os.environ.setdefault("HOROVOD_GLOO_IFACE", interface)
     return store

@@ -13,7 +13,7 @@ from pathlib import Path
 from dsframe import supervise
 from dsframe.checkpoint.store import Store, step_of
 from dsframe.engines.jit import extensions_directory
-from dsframe.errors import ConfigError, EngineError, StoppedError, TaskError
+from dsframe.errors import ConfigError, EngineError, StoppedError, TaskError, WorldError
 from dsframe.leftovers import stale_locks, unused_buffers
 from dsframe.report import outcome
 from dsframe.report.outcome import Outcome
@@ -105,7 +105,8 @@ class Attempts:
             same += 1
         if self._restarts and last.reason and last.code in NEVER_AGAIN:
             return f"failed {last}; starting again would not change that"
-        if self._restarts and same >= (2 if last.reason else SILENT_REPEATS):
+        passing = last.code == WorldError.exit_code  # a port in use, a host away: may be over the next time
+        if self._restarts and not passing and same >= (2 if last.reason else SILENT_REPEATS):
             return f"failed {same} times in a row {last}; starting again would not change that"
         if len(self._failures) > self._restarts:
             return f"failed {last}" + (f"; these were all {self._restarts} restarts" if self._restarts else "")

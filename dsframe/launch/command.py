@@ -15,10 +15,10 @@ from dsframe import world as worlds
 from dsframe.config import Config, load
 from dsframe.errors import DsframeError, WorldError
 from dsframe.launch import hosts as places
-from dsframe.launch import launchers
+from dsframe.launch import launchers, reach, spread
 from dsframe.launch.attempts import Attempts, say
 from dsframe.launch.launchers import Job, Launch
-from dsframe.rendezvous import free_port
+from dsframe.rendezvous import free_port, interface_to
 from dsframe.run import directory_of
 from dsframe.train import parse as parse_training
 
@@ -109,6 +109,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(launchers.plan(wanted.launcher, wanted.job).show(wanted.job.hosts))
         return 0
     code = _check(wanted, parse_training(training).set)
+    others = [host.name for host in wanted.job.hosts if not host.is_here]
+    if not code and others and wanted.launcher != "srun":
+        reach.examine(others, wanted.job.interface if wanted.launcher == "horovodrun" else None)
     return code or _run(wanted, options)
 
 
@@ -170,7 +173,7 @@ def _job(options: argparse.Namespace, config: Config, training: Sequence[str]) -
 
 
 def _interface(hosts: tuple[places.Host, ...]) -> str | None:
-    others = (places.interface_to(host.name) for host in hosts if not host.is_here)
+    others = (interface_to(host.name) for host in hosts if not host.is_here)
     return next(filter(None, others), None)
 
 
@@ -191,7 +194,7 @@ def _run(wanted: Wanted, options: argparse.Namespace) -> int:
         job = launchers.with_arguments(job, *(["--resume", "auto"] if resume else []))
         say(launchers.plan(wanted.launcher, job).show(job.hosts))
         job = launchers.with_arguments(job, "--report", str(attempts.report))
-        return _start(launchers.plan(wanted.launcher, job), received)
+        return _start(launchers.plan(wanted.launcher, job), job.hosts, str(attempts.report), received)
 
     try:
         return attempts.run(attempt)
@@ -201,15 +204,14 @@ def _run(wanted: Wanted, options: argparse.Namespace) -> int:
         ) from None
 
 
-def _start(launch: Launch, received: list[int]) -> int:
+def _start(launch: Launch, hosts: tuple[places.Host, ...], report: str, received: list[int]) -> int:
+    environment = {**os.environ, **launch.environment}
+    command, forwards = launch.commands[0], launch.forwards
     if len(launch.commands) > 1:
-        raise WorldError("several hosts under this launcher: start the command that --print shows on each of them")
-    name, *arguments = launch.commands[0]
+        named = [(host.name, host.is_here) for host in hosts]
+        environment |= spread.order(named, launch.commands, environment, report)
+        command, forwards = (sys.executable, "-m", "dsframe.launch.spread"), True
+    name, *arguments = command
     return supervise.run(
-        launchers.program(name),
-        arguments,
-        os.environ | launch.environment,
-        gentle=True,
-        forwards=launch.forwards,
-        received=received,
+        launchers.program(name), arguments, environment, gentle=True, forwards=forwards, received=received
     )

@@ -8,13 +8,12 @@ from __future__ import annotations
 
 import re
 import socket
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
-
 from dsframe.errors import WorldError
+from dsframe.rendezvous import addresses
 from dsframe.world import slurm_hosts, slurm_tasks
 
 _LINE = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::(\d+)|\s+slots\s*=\s*(\d+))?(?:\s+max[_-]slots\s*=\s*\d+)?")
@@ -97,24 +96,7 @@ def is_here(name: str) -> bool:
         found = {str(entry[4][0]) for entry in socket.getaddrinfo(name, None)}
     except OSError:
         return False
-    return bool(found & {address for address, _ in _addresses()})
-
-
-def interface_to(name: str) -> str | None:
-    """The network interface through which this machine reaches host ``name``; None where it is not known."""
-    try:
-        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
-            probe.connect((name, 9))  # sends nothing: it only asks for the route
-            own = probe.getsockname()[0]
-    except OSError:
-        return None
-    return next((interface for address, interface in _addresses() if address == own), None)
-
-
-def _addresses() -> Iterator[tuple[str, str]]:
-    for interface, entries in psutil.net_if_addrs().items():
-        for entry in entries:
-            yield entry.address, interface
+    return bool(found & {address for address, _ in addresses()})
 
 
 def _host(text: str, where: str) -> Host:

@@ -93,6 +93,6 @@ def read(path: Path) -> Outcome:
         done=any(record.get("done") for record in records),
         code=first["code"] if first else None,
         rank=first["rank"] if first else None,
-        step=max((record["step"] for record in failures), default=None),
+        step=max((record["step"] for record in failures if record["step"] is not None), default=None),
         message=own[0]["message"] if own else "",
     )

@@ -73,7 +73,7 @@ def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(launchers.sys, "executable", "/env/bin/python")
     monkeypatch.setattr(launchers.os, "getuid", lambda: 1)
     monkeypatch.setattr(command, "free_port", lambda: 4321)
-    monkeypatch.setattr(hosts, "interface_to", lambda name: "eth0")
+    monkeypatch.setattr(command, "interface_to", lambda name: "eth0")
     assert command.main(["--print", *typed.split()]) == 0
     return capsys.readouterr().out.splitlines()
 
