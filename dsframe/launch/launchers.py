@@ -105,7 +105,7 @@ def _deepspeed(job: Job) -> Launch:
         return Launch(((*own, *words),), _threads(job))
     devices = {host.name: list(range(host.slots)) for host in job.hosts}
     world = base64.urlsafe_b64encode(json.dumps(devices).encode()).decode()
-    starter = (sys.executable, "-u", "-m", "deepspeed.launcher.launch")
+    starter = (sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--quiet")
     options = (f"--world_info={world}", f"--master_addr={job.address}", f"--master_port={job.port}")
     commands = ((*starter, *options, f"--node_rank={node}", *words) for node in range(len(job.hosts)))
     return Launch(tuple(commands), _threads(job))

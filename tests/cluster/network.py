@@ -20,8 +20,8 @@ from types import TracebackType
 NODES = {"node1": "10.77.0.1", "node2": "10.77.0.2"}
 INTERFACE = "eth0"  # Horovod wants one name on all hosts
 
-# Enters a namespace with a host name, an /etc/hosts and an ssh configuration of its own. Not by `ip netns exec`: that mounts /sys anew,
-# without the control groups that slurmd looks for.
+# Enters a namespace with a host name, an /etc/hosts and an ssh configuration of its own. Not by `ip netns exec`: that mounts
+# /sys anew, without the control groups that slurmd looks for.
 ENTER = 'hostname "$1"; mount --bind "$2/hosts" /etc/hosts; mount --bind "$2/ssh" /etc/ssh; shift 2; exec "$@"'
 
 SSH_CLIENT = """
@@ -57,7 +57,17 @@ def missing() -> str:
     if tried.returncode:
         return f"this kernel makes no network namespaces: {tried.stderr.strip()}"
     entered = subprocess.run(
-        ["nsenter", f"--net=/run/netns/{name}", "unshare", "--uts", "--mount", "mount", "--bind", "/etc/hosts", "/etc/hosts"],
+        [
+            "nsenter",
+            f"--net=/run/netns/{name}",
+            "unshare",
+            "--uts",
+            "--mount",
+            "mount",
+            "--bind",
+            "/etc/hosts",
+            "/etc/hosts",
+        ],
         capture_output=True,
         text=True,
         timeout=30,
@@ -109,7 +119,20 @@ class Network:
     def on(self, node: str, command: Sequence[str]) -> list[str]:
         """The command that runs ``command`` on a host."""
         namespace = f"--net=/run/netns/{self._names[node]}"
-        return ["nsenter", namespace, "unshare", "--uts", "--mount", "sh", "-c", ENTER, "sh", node, str(self.folder), *command]
+        return [
+            "nsenter",
+            namespace,
+            "unshare",
+            "--uts",
+            "--mount",
+            "sh",
+            "-c",
+            ENTER,
+            "sh",
+            node,
+            str(self.folder),
+            *command,
+        ]
 
     def cut(self, node: str = "node2") -> None:
         """Takes a host's end of the cable down: what is sent is lost, and nobody is told."""

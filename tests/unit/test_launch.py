@@ -109,7 +109,7 @@ EXPORTED = "-x OMP_NUM_THREADS -x MASTER_ADDR -x MASTER_PORT"
         (
             "-H node1:2,node2:2 --launcher deepspeed",
             [
-                f"node{node + 1}$ /env/bin/python -u -m deepspeed.launcher.launch "
+                f"node{node + 1}$ /env/bin/python -u -m deepspeed.launcher.launch --quiet "
                 "--world_info=eyJub2RlMSI6IFswLCAxXSwgIm5vZGUyIjogWzAsIDFdfQ== --master_addr=node1 --master_port=4321 "
                 f"--node_rank={node} --module{PROGRAM[2:]}"
                 for node in (0, 1)
