@@ -3,7 +3,7 @@
     with Network(folder) as network:
         run_ranks(network.on("node1", ["horovodrun", "-np", "2", "-H", "node1:1,node2:1", ...]))
 
-They share the file system, as hosts of a cluster do. Everything is in ``folder`` and in the namespaces, and both are gone afterwards.
+They share the file system, as hosts of a cluster do. Everything is in ``folder`` and in the namespaces, which go away afterwards.
 """
 
 from __future__ import annotations
