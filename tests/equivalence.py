@@ -65,6 +65,11 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, **more}}
 
 
+def pipeline(**more: Any) -> dict[str, Any]:
+    """The section of a pipeline of two stages."""
+    return {"pipeline": {"stages": 2, **more}}
+
+
 _BF16 = {"bf16": {"enabled": True}}
 _CPU, _NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": tempfile.gettempdir()}
 _HYBRID = {"sharding": "hybrid", "shard_size": 2, "offload": "cpu"}
@@ -81,8 +86,13 @@ CASES: dict[str, Case] = {
     "ddp": Case("ddp"),
     "fsdp": Case("fsdp"),
     "fsdp hybrid+cpu": Case("fsdp", {"dsframe": {"fsdp": _HYBRID}}, processes=4),
+    "pipeline": Case("deepspeed", pipeline(), deepspeed),
+    "pipeline 2x2 zero1": Case(
+        "deepspeed", {**pipeline(activation_checkpoint_interval=1), **zero(1)}, processes=4, tasks=("gpt",)
+    ),
     "zero1 bf16": Case("deepspeed", {**zero(1), **_BF16}, deepspeed, tasks=("gpt",)),
     "zero3 bf16": Case("deepspeed", {**zero(3), **_BF16}, deepspeed, tasks=("gpt",)),
+    "pipeline bf16": Case("deepspeed", {**pipeline(), **_BF16}, deepspeed, tasks=("gpt",)),
     "horovod bf16": Case("horovod", _BF16, horovodrun, tasks=("gpt",)),
     "ddp bf16": Case("ddp", _BF16, tasks=("gpt",)),
     "fsdp bf16": Case("fsdp", _BF16, tasks=("gpt",)),

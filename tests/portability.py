@@ -54,6 +54,8 @@ SETUPS: dict[str, Setup] = {
     "zero3@1": Setup("deepspeed", 1, ("zero_optimization.stage=3",)),
     "zero3@4": Setup("deepspeed", 4, ("zero_optimization.stage=3",)),
     "horovod@4": Setup("horovod", 4),
+    "pipeline@2": Setup("deepspeed", 2, ("zero_optimization.stage=0", "pipeline.stages=2")),
+    "pipeline+zero1@4": Setup("deepspeed", 4, ("zero_optimization.stage=1", "pipeline.stages=2")),
 }
 
 CONFIG = """{

@@ -9,7 +9,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import os
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -21,19 +20,10 @@ from dsframe import process_group, switches
 from dsframe.checkpoint.state import EngineState, SavedState
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure
 from dsframe.engines import jit, precision, state_zero
+from dsframe.engines.library import deepspeed, logger, set_z3_leaf_module
 from dsframe.engines.swap import SwapFolders
 from dsframe.errors import EngineError
 from dsframe.tasks.task import Sum
-
-if not torch.cuda.is_available():
-    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it had to find out
-
-with warnings.catch_warnings():
-    warnings.simplefilter("ignore")  # its import touches deprecated corners of torch
-    import deepspeed
-    import deepspeed.ops
-    from deepspeed.utils import logger as deepspeed_logger
-    from deepspeed.utils.z3_leaf_module import set_z3_leaf_module
 
 
 class ZeroEngine(Engine):
@@ -46,7 +36,7 @@ class ZeroEngine(Engine):
         self._dtype = precision.parameter_dtype(plan.config)
         self._refuse_what_the_machine_lacks()
         if plan.config.deepspeed.log_level is None and not plan.verbose:
-            deepspeed_logger.setLevel(logging.ERROR)
+            logger.setLevel(logging.ERROR)
         # On CPUs DeepSpeed would compile this op at start, and leave 66 MiB a rank in /dev/shm; training never uses it.
         deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
         jit.prepare(jit.needed_ops(plan.config, plan.optimizer), plan.world)

@@ -54,9 +54,8 @@ def seed_generators(seed: int) -> None:
     torch.manual_seed(seed)
 
 
-def make(layers: Sequence[Layer], index: int, seed: int) -> nn.Module:
+def make(layer: Layer, index: int, seed: int) -> nn.Module:
     """Layer ``index`` by itself, drawn from its own seed. Raises TaskError for what makes no module, and for a tie."""
-    layer = layers[index]
     if isinstance(layer, nn.Module):
         return layer
     seed_generators(seed * 1_000_003 + index)
@@ -94,5 +93,5 @@ def assemble(layers: Sequence[Layer], seed: int) -> nn.Sequential:
         if isinstance(layer, Tied):
             made.append(TiedLayer(layer, tied_weight(layers, index, made[layer.layer])))
         else:
-            made.append(make(layers, index, seed))
+            made.append(make(layer, index, seed))
     return nn.Sequential(*made)

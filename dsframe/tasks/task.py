@@ -98,6 +98,14 @@ class Task:
         """
         return None
 
+    def cut(self, model: nn.Module) -> Sequence[nn.Module] | None:
+        """The modules that, one after the other, are ``model``, which comes from :meth:`model`; None where it is one piece.
+
+        For models that are made whole: a pipeline stage then builds all of it and keeps its own part. Names stay the model's.
+        """
+        plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
+        return list(model.children()) if plain else None
+
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         """A scalar to minimise: the mean over the samples of the batch."""
         raise TaskError(f"{type(self).__name__} must define loss(outputs, targets)")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -31,12 +32,53 @@ class Network(nn.Module):
         return self.last(nn.functional.dropout(hidden, 0.1, self.training)) * self.scale
 
 
+class Start(nn.Module):
+    """What the network does first: it counts. The buffer stays the network's own."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.register_buffer("seen", network.seen)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            self.seen += len(inputs)
+        return inputs
+
+
+class Hidden(nn.Module):
+    """One or two of the network's dense layers."""
+
+    def __init__(self, *inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = nn.ModuleList(inner)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        for layer in self.inner:
+            inputs = torch.tanh(layer(inputs))
+        return inputs
+
+
+class Last(nn.Module):
+    """What the network does last."""
+
+    def __init__(self, network: Network) -> None:
+        super().__init__()
+        self.last, self.scale = network.last, network.scale
+        self.register_buffer("scratch", network.scratch, persistent=False)
+
+    def forward(self, hidden: Tensor) -> Tensor:
+        return self.last(nn.functional.dropout(hidden, 0.1, self.training)) * self.scale
+
+
 class Odd(Task):
     def __init__(self, width: int = 19) -> None:
         self.width = width
 
     def model(self) -> nn.Module:
         return Network(self.width)
+
+    def cut(self, model: nn.Module) -> Sequence[nn.Module]:
+        return [Start(model), Hidden(model.first), Hidden(model.middle, model.again), Last(model)]
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         return nn.functional.mse_loss(outputs, targets)

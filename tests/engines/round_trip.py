@@ -63,7 +63,7 @@ def main(path: str) -> None:
     engine.load_state(kept)
     again = Snapshot(engine.state())
     repeated = steps(5, 10)
-    torch.manual_seed(1 + world.rank)  # as build_model leaves it
+    torch.manual_seed(1 + plan.data_rank)  # as build_model leaves it
     engine.load_state(fresh)
     from_the_start = steps(0, 5)
     weights = {name: kept.parameter(name) for name in kept.shapes}

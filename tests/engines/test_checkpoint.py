@@ -22,6 +22,7 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
 
 
 BF16: dict[str, Any] = {"bf16": {"enabled": True}}
+PIPELINE: dict[str, Any] = {"pipeline": {"stages": 2}}
 CPU: dict[str, Any] = {"offload_optimizer": {"device": "cpu"}, "offload_param": {"device": "cpu"}}
 
 ROUND_TRIPS: dict[str, tuple[str, dict[str, Any]]] = {
@@ -38,6 +39,8 @@ ROUND_TRIPS: dict[str, tuple[str, dict[str, Any]]] = {
     "zero3": ("deepspeed", zero(3, sub_group_size=200)),
     "zero3-kept": ("deepspeed", {**zero(3, stage3_param_persistence_threshold=0), **BF16}),
     "zero3-cpu": ("deepspeed", zero(3, **CPU)),
+    "pipeline-bf16": ("deepspeed", {**PIPELINE, **BF16}),
+    "pipeline-zero1-cpu": ("deepspeed", {**PIPELINE, **zero(1, offload_optimizer={"device": "cpu"})}),
 }
 
 
@@ -50,7 +53,7 @@ def test_state_goes_out_and_in_again(case: str, tmp_path: Path) -> None:
     assert report["read_back"] == 0.0
     assert report["after"] != report["first"]
     assert report["updates"] == 5
-    assert report["seen"] == (40 if engine == "single" else 20)
+    assert report["seen"] == (40 if engine == "single" or "pipeline" in changes else 20)
     assert report["dtypes"] == ["torch.float32"]
     assert report["shapes"] == {
         "scale": [3],
@@ -135,6 +138,8 @@ PAIRS = [
     ("fsdp@2", "zero3@2"),
     ("ddp@2", "zero3@1"),
     ("zero3@1", "ddp@2"),
+    ("zero2@2", "pipeline@2"),
+    ("pipeline@2", "single@1"),
 ]
 """Every setup saves once and goes on once; ``make portability`` tries all pairs."""
 

@@ -30,6 +30,12 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "zero2": ("deepspeed", 2, {"zero_optimization": {"stage": 2}}),
     "zero3 autocast": ("deepspeed", 2, {**ZERO3, **AUTOCAST}),
     "zero3 on 3": ("deepspeed", 3, {"train_batch_size": 24, **ZERO3}),
+    "pipeline": ("deepspeed", 2, {"pipeline": {"stages": 2}}),
+    "pipeline 2x2 zero1 bf16": (
+        "deepspeed",
+        4,
+        {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}, "zero_optimization": {"stage": 1}, **BF16},
+    ),
     "horovod": ("horovod", 2, {}),
     "horovod bf16": ("horovod", 2, BF16),
     "horovod fp16 sgd compressed": (

@@ -44,7 +44,7 @@ ALONE = ("tasks/_torchvision",)
 """Files that have another place than their folder: the remedy for torchvision's import."""
 
 MAY_IMPORT = {
-    "deepspeed": {"engines/zero.py", "engines/pipeline.py"},
+    "deepspeed": {"engines/library.py"},
     "horovod": {"engines/horovod.py", "collectives.py"},
     "torchvision": {"tasks/_torchvision.py"},
     "transformers": {"tasks/_transformers.py"},

@@ -40,7 +40,7 @@ def test_a_layer_by_itself_is_the_layer_in_the_model() -> None:
     whole = assemble(LAYERS, seed=3).state_dict()
     for index in (3, 0, 2, 1):  # in any order, whatever was drawn before
         torch.rand(index)
-        alone = make(LAYERS, index, seed=3).state_dict()
+        alone = make(LAYERS[index], index, seed=3).state_dict()
         assert alone
         assert all(torch.equal(whole[f"{index}.{name}"], tensor) for name, tensor in alone.items())
     assert not torch.equal(assemble(LAYERS, seed=4)[1].weight, whole["1.weight"])

@@ -1,0 +1,21 @@
+"""DeepSpeed, imported in silence: the only place that does."""
+
+from __future__ import annotations
+
+import os
+import warnings
+
+import torch
+
+if not torch.cuda.is_available():
+    os.environ.setdefault("DS_ACCELERATOR", "cpu")  # else DeepSpeed warns that it had to find out
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore")  # its import touches deprecated corners of torch
+    import deepspeed as deepspeed
+    from deepspeed.pipe import PipelineModule as PipelineModule
+    from deepspeed.pipe import TiedLayerSpec as TiedLayerSpec
+    from deepspeed.runtime.utils import partition_balanced as partition_balanced
+    from deepspeed.runtime.utils import partition_uniform as partition_uniform
+    from deepspeed.utils import logger as logger
+    from deepspeed.utils.z3_leaf_module import set_z3_leaf_module as set_z3_leaf_module

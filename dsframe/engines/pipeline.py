@@ -1,0 +1,140 @@
+"""DeepSpeed's pipeline: each stage holds some layers, and micro-batches follow one another through the stages.
+
+One forward, one backward (1F1B), as in PipeDream-Flush (Narayanan et al. 2021, arXiv 2006.09503); with m micro-batches and p
+stages, a stage waits (p - 1) / (m + p - 1) of the time (Huang et al. 2019, arXiv 1811.06965). ``gradient_accumulation_steps``
+is m. Optimizer state may be sharded among the ranks of a stage (ZeRO-1), and offloaded to the CPU.
+
+Ranks are numbered as DeepSpeed does it: all ranks of stage 0, then all of stage 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsframe.checkpoint.share import share
+from dsframe.checkpoint.state import EngineState, SavedState, compare, persistent_buffers
+from dsframe.engine import Inputs, Plan, StepResult, measure
+from dsframe.engines import precision, state_zero
+from dsframe.engines.library import deepspeed
+from dsframe.engines.stages import Cut, Stage
+from dsframe.engines.state_pipeline import Column, Share
+from dsframe.engines.zero import ZeroEngine
+from dsframe.errors import TaskError
+from dsframe.tasks.task import Sum
+
+_NEVER = 2**62
+
+
+class PipelineEngine(ZeroEngine):
+    """DeepSpeed's pipeline engine; everything but the step and the state is as without a pipeline."""
+
+    def __init__(self, plan: Plan) -> None:
+        """**Collective.** Raises TaskError and EngineError where the model makes no such stages, before processes meet."""
+        self._cut = Cut(plan)
+        self._evaluated: Any = None
+        self._evaluating = False
+        super().__init__(plan)
+        grid = self._engine.grid
+        self._column = Column(grid.get_pipe_parallel_group(), grid.pp_group, plan.world.rank, plan.device)
+
+    def _build(self) -> tuple[nn.Module, nn.Module]:
+        deepspeed.init_distributed(
+            dist_init_required=False
+        )  # PipelineModule speaks through it before initialize() would
+        self._stage_module: Stage = self._cut.build(self._judge)
+        return self._stage_module, self._stage_module.model
+
+    def _handover(self) -> dict[str, Any]:
+        document = super()._handover()
+        # Reentrant checkpointing fails where a stage's inputs are integers or need no gradient, as the first stage's do.
+        document["pipeline"] = {**document.get("pipeline", {}), "use_reentrant": False}
+        if not self.plan.verbose:
+            document["steps_per_print"] = (
+                _NEVER  # the pipeline engine prints, whatever the log level, and divides by it
+            )
+        return document
+
+    @property
+    def description(self) -> str:
+        """For the first line of a run."""
+        stages, ranks = self._cut.stages, self.data_size
+        return f"{super().description}, a pipeline of {stages} stages x {ranks} rank{'s' if ranks > 1 else ''}"
+
+    def _judge(self, outputs: Any, labels: dict[str, Any]) -> Tensor:
+        """The loss of one micro-batch, on the last stage; while evaluating, the outputs themselves are wanted."""
+        outputs = precision.cast_outputs(outputs)
+        if self._evaluating:
+            self._evaluated = outputs
+            return torch.zeros((), device=self.plan.device)
+        return self.plan.task.loss(outputs, labels["targets"])
+
+    def _micro_batch(self, batch: tuple[Inputs, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """As DeepSpeed takes it. Targets travel in a dict, which it hands to the loss as it is. Raises TaskError."""
+        inputs, targets = batch
+        if isinstance(inputs, (tuple, list)) and len(inputs) == 1:
+            inputs = inputs[0]
+        if not isinstance(inputs, Tensor):
+            raise TaskError(
+                f"a pipeline's first layer takes one tensor, and this task's inputs are a {type(inputs).__name__}; "
+                "pack them into one tensor, or train without a pipeline"
+            )
+        return precision.cast_inputs(inputs, self._dtype), {"targets": targets}
+
+    def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
+        """**Collective.** All micro-batches go through the stages, one behind the other; then one update."""
+        rates = self.plan.schedule(self._updates)
+        rates.apply(self._engine.basic_optimizer.param_groups)
+        first = self._micro_batch(
+            next(micro_batches)
+        )  # before anybody waits for anybody: every rank sees what is wrong with it
+        batches = itertools.chain([first], map(self._micro_batch, micro_batches))
+        self._engine.train_batch(batches)
+        for _ in batches:  # stages in the middle have read none: all ranks' loaders stay together
+            pass
+        applied = bool(self._engine.was_step_applied())
+        self._updates += applied
+        # Of this column, from the last stage; what train_batch returns is the mean of all columns.
+        loss = self._engine.dp_group_loss.detach().float().reshape(()).clone()
+        return StepResult(loss, rates.learning_rate, self._engine.get_global_grad_norm(), not applied)
+
+    @torch.no_grad()
+    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
+        """**Collective.** The task's metrics, on the last stage; the others have none."""
+        engine = self._engine
+        engine.module.eval()
+        engine.set_dataiterator(iter([self._micro_batch(batch)]))
+        engine._compute_loss = self._evaluating = True
+        engine._exec_schedule(engine._inference_schedule(1))
+        self._evaluating, outputs, self._evaluated = False, self._evaluated, None
+        engine.module.train()
+        return measure(self.plan.task, outputs, batch[1], valid) if engine.is_last_stage() else {}
+
+    def state(self) -> EngineState:
+        """**Collective.** Every stage's parameters on every rank; sent when their turn comes."""
+        own, stage, column = super().state(), self._stage_module, self._column
+        buffers = column.buffers(own.buffers)
+        parameters = column.parameters(own.parameters, stage.borrowed)
+        return EngineState(own.updates, own.loss_scale, buffers, stage.further_names, parameters)
+
+    def load_state(self, saved: SavedState) -> None:
+        """**Collective.** Each stage takes its layers out of the whole, each rank its shares of those."""
+        shapes = {name: list(parameter.shape) for name, parameter in self._model.named_parameters()}
+        buffers = persistent_buffers(self._model)
+        kinds = {name: list(buffer.shape) for name, buffer in buffers.items()}
+        told = [json.loads(text) for text in share(self, json.dumps([shapes, kinds]))]
+        everywhere: list[dict[str, Any]] = [{}, {}]
+        for one in told:
+            for part, names in zip(everywhere, one, strict=True):
+                part.update(names)
+        compare("parameter", everywhere[0], saved.shapes)
+        compare("buffer", everywhere[1], {name: tuple(buffer.shape) for name, buffer in saved.buffers().items()})
+        batch = self.plan.batch
+        mine = Share(saved, shapes, buffers)
+        state_zero.load_state(self._engine, self._model, mine, batch.accumulation_steps, batch.train_batch_size)
+        self._updates = saved.updates

@@ -1,0 +1,111 @@
+"""State in and out of a pipeline, by the whole model's names on every rank. All of it is **collective**.
+
+Each stage reads its own parameters as the other DeepSpeed engines do, one at a time, and sends each to the other stages of its
+column (the ranks that together hold one model).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from dsframe.checkpoint.state import LossScaleState, ParameterState, SavedState
+
+
+class Column:
+    """The ranks that together hold one model: one of each stage."""
+
+    def __init__(self, group: Any, ranks: Sequence[int], rank: int, device: torch.device) -> None:
+        """``group``: of torch.distributed, with ``ranks`` in the order of stages; ``rank`` is this process's."""
+        self._group, self._ranks, self._rank, self._device = group, ranks, rank, device
+
+    def parameters(self, own: Iterable[ParameterState], borrowed: frozenset[str]) -> Iterator[ParameterState]:
+        """**Collective** to iterate. Every stage's parameters, in the order of stages; copies of an earlier stage's once."""
+        for source in self._ranks:
+            mine = iter(own) if source == self._rank else None
+            while (one := self._next(mine, borrowed, source)) is not None:
+                yield one
+
+    def _next(
+        self, mine: Iterator[ParameterState] | None, borrowed: frozenset[str], source: int
+    ) -> ParameterState | None:
+        one = next((one for one in mine if one.name not in borrowed), None) if mine is not None else None
+        told = json.loads(self._text(_describe(one), source))
+        if told is None:
+            return None
+        weight = self._tensor(one.weight if one else None, told["shape"], torch.float32, source)
+        moments = {
+            key: self._tensor(one.moments[key] if one else None, shape, torch.float32, source)
+            for key, shape in told["moments"].items()
+        }
+        return one or ParameterState(told["name"], weight, moments, told["scalars"])
+
+    def buffers(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        """**Collective.** Every stage's buffers, in the order of stages."""
+        found: dict[str, Tensor] = {}
+        for source in self._ranks:
+            mine = source == self._rank
+            kinds = {name: [list(b.shape), str(b.dtype).removeprefix("torch.")] for name, b in own.items()}
+            for name, (shape, dtype) in json.loads(self._text(json.dumps(kinds), source)).items():
+                found[name] = self._tensor(own[name] if mine else None, shape, getattr(torch, dtype), source)
+        return found
+
+    def _text(self, text: str, source: int) -> str:
+        content = bytearray(text.encode())
+        size = torch.tensor([len(content)], device=self._device)
+        dist.broadcast(size, source, group=self._group)
+        sent = torch.frombuffer(content, dtype=torch.uint8).to(self._device) if source == self._rank else None
+        return bytes(self._tensor(sent, [int(size)], torch.uint8, source).cpu().numpy()).decode()
+
+    def _tensor(self, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
+        """``tensor`` of the ``source``, which alone has it. It travels as bytes: Gloo does not know every dtype."""
+        if tensor is None:
+            tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
+        here = tensor.detach().to(self._device).contiguous()
+        dist.broadcast(here.reshape(-1).view(torch.uint8), source, group=self._group)
+        return here
+
+
+def _describe(one: ParameterState | None) -> str:
+    if one is None:
+        return "null"
+    moments = {key: list(moment.shape) for key, moment in one.moments.items()}
+    return json.dumps(
+        {"name": one.name, "shape": list(one.weight.shape), "moments": moments, "scalars": dict(one.scalars)}
+    )
+
+
+class Share:
+    """The part of a saved state that one stage holds, as a saved state."""
+
+    def __init__(self, saved: SavedState, parameters: Iterable[str], buffers: Iterable[str]) -> None:
+        self._saved = saved
+        self._parameters, self._buffers = frozenset(parameters), frozenset(buffers)
+
+    @property
+    def updates(self) -> int:
+        """As saved."""
+        return self._saved.updates
+
+    @property
+    def loss_scale(self) -> LossScaleState | None:
+        """As saved."""
+        return self._saved.loss_scale
+
+    @property
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        """Of the stage's parameters."""
+        return {name: shape for name, shape in self._saved.shapes.items() if name in self._parameters}
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The stage's."""
+        return {name: buffer for name, buffer in self._saved.buffers().items() if name in self._buffers}
+
+    def parameter(self, name: str) -> ParameterState:
+        """As saved."""
+        return self._saved.parameter(name)
