@@ -7,11 +7,16 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 from unittest import mock
 
 import torch.distributed as dist
 
-from dsframe import process_group
+from dsframe import engines, optimizers, process_group, schedules, tasks, world
+from dsframe.config import Facts, load
+from dsframe.data import Loader
+from dsframe.engine import Engine, Plan
+from dsframe.process_group import device_of
 
 _open = process_group.open_process_group
 
@@ -27,3 +32,23 @@ def one_process_group() -> Iterator[None]:
     with mock.patch.object(process_group, "open_process_group", once):
         yield
     process_group.close_process_group()
+
+
+def build(file: dict[str, Any], name: str) -> tuple[Engine, Loader]:
+    """**Collective.** The engine of this name on the file's own task, and this rank's share of its data."""
+    config, here = load(file), world.here()
+    replicas = engines.TABLE[name].replicas
+    config = config.resolve(Facts(here.size, total_steps=10, replicas=replicas))
+    task, optimizer = tasks.build(config.settings.task, config.settings.seed), optimizers.read(config)
+    batch, device = config.batch(here.size, replicas=replicas), device_of(here)
+    loader = Loader(
+        task.train_data(),
+        seed=0,
+        micro_batch_size=batch.micro_batch_size,
+        accumulation_steps=batch.accumulation_steps,
+        rank=batch.data_rank(here.rank),
+        ranks=batch.data_parallel_size,
+        device=device,
+    )
+    plan = Plan(config, here, task, optimizer, schedules.constant(optimizer.learning_rate), batch, device)
+    return engines.load(name, config)(plan), loader
