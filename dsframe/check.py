@@ -159,7 +159,9 @@ def _judge(text: str, label: str, options: argparse.Namespace, limit: int | None
     if clean:
         more += _engine(config, options, label)
         if limit is not None:
-            more.append(memory.note(config.deepspeed, options.processes or 1, limit, label))
+            engine = options.engine or config.settings.engine
+            engine = "deepspeed" if engine == "auto" else engine
+            more.append(memory.note(config.deepspeed, options.processes or 1, limit, label, engine))
     return replace(examined, problems=examined.problems + tuple(more))
 
 

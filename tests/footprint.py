@@ -30,7 +30,15 @@ FILE: dict[str, Any] = {
     "gradient_clipping": 1.0,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
     "dsframe": {
-        "task": {"name": "language", "layers": 20, "heads": 4, "width": 128, "context": 16, "corpus": "synthetic"}
+        "task": {
+            "name": "language",
+            "layers": 20,
+            "heads": 4,
+            "width": 128,
+            "context": 16,
+            "corpus": "synthetic",
+            "samples": 64,
+        }
     },
 }
 
@@ -57,21 +65,29 @@ class Case:
     """Bytes that a rank sends in a step, as a multiple of the gradients', for so many ranks."""
     source: str = "ring all-reduce"
     """Where ``sent`` comes from."""
-    state: Callable[[int], memory.Cost] | None = None
-    """Bytes of a parameter on a rank, where it is not ``dsframe.config.memory``'s."""
     alone: bool = False
     """Whether it needs processes of its own."""
+    sizes: frozenset[int] = frozenset({1, 2, 4})
+    """Numbers of processes that make sense."""
 
     def file(self, accumulation: int) -> dict[str, Any]:
         return {**FILE, **self.changes, "gradient_accumulation_steps": accumulation}
 
     def cost(self, ranks: int) -> memory.Cost:
         """Bytes of a parameter on a rank."""
-        if self.state is not None:
-            return self.state(ranks)
-        return memory.cost(load(self.file(1)).deepspeed, ranks)
+        return memory.cost(load(self.file(1)).deepspeed, ranks, self.engine)
+
+    @property
+    def gradient_bytes(self) -> int:
+        """Of one gradient that is sent."""
+        return 2 if "bf16" in self.changes else 4
 
 
+def fsdp(**options: Any) -> dict[str, Any]:
+    return {"dsframe": {**FILE["dsframe"], "fsdp": options}}
+
+
+BF16 = {"bf16": {"enabled": True}}
 KEEP_NOTHING = {
     "stage3_param_persistence_threshold": 0,
     "stage3_max_live_parameters": 0,
@@ -95,6 +111,10 @@ CASES: dict[str, Case] = {
         share(2),
         "parameters kept until the backward pass",
     ),
+    "zero2 bf16": Case("deepspeed", {**zero(2), **BF16}, share(3), "DeepSpeed: all-reduce, all-gather"),
+    "zero3 bf16": Case("deepspeed", {**zero(3, **KEEP_NOTHING), **BF16}, share(3), "ZeRO paper"),
+    "fsdp": Case("fsdp", {}, share(3), "2 all-gathers, reduce-scatter"),
+    "fsdp, kept": Case("fsdp", fsdp(reshard_after_forward=False), share(2), "all-gather, reduce-scatter"),
     "reference-allreduce": Case("reference-allreduce"),
     "reference-parameter-averaging": Case("reference-parameter-averaging", source="ring all-reduce of weights"),
     "reference-parameter-server": Case(
@@ -111,17 +131,19 @@ def job(names: Sequence[str], accumulation: int, report: Path) -> None:
     """**Collective.** Measures each case in turn; rank 0 writes what all ranks found to ``report``."""
     from dsframe.checkpoint.share import share as tell
     from tests.engines.holdings import Observer
-    from tests.engines.several import build, one_process_group
+    from tests.engines.several import one_process_group, prepare
 
     found: dict[str, Any] = {}
     with one_process_group():
         for name in names:
             case = CASES[name]
-            with Observer() as observer:
-                engine, loader = build(case.file(accumulation), case.engine)
-                figures = observer.measure(engine, loader)
-                found[name] = [json.loads(text) for text in tell(engine, json.dumps(figures))]
-                main = engine.plan.world.is_main
+            make, loader = prepare(case.file(accumulation), case.engine)
+            observer = Observer()
+            engine = make()
+            figures = observer.measure(engine, loader)
+            found[name] = [json.loads(text) for text in tell(engine, json.dumps(figures))]
+            main = engine.plan.world.is_main
+            del make, loader, observer, engine
     if main:
         report.write_text(json.dumps(found))
 
@@ -160,12 +182,12 @@ class Measured:
     @property
     def sent(self) -> float:
         """Multiples of the gradients' bytes, by the rank that sends most."""
-        return max(figures["sent"] / figures["model"] / 4 for figures in self.figures)
+        return max(figures["sent"] / figures["model"] / self.case.gradient_bytes for figures in self.figures)
 
     @property
     def received(self) -> float:
         """Multiples of the gradients' bytes, by the rank that receives most."""
-        return max(figures["received"] / figures["model"] / 4 for figures in self.figures)
+        return max(figures["received"] / figures["model"] / self.case.gradient_bytes for figures in self.figures)
 
     @property
     def sent_ratio(self) -> float:
@@ -234,7 +256,11 @@ def main() -> int:
     if options.job:
         job(names, options.accumulation, options.job)
         return 0
-    measured = [one for ranks in options.processes for one in measure(names, ranks, options.accumulation)]
+    measured = [
+        one
+        for ranks in options.processes
+        for one in measure([name for name in names if ranks in CASES[name].sizes], ranks, options.accumulation)
+    ]
     measured.sort(key=lambda one: names.index(one.name))
     print(memory_table(measured))
     print()

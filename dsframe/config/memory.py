@@ -52,29 +52,39 @@ class Cost:
         return self.parameter + self.gradient + self.optimizer
 
 
-def cost(file: DeepSpeed, world_size: int) -> Cost:
-    """Bytes on the device for each parameter of the model."""
-    zero = file.zero_optimization
-    model_ranks = file.pipeline.stages * max(1, file.tensor_parallel.autotp_size)
+def cost(file: DeepSpeed, world_size: int, engine: str = "deepspeed") -> Cost:
+    """Bytes on the device for each parameter of the model, from the end of a backward pass to the update.
+
+    ``python -m tests.footprint`` measures them. In fp32 DeepSpeed's stages 1 to 3 keep a copy of the weights to update, so
+    that K is 12 there too (deepspeed 0.19.8, ``runtime/zero/stage_1_and_2.py``: single_partition_of_fp32_groups; ``stage3.py``:
+    fp32_partitioned_groups_flat), where a plain optimizer has 8. FSDP computes in 16 bits from fp32 shares, and has no copy.
+    Other engines keep full replicas, whose 16-bit gradients become fp32 before the update.
+    """
+    zero, short = file.zero_optimization, file.fp16.enabled or file.bf16.enabled
+    deepspeed, fsdp = engine == "deepspeed", engine == "fsdp"
+    model_ranks = file.pipeline.stages * max(1, file.tensor_parallel.autotp_size) if deepspeed else 1
     ranks = max(1, world_size // model_ranks)
-    short = file.fp16.enabled or file.bf16.enabled
+    stage = zero.stage if deepspeed else 3 if fsdp else 0
     kind = file.optimizer.type.lower() if file.optimizer else "adamw"
     moments = _MOMENTS.get(
         kind, 0 if kind == "sgd" and not (file.optimizer and file.optimizer.params.get("momentum")) else 1
     )
-    parameter, gradient, optimizer = (2.0, 2.0, 4.0 + 4 * moments) if short else (4.0, 4.0, 4.0 * moments)
-    if zero.stage >= 1:
-        optimizer = 0.0 if zero.optimizer_device != "none" else optimizer / ranks
-    if zero.stage >= 2:
-        gradient = 0.0 if zero.optimizer_device != "none" else gradient / ranks
-    if zero.stage >= 3:
-        parameter = 0.0 if zero.parameter_device != "none" else parameter / ranks
+    parameter = 2.0 if short and not fsdp else 4.0
+    gradient = 2.0 if short and deepspeed else 4.0
+    copy = 4.0 if (short and not fsdp) or (deepspeed and stage >= 1) else 0.0
+    optimizer = copy + 4.0 * moments
+    if stage >= 1:
+        optimizer = 0.0 if deepspeed and zero.optimizer_device != "none" else optimizer / ranks
+    if stage >= 2:
+        gradient = 0.0 if deepspeed and zero.optimizer_device != "none" else gradient / ranks
+    if stage >= 3:
+        parameter = 0.0 if deepspeed and zero.parameter_device != "none" else parameter / ranks
     return Cost(parameter / model_ranks, gradient / model_ranks, optimizer / model_ranks)
 
 
-def note(file: DeepSpeed, world_size: int, limit: int, label: str) -> Problem:
+def note(file: DeepSpeed, world_size: int, limit: int, label: str, engine: str = "deepspeed") -> Problem:
     """What fits into ``limit`` bytes."""
-    per_parameter = cost(file, world_size)
+    per_parameter = cost(file, world_size, engine)
     where = f"on {world_size} processes" if world_size > 1 else "on one process"
     if per_parameter.total == 0:
         message = (

@@ -122,7 +122,7 @@ TABLE: dict[str, Entry] = {
     # Textbook methods, to learn from and to compare with.
     "reference-allreduce": Entry(
         "dsframe.engines.references.allreduce:AllReduceEngine",
-        honours=_REPLICA | {"gradient_sum"},
+        honours=_REPLICA | {"gradient_sum", "skip_nonfinite"},
         replicates=_PLACEMENT | _CUTS,
         ignores=_OBSERVERS | _MODELS_OWN,
     ),
@@ -145,7 +145,7 @@ TABLE: dict[str, Entry] = {
     ),
     "reference-dataparallel": Entry(
         "dsframe.engines.references.dataparallel:DataParallelEngine",
-        honours=_REPLICA | {"gradient_sum"},
+        honours=_REPLICA | {"gradient_sum", "skip_nonfinite"},
         replicates=_PLACEMENT | _CUTS,
         ignores=_OBSERVERS | _MODELS_OWN,
         holds="everything in one process",

@@ -5,7 +5,6 @@ from __future__ import annotations
 import gc
 import warnings
 from collections.abc import Iterable, Iterator
-from contextlib import ExitStack
 from typing import Any
 from unittest import mock
 
@@ -19,23 +18,20 @@ from dsframe.report.communication import Communication
 
 
 class Observer:
-    """Tells what was made while it is entered: build the engine inside."""
+    """Tells what was made after it: load the data before, build the engine afterwards."""
 
-    def __enter__(self) -> Observer:
+    def __init__(self) -> None:
+        gc.collect()
         self._before = list(_tensors())  # held, so that none of their addresses is used again
         self._old = {address for address, _ in _blocks(self._before)}
-        self._patches = ExitStack()
-        return self
-
-    def __exit__(self, *error: Any) -> None:
-        self._patches.close()
-        del self._before
-        gc.collect()
+        self._updated: set[int] = set()
 
     def measure(self, engine: Engine, loader: Loader) -> dict[str, float]:
         """**Collective.** Two steps to settle, one that is looked at, one whose communication is counted. Bytes, but ``model``."""
+        settling = register_optimizer_step_pre_hook(lambda optimizer, *_: self._note(optimizer))
         for step in range(2):
             engine.train_step(loader.micro_batches(step))
+        settling.remove()
         samples: list[dict[str, int]] = []
         at_update: list[int] = []
         backward = torch.autograd.backward
@@ -59,6 +55,10 @@ class Observer:
             "model": model,
         }
 
+    def _note(self, optimizer: torch.optim.Optimizer) -> None:
+        """Remembers what is updated: ZeRO-3 shows its copies to the optimizer only while it updates."""
+        self._updated |= {address for group in optimizer.param_groups for address, _ in _blocks(group["params"])}
+
     def held(self) -> dict[str, int]:
         """Bytes of parameters, optimizer state and everything else (gradients, buckets) that is alive now."""
         living = list(_tensors())
@@ -81,6 +81,7 @@ class Observer:
                 *(one for group in optimizer.param_groups for one in group["params"]),
             )
         ]
+        state += [tensor for tensor in living if any(address in self._updated for address, _ in _blocks([tensor]))]
         counted = set(self._old) | {address for address, _ in _blocks(buffers)}
         found = {}
         for kind, tensors in (("parameters", parameters), ("optimizer", state), ("gradients", living)):

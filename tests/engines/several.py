@@ -5,8 +5,9 @@ Only for measurements and tests that compare engines; a run has one engine, and 
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from functools import partial
 from typing import Any
 from unittest import mock
 
@@ -34,8 +35,8 @@ def one_process_group() -> Iterator[None]:
     process_group.close_process_group()
 
 
-def build(file: dict[str, Any], name: str) -> tuple[Engine, Loader]:
-    """**Collective.** The engine of this name on the file's own task, and this rank's share of its data."""
+def prepare(file: dict[str, Any], name: str) -> tuple[Callable[[], Engine], Loader]:
+    """What makes the engine of this name on the file's own task (**collective**), and this rank's share of the task's data."""
     config, here = load(file), world.here()
     replicas = engines.TABLE[name].replicas
     config = config.resolve(Facts(here.size, total_steps=10, replicas=replicas))
@@ -51,4 +52,4 @@ def build(file: dict[str, Any], name: str) -> tuple[Engine, Loader]:
         device=device,
     )
     plan = Plan(config, here, task, optimizer, schedules.constant(optimizer.learning_rate), batch, device)
-    return engines.load(name, config)(plan), loader
+    return partial(engines.load(name, config), plan), loader

@@ -144,6 +144,24 @@ def test_gpu_memory(folder: Path, memory: str, stage: int, number: str, capsys: 
     assert f"of at most {number} parameters on 4 processes" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("engine", "stage", "number"),
+    [
+        ("deepspeed", 0, "5 billion"),
+        ("deepspeed", 1, "7.27 billion"),
+        ("ddp", 3, "5 billion"),
+        ("fsdp", 0, "20 billion"),
+    ],
+)
+def test_gpu_memory_in_fp32(
+    folder: Path, engine: str, stage: int, number: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """4 + 4 + 8 bytes; DeepSpeed's ZeRO has 4 + 4 + 12, of which stage 1 shares the last."""
+    override = f"zero_optimization.stage={stage}"
+    main(["check", "clean.json", "-np", "4", "--gpu-memory", "80GB", "--engine", engine, "--set", override])
+    assert f"of at most {number} parameters on 4 processes" in capsys.readouterr().out
+
+
 def test_nodes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["check", "clean.json", "-np", "8", "--nodes", "4", "--set", "tensor_parallel.autotp_size=4"])
     assert "4 does not divide the 2 processes of a host" in capsys.readouterr().out
