@@ -4,7 +4,7 @@ SHELL := bash
 export PATH := $(CURDIR)/launch/bin:$(CURDIR)/.venv/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format clean equivalence docs portability
+.PHONY: help setup train test lint format clean equivalence footprint docs portability
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -38,6 +38,9 @@ format: setup ## rewrites the sources as `make lint` wants them
 
 equivalence: setup ## every engine beside one process, losses and weights: the table of the README
 	python -m tests.equivalence
+
+footprint: setup ## what every engine holds and sends, beside theory: the tables of the README (10 minutes)
+	python -m tests.footprint
 
 docs: setup ## rewrites docs/configuration.md and the table in the README from the schema
 	python docs/generate.py
