@@ -145,16 +145,20 @@ def execute(
         mine,
         every_steps=wanted.every_steps,
         at_end=wanted.at_end,
+        asynchronous=wanted.asynchronous,
         retention=Retention(wanted.keep_last, wanted.keep_best, wanted.keep_every),
         say=progress.say,
     )
     try:
         with Watchdog(engine, settings.hang_timeout_seconds) as watchdog:
-            saver.sign_of_life = watchdog.beat
+            saver.sign_of_life = watchdog.alive
             trainer = Trainer(engine, loader, evaluation, cadence, progress, record, saver, watchdog)
             summary = trainer.fit(start)
     except (StoppedError, TrainingError, CheckpointError):  # all ranks raise these together
+        saver.close()
         progress.close()
+        if record:
+            record.close()
         engine.close()
         raise
     progress.close()

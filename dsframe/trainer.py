@@ -116,7 +116,7 @@ class Trainer:
         reporter = outcome.reporter()
         reporter.step = start.step
         reporter.say(began=True)
-        with StopRequest(self.engine, start.step) as stop:
+        with StopRequest(self.engine, start.step, lambda: self.saver.failed) as stop:
             for step in range(self._first, total + 1):
                 result = self.engine.train_step(self._take(stream, batch.accumulation_steps))
                 self._watchdog.done(step)
@@ -134,10 +134,16 @@ class Trainer:
                     self._save(step, loss)
                 if step < total and stop.agreed(step):
                     self._save(step, loss)
+                    self.saver.settle()
                     raise StoppedError(
                         f"stopped after step {step} by {stop.name or 'a signal to another rank'}; go on with --resume auto"
                     )
+                if stop.trouble:
+                    self.saver.settle()
+            waiting = time.perf_counter()
+            self.saver.settle()
         ended = time.perf_counter()
+        self._pause(ended - waiting)
         units = batch.train_batch_size * task.units_per_sample * max(total - self._first, 0)
         return Summary(
             steps=total,

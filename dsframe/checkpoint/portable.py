@@ -37,10 +37,13 @@ class PartWriter:
 
     Parameters are dealt to the ranks by size, each to the one that has fewest bytes so far; every rank sees every parameter
     pass, so all come to the same result without a word. Memory: a rank holds at most ``part_bytes`` plus one parameter with
-    its moments on the host, beside the one that the engine has just gathered.
+    its moments on the host, beside the one that the engine has just gathered; where it ``keeps``, a copy of its whole share
+    (for Adam 12 bytes times parameters divided by ranks) until :meth:`flush` has written it.
     """
 
-    def __init__(self, folder: Path, rank: int, ranks: int, part_bytes: int = PART_BYTES) -> None:
+    def __init__(
+        self, folder: Path, rank: int, ranks: int, part_bytes: int = PART_BYTES, *, keeps: bool = False
+    ) -> None:
         self.files: dict[str, FileEntry] = {}
         """Files of this rank."""
         self.parameters: dict[str, dict[str, Any]] = {}
@@ -50,6 +53,8 @@ class PartWriter:
         self._part = [0] * ranks
         self._in_part = [0] * ranks
         self._held: dict[str, Tensor] = {}
+        self._keeps = keeps
+        self._kept: list[tuple[str, dict[str, Tensor]]] = []
 
     def take(self, one: ParameterState) -> None:
         """The next parameter; keeps it if it is this rank's. Raises OSError and SafetensorError where it cannot be written."""
@@ -69,22 +74,37 @@ class PartWriter:
         }
         if owner == self._rank:
             for key, tensor in ((_WEIGHT, one.weight), *one.moments.items()):
-                self._held[f"{key}/{one.name}"] = tensor.detach().to("cpu", torch.float32).contiguous()
+                self._held[f"{key}/{one.name}"] = (
+                    tensor.detach().to("cpu", torch.float32, copy=self._keeps).contiguous()
+                )
 
     def finish(self) -> None:
         """Writes what is left. Raises OSError and SafetensorError."""
         if self._held:
             self._write()
 
+    def flush(self, sign_of_life: Callable[[], None]) -> None:
+        """Writes what was kept, and lets go of it file by file. Raises OSError and SafetensorError."""
+        while self._kept:
+            name, tensors = self._kept.pop(0)
+            self.files[name] = write_tensors(self._folder / name, tensors)
+            sign_of_life()
+
+    def put(self, name: str, tensors: dict[str, Tensor]) -> None:
+        """A file of this rank's; ``tensors`` are nobody else's. Raises OSError and SafetensorError."""
+        if self._keeps:
+            self._kept.append((name, tensors))
+        else:
+            self.files[name] = write_tensors(self._folder / name, tensors)
+
     def _write(self) -> None:
-        name = _part_name(self._rank, self._part[self._rank])
         # safetensors refuses tensors that share memory: a view of a flat tensor is written as a tensor of its own.
         whole = {
             key: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
             for key, tensor in self._held.items()
         }
         self._held = {}
-        self.files[name] = write_tensors(self._folder / name, whole)
+        self.put(_part_name(self._rank, self._part[self._rank]), whole)
 
 
 def _part_name(rank: int, part: int) -> str:
@@ -119,13 +139,16 @@ def write_state(
     buffers: str | None,
     part_bytes: int = PART_BYTES,
     sign_of_life: Callable[[], None] = lambda: None,
+    *,
+    keeps: bool = False,
 ) -> tuple[PartWriter, str]:
     """**Collective.** Writes this rank's share of ``state``. Returns the writer and what went wrong, "" where nothing did.
 
     ``buffers``: the file to write this rank's buffers to, if it is to write them. After a failure it keeps reading to the
-    end without writing: the other ranks wait for it in each parameter's gathering.
+    end without writing: the other ranks wait for it in each parameter's gathering. ``keeps``: nothing is written yet, the
+    writer's ``flush`` does it, and the state may change meanwhile.
     """
-    writer, failure = PartWriter(folder, rank, ranks, part_bytes), ""
+    writer, failure = PartWriter(folder, rank, ranks, part_bytes, keeps=keeps), ""
     for one in state.parameters:
         if not failure:
             failure = attempt(lambda one=one: writer.take(one))
@@ -134,7 +157,7 @@ def write_state(
         failure = attempt(writer.finish)
     if not failure and buffers and state.buffers:
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.buffers.items()}
-        failure = attempt(lambda: writer.files.update({buffers: write_tensors(folder / buffers, tensors)}))
+        failure = attempt(lambda: writer.put(buffers, tensors))
     return writer, failure
 
 

@@ -3,20 +3,24 @@
 Every rank gathers and writes its share of the parameters (``portable``); rank 0 makes the folder, writes what is small, and
 when all have said that their files are on the disk, the manifest, the rename and the pointer. What one rank cannot write, all
 learn: then nothing is renamed, what was written is taken away, and the checkpoint before stays as it is.
+
+Asynchronously, each rank copies its share and training goes on while threads write (``background``). At most one checkpoint is
+under way: the next save waits for it, and says what went wrong with it.
 """
 
 from __future__ import annotations
 
 import json
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NoReturn
 
 from dsframe.checkpoint import generators, portable, store
+from dsframe.checkpoint.background import Writing
 from dsframe.checkpoint.share import failures, share
-from dsframe.checkpoint.store import FileEntry, Retention, Store
+from dsframe.checkpoint.store import Retention, Store
 from dsframe.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -36,11 +40,14 @@ class Saver:
         every_steps: int | None,
         at_end: bool,
         retention: Retention,
+        asynchronous: bool = False,
         say: Callable[[str], None],
     ) -> None:
         """``about``: what the manifest tells of the run, beyond what changes from step to step; plain JSON values."""
         self._engine, self._store, self._about = engine, folder, about
         self._every, self._at_end, self._retention, self._say = every_steps, at_end, retention, say
+        self._asynchronous = asynchronous
+        self._writing: tuple[int, Writing] | None = None
         self.saved_step: int | None = None
         """The step of the newest checkpoint that this run wrote or went on from."""
         self.sign_of_life: Callable[[], None] = lambda: None
@@ -57,6 +64,7 @@ class Saver:
         Raises CheckpointError, on every rank, where one cannot write; the checkpoint before is still there.
         """
         began = time.perf_counter()
+        self.settle()
         engine, world = self._engine, self._engine.plan.world
         begun = portable.attempt(lambda: self._store.begin(step)) if world.is_main else ""
         self._check(step, begun)
@@ -64,47 +72,81 @@ class Saver:
         folder = self._store.partial(step)
         buffers = self._buffers_file(state)
         writer, failure = portable.write_state(
-            state, folder, world.rank, world.size, buffers, sign_of_life=self.sign_of_life
+            state,
+            folder,
+            world.rank,
+            world.size,
+            buffers,
+            sign_of_life=self.sign_of_life,
+            keeps=self._asynchronous,
         )
         random = json.dumps(generators.capture(engine.plan.device))
         report = {"failure": failure, "random": random, "files": {k: asdict(v) for k, v in writer.files.items()}}
         reports = [json.loads(text) for text in share(engine, json.dumps(report))]
         self._check(step, *(report["failure"] for report in reports), shared=True)
+        manifest = {
+            "format": store.FORMAT,
+            "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "step": step,
+            "updates": state.updates,
+            "loss_scale": asdict(state.loss_scale) if state.loss_scale else None,
+            "learning_rate": engine.plan.schedule(state.updates).learning_rate,
+            "loss": loss,
+            "evaluation": dict(evaluation),
+            "parameters": writer.parameters,
+            "aliases": dict(state.aliases),
+            **self._about,
+        }
+        kept_random = [json.loads(report["random"]) for report in reports]
 
-        committed = ""
-        if world.is_main:
-            files = {name: FileEntry(**entry) for report in reports for name, entry in report["files"].items()}
-            kept_random = [json.loads(report["random"]) for report in reports]
+        def commit(files: Sequence[Mapping[str, Any]]) -> None:
+            own = store.write(folder / portable.RNG, json.dumps(kept_random).encode())
+            every = {name: entry for of_rank in files for name, entry in of_rank.items()} | {portable.RNG: asdict(own)}
+            self._store.commit(step, {**manifest, "files": every})
+            size = sum(entry["bytes"] for entry in every.values())
+            how = " in the background" if self._asynchronous else ""
+            seconds, removed = time.perf_counter() - began, self._prune()
+            self._say(f"saved {self._store.path(step)}: {size / 1e6:,.1f} MB in {seconds:.2f} s{how}{removed}")
 
-            def commit() -> None:
-                files[portable.RNG] = store.write(folder / portable.RNG, json.dumps(kept_random).encode())
-                self._store.commit(
-                    step,
-                    {
-                        "format": store.FORMAT,
-                        "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-                        "step": step,
-                        "updates": state.updates,
-                        "loss_scale": asdict(state.loss_scale) if state.loss_scale else None,
-                        "learning_rate": engine.plan.schedule(state.updates).learning_rate,
-                        "loss": loss,
-                        "evaluation": dict(evaluation),
-                        "parameters": writer.parameters,
-                        "aliases": dict(state.aliases),
-                        "files": {name: asdict(entry) for name, entry in files.items()},
-                        **self._about,
-                    },
-                )
-
-            committed = portable.attempt(commit)
-        self._check(step, committed)
+        if self._asynchronous:
+            own = commit if world.is_main else None
+            self._writing = step, Writing(writer, folder, world.rank, world.size, own, self.sign_of_life)
+        else:
+            self._check(
+                step, portable.attempt(lambda: commit([one["files"] for one in reports])) if world.is_main else ""
+            )
         self.saved_step = step
-        seconds = time.perf_counter() - began
-        if world.is_main:
-            size = sum(entry.bytes for entry in files.values())
-            removed = self._prune()
-            self._say(f"saved {self._store.path(step)}: {size / 1e6:,.1f} MB in {seconds:.2f} s{removed}")
-        return time.perf_counter() - began
+        stall = time.perf_counter() - began
+        if self._asynchronous:
+            self._say(f"saving step {step}: training stood still for {stall:.2f} s")
+        return stall
+
+    @property
+    def failed(self) -> bool:
+        """Whether a checkpoint under way is known to have failed on this rank: :meth:`settle` says what, on all ranks."""
+        return self._writing is not None and self._writing[1].failed
+
+    def settle(self) -> None:
+        """**Collective.** Until the checkpoint that is being written in the background, if there is one, is there.
+
+        Raises CheckpointError, on every rank, where one could not write; the checkpoint before is still there.
+        """
+        if self._writing is None:
+            return
+        step, writing = self._writing
+        self._writing = None
+        writing.wait()
+        wrong = failures(self._engine, writing.failure)
+        writing.finish(hopeless=bool(wrong))
+        if wrong:
+            self._give_up(step, wrong)
+        self._check(step, writing.outcome)
+
+    def close(self) -> None:
+        """Not collective. Lets a checkpoint that is being written be finished, whatever else went wrong."""
+        if self._writing is not None:
+            self._writing[1].finish()
+            self._writing = None
 
     def _buffers_file(self, state: EngineState) -> str | None:
         """**Collective.** Rank 0 writes its buffers, and every rank that has others writes those too."""
@@ -127,9 +169,11 @@ class Saver:
         wrong = (
             [f"rank {rank}: {text}" for rank, text in enumerate(own) if text] if shared else failures(engine, own[0])
         )
-        if not wrong:
-            return
-        if engine.plan.world.is_main and "is there already" not in wrong[0]:
+        if wrong:
+            self._give_up(step, wrong)
+
+    def _give_up(self, step: int, wrong: Sequence[str]) -> NoReturn:
+        if self._engine.plan.world.is_main and "is there already" not in wrong[0]:
             self._store.abandon(step)
         newest = self._store.newest_first()
         before = f"the last good one is {newest[0]}" if newest else "there is no earlier one"

@@ -8,6 +8,7 @@ import signal
 import sys
 import threading
 import time
+from collections.abc import Callable
 from types import TracebackType
 
 import torch
@@ -28,11 +29,15 @@ class StopRequest:
 
     All ranks must stop after the same step, though signals reach them at different times or only one of them. Asking after each
     step would make every step wait for the slowest rank; so they ask with one all-reduce of two numbers about every two seconds.
-    The second number is the time since the last one: from it all compute the same next step to ask at.
+    The second number is the time since the last one: from it all compute the same next step to ask at. The third says whether
+    one of them is in ``trouble`` that the others do not know of.
     """
 
-    def __init__(self, ranks: Ranks, first_step: int) -> None:
+    def __init__(self, ranks: Ranks, first_step: int, trouble: Callable[[], bool] = lambda: False) -> None:
         """``first_step``: the number of steps done."""
+        self._trouble = trouble
+        self.trouble = False
+        """Whether a rank was in trouble when the ranks last asked each other: the same on all."""
         self._ranks = ranks
         self._asked_at, self._since, self._next = first_step, time.perf_counter(), first_step + 1
         self._received: int | None = None
@@ -79,13 +84,15 @@ class StopRequest:
         now = time.perf_counter()
         plan = self._ranks.plan
         own = torch.tensor(
-            [float(self._received is not None), now - self._since], dtype=torch.float64, device=plan.device
+            [float(self._received is not None), now - self._since, float(self._trouble())],
+            dtype=torch.float64,
+            device=plan.device,
         )
-        wishes, seconds = self._ranks.sum_over_ranks(own).tolist()
+        wishes, seconds, troubles = self._ranks.sum_over_ranks(own).tolist()
         step_seconds = seconds / plan.world.size / (step - self._asked_at)
         self._next = step + max(1, min(int(AGREE_SECONDS / max(step_seconds, 1e-6)), 100_000))
         self._asked_at, self._since = step, now
-        self._saving = wishes > 0
+        self._saving, self.trouble = wishes > 0, troubles > 0
         return self._saving
 
     def _listen(self, read: int) -> None:

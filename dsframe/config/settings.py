@@ -252,6 +252,9 @@ class Checkpoints(Section):
     """Steps between two checkpoints. Default: only at the end, and when a signal stops the run."""
     at_end: bool = True
     """Save after the last step."""
+    asynchronous: bool = False
+    """Copy the state and write it while training goes on, instead of waiting. Each rank holds its share of the state once more in
+    host memory meanwhile: with Adam 12 bytes times parameters divided by ranks."""
     keep_last: Count = 2
     """So many of the newest checkpoints stay."""
     keep_best: Annotated[str, Field(pattern=r"^[^:\s]+:(min|max)$")] | None = None

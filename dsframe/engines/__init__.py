@@ -107,7 +107,7 @@ TABLE: dict[str, Entry] = {
     ),
     "fsdp": Entry(
         "dsframe.engines.fsdp:FsdpEngine",
-        honours=_REPLICA | {"gradient_sum", "zero3"},
+        honours=_REPLICA | {"gradient_sum", "skip_nonfinite", "zero3"},
         replicates=_PLACEMENT - {"zero3"} | _CUTS,
         ignores=_OBSERVERS | _MODELS_OWN,
         holds="shares of everything on every rank, as at ZeRO stage 3 and where dsframe.fsdp says,",

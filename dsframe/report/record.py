@@ -56,6 +56,10 @@ class Record:
         }
         self._file.write(json.dumps(clean) + "\n")
 
+    def close(self) -> None:
+        """The run ends early; what was written stays."""
+        self._file.close()
+
     def finish(self, summary: Summary) -> None:
         """Writes ``summary.json``; its presence says that the run came to its end."""
         self._file.close()

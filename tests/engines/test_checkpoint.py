@@ -179,6 +179,7 @@ def test_dropout_goes_on_to_the_last_bit(tmp_path: Path) -> None:
 
 
 def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
+    """Its checkpoints are written in the background."""
     whole = portability.losses_of("zero2@2", tmp_path / "whole", steps=200)
 
     def kill(running: Running) -> None:
@@ -186,7 +187,7 @@ def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None
         running.wait_for(saved.exists, timeout_seconds=60, what="the first checkpoint")
         running.ranks()[1].kill()
 
-    often = ("--set", "dsframe.checkpoints.every_steps=10")
+    often = ("--set", "dsframe.checkpoints.every_steps=10", "--set", "dsframe.checkpoints.asynchronous=true")
     setup = portability.SETUPS["zero2@2"]
     killed = portability.train(setup, tmp_path / "killed", *often, steps=200, while_running=kill)
     assert killed.returncode != 0

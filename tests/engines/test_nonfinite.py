@@ -58,7 +58,7 @@ def train(folder: Path, config: dict[str, Any], processes: int = 1) -> Finished:
 def test_every_engine_leaves_out_the_same_updates(tmp_path: Path) -> None:
     """One process each: what two differ by is the other tests' matter."""
     curves = {}
-    for engine, stage in (("single", 0), ("deepspeed", 0), ("deepspeed", 3)):
+    for engine, stage in (("single", 0), ("deepspeed", 0), ("deepspeed", 3), ("fsdp", 0)):
         train(tmp_path, configuration(tmp_path, engine, stage, on_nonfinite="skip")).check()
         curves[engine, stage] = losses(tmp_path / f"{engine}-{stage}")
         assert read_summary(tmp_path / f"{engine}-{stage}")["skipped_steps"] == 3, (engine, stage)

@@ -1,0 +1,101 @@
+"""One checkpoint's files, written by a thread while training goes on.
+
+What is written was copied first, so training may change it. Threads take part in no collective: each rank's leaves word in a
+file of the checkpoint's folder when its own files are on the disk, and rank 0's waits for all of them before it commits. The
+folder is hidden until then, and what ends a process in between leaves it as a save that was cut off.
+"""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Callable
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from dsframe.checkpoint.portable import PartWriter, attempt
+
+_POLL_SECONDS = 0.05
+
+
+class Writing:
+    """A save under way on this rank."""
+
+    def __init__(
+        self,
+        writer: PartWriter,
+        folder: Path,
+        rank: int,
+        ranks: int,
+        commit: Callable[[list[dict[str, Any]]], None] | None,
+        sign_of_life: Callable[[], None],
+    ) -> None:
+        """Starts. ``commit``: called on rank 0 (None on others) with every rank's files; may raise OSError."""
+        self.failure = ""
+        """What this rank could not write; to be read when :meth:`wait` has returned."""
+        self.outcome = ""
+        """On rank 0: why there is no checkpoint; to be read when :meth:`finish` has returned."""
+        self._writer, self._folder, self._rank, self._ranks = writer, folder, rank, ranks
+        self._commit, self._sign_of_life = commit, sign_of_life
+        self._written, self._hopeless = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._work, name="dsframe-save", daemon=True)
+        self._thread.start()
+
+    @property
+    def failed(self) -> bool:
+        """Whether something is known to have gone wrong."""
+        return bool(self.failure or self.outcome)
+
+    def wait(self) -> None:
+        """Until this rank's files are on the disk, or cannot be."""
+        self._written.wait()
+
+    def finish(self, hopeless: bool = False) -> None:
+        """Until the thread has ended. ``hopeless``: another rank has failed, so rank 0 need not wait for its word."""
+        if hopeless:
+            self._hopeless.set()
+        self._thread.join()
+
+    def _work(self) -> None:
+        try:
+            self._write()
+        except Exception as error:  # nobody else would hear of it
+            self.failure = repr(error)
+        finally:
+            self._written.set()
+
+    def _write(self) -> None:
+        failure = attempt(lambda: self._writer.flush(self._sign_of_life))
+        word = {"failure": failure, "files": {name: asdict(entry) for name, entry in self._writer.files.items()}}
+        self.failure = failure or attempt(lambda: self._leave(json.dumps(word)))
+        self._written.set()
+        if self._commit is not None and not self.failure:
+            self.outcome = self._conclude(self._commit)
+
+    def _leave(self, text: str) -> None:
+        partial = self._word(self._rank).with_suffix(".partial")
+        partial.write_text(text)
+        partial.rename(self._word(self._rank))
+
+    def _word(self, rank: int) -> Path:
+        return self._folder / f".rank-{rank:05}.json"
+
+    def _conclude(self, commit: Callable[[list[dict[str, Any]]], None]) -> str:
+        words: list[dict[str, Any]] = []
+        for rank in range(self._ranks):
+            while not self._word(rank).exists():
+                if self._hopeless.wait(_POLL_SECONDS):
+                    return ""  # whoever says so knows why
+            word = json.loads(self._word(rank).read_text())
+            if word["failure"]:
+                return f"rank {rank}: {word['failure']}"
+            words.append(word["files"])
+            self._sign_of_life()
+
+        def settle() -> None:
+            for rank in range(self._ranks):
+                self._word(rank).unlink()
+            commit(words)
+
+        return attempt(settle)

@@ -1,0 +1,201 @@
+"""The saver, at once and in the background: it saves the state of that step, and a crash anywhere leaves the one before."""
+
+from __future__ import annotations
+
+import os
+import shutil
+import threading
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsframe.checkpoint import portable, store
+from dsframe.checkpoint.portable import Checkpoint
+from dsframe.checkpoint.saver import Saver
+from dsframe.checkpoint.state import EngineState, ParameterState
+from dsframe.checkpoint.store import Retention, Store
+from dsframe.errors import CheckpointError
+from tests.unit.test_checkpoint_portable import Room
+
+SIZES = {"a": (300,), "b": (200, 2), "c": (7,)}
+
+
+class Training:
+    """An engine whose weights are all the number of the step, in place."""
+
+    def __init__(self, ranks: Any) -> None:
+        self.plan, self.sum_over_ranks = ranks.plan, ranks.sum_over_ranks
+        self.plan.world.is_main = self.plan.world.rank == 0
+        self.plan.schedule = lambda updates: SimpleNamespace(learning_rate=0.1)
+        self.weights = {name: torch.zeros(size) for name, size in SIZES.items()}
+        self.moment = torch.zeros(())
+        self.step = 0
+
+    def train(self) -> None:
+        self.step += 1
+        for weight in (*self.weights.values(), self.moment):
+            weight.fill_(self.step)
+
+    def state(self) -> EngineState:
+        states = (ParameterState(k, w, {"m": self.moment.expand_as(w)}, {"step": 1.0}) for k, w in self.weights.items())
+        return EngineState(self.step, None, {"seen": self.moment}, {}, states)
+
+
+def saver(training: Training, folder: Path, asynchronous: bool, said: list[str] | None = None) -> Saver:
+    return Saver(
+        training,  # type: ignore[arg-type]
+        Store(folder),
+        {"training": {}},
+        every_steps=1,
+        at_end=True,
+        retention=Retention(last=2),
+        asynchronous=asynchronous,
+        say=(said if said is not None else []).append,
+    )
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_checkpoint_holds_the_step_it_was_taken_after(
+    tmp_path: Path, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    go = threading.Event()
+    monkeypatch.setattr(portable, "save_file", _after(portable.save_file, go if asynchronous else None))
+    said: list[str] = []
+
+    def run(ranks: Any) -> None:
+        training = Training(ranks)
+        saving = saver(training, tmp_path, asynchronous, said if ranks.plan.world.rank == 0 else None)
+        for _ in range(3):
+            training.train()
+            saving.save(training.step, loss=None, evaluation={})
+            training.weights["a"].fill_(-1.0)  # training goes on while it is written
+            go.set()
+        saving.settle()
+
+    Room(2).run(run)
+    assert [path.name for path in Store(tmp_path).newest_first()] == ["step-00000003", "step-00000002"]
+    for path in Store(tmp_path).newest_first():
+        assert store.verify(path) == []
+        checkpoint = Checkpoint(path)
+        for name in SIZES:
+            one = checkpoint.parameter(name)
+            assert torch.equal(one.weight, torch.full(SIZES[name], float(checkpoint.step)))
+            assert torch.equal(one.moments["m"], one.weight)
+        assert float(checkpoint.buffers()["seen"]) == checkpoint.step
+        checkpoint.close()
+        assert not list(path.glob(".*"))
+    stalls = [line for line in said if "training stood still" in line]
+    assert len(stalls) == (3 if asynchronous else 0)
+    assert sum(line.startswith("saved ") for line in said) == 3
+
+
+def _after(action: Callable[..., Any], event: threading.Event | None) -> Callable[..., Any]:
+    def wait_first(*arguments: Any, **keywords: Any) -> Any:
+        assert event is None or event.wait(10)
+        return action(*arguments, **keywords)
+
+    return wait_first
+
+
+@pytest.mark.parametrize("failing", [0, 1])
+def test_what_a_thread_cannot_write_all_ranks_hear_of(
+    tmp_path: Path, failing: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    save_file, full = portable.save_file, threading.Event()
+
+    def fails(tensors: Any, path: Path) -> None:
+        if full.is_set() and f"part-{failing:05}" in path.name:
+            raise OSError(28, "No space left on device", str(path))
+        save_file(tensors, path)
+
+    monkeypatch.setattr(portable, "save_file", fails)
+
+    def run(ranks: Any) -> str:
+        training = Training(ranks)
+        saving = saver(training, tmp_path, asynchronous=True)
+        training.train()
+        saving.save(1, loss=None, evaluation={})
+        saving.settle()
+        full.set()
+        training.train()
+        saving.save(2, loss=None, evaluation={})  # returns: training goes on
+        if ranks.plan.world.rank == failing:
+            saving._writing[1].wait()  # type: ignore[index]
+            assert saving.failed
+        training.train()
+        with pytest.raises(CheckpointError) as raised:
+            saving.save(3, loss=None, evaluation={})
+        assert not saving.failed
+        return str(raised.value)
+
+    words = Room(2).run(run)
+    assert len(set(words)) == 1
+    assert f"the checkpoint of step 2 cannot be written: rank {failing}: " in words[0]
+    assert "No space left on device; the last good one is " in words[0]
+    assert [path.name for path in tmp_path.iterdir() if path.name != "latest"] == ["step-00000001"]
+    assert store.verify(Store(tmp_path).path(1)) == []
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_crash_between_any_two_operations_leaves_the_one_before(tmp_path: Path, asynchronous: bool) -> None:
+    """Not an exception: the process is gone, in the middle of everything, with the second and the third checkpoint due."""
+    points = 0
+    while True:
+        folder = tmp_path / f"{points}"
+        pid = os.fork()
+        if pid == 0:
+            os._exit(_save_and_die(folder, points, asynchronous))
+        code = os.waitstatus_to_exitcode(os.waitpid(pid, 0)[1])
+        newest = Store(folder).newest_first()
+        assert all(store.verify(path) == [] for path in newest), f"operation {points}"
+        if code == 0:
+            break
+        assert code == 9
+        steps = [store.step_of(path) or 0 for path in newest]
+        assert steps[0] in (1, 2, 3), f"operation {points}: {steps}"
+        Store(folder).sweep()
+        assert {path.name for path in folder.iterdir()} <= {"latest", *(path.name for path in newest)}
+        checkpoint = Checkpoint(newest[0])
+        assert torch.equal(checkpoint.parameter("b").weight, torch.full((200, 2), float(checkpoint.step)))
+        checkpoint.close()
+        shutil.rmtree(folder)
+        points += 1
+    assert points > 50
+
+
+def _save_and_die(folder: Path, after: int, asynchronous: bool) -> int:
+    """Three saves with retention; the process ends at operation number ``after`` of those that follow the first save."""
+    count, armed = 0, False
+
+    def dying(action: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **keywords: Any) -> Any:
+            nonlocal count
+            if armed:
+                if count == after:
+                    os._exit(9)
+                count += 1
+            return action(*arguments, **keywords)
+
+        return call
+
+    for module, name in (
+        *((os, name) for name in ("fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "open", "close")),
+        *((Path, name) for name in ("open", "mkdir", "rename", "unlink")),
+        (portable, "save_file"),
+    ):
+        setattr(module, name, dying(getattr(module, name)))
+    plan = SimpleNamespace(world=SimpleNamespace(rank=0, size=1), device=torch.device("cpu"))
+    training = Training(SimpleNamespace(plan=plan, sum_over_ranks=lambda values: values))
+    saving = saver(training, folder, asynchronous)
+    for step in (1, 2, 3):
+        training.train()
+        saving.save(step, loss=None, evaluation={})
+        if step == 1:
+            saving.settle()
+            armed = True
+    saving.settle()
+    return 0
