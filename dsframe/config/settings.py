@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Discriminator, Field, Tag
 
 from dsframe.config.schema.base import Count, Positive, Section, Size
+from dsframe.config.settings_checkpoints import Checkpoints
 
 EngineName = Literal[
     "auto",
@@ -243,24 +244,6 @@ class LargeBatch(Section):
     """``train_batch_size`` for which the file's rates were found."""
     warmup_steps: Size = 0
     """Steps over which that factor grows from 1, on top of what the schedule does."""
-
-
-class Checkpoints(Section):
-    """When the run saves its state, and what it keeps."""
-
-    every_steps: Count | None = None
-    """Steps between two checkpoints. Default: only at the end, and when a signal stops the run."""
-    at_end: bool = True
-    """Save after the last step."""
-    asynchronous: bool = False
-    """Copy the state and write it while training goes on, instead of waiting. Each rank holds its share of the state once more in
-    host memory meanwhile: with Adam 12 bytes times parameters divided by ranks."""
-    keep_last: Count = 2
-    """So many of the newest checkpoints stay."""
-    keep_best: Annotated[str, Field(pattern=r"^[^:\s]+:(min|max)$")] | None = None
-    """Keep also the best by this metric of the evaluation: ``loss:min`` or ``accuracy:max``."""
-    keep_every: Count | None = None
-    """Keep also those at multiples of so many steps."""
 
 
 class Settings(Section):
