@@ -19,8 +19,8 @@ from torch import Tensor, nn
 from dsframe import process_group, switches
 from dsframe.checkpoint.state import EngineState, SavedState
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure
-from dsframe.engines import jit, precision, state_zero
-from dsframe.engines.library import deepspeed, logger, set_z3_leaf_module
+from dsframe.engines import jit, precision, state_zero, tiling
+from dsframe.engines.library import TiledLinear, deepspeed, logger, set_z3_leaf_module
 from dsframe.engines.swap import SwapFolders
 from dsframe.errors import EngineError
 from dsframe.tasks.task import Sum
@@ -62,6 +62,9 @@ class ZeroEngine(Engine):
         # that is compiled would fall apart at each hook.
         for block in switches.units(model):
             set_z3_leaf_module(block, True)
+        self._tiles = tiling.tile(
+            model, self.plan.config.settings.model.tiling if self._stage == 3 else None, TiledLinear
+        )
         return model, model
 
     def _undo_hidden_step(self) -> None:
@@ -134,12 +137,14 @@ class ZeroEngine(Engine):
 
     def state(self) -> EngineState:
         """**Collective** to read to its end; at stages 1 to 3 each parameter is gathered when its turn comes."""
-        return state_zero.state(self._engine, self._model, self._updates)
+        return self._tiles.join(state_zero.state(self._engine, self._model, self._updates))
 
     def load_state(self, saved: SavedState) -> None:
         """**Collective.** Each rank takes its shares out of the whole parameters."""
         batch = self.plan.batch
-        state_zero.load_state(self._engine, self._model, saved, batch.accumulation_steps, batch.train_batch_size)
+        state_zero.load_state(
+            self._engine, self._model, self._tiles.cut(saved), batch.accumulation_steps, batch.train_batch_size
+        )
         self._updates = saved.updates
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
