@@ -80,7 +80,8 @@ def test_a_host_that_is_cut_off(network: Network, expected: list[float], tmp_pat
     assert "lost the connection to node2" in finished.output
     assert ended[0] < 60
     assert re.search(r"going on after step [23]0 from", finished.output), finished
-    run_ranks(python([*TRAIN[:-1], "alone", "--engine", "single"]), cwd=tmp_path, timeout_seconds=90).check()
+    alone = python([*TRAIN[:-1], "alone", "--engine", "single"])
+    run_ranks(alone, cwd=tmp_path, env={"STEP_SECONDS": "0"}, timeout_seconds=90).check()
     assert jobs.losses(tmp_path / "run")[-1] == pytest.approx(jobs.losses(tmp_path / "alone")[-1], abs=1e-5)
 
 

@@ -12,6 +12,7 @@ from tests.processes import Running, run_ranks
 
 DSFRAME = ["python", "-m", "dsframe.cli"]
 STEPS = 60
+QUICK = {"STEP_SECONDS": "0"}
 
 
 def launch(*options: str) -> list[str]:
@@ -46,9 +47,11 @@ def test_a_killed_rank_starts_again_and_a_stopped_run_does_not(tmp_path: Path) -
     assert finished.returncode == 75, finished
     assert finished.output.count("starting again in 0 s (1 of 3)") == 1
     assert "a process was killed, or ended without a word" in finished.output
-    run_ranks(launch("-np", "1", "--engine", "single", "--resume", "auto"), cwd=tmp_path, timeout_seconds=90).check()
+    run_ranks(
+        launch("-np", "1", "--engine", "single", "--resume", "auto"), cwd=tmp_path, env=QUICK, timeout_seconds=90
+    ).check()
     disturbed = read_summary(tmp_path / "run")["loss"]
-    run_ranks(launch("-np", "1", "--engine", "single"), cwd=tmp_path, timeout_seconds=90).check()
+    run_ranks(launch("-np", "1", "--engine", "single"), cwd=tmp_path, env=QUICK, timeout_seconds=90).check()
     assert abs(disturbed - read_summary(tmp_path / "run")["loss"]) < 1e-5
 
 
