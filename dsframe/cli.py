@@ -14,6 +14,7 @@ from dsframe.errors import DsframeError
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("dsframe.check:main", "find every mistake in configuration files, before anything starts"),
+    "plan": ("dsframe.plan.command:main", "memory, communication and time before a run, and which strategies fit"),
     "train": ("dsframe.train:main", "train as a configuration file says (one process; launchers start several)"),
     "launch": (
         "dsframe.launch.command:main",

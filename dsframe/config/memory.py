@@ -46,40 +46,59 @@ class Cost:
     parameter: float
     gradient: float
     optimizer: float
+    host: float = 0.0
+    """In the memory of the rank's host."""
 
     @property
     def total(self) -> float:
+        """On the device."""
         return self.parameter + self.gradient + self.optimizer
 
 
 def cost(file: DeepSpeed, world_size: int, engine: str = "deepspeed") -> Cost:
     """Bytes on the device for each parameter of the model, from the end of a backward pass to the update.
 
-    ``python -m tests.footprint`` measures them. In fp32 DeepSpeed's stages 1 to 3 keep a copy of the weights to update, so
-    that K is 12 there too (deepspeed 0.19.8, ``runtime/zero/stage_1_and_2.py``: single_partition_of_fp32_groups; ``stage3.py``:
-    fp32_partitioned_groups_flat), where a plain optimizer has 8. FSDP computes in 16 bits from fp32 shares, and has no copy.
-    Other engines keep full replicas, whose 16-bit gradients become fp32 before the update.
+    Of a model that is cut evenly among the ranks that share one. ``python -m tests.footprint`` measures them.
+    """
+    model_ranks = file.pipeline.stages * max(1, file.tensor_parallel.autotp_size) if engine == "deepspeed" else 1
+    one = held(file, max(1, world_size // model_ranks), engine)
+    return Cost(*(value / model_ranks for value in (one.parameter, one.gradient, one.optimizer, one.host)))
+
+
+def moments(file: DeepSpeed) -> int:
+    """fp32 numbers that the optimizer keeps for each parameter."""
+    kind = file.optimizer.type.lower() if file.optimizer else "adamw"
+    return _MOMENTS.get(
+        kind, 0 if kind == "sgd" and not (file.optimizer and file.optimizer.params.get("momentum")) else 1
+    )
+
+
+def held(file: DeepSpeed, ranks: int, engine: str = "deepspeed") -> Cost:
+    """Bytes of each parameter that a rank's pipeline stage and tensor slice hold, among ``ranks`` data-parallel ones.
+
+    In fp32 DeepSpeed's stages 1 to 3 keep a copy of the weights to update, so that K is 12 there too (deepspeed 0.19.8,
+    ``runtime/zero/stage_1_and_2.py``: single_partition_of_fp32_groups; ``stage3.py``: fp32_partitioned_groups_flat), where a
+    plain optimizer has 8. FSDP computes in 16 bits from fp32 shares, and has no copy. Other engines keep full replicas, whose
+    16-bit gradients become fp32 before the update.
     """
     zero, short = file.zero_optimization, file.fp16.enabled or file.bf16.enabled
     deepspeed, fsdp = engine == "deepspeed", engine == "fsdp"
-    model_ranks = file.pipeline.stages * max(1, file.tensor_parallel.autotp_size) if deepspeed else 1
-    ranks = max(1, world_size // model_ranks)
     stage = zero.stage if deepspeed else 3 if fsdp else 0
-    kind = file.optimizer.type.lower() if file.optimizer else "adamw"
-    moments = _MOMENTS.get(
-        kind, 0 if kind == "sgd" and not (file.optimizer and file.optimizer.params.get("momentum")) else 1
-    )
     parameter = 2.0 if short and not fsdp else 4.0
     gradient = 2.0 if short and deepspeed else 4.0
     copy = 4.0 if (short and not fsdp) or (deepspeed and stage >= 1) else 0.0
-    optimizer = copy + 4.0 * moments
+    optimizer = copy + 4.0 * moments(file)
+    host = 0.0
     if stage >= 1:
+        if deepspeed and (zero.optimizer_device == "cpu" or (zero.optimizer_device == "nvme" and stage < 3)):
+            host = (optimizer + 4.0) / ranks  # with the gradients, in fp32
         optimizer = 0.0 if deepspeed and zero.optimizer_device != "none" else optimizer / ranks
     if stage >= 2:
         gradient = 0.0 if deepspeed and zero.optimizer_device != "none" else gradient / ranks
     if stage >= 3:
+        host += parameter / ranks if deepspeed and zero.parameter_device == "cpu" else 0.0
         parameter = 0.0 if deepspeed and zero.parameter_device != "none" else parameter / ranks
-    return Cost(parameter / model_ranks, gradient / model_ranks, optimizer / model_ranks)
+    return Cost(parameter, gradient, optimizer, host)
 
 
 def note(file: DeepSpeed, world_size: int, limit: int, label: str, engine: str = "deepspeed") -> Problem:
@@ -87,24 +106,24 @@ def note(file: DeepSpeed, world_size: int, limit: int, label: str, engine: str =
     per_parameter = cost(file, world_size, engine)
     where = f"on {world_size} processes" if world_size > 1 else "on one process"
     if per_parameter.total == 0:
-        message = (
-            f"parameters, gradients and optimizer state are offloaded: {_gigabytes(limit)} are left to activations"
-        )
+        message = f"parameters, gradients and optimizer state are offloaded: {gigabytes(limit)} are left to activations"
     else:
         most = limit / per_parameter.total
         message = (
-            f"{_gigabytes(limit)} hold parameters ({per_parameter.parameter:.3g} bytes each), gradients "
+            f"{gigabytes(limit)} hold parameters ({per_parameter.parameter:.3g} bytes each), gradients "
             f"({per_parameter.gradient:.3g}) and optimizer state ({per_parameter.optimizer:.3g}) of at most "
-            f"{_count(most)} parameters {where}; activations and buffers come on top"
+            f"{count(most)} parameters {where}; activations and buffers come on top"
         )
     return Problem("note", "", message, "", label, code="memory")
 
 
-def _gigabytes(size: int) -> str:
+def gigabytes(size: float) -> str:
+    """``80 GB``."""
     return f"{size / 1e9:g} GB"
 
 
-def _count(number: float) -> str:
+def count(number: float) -> str:
+    """``7.5 billion``."""
     for unit, name in ((1e12, "trillion"), (1e9, "billion"), (1e6, "million")):
         if number >= unit:
             return f"{number / unit:.3g} {name}"

@@ -36,6 +36,11 @@ class Images:
     mirrored: bool
     """Whether a mirror image still shows the same thing. A garment does, a digit does not."""
 
+    def example(self) -> tuple[Tensor, Tensor]:
+        """Shapes of one image, float ``[1, channels, size, size]``, and its class, int64 ``[1]``."""
+        image = torch.empty(1, self.channels, self.size, self.size, device="meta")
+        return image, torch.empty(1, dtype=torch.int64, device="meta")
+
 
 # Fashion-MNIST's garments fill their frame and are centred: they are moved by a pixel only.
 KNOWN = {

@@ -60,6 +60,10 @@ class CausalLanguageModelTask(Task):
         weights = self.settings.model if isinstance(self.settings.model, str) and not self.settings.fresh else None
         return _transformers.build("AutoModelForCausalLM", self.pretrained_config, weights)
 
+    def example(self) -> tuple[Tensor, Tensor]:
+        tokens = torch.empty(1, self.settings.context, dtype=torch.int64, device="meta")
+        return tokens, tokens
+
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         logits = outputs.logits
         loss = self._criterion(
@@ -138,6 +142,9 @@ class ImageClassificationTask(Task):
     def model(self) -> nn.Module:
         weights = self.settings.model if isinstance(self.settings.model, str) and not self.settings.fresh else None
         return _transformers.build("AutoModelForImageClassification", self.pretrained_config, weights)
+
+    def example(self) -> tuple[Tensor, Tensor]:
+        return self.images.example()
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         return self._criterion(labels=targets, pooled_logits=outputs.logits, config=self.pretrained_config)

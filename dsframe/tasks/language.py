@@ -41,6 +41,10 @@ class LanguageTask(Task):
         s = self.settings
         return gpt(layers=s.layers, heads=s.heads, width=s.width, context=s.context, tie_embeddings=s.tie_embeddings)
 
+    def example(self) -> tuple[Tensor, Tensor]:
+        tokens = torch.empty(1, self.settings.context, dtype=torch.int64, device="meta")
+        return tokens, tokens
+
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs.flatten(0, -2), targets.flatten())
 

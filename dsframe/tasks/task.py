@@ -106,6 +106,13 @@ class Task:
         plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
         return list(model.children()) if plain else None
 
+    def example(self) -> tuple[Any, Any] | None:
+        """A batch of one sample, on any device, for ``dsframe plan``, which looks at nothing but shapes and dtypes.
+
+        None: the first sample of :meth:`train_data` is looked at, which has to be there then.
+        """
+        return None
+
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         """A scalar to minimise: the mean over the samples of the batch."""
         raise TaskError(f"{type(self).__name__} must define loss(outputs, targets)")

@@ -43,6 +43,9 @@ class VisionTask(Task):
 
         return _torchvision.classifier(self.settings.model, self.images.classes)
 
+    def example(self) -> tuple[Tensor, Tensor]:
+        return self.images.example()
+
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         return F.cross_entropy(outputs, targets)
 

@@ -1,0 +1,158 @@
+"""One file, one model, one machine, one number of processes: what every prediction is about."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from dsframe.config import Batch, Config, memory
+from dsframe.config.schema.deepspeed import DeepSpeed
+from dsframe.config.settings import Settings
+from dsframe.engines import TABLE
+from dsframe.plan.hardware import Hardware
+from dsframe.plan.model import Model, Segment
+
+
+@dataclass(frozen=True)
+class Case:
+    """What the parts of a prediction share."""
+
+    file: DeepSpeed
+    settings: Settings
+    engine: str
+    model: Model
+    hardware: Hardware
+    world_size: int
+    batch: Batch
+    seconds_each: float | None = None
+    """Known seconds of one sample's forward and backward pass on one device; None: the roofline's."""
+
+    @classmethod
+    def of(
+        cls,
+        config: Config,
+        engine: str,
+        model: Model,
+        hardware: Hardware,
+        world_size: int,
+        seconds_each: float | None = None,
+    ) -> Case:
+        """Raises ConfigError where the batch cannot be cut so."""
+        batch = config.batch(world_size, replicas=TABLE[engine].replicas)
+        return cls(config.deepspeed, config.settings, engine, model, hardware, world_size, batch, seconds_each)
+
+    @property
+    def replicas(self) -> bool:
+        return TABLE[self.engine].replicas
+
+    @property
+    def stages(self) -> int:
+        return 1 if self.replicas else self.file.pipeline.stages
+
+    @property
+    def tensor(self) -> int:
+        return self.batch.tensor_parallel_size
+
+    @property
+    def data(self) -> int:
+        return self.batch.data_parallel_size
+
+    @property
+    def rows(self) -> int:
+        """Samples of a micro-batch."""
+        return self.batch.micro_batch_size
+
+    @property
+    def steps(self) -> int:
+        """Micro-batches of a step."""
+        return self.batch.accumulation_steps
+
+    @property
+    def zero(self) -> int:
+        """What is partitioned, as ZeRO counts it."""
+        if self.engine == "fsdp":
+            return 3
+        return 0 if self.replicas else self.file.zero_optimization.stage
+
+    @property
+    def checkpointed(self) -> bool:
+        """Whether blocks keep their inputs alone and compute the rest again."""
+        model = getattr(self.settings, "model", None)
+        return bool(getattr(model, "activation_checkpointing", False))
+
+    @property
+    def passes(self) -> int:
+        """Forward, backward, and forward again where activations are computed again."""
+        return 3 if self.checkpointed else 2
+
+    @property
+    def cost(self) -> memory.Cost:
+        """Bytes on a rank of each parameter that its stage and its tensor slice hold."""
+        one = memory.held(self.file, self.data, self.engine)
+        whole = self.engine == "fsdp" and self.settings.fsdp.accumulate == "whole" and self.steps > 1
+        return replace(one, gradient=one.gradient * self.data) if whole else one
+
+    @property
+    def gradient_bytes(self) -> float:
+        """Of one gradient on its way to other ranks."""
+        kind = self.file.communication_data_type
+        if not self.replicas and kind is not None:
+            return 4.0 if "32" in kind else 2.0
+        if self.engine == "horovod" and self.settings.horovod.compression == "fp16":
+            return 2.0
+        return 4.0 if self.replicas else float(self.model.bytes_each)
+
+    @property
+    def bucket_bytes(self) -> float:
+        """Of the gradients that leave together."""
+        if self.engine == "horovod":
+            given = self.settings.horovod.fusion_threshold_bytes
+            return float(2**27 if given is None else max(given, 1))
+        if self.replicas:
+            return self.settings.ddp.bucket_cap_megabytes * 2**20
+        return max(1.0, self.file.zero_optimization.reduce_bucket_size * self.gradient_bytes)
+
+    def gathers(self, elements: float) -> int:
+        """How often a parameter that lies in shares is gathered for one micro-batch: once where it may stay until the
+        backward pass."""
+        if self.engine == "fsdp":
+            return self.passes if self.settings.fsdp.reshard_after_forward else 1
+        zero = self.file.zero_optimization
+        return 1 if elements <= min(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance) else self.passes
+
+    @property
+    def reductions(self) -> int:
+        """How often in a step gradients are exchanged."""
+        if self.engine == "fsdp":
+            return self.steps if self.settings.fsdp.accumulate == "shards" else 1
+        return self.steps if self.zero >= 2 else 1
+
+
+def elements(part: Sequence[Segment]) -> int:
+    """Trained parameters that a stage holds."""
+    return sum(segment.parameters + segment.shared for segment in part)
+
+
+def cut(segments: Sequence[Segment], stages: int) -> list[tuple[Segment, ...]]:
+    """Contiguous stages whose largest has as few parameters as possible (DeepSpeed's ``partition_method="parameters"``)."""
+    if stages == 1:
+        return [tuple(segments)]
+    weights = [segment.parameters + 1 for segment in segments]
+
+    def fill(limit: int) -> list[tuple[Segment, ...]]:
+        parts: list[list[Segment]] = [[]]
+        load = 0
+        for segment, weight in zip(segments, weights, strict=True):
+            if load + weight > limit and parts[-1]:
+                parts.append([])
+                load = 0
+            parts[-1].append(segment)
+            load += weight
+        return [tuple(part) for part in parts]
+
+    low, high = max(weights), sum(weights)
+    while low < high:
+        middle = (low + high) // 2
+        low, high = (low, middle) if len(fill(middle)) <= stages else (middle + 1, high)
+    found = fill(low)
+    return found + [()] * (stages - len(found))

@@ -1,0 +1,149 @@
+"""Which strategies there are for a model on so many processes, as files of their own, and which of them is best.
+
+All are the same training: the global batch stays, and what changes is where state lies and how the model is cut. The order of
+preference among equals is from simple to involved: one device as it is, ZeRO, offload, then cuts of the model.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from dsframe import engines
+from dsframe.config import Config, Facts, load
+from dsframe.errors import ConfigError
+from dsframe.plan.hardware import Hardware
+from dsframe.plan.model import Model
+from dsframe.plan.predict import Prediction, predict
+
+Patch = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Strategy:
+    """A file that could run, and what it would take."""
+
+    name: str
+    file: Mapping[str, Any]
+    """The whole file, ready to be written."""
+    prediction: Prediction
+
+
+def engine_of(config: Config) -> str:
+    """The engine that a file names; DeepSpeed where the launcher would choose."""
+    wanted = config.settings.engine
+    return "deepspeed" if wanted == "auto" else wanted
+
+
+def as_written(
+    config: Config, model: Model, hardware: Hardware, world_size: int, seconds_each: float | None = None
+) -> Strategy:
+    """The file as it is. Raises ConfigError where it cannot run on so many processes."""
+    name = engine_of(config)
+    refused, _ = engines.examine(config, name)
+    if refused:
+        raise ConfigError(refused)
+    found = predict(config, name, model, hardware, world_size, seconds_each=seconds_each)
+    return Strategy("as written", config.written(), found)
+
+
+def strategies(
+    config: Config, model: Model, hardware: Hardware, world_size: int, seconds_each: float | None = None
+) -> list[Strategy]:
+    """Every strategy that the file may have on ``world_size`` processes, each with its best micro-batch: fitting ones first,
+    then by seconds a step."""
+    samples = as_written(config, model, hardware, world_size).prediction.batch.train_batch_size
+    found = []
+    for name, engine, patch in _candidates(config, model, hardware, world_size):
+        options = [
+            Strategy(name, file, predict(other, engine, model, hardware, world_size, seconds_each=seconds_each))
+            for file, other in _variants(config, engine, patch, samples, world_size)
+        ]
+        if options:
+            found.append(min(options, key=_rank))
+    return sorted(found, key=_rank)
+
+
+def _rank(strategy: Strategy) -> tuple[bool, float]:
+    prediction = strategy.prediction
+    lacks = 0.0 if prediction.fits else prediction.memory.total + prediction.memory.host
+    return not prediction.fits, lacks or float(f"{prediction.seconds.step:.3g}")
+
+
+def _candidates(config: Config, model: Model, hardware: Hardware, world_size: int) -> Iterator[tuple[str, str, Patch]]:
+    """Name, engine and changes to the file, from simple to involved."""
+    if world_size == 1:
+        yield "one process", "single", {"zero_optimization": None}
+    else:
+        yield "DDP", "ddp", {"zero_optimization": None}
+        yield "Horovod", "horovod", {"zero_optimization": None}
+        yield "FSDP", "fsdp", {"zero_optimization": None}
+    cuts = [(1, 1)]
+    pipes = [size for size in _powers(world_size) if model.layered and size <= len(model.segments) // 2]
+    slices = [size for size in _powers(min(world_size, hardware.devices)) if model.heads and model.heads % size == 0]
+    cuts += [(1, tensor) for tensor in slices]
+    cuts += [(stages, tensor) for stages in pipes for tensor in (1, *slices)]
+    for stages, tensor in cuts:
+        if world_size % (stages * tensor):
+            continue
+        for zero, offload in ((1, ""), (2, ""), (3, ""), (2, "optimizer"), (3, "optimizer"), (3, "all")):
+            if (stages > 1 and (zero > 1 or offload)) or (tensor > 1 and offload):
+                continue
+            patch: Patch = {"zero_optimization": _zero(config, zero, offload)}
+            patch["pipeline"] = {"stages": stages} if stages > 1 else None
+            patch["tensor_parallel"] = {"autotp_size": tensor} if tensor > 1 else None
+            cut = [f"{stages} stages"] * (stages > 1) + [f"tensor {tensor}"] * (tensor > 1)
+            off = {"": [], "optimizer": ["optimizer on the CPU"], "all": ["all on the CPU"]}[offload]
+            yield ", ".join([f"ZeRO-{zero}", *off, *cut]), "deepspeed", patch
+
+
+def _powers(limit: int) -> list[int]:
+    return [2**power for power in range(1, limit.bit_length()) if 2**power <= limit]
+
+
+def _zero(config: Config, stage: int, offload: str) -> Patch:
+    """The file's own section with another stage."""
+    section = dict(config.written().get("zero_optimization", {})) | {"stage": stage}
+    for key, wanted in (("offload_optimizer", bool(offload)), ("offload_param", offload == "all")):
+        section.pop(key, None)
+        if wanted:
+            section[key] = {"device": "cpu"}
+    return section
+
+
+def _variants(
+    config: Config, engine: str, patch: Patch, samples: int, world_size: int
+) -> Iterator[tuple[dict[str, Any], Config]]:
+    """The patched file with every micro-batch size that makes ``samples`` a step, as far as dsframe accepts it."""
+    file = config.written()
+    for key, value in patch.items():
+        file.pop(key, None)
+        if value is not None:
+            file[key] = value
+    file["dsframe"] = dict(file.get("dsframe", {})) | {"engine": engine}
+    for size in ("train_batch_size", "gradient_accumulation_steps"):
+        file.pop(size, None)
+    file["train_micro_batch_size_per_gpu"] = 1
+    replicas = engines.TABLE[engine].replicas
+    try:
+        other = load(file, facts=Facts(world_size=world_size, replicas=replicas))
+        ranks = other.batch(world_size, replicas=replicas).data_parallel_size
+        refused, _ = engines.examine(other, engine)
+    except ConfigError:
+        return
+    if refused or samples % ranks:
+        return
+    for micro in _divisors(samples // ranks):
+        sized = file | {
+            "train_micro_batch_size_per_gpu": micro,
+            "gradient_accumulation_steps": samples // ranks // micro,
+        }
+        yield sized, load(sized, facts=Facts(world_size=world_size, replicas=replicas))
+
+
+def _divisors(number: int, most: int = 6) -> list[int]:
+    """Powers of two that divide ``number``, and itself: at most so many, evenly chosen."""
+    found = [size for size in (1, *_powers(number)) if number % size == 0]
+    found = sorted({*found, number}) if number <= 64 else found
+    return found if len(found) <= most else found[: most - 1] + found[-1:]

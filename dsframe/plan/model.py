@@ -1,0 +1,123 @@
+"""What the planner knows of a model: what each of its layers computes, keeps and hands on."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+
+@dataclass(frozen=True)
+class Affine:
+    """A number that grows with the samples of a micro-batch: ``fixed + each * samples``."""
+
+    fixed: float = 0.0
+    each: float = 0.0
+
+    def at(self, samples: int) -> float:
+        return max(0.0, self.fixed + self.each * samples)
+
+    def __add__(self, other: Affine) -> Affine:
+        return Affine(self.fixed + other.fixed, self.each + other.each)
+
+
+@dataclass(frozen=True)
+class Work:
+    """The operations of one pass, in order: four numbers each (FLOPs and bytes, fixed and for each sample), shape ``[n, 4]``."""
+
+    table: np.ndarray[Any, np.dtype[np.float64]]
+
+    def flops(self, samples: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        result: np.ndarray[Any, np.dtype[np.float64]] = np.maximum(self.table[:, 0] + self.table[:, 1] * samples, 0.0)
+        return result
+
+    def moved(self, samples: int) -> np.ndarray[Any, np.dtype[np.float64]]:
+        """Bytes read and written."""
+        result: np.ndarray[Any, np.dtype[np.float64]] = np.maximum(self.table[:, 2] + self.table[:, 3] * samples, 0.0)
+        return result
+
+
+@dataclass(frozen=True)
+class Segment:
+    """A layer, or the whole of a model that is not a list of layers, or the loss."""
+
+    parameters: int
+    """Trainable elements that it owns; what it shares belongs to an earlier one."""
+    frozen: int
+    """Elements that are not trained."""
+    shared: int
+    """Elements of an earlier layer's weight that it uses."""
+    buffer_bytes: int
+    largest: int
+    """Elements of the module with the most of its own: what ZeRO-3 gathers at a time."""
+    forward: Work
+    backward: Work
+    ready: tuple[tuple[int, int], ...]
+    """In the order of the backward pass: after so many of its operations the gradient of so many elements is there."""
+    saved: Affine
+    """Bytes kept for the backward pass, parameters left out."""
+    saved_wide: Affine
+    """Those of them whose last dimension is the model's hidden size: tensor parallelism does not cut them."""
+    output: Affine
+    """Bytes that it hands on."""
+    scratch: Affine
+    """Bytes of the largest operation's results."""
+    attentions: int
+    heads: int
+    """Of its attention; 0 without any."""
+
+
+@dataclass(frozen=True)
+class Model:
+    """A task's model as the planner sees it."""
+
+    segments: tuple[Segment, ...]
+    loss: Segment
+    layered: bool
+    """Whether it can be cut into stages."""
+    bytes_each: int
+    """Of a parameter in the model's own number format."""
+    inputs: Affine = field(default_factory=Affine)
+    """Bytes of a micro-batch."""
+
+    @property
+    def parameters(self) -> int:
+        """Elements that are trained."""
+        return sum(segment.parameters for segment in self.segments)
+
+    @property
+    def frozen(self) -> int:
+        return sum(segment.frozen for segment in self.segments)
+
+    @property
+    def heads(self) -> int:
+        return max((segment.heads for segment in self.segments), default=0)
+
+    @property
+    def attentions(self) -> int:
+        return sum(segment.attentions for segment in self.segments)
+
+    def flops(self, samples: int) -> float:
+        """Of a forward and a backward pass."""
+        return float(
+            sum(s.forward.flops(samples).sum() + s.backward.flops(samples).sum() for s in (*self.segments, self.loss))
+        )
+
+
+_NOTHING = Work(np.zeros((0, 4)))
+
+
+def bare(parameters: int, bytes_each: int) -> Model:
+    """A model of which nothing is known but its size: no activations, no operations."""
+    nothing = Segment(parameters, 0, 0, 0, 0, _NOTHING, _NOTHING, (), Affine(), Affine(), Affine(), Affine(), 0, 0)
+    return Model((nothing,), replace(nothing, parameters=0), False, bytes_each)
+
+
+def autocast(model: Model, short: Model) -> Model:
+    """fp32 parameters, 16-bit products: operations and activations of the model in 16 bits, and 16-bit copies of the weights."""
+    segments = tuple(
+        replace(two, saved=two.saved + Affine(2.0 * one.parameters), saved_wide=two.saved_wide)
+        for one, two in zip(model.segments, short.segments, strict=True)
+    )
+    return replace(model, segments=segments, loss=short.loss)

@@ -1,0 +1,178 @@
+"""Bytes that one rank sends in a step, and the seconds of a step.
+
+A roofline for every operation, a ring with latency and bandwidth for every collective, and, where a library exchanges gradients
+during the backward pass, a simulation of that: a bucket leaves when its last gradient is there and the one before it has left.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import numpy as np
+
+from dsframe.config.memory import moments
+from dsframe.plan.case import Case, elements
+from dsframe.plan.hardware import Group, group
+from dsframe.plan.model import Segment, Work
+
+
+@dataclass(frozen=True)
+class Seconds:
+    """Of one optimizer step."""
+
+    compute: float
+    """Forward and backward passes."""
+    waiting: float
+    """For collectives that nothing hides."""
+    bubble: float
+    """A pipeline's idle time."""
+    update: float
+    """The optimizer, and what offloading moves."""
+    collectives: float
+    """All of them, hidden ones too; no part of the sum."""
+
+    @property
+    def step(self) -> float:
+        return self.compute + self.waiting + self.bubble + self.update
+
+
+def sent(case: Case, part: Sequence[Segment]) -> dict[str, float]:
+    """Bytes that a rank of this stage sends in one step, by what for, in rings.
+
+    DeepSpeed 0.19.8 all-reduces gradients at stages 1 and 2 (``use_multi_rank_bucket_allreduce``), where the paper scatters.
+    """
+    held, ring = elements(part) / case.tensor, (case.data - 1) / case.data
+    weights, gradients = ring * held * case.model.bytes_each, ring * held * case.gradient_bytes
+    result: dict[str, float] = {}
+    if case.data > 1 and case.zero == 3:
+        result["parameters"] = case.gathers(held) * weights * case.steps
+        result["gradients"] = gradients * case.reductions
+    elif case.data > 1:
+        result["gradients"] = 2 * gradients * case.reductions
+        if case.zero:
+            result["parameters"] = weights
+    if case.tensor > 1:
+        reduced = sum(s.output.at(case.rows) * s.attentions for s in part) * 2 * case.passes
+        result["tensor parallel"] = 2 * (case.tensor - 1) / case.tensor * reduced * case.steps
+    if case.stages > 1 and part:
+        result["pipeline"] = part[-1].output.at(case.rows) * case.steps
+    return result
+
+
+def seconds(case: Case, cuts: Sequence[tuple[Segment, ...]]) -> Seconds:
+    """Of a step: the slowest stage computes, the largest one exchanges."""
+    numbered = enumerate(cuts, start=1)
+    forward, backward = max((_pass_seconds(case, part, number == case.stages) for number, part in numbered), key=sum)
+    if case.checkpointed:
+        backward += forward
+    part = max(cuts, key=elements)
+    waiting, hidden = _data_parallel(case, part, forward, backward)
+    waiting += _tensor_parallel(case, part) + _between_stages(case, cuts)
+    return Seconds(
+        compute=case.steps * (forward + backward),
+        waiting=waiting,
+        bubble=(case.stages - 1) * (forward + backward),
+        update=_update(case, elements(part) / case.tensor),
+        collectives=waiting + hidden,
+    )
+
+
+def _data_parallel(case: Case, part: Sequence[Segment], forward: float, backward: float) -> tuple[float, float]:
+    """Seconds of collectives over data-parallel ranks: those that are waited for, and those behind computation."""
+    if case.data == 1:
+        return 0.0, 0.0
+    ranks = group(case.hardware, case.data, case.tensor, case.world_size)
+    held = elements(part) / case.tensor
+    weights, gradients = held * case.model.bytes_each, held * case.gradient_bytes
+    pieces = max(1, math.ceil(gradients / case.bucket_bytes))
+    overlap = case.file.zero_optimization.overlap_comm
+    if case.zero == 3:
+        layers = len(part) if case.model.layered else max(1, case.model.attentions)
+        whole = case.steps * (
+            case.gathers(held) * ranks.pass_round(weights, layers) + ranks.pass_round(gradients, pieces)
+        )
+        behind = case.steps * (forward + backward) if overlap is not False or case.replicas else 0.0
+        return max(0.0, whole - behind), min(whole, behind)
+    whole = ranks.all_reduce(gradients, pieces) * case.reductions
+    if case.replicas:
+        waiting = _behind_backward(case, part, ranks, backward)
+        return waiting, max(0.0, whole - waiting)
+    behind = backward * case.reductions if overlap and case.zero else 0.0
+    after = ranks.pass_round(weights, pieces) if case.zero else 0.0
+    return max(0.0, whole - behind) + after, min(whole, behind)
+
+
+def _behind_backward(case: Case, part: Sequence[Segment], ranks: Group, backward: float) -> float:
+    """Seconds from the end of the backward pass to the end of the last bucket's all-reduce."""
+    now = free = waiting_bytes = 0.0
+    rooflines = [_times(case, segment.backward) for segment in reversed(part)]
+    own = sum(float(times.sum()) for times in rooflines)
+    stretch = backward / own if own else 0.0
+    for segment, times in zip(reversed(part), rooflines, strict=True):
+        done = np.concatenate([[0.0], np.cumsum(times)]) * stretch
+        for operations, count in segment.ready:
+            waiting_bytes += count * case.gradient_bytes
+            if waiting_bytes >= case.bucket_bytes:
+                free = max(free, now + float(done[operations])) + ranks.all_reduce(waiting_bytes)
+                waiting_bytes = 0.0
+        now += float(done[-1])
+    if waiting_bytes:
+        free = max(free, now) + ranks.all_reduce(waiting_bytes)
+    return max(0.0, free - now)
+
+
+def _tensor_parallel(case: Case, part: Sequence[Segment]) -> float:
+    """Two all-reduces for each pass through a block (Shoeybi et al. 2019, arXiv 1909.08053)."""
+    if case.tensor == 1:
+        return 0.0
+    ranks = group(case.hardware, case.tensor, 1, case.world_size)
+    calls = 2 * case.passes * sum(segment.attentions for segment in part)
+    size = sum(s.output.at(case.rows) * s.attentions for s in part) * 2 * case.passes
+    return (case.steps + case.stages - 1) * ranks.all_reduce(size, calls)
+
+
+def _between_stages(case: Case, cuts: Sequence[tuple[Segment, ...]]) -> float:
+    """Activations forward and their gradients back."""
+    if case.stages == 1:
+        return 0.0
+    across = group(case.hardware, case.stages, case.tensor * case.data, case.world_size)
+    size = max((part[-1].output.at(case.rows) for part in cuts[:-1] if part), default=0.0)
+    return 2 * (case.steps + case.stages - 1) * (across.latency + size / across.bandwidth)
+
+
+def _pass_seconds(case: Case, part: Sequence[Segment], last: bool) -> tuple[float, float]:
+    """Forward and backward pass of one micro-batch."""
+    segments = [*part, *([case.model.loss] if last else [])]
+    forward = sum(float(_times(case, segment.forward).sum()) for segment in segments) / case.tensor
+    backward = sum(float(_times(case, segment.backward).sum()) for segment in segments) / case.tensor
+    if case.seconds_each is None:
+        return forward, backward
+    everything = [*case.model.segments, case.model.loss]
+    roofline = sum(float(_times(case, work).sum()) for s in everything for work in (s.forward, s.backward))
+    stretch = case.seconds_each * case.rows / roofline
+    return forward * stretch, backward * stretch
+
+
+def _times(case: Case, work: Work) -> np.ndarray[Any, np.dtype[np.float64]]:
+    """Seconds of each operation (Williams et al. 2009, doi:10.1145/1498765.1498785): computing or moving bytes, the longer."""
+    hardware = case.hardware
+    peak = (hardware.flops_short if case.model.bytes_each == 2 else hardware.flops_full) * hardware.compute_share
+    bandwidth = hardware.memory_bandwidth * hardware.transfer_share
+    result: np.ndarray[Any, np.dtype[np.float64]] = np.maximum(
+        work.flops(case.rows) / peak, work.moved(case.rows) / bandwidth
+    )
+    return result
+
+
+def _update(case: Case, held: float) -> float:
+    """The optimizer reads and writes its state; offloaded, on the host, after gradients went there and before weights return."""
+    hardware, zero = case.hardware, case.file.zero_optimization
+    mine = held / (case.data if case.zero else 1)
+    whole = 8.0 + 8.0 * (moments(case.file) + 1)
+    if case.zero and not case.replicas and zero.optimizer_device != "none":
+        moved = mine * (4.0 + case.model.bytes_each) / (hardware.host_bandwidth * hardware.transfer_share)
+        return moved + mine * whole / (hardware.host_memory_bandwidth * hardware.transfer_share)
+    return mine * whole / (hardware.memory_bandwidth * hardware.transfer_share)

@@ -1,0 +1,314 @@
+"""What one step of a model computes, keeps and exchanges, found by running it on torch's meta device: shapes without memory.
+
+Each operation's floating-point operations and bytes are affine in the number of samples of a micro-batch (weights are read once,
+activations once a sample), so two runs, of 2 and of 4 samples, give every size. Layers that are made by the same function and
+take the same shapes are run once: a GPT of 96 blocks costs as much as one of one block.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  # the name that every torch program uses
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves, tree_map
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from dsframe.data.loader import as_source
+from dsframe.engine import call
+from dsframe.errors import TaskError
+from dsframe.plan.model import Affine, Model, Segment, Work
+from dsframe.tasks.layers import Tied, TiedLayer, check_ties, make
+from dsframe.tasks.task import Task
+
+ROWS = (2, 4)
+"""Samples of the two runs. Not 1: BatchNorm refuses a single value."""
+
+_FREE = {"aten._unsafe_view.default", "aten.empty_like.default", "aten.empty.memory_format", "aten.detach_.default"}
+"""Neither read nor write memory, beside the views."""
+_RANDOM = {"normal_", "uniform_", "trunc_normal_", "bernoulli_", "random_"}
+
+
+def trace(task: Task, dtype: torch.dtype) -> Model:
+    """The model of ``task`` with parameters of ``dtype``. Nothing is allocated.
+
+    Raises TaskError where the model cannot run on the meta device: it reads numbers, as data-dependent branches do.
+    """
+    inputs, targets = example(task)
+    width = task.hidden_size
+    # Libraries that branch on numbers take another way while a compiler, which has none either, looks at them.
+    compiling = mock.patch("torch.compiler.is_compiling", return_value=True)
+    with torch.device("meta"), _NoNumbers(), compiling, torch.random.fork_rng(devices=[]):
+        try:
+            layers = task.layers()
+            if layers is None:
+                stages: list[tuple[Any, nn.Module, int, int]] = [(None, task.model(), 0, 0)]
+            else:
+                stages = _stages(layers, task.seed)
+            return _run(task, stages, inputs, targets, dtype, width, layered=layers is not None)
+        except (RuntimeError, NotImplementedError) as error:
+            text = " ".join(str(error).split())
+            raise TaskError(
+                f"the model cannot be run without numbers (torch's meta device), so it cannot be planned: {text}"
+            ) from error
+
+
+def example(task: Task) -> tuple[Any, Any]:
+    """Shapes of one sample, as the task tells them, else from its training data."""
+    told = task.example()
+    return told if told is not None else as_source(task.train_data(), task.seed).batch(torch.tensor([0]), 0)
+
+
+def _stages(layers: Sequence[Any], seed: int) -> list[tuple[Any, nn.Module, int, int]]:
+    """Key (equal: the same layer again), module, owned and shared elements of each layer. What repeats is made once."""
+    check_ties(layers)
+    made: dict[int, nn.Module] = {}
+    found: list[tuple[Any, nn.Module, int, int]] = []
+    for index, layer in enumerate(layers):
+        if isinstance(layer, Tied):
+            owner = found[layer.layer][1]
+            weight = owner.get_parameter(layer.weight)
+            found.append((None, TiedLayer(layer, weight), 0, weight.numel()))
+            continue
+        if id(layer) not in made:
+            made[id(layer)] = make(layers, index, seed)
+        found.append((id(layer), made[id(layer)], 1, 0))
+    return found
+
+
+def _run(
+    task: Task,
+    stages: Sequence[tuple[Any, nn.Module, int, int]],
+    inputs: Any,
+    targets: Any,
+    dtype: torch.dtype,
+    width: int | None,
+    *,
+    layered: bool,
+) -> Model:
+    for _, module, _, _ in stages:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtype)
+    flows = [_floats(_rows(inputs, rows), lambda tensor: tensor.to(dtype)) for rows in ROWS]
+    size = Affine(
+        0.0,
+        float(
+            sum(leaf.nbytes for leaf in tree_leaves((flows[0], _rows(targets, ROWS[0]))) if isinstance(leaf, Tensor))
+            / ROWS[0]
+        ),
+    )
+    segments: list[Segment] = []
+    known: dict[Any, tuple[Segment, list[Any]]] = {}
+    for key, module, owns, shared in stages:
+        name = (key, str(tree_map(_shape, flows[0])))
+        if key is not None and name in known:
+            segment, flows = known[name]
+        else:
+            runs = [_pass(module, flow, width) for flow in flows]
+            segment, flows = _segment(module, runs, bool(owns) or not layered, shared), [run.outputs for run in runs]
+            known[name] = segment, flows
+        segments.append(segment)
+    ends = []
+    for flow, rows in zip(flows, ROWS, strict=True):
+        head = _Loss(task, _rows(targets, rows))
+        ends.append(_pass(head, (flow,), width))
+    loss = _segment(nn.Identity(), ends, False, 0)
+    return Model(tuple(segments), loss, layered, dtype.itemsize, size)
+
+
+class _Loss(nn.Module):
+    """The task's loss as a last layer; outputs in fp32, as every engine hands them on."""
+
+    def __init__(self, task: Task, targets: Any) -> None:
+        super().__init__()
+        self._task, self._targets = task, targets
+
+    def forward(self, outputs: Any) -> Tensor:
+        return self._task.loss(_floats(outputs, lambda tensor: tensor.float()), self._targets)
+
+
+@dataclass
+class _Pass:
+    outputs: Any
+    forward: list[tuple[float, float]]
+    backward: list[tuple[float, float]]
+    ready: list[tuple[int, int]]
+    saved: float
+    saved_wide: float
+    output: float
+    scratch: float
+    attentions: int
+    heads: int
+
+
+def _pass(module: nn.Module, inputs: Any, width: int | None) -> _Pass:
+    """One forward and one backward pass."""
+    inputs = _floats(inputs, lambda tensor: tensor.detach().requires_grad_())
+    own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    kept: dict[int, tuple[Any, int, bool]] = {}
+    ready: list[tuple[int, int]] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage, storage.nbytes(), bool(tensor.ndim) and tensor.shape[-1] == width
+        return tensor
+
+    def note(parameter: Tensor) -> None:
+        ready.append((len(backward.operations), parameter.numel()))
+
+    hooks = [
+        p.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+        for p in module.parameters()
+        if p.requires_grad
+    ]
+    with (
+        _Attention() as attention,
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        _Count() as forward,
+    ):
+        outputs = call(module, inputs)
+    targets = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    with _Count() as backward:
+        if targets:
+            torch.autograd.backward(targets, [torch.empty_like(target) for target in targets])
+    for hook in hooks:
+        hook.remove()
+    for parameter in module.parameters():
+        parameter.grad = None
+    sizes = [leaf.nbytes for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    return _Pass(
+        tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs),
+        forward.operations,
+        backward.operations,
+        ready,
+        float(sum(size for _, size, _ in kept.values())),
+        float(sum(size for _, size, wide in kept.values() if wide)),
+        float(sum(sizes)),
+        max(forward.largest, backward.largest),
+        attention.calls,
+        attention.heads,
+    )
+
+
+def _segment(module: nn.Module, runs: Sequence[_Pass], owns: bool, shared: int) -> Segment:
+    first, second = runs
+    parameters = list(module.parameters())
+    return Segment(
+        parameters=sum(p.numel() for p in parameters if p.requires_grad) if owns else 0,
+        frozen=sum(p.numel() for p in parameters if not p.requires_grad) if owns else 0,
+        shared=shared,
+        buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
+        largest=max((sum(p.numel() for p in m.parameters(recurse=False)) for m in module.modules()), default=0),
+        forward=_work(first.forward, second.forward),
+        backward=_work(first.backward, second.backward),
+        ready=tuple(first.ready),
+        saved=_affine(first.saved, second.saved),
+        saved_wide=_affine(first.saved_wide, second.saved_wide),
+        output=_affine(first.output, second.output),
+        scratch=_affine(first.scratch, second.scratch),
+        attentions=first.attentions,
+        heads=first.heads,
+    )
+
+
+def _work(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> Work:
+    if len(first) != len(second):
+        raise TaskError(
+            f"the model does {len(first)} operations for {ROWS[0]} samples and {len(second)} for {ROWS[1]}: it cannot be planned"
+        )
+    table = np.zeros((len(first), 4))
+    for row, (one, two) in enumerate(zip(first, second, strict=True)):
+        for column in (0, 1):
+            found = _affine(one[column], two[column])
+            table[row, 2 * column : 2 * column + 2] = found.fixed, found.each
+    return Work(table)
+
+
+def _affine(first: float, second: float) -> Affine:
+    each = (second - first) / (ROWS[1] - ROWS[0])
+    return Affine(first - each * ROWS[0], each)
+
+
+def _rows(batch: Any, rows: int) -> Any:
+    return tree_map(
+        lambda leaf: (
+            torch.empty((rows, *leaf.shape[1:]), dtype=leaf.dtype, device="meta") if isinstance(leaf, Tensor) else leaf
+        ),
+        batch,
+    )
+
+
+def _floats(batch: Any, change: Any) -> Any:
+    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch)
+
+
+def _shape(leaf: Any) -> Any:
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
+
+
+class _NoNumbers(TorchFunctionMode):
+    """Skips filling with random numbers: on the meta device torch does it in Python, in seconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _RANDOM and args and isinstance(args[0], Tensor):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+class _Attention(TorchFunctionMode):
+    """Runs attention by the kernel that keeps no matrix of scores, as CPUs and GPUs do; the meta device would keep one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.heads = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+        query, key, value = (given[name] for name in ("query", "key", "value"))
+        if key.shape[-3] != query.shape[-3]:  # grouped queries
+            key, value = (t.repeat_interleave(query.shape[-3] // key.shape[-3], -3) for t in (key, value))
+        self.calls, self.heads = self.calls + 1, int(query.shape[-3])
+        mask = given.get("attn_mask")
+        mask = mask.to(query.dtype) if mask is not None else None
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(query, key, value, 0.0, bool(given.get("is_causal")), attn_mask=mask)[0]
+
+
+class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """FLOPs and bytes of every operation that is no view."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[tuple[float, float]] = []
+        self.largest = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.is_view or str(func) in _FREE:
+            return out
+        written = sum(leaf.nbytes for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+        read = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        self.operations.append((_flops(func, args, kwargs or {}, out), float(read + written)))
+        self.largest = max(self.largest, float(written))
+        return out
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    name = func.overloadpacket
+    if name is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+        return float(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))  # type: ignore[no-untyped-call]
+    if name is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return float(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))  # type: ignore[no-untyped-call]
+    count = flop_registry.get(name)
+    return float(count(*args, **kwargs, out_val=out)) if count else 0.0
