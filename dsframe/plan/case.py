@@ -77,8 +77,7 @@ class Case:
     @property
     def checkpointed(self) -> bool:
         """Whether blocks keep their inputs alone and compute the rest again."""
-        model = getattr(self.settings, "model", None)
-        return bool(getattr(model, "activation_checkpointing", False))
+        return bool(self.settings.model.activation_checkpointing)
 
     @property
     def passes(self) -> int:

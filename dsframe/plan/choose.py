@@ -56,13 +56,33 @@ def strategies(
     samples = as_written(config, model, hardware, world_size).prediction.batch.train_batch_size
     found = []
     for name, engine, patch in _candidates(config, model, hardware, world_size):
-        options = [
-            Strategy(name, file, predict(other, engine, model, hardware, world_size, seconds_each=seconds_each))
-            for file, other in _variants(config, engine, patch, samples, world_size)
-        ]
-        if options:
-            found.append(min(options, key=_rank))
+        own = _best(config, name, engine, patch, model, hardware, world_size, samples, seconds_each)
+        if own is not None and not own.prediction.fits and model.layered:
+            again = patch | {"dsframe": {"model": {"activation_checkpointing": True}}}
+            name += ", blocks computed twice"
+            own = _best(config, name, engine, again, model, hardware, world_size, samples, seconds_each) or own
+        if own is not None:
+            found.append(own)
     return sorted(found, key=_rank)
+
+
+def _best(
+    config: Config,
+    name: str,
+    engine: str,
+    patch: Patch,
+    model: Model,
+    hardware: Hardware,
+    world_size: int,
+    samples: int,
+    seconds_each: float | None,
+) -> Strategy | None:
+    """The patched file with its best micro-batch; None where there is none."""
+    options = [
+        Strategy(name, file, predict(other, engine, model, hardware, world_size, seconds_each=seconds_each))
+        for file, other in _variants(config, engine, patch, samples, world_size)
+    ]
+    return min(options, key=_rank, default=None)
 
 
 def _rank(strategy: Strategy) -> tuple[bool, float]:
@@ -118,10 +138,15 @@ def _variants(
     """The patched file with every micro-batch size that makes ``samples`` a step, as far as dsframe accepts it."""
     file = config.written()
     for key, value in patch.items():
+        if key == "dsframe":
+            continue
         file.pop(key, None)
         if value is not None:
             file[key] = value
-    file["dsframe"] = dict(file.get("dsframe", {})) | {"engine": engine}
+    section = dict(file.get("dsframe", {}))
+    for key, value in patch.get("dsframe", {}).items():
+        section[key] = dict(section.get(key, {})) | value
+    file["dsframe"] = section | {"engine": engine}
     for size in ("train_batch_size", "gradient_accumulation_steps"):
         file.pop(size, None)
     file["train_micro_batch_size_per_gpu"] = 1

@@ -78,7 +78,7 @@ def _stages(layers: Sequence[Any], seed: int) -> list[tuple[Any, nn.Module, int,
             found.append((None, TiedLayer(layer, weight), 0, weight.numel()))
             continue
         if id(layer) not in made:
-            made[id(layer)] = make(layers, index, seed)
+            made[id(layer)] = make(layer, index, seed)
         found.append((id(layer), made[id(layer)], 1, 0))
     return found
 
