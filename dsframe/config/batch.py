@@ -127,6 +127,13 @@ def check_groups(file: File, world_size: int, findings: Findings) -> None:
             f"{secondary} does not divide {world_size} processes: DeepSpeed raises",
             "the processes of a host are usual", code="world", at_value=True,
         )  # fmt: skip
+    shards = file.dsframe.fsdp
+    if file.dsframe.engine == "fsdp" and shards.sharding == "hybrid" and world_size % (shards.shard_size or 1):
+        sizes = ", ".join(map(str, divisors(world_size)))
+        findings.error(
+            ("dsframe", "fsdp", "shard_size"), f"{shards.shard_size} does not divide {world_size} processes",
+            f"choose one of {sizes}", code="world", at_value=True,
+        )  # fmt: skip
     data, sequence = file.data_parallel_size, file.sequence_parallel_size
     if data and sequence and data * sequence != world_size:
         findings.error(

@@ -120,9 +120,13 @@ def _optimizer(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
         yield "fp16_compression", ("dsframe", "horovod", "compression"), "fp16 compression"
     if settings.on_nonfinite == "skip":
         yield "skip_nonfinite", ("dsframe", "on_nonfinite"), "skipping updates that are not finite"
+    if settings.ddp.communication != "none":
+        yield "gradient_hook", ("dsframe", "ddp", "communication"), f"communication by {settings.ddp.communication}"
     kind = file.optimizer.type.lower() if file.optimizer else ""
     if kind in ("lamb", "lion", "muon"):
         yield kind, ("optimizer", "type"), kind.capitalize()
+    if kind in ("adafactor", "rprop"):
+        yield "whole_parameters", ("optimizer", "type"), f"{kind.capitalize()}, which looks at whole parameters,"
     if kind in ("muadam", "muadamw", "musgd"):
         yield "muadam", ("optimizer", "type"), "an optimizer of the package mup"
 

@@ -209,7 +209,29 @@ def _dsframe(bench: Judge) -> None:
         ):
             if bench.wrote("dsframe", "task", key) and dataset not in homes:
                 bench.idle(("dsframe", "task", key), f'has no effect with dataset "{dataset}"')
+    _engines(bench)
     for engine in get_args(EngineName):
         name = engine.removeprefix("reference-").replace("-", "_")
         if bench.wrote("dsframe", name) and settings.engine not in ("auto", engine):
             bench.findings.note(("dsframe", name), f'has no effect with engine "{settings.engine}"', code="no-effect")
+
+
+def _engines(bench: Judge) -> None:
+    file, ddp, fsdp = bench.file, bench.file.dsframe.ddp, bench.file.dsframe.fsdp
+    path: tuple[str, ...] = ("dsframe", "ddp", "communication")
+    if ddp.communication == "power_sgd":
+        half = file.torch_autocast.enabled and _SHORT.get(f"{file.torch_autocast.dtype}") == "fp16"
+        if file.fp16.enabled or half or file.dsframe.on_nonfinite == "skip":
+            message = "power_sgd would carry what is not finite in one step, and left out of it, into all others"
+            bench.conflict(path, message, 'use bf16 or fp32, "on_nonfinite": "stop", or another communication')
+        bench.findings.note(
+            path,
+            "power_sgd keeps what it has not sent yet in memory, not in checkpoints: a resumed run starts it anew, and its "
+            "losses are not those of a run that was never interrupted",
+            code="resume",
+        )
+    for key in ("power_sgd_rank", "power_sgd_start_step"):
+        if bench.wrote("dsframe", "ddp", key) and ddp.communication != "power_sgd":
+            bench.idle(("dsframe", "ddp", key), f'has no effect with communication "{ddp.communication}"')
+    if bench.wrote("dsframe", "fsdp", "shard_size") and fsdp.sharding == "full":
+        bench.idle(("dsframe", "fsdp", "shard_size"), 'has no effect with sharding "full"')

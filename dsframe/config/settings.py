@@ -179,6 +179,14 @@ class Ddp(Section):
     """Gradients live in the buckets: less memory."""
     find_unused_parameters: bool = False
     """Look, at each step, for parameters that take no part in the loss. Slower; without it such a model is refused."""
+    communication: Literal["none", "fp16", "bf16", "power_sgd"] = "none"
+    """How gradients are sent: as they are; rounded to 16 bits and added up so (``fp16`` ends at 65,504); or by ``power_sgd``,
+    as products of two narrow matrices, with what that leaves out added to the next step's (Vogels et al. 2019,
+    arXiv 1905.13727)."""
+    power_sgd_rank: Count = 1
+    """Columns of the two matrices."""
+    power_sgd_start_step: Annotated[int, Field(strict=True, ge=2)] = 1000
+    """Steps before the first one that is compressed: gradients change most at the beginning."""
 
 
 class Fsdp(Section):

@@ -27,7 +27,7 @@ _PLACEMENT = frozenset(
 _MODELS_OWN = frozenset({"activation_checkpointing"})
 # What only watches the training.
 _OBSERVERS = frozenset({"flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger"})
-_REPLICA = frozenset({"fp16", "bf16", "autocast"})
+_REPLICA = frozenset({"fp16", "bf16", "autocast", "whole_parameters"})
 # How one model is cut among ranks: where it lives as well, but ranks that share a model also share their samples.
 _CUTS = frozenset({"pipeline", "tensor_parallel"})
 # What no engine can do yet, and why.
@@ -89,6 +89,7 @@ TABLE: dict[str, Entry] = {
         otherwise={
             "adasum": "combines updates as only Horovod does",
             "fp16_compression": "is Horovod's; DeepSpeed's is communication_data_type",
+            "gradient_hook": "is DDP's; DeepSpeed's is communication_data_type",
         },
         variants={"pipeline": "dsframe.engines.pipeline:PipelineEngine"},
     ),
@@ -101,13 +102,13 @@ TABLE: dict[str, Entry] = {
     ),
     "ddp": Entry(
         "dsframe.engines.ddp:DdpEngine",
-        honours=_REPLICA | {"gradient_sum", "skip_nonfinite"},
+        honours=_REPLICA | {"gradient_sum", "skip_nonfinite", "gradient_hook"},
         replicates=_PLACEMENT | _CUTS,
         ignores=_OBSERVERS | _MODELS_OWN,
     ),
     "fsdp": Entry(
         "dsframe.engines.fsdp:FsdpEngine",
-        honours=_REPLICA | {"gradient_sum", "skip_nonfinite", "zero3"},
+        honours=_REPLICA - {"whole_parameters"} | {"gradient_sum", "skip_nonfinite", "zero3"},
         replicates=_PLACEMENT - {"zero3"} | _CUTS,
         ignores=_OBSERVERS | _MODELS_OWN,
         holds="shares of everything on every rank, as at ZeRO stage 3 and where dsframe.fsdp says,",

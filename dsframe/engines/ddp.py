@@ -3,16 +3,22 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from contextlib import AbstractContextManager
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 
+import torch
 from torch import Tensor, nn
+from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
+from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from dsframe import process_group
+from dsframe.checkpoint.state import SavedState
 from dsframe.engine import Inputs, Plan, StepResult
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
+
+_HOOKS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 
 
 class DdpEngine(ReplicaEngine):
@@ -23,12 +29,17 @@ class DdpEngine(ReplicaEngine):
         process_group.open_process_group(plan.world, plan.device)
         if plan.config.deepspeed.gradient_allreduce_op == "sum":
             self.gradient_factor = float(plan.world.size)  # DDP averages
+        self._graph_known = not plan.config.settings.ddp.static_graph
         super().__init__(plan)
 
     @property
     def description(self) -> str:
         """For the first line of a run."""
-        return "PyTorch DDP"
+        settings = self.plan.config.settings.ddp
+        if settings.communication == "none":
+            return "PyTorch DDP"
+        rank = f" of rank {settings.power_sgd_rank}" if settings.communication == "power_sgd" else ""
+        return f"PyTorch DDP, gradients sent by {settings.communication}{rank}"
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         settings = self.plan.config.settings.ddp
@@ -42,12 +53,48 @@ class DdpEngine(ReplicaEngine):
         )
         if self._masters:
             self._masters.take_weights()  # DDP has just made the model rank 0's everywhere
+        if settings.communication in _HOOKS:
+            hook = _HOOKS[settings.communication]
+            # By another name: DDP refuses torch's own bf16 hook without NCCL, though Gloo adds bf16 up as well.
+            wrapped.register_comm_hook(None, lambda _, bucket: hook(None, bucket))
+        elif settings.communication == "power_sgd":
+            self._power_sgd = self._fresh_power_sgd(0)
+            wrapped.register_comm_hook(None, lambda _, bucket: self._send_by_power_sgd(bucket))
         return wrapped
+
+    def _fresh_power_sgd(self, updates: int) -> PowerSGDState:
+        """PowerSGD with nothing in its memory. DDP arranges its buckets anew after the first step: two must pass before."""
+        settings = self.plan.config.settings.ddp
+        state = PowerSGDState(
+            None,
+            matrix_approximation_rank=settings.power_sgd_rank,
+            start_powerSGD_iter=settings.power_sgd_start_step,
+            orthogonalization_epsilon=1e-8,  # a gradient of less than full rank has columns of zeros to be divided by
+            random_seed=self.plan.seed,
+        )
+        state.iter = min(updates, settings.power_sgd_start_step - 2)
+        return state
+
+    def _send_by_power_sgd(self, bucket: Any) -> torch.futures.Future[Tensor]:
+        sent: torch.futures.Future[Tensor] = powerSGD_hook(self._power_sgd, bucket)
+        if self.plan.device.type == "cpu":
+            # Its later rounds start on Gloo's threads as they come to it: with two buckets under way ranks would send them in
+            # different orders, or have every thread wait for one that none is left to send.
+            sent.wait()
+        return sent
+
+    def load_state(self, saved: SavedState) -> None:
+        """Every rank reads the same; what PowerSGD had kept back is not in it."""
+        super().load_state(saved)
+        if self.plan.config.settings.ddp.communication == "power_sgd":
+            self._power_sgd = self._fresh_power_sgd(saved.updates)
 
     def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
         """**Collective.** As for every replica. Raises EngineError where a parameter takes no part in the loss."""
         try:
-            return super().train_step(micro_batches)
+            result = super().train_step(micro_batches)
+            self._graph_known = True
+            return result
         except RuntimeError as error:
             if "Expected to have finished reduction" not in str(error):
                 raise
@@ -57,7 +104,9 @@ class DdpEngine(ReplicaEngine):
             ) from error
 
     def _accumulating(self) -> AbstractContextManager[Any]:
-        return cast(DistributedDataParallel, self.module).no_sync()
+        # torch 2.13 learns a static graph from the first backward pass, and fails where that pass sends nothing. Sending more
+        # often changes nothing: what was averaged stays as it is when it is averaged again.
+        return cast(DistributedDataParallel, self.module).no_sync() if self._graph_known else nullcontext()
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """**Collective.** Element-wise sum over the ranks."""

@@ -79,8 +79,10 @@ class FsdpEngine(ReplicaEngine):
             "mp_policy": MixedPrecisionPolicy(bits, torch.float32, cast_forward_inputs=False),
             "offload_policy": offload if self._settings.offload == "cpu" else OffloadPolicy(),
         }
+        self._ran: set[nn.Module] = set()
         for unit in units:
             fully_shard(unit, **options, reshard_after_forward=self._settings.reshard_after_forward)
+            unit.register_forward_hook(lambda module, *_: self._ran.add(module))
         fully_shard(model, **options)
         cast(FSDPModule, model).set_reduce_scatter_unused_params(
             True
@@ -89,10 +91,13 @@ class FsdpEngine(ReplicaEngine):
 
     @contextmanager
     def _whole_gradients(self) -> Iterator[None]:
-        root = cast(FSDPModule, self.model)
-        root.set_requires_gradient_sync(False)
+        # torch 2.13 fails where a unit that has never run is to keep its gradients whole.
+        units = [cast(FSDPModule, module) for module in (self.model, *self._ran)]
+        for unit in units:
+            unit.set_requires_gradient_sync(False, recurse=False)
         yield
-        root.set_requires_gradient_sync(True)
+        for unit in units:
+            unit.set_requires_gradient_sync(True, recurse=False)
 
     def _accumulating(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._settings.accumulate == "shards" else self._whole_gradients()

@@ -1,0 +1,232 @@
+"""What test_options.py runs on two ranks: settings of DDP and FSDP do what they say, each engine beside the others.
+
+    python -m tests.engines.options
+
+One process group serves all engines, because a rendezvous is good for one only.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dsframe import engines, optimizers, process_group, schedules
+from dsframe import world as worlds
+from dsframe.checkpoint.state import Snapshot
+from dsframe.config import Facts, load
+from dsframe.engine import Engine, Plan
+from dsframe.errors import EngineError
+from dsframe.report.communication import Communication
+from dsframe.tasks import Task
+
+HERE, STEPS, ROWS = worlds.here(), 5, 16
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm, self.wide, self.narrow = nn.LayerNorm(13), nn.Linear(13, 31), nn.Linear(31, 13)
+
+    def forward(self, stream: Tensor) -> Tensor:
+        return stream + self.narrow(torch.tanh(self.wide(self.norm(stream))))
+
+
+class Idle(nn.Linear):
+    """A unit that no forward pass comes to."""
+
+
+class Parts(nn.Module):
+    """Everything that is hard to cut: sizes that nothing divides, tied weights, a frozen one, and ones that are not used."""
+
+    def __init__(self, scalar: bool) -> None:
+        super().__init__()
+        self.table = nn.Embedding(29, 13)
+        self.blocks = nn.ModuleList(Block() for _ in range(3))
+        self.blocks[1].norm.weight.requires_grad_(False)
+        self.head = nn.Linear(13, 29, bias=False)
+        self.head.weight = self.table.weight
+        self.scale = nn.Parameter(torch.ones(() if scalar else 1))
+        self.first_rank_only, self.nobody = nn.Linear(13, 13), Idle(13, 5)
+        self.register_buffer("mask", torch.ones(13, dtype=torch.bool))
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        stream = self.table(tokens) * self.mask
+        for block in self.blocks:
+            stream = block(stream)
+        if HERE.rank == 0:
+            stream = stream + self.first_rank_only(stream)
+        return self.head(stream * self.scale)
+
+
+class Plain(nn.Sequential):
+    def __init__(self) -> None:
+        super().__init__(nn.Embedding(29, 13), Block(), Block(), nn.Linear(13, 29))
+
+
+class Next(Task):
+    def __init__(self, make: type[nn.Module], *arguments: bool) -> None:
+        self.make, self.arguments = make, arguments
+
+    def model(self) -> nn.Module:
+        return self.make(*self.arguments)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+
+def make(task: Task, engine: str, **settings: object) -> Engine:
+    file = {
+        "train_batch_size": ROWS,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0.3,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        "dsframe": {"engine": engine, engine: settings},
+    }
+    config = load(file).resolve(Facts(HERE.size, replicas=True))
+    optimizer, rates = optimizers.read(config), schedules.constant(0.01)
+    plan = Plan(config, HERE, task, optimizer, rates, config.batch(HERE.size), process_group.device_of(HERE))
+    return engines.load(engine, config)(plan)
+
+
+def batches(step: int) -> Iterator[tuple[Tensor, Tensor]]:
+    tokens = torch.randint(29, (2, HERE.size, ROWS // 2 // HERE.size, 7), generator=torch.Generator().manual_seed(step))
+    for micro in tokens:
+        yield micro[HERE.rank], micro[HERE.rank].roll(1)
+
+
+def steps(engine: Engine, first: int = 0) -> list[float]:
+    """Loss and gradient norm of each step."""
+    found = []
+    for step in range(first, first + STEPS):
+        result = engine.train_step(batches(step))
+        assert result.gradient_norm is not None
+        loss = engine.sum_over_ranks(result.loss.double().reshape(1))
+        found += [float(loss) / HERE.size, float(result.gradient_norm)]
+    return found
+
+
+def far(left: list[float], right: list[float]) -> float:
+    return max(abs(a - b) for a, b in zip(left, right, strict=True))
+
+
+def traffic(engine: Engine) -> tuple[int, int]:
+    """Collectives of gradients in one step, and their bytes."""
+    with Communication() as sent:
+        engine.train_step(batches(99))
+    kinds = [sent.by_kind[kind] for kind in ("all-reduce", "reduce-scatter") if kind in sent.by_kind]
+    return sum(one.calls for one in kinds), sum(one.payload_bytes for one in kinds)
+
+
+def refusal(task: Task, **settings: object) -> str:
+    try:
+        make(task, "fsdp", **settings)
+    except EngineError as error:
+        return str(error)
+    raise AssertionError(f"nothing was refused: {settings}")
+
+
+def check_fsdp() -> None:
+    ddp = make(Next(Parts, False), "ddp", find_unused_parameters=True)
+    before, expected, after = Snapshot(ddp.state()), steps(ddp), Snapshot(ddp.state())
+    counts = []
+    for settings in (
+        {},
+        {"wrap": ["Block", "Embedding", "Idle"], "offload": "cpu", "reshard_after_forward": False},
+        {"sharding": "hybrid", "shard_size": 1, "accumulate": "shards"},
+    ):
+        fsdp = make(Next(Parts, False), "fsdp", **settings)
+        model = fsdp.model  # type: ignore[attr-defined]
+        assert far(steps(fsdp), expected) < 2e-6, settings
+        assert dict(fsdp.state().aliases) == {"head.weight": "table.weight"}
+        assert model.head.weight is model.table.weight
+        own = Snapshot(fsdp.state())
+        assert list(own.shapes) == list(after.shapes)
+        for name in after.shapes:
+            assert (own.parameter(name).weight - after.parameter(name).weight).abs().max() < 2e-6, name
+        frozen = "blocks.1.norm.weight"
+        assert own.parameter(frozen).weight.equal(before.parameter(frozen).weight)
+        counts.append(traffic(fsdp)[0])
+        if "sharding" not in settings:
+            held = [(p.numel(), p.to_local().numel(), p.shape[0]) for p in model.parameters()]
+            assert all(
+                local in (whole // rows * (rows // 2), whole // rows * -(-rows // 2)) for whole, local, rows in held
+            )
+    assert counts[2] > 1.5 * counts[0], "reduced after each micro-batch"
+    assert refusal(Next(Parts, False), wrap=["Blok"]).startswith(
+        "fsdp.wrap: this model has no Blok; it has Linear (8), "
+    )
+    assert "scale has none: make its shape [1]" in refusal(Next(Parts, True))
+
+
+def check_ddp() -> None:
+    def plain(**settings: object) -> tuple[Engine, list[float]]:
+        engine = make(Next(Plain), "ddp", **settings)
+        return engine, steps(engine)
+
+    engine, expected = plain()
+    calls, payload = traffic(engine)
+    assert calls == 1
+    small, losses = plain(bucket_cap_megabytes=0.002)
+    assert far(losses, expected) < 2e-6
+    assert traffic(small) == (3, payload), traffic(small)
+    assert far(plain(static_graph=True)[1], expected) < 2e-6
+    for view in (True, False):
+        engine, losses = plain(gradient_as_bucket_view=view)
+        assert far(losses, expected) < 2e-6
+        storages: set[int] = set()
+        with mock.patch.object(engine, "_pieces", lambda engine=engine, seen=storages: spy(engine, seen)):
+            engine.train_step(batches(0))
+        assert (len(storages) == 1) == view, "gradients lie in the bucket"
+    for kind in ("fp16", "bf16"):
+        engine, losses = plain(communication=kind)
+        assert 1e-7 < far(losses, expected) < 2e-3, kind
+        assert traffic(engine) == (1, payload / 2), kind
+    check_power_sgd(payload, expected)
+
+
+def spy(engine: Engine, seen: set[int]) -> list[Tensor]:
+    gradients: list[Tensor] = type(engine)._pieces(engine)  # type: ignore[attr-defined]
+    seen |= {gradient.untyped_storage().data_ptr() for gradient in gradients}
+    return gradients
+
+
+def check_power_sgd(payload: int, expected: list[float]) -> None:
+    """Several buckets, whose rounds must not overtake each other; and twice the same from one checkpoint."""
+    settings = {
+        "communication": "power_sgd",
+        "power_sgd_rank": 2,
+        "power_sgd_start_step": 3,
+        "bucket_cap_megabytes": 0.002,
+    }
+    engine = make(Next(Plain), "ddp", **settings)
+    losses = steps(engine)
+    assert far(losses[:6], expected[:6]) < 2e-6, "three steps are sent as they are"
+    assert 1e-5 < far(losses, expected) < 0.5
+    assert traffic(engine)[1] < payload / 2
+    kept = Snapshot(engine.state())
+    twice = []
+    for _ in range(2):
+        engine.load_state(kept)
+        twice.append(steps(engine, STEPS))
+    assert twice[0] == twice[1]
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    process_group.open_process_group(HERE, process_group.device_of(HERE))
+    with mock.patch.object(process_group, "open_process_group"):
+        check_fsdp()
+        check_ddp()
+    dist.barrier()
+    if HERE.is_main:
+        print("all options do what they say")
+    os._exit(0)
+
+
+if __name__ == "__main__":
+    main()
