@@ -220,16 +220,17 @@ def _engines(bench: Judge) -> None:
     file, ddp, fsdp = bench.file, bench.file.dsframe.ddp, bench.file.dsframe.fsdp
     path: tuple[str, ...] = ("dsframe", "ddp", "communication")
     if ddp.communication == "power_sgd":
-        half = file.torch_autocast.enabled and _SHORT.get(f"{file.torch_autocast.dtype}") == "fp16"
+        cast = f"{file.torch_autocast.dtype}"
+        half = file.torch_autocast.enabled and _SHORT.get(cast, cast) == "fp16"
         if file.fp16.enabled or half or file.dsframe.on_nonfinite == "skip":
             message = "power_sgd would carry what is not finite in one step, and left out of it, into all others"
             bench.conflict(path, message, 'use bf16 or fp32, "on_nonfinite": "stop", or another communication')
-        bench.findings.note(
+        bench.findings.warning(
             path,
             "power_sgd keeps what it has not sent yet in memory, not in checkpoints: a resumed run starts it anew, and its "
             "losses are not those of a run that was never interrupted",
-            code="resume",
-        )
+            "choose another for runs that are resumed", code="resume", at_value=True,
+        )  # fmt: skip
     for key in ("power_sgd_rank", "power_sgd_start_step"):
         if bench.wrote("dsframe", "ddp", key) and ddp.communication != "power_sgd":
             bench.idle(("dsframe", "ddp", key), f'has no effect with communication "{ddp.communication}"')

@@ -96,6 +96,14 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("mup takes what it is given", {"optimizer": {"type": "MuAdam", "params": {"anything": 1}}}, []),
     ("a schedule with everything", {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}}, []),
     ("torch's schedule without ZeRO", {"scheduler": {"type": "StepLR", "params": {"step_size": 2}}}, []),
+    # Engines
+    ("PowerSGD", ours(ddp={"communication": "power_sgd", "power_sgd_rank": 2}), ["W resume dsframe.ddp.communication"]),
+    ("PowerSGD in fp16", {"fp16": {"enabled": True}, **ours(ddp={"communication": "power_sgd"})}, ["E conflict dsframe.ddp.communication", "W resume dsframe.ddp.communication"]),
+    ("PowerSGD under autocast to fp16", {"torch_autocast": {"enabled": True, "dtype": "fp16"}, **ours(ddp={"communication": "power_sgd"})}, ["E conflict dsframe.ddp.communication", "W resume dsframe.ddp.communication"]),
+    ("PowerSGD and skipping", ours(on_nonfinite="skip", ddp={"communication": "power_sgd"}), ["E conflict dsframe.ddp.communication", "W resume dsframe.ddp.communication"]),
+    ("PowerSGD too early", ours(ddp={"communication": "power_sgd", "power_sgd_start_step": 1}), ["E range dsframe.ddp.power_sgd_start_step"]),
+    ("a rank without PowerSGD", ours(ddp={"power_sgd_rank": 2}), ["W no-effect dsframe.ddp.power_sgd_rank"]),
+    ("a shard size without hybrid sharding", ours(engine="fsdp", fsdp={"shard_size": 2}), ["W no-effect dsframe.fsdp.shard_size"]),
     # Data
     ("dynamic batching without a budget", data(data_sampling={"enabled": True, "dynamic_batching": {"enabled": True}}), ["E conflict data_efficiency.data_sampling.dynamic_batching"]),
     ("sampling inside what is off", {"data_efficiency": {"data_sampling": {"enabled": True}}}, ["W no-effect data_efficiency.data_sampling"]),

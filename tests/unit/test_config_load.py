@@ -341,6 +341,11 @@ def test_batch_sizes_that_cannot_be(given: dict[str, Any], world: int, message: 
             4,
             "data_parallel_size: 4 x sequence_parallel_size 2 is not 4 processes: DeepSpeed raises; write 2",
         ),
+        (
+            {MICRO: 1, "dsframe": {"engine": "fsdp", "fsdp": {"sharding": "hybrid", "shard_size": 4}}},
+            6,
+            "dsframe.fsdp.shard_size: 4 does not divide 6 processes; choose one of 1, 2, 3, 6",
+        ),
     ],
 )
 def test_groups_that_cannot_be(given: dict[str, Any], world: int, message: str) -> None:
