@@ -210,6 +210,12 @@ def _dsframe(bench: Judge) -> None:
             if bench.wrote("dsframe", "task", key) and dataset not in homes:
                 bench.idle(("dsframe", "task", key), f'has no effect with dataset "{dataset}"')
     _engines(bench)
+    if settings.engine == "reference-model-parallel" and bench.file.pipeline.stages == 1:
+        bench.conflict(
+            ("dsframe", "engine"),
+            "it cuts the model into pipeline.stages, one for each process, and there is 1",
+            'add "pipeline": {"stages": 2}',
+        )
     for engine in get_args(EngineName):
         name = engine.removeprefix("reference-").replace("-", "_")
         if bench.wrote("dsframe", name) and settings.engine not in ("auto", engine):

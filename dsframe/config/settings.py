@@ -19,6 +19,7 @@ EngineName = Literal[
     "reference-allreduce",
     "reference-parameter-averaging",
     "reference-parameter-server",
+    "reference-model-parallel",
     "reference-dataparallel",
 ]
 """The engines, by name; ``auto`` follows the launcher."""

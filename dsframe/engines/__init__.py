@@ -144,6 +144,13 @@ TABLE: dict[str, Entry] = {
         otherwise={"fp16": "would need the server to tell everybody about overflows"},
         holds="all optimizer state on rank 0 and the whole model on every rank",
     ),
+    "reference-model-parallel": Entry(
+        "dsframe.engines.references.modelparallel:ModelParallelEngine",
+        honours=_REPLICA | {"gradient_sum", "skip_nonfinite", "pipeline"},
+        replicates=_PLACEMENT,
+        ignores=_OBSERVERS | _MODELS_OWN,
+        holds="some layers, with all their state, on each rank",
+    ),
     "reference-dataparallel": Entry(
         "dsframe.engines.references.dataparallel:DataParallelEngine",
         honours=_REPLICA | {"gradient_sum", "skip_nonfinite"},

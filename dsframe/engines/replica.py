@@ -114,14 +114,19 @@ class ReplicaEngine(Engine):
         total: Tensor | None = None
         for index, (inputs, targets) in enumerate(micro_batches, start=1):
             with nullcontext() if index == steps else self._accumulating():
-                loss = self.plan.task.loss(self._forward(self.module, inputs), targets)
-                (loss * factor if factor != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
-            total = loss.detach() if total is None else total + loss.detach()
+                loss = self._pass(inputs, targets, factor)
+            total = loss if total is None else total + loss
         assert total is not None
         if self._masters:
             self._masters.take_gradients()
         self._synchronize()
         return self._update(total / steps, rates.learning_rate, scale)
+
+    def _pass(self, inputs: Inputs, targets: Any, factor: float) -> Tensor:
+        """Forward and backward of one micro-batch, whose loss counts ``factor`` times; the loss itself, detached."""
+        loss = self.plan.task.loss(self._forward(self.module, inputs), targets)
+        (loss * factor if factor != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
+        return loss.detach()
 
     def _update(self, loss: Tensor, learning_rate: float, scale: float) -> StepResult:
         for parameter in self._parameters:

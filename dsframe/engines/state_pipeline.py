@@ -21,7 +21,7 @@ class Column:
     """The ranks that together hold one model: one of each stage."""
 
     def __init__(self, group: Any, ranks: Sequence[int], rank: int, device: torch.device) -> None:
-        """``group``: of torch.distributed, with ``ranks`` in the order of stages; ``rank`` is this process's."""
+        """``group``: of torch.distributed (None: all), with ``ranks`` in the order of stages; ``rank`` is this process's."""
         self._group, self._ranks, self._rank, self._device = group, ranks, rank, device
 
     def parameters(self, own: Iterable[ParameterState], borrowed: frozenset[str]) -> Iterator[ParameterState]:

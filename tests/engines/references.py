@@ -1,4 +1,4 @@
-"""What test_references.py runs on every rank: the textbook engines of several processes beside DDP, on the same samples.
+"""What test_references.py runs on every rank: the contract of the textbook engines, and their training beside DDP's.
 
 torchrun --nproc-per-node=2 -m tests.engines.references REPORT.json
 """
@@ -15,7 +15,7 @@ import torch
 from dsframe.checkpoint.state import Snapshot
 from dsframe.engine import Engine
 from dsframe.train import leave_at_once
-from tests.contract import make, micro_batches
+from tests.contract import CHECKS, make, micro_batches
 from tests.engines.several import one_process_group
 
 ADAM = {
@@ -26,12 +26,15 @@ ADAM = {
 }
 SGD = {**ADAM, "gradient_clipping": 0, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
 BF16 = {"bf16": {"enabled": True}}
+FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+STAGES = {"pipeline": {"stages": 2}}
 EVERY_2 = {"dsframe": {"parameter_averaging": {"every_steps": 2}}}
 AVERAGING = "reference-parameter-averaging"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", ADAM),
     "all-reduce": ("reference-allreduce", ADAM),
     "server": ("reference-parameter-server", ADAM),
+    "model parallel": ("reference-model-parallel", ADAM | STAGES),
     "ddp bf16": ("ddp", ADAM | BF16),
     "server bf16": ("reference-parameter-server", ADAM | BF16),
     "ddp sgd": ("ddp", SGD),
@@ -39,6 +42,14 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "averaging": (AVERAGING, ADAM),
     "averaging every 2": (AVERAGING, SGD | EVERY_2),
 }
+
+CONTRACTS: tuple[tuple[str, dict[str, Any]], ...] = (
+    ("reference-allreduce", ADAM | FP16),
+    (AVERAGING, ADAM | EVERY_2),
+    ("reference-parameter-server", ADAM),
+    ("reference-model-parallel", ADAM | STAGES | FP16),
+)
+"""Engines, and files on which they keep the rules of tests/contract.py."""
 
 
 def steps(engine: Engine, first: int, last: int) -> list[float]:
@@ -51,7 +62,9 @@ def steps(engine: Engine, first: int, last: int) -> list[float]:
 
 
 def apart(engine: Any) -> float:
-    """How far this rank's weights are from the ranks' mean, at most over the ranks."""
+    """How far this rank's weights are from the ranks' mean, summed over the ranks; 0 where ranks have different ones."""
+    if engine.plan.batch.data_parallel_size == 1:
+        return 0.0
     weights = torch.cat([p.detach().double().flatten() for p in engine.model.parameters()])
     mean = engine.sum_over_ranks(weights) / engine.plan.world.size
     return float(engine.sum_over_ranks((weights - mean).abs().max().reshape(1)))
@@ -84,6 +97,10 @@ def measure(name: str, file: dict[str, Any]) -> dict[str, Any]:
 
 def main(path: str) -> None:
     with one_process_group():
+        for name, file in CONTRACTS:
+            made = make(file, name)
+            for check in CHECKS:
+                check(made)
         report = {case: measure(name, file) for case, (name, file) in CASES.items()}
         if torch.distributed.get_rank() == 0:
             Path(path).write_text(json.dumps(report))

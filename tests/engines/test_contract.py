@@ -10,6 +10,7 @@ import pytest
 
 from dsframe.engines import TABLE
 from tests.contract import CHECKS
+from tests.engines.references import CONTRACTS
 from tests.processes import run_ranks, torchrun
 
 FILE = {
@@ -56,13 +57,6 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         },
     ),
     "single": ("single", 1, {}),
-    "reference all-reduce fp16": ("reference-allreduce", 2, FP16),
-    "reference averaging": (
-        "reference-parameter-averaging",
-        2,
-        {"dsframe": {"parameter_averaging": {"every_steps": 2}}},
-    ),
-    "reference server": ("reference-parameter-server", 3, {"train_batch_size": 24}),
     "reference dataparallel": ("reference-dataparallel", 1, {}),
     "single bf16": ("single", 1, BF16),
 }
@@ -78,4 +72,4 @@ def test_contract(case: str, tmp_path: Path) -> None:
 
 
 def test_no_engine_is_left_out() -> None:
-    assert {engine for engine, _, _ in CASES.values()} == set(TABLE)
+    assert {engine for engine, _, _ in CASES.values()} | {engine for engine, _ in CONTRACTS} == set(TABLE)

@@ -12,7 +12,7 @@ from tests.processes import run_ranks, torchrun
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
-    """One job for all of them: tests/engines/references.py."""
+    """One job for all of them: tests/engines/references.py, which also checks that each keeps the engines' contract."""
     file = tmp_path_factory.mktemp("references") / "report.json"
     run_ranks(torchrun(2, ["-m", "tests.engines.references", str(file)]), timeout_seconds=150).check()
     found: dict[str, Any] = json.loads(file.read_text())
@@ -28,6 +28,7 @@ def largest(left: list[float], right: list[float]) -> float:
     [
         ("all-reduce", "ddp", 1e-6),
         ("server", "ddp", 1e-6),
+        ("model parallel", "ddp", 1e-6),
         ("server bf16", "ddp bf16", 5e-4),
         ("averaging sgd", "ddp sgd", 1e-6),
     ],
@@ -58,7 +59,8 @@ def test_the_server_alone_keeps_the_optimizers_state(report: dict[str, Any]) -> 
 
 
 @pytest.mark.parametrize(
-    ("case", "bound"), [("all-reduce", 0.0), ("server", 0.0), ("server bf16", 0.0), ("averaging sgd", 1e-6)]
+    ("case", "bound"),
+    [("all-reduce", 0.0), ("server", 0.0), ("model parallel", 0.0), ("server bf16", 0.0), ("averaging sgd", 1e-6)],
 )
 def test_state_goes_out_and_in_again(report: dict[str, Any], case: str, bound: float) -> None:
     assert report[case]["read_back"] == 0.0

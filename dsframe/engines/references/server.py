@@ -12,18 +12,16 @@ gradients are added. All-reduce has replaced it:
 
 from __future__ import annotations
 
-import json
-from collections.abc import Iterable, Iterator
 from dataclasses import replace
 
 import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsframe.checkpoint.share import share
-from dsframe.checkpoint.state import EngineState, ParameterState, SavedState
+from dsframe.checkpoint.state import EngineState, SavedState
 from dsframe.engine import StepResult
 from dsframe.engines.references.common import ReferenceEngine
+from dsframe.engines.state_pipeline import Column
 
 
 class ParameterServerEngine(ReferenceEngine):
@@ -81,19 +79,9 @@ class ParameterServerEngine(ReferenceEngine):
                 dist.recv(parameter.data, 0)
 
     def state(self) -> EngineState:
-        """**Collective** to read to its end: rank 0 tells the others what its optimizer holds, one parameter at a time."""
-        own = super().state()
-        return replace(own, parameters=self._told(own.parameters))
-
-    def _told(self, parameters: Iterable[ParameterState]) -> Iterator[ParameterState]:
-        for one in parameters:
-            shapes = {key: list(moment.shape) for key, moment in one.moments.items()}
-            shapes, scalars = json.loads(share(self, json.dumps([shapes, dict(one.scalars)]))[0])
-            moments = {}
-            for key, shape in shapes.items():
-                moments[key] = one.moments[key] if self._serves else one.weight.new_empty(shape)
-                dist.broadcast(moments[key], src=0)
-            yield ParameterState(one.name, one.weight, moments, scalars)
+        """**Collective** to read to its end: rank 0 sends the others what it holds, one parameter at a time."""
+        own, server = super().state(), Column(None, [0], self.plan.world.rank, self.plan.device)
+        return replace(own, parameters=server.parameters(own.parameters, frozenset()))
 
     def load_state(self, saved: SavedState) -> None:
         """Every rank reads the weights, rank 0 alone keeps the optimizer's state."""
