@@ -89,9 +89,12 @@ def execute(
     from dsframe.checkpoint.saver import Saver
     from dsframe.checkpoint.store import Retention, Store
     from dsframe.engine import Plan
+    from dsframe.plan.after import predicted
     from dsframe.process_group import device_of
+    from dsframe.report import page
+    from dsframe.report.memory import resident_bytes
     from dsframe.report.progress import Progress
-    from dsframe.report.record import Record
+    from dsframe.report.record import Record, beside
     from dsframe.report.watchdog import Watchdog
     from dsframe.trainer import Trainer
 
@@ -117,7 +120,9 @@ def execute(
     for line in (*choice.announcements, *notes, *_cautions(task), *_said(config, batch, bound)):
         progress.say(f"dsframe: {line}")
     _claim(directory, world)
-    engine = engines.load(choice.name, config)(plan)
+    make = engines.load(choice.name, config)
+    base_bytes = resident_bytes(device)
+    engine = make(plan)
     agree(engine, _facts(config, loader, evaluation))
     progress.say(
         f"dsframe: {engine.description}; {world.size} x {device.type} under {world.launcher}, {threads} thread(s) each; "
@@ -164,8 +169,11 @@ def execute(
     progress.close()
     engine.close()
     if record:
-        record.finish(summary)
-    progress.say(f"dsframe: {summary}")
+        forecast = predicted(config, choice.name, task, world.size, device, base_bytes)
+        record.finish(summary, forecast)
+        page.write([directory], directory / "report.html")
+        progress.say(f"dsframe: {summary}")
+        progress.say(f"dsframe: {beside(summary, forecast)}")
     return summary
 
 

@@ -58,6 +58,10 @@ class Summary:
     rate: float
     """Units (samples or tokens) a second over all ranks, the first step left out."""
     unit: str
+    units_per_step: int
+    """Of one global batch."""
+    first_step_seconds: float
+    """From the first step's start to its end: compilation and first reads are in it."""
     loss: float
     """Mean over the last step's global batch."""
     metrics: Mapping[str, float]
@@ -150,6 +154,8 @@ class Trainer:
             seconds=ended - started - self._pausing,
             rate=units / max(ended - first_done - self._pausing, 1e-9),
             unit=task.unit,
+            units_per_step=batch.train_batch_size * task.units_per_sample,
+            first_step_seconds=first_done - started,
             loss=loss,
             metrics=self._results,
             peak_memory_bytes=self._peak_memory(),

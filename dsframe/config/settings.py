@@ -277,6 +277,9 @@ class Settings(Section):
     """Samples of one rank in an evaluation pass. Default: the training micro-batch size."""
     log_every_steps: Count = 10
     """Steps between two lines of progress."""
+    hardware: str | None = None
+    """Machine for the predictions in a run's summary: a name that ``dsframe plan --hardware`` knows, or a file written by
+    ``dsframe plan --calibrate --save-hardware``. Default: by the GPU's name; on CPUs only memory is predicted."""
     run_dir: str | None = None
     """Folder of the run's results. Default: ``runs/NAME-ENGINE`` after the config file's name."""
     checkpoints: Checkpoints = Field(default_factory=Checkpoints.model_construct)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import statistics
 import time
+from dataclasses import replace
 from typing import Any
 
 import torch
@@ -16,6 +17,7 @@ from dsframe.config import Config
 from dsframe.engine import call
 from dsframe.engines import precision
 from dsframe.plan.hardware import TABLE, Hardware
+from dsframe.plan.model import Model
 from dsframe.plan.trace import example
 from dsframe.tasks.task import Task
 
@@ -24,8 +26,8 @@ _LARGE = 2**26
 """Bytes of the tensors whose copies and collectives give bandwidths."""
 
 
-def calibrate(config: Config, task: Task, processes: int) -> tuple[Hardware, float]:
-    """This machine with ``processes`` of them on it, and the seconds of one sample's forward and backward pass.
+def calibrate(config: Config, task: Task, model: Model, processes: int) -> Hardware:
+    """This machine with ``processes`` on it, and how long one sample of ``model`` takes forward and backward.
 
     The passes are run as often as a rank would run them, with as many threads as a rank gets. Raises what the model raises.
     """
@@ -65,12 +67,8 @@ def calibrate(config: Config, task: Task, processes: int) -> tuple[Hardware, flo
         compute_share=1.0,
         transfer_share=1.0,
     )
-    rows = config.batch(1, replicas=True).micro_batch_size if processes == 1 else _rows(config, processes)
-    return machine, _seconds(_passes(config, task, rows, device), device) / rows
-
-
-def _rows(config: Config, processes: int) -> int:
-    return config.batch(processes, replicas=True).micro_batch_size
+    rows = config.batch(processes, replicas=True).micro_batch_size
+    return replace(machine, known={model.key: _seconds(_passes(config, task, rows, device), device) / rows})
 
 
 def _ring(seconds: dict[str, dict[int, float]]) -> tuple[float, float]:

@@ -68,11 +68,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     from dsframe.plan import choose
 
-    model, machine, seconds_each = _facts(config, options, max(counts))
+    model, machine = _facts(config, options, max(counts))
     if limit is not None:
         machine = replace(machine, memory_bytes=float(limit))
-    if options.rate:
-        seconds_each = 1 / options.rate
+    seconds_each = 1 / options.rate if options.rate else None
     report: dict[str, Any] = {
         "file": str(config.path),
         "parameters": model.parameters,
@@ -102,30 +101,23 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0 if all(own.prediction.fits for _, own, _ in found) else 1
 
 
-def _facts(config: Config, options: argparse.Namespace, processes: int) -> tuple[Model, Hardware, float | None]:
-    """The model, the machine, and, measured, the seconds of one sample."""
-    import torch
-
+def _facts(config: Config, options: argparse.Namespace, processes: int) -> tuple[Model, Hardware]:
+    """The model and the machine."""
     from dsframe import tasks
     from dsframe.engines import precision
     from dsframe.plan import model as models
     from dsframe.plan import trace
 
-    autocast = config.deepspeed.torch_autocast.enabled
-    dtype = precision.parameter_dtype(config)
     machine = machines.find(options.hardware or "a100")
     if options.parameters:
-        return models.bare(int(options.parameters), dtype.itemsize), machine, None
+        return models.bare(int(options.parameters), precision.parameter_dtype(config).itemsize), machine
     task = tasks.build(config.settings.task, config.settings.seed)
-    task.seed = config.settings.seed
-    model = trace.trace(task, dtype)
-    if autocast:  # the products' operands and results are 16 bits wide, the weights are cast once a pass
-        model = models.autocast(model, trace.trace(task, torch.bfloat16))
+    model = trace.traced(config, task)
     if not options.calibrate:
-        return model, machine, None
+        return model, machine
     from dsframe.plan.calibrate import calibrate
 
-    return (model, *calibrate(config, task, processes))
+    return model, calibrate(config, task, model, processes)
 
 
 def _text(

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Mapping
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
 
 from dsframe.errors import ConfigError, Problem
@@ -51,6 +51,8 @@ class Hardware:
     """What a process takes on its device before it has made a tensor."""
     lazy_memory: bool = False
     """Whether memory that is asked for and never written to costs nothing: true of a CPU's, not of a GPU's."""
+    known: Mapping[str, float] = field(default_factory=dict)
+    """Measured seconds of one sample's forward and backward pass, by the model's key."""
     compute_share: float = COMPUTE_SHARE
     transfer_share: float = TRANSFER_SHARE
 
@@ -82,6 +84,13 @@ TABLE: Mapping[str, Hardware] = {
         Hardware("cpu", 8e9, 5e10, 1e11, 10e9, 2, 1e9, 1e9, 1e-4, 2e-4, 10e9, 10e9, 8e9, 0.4e9, True),
     )
 }
+UNKNOWN = "unknown"
+"""Name of a machine of which only the kind of memory is known."""
+
+
+def unknown(*, on_gpu: bool) -> Hardware:
+    """For memory alone: its times mean nothing."""
+    return replace(TABLE["a100" if on_gpu else "cpu"], name=UNKNOWN, reserved_bytes=0.0, memory_bytes=float("inf"))
 
 
 def find(name: str) -> Hardware:

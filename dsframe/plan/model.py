@@ -87,7 +87,13 @@ class Model:
         return sum(segment.parameters for segment in self.segments)
 
     @property
+    def key(self) -> str:
+        """What tells models of other sizes and number formats apart, for measured times."""
+        return f"{self.parameters} parameters, {self.flops(1):.6g} FLOP a sample, {self.bytes_each} bytes"
+
+    @property
     def frozen(self) -> int:
+        """Elements that are not."""
         return sum(segment.frozen for segment in self.segments)
 
     @property

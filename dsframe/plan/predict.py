@@ -65,7 +65,12 @@ def predict(
     *,
     seconds_each: float | None = None,
 ) -> Prediction:
-    """``seconds_each``: known time of one sample on one device. Raises ConfigError where the batch cannot be cut so."""
+    """``seconds_each``: known time of one sample on one device; default: as ``hardware`` knows it.
+
+    Raises ConfigError where the batch cannot be cut so.
+    """
+    if seconds_each is None:
+        seconds_each = hardware.known.get(model.key)
     case = Case.of(config, engine, model, hardware, world_size, seconds_each)
     cuts = cut(model.segments, case.stages)
     held = max((footprint(case, part, number) for number, part in enumerate(cuts)), key=lambda memory: memory.total)

@@ -9,31 +9,28 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import numpy as np
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F  # noqa: N812  # the name that every torch program uses
-from torch.overrides import TorchFunctionMode
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
 from dsframe.data.loader import as_source
 from dsframe.engine import call
+from dsframe.engines import precision
 from dsframe.errors import TaskError
-from dsframe.plan.model import Affine, Model, Segment, Work
+from dsframe.plan.model import Affine, Model, Segment, Work, autocast
+from dsframe.plan.modes import Attention, Count, NoNumbers
 from dsframe.tasks.layers import Tied, TiedLayer, check_ties, make
 from dsframe.tasks.task import Task
 
+if TYPE_CHECKING:
+    from dsframe.config import Config
+
 ROWS = (2, 4)
 """Samples of the two runs. Not 1: BatchNorm refuses a single value."""
-
-_FREE = {"aten._unsafe_view.default", "aten.empty_like.default", "aten.empty.memory_format", "aten.detach_.default"}
-"""Neither read nor write memory, beside the views."""
-_RANDOM = {"normal_", "uniform_", "trunc_normal_", "bernoulli_", "random_"}
 
 
 def trace(task: Task, dtype: torch.dtype) -> Model:
@@ -45,7 +42,7 @@ def trace(task: Task, dtype: torch.dtype) -> Model:
     width = task.hidden_size
     # Libraries that branch on numbers take another way while a compiler, which has none either, looks at them.
     compiling = mock.patch("torch.compiler.is_compiling", return_value=True)
-    with torch.device("meta"), _NoNumbers(), compiling, torch.random.fork_rng(devices=[]):
+    with torch.device("meta"), NoNumbers(), compiling, torch.random.fork_rng(devices=[]):
         try:
             layers = task.layers()
             if layers is None:
@@ -58,6 +55,15 @@ def trace(task: Task, dtype: torch.dtype) -> Model:
             raise TaskError(
                 f"the model cannot be run without numbers (torch's meta device), so it cannot be planned: {text}"
             ) from error
+
+
+def traced(config: Config, task: Task) -> Model:
+    """The model in the number formats of a file."""
+    known = trace(task, precision.parameter_dtype(config))
+    if not config.deepspeed.torch_autocast.enabled:
+        return known
+    # the products' operands and results are 16 bits wide, and the weights are cast once a pass
+    return autocast(known, trace(task, torch.bfloat16))
 
 
 def example(task: Task) -> tuple[Any, Any]:
@@ -170,13 +176,13 @@ def _pass(module: nn.Module, inputs: Any, width: int | None) -> _Pass:
         if p.requires_grad
     ]
     with (
-        _Attention() as attention,
+        Attention() as attention,
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        _Count() as forward,
+        Count() as forward,
     ):
         outputs = call(module, inputs)
     targets = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    with _Count() as backward:
+    with Count() as backward:
         if targets:
             torch.autograd.backward(targets, [torch.empty_like(target) for target in targets])
     for hook in hooks:
@@ -252,63 +258,3 @@ def _floats(batch: Any, change: Any) -> Any:
 
 def _shape(leaf: Any) -> Any:
     return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf
-
-
-class _NoNumbers(TorchFunctionMode):
-    """Skips filling with random numbers: on the meta device torch does it in Python, in seconds."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _RANDOM and args and isinstance(args[0], Tensor):
-            return args[0]
-        return func(*args, **(kwargs or {}))
-
-
-class _Attention(TorchFunctionMode):
-    """Runs attention by the kernel that keeps no matrix of scores, as CPUs and GPUs do; the meta device would keep one."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.calls = self.heads = 0
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        kwargs = kwargs or {}
-        if func is not F.scaled_dot_product_attention:
-            return func(*args, **kwargs)
-        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
-        query, key, value = (given[name] for name in ("query", "key", "value"))
-        if key.shape[-3] != query.shape[-3]:  # grouped queries
-            key, value = (t.repeat_interleave(query.shape[-3] // key.shape[-3], -3) for t in (key, value))
-        self.calls, self.heads = self.calls + 1, int(query.shape[-3])
-        mask = given.get("attn_mask")
-        mask = mask.to(query.dtype) if mask is not None else None
-        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
-        return kernel(query, key, value, 0.0, bool(given.get("is_causal")), attn_mask=mask)[0]
-
-
-class _Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """FLOPs and bytes of every operation that is no view."""
-
-    def __init__(self) -> None:
-        super().__init__()  # type: ignore[no-untyped-call]
-        self.operations: list[tuple[float, float]] = []
-        self.largest = 0.0
-
-    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        if func.is_view or str(func) in _FREE:
-            return out
-        written = sum(leaf.nbytes for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
-        read = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        self.operations.append((_flops(func, args, kwargs or {}, out), float(read + written)))
-        self.largest = max(self.largest, float(written))
-        return out
-
-
-def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    name = func.overloadpacket
-    if name is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-        return float(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))  # type: ignore[no-untyped-call]
-    if name is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return float(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))  # type: ignore[no-untyped-call]
-    count = flop_registry.get(name)
-    return float(count(*args, **kwargs, out_val=out)) if count else 0.0

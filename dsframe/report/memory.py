@@ -20,3 +20,15 @@ def peak_memory_bytes(device: torch.device) -> int:
         if found:
             return int(found[1]) * 1024
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def resident_bytes(device: torch.device) -> int:
+    """What this process holds before it trains, on a CPU: its resident set, after one weight has taken one step, so that what
+    torch loads at its first step is in it. 0 on a GPU, whose peak counts torch's own tensors alone."""
+    if device.type == "cuda" or not _STATUS.exists():
+        return 0
+    weight = torch.nn.Parameter(torch.zeros(8, 8))
+    (weight @ weight).sum().backward()  # type: ignore[no-untyped-call]
+    torch.optim.AdamW([weight]).step()
+    found = re.search(r"VmRSS:\s+(\d+) kB", _STATUS.read_text())
+    return int(found[1]) * 1024 if found else 0

@@ -1,6 +1,7 @@
-"""A run's directory: ``metrics.jsonl``, written as it happens, and ``summary.json``, written when the run has succeeded.
+"""A run's directory: ``run.json`` and ``config.json`` say what runs, ``metrics.jsonl`` is written as it happens, and
+``summary.json`` when the run has succeeded.
 
-Only rank 0 keeps a record. Both files hold plain JSON and can be read while the run goes on.
+Only rank 0 keeps a record. The files hold plain JSON and can be read while the run goes on.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsframe.errors import DataError
+from dsframe.report.provenance import provenance
 
 if TYPE_CHECKING:
     from dsframe.engine import Plan
@@ -20,6 +22,10 @@ if TYPE_CHECKING:
 
 _METRICS = "metrics.jsonl"
 _SUMMARY = "summary.json"
+_ORIGIN = "run.json"
+"""What was started, with which versions, on which machine."""
+_CONFIG = "config.json"
+"""The file that ran, with overrides, "auto" resolved: ``--config RUN/config.json`` is the same training again."""
 
 
 class Record:
@@ -43,6 +49,10 @@ class Record:
             "train_batch_size": plan.batch.train_batch_size,
             "start_seconds": start_seconds,
         }
+        _write(directory / _ORIGIN, provenance())
+        content = plan.config.written()
+        content.get("comet", {}).pop("api_key", None)
+        _write(directory / _CONFIG, content)
         before = _lines_until(directory / _METRICS, done_steps) if done_steps else []
         self._file = (directory / _METRICS).open("w", encoding="utf-8", buffering=1)
         self._file.writelines(before)
@@ -60,11 +70,31 @@ class Record:
         """The run ends early; what was written stays."""
         self._file.close()
 
-    def finish(self, summary: Summary) -> None:
-        """Writes ``summary.json``; its presence says that the run came to its end."""
+    def finish(self, summary: Summary, predicted: Mapping[str, Any]) -> None:
+        """Writes ``summary.json``; its presence says that the run came to its end. ``predicted``: by ``dsframe.plan``."""
         self._file.close()
-        text = json.dumps({**self._about, **asdict(summary)}, indent=2)
-        (self._directory / _SUMMARY).write_text(text + "\n", encoding="utf-8")
+        _write(self._directory / _SUMMARY, {**self._about, **asdict(summary), "predicted": dict(predicted)})
+
+
+def beside(summary: Summary, predicted: Mapping[str, Any]) -> str:
+    """Predictions and measurements in one line."""
+    if "problem" in predicted:
+        return f"no prediction: {predicted['problem']}"
+    peak = max(summary.peak_memory_bytes)
+    parts = [
+        f"{predicted['memory_bytes'] / 2**20:,.0f} MiB a rank ({peak / predicted['memory_bytes'] - 1:+.0%} measured)"
+    ]
+    seconds = predicted["seconds_per_step"]
+    if seconds and summary.rate:
+        parts.append(
+            f"{seconds * 1e3:,.4g} ms a step ({summary.units_per_step / summary.rate / seconds - 1:+.0%} measured)"
+        )
+    sent = sum(predicted["sent_bytes_per_step"].values())
+    return f"predicted: {', '.join(parts)}, {sent / 1e6:,.4g} MB sent a step and rank"
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
@@ -91,3 +121,21 @@ def read_summary(directory: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{directory} holds no finished run: {error}") from None
     return summary
+
+
+def read_origin(directory: Path) -> dict[str, Any]:
+    """Where a run's figures come from; empty for a directory without it."""
+    return _read(directory / _ORIGIN)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The file that ran; empty for a directory without it."""
+    return _read(directory / _CONFIG)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        return {}
+    return found

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from xml.sax.saxutils import escape
 
 COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#8C6D31")
@@ -24,6 +24,8 @@ class Line:
     points: Sequence[tuple[float, float]]
     dashed: bool = False
     """For what was not measured: predictions, ideals."""
+    series: int | None = None
+    """Colour and marker, where a line has the same ones in another chart; else by its place among the lines."""
 
 
 @dataclass(frozen=True)
@@ -43,9 +45,7 @@ def chart(
 
     On logarithmic axes points that are not above zero are left out. Without any point it says so.
     """
-    shown = [
-        Line(line.name, [(a, b) for a, b in line.points if _can(a, x) and _can(b, y)], line.dashed) for line in lines
-    ]
+    shown = [replace(line, points=[(a, b) for a, b in line.points if _can(a, x) and _can(b, y)]) for line in lines]
     shown = [line for line in shown if line.points]
     height = 400
     open_tag = (
@@ -68,7 +68,8 @@ def chart(
             f'<line x1="{across.low}" x2="{across.high}" y1="{at:.1f}" y2="{at:.1f}" stroke="#444" stroke-dasharray="2 3"/>'
         )
     ends = []
-    for number, line in enumerate(shown):
+    for place, line in enumerate(shown):
+        number = place if line.series is None else line.series
         parts += _curve(line, number, across, up)
         ends.append((up(line.points[-1][1]), COLOURS[number % len(COLOURS)], line.name, number))
     if limit:

@@ -1,0 +1,77 @@
+"""torch modes under which a model runs on the meta device: what is skipped, what is done another way, what is counted."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.nn import functional as F  # noqa: N812  # the name that every torch program uses
+from torch.overrides import TorchFunctionMode
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+_FREE = {"aten._unsafe_view.default", "aten.empty_like.default", "aten.empty.memory_format", "aten.detach_.default"}
+"""Neither read nor write memory, beside the views."""
+_RANDOM = {"normal_", "uniform_", "trunc_normal_", "bernoulli_", "random_"}
+
+
+class NoNumbers(TorchFunctionMode):
+    """Skips filling with random numbers: on the meta device torch does it in Python, in seconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _RANDOM and args and isinstance(args[0], Tensor):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+class Attention(TorchFunctionMode):
+    """Runs attention by the kernel that keeps no matrix of scores, as CPUs and GPUs do; the meta device would keep one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.heads = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+        query, key, value = (given[name] for name in ("query", "key", "value"))
+        if key.shape[-3] != query.shape[-3]:  # grouped queries
+            key, value = (t.repeat_interleave(query.shape[-3] // key.shape[-3], -3) for t in (key, value))
+        self.calls, self.heads = self.calls + 1, int(query.shape[-3])
+        mask = given.get("attn_mask")
+        mask = mask.to(query.dtype) if mask is not None else None
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(query, key, value, 0.0, bool(given.get("is_causal")), attn_mask=mask)[0]
+
+
+class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """FLOPs and bytes of every operation that is no view."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self.operations: list[tuple[float, float]] = []
+        self.largest = 0.0
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        out = func(*args, **(kwargs or {}))
+        if func.is_view or str(func) in _FREE:
+            return out
+        written = sum(leaf.nbytes for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+        read = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        self.operations.append((_flops(func, args, kwargs or {}, out), float(read + written)))
+        self.largest = max(self.largest, float(written))
+        return out
+
+
+def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
+    name = func.overloadpacket
+    if name is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
+        return float(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))  # type: ignore[no-untyped-call]
+    if name is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+        return float(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))  # type: ignore[no-untyped-call]
+    count = flop_registry.get(name)
+    return float(count(*args, **kwargs, out_val=out)) if count else 0.0
