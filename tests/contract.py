@@ -40,6 +40,13 @@ class Shift(nn.Module):
 class Blobs(Task):
     """Three blobs in the plane, an MLP, and labels that need it."""
 
+    partition_config = {  # noqa: RUF012
+        "layer_specs": [
+            {"patterns": [r"1\.weight$"], "partition_type": "column"},
+            {"patterns": [r"3\.weight$"], "partition_type": "row"},
+        ]
+    }
+
     def model(self) -> nn.Module:
         return nn.Sequential(Shift(), nn.Linear(2, 16), nn.Tanh(), nn.Linear(16, 3))
 

@@ -195,11 +195,6 @@ def _dsframe(bench: Judge) -> None:
     heads, width = getattr(task, "heads", None), getattr(task, "width", None)
     if isinstance(heads, int) and isinstance(width, int) and width % heads:
         bench.conflict(("dsframe", "task", "heads"), f"{heads} does not divide width {width}", "choose another")
-    ranks = bench.file.tensor_parallel.autotp_size
-    if isinstance(heads, int) and ranks > 1 and heads % ranks:
-        bench.conflict(
-            ("dsframe", "task", "heads"), f"{heads} is not divisible by autotp_size {ranks}", "choose another"
-        )
     if getattr(task, "name", "") == "vision":
         dataset = getattr(task, "dataset", "")
         for key, homes in (

@@ -13,10 +13,13 @@ if not torch.cuda.is_available():
 with warnings.catch_warnings():
     warnings.simplefilter("ignore")  # its import touches deprecated corners of torch
     import deepspeed as deepspeed
+    from deepspeed.module_inject.tp_plan_converter import SUPPORTED_STYLES as SUPPORTED_STYLES
     from deepspeed.pipe import PipelineModule as PipelineModule
     from deepspeed.pipe import TiedLayerSpec as TiedLayerSpec
+    from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan as _get_hf_tp_plan
     from deepspeed.runtime.utils import partition_balanced as partition_balanced
     from deepspeed.runtime.utils import partition_uniform as partition_uniform
     from deepspeed.runtime.zero.tiling import TiledLinear as TiledLinear
+    from deepspeed.utils import groups as groups
     from deepspeed.utils import logger as logger
     from deepspeed.utils.z3_leaf_module import set_z3_leaf_module as set_z3_leaf_module

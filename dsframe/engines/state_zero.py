@@ -46,7 +46,7 @@ def load_state(
     engine: Any, model: nn.Module, saved: SavedState, accumulation_steps: int, train_batch_size: int
 ) -> None:
     """**Collective.** Raises CheckpointError where the checkpoint is of another model or cannot be held by this stage."""
-    compare("parameter", {name: _shape(p) for name, p in model.named_parameters()}, saved.shapes)
+    compare("parameter", shapes(model), saved.shapes)
     load_buffers(model, saved)
     optimizer = engine.optimizer
     if _is_stage_3(optimizer):
@@ -72,6 +72,11 @@ def _parameters(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
         return _read_stage_1_2(engine, model)
     slots, frozen = _stage_0(engine, model)
     return state_replica.read(slots, frozen, engine.basic_optimizer)
+
+
+def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Every parameter's shape, as it was before stage 3 took it apart."""
+    return {name: _shape(parameter) for name, parameter in model.named_parameters()}
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:

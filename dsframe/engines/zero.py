@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from dsframe import process_group, switches
 from dsframe.checkpoint.state import EngineState, SavedState
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure
-from dsframe.engines import jit, precision, state_zero, tiling
+from dsframe.engines import jit, precision, state_tensor, state_zero, tensor, tiling
 from dsframe.engines.library import TiledLinear, deepspeed, logger, set_z3_leaf_module
 from dsframe.engines.swap import SwapFolders
 from dsframe.errors import EngineError
@@ -48,7 +48,7 @@ class ZeroEngine(Engine):
             warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+_tensor.* is deprecated", FutureWarning)
         with contextlib.nullcontext() if plan.verbose else _quiet():
             module, self._model = self._build()
-            self._engine, *_ = deepspeed.initialize(model=module, config=document, dist_init_required=False)
+            self._shares = self._initialize(module, document)
         self._undo_hidden_step()
         if plan.config.settings.on_nonfinite == "skip":
             _look_before_each_step(self._engine)
@@ -66,6 +66,14 @@ class ZeroEngine(Engine):
             model, self.plan.config.settings.model.tiling if self._stage == 3 else None, TiledLinear
         )
         return model, model
+
+    def _initialize(self, module: nn.Module, document: dict[str, Any]) -> dict[str, state_tensor.Cut]:
+        """**Collective.** Starts DeepSpeed's engine on ``module``. Returns how it has cut its parameters, by name."""
+        splits = self.plan.batch.tensor_parallel_size > 1
+        if splits:
+            tensor.prepare(document, module, self.plan)
+        self._engine, *_ = deepspeed.initialize(model=module, config=document, dist_init_required=False)
+        return tensor.cuts(self._model) if splits else {}
 
     def _undo_hidden_step(self) -> None:
         """At stage 0 in 16 bits DeepSpeed makes the optimizer's state by a step with zero gradients, and leaves it at that.
@@ -105,7 +113,14 @@ class ZeroEngine(Engine):
         for what, section in (("optimizer", zero.offload_optimizer), ("parameters", zero.offload_param)):
             if section is not None and section.device != "none":
                 parts.append(f"{what} on {section.device.upper() if section.device == 'cpu' else 'NVMe'}")
+        if self._shares:
+            parts.append(f"layers cut among {self.plan.batch.tensor_parallel_size} ranks")
         return ", ".join(parts)
+
+    @property
+    def _tensor_rank(self) -> int:
+        """Which share of each layer is this rank's."""
+        return self.plan.world.rank % self.plan.batch.tensor_parallel_size
 
     def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
         """**Collective.** One optimizer update through DeepSpeed's forward, backward and step."""
@@ -133,14 +148,17 @@ class ZeroEngine(Engine):
         self._engine.eval()
         outputs = self._forward(inputs)
         self._engine.train()
-        return measure(self.plan.task, outputs, targets, valid)
+        return measure(self.plan.task, outputs, targets, valid if self._tensor_rank == 0 else 0)
 
     def state(self) -> EngineState:
         """**Collective** to read to its end; at stages 1 to 3 each parameter is gathered when its turn comes."""
-        return self._tiles.join(state_zero.state(self._engine, self._model, self._updates))
+        state = self._tiles.join(state_zero.state(self._engine, self._model, self._updates))
+        return state_tensor.whole(state, self._shares, tensor.group()) if self._shares else state
 
     def load_state(self, saved: SavedState) -> None:
         """**Collective.** Each rank takes its shares out of the whole parameters."""
+        if self._shares:
+            saved = state_tensor.Shares(saved, state_zero.shapes(self._model), self._shares, self._tensor_rank)
         batch = self.plan.batch
         state_zero.load_state(
             self._engine, self._model, self._tiles.cut(saved), batch.accumulation_steps, batch.train_batch_size

@@ -28,6 +28,18 @@ class LanguageTask(Task):
     """Cross entropy over the next byte; reports loss (nats per byte), bits per byte, and accuracy."""
 
     unit = "tokens"
+    partition_config = {  # noqa: RUF012  # Megatron's cut (Shoeybi et al. 2019, arXiv 1909.08053): whole heads, then whole rows
+        "layer_specs": [
+            {
+                "patterns": [r".*\.query_key_value\.weight$"],
+                "partition_type": "column",
+                "shape": [3, -1],  # query, key and value each
+                "partition_dim": 0,
+            },
+            {"patterns": [r".*\.expand\.weight$"], "partition_type": "column"},
+            {"patterns": [r".*\.(projection|contract)\.weight$"], "partition_type": "row"},
+        ]
+    }
 
     def __init__(self, settings: LanguageSettings, seed: int) -> None:
         if settings.width % settings.heads:
@@ -123,7 +135,7 @@ class Block(nn.Module):
 
     def __init__(self, width: int, heads: int, residual_std: float) -> None:
         super().__init__()
-        self.heads = heads
+        self.head_size = width // heads
         self.norm_1 = nn.LayerNorm(width)
         self.query_key_value = _Linear(width, 3 * width)
         self.projection = _Linear(width, width, residual_std)
@@ -132,11 +144,11 @@ class Block(nn.Module):
         self.contract = _Linear(4 * width, width, residual_std)
 
     def forward(self, stream: Tensor) -> Tensor:
-        batch, time, width = stream.shape
-        # [batch, time, 3 x width] to three of [batch, heads, time, width / heads]
-        packed = self.query_key_value(self.norm_1(stream)).view(batch, time, 3, self.heads, width // self.heads)
+        batch, time, _ = stream.shape
+        # [batch, time, 3 x heads x head size] to three of [batch, heads, time, head size]; a rank may have a share of the heads
+        packed = self.query_key_value(self.norm_1(stream)).view(batch, time, 3, -1, self.head_size)
         query, key, value = packed.permute(2, 0, 3, 1, 4)
         mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        stream = stream + self.projection(mixed.transpose(1, 2).reshape(batch, time, width))
+        stream = stream + self.projection(mixed.transpose(1, 2).reshape(batch, time, -1))
         hidden = F.gelu(self.expand(self.norm_2(stream)), approximate="tanh")
         return stream + self.contract(hidden)  # type: ignore[no-any-return]

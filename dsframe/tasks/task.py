@@ -78,6 +78,12 @@ class Task:
     hidden_size: int | None = None
     """Width of the model, from which the ``"auto"`` sizes of ``zero_optimization`` follow."""
 
+    partition_config: Mapping[str, Any] | None = None
+    """Which layers tensor parallelism cuts and how, in the form of DeepSpeed's ``tensor_parallel.partition_config``.
+
+    Taken where the file gives none. A model that is cut must not ask a weight for the number of its heads or for its width:
+    each rank has a share (``view(batch, time, -1, head_size)``)."""
+
     def model(self) -> nn.Module:
         """A new model, initialised from torch's global random generator, such that ``outputs = model(inputs)``.
 

@@ -37,6 +37,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         4,
         {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}, "zero_optimization": {"stage": 1}, **BF16},
     ),
+    "tensor zero1": ("deepspeed", 2, {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 1}}),
     "horovod": ("horovod", 2, {}),
     "horovod bf16": ("horovod", 2, BF16),
     "horovod fp16 sgd compressed": (

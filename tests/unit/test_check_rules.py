@@ -29,6 +29,14 @@ def ours(**keys: Any) -> dict[str, Any]:
     return {"dsframe": keys}
 
 
+def cut(size: int, **more: Any) -> dict[str, Any]:
+    return {"tensor_parallel": {"autotp_size": size, **more}}
+
+
+def llama(**model: Any) -> dict[str, Any]:
+    return ours(task={"name": "causal-language-model", "model": {"model_type": "llama", **model}})
+
+
 CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     # ZeRO and offload
     ("stage 3 keys at stage 3", zero(3, stage3_max_live_parameters=5, sub_group_size=7), []),
@@ -119,7 +127,18 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     # Ours
     ("workers for data in memory", ours(task={"workers": 2}), ["W no-effect dsframe.task.workers"]),
     ("image size of synthetic data", ours(task={"dataset": "synthetic", "image_size": 8, "classes": 3}), []),
-    ("heads and ranks", {"tensor_parallel": {"autotp_size": 3}, **ours(task={"name": "language", "heads": 4})}, ["E conflict dsframe.task.heads"]),
+    # Tensor parallelism
+    ("heads and ranks", {**cut(3), **ours(task={"name": "language", "heads": 4})}, ["E conflict dsframe.task.heads"]),
+    ("heads that divide", {**cut(2), **ours(task={"name": "language", "heads": 4})}, []),
+    ("heads of a Llama", {**cut(4), **llama(num_attention_heads=4, num_key_value_heads=2)}, ["E conflict dsframe.task.model.num_key_value_heads"]),
+    ("nothing says how", {**cut(2), **llama(model_type="gpt2")}, ["E conflict tensor_parallel.autotp_size"]),
+    ("how a CNN is cut", {**cut(2), **ours(task={"model": "cnn"})}, ["E conflict tensor_parallel.autotp_size"]),
+    ("how a program's own task is cut", cut(2), []),
+    ("the file says how", {**cut(2, partition_config={"layer_specs": [{"patterns": [".*"]}]}), **llama(model_type="gpt2")}, []),
+    ("bf16 without ZeRO", {**cut(2), **llama(), "bf16": {"enabled": True}}, ["E conflict tensor_parallel.autotp_size"]),
+    ("bf16 with ZeRO", {**cut(2), **llama(), "bf16": {"enabled": True}, **zero(1)}, []),
+    ("sequence parallel as well", {**cut(2), **llama(), "sequence_parallel_size": 2}, ["E conflict tensor_parallel.autotp_size"]),
+    ("a loss of its own", {**cut(2, vocab_parallel_lm_head=True), **llama()}, ["E conflict tensor_parallel.vocab_parallel_lm_head"]),
 ]  # fmt: skip
 
 

@@ -14,6 +14,7 @@ from dsframe.config import CustomTask, Facts, LanguageTask, VisionTask, features
 from dsframe.errors import ConfigError
 
 MICRO, STEPS, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
+CUT = {"tensor_parallel": {"autotp_size": 2}, "dsframe": {"task": {"name": "language"}}}
 
 
 def write(folder: Path, content: Any, name: str = "c.json") -> Path:
@@ -233,10 +234,10 @@ def test_auto_batch_sizes(given: dict[str, Any], expected: tuple[int, int, int])
         ({TRAIN: 48, MICRO: 8}, 2, (48, 8, 3, 2)),
         ({TRAIN: 48, MICRO: 8, STEPS: 3}, 2, (48, 8, 3, 2)),
         ({TRAIN: 16, "pipeline": {"stages": 2}}, 4, (16, 8, 1, 2)),
-        ({MICRO: 4, "tensor_parallel": {"autotp_size": 2}}, 4, (8, 4, 1, 2)),
-        ({TRAIN: 16, MICRO: 4, "tensor_parallel": {"autotp_size": 2}}, 4, (8, 4, 1, 2)),
+        ({MICRO: 4, **CUT}, 4, (8, 4, 1, 2)),
+        ({TRAIN: 16, MICRO: 4, **CUT}, 4, (8, 4, 1, 2)),
         ({MICRO: 4, "sequence_parallel_size": 2}, 4, (8, 4, 1, 2)),
-        ({MICRO: 1, "pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}}, 8, (2, 1, 1, 2)),
+        ({MICRO: 1, "pipeline": {"stages": 2}, **CUT}, 8, (2, 1, 1, 2)),
     ],
 )
 def test_batch(given: dict[str, Any], world: int, expected: tuple[int, ...]) -> None:
@@ -251,12 +252,12 @@ def test_batch(given: dict[str, Any], world: int, expected: tuple[int, ...]) -> 
 
 
 def test_deepspeed_counts_tensor_parallel_ranks_as_data_parallel() -> None:
-    config = load({MICRO: 4, "tensor_parallel": {"autotp_size": 2}})
+    config = load({MICRO: 4, **CUT})
     assert config.batch(2).train_batch_size == 4  # samples that a step reads
     assert config.for_deepspeed(2)[TRAIN] == 8  # measured: what DeepSpeed 0.19.8 asserts
 
 
-@pytest.mark.parametrize("cut", [{"pipeline": {"stages": 2}}, {"tensor_parallel": {"autotp_size": 2}}])
+@pytest.mark.parametrize("cut", [{"pipeline": {"stages": 2}}, CUT])
 def test_the_samples_of_a_step_do_not_depend_on_who_cuts_the_model(cut: dict[str, Any]) -> None:
     """The same file on an engine of full replicas: other ranks read, but a step has the same samples."""
     config = load({TRAIN: 16, STEPS: 2, **cut})
@@ -269,7 +270,7 @@ def test_the_samples_of_a_step_do_not_depend_on_who_cuts_the_model(cut: dict[str
 
 def test_ranks_that_split_a_model_read_the_same_samples() -> None:
     """In DeepSpeed's order of ranks: pipe, data, tensor."""
-    file = {MICRO: 1, "pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}}
+    file = {MICRO: 1, "pipeline": {"stages": 2}, **CUT}
     batch = load(file).batch(8)
     assert [batch.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert [load({MICRO: 1}).batch(3).data_rank(rank) for rank in range(3)] == [0, 1, 2]
@@ -314,7 +315,7 @@ def test_ranks_that_split_a_model_read_the_same_samples() -> None:
             "pipeline.stages: 4 processes are not divisible by 3 (pipeline.stages); start 3 or 6",
         ),
         (
-            {TRAIN: 8, "pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}},
+            {TRAIN: 8, "pipeline": {"stages": 2}, **CUT},
             6,
             "pipeline.stages: 6 processes are not divisible by 2 (pipeline.stages) x 2 (tensor_parallel.autotp_size) = 4; "
             "start 4 or 8",
@@ -355,7 +356,7 @@ def test_groups_that_cannot_be(given: dict[str, Any], world: int, message: str) 
 
 
 def test_engines_of_replicas_count_every_process() -> None:
-    config = load({TRAIN: 16, "pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}})
+    config = load({TRAIN: 16, "pipeline": {"stages": 2}, **CUT})
     batch = config.batch(4, replicas=True)
     assert (batch.train_batch_size, batch.micro_batch_size, batch.data_parallel_size) == (8, 2, 4)
     assert config.batch(4).train_batch_size == 8  # as where the model is cut: DeepSpeed counts tensor-parallel ranks

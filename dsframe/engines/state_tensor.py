@@ -1,0 +1,134 @@
+"""Parameters that tensor parallelism has cut: whole again for a checkpoint, and cut again from one.
+
+DeepSpeed's AutoTP notes on each parameter that it cuts how it did so (``ds_autotp_universal_checkpoint_meta``); that is all that
+is needed to go back and forth. Source: deepspeed 0.19.8, ``module_inject/layers.py`` (_build_param_uc_restore_meta).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dsframe.checkpoint.state import EngineState, LossScaleState, ParameterState, SavedState, compare
+
+_NOTE = "ds_autotp_universal_checkpoint_meta"
+
+
+@dataclass(frozen=True)
+class Cut:
+    """How one parameter is shared out among the ranks of a tensor-parallel group."""
+
+    shape: tuple[int, ...]
+    """Of the whole parameter."""
+    view: tuple[int, ...]
+    """The shape in which it is cut: a packed weight may be seen with more dimensions."""
+    dimension: int
+    """Of the view, along which it is cut."""
+    widths: tuple[tuple[int, ...], ...]
+    """Segment -> rank -> extent. Query, key and value packed into one weight are three segments, each cut for itself."""
+
+    def own(self, whole: Tensor, rank: int, shape: Sequence[int]) -> Tensor:
+        """``rank``'s share of ``whole``, in the ``shape`` that the rank's parameter has."""
+        view = whole.reshape(self.view)
+        parts = [
+            torch.split(segment, list(widths), self.dimension)[rank]
+            for segment, widths in zip(self._segments(view), self.widths, strict=True)
+        ]
+        return torch.cat(parts, self.dimension).reshape(tuple(shape))
+
+    def whole(self, shares: Sequence[Tensor]) -> Tensor:
+        """The whole parameter from every rank's share, flattened."""
+        result = shares[0].new_empty(self.view)
+        for rank, share in enumerate(shares):
+            extents = [widths[rank] for widths in self.widths]
+            mine = torch.split(share.view(self._share_view(rank)), extents, self.dimension)
+            for segment, widths, part in zip(self._segments(result), self.widths, mine, strict=True):
+                torch.split(segment, list(widths), self.dimension)[rank].copy_(part)
+        return result.view(self.shape)
+
+    def numel(self, rank: int) -> int:
+        """Number of elements of ``rank``'s share."""
+        return math.prod(self._share_view(rank))
+
+    def _segments(self, view: Tensor) -> tuple[Tensor, ...]:
+        return torch.split(view, [sum(widths) for widths in self.widths], self.dimension)
+
+    def _share_view(self, rank: int) -> tuple[int, ...]:
+        extent = sum(widths[rank] for widths in self.widths)
+        return (*self.view[: self.dimension], extent, *self.view[self.dimension + 1 :])
+
+
+def cuts(model: nn.Module) -> dict[str, Cut]:
+    """How each parameter of ``model`` that is not whole on every rank was cut, by name."""
+    found = {}
+    for name, parameter in model.named_parameters():
+        note: Mapping[str, Any] | None = getattr(parameter, _NOTE, None)
+        if note is None or note["replicated"] or note["partition_dim"] is None:
+            continue
+        widths = note["sub_param_shard_widths"] or [note["partition_sizes"]]
+        shape, view = tuple(note["original_shape"]), tuple(note["logical_shape"])
+        found[name] = Cut(shape, view, note["partition_dim"], tuple(tuple(part) for part in widths))
+    return found
+
+
+def whole(state: EngineState, cut: Mapping[str, Cut], group: dist.ProcessGroup) -> EngineState:
+    """**Collective** to read to its end, over ``group``: a rank's state with the shares of the others, one parameter at a time."""
+
+    def gathered() -> Iterator[ParameterState]:
+        for one in state.parameters:
+            if one.name not in cut:
+                yield one
+                continue
+            moments = {key: _gather(moment, cut[one.name], group) for key, moment in one.moments.items()}
+            yield ParameterState(one.name, _gather(one.weight, cut[one.name], group), moments, one.scalars)
+
+    return dataclasses.replace(state, parameters=gathered())
+
+
+def _gather(share: Tensor, cut: Cut, group: dist.ProcessGroup) -> Tensor:
+    sizes = [cut.numel(rank) for rank in range(dist.get_world_size(group))]
+    padded = share.new_zeros(max(sizes))  # every backend gathers equal sizes, not every one others
+    padded[: share.numel()].copy_(share.flatten())
+    everyones = [torch.empty_like(padded) for _ in sizes]
+    dist.all_gather(everyones, padded, group)
+    return cut.whole([one[:size] for one, size in zip(everyones, sizes, strict=True)])
+
+
+class Shares:
+    """A saved state as one rank of a tensor-parallel group sees it: its share of every parameter that is cut."""
+
+    def __init__(self, saved: SavedState, own: Mapping[str, Sequence[int]], cut: Mapping[str, Cut], rank: int) -> None:
+        """``own``: the shapes of this rank's parameters. Raises CheckpointError where the models differ."""
+        compare("parameter", {name: cut[name].shape if name in cut else own[name] for name in own}, saved.shapes)
+        self._saved, self._own, self._cut, self._rank = saved, own, cut, rank
+
+    @property
+    def updates(self) -> int:
+        return self._saved.updates
+
+    @property
+    def loss_scale(self) -> LossScaleState | None:
+        return self._saved.loss_scale
+
+    @property
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        return self._own
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        return self._saved.buffers()
+
+    def parameter(self, name: str) -> ParameterState:
+        """This rank's share. Optimizer state that is not shaped like the weight stays as it is."""
+        one = self._saved.parameter(name)
+        if name not in self._cut:
+            return one
+        share: Callable[[Tensor], Tensor] = lambda whole: self._cut[name].own(whole, self._rank, self._own[name])  # noqa: E731
+        moments = {key: share(m) if m.shape == one.weight.shape else m for key, m in one.moments.items()}
+        return ParameterState(name, share(one.weight), moments, one.scalars)
