@@ -24,7 +24,8 @@ if TYPE_CHECKING:
     from dsframe.config import Config
 
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
-_MARK = "one_unit"
+_UNIT = "_dsframe_unit"
+"""Attribute of a module that runs as one."""
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
@@ -133,13 +134,13 @@ def recompute(block: nn.Module, *, to_host: bool = False) -> None:
         with torch.autograd.graph.save_on_cpu(pin_memory=True) if to_host else nullcontext():
             return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
-    setattr(checkpointed, _MARK, True)
     block.forward = checkpointed
+    setattr(block, _UNIT, True)
 
 
 def units(model: nn.Module) -> list[nn.Module]:
     """The modules that are recomputed or compiled each by itself: all their parameters must be there while one runs."""
-    return [module for module in model.modules() if hasattr(module.forward, _MARK) and module is not model]
+    return [module for module in model.modules() if hasattr(module, _UNIT) and module is not model]
 
 
 def _contexts(norms: Sequence[Any]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
@@ -192,7 +193,7 @@ def compile_(module: nn.Module, device: torch.device) -> None:
             "compile", "torch.compile needs a C++ compiler, and there is none here", "install g++, or take it out"
         )
     module.forward = torch.compile(module.forward)
-    setattr(module.forward, _MARK, True)
+    setattr(module, _UNIT, True)
 
 
 def _wrong(key: str, message: str, remedy: str) -> ConfigError:

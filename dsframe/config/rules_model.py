@@ -23,6 +23,7 @@ def judge(bench: Judge) -> None:
     _recomputation(bench)
     _tiling(bench)
     _speed(bench)
+    _accumulation(bench)
     _large_batch(bench)
 
 
@@ -84,6 +85,12 @@ def _speed(bench: Judge) -> None:
             (*_MODEL, "compile"), "torch.compile needs a C++ compiler, and there is none here",
             "install g++, or write false", code="not-installed", at_value=True,
         )  # fmt: skip
+
+
+def _accumulation(bench: Judge) -> None:
+    path, stage = ("dsframe", "deepspeed", "accumulate"), bench.file.zero_optimization.stage
+    if bench.file.dsframe.deepspeed.accumulate == "whole" and stage < 2:
+        bench.idle(path, f"has no effect at stage {stage}, which reduces once in a step: it needs stage 2 or 3")
 
 
 def _large_batch(bench: Judge) -> None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 
-from dsframe.config.settings import LargeBatch
+from dsframe.config.settings_model import LargeBatch
 
 
 def factor(wanted: LargeBatch, batch: int) -> float:

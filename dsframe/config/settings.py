@@ -8,6 +8,7 @@ from pydantic import Discriminator, Field, Tag
 
 from dsframe.config.schema.base import Count, Positive, Section, Size
 from dsframe.config.settings_checkpoints import Checkpoints
+from dsframe.config.settings_model import DeepSpeedEngine, LargeBatch, Model
 
 EngineName = Literal[
     "auto",
@@ -218,43 +219,6 @@ class ParameterAveraging(Section):
     """Optimizer steps between two averages of the ranks' weights."""
 
 
-class Tiling(Section):
-    """Linear layers cut into tiles, each a parameter of its own, so that ZeRO-3 never holds a whole one."""
-
-    modules: list[str]
-    """Names of linear layers; ``*`` stands for anything: ``*.expand``."""
-    in_splits: Count = 1
-    """Cuts along the inputs."""
-    out_splits: Count = 1
-    """Cuts along the outputs."""
-
-
-class Model(Section):
-    """What is done to the model before it trains. None of it changes a parameter's name, or what is computed."""
-
-    activation_checkpointing: bool | list[str] = False
-    """Keep the inputs of blocks and compute the rest again: less memory, about a third more work. True is the block that
-    the model repeats; or class names."""
-    tiling: Tiling | None = None
-    """Cut large linear layers, at ZeRO stage 3."""
-    channels_last: bool = False
-    """Channels innermost in the activations of 2-D convolutions."""
-    compile: bool | Literal["blocks"] = False
-    """torch.compile: the whole model, or each repeated block by itself."""
-
-
-class LargeBatch(Section):
-    """Learning rates for another batch size than the one they were found for. Nothing is scaled unless this asks for it."""
-
-    lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Multiply every rate of the optimizer and the schedule by the batch's ratio to ``reference_batch_size``, or by its
-    square root."""
-    reference_batch_size: Count | None = None
-    """``train_batch_size`` for which the file's rates were found."""
-    warmup_steps: Size = 0
-    """Steps over which that factor grows from 1, on top of what the schedule does."""
-
-
 class Settings(Section):
     """Everything about the run that is not DeepSpeed's."""
 
@@ -302,6 +266,8 @@ class Settings(Section):
     """Switches that save memory or time."""
     horovod: Horovod = Field(default_factory=Horovod.model_construct)
     """Options of the Horovod engine."""
+    deepspeed: DeepSpeedEngine = Field(default_factory=DeepSpeedEngine.model_construct)
+    """Options of the DeepSpeed engine that are no keys of DeepSpeed's."""
     ddp: Ddp = Field(default_factory=Ddp.model_construct)
     """Options of the DDP engine."""
     fsdp: Fsdp = Field(default_factory=Fsdp.model_construct)

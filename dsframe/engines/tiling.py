@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dsframe import switches
 from dsframe.checkpoint.state import EngineState, LossScaleState, ParameterState, SavedState
-from dsframe.config.settings import Tiling
+from dsframe.config.settings_model import Tiling
 from dsframe.errors import ConfigError, Problem
 
 

@@ -33,6 +33,11 @@ class ZeroEngine(Engine):
         """**Collective.** Raises EngineError where this machine lacks what the file asks for (fp16, libaio)."""
         self.plan = plan
         self._stage = plan.config.deepspeed.zero_optimization.stage
+        self._whole = (
+            plan.config.settings.deepspeed.accumulate == "whole"
+            and self._stage >= 2
+            and plan.batch.accumulation_steps > 1
+        )
         self._dtype = precision.parameter_dtype(plan.config)
         self._refuse_what_the_machine_lacks()
         if plan.config.deepspeed.log_level is None and not plan.verbose:
@@ -126,17 +131,34 @@ class ZeroEngine(Engine):
         """**Collective.** One optimizer update through DeepSpeed's forward, backward and step."""
         rates = self.plan.schedule(self._updates)
         rates.apply(self._engine.basic_optimizer.param_groups)
-        total: Tensor | None = None
-        for inputs, targets in micro_batches:
-            loss = self.plan.task.loss(self._forward(inputs), targets)
-            self._engine.backward(loss)
-            self._engine.step()
-            total = loss.detach() if total is None else total + loss.detach()
-        assert total is not None
+        total = self._accumulate_whole(micro_batches) if self._whole else self._accumulate(micro_batches)
         applied = bool(self._engine.was_step_applied())
         self._updates += applied
         loss = (total / self.plan.batch.accumulation_steps).float()
         return StepResult(loss, rates.learning_rate, self._engine.get_global_grad_norm(), not applied)
+
+    def _accumulate(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> Tensor:
+        """DeepSpeed's own way: reduces once in a step at stages 0 and 1, after each micro-batch at 2 and 3. The losses' sum."""
+        losses = []
+        for inputs, targets in micro_batches:
+            loss = self.plan.task.loss(self._forward(inputs), targets)
+            self._engine.backward(loss)
+            self._engine.step()
+            losses.append(loss.detach())
+        return sum(losses[1:], losses[0])
+
+    def _accumulate_whole(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> Tensor:
+        """Reduces once in a step at stages 2 and 3 too. DeepSpeed has no key for it, and leaves it to us to say when to step."""
+        losses = []
+        with self._engine.coalesce_grad_reduction():
+            for inputs, targets in micro_batches:
+                loss = self.plan.task.loss(self._forward(inputs), targets)
+                self._engine.backward(loss)
+                losses.append(loss.detach())
+        self._engine.set_gradient_accumulation_boundary(True)
+        self._engine.step()
+        self._engine.set_gradient_accumulation_boundary(None)
+        return sum(losses[1:], losses[0])
 
     def _forward(self, inputs: Inputs) -> Any:
         return precision.cast_outputs(call(self._engine, precision.cast_inputs(inputs, self._dtype)))

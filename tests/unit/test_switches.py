@@ -158,7 +158,7 @@ def test_tiles_are_cut_and_joined_again(monkeypatch: pytest.MonkeyPatch) -> None
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     tiling = pytest.importorskip("deepspeed.runtime.zero.tiling", reason="DeepSpeed is not installed")
     from dsframe.checkpoint.state import EngineState, ParameterState, Snapshot
-    from dsframe.config.settings import Tiling
+    from dsframe.config.settings_model import Tiling
     from dsframe.engines.tiling import tile
 
     plain = language_model()

@@ -1,0 +1,142 @@
+"""What test_switches.py runs on two ranks: engines with and without each switch, one after another.
+
+    python -m tests.engines.switched REPORT.json
+
+Rank 0 writes, by name of the variant: the losses of three steps, the collectives of a fourth, and how far the weights are from
+those of the same engine without the switch.
+"""
+
+from __future__ import annotations
+
+import json
+import os
+import sys
+from pathlib import Path
+from typing import Any
+
+from dsframe import world as worlds
+from dsframe.run import settle_threads
+
+GPT = {"name": "language", "layers": 2, "heads": 2, "width": 32, "context": 16, "corpus": "synthetic", "samples": 64}
+CNN = {"name": "vision", "dataset": "synthetic", "image_size": 16, "classes": 10, "samples": 64}
+TILES = {"modules": ["*.expand", "*.contract"], "in_splits": 2, "out_splits": 3}
+KEEP_NOTHING = {
+    "stage3_param_persistence_threshold": 0,
+    "stage3_max_reuse_distance": 0,
+    "stage3_max_live_parameters": 0,
+    "stage3_prefetch_bucket_size": 0,
+}
+
+
+def zero(stage: int, accumulation: int = 2, settings: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    section = {"stage": stage, **(KEEP_NOTHING if stage == 3 else {})}
+    return {
+        "engine": "deepspeed",
+        "accumulation": accumulation,
+        "settings": settings or {},
+        "zero_optimization": section,
+        **more,
+    }
+
+
+def of(engine: str, accumulation: int = 2, **settings: Any) -> dict[str, Any]:
+    return {"engine": engine, "accumulation": accumulation, "settings": settings}
+
+
+WHOLE = {"deepspeed": {"accumulate": "whole"}}
+VARIANTS: dict[str, dict[str, Any]] = {
+    **{f"zero{stage} x {times}": zero(stage, times) for stage in range(4) for times in (1, 3)},
+    **{f"zero{stage} x 3, whole": zero(stage, 3, WHOLE) for stage in (2, 3)},
+    "zero3": zero(3),
+    "zero3, recomputed": zero(3, settings={"model": {"activation_checkpointing": True}}),
+    "zero3, tiled": zero(3, settings={"model": {"tiling": TILES}}),
+    "zero3, compiled": zero(3, settings={"model": {"compile": "blocks"}}),
+    **{f"{engine} x {times}": of(engine, times) for engine in ("ddp", "fsdp") for times in (1, 3)},
+    "ddp": of("ddp"),
+    "ddp, recomputed": of("ddp", model={"activation_checkpointing": True}),
+    "ddp, compiled, recomputed": of("ddp", model={"compile": "blocks", "activation_checkpointing": True}),
+    "fsdp": of("fsdp"),
+    "fsdp, recomputed": of("fsdp", model={"activation_checkpointing": True}),
+    "ddp of images": of("ddp", task=CNN),
+    "horovod of images, channels last": of("horovod", task=CNN, model={"channels_last": True}),
+}
+
+
+def file(variant: dict[str, Any]) -> dict[str, Any]:
+    """The variant as a file: twelve samples a step, whatever the accumulation."""
+    variant = dict(variant)
+    variant.pop("engine")
+    return {
+        "train_batch_size": 12,
+        "gradient_accumulation_steps": variant.pop("accumulation"),
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "dsframe": {"task": GPT, "threads_per_rank": 1, **variant.pop("settings")},
+        **variant,
+    }
+
+
+def main(report: Path) -> None:
+    settle_threads(worlds.here(), 1)
+    import torch
+
+    from dsframe.checkpoint.state import Snapshot
+    from dsframe.report.communication import Communication
+    from tests.engines.several import one_process_group, prepare
+
+    torch.set_num_threads(1)
+    found: dict[str, Any] = {}
+    plain: dict[str, Snapshot] = {}
+    with one_process_group():
+        for name, variant in VARIANTS.items():
+            make, loader = prepare(file(variant), variant["engine"])
+            engine = make()
+            losses = [float(engine.train_step(loader.micro_batches(step)).loss) for step in range(3)]
+            weights = Snapshot(engine.state())
+            reference = plain.setdefault(name.partition(",")[0], weights)
+            # Not where a compiler would look at what looks.
+            gathered = 0 if "compiled" in name else _most_gathered(engine, loader)
+            with Communication() as counted:
+                engine.train_step(loader.micro_batches(4))
+            found[name] = {
+                "losses": losses,
+                "names": list(weights.shapes) == list(reference.shapes),
+                "distance": max(
+                    float((weights.parameter(one).weight - reference.parameter(one).weight).abs().max())
+                    for one in reference.shapes
+                ),
+                "collectives": {kind: traffic.calls for kind, traffic in counted.by_kind.items()},
+                "gathered": gathered,
+            }
+            del make, engine
+        if worlds.here().is_main:
+            report.write_text(json.dumps(found))
+    os._exit(0)
+
+
+def _most_gathered(engine: Any, loader: Any) -> int:
+    """The most elements of parameters that ZeRO-3 held in full at once, in one step; 0 on other engines."""
+    coordinator = getattr(getattr(getattr(engine, "_engine", None), "optimizer", None), "parameter_offload", None)
+    if coordinator is None:
+        engine.train_step(loader.micro_batches(3))
+        return 0
+    import torch
+
+    parameters = [one for one in engine._engine.module.parameters() if hasattr(one, "ds_shape")]
+    most = 0
+    call = torch.nn.functional.linear
+
+    def looking(*args: Any, **kwargs: Any) -> Any:
+        nonlocal most
+        most = max(most, sum(one.data.numel() for one in parameters))
+        return call(*args, **kwargs)
+
+    torch.nn.functional.linear = looking
+    try:
+        engine.train_step(loader.micro_batches(3))
+    finally:
+        torch.nn.functional.linear = call
+    return most
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

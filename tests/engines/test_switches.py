@@ -1,0 +1,67 @@
+"""Switches on real engines: the same training with and without, and no more communication than a step needs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.processes import run_ranks, torchrun
+
+
+@pytest.fixture(scope="module")
+def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
+    """One job of two ranks for all of them."""
+    report = tmp_path_factory.mktemp("switched") / "report.json"
+    run_ranks(torchrun(2, ["-m", "tests.engines.switched", str(report)]), timeout_seconds=400).check()
+    read: dict[str, Any] = json.loads(Path(report).read_text())
+    return read
+
+
+@pytest.mark.timeout(450)
+@pytest.mark.parametrize("engine", ["zero3", "ddp", "fsdp"])
+def test_recomputation_is_the_same_training_to_the_last_bit(found: dict[str, Any], engine: str) -> None:
+    plain, recomputed = found[engine], found[f"{engine}, recomputed"]
+    assert recomputed["losses"] == plain["losses"]
+    assert (recomputed["distance"], recomputed["names"]) == (0.0, True)
+    assert recomputed["collectives"].get("reduce-scatter") == plain["collectives"].get("reduce-scatter")
+
+
+@pytest.mark.parametrize("name", ["zero3, compiled", "ddp, compiled, recomputed", "zero3, tiled"])
+def test_other_kernels_sum_in_another_order(found: dict[str, Any], name: str) -> None:
+    plain, switched = found[name.partition(",")[0]], found[name]
+    assert switched["losses"] == pytest.approx(plain["losses"], abs=5e-6)
+    assert switched["names"]
+    assert switched["distance"] < 1e-5
+
+
+def test_tiles_are_gathered_one_by_one(found: dict[str, Any]) -> None:
+    assert found["zero3, tiled"]["gathered"] < 0.8 * found["zero3"]["gathered"]
+
+
+def test_horovod_takes_channels_last(found: dict[str, Any]) -> None:
+    name = "horovod of images, channels last"
+    assert found[name]["losses"] == pytest.approx(found["ddp of images"]["losses"], abs=5e-6)
+    assert found[name]["collectives"] == {"all-reduce": 10}, "once for each parameter, with two micro-batches"
+
+
+@pytest.mark.parametrize("engine", ["zero0", "zero1", "ddp"])
+def test_accumulation_reduces_once_in_a_step(found: dict[str, Any], engine: str) -> None:
+    assert found[f"{engine} x 3"]["collectives"] == found[f"{engine} x 1"]["collectives"]
+
+
+def test_sharded_gradients_are_reduced_each_time_unless_the_file_says_otherwise(found: dict[str, Any]) -> None:
+    def counts(name: str, kind: str) -> int:
+        return int(found[name]["collectives"].get(kind, 0))
+
+    assert counts("zero2 x 3", "all-reduce") - counts("zero2 x 1", "all-reduce") == 2
+    assert found["zero2 x 3, whole"]["collectives"] == found["zero2 x 1"]["collectives"]
+    assert counts("zero3 x 3", "reduce-scatter") == 3 * counts("zero3 x 1", "reduce-scatter")
+    assert counts("zero3 x 3, whole", "reduce-scatter") == counts("zero3 x 1", "reduce-scatter")
+    assert counts("fsdp x 3", "reduce-scatter") == counts("fsdp x 1", "reduce-scatter")
+    for stage in (2, 3):
+        plain, whole = found[f"zero{stage} x 3"], found[f"zero{stage} x 3, whole"]
+        assert whole["losses"] == pytest.approx(plain["losses"], abs=5e-6)
+        assert whole["distance"] < 1e-5
