@@ -34,7 +34,7 @@ LAYERS = (
     {"trainer"},
     {"run"},
     {"train"},
-    {"doctor", "check"},
+    {"convert", "doctor", "check"},
     {"launch"},
     {"cli"},
 )

@@ -1,0 +1,288 @@
+"""A checkpoint as DeepSpeed itself writes it, ZeRO 0 to 3, read parameter by parameter with its optimizer state.
+
+The files are pickled. None of their code runs here: torch's restricted unpickler reads them, and every class that it does not
+know (DeepSpeed's own) becomes an inert object that holds what was pickled. DeepSpeed need not be installed. A file that asks for
+what only harm needs, such as ``os.system``, torch refuses altogether.
+
+Layout, deepspeed 0.19.8 (``runtime/engine.py``: _save_checkpoint, ``utils/zero_to_fp32.py``): ``mp_rank_00_model_states.pt`` has
+the module, the counts, and at stage 0 the optimizer. At stages 1 and 2 each rank's ``*optim_states.pt`` has a slice of one flat
+tensor per parameter group; at stage 3, for each parameter in turn, its share of ceil(numel / ranks) elements.
+"""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from dsframe.checkpoint.state import LossScaleState, ParameterState, split
+from dsframe.errors import CheckpointError
+
+_RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00")
+Shapes = Mapping[str, Sequence[int]]
+
+
+class Inert:
+    """Stands for an object of a class that is not imported; its attributes are those that were pickled."""
+
+    def __new__(cls, *arguments: Any) -> Inert:
+        made = object.__new__(cls)
+        made.__dict__["arguments"] = arguments
+        return made
+
+    def __init__(self, *arguments: Any) -> None:
+        """Takes anything."""
+
+
+def load(path: Path) -> Any:
+    """What a pickled file holds. Runs none of its code. Raises CheckpointError where it cannot be read."""
+    try:
+        unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
+        inert: list[Any] = [(type(name.rpartition(".")[2], (Inert,), {}), name) for name in unknown]
+        with torch.serialization.safe_globals(inert):
+            return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
+    except Exception as error:  # a damaged pickle can raise nearly anything
+        said = str(error).strip().splitlines()
+        reason = next((line for line in said if "GLOBAL" in line), said[0] if said else repr(error))
+        raise CheckpointError(f"{path} cannot be read: {reason}") from None
+
+
+@dataclass(frozen=True)
+class Found:
+    """What a DeepSpeed checkpoint says, small things first."""
+
+    path: Path
+    stage: int
+    """0, 2 (which reads like 1) or 3."""
+    step: int
+    updates: int
+    ranks: int
+    """Data-parallel ranks that wrote it."""
+    learning_rate: float
+    """Of the next update, as DeepSpeed's scheduler left it."""
+    loss_scale: LossScaleState | None
+    version: str
+    module: Mapping[str, Tensor]
+    """The module's ``state_dict``: buffers, and parameters where ranks hold them whole."""
+    shapes: Shapes
+    """Of every parameter that the file names (stages 1 to 3), else empty."""
+    optimizers: Sequence[Mapping[str, Any]]
+    """By rank, the optimizer's part; one at stage 0."""
+    groups: Sequence[Shapes]
+    """Stages 1 to 3: name -> shape of each parameter group, in the order of its flat tensor."""
+    frozen: Mapping[str, Sequence[Tensor]]
+    """Stage 3: each rank's share of parameters that are not trained."""
+
+    def parameters(self, own: Mapping[str, bool], shapes: Shapes) -> Iterator[ParameterState]:
+        """Every parameter of the model, one at a time. ``own``: name -> whether it is trained, in the model's order.
+
+        Raises CheckpointError where state and model do not fit together.
+        """
+        trained = {0: _stage_0, 2: _stage_1_2, 3: _stage_3}[self.stage](self, own, shapes)
+        done = set()
+        for one in trained:
+            done.add(one.name)
+            yield one
+        for name in own:
+            if name in done:
+                continue
+            if name in self.frozen:
+                whole = torch.cat([part.flatten() for part in self.frozen[name]])
+                yield ParameterState(name, whole[: math.prod(shapes[name])].view(*shapes[name]).float(), {}, {})
+            elif name in self.module and tuple(self.module[name].shape) == tuple(shapes[name]):
+                yield ParameterState(name, self.module[name].float(), {}, {})
+            else:
+                raise CheckpointError(f"{self.path} holds nothing for the parameter {name}")
+
+
+def find(directory: Path, tag: str | None) -> Path:
+    """A checkpoint's folder: ``directory``, or the one in it that ``tag`` or the file ``latest`` names. Raises CheckpointError."""
+    if tag is None and any(directory.glob("*model_states.pt")):
+        return directory
+    if tag is None:
+        try:
+            tag = (directory / "latest").read_text().strip()
+        except OSError:
+            raise CheckpointError(
+                f"{directory} has no file named latest and no *model_states.pt; is it DeepSpeed's save_checkpoint folder?"
+            ) from None
+    if not tag or Path(tag).name != tag or tag == "..":
+        raise CheckpointError(f"{tag!r} is not the name of a folder in {directory}")
+    if not (directory / tag).is_dir():
+        raise CheckpointError(f"{directory / tag} does not exist")
+    return directory / tag
+
+
+def read(path: Path) -> Found:
+    """What lies in a checkpoint's folder; tensors are mapped, not read. Raises CheckpointError with the reason."""
+    names = {file.name for file in path.iterdir()}
+    for pattern, what in (
+        (r"mp_rank_0*[1-9]\d*", "is split among tensor-parallel ranks"),
+        (r"layer_.*expert|expert_", "has experts"),
+        (r"layer_\d+", "is of a pipeline"),
+        (r"zero$", "is a universal checkpoint, which has no place for all that is kept"),
+    ):
+        if any(re.match(pattern, name) or re.search(rf"_{pattern}", name) for name in names):
+            raise CheckpointError(f"{path} {what}; import one of plain ZeRO")
+    main = next(
+        (name for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt") if name in names),
+        None,
+    )
+    if main is None:
+        raise CheckpointError(f"{path} has no mp_rank_00_model_states.pt; is it a checkpoint of DeepSpeed's?")
+    model = load(path / main)
+    ranks = int(model["dp_world_size"])
+    optim_files = _by_rank(name for name in names if name.endswith("optim_states.pt"))
+    groups: list[Shapes] = []
+    frozen: dict[str, list[Tensor]] = {}
+    if not optim_files:
+        if model.get("optimizer") is None:
+            raise CheckpointError(f"{path} has no optimizer state; was it saved with one?")
+        stage, optimizers = 0, [model["optimizer"]]
+    else:
+        if sorted(optim_files) != list(range(ranks)):
+            raise CheckpointError(f"{path} has the optimizer files of {len(optim_files)} ranks, {ranks} wrote it")
+        optimizers = [load(path / optim_files[rank])["optimizer_state_dict"] for rank in range(ranks)]
+        stage = 3 if "fp32_flat_groups" in optimizers[0] else 2
+        groups = [{name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]]
+        if stage == 3 and model.get("frozen_param_shapes"):
+            files = _by_rank(name for name in names if name.endswith("model_states.pt"))
+            for rank in range(ranks):
+                for name, part in load(path / files[rank])["frozen_param_fragments"].items():
+                    frozen.setdefault(name, []).append(part)
+    return Found(
+        path=path,
+        stage=stage,
+        step=int(model["global_steps"]),
+        updates=int(model["global_steps"]) - int(model["skipped_steps"]),
+        ranks=ranks,
+        learning_rate=float(_base(optimizers[0], stage)["param_groups"][0]["lr"]),
+        loss_scale=_loss_scale(optimizers[0]),
+        version=str(model.get("ds_version")),
+        module=model["module"],
+        shapes={name: shape for group in groups for name, shape in group.items()},
+        optimizers=optimizers,
+        groups=groups,
+        frozen=frozen,
+    )
+
+
+def _by_rank(names: Iterator[str]) -> dict[int, str]:
+    return {int(found[1]): name for name in names if (found := _RANK.search(name))}
+
+
+def _base(optimizer: Mapping[str, Any], stage: int) -> Mapping[str, Any]:
+    """The state of torch's own optimizer inside DeepSpeed's."""
+    inner = optimizer.get(
+        "base_optimizer_state" if stage == 2 else "optimizer_state_dict", optimizer if stage == 0 else None
+    )
+    if not isinstance(inner, Mapping) or "state" not in inner:
+        raise CheckpointError(
+            "the optimizer's state has a form that is not known here (elastic_checkpoint, or on NVMe?)"
+        )
+    return inner
+
+
+def _loss_scale(optimizer: Mapping[str, Any]) -> LossScaleState | None:
+    scaler = optimizer.get("loss_scaler")
+    kept: Mapping[str, Any] = dict(optimizer) if scaler is None else vars(scaler)
+    if not optimizer.get("dynamic_loss_scale"):
+        return None
+    return LossScaleState(
+        float(kept["cur_scale"]),
+        int(kept.get("cur_hysteresis", 1)),
+        int(kept["cur_iter"]),
+        int(kept["last_overflow_iter"]),
+    )
+
+
+def _stage_0(found: Found, own: Mapping[str, bool], shapes: Shapes) -> Iterator[ParameterState]:
+    """The optimizer numbers its parameters: all of the model's, or those that are trained, in the model's order."""
+    optimizer = found.optimizers[0]
+    base = _base(optimizer, 0)
+    if len(base["param_groups"]) > 1:
+        raise CheckpointError(f"{found.path}: at stage 0 parameters in several groups have no names in the file")
+    masters = [master for group in optimizer.get("fp32_groups", ()) for master in group]
+    flat = list(optimizer.get("fp32_groups_flat", ()))
+    if flat:
+        names = [name for name, trained in own.items() if trained]
+        yield from _cut(names, shapes, flat[0].flatten(), *split(base["state"].get(0, {})))
+        return
+    for names in (list(own), [name for name, trained in own.items() if trained]):
+        if len(names) == len(base["param_groups"][0]["params"]) and all(
+            tensor.shape == torch.Size(shapes[names[number]])
+            for number, held in base["state"].items()
+            for tensor in split(held)[0].values()
+        ):
+            break
+    else:
+        raise CheckpointError(f"{found.path}: the optimizer's state does not fit the model's parameters")
+    for number, name in enumerate(names):
+        if own[name]:
+            moments, scalars = split(base["state"].get(number, {}))
+            weight = masters[number] if masters else found.module[name]
+            yield ParameterState(name, weight.float(), {key: value.float() for key, value in moments.items()}, scalars)
+
+
+def _cut(
+    names: Sequence[str], shapes: Shapes, flat: Tensor, moments: Mapping[str, Tensor], scalars: Mapping[str, float]
+) -> Iterator[ParameterState]:
+    """Parameters that lie one after the other in flat tensors."""
+    start = 0
+    for name in names:
+        size = math.prod(shapes[name])
+        if start + size > flat.numel() or any(value.numel() != flat.numel() for value in moments.values()):
+            raise CheckpointError(f"the flat tensors end before {name}")
+
+        def view(tensor: Tensor, start: int = start, size: int = size, name: str = name) -> Tensor:
+            return tensor.flatten()[start : start + size].view(*shapes[name]).float()
+
+        yield ParameterState(name, view(flat), {key: view(value) for key, value in moments.items()}, dict(scalars))
+        start += size
+
+
+def _stage_1_2(found: Found, own: Mapping[str, bool], shapes: Shapes) -> Iterator[ParameterState]:
+    for number, group in enumerate(found.groups):
+        held = [split(_base(one, 2)["state"].get(number, {})) for one in found.optimizers]
+        if any(
+            padding for one in found.optimizers for padding in (one.get("param_alignment_paddings") or [[]])[number]
+        ):
+            raise CheckpointError(f"{found.path}: parameters are padded one by one, which is not known here")
+        flat = torch.cat([one["single_partition_of_fp32_groups"][number].flatten() for one in found.optimizers])
+        moments = {key: torch.cat([parts[key].flatten() for parts, _ in held if key in parts]) for key in held[0][0]}
+        yield from _cut(list(group), group, flat, moments, held[0][1])
+
+
+def _stage_3(found: Found, own: Mapping[str, bool], shapes: Shapes) -> Iterator[ParameterState]:
+    ranks = len(found.optimizers)
+    weights = [torch.cat([flat.flatten() for flat in one["fp32_flat_groups"]]) for one in found.optimizers]
+    held = [[split(state) for _, state in sorted(_base(one, 3)["state"].items())] for one in found.optimizers]
+    keys = sorted({key for moments, _ in held[0] for key in moments})
+    of_rank = [{key: torch.cat([moments[key].flatten() for moments, _ in one]) for key in keys} for one in held]
+    scalars = held[0][0][1] if held[0] else {}
+    start = 0
+    for group in found.groups:
+        for name, shape in group.items():
+            size = math.prod(shape)
+            share = -(-size // ranks)
+            if start + share > weights[0].numel() or any(
+                one[key].numel() != weights[0].numel() for one in of_rank for key in keys
+            ):
+                raise CheckpointError(f"{found.path}: the flat tensors end before {name}; is part of them on NVMe?")
+
+            def whole(parts: Sequence[Tensor], start: int = start, share: int = share, size: int = size) -> Tensor:
+                return torch.cat([part[start : start + share] for part in parts])[:size]
+
+            yield ParameterState(
+                name,
+                whole(weights).view(*shape).float(),
+                {key: whole([one[key] for one in of_rank]).view(*shape).float() for key in keys},
+                dict(scalars),
+            )
+            start += share

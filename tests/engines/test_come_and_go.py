@@ -1,0 +1,96 @@
+"""Checkpoints of DeepSpeed's own come in, and go out again: training goes on with DeepSpeed's own losses."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsframe.checkpoint import store
+from dsframe.cli import main as dsframe
+from dsframe.errors import CheckpointError
+from tests.engines.plain_deepspeed import SAVED, STEPS
+from tests.portability import losses
+from tests.processes import REPOSITORY, python, run_ranks, torchrun
+
+SCRIPT = str(REPOSITORY / "tests" / "engines" / "plain_deepspeed.py")
+
+
+def configuration(stage: int, *, frozen: bool = True, **more: Any) -> dict[str, Any]:
+    return {
+        "train_batch_size": 8,
+        "steps_per_print": 1_000_000,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.01, "torch_adam": True}},
+        "zero_optimization": {"stage": stage, **({"sub_group_size": 200} if stage == 3 else {})},
+        "dsframe": {
+            "steps": STEPS,
+            "log_every_steps": 1,
+            "threads_per_rank": 1,
+            "task": {"name": "tests.engines.plain_deepspeed:Plain", "options": {"frozen": frozen}},
+        },
+        **more,
+    }
+
+
+def plain(folder: Path, ranks: int, what: str, checkpoint: str) -> list[float]:
+    """The losses of the plain script's steps after the checkpoint."""
+    run_ranks(torchrun(ranks, [SCRIPT, "config.json", what, checkpoint]), cwd=folder, timeout_seconds=120).check()
+    found: list[float] = json.loads((folder / "losses.json").read_text())
+    return found
+
+
+def resumed(folder: Path) -> list[float]:
+    """Goes on in one process without DeepSpeed; the losses."""
+    command = ["-m", "dsframe.train", "--config", "config.json", "--engine", "single", "--run-dir", "run"]
+    run_ranks(python([*command, "--resume", "auto"]), cwd=folder, timeout_seconds=100).check()
+    curve = losses(folder / "run")
+    assert list(curve) == list(range(SAVED + 1, STEPS + 1))
+    return list(curve.values())
+
+
+@pytest.mark.parametrize(
+    ("stage", "more", "tolerance"),
+    [(0, {}, 1e-6), (2, {}, 1e-6), (3, {}, 1e-6), (0, {"bf16": {"enabled": True}}, 5e-3)],
+    ids=["zero0", "zero2", "zero3", "zero0-bf16"],
+)
+def test_a_deepspeed_run_goes_on_in_dsframe(
+    stage: int, more: dict[str, Any], tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "config.json").write_text(json.dumps(configuration(stage, **more)))
+    expected = plain(tmp_path, 2, "save", "theirs")
+    monkeypatch.chdir(tmp_path)
+    command = ["import", "theirs", "--config", "config.json", "--run-dir", "run"]
+    assert dsframe(command) == CheckpointError.exit_code  # pickled
+    assert not (tmp_path / "run").exists()
+    assert dsframe([*command, "--trust"]) == 0
+    (path,) = store.Store(tmp_path / "run" / "checkpoints").newest_first()
+    assert store.verify(path) == []
+    assert max(abs(a - b) for a, b in zip(resumed(tmp_path), expected, strict=True)) < tolerance
+
+
+@pytest.mark.parametrize(("stage", "frozen"), [(2, True), (3, False)])
+def test_a_dsframe_run_goes_on_in_deepspeed(
+    stage: int, frozen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """From one process to two of DeepSpeed's, by its own universal loader.
+
+    At stage 3 in one sub-group: the loader gives all of them one tensor to count their steps in, and each counts (0.19.8).
+    """
+    config = configuration(stage, frozen=frozen, checkpoint={"load_universal": True})
+    config["zero_optimization"] = {"stage": stage}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    monkeypatch.chdir(tmp_path)
+    saving = ["--engine", "single", "--run-dir", "run", "--set", f"dsframe.checkpoints.every_steps={SAVED}"]
+    run_ranks(
+        python(["-m", "dsframe.train", "--config", "config.json", *saving]), cwd=tmp_path, timeout_seconds=100
+    ).check()
+    expected = list(losses(tmp_path / "run").values())[SAVED:]
+    checkpoint = f"run/checkpoints/step-{SAVED:08}"
+    assert dsframe(["export", checkpoint, "--to", "universal", "--out", "theirs"]) == 0
+    assert (
+        dsframe(["export", checkpoint, "--to", "universal", "--out", "theirs"]) == CheckpointError.exit_code
+    )  # is there
+    found = plain(tmp_path, 2, "continue", "theirs")
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-6
