@@ -1,30 +1,98 @@
-"""``dsframe compare RUN RUN ...``: finished runs side by side."""
+"""``dsframe compare RUN RUN ...``: finished runs side by side; ``dsframe compare A.json B.json -np N`` makes them first."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Sequence
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsframe.errors import DataError
+from dsframe.config import find, load
+from dsframe.report import page, trials
 from dsframe.report.record import read_metrics, read_summary
+
+EPILOG = """\
+Files are trained by dsframe launch, each --repeats times and in turns, so that a machine that becomes slower does so for all.
+Differences are to the first. Speeds of several repeats are the median, with the slowest and the fastest.
+"""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table and returns 0; 6 (DataError) where a directory holds no finished run."""
+    """Prints the table and returns 0. Raises the subclasses of DsframeError, and what a run that failed leaves with."""
     parser = argparse.ArgumentParser(
-        prog="dsframe compare", description="Finished runs side by side: loss, metrics, speed, memory."
+        prog="dsframe compare",
+        description="Runs side by side: loss, metrics, speed, memory.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
     )
-    parser.add_argument(
-        "runs", nargs="+", type=Path, metavar="RUN", help="a run's directory; differences are to the first"
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN|FILE.json", help="directories of finished runs, or files to train")
+    add("-np", "--processes", type=int, default=1, metavar="N", help="processes of each training (default 1)")
+    add("--engines", metavar="NAME,NAME", help="train each file on each of these")
+    add("--repeats", type=int, default=1, metavar="N", help="trainings of each (default 1)")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override one key in all files",
     )
+    add(
+        "--out",
+        type=Path,
+        default=Path("runs/compare"),
+        metavar="DIR",
+        help="where the trainings go (default %(default)s)",
+    )
+    add("--html", type=Path, metavar="FILE.html", help="also as a page (default with files: DIR/report.html)")
     options = parser.parse_args(argv)
-    try:
-        print(table(options.runs))
-    except DataError as error:
-        parser.exit(error.exit_code, f"dsframe compare: {error}\n")
+    if options.processes < 1 or options.repeats < 1:
+        parser.error("-np and --repeats must be at least 1")
+    are_runs = [Path(name).is_dir() for name in options.runs]
+    if any(are_runs) and not all(are_runs):
+        parser.error("either directories of finished runs or files to train, not both")
+    target: Path | None = options.html
+    if all(are_runs):
+        if options.engines:
+            parser.error("--engines is for files that are still to be trained")
+        groups = {str(run): [Path(run)] for run in options.runs}
+    else:
+        groups = _train(options)
+        target = target or options.out / "report.html"
+    print(table(groups))
+    if target:
+        firsts = [repeats[0] for repeats in groups.values()]
+        target.write_text(
+            page.page([page.read_run(run, name) for run, name in zip(firsts, groups, strict=True)]), encoding="utf-8"
+        )
+        print(f"\n{target}")
     return 0
+
+
+def _train(options: argparse.Namespace) -> dict[str, list[Path]]:
+    """Trains every file on every engine, in turns; the directories by name."""
+    engines: list[str | None] = options.engines.split(",") if options.engines else [None]
+    files = [find(name) for name in options.runs]
+    for file in files:  # all mistakes before the first training
+        for engine in engines:
+            load(file, overrides=[*options.overrides, *([f"dsframe.engine={engine}"] if engine else [])])
+    labels = page.names([file.with_suffix("") for file in files])
+    wanted = [
+        (" ".join(part for part in (label if len(files) > 1 or not engine else "", engine) if part), file, engine)
+        for label, file in zip(labels, files, strict=True)
+        for engine in engines
+    ]
+    groups: dict[str, list[Path]] = {name: [] for name, _, _ in wanted}
+    for repeat in range(1, options.repeats + 1):
+        for name, file, engine in wanted:
+            directory = options.out / f"{name.replace(' ', '-').replace('/', '-')}-{repeat}"
+            print(f"dsframe compare: {name}, {repeat} of {options.repeats}", file=sys.stderr, flush=True)
+            trials.train(file, options.processes, directory, engine=engine, overrides=options.overrides)
+            groups[name].append(directory)
+    return groups
 
 
 def losses(directory: Path) -> dict[int, float]:
@@ -32,33 +100,48 @@ def losses(directory: Path) -> dict[int, float]:
     return {record["step"]: record["loss"] for record in read_metrics(directory) if record.get("loss") is not None}
 
 
-def table(runs: Sequence[Path]) -> str:
-    """The comparison as text, in columns. Raises DataError where a run did not come to its end."""
-    summaries = [read_summary(run) for run in runs]
-    curves = [losses(run) for run in runs]
-    rows: list[list[str]] = [["", *(str(run) for run in runs)]]
+def table(groups: Mapping[str, Sequence[Path]]) -> str:
+    """The comparison as text, in columns: by name, the directories of one run or of its repeats.
+
+    Losses and metrics are those of the first repeat. Raises DataError where a run did not come to its end.
+    """
+    repeats = [[read_summary(run) for run in runs] for runs in groups.values()]
+    summaries = [one[0] for one in repeats]
+    curves = [losses(runs[0]) for runs in groups.values()]
+    rows: list[list[str]] = [["", *groups]]
     rows.append(["engine", *(summary["description"] for summary in summaries)])
     rows.append(["processes", *(f"{summary['world_size']} ({summary['launcher']})" for summary in summaries)])
     common = sorted(set.intersection(*(set(curve) for curve in curves)))
     rows += [
         _loss_row(step, curves) for step in common if str(step).rstrip("0") in ("1", "2", "5") or step == common[-1]
     ]
-    if common and len(runs) > 1:
+    if common and len(groups) > 1:
         worst = [max(abs(curve[step] - curves[0][step]) for step in common) for curve in curves[1:]]
         rows.append([f"largest of {len(common)} steps", "", *(f"{difference:+.1e}" for difference in worst)])
     for name in summaries[0]["metrics"]:
         rows.append([f"evaluation {name}", *(_figure(summary["metrics"].get(name), ".4f") for summary in summaries)])
     unit = summaries[0]["unit"]
-    rows.append([f"{unit}/s", *(f"{summary['rate']:,.0f}" for summary in summaries)])
+    rows.append([f"{unit}/s", *(spread([summary["rate"] for summary in one]) for one in repeats)])
     rows.append(["training time, s", *(f"{summary['seconds']:.1f}" for summary in summaries)])
     rows.append(["start to engine, s", *(f"{summary['start_seconds']:.1f}" for summary in summaries)])
+    rows.append(["first step, s", *(_figure(summary.get("first_step_seconds"), ".2f") for summary in summaries)])
     rows.append(
         [
             "peak memory per rank, MiB",
             *("  ".join(f"{peak / 2**20:,.0f}" for peak in s["peak_memory_bytes"]) for s in summaries),
         ]
     )
+    sent = [summary.get("predicted", {}).get("sent_bytes_per_step") for summary in summaries]
+    if any(sent):
+        volumes = ["" if one is None else f"{sum(one.values()) / 1e6:.4g} (predicted)" for one in sent]
+        rows.append(["sent by a rank a step, MB", *volumes])
     return _align(rows)
+
+
+def spread(values: Sequence[float]) -> str:
+    """The median, and of several the smallest and the largest."""
+    middle = f"{statistics.median(values):,.0f}"
+    return middle if len(values) == 1 else f"{middle} ({min(values):,.0f} to {max(values):,.0f})"
 
 
 def _loss_row(step: int, curves: Sequence[dict[int, float]]) -> list[str]:

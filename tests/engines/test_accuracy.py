@@ -18,7 +18,7 @@ def test_the_default_file_on_both_engines(tmp_path: Path) -> None:
         summary = read_summary(tmp_path / name)
         assert summary["engine"] == name
         assert summary["metrics"]["accuracy"] >= 0.90
-    text = table([tmp_path / "deepspeed", tmp_path / "horovod"])
+    text = table({name: [tmp_path / name] for name in ("deepspeed", "horovod")})
     assert "DeepSpeed ZeRO-3" in text
     assert "Horovod" in text
     for row in ("loss at step 2,344", "evaluation accuracy", "samples/s", "peak memory per rank"):

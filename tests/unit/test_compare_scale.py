@@ -1,0 +1,123 @@
+"""``dsframe compare FILE FILE`` and ``dsframe scale``: what is trained, in which order, and what is made of it."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsframe.cli import main
+from dsframe.errors import TrainingError
+from dsframe.report import trials
+from tests.unit.test_report_page import write_run
+
+Trained = list[tuple[str, int, str | None, dict[str, Any]]]
+
+
+@pytest.fixture
+def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
+    """Trainings that were asked for, each of which takes 1 / processes seconds a step, a tenth more each time."""
+    found: Trained = []
+
+    def train(
+        file: Path, processes: int, directory: Path, *, engine: str | None = None, overrides: Sequence[str] = ()
+    ) -> None:
+        content = json.loads(file.read_text())
+        found.append((file.stem, processes, engine, content))
+        batch = 32
+        seconds = (1 + len(found) / 10) / processes
+        for name in ("file.json", "metrics.jsonl"):
+            (directory / name).unlink(missing_ok=True)
+        if directory.exists():
+            directory.rmdir()
+        write_run(
+            directory, [2.0, 1.0 + len(found) / 100], description=f"engine {engine}", steps=2, rate=batch / seconds,
+            unit="samples", units_per_step=batch, seconds=1.0, first_step_seconds=0.5, metrics={"accuracy": 0.5},
+            peak_memory_bytes=[2**20], launcher="python", predicted={"sent_bytes_per_step": {"gradients": 3e6}},
+        )  # fmt: skip
+
+    monkeypatch.setattr(trials, "train", train)
+    return found
+
+
+def write(folder: Path, name: str, **more: Any) -> Path:
+    task = {"name": "language", "layers": 1, "width": 32, "context": 8, "corpus": "synthetic"}
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({"train_batch_size": 32, "dsframe": {"task": task, "steps": 2}} | more))
+    return path
+
+
+def test_files_are_trained_in_turns_and_compared(
+    tmp_path: Path, trained: Trained, capsys: pytest.CaptureFixture[str]
+) -> None:
+    files = [str(write(tmp_path, name)) for name in ("one", "two")]
+    out = ["--out", str(tmp_path / "out")]
+    assert main(["compare", *files, "-np", "2", "--engines", "ddp,horovod", "--repeats", "2", *out]) == 0
+    order = [(name, engine) for name, _, engine, _ in trained]
+    assert order == [(name, engine) for name in ("one", "two") for engine in ("ddp", "horovod")] * 2
+    assert {processes for _, processes, _, _ in trained} == {2}
+    said = capsys.readouterr().out
+    rows = {line.split("  ")[0]: line for line in said.splitlines()}
+    assert rows["samples/s"].count(" to ") == 4  # a median of two, and both
+    assert "3 (predicted)" in rows["sent by a rank a step, MB"]
+    page = (tmp_path / "out" / "report.html").read_text()
+    assert all(f"{name} {engine}" in page for name in ("one", "two") for engine in ("ddp", "horovod"))
+    assert main(["compare", files[0], "--engines", "nonsense", *out]) == 2
+    assert len(trained) == 8  # mistakes are found before anything is trained
+
+
+def test_runs_and_files_are_not_mixed(tmp_path: Path) -> None:
+    write_run(tmp_path / "run", [1.0])
+    with pytest.raises(SystemExit):
+        main(["compare", str(tmp_path / "run"), "zero1.json"])
+    with pytest.raises(SystemExit):
+        main(["compare", str(tmp_path / "run"), "--engines", "ddp"])
+    assert main(["compare", str(tmp_path / "run")]) == 6  # it did not come to its end
+
+
+@pytest.mark.parametrize(
+    ("kind", "shares", "ideal"), [("strong", {1: 32, 2: 16, 4: 8}, 4.0), ("weak", {1: 32, 2: 32, 4: 32}, 4.0)]
+)
+def test_scaling(
+    kind: str,
+    shares: dict[int, int],
+    ideal: float,
+    tmp_path: Path,
+    trained: Trained,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    path = write(tmp_path, "file")
+    arguments = [
+        "-np",
+        "1,2,4",
+        "--beyond",
+        "8,3",
+        "--kinds",
+        kind,
+        "--hardware",
+        "cpu",
+        "--out",
+        str(tmp_path / "out"),
+    ]
+    assert main(["scale", "--config", str(path), "--engine", "ddp", *arguments, "--format", "json"]) == 0
+    assert {processes: file["train_micro_batch_size_per_gpu"] for _, processes, _, file in trained} == shares
+    assert all(file["dsframe"]["engine"] == "ddp" for *_, file in trained)
+    points = {point["processes"]: point for point in json.loads(capsys.readouterr().out)[kind]}
+    assert set(points) == {1, 2, 4, 8} | ({3} if kind == "weak" else set())  # 32 samples are not for three
+    assert points[8]["seconds"] is None
+    assert points[8]["predicted"] > 0
+    assert points[1]["seconds"] == pytest.approx(1.1)
+    assert points[4]["seconds"] == pytest.approx(1.3 / 4)
+    drawn = (tmp_path / "out" / "scale.svg").read_text()
+    assert f"{kind.capitalize()} scaling" in drawn
+    assert all(name in drawn for name in ("measured", "predicted", "ideal", "processes"))
+
+
+def test_a_training_that_fails_says_so(tmp_path: Path) -> None:
+    path = write(tmp_path, "broken", optimizer={"type": "nonsense"})
+    with pytest.raises(TrainingError, match="exit code 2"):
+        trials.train(path, 1, tmp_path / "run")
+    assert "optimizer" in (tmp_path / "run" / "log.txt").read_text()
