@@ -43,16 +43,39 @@ FILE: dict[str, Any] = {
 }
 
 
+BF16 = {"bf16": {"enabled": True}}
+
+
 def zero(stage: int, **more: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, "reduce_bucket_size": BUCKET, **more}}
 
 
-def share(times: float) -> Callable[[int], float]:
-    """``times`` (N - 1) / N."""
-    return lambda ranks: times * (ranks - 1) / ranks
+def options(**more: Any) -> dict[str, Any]:
+    """The dsframe section with further settings."""
+    return {"dsframe": {**FILE["dsframe"], **more}}
 
 
-ALL_REDUCE = share(2)
+# A model in two pieces: more context, so that activations are worth counting, and no weight on two stages.
+LONG = options(task={**FILE["dsframe"]["task"], "context": 64, "tie_embeddings": False})
+ACTIVATION_BYTES = 64 * 128 * 4
+"""Of one micro-batch in LONG, between two blocks."""
+
+Theory = Callable[[int, int, float], float]
+"""Bytes that a rank sends in a step, from the number of ranks, of micro-batches, and the gradients' bytes."""
+
+
+def ring(*, step: float = 0, micro: float = 0) -> Theory:
+    """So many times (N - 1) / N of the gradients' bytes: once in a step, and again for each micro-batch."""
+    return lambda ranks, micros, gradients: (step + micro * micros) * (ranks - 1) / ranks * gradients
+
+
+def stages(ranks: int, micros: int, _: float) -> float:
+    """Activations to the next stage and gradients to the one before: one of the two at the ends, both in the middle."""
+    return min(ranks - 1, 2) * micros * ACTIVATION_BYTES
+
+
+ALL_REDUCE, TWICE = ring(step=2), ring(micro=2, step=1)
+ALL_REDUCE_GATHER = "DeepSpeed: all-reduce, all-gather"
 
 
 @dataclass(frozen=True)
@@ -61,33 +84,32 @@ class Case:
 
     engine: str
     changes: dict[str, Any] = field(default_factory=dict)
-    sent: Callable[[int], float] = ALL_REDUCE
-    """Bytes that a rank sends in a step, as a multiple of the gradients', for so many ranks."""
+    sent: Theory = ALL_REDUCE
     source: str = "ring all-reduce"
     """Where ``sent`` comes from."""
-    alone: bool = False
-    """Whether it needs processes of its own."""
+    splits: Callable[[int], dict[str, Any]] = lambda ranks: {}
+    """Changes that depend on the number of processes. A case with such has processes of its own."""
     sizes: frozenset[int] = frozenset({1, 2, 4})
     """Numbers of processes that make sense."""
 
-    def file(self, accumulation: int) -> dict[str, Any]:
-        return {**FILE, **self.changes, "gradient_accumulation_steps": accumulation}
+    def file(self, ranks: int, accumulation: int = 1) -> dict[str, Any]:
+        return {**FILE, **self.changes, **self.splits(ranks), "gradient_accumulation_steps": accumulation}
 
     def cost(self, ranks: int) -> memory.Cost:
         """Bytes of a parameter on a rank."""
-        return memory.cost(load(self.file(1)).deepspeed, ranks, self.engine)
+        return memory.cost(load(self.file(ranks)).deepspeed, ranks, self.engine)
 
     @property
     def gradient_bytes(self) -> int:
-        """Of one gradient that is sent."""
+        """Of one gradient."""
         return 2 if "bf16" in self.changes else 4
 
 
-def fsdp(**options: Any) -> dict[str, Any]:
-    return {"dsframe": {**FILE["dsframe"], "fsdp": options}}
+def pipeline(ranks: int) -> dict[str, Any]:
+    return {"pipeline": {"stages": ranks}}
 
 
-BF16 = {"bf16": {"enabled": True}}
+SEVERAL = frozenset({2, 4})
 KEEP_NOTHING = {
     "stage3_param_persistence_threshold": 0,
     "stage3_max_live_parameters": 0,
@@ -95,32 +117,44 @@ KEEP_NOTHING = {
 }
 CASES: dict[str, Case] = {
     "ddp": Case("ddp"),
+    "ddp, bf16 sent": Case("ddp", options(ddp={"communication": "bf16"}), ring(step=1), "ring all-reduce in 16 bits"),
+    "horovod": Case("horovod"),
     "zero0": Case("deepspeed", zero(0)),
-    "zero1": Case("deepspeed", zero(1), share(3), "DeepSpeed: all-reduce, all-gather"),
-    "zero2": Case("deepspeed", zero(2), share(3), "DeepSpeed: all-reduce, all-gather"),
+    "zero1": Case("deepspeed", zero(1), ring(step=3), ALL_REDUCE_GATHER),
+    "zero2": Case("deepspeed", zero(2), TWICE, ALL_REDUCE_GATHER),
     "zero2, reduce": Case(
         "deepspeed",
         zero(2, use_multi_rank_bucket_allreduce=False),
-        share(2),
+        ring(micro=1, step=1),
         "ZeRO paper: reduce, all-gather",
     ),
-    "zero3": Case("deepspeed", zero(3, **KEEP_NOTHING), share(3), "ZeRO paper: 2 all-gathers, reduce-scatter"),
+    "zero3": Case("deepspeed", zero(3, **KEEP_NOTHING), ring(micro=3), "ZeRO paper: 2 all-gathers, reduce-scatter"),
     "zero3, reuse": Case(
         "deepspeed",
         zero(3, stage3_param_persistence_threshold=0),
-        share(2),
+        ring(micro=2),
         "parameters kept until the backward pass",
     ),
-    "zero2 bf16": Case("deepspeed", {**zero(2), **BF16}, share(3), "DeepSpeed: all-reduce, all-gather"),
-    "zero3 bf16": Case("deepspeed", {**zero(3, **KEEP_NOTHING), **BF16}, share(3), "ZeRO paper"),
-    "fsdp": Case("fsdp", {}, share(3), "2 all-gathers, reduce-scatter"),
-    "fsdp, kept": Case("fsdp", fsdp(reshard_after_forward=False), share(2), "all-gather, reduce-scatter"),
+    "zero2 bf16": Case("deepspeed", {**zero(2), **BF16}, TWICE, ALL_REDUCE_GATHER),
+    "zero3 bf16": Case("deepspeed", {**zero(3, **KEEP_NOTHING), **BF16}, ring(micro=3), "as in fp32, of 2 bytes each"),
+    "fsdp": Case("fsdp", {}, TWICE, "2 all-gathers, reduce-scatter"),
+    "fsdp, shards": Case(
+        "fsdp", options(fsdp={"accumulate": "shards"}), ring(micro=3), "the same for each micro-batch"
+    ),
+    "fsdp, kept": Case(
+        "fsdp", options(fsdp={"reshard_after_forward": False}), ring(micro=1, step=1), "all-gather, reduce-scatter"
+    ),
+    "pipeline": Case("deepspeed", {**zero(0), **LONG}, stages, "activations, their gradients", pipeline, SEVERAL),
     "reference-allreduce": Case("reference-allreduce"),
     "reference-parameter-averaging": Case("reference-parameter-averaging", source="ring all-reduce of weights"),
     "reference-parameter-server": Case(
-        "reference-parameter-server", sent=lambda ranks: ranks - 1, source="the server, and as much received"
+        "reference-parameter-server",
+        sent=lambda ranks, _, gradients: (ranks - 1) * gradients,
+        source="the server, and as much received",
     ),
-    "horovod": Case("horovod"),
+    "reference-model-parallel": Case(
+        "reference-model-parallel", LONG, stages, "activations, their gradients", pipeline, SEVERAL
+    ),
 }
 
 
@@ -129,6 +163,7 @@ CASES: dict[str, Case] = {
 
 def job(names: Sequence[str], accumulation: int, report: Path) -> None:
     """**Collective.** Measures each case in turn; rank 0 writes what all ranks found to ``report``."""
+    from dsframe import world
     from dsframe.checkpoint.share import share as tell
     from tests.engines.holdings import Observer
     from tests.engines.several import one_process_group, prepare
@@ -137,7 +172,7 @@ def job(names: Sequence[str], accumulation: int, report: Path) -> None:
     with one_process_group():
         for name in names:
             case = CASES[name]
-            make, loader = prepare(case.file(accumulation), case.engine)
+            make, loader = prepare(case.file(world.here().size, accumulation), case.engine)
             observer = Observer()
             engine = make()
             figures = observer.measure(engine, loader)
@@ -180,25 +215,30 @@ class Measured:
         return self.total / self.case.cost(self.ranks).total
 
     @property
+    def gradients(self) -> float:
+        """Bytes of the whole model's."""
+        return float(self.figures[0]["model"] * self.case.gradient_bytes)
+
+    @property
     def sent(self) -> float:
-        """Multiples of the gradients' bytes, by the rank that sends most."""
-        return max(figures["sent"] / figures["model"] / self.case.gradient_bytes for figures in self.figures)
+        """Bytes, by the rank that sends most."""
+        return float(max(figures["sent"] for figures in self.figures))
 
     @property
     def received(self) -> float:
-        """Multiples of the gradients' bytes, by the rank that receives most."""
-        return max(figures["received"] / figures["model"] / self.case.gradient_bytes for figures in self.figures)
+        """Bytes, by the rank that receives most."""
+        return float(max(figures["received"] for figures in self.figures))
 
     @property
-    def sent_ratio(self) -> float:
-        """Measured over theory."""
-        return self.sent / self.case.sent(self.ranks)
+    def theory(self) -> float:
+        """Bytes that the rank should send that sends most."""
+        return self.case.sent(self.ranks, self.accumulation, self.gradients)
 
 
 def measure(names: Sequence[str], ranks: int, accumulation: int = 1) -> list[Measured]:
     """Runs the cases with so many processes: those that share processes in one job."""
-    together = [name for name in names if not CASES[name].alone]
-    jobs = [together, *([name] for name in names if CASES[name].alone)]
+    together = [name for name in names if not CASES[name].splits(ranks)]
+    jobs = [together, *([name] for name in names if CASES[name].splits(ranks))]
     found = []
     for names_ in filter(None, jobs):
         with tempfile.TemporaryDirectory(prefix="dsframe-footprint-") as folder:
@@ -230,14 +270,14 @@ def memory_table(measured: Sequence[Measured]) -> str:
 def communication_table(measured: Sequence[Measured]) -> str:
     """Bytes sent beside theory."""
     lines = [
-        "Bytes that a rank sends in a step, in multiples of the gradients' bytes",
-        f"{'':30} {'N':>2} {'sent':>6} {'received':>8} {'theory':>7} {'ratio':>6}  theory is",
+        "MB that a rank sends and receives in a step, the gradients' bytes being G",
+        f"{'':30} {'N':>2} {'micro':>5} {'sent':>8} {'received':>8} {'theory':>8} {'ratio':>6} {'sent/G':>7}  theory is",
     ]
     for one in measured:
         if one.ranks > 1:
             lines.append(
-                f"{one.name:30} {one.ranks:2} {one.sent:6.2f} {one.received:8.2f} {one.case.sent(one.ranks):7.2f} "
-                f"{one.sent_ratio:6.2f}  {one.case.source}"
+                f"{one.name:30} {one.ranks:2} {one.accumulation:5} {one.sent / 1e6:8.3f} {one.received / 1e6:8.3f} "
+                f"{one.theory / 1e6:8.3f} {one.sent / one.theory:6.2f} {one.sent / one.gradients:7.3f}  {one.case.source}"
             )
     return "\n".join(lines)
 
@@ -251,15 +291,15 @@ def main() -> int:
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
     parser.add_argument("--accumulation", type=int, default=1, help="micro-batches in a step")
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
-    options = parser.parse_args()
-    names = options.cases or list(CASES)
-    if options.job:
-        job(names, options.accumulation, options.job)
+    given = parser.parse_args()
+    names = given.cases or list(CASES)
+    if given.job:
+        job(names, given.accumulation, given.job)
         return 0
     measured = [
         one
-        for ranks in options.processes
-        for one in measure([name for name in names if ranks in CASES[name].sizes], ranks, options.accumulation)
+        for ranks in given.processes
+        for one in measure([name for name in names if ranks in CASES[name].sizes], ranks, given.accumulation)
     ]
     measured.sort(key=lambda one: names.index(one.name))
     print(memory_table(measured))
