@@ -109,6 +109,15 @@ def pipeline(ranks: int) -> dict[str, Any]:
     return {"pipeline": {"stages": ranks}}
 
 
+def tensor(ranks: int) -> dict[str, Any]:
+    return {"tensor_parallel": {"autotp_size": ranks}}
+
+
+def slices(ranks: int, micros: int, _: float) -> float:
+    """In each of 20 blocks 2 all-reduces of activations forward and 2 of their gradients back (arXiv 1909.08053)."""
+    return 20 * 4 * micros * 2 * (ranks - 1) / ranks * ACTIVATION_BYTES
+
+
 SEVERAL = frozenset({2, 4})
 KEEP_NOTHING = {
     "stage3_param_persistence_threshold": 0,
@@ -145,6 +154,9 @@ CASES: dict[str, Case] = {
         "fsdp", options(fsdp={"reshard_after_forward": False}), ring(micro=1, step=1), "all-gather, reduce-scatter"
     ),
     "pipeline": Case("deepspeed", {**zero(0), **LONG}, stages, "activations, their gradients", pipeline, SEVERAL),
+    "tensor parallel": Case(
+        "deepspeed", {**zero(0), **LONG}, slices, "Megatron: 4 all-reduces of activations a block", tensor, SEVERAL
+    ),
     "reference-allreduce": Case("reference-allreduce"),
     "reference-parameter-averaging": Case("reference-parameter-averaging", source="ring all-reduce of weights"),
     "reference-parameter-server": Case(

@@ -60,7 +60,8 @@ def cost(file: DeepSpeed, world_size: int, engine: str = "deepspeed") -> Cost:
 
     Of a model that is cut evenly among the ranks that share one. ``python -m tests.footprint`` measures them.
     """
-    model_ranks = file.pipeline.stages * max(1, file.tensor_parallel.autotp_size) if engine == "deepspeed" else 1
+    stages = file.pipeline.stages if engine in ("deepspeed", "reference-model-parallel") else 1
+    model_ranks = stages * (max(1, file.tensor_parallel.autotp_size) if engine == "deepspeed" else 1)
     one = held(file, max(1, world_size // model_ranks), engine)
     return Cost(*(value / model_ranks for value in (one.parameter, one.gradient, one.optimizer, one.host)))
 

@@ -205,12 +205,6 @@ def _dsframe(bench: Judge) -> None:
             if bench.wrote("dsframe", "task", key) and dataset not in homes:
                 bench.idle(("dsframe", "task", key), f'has no effect with dataset "{dataset}"')
     _engines(bench)
-    if settings.engine == "reference-model-parallel" and bench.file.pipeline.stages == 1:
-        bench.conflict(
-            ("dsframe", "engine"),
-            "it cuts the model into pipeline.stages, one for each process, and there is 1",
-            'add "pipeline": {"stages": 2}',
-        )
     for engine in get_args(EngineName):
         name = engine.removeprefix("reference-").replace("-", "_")
         if bench.wrote("dsframe", name) and settings.engine not in ("auto", engine):
@@ -237,3 +231,6 @@ def _engines(bench: Judge) -> None:
             bench.idle(("dsframe", "ddp", key), f'has no effect with communication "{ddp.communication}"')
     if bench.wrote("dsframe", "fsdp", "shard_size") and fsdp.sharding == "full":
         bench.idle(("dsframe", "fsdp", "shard_size"), 'has no effect with sharding "full"')
+    if file.dsframe.engine == "reference-model-parallel" and file.pipeline.stages == 1:
+        message = "it cuts the model into pipeline.stages, one for each process, and there is 1"
+        bench.conflict(("dsframe", "engine"), message, 'add "pipeline": {"stages": 2}')

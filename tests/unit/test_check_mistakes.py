@@ -375,6 +375,11 @@ MISTAKES = [
         'f.json:1:47: dsframe.engine: "horovodd" must be ' + ENGINES + '; did you mean "horovod"?',
     ),
     (
+        "one stage to cut into",
+        '{"train_batch_size": 8, "dsframe": {"engine": "reference-model-parallel"}}',
+        'f.json:1:47: dsframe.engine: it cuts the model into pipeline.stages, one for each process, and there is 1; add "pipeline": {"stages": 2}',
+    ),
+    (
         "heads and width",
         '{"train_batch_size": 8, "dsframe": {"task": {"name": "language", "heads": 3}}}',
         "f.json:1:75: dsframe.task.heads: 3 does not divide width 256; choose another",
