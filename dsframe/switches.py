@@ -29,36 +29,38 @@ _UNIT = "_dsframe_unit"
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
-def apply(model: nn.Module, config: Config, device: torch.device) -> None:
+def apply(model: nn.Module, config: Config, device: torch.device, whole: nn.Module | None = None) -> None:
     """Switches on what the file's ``dsframe.model`` asks for.
 
-    ``model``: the whole model, or the part of it that this rank builds. Raises ConfigError where the model has nothing that a
-    switch could act on, or this machine cannot compile.
+    ``whole``: the whole model, where ``model`` is the part of it that this rank has; without memory (device "meta") will do.
+    Raises ConfigError where the whole model has nothing that a switch could act on, or this machine cannot compile.
     """
+    whole = model if whole is None else whole
     for parameter in model.parameters():
         # A weight in another layout gives gradients in that layout: Horovod refuses them, and torch's fused optimizers walk
         # through memory without looking (moments that a checkpoint brought back are laid out plainly).
         parameter.data = parameter.data.contiguous()
     wanted = config.settings.model
     chosen = wanted.activation_checkpointing
+    names = chosen if isinstance(chosen, list) else None
     if wanted.channels_last:
-        channels_last(model)
+        channels_last(model, whole)
     if wanted.compile == "blocks":
-        for block in blocks(model, chosen if isinstance(chosen, list) else None, "compile"):
+        for block in _of(model, blocks(whole, names, "compile")):
             compile_(block, device)
     elif wanted.compile:
         compile_(model, device)
     if chosen:
         to_host = config.deepspeed.activation_checkpointing.cpu_checkpointing and device.type != "cpu"
-        for block in blocks(model, chosen if isinstance(chosen, list) else None, "activation_checkpointing"):
+        for block in _of(model, blocks(whole, names, "activation_checkpointing")):
             recompute(block, to_host=to_host)
 
 
 # Finding modules.
 
 
-def blocks(model: nn.Module, names: Sequence[str] | None, key: str) -> list[nn.Module]:
-    """The outermost modules of the classes ``names``; with None those of the class that the model repeats.
+def blocks(model: nn.Module, names: Sequence[str] | None, key: str) -> set[str]:
+    """The classes of the model's blocks: ``names``; with None the one that the model repeats.
 
     That is the class with submodules of its own (no container) that occurs at least twice and holds the most parameters.
     Raises ConfigError, naming the classes that there are.
@@ -72,15 +74,20 @@ def blocks(model: nn.Module, names: Sequence[str] | None, key: str) -> list[nn.M
     for name in names:
         if name not in classes:
             raise _wrong(key, f"the model has no module of class {name}", f"there are {_list(classes)}")
-    return list(_outermost(model, set(names)))
+    return set(names)
 
 
-def _outermost(module: nn.Module, names: set[str]) -> Iterator[nn.Module]:
-    for child in module.children():
-        if type(child).__name__ in names:
-            yield child
-        else:
-            yield from _outermost(child, names)
+def _of(model: nn.Module, classes: set[str]) -> list[nn.Module]:
+    """The outermost modules of these classes, each once."""
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if type(child).__name__ in classes:
+                yield child
+            else:
+                yield from visit(child)
+
+    return list(dict.fromkeys(visit(model)))
 
 
 def _repeated(model: nn.Module) -> str | None:
@@ -163,17 +170,17 @@ def _still(norms: Sequence[Any]) -> Iterator[None]:
 # Memory format and compilation.
 
 
-def channels_last(model: nn.Module) -> None:
+def channels_last(model: nn.Module, whole: nn.Module) -> None:
     """Every 2-D convolution gets its input with the channels innermost, as processors' and GPUs' kernels like it best.
 
     Only activations change their layout. Weights stay as they are: ZeRO flattens them, Horovod refuses gradients that are not
-    contiguous, and torch gives a gradient the layout of its weight. Raises ConfigError for a model without 2-D convolutions.
+    contiguous, and torch gives a gradient the layout of its weight. Raises ConfigError where the ``whole`` has no 2-D convolution.
     """
-    found = [module for module in model.modules() if isinstance(module, _CONVOLUTIONS)]
-    if not found:
+    if not any(isinstance(module, _CONVOLUTIONS) for module in whole.modules()):
         raise _wrong("channels_last", "the model has no 2-D convolution, whose layout this is", "take it out")
-    for module in found:
-        module.register_forward_pre_hook(_innermost)
+    for module in model.modules():
+        if isinstance(module, _CONVOLUTIONS):
+            module.register_forward_pre_hook(_innermost)
 
 
 def _innermost(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:

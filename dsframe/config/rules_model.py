@@ -21,6 +21,7 @@ def compiler() -> str | None:
 def judge(bench: Judge) -> None:
     """Report what is wrong with them."""
     _recomputation(bench)
+    _pipeline(bench)
     _tiling(bench)
     _speed(bench)
     _accumulation(bench)
@@ -45,6 +46,17 @@ def _recomputation(bench: Judge) -> None:
         bench.conflict(
             (*_MODEL, "compile"), "the whole model as one graph leaves nothing to recompute block by block",
             'write "blocks"',
+        )  # fmt: skip
+
+
+def _pipeline(bench: Judge) -> None:
+    wanted, pipeline = bench.file.dsframe.model, bench.file.pipeline
+    if pipeline.stages > 1 and wanted.compile is True:
+        bench.conflict((*_MODEL, "compile"), "no stage has the whole model", 'write "blocks"')
+    if pipeline.stages > 1 and wanted.activation_checkpointing and pipeline.activation_checkpoint_interval:
+        bench.conflict(
+            (*_MODEL, "activation_checkpointing"), "pipeline.activation_checkpoint_interval does this already",
+            "keep one of them",
         )  # fmt: skip
 
 

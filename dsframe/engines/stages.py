@@ -16,6 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
+from dsframe import switches
 from dsframe.checkpoint.state import aliases
 from dsframe.engine import Plan
 from dsframe.engines.library import PipelineModule, TiedLayerSpec, partition_balanced, partition_uniform
@@ -39,6 +40,7 @@ class Cut:
         with plan.device:
             self.layers = self._find()
         probes = [self._probe(index) for index in range(len(self.layers))]
+        self._probes = nn.Sequential(*probes)
         for index, layer in enumerate(self.layers):
             if isinstance(layer, Tied):
                 tied_weight(self.layers, index, probes[index])
@@ -147,12 +149,13 @@ class Cut:
             seed_fn=lambda seed: seed_generators(int(seed)),
             base_seed=plan.seed + 1 + plan.data_rank,
         )
+        switches.apply(module, plan.config, plan.device, self._probes)
         module.name(self._whole, self.layers, own)
         # DeepSpeed's clipping without ZeRO counts a parameter of a later stage only where it says that it is not a copy.
         for parameter in module.parameters():
             parameter.model_parallel = not parameter.ds_pipe_replicated
         seed_generators(plan.seed + 1 + plan.data_rank)  # dropout, as on every engine
-        self.layers, self._whole = [], None
+        self.layers, self._whole, self._probes = [], None, nn.Sequential()
         return module
 
     def _spec(self, index: int, ties: dict[int, Tied], own: bool) -> Any:

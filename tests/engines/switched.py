@@ -43,6 +43,7 @@ def of(engine: str, accumulation: int = 2, **settings: Any) -> dict[str, Any]:
     return {"engine": engine, "accumulation": accumulation, "settings": settings}
 
 
+PIPELINE = {"stages": 2}
 WHOLE = {"deepspeed": {"accumulate": "whole"}}
 VARIANTS: dict[str, dict[str, Any]] = {
     **{f"zero{stage} x {times}": zero(stage, times) for stage in range(4) for times in (1, 3)},
@@ -57,6 +58,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ddp, compiled, recomputed": of("ddp", model={"compile": "blocks", "activation_checkpointing": True}),
     "fsdp": of("fsdp"),
     "fsdp, recomputed": of("fsdp", model={"activation_checkpointing": True}),
+    "pipeline": zero(1, pipeline=PIPELINE),
+    "pipeline, recomputed": zero(1, pipeline=PIPELINE, settings={"model": {"activation_checkpointing": True}}),
     "ddp of images": of("ddp", task=CNN),
     "horovod of images, channels last": of("horovod", task=CNN, model={"channels_last": True}),
 }
