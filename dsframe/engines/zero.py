@@ -38,6 +38,7 @@ class ZeroEngine(Engine):
             and self._stage >= 2
             and plan.batch.accumulation_steps > 1
         )
+        self._tiles = tiling.Tiles({}, {})
         self._dtype = precision.parameter_dtype(plan.config)
         self._refuse_what_the_machine_lacks()
         if plan.config.deepspeed.log_level is None and not plan.verbose:
