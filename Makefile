@@ -27,6 +27,9 @@ test: lint ## lint, then every test
 portability: setup ## the matrix: save under every engine, go on under every other (20 minutes)
 	python -m tests.portability
 
+kill-test: setup ## kills a random rank at a random moment, 100 times, and compares what comes out (half an hour)
+	python -m tests.kill
+
 lint: setup ## format, style and types
 	ruff format --check .
 	ruff check .

@@ -178,27 +178,6 @@ def test_dropout_goes_on_to_the_last_bit(tmp_path: Path) -> None:
 # Through what goes wrong.
 
 
-def test_a_killed_run_goes_on_as_if_nothing_had_happened(tmp_path: Path) -> None:
-    """Its checkpoints are written in the background."""
-    whole = portability.losses_of("zero2@2", tmp_path / "whole", steps=200)
-
-    def kill(running: Running) -> None:
-        saved = tmp_path / "killed" / "checkpoints" / "latest"
-        running.wait_for(saved.exists, timeout_seconds=60, what="the first checkpoint")
-        running.ranks()[1].kill()
-
-    often = ("--set", "dsframe.checkpoints.every_steps=10", "--set", "dsframe.checkpoints.asynchronous=true")
-    setup = portability.SETUPS["zero2@2"]
-    killed = portability.train(setup, tmp_path / "killed", *often, steps=200, while_running=kill)
-    assert killed.returncode != 0
-    assert not (tmp_path / "killed" / "summary.json").exists()
-    done = portability.train(setup, tmp_path / "killed", *often, "--resume", "auto", steps=200).check()
-    assert "going on after step" in done.stderr
-    after = portability.losses(tmp_path / "killed")
-    assert list(after) == list(range(1, 201))  # what was trained twice is recorded once
-    assert after == whole
-
-
 def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:
     run_dir = tmp_path / "run"
 

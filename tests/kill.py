@@ -1,0 +1,161 @@
+"""Kills a random rank at a random moment, again and again: every run must end as if nothing had happened.
+
+    make kill-test                                # 100 runs, about half an hour
+    python -m tests.kill --runs 9 --seed 7
+
+Each run trains under ``dsframe launch --restarts``, on DeepSpeed, Horovod and DDP in turn, with checkpoints at once and in the
+background. One rank gets SIGKILL: two of three times while a checkpoint is being written (its hidden folder is there), else
+anywhere from the start of its process on. The losses of all steps must be those of the undisturbed run, bit for bit; no process
+and no buffer in shared memory may be left, and every checkpoint must be whole.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import random
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+
+import psutil
+
+from dsframe.checkpoint import store
+from dsframe.checkpoint.store import Store
+from dsframe.leftovers import unused_buffers
+from tests.portability import CONFIG, losses
+from tests.processes import Finished, Running, run_ranks
+
+STEPS, EVERY = 120, 4
+ENGINES = {
+    "deepspeed": ("--engine", "deepspeed", "--set", "zero_optimization.stage=2"),
+    "horovod": ("--engine", "horovod"),
+    "ddp": ("--engine", "ddp"),
+}
+
+
+@dataclass
+class Kill:
+    """One blow, and what it met."""
+
+    in_save: bool
+    after: float
+    """Seconds after the start of training, or which save (a share of all of them)."""
+    delay: float
+    """Seconds after the checkpoint's folder was seen."""
+    rank: int
+    met: str = "nothing: the run had ended"
+    leaked: tuple[str, ...] = ()
+
+    def __call__(self, running: Running, run_dir: Path) -> None:
+        """Waits for the moment, kills, waits until everything has ended."""
+        before = set(unused_buffers())
+        checkpoints = run_dir / "checkpoints"
+        with contextlib.suppress(AssertionError, KeyError, psutil.Error):  # the run ended first
+            if self.in_save:
+                step = max(1, round(self.after * STEPS / EVERY)) * EVERY
+                running.wait_for(lambda: _writing(checkpoints, step), timeout_seconds=120, what="a save")
+                time.sleep(self.delay)
+            else:
+                running.wait_for(lambda: self.rank in running.ranks(), timeout_seconds=120, what="a rank")
+                time.sleep(self.after)
+            victim = running.ranks()[self.rank]
+            saving = sorted(path.name for path in checkpoints.glob(".step-*.partial"))
+            newest = Store(checkpoints).newest_first()
+            victim.kill()
+            where = f"in the save {saving[0][1:14]}" if saving else "no save under way"
+            self.met = f"{where}, newest {newest[0].name if newest else 'none'}"
+        running.wait_for_end(timeout_seconds=200)
+        self.leaked = tuple(path.name for path in unused_buffers() if path not in before)
+
+
+def _writing(checkpoints: Path, step: int) -> bool:
+    """Whether the checkpoint of ``step``, or a later one, is being written."""
+    return any(int(path.name[6:14]) >= step for path in checkpoints.glob(".step-*.partial"))
+
+
+def train(engine: str, run_dir: Path, *, asynchronous: bool, kill: Kill | None = None) -> Finished:
+    """One run under ``dsframe launch``."""
+    config = run_dir.parent / "kill.json"
+    config.write_text(CONFIG)
+    settings = {
+        "dsframe.steps": STEPS,
+        "dsframe.checkpoints.every_steps": EVERY,
+        "dsframe.checkpoints.asynchronous": str(asynchronous).lower(),
+    }
+    command = ["python", "-m", "dsframe.cli", "launch", "-np", "2", "--restarts", "3", "--restart-wait", "0.1"]
+    command += ["--config", str(config), "--run-dir", str(run_dir), *ENGINES[engine]]
+    for key, value in settings.items():
+        command += ["--set", f"{key}={value}"]
+    during = None if kill is None else lambda running: kill(running, run_dir)
+    return run_ranks(command, timeout_seconds=240, cwd=run_dir.parent, while_running=during)
+
+
+def verdict(run_dir: Path, finished: Finished, kill: Kill, expected: dict[int, float]) -> str:
+    """What is wrong with a run that was hit; "" where nothing is."""
+    if finished.returncode != 0:
+        return f"exit code {finished.returncode}\n{finished}"
+    found = losses(run_dir)
+    if found != expected:
+        off = [step for step in expected if found.get(step) != expected[step]]
+        return f"losses differ from step {off[0] if off else 'past the end'} on"
+    damaged = [path.name for path in Store(run_dir / "checkpoints").newest_first() if store.verify(path)]
+    damaged += [path.name for path in (run_dir / "checkpoints").glob("*.damaged*")]
+    if damaged:
+        return f"damaged: {', '.join(damaged)}"
+    return f"left in shared memory: {', '.join(kill.leaked)}" if kill.leaked else ""
+
+
+def plan(seed: int, number: int, seconds: float) -> tuple[str, bool, Kill]:
+    """Engine, whether asynchronous, and the blow of run ``number``; ``seconds``: how long a whole run takes."""
+    chance = random.Random(f"{seed}/{number}")
+    engine = list(ENGINES)[number % len(ENGINES)]
+    in_save = chance.random() < 2 / 3
+    after = chance.random() * (1.0 if in_save else seconds)
+    return engine, chance.random() < 0.5, Kill(in_save, after, chance.random() * 0.03, chance.randrange(2))
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints a line for each run; returns how many went wrong."""
+    parser = argparse.ArgumentParser(prog="tests.kill", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--runs", type=int, default=100)
+    parser.add_argument(
+        "--first", type=int, default=0, help="number of the first run, to repeat one (default: %(default)s)"
+    )
+    parser.add_argument("--seed", type=int, default=20261120)
+    options = parser.parse_args(argv)
+    wrong = hits = in_saves = 0
+    print(f"seed {options.seed}: {options.runs} runs of {STEPS} steps, a checkpoint every {EVERY}; 2 ranks", flush=True)
+    with tempfile.TemporaryDirectory() as name:
+        whole: dict[str, tuple[dict[int, float], float]] = {}
+        for number in range(options.first, options.first + options.runs):
+            engine = list(ENGINES)[number % len(ENGINES)]
+            if engine not in whole:
+                undisturbed = Path(name) / engine
+                seconds = train(engine, undisturbed, asynchronous=False).check().seconds
+                whole[engine] = losses(undisturbed), seconds
+                print(f"{engine}: undisturbed, {seconds:.0f} s, loss {whole[engine][0][STEPS]:.9f}", flush=True)
+            expected, seconds = whole[engine]
+            engine, asynchronous, kill = plan(options.seed, number, seconds)
+            run_dir = Path(name) / f"run-{number}"
+            try:
+                finished = train(engine, run_dir, asynchronous=asynchronous, kill=kill)
+                problem = verdict(run_dir, finished, kill, expected)
+                again = finished.output.count("going on after step")
+            except (AssertionError, psutil.Error) as error:
+                problem, again = str(error), 0
+            wrong += bool(problem)
+            hits += not kill.met.startswith("nothing")
+            in_saves += kill.met.startswith("in the save")
+            how = "background" if asynchronous else "at once"
+            what = f"{number:>4} {engine:<10} saves {how:<10} rank {kill.rank} killed: {kill.met}; resumed {again} x"
+            print(f"{what}: {problem or 'same losses'}", flush=True)
+    print(f"{options.runs} runs, {hits} hit, {in_saves} of them inside a save; {wrong} wrong", flush=True)
+    return wrong
+
+
+if __name__ == "__main__":
+    sys.exit(min(main(), 100))
