@@ -138,7 +138,7 @@ def recompute(block: nn.Module, *, to_host: bool = False) -> None:
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        with torch.autograd.graph.save_on_cpu(pin_memory=True) if to_host else nullcontext():
+        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()) if to_host else nullcontext():
             return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     block.forward = checkpointed

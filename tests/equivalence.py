@@ -53,6 +53,8 @@ class Case:
     launcher: Callable[[int, Iterable[str]], list[str]] = torchrun
     processes: int = 2
     tasks: tuple[str, ...] = ("cnn", "gpt")
+    in_suite: bool = True
+    """Whether CI trains it too, or another test covers it with fewer steps."""
 
     @property
     def precision(self) -> str:
@@ -70,6 +72,12 @@ def pipeline(**more: Any) -> dict[str, Any]:
     return {"pipeline": {"stages": 2, **more}}
 
 
+def switched(**switches: Any) -> dict[str, Any]:
+    """The switches of ``dsframe.model``."""
+    return {"dsframe": {"model": switches}}
+
+
+_TILES = {"modules": ["*.expand", "*.contract"], "in_splits": 2, "out_splits": 4}
 _BF16 = {"bf16": {"enabled": True}}
 _CPU, _NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": tempfile.gettempdir()}
 _HYBRID = {"sharding": "hybrid", "shard_size": 2, "offload": "cpu"}
@@ -90,6 +98,14 @@ CASES: dict[str, Case] = {
     "pipeline 2x2 zero1": Case(
         "deepspeed", {**pipeline(activation_checkpoint_interval=1), **zero(1)}, processes=4, tasks=("gpt",)
     ),
+    "zero3 tiled": Case("deepspeed", {**zero(3), **switched(tiling=_TILES)}, deepspeed, tasks=("gpt",)),
+    "zero3 recomputed": Case(
+        "deepspeed", {**zero(3), **switched(activation_checkpointing=True)}, deepspeed, tasks=("gpt",), in_suite=False
+    ),
+    "ddp compiled": Case(
+        "ddp", switched(activation_checkpointing=True, compile="blocks"), tasks=("gpt",), in_suite=False
+    ),
+    "horovod channels last": Case("horovod", switched(channels_last=True), horovodrun, tasks=("cnn",), in_suite=False),
     "zero1 bf16": Case("deepspeed", {**zero(1), **_BF16}, deepspeed, tasks=("gpt",)),
     "zero3 bf16": Case("deepspeed", {**zero(3), **_BF16}, deepspeed, tasks=("gpt",)),
     "pipeline bf16": Case("deepspeed", {**pipeline(), **_BF16}, deepspeed, tasks=("gpt",)),

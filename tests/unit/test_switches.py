@@ -70,6 +70,16 @@ def test_recomputation_keeps_less_and_changes_nothing(names: Any) -> None:
         assert torch.equal(frugal(tokens()), plain(tokens()))
 
 
+def test_inputs_may_wait_in_the_hosts_memory() -> None:
+    plain = language_model()
+    frugal = copy.deepcopy(plain)
+    for block in frugal.children():
+        if type(block).__name__ == "Block":
+            switches.recompute(block, to_host=True)
+    expected, found = gradients(plain, tokens()), gradients(frugal, tokens())
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
 class Normed(nn.Module):
     def __init__(self) -> None:
         super().__init__()
