@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsframe.config import rules_model, rules_system, rules_tensor, rules_training, rules_zero
+from dsframe.config import rules_model, rules_pipeline, rules_system, rules_tensor, rules_training, rules_zero
 from dsframe.config.findings import Findings
 from dsframe.config.model import File
 from dsframe.config.rule import Judge
@@ -22,3 +22,4 @@ def judge(file: File, raw: dict[str, Any], findings: Findings) -> None:
     rules_training.judge(bench)
     rules_system.judge(bench)
     rules_model.judge(bench)
+    rules_pipeline.judge(bench)

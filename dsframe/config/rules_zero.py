@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 from dsframe.config.rule import Judge
@@ -183,6 +184,11 @@ def _split(bench: Judge) -> None:
             f'"{partition}" is no way to partition',
             'write "parameters", "uniform" or "type:REGEX"',
         )
+    elif partition.lower().startswith("type:"):
+        try:
+            re.compile(partition.partition(":")[2])
+        except re.error as error:
+            bench.conflict(("pipeline", "partition"), f'"{partition}" is no regular expression: {error}', "mend it")
     if tensor.tp.tp_size not in (1, max(1, tensor.autotp_size)):
         bench.conflict(
             ("tensor_parallel", "tp", "tp_size"), f"{tensor.tp.tp_size} != autotp_size {tensor.autotp_size}: DeepSpeed raises",

@@ -117,7 +117,8 @@ class PipelineEngine(ZeroEngine):
 
     def state(self) -> EngineState:
         """**Collective.** Every stage's parameters on every rank; sent when their turn comes."""
-        own, stage, column = super().state(), self._stage_module, self._column
+        own = state_zero.state(self._engine, self._model, self._updates)
+        stage, column = self._stage_module, self._column
         buffers = column.buffers(own.buffers)
         parameters = column.parameters(own.parameters, stage.borrowed)
         return EngineState(own.updates, own.loss_scale, buffers, stage.further_names, parameters)

@@ -205,6 +205,10 @@ class Stage(PipelineModule):  # type: ignore[misc]
         self.parts = list(method)
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
 
+    @torch.no_grad()  # else autograd warns in the backward pass that it cannot differentiate these broadcasts
+    def _synchronize_tied_weights(self) -> None:
+        super()._synchronize_tied_weights()
+
     def name(self, whole: nn.Module | None, layers: Sequence[Layer], own: range) -> None:
         """Settles ``model`` and the rest. ``whole``: the model, where it was built whole; other stages' weights leave it."""
         self.borrowed = frozenset()

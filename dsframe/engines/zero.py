@@ -14,6 +14,7 @@ from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsframe import process_group, switches
@@ -212,7 +213,12 @@ def _look_before_each_step(engine: Any) -> None:
 
     def guarded(*arguments: Any, **keywords: Any) -> Any:
         gradients = precision.gradients_of([p for group in optimizer.param_groups for p in group["params"]])
-        optimizer.overflow = not precision.finite(precision.clip(gradients, 0.0, always=True))
+        norm = precision.clip(gradients, 0.0, always=True)
+        if (
+            engine.mpu is not None and norm is not None
+        ):  # ranks that split one model have other gradients, and one answer
+            dist.all_reduce(norm, group=engine.mpu.get_model_parallel_group())
+        optimizer.overflow = not precision.finite(norm)
         return None if optimizer.overflow else update(*arguments, **keywords)
 
     optimizer.step = guarded

@@ -69,7 +69,12 @@ class Classifier(nn.Module):
         self.network = network
 
     def forward(self, images: Tensor) -> Tensor:
-        return self.network(images.expand(-1, 3, -1, -1))  # type: ignore[no-any-return]
+        return self.network(three_channels(images))  # type: ignore[no-any-return]
+
+
+def three_channels(images: Tensor) -> Tensor:
+    """Grey images as coloured ones, without a copy."""
+    return images.expand(-1, 3, -1, -1)
 
 
 def classifier(name: str, classes: int) -> nn.Module:
@@ -93,8 +98,12 @@ def probe(name: str, channels: int, size: int, classes: int) -> bool:
 
     Raises TaskError when images of this size are too small for the model.
     """
+    try:
+        with torch.device("meta"):
+            model = classifier(name, classes)
+    except NotImplementedError:  # RegNet computes its sizes with tensors
+        model = classifier(name, classes).to("meta")
     with torch.device("meta"):
-        model = classifier(name, classes)
         try:
             outputs = model.eval()(torch.empty(2, channels, size, size))
         except (RuntimeError, AssertionError) as error:

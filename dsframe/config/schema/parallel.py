@@ -25,15 +25,16 @@ class Pipeline(Section):
     """How layers are shared out: ``parameters``, ``uniform`` or ``type:REGEX`` (class names). ``best`` is
     ``parameters``."""
     seed_layers: bool = False
-    """Seed each layer by its index, so that the weights do not depend on the number of stages."""
+    """Seed each layer's random numbers (dropout) by its index at each forward pass. Weights never depend on the stages."""
     activation_checkpoint_interval: Size = 0
-    """Layers between two activation checkpoints. 0: none."""
+    """Layers between two activation checkpoints, the rest is recomputed. 0: none."""
     pipe_partitioned: bool = True
     """Send activations partitioned over tensor-parallel ranks."""
     grad_partitioned: bool = True
     """Send gradients partitioned over tensor-parallel ranks."""
     use_reentrant: bool = True
-    """torch's reentrant checkpointing. False where the first stage's inputs are integers: true raises there."""
+    """torch's reentrant checkpointing, which raises where the first stage's inputs are integers: dsframe always takes the
+    other one."""
 
 
 class LayerSpec(Section):

@@ -1,0 +1,156 @@
+"""What test_pipeline.py runs on both ranks: pipelines of two stages that have to train alike, and what they hold.
+
+torchrun --nproc-per-node=2 -m tests.engines.pipelines REPORT.json
+"""
+
+from __future__ import annotations
+
+import importlib
+import json
+import sys
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsframe.checkpoint.share import share
+from dsframe.checkpoint.state import Snapshot
+from dsframe.config.settings import LanguageTask as LanguageSettings
+from dsframe.config.settings import VisionTask
+from dsframe.engine import seed_generators
+from dsframe.errors import TaskError
+from dsframe.tasks import build
+from dsframe.tasks.language import LanguageTask
+from dsframe.tasks.layers import Layer, Tied
+from dsframe.train import leave_at_once
+from tests.contract import make, micro_batches
+from tests.engines.several import one_process_group, prepare
+from tests.pipeline_bubble import WAITING, idle_share
+
+GPT = {"name": "language", "layers": 2, "heads": 2, "width": 16, "context": 8, "corpus": "synthetic", "samples": 64}
+FILE: dict[str, Any] = {
+    "train_batch_size": 8,
+    "gradient_accumulation_steps": 4,
+    "gradient_clipping": 0.05,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+}
+SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "parameters": ({}, {}),
+    "uniform": ({"partition": "uniform"}, {}),
+    "by type": ({"partition": "type:^block$"}, {}),
+    "every layer recomputed": ({"activation_checkpoint_interval": 1}, {}),
+    "every second layer recomputed": ({"activation_checkpoint_interval": 2}, {}),
+    "blocks recomputed": ({}, {"model": {"activation_checkpointing": True}}),
+    "layers with seeds": ({"seed_layers": True}, {}),
+}
+"""Keys of "pipeline" and of "dsframe" that change where and when, and not what is computed."""
+BUILT: list[int] = []
+"""Layers that this process has built with memory."""
+
+
+class Recorded(LanguageTask):
+    """The GPT, whose layers say that they are built."""
+
+    def __init__(self) -> None:
+        super().__init__(LanguageSettings.model_validate(GPT), seed=0)
+
+    def layers(self) -> Sequence[Layer]:
+        layers = super().layers()
+        return [layer if isinstance(layer, Tied) else partial(_record, i, layer) for i, layer in enumerate(layers)]
+
+
+def _record(index: int, layer: Any) -> nn.Module:
+    made: nn.Module = layer()
+    if not next(made.parameters()).is_meta:
+        BUILT.append(index)
+    return made
+
+
+def losses(pipeline: dict[str, Any], more: dict[str, Any]) -> list[float]:
+    """Three steps."""
+    file = FILE | {"pipeline": {"stages": 2, **pipeline}, "dsframe": {"task": GPT, **more}}
+    start, loader = prepare(file, "deepspeed")
+    engine: Any = start()
+    found = [float(engine.train_step(loader.micro_batches(step)).loss) for step in range(3)]
+    engine._engine.destroy()
+    return found
+
+
+def built() -> dict[str, Any]:
+    """Which layers each rank builds, and the bounds of its stages."""
+    task = {"name": "tests.engines.pipelines:Recorded"}
+    start, _ = prepare(FILE | {"pipeline": {"stages": 2}, "dsframe": {"task": task}}, "deepspeed")
+    recorder = importlib.import_module("tests.engines.pipelines")  # this file, under the name that the task is found by
+    engine: Any = start()
+    told = [json.loads(text) for text in share(engine, json.dumps(recorder.BUILT))]
+    aliases = dict(engine.state().aliases)
+    engine._engine.destroy()
+    return {"layers": told, "bounds": engine._engine.module.parts, "aliases": aliases}
+
+
+def names_and_weights() -> dict[str, Any]:
+    """A torchvision model, built whole and cut: its state is the model's own, buffers of all stages included."""
+    section = {"name": "vision", "model": "shufflenet_v2_x0_5", "dataset": "synthetic", "image_size": 32, "samples": 16}
+    start, loader = prepare(FILE | {"pipeline": {"stages": 2}, "dsframe": {"task": section}}, "deepspeed")
+    engine: Any = start()
+    held = sum(p.numel() for p in engine._model.parameters())
+    told = Snapshot(engine.state())
+    task = build(VisionTask.model_validate(section), seed=0)
+    seed_generators(0)
+    model = task.model()
+    own = dict(model.named_parameters())
+    result = engine.train_step(loader.micro_batches(0))
+    report = {
+        "names": set(told.shapes) == set(own),
+        "weights": all(torch.equal(told.parameter(name).weight, weight) for name, weight in own.items()),
+        "buffers": {name: list(b.shape) for name, b in told.buffers().items()}
+        == {name: list(b.shape) for name, b in model.named_buffers()},
+        "held": [int(text) for text in share(engine, str(held))],
+        "whole": sum(p.numel() for p in own.values()),
+        "loss": float(result.loss),
+    }
+    engine._engine.destroy()
+    return report
+
+
+def not_finite() -> dict[str, Any]:
+    """One stage alone sees a gradient that is not finite, and both leave the update out."""
+    file = {**FILE, "train_batch_size": 16, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
+    engine: Any = make(file | {"pipeline": {"stages": 2}, "dsframe": {"on_nonfinite": "skip"}}, "deepspeed")
+    before = Snapshot(engine.state())
+    if engine.plan.world.rank == 1:  # a hook of one stage: what it sends back is sound
+        next(engine._engine.module.parameters()).register_hook(lambda gradient: gradient * float("nan"))
+    result = engine.train_step(micro_batches(engine, 0))
+    after = Snapshot(engine.state())
+    same = all(torch.equal(before.parameter(n).weight, after.parameter(n).weight) for n in before.shapes)
+    said = [json.loads(text) for text in share(engine, json.dumps([result.skipped, same]))]
+    inputs, targets = next(micro_batches(engine, 0))
+    refused = ""
+    try:
+        engine.train_step(iter([({"points": inputs}, targets)] * 2))
+    except TaskError as error:
+        refused = str(error)
+    engine._engine.destroy()
+    return {"said": said, "refused": share(engine, refused)}
+
+
+def main(path: str) -> None:
+    """Writes the report."""
+    torch.set_num_threads(1)
+    with one_process_group():
+        report: dict[str, Any] = {"losses": {name: losses(*case) for name, case in SAME.items()}}
+        report["built"] = built()
+        report["torchvision"] = names_and_weights()
+        report["not finite"] = not_finite()
+        report["idle"] = idle_share(WAITING(stages=2, micro_batches=4))
+        speaks = torch.distributed.get_rank() == 0
+        if speaks:
+            Path(path).write_text(json.dumps(report))
+    leave_at_once(0)
+
+
+if __name__ == "__main__":
+    main(sys.argv[1])

@@ -1,0 +1,58 @@
+"""Pipelines of two stages, in one job: what may change the training and what may not, what a stage builds, how long it waits."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from tests.engines.pipelines import SAME
+from tests.pipeline_bubble import formula
+from tests.processes import run_ranks, torchrun
+
+
+@pytest.fixture(scope="module")
+def report(tmp_path_factory: pytest.TempPathFactory) -> Any:
+    path: Path = tmp_path_factory.mktemp("pipelines") / "report.json"
+    finished = run_ranks(torchrun(2, ["-m", "tests.engines.pipelines", str(path)]), timeout_seconds=280).check()
+    assert "Warning" not in finished.output, finished
+    return json.loads(path.read_text())
+
+
+@pytest.mark.timeout(300)
+def test_where_layers_are_and_what_is_recomputed_changes_nothing(report: Any) -> None:
+    losses = report["losses"]
+    assert losses.keys() == SAME.keys()
+    assert losses["parameters"][0] != losses["parameters"][2]
+    assert all(found == losses["parameters"] for found in losses.values()), losses
+
+
+def test_a_stage_builds_its_own_layers_and_the_weight_that_it_shares(report: Any) -> None:
+    first, middle, end = report["built"]["bounds"]
+    own = set(range(first, middle)), set(range(middle, end - 1)) | {0}
+    assert [set(layers) for layers in report["built"]["layers"]] == list(own)
+    assert [len(layers) for layers in report["built"]["layers"]] == [len(layers) for layers in own]
+    assert report["built"]["aliases"] == {"5.weight": "0.weight"}
+
+
+def test_a_whole_model_is_cut_and_keeps_its_names(report: Any) -> None:
+    found = report["torchvision"]
+    assert found["names"]
+    assert found["weights"]
+    assert found["buffers"]
+    assert sum(found["held"]) == found["whole"]
+    assert max(found["held"]) < 0.8 * found["whole"]
+
+
+def test_stages_leave_an_update_out_together_and_refuse_together(report: Any) -> None:
+    assert report["not finite"]["said"] == [[True, True], [True, True]]
+    assert all(
+        "takes one tensor, and this task's inputs are a dict" in text for text in report["not finite"]["refused"]
+    )
+
+
+def test_stages_wait_as_long_as_the_schedule_makes_them(report: Any) -> None:
+    """On a busy machine sleeping takes longer, and so does a message; never shorter."""
+    assert formula(2, 4) - 0.01 < report["idle"] < formula(2, 4) + 0.2
