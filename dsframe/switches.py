@@ -48,7 +48,9 @@ def apply(model: nn.Module, config: Config, device: torch.device, whole: nn.Modu
     if wanted.compile == "blocks":
         for block in _of(model, blocks(whole, names, "compile")):
             compile_(block, device)
-    elif wanted.compile:  # of a part, each layer by itself: what runs them counts its calls, and each would be compiled anew
+    elif (
+        wanted.compile
+    ):  # of a part, each layer by itself: what runs them counts its calls, and each would be compiled anew
         for module in [model] if whole is model else model.children():
             if not isinstance(module, nn.ModuleDict):
                 compile_(module, device)
