@@ -17,6 +17,7 @@ from dsframe import __version__, cores, engines
 from dsframe import world as worlds
 from dsframe.config import Batch, Config, Facts, load, scaling
 from dsframe.errors import CheckpointError, ConfigError, Problem, StoppedError, TrainingError, WorldError
+from dsframe.report import loggers
 from dsframe.world import World
 
 if TYPE_CHECKING:
@@ -77,7 +78,7 @@ def execute(
     world = world or worlds.here()
     choice = engines.choose(config, world.launcher)
     refused, notes = engines.examine(config, choice.name)
-    if refused:
+    if refused or (refused := loggers.missing(config)):
         raise ConfigError(refused)
     bound = cores.bind(world) if config.settings.bind_cores else ()
     threads = settle_threads(world, config.settings.threads_per_rank, bound)

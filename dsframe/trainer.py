@@ -175,8 +175,11 @@ class Trainer:
         norm = None if result.gradient_norm is None else float(result.gradient_norm)
         epoch = self.loader.sampler.epoch(step)
         if self.record:
-            values = {"loss": loss, "learning_rate": result.learning_rate, "gradient_norm": norm}
-            self.record.write({"step": step, "epoch": epoch, **values, "rate": rate, "skipped": result.skipped})
+            values = {"loss": loss, "learning_rate": result.learning_rate, "gradient_norm": norm, "rate": rate}
+            memory = peak_memory_bytes(self.engine.plan.device)
+            self.record.write(
+                {"step": step, "epoch": epoch, **values, "memory_bytes": memory, "skipped": result.skipped}
+            )
         if step > self._first:
             self.progress.log(step, {"loss": loss, "lr": result.learning_rate}, rate)
         return loss

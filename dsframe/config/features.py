@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -13,6 +13,15 @@ from dsframe.config.settings import Settings
 
 if TYPE_CHECKING:
     from dsframe.config.load import Config
+
+
+LOGGERS: Mapping[str, str | None] = {
+    "tensorboard": "tensorboard",
+    "wandb": "wandb",
+    "csv_monitor": None,
+    "comet": "comet_ml",
+}
+"""Sections that say where figures are written, and the packages that they need. They mean the same on every engine."""
 
 
 @dataclass(frozen=True)

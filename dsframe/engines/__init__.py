@@ -26,7 +26,7 @@ _PLACEMENT = frozenset(
 # What only a model that calls deepspeed.checkpointing itself can use: DeepSpeed's engine does not read these keys either.
 _MODELS_OWN = frozenset({"activation_checkpointing"})
 # What only watches the training.
-_OBSERVERS = frozenset({"flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet", "comms_logger"})
+_OBSERVERS = frozenset({"flops_profiler", "comms_logger"})
 _REPLICA = frozenset({"fp16", "bf16", "autocast", "whole_parameters"})
 # How one model is cut among ranks: where it lives as well, but ranks that share a model also share their samples.
 _CUTS = frozenset({"pipeline", "tensor_parallel"})
@@ -212,9 +212,12 @@ def choose(config: Config, launcher: str) -> Choice:
 def examine(config: Config, name: str) -> tuple[list[Problem], list[str]]:
     """What engine ``name`` refuses of the file (problems), and what it does another way (one line each)."""
     from dsframe.config import features
+    from dsframe.config.features import LOGGERS
 
     entry = TABLE[name]
-    found = [feature for feature in features(config) if feature.name not in entry.honours]
+    found = [
+        feature for feature in features(config) if feature.name not in entry.honours and feature.name not in LOGGERS
+    ]
     replicated = [feature.path for feature in found if feature.name in entry.replicates]
     ignored = [feature.path for feature in found if feature.name in entry.ignores]
     refused = [

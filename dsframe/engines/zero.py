@@ -19,6 +19,7 @@ from torch import Tensor, nn
 
 from dsframe import process_group, switches
 from dsframe.checkpoint.state import EngineState, SavedState
+from dsframe.config.features import LOGGERS
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure
 from dsframe.engines import jit, precision, state_tensor, state_zero, tensor, tiling
 from dsframe.engines.library import TiledLinear, deepspeed, logger, set_z3_leaf_module
@@ -108,6 +109,8 @@ class ZeroEngine(Engine):
 
     def _handover(self) -> dict[str, Any]:
         document = self.plan.config.for_deepspeed(self.plan.world.size)
+        for section in LOGGERS:  # rank 0 writes these itself, the same on every engine
+            document.pop(section, None)
         document.pop("scheduler", None)
         document["optimizer"] = self.plan.optimizer.for_deepspeed()
         return document

@@ -159,7 +159,7 @@ def _variants(
         return
     if refused or samples % ranks:
         return
-    for micro in _divisors(samples // ranks):
+    for micro in reversed(_divisors(samples // ranks)):  # of equal ones, that with the fewest passes
         sized = file | {
             "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": samples // ranks // micro,

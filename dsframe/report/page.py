@@ -23,6 +23,8 @@ td.n{text-align:right;font-variant-numeric:tabular-nums}tr{border-bottom:1px sol
 pre{background:#f5f5f5;padding:.8em;overflow:auto}svg{max-width:100%;height:auto;display:block;margin:.4em 0}
 .note{color:#555}
 """
+EQUAL = 1e-9
+"""Where a difference of zero is drawn on a logarithmic axis: below what fp32 losses can differ by."""
 
 
 @dataclass(frozen=True)
@@ -130,7 +132,8 @@ def charts(runs: Sequence[Run]) -> list[str]:
             for number, run in enumerate(runs[1:], start=1)
         ]
         if any(difference > 0 for line in apart for _, difference in line.points):
-            label = Axis("absolute difference of the loss", log=True)
+            label = Axis(f"absolute difference of the loss ({EQUAL:g}: none)", log=True)
+            apart = [replace(line, points=[(at, max(value, EQUAL)) for at, value in line.points]) for line in apart]
             found.insert(1, chart(f"Difference of the training loss to {runs[0].name}", steps, label, apart))
     return found
 

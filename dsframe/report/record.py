@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsframe.errors import DataError
+from dsframe.report.loggers import Loggers
 from dsframe.report.provenance import provenance
 
 if TYPE_CHECKING:
@@ -56,6 +57,9 @@ class Record:
         before = _lines_until(directory / _METRICS, done_steps) if done_steps else []
         self._file = (directory / _METRICS).open("w", encoding="utf-8", buffering=1)
         self._file.writelines(before)
+        self._loggers = Loggers(
+            plan.config.deepspeed, self._about, directory, plan.batch.train_batch_size, done_steps if before else 0
+        )
         self.write({"run": self._about})
 
     def write(self, record: Mapping[str, Any]) -> None:
@@ -65,14 +69,16 @@ class Record:
             for key, value in record.items()
         }
         self._file.write(json.dumps(clean) + "\n")
+        self._loggers.write(clean)
 
     def close(self) -> None:
         """The run ends early; what was written stays."""
         self._file.close()
+        self._loggers.close()
 
     def finish(self, summary: Summary, predicted: Mapping[str, Any]) -> None:
         """Writes ``summary.json``; its presence says that the run came to its end. ``predicted``: by ``dsframe.plan``."""
-        self._file.close()
+        self.close()
         _write(self._directory / _SUMMARY, {**self._about, **asdict(summary), "predicted": dict(predicted)})
 
 

@@ -70,7 +70,7 @@ def chart(
     ends = []
     for place, line in enumerate(shown):
         number = place if line.series is None else line.series
-        parts += _curve(line, number, across, up)
+        parts += _curve(line, number, across, up, wider=len(shown) - 1 - place)
         ends.append((up(line.points[-1][1]), COLOURS[number % len(COLOURS)], line.name, number))
     if limit:
         ends.append((up(limit[1]), "#444", limit[0], -1))
@@ -105,6 +105,8 @@ class _Scale:
         else:
             if 0 < first < 0.5 * last and not axis.whole:
                 first = 0.0
+            if last - first < 1e-4 * abs(last):  # constant: ticks that differ by less would read the same
+                first, last = first - 0.05 * abs(last), last + 0.05 * abs(last)
             step = _step(max(last - first, abs(last) * 1e-6, 1e-12) / 6, axis.whole)
             bottom_value, top_value = math.floor(first / step + 1e-9) * step, math.ceil(last / step - 1e-9) * step
             top_value = max(top_value, bottom_value + step)
@@ -140,12 +142,15 @@ def _grid(across: _Scale, up: _Scale, x: Axis, y: Axis) -> list[str]:
     return parts
 
 
-def _curve(line: Line, number: int, across: _Scale, up: _Scale) -> list[str]:
+def _curve(line: Line, number: int, across: _Scale, up: _Scale, wider: int) -> list[str]:
+    """``wider``: lines that are drawn over this one, which shows beside them where they are the same."""
     colour = COLOURS[number % len(COLOURS)]
     places = [(across(a), up(b)) for a, b in line.points]
     path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
     dash = ' stroke-dasharray="6 4"' if line.dashed else ""
-    parts = [f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="1.8"{dash}/>']
+    parts = [
+        f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{1.8 + 1.7 * min(wider, 3):.1f}"{dash}/>'
+    ]
     stride = max(1, len(places) // 12)  # a marker on each of hundreds of points would hide the line
     parts += [_marker(a, b, number, colour) for a, b in places[::-stride][::-1]]
     return parts

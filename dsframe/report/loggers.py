@@ -1,0 +1,175 @@
+"""TensorBoard, Weights & Biases, CSV and Comet, as DeepSpeed's own sections ask for them, the same on every engine.
+
+DeepSpeed 0.19.8 writes nothing but the learning rate when the program calls backward itself. So the sections are taken off
+before DeepSpeed sees them, and rank 0 writes what ``metrics.jsonl`` has, under DeepSpeed's names (``Train/Samples/train_loss``,
+``Train/Samples/lr``), over the number of samples as there.
+"""
+
+from __future__ import annotations
+
+import csv
+import importlib.util
+import math
+from abc import ABC, abstractmethod
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dsframe.config import Config, DeepSpeed
+from dsframe.config.features import LOGGERS
+from dsframe.errors import Problem
+
+_NAMES = {"loss": "train_loss", "learning_rate": "lr"}
+"""What DeepSpeed calls otherwise than we do."""
+
+
+def missing(config: Config) -> list[Problem]:
+    """Sections that are on without their package."""
+    found = []
+    for section, package in LOGGERS.items():
+        if package and getattr(config.deepspeed, section).enabled and importlib.util.find_spec(package) is None:
+            place = config.position((section, "enabled"))
+            message = f"turned on, and the package {package} is not installed"
+            remedy = f"pip install {package}, or write false"
+            found.append(
+                Problem("error", section, message, remedy, str(config.path or ""), *place, code="not-installed")
+            )
+    return found
+
+
+class Logger(ABC):
+    """One place where figures go. Only rank 0 has one."""
+
+    @abstractmethod
+    def write(self, figures: Mapping[str, float], samples: int) -> None:
+        """``figures``: finite numbers, by DeepSpeed's names."""
+
+    @abstractmethod
+    def close(self) -> None:
+        """Sends what is still held."""
+
+
+class Loggers:
+    """All that a file asks for."""
+
+    def __init__(
+        self, file: DeepSpeed, about: Mapping[str, Any], directory: Path, train_batch_size: int, done_steps: int
+    ) -> None:
+        """``about``: the run, for those that keep a description. ``done_steps``: of an earlier run, whose figures stay."""
+        self._batch = train_batch_size
+        done = done_steps * train_batch_size
+        self._all: list[Logger] = []
+        if file.tensorboard.enabled:
+            self._all.append(_TensorBoard(_folder(file.tensorboard), done))
+        if file.csv_monitor.enabled:
+            self._all.append(_Csv(_folder(file.csv_monitor), done))
+        if file.wandb.enabled:
+            self._all.append(_Wandb(file.wandb, about, directory, resumed=done_steps > 0))
+        if file.comet.enabled:
+            self._all.append(_Comet(file.comet))
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """What a record of ``metrics.jsonl`` has; numbers that are not finite and what is no number are left out."""
+        if not self._all or "step" not in record:
+            return
+        others = {name: value for name, value in record.items() if name not in ("step", "evaluation")}
+        named = {f"Train/Samples/{_NAMES.get(name, name)}": value for name, value in others.items()}
+        named |= {f"Evaluation/{name}": value for name, value in record.get("evaluation", {}).items()}
+        numbers = {name: float(value) for name, value in named.items() if isinstance(value, int | float)}
+        figures = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        for logger in self._all:
+            logger.write(figures, record["step"] * self._batch)
+
+    def close(self) -> None:
+        """Sends what is still held."""
+        for logger in self._all:
+            logger.close()
+
+
+def _folder(section: Any) -> Path:
+    """As DeepSpeed has it: under the folder in which the run was started, where the section names none."""
+    return Path(str(section.output_path), str(section.job_name))
+
+
+class _TensorBoard(Logger):
+    def __init__(self, folder: Path, done: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        for old in [] if done else folder.glob("events.out.tfevents.*"):
+            old.unlink()
+        self._writer: Any = SummaryWriter(str(folder), purge_step=done + 1 if done else None)
+
+    def write(self, figures: Mapping[str, float], samples: int) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, samples)
+        self._writer.flush()
+
+    def close(self) -> None:
+        self._writer.close()
+
+
+class _Csv(Logger):
+    """A file for each figure, with lines of samples and value, as DeepSpeed writes them."""
+
+    def __init__(self, folder: Path, done: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        for old in folder.glob("*.csv"):
+            lines = old.read_text(encoding="utf-8").splitlines(keepends=True)
+            kept = [line for line in lines[1:] if int(line.partition(",")[0]) <= done]
+            old.write_text("".join([*lines[:1], *kept]), encoding="utf-8")
+
+    def write(self, figures: Mapping[str, float], samples: int) -> None:
+        for name, value in figures.items():
+            path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+            head: Sequence[Any] = [] if path.exists() else [("step", name.rpartition("/")[2])]
+            with path.open("a", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows([*head, (samples, value)])
+
+    def close(self) -> None:
+        pass
+
+
+class _Wandb(Logger):
+    def __init__(self, section: Any, about: Mapping[str, Any], directory: Path, *, resumed: bool) -> None:
+        import wandb
+
+        note = directory / "wandb-run-id"
+        known = note.read_text(encoding="utf-8").strip() if resumed and note.exists() else None
+        self._run: Any = wandb.init(
+            project=section.project,
+            group=section.group,
+            entity=section.team,
+            config=dict(about),
+            dir=str(directory),
+            id=known,
+            resume="allow" if known else None,
+        )
+        note.write_text(f"{self._run.id}\n", encoding="utf-8")
+
+    def write(self, figures: Mapping[str, float], samples: int) -> None:
+        self._run.log(dict(figures), step=samples)
+
+    def close(self) -> None:
+        self._run.finish()
+
+
+class _Comet(Logger):
+    def __init__(self, section: Any) -> None:
+        import comet_ml
+
+        names = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
+        self._run: Any = comet_ml.start(**{name: getattr(section, name) for name in names})
+        if section.experiment_name is not None:
+            self._run.set_name(section.experiment_name)
+        self._interval, self._last = section.samples_log_interval, -math.inf
+
+    def write(self, figures: Mapping[str, float], samples: int) -> None:
+        if samples != self._last and samples - self._last < self._interval:
+            return
+        self._last = samples
+        for name, value in figures.items():
+            self._run.log_metric(name, value, step=samples)
+
+    def close(self) -> None:
+        self._run.end()

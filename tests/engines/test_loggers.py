@@ -1,0 +1,142 @@
+"""TensorBoard, CSV and Weights & Biases write what the run's own record has, on every kind of engine; and the run's directory
+says where it comes from."""
+
+from __future__ import annotations
+
+import csv
+import json
+import struct
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsframe.config import load
+from dsframe.report.page import read_run
+from tests.processes import horovodrun, run_ranks, torchrun
+
+STEPS, BATCH = 4, 8
+PIPELINE = {"zero_optimization": {"stage": 0}, "pipeline": {"stages": 2}}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "zero2": ("deepspeed", {"zero_optimization": {"stage": 2}}),
+    "pipeline": ("deepspeed", PIPELINE),
+    "horovod": ("horovod", {}),
+}
+
+
+def file(folder: Path, engine: str, more: dict[str, Any]) -> Path:
+    task = {
+        "name": "language",
+        "layers": 2,
+        "heads": 2,
+        "width": 32,
+        "context": 16,
+        "corpus": "synthetic",
+        "samples": 64,
+    }
+    section = {
+        "engine": engine, "task": task, "steps": STEPS, "log_every_steps": 1, "run_dir": str(folder / "run"),
+        "checkpoints": {"at_end": False},
+    }  # fmt: skip
+    content = {
+        "train_batch_size": BATCH,
+        "gradient_accumulation_steps": 2,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "tensorboard": {"enabled": True, "output_path": str(folder / "board"), "job_name": "job"},
+        "csv_monitor": {"enabled": True, "output_path": str(folder / "csv"), "job_name": "job"},
+        "wandb": {"enabled": True, "project": "tests"},
+        "dsframe": section,
+    }
+    path = folder / "file.json"
+    path.write_text(json.dumps(content | more))
+    return path
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None:
+    engine, more = CASES[case]
+    path = file(tmp_path, engine, more)
+    launch = horovodrun if engine == "horovod" else torchrun
+    command = launch(2, ["-m", "dsframe.train", "--config", str(path)])
+    run_ranks(command, timeout_seconds=300, env={"WANDB_MODE": "offline", "WANDB_SILENT": "true"}).check()
+    run = read_run(tmp_path / "run")
+    wanted = {name: run.curve(key) for name, key in NAMES.items()}
+    assert len(wanted["Train/Samples/train_loss"]) == STEPS
+    assert len(wanted["Evaluation/accuracy"]) == 1
+    wanted = {name: [(step * BATCH, value) for step, value in curve] for name, curve in wanted.items()}
+    for found in (
+        from_csv(tmp_path / "csv" / "job"),
+        from_tensorboard(tmp_path / "board" / "job"),
+        from_wandb(tmp_path / "run"),
+    ):
+        assert {name: found[name] for name in wanted} == {
+            name: [(at, pytest.approx(value, rel=1e-6)) for at, value in curve] for name, curve in wanted.items()
+        }
+    # the directory explains itself, and its file is the same training again
+    assert run.summary is not None
+    assert "--config" in run.origin["command"]
+    assert run.origin["versions"]["torch"]
+    assert run.summary["predicted"]["sent_bytes_per_step"]
+    assert load(tmp_path / "run" / "config.json").digest == run.summary["config_digest"]
+    assert "<svg" in (tmp_path / "run" / "report.html").read_text()
+
+
+NAMES = {
+    "Train/Samples/train_loss": "loss",
+    "Train/Samples/lr": "learning_rate",
+    "Train/Samples/gradient_norm": "gradient_norm",
+    "Train/Samples/rate": "rate",
+    "Train/Samples/memory_bytes": "memory_bytes",
+    "Evaluation/accuracy": "evaluation.accuracy",
+}
+Curves = dict[str, list[tuple[float, Any]]]
+
+
+def from_csv(folder: Path) -> Curves:
+    found: Curves = {}
+    for name in NAMES:
+        with (folder / f"{name.replace('/', '_')}.csv").open() as lines:
+            head, *rows = csv.reader(lines)
+        assert head == ["step", name.rpartition("/")[2]]
+        found[name] = [(int(at), float(value)) for at, value in rows]
+    return found
+
+
+def from_tensorboard(folder: Path) -> Curves:
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    events = EventAccumulator(str(folder))
+    events.Reload()
+    return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def from_wandb(directory: Path) -> Curves:
+    from wandb.proto import wandb_internal_pb2
+
+    (log,) = directory.glob("wandb/offline-run-*/*.wandb")
+    found: Curves = {}
+    for data in records_of(log.read_bytes()):
+        record = wandb_internal_pb2.Record()
+        record.ParseFromString(data)
+        items = {item.key or ".".join(item.nested_key): json.loads(item.value_json) for item in record.history.item}
+        for name in set(items) & set(NAMES):
+            found.setdefault(name, []).append((items["_step"], items[name]))
+    return found
+
+
+def records_of(content: bytes) -> Iterator[bytes]:
+    """The records of LevelDB's log format (doc/log_format.md there), which wandb writes after 7 bytes of its own: blocks of
+    32 KiB, of pieces with checksum (4 bytes), length (2) and kind (1: whole; 2, 3, 4: first, middle, last)."""
+    assert content[:4] == b":W&B"
+    place, whole = 7, b""
+    while place + 7 <= len(content):
+        left = 32768 - place % 32768
+        if left < 7:
+            place += left
+            continue
+        length, kind = struct.unpack_from("<HB", content, place + 4)
+        whole = whole * (kind in (3, 4)) + content[place + 7 : place + 7 + length]
+        place += 7 + length
+        if kind in (1, 4):
+            yield whole

@@ -1,0 +1,87 @@
+"""Where figures are written, beyond the run's own record. ``tests/engines/test_loggers.py`` reads back what real runs wrote."""
+
+from __future__ import annotations
+
+import importlib.util
+import sys
+from importlib.machinery import ModuleSpec
+from pathlib import Path
+from types import ModuleType
+from typing import Any
+
+import pytest
+
+from dsframe import engines
+from dsframe.config import load
+from dsframe.engines import TABLE
+from dsframe.report import loggers
+from dsframe.report.loggers import Loggers
+
+
+def make(file: dict[str, Any], folder: Path, done: int = 0) -> Loggers:
+    config = load({"train_batch_size": 4} | file)
+    return Loggers(config.deepspeed, {}, folder, train_batch_size=4, done_steps=done)
+
+
+def test_a_resumed_run_goes_on_with_its_figures_and_a_new_one_begins_again(tmp_path: Path) -> None:
+    file = {"csv_monitor": {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}}
+    first = make(file, tmp_path)
+    for step in (1, 2, 3):
+        first.write({"step": step, "loss": 1.0 / step, "gradient_norm": None, "rate": float("inf")})
+    first.close()
+    table = tmp_path / "job" / "Train_Samples_train_loss.csv"
+    assert table.read_text().splitlines() == ["step,train_loss", "4,1.0", "8,0.5", f"12,{1 / 3}"]
+    assert sorted(path.name for path in table.parent.iterdir()) == [table.name]  # nothing that is no finite number
+    again = make(file, tmp_path, done=2)
+    again.write({"step": 3, "loss": 0.25})
+    assert table.read_text().splitlines() == ["step,train_loss", "4,1.0", "8,0.5", "12,0.25"]
+    make(file, tmp_path).write({"step": 1, "loss": 9.0})
+    assert table.read_text().splitlines() == ["step,train_loss", "4,9.0"]
+
+
+def test_comet_gets_what_its_section_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The package is not installed: a stand-in with the calls that DeepSpeed's own monitor makes."""
+    said: list[Any] = []
+
+    class Experiment:
+        def set_name(self, name: str) -> None:
+            said.append(name)
+
+        def log_metric(self, name: str, value: float, step: int) -> None:
+            said.append((name, value, step))
+
+        def end(self) -> None:
+            said.append("end")
+
+    def start(**options: Any) -> Experiment:
+        said.append({key: value for key, value in options.items() if value is not None})
+        return Experiment()
+
+    module = ModuleType("comet_ml")
+    module.__spec__ = ModuleSpec("comet_ml", None)
+    module.start = start  # type: ignore[attr-defined]
+    monkeypatch.setitem(sys.modules, "comet_ml", module)
+    section = {"enabled": True, "project": "p", "online": False, "experiment_name": "n", "samples_log_interval": 8}
+    found = make({"comet": section}, tmp_path)
+    for step in (1, 2, 3):
+        found.write({"step": step, "loss": float(step)})
+    found.close()
+    name = "Train/Samples/train_loss"
+    assert said == [{"project": "p", "online": False}, "n", (name, 1.0, 4), (name, 3.0, 12), "end"]
+
+
+def test_a_package_that_is_missing_is_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
+    find = importlib.util.find_spec
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
+    config = load({"train_batch_size": 4, "wandb": {"enabled": True}, "csv_monitor": {"enabled": True}})
+    (problem,) = loggers.missing(config)
+    assert (problem.severity, problem.path) == ("error", "wandb")
+    assert "pip install wandb" in problem.remedy
+
+
+@pytest.mark.parametrize("engine", TABLE)
+def test_they_mean_the_same_on_every_engine(engine: str) -> None:
+    sections = {name: {"enabled": True} for name in ("tensorboard", "wandb", "csv_monitor", "comet")}
+    refused, notes = engines.examine(load({"train_batch_size": 4} | sections), engine)
+    assert refused == []
+    assert not any(name in note for note in notes for name in sections)
