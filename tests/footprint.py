@@ -75,6 +75,8 @@ def stages(ranks: int, micros: int, _: float) -> float:
 
 
 ALL_REDUCE, TWICE = ring(step=2), ring(micro=2, step=1)
+SHARDS = options(deepspeed={"accumulate": "shards"})
+EACH_TIME = "the same for each micro-batch"
 ALL_REDUCE_GATHER = "DeepSpeed: all-reduce, all-gather"
 
 
@@ -130,26 +132,26 @@ CASES: dict[str, Case] = {
     "horovod": Case("horovod"),
     "zero0": Case("deepspeed", zero(0)),
     "zero1": Case("deepspeed", zero(1), ring(step=3), ALL_REDUCE_GATHER),
-    "zero2": Case("deepspeed", zero(2), TWICE, ALL_REDUCE_GATHER),
+    "zero2": Case("deepspeed", zero(2), ring(step=3), ALL_REDUCE_GATHER),
+    "zero2, shards": Case("deepspeed", {**zero(2), **SHARDS}, TWICE, "all-reduce for each micro-batch"),
     "zero2, reduce": Case(
         "deepspeed",
         zero(2, use_multi_rank_bucket_allreduce=False),
-        ring(micro=1, step=1),
+        ring(step=2),
         "ZeRO paper: reduce, all-gather",
     ),
-    "zero3": Case("deepspeed", zero(3, **KEEP_NOTHING), ring(micro=3), "ZeRO paper: 2 all-gathers, reduce-scatter"),
+    "zero3": Case("deepspeed", zero(3, **KEEP_NOTHING), TWICE, "ZeRO paper: 2 all-gathers, reduce-scatter"),
+    "zero3, shards": Case("deepspeed", {**zero(3, **KEEP_NOTHING), **SHARDS}, ring(micro=3), EACH_TIME),
     "zero3, reuse": Case(
         "deepspeed",
         zero(3, stage3_param_persistence_threshold=0),
-        ring(micro=2),
+        ring(micro=1, step=1),
         "parameters kept until the backward pass",
     ),
-    "zero2 bf16": Case("deepspeed", {**zero(2), **BF16}, TWICE, ALL_REDUCE_GATHER),
-    "zero3 bf16": Case("deepspeed", {**zero(3, **KEEP_NOTHING), **BF16}, ring(micro=3), "as in fp32, of 2 bytes each"),
+    "zero2 bf16": Case("deepspeed", {**zero(2), **BF16}, ring(step=3), "as in fp32, of 2 bytes each"),
+    "zero3 bf16": Case("deepspeed", {**zero(3, **KEEP_NOTHING), **BF16}, TWICE, "as in fp32, of 2 bytes each"),
     "fsdp": Case("fsdp", {}, TWICE, "2 all-gathers, reduce-scatter"),
-    "fsdp, shards": Case(
-        "fsdp", options(fsdp={"accumulate": "shards"}), ring(micro=3), "the same for each micro-batch"
-    ),
+    "fsdp, shards": Case("fsdp", options(fsdp={"accumulate": "shards"}), ring(micro=3), EACH_TIME),
     "fsdp, kept": Case(
         "fsdp", options(fsdp={"reshard_after_forward": False}), ring(micro=1, step=1), "all-gather, reduce-scatter"
     ),
@@ -269,6 +271,8 @@ def memory_table(measured: Sequence[Measured]) -> str:
         f"{'':30} {'N':>2} {'parameters':>16} {'gradients':>16} {'optimizer':>16} {'total':>16} {'ratio':>6} {'at update':>10}",
     ]
     for one in measured:
+        if one.accumulation > 1:
+            continue
         cost = one.case.cost(one.ranks)
         pairs = [("parameters", cost.parameter), ("gradients", cost.gradient), ("optimizer", cost.optimizer)]
         cells = [f"{one.held(kind):7.2f} ({formula:6.2f})" for kind, formula in pairs]
@@ -301,17 +305,25 @@ def main() -> int:
         "cases", nargs="*", choices=[*CASES, []], metavar="CASE", help=f"of {', '.join(CASES)}; default: all"
     )
     parser.add_argument("--processes", type=int, nargs="+", default=[1, 2, 4])
-    parser.add_argument("--accumulation", type=int, default=1, help="micro-batches in a step")
+    parser.add_argument(
+        "--accumulation",
+        type=int,
+        nargs="+",
+        default=[1, 4],
+        help="micro-batches in a step; several on 2 processes alone",
+    )
     parser.add_argument("--job", type=Path, help=argparse.SUPPRESS)
     given = parser.parse_args()
     names = given.cases or list(CASES)
     if given.job:
-        job(names, given.accumulation, given.job)
+        job(names, given.accumulation[0], given.job)
         return 0
     measured = [
         one
         for ranks in given.processes
-        for one in measure([name for name in names if ranks in CASES[name].sizes], ranks, given.accumulation)
+        for micros in given.accumulation
+        if micros == 1 or ranks == 2
+        for one in measure([name for name in names if ranks in CASES[name].sizes], ranks, micros)
     ]
     measured.sort(key=lambda one: names.index(one.name))
     print(memory_table(measured))
