@@ -257,7 +257,7 @@ def measure(names: Sequence[str], ranks: int, accumulation: int = 1) -> list[Mea
     for names_ in filter(None, jobs):
         with tempfile.TemporaryDirectory(prefix="dsframe-footprint-") as folder:
             report = Path(folder, "report.json")
-            arguments = ["-m", "tests.footprint", "--job", str(report), "--accumulation", str(accumulation), *names_]
+            arguments = ["-m", "tests.footprint", *names_, "--job", str(report), "--accumulation", str(accumulation)]
             run_ranks(torchrun(ranks, arguments), timeout_seconds=590).check()
             figures = json.loads(report.read_text())
         found += [Measured(name, ranks, accumulation, figures[name]) for name in names_]
