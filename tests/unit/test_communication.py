@@ -53,15 +53,20 @@ KNOWN: dict[str, tuple[Callable[[], object], str, int, float]] = {
     "all_to_all_single": (lambda: dist.all_to_all_single(ones(400), ones(400)), "all-to-all", 1600, 1200),
     "send": (lambda: dist.send(ones(100), 1), "send", 400, 400),
     "receive": (lambda: dist.recv(ones(100), 1), "receive", 400, 0),
-    "a functional all_reduce": (lambda: functional.all_reduce(ones(1000), "sum", world()), "all-reduce", 4000, 6000),
+    "a functional all_reduce": (
+        lambda: functional.wait_tensor(functional.all_reduce(ones(1000), "sum", world())),
+        "all-reduce",
+        4000,
+        6000,
+    ),
     "a functional all_gather": (
-        lambda: functional.all_gather_tensor(ones(100), 0, world()),
+        lambda: functional.wait_tensor(functional.all_gather_tensor(ones(100), 0, world())),
         "all-gather",
         1600,
         1200,
     ),
     "a functional reduce_scatter": (
-        lambda: functional.reduce_scatter_tensor(ones(400), "sum", 0, world()),
+        lambda: functional.wait_tensor(functional.reduce_scatter_tensor(ones(400), "sum", 0, world())),
         "reduce-scatter",
         1600,
         1200,
