@@ -4,7 +4,7 @@ SHELL := bash
 export PATH := $(CURDIR)/launch/bin:$(CURDIR)/.venv/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format clean equivalence footprint docs portability
+.PHONY: help setup train test lint format clean equivalence footprint docs portability launchers
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -23,6 +23,9 @@ train: setup ## one file, two engines: trains ds_configs/zero3.json with DeepSpe
 
 test: lint ## lint, then every test
 	python -m pytest
+
+launchers: setup ## the matrix: every engine under every launcher, two processes, the same losses (6 minutes)
+	python -m tests.launchers
 
 portability: setup ## the matrix: save under every engine, go on under every other (20 minutes)
 	python -m tests.portability
