@@ -3,15 +3,23 @@
 from __future__ import annotations
 
 import os
+import socket
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from dsframe.errors import WorldError
 from dsframe.rendezvous import interface_to, meeting_point
 from dsframe.world import World
+
+MEETING_SECONDS = 300.0
+"""So long ranks wait for each other at the start: hosts differ in how fast they import torch, or compile an operator."""
+LIMIT_VARIABLE = "DSFRAME_MEETING_SECONDS"
 
 
 def device_of(world: World) -> torch.device:
@@ -52,13 +60,52 @@ def open_process_group(world: World, device: torch.device) -> None:
     one_host = world.size == world.local_size
     if device.type == "cpu" and (interface := "lo" if one_host else interface_to(address)):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    store = meet(world, address, port)
     with explained(world, address, port):
         dist.init_process_group(
             "nccl" if device.type == "cuda" else "gloo",
+            store=PrefixStore("dsframe/group", store),
             rank=world.rank,
             world_size=world.size,
             device_id=device if device.type == "cuda" else None,
         )
+
+
+def meet(world: World, address: str, port: int) -> Store:
+    """**Collective.** A store that all ranks share, when all have arrived.
+
+    Raises WorldError on every rank where one does not come in time, naming it; where the port is taken or rank 0 cannot be reached.
+    """
+    limit = timedelta(seconds=float(os.environ.get(LIMIT_VARIABLE, MEETING_SECONDS)))
+    serves = (
+        world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    )  # torchrun serves a store itself, and keeps it when it starts the workers again
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    with explained(world, address, port):
+        tcp = TCPStore(address, port, world.size, serves, timeout=limit, wait_for_workers=False)
+        store = PrefixStore(f"dsframe/{attempt}", tcp)
+        store.set(f"here/{world.rank}", socket.gethostname())
+        if world.is_main:
+            store.set("absent", _absent(store, world, limit))
+        store.wait(["absent"], 2 * limit)
+        absent = store.get("absent").decode()
+    if absent:
+        time.sleep(2.0 * serves)  # the others have yet to read it from this process
+        raise WorldError(
+            f"{absent} of {world.size} did not arrive within {limit.total_seconds():.0f} s; did the launcher start it, and can "
+            f"its host reach {address}:{port}? {LIMIT_VARIABLE} sets another limit, in seconds"
+        )
+    return store
+
+
+def _absent(store: Store, world: World, limit: timedelta) -> str:
+    """The ranks that are not there when the time is over: ``rank 1`` or ``ranks 1, 3``; empty where all are."""
+    missing = list(range(world.size))
+    end = time.monotonic() + limit.total_seconds()
+    while missing and time.monotonic() < end:
+        missing = [rank for rank in missing if not store.check([f"here/{rank}"])]
+        time.sleep(0.01 if missing else 0.0)
+    return f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}" if missing else ""
 
 
 @contextmanager

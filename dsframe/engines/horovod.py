@@ -17,7 +17,7 @@ from torch import Tensor
 from dsframe.engine import Plan
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
-from dsframe.process_group import explained
+from dsframe.process_group import meet
 from dsframe.rendezvous import interface_to, meeting_point
 from dsframe.world import World
 
@@ -138,18 +138,11 @@ def _initialise(world: World) -> None:
 
 def _meet(world: World) -> Any:
     """**Collective.** Starts Horovod's rendezvous server on rank 0 and tells everybody where; returns the store to keep."""
-    from datetime import timedelta
-
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.http.http_server import RendezvousServer
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     address, port = meeting_point(world)
-    serves = (
-        world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    )  # torchrun serves a store itself
-    with explained(world, address, port):
-        store = TCPStore(address, port, world.size, serves, timeout=timedelta(seconds=120), wait_for_workers=False)
+    store = meet(world, address, port)
     host = "localhost" if world.size == world.local_size else socket.gethostname()
     store.set(f"host/{world.rank}", f"{world.node} {world.local_rank} {host}")
     if world.is_main:

@@ -80,8 +80,8 @@ def test_slurm_reads_its_options() -> None:
     assert {"--requeue", "--signal=USR1@120", "--open-mode=append"} <= set(asked.split())
 
 
-# The operators' own schemas, as far as these manifests use them. Sources: the CustomResourceDefinitions of kubeflow/mpi-operator 0.8.2
-# and kubeflow/training-operator 1.9.0; Kubernetes' PodSpec. A tuple names the values that are allowed, a type what is held.
+# The operators' own schemas, as far as these manifests use them. Sources: the CustomResourceDefinitions of kubeflow/mpi-operator
+# 0.8.2 and kubeflow/training-operator 1.9.0; Kubernetes' PodSpec. A tuple names the values that are allowed, a type what is held.
 POLICY = {"cleanPodPolicy": ("None", "Running", "All"), "backoffLimit": int, "activeDeadlineSeconds": int}
 CONTAINER = {
     "name": str, "image": str, "workingDir": str, "command": [str], "args": [str],
