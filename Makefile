@@ -4,7 +4,7 @@ SHELL := bash
 export PATH := $(CURDIR)/launch/bin:$(CURDIR)/.venv/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 .DEFAULT_GOAL := help
-.PHONY: help setup train test lint format clean equivalence footprint docs portability launchers
+.PHONY: help setup train test lint format clean equivalence footprint docs portability launchers mpi
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -23,6 +23,9 @@ train: setup ## one file, two engines: trains ds_configs/zero3.json with DeepSpe
 
 test: lint ## lint, then every test
 	python -m pytest
+
+mpi: ## a second Horovod, with MPI, in .setup/horovod-mpi (some minutes, once per machine)
+	@launch/setup mpi
 
 launchers: setup ## the matrix: every engine under every launcher, two processes, the same losses (6 minutes)
 	python -m tests.launchers
