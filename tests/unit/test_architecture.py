@@ -281,6 +281,16 @@ def test_nothing_of_one_machine_is_committed() -> None:
     assert not wrong, "\n".join(wrong)
 
 
+def test_no_link_is_committed() -> None:
+    """One to somebody's environment has once taken that environment's place: git replaces what it ignores without a word."""
+    listed = subprocess.run(
+        ["git", "ls-files", "--stage"], cwd=REPOSITORY, capture_output=True, text=True, timeout=30, check=False
+    )
+    entries = listed.stdout.splitlines()
+    assert len(entries) > 50 or listed.returncode != 0  # an unpacked archive
+    assert [entry for entry in entries if entry.startswith("120000")] == []
+
+
 def test_nothing_large_or_compiled_is_committed() -> None:
     binary = {".so", ".whl", ".pt", ".bin", ".gz", ".zip", ".tar", ".safetensors", ".npz", ".pyc"}
     wrong = [
