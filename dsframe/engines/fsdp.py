@@ -91,7 +91,7 @@ class FsdpEngine(ReplicaEngine):
 
     @contextmanager
     def _whole_gradients(self) -> Iterator[None]:
-        # torch 2.13 fails where a unit that has never run is to keep its gradients whole.
+        # torch 2.13 fails where a unit that has never run is to keep its gradients whole: the first pass of all reduces them.
         units = [cast(FSDPModule, module) for module in (self.model, *self._ran)]
         for unit in units:
             unit.set_requires_gradient_sync(False, recurse=False)

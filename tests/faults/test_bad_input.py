@@ -131,6 +131,12 @@ def test_task_that_cannot_be_used(tmp_path: Path, name: str, message: str) -> No
     assert finished.returncode == 5
 
 
+def test_units_that_the_model_does_not_have(tmp_path: Path) -> None:
+    finished = train(tmp_path, "--config", "fsdp.json", "--set", 'dsframe.fsdp.wrap=["Blok"]', *SYNTHETIC)
+    assert said(finished) == "fsdp.wrap: this model has no Blok; it has Sequential (4), Conv2d (3), Linear (2)"
+    assert finished.returncode == 4
+
+
 def test_two_jobs_on_one_port(tmp_path: Path) -> None:
     first = deepspeed(2, ["-m", "dsframe.train", "--config", "zero1.json", "--set", f"dsframe.task={OWN_TASK}"])
     port = first[2].rpartition("=")[2]

@@ -162,6 +162,27 @@ def test_gpu_memory_in_fp32(
     assert f"of at most {number} parameters on 4 processes" in capsys.readouterr().out
 
 
+@pytest.mark.parametrize(
+    ("engine", "override", "message"),
+    [
+        ("fsdp", "optimizer.type=Rprop", "Rprop, which looks at whole parameters, is nothing that this engine can do"),
+        ("fsdp", "zero_optimization.stage=1", "fsdp keeps shares of everything on every rank, as at ZeRO stage 3"),
+        ("horovod", "dsframe.ddp.communication=bf16", "communication by bf16 is nothing that this engine can do"),
+        (
+            "deepspeed",
+            "dsframe.ddp.communication=bf16",
+            "communication by bf16 is DDP's; DeepSpeed's is communication_data",
+        ),
+    ],
+)
+def test_what_an_engine_cannot_do_is_said(
+    folder: Path, engine: str, override: str, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    untested = "zero_allow_untested_optimizer=true"
+    main(["check", "clean.json", "--engine", engine, "--set", override, "--set", untested])
+    assert message in capsys.readouterr().out
+
+
 def test_nodes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["check", "clean.json", "-np", "8", "--nodes", "4", "--set", "tensor_parallel.autotp_size=4"])
     assert "4 does not divide the 2 processes of a host" in capsys.readouterr().out
