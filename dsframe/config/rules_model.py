@@ -22,6 +22,7 @@ def judge(bench: Judge) -> None:
     """Report what is wrong with them."""
     _recomputation(bench)
     _pipeline(bench)
+    _copies(bench)
     _tiling(bench)
     _speed(bench)
     _accumulation(bench)
@@ -58,6 +59,14 @@ def _pipeline(bench: Judge) -> None:
             (*_MODEL, "activation_checkpointing"), "pipeline.activation_checkpoint_interval does this already",
             "keep one of them",
         )  # fmt: skip
+
+
+def _copies(bench: Judge) -> None:
+    """nn.DataParallel copies a module without its methods' owner: a replaced ``forward`` would run the original's weights."""
+    settings = bench.file.dsframe
+    for key in ("activation_checkpointing", "compile"):
+        if settings.engine == "reference-dataparallel" and getattr(settings.model, key):
+            bench.conflict((*_MODEL, key), "nn.DataParallel cannot copy such a model", "remove it, or choose ddp")
 
 
 def _tiling(bench: Judge) -> None:
