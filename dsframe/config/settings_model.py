@@ -47,4 +47,5 @@ class DeepSpeedEngine(Section):
 
     accumulate: Literal["shards", "whole"] = "shards"
     """Gradients between micro-batches at ZeRO stages 2 and 3: reduced each time and kept in ``shards``, as DeepSpeed does
-    it, or ``whole`` on every rank and reduced once in a step: more memory, less is sent."""
+    it, or ``whole`` on every rank and reduced once in a step: more memory, less is sent, and in 16 bits the sum of the
+    micro-batches is rounded to them."""
