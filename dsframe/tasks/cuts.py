@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -104,7 +104,7 @@ def cut(network: nn.Module) -> list[nn.Module] | None:
 
 def _apart(module: nn.Module) -> Iterator[nn.Module]:
     if type(module) in (nn.Sequential, nn.ModuleList):
-        for child in module.children():
+        for child in cast(nn.Sequential, module):  # not children(): one may be there twice
             yield from _apart(child)
     else:
         yield module

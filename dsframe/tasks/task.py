@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -110,7 +110,7 @@ class Task:
         For models that are made whole: a pipeline stage then builds all of it and keeps its own part. Names stay the model's.
         """
         plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
-        return list(model.children()) if plain else None
+        return list(cast(nn.Sequential, model)) if plain else None  # not children(): one may be there twice
 
     def example(self) -> tuple[Any, Any] | None:
         """A batch of one sample, on any device, for ``dsframe plan``, which looks at nothing but shapes and dtypes.

@@ -71,12 +71,27 @@ def _record(index: int, layer: Any) -> nn.Module:
 
 def losses(pipeline: dict[str, Any], more: dict[str, Any]) -> list[float]:
     """Three steps."""
-    file = FILE | {"pipeline": {"stages": 2, **pipeline}, "dsframe": {"task": GPT, **more}}
-    start, loader = prepare(file, "deepspeed")
+    return course(FILE | {"pipeline": {"stages": 2, **pipeline}, "dsframe": {"task": GPT, **more}}, "deepspeed")
+
+
+def course(file: dict[str, Any], name: str) -> list[float]:
+    """The global batch's loss over three steps."""
+    start, loader = prepare(file, name)
     engine: Any = start()
-    found = [float(engine.train_step(loader.micro_batches(step)).loss) for step in range(3)]
-    engine._engine.destroy()
+    found = []
+    for step in range(3):
+        loss = engine.train_step(loader.micro_batches(step)).loss
+        found.append(float(engine.sum_over_ranks(loss.double().reshape(1))) / engine.plan.world.size)
+    if name == "deepspeed":
+        engine._engine.destroy()
     return found
+
+
+def clipped() -> dict[str, list[float]]:
+    """SGD under a tight clip, which no moment hides, beside an engine of full replicas."""
+    sgd = {"type": "SGD", "params": {"lr": 0.5}}
+    file = FILE | {"optimizer": sgd, "pipeline": {"stages": 2}, "dsframe": {"task": GPT}}
+    return {"pipeline": course(file, "deepspeed"), "replicas": course(file, "ddp")}
 
 
 def built() -> dict[str, Any]:
@@ -142,6 +157,7 @@ def main(path: str) -> None:
     torch.set_num_threads(1)
     with one_process_group():
         report: dict[str, Any] = {"losses": {name: losses(*case) for name, case in SAME.items()}}
+        report["clipped"] = clipped()
         report["built"] = built()
         report["torchvision"] = names_and_weights()
         report["not finite"] = not_finite()

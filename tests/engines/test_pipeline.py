@@ -29,6 +29,12 @@ def test_where_layers_are_and_what_is_recomputed_changes_nothing(report: Any) ->
     assert all(found == losses["parameters"] for found in losses.values()), losses
 
 
+def test_the_norm_that_clips_is_that_of_all_stages(report: Any) -> None:
+    """DeepSpeed's own counts the first stage's gradients alone (0.19.8, fp32, stage 0)."""
+    assert report["clipped"]["pipeline"] == pytest.approx(report["clipped"]["replicas"], abs=2e-6)
+    assert report["clipped"]["pipeline"][0] != report["clipped"]["pipeline"][2]
+
+
 def test_a_stage_builds_its_own_layers_and_the_weight_that_it_shares(report: Any) -> None:
     first, middle, end = report["built"]["bounds"]
     own = set(range(first, middle)), set(range(middle, end - 1)) | {0}

@@ -1,0 +1,93 @@
+"""Where a model is cut into stages, and what is said of one that cannot be. No process is started for it."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import nn
+from torch.nn import functional
+
+from dsframe import Task, Tied
+from dsframe.config import load
+from dsframe.engine import Plan
+from dsframe.engines.stages import Cut
+from dsframe.errors import DsframeError, EngineError, TaskError
+from dsframe.tasks.layers import Layer
+
+
+class Given(Task):
+    """A task with this model, or these layers."""
+
+    def __init__(self, model: nn.Module | None = None, layers: Sequence[Layer] | None = None) -> None:
+        self._model, self._layers = model, layers
+
+    def layers(self) -> Sequence[Layer] | None:
+        return self._layers
+
+    def model(self) -> nn.Module:
+        return self._model or super().model()
+
+
+def cut(task: Task, **pipeline: Any) -> Cut:
+    config = load({"train_batch_size": 8, "pipeline": {"stages": 2, **pipeline}})
+    return Cut(cast(Plan, SimpleNamespace(config=config, task=task, seed=0, device=torch.device("cpu"))))
+
+
+class Own(nn.Sequential):
+    """More than its modules one after another."""
+
+    def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+        return super().forward(inputs) + inputs  # type: ignore[no-any-return]
+
+
+class Looks(nn.Linear):
+    """An initialisation that needs numbers: it cannot be made without memory."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        assert float(self.weight.detach().sum()) != 0
+
+
+LINEAR = partial(nn.Linear, 3, 3)
+SHARED = nn.Linear(3, 3)
+TWICE = nn.Sequential(SHARED, nn.ReLU(), SHARED)
+EMBEDDED: list[Layer] = [partial(nn.Embedding, 9, 3), LINEAR, partial(nn.Linear, 3, 3), Tied(0, functional.linear)]
+
+
+@pytest.mark.parametrize(
+    ("task", "pipeline", "bounds", "sizes"),
+    [
+        (Given(nn.Sequential(*[nn.Linear(3, 3), nn.ReLU()] * 2, nn.Linear(3, 9))), {}, [0, 4, 5], [12, 0, 12, 0, 36]),
+        (Given(layers=EMBEDDED), {}, [0, 2, 4], [27, 12, 12, 27]),
+        (Given(layers=EMBEDDED), {"partition": "uniform", "stages": 4}, [0, 1, 2, 3, 4], [27, 12, 12, 27]),
+        (Given(layers=[LINEAR, LINEAR, nn.ReLU, Looks]), {"partition": "type:looks|lin"}, [0, 3, 4], [12, 12, 0, 12]),
+    ],
+)
+def test_stages_hold_about_the_same(task: Task, pipeline: dict[str, Any], bounds: list[int], sizes: list[int]) -> None:
+    found = cut(task, **pipeline)
+    assert found.sizes == sizes
+    assert found.bounds == bounds
+
+
+@pytest.mark.parametrize(
+    ("task", "pipeline", "kind", "message"),
+    [
+        (Given(nn.Linear(3, 3)), {}, TaskError, r"Linear of Given is one piece; give its layers: layers\(\), or .*cut\(model\)"),
+        (Given(Own(nn.Linear(3, 3), nn.ReLU())), {}, TaskError, "Own of Given is one piece"),
+        (Given(layers=[LINEAR, LINEAR]), {"stages": 4}, EngineError, "4 stages, but the model has 2 layers; use fewer"),
+        (Given(layers=[LINEAR, LINEAR]), {"partition": "type:conv"}, EngineError, 'conv" matches 0 .*classes are Linear'),
+        (Given(layers=[LINEAR, nn.ReLU]), {}, EngineError, "stage 1 of 2 would have layers 1 to 1 and nothing to train"),
+        (Given(TWICE), {"partition": "uniform"}, TaskError, "layer 2, Linear, shares a weight with .*; .*dsframe.Tied"),
+        (Given(layers=[LINEAR, Tied(0, functional.linear)]), {}, TaskError, "are weight, bias; make what is shared a layer"),
+    ],
+)  # fmt: skip
+def test_what_makes_no_stages_is_said(
+    task: Task, pipeline: dict[str, Any], kind: type[DsframeError], message: str
+) -> None:
+    with pytest.raises(kind, match=message):
+        cut(task, **pipeline)
