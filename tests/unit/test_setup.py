@@ -121,9 +121,8 @@ def test_installs_the_cpu_build_of_torch_first_then_the_rest(clone: Clone) -> No
     assert venv == "-m venv .venv"
     assert tools == "-m pip install -c constraints.txt setuptools wheel hatchling editables"
     assert torch == "-m pip install -c constraints.txt torch==2.13.0+cpu"
-    packages = (
-        "-m pip install --no-build-isolation -c constraints.txt -c .setup/torch.txt -e .[deepspeed,vision,transformers,loggers,test,lint]"
-    )
+    extras = "[deepspeed,vision,transformers,loggers,test,lint]"
+    packages = f"-m pip install --no-build-isolation -c constraints.txt -c .setup/torch.txt -e .{extras}"
     assert packages in rest
     assert (clone.folder / ".setup" / "torch.txt").read_text() == "torch==2.13.0+cpu\n", (
         "no later step may bring another"
