@@ -38,9 +38,18 @@ SAMPLES = 32
 CUTS = (1, 2, 4, 8)
 """Accumulation steps of the single-process runs that make the noise floor; the second is the reference."""
 
+_LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 64,
+    "intermediate_size": 172,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
 TASKS: Mapping[str, dict[str, Any]] = {
     "cnn": {"name": "vision", "model": "cnn", "dataset": "fashion-mnist", "samples": 2000},
     "gpt": {"name": "language", "layers": 2, "heads": 4, "width": 64, "context": 64, "samples": 2000},
+    "llama": {"name": "causal-language-model", "model": _LLAMA, "context": 64, "samples": 2000},
 }
 
 
@@ -80,6 +89,7 @@ def switched(**switches: Any) -> dict[str, Any]:
 _TILES = {"modules": ["*.expand", "*.contract"], "in_splits": 2, "out_splits": 4}
 _BF16 = {"bf16": {"enabled": True}}
 _CPU, _NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": tempfile.gettempdir()}
+_TENSOR = {"tensor_parallel": {"autotp_size": 2}}
 _HYBRID = {"sharding": "hybrid", "shard_size": 2, "offload": "cpu"}
 
 SINGLE = Case("single", {}, lambda _, arguments: python(list(arguments)), 1)
@@ -106,6 +116,10 @@ CASES: dict[str, Case] = {
         "ddp", switched(activation_checkpointing=True, compile="blocks"), tasks=("gpt",), in_suite=False
     ),
     "horovod channels last": Case("horovod", switched(channels_last=True), horovodrun, tasks=("cnn",), in_suite=False),
+    "tensor": Case("deepspeed", _TENSOR, deepspeed, tasks=("gpt",)),
+    "tensor 2x2 zero3": Case("deepspeed", {**_TENSOR, **zero(3)}, processes=4, tasks=("gpt", "llama")),
+    "tensor x pipeline zero1": Case("deepspeed", {**_TENSOR, **pipeline(), **zero(1)}, processes=4, tasks=("gpt",)),
+    "tensor x pipeline x 2": Case("deepspeed", {**_TENSOR, **pipeline()}, processes=8, tasks=("gpt",)),
     "zero1 bf16": Case("deepspeed", {**zero(1), **_BF16}, deepspeed, tasks=("gpt",)),
     "zero3 bf16": Case("deepspeed", {**zero(3), **_BF16}, deepspeed, tasks=("gpt",)),
     "pipeline bf16": Case("deepspeed", {**pipeline(), **_BF16}, deepspeed, tasks=("gpt",)),

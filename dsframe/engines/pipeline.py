@@ -12,15 +12,16 @@ from __future__ import annotations
 import itertools
 import json
 from collections.abc import Iterator, Mapping
-from typing import Any
+from typing import Any, cast
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsframe.checkpoint.share import share
 from dsframe.checkpoint.state import EngineState, SavedState, compare, persistent_buffers
 from dsframe.engine import Inputs, Plan, StepResult, measure
-from dsframe.engines import precision, state_zero
+from dsframe.engines import precision, state_tensor, state_zero
 from dsframe.engines.library import deepspeed
 from dsframe.engines.stages import Cut, Stage
 from dsframe.engines.state_pipeline import Column, Share
@@ -50,8 +51,17 @@ class PipelineEngine(ZeroEngine):
         self._stage_module: Stage = self._cut.build(self._judge)
         return self._stage_module, self._stage_module.model
 
+    def _initialize(self, module: nn.Module, document: dict[str, Any]) -> dict[str, state_tensor.Cut]:
+        self._engine, *_ = deepspeed.initialize(model=module, config=document, dist_init_required=False)
+        return state_tensor.cuts(self._model)
+
+    def _tensor_group(self) -> dist.ProcessGroup:
+        return cast(dist.ProcessGroup, self._engine.grid.get_slice_parallel_group())
+
     def _handover(self) -> dict[str, Any]:
         document = super()._handover()
+        if document.pop("tensor_parallel", None):  # the stage is cut already
+            document["train_batch_size"] = self.plan.batch.train_batch_size
         # Reentrant checkpointing fails where a stage's inputs are integers or need no gradient, as the first stage's do.
         document["pipeline"] = {**document.get("pipeline", {}), "use_reentrant": False}
         if not self.plan.verbose:
@@ -113,11 +123,12 @@ class PipelineEngine(ZeroEngine):
         engine._exec_schedule(engine._inference_schedule(1))
         self._evaluating, outputs, self._evaluated = False, self._evaluated, None
         engine.module.train()
-        return measure(self.plan.task, outputs, batch[1], valid) if engine.is_last_stage() else {}
+        speaks = engine.is_last_stage() and self._tensor_rank == 0
+        return measure(self.plan.task, outputs, batch[1], valid) if speaks else {}
 
     def state(self) -> EngineState:
         """**Collective.** Every stage's parameters on every rank; sent when their turn comes."""
-        own = state_zero.state(self._engine, self._model, self._updates)
+        own = super().state()
         stage, column = self._stage_module, self._column
         buffers = column.buffers(own.buffers)
         parameters = column.parameters(own.parameters, stage.borrowed)
@@ -125,7 +136,10 @@ class PipelineEngine(ZeroEngine):
 
     def load_state(self, saved: SavedState) -> None:
         """**Collective.** Each stage takes its layers out of the whole, each rank its shares of those."""
-        shapes = {name: list(parameter.shape) for name, parameter in self._model.named_parameters()}
+        own = state_zero.shapes(self._model)
+        shapes = {
+            name: list(self._shares[name].shape if name in self._shares else shape) for name, shape in own.items()
+        }
         buffers = persistent_buffers(self._model)
         kinds = {name: list(buffer.shape) for name, buffer in buffers.items()}
         told = [json.loads(text) for text in share(self, json.dumps([shapes, kinds]))]
@@ -136,6 +150,8 @@ class PipelineEngine(ZeroEngine):
         compare("parameter", everywhere[0], saved.shapes)
         compare("buffer", everywhere[1], {name: tuple(buffer.shape) for name, buffer in saved.buffers().items()})
         batch = self.plan.batch
-        mine = Share(saved, shapes, buffers)
+        mine: SavedState = Share(saved, shapes, buffers)
+        if self._shares:
+            mine = state_tensor.Shares(mine, own, self._shares, self._tensor_rank)
         state_zero.load_state(self._engine, self._model, mine, batch.accumulation_steps, batch.train_batch_size)
         self._updates = saved.updates

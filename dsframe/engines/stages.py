@@ -19,7 +19,14 @@ from torch import Tensor, nn
 from dsframe import switches
 from dsframe.checkpoint.state import aliases
 from dsframe.engine import Plan
-from dsframe.engines.library import PipelineModule, TiedLayerSpec, partition_balanced, partition_uniform
+from dsframe.engines import tensor
+from dsframe.engines.library import (
+    PipelineModule,
+    PipeModelDataParallelTopology,
+    TiedLayerSpec,
+    partition_balanced,
+    partition_uniform,
+)
 from dsframe.errors import EngineError, TaskError
 from dsframe.tasks.layers import Layer, Tied, check_ties, make, seed_generators, tied_weight
 
@@ -137,7 +144,9 @@ class Cut:
         pipeline = plan.config.deepspeed.pipeline
         module = Stage(
             specs,
-            num_stages=self.stages,
+            topology=PipeModelDataParallelTopology(
+                self.stages, plan.batch.tensor_parallel_size, plan.batch.data_parallel_size
+            ),
             loss_fn=loss,
             partition_method=self.bounds,
             activation_checkpoint_interval=pipeline.activation_checkpoint_interval,
@@ -150,10 +159,15 @@ class Cut:
             base_seed=plan.seed + 1 + plan.data_rank,
         )
         switches.apply(module, plan.config, plan.device, self._probes)
+        if plan.batch.tensor_parallel_size > 1:
+            section = plan.config.written()["tensor_parallel"]
+            tensor.cut_stage(module, section, plan, module.mpu().get_slice_parallel_group())
         module.name(self._whole, self.layers, own)
-        # DeepSpeed's clipping without ZeRO counts a parameter of a later stage only where it says that it is not a copy.
+        # DeepSpeed's clipping without ZeRO counts a parameter of a later stage only where it says that it is not a copy. What is
+        # whole on all ranks among which layers are cut is the first one's.
+        first = plan.world.rank % plan.batch.tensor_parallel_size == 0
         for parameter in module.parameters():
-            parameter.model_parallel = not parameter.ds_pipe_replicated
+            parameter.model_parallel = first and not parameter.ds_pipe_replicated
         seed_generators(plan.seed + 1 + plan.data_rank)  # dropout, as on every engine
         self.layers, self._whole, self._probes = [], None, nn.Sequential()
         return module

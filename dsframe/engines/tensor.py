@@ -5,6 +5,7 @@ Source: deepspeed 0.19.8, ``runtime/engine.py`` (_apply_autotp_partitioning), ``
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Any, cast
 
 import torch.distributed as dist
@@ -12,26 +13,30 @@ from torch import nn
 
 from dsframe.engine import Plan
 from dsframe.engines import state_tensor
-from dsframe.engines.library import SUPPORTED_STYLES, _get_hf_tp_plan, groups
+from dsframe.engines.library import (
+    SUPPORTED_STYLES,
+    AutoTP,
+    TPTrainingConfig,
+    _get_hf_tp_plan,
+    configure_tensor_parallel_runtime,
+    deepspeed,
+    groups,
+)
 from dsframe.errors import EngineError
 
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 _REMEDY = 'say in "tensor_parallel": {"partition_config": ...} which layers are cut, and how'
 
 
-def prepare(document: dict[str, Any], model: nn.Module, plan: Plan) -> None:
-    """Completes what is handed to DeepSpeed for ``model``, which is still whole.
+def prepare(section: dict[str, Any], model: nn.Module, plan: Plan) -> None:
+    """Completes the ``tensor_parallel`` section that is handed to DeepSpeed for ``model``, which is still whole.
 
-    * DeepSpeed finds the size of the global batch itself: it counts tensor-parallel ranks as data parallel at stages 0 to 2,
-      and not at stage 3 (``train_batch_size`` is 8 and then 4 with a micro-batch of 4 on 2 ranks that share a model).
     * Which layers are cut: what the file says, else what the task says, else what transformers says of its model.
     * The output layer's scores are gathered, because the task's loss takes all of them.
 
     Raises EngineError where nobody says how to cut the model, or its heads do not divide.
     """
     size = plan.batch.tensor_parallel_size
-    document.pop("train_batch_size", None)
-    section = document["tensor_parallel"]
     section["vocab_parallel_lm_head"] = False
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
@@ -48,9 +53,40 @@ def prepare(document: dict[str, Any], model: nn.Module, plan: Plan) -> None:
     if not styles:
         raise EngineError(f"tensor_parallel: nothing says how to cut a {what}; {_REMEDY}")
     if strange := sorted(set(styles.values()) - SUPPORTED_STYLES):
+        ways = ", ".join(strange)
         raise EngineError(
-            f"tensor_parallel: transformers cuts a {what} in ways unknown to DeepSpeed ({', '.join(strange)}); {_REMEDY}"
+            f"tensor_parallel: transformers cuts a {what} in ways unknown to DeepSpeed ({ways}); {_REMEDY}"
         )
+
+
+def cut_stage(stage: Any, section: dict[str, Any], plan: Plan, among: dist.ProcessGroup) -> None:
+    """Cuts the layers of a pipeline stage among the ranks of a group.
+
+    DeepSpeed's engine would do so with groups that know nothing of stages: gradients would be added up over ranks that hold
+    other layers. Cut beforehand, with the pipeline's own groups, they are not, and its norm counts each share once.
+    """
+    prepare(section, stage, plan)
+    deepspeed.set_autotp_mode(training=True)
+    rules = TPTrainingConfig(**section)
+    configure_tensor_parallel_runtime(rules)
+    auto = AutoTP(
+        module=stage,
+        all_reduce_linears=(),
+        prefix="",
+        state_dict=None,
+        linear_layer_setting=(nn.Linear, nn.Embedding),
+        orig_layer_impl=None,
+        partition_config=rules.get_partition_config_object(),
+        training_mode=True,
+    )
+    auto.mp_group, auto.mp_size = among, plan.batch.tensor_parallel_size
+    auto.update_linear_policies()
+    before = dict(stage.named_children())
+    auto._replace_module(stage)
+    # What a stage runs is a list of its own: a layer that is itself one that was cut has to be exchanged there too.
+    exchanged = {id(layer): stage.get_submodule(name) for name, layer in before.items()}
+    stage.forward_funcs = [exchanged.get(id(function), function) for function in stage.forward_funcs]
+    _refuse_embeddings(stage, state_tensor.cuts(stage))
 
 
 def cuts(model: nn.Module) -> dict[str, state_tensor.Cut]:
@@ -58,15 +94,19 @@ def cuts(model: nn.Module) -> dict[str, state_tensor.Cut]:
     found = state_tensor.cuts(model)
     if not found:
         raise EngineError("tensor_parallel: no layer matches partition_config, so nothing is cut; mend its patterns")
+    _refuse_embeddings(model, found)
+    return found
+
+
+def _refuse_embeddings(model: nn.Module, found: Mapping[str, state_tensor.Cut]) -> None:
+    """An embedding that is cut gives a cut output, and DeepSpeed leaves all its shares but one out of the gradients' norm."""
     for name, parameter in model.named_parameters():
-        # An embedding that is cut: its output stays cut as well, and DeepSpeed leaves all shares but one out of the norm.
         if name in found and not getattr(parameter, "tensor_model_parallel", False):
             raise EngineError(
                 f"tensor_parallel: partition_config cuts {name}, which DeepSpeed can do for inference only; leave it out"
             )
-    return found
 
 
 def group() -> dist.ProcessGroup:
-    """The ranks among which this rank's layers are cut."""
+    """The ranks among which this rank's layers are cut, by DeepSpeed itself."""
     return cast(dist.ProcessGroup, groups.get_tensor_model_parallel_group())

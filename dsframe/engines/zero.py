@@ -22,7 +22,7 @@ from dsframe.checkpoint.state import EngineState, SavedState
 from dsframe.config.features import LOGGERS
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure
 from dsframe.engines import jit, precision, state_tensor, state_zero, tensor, tiling
-from dsframe.engines.library import TiledLinear, deepspeed, logger, set_z3_leaf_module
+from dsframe.engines.library import TiledLinear, deepspeed, groups, logger, set_z3_leaf_module
 from dsframe.engines.swap import SwapFolders
 from dsframe.errors import EngineError
 from dsframe.tasks.task import Sum
@@ -54,6 +54,8 @@ class ZeroEngine(Engine):
         # DeepSpeed 0.19.8 calls collectives by names that torch 2.13 has renamed; on every step, and nothing to do about.
         if not plan.verbose:
             warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+_tensor.* is deprecated", FutureWarning)
+            # And a pipeline's stages that are cut send inside of a backward pass, which torch takes for a mistake.
+            warnings.filterwarnings("ignore", r"c10d::\w+: an autograd kernel was not registered", UserWarning)
         with contextlib.nullcontext() if plan.verbose else _quiet():
             module, self._model = self._build()
             self._shares = self._initialize(module, document)
@@ -76,12 +78,17 @@ class ZeroEngine(Engine):
         return model, model
 
     def _initialize(self, module: nn.Module, document: dict[str, Any]) -> dict[str, state_tensor.Cut]:
-        """**Collective.** Starts DeepSpeed's engine on ``module``. Returns how it has cut its parameters, by name."""
+        """**Collective.** Starts DeepSpeed's engine on ``module``. Returns how its parameters are cut, by name."""
         splits = self.plan.batch.tensor_parallel_size > 1
         if splits:
-            tensor.prepare(document, module, self.plan)
+            document.pop("train_batch_size")  # DeepSpeed counts ranks that share layers in it, but not at stage 3
+            tensor.prepare(document["tensor_parallel"], module, self.plan)
         self._engine, *_ = deepspeed.initialize(model=module, config=document, dist_init_required=False)
         return tensor.cuts(self._model) if splits else {}
+
+    def _tensor_group(self) -> dist.ProcessGroup:
+        """The ranks among which this rank's layers are cut."""
+        return tensor.group()
 
     def _undo_hidden_step(self) -> None:
         """At stage 0 in 16 bits DeepSpeed makes the optimizer's state by a step with zero gradients, and leaves it at that.
@@ -123,7 +130,7 @@ class ZeroEngine(Engine):
         for what, section in (("optimizer", zero.offload_optimizer), ("parameters", zero.offload_param)):
             if section is not None and section.device != "none":
                 parts.append(f"{what} on {section.device.upper() if section.device == 'cpu' else 'NVMe'}")
-        if self._shares:
+        if self.plan.batch.tensor_parallel_size > 1:
             parts.append(f"layers cut among {self.plan.batch.tensor_parallel_size} ranks")
         return ", ".join(parts)
 
@@ -180,7 +187,7 @@ class ZeroEngine(Engine):
     def state(self) -> EngineState:
         """**Collective** to read to its end; at stages 1 to 3 each parameter is gathered when its turn comes."""
         state = self._tiles.join(state_zero.state(self._engine, self._model, self._updates))
-        return state_tensor.whole(state, self._shares, tensor.group()) if self._shares else state
+        return state_tensor.whole(state, self._shares, self._tensor_group()) if self._shares else state
 
     def load_state(self, saved: SavedState) -> None:
         """**Collective.** Each rank takes its shares out of the whole parameters."""
@@ -200,6 +207,7 @@ class ZeroEngine(Engine):
         """**Collective.** Frees DeepSpeed's buffers and hooks, and leaves the process group."""
         self._engine.destroy()
         process_group.close_process_group()
+        groups._release_process_group_references()  # else a further run of this process would speak through groups that are gone
         self._swap.remove()
 
 

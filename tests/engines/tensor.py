@@ -1,9 +1,9 @@
-"""What test_tensor.py runs on every rank: layers cut among two ranks, beside the same training in one process.
+"""What test_tensor.py runs on every rank: layers cut among two ranks, and models of transformers whole, beside one process.
 
     torchrun --nproc-per-node=N -m tests.engines.tensor REPORT.json CASE...
 
 Each case: six steps of both, their states compared; three more of both; then each goes on from the other's state after step six,
-and the cut one once more from its own.
+and the one of several ranks once more from its own.
 """
 
 from __future__ import annotations
@@ -36,11 +36,15 @@ LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+VIT = {**LLAMA, "model_type": "vit", "patch_size": 4}
+del VIT["num_key_value_heads"]
+TEXT = {"context": 16, "corpus": "synthetic", "samples": 500}
 TASKS: dict[str, dict[str, Any]] = {
-    "gpt": {"name": "language", "layers": 2, "heads": 4, "width": 32},
-    "llama": {"name": "causal-language-model", "model": LLAMA},
-    "tied": {"name": "causal-language-model", "model": {**LLAMA, "tie_word_embeddings": True}},
-    "qwen3": {"name": "causal-language-model", "model": {**LLAMA, "model_type": "qwen3", "head_dim": 8}},
+    "gpt": {"name": "language", "layers": 2, "heads": 4, "width": 32, **TEXT},
+    "llama": {"name": "causal-language-model", "model": LLAMA, **TEXT},
+    "tied": {"name": "causal-language-model", "model": {**LLAMA, "tie_word_embeddings": True}, **TEXT},
+    "qwen3": {"name": "causal-language-model", "model": {**LLAMA, "model_type": "qwen3", "head_dim": 8}, **TEXT},
+    "vit": {"name": "image-classification", "model": VIT, "dataset": "synthetic", "image_size": 16, "samples": 500},
 }
 
 
@@ -48,40 +52,45 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, **more}}
 
 
-CASES: dict[str, tuple[str, dict[str, Any]]] = {
-    "gpt zero0": ("gpt", zero(0)),
-    "gpt zero2": ("gpt", zero(2)),
-    "gpt zero3": ("gpt", zero(3, stage3_param_persistence_threshold=0)),
-    "tied llama zero1": ("tied", zero(1)),
-    "llama zero3": ("llama", zero(3)),
-    "llama zero1 bf16": ("llama", {**zero(1), **BF16}),
-    "qwen3 zero1": ("qwen3", zero(1)),
-    "llama zero2 cpu": ("llama", zero(2, offload_optimizer={"device": "cpu"})),
+CUT = {"tensor_parallel": {"autotp_size": 2}}
+STAGES = {"pipeline": {"stages": 2}}
+CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
+    "gpt zero0": ("gpt", "deepspeed", {**CUT, **zero(0)}),
+    "gpt zero2": ("gpt", "deepspeed", {**CUT, **zero(2)}),
+    "gpt zero3": ("gpt", "deepspeed", {**CUT, **zero(3, stage3_param_persistence_threshold=0)}),
+    "tied llama zero1": ("tied", "deepspeed", {**CUT, **zero(1)}),
+    "llama zero3": ("llama", "deepspeed", {**CUT, **zero(3)}),
+    "llama zero1 bf16": ("llama", "deepspeed", {**CUT, **zero(1), **BF16}),
+    "llama zero2 cpu": ("llama", "deepspeed", {**CUT, **zero(2, offload_optimizer={"device": "cpu"})}),
+    "qwen3 zero1": ("qwen3", "deepspeed", {**CUT, **zero(1)}),
+    "gpt in stages": ("gpt", "deepspeed", {**CUT, **STAGES}),
+    "gpt in stages zero1": ("gpt", "deepspeed", {**CUT, **STAGES, **zero(1)}),
+    "whole llama zero3": ("llama", "deepspeed", zero(3)),
+    "whole tied llama ddp": ("tied", "ddp", {}),
+    "whole llama fsdp": ("llama", "fsdp", {}),
+    "whole vit zero2": ("vit", "deepspeed", zero(2)),
 }
 
 
 def build(kind: str, changes: dict[str, Any], engine: str) -> tuple[Engine, Loader]:
-    """**Collective** for DeepSpeed. An engine, and its samples."""
-    size = 1 if engine == "single" else worlds.here().size
+    """**Collective** but for the single process. An engine, and its samples: the same global batches on each."""
     world = worlds.World() if engine == "single" else worlds.here()
-    tensor = {"tensor_parallel": {"autotp_size": 2}}
-    ranks = size // 2 or 1
+    changes = {
+        key: value for key, value in changes.items() if engine != "single" or key not in ("pipeline", "tensor_parallel")
+    }
+    sharing = changes.get("pipeline", {}).get("stages", 1) * changes.get("tensor_parallel", {}).get("autotp_size", 1)
     config = load(
         {
-            "train_micro_batch_size_per_gpu": 8 // ranks if engine != "single" else 8,
+            "train_micro_batch_size_per_gpu": 8 // (world.size // sharing),
             "gradient_accumulation_steps": 2,
             "gradient_clipping": 0.5,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
-            "dsframe": {
-                "engine": engine,
-                "task": {**TASKS[kind], "context": 16, "corpus": "synthetic", "samples": 500},
-            },
+            "dsframe": {"engine": engine, "task": TASKS[kind]},
             **changes,
-            **({} if engine == "single" else tensor),
         }
     )
-    config = config.resolve(Facts(size, 9, replicas=False))
-    task, optimizer, batch = tasks.build(config.settings.task, 0), optimizers.read(config), config.batch(size)
+    config = config.resolve(Facts(world.size, 9, replicas=engines.TABLE[engine].replicas))
+    task, optimizer, batch = tasks.build(config.settings.task, 0), optimizers.read(config), config.batch(world.size)
     assert batch.train_batch_size == 16
     device = device_of(world)
     loader = Loader(
@@ -108,7 +117,8 @@ def steps(made: tuple[Engine, Loader], first: int, last: int) -> Iterator[tuple[
 
 def apart(left: Snapshot, right: Snapshot) -> float:
     """The largest difference between two states, whose names, shapes and scalars are the same."""
-    assert {name: list(shape) for name, shape in left.shapes.items()} == {n: list(s) for n, s in right.shapes.items()}
+    mine, theirs = ({name: list(shape) for name, shape in one.shapes.items()} for one in (left, right))
+    assert mine == theirs, (mine, theirs)
     largest = 0.0
     for name in left.shapes:
         a, b = left.parameter(name), right.parameter(name)
@@ -119,8 +129,8 @@ def apart(left: Snapshot, right: Snapshot) -> float:
     return largest
 
 
-def measure(kind: str, changes: dict[str, Any]) -> dict[str, Any]:
-    alone, cut = build(kind, changes, "single"), build(kind, changes, "deepspeed")
+def measure(kind: str, engine: str, changes: dict[str, Any]) -> dict[str, Any]:
+    alone, cut = build(kind, changes, "single"), build(kind, changes, engine)
     report: dict[str, Any] = {"description": cut[0].description}
     report["before"] = apart(Snapshot(cut[0].state()), Snapshot(alone[0].state()))
     report["alone"], report["cut"] = list(steps(alone, 0, 6)), list(steps(cut, 0, 6))
@@ -135,7 +145,8 @@ def measure(kind: str, changes: dict[str, Any]) -> dict[str, Any]:
     report["single on from it"] = list(steps(alone, 6, 9))
     cut[0].load_state(kept_cut)
     report["again"] = list(steps(cut, 6, 9)) == on_cut
-    held = sum(p.ds_tensor.numel() if hasattr(p, "ds_tensor") else p.numel() for p in cut[0]._model.parameters())  # type: ignore[attr-defined]
+    model: Any = getattr(cut[0], "_model", None) or cut[0].model  # type: ignore[attr-defined]
+    held = sum(getattr(p, "ds_tensor", p).numel() for p in model.parameters())
     report["elements"] = [held, sum(p.numel() for p in alone[0].model.parameters())]  # type: ignore[attr-defined]
     return report
 

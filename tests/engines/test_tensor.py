@@ -1,18 +1,38 @@
-"""Layers cut among ranks train as one process does, at every ZeRO stage, and their state goes anywhere and comes from anywhere."""
+"""Layers cut among ranks, and models of transformers on every engine, train as one process does; their state goes anywhere."""
 
 from __future__ import annotations
 
 import json
+import math
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import nn
 
-from tests.engines.tensor import CASES
+from dsframe.checkpoint.state import EngineState, ParameterState, Snapshot
+from dsframe.engines.state_tensor import Cut, Shares
+from dsframe.engines.tensor import cuts, prepare
+from dsframe.errors import CheckpointError, EngineError
+from dsframe.tasks import _transformers
+from tests.engines.tensor import CASES, LLAMA
 from tests.processes import run_ranks, torchrun
 
-ON_FOUR = ["gpt zero0", "gpt zero2", "tied llama zero1", "llama zero3", "qwen3 zero1", "llama zero1 bf16"]
-NOISE = {"loss": 1e-6, "norm": 1e-6, "state": 1e-4}
-"""Measured, on 2 and on 4 ranks: 7e-7, 5e-7, 4e-5. The state is that after six steps of Adam, which divides by small numbers."""
+ON_FOUR = [
+    *(
+        "gpt zero0",
+        "gpt zero2",
+        "tied llama zero1",
+        "llama zero3",
+        "qwen3 zero1",
+        "llama zero1 bf16",
+        "gpt in stages zero1",
+    ),
+    *(case for case in CASES if case.startswith("whole")),
+]
+NOISE = {"loss": 1e-5, "norm": 1e-5, "state": 5e-4}
+"""Measured: 7e-7 (ViT: 4e-6), 5e-7 (3e-6), 4e-5 (9e-5). The state is that of Adam, which divides by small numbers."""
 BF16_NOISE = {"loss": 2e-3, "norm": 1e-2, "state": 0.2}
 """Measured: 3e-4, 2e-3, 6e-2."""
 
@@ -31,13 +51,13 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 
 
 @pytest.mark.parametrize("case", ON_FOUR)
-def test_two_replicas_of_two_shares_are_one_process(case: str, reports: dict[str, dict[str, Any]]) -> None:
+def test_several_ranks_are_one_process(case: str, reports: dict[str, dict[str, Any]]) -> None:
     report = reports[case]
     noise = BF16_NOISE if "bf16" in case else NOISE
-    assert "layers cut among 2 ranks" in report["description"]
+    assert ("layers cut among 2 ranks" in report["description"]) != ("whole" in case)
     assert report["before"] == 0.0
     assert distance(report["alone"], report["cut"], 0) < noise["loss"]
-    assert report["alone"][-1][0] < report["alone"][0][0] - 0.5, "it has learned something"
+    assert report["alone"][-1][0] < 0.98 * report["alone"][0][0], "it has learned something"
     if "zero0" not in case:  # where DeepSpeed tells no norm
         assert distance(report["alone"], report["cut"], 1) < noise["norm"]
     assert min(norm for _, norm in report["alone"]) > 0.5, "every step was clipped"
@@ -47,8 +67,70 @@ def test_two_replicas_of_two_shares_are_one_process(case: str, reports: dict[str
     assert distance(report["on"], report["single on from it"], 0) < noise["loss"]
     assert report["again"], "its own state, put back, goes on to the last bit"
     held, whole = report["elements"]
-    assert held < 0.7 * whole
+    if "whole" not in case:
+        assert held < 0.7 * whole
 
 
 def test_every_case_is_known() -> None:
     assert set(ON_FOUR) <= set(CASES)
+
+
+# Without processes.
+
+PACKED = Cut((12, 3), (12, 3), 0, ((2, 2), (2, 2), (2, 2)))
+ROW = Cut((2, 5), (2, 5), 1, ((3, 2),))
+EXPERTS = Cut((8, 3), (2, 4, 3), 1, ((3, 1),))
+
+
+@pytest.mark.parametrize("cut", [PACKED, ROW, EXPERTS, Cut((5,), (5,), 0, ((3, 2),))])
+def test_shares_make_the_whole_again(cut: Cut) -> None:
+    whole = torch.arange(math.prod(cut.shape), dtype=torch.float32).view(cut.shape)
+    shares = [cut.own(whole, rank, (-1,)) for rank in range(2)]
+    assert [share.numel() for share in shares] == [cut.numel(rank) for rank in range(2)]
+    assert sum(share.numel() for share in shares) == whole.numel()
+    assert torch.equal(cut.whole(shares), whole)
+
+
+def test_query_key_and_value_are_each_cut() -> None:
+    whole = torch.arange(12)[:, None].expand(12, 3)
+    assert PACKED.own(whole, 1, (6, 3))[:, 0].tolist() == [2, 3, 6, 7, 10, 11]
+
+
+def test_a_state_of_another_model_is_refused() -> None:
+    one = ParameterState("a", torch.zeros(2, 6), {"sum": torch.zeros(1)}, {})
+    saved = Snapshot(EngineState(3, None, {}, {}, [one]))
+    with pytest.raises(CheckpointError, match=r"a has shape \[2, 5\], saved \[2, 6\]"):
+        Shares(saved, {"a": (2, 3)}, {"a": ROW}, 0)
+
+
+def told(model: nn.Module, size: int, **section: Any) -> dict[str, Any]:
+    batch, task = SimpleNamespace(tensor_parallel_size=size), SimpleNamespace(partition_config=None)
+    document = {"autotp_size": size, **section}
+    prepare(document, model, SimpleNamespace(batch=batch, task=task))  # type: ignore[arg-type]
+    return document
+
+
+def transformer(**settings: Any) -> nn.Module:
+    config = _transformers.configure("AutoModelForCausalLM", {**LLAMA, **settings}, {"vocab_size": 256})
+    return _transformers.build("AutoModelForCausalLM", config, None)
+
+
+def test_who_says_how_a_model_is_cut() -> None:
+    assert told(transformer(), 2) == {"autotp_size": 2, "vocab_parallel_lm_head": False}
+    plain = nn.Sequential(nn.Linear(2, 2))
+    assert "partition_config" in told(plain, 2, partition_config={"layer_specs": []})
+    with pytest.raises(EngineError, match=r'nothing says how to cut a Sequential; say in "tensor_parallel"'):
+        told(plain, 2)
+    gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 4}
+    config = _transformers.configure("AutoModelForCausalLM", gpt2, {"vocab_size": 256})
+    with pytest.raises(EngineError, match="nothing says how to cut a GPT2LMHeadModel"):
+        told(_transformers.build("AutoModelForCausalLM", config, None), 2)
+    with pytest.raises(EngineError, match=r"cuts a MixtralForCausalLM in ways unknown to DeepSpeed \(.*packed_colwise"):
+        told(transformer(model_type="mixtral", num_local_experts=2), 2)
+    with pytest.raises(EngineError, match="num_key_value_heads 2 is not divisible by autotp_size 4; choose another"):
+        told(transformer(), 4)
+
+
+def test_nothing_that_is_cut_is_a_mistake() -> None:
+    with pytest.raises(EngineError, match="no layer matches partition_config, so nothing is cut; mend its patterns"):
+        cuts(nn.Linear(2, 2))
