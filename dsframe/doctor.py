@@ -10,9 +10,11 @@ import importlib.util
 import json
 import os
 import platform
+import re
 import shutil
 import subprocess
 import sys
+import tempfile
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
@@ -21,7 +23,7 @@ from typing import Any, Literal
 
 import psutil
 
-from dsframe.leftovers import stale_locks, unused_buffers
+from dsframe.leftovers import stale_locks, unused_buffers, unused_swap
 
 PROBE_SECONDS = 120.0
 TORCH = """
@@ -211,7 +213,7 @@ def operators() -> Iterator[Finding]:
 
 
 def leftovers(*, clean: bool) -> Iterator[Finding]:
-    """Locks and buffers without a living owner; removed where ``clean`` says so."""
+    """Locks, buffers and swapped state without a living owner; removed where ``clean`` says so."""
     from dsframe.engines.jit import extensions_directory
 
     plain = Path.home() / ".cache" / "torch_extensions"  # torch's own default, with one folder per Python
@@ -219,9 +221,12 @@ def leftovers(*, clean: bool) -> Iterator[Finding]:
     locks = sorted({lock for cache in caches for lock in stale_locks(cache)})
     buffers = unused_buffers()
     size = sum(path.stat().st_size for path in buffers)
+    swapped = [folder for place in swap_places() for folder in unused_swap(place)]
     if clean:
         for path in (*locks, *buffers):
             path.unlink(missing_ok=True)
+        for folder in swapped:
+            shutil.rmtree(folder, ignore_errors=True)
     state: Literal["ok", "broken"] = "ok" if clean else "broken"
     verb = "removed" if clean else "found"
     hint = "" if clean else "; dsframe doctor --clean"
@@ -231,8 +236,18 @@ def leftovers(*, clean: bool) -> Iterator[Finding]:
         yield Finding(
             state, f"{verb} {len(buffers)} buffers of killed runs in /dev/shm, {_gib(size)} GiB of memory{hint}"
         )
-    if not locks and not buffers:
-        yield Finding("ok", "no stale build locks, no buffers in /dev/shm")
+    for folder in swapped:
+        yield Finding(state, f"{verb} what a killed run had offloaded: {folder}{hint}")
+    if not locks and not buffers and not swapped:
+        yield Finding("ok", "no stale build locks, no buffers in /dev/shm, nothing swapped out by a killed run")
+
+
+def swap_places() -> list[Path]:
+    """Where runs may have offloaded to: the ``nvme_path`` of every file here and in ds_configs/, and the temporary folder."""
+    files = [file for folder in (Path(), Path("ds_configs")) for file in folder.glob("*.json")]
+    texts = [file.read_text(encoding="utf-8", errors="replace") for file in files]
+    named = {Path(place) for text in texts for place in re.findall(r'"nvme_path"\s*:\s*"([^"]+)"', text)}
+    return sorted({*named, Path(tempfile.gettempdir())})
 
 
 def communication(torch: Library | None, horovod: Library | None) -> None:

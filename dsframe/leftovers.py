@@ -10,6 +10,8 @@ from __future__ import annotations
 
 import contextlib
 import os
+import re
+import socket
 from pathlib import Path
 
 import psutil
@@ -32,6 +34,21 @@ def unused_buffers(directory: Path = SHARED_MEMORY) -> list[Path]:
             if path.stat().st_uid == os.getuid():
                 buffers.add(path)
     return sorted(buffers - _open_files() - _mapped_files() if buffers else buffers)
+
+
+def unused_swap(directory: Path) -> list[Path]:
+    """Folders right under ``directory`` into which runs on this host swapped whose process is no longer alive."""
+    name = re.compile(rf"dsframe-{re.escape(host())}-(\d+)-[0-9a-f]{{8}}")
+    try:
+        found = [(path, match) for path in directory.iterdir() if (match := name.fullmatch(path.name))]
+    except OSError:
+        return []
+    return sorted(path for path, match in found if not psutil.pid_exists(int(match[1])))
+
+
+def host() -> str:
+    """This host, as it is part of the name of a swap folder."""
+    return socket.gethostname().partition(".")[0]
 
 
 def _open_files() -> set[Path]:

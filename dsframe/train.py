@@ -94,7 +94,8 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
                 if problem.code not in (
                     "auto",
                     "lr-scaling",
-                ):  # dsframe check --resolved tells the first, the run the second
+                    "imports",
+                ):  # dsframe check --resolved tells the first, the run the second, and the third is what the user wants
                     print(problem, file=sys.stderr)
         from dsframe.run import execute
 

@@ -53,13 +53,16 @@ SETUPS: dict[str, Setup] = {
     "zero3+nvme@2": Setup("deepspeed", 2, ("zero_optimization.stage=3", *_NVME)),
     "zero3@1": Setup("deepspeed", 1, ("zero_optimization.stage=3",)),
     "zero3@4": Setup("deepspeed", 4, ("zero_optimization.stage=3",)),
-    "horovod@4": Setup("horovod", 4),
+    "horovod@3": Setup("horovod", 3),
+    "fsdp@2": Setup("fsdp", 2),
+    "pipeline@2": Setup("deepspeed", 2, ("pipeline.stages=2",)),
+    "tp@2": Setup("deepspeed", 2, ("tensor_parallel.autotp_size=2", "zero_optimization.stage=1")),
     "pipeline@2": Setup("deepspeed", 2, ("zero_optimization.stage=0", "pipeline.stages=2")),
     "pipeline+zero1@4": Setup("deepspeed", 4, ("zero_optimization.stage=1", "pipeline.stages=2")),
 }
 
 CONFIG = """{
-  "train_batch_size": 8,
+  "train_batch_size": 12,
   "gradient_clipping": 1.0,
   "optimizer": {"type": "AdamW", "params": {"lr": 0.002, "weight_decay": 0.01}},
   "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 8, "total_num_steps": "auto", "warmup_max_lr": 0.002}},

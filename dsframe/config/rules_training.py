@@ -192,6 +192,14 @@ def _dsframe(bench: Judge) -> None:
     if settings.epochs is not None and settings.steps is not None:
         bench.conflict(("dsframe", "steps"), "epochs is given too", "keep one of them")
     task = settings.task
+    name = getattr(task, "name", "")
+    if ":" in name:
+        bench.findings.note(
+            ("dsframe", "task", "name"),
+            f"imports and runs code: {name.partition(':')[0]}",
+            code="imports",
+            at_value=True,
+        )
     heads, width = getattr(task, "heads", None), getattr(task, "width", None)
     if isinstance(heads, int) and isinstance(width, int) and width % heads:
         bench.conflict(("dsframe", "task", "heads"), f"{heads} does not divide width {width}", "choose another")

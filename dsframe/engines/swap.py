@@ -8,17 +8,15 @@ and removes those of runs on this host that are no longer alive.
 from __future__ import annotations
 
 import os
-import re
 import shutil
-import socket
 from pathlib import Path
 from typing import Any
 
-import psutil
 import torch
 import torch.distributed as dist
 
 from dsframe.errors import EngineError
+from dsframe.leftovers import host, unused_swap
 from dsframe.world import World
 
 _SECTIONS = ("offload_optimizer", "offload_param")
@@ -47,11 +45,10 @@ class SwapFolders:
         dist.all_reduce(table)
         processes, nodes = table[: world.size].tolist(), table[world.size : -1].tolist()
         leader, number = processes[nodes.index(world.node)], int(table[-1])
-        host = socket.gethostname().partition(".")[0]
         for section in sections:
-            folder = Path(section["nvme_path"]) / f"dsframe-{host}-{leader}-{number:08x}"
+            folder = Path(section["nvme_path"]) / f"dsframe-{host()}-{leader}-{number:08x}"
             if world.local_rank == 0:
-                _make(folder, host)
+                _make(folder)
             section["nvme_path"] = str(folder)
             self._made.append(folder)
         dist.barrier()
@@ -63,12 +60,10 @@ class SwapFolders:
                 shutil.rmtree(folder, ignore_errors=True)
 
 
-def _make(folder: Path, host: str) -> None:
+def _make(folder: Path) -> None:
     try:
-        for old in folder.parent.iterdir():
-            match = re.fullmatch(rf"dsframe-{re.escape(host)}-(\d+)-[0-9a-f]{{8}}", old.name)
-            if match and not psutil.pid_exists(int(match[1])):
-                shutil.rmtree(old, ignore_errors=True)
+        for old in unused_swap(folder.parent):
+            shutil.rmtree(old, ignore_errors=True)
         folder.mkdir(exist_ok=True)
     except OSError as error:
         raise EngineError(f"cannot swap to {folder.parent}: {error.strerror}; choose another nvme_path") from error

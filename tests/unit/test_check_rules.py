@@ -165,6 +165,14 @@ def test_rule(keys: dict[str, Any], expected: list[str], monkeypatch: pytest.Mon
     assert found == expected
 
 
+def test_a_file_that_names_code_says_so() -> None:
+    problems = examine('{"train_batch_size": 8, "dsframe": {"task": {"name": "circles:Circles"}}}', "x.json").problems
+    said = [problem for problem in problems if problem.code == "imports"]
+    assert [(p.severity, p.path, p.message) for p in said] == [
+        ("note", "dsframe.task.name", "imports and runs code: circles")
+    ]
+
+
 def test_gpu_direct_storage_needs_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = json.dumps({"train_batch_size": 8, "aio": {"use_gds": True}})
     monkeypatch.setattr(rules_system, "NVIDIA_DRIVER", tmp_path / "absent")

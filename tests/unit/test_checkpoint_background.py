@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import os
 import shutil
+import subprocess
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -199,3 +200,97 @@ def _save_and_die(folder: Path, after: int, asynchronous: bool) -> int:
             armed = True
     saving.settle()
     return 0
+
+
+def _one(folder: Path, steps: int, asynchronous: bool = False) -> None:
+    """``steps`` checkpoints of one rank."""
+    plan = SimpleNamespace(world=SimpleNamespace(rank=0, size=1), device=torch.device("cpu"))
+    training = Training(SimpleNamespace(plan=plan, sum_over_ranks=lambda values: values))
+    saving = saver(training, folder, asynchronous)
+    for _ in range(steps):
+        training.train()
+        saving.save(training.step, loss=None, evaluation={})
+    saving.settle()
+
+
+def test_each_file_of_a_checkpoint_flipped_or_cut_in_turn_is_found(tmp_path: Path) -> None:
+    _one(tmp_path, 1)
+    path = Store(tmp_path).path(1)
+    files = sorted(path.iterdir())
+    assert {file.name for file in files} == {
+        "buffers.safetensors",
+        "manifest.json",
+        "part-00000-000.safetensors",
+        "rng.json",
+    }
+    for file in files:
+        content = file.read_bytes()
+        for position in range(0, len(content), max(1, len(content) // 40)):
+            file.write_bytes(content[:position] + bytes([content[position] ^ 32]) + content[position + 1 :])
+            assert store.verify(path), f"{file.name}, byte {position}"
+        for length in (0, 1, len(content) // 3, len(content) - 1):
+            file.write_bytes(content[:length])
+            assert store.verify(path), f"{file.name} cut to {length}"
+        file.unlink()
+        assert store.verify(path), f"{file.name} gone"
+        file.write_bytes(content)
+    assert store.verify(path) == []
+
+
+@pytest.fixture
+def small_disk(tmp_path: Path) -> Iterator[Path]:
+    """A disk of 256 KiB."""
+    disk = tmp_path / "disk"
+    disk.mkdir()
+    mounted = subprocess.run(
+        ["mount", "-t", "tmpfs", "-o", "size=256k", "tmpfs", str(disk)], capture_output=True, text=True, check=False
+    )
+    if mounted.returncode != 0:
+        pytest.skip(f"a small disk cannot be mounted here: {mounted.stderr.strip()}")
+    yield disk
+    subprocess.run(["umount", "--lazy", str(disk)], check=True)
+
+
+@pytest.mark.parametrize("asynchronous", [False, True])
+def test_a_full_disk_leaves_the_one_before(small_disk: Path, asynchronous: bool) -> None:
+    folder = small_disk / "checkpoints"
+    _one(folder, 1, asynchronous)
+    room = os.statvfs(small_disk)
+    (small_disk / "large").write_bytes(bytes(room.f_bavail * room.f_frsize - 8192))
+
+    def again(ranks: Any) -> str:
+        training = Training(ranks)
+        training.step = 1
+        training.train()
+        saving = saver(training, folder, asynchronous)
+
+        def save() -> None:
+            saving.save(2, loss=None, evaluation={})
+            saving.settle()
+
+        with pytest.raises(CheckpointError) as raised:
+            save()
+        return str(raised.value)
+
+    for words in Room(2).run(again):
+        assert "the checkpoint of step 2 cannot be written: rank " in words
+        assert "No space left on device" in words
+        assert f"the last good one is {folder / 'step-00000001'}" in words
+    assert sorted(path.name for path in folder.iterdir()) == ["latest", "step-00000001"]
+    assert store.verify(Store(folder).path(1)) == []
+    (small_disk / "large").unlink()
+    Store(folder).set_aside(Store(folder).path(1))
+    _one(folder, 2, asynchronous)  # once there is room
+
+
+def test_a_disk_that_cannot_be_written_to_leaves_what_is_there(small_disk: Path) -> None:
+    folder = small_disk / "checkpoints"
+    _one(folder, 1)
+    subprocess.run(["mount", "-o", "remount,ro", str(small_disk)], check=True)
+    plan = SimpleNamespace(world=SimpleNamespace(rank=0, size=1), device=torch.device("cpu"))
+    training = Training(SimpleNamespace(plan=plan, sum_over_ranks=lambda values: values))
+    with pytest.raises(
+        CheckpointError, match=r"step 2 cannot be written: rank 0: .*Read-only file system; the last good"
+    ):
+        saver(training, folder, asynchronous=True).save(2, loss=None, evaluation={})
+    assert store.verify(Store(folder).path(1)) == []

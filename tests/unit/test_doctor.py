@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import mmap
+import os
 from pathlib import Path
 
 import pytest
 
 from dsframe import doctor
-from dsframe.leftovers import stale_locks, unused_buffers
+from dsframe.leftovers import host, stale_locks, unused_buffers
 
 
 def lock_in(cache: Path) -> Path:
@@ -43,17 +44,24 @@ def test_finds_and_cleans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     buffer = tmp_path / "deepspeed_allreduce_buffer_0_127.0.0.1_29500_0"
     buffer.write_bytes(bytes(2**20))
     monkeypatch.setattr(doctor, "unused_buffers", lambda: unused_buffers(tmp_path))
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "zero3.json").write_text('{"offload_param": {"device": "nvme", "nvme_path": "swap"}}')
+    dead, alive = (tmp_path / "swap" / f"dsframe-{host()}-{pid}-0123abcd" for pid in (2**22 + 1, os.getpid()))
+    dead.mkdir(parents=True)
+    alive.mkdir()
     lock = lock_in(tmp_path)
     what = f"a lock of a build that was killed, for which every run would wait: {lock}"
     assert [str(line) for line in doctor.leftovers(clean=False)] == [
         f"  !!  found {what}; dsframe doctor --clean",
         "  !!  found 1 buffers of killed runs in /dev/shm, 0.0 GiB of memory; dsframe doctor --clean",
+        f"  !!  found what a killed run had offloaded: {Path('swap', dead.name)}; dsframe doctor --clean",
     ]
     assert lock.exists()
     cleaned = [str(line) for line in doctor.leftovers(clean=True)]
     assert cleaned[0] == f"  ok  removed {what}"
     assert not lock.exists()
     assert not buffer.exists()
+    assert (dead.exists(), alive.exists()) == (False, True)
     assert [line.state for line in doctor.leftovers(clean=False)] == ["ok"]
 
 
