@@ -88,6 +88,7 @@ def switched(**switches: Any) -> dict[str, Any]:
 
 _TILES = {"modules": ["*.expand", "*.contract"], "in_splits": 2, "out_splits": 4}
 _BF16 = {"bf16": {"enabled": True}}
+_ALL = ("cnn", "gpt", "llama")
 _CPU, _NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": tempfile.gettempdir()}
 _TENSOR = {"tensor_parallel": {"autotp_size": 2}}
 _HYBRID = {"sharding": "hybrid", "shard_size": 2, "offload": "cpu"}
@@ -97,12 +98,12 @@ CASES: dict[str, Case] = {
     "zero0": Case("deepspeed", zero(0), deepspeed),
     "zero1": Case("deepspeed", zero(1), deepspeed),
     "zero2": Case("deepspeed", zero(2), deepspeed),
-    "zero3": Case("deepspeed", zero(3), deepspeed),
+    "zero3": Case("deepspeed", zero(3), deepspeed, tasks=_ALL),
     "zero3+cpu": Case("deepspeed", zero(3, offload_optimizer=_CPU, offload_param=_CPU), deepspeed),
     "zero3+nvme": Case("deepspeed", zero(3, offload_optimizer=_NVME, offload_param=_NVME), deepspeed),
     "horovod": Case("horovod", {}, horovodrun),
-    "ddp": Case("ddp"),
-    "fsdp": Case("fsdp"),
+    "ddp": Case("ddp", tasks=_ALL),
+    "fsdp": Case("fsdp", tasks=_ALL),
     "fsdp hybrid+cpu": Case("fsdp", {"dsframe": {"fsdp": _HYBRID}}, processes=4),
     "pipeline": Case("deepspeed", pipeline(), deepspeed),
     "pipeline 2x2 zero1": Case(
@@ -116,12 +117,13 @@ CASES: dict[str, Case] = {
         "ddp", switched(activation_checkpointing=True, compile="blocks"), tasks=("gpt",), in_suite=False
     ),
     "horovod channels last": Case("horovod", switched(channels_last=True), horovodrun, tasks=("cnn",), in_suite=False),
-    "tensor": Case("deepspeed", _TENSOR, deepspeed, tasks=("gpt",)),
+    "tensor": Case("deepspeed", _TENSOR, deepspeed, tasks=("gpt", "llama")),
     "tensor 2x2 zero3": Case("deepspeed", {**_TENSOR, **zero(3)}, processes=4, tasks=("gpt", "llama")),
     "tensor x pipeline zero1": Case("deepspeed", {**_TENSOR, **pipeline(), **zero(1)}, processes=4, tasks=("gpt",)),
     "tensor x pipeline x 2": Case("deepspeed", {**_TENSOR, **pipeline()}, processes=8, tasks=("gpt",)),
     "zero1 bf16": Case("deepspeed", {**zero(1), **_BF16}, deepspeed, tasks=("gpt",)),
     "zero3 bf16": Case("deepspeed", {**zero(3), **_BF16}, deepspeed, tasks=("gpt",)),
+    "tensor zero1 bf16": Case("deepspeed", {**_TENSOR, **zero(1), **_BF16}, deepspeed, tasks=("gpt",)),
     "pipeline bf16": Case("deepspeed", {**pipeline(), **_BF16}, deepspeed, tasks=("gpt",)),
     "horovod bf16": Case("horovod", _BF16, horovodrun, tasks=("gpt",)),
     "ddp bf16": Case("ddp", _BF16, tasks=("gpt",)),
