@@ -15,7 +15,7 @@ import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
@@ -93,13 +93,21 @@ class Case:
     """Changes that depend on the number of processes. A case with such has processes of its own."""
     sizes: frozenset[int] = frozenset({1, 2, 4})
     """Numbers of processes that make sense."""
+    whole: float = 0.0
+    """Share of the parameters that every rank has, however the model is cut."""
 
     def file(self, ranks: int, accumulation: int = 1) -> dict[str, Any]:
         return {**FILE, **self.changes, **self.splits(ranks), "gradient_accumulation_steps": accumulation}
 
     def cost(self, ranks: int) -> memory.Cost:
         """Bytes of a parameter on a rank."""
-        return memory.cost(load(self.file(ranks)).deepspeed, ranks, self.engine)
+        cut = memory.cost(load(self.file(ranks)).deepspeed, ranks, self.engine)
+        if not self.whole:
+            return cut
+        uncut = memory.cost(load(self.file(1)).deepspeed, 1, self.engine)
+        kinds = ("parameter", "gradient", "optimizer")
+        mixed = {kind: getattr(uncut, kind) * self.whole + getattr(cut, kind) * (1 - self.whole) for kind in kinds}
+        return replace(cut, **mixed)
 
     @property
     def gradient_bytes(self) -> int:
@@ -113,6 +121,14 @@ def pipeline(ranks: int) -> dict[str, Any]:
 
 def tensor(ranks: int) -> dict[str, Any]:
     return {"tensor_parallel": {"autotp_size": ranks}}
+
+
+_WIDTH, _BLOCKS = 128, 20
+_AROUND = (256 + 64 + 256) * _WIDTH + 2 * _WIDTH
+"""Parameters of LONG's embeddings, output and last norm, which AutoTP leaves whole."""
+_OF_BLOCKS = _BLOCKS * 6 * _WIDTH
+"""Likewise the blocks' norms, and the biases that are added to a sum over ranks."""
+UNCUT = (_AROUND + _OF_BLOCKS) / (_AROUND + _BLOCKS * (12 * _WIDTH**2 + 13 * _WIDTH))
 
 
 def slices(ranks: int, micros: int, _: float) -> float:
@@ -157,7 +173,13 @@ CASES: dict[str, Case] = {
     ),
     "pipeline": Case("deepspeed", {**zero(0), **LONG}, stages, "activations, their gradients", pipeline, SEVERAL),
     "tensor parallel": Case(
-        "deepspeed", {**zero(0), **LONG}, slices, "Megatron: 4 all-reduces of activations a block", tensor, SEVERAL
+        "deepspeed",
+        {**zero(0), **LONG},
+        slices,
+        "Megatron: 4 all-reduces of activations a block",
+        tensor,
+        SEVERAL,
+        UNCUT,
     ),
     "reference-allreduce": Case("reference-allreduce"),
     "reference-parameter-averaging": Case("reference-parameter-averaging", source="ring all-reduce of weights"),
