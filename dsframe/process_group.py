@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import functools
+import itertools
 import os
 import socket
 import time
@@ -20,6 +22,16 @@ from dsframe.world import World
 MEETING_SECONDS = 300.0
 """So long ranks wait for each other at the start: hosts differ in how fast they import torch, or compile an operator."""
 LIMIT_VARIABLE = "DSFRAME_MEETING_SECONDS"
+
+_closed: list[object] = []
+"""The groups that this process has left, until it opens others.
+
+A group's destructor waits for its worker threads, and one of those may be about to let go of a tensor, for which it needs
+Python's lock. Python's own reference to a group gives the lock up meanwhile; DDP's, in C++, does not, and a run that was
+complete never ended (seen once in a while with torch 2.13 and Gloo). So the last reference is this one.
+"""
+_meetings = itertools.count()
+"""Of this process; the same on every rank, because meetings are collective."""
 
 
 def device_of(world: World) -> torch.device:
@@ -47,7 +59,8 @@ def open_process_group(world: World, device: torch.device) -> None:
 
     Raises WorldError where the port is taken or rank 0 cannot be reached.
     """
-    address, port = meeting_point(world)
+    _closed.clear()
+    address, port = place(world)
     os.environ.update(
         RANK=str(world.rank),
         WORLD_SIZE=str(world.size),
@@ -71,19 +84,30 @@ def open_process_group(world: World, device: torch.device) -> None:
         )
 
 
+@functools.cache
+def place(world: World) -> tuple[str, int]:
+    """``meeting_point``, asked once in a process: in a second run of it a rank could read rank 0's answer to the first."""
+    return meeting_point(world)
+
+
+@functools.cache
+def _store(address: str, port: int, size: int, serves: bool, limit: timedelta) -> TCPStore:
+    """One store for all meetings of a process: rank 0's server of an earlier one would be found by those who come first."""
+    return TCPStore(address, port, size, serves, timeout=limit, wait_for_workers=False)
+
+
 def meet(world: World, address: str, port: int) -> Store:
-    """**Collective.** A store that all ranks share, when all have arrived.
+    """**Collective.** A store that all ranks share and nobody has used, when all have arrived.
 
     Raises WorldError on every rank where one does not come in time, naming it; where the port is taken or rank 0 cannot be reached.
     """
     limit = timedelta(seconds=float(os.environ.get(LIMIT_VARIABLE, MEETING_SECONDS)))
-    serves = (
-        world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
-    )  # torchrun serves a store itself, and keeps it when it starts the workers again
+    # torchrun serves a store itself, and keeps it when it starts the workers again.
+    serves = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     with explained(world, address, port):
-        tcp = TCPStore(address, port, world.size, serves, timeout=limit, wait_for_workers=False)
-        store = PrefixStore(f"dsframe/{attempt}", tcp)
+        tcp = _store(address, port, world.size, serves, limit)
+        store = PrefixStore(f"dsframe/{attempt}/{next(_meetings)}", tcp)
         store.set(f"here/{world.rank}", socket.gethostname())
         if world.is_main:
             store.set("absent", _absent(store, world, limit))
@@ -138,4 +162,5 @@ def close_process_group() -> None:
     """**Collective.** Waits for the others and leaves; without this some runs end in SIGABRT (facts, section 10)."""
     if dist.is_initialized():
         dist.barrier()
+        _closed.extend(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()

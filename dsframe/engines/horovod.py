@@ -17,8 +17,8 @@ from torch import Tensor
 from dsframe.engine import Plan
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
-from dsframe.process_group import meet
-from dsframe.rendezvous import interface_to, meeting_point
+from dsframe.process_group import meet, place
+from dsframe.rendezvous import interface_to
 from dsframe.world import World
 
 try:
@@ -141,7 +141,7 @@ def _meet(world: World) -> Any:
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.http.http_server import RendezvousServer
 
-    address, port = meeting_point(world)
+    address, port = place(world)
     store = meet(world, address, port)
     host = "localhost" if world.size == world.local_size else socket.gethostname()
     store.set(f"host/{world.rank}", f"{world.node} {world.local_rank} {host}")

@@ -32,7 +32,7 @@ def test_every_command_is_named() -> None:
     named = set(re.findall(r"`dsframe (\w+)", README)) | {"train"}
     assert set(COMMANDS) <= named
     targets = (REPOSITORY / "Makefile").read_text()
-    for target in re.findall(r"`make (\w+)", README):
+    for target in re.findall(r"`make ([\w-]+)", README):
         assert re.search(rf"^{target}:", targets, re.MULTILINE), target
 
 

@@ -1,0 +1,38 @@
+"""What test_again.py runs on every rank: several trainings in one process, one after another.
+
+torchrun --nproc-per-node=2 -m tests.engines.again ENGINE[:STAGE] ...
+"""
+
+from __future__ import annotations
+
+import sys
+from typing import Any
+
+from dsframe.config import load
+from dsframe.run import execute
+from dsframe.train import leave_at_once
+from dsframe.world import here
+
+TASK = {"name": "language", "layers": 1, "heads": 2, "width": 32, "context": 16, "corpus": "synthetic", "samples": 64}
+
+
+def train(number: int, engine: str, stage: str) -> float:
+    """The last loss of four steps."""
+    file: dict[str, Any] = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
+        "zero_optimization": {"stage": int(stage or 0)},
+        "dsframe": {"engine": engine, "task": TASK, "steps": 4, "threads_per_rank": 1, "run_dir": f"run-{number}"},
+    }
+    return execute(load(file), quiet=True).loss
+
+
+if __name__ == "__main__":
+    losses = []
+    for number, wanted in enumerate(sys.argv[1:]):
+        name, _, level = wanted.partition(":")
+        losses.append(train(number, name, level))
+    assert max(losses) - min(losses) < 1e-5, losses
+    if here().is_main:
+        print(f"{len(losses)} trainings, one loss")
+    leave_at_once(0)
