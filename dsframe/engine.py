@@ -164,7 +164,6 @@ def build_model(plan: Plan) -> nn.Module:
     with plan.device:
         model = plan.task.model()
     switches.apply(model, plan.config, plan.device)
-    torch.manual_seed(
-        plan.seed + 1 + plan.data_rank
-    )  # dropout differs between ranks that see different samples, as it must
+    # Dropout differs between ranks that see different samples, as it must.
+    torch.manual_seed(plan.seed + 1 + plan.data_rank)
     return model

@@ -89,9 +89,8 @@ def read(config: Config) -> OptimizerSpec:
 
 def _adam(kind: str, params: Mapping[str, Any]) -> OptimizerSpec:
     arguments = dict(params)
-    decoupled = (
-        arguments.pop("adam_w_mode", True) or kind.lower() == "adamw"
-    )  # "Adam" means AdamW unless it says otherwise
+    # "Adam" means AdamW unless it says otherwise.
+    decoupled = arguments.pop("adam_w_mode", True) or kind.lower() == "adamw"
     torch_adam = arguments.pop("torch_adam", None)
     if torch_adam is False:
         return OptimizerSpec(kind, None, params)

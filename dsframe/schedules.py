@@ -237,9 +237,8 @@ class TorchSchedule:
             self._scheduler.step()
             self._updates += 1
         group = self._optimizer.param_groups[0]
-        cycles = getattr(
-            self._scheduler, "cycle_momentum", False
-        )  # OneCycleLR and CyclicLR, unless they are told not to
+        # OneCycleLR and CyclicLR, unless they are told not to.
+        cycles = getattr(self._scheduler, "cycle_momentum", False)
         return Rates(float(group["lr"]), float(group["betas"][0]) if cycles else None)
 
 

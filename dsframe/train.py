@@ -63,9 +63,8 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     )
     parser.add_argument("--verbose", action="store_true", help="let the libraries say everything, and show tracebacks")
     parser.add_argument("--quiet", action="store_true", help="say nothing; the run's directory has the figures")
-    parser.add_argument(
-        "--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS
-    )  # DeepSpeed's launcher puts it first
+    # DeepSpeed's launcher puts it first.
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--report", help=argparse.SUPPRESS)  # dsframe launch reads there how the run ended
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # scripts for DeepSpeed have it
     options = parser.parse_args(argv)
@@ -91,11 +90,8 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
         config = load(options.config, overrides=options.set)
         if world.is_main and not options.quiet:
             for problem in config.problems:
-                if problem.code not in (
-                    "auto",
-                    "lr-scaling",
-                    "imports",
-                ):  # dsframe check --resolved tells the first, the run the second, and the third is what the user wants
+                # dsframe check --resolved tells the first, the run the second, and the third is what the user wants.
+                if problem.code not in ("auto", "lr-scaling", "imports"):
                     print(problem, file=sys.stderr)
         from dsframe.run import execute
 
@@ -118,9 +114,8 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
             file=sys.stderr,
             flush=True,
         )
-        time.sleep(
-            _PATIENCE_SECONDS
-        )  # the launcher ends this process, and reports the exit code of the one that failed
+        # The launcher ends this process, and reports the exit code of the one that failed.
+        time.sleep(_PATIENCE_SECONDS)
         leave_at_once(TrainingError.exit_code)
     return 0
 
@@ -139,9 +134,8 @@ def leave(error: DsframeError, world: World, *, verbose: bool) -> NoReturn:
     if world.local_rank != 0 and isinstance(error, StoppedError):
         leave_at_once(error.exit_code)  # all ranks stop together: nobody has a mistake of its own
     where = "" if world.local_rank == 0 else f"[rank {world.rank}] "
-    name = (
-        "" if isinstance(error, ConfigError) else "dsframe: "
-    )  # editors make a link of file:line:column at a line's start
+    # Editors make a link of file:line:column at a line's start.
+    name = "" if isinstance(error, ConfigError) else "dsframe: "
     print(f"{where}{name}{error}", file=sys.stderr, flush=True)
     leave_at_once(error.exit_code)
 

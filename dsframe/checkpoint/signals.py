@@ -48,9 +48,8 @@ class StopRequest:
 
     def __enter__(self) -> StopRequest:
         if threading.current_thread() is not threading.main_thread():
-            return (
-                self  # Python lets only the main thread handle signals: a program that trains elsewhere has its own way
-            )
+            # Python lets only the main thread handle signals: a program that trains elsewhere has its own way.
+            return self
         read, write = self._pipe = os.pipe()
         os.set_blocking(write, False)
         for number in _SIGNALS:

@@ -84,9 +84,8 @@ class FsdpEngine(ReplicaEngine):
             fully_shard(unit, **options, reshard_after_forward=self._settings.reshard_after_forward)
             unit.register_forward_hook(lambda module, *_: self._ran.add(module))
         fully_shard(model, **options)
-        cast(FSDPModule, model).set_reduce_scatter_unused_params(
-            True
-        )  # else ranks that use different ones wait for ever
+        # Else ranks that use different ones wait for ever.
+        cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
         return None
 
     @contextmanager

@@ -45,9 +45,8 @@ class PipelineEngine(ZeroEngine):
         self._column = Column(grid.get_pipe_parallel_group(), grid.pp_group, plan.world.rank, plan.device)
 
     def _build(self) -> tuple[nn.Module, nn.Module]:
-        deepspeed.init_distributed(
-            dist_init_required=False
-        )  # PipelineModule speaks through it before initialize() would
+        # PipelineModule speaks through it before initialize() would.
+        deepspeed.init_distributed(dist_init_required=False)
         self._stage_module: Stage = self._cut.build(self._judge)
         return self._stage_module, self._stage_module.model
 
@@ -100,9 +99,8 @@ class PipelineEngine(ZeroEngine):
         """**Collective.** All micro-batches go through the stages, one behind the other; then one update."""
         rates = self.plan.schedule(self._updates)
         rates.apply(self._engine.basic_optimizer.param_groups)
-        first = self._micro_batch(
-            next(micro_batches)
-        )  # before anybody waits for anybody: every rank sees what is wrong with it
+        # Before anybody waits for anybody: every rank sees what is wrong with it.
+        first = self._micro_batch(next(micro_batches))
         batches = itertools.chain([first], map(self._micro_batch, micro_batches))
         self._engine.train_batch(batches)
         for _ in batches:  # stages in the middle have read none: all ranks' loaders stay together

@@ -86,9 +86,8 @@ def _buffers(case: Case, part: Sequence[Segment], trained: float, last: bool) ->
         if case.hardware.lazy_memory:  # pages that nothing is written to do not exist
             bucket = min(bucket, trained)
         size += bucket * width * (2 if zero.overlap_comm and case.zero < 3 else 1)
-        if (
-            case.zero < 3 and case.data > 1
-        ):  # stages 1 and 2 flatten a copy to all-reduce (stage_1_and_2.py: allreduce_bucket)
+        # Stages 1 and 2 flatten a copy to all-reduce (stage_1_and_2.py: allreduce_bucket).
+        if case.zero < 3 and case.data > 1:
             size += min(zero.reduce_bucket_size, trained) * case.gradient_bytes
     if case.zero == 3 and case.data > 1:
         unit = max((s.parameters if case.model.layered else s.largest for s in part), default=0)

@@ -59,9 +59,8 @@ def waits_in(frame: FrameType) -> tuple[str, str]:
     """The collective in which a stack ends, "" where it ends in none, and the place that called it (else its innermost one)."""
     stack = traceback.extract_stack(frame)
     caller, name = len(stack) - 1, ""
-    if (
-        stack[caller].name == _BACKWARD
-    ):  # on CPUs the backward pass runs in C++ from here, and gradients are exchanged in it
+    # On CPUs the backward pass runs in C++ from here, and gradients are exchanged in it.
+    if stack[caller].name == _BACKWARD:
         name = "the backward pass"
         while caller and "/torch/" in stack[caller].filename.replace("\\", "/"):
             caller -= 1

@@ -85,9 +85,8 @@ def main(path: str) -> None:
     engine.close()
     if world.is_main:
         Path("report.json").write_text(json.dumps(report))
-    os._exit(
-        0
-    )  # DeepSpeed's threads abort about one regular exit in ten ("terminate called without an active exception")
+    # DeepSpeed's threads abort about one regular exit in ten ("terminate called without an active exception")
+    os._exit(0)
 
 
 if __name__ == "__main__":

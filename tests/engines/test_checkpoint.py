@@ -200,9 +200,8 @@ def test_a_signal_to_one_rank_saves_and_stops_all(tmp_path: Path) -> None:
     assert step is not None
     assert store.verify(saved) == []
     assert max(portability.losses(run_dir)) == step
-    portability.train(
-        setup, run_dir, "--resume", "auto", steps=step + 5, timeout_seconds=60
-    )  # the schedule is longer: said
+    # The schedule is longer: said.
+    portability.train(setup, run_dir, "--resume", "auto", steps=step + 5, timeout_seconds=60)
     assert list(portability.losses(run_dir)) == list(range(1, step + 6))
 
 

@@ -89,8 +89,7 @@ def test_a_dsframe_run_goes_on_in_deepspeed(
     expected = list(losses(tmp_path / "run").values())[SAVED:]
     checkpoint = f"run/checkpoints/step-{SAVED:08}"
     assert dsframe(["export", checkpoint, "--to", "universal", "--out", "theirs"]) == 0
-    assert (
-        dsframe(["export", checkpoint, "--to", "universal", "--out", "theirs"]) == CheckpointError.exit_code
-    )  # is there
+    # Is there.
+    assert dsframe(["export", checkpoint, "--to", "universal", "--out", "theirs"]) == CheckpointError.exit_code
     found = plain(tmp_path, 2, "continue", "theirs")
     assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-6

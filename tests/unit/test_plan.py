@@ -90,9 +90,8 @@ def test_a_model_of_175_billion_parameters_in_seconds(tmp_path: Path) -> None:
     assert done.returncode in (0, 1), done.stderr
     after = resource.getrusage(resource.RUSAGE_CHILDREN)
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 5
-    assert (
-        after.ru_maxrss < 1e9 / 1024
-    )  # of the largest child so far: other tests of this process start none that is larger
+    # Of the largest child so far: other tests of this process start none that is larger.
+    assert after.ru_maxrss < 1e9 / 1024
     report = json.loads(done.stdout)
     width, context = task["width"], task["context"]
     by_hand = 96 * (12 * width**2 + 13 * width) + (256 + context) * width + 2 * width
@@ -135,9 +134,8 @@ def test_what_a_block_keeps_is_what_torch_keeps() -> None:
         task.loss(network(tokens), tokens)
     real = sum(size for _, size in kept.values())
     counted = sum(segment.saved.at(rows) for segment in known.segments) + known.loss.saved.at(rows)
-    assert counted == pytest.approx(
-        real, rel=0.03
-    )  # the layers' inputs are counted where they are made and where they are used
+    # The layers' inputs are counted where they are made and where they are used.
+    assert counted == pytest.approx(real, rel=0.03)
     assert known.parameters == sum(parameter.numel() for parameter in network.parameters())
 
 
