@@ -20,6 +20,8 @@ _BETWEEN = (
     "deepspeed/runtime/compiler",
 )
 _NAMELESS = {"wrapper", "log_wrapper", "decorate_context", "fn", "_fn", "inner", "func", "<lambda>", "wait"}
+WATCHERS = "dsframe-watchdog"
+"""What the names of the watchdog's own threads begin with."""
 _BACKWARD = "_engine_run_backward"
 
 
@@ -49,7 +51,7 @@ def standing(step: int, beats: int, seconds: float) -> Standing:
     texts = [
         f"thread {names.get(ident, ident)}:\n{''.join(traceback.format_stack(frame)).rstrip()}"
         for ident, frame in sorted(frames.items(), key=lambda item: item[1] is not main)
-        if ident != threading.get_ident()
+        if ident != threading.get_ident() and not names.get(ident, "").startswith(WATCHERS)
     ]
     collective, place = waits_in(main)
     return Standing(step, beats, seconds, collective, place, "\n".join(texts))

@@ -5,10 +5,15 @@ others through a store of torch's (a small TCP server in a C++ thread of rank 0,
 there where they are, rank 0 prints the report, and all end. No collective is involved and nothing is asked of the library that
 is stuck, so it is the same for every engine. Horovod's own stall check says nothing over Gloo (measured, 0.28.1), and Gloo's
 own limit ends a run after 30 minutes without naming anybody.
+
+Where rank 0's process is stopped or its host is cut off, the store's calls block without limit. So each is made in a thread that
+is left behind where it does not come back, and nothing that the verdict's end depends on waits for one.
 """
 
 from __future__ import annotations
 
+import contextlib
+import functools
 import json
 import os
 import socket
@@ -22,7 +27,8 @@ from typing import Any
 
 from dsframe.checkpoint.share import Ranks, share
 from dsframe.errors import HangError
-from dsframe.report import hang
+from dsframe.rendezvous import addresses
+from dsframe.report import hang, outcome
 from dsframe.world import World
 
 FIRST_FACTOR = 3.0
@@ -41,7 +47,10 @@ class Watchdog:
         self._step = self._beats = self._round = 0
         self._last = 0.0
         self._store: Any = None
+        self._called = -1
+        """The last round that another rank has called this one to."""
         self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
 
     def __enter__(self) -> Watchdog:
         """**Collective**, unless there is nothing to watch."""
@@ -49,11 +58,16 @@ class Watchdog:
             if self._ranks.plan.world.size > 1:
                 self._store = _open_store(self._ranks)
             self._last = time.monotonic()
-            threading.Thread(target=self._watch, name="dsframe-watchdog", daemon=True).start()
+            names = {hang.WATCHERS: self._watch} | ({f"{hang.WATCHERS}-calls": self._hear} if self._store else {})
+            self._threads = [threading.Thread(target=work, name=name, daemon=True) for name, work in names.items()]
+            for thread in self._threads:
+                thread.start()
         return self
 
     def __exit__(self, *exception: object) -> None:
         self._over.set()
+        for thread in self._threads:
+            thread.join(1.0)  # not inside torch's store when the interpreter is taken down
 
     def beat(self) -> None:
         """A sign of life."""
@@ -70,42 +84,63 @@ class Watchdog:
         self.beat()
 
     def _watch(self) -> None:
-        while not self._over.wait(min(self._seconds / 4, 2.0)):
+        while not self._over.wait(self._interval):
             idle = time.monotonic() - self._last
-            if idle > self._limit or self._called():
-                if self._tell(hang.standing(self._step, self._beats, idle)):
-                    os._exit(HangError.exit_code)
+            if idle > self._limit or self._called >= self._round:
+                self._tell(hang.standing(self._step, self._beats, idle))
                 self._round, self._last = self._round + 1, time.monotonic()
 
-    def _called(self) -> bool:
-        return bool(self._try(lambda: self._store.check([f"hang/{self._round}"])))
+    def _hear(self) -> None:
+        """Asks the store whether another rank has called; alone, because the store may never answer."""
+        while not self._over.wait(self._interval):
+            asked = self._round
+            with contextlib.suppress(RuntimeError):  # the store is gone, with rank 0 or because the run ends
+                if self._store.check([f"hang/{asked}"]):
+                    self._called = asked
 
-    def _tell(self, own: hang.Standing) -> bool:
-        """Compares notes with the other ranks: whether it is a hang (not while one rank moves on), which then has been told."""
+    @property
+    def _interval(self) -> float:
+        return min(self._seconds / 4, 2.0)
+
+    def _tell(self, own: hang.Standing) -> None:
+        """Ends the process where it is a hang: said for ``dsframe launch``, printed, and told to the others. Else returns."""
         world: World = self._ranks.plan.world
-        alone = hang.diagnose({world.rank: own}, 1, self._limit)
-        text, verdict = "", "hang"
+        verdict, text = "hang", ""
+        try:
+            verdict, text = self._judge(own)
+        except Exception as error:  # better a report of this rank alone than a run that hangs in silence
+            text = f"[rank {world.rank}] the watchdog itself failed: {error!r}\n{self._alone(own)}"
+        try:
+            if text:
+                said = f"the run hangs in step {own.step + 1}; the report on standard error says who waits where"
+                _within(lambda: outcome.reporter().failed(HangError.exit_code, said))
+                _within(lambda: print(f"{text}\n", end="", file=sys.stderr, flush=True))
+            if world.is_main and self._store is not None:
+                self._try(lambda: self._store.set(f"verdict/{self._round}", verdict))
+                if verdict == "hang":
+                    time.sleep(1.0)  # the store ends with this process; the others have now read from it
+        finally:
+            if verdict == "hang":
+                os._exit(HangError.exit_code)
+
+    def _judge(self, own: hang.Standing) -> tuple[str, str]:
+        """Compares notes with the other ranks: "hang" or (one rank moves on) "slow", and what this rank is to print."""
+        world: World = self._ranks.plan.world
         if self._store is None:
-            text = alone
-        elif not self._answer(own):
-            text = f"[rank {world.rank}] rank 0 does not answer\n{alone}"
-        elif world.is_main:
+            return "hang", self._alone(own)
+        if not self._answer(own):
+            return "hang", f"[rank {world.rank}] rank 0 does not answer\n{self._alone(own)}"
+        if world.is_main:
             found = self._gather()
             if any(one.seconds < self._limit / 2 for one in found.values()):
-                verdict = "slow"
-            else:
-                text = hang.diagnose(found, world.size, self._limit)
-        elif self._wait([f"verdict/{self._round}"], 2 * ANSWER_SECONDS):
-            verdict = (self._try(lambda: self._store.get(f"verdict/{self._round}")) or b"hang").decode()
-        else:
-            text = f"[rank {world.rank}] rank 0 says nothing\n{alone}"
-        if text:
-            print(f"{text}\n", end="", file=sys.stderr, flush=True)
-        if world.is_main and self._store is not None:
-            self._try(lambda: self._store.set(f"verdict/{self._round}", verdict))
-            if verdict == "hang":
-                time.sleep(1.0)  # the store ends with this process; the others have now read from it
-        return verdict == "hang"
+                return "slow", ""
+            return "hang", hang.diagnose(found, world.size, self._limit)
+        if self._wait([f"verdict/{self._round}"], 2 * ANSWER_SECONDS):
+            return (self._try(lambda: self._store.get(f"verdict/{self._round}")) or b"hang").decode(), ""
+        return "hang", f"[rank {world.rank}] rank 0 says nothing\n{self._alone(own)}"
+
+    def _alone(self, own: hang.Standing) -> str:
+        return hang.diagnose({self._ranks.plan.world.rank: own}, 1, self._limit)
 
     def _answer(self, own: hang.Standing) -> bool:
         def send() -> bool:
@@ -119,7 +154,8 @@ class Watchdog:
         keys = {rank: f"standing/{self._round}/{rank}" for rank in range(self._ranks.plan.world.size)}
         self._wait(list(keys.values()), ANSWER_SECONDS)
         there = {rank: key for rank, key in keys.items() if self._wait([key], 0.0)}
-        return {rank: hang.Standing(**json.loads(self._store.get(key))) for rank, key in there.items()}
+        texts = {rank: self._try(functools.partial(self._store.get, key)) for rank, key in there.items()}
+        return {rank: hang.Standing(**json.loads(text)) for rank, text in texts.items() if text}
 
     def _wait(self, keys: list[str], seconds: float) -> bool:
         deadline = time.monotonic() + seconds
@@ -130,23 +166,41 @@ class Watchdog:
         return True
 
     def _try(self, action: Callable[[], Any]) -> Any:
-        """What ``action`` returns; None where the store is gone, with rank 0 or because the run ends."""
-        try:
-            return action() if self._store is not None else None
-        except RuntimeError:
-            return None
+        """What ``action`` returns; None where the store is gone, with rank 0 or because the run ends, or does not answer."""
+        return _within(action) if self._store is not None else None
+
+
+def _within(action: Callable[[], Any]) -> Any:
+    """What ``action`` returns; None where it fails, or takes longer than ANSWER_SECONDS: then its thread is left behind."""
+    found: list[Any] = []
+
+    def work() -> None:
+        with contextlib.suppress(RuntimeError, OSError, ValueError):  # no store, a closed pipe, a closed stream
+            found.append(action())
+
+    thread = threading.Thread(target=work, name=f"{hang.WATCHERS}-action", daemon=True)
+    thread.start()
+    thread.join(ANSWER_SECONDS)
+    return found[0] if found else None
 
 
 def _open_store(ranks: Ranks) -> Any:
-    """**Collective.** The store that all ranks reach, listening on one address only; None on a rank that cannot reach it."""
+    """**Collective.** The store that all ranks reach, listening on one address only; None on a rank that cannot reach it, and
+    on all where rank 0 cannot listen."""
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     world: World = ranks.plan.world
     listening, said = None, ""
     if world.is_main:
-        listening = _listen(world)
-        said = json.dumps(listening.getsockname()[:2])
-    address, port = json.loads(share(ranks, said)[0])
+        try:
+            listening = _listen(world)
+            said = json.dumps(listening.getsockname()[:2])
+        except OSError as error:
+            print(f"[rank 0] dsframe: each rank is watched alone: {error}", file=sys.stderr, flush=True)
+    said = share(ranks, said)[0]
+    if not said:
+        return None
+    address, port = json.loads(said)
     descriptor = listening.detach() if listening else None
     try:
         return TCPStore(
@@ -163,10 +217,30 @@ def _open_store(ranks: Ranks) -> Any:
 
 
 def _listen(world: World) -> socket.socket:
-    """A listening socket on the loopback interface where all ranks are on one host, else on rank 0's own address there."""
-    name = world.master_address or os.environ.get("HOROVOD_HOSTNAME") or socket.gethostname()
-    address = "127.0.0.1" if world.local_size == world.size else socket.gethostbyname(name)
+    """A listening socket on the loopback interface where all ranks are on one host, else on an address that others reach."""
+    address = "127.0.0.1" if world.local_size == world.size else _own_address(world)
     listening = socket.socket()
     listening.bind((address, 0))
     listening.listen(world.size)
     return listening
+
+
+def _own_address(world: World) -> str:
+    """Rank 0's address for other hosts: of the interface that Gloo or Horovod were told, of its name, of the default route.
+
+    The name alone does not do: Debian writes 127.0.1.1 for it into /etc/hosts. Raises OSError where there is only the loopback.
+    """
+    told = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("HOROVOD_GLOO_IFACE") or ""
+    own = [(address, interface) for address, interface in addresses() if address.count(".") == 3]
+    usable = [address for address, interface in own if interface in told.split(",")]
+    for name in filter(None, (world.master_address, os.environ.get("HOROVOD_HOSTNAME"), socket.gethostname())):
+        with contextlib.suppress(OSError):
+            usable.append(socket.gethostbyname(name))
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # RFC 5737, an address of nobody's: nothing is sent, it only asks for the route
+        usable.append(probe.getsockname()[0])
+    here = {address for address, _ in own}
+    for address in usable:
+        if address in here and not address.startswith("127."):
+            return str(address)
+    raise OSError("this host has no address but the loopback's that others could reach; set GLOO_SOCKET_IFNAME")

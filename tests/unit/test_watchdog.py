@@ -5,9 +5,15 @@ from __future__ import annotations
 import subprocess
 import sys
 from dataclasses import replace
-from types import FrameType
+from pathlib import Path
+from types import FrameType, SimpleNamespace
 
+import pytest
+import torch
+
+from dsframe.report import outcome, watchdog
 from dsframe.report.hang import Standing, diagnose, waits_in
+from dsframe.world import World
 from tests.processes import REPOSITORY
 
 WAITING = Standing(4, 5, 30.0, "all_reduce", "backward, model.py:7: loss.backward()", "thread MainThread:\n  a")
@@ -84,3 +90,49 @@ def test_slow_is_not_stuck_and_stuck_ends_with_9() -> None:
     assert (stuck.returncode, stuck.stdout) == (9, "")
     assert "the run hangs in step 2: nothing has happened for" in stuck.stderr
     assert "rank 0 is in <module>, <string>:" in stuck.stderr
+
+
+STOPPED = """
+import json, os, sys, threading, time
+from types import SimpleNamespace
+from dsframe.report import outcome, watchdog
+watchdog.ANSWER_SECONDS, watchdog.FIRST_FACTOR = 0.3, 1.0
+blocks = lambda *_: threading.Event().wait()
+store = SimpleNamespace(check=blocks, set=blocks, get=blocks)
+watchdog._open_store = lambda ranks: store
+if sys.argv[1] == "pipe":
+    os.close(2)
+outcome.start(sys.argv[2], 1)
+ranks = SimpleNamespace(plan=SimpleNamespace(world=SimpleNamespace(size=2, rank=1, is_main=False)))
+with watchdog.Watchdog(ranks, 0.4):
+    time.sleep(30)
+"""
+
+
+@pytest.mark.parametrize("stderr", ["open", "pipe"])
+def test_a_rank_0_that_is_stopped_is_reported_and_the_launcher_hears_of_it(stderr: str, tmp_path: Path) -> None:
+    """Its store answers nothing, for ever; and the report is left where standard error is gone, too."""
+    report = tmp_path / "outcome.jsonl"
+    command = [sys.executable, "-c", STOPPED, stderr, str(report)]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=25, cwd=REPOSITORY, check=False)
+    assert ended.returncode == 9
+    assert ended.stderr.startswith("[rank 1] rank 0 does not answer\n" if stderr == "open" else "")
+    assert (outcome.read(report).code, outcome.read(report).rank) == (9, 1)
+    assert outcome.read(report).message.startswith("the run hangs in step 1")
+
+
+def test_over_several_hosts_the_store_is_where_others_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Debian writes 127.0.1.1 for the host's own name."""
+    two_hosts = World(size=2, launcher="torchrun", master_address="here")
+    monkeypatch.delenv("GLOO_SOCKET_IFNAME", raising=False)
+    monkeypatch.delenv("HOROVOD_GLOO_IFACE", raising=False)
+    own = [("127.0.0.1", "lo"), ("127.0.1.1", "lo"), ("fe80::1", "eth0"), ("10.0.0.5", "eth0"), ("10.0.0.6", "eth1")]
+    monkeypatch.setattr(watchdog, "addresses", lambda: iter(own))
+    monkeypatch.setattr("socket.gethostbyname", lambda name: "127.0.1.1")
+    monkeypatch.setenv("GLOO_SOCKET_IFNAME", "eth1")
+    assert watchdog._own_address(two_hosts) == "10.0.0.6"
+    monkeypatch.setattr(watchdog, "addresses", lambda: iter(own[:2]))
+    ranks = SimpleNamespace(
+        plan=SimpleNamespace(world=two_hosts, device=torch.device("cpu")), sum_over_ranks=lambda values: values
+    )
+    assert watchdog._open_store(ranks) is None  # on every rank, not a crash on this one
