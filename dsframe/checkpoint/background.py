@@ -59,23 +59,26 @@ class Writing:
 
     def _work(self) -> None:
         try:
-            self._write()
+            failure = attempt(lambda: self._writer.flush(self._sign_of_life))
         except Exception as error:  # nobody else would hear of it
-            self.failure = repr(error)
-        finally:
-            self._written.set()
-
-    def _write(self) -> None:
-        failure = attempt(lambda: self._writer.flush(self._sign_of_life))
+            failure = repr(error)
         word = {"failure": failure, "files": {name: asdict(entry) for name, entry in self._writer.files.items()}}
-        self.failure = failure or attempt(lambda: self._leave(json.dumps(word)))
+        left = attempt(lambda: self._leave(json.dumps(word)))  # a failure's too: rank 0's thread waits for it
+        self.failure = failure or left
         self._written.set()
         if self._commit is not None and not self.failure:
-            self.outcome = self._conclude(self._commit)
+            try:
+                self.outcome = self._conclude(self._commit)
+            except Exception as error:
+                self.outcome = repr(error)
 
     def _leave(self, text: str) -> None:
         partial = self._word(self._rank).with_suffix(".partial")
-        partial.write_text(text)
+        try:
+            partial.write_text(text)
+        except OSError:
+            self._word(self._rank).touch()  # on a full disk there is room for a name
+            raise
         partial.rename(self._word(self._rank))
 
     def _word(self, rank: int) -> Path:
@@ -87,7 +90,8 @@ class Writing:
             while not self._word(rank).exists():
                 if self._hopeless.wait(_POLL_SECONDS):
                     return ""  # whoever says so knows why
-            word = json.loads(self._word(rank).read_text())
+            text = self._word(rank).read_text()
+            word: dict[str, Any] = json.loads(text) if text else {"failure": "there is no room for its word"}
             if word["failure"]:
                 return f"rank {rank}: {word['failure']}"
             words.append(word["files"])

@@ -141,6 +141,40 @@ def test_what_a_thread_cannot_write_all_ranks_hear_of(
     assert store.verify(Store(tmp_path).path(1)) == []
 
 
+@pytest.mark.parametrize("fault", ["disk", "no room for a word", "bug"])
+def test_a_run_that_fails_while_another_ranks_files_cannot_be_written_ends(
+    tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """No rank tells another then: close() is not collective. Rank 0's thread waits for the other's word."""
+    save_file, write_text = portable.save_file, Path.write_text
+
+    def fails(tensors: Any, path: Path) -> None:
+        if "part-00001" in path.name:
+            raise ValueError("not of the disk") if fault == "bug" else OSError(28, "No space left on device", str(path))
+        save_file(tensors, path)
+
+    def full(path: Path, *words: Any, **keywords: Any) -> int:
+        if fault == "no room for a word" and path.name == ".rank-00001.partial":
+            raise OSError(28, "No space left on device", str(path))
+        return write_text(path, *words, **keywords)
+
+    monkeypatch.setattr(portable, "save_file", fails)
+    monkeypatch.setattr(Path, "write_text", full)
+
+    def run(ranks: Any) -> bool:
+        training = Training(ranks)
+        saving = saver(training, tmp_path, asynchronous=True)
+        training.train()
+        saving.save(1, loss=None, evaluation={})
+        closing = threading.Thread(target=saving.close, daemon=True)
+        closing.start()
+        closing.join(10)
+        return not closing.is_alive()
+
+    assert Room(2).run(run) == [True, True]
+    assert Store(tmp_path).newest_first() == []
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_crash_between_any_two_operations_leaves_the_one_before(tmp_path: Path, asynchronous: bool) -> None:
     """Not an exception: the process is gone, in the middle of everything, with the second and the third checkpoint due."""
