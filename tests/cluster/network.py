@@ -8,10 +8,12 @@ They share the file system, as hosts of a cluster do. Everything is in ``folder`
 
 from __future__ import annotations
 
+import functools
 import os
 import shutil
 import signal
 import subprocess
+import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
@@ -22,7 +24,7 @@ INTERFACE = "eth0"  # Horovod wants one name on all hosts
 
 # Enters a namespace with a host name, an /etc/hosts and an ssh configuration of its own. Not by `ip netns exec`: that mounts
 # /sys anew, without the control groups that slurmd looks for.
-ENTER = 'hostname "$1"; mount --bind "$2/hosts" /etc/hosts; mount --bind "$2/ssh" /etc/ssh; shift 2; exec "$@"'
+ENTER = 'set -e; hostname "$1"; mount --bind "$2/hosts" /etc/hosts; mount --bind "$2/ssh" /etc/ssh; shift 2; exec "$@"'
 
 SSH_CLIENT = """
 Host *
@@ -44,37 +46,22 @@ PermitRootLogin prohibit-password
 """
 
 
+@functools.cache
 def missing() -> str:
-    """Why there can be no such network here; empty where there can."""
+    """Why there can be no such network here; empty where there can: one has been made, and its hosts have reached each other."""
     if os.getuid() != 0:
         return "network namespaces need root"
     packages = {"ip": "iproute2", "sshd": "openssh-server", "ssh": "openssh-client", "nsenter": "util-linux"}
     lacking = [package for command, package in packages.items() if not shutil.which(command, path=_path())]
     if lacking:
         return f"apt-get install {' '.join(lacking)}"
-    name = f"dsframe-{os.getpid()}-probe"
-    tried = subprocess.run(["ip", "netns", "add", name], capture_output=True, text=True, timeout=30, check=False)
-    if tried.returncode:
-        return f"this kernel makes no network namespaces: {tried.stderr.strip()}"
-    entered = subprocess.run(
-        [
-            "nsenter",
-            f"--net=/run/netns/{name}",
-            "unshare",
-            "--uts",
-            "--mount",
-            "mount",
-            "--bind",
-            "/etc/hosts",
-            "/etc/hosts",
-        ],
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=False,
-    )
-    subprocess.run(["ip", "netns", "del", name], timeout=30, check=True)
-    return f"this kernel lets nobody into them: {entered.stderr.strip()}" if entered.returncode else ""
+    try:
+        with tempfile.TemporaryDirectory() as folder, Network(Path(folder, "probe")) as network:
+            # The server listens a moment after its command has returned.
+            _call(*network.on("node1", ["ssh", "-o", "ConnectionAttempts=10", "-o", "BatchMode=yes", "node2", "true"]))
+    except (OSError, RuntimeError, subprocess.SubprocessError) as error:
+        return f"there can be no two hosts on this machine: {error}"
+    return ""
 
 
 def _path() -> str:
