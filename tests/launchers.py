@@ -16,7 +16,7 @@ import os
 import shutil
 import sys
 import tempfile
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +49,7 @@ TRAINING: dict[str, Any] = {
     },
 }
 TOLERANCE = 1e-5
+Cluster = tuple[network.Network, slurm.Slurm]
 
 
 def missing(launcher: str) -> str:
@@ -65,15 +66,17 @@ def expected(folder: Path) -> list[float]:
     return _train("single", {}, "python", 1, folder, None)
 
 
-def train(engine: str, launcher: str, folder: Path) -> list[float]:
-    """The losses of a cell. Raises AssertionError where it does not train, or as somebody else."""
+@contextlib.contextmanager
+def slurm_cluster(folder: Path) -> Iterator[Cluster]:
+    """Where srun's cells train; one for all of them. Raises RuntimeError where Slurm does not start."""
+    with network.Network(folder / "network") as hosts, slurm.Slurm(hosts, folder / "slurm") as scheduler:
+        yield hosts, scheduler
+
+
+def train(engine: str, launcher: str, folder: Path, cluster: Cluster | None = None) -> list[float]:
+    """The losses of a cell; ``cluster`` for srun. Raises AssertionError where it does not train, or as somebody else."""
     name, more = ENGINES[engine]
-    with contextlib.ExitStack() as stack:
-        cluster = None
-        if launcher == "srun":
-            hosts = stack.enter_context(network.Network(folder / "network"))
-            cluster = hosts, stack.enter_context(slurm.Slurm(hosts, folder / "slurm"))
-        return _train(name, more, launcher, PROCESSES, folder, cluster)
+    return _train(name, more, launcher, PROCESSES, folder, cluster)
 
 
 def _train(
@@ -82,7 +85,7 @@ def _train(
     launcher: str,
     processes: int,
     folder: Path,
-    cluster: tuple[network.Network, slurm.Slurm] | None,
+    cluster: Cluster | None,
 ) -> list[float]:
     (folder / "file.json").write_text(json.dumps(TRAINING | more))
     arguments = ("--config", "file.json", "--engine", engine, "--run-dir", "run")
@@ -114,7 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     wrong = False
     columns = options.under.split(",")
     print(f"{'':10}" + "".join(f"{name:>12}" for name in columns), flush=True)
-    with tempfile.TemporaryDirectory() as name:
+    with tempfile.TemporaryDirectory() as name, contextlib.ExitStack() as stack:
+        cluster: Cluster | None = None
         wanted = expected(_folder(Path(name), "expected"))
         for engine in options.of.split(","):
             print(f"{engine:10}", end="", flush=True)
@@ -122,8 +126,15 @@ def main(argv: Sequence[str] | None = None) -> int:
                 reason, cell = missing(launcher), "--"
                 if not reason:
                     try:
-                        apart = difference(train(engine, launcher, _folder(Path(name), f"{engine}-{launcher}")), wanted)
+                        if launcher == "srun" and not cluster:
+                            cluster = stack.enter_context(slurm_cluster(_folder(Path(name), "cluster")))
+                        folder = _folder(Path(name), f"{engine}-{launcher}")
+                        apart = difference(
+                            train(engine, launcher, folder, cluster if launcher == "srun" else None), wanted
+                        )
                         cell, wrong = f"{apart:.1e}", wrong or apart > TOLERANCE
+                    except slurm.DoesNotStartError as error:
+                        reason = str(error)
                     except AssertionError as error:
                         reason, cell, wrong = str(error), "failed", True
                 print(f"{cell:>12}", end="", flush=True)

@@ -43,6 +43,13 @@ PreemptMode=REQUEUE
 PartitionName=low Nodes=node[1-2] Default=YES PriorityTier=1 GraceTime=60 State=UP
 PartitionName=high Nodes=node[1-2] PriorityTier=9 PreemptMode=OFF State=UP
 """
+# By itself slurmd looks for control groups that it may write, and for systemd, even where no plugin above uses either. The
+# plugin for the old ones looks for nothing before it is used.
+CGROUPS = """
+CgroupPlugin=cgroup/v1
+CgroupAutomount=no
+IgnoreSystemd=yes
+"""
 COMMANDS = ("slurmctld", "slurmd", "munged", "sbatch", "srun")
 READY_SECONDS = 30.0
 
@@ -52,6 +59,10 @@ def missing() -> str:
     path = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin"])
     lacking = [command for command in COMMANDS if not shutil.which(command, path=path)]
     return f"no {', '.join(lacking)}: apt-get install slurm-wlm munge" if lacking else ""
+
+
+class DoesNotStartError(RuntimeError):
+    """This machine has Slurm's programs, and something that keeps them from running."""
 
 
 class Slurm:
@@ -66,27 +77,36 @@ class Slurm:
         (folder / "state").mkdir(parents=True)
         nodes = [f"NodeName={node} NodeAddr={address} CPUs=4 State=UNKNOWN" for node, address in NODES.items()]
         (folder / "slurm.conf").write_text(CONFIG.format(folder=folder, nodes="\n".join(nodes)))
+        (folder / "cgroup.conf").write_text(CGROUPS)
         (folder / "munge.key").write_bytes(os.urandom(128))
         (folder / "munge.key").chmod(0o400)
         munged = ["munged", "--force", f"--socket={folder}/munge.socket", f"--key-file={folder}/munge.key"]
         munged += [f"--{name}-file={folder}/munge.{name}" for name in ("pid", "log", "seed")]
-        self._call("node1", *munged)
-        self._call("node1", "slurmctld")
-        for node in NODES:
-            self._call(node, "slurmd")
-        limit = time.monotonic() + READY_SECONDS
-        while self._call("node1", "sinfo", "-h", "-N", "-p", "low", "-o", "%T").split() != ["idle"] * len(NODES):
-            if time.monotonic() > limit:
-                raise RuntimeError(
-                    f"no nodes after {READY_SECONDS} s:\n{(folder / 'slurmctld.log').read_text()[-3000:]}"
-                )
-            time.sleep(0.2)
+        try:
+            self._call("node1", *munged)
+            self._call("node1", "slurmctld")
+            for node in NODES:
+                self._call(node, "slurmd")
+            limit = time.monotonic() + READY_SECONDS
+            while self._call("node1", "sinfo", "-h", "-N", "-p", "low", "-o", "%T").split() != ["idle"] * len(NODES):
+                if time.monotonic() > limit:
+                    raise RuntimeError(f"its nodes are not idle after {READY_SECONDS:.0f} s")
+                time.sleep(0.2)
+        except (RuntimeError, OSError, subprocess.SubprocessError) as error:
+            raise DoesNotStartError(
+                f"Slurm does not start here: {str(error).splitlines()[0]}{self._last_words()}"
+            ) from error
         return self
 
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         """Nothing to do: everything runs on the network's hosts and ends with them."""
+
+    def _last_words(self) -> str:
+        """The last line of each daemon's log."""
+        logs = {path.name: path.read_text(errors="replace").splitlines() for path in sorted(self._folder.glob("*.log"))}
+        return "".join(f"; {name}: {lines[-1]}" for name, lines in logs.items() if lines)
 
     def submit(self, *options: str, folder: Path, environment: dict[str, str]) -> str:
         """``sbatch`` from the first host; the job's number."""

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
@@ -10,6 +12,7 @@ import pytest
 from dsframe.config import load
 from dsframe.report.record import read_summary
 from tests import launchers
+from tests.cluster.slurm import DoesNotStartError
 from tests.processes import run_ranks
 
 CELLS = (
@@ -45,11 +48,24 @@ def expected(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
     return launchers.expected(tmp_path_factory.mktemp("expected"))
 
 
+@pytest.fixture(scope="module")
+def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[launchers.Cluster]:
+    with contextlib.ExitStack() as stack:
+        try:
+            found = stack.enter_context(launchers.slurm_cluster(tmp_path_factory.mktemp("slurm")))
+        except DoesNotStartError as error:
+            pytest.skip(str(error))
+        yield found
+
+
 @pytest.mark.parametrize(("engine", "launcher"), CELLS)
-def test_cells_have_the_same_losses(engine: str, launcher: str, expected: list[float], tmp_path: Path) -> None:
+def test_cells_have_the_same_losses(
+    engine: str, launcher: str, expected: list[float], tmp_path: Path, request: pytest.FixtureRequest
+) -> None:
     if reason := launchers.missing(launcher):
         pytest.skip(reason)
-    assert launchers.train(engine, launcher, tmp_path) == pytest.approx(expected, abs=launchers.TOLERANCE)
+    cluster = request.getfixturevalue("cluster") if launcher == "srun" else None
+    assert launchers.train(engine, launcher, tmp_path, cluster) == pytest.approx(expected, abs=launchers.TOLERANCE)
 
 
 def test_the_cells_cover_the_matrix() -> None:
