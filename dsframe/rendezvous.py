@@ -70,14 +70,19 @@ def meeting_point(world: World, environ: Mapping[str, str] | None = None) -> tup
 
 
 def _through_mpi(world: World, environ: Mapping[str, str]) -> tuple[str, int]:
-    """On one host, a port that follows from the job's name, which every process knows."""
-    if world.local_size == world.size:
-        job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid") or environ.get("PMI_ID") or ""
-        return "127.0.0.1", world.master_port or 20000 + zlib.crc32(job.encode()) % 20000
-    raise WorldError(
-        f"{world.launcher} gives no address at which {world.size} processes on several hosts can meet; set MASTER_ADDR to the "
-        "first host's name and MASTER_PORT to a free port there (mpirun -x MASTER_ADDR=... -x MASTER_PORT=...)"
-    )
+    """On one host, a port that follows from the job's name, which every process of Open MPI knows."""
+    if world.local_size < world.size:
+        raise WorldError(
+            f"{world.launcher} gives no address at which {world.size} processes on several hosts can meet; set MASTER_ADDR to the "
+            "first host's name and MASTER_PORT to a free port there (mpirun -x MASTER_ADDR=... -x MASTER_PORT=...)"
+        )
+    job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
+    if not world.master_port and not job:  # MPICH's and Intel's Hydra names nothing that all its processes share
+        raise WorldError(
+            f"{world.launcher} gives no port at which {world.size} processes can meet; set MASTER_PORT to a free one "
+            "(mpirun -genv MASTER_PORT 29500 ..., Open MPI: mpirun -x MASTER_PORT=29500 ...)"
+        )
+    return "127.0.0.1", world.master_port or 20000 + zlib.crc32(str(job).encode()) % 20000
 
 
 def _through_horovod(world: World, environ: Mapping[str, str]) -> tuple[str, int]:

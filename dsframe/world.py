@@ -11,8 +11,10 @@ Open MPI 4.1, Slurm 22.05; MPICH and Intel MPI names from their Hydra process ma
 from __future__ import annotations
 
 import functools
+import itertools
 import os
 import re
+import zlib
 from collections.abc import Mapping
 from dataclasses import dataclass
 from typing import Literal
@@ -148,17 +150,32 @@ def slurm_tasks(layout: str) -> list[int]:
     return counts
 
 
+_HOST = r"(?:[^\s,\[\]]|\[\d+(?:-\d+)?(?:,\d+(?:-\d+)?)*\])+"
+
+
 def slurm_hosts(nodelist: str) -> list[str]:
-    """Hosts of Slurm's compressed list: ``node[03-04,9],gpu1`` gives node03, node04, node9 and gpu1."""
+    """Hosts of Slurm's compressed list: ``node[03-04,9],gpu1`` gives node03, node04, node9 and gpu1.
+
+    Of several brackets in one name the last counts fastest. Raises WorldError where the text is no such list.
+    """
+    if nodelist and not re.fullmatch(f"{_HOST}(?:,{_HOST})*", nodelist):
+        raise WorldError(f"{nodelist!r} is no list of hosts in Slurm's form, such as node[03-04,9],gpu1")
     hosts: list[str] = []
-    for prefix, inside, suffix in re.findall(r"([^,\[]+)(?:\[([^\]]*)\])?([^,\[]*)(?:,|$)", nodelist):
-        for part in inside.split(",") if inside else [""]:
-            first, dash, last = part.partition("-")
-            numbers = range(int(first), int(last) + 1) if dash else [first]
-            hosts += [
-                f"{prefix}{number:0{len(first)}}{suffix}" if dash else f"{prefix}{number}{suffix}" for number in numbers
-            ]
+    for entry in re.findall(_HOST, nodelist):
+        pieces = [_numbers(piece) for piece in re.findall(r"\[[^\]]*\]|[^\[]+", entry)]
+        hosts += ["".join(names) for names in itertools.product(*pieces)]
     return hosts
+
+
+def _numbers(piece: str) -> list[str]:
+    """What a part of such a name stands for: ``[03-05,9]`` for 03, 04, 05 and 9, any other text for itself."""
+    if not piece.startswith("["):
+        return [piece]
+    found: list[str] = []
+    for part in piece[1:-1].split(","):
+        first, _, last = part.partition("-")
+        found += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
+    return found
 
 
 @functools.cache
@@ -183,8 +200,8 @@ def read(environ: Mapping[str, str]) -> World:
         address: str | None = (
             environ.get("MASTER_ADDR") or slurm_hosts(environ.get("SLURM_STEP_NODELIST", "127.0.0.1"))[0]
         )
-        job = _integer(environ, "SLURM_JOB_ID", 0) + _integer(environ, "SLURM_STEP_ID", 0)
-        port: int | None = _integer(environ, "MASTER_PORT", 20000 + job % 20000)
+        step = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
+        port: int | None = _integer(environ, "MASTER_PORT", 20000 + zlib.crc32(step.encode()) % 20000)
     else:
         local_size = _integer(environ, names.local_size, size)
         node = _integer(environ, names.node, rank // local_size) if names.node else rank // local_size

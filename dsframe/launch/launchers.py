@@ -34,7 +34,7 @@ class Job:
     address: str = "127.0.0.1"
     """Where rank 0 runs."""
     port: int = 29500
-    """A free one there, for torch.distributed."""
+    """For torch.distributed, there. ``dsframe launch`` asks this machine for a free one: another may have it in use."""
     interface: str | None = None
     """The network interface to the other hosts, by which name all of them know it."""
     allocation: bool = False
@@ -152,6 +152,9 @@ def _srun(job: Job) -> Launch:
     nodes: tuple[str, ...] = (f"--nodes={len(job.hosts)}",) if job.hosts else ()
     if job.hosts and not job.allocation:
         nodes += ("--nodelist=" + ",".join(host.name for host in job.hosts),)
+    cpus = os.environ.get("SLURM_CPUS_PER_TASK") if job.allocation else None
+    if cpus:  # since Slurm 22.05 srun no longer inherits it from sbatch (srun's manual): each task would have one CPU
+        nodes += (f"--cpus-per-task={cpus}",)
     command = ("srun", f"--ntasks={job.processes}", *nodes, "--kill-on-bad-exit=1")
     environment = {**_threads(job), "MASTER_PORT": str(job.port)}
     return Launch(((*command, python(), *job.program, *job.arguments),), environment, forwards=True)

@@ -139,6 +139,9 @@ def test_slurm_chooses_srun(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     (line,) = shown(capsys, monkeypatch, "--config zero3.json")
     start = "OMP_NUM_THREADS=3 MASTER_PORT=4321 srun"
     assert line == f"{start} --ntasks=4 --nodes=2 --kill-on-bad-exit=1 python {PROGRAM}"
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
+    (line,) = shown(capsys, monkeypatch, "--config zero3.json")
+    assert line == f"{start} --ntasks=4 --nodes=2 --cpus-per-task=8 --kill-on-bad-exit=1 python {PROGRAM}"
 
 
 @pytest.mark.parametrize(

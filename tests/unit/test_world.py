@@ -100,6 +100,8 @@ def test_slurm_layouts(layout: str, node: int, tasks: int) -> None:
         ("node[03-05,9],gpu1", ["node03", "node04", "node05", "node9", "gpu1"]),
         ("n[1,4]x", ["n1x", "n4x"]),
         ("a,n[9-10]-ib", ["a", "n9-ib", "n10-ib"]),
+        ("rack[0-1]node[1-2],x", ["rack0node1", "rack0node2", "rack1node1", "rack1node2", "x"]),
+        ("[1-2]n", ["1n", "2n"]),
         ("", []),
     ],
 )
@@ -107,14 +109,32 @@ def test_slurm_node_lists(nodes: str, hosts: list[str]) -> None:
     assert world.slurm_hosts(nodes) == hosts
 
 
+@pytest.mark.parametrize("nodes", ["node[1-2", "node[a-b]", "node[1-]", "node[]", "a,,b", "a,", "n[1[2-3]]", "a b"])
+def test_what_is_no_slurm_node_list_is_refused(nodes: str) -> None:
+    with pytest.raises(WorldError, match="is no list of hosts in Slurm's form"):
+        world.slurm_hosts(nodes)
+
+
 def test_meeting_points() -> None:
     assert meeting_point(world.read(ENVIRONMENTS["deepspeed"]), {}) == ("node1", 29511)
-    assert meeting_point(world.read(ENVIRONMENTS["srun"]), {}) == ("node1", 20017)
+    steps = [
+        ENVIRONMENTS["srun"] | {"SLURM_JOB_ID": job, "SLURM_STEP_ID": step} for job, step in (("17", "1"), ("18", "0"))
+    ]
+    (first, port), (second, other) = (meeting_point(world.read(step), {}) for step in steps)
+    assert first == second == "node1"
+    assert port != other, "steps that share a host"
+    assert {port, other} < set(range(20000, 40000))
     assert meeting_point(World(), {})[0] == "127.0.0.1"
     one_host, job = World(0, 2, 0, 2, 0, "mpirun"), {"OMPI_COMM_WORLD_RANK": "0", "PMIX_NAMESPACE": "job1"}
     assert meeting_point(one_host, job) == meeting_point(one_host, job)
     with pytest.raises(WorldError, match="set MASTER_ADDR"):
         meeting_point(world.read(ENVIRONMENTS["mpirun"]), ENVIRONMENTS["mpirun"])
+    # MPICH's simple PMI: the variables of one process name nothing that the others know as well.
+    hydra = {"PMI_RANK": "1", "PMI_SIZE": "2", "MPI_LOCALRANKID": "1", "MPI_LOCALNRANKS": "2", "PMI_ID": "1"}
+    with pytest.raises(WorldError, match="set MASTER_PORT"):
+        meeting_point(world.read(hydra), hydra)
+    hydra["MASTER_PORT"] = "29511"
+    assert meeting_point(world.read(hydra), hydra) == ("127.0.0.1", 29511)
 
 
 def test_threads_are_shared_among_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
