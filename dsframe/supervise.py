@@ -61,9 +61,8 @@ def run(
     supervisor = os.fork()
     if supervisor == 0:
         os.setpgid(0, 0)
-        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0)
-        mine = os.getppid() == front
-        os._exit(supervise(program, arguments, environment, heard, gentle, forwards) if mine else 1)
+        alone = die_with_parent(front)
+        os._exit(1 if alone else supervise(program, arguments, environment, heard, gentle, forwards))
     while True:
         number = signal.sigwait({*heard, signal.SIGCHLD})
         if number == signal.SIGCHLD:
@@ -147,6 +146,16 @@ def start(program: str, arguments: list[str], environment: dict[str, str]) -> in
     with contextlib.suppress(PermissionError):  # it has called execve already, after its own setpgid
         os.setpgid(child, child)  # here as well: a signal may come before the child's own call
     return child
+
+
+def die_with_parent(parent: int | None = None) -> bool:
+    """Asks Linux for SIGTERM when this process's parent dies: one killed by SIGKILL would leave it running.
+
+    Returns whether ``parent``, where it is given, had died before that.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0)
+    return parent is not None and os.getppid() != parent
 
 
 def adopt_orphans() -> None:

@@ -8,16 +8,15 @@ from __future__ import annotations
 
 import argparse
 import atexit
-import ctypes
 import os
 import re
-import signal
 import sys
 import time
 import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
+from dsframe import supervise
 from dsframe import world as worlds
 from dsframe.config import DEFAULT_CONFIG, load
 from dsframe.errors import ConfigError, DsframeError, StoppedError, TrainingError
@@ -27,7 +26,6 @@ from dsframe.world import World
 if TYPE_CHECKING:
     from dsframe.tasks.task import Task
 
-_PR_SET_PDEATHSIG = 1  # linux/prctl.h
 _PATIENCE_SECONDS = 10.0
 
 
@@ -86,7 +84,7 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
         world = worlds.here()
         reporter = outcome.start(options.report, world.rank)
         if world.launcher != "python":
-            die_with_parent()
+            supervise.die_with_parent()
         config = load(options.config, overrides=options.set)
         if world.is_main and not options.quiet:
             for problem in config.problems:
@@ -156,12 +154,6 @@ def leave_at_once(code: int) -> NoReturn:
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(code)
-
-
-def die_with_parent() -> None:
-    """Asks Linux for SIGTERM when the launcher's process dies: one killed by SIGKILL would otherwise leave its workers training."""
-    if sys.platform == "linux":
-        ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGTERM)
 
 
 if __name__ == "__main__":

@@ -37,8 +37,11 @@ def main() -> int:
     os.environ.update(order["environment"])
     name, *arguments = order["command"]
     path = program(name)
+    agent = os.getpid()
     child = os.fork()
     if child == 0:
+        if supervise.die_with_parent(agent):
+            os._exit(1)
         os.dup2(os.open(os.devnull, os.O_RDONLY), 0)
         os._exit(supervise.run(path, arguments, dict(os.environ), gentle=True))
     ending_since: float | None = None
