@@ -6,6 +6,7 @@ launch/slurm.sbatch is run by a real Slurm in tests/cluster, launch/one-machine 
 from __future__ import annotations
 
 import os
+import re
 import shutil
 import subprocess
 from pathlib import Path
@@ -182,5 +183,13 @@ def test_every_file_of_launch_is_looked_at() -> None:
         "setup",
         "slurm.sbatch",
     }
-    assert {path.name for path in (REPOSITORY / "launch").iterdir()} == known
+    assert {path.name for path in (REPOSITORY / "launch").iterdir()} - {"__pycache__"} == known
     assert {path.name for path in MANIFESTS.iterdir()} == set(SCHEMAS)
+
+
+def test_no_target_of_make_is_taken_for_a_file() -> None:
+    text = (REPOSITORY / "Makefile").read_text()
+    targets = re.findall(r"^([a-z-]+):", text, re.MULTILINE)
+    assert len(targets) > 10
+    (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
+    assert phony.split() == targets
