@@ -145,7 +145,7 @@ def _fix(text: str, name: str, label: str, options: argparse.Namespace) -> str:
 
 
 def _judge(text: str, label: str, options: argparse.Namespace, limit: int | None) -> Examined:
-    facts = Facts(world_size=options.processes)
+    facts = Facts(world_size=options.processes, engine=options.engine)
     path = None if label == "<stdin>" else Path(label)
     examined = examine(text, label, options.overrides, facts, path)
     if examined.config is None:
@@ -207,7 +207,7 @@ def _engine(config: Config, options: argparse.Namespace, label: str) -> list[Pro
         similar = closest(name, engines.TABLE, 3)
         remedy = f'did you mean "{similar}"?' if similar else f"there are {', '.join(engines.TABLE)}"
         return [Problem("error", "", f'no engine "{name}"', remedy, "--engine", code="value")]
-    problems, lines = engines.examine(config, name)
+    problems, lines = engines.examine(config, name, options.processes)
     place = config.position(("dsframe", "engine"))
     notes = [Problem("note", "dsframe.engine", text, "", label, *place, code="engine") for text in lines]
     return [replace(problem, file=label) for problem in problems] + notes

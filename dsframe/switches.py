@@ -48,12 +48,8 @@ def apply(model: nn.Module, config: Config, device: torch.device, whole: nn.Modu
     if wanted.compile == "blocks":
         for block in _of(model, blocks(whole, names, "compile")):
             compile_(block, device)
-    elif (
-        wanted.compile
-    ):  # of a part, each layer by itself: what runs them counts its calls, and each would be compiled anew
-        for module in [model] if whole is model else model.children():
-            if not isinstance(module, nn.ModuleDict):
-                compile_(module, device)
+    elif wanted.compile:  # never of a part: the check refuses it
+        compile_(model, device)
     if chosen:
         to_host = config.deepspeed.activation_checkpointing.cpu_checkpointing and device.type != "cpu"
         for block in _of(model, blocks(whole, names, "activation_checkpointing")):

@@ -34,6 +34,8 @@ class Facts:
     """Hidden size of the model."""
     replicas: bool | None = None
     """Whether the engine leaves pipeline and tensor parallelism be, so that every process reads samples of its own."""
+    engine: str | None = None
+    """The engine that will run, where it is not the file's."""
 
 
 Answer = tuple[Any, str] | None

@@ -58,6 +58,12 @@ def switched_on(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
     yield from _rest(file, settings)
 
 
+def may_be_fp16(file: DeepSpeed) -> bool:
+    """Whether ``torch_autocast`` casts to float16, as it does where the file names no dtype and the device is a GPU."""
+    name = (file.torch_autocast.dtype or "fp16").removeprefix("torch.")
+    return file.torch_autocast.enabled and name in ("fp16", "half", "float16")
+
+
 def _zero(file: DeepSpeed) -> Iterator[Found]:
     zero = file.zero_optimization
     path: Path = ("zero_optimization",)
@@ -103,6 +109,10 @@ def _numbers(file: DeepSpeed) -> Iterator[Found]:
         yield "bf16", ("bf16",), "bf16 training"
     if file.torch_autocast.enabled:
         yield "autocast", ("torch_autocast",), "torch.autocast"
+        if may_be_fp16(file):
+            unsaid = ", which is the default on GPUs" if file.torch_autocast.dtype is None else ""
+            what = f'torch.autocast to float16{unsaid} (write "dtype": "bfloat16")'
+            yield "autocast_fp16", ("torch_autocast",), what
     for key in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
         if getattr(file.data_types, key) is not None:
             yield key, ("data_types", key), f"data_types.{key}"

@@ -239,7 +239,7 @@ def examine(
     passed = repair.repair(raw, findings)
     auto.resolve(raw, facts, findings)
     file = validate.validate(raw, findings)
-    rules.judge(file, raw, findings)
+    rules.judge(file, raw, findings, facts.engine)
     _check_batch(file, facts, findings)
     _restore(raw, written, passed)
     config = Config(

@@ -16,6 +16,13 @@ class Judge:
     file: File
     raw: dict[str, Any]
     findings: Findings
+    engine: str = "auto"
+    """Which one will run."""
+
+    @property
+    def by_deepspeed(self) -> bool:
+        """Whether what only DeepSpeed does is done: cutting layers among ranks, ZeRO."""
+        return self.engine in ("auto", "deepspeed")
 
     def wrote(self, *path: str) -> bool:
         """Whether the file has this key, and no error is reported about its value."""

@@ -14,9 +14,9 @@ from dsframe.config.model import File
 from dsframe.config.rule import Judge
 
 
-def judge(file: File, raw: dict[str, Any], findings: Findings) -> None:
-    """Report what is wrong with the combination of values. ``raw`` tells what was written."""
-    bench = Judge(file, raw, findings)
+def judge(file: File, raw: dict[str, Any], findings: Findings, engine: str | None = None) -> None:
+    """Report what is wrong with the combination of values. ``raw`` tells what was written; ``engine``: not the file's."""
+    bench = Judge(file, raw, findings, engine or file.dsframe.engine)
     rules_zero.judge(bench)
     rules_tensor.judge(bench)
     rules_training.judge(bench)

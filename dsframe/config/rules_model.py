@@ -8,7 +8,7 @@ import shutil
 from dsframe.config.rule import Judge
 
 _MODEL = ("dsframe", "model")
-_PER_TENSOR = ("lamb", "muon")
+PER_TENSOR = ("lamb", "muon", "adafactor")
 """Optimizers whose update of one element depends on the rest of its tensor."""
 
 
@@ -52,20 +52,16 @@ def _recomputation(bench: Judge) -> None:
 
 def _pipeline(bench: Judge) -> None:
     wanted, pipeline = bench.file.dsframe.model, bench.file.pipeline
-    if pipeline.stages > 1 and wanted.compile is True:
+    cuts = bench.by_deepspeed or bench.engine == "reference-model-parallel"
+    if cuts and pipeline.stages > 1 and wanted.compile is True:
         bench.conflict((*_MODEL, "compile"), "no stage has the whole model", 'write "blocks"')
-    if pipeline.stages > 1 and wanted.activation_checkpointing and pipeline.activation_checkpoint_interval:
-        bench.conflict(
-            (*_MODEL, "activation_checkpointing"), "pipeline.activation_checkpoint_interval does this already",
-            "keep one of them",
-        )  # fmt: skip
 
 
 def _copies(bench: Judge) -> None:
     """nn.DataParallel copies a module without its methods' owner: a replaced ``forward`` would run the original's weights."""
     settings = bench.file.dsframe
     for key in ("activation_checkpointing", "compile"):
-        if settings.engine == "reference-dataparallel" and getattr(settings.model, key):
+        if bench.engine == "reference-dataparallel" and getattr(settings.model, key):
             bench.conflict((*_MODEL, key), "nn.DataParallel cannot copy such a model", "remove it, or choose ddp")
 
 
@@ -84,7 +80,7 @@ def _tiling(bench: Judge) -> None:
     elif bench.file.dsframe.model.activation_checkpointing:
         bench.idle(path, "has no effect inside of blocks that are recomputed: ZeRO-3 gathers such a block as a whole")
     kind = bench.file.optimizer.type.lower() if bench.file.optimizer else ""
-    if kind in _PER_TENSOR:
+    if kind in PER_TENSOR:
         bench.conflict(
             path, f"{kind.capitalize()} looks at a weight as a whole: tiles would train differently", "remove it"
         )

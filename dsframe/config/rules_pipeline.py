@@ -9,6 +9,7 @@ from dsframe.config.settings import LanguageTask, VisionTask
 
 _NO_CHAIN = ("googlenet", "inception_v3")
 """Of torchvision's classifiers."""
+_REFERENCE = "reference-model-parallel"
 
 
 def layers(task: object) -> list[str] | None:
@@ -47,14 +48,14 @@ def judge(bench: Judge) -> None:
             f"and {pipeline.stages} stages make it; more gradient_accumulation_steps make it less",
             code="slow",
         )
-    if bench.wrote("dsframe") and file.dsframe.engine in ("auto", "deepspeed"):
+    if bench.wrote("dsframe") and (bench.by_deepspeed or bench.engine == _REFERENCE):
         _model(bench)
 
 
 def _model(bench: Judge) -> None:
     pipeline, settings = bench.file.pipeline, bench.file.dsframe
     task = settings.task
-    if pipeline.activation_checkpoint_interval and settings.model.activation_checkpointing:
+    if bench.by_deepspeed and pipeline.activation_checkpoint_interval and settings.model.activation_checkpointing:
         bench.conflict(
             ("pipeline", "activation_checkpoint_interval"), "dsframe.model.activation_checkpointing does the same, once more",
             "keep one of them",
@@ -71,6 +72,12 @@ def _model(bench: Judge) -> None:
         bench.conflict(
             ("pipeline", "stages"), f"{pipeline.stages} stages, but the model has {len(found)} layers", "use fewer"
         )
+    elif bench.engine == _REFERENCE:
+        if isinstance(task, LanguageTask) and task.tie_embeddings:
+            bench.conflict(
+                ("dsframe", "task", "tie_embeddings"), "the first and the last rank would have to share a weight",
+                "write false, or choose deepspeed",
+            )  # fmt: skip
     elif pipeline.partition.lower().startswith("type:"):
         pattern = pipeline.partition.partition(":")[2]
         try:

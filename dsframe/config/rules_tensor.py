@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import Any
 
 from dsframe.config.rule import Judge
+from dsframe.config.rules_model import PER_TENSOR
 
 _SIZE = ("tensor_parallel", "autotp_size")
 _TASK = ("dsframe", "task")
@@ -21,16 +22,22 @@ _WITHOUT_A_PLAN = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "opt", "bloom", "fa
 def judge(bench: Judge) -> None:
     """Report what is wrong with ``tensor_parallel``."""
     size = bench.file.tensor_parallel.autotp_size
-    if size < 2 or bench.findings.fails(("tensor_parallel",)):
-        return
+    if size < 2 or not bench.by_deepspeed or bench.findings.fails(("tensor_parallel",)):
+        return  # engines of full replicas cut nothing
     _heads(bench, size)
     _cuts(bench)
     file = bench.file
     if file.zero_optimization.stage == 0 and (file.bf16.enabled or file.fp16.enabled):
-        kind = "bf16" if file.bf16.enabled else "fp16"
+        width = "bf16" if file.bf16.enabled else "fp16"
         bench.conflict(
-            _SIZE, f"at stage 0 with {kind} DeepSpeed takes one rank's share of the gradients for all in their norm",
+            _SIZE, f"at stage 0 with {width} DeepSpeed takes one rank's share of the gradients for all in their norm",
             'write "zero_optimization": {"stage": 1}',
+        )  # fmt: skip
+    kind = file.optimizer.type.lower() if file.optimizer else ""
+    if kind in PER_TENSOR:
+        bench.conflict(
+            _SIZE, f"{kind.capitalize()} looks at a weight as a whole: the ranks' shares would train differently",
+            "choose another optimizer",
         )  # fmt: skip
     if (file.sequence_parallel_size or 1) > 1:
         bench.conflict(

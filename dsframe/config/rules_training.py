@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import get_args
 
+from dsframe.config.features import may_be_fp16
 from dsframe.config.findings import show
 from dsframe.config.rule import Judge
 from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, WITHOUT_ROUTE
@@ -117,7 +118,13 @@ def _optimizer(bench: Judge) -> None:
             ("optimizer", "type"), "Lamb needs dynamic loss scaling: DeepSpeed raises", 'write "loss_scale": 0'
         )
     untested = kind in ("lamb", "muadam", "muadamw", "musgd") or (kind not in DEEPSPEED_OPTIMIZERS)
-    if stage and untested and not bench.file.zero_allow_untested_optimizer:
+    if kind == "adafactor" and stage and bench.by_deepspeed:
+        bench.conflict(
+            ("optimizer", "type"),
+            "Adafactor keeps a row and a column of each matrix, and ZeRO gives it flat shares: another training",
+            "set the stage to 0, or choose another optimizer",
+        )  # fmt: skip
+    elif stage and untested and not bench.file.zero_allow_untested_optimizer:
         bench.conflict(
             ("optimizer", "type"), f"{name} is untested with ZeRO: DeepSpeed raises",
             'add "zero_allow_untested_optimizer": true',
@@ -223,11 +230,16 @@ def _engines(bench: Judge) -> None:
     file, ddp, fsdp = bench.file, bench.file.dsframe.ddp, bench.file.dsframe.fsdp
     path: tuple[str, ...] = ("dsframe", "ddp", "communication")
     if ddp.communication == "power_sgd":
-        cast = f"{file.torch_autocast.dtype}"
-        half = file.torch_autocast.enabled and _SHORT.get(cast, cast) == "fp16"
-        if file.fp16.enabled or half or file.dsframe.on_nonfinite == "skip":
-            message = "power_sgd would carry what is not finite in one step, and left out of it, into all others"
-            bench.conflict(path, message, 'use bf16 or fp32, "on_nonfinite": "stop", or another communication')
+        message = "power_sgd would carry what is not finite in one step, and left out of it, into all others"
+        unsaid = file.torch_autocast.dtype is None
+        if may_be_fp16(file) and unsaid:
+            bench.findings.warning(
+                path, "torch_autocast without a dtype is float16 on GPUs, where this stops: " + message,
+                'add "dtype": "bfloat16" to torch_autocast', code="portability", at_value=True,
+            )  # fmt: skip
+        if file.fp16.enabled or (may_be_fp16(file) and not unsaid) or file.dsframe.on_nonfinite == "skip":
+            remedy = 'use bf16 ("torch_autocast": "dtype": "bfloat16") or fp32, "on_nonfinite": "stop", or another communication'
+            bench.conflict(path, message, remedy)
         bench.findings.warning(
             path,
             "power_sgd keeps what it has not sent yet in memory, not in checkpoints: a resumed run starts it anew, and its "

@@ -1,7 +1,7 @@
 """The engines, as a table: name, class, the package it needs, and what it does with each feature of a file.
 
-Adding an engine is one new file, one line in TABLE and one test id. Imports nothing heavy, so that ``dsframe check`` can ask
-what an engine would say about a file without loading it.
+Adding an engine is one new file, one entry in TABLE, its name in the settings' ``EngineName``, and its cases in the tests.
+Imports nothing heavy, so that ``dsframe check`` can ask what an engine would say about a file without loading it.
 """
 
 from __future__ import annotations
@@ -27,7 +27,9 @@ _PLACEMENT = frozenset(
 _MODELS_OWN = frozenset({"activation_checkpointing"})
 # What only watches the training.
 _OBSERVERS = frozenset({"flops_profiler", "comms_logger"})
-_REPLICA = frozenset({"fp16", "bf16", "autocast", "whole_parameters"})
+# What makes ranks leave updates out, which they have to do together.
+_OVERFLOWS = frozenset({"fp16", "autocast_fp16"})
+_REPLICA = frozenset({"bf16", "autocast", "whole_parameters"}) | _OVERFLOWS
 # How one model is cut among ranks: where it lives as well, but ranks that share a model also share their samples.
 _CUTS = frozenset({"pipeline", "tensor_parallel"})
 # What no engine can do yet, and why.
@@ -61,6 +63,8 @@ class Entry:
     """What this engine keeps instead of what it replicates."""
     at_the_price_of: str = "more memory"
     """What that costs."""
+    size: str = "any"
+    """Processes that it runs on: "any" number, "one", or one for each of the pipeline's "stages"."""
     caution: str = ""
     """What the user is told whenever this engine runs."""
 
@@ -122,6 +126,7 @@ TABLE: dict[str, Entry] = {
         honours=_REPLICA | {"gradient_sum", "skip_nonfinite"},
         replicates=_PLACEMENT | _CUTS,
         ignores=_OBSERVERS | _MODELS_OWN,
+        size="one",
     ),
     # Textbook methods, to learn from and to compare with.
     "reference-allreduce": Entry(
@@ -132,19 +137,22 @@ TABLE: dict[str, Entry] = {
     ),
     "reference-parameter-averaging": Entry(
         "dsframe.engines.references.averaging:ParameterAveragingEngine",
-        honours=_REPLICA - {"fp16"},
+        honours=_REPLICA - _OVERFLOWS,
         replicates=_PLACEMENT | _CUTS,
         ignores=_OBSERVERS | _MODELS_OWN,
-        otherwise={"fp16": "would let ranks skip different updates", "gradient_sum": "has no meaning for weights"},
+        otherwise={
+            **dict.fromkeys(_OVERFLOWS, "would let ranks skip different updates"),
+            "gradient_sum": "has no meaning for weights",
+        },
         caution="parameter averaging is not the training that this file means on other engines, unless the optimizer is plain "
         "SGD, no clipping bites and every step is averaged: each rank's optimizer sees its own samples alone",
     ),
     "reference-parameter-server": Entry(
         "dsframe.engines.references.server:ParameterServerEngine",
-        honours=_REPLICA - {"fp16"} | {"gradient_sum"},
+        honours=_REPLICA - _OVERFLOWS | {"gradient_sum"},
         replicates=_PLACEMENT | _CUTS,
         ignores=_OBSERVERS | _MODELS_OWN,
-        otherwise={"fp16": "would need the server to tell everybody about overflows"},
+        otherwise=dict.fromkeys(_OVERFLOWS, "would need the server to tell everybody about overflows"),
         holds="all optimizer state on rank 0 and the whole model on every rank",
     ),
     "reference-model-parallel": Entry(
@@ -153,6 +161,7 @@ TABLE: dict[str, Entry] = {
         replicates=_PLACEMENT,
         ignores=_OBSERVERS | _MODELS_OWN,
         holds="some layers, with all their state, on each rank",
+        size="stages",
     ),
     "reference-dataparallel": Entry(
         "dsframe.engines.references.dataparallel:DataParallelEngine",
@@ -160,6 +169,7 @@ TABLE: dict[str, Entry] = {
         replicates=_PLACEMENT | _CUTS,
         ignores=_OBSERVERS | _MODELS_OWN,
         holds="everything in one process",
+        size="one",
     ),
 }
 
@@ -209,8 +219,11 @@ def choose(config: Config, launcher: str) -> Choice:
     return Choice(name, (f"{wanted} is not installed: falling back to {name}, the same training with full replicas",))
 
 
-def examine(config: Config, name: str) -> tuple[list[Problem], list[str]]:
-    """What engine ``name`` refuses of the file (problems), and what it does another way (one line each)."""
+def examine(config: Config, name: str, processes: int | None = None) -> tuple[list[Problem], list[str]]:
+    """What engine ``name`` refuses of the file (problems), and what it does another way (one line each).
+
+    ``processes``: of the run, where that is known; some engines refuse a number of them.
+    """
     from dsframe.config import features
     from dsframe.config.features import LOGGERS
 
@@ -234,6 +247,7 @@ def examine(config: Config, name: str) -> tuple[list[Problem], list[str]]:
         for feature in found
         if feature.name not in entry.replicates | entry.ignores
     ]
+    refused += _size(config, name, processes)
     notes = [entry.caution] if entry.caution else []
     if replicated:
         instead = ", ".join(replicated)
@@ -243,6 +257,17 @@ def examine(config: Config, name: str) -> tuple[list[Problem], list[str]]:
             f"{name} goes without {', '.join(ignored)}: the same training; metrics.jsonl has the run's figures"
         )
     return refused, notes
+
+
+def _size(config: Config, name: str, processes: int | None) -> list[Problem]:
+    size, stages = TABLE[name].size, config.deepspeed.pipeline.stages
+    if processes is None or size == "any" or processes == (1 if size == "one" else stages):
+        return []
+    what = "is one process" if size == "one" else f"has one process for each of pipeline.stages, which is {stages}"
+    remedy = 'start one, or choose "ddp", "horovod" or "deepspeed"' if size == "one" else f"start {stages}"
+    place = config.position(("dsframe", "engine"))
+    text = f'engine "{name}" {what}, not {processes}'
+    return [Problem("error", "dsframe.engine", text, remedy, str(config.path or ""), *place, code="world")]
 
 
 def _reason(entry: Entry, feature: str) -> str:

@@ -15,6 +15,7 @@ from torch.nn.parallel import DistributedDataParallel
 from dsframe import process_group
 from dsframe.checkpoint.state import SavedState
 from dsframe.engine import Inputs, Plan, StepResult
+from dsframe.engines import precision
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
 
@@ -25,7 +26,14 @@ class DdpEngine(ReplicaEngine):
     """Full replicas; gradients are averaged in buckets while the backward pass still runs."""
 
     def __init__(self, plan: Plan) -> None:
-        """**Collective.** Raises WorldError where the processes cannot meet."""
+        """**Collective.** Raises WorldError where the processes cannot meet, before that EngineError for PowerSGD in fp16."""
+        settings = plan.config.settings
+        skips = settings.on_nonfinite == "skip" or precision.scales_losses(plan.config, plan.device)
+        if settings.ddp.communication == "power_sgd" and skips:
+            raise EngineError(
+                'ddp.communication "power_sgd" would carry what is not finite in one step into all others; use bf16 or fp32 (for '
+                'torch_autocast "dtype": "bfloat16"), and leave "on_nonfinite" at "stop"'
+            )
         process_group.open_process_group(plan.world, plan.device)
         if plan.config.deepspeed.gradient_allreduce_op == "sum":
             self.gradient_factor = float(plan.world.size)  # DDP averages

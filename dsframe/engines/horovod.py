@@ -15,6 +15,7 @@ import torch
 from torch import Tensor
 
 from dsframe.engine import Plan
+from dsframe.engines import precision
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
 from dsframe.process_group import meet, place
@@ -47,7 +48,7 @@ class HorovodEngine(ReplicaEngine):
             raise EngineError(
                 'horovod.op "adasum" needs a Horovod with MPI, and this one has Gloo alone; rebuild it with an MPI installed'
             )
-        looks = plan.config.deepspeed.fp16.enabled or plan.config.settings.on_nonfinite == "skip"
+        looks = precision.scales_losses(plan.config, plan.device) or plan.config.settings.on_nonfinite == "skip"
         if self._op == "adasum" and (plan.config.deepspeed.gradient_clipping > 0 or looks):
             hvd.shutdown()
             raise EngineError(

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dsframe.checkpoint.share import share
 from dsframe.checkpoint.state import EngineState, SavedState, compare, persistent_buffers
 from dsframe.engine import Inputs, Plan, StepResult, measure
-from dsframe.engines import precision, state_tensor, state_zero
+from dsframe.engines import precision, state_tensor, state_zero, tensor
 from dsframe.engines.library import deepspeed
 from dsframe.engines.stages import Cut, Stage
 from dsframe.engines.state_pipeline import Column, Share
@@ -41,6 +41,8 @@ class PipelineEngine(ZeroEngine):
         self._evaluated: Any = None
         self._evaluating = False
         super().__init__(plan)
+        if plan.batch.tensor_parallel_size > 1:  # a stage may have nothing to cut, but not all of them
+            tensor.refuse_nothing(any(share(self, "cut" if self._shares else "")))
         grid = self._engine.grid
         self._column = Column(grid.get_pipe_parallel_group(), grid.pp_group, plan.world.rank, plan.device)
 

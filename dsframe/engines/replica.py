@@ -1,7 +1,7 @@
-"""Engines in which every process runs the whole model: what single, ddp and horovod have in common.
+"""What single, ddp, horovod, fsdp and the references have in common: torch's own optimizer, and a step that is written once.
 
-A subclass says how gradients become the same on all ranks, and where parameters lie; the rest of an optimizer step is
-written once, here.
+A subclass says how gradients become the same on all ranks, where parameters lie, and which part of the model a rank runs; the
+rest of an optimizer step is here.
 """
 
 from __future__ import annotations
@@ -162,7 +162,7 @@ class ReplicaEngine(Engine):
         return measure(self.plan.task, outputs, targets, valid)
 
     def state(self) -> EngineState:
-        """Views of this rank's own state, which is every rank's."""
+        """By the model's own names: views of this rank's own state where it holds the whole; a subclass adds the other ranks'."""
         parameters = state_replica.read(self._slots(), self._frozen(), self.optimizer)
         loss_scale = self._loss_scale.state if self._loss_scale else None
         buffers = persistent_buffers(self.model)

@@ -17,6 +17,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsframe.checkpoint.state import EngineState, LossScaleState, ParameterState, SavedState, compare
+from dsframe.errors import CheckpointError
 
 _NOTE = "ds_autotp_universal_checkpoint_meta"
 
@@ -86,6 +87,12 @@ def whole(state: EngineState, cut: Mapping[str, Cut], group: dist.ProcessGroup) 
             if one.name not in cut:
                 yield one
                 continue
+            for key, moment in one.moments.items():
+                if moment.shape != one.weight.shape:
+                    raise CheckpointError(
+                        f"{one.name}: {key} of shape {list(moment.shape)} about a share of {list(one.weight.shape)} cannot be made "
+                        "whole; train with an optimizer that keeps state for each element, or without tensor_parallel"
+                    )
             moments = {key: _gather(moment, cut[one.name], group) for key, moment in one.moments.items()}
             yield ParameterState(one.name, _gather(one.weight, cut[one.name], group), moments, one.scalars)
 

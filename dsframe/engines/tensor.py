@@ -92,10 +92,15 @@ def cut_stage(stage: Any, section: dict[str, Any], plan: Plan, among: dist.Proce
 def cuts(model: nn.Module) -> dict[str, state_tensor.Cut]:
     """How DeepSpeed has cut ``model``. Raises EngineError where it has cut nothing, or what it cannot train."""
     found = state_tensor.cuts(model)
-    if not found:
-        raise EngineError("tensor_parallel: no layer matches partition_config, so nothing is cut; mend its patterns")
+    refuse_nothing(bool(found))
     _refuse_embeddings(model, found)
     return found
+
+
+def refuse_nothing(cut: bool) -> None:
+    """Raises EngineError unless something was ``cut``."""
+    if not cut:
+        raise EngineError("tensor_parallel: no layer matches partition_config, so nothing is cut; mend its patterns")
 
 
 def _refuse_embeddings(model: nn.Module, found: Mapping[str, state_tensor.Cut]) -> None:

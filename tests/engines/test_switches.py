@@ -26,7 +26,12 @@ def test_recomputation_is_the_same_training_to_the_last_bit(found: dict[str, Any
     plain, recomputed = found[engine], found[f"{engine}, recomputed"]
     assert recomputed["losses"] == plain["losses"]
     assert (recomputed["distance"], recomputed["names"]) == (0.0, True)
-    assert recomputed["collectives"].get("reduce-scatter") == plain["collectives"].get("reduce-scatter")
+    once, again = (
+        {kind: count for kind, count in one["collectives"].items() if kind != "all-gather"}
+        for one in (plain, recomputed)
+    )
+    assert sum(once.values()) > 0
+    assert again == once, "parameters may be gathered more or less often, gradients and activations are sent as before"
 
 
 @pytest.mark.parametrize("name", ["zero3, compiled", "ddp, compiled, recomputed", "zero3, tiled"])
@@ -49,6 +54,7 @@ def test_horovod_takes_channels_last(found: dict[str, Any]) -> None:
 
 @pytest.mark.parametrize("engine", ["zero0", "zero1", "ddp"])
 def test_accumulation_reduces_once_in_a_step(found: dict[str, Any], engine: str) -> None:
+    assert found[f"{engine} x 1"]["collectives"]["all-reduce"] >= 1
     assert found[f"{engine} x 3"]["collectives"] == found[f"{engine} x 1"]["collectives"]
 
 

@@ -12,6 +12,7 @@ import torch
 from torch import nn
 
 from dsframe.checkpoint.state import EngineState, ParameterState, Snapshot
+from dsframe.engines import state_tensor
 from dsframe.engines.state_tensor import Cut, Shares
 from dsframe.engines.tensor import cuts, prepare
 from dsframe.errors import CheckpointError, EngineError
@@ -27,6 +28,7 @@ ON_FOUR = [
         "llama zero3",
         "qwen3 zero1",
         "llama zero1 bf16",
+        "gpt in stages",
         "gpt in stages zero1",
     ),
     *(case for case in CASES if case.startswith("whole")),
@@ -101,6 +103,15 @@ def test_a_state_of_another_model_is_refused() -> None:
     saved = Snapshot(EngineState(3, None, {}, {}, [one]))
     with pytest.raises(CheckpointError, match=r"a has shape \[2, 5\], saved \[2, 6\]"):
         Shares(saved, {"a": (2, 3)}, {"a": ROW}, 0)
+
+
+def test_state_that_is_no_share_cannot_be_made_whole() -> None:
+    one = ParameterState("a", torch.zeros(2, 3), {"row_var": torch.zeros(2, 1)}, {})
+    group: Any = None
+    with pytest.raises(
+        CheckpointError, match=r"a: row_var of shape \[2, 1\] about a share of \[2, 3\] cannot be made whole"
+    ):
+        list(state_tensor.whole(EngineState(3, None, {}, {}, [one]), {"a": ROW}, group).parameters)
 
 
 def told(model: nn.Module, size: int, **section: Any) -> dict[str, Any]:

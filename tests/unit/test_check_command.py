@@ -196,6 +196,47 @@ def test_engine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["check", "clean.json", "--engine", "ddp", "--set", "data_efficiency.enabled=true"]) == 2
 
 
+@pytest.mark.parametrize("engine", ["reference-parameter-averaging", "reference-parameter-server"])
+def test_ranks_that_cannot_overflow_together_do_not_cast_to_float16(
+    folder: Path, engine: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["check", "clean.json", "--engine", engine, "--set", "torch_autocast.enabled=true"]
+    assert main([*command, "--set", "torch_autocast.dtype=float16"]) == 2
+    assert main(command) == 2
+    said = capsys.readouterr().out
+    assert 'torch_autocast: torch.autocast to float16 (write "dtype": "bfloat16") would ' in said
+    assert 'to float16, which is the default on GPUs (write "dtype": "bfloat16") would ' in said
+    assert main([*command, "--set", "torch_autocast.dtype=bfloat16"]) == 0
+
+
+@pytest.mark.parametrize(
+    ("engine", "stages", "processes", "message"),
+    [
+        ("single", 1, 2, 'engine "single" is one process, not 2; start one, or choose "ddp"'),
+        ("reference-dataparallel", 1, 2, 'engine "reference-dataparallel" is one process, not 2'),
+        (
+            "reference-model-parallel",
+            2,
+            4,
+            "has one process for each of pipeline.stages, which is 2, not 4; start 2",
+        ),
+    ],
+)
+def test_an_engine_that_takes_other_numbers_of_processes_says_so(
+    folder: Path, engine: str, stages: int, processes: int, message: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command = ["check", "clean.json", "--engine", engine, "--set", f"pipeline.stages={stages}", "-np"]
+    assert main([*command, str(processes)]) == 2
+    assert message in capsys.readouterr().out
+    assert main([*command, str(stages)]) == 0
+
+
+def test_an_engine_of_full_replicas_is_judged_by_itself(folder: Path) -> None:
+    command = ["check", "clean.json", "--set", "tensor_parallel.autotp_size=2", "--set", "dsframe.task.model=cnn"]
+    assert main(command) == 2
+    assert main([*command, "--engine", "ddp"]) == 0
+
+
 def test_fix_rewrites_the_file_and_shows_how(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     before = """\
 {

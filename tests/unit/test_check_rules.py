@@ -37,6 +37,9 @@ def llama(**model: Any) -> dict[str, Any]:
     return ours(task={"name": "causal-language-model", "model": {"model_type": "llama", **model}})
 
 
+ADAFACTOR = {"optimizer": {"type": "Adafactor", "params": {}}}
+
+
 CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     # ZeRO and offload
     ("stage 3 keys at stage 3", zero(3, stage3_max_live_parameters=5, sub_group_size=7), []),
@@ -73,7 +76,8 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("one graph at stage 3", {**zero(3), **ours(model={"compile": True})}, ["W slow dsframe.model.compile"]),
     ("recomputed blocks under nn.DataParallel", ours(engine="reference-dataparallel", model={"activation_checkpointing": ["Sequential"]}), ["E conflict dsframe.model.activation_checkpointing"]),
     ("one graph in a pipeline", {"pipeline": {"stages": 2}, **ours(model={"compile": True})}, ["E conflict dsframe.model.compile"]),
-    ("recomputation twice", {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}, **ours(model={"activation_checkpointing": ["Sequential"]})}, ["E conflict dsframe.model.activation_checkpointing"]),
+    ("one graph, where there are no stages", {"pipeline": {"stages": 2}, **ours(engine="ddp", model={"compile": True})}, []),
+    ("one graph in pieces", {"pipeline": {"stages": 2}, **ours(engine="reference-model-parallel", model={"compile": True})}, ["E conflict dsframe.model.compile"]),
     ("whole gradients at stage 1", {**zero(1), **ours(deepspeed={"accumulate": "whole"})}, ["W no-effect dsframe.deepspeed.accumulate"]),
     ("whole gradients", {**zero(2), **ours(deepspeed={"accumulate": "whole"})}, []),
     ("channels last in a language model", ours(task={"name": "language"}, model={"channels_last": True}), ["E conflict dsframe.model.channels_last"]),
@@ -100,6 +104,10 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("stages by a class that is there", {"pipeline": {"stages": 2, "partition": "type:block|x"}, **ours(task={"name": "language"})}, []),
     ("stages of what is no chain", {"pipeline": {"stages": 2}, **ours(task={"model": "googlenet"})}, ["E conflict pipeline.stages"]),
     ("stages of transformers", {"pipeline": {"stages": 2}, **ours(task={"name": "causal-language-model", "model": {"model_type": "llama"}})}, ["E conflict pipeline.stages"]),
+    ("pieces of transformers", {"pipeline": {"stages": 2}, **llama(), "dsframe": {**llama()["dsframe"], "engine": "reference-model-parallel"}}, ["E conflict pipeline.stages"]),
+    ("more pieces than layers", {"pipeline": {"stages": 6}, **ours(engine="reference-model-parallel")}, ["E conflict pipeline.stages"]),
+    ("a weight of two pieces", {"pipeline": {"stages": 2}, **ours(engine="reference-model-parallel", task={"name": "language"})}, ["E conflict dsframe.task.tie_embeddings"]),
+    ("no weight of two pieces", {"pipeline": {"stages": 2, "partition": "type:Nothing"}, **ours(engine="reference-model-parallel", task={"name": "language", "tie_embeddings": False})}, []),
     ("recomputed twice", {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}, **ours(task={"name": "language"}, model={"activation_checkpointing": True})}, ["E conflict pipeline.activation_checkpoint_interval"]),
     ("group size beside autotp_size", {"tensor_parallel": {"autotp_size": 2, "tp": {"tp_size": 4}}}, ["E conflict tensor_parallel.tp.tp_size"]),
     ("an unknown preset", {"tensor_parallel": {"autotp_size": 2, "preset_model": "gpt9"}}, ["E conflict tensor_parallel.preset_model"]),
@@ -115,6 +123,9 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("fp32 gradients for bf16", {"bf16": {"enabled": True}, "data_types": {"grad_accum_dtype": "fp32"}}, []),
     # Optimizer and schedule
     ("SGD allowed", {"optimizer": {"type": "SGD", "params": {}}, "zero_allow_untested_optimizer": True, **zero(2)}, []),
+    ("Adafactor in flat shares", {**ADAFACTOR, "zero_allow_untested_optimizer": True, **zero(1)}, ["E conflict optimizer.type"]),
+    ("Adafactor without ZeRO", ADAFACTOR, []),
+    ("Adafactor, where nothing is shared out", {**ADAFACTOR, "zero_allow_untested_optimizer": True, **zero(3), **ours(engine="horovod")}, []),
     ("Lamb with dynamic scaling", {"optimizer": {"type": "lamb", "params": {}}, "fp16": {"enabled": True}}, []),
     ("mup takes what it is given", {"optimizer": {"type": "MuAdam", "params": {"anything": 1}}}, []),
     ("a schedule with everything", {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}}, []),
@@ -123,6 +134,8 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("PowerSGD", ours(ddp={"communication": "power_sgd", "power_sgd_rank": 2}), ["W resume dsframe.ddp.communication"]),
     ("PowerSGD in fp16", {"fp16": {"enabled": True}, **ours(ddp={"communication": "power_sgd"})}, ["E conflict dsframe.ddp.communication", "W resume dsframe.ddp.communication"]),
     ("PowerSGD under autocast to fp16", {"torch_autocast": {"enabled": True, "dtype": "fp16"}, **ours(ddp={"communication": "power_sgd"})}, ["E conflict dsframe.ddp.communication", "W resume dsframe.ddp.communication"]),
+    ("PowerSGD under autocast to whatever the device likes", {"torch_autocast": {"enabled": True}, **ours(ddp={"communication": "power_sgd"})}, ["W portability dsframe.ddp.communication", "W resume dsframe.ddp.communication"]),
+    ("PowerSGD under autocast to bf16", {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}, **ours(ddp={"communication": "power_sgd"})}, ["W resume dsframe.ddp.communication"]),
     ("PowerSGD and skipping", ours(on_nonfinite="skip", ddp={"communication": "power_sgd"}), ["E conflict dsframe.ddp.communication", "W resume dsframe.ddp.communication"]),
     ("PowerSGD too early", ours(ddp={"communication": "power_sgd", "power_sgd_start_step": 1}), ["E range dsframe.ddp.power_sgd_start_step"]),
     ("a rank without PowerSGD", ours(ddp={"power_sgd_rank": 2}), ["W no-effect dsframe.ddp.power_sgd_rank"]),
@@ -150,6 +163,9 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("how a CNN is cut", {**cut(2), **ours(task={"model": "cnn"})}, ["E conflict tensor_parallel.autotp_size"]),
     ("how a program's own task is cut", cut(2), []),
     ("the file says how", {**cut(2, partition_config={"layer_specs": [{"patterns": [".*"]}]}), **llama(model_type="gpt2")}, []),
+    ("an optimizer of whole weights", {**cut(2), **llama(), **ADAFACTOR}, ["E conflict tensor_parallel.autotp_size"]),
+    ("Lamb of shares", {**cut(2), **llama(), "optimizer": {"type": "Lamb", "params": {}}}, ["E conflict tensor_parallel.autotp_size"]),
+    ("nothing is cut by ddp", {**cut(3), **ADAFACTOR, "bf16": {"enabled": True}, **ours(engine="ddp", task={"model": "cnn"})}, []),
     ("bf16 without ZeRO", {**cut(2), **llama(), "bf16": {"enabled": True}}, ["E conflict tensor_parallel.autotp_size"]),
     ("bf16 with ZeRO", {**cut(2), **llama(), "bf16": {"enabled": True}, **zero(1)}, []),
     ("sequence parallel as well", {**cut(2), **llama(), "sequence_parallel_size": 2}, ["E conflict tensor_parallel.autotp_size"]),

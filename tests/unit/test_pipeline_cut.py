@@ -15,6 +15,7 @@ from torch.nn import functional
 from dsframe import Task, Tied
 from dsframe.config import load
 from dsframe.engine import Plan
+from dsframe.engines.references.modelparallel import ModelParallelEngine
 from dsframe.engines.stages import Cut
 from dsframe.errors import DsframeError, EngineError, TaskError
 from dsframe.tasks.layers import Layer
@@ -43,6 +44,14 @@ class Own(nn.Sequential):
 
     def forward(self, inputs: torch.Tensor) -> torch.Tensor:
         return super().forward(inputs) + inputs  # type: ignore[no-any-return]
+
+
+@pytest.mark.parametrize("model", [Own(nn.Linear(3, 3), nn.Linear(3, 3)), nn.Linear(3, 3)])
+def test_the_reference_refuses_what_is_no_plain_chain(model: nn.Module) -> None:
+    engine: Any = object.__new__(ModelParallelEngine)
+    engine.plan, engine._rank, engine._last = SimpleNamespace(task=Given(model)), 0, 1
+    with pytest.raises(TaskError, match="is not made of layers; return an"):
+        engine._place(model)
 
 
 class Looks(nn.Linear):

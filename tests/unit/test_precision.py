@@ -5,12 +5,18 @@ from __future__ import annotations
 import logging
 import random
 import warnings
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 import torch
 
+from dsframe.config import load
 from dsframe.engines import precision
-from dsframe.errors import TrainingError
+from dsframe.engines.ddp import DdpEngine
+from dsframe.engines.references.averaging import ParameterAveragingEngine
+from dsframe.engines.references.server import ParameterServerEngine
+from dsframe.errors import EngineError, TrainingError
 
 
 @pytest.mark.parametrize("consecutive", [False, True])
@@ -57,6 +63,25 @@ def test_clipping_is_torchs(max_norm: float) -> None:
     norm = precision.clip(ours, max_norm, scale=8.0)
     torch.testing.assert_close(norm, expected)
     torch.testing.assert_close(ours, precision.gradients_of(parameters))
+
+
+AUTOCAST = {"train_batch_size": 2, "torch_autocast": {"enabled": True}}
+POWER_SGD = {"dsframe": {"ddp": {"communication": "power_sgd"}}}
+
+
+@pytest.mark.parametrize(
+    ("engine", "file", "message"),
+    [
+        (ParameterAveragingEngine, AUTOCAST, "cannot leave out an update on all ranks"),
+        (ParameterServerEngine, AUTOCAST, "cannot leave out an update on all ranks"),
+        (DdpEngine, {**AUTOCAST, **POWER_SGD}, 'ddp.communication "power_sgd" would carry'),
+    ],
+)
+def test_float16_is_refused_before_the_processes_meet(engine: Any, file: dict[str, Any], message: str) -> None:
+    plan = SimpleNamespace(config=load(file), device=torch.device("cuda"))
+    assert precision.scales_losses(plan.config, plan.device), "torch's own choice on a GPU"
+    with pytest.raises(EngineError, match=message):
+        engine(plan)
 
 
 def test_without_clipping_no_norm_is_computed() -> None:

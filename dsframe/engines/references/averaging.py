@@ -30,6 +30,8 @@ from dsframe.engines.references.common import ReferenceEngine
 class ParameterAveragingEngine(ReferenceEngine):
     """Every rank for itself; weights are averaged now and then."""
 
+    sees_overflows = False
+
     @property
     def description(self) -> str:
         """For the first line of a run."""

@@ -8,14 +8,24 @@ from torch import Tensor, nn
 
 from dsframe import process_group
 from dsframe.engine import Plan
+from dsframe.engines import precision
 from dsframe.engines.replica import ReplicaEngine
+from dsframe.errors import EngineError
 
 
 class ReferenceEngine(ReplicaEngine):
     """Full replicas over torch.distributed; a subclass says what is sent, and when."""
 
+    sees_overflows = True
+    """Whether every rank knows when another's gradients are not finite."""
+
     def __init__(self, plan: Plan) -> None:
-        """**Collective.** Raises WorldError where the processes cannot meet."""
+        """**Collective.** Raises WorldError where the processes cannot meet, before that EngineError for fp16 gradients."""
+        if not self.sees_overflows and precision.scales_losses(plan.config, plan.device):
+            raise EngineError(
+                f'engine "{plan.config.settings.engine}" cannot leave out an update on all ranks because gradients in fp16 '
+                'overflow on one; use bf16 or fp32, in "torch_autocast" with "dtype": "bfloat16"'
+            )
         process_group.open_process_group(plan.world, plan.device)
         super().__init__(plan)
 

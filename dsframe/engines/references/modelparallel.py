@@ -35,7 +35,7 @@ class ModelParallelEngine(ReferenceEngine):
     """A few layers on each rank; who has none of a micro-batch's work waits."""
 
     def __init__(self, plan: Plan) -> None:
-        """**Collective.** Raises EngineError and TaskError where the model cannot be cut so, before the processes meet."""
+        """**Collective.** Raises EngineError for another number of processes, and once they have met TaskError for other models."""
         self._rank, self._last = plan.world.rank, plan.world.size - 1
         if plan.config.deepspeed.pipeline.stages != plan.world.size:
             raise EngineError(
@@ -51,7 +51,7 @@ class ModelParallelEngine(ReferenceEngine):
 
     def _place(self, model: nn.Module) -> MasterWeights | None:
         """Keeps this rank's layers; the others' weights leave the model, whose names stay."""
-        parts = list(model) if isinstance(model, nn.Sequential) else self.plan.task.cut(model)
+        parts = self.plan.task.cut(model)
         if parts is None:
             raise TaskError(
                 f"{type(model).__name__} is not made of layers; return an nn.Sequential, or define cut(model)"

@@ -27,6 +27,8 @@ from dsframe.engines.state_pipeline import Column
 class ParameterServerEngine(ReferenceEngine):
     """Rank 0 updates for all; the others push gradients and pull weights."""
 
+    sees_overflows = False
+
     @property
     def description(self) -> str:
         """For the first line of a run."""
