@@ -13,7 +13,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
-from dsframe.config import memory, render
+from dsframe.config import memory, render, secrets
 from dsframe.config.auto import Facts
 from dsframe.config.load import Config, Examined, examine, find, read_text
 from dsframe.errors import ConfigError, Problem
@@ -240,9 +240,8 @@ def _report(label: str, examined: Examined, options: argparse.Namespace) -> dict
                 del batch["deepspeed_ranks"]
                 report["batch"] = batch
             if options.resolved:
-                report["resolved"] = config.written() | (
-                    config.for_deepspeed(options.processes) if options.processes else {}
-                )
+                handed = config.for_deepspeed(options.processes) if options.processes else {}
+                report["resolved"] = secrets.without(config.written() | handed)
     return report
 
 

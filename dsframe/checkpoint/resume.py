@@ -15,6 +15,7 @@ from dsframe.checkpoint import generators, store
 from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.share import failures, share
 from dsframe.checkpoint.store import Store
+from dsframe.config import secrets
 from dsframe.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -65,7 +66,7 @@ def about(
     return {
         "training": {
             "task": f"{cls.__module__}:{cls.__qualname__}",
-            "task settings": json.loads(own.model_dump_json(exclude=_ELSEWHERE)),
+            "task settings": secrets.without(json.loads(own.model_dump_json(exclude=_ELSEWHERE))),
             "optimizer": kind,
             "train_batch_size": batch.train_batch_size,
             "training samples": samples,
@@ -82,7 +83,7 @@ def about(
             "engine": engine,
             "world_size": world_size,
             "micro_batch_size": batch.micro_batch_size,
-            "config": config.written(),
+            "config": config.shown(),
             "config_digest": config.digest,
         },
         "versions": {name: _version(name) for name in ("dsframe", "torch", *([package] if package else []))},

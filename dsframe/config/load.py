@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dsframe.config import auto, overrides, repair, rules, scaling, validate
+from dsframe.config import auto, overrides, repair, rules, scaling, secrets, validate
 from dsframe.config.auto import Facts
 from dsframe.config.batch import MICRO, STEPS, TRAIN, Batch, check_groups, missing, solve
 from dsframe.config.findings import Findings, Fix, Resolved
@@ -106,6 +106,11 @@ class Config:
         """A deep copy of what the user wrote, with overrides, and ``"auto"`` resolved or dropped."""
         return copy.deepcopy(self._raw)
 
+    def shown(self) -> dict[str, Any]:
+        """The same to be kept or printed: without keys of accounts."""
+        found: dict[str, Any] = secrets.without(self._raw)
+        return copy.deepcopy(found)
+
     def for_deepspeed(self, world_size: int) -> dict[str, Any]:
         """What to hand to ``deepspeed.initialize``: only what the user wrote, without the ``dsframe`` section, with
         the batch triangle explicit in DeepSpeed's counting.
@@ -133,8 +138,8 @@ class Config:
 
     @property
     def digest(self) -> str:
-        """SHA-256 of the resolved file: equal on all ranks, or they would train different things."""
-        text = json.dumps(self._raw, sort_keys=True, separators=(",", ":"))
+        """SHA-256 of what is shown of the resolved file: equal on all ranks, or they would train different things."""
+        text = json.dumps(self.shown(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 
 

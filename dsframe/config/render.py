@@ -22,7 +22,7 @@ def batch_line(batch: Batch) -> str:
 
 def resolved(config: Config, world_size: int | None) -> str:
     """The file as JSON with comments. With a world size the batch sizes are explicit."""
-    raw = config.written()
+    raw = config.shown()
     comments = {found.path: f'"auto": {found.reason}' for found in config.resolved}
     if world_size is not None:
         batch = config.batch(world_size)

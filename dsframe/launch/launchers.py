@@ -12,6 +12,7 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+from dsframe.config.secrets import redact
 from dsframe.errors import WorldError
 from dsframe.launch.hosts import Host, show
 
@@ -53,12 +54,13 @@ class Launch:
     """The launcher passes USR1 on to its workers, which are not its own children."""
 
     def show(self, hosts: tuple[Host, ...]) -> str:
-        """As a person would type it; where each host has a command of its own, with the host before it."""
+        """As a person would type it, but for keys of accounts (``***``); where each host has a command of its own, with the
+        host before it."""
         setting = "".join(f"{name}={shlex.quote(value)} " for name, value in self.environment.items())
-        if len(self.commands) == 1:
-            return setting + shlex.join(self.commands[0])
-        lines = zip(hosts, self.commands, strict=True)
-        return "\n".join(f"{host.name}$ {setting}{shlex.join(command)}" for host, command in lines)
+        shown = [setting + shlex.join(redact(command)) for command in self.commands]
+        if len(shown) == 1:
+            return shown[0]
+        return "\n".join(f"{host.name}$ {line}" for host, line in zip(hosts, shown, strict=True))
 
 
 def plan(launcher: str, job: Job) -> Launch:

@@ -10,7 +10,7 @@ from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsframe.config import DEFAULT_CONFIG, Config, memory
+from dsframe.config import DEFAULT_CONFIG, Config, memory, secrets
 from dsframe.config import load as load_config
 from dsframe.plan import hardware as machines
 
@@ -181,6 +181,6 @@ def _write(folder: Path, config: Config, found: list[tuple[int, Strategy, list[S
         for rank, strategy in enumerate((s for s in others if s.prediction.fits), start=1):
             words = "-".join("".join(c if c.isalnum() else " " for c in strategy.name.lower()).split())
             path = folder / f"{stem}-np{count}-{rank:02}-{words}.json"
-            path.write_text(json.dumps(dict(strategy.file), indent=2) + "\n", encoding="utf-8")
+            path.write_text(json.dumps(secrets.without(dict(strategy.file)), indent=2) + "\n", encoding="utf-8")
             written += 1
     print(f"{written} files in {folder}", file=sys.stderr)

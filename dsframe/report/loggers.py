@@ -7,20 +7,27 @@ before DeepSpeed sees them, and rank 0 writes what ``metrics.jsonl`` has, under 
 
 from __future__ import annotations
 
+import contextlib
 import csv
 import importlib.util
 import math
+import sys
 from abc import ABC, abstractmethod
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dsframe.config import Config, DeepSpeed
 from dsframe.config.features import LOGGERS
+from dsframe.config.secrets import redact
 from dsframe.errors import Problem
 
 _NAMES = {"loss": "train_loss", "learning_rate": "lr"}
 """What DeepSpeed calls otherwise than we do."""
+_KINDS = ("Train/Samples/", "Evaluation/")
+"""What the names of figures begin with."""
+_SUFFIX = ".dsframe"
+"""What the names of our event files end in: only those are replaced."""
 
 
 def missing(config: Config) -> list[Problem]:
@@ -73,8 +80,9 @@ class Loggers:
         if not self._all or "step" not in record:
             return
         others = {name: value for name, value in record.items() if name not in ("step", "evaluation")}
-        named = {f"Train/Samples/{_NAMES.get(name, name)}": value for name, value in others.items()}
-        named |= {f"Evaluation/{name}": value for name, value in record.get("evaluation", {}).items()}
+        training, evaluation = _KINDS
+        named = {f"{training}{_NAMES.get(name, name)}": value for name, value in others.items()}
+        named |= {f"{evaluation}{name}": value for name, value in record.get("evaluation", {}).items()}
         numbers = {name: float(value) for name, value in named.items() if isinstance(value, int | float)}
         figures = {name: value for name, value in numbers.items() if math.isfinite(value)}
         for logger in self._all:
@@ -95,9 +103,9 @@ class _TensorBoard(Logger):
     def __init__(self, folder: Path, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        for old in [] if done else folder.glob("events.out.tfevents.*"):
+        for old in [] if done else folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
             old.unlink()
-        self._writer: Any = SummaryWriter(str(folder), purge_step=done + 1 if done else None)
+        self._writer: Any = SummaryWriter(str(folder), purge_step=done + 1 if done else None, filename_suffix=_SUFFIX)
 
     def write(self, figures: Mapping[str, float], samples: int) -> None:
         for name, value in figures.items():
@@ -109,19 +117,20 @@ class _TensorBoard(Logger):
 
 
 class _Csv(Logger):
-    """A file for each figure, with lines of samples and value, as DeepSpeed writes them."""
+    """A file for each figure, with lines of samples and value, as DeepSpeed writes them. Other files there are left alone."""
 
     def __init__(self, folder: Path, done: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        for old in folder.glob("*.csv"):
-            lines = old.read_text(encoding="utf-8").splitlines(keepends=True)
-            kept = [line for line in lines[1:] if int(line.partition(",")[0]) <= done]
-            old.write_text("".join([*lines[:1], *kept]), encoding="utf-8")
+        for old in (path for kind in _KINDS for path in folder.glob(f"{_file_name(kind)}*.csv")):
+            head, *rows = old.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) or [""]
+            if head.startswith("step,"):
+                kept = [row for row in rows if (at := row.partition(",")[0]).isdecimal() and int(at) <= done]
+                old.write_text("".join([head, *kept]), encoding="utf-8")
 
     def write(self, figures: Mapping[str, float], samples: int) -> None:
         for name, value in figures.items():
-            path = self._folder / f"{name.replace('/', '_').replace(' ', '_')}.csv"
+            path = self._folder / f"{_file_name(name)}.csv"
             head: Sequence[Any] = [] if path.exists() else [("step", name.rpartition("/")[2])]
             with path.open("a", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows([*head, (samples, value)])
@@ -130,21 +139,37 @@ class _Csv(Logger):
         pass
 
 
+def _file_name(figure: str) -> str:
+    return figure.replace("/", "_").replace(" ", "_")
+
+
+@contextlib.contextmanager
+def _without_secrets() -> Iterator[None]:
+    """While wandb writes down the command."""
+    words = list(sys.argv)
+    sys.argv[:] = redact(words)
+    try:
+        yield
+    finally:
+        sys.argv[:] = words
+
+
 class _Wandb(Logger):
     def __init__(self, section: Any, about: Mapping[str, Any], directory: Path, *, resumed: bool) -> None:
         import wandb
 
         note = directory / "wandb-run-id"
         known = note.read_text(encoding="utf-8").strip() if resumed and note.exists() else None
-        self._run: Any = wandb.init(
-            project=section.project,
-            group=section.group,
-            entity=section.team,
-            config=dict(about),
-            dir=str(directory),
-            id=known,
-            resume="allow" if known else None,
-        )
+        with _without_secrets():
+            self._run: Any = wandb.init(
+                project=section.project,
+                group=section.group,
+                entity=section.team,
+                config=dict(about),
+                dir=str(directory),
+                id=known,
+                resume="allow" if known else None,
+            )
         note.write_text(f"{self._run.id}\n", encoding="utf-8")
 
     def write(self, figures: Mapping[str, float], samples: int) -> None:

@@ -14,6 +14,8 @@ from typing import Any
 
 import torch
 
+from dsframe.config.secrets import redact
+
 _PACKAGES = ("dsframe", "torch", "deepspeed", "horovod", "numpy", "torchvision", "transformers")
 
 
@@ -21,7 +23,7 @@ def provenance() -> dict[str, Any]:
     """Plain values, as JSON has them. Versions are those that are installed, whether the run uses them or not."""
     return {
         "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "command": [*_program(), *sys.argv[1:]],
+        "command": redact([*_program(), *sys.argv[1:]]),
         "directory": str(Path.cwd()),
         "git": git(Path.cwd()),
         "host": socket.gethostname(),

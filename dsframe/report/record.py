@@ -51,9 +51,7 @@ class Record:
             "start_seconds": start_seconds,
         }
         _write(directory / _ORIGIN, provenance())
-        content = plan.config.written()
-        content.get("comet", {}).pop("api_key", None)
-        _write(directory / _CONFIG, content)
+        _write(directory / _CONFIG, plan.config.shown())
         before = _lines_until(directory / _METRICS, done_steps) if done_steps else []
         self._file = (directory / _METRICS).open("w", encoding="utf-8", buffering=1)
         self._file.writelines(before)

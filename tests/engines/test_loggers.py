@@ -17,6 +17,7 @@ from dsframe.report.page import read_run
 from tests.processes import horovodrun, run_ranks, torchrun
 
 STEPS, BATCH = 4, 8
+SECRET = "the-key-of-an-account"
 PIPELINE = {"zero_optimization": {"stage": 0}, "pipeline": {"stages": 2}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero2": ("deepspeed", {"zero_optimization": {"stage": 2}}),
@@ -37,7 +38,6 @@ def file(folder: Path, engine: str, more: dict[str, Any]) -> Path:
     }
     section = {
         "engine": engine, "task": task, "steps": STEPS, "log_every_steps": 1, "run_dir": str(folder / "run"),
-        "checkpoints": {"at_end": False},
     }  # fmt: skip
     content = {
         "train_batch_size": BATCH,
@@ -46,6 +46,7 @@ def file(folder: Path, engine: str, more: dict[str, Any]) -> Path:
         "tensorboard": {"enabled": True, "output_path": str(folder / "board"), "job_name": "job"},
         "csv_monitor": {"enabled": True, "output_path": str(folder / "csv"), "job_name": "job"},
         "wandb": {"enabled": True, "project": "tests"},
+        "comet": {"api_key": SECRET},
         "dsframe": section,
     }
     path = folder / "file.json"
@@ -58,8 +59,8 @@ def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None
     engine, more = CASES[case]
     path = file(tmp_path, engine, more)
     launch = horovodrun if engine == "horovod" else torchrun
-    command = launch(2, ["-m", "dsframe.train", "--config", str(path)])
-    run_ranks(command, timeout_seconds=300, env={"WANDB_MODE": "offline", "WANDB_SILENT": "true"}).check()
+    command = launch(2, ["-m", "dsframe.train", "--config", str(path), "--set", f"comet.api_key={SECRET}"])
+    finished = run_ranks(command, timeout_seconds=300, env={"WANDB_MODE": "offline", "WANDB_SILENT": "true"}).check()
     run = read_run(tmp_path / "run")
     wanted = {name: run.curve(key) for name, key in NAMES.items()}
     assert len(wanted["Train/Samples/train_loss"]) == STEPS
@@ -81,6 +82,10 @@ def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None
     assert run.summary["predicted"]["sent_bytes_per_step"]
     assert load(tmp_path / "run" / "config.json").digest == run.summary["config_digest"]
     assert "<svg" in (tmp_path / "run" / "report.html").read_text()
+    written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
+    assert {"manifest.json", "run.json", "config.json"} <= {path.name for path in written}
+    assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
+    assert SECRET not in finished.output
 
 
 NAMES = {

@@ -116,6 +116,23 @@ def test_scaling(
     assert all(name in drawn for name in ("measured", "predicted", "ideal", "processes"))
 
 
+def test_keys_of_accounts_are_kept_nowhere(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Scaling trains a changed file: that has the key, where nobody else reads, and what stays has not."""
+    kept, train = [], trials.train
+
+    def look(file: Path, processes: int, directory: Path, **more: Any) -> None:
+        kept.append(json.loads((directory / "file.json").read_text()))
+        assert file.parent.stat().st_mode & 0o077 == 0
+        train(file, processes, directory, **more)
+
+    monkeypatch.setattr(trials, "train", look)
+    path, out = write(tmp_path, "file", comet={"api_key": "the-key"}), tmp_path / "out"
+    words = ["-np", "1", "--beyond", "2", "--kinds", "weak", "--hardware", "cpu", "--out", str(out)]
+    assert main(["scale", "--config", str(path), *words]) == 0
+    assert [content["comet"] for *_, content in trained] == [{"api_key": "the-key"}]
+    assert [content["comet"] for content in kept] == [{}]
+
+
 def test_a_training_that_fails_says_so(tmp_path: Path) -> None:
     path = write(tmp_path, "broken", optimizer={"type": "nonsense"})
     with pytest.raises(TrainingError, match="exit code 2"):

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from dsframe.config import CustomTask, Facts, LanguageTask, VisionTask, features, find, load
+from dsframe.config import CustomTask, Facts, LanguageTask, VisionTask, features, find, load, render, secrets
 from dsframe.errors import ConfigError
 
 MICRO, STEPS, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
@@ -431,3 +431,28 @@ def test_a_seed_is_one_that_every_generator_takes() -> None:
     assert load({MICRO: 1, "dsframe": {"seed": 2**32 - 1}}).settings.seed == 2**32 - 1
     with pytest.raises(ConfigError, match="seed"):
         load({MICRO: 1, "dsframe": {"seed": 2**32}})
+
+
+def test_keys_of_accounts_are_neither_shown_nor_kept() -> None:
+    file = {MICRO: 1, "comet": {"api_key": "the-key", "project": "p"}}
+    found = load(file, overrides=["dsframe.steps=2"])
+    assert found.written()["comet"] == file["comet"]
+    assert found.shown()["comet"] == {"project": "p"}
+    assert "the-key" not in render.resolved(found, 1) + repr(found.shown())
+    assert load(found.shown()).digest == found.digest  # the same training again
+    special = {"eos_token": 2, "max_tokens": 8, "tokenizer": "t", "experiment_key": "k"}
+    assert secrets.without([special | {"hf_token": "the-key"}]) == [special]
+
+
+@pytest.mark.parametrize(
+    ("typed", "shown"),
+    [
+        ("--set comet.api_key=the-key --set dsframe.steps=2", "--set comet.api_key=*** --set dsframe.steps=2"),
+        ("--set=comet.api_key=the-key", "--set=comet.api_key=***"),
+        ('--set comet={"api_key":"the-key","mode":"get"}', '--set comet={"mode": "get"}'),
+        ("train.py --api-key the-key --password=the-key --token", "train.py --api-key *** --password=*** --token"),
+        ("--set dsframe.task.eos_token=2 --set a=b=c", "--set dsframe.task.eos_token=2 --set a=b=c"),
+    ],
+)
+def test_keys_of_accounts_are_hidden_in_commands(typed: str, shown: str) -> None:
+    assert " ".join(secrets.redact(typed.split())) == shown

@@ -78,6 +78,16 @@ def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, t
     return capsys.readouterr().out.splitlines()
 
 
+def test_the_command_is_shown_without_keys_of_accounts(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    typed = "--config zero3.json -np 2 --set comet.api_key=the-key"
+    for option in ([], ["all", "-H", "node1:1,node2:1"]):
+        text = "\n".join(shown(capsys, monkeypatch, " ".join([*option, typed])))
+        assert "comet.api_key=***" in text
+        assert "the-key" not in text
+
+
 PROGRAM = "-m dsframe.train --config zero3.json"
 ON_TWO = "--nnodes=2 --nproc-per-node=2 --master-addr=node1 --master-port=4321"
 EXPORTED = "-x OMP_NUM_THREADS -x MASTER_ADDR -x MASTER_PORT"

@@ -39,6 +39,23 @@ def test_a_resumed_run_goes_on_with_its_figures_and_a_new_one_begins_again(tmp_p
     assert table.read_text().splitlines() == ["step,train_loss", "4,9.0"]
 
 
+def test_other_peoples_files_in_the_same_folder_are_left_alone(tmp_path: Path) -> None:
+    place = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
+    others = {
+        "table.csv": "name,value\nx,1\n", "steps.csv": "step,loss\n4,1.0\n", "Train_Samples_note.csv": "my,own\nx,2\n",
+        "events.out.tfevents.1.host": "of another program", "empty.csv": "",
+    }  # fmt: skip
+    (tmp_path / "job").mkdir()
+    for name, text in others.items():
+        (tmp_path / "job" / name).write_text(text)
+    for _ in range(2):
+        found = make({"csv_monitor": place, "tensorboard": place}, tmp_path)
+        found.write({"step": 1, "loss": 1.0})
+        found.close()
+    assert {name: (tmp_path / "job" / name).read_text() for name in others} == others
+    assert len(list((tmp_path / "job").glob("events.out.tfevents.*"))) == 2  # the other's, and that of the last run
+
+
 def test_comet_gets_what_its_section_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The package is not installed: a stand-in with the calls that DeepSpeed's own monitor makes."""
     said: list[Any] = []

@@ -67,7 +67,7 @@ class Comet(Section):
     workspace: str | None = None
     """Workspace. Default: Comet's own settings."""
     api_key: str | None = None
-    """Key of the account. Better in the environment (COMET_API_KEY) than in a file."""
+    """Key of the account. Better in the environment (COMET_API_KEY) than in a file. dsframe keeps and prints it nowhere."""
     experiment_name: str | None = None
     """Name of the experiment."""
     experiment_key: str | None = None

@@ -1,0 +1,54 @@
+"""Keys of accounts, such as ``comet.api_key``: nothing that dsframe writes or prints has them. What runs does, of course."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from dsframe.config.overrides import value_of
+
+HIDDEN = "***"
+_NAME = re.compile(
+    r"(^|_)(api_?key|(access|auth|api|bearer|hf|hub|refresh)_?token|password|passwd|secret|secret_?key|access_?key|credentials?)$"
+    r"|^token$",
+    re.IGNORECASE,
+)
+"""Not every token: ``eos_token`` and ``max_tokens`` are no secrets."""
+_SETTING = re.compile(r"(?P<start>(?:--set=)?(?P<key>[\w.\s-]+)=)(?P<value>.*)", re.DOTALL)
+
+
+def is_secret(key: str) -> bool:
+    """Whether a value of that name, the last part of a dotted one, is nobody else's business."""
+    return _NAME.search(key.strip().lstrip("-").rpartition(".")[2].strip().replace("-", "_")) is not None
+
+
+def without(content: Any) -> Any:
+    """A copy of ``content``, of JSON's kinds, that lacks the secrets in it: ``--config`` reads it as the same training."""
+    if isinstance(content, dict):
+        return {
+            key: without(value)
+            for key, value in content.items()
+            if value is None or isinstance(value, dict) or not is_secret(str(key))
+        }
+    return [without(item) for item in content] if isinstance(content, list) else content
+
+
+def redact(command: Sequence[str]) -> list[str]:
+    """The words of a command with ``***`` for what is secret: in ``--set a.api_key=V``, ``--api-key=V``, ``--api-key V``."""
+    return [
+        HIDDEN if before.startswith("--") and "=" not in before and is_secret(before) else _word(word)
+        for before, word in zip(["", *command], command, strict=False)
+    ]
+
+
+def _word(word: str) -> str:
+    found = _SETTING.fullmatch(word)
+    if found is None:
+        return word
+    if is_secret(found["key"]):
+        return found["start"] + HIDDEN
+    value = value_of(found["value"])
+    kept = without(value)
+    return word if kept == value else found["start"] + json.dumps(kept)
