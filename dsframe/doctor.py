@@ -39,6 +39,8 @@ print(json.dumps({"gloo": bool(h.gloo_built()), "mpi": bool(h.mpi_built()), "ncc
 DEEPSPEED = "import deepspeed; print('{}')"
 TORCHVISION = "from dsframe.tasks._torchvision import torchvision; torchvision(); print('{}')"
 
+ENOUGH_SHARED_MEMORY = 2**30
+"""Bytes. Containers have 64 MiB of it by default; workers of a data loader hand whole batches over in it, NCCL its messages."""
 SYMBOLS = {"ok": "ok", "absent": "--", "broken": "!!", "note": "  "}
 
 
@@ -135,6 +137,13 @@ def machine(torch: Library | None) -> Iterator[Finding]:
         f"{cores} cores, {nodes} NUMA node{'s' * (nodes > 1)}; memory {_gib(memory.available)} of {_gib(memory.total)} GiB free; "
         f"/dev/shm {_gib(shared.free)} of {_gib(shared.total)} GiB free",
     )
+    if shared.total < ENOUGH_SHARED_MEMORY:
+        size = f"{shared.total / 2**20:.0f} MiB"
+        yield Finding(
+            "absent",
+            f"large batches from the data loader's workers, and NCCL between GPUs: /dev/shm holds {size}, and what does not fit "
+            "ends in a bus error; docker run --shm-size=2g",
+        )
     for name, size in (torch.facts or {}).get("gpus", []) if torch else []:
         yield Finding("ok", f"GPU {name}, {_gib(size)} GiB")
     if torch and torch.facts and not torch.facts["gpus"]:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import mmap
 import os
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -41,6 +42,7 @@ def test_a_buffer_is_unused_when_nobody_has_it_mapped(tmp_path: Path, name: str)
 def test_finds_and_cleans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
     monkeypatch.setenv("HOME", str(tmp_path))
+    monkeypatch.setattr(doctor.tempfile, "tempdir", str(tmp_path))  # not where other runs of this machine leave things
     buffer = tmp_path / "deepspeed_allreduce_buffer_0_127.0.0.1_29500_0"
     buffer.write_bytes(bytes(2**20))
     monkeypatch.setattr(doctor, "unused_buffers", lambda: unused_buffers(tmp_path))
@@ -81,6 +83,16 @@ def test_a_gpu_that_torch_cannot_use_is_broken(monkeypatch: pytest.MonkeyPatch) 
     monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev/nvidia0")] if self == Path("/dev") else [])
     lines = [str(line) for line in doctor.machine(torch)]
     assert "  !!  no GPU: this torch is a build for CPUs, but there is one" in lines
+
+
+def test_a_containers_little_shared_memory_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"total": 64 * 2**20, "used": 0, "free": 64 * 2**20}
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(**sizes))
+    (line,) = (str(line) for line in doctor.machine(None) if line.state == "absent")
+    assert "/dev/shm holds 64 MiB" in line
+    assert line.endswith("docker run --shm-size=2g")
+    sizes["total"] = 2**31
+    assert [line for line in doctor.machine(None) if line.state == "absent"] == []
 
 
 def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
