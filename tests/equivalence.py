@@ -63,7 +63,7 @@ class Case:
     processes: int = 2
     tasks: tuple[str, ...] = ("cnn", "gpt")
     in_suite: bool = True
-    """Whether CI trains it too, or another test covers it with fewer steps."""
+    """Whether CI trains it too, if it takes no more than two processes. tests/engines covers the others with fewer steps."""
 
     @property
     def precision(self) -> str:

@@ -1,7 +1,7 @@
 """One file, one training: every engine's losses and weights beside a single process's, by the bounds of tests/equivalence.py.
 
-Each case trains one model here, in turn the CNN and the GPT; ``make equivalence`` trains
-all of them with each, and some with a Llama of Hugging Face.
+Each case of at most two processes trains one model here, in turn the CNN and the GPT; ``make equivalence`` trains all of them
+with each, those of four and eight processes too, and some with a Llama of Hugging Face.
 """
 
 from __future__ import annotations
