@@ -14,6 +14,7 @@ def report(*arguments: str, **variables: str) -> tuple[int, list[str]]:
     path = os.pathsep.join([variables.pop("first_on_path", ""), str(REPOSITORY)]).strip(os.pathsep)
     done = subprocess.run(
         [sys.executable, "-m", "dsframe.cli", "doctor", *arguments],
+        cwd=variables.get("TMPDIR"),  # away from the files here, which name folders of other runs
         env=os.environ | {"PYTHONPATH": path} | variables,
         capture_output=True,
         text=True,
@@ -26,13 +27,13 @@ def report(*arguments: str, **variables: str) -> tuple[int, list[str]]:
 
 
 def test_a_working_machine(tmp_path: Path) -> None:
-    code, lines = report(TORCH_EXTENSIONS_DIR=str(tmp_path), HOME=str(tmp_path))
+    code, lines = report(TORCH_EXTENSIONS_DIR=str(tmp_path), HOME=str(tmp_path), TMPDIR=str(tmp_path))
     text = "\n".join(lines)
     for name in ("single, ddp: torch ", "deepspeed 0.", "horovod 0.", "torchvision 0.", "torchrun: "):
         assert f"  ok  {name}" in text, text
     left = lines[lines.index("left by old runs") + 1]
     if "buffers of killed runs" not in left:  # another run's, on a shared machine
-        assert left == "  ok  no stale build locks, no buffers in /dev/shm"
+        assert left == "  ok  no stale build locks, no buffers in /dev/shm, nothing swapped out by a killed run"
         assert code == 0
 
 
