@@ -67,10 +67,10 @@ def blocks(model: nn.Module, names: Sequence[str] | None, key: str) -> set[str]:
     """
     classes = Counter(type(module).__name__ for module in model.modules() if module is not model)
     if names is None:
-        repeated = _repeated(model)
-        if repeated is None:
+        found = repeated(model)
+        if found is None:
             raise _wrong(key, "the model repeats no block", f"name classes of it: {_list(classes)}")
-        names = [repeated]
+        names = [found]
     for name in names:
         if name not in classes:
             raise _wrong(key, f"the model has no module of class {name}", f"there are {_list(classes)}")
@@ -90,7 +90,8 @@ def _of(model: nn.Module, classes: set[str]) -> list[nn.Module]:
     return list(dict.fromkeys(visit(model)))
 
 
-def _repeated(model: nn.Module) -> str | None:
+def repeated(model: nn.Module) -> str | None:
+    """The class of the model's blocks, found as :func:`blocks` says; None where it repeats none."""
     sizes: Counter[str] = Counter()
     for module in model.modules():
         inside = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())

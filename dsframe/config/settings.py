@@ -196,8 +196,8 @@ class Fsdp(Section):
 
     wrap: list[str] = []
     """Classes of the model, by name. Each instance is gathered as one, and given up before the next. Default: the class that
-    occurs most often in its lists of layers (``Sequential``, ``ModuleList``). What shares a parameter with another part of the
-    model stays with the whole model."""
+    the model repeats, as for ``activation_checkpointing``, else the one that occurs most often in its lists of layers. What
+    shares a parameter with another part of the model stays with the whole model."""
     sharding: Literal["full", "hybrid"] = "full"
     """``full``: shares for all ranks. ``hybrid``: shares within groups of ranks, and each group has a whole model."""
     shard_size: Count | None = None

@@ -25,7 +25,7 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from dsframe import process_group
+from dsframe import process_group, switches
 from dsframe.checkpoint.state import SavedState
 from dsframe.engine import Inputs, Plan
 from dsframe.engines.precision import MasterWeights, gradients_of
@@ -185,7 +185,7 @@ def _refuse_scalars(model: nn.Module) -> None:
 
 
 def _units(model: nn.Module, wanted: list[str]) -> list[nn.Module]:
-    """What is gathered as one, innermost first: instances of the classes ``wanted``, or of those that repeat most.
+    """What is gathered as one, innermost first: instances of the classes ``wanted``, or the model's blocks.
 
     What shares a parameter with another part of the model stays with the whole model: a parameter belongs to one unit.
     Raises EngineError, with the names that there are, for a class that the model does not have.
@@ -199,7 +199,8 @@ def _units(model: nn.Module, wanted: list[str]) -> list[nn.Module]:
     if missing:
         known = ", ".join(f"{name} ({count})" for name, count in there.most_common())
         raise EngineError(f"fsdp.wrap: this model has no {', '.join(missing)}; it has {known}")
-    names = wanted or _repeated(model)
+    block = switches.repeated(model)
+    names = wanted or ([block] if block else _listed(model))
     owners: dict[int, set[int]] = {}
     for module in model.modules():
         for parameter in module.parameters(recurse=False):
@@ -212,8 +213,8 @@ def _units(model: nn.Module, wanted: list[str]) -> list[nn.Module]:
     return [module for module in reversed(inner) if type(module).__name__ in names and alone(module)]
 
 
-def _repeated(model: nn.Module) -> list[str]:
-    """The class of which the model's lists of layers have most, where it is more than one."""
+def _listed(model: nn.Module) -> list[str]:
+    """For models without blocks: the class of which the model's lists of layers have most, where it is more than one."""
     found = Counter(
         type(child).__name__
         for module in model.modules()

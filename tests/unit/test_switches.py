@@ -13,12 +13,19 @@ from torch import Tensor, nn
 
 from dsframe import switches
 from dsframe.config import load
+from dsframe.engines import fsdp
 from dsframe.errors import ConfigError
 from dsframe.tasks import layers
 from dsframe.tasks.language import gpt
 from dsframe.tasks.vision import cnn
 
 CPU = torch.device("cpu")
+
+
+class Pair(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
 
 
 def language_model() -> nn.Module:
@@ -204,3 +211,11 @@ def test_tiles_are_cut_and_joined_again(monkeypatch: pytest.MonkeyPatch) -> None
     ):
         with pytest.raises(ConfigError, match=message):
             tile(language_model(), Tiling(modules=modules, in_splits=33), tiling.TiledLinear)
+
+
+def test_fsdp_gathers_the_blocks_that_others_recompute() -> None:
+    model = nn.ModuleDict(
+        {"blocks": nn.ModuleList([Pair(), Pair()]), "heads": nn.ModuleList(nn.Linear(2, 1) for _ in range(3))}
+    )
+    assert {type(unit) for unit in fsdp._units(model, [])} == {Pair}
+    assert {type(unit) for unit in fsdp._units(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [])} == {nn.Linear}
