@@ -79,6 +79,36 @@ class SavedState(Protocol):
         """One parameter, read anew each time, on the CPU. Not collective."""
 
 
+class SavedView:
+    """A saved state seen another way: as saved, but for what a subclass says otherwise."""
+
+    def __init__(self, saved: SavedState) -> None:
+        self._saved = saved
+
+    @property
+    def updates(self) -> int:
+        """As saved."""
+        return self._saved.updates
+
+    @property
+    def loss_scale(self) -> LossScaleState | None:
+        """As saved."""
+        return self._saved.loss_scale
+
+    @property
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        """Of the parameters that are seen."""
+        return self._saved.shapes
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        """Those that are seen."""
+        return self._saved.buffers()
+
+    def parameter(self, name: str) -> ParameterState:
+        """As it is seen."""
+        return self._saved.parameter(name)
+
+
 class Snapshot:
     """A saved state in memory: a copy of everything. Every rank holds all of it, so it is for tests and small models."""
 

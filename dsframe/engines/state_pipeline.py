@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsframe.checkpoint.state import LossScaleState, ParameterState, SavedState
+from dsframe.checkpoint.state import ParameterState, SavedState, SavedView
 
 
 class Column:
@@ -80,22 +80,12 @@ def _describe(one: ParameterState | None) -> str:
     )
 
 
-class Share:
+class Share(SavedView):
     """The part of a saved state that one stage holds, as a saved state."""
 
     def __init__(self, saved: SavedState, parameters: Iterable[str], buffers: Iterable[str]) -> None:
-        self._saved = saved
+        super().__init__(saved)
         self._parameters, self._buffers = frozenset(parameters), frozenset(buffers)
-
-    @property
-    def updates(self) -> int:
-        """As saved."""
-        return self._saved.updates
-
-    @property
-    def loss_scale(self) -> LossScaleState | None:
-        """As saved."""
-        return self._saved.loss_scale
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
@@ -105,7 +95,3 @@ class Share:
     def buffers(self) -> Mapping[str, Tensor]:
         """The stage's."""
         return {name: buffer for name, buffer in self._saved.buffers().items() if name in self._buffers}
-
-    def parameter(self, name: str) -> ParameterState:
-        """As saved."""
-        return self._saved.parameter(name)

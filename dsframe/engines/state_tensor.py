@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsframe.checkpoint.state import EngineState, LossScaleState, ParameterState, SavedState, compare
+from dsframe.checkpoint.state import EngineState, ParameterState, SavedState, SavedView, compare
 from dsframe.errors import CheckpointError
 
 _NOTE = "ds_autotp_universal_checkpoint_meta"
@@ -108,28 +108,19 @@ def _gather(share: Tensor, cut: Cut, group: dist.ProcessGroup) -> Tensor:
     return cut.whole([one[:size] for one, size in zip(everyones, sizes, strict=True)])
 
 
-class Shares:
+class Shares(SavedView):
     """A saved state as one rank of a tensor-parallel group sees it: its share of every parameter that is cut."""
 
     def __init__(self, saved: SavedState, own: Mapping[str, Sequence[int]], cut: Mapping[str, Cut], rank: int) -> None:
         """``own``: the shapes of this rank's parameters. Raises CheckpointError where the models differ."""
         compare("parameter", {name: cut[name].shape if name in cut else own[name] for name in own}, saved.shapes)
-        self._saved, self._own, self._cut, self._rank = saved, own, cut, rank
-
-    @property
-    def updates(self) -> int:
-        return self._saved.updates
-
-    @property
-    def loss_scale(self) -> LossScaleState | None:
-        return self._saved.loss_scale
+        super().__init__(saved)
+        self._own, self._cut, self._rank = own, cut, rank
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
+        """Of this rank's parameters."""
         return self._own
-
-    def buffers(self) -> Mapping[str, Tensor]:
-        return self._saved.buffers()
 
     def parameter(self, name: str) -> ParameterState:
         """This rank's share. Optimizer state that is not shaped like the weight stays as it is."""

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dsframe import switches
-from dsframe.checkpoint.state import EngineState, LossScaleState, ParameterState, SavedState
+from dsframe.checkpoint.state import EngineState, ParameterState, SavedState, SavedView
 from dsframe.config.settings_model import Tiling
 from dsframe.errors import ConfigError, Problem
 
@@ -72,20 +72,13 @@ class Tiles:
         return torch.empty(self.shapes[whole], dtype=like.dtype, device=like.device)
 
 
-class _Cut:
+class _Cut(SavedView):
     """A saved state, seen in pieces."""
 
     def __init__(self, saved: SavedState, tiles: Tiles) -> None:
-        self._saved, self._tiles = saved, tiles
+        super().__init__(saved)
+        self._tiles = tiles
         self._last: ParameterState | None = None
-
-    @property
-    def updates(self) -> int:
-        return self._saved.updates
-
-    @property
-    def loss_scale(self) -> LossScaleState | None:
-        return self._saved.loss_scale
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
@@ -95,9 +88,6 @@ class _Cut:
             if kept is not None:  # of another model where the shape is not ours: let that be seen
                 found[name] = tile.shape if tuple(kept) == self._tiles.shapes[tile.whole] else kept
         return found
-
-    def buffers(self) -> Mapping[str, Tensor]:
-        return self._saved.buffers()
 
     def parameter(self, name: str) -> ParameterState:
         tile = self._tiles.pieces.get(name)
