@@ -101,7 +101,7 @@ def meet(world: World, address: str, port: int) -> Store:
 
     Raises WorldError on every rank where one does not come in time, naming it; where the port is taken or rank 0 cannot be reached.
     """
-    limit = timedelta(seconds=float(os.environ.get(LIMIT_VARIABLE, MEETING_SECONDS)))
+    limit = _limit()
     # torchrun serves a store itself, and keeps it when it starts the workers again.
     serves = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -120,6 +120,17 @@ def meet(world: World, address: str, port: int) -> Store:
             f"its host reach {address}:{port}? {LIMIT_VARIABLE} sets another limit, in seconds"
         )
     return store
+
+
+def _limit() -> timedelta:
+    text = os.environ.get(LIMIT_VARIABLE, str(MEETING_SECONDS))
+    try:
+        limit = timedelta(seconds=float(text))
+    except (ValueError, OverflowError):
+        limit = timedelta(0)
+    if limit <= timedelta(0):
+        raise WorldError(f"{LIMIT_VARIABLE}={text!r} is not a number of seconds; write 300, say")
+    return limit
 
 
 def _absent(store: Store, world: World, limit: timedelta) -> str:

@@ -12,7 +12,6 @@ and no buffer in shared memory may be left, and every checkpoint must be whole.
 from __future__ import annotations
 
 import argparse
-import contextlib
 import random
 import sys
 import tempfile
@@ -29,7 +28,7 @@ from dsframe.leftovers import unused_buffers
 from tests.portability import CONFIG, losses
 from tests.processes import Finished, Running, run_ranks
 
-STEPS, EVERY = 120, 4
+EVERY = 4
 ENGINES = {
     "deepspeed": ("--engine", "deepspeed", "--set", "zero_optimization.stage=2"),
     "horovod": ("--engine", "horovod"),
@@ -41,6 +40,8 @@ ENGINES = {
 class Kill:
     """One blow, and what it met."""
 
+    steps: int
+    """Of the run."""
     in_save: bool
     after: float
     """Seconds after the start of training, or which save (a share of all of them)."""
@@ -54,9 +55,9 @@ class Kill:
         """Waits for the moment, kills, waits until everything has ended."""
         before = set(unused_buffers())
         checkpoints = run_dir / "checkpoints"
-        with contextlib.suppress(AssertionError, KeyError, psutil.Error):  # the run ended first
+        try:
             if self.in_save:
-                step = max(1, round(self.after * STEPS / EVERY)) * EVERY
+                step = max(1, round(self.after * self.steps / EVERY)) * EVERY
                 running.wait_for(lambda: _writing(checkpoints, step), timeout_seconds=120, what="a save")
                 time.sleep(self.delay)
             else:
@@ -68,6 +69,11 @@ class Kill:
             victim.kill()
             where = f"in the save {saving[0][1:14]}" if saving else "no save under way"
             self.met = f"{where}, newest {newest[0].name if newest else 'none'}"
+        except AssertionError:
+            if running.process.poll() is None:
+                raise  # the time is over
+        except (KeyError, psutil.Error):
+            pass  # the rank had ended
         running.wait_for_end(timeout_seconds=200)
         self.leaked = tuple(path.name for path in unused_buffers() if path not in before)
 
@@ -77,12 +83,12 @@ def _writing(checkpoints: Path, step: int) -> bool:
     return any(int(path.name[6:14]) >= step for path in checkpoints.glob(".step-*.partial"))
 
 
-def train(engine: str, run_dir: Path, *, asynchronous: bool, kill: Kill | None = None) -> Finished:
+def train(engine: str, run_dir: Path, steps: int, *, asynchronous: bool, kill: Kill | None = None) -> Finished:
     """One run under ``dsframe launch``."""
     config = run_dir.parent / "kill.json"
     config.write_text(CONFIG)
     settings = {
-        "dsframe.steps": STEPS,
+        "dsframe.steps": steps,
         "dsframe.checkpoints.every_steps": EVERY,
         "dsframe.checkpoints.asynchronous": str(asynchronous).lower(),
     }
@@ -109,40 +115,42 @@ def verdict(run_dir: Path, finished: Finished, kill: Kill, expected: dict[int, f
     return f"left in shared memory: {', '.join(kill.leaked)}" if kill.leaked else ""
 
 
-def plan(seed: int, number: int, seconds: float) -> tuple[str, bool, Kill]:
+def plan(seed: int, number: int, steps: int, seconds: float) -> tuple[str, bool, Kill]:
     """Engine, whether asynchronous, and the blow of run ``number``; ``seconds``: how long a whole run takes."""
     chance = random.Random(f"{seed}/{number}")
     engine = list(ENGINES)[number % len(ENGINES)]
     in_save = chance.random() < 2 / 3
     after = chance.random() * (1.0 if in_save else seconds)
-    return engine, chance.random() < 0.5, Kill(in_save, after, chance.random() * 0.03, chance.randrange(2))
+    return engine, chance.random() < 0.5, Kill(steps, in_save, after, chance.random() * 0.03, chance.randrange(2))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints a line for each run; returns how many went wrong."""
+    """Prints a line for each run; returns how many went wrong, and one more where too few were hit to say so."""
     parser = argparse.ArgumentParser(prog="tests.kill", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--runs", type=int, default=100)
     parser.add_argument(
         "--first", type=int, default=0, help="number of the first run, to repeat one (default: %(default)s)"
     )
     parser.add_argument("--seed", type=int, default=20261120)
+    parser.add_argument("--steps", type=int, default=120, help="of each run (default: %(default)s)")
     options = parser.parse_args(argv)
+    steps = options.steps
     wrong = hits = in_saves = 0
-    print(f"seed {options.seed}: {options.runs} runs of {STEPS} steps, a checkpoint every {EVERY}; 2 ranks", flush=True)
+    print(f"seed {options.seed}: {options.runs} runs of {steps} steps, a checkpoint every {EVERY}; 2 ranks", flush=True)
     with tempfile.TemporaryDirectory() as name:
         whole: dict[str, tuple[dict[int, float], float]] = {}
         for number in range(options.first, options.first + options.runs):
             engine = list(ENGINES)[number % len(ENGINES)]
             if engine not in whole:
                 undisturbed = Path(name) / engine
-                seconds = train(engine, undisturbed, asynchronous=False).check().seconds
+                seconds = train(engine, undisturbed, steps, asynchronous=False).check().seconds
                 whole[engine] = losses(undisturbed), seconds
-                print(f"{engine}: undisturbed, {seconds:.0f} s, loss {whole[engine][0][STEPS]:.9f}", flush=True)
+                print(f"{engine}: undisturbed, {seconds:.0f} s, loss {whole[engine][0][steps]:.9f}", flush=True)
             expected, seconds = whole[engine]
-            engine, asynchronous, kill = plan(options.seed, number, seconds)
+            engine, asynchronous, kill = plan(options.seed, number, steps, seconds)
             run_dir = Path(name) / f"run-{number}"
             try:
-                finished = train(engine, run_dir, asynchronous=asynchronous, kill=kill)
+                finished = train(engine, run_dir, steps, asynchronous=asynchronous, kill=kill)
                 problem = verdict(run_dir, finished, kill, expected)
                 again = finished.output.count("going on after step")
             except (AssertionError, psutil.Error) as error:
@@ -154,7 +162,12 @@ def main(argv: Sequence[str] | None = None) -> int:
             what = f"{number:>4} {engine:<10} saves {how:<10} rank {kill.rank} killed: {kill.met}; resumed {again} x"
             print(f"{what}: {problem or 'same losses'}", flush=True)
     print(f"{options.runs} runs, {hits} hit, {in_saves} of them inside a save; {wrong} wrong", flush=True)
-    return wrong
+    required = -(-2 * options.runs // 3)
+    if hits < required:
+        print(
+            f"only {hits} of {options.runs} runs were hit, and {required} have to be: this says too little", flush=True
+        )
+    return wrong + (hits < required)
 
 
 if __name__ == "__main__":

@@ -2,9 +2,35 @@
 
 from __future__ import annotations
 
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
 from tests import kill
 
 
 def test_a_killed_run_ends_as_if_nothing_had_happened() -> None:
-    """DeepSpeed, Horovod and DDP once each, under ``dsframe launch --restarts``."""
-    assert kill.main(["--runs", "3", "--first", "3"]) == 0
+    """DeepSpeed, Horovod and DDP once each, under ``dsframe launch --restarts``; this seed kills each of them in a save."""
+    assert kill.main(["--runs", "3", "--seed", "3982", "--steps", "40"]) == 0
+
+
+def test_kills_that_hit_nothing_prove_nothing(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Two of three have to: a run that ends before its blow is like the undisturbed one."""
+    finished = SimpleNamespace(returncode=0, output="", seconds=1.0)
+    finished.check = lambda: finished
+    left = [0]
+
+    def train(*words: Any, kill: Any = None, **more: Any) -> Any:
+        if kill is not None and left[0]:
+            left[0], kill.met = left[0] - 1, "no save under way, newest none"
+        return finished
+
+    monkeypatch.setattr(kill, "train", train)
+    monkeypatch.setattr(kill, "losses", lambda run_dir: {8: 1.0})
+    for hits, wrong in ((0, 1), (1, 1), (2, 0)):
+        left[0] = hits
+        assert kill.main(["--runs", "3", "--steps", "8"]) == wrong
+        assert (f"only {hits} of 3 runs were hit, and 2 have to be" in capsys.readouterr().out) == bool(wrong)

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsframe import world
+from dsframe import process_group, world
 from dsframe.errors import WorldError
 from dsframe.rendezvous import meeting_point
 from dsframe.run import settle_threads
@@ -146,3 +146,10 @@ def test_threads_are_shared_among_the_ranks_of_a_host(monkeypatch: pytest.Monkey
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     with pytest.raises(WorldError, match="OMP_NUM_THREADS='many'"):
         settle_threads(World(), None)
+
+
+@pytest.mark.parametrize("text", ["abc", "", "0", "-3", "nan", "inf"])
+def test_a_limit_of_the_meeting_that_is_no_number_of_seconds(text: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv(process_group.LIMIT_VARIABLE, text)
+    with pytest.raises(WorldError, match=f"DSFRAME_MEETING_SECONDS='{text}' is not a number of seconds"):
+        process_group.meet(World(), "127.0.0.1", 1)
