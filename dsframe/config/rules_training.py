@@ -251,6 +251,6 @@ def _engines(bench: Judge) -> None:
             bench.idle(("dsframe", "ddp", key), f'has no effect with communication "{ddp.communication}"')
     if bench.wrote("dsframe", "fsdp", "shard_size") and fsdp.sharding == "full":
         bench.idle(("dsframe", "fsdp", "shard_size"), 'has no effect with sharding "full"')
-    if file.dsframe.engine == "reference-model-parallel" and file.pipeline.stages == 1:
+    if bench.engine == "reference-model-parallel" and file.pipeline.stages == 1:
         message = "it cuts the model into pipeline.stages, one for each process, and there is 1"
         bench.conflict(("dsframe", "engine"), message, 'add "pipeline": {"stages": 2}')

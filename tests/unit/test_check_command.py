@@ -235,6 +235,7 @@ def test_an_engine_of_full_replicas_is_judged_by_itself(folder: Path) -> None:
     command = ["check", "clean.json", "--set", "tensor_parallel.autotp_size=2", "--set", "dsframe.task.model=cnn"]
     assert main(command) == 2
     assert main([*command, "--engine", "ddp"]) == 0
+    assert main(["check", "clean.json", "--engine", "reference-model-parallel"]) == 2, "there is one stage"
 
 
 def test_fix_rewrites_the_file_and_shows_how(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
