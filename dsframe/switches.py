@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import fnmatch
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from functools import partial, wraps
 from typing import TYPE_CHECKING, Any
@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 _CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
 _UNIT = "_dsframe_unit"
 """Attribute of a module that runs as one."""
+_KEEP = "_dsframe_keep"
+"""Attribute of a module that is recomputed: where its inputs wait."""
 _CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
 
 
@@ -134,16 +136,28 @@ def recompute(block: nn.Module, *, to_host: bool = False) -> None:
     forward = block.forward
     norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]
     contexts = partial(_contexts, norms)
+    on_host = partial(torch.autograd.graph.save_on_cpu, pin_memory=torch.cuda.is_available())
+    keep(block, on_host if to_host else nullcontext)
 
     @wraps(forward)
     def checkpointed(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        with torch.autograd.graph.save_on_cpu(pin_memory=torch.cuda.is_available()) if to_host else nullcontext():
+        with getattr(block, _KEEP)():
             return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
 
     block.forward = checkpointed
     setattr(block, _UNIT, True)
+
+
+def keep(block: nn.Module, how: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Where a recomputed ``block`` keeps its inputs: ``how`` makes the hooks for saved tensors under which it is called."""
+    setattr(block, _KEEP, how)
+
+
+def is_recomputed(module: nn.Module) -> bool:
+    """Whether :func:`recompute` was called for it."""
+    return hasattr(module, _KEEP)
 
 
 def units(model: nn.Module) -> list[nn.Module]:

@@ -64,6 +64,12 @@ def may_be_fp16(file: DeepSpeed) -> bool:
     return file.torch_autocast.enabled and name in ("fp16", "half", "float16")
 
 
+def shares_activations(file: DeepSpeed, settings: Settings) -> bool:
+    """Whether ``partition_activations`` is on, and there are recomputed blocks and ranks that have the same inputs to them."""
+    shared = file.activation_checkpointing.partition_activations and file.tensor_parallel.autotp_size > 1
+    return shared and bool(settings.model.activation_checkpointing)
+
+
 def _zero(file: DeepSpeed) -> Iterator[Found]:
     zero = file.zero_optimization
     path: Path = ("zero_optimization",)
@@ -156,7 +162,8 @@ def _rest(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
         # What is kept goes to the CPU on every engine, once there are blocks that keep their inputs alone.
         honoured = key == "cpu_checkpointing" and settings.model.activation_checkpointing
         if getattr(checkpointing, key) and not honoured:
-            yield "activation_checkpointing", ("activation_checkpointing", key), key
+            shared = key == "partition_activations" and shares_activations(file, settings)
+            yield key if shared else "activation_checkpointing", ("activation_checkpointing", key), key
     if settings.model.tiling is not None:
         yield "tiling", ("dsframe", "model", "tiling"), "tiled linear layers"
     if file.data_efficiency.enabled:

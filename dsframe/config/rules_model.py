@@ -38,6 +38,12 @@ def _recomputation(bench: Judge) -> None:
             ("activation_checkpointing",), "acts on blocks that are recomputed, and the file names none",
             'add "model": {"activation_checkpointing": true} to "dsframe"', code="no-effect",
         )  # fmt: skip
+    cut = bench.file.tensor_parallel.autotp_size > 1
+    if chosen and bench.by_deepspeed and bench.file.activation_checkpointing.partition_activations and not cut:
+        bench.idle(
+            ("activation_checkpointing", "partition_activations"),
+            "has no effect without tensor_parallel.autotp_size: no two ranks have the same inputs that they could share out",
+        )
     task = bench.file.dsframe.task
     if chosen == []:
         bench.conflict(path, "names no class", "write true, or class names")

@@ -20,10 +20,11 @@ if TYPE_CHECKING:
 
 # Where state lives, not what is computed: an engine of full replicas trains the same without it, and says so.
 _PLACEMENT = frozenset(
-    {"zero1", "zero2", "zero3", "hpz", "tiling"}
+    {"zero1", "zero2", "zero3", "hpz", "tiling", "partition_activations"}
     | {"offload_optimizer_cpu", "offload_optimizer_nvme", "offload_param_cpu", "offload_param_nvme"}
 )
-# What only a model that calls deepspeed.checkpointing itself can use: DeepSpeed's engine does not read these keys either.
+# What only a model that calls deepspeed.checkpointing itself can use, or ranks and blocks that the file does not have: DeepSpeed's
+# engine does not read these keys either.
 _MODELS_OWN = frozenset({"activation_checkpointing"})
 # What only watches the training.
 _OBSERVERS = frozenset({"flops_profiler", "comms_logger"})

@@ -19,9 +19,9 @@ from torch import Tensor, nn
 
 from dsframe import process_group, switches
 from dsframe.checkpoint.state import EngineState, SavedState
-from dsframe.config.features import LOGGERS
+from dsframe.config.features import LOGGERS, shares_activations
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure
-from dsframe.engines import jit, precision, state_tensor, state_zero, tensor, tiling
+from dsframe.engines import jit, partition, precision, state_tensor, state_zero, tensor, tiling
 from dsframe.engines.library import TiledLinear, deepspeed, groups, logger, set_z3_leaf_module
 from dsframe.engines.swap import SwapFolders
 from dsframe.errors import EngineError
@@ -59,6 +59,9 @@ class ZeroEngine(Engine):
         with contextlib.nullcontext() if plan.verbose else _quiet():
             module, self._model = self._build()
             self._shares = self._initialize(module, document)
+        if shares_activations(plan.config.deepspeed, plan.config.settings):
+            to_host = plan.config.deepspeed.activation_checkpointing.cpu_checkpointing
+            partition.share_out(module, self._tensor_group(), to_host=to_host)
         self._undo_hidden_step()
         if plan.config.settings.on_nonfinite == "skip":
             _look_before_each_step(self._engine)

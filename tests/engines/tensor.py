@@ -13,6 +13,7 @@ import sys
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 
@@ -23,6 +24,8 @@ from dsframe.config import Facts, load
 from dsframe.data import Loader
 from dsframe.engine import Engine, Plan
 from dsframe.engines.library import groups
+from dsframe.engines.partition import Kept, Parts
+from dsframe.errors import EngineError
 from dsframe.process_group import device_of
 from dsframe.train import leave_at_once
 from tests.engines.several import one_process_group
@@ -48,8 +51,8 @@ TASKS: dict[str, dict[str, Any]] = {
 }
 
 
-def zero(stage: int) -> dict[str, Any]:
-    return {"zero_optimization": {"stage": stage}}
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **more}}
 
 
 CUT = {"tensor_parallel": {"autotp_size": 2}}
@@ -60,6 +63,7 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tied llama zero1": ("tied", "deepspeed", {**CUT, **zero(1)}),
     "llama zero3": ("llama", "deepspeed", {**CUT, **zero(3)}),
     "llama zero1 bf16": ("llama", "deepspeed", {**CUT, **zero(1), **BF16}),
+    "llama zero2 cpu": ("llama", "deepspeed", {**CUT, **zero(2, offload_optimizer={"device": "cpu"})}),
     "qwen3 zero1": ("qwen3", "deepspeed", {**CUT, **zero(1)}),
     "gpt in stages zero0": ("gpt", "deepspeed", {**CUT, **STAGES}),
     "gpt in stages zero1": ("gpt", "deepspeed", {**CUT, **STAGES, **zero(1)}),
@@ -68,9 +72,16 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "whole llama fsdp": ("llama", "fsdp", {}),
     "whole vit zero2": ("vit", "deepspeed", zero(2)),
 }
+RECOMPUTED = {
+    "gpt in stages zero1": ("gpt", {**CUT, **STAGES, **zero(1)}),
+    "llama zero3": ("llama", {**CUT, **zero(3)}),
+}
+"""Blocks recomputed, with the inputs that they keep whole on every rank and in parts."""
 
 
-def build(kind: str, changes: dict[str, Any], engine: str) -> tuple[Engine, Loader]:
+def build(
+    kind: str, changes: dict[str, Any], engine: str, model: dict[str, Any] | None = None
+) -> tuple[Engine, Loader]:
     """**Collective** but for the single process. An engine, and its samples: the same global batches on each."""
     world = worlds.World() if engine == "single" else worlds.here()
     changes = {
@@ -83,7 +94,7 @@ def build(kind: str, changes: dict[str, Any], engine: str) -> tuple[Engine, Load
             "gradient_accumulation_steps": 2,
             "gradient_clipping": 0.5,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
-            "dsframe": {"engine": engine, "task": TASKS[kind]},
+            "dsframe": {"engine": engine, "task": TASKS[kind], "model": model or {}},
             **changes,
         }
     )
@@ -149,6 +160,42 @@ def measure(kind: str, engine: str, changes: dict[str, Any]) -> dict[str, Any]:
     return report
 
 
+def recomputed(kind: str, changes: dict[str, Any]) -> dict[str, Any]:
+    """Three steps with whole inputs and with parts, and the bytes that this rank would have kept and has kept of them."""
+    report: dict[str, Any] = {}
+    sizes = [0, 0]
+    pack = Parts.pack
+
+    def counted(parts: Parts, tensor: torch.Tensor) -> Kept:
+        kept = pack(parts, tensor)
+        if kept[1] is not None:
+            sizes[0] += tensor.nbytes
+            sizes[1] += kept[0].untyped_storage().nbytes()
+        return kept
+
+    for name, partition in (("whole", False), ("parts", True)):
+        wanted = {**changes, "activation_checkpointing": {"partition_activations": partition}}
+        with mock.patch.object(Parts, "pack", counted):
+            made = build(kind, wanted, "deepspeed", {"activation_checkpointing": True})
+            report[name] = list(steps(made, 0, 3))
+        groups._release_process_group_references()
+        report[f"{name}, bytes"] = list(sizes)
+    return report
+
+
+def different_inputs() -> str:
+    """What a step says where the recomputed module's inputs are themselves cut."""
+    changes = {**CUT, **zero(1), "activation_checkpointing": {"partition_activations": True}}
+    made = build("llama", changes, "deepspeed", {"activation_checkpointing": ["SiLUActivation"]})
+    try:
+        list(steps(made, 0, 1))
+    except EngineError as error:
+        return str(error)
+    finally:
+        groups._release_process_group_references()
+    return "nothing"
+
+
 def main(path: str, cases: list[str]) -> None:
     torch.set_num_threads(1)
     report = {}
@@ -156,6 +203,9 @@ def main(path: str, cases: list[str]) -> None:
         for case in cases:
             report[case] = measure(*CASES[case])
             groups._release_process_group_references()
+        for case in RECOMPUTED if cases == list(CASES) else ():
+            report[f"recomputed {case}"] = recomputed(*RECOMPUTED[case])
+        report["different inputs"] = {"says": different_inputs()}
         if torch.distributed.get_rank() == 0:
             Path(path).write_text(json.dumps(report))
 

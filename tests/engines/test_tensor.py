@@ -17,7 +17,7 @@ from dsframe.engines.state_tensor import Cut, Shares
 from dsframe.engines.tensor import cuts, prepare
 from dsframe.errors import CheckpointError, EngineError
 from dsframe.tasks import _transformers
-from tests.engines.tensor import CASES, LLAMA
+from tests.engines.tensor import CASES, LLAMA, RECOMPUTED
 from tests.processes import run_ranks, torchrun
 
 NOISE = {"loss": 1e-5, "norm": 1e-5, "state": 5e-4}
@@ -58,6 +58,22 @@ def test_several_ranks_are_one_process(case: str, reports: dict[str, dict[str, A
     held, whole = report["elements"]
     if "whole" not in case:
         assert held < 0.7 * whole
+
+
+@pytest.mark.parametrize("case", RECOMPUTED)
+def test_parts_of_kept_inputs_are_half_of_them_and_train_the_same(
+    case: str, reports: dict[str, dict[str, Any]]
+) -> None:
+    report = reports[f"recomputed {case}"]
+    assert len({loss for loss, _ in report["whole"]}) == 3, "it trains"
+    assert report["parts"] == report["whole"], "to the last bit"
+    assert report["whole, bytes"] == [0, 0]
+    whole, parts = report["parts, bytes"]
+    assert whole == 2 * parts > 0
+
+
+def test_inputs_that_differ_cannot_be_shared_out(reports: dict[str, dict[str, Any]]) -> None:
+    assert "different inputs to model.layers.0.mlp.act_fn; name whole blocks" in reports["different inputs"]["says"]
 
 
 # Without processes.

@@ -74,6 +74,8 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("DeepSpeed's section without blocks", {"activation_checkpointing": {"cpu_checkpointing": True}, **ours(steps=5)}, ["W no-effect activation_checkpointing"]),
     ("DeepSpeed's section with blocks", {"activation_checkpointing": {"cpu_checkpointing": True}, **ours(model={"activation_checkpointing": ["Sequential"]})}, []),
     ("one graph at stage 3", {**zero(3), **ours(model={"compile": True})}, ["W slow dsframe.model.compile"]),
+    ("shared inputs of recomputed blocks", {"activation_checkpointing": {"partition_activations": True}, **cut(2), **ours(model={"activation_checkpointing": ["Block"]})}, []),
+    ("shared inputs without ranks that have the same", {"activation_checkpointing": {"partition_activations": True}, **ours(model={"activation_checkpointing": ["Block"]})}, ["W no-effect activation_checkpointing.partition_activations"]),
     ("recomputed blocks under nn.DataParallel", ours(engine="reference-dataparallel", model={"activation_checkpointing": ["Sequential"]}), ["E conflict dsframe.model.activation_checkpointing"]),
     ("one graph in a pipeline", {"pipeline": {"stages": 2}, **ours(model={"compile": True})}, ["E conflict dsframe.model.compile"]),
     ("one graph, where there are no stages", {"pipeline": {"stages": 2}, **ours(engine="ddp", model={"compile": True})}, []),

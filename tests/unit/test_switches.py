@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dsframe import switches
+from dsframe import engines, switches
 from dsframe.config import load
 from dsframe.engines import fsdp
 from dsframe.errors import ConfigError
@@ -219,3 +219,24 @@ def test_fsdp_gathers_the_blocks_that_others_recompute() -> None:
     )
     assert {type(unit) for unit in fsdp._units(model, [])} == {Pair}
     assert {type(unit) for unit in fsdp._units(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [])} == {nn.Linear}
+
+
+@pytest.mark.parametrize(
+    ("name", "size", "refused", "note"),
+    [
+        ("deepspeed", 2, [], ""),
+        ("deepspeed", 1, [], "goes without activation_checkpointing.partition_activations"),
+        ("ddp", 2, [], "instead of tensor_parallel.autotp_size, activation_checkpointing.partition_activations"),
+        ("reference-model-parallel", 2, ["tensor_parallel.autotp_size"], "instead of activation_checkpointing.part"),
+    ],
+)
+def test_an_engine_says_whether_kept_inputs_are_shared_out(name: str, size: int, refused: list[str], note: str) -> None:
+    file = {
+        "train_batch_size": 4,
+        "tensor_parallel": {"autotp_size": size},
+        "activation_checkpointing": {"partition_activations": True},
+        "dsframe": {"task": {"name": "language"}, "model": {"activation_checkpointing": True}},
+    }
+    problems, notes = engines.examine(load(file), name)
+    assert [problem.path for problem in problems] == refused
+    assert note in " ".join(notes) if note else not notes

@@ -12,10 +12,11 @@ from dsframe.config.schema.base import Count, Section
 
 
 class ActivationCheckpointing(Section):
-    """Settings of ``deepspeed.checkpointing``. They act only where the model calls it."""
+    """Settings of ``deepspeed.checkpointing``. They act only where the model calls it; in dsframe, the first two act on
+    the blocks that ``dsframe.model.activation_checkpointing`` names."""
 
     partition_activations: bool = False
-    """Share out checkpoints over tensor-parallel ranks."""
+    """Share out checkpoints over tensor-parallel ranks; elsewhere without effect."""
     cpu_checkpointing: bool = False
     """Keep checkpoints in CPU memory. Needs ``partition_activations``."""
     contiguous_memory_optimization: bool = False
