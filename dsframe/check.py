@@ -15,6 +15,7 @@ from typing import Any
 
 from dsframe.config import memory, render, secrets
 from dsframe.config.auto import Facts
+from dsframe.config.batch import replica_size
 from dsframe.config.load import Config, Examined, examine, find, read_text
 from dsframe.errors import ConfigError, Problem
 
@@ -167,7 +168,7 @@ def _judge(text: str, label: str, options: argparse.Namespace, limit: int | None
 
 def _reads_apart(config: Config, options: argparse.Namespace) -> bool:
     """Whether the file cuts a model among ranks and the engine does not."""
-    if config.deepspeed.pipeline.stages == 1 and config.deepspeed.tensor_parallel.autotp_size < 2:
+    if replica_size(config.deepspeed)[0] == 1:
         return False
     from dsframe import engines
 
@@ -184,6 +185,11 @@ def _nodes(config: Config, options: argparse.Namespace, label: str) -> list[Prob
     found = []
     for path, size, what in (
         (("tensor_parallel", "autotp_size"), tensor, "a tensor-parallel group crosses hosts: slow"),
+        (
+            ("sequence_parallel_size",),
+            file.sequence_parallel_size or 1,
+            "a sequence-parallel group crosses hosts: slow",
+        ),
         (("zero_optimization", "zero_hpz_partition_size"), secondary, "the secondary partition crosses hosts"),
     ):
         if size > 1 and local % size:

@@ -101,8 +101,8 @@ class Engine(ABC):
         """**Collective.** The task's metrics over the first ``valid`` rows of ``batch``; the other rows are padding.
 
         Without valid rows (a rank that ran out of samples) the model still runs, because others may wait for its shards,
-        and the mapping is empty. Of the ranks that split one model, one has the metrics and the others an empty mapping:
-        sums over all ranks count every sample once.
+        and the mapping is empty. Of the ranks that split one model, one has the metrics and the others an empty mapping; of
+        those that share sequences, each has its slice's: sums over all ranks count every sample once.
         """
 
     @abstractmethod

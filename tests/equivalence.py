@@ -128,6 +128,7 @@ CASES: dict[str, Case] = {
     "horovod bf16": Case("horovod", _BF16, horovodrun, tasks=("gpt",)),
     "ddp bf16": Case("ddp", _BF16, tasks=("gpt",)),
     "fsdp bf16": Case("fsdp", _BF16, tasks=("gpt",)),
+    "sequence zero1": Case("deepspeed", {"sequence_parallel_size": 2, **zero(1)}, deepspeed, tasks=("gpt",)),
 }
 
 

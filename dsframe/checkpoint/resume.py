@@ -221,11 +221,11 @@ def _make_way(engine: Engine, folder: Store, after: int | None, say: Callable[[s
 def _restore_generators(engine: Engine, checkpoint: Checkpoint) -> None:
     """Each rank's own random generators; ranks that the saved run did not have start from seed, rank and step.
 
-    Ranks among which layers are cut have the same ones, or their dropout would differ: the group's first rank's.
+    Ranks that share their samples have the same ones, or their dropout would differ: the group's first rank's.
     """
     kept = checkpoint.generators()
     plan = engine.plan
-    rank = plan.world.rank - plan.world.rank % plan.batch.tensor_parallel_size
+    rank = plan.world.rank - plan.world.rank % plan.batch.sharing
     if rank < len(kept):
         generators.restore(kept[rank], plan.device)
     else:

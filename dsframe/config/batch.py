@@ -6,6 +6,7 @@ from dataclasses import dataclass, field
 
 from dsframe.config.findings import Findings
 from dsframe.config.model import File
+from dsframe.config.schema.deepspeed import DeepSpeed
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -28,6 +29,13 @@ class Batch:
     """Ranks by which DeepSpeed computes its ``train_batch_size``: it counts tensor-parallel ranks as data parallel."""
     tensor_parallel_size: int = 1
     """Ranks that split each layer among themselves. They are neighbours, and read the same samples."""
+    sequence_parallel_size: int = 1
+    """Ranks that share each sample along time. They are neighbours too; the check refuses both at once."""
+
+    @property
+    def sharing(self) -> int:
+        """Neighbours that read the same samples."""
+        return self.tensor_parallel_size * self.sequence_parallel_size
 
     def data_rank(self, rank: int) -> int:
         """Which share of each global batch is ``rank``'s: 0 to ``data_parallel_size`` - 1.
@@ -35,7 +43,7 @@ class Batch:
         DeepSpeed's order of ranks: pipeline stages outermost, tensor-parallel ranks innermost
         (``runtime/pipe/topology.py``, PipeModelDataParallelTopology).
         """
-        return rank // self.tensor_parallel_size % self.data_parallel_size
+        return rank // self.sharing % self.data_parallel_size
 
     @property
     def deepspeed_train_batch_size(self) -> int:
@@ -49,7 +57,7 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
-def replica_size(file: File) -> tuple[int, dict[str, int]]:
+def replica_size(file: DeepSpeed) -> tuple[int, dict[str, int]]:
     """Ranks that together hold one model replica, and the factors by key."""
     factors = {
         "pipeline.stages": file.pipeline.stages,
@@ -115,7 +123,8 @@ def solve(file: File, world_size: int, findings: Findings, replicas: bool = Fals
             code="batch",
         )
     samples = micro * steps * data_parallel
-    return Batch(samples, micro, steps, data_parallel, tuple(derived), ranks, 1 if replicas else tensor)
+    shared = (1, 1) if replicas else (tensor, file.sequence_parallel_size or 1)
+    return Batch(samples, micro, steps, data_parallel, tuple(derived), ranks, *shared)
 
 
 def check_groups(file: File, world_size: int, findings: Findings) -> None:

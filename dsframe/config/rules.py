@@ -8,7 +8,15 @@ from __future__ import annotations
 
 from typing import Any
 
-from dsframe.config import rules_model, rules_pipeline, rules_system, rules_tensor, rules_training, rules_zero
+from dsframe.config import (
+    rules_model,
+    rules_pipeline,
+    rules_sequence,
+    rules_system,
+    rules_tensor,
+    rules_training,
+    rules_zero,
+)
 from dsframe.config.findings import Findings
 from dsframe.config.model import File
 from dsframe.config.rule import Judge
@@ -19,6 +27,7 @@ def judge(file: File, raw: dict[str, Any], findings: Findings, engine: str | Non
     bench = Judge(file, raw, findings, engine or file.dsframe.engine)
     rules_zero.judge(bench)
     rules_tensor.judge(bench)
+    rules_sequence.judge(bench)
     rules_training.judge(bench)
     rules_system.judge(bench)
     rules_model.judge(bench)

@@ -31,13 +31,10 @@ _OBSERVERS = frozenset({"flops_profiler", "comms_logger"})
 # What makes ranks leave updates out, which they have to do together.
 _OVERFLOWS = frozenset({"fp16", "autocast_fp16"})
 _REPLICA = frozenset({"bf16", "autocast", "whole_parameters"}) | _OVERFLOWS
-# How one model is cut among ranks: where it lives as well, but ranks that share a model also share their samples.
-_CUTS = frozenset({"pipeline", "tensor_parallel"})
+# How one model, or its samples, are cut among ranks: placement as well, but such ranks also share their samples.
+_CUTS = frozenset({"pipeline", "tensor_parallel", "sequence_parallel"})
 # What no engine can do yet, and why.
 _LATER = {
-    # DeepSpeed's part of it runs, also on CPUs over Gloo; what it asks of the model and the data is missing.
-    "sequence_parallel": "needs samples cut along their length and attention that exchanges heads for positions "
-    "(deepspeed.sequence.layer.DistributedAttention), which no model here has yet",
     "unmanaged_accumulation": "leaves it to the program when to step; dsframe steps after every global batch",
 }
 
@@ -71,7 +68,7 @@ class Entry:
 
     @property
     def replicas(self) -> bool:
-        """Whether every rank reads samples of its own, whatever the file says about pipeline and tensor parallelism."""
+        """Whether every rank reads samples of its own, whatever the file says about cutting models and sequences."""
         return self.replicates >= _CUTS
 
 

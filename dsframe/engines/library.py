@@ -24,6 +24,7 @@ with warnings.catch_warnings():
     from deepspeed.runtime.utils import partition_balanced as partition_balanced
     from deepspeed.runtime.utils import partition_uniform as partition_uniform
     from deepspeed.runtime.zero.tiling import TiledLinear as TiledLinear
+    from deepspeed.sequence.layer import DistributedAttention as DistributedAttention
     from deepspeed.utils import groups as groups
     from deepspeed.utils import logger as logger
     from deepspeed.utils.z3_leaf_module import set_z3_leaf_module as set_z3_leaf_module

@@ -21,7 +21,7 @@ from dsframe import process_group, switches
 from dsframe.checkpoint.state import EngineState, SavedState
 from dsframe.config.features import LOGGERS, shares_activations
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure
-from dsframe.engines import jit, partition, precision, state_tensor, state_zero, tensor, tiling
+from dsframe.engines import jit, partition, precision, sequence, state_tensor, state_zero, tensor, tiling
 from dsframe.engines.library import TiledLinear, deepspeed, groups, logger, set_z3_leaf_module
 from dsframe.engines.swap import SwapFolders
 from dsframe.errors import EngineError
@@ -41,6 +41,7 @@ class ZeroEngine(Engine):
             and plan.batch.accumulation_steps > 1
         )
         self._tiles = tiling.Tiles({}, {})
+        self._slices: sequence.Slices | None = None
         self._dtype = precision.parameter_dtype(plan.config)
         self._refuse_what_the_machine_lacks()
         if plan.config.deepspeed.log_level is None and not plan.verbose:
@@ -70,6 +71,8 @@ class ZeroEngine(Engine):
     def _build(self) -> tuple[nn.Module, nn.Module]:
         """**Collective.** The module that DeepSpeed trains, and the one that knows its parameters by the names of the state."""
         model = build_model(self.plan)
+        if self.plan.batch.sequence_parallel_size > 1:
+            self._slices = sequence.Slices(self.plan, model)
         # A block that is recomputed while it is differentiated needs all its parameters the whole time: ZeRO-3 shall gather and
         # release it as one, not module by module, which would release under autograd's feet (measured: shapes of 0). And one
         # that is compiled would fall apart at each hook.
@@ -83,6 +86,9 @@ class ZeroEngine(Engine):
     def _initialize(self, module: nn.Module, document: dict[str, Any]) -> dict[str, state_tensor.Cut]:
         """**Collective.** Starts DeepSpeed's engine on ``module``. Returns how its parameters are cut, by name."""
         splits = self.plan.batch.tensor_parallel_size > 1
+        if self._slices is not None:  # DeepSpeed would divide by ranks that it need not know of
+            for key in ("train_batch_size", "sequence_parallel_size", "data_parallel_size"):
+                document.pop(key, None)
         if splits:
             document.pop("train_batch_size")  # DeepSpeed counts ranks that share layers in it, but not at stage 3
             tensor.prepare(document["tensor_parallel"], module, self.plan)
@@ -135,6 +141,8 @@ class ZeroEngine(Engine):
                 parts.append(f"{what} on {section.device.upper() if section.device == 'cpu' else 'NVMe'}")
         if self.plan.batch.tensor_parallel_size > 1:
             parts.append(f"layers cut among {self.plan.batch.tensor_parallel_size} ranks")
+        if self.plan.batch.sequence_parallel_size > 1:
+            parts.append(f"sequences cut among {self.plan.batch.sequence_parallel_size} ranks")
         return ", ".join(parts)
 
     @property
@@ -146,10 +154,14 @@ class ZeroEngine(Engine):
         """**Collective.** One optimizer update through DeepSpeed's forward, backward and step."""
         rates = self.plan.schedule(self._updates)
         rates.apply(self._engine.basic_optimizer.param_groups)
+        if self._slices is not None:
+            micro_batches = map(self._slices.cut, micro_batches)
         total = self._accumulate_whole(micro_batches) if self._whole else self._accumulate(micro_batches)
         applied = bool(self._engine.was_step_applied())
         self._updates += applied
         loss = (total / self.plan.batch.accumulation_steps).float()
+        if self._slices is not None:
+            loss = self._slices.mean(loss)
         return StepResult(loss, rates.learning_rate, self._engine.get_global_grad_norm(), not applied)
 
     def _accumulate(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> Tensor:
@@ -181,7 +193,7 @@ class ZeroEngine(Engine):
     @torch.no_grad()
     def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
         """**Collective.** The task's metrics; at stage 3 every rank's forward pass gathers the others' parameters."""
-        inputs, targets = batch
+        inputs, targets = batch if self._slices is None else self._slices.cut(batch)
         self._engine.eval()
         outputs = self._forward(inputs)
         self._engine.train()

@@ -9,6 +9,7 @@ from dsframe.config import Batch, Config, memory
 from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.settings import Settings
 from dsframe.engines import TABLE
+from dsframe.errors import ConfigError, Problem
 from dsframe.plan.hardware import Hardware
 from dsframe.plan.model import Model, Segment
 
@@ -39,6 +40,16 @@ class Case:
     ) -> Case:
         """Raises ConfigError where the batch cannot be cut so."""
         batch = config.batch(world_size, replicas=TABLE[engine].replicas)
+        if batch.sequence_parallel_size > 1:
+            key = "sequence_parallel_size"
+            raise ConfigError(
+                [
+                    Problem(
+                        "error", key, "slices of sequences cannot be predicted", "measure the run, or take it out for the plan",
+                        str(config.path or ""), *config.position((key,)), code="plan",
+                    )
+                ]
+            )  # fmt: skip
         return cls(config.deepspeed, config.settings, engine, model, hardware, world_size, batch, seconds_each)
 
     @property

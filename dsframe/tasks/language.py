@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING
 
@@ -15,7 +15,7 @@ from dsframe.data import text
 from dsframe.data.source import Source
 from dsframe.errors import TaskError
 from dsframe.tasks.layers import Layer, Tied
-from dsframe.tasks.task import Sum, Task, accuracy
+from dsframe.tasks.task import Attention, Sum, Task, accuracy
 
 if TYPE_CHECKING:
     from dsframe.config.settings import LanguageTask as LanguageSettings
@@ -52,6 +52,18 @@ class LanguageTask(Task):
     def layers(self) -> Sequence[Layer]:
         s = self.settings
         return gpt(layers=s.layers, heads=s.heads, width=s.width, context=s.context, tie_embeddings=s.tie_embeddings)
+
+    def share_sequences(
+        self, model: nn.Module, part: int, parts: int, exchange: Callable[[Attention], Attention]
+    ) -> None:
+        for name, number in (("heads", self.settings.heads), ("context", self.settings.context)):
+            if number % parts:
+                raise TaskError(f"task: {name} {number} is not divisible by sequence_parallel_size {parts}")
+        for layer in model.modules():
+            if isinstance(layer, Positions):
+                layer.part = part
+            elif isinstance(layer, Block):
+                layer.attention = exchange(causal)
 
     def example(self) -> tuple[Tensor, Tensor]:
         tokens = torch.empty(1, self.settings.context, dtype=torch.int64, device="meta")
@@ -119,8 +131,12 @@ class Tokens(nn.Embedding):
 class Positions(Tokens):
     """Adds where each byte stands: ``[batch, time, width]`` to the same shape."""
 
+    part = 0
+    """Which of equal slices of the time this process has."""
+
     def forward(self, stream: Tensor) -> Tensor:
-        return stream + super().forward(torch.arange(stream.shape[-2], device=stream.device))
+        time = stream.shape[-2]
+        return stream + super().forward(torch.arange(time, device=stream.device) + self.part * time)
 
 
 class Output(_Linear):
@@ -130,12 +146,19 @@ class Output(_Linear):
         super().__init__(inputs, outputs, bias=False)
 
 
+def causal(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+    """Attention to what came before: ``[batch, time, heads, head size]`` each, and of the outcome."""
+    query, key, value = query.transpose(1, 2), key.transpose(1, 2), value.transpose(1, 2)
+    return F.scaled_dot_product_attention(query, key, value, is_causal=True).transpose(1, 2)
+
+
 class Block(nn.Module):
     """Attention, then two dense layers, each on a normalised copy and added to the residual stream."""
 
     def __init__(self, width: int, heads: int, residual_std: float) -> None:
         super().__init__()
         self.head_size = width // heads
+        self.attention: Attention = causal
         self.norm_1 = nn.LayerNorm(width)
         self.query_key_value = _Linear(width, 3 * width)
         self.projection = _Linear(width, width, residual_std)
@@ -145,10 +168,9 @@ class Block(nn.Module):
 
     def forward(self, stream: Tensor) -> Tensor:
         batch, time, _ = stream.shape
-        # [batch, time, 3 x heads x head size] to three of [batch, heads, time, head size]; a rank may have a share of the heads
+        # [batch, time, 3 x heads x head size] to three of [batch, time, heads, head size]; a rank may have a share of the heads
         packed = self.query_key_value(self.norm_1(stream)).view(batch, time, 3, -1, self.head_size)
-        query, key, value = packed.permute(2, 0, 3, 1, 4)
-        mixed = F.scaled_dot_product_attention(query, key, value, is_causal=True)
-        stream = stream + self.projection(mixed.transpose(1, 2).reshape(batch, time, -1))
+        mixed = self.attention(*packed.unbind(2))
+        stream = stream + self.projection(mixed.reshape(batch, time, -1))
         hidden = F.gelu(self.expand(self.norm_2(stream)), approximate="tanh")
         return stream + self.contract(hidden)  # type: ignore[no-any-return]

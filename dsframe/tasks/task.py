@@ -20,7 +20,7 @@ It is named in the file as ``"task": {"name": "my_package.my_module:Digits"}``.
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, cast
 
@@ -32,6 +32,9 @@ from torch.utils.data import Dataset
 from dsframe.data.source import Source
 from dsframe.errors import TaskError
 from dsframe.tasks.layers import Layer, assemble
+
+Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+"""What queries, keys and values, ``[rows, time, heads, head size]`` each, come to; the outcome has the shape of the queries."""
 
 
 @dataclass(frozen=True)
@@ -111,6 +114,18 @@ class Task:
         """
         plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
         return list(cast(nn.Sequential, model)) if plain else None  # not children(): one may be there twice
+
+    def share_sequences(
+        self, model: nn.Module, part: int, parts: int, exchange: Callable[[Attention], Attention]
+    ) -> None:
+        """Makes ``model``, of :meth:`model`, compute slice ``part`` (from 0) of ``parts`` equal ones along time.
+
+        Every tensor of a batch then has its slice in dimension 1, the loss has to be the mean over positions, and metrics
+        sums over them. Where positions look at each other the model takes ``exchange(attention)`` for an attention over
+        all positions; ``parts`` has to divide the heads. Raises TaskError where it cannot be done, as for any model that
+        does not say how.
+        """
+        raise TaskError(f"sequence_parallel_size: {type(self).__name__} does not say how its model shares sequences")
 
     def example(self) -> tuple[Any, Any] | None:
         """A batch of one sample, on any device, for ``dsframe plan``, which looks at nothing but shapes and dtypes.

@@ -186,6 +186,8 @@ def test_what_an_engine_cannot_do_is_said(
 def test_nodes(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["check", "clean.json", "-np", "8", "--nodes", "4", "--set", "tensor_parallel.autotp_size=4"])
     assert "4 does not divide the 2 processes of a host" in capsys.readouterr().out
+    main(["check", "clean.json", "-np", "8", "--nodes", "4", "--set", "sequence_parallel_size=4"])
+    assert "a sequence-parallel group crosses hosts: slow" in capsys.readouterr().out
 
 
 def test_engine(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:

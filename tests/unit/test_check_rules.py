@@ -170,7 +170,19 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("nothing is cut by ddp", {**cut(3), **ADAFACTOR, "bf16": {"enabled": True}, **ours(engine="ddp", task={"model": "cnn"})}, []),
     ("bf16 without ZeRO", {**cut(2), **llama(), "bf16": {"enabled": True}}, ["E conflict tensor_parallel.autotp_size"]),
     ("bf16 with ZeRO", {**cut(2), **llama(), "bf16": {"enabled": True}, **zero(1)}, []),
-    ("sequence parallel as well", {**cut(2), **llama(), "sequence_parallel_size": 2}, ["E conflict tensor_parallel.autotp_size"]),
+    ("sequence parallel as well", {**cut(2), **llama(), "sequence_parallel_size": 2}, ["E conflict tensor_parallel.autotp_size", "E conflict sequence_parallel_size"]),
+    # Sequence parallelism
+    ("heads and slices", {"sequence_parallel_size": 3, **ours(task={"name": "language", "heads": 4, "context": 96})}, ["E conflict dsframe.task.heads"]),
+    ("positions and slices", {"sequence_parallel_size": 2, **ours(task={"name": "language", "heads": 4, "context": 33})}, ["E conflict dsframe.task.context"]),
+    ("sequences that are shared", {"sequence_parallel_size": 2, **ours(task={"name": "language", "heads": 4})}, []),
+    ("slices of pictures", {"sequence_parallel_size": 2, **ours(task={"model": "cnn"})}, ["E conflict sequence_parallel_size"]),
+    ("slices for a Llama", {"sequence_parallel_size": 2, **llama()}, ["E conflict sequence_parallel_size"]),
+    ("slices for a task of somebody's", {"sequence_parallel_size": 2, **ours(task={"name": "circles:Circles"})}, []),
+    ("slices through stages", {"sequence_parallel_size": 2, "pipeline": {"stages": 2}, **ours(task={"name": "language"})}, ["E conflict sequence_parallel_size"]),
+    ("slices summed", {"sequence_parallel_size": 2, "gradient_allreduce_op": "sum"}, ["E conflict sequence_parallel_size"]),
+    ("slices in a compiled block", {"sequence_parallel_size": 2, **ours(task={"name": "language"}, model={"compile": "blocks"})}, ["E conflict sequence_parallel_size"]),
+    ("a width for slices' gradients", {"sequence_parallel_size": 2, "seq_parallel_communication_data_type": "fp32"}, ["W no-effect seq_parallel_communication_data_type"]),
+    ("nothing is shared by ddp", {"sequence_parallel_size": 3, "pipeline": {"stages": 2}, **ours(engine="ddp", task={"model": "cnn"})}, []),
     ("a loss of its own", {**cut(2, vocab_parallel_lm_head=True), **llama()}, ["E conflict tensor_parallel.vocab_parallel_lm_head"]),
 ]  # fmt: skip
 

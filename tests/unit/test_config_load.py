@@ -257,7 +257,7 @@ def test_deepspeed_counts_tensor_parallel_ranks_as_data_parallel() -> None:
     assert config.for_deepspeed(2)[TRAIN] == 8  # measured: what DeepSpeed 0.19.8 asserts
 
 
-@pytest.mark.parametrize("cut", [{"pipeline": {"stages": 2}}, CUT])
+@pytest.mark.parametrize("cut", [{"pipeline": {"stages": 2}}, CUT, {"sequence_parallel_size": 2}])
 def test_the_samples_of_a_step_do_not_depend_on_who_cuts_the_model(cut: dict[str, Any]) -> None:
     """The same file on an engine of full replicas: other ranks read, but a step has the same samples."""
     config = load({TRAIN: 16, STEPS: 2, **cut})
@@ -274,6 +274,9 @@ def test_ranks_that_split_a_model_read_the_same_samples() -> None:
     batch = load(file).batch(8)
     assert [batch.data_rank(rank) for rank in range(8)] == [0, 0, 1, 1, 0, 0, 1, 1]
     assert [load({MICRO: 1}).batch(3).data_rank(rank) for rank in range(3)] == [0, 1, 2]
+    shared = load({MICRO: 1, "sequence_parallel_size": 2})
+    assert [shared.batch(4).data_rank(rank) for rank in range(4)] == [0, 0, 1, 1]
+    assert [shared.batch(4, replicas=True).data_rank(rank) for rank in range(4)] == [0, 1, 2, 3]
 
 
 @pytest.mark.parametrize(

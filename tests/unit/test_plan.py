@@ -193,3 +193,12 @@ def test_a_prediction_that_only_knows_the_peak_misses_vgg() -> None:
     one, many = (predict(config, "horovod", known, TABLE["p100"], n).rate for n in (1, 512))
     assert one == pytest.approx(55, abs=2)
     assert 100 * many / 512 / one == pytest.approx(95, abs=2)
+
+
+def test_slices_of_sequences_are_not_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    path = tmp_path / "file.json"
+    file = {"train_batch_size": 8, "sequence_parallel_size": 2, "dsframe": {"task": {"name": "language"}}}
+    path.write_text(json.dumps(file))
+    assert main(["plan", "--config", str(path), "-np", "2"]) == 2
+    said = capsys.readouterr()
+    assert "sequence_parallel_size: slices of sequences cannot be predicted" in said.out + said.err

@@ -72,7 +72,7 @@ class Scalars(Section):
     zero_force_ds_cpu_optimizer: bool = True
     """Refuse an optimizer of the program's own with CPU offload."""
     sequence_parallel_size: Count | None = None
-    """Ranks that share a sequence (Ulysses)."""
+    """Ranks that share each sequence along time (Ulysses). Of dsframe's tasks "language" can."""
     data_parallel_size: Count | None = None
     """With ``sequence_parallel_size``: the shape of the device mesh."""
     allgather_size: Count | None = None

@@ -1,0 +1,82 @@
+"""Sequences cut along time among ranks: the same losses, norms and evaluation as one process. (Weights: tests/equivalence.py.)"""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dsframe import tasks
+from dsframe.config import load
+from dsframe.engines.sequence import Slices
+from dsframe.errors import EngineError, TaskError
+from tests import equivalence
+from tests.equivalence import SINGLE, Case, switched, zero
+from tests.processes import deepspeed, run_ranks
+
+
+def records(folder: Path, case: Case) -> list[dict[str, Any]]:
+    """metrics.jsonl of four steps and an evaluation, whose last batch is not full."""
+    file = equivalence.document("gpt", case)
+    file["dsframe"] |= {"steps": 4, "eval_micro_batch_size": 7}
+    path, run_dir = folder / f"{case.engine}.json", folder / case.engine
+    path.write_text(json.dumps(file))
+    arguments = ["-m", "dsframe.train", "--config", str(path), "--run-dir", str(run_dir)]
+    run_ranks(case.launcher(case.processes, arguments), timeout_seconds=200).check()
+    return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_slices_are_the_whole_sequence(tmp_path: Path) -> None:
+    """At the stage that shares everything, with blocks that exchange once more when they are recomputed."""
+    cut = {"sequence_parallel_size": 2, "data_parallel_size": 1, **zero(3), **switched(activation_checkpointing=True)}
+    alone, shared = records(tmp_path, SINGLE), records(tmp_path, Case("deepspeed", cut, deepspeed))
+    for key in ("loss", "gradient_norm"):
+        there = [record[key] for record in alone if key in record]
+        assert len(there) == 4
+        assert [record[key] for record in shared if key in record] == pytest.approx(there, abs=1e-5)
+    (one,), (two,) = ([r["evaluation"] for r in run if "evaluation" in r] for run in (alone, shared))
+    assert two == pytest.approx(one, abs=1e-5)
+
+
+@pytest.fixture
+def slices(monkeypatch: pytest.MonkeyPatch) -> Slices:
+    """Those of rank 3 of 4, in groups of 2."""
+    monkeypatch.setattr("torch.distributed.new_subgroups", lambda size: (None, []))
+    task = SimpleNamespace(share_sequences=lambda *_: None)
+    batch = load({"train_batch_size": 8, "sequence_parallel_size": 2}).batch(4)
+    plan = SimpleNamespace(batch=batch, world=SimpleNamespace(rank=3), task=task)
+    return Slices(plan, nn.Identity())  # type: ignore[arg-type]
+
+
+def test_a_rank_takes_its_slice_of_everything(slices: Slices) -> None:
+    tokens = torch.arange(12).view(2, 6)
+    inputs, targets = slices.cut(({"tokens": tokens, "options": "kept"}, tokens[..., None]))
+    assert inputs["tokens"].tolist() == [[3, 4, 5], [9, 10, 11]]
+    assert inputs["options"] == "kept"
+    assert targets.shape == (2, 3, 1)
+
+
+@pytest.mark.parametrize("shape", [(4,), (4, 5)])
+def test_what_has_no_equal_slices_is_refused(slices: Slices, shape: tuple[int, ...]) -> None:
+    with pytest.raises(EngineError, match="2 ranks cannot share a tensor of shape"):
+        slices.cut((torch.zeros(4, 6), torch.zeros(shape)))
+
+
+@pytest.mark.parametrize(
+    ("section", "message"),
+    [
+        ({"name": "language", "heads": 3, "width": 12}, "heads 3 is not divisible by sequence_parallel_size 2"),
+        ({"name": "language", "context": 31}, "context 31 is not divisible by sequence_parallel_size 2"),
+        ({"name": "vision"}, "VisionTask does not say how its model shares sequences"),
+    ],
+)
+def test_models_that_cannot(section: dict[str, Any], message: str) -> None:
+    """What the check says of a file, the task says to a program."""
+    task = tasks.build(load({"train_batch_size": 8, "dsframe": {"task": section}}).settings.task, 1)
+    with pytest.raises(TaskError, match=message):
+        task.share_sequences(nn.Identity(), 0, 2, lambda attention: attention)
