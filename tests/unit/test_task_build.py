@@ -80,7 +80,10 @@ def test_a_users_task_takes_its_options_and_the_seed() -> None:
 @pytest.mark.parametrize(
     ("name", "message"),
     [
-        ("visoin", r'not one of vision, language, .* and not of the form "package.module:Class"; did you mean "vision"\?'),
+        (
+            "visoin",
+            r'not one of vision, language, .* and not of the form "package.module:Class"; did you mean "vision"\?',
+        ),
         ("mine.lines", "not of the form"),
         ("nowhere.lines:Line", r"no module named nowhere; searched /.*, "),
         ("mine.line:Line", r'no module named mine.line; did you mean "lines"\?; searched /'),
