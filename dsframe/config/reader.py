@@ -225,7 +225,8 @@ class _Reader:
         if letter in _ESCAPES:
             return _ESCAPES[letter], offset + 1
         code = self.text[offset + 1 : offset + 5]
-        if letter == "u" and re.fullmatch("[0-9a-fA-F]{4}", code):
+        # hjson asks Python's int(), which takes "ce_b" for 0xceb: as DeepSpeed reads it, so do we, and the key is then unknown.
+        if letter == "u" and re.fullmatch("[0-9a-fA-F](?:_?[0-9a-fA-F]){1,3}", code) and len(code) == 4:
             number, end = int(code, 16), offset + 5
             low = re.compile(r"\\u([dD][c-fC-F][0-9a-fA-F]{2})").match(self.text, end)
             if 0xD800 <= number < 0xDC00 and low:
