@@ -120,7 +120,10 @@ class PipelineEngine(ZeroEngine):
         engine.module.eval()
         engine.set_dataiterator(iter([self._micro_batch(batch)]))
         engine._compute_loss = self._evaluating = True
+        # Evaluation may have other batches than training, and DeepSpeed keeps the shapes of parts that tensor ranks send.
+        engine.reset_activation_shape()
         engine._exec_schedule(engine._inference_schedule(1))
+        engine.reset_activation_shape()
         self._evaluating, outputs, self._evaluated = False, self._evaluated, None
         engine.module.train()
         speaks = engine.is_last_stage() and self._tensor_rank == 0

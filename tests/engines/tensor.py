@@ -124,6 +124,16 @@ def steps(made: tuple[Engine, Loader], first: int, last: int) -> Iterator[tuple[
         yield float(engine.sum_over_ranks(result.loss.reshape(1).double())) / engine.plan.world.size, norm
 
 
+def evaluated(made: tuple[Engine, Loader]) -> float:
+    """The mean loss over batches of another size than those of training."""
+    engine, loader = made
+    inputs, targets = (torch.cat(both) for both in zip(*loader.micro_batches(0), strict=True))
+    found = engine.eval_step((inputs, targets), len(inputs)).get("loss")
+    own = [float(found.total), float(found.count)] if found else [0.0, 0.0]
+    total, count = engine.sum_over_ranks(torch.tensor(own, dtype=torch.float64)).tolist()
+    return total / count
+
+
 def apart(left: Snapshot, right: Snapshot) -> float:
     """The largest difference between two states, whose names, shapes and scalars are the same."""
     mine, theirs = ({name: list(shape) for name, shape in one.shapes.items()} for one in (left, right))
@@ -145,6 +155,7 @@ def measure(kind: str, engine: str, changes: dict[str, Any]) -> dict[str, Any]:
     report["alone"], report["cut"] = list(steps(alone, 0, 6)), list(steps(cut, 0, 6))
     kept_alone, kept_cut = Snapshot(alone[0].state()), Snapshot(cut[0].state())
     report["state"] = apart(kept_cut, kept_alone)
+    report["evaluated"] = [evaluated(alone), evaluated(cut)]
     on_alone, on_cut = list(steps(alone, 6, 9)), list(steps(cut, 6, 9))
     report["on"] = on_alone
     cut[0].load_state(kept_alone)

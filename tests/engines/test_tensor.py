@@ -52,6 +52,7 @@ def test_several_ranks_are_one_process(case: str, reports: dict[str, dict[str, A
     assert min(norm for _, norm in report["alone"]) > 0.5, "every step was clipped"
     assert report["state"] < noise["state"]
     assert report["read_back"] == 0.0
+    assert abs(report["evaluated"][0] - report["evaluated"][1]) < noise["loss"]
     assert distance(report["on"], report["on from the single"], 0) < noise["loss"]
     assert distance(report["on"], report["single on from it"], 0) < noise["loss"]
     assert report["again"], "its own state, put back, goes on to the last bit"
