@@ -30,7 +30,7 @@ def test_a_rank_holds_what_the_formula_says(measured: dict[str, Measured], name:
 @pytest.mark.parametrize("name", [*NAMES, *CUT])
 def test_a_rank_sends_what_theory_says(measured: dict[str, Measured], name: str) -> None:
     # A pipeline also tells what it will send: 1 kB beside 33 of activations.
-    assert measured[name].sent == pytest.approx(measured[name].theory, rel=0.04)
+    assert measured[name].sent == pytest.approx(measured[name].theory, rel=0.03)
     assert measured[name].received == pytest.approx(measured[name].sent)
 
 
