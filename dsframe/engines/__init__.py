@@ -63,6 +63,8 @@ class Entry:
     """What that costs."""
     size: str = "any"
     """Processes that it runs on: "any" number, "one", or one for each of the pipeline's "stages"."""
+    launcher: str = "torchrun"
+    """The one that belongs to this engine; any other may start it as well."""
     caution: str = ""
     """What the user is told whenever this engine runs."""
 
@@ -76,6 +78,7 @@ TABLE: dict[str, Entry] = {
     "deepspeed": Entry(
         "dsframe.engines.zero:ZeroEngine",
         package="deepspeed",
+        launcher="deepspeed",
         honours=_PLACEMENT
         | _CUTS
         | _OBSERVERS
@@ -101,6 +104,7 @@ TABLE: dict[str, Entry] = {
     "horovod": Entry(
         "dsframe.engines.horovod:HorovodEngine",
         package="horovod",
+        launcher="horovodrun",
         honours=_REPLICA | {"gradient_sum", "adasum", "fp16_compression", "skip_nonfinite"},
         replicates=_PLACEMENT | _CUTS,
         ignores=_OBSERVERS | _MODELS_OWN,

@@ -13,6 +13,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 from dsframe.config.secrets import redact
+from dsframe.engines import TABLE
 from dsframe.errors import WorldError
 from dsframe.launch.hosts import Host, show
 
@@ -178,7 +179,7 @@ def natural(engine: str, job: Job) -> str:
         return "srun"
     if job.processes == 1 and not job.hosts:
         return "python"
-    return {"horovod": "horovodrun", "deepspeed": "deepspeed"}.get(engine, "torchrun")
+    return TABLE[engine].launcher
 
 
 def with_arguments(job: Job, *arguments: str) -> Job:
