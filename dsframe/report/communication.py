@@ -165,7 +165,8 @@ class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
 
     def __enter__(self) -> Communication:
         horovod = sys.modules.get("horovod.torch.mpi_ops")
-        for name, kind in _HOROVOD.items() if horovod else ():
+        # Imported is not started: a library's module may be there without a job of its own.
+        for name, kind in _HOROVOD.items() if horovod and horovod.is_initialized() else ():
             watched = self._watched(getattr(horovod, name), kind, horovod.size())  # type: ignore[union-attr]
             self._patches.enter_context(mock.patch.object(horovod, name, watched))
         super().__enter__()  # type: ignore[no-untyped-call]
