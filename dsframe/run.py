@@ -160,6 +160,7 @@ def execute(
             saver.sign_of_life = watchdog.alive
             trainer = Trainer(engine, loader, evaluation, cadence, progress, record, saver, watchdog)
             summary = trainer.fit(start)
+            sent = trainer.communication() if settings.measure_communication else None
     except (StoppedError, TrainingError, CheckpointError):  # all ranks raise these together
         saver.close()
         progress.close()
@@ -171,7 +172,7 @@ def execute(
     engine.close()
     if record:
         forecast = predicted(config, choice.name, task, world.size, device, base_bytes)
-        record.finish(summary, forecast)
+        record.finish(summary, forecast, sent)
         page.write([directory], directory / "report.html")
         progress.say(f"dsframe: {summary}")
         progress.say(f"dsframe: {beside(summary, forecast)}")

@@ -22,7 +22,7 @@ from dsframe.data import EvaluationLoader, Loader
 from dsframe.engine import Engine, StepResult
 from dsframe.engines import precision
 from dsframe.errors import StoppedError, TrainingError
-from dsframe.report import outcome
+from dsframe.report import outcome, replay
 from dsframe.report.memory import peak_memory_bytes
 from dsframe.report.nonfinite import FirstNonFinite, accuse
 from dsframe.report.progress import Progress, clock
@@ -161,6 +161,12 @@ class Trainer:
             peak_memory_bytes=self._peak_memory(),
             skipped_steps=self._skipped,
         )
+
+    def communication(self) -> dict[str, Any]:
+        """**Collective.** After the training: what a step sends, and what that takes, by one step more."""
+        total = self.cadence.total_steps
+        stream = self.loader.stream(total - 1, total)
+        return replay.measure(self.engine, self._take(stream, self.engine.plan.batch.accumulation_steps))
 
     def _mean(self, value: torch.Tensor) -> float:
         """**Collective.** Mean over the data-parallel ranks, in float64."""

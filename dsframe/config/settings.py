@@ -244,6 +244,9 @@ class Settings(Section):
     hardware: str | None = None
     """Machine for the predictions in a run's summary: a name that ``dsframe plan --hardware`` knows, or a file written by
     ``dsframe plan --calibrate --save-hardware``. Default: by the GPU's name; on CPUs only memory is predicted."""
+    measure_communication: bool = False
+    """Count what the ranks send in a step and measure what that takes by itself, by one step more after the training, which its
+    results do not see. ``dsframe compare`` sets it."""
     run_dir: str | None = None
     """Folder of the run's results. Default: ``runs/NAME-ENGINE`` after the config file's name."""
     checkpoints: Checkpoints = Field(default_factory=Checkpoints.model_construct)

@@ -1,12 +1,14 @@
-"""A plan over the number of processes, as two charts in one SVG: memory of a rank, and seconds of a step."""
+"""A plan as two pictures in one SVG: memory of a rank, and seconds of a step; lines over the number of processes, else bars."""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import re
+from collections.abc import Mapping, Sequence
 
 from dsframe.plan.choose import Strategy
 from dsframe.plan.hardware import Hardware
-from dsframe.report.svg import Axis, Line, chart
+from dsframe.report.bars import Bar, bars
+from dsframe.report.svg import WIDTH, Axis, Line, chart
 
 MOST = 7
 """Strategies that are drawn, beside the file itself: more cannot be told apart."""
@@ -22,7 +24,9 @@ def draw(found: Sequence[tuple[int, Strategy, Sequence[Strategy]]], hardware: Ha
     chosen = {"as written": [(count, own) for count, own, _ in found]}
     for name in best:
         chosen[name] = [(count, one) for count, _, others in found for one in others if one.name == name]
-    across = Axis("processes", log=len(found) > 1, whole=True)
+    if len(found) == 1:
+        return stack(_at_one(found[0][0], {name: points[0][1] for name, points in chosen.items()}, hardware))
+    across = Axis("processes", log=True, whole=True)
     held = [Line(n, [(c, s.prediction.memory.total / 1e9) for c, s in points]) for n, points in chosen.items()]
     times = [Line(n, [(c, s.prediction.seconds.step) for c, s in points]) for n, points in chosen.items()]
     limit = (f"{hardware.name}: {hardware.memory_bytes / 1e9:g} GB", hardware.memory_bytes / 1e9)
@@ -31,8 +35,28 @@ def draw(found: Sequence[tuple[int, Strategy, Sequence[Strategy]]], hardware: Ha
     return stack([upper, lower])
 
 
-def stack(charts: Sequence[str], width: int = 760, height: int = 400) -> str:
-    """Charts below each other in one SVG."""
-    inner = "".join(f'<g transform="translate(0 {height * row})">{one}</g>' for row, one in enumerate(charts))
-    whole = height * len(charts)
-    return f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {whole}" width="{width}" height="{whole}">{inner}</svg>\n'
+def _at_one(processes: int, chosen: Mapping[str, Strategy], hardware: Hardware) -> list[str]:
+    """Bars, the same strategy in the same place of both pictures."""
+    held, times = [], []
+    for place, (name, strategy) in enumerate(chosen.items()):
+        total, step = strategy.prediction.memory.total / 1e9, strategy.prediction.seconds.step
+        held.append(Bar(name, total, f"{total:,.3g} GB", place))
+        times.append(Bar(name, step, f"{step:,.3g} s", place))
+    many = f"{processes:,} process{'es' * (processes > 1)}"
+    limit = hardware.memory_bytes / 1e9
+    return [
+        bars(f"Memory of the fullest rank, {many}", f"GB; the rule is what {hardware.name} has", held, limit=limit),
+        bars(f"Time of a step, {many}", "seconds, predicted", times),
+    ]
+
+
+def stack(pictures: Sequence[str]) -> str:
+    """Pictures of one width below each other in one SVG."""
+    parts, top = [], 0
+    for picture in pictures:
+        height = re.search(r'height="(\d+)"', picture)
+        assert height
+        parts.append(f'<g transform="translate(0 {top})">{picture}</g>')
+        top += int(height[1])
+    head = f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {WIDTH} {top}" width="{WIDTH}" height="{top}">'
+    return f"{head}{''.join(parts)}</svg>\n"

@@ -230,15 +230,15 @@ def draw(results: dict[str, list[Point]]) -> str:
     for kind, points in results.items():
         first = next(point for point in points if point.seconds is not None)
         lines = [
-            Line("measured", [(p.processes, speed_up(p, first)) for p in points if p.seconds is not None]),
-            Line("predicted", [(p.processes, predicted_speed_up(p, first)) for p in points], dashed=True),
             Line("ideal", [(p.processes, p.processes / first.processes) for p in points], dashed=True, series=4),
+            Line("predicted", [(p.processes, predicted_speed_up(p, first)) for p in points], dashed=True, series=1),
+            Line("measured", [(p.processes, speed_up(p, first)) for p in points if p.seconds is not None], series=0),
         ]
         title = (
             "Strong scaling: the same global batch"
             if kind == "strong"
             else "Weak scaling: the same batch on each process"
         )
-        label = f"speed-up over {first.processes} process{'es' * (first.processes > 1)}, samples a second"
+        label = f"samples a second, in multiples of those of {first.processes} process{'es' * (first.processes > 1)}"
         charts.append(chart(title, Axis("processes", log=True, whole=True), Axis(label, log=True, whole=True), lines))
     return stack(charts)

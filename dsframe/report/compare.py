@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dsframe.config import find, load
-from dsframe.report import page, trials
+from dsframe.report import page, runs, trials
 from dsframe.report.record import read_metrics, read_summary
 
 EPILOG = """\
@@ -64,10 +64,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         target = target or options.out / "report.html"
     print(table(groups))
     if target:
-        firsts = [repeats[0] for repeats in groups.values()]
-        target.write_text(
-            page.page([page.read_run(run, name) for run, name in zip(firsts, groups, strict=True)]), encoding="utf-8"
-        )
+        found = [runs.read_run(first, name, repeats) for name, (first, *repeats) in groups.items()]
+        target.write_text(page.page(found), encoding="utf-8")
         print(f"\n{target}")
     return 0
 
@@ -79,7 +77,7 @@ def _train(options: argparse.Namespace) -> dict[str, list[Path]]:
     for file in files:  # all mistakes before the first training
         for engine in engines:
             load(file, overrides=[*options.overrides, *([f"dsframe.engine={engine}"] if engine else [])])
-    labels = page.names([file.with_suffix("") for file in files])
+    labels = runs.names([file.with_suffix("") for file in files])
     wanted = [
         (" ".join(part for part in (label if len(files) > 1 or not engine else "", engine) if part), file, engine)
         for label, file in zip(labels, files, strict=True)

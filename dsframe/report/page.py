@@ -6,58 +6,34 @@ import argparse
 import json
 import math
 import shlex
+import statistics
 from collections.abc import Sequence
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from html import escape
 from pathlib import Path
-from typing import Any
 
-from dsframe.errors import DataError
-from dsframe.report.record import read_config, read_metrics, read_origin, read_summary
+from dsframe.report.bars import Bar, bars
+from dsframe.report.marks import marker, number
+from dsframe.report.runs import Figure, Figures, Run, apart, figures, largest, names, read_run
 from dsframe.report.svg import Axis, Line, chart
 
 _STYLE = """
-body{font:15px/1.5 Helvetica,Arial,sans-serif;color:#111;background:#fff;max-width:62em;margin:2em auto;padding:0 1em}
-table{border-collapse:collapse;margin:.6em 0}th,td{padding:.2em .9em .2em 0;text-align:left;vertical-align:top}
-td.n{text-align:right;font-variant-numeric:tabular-nums}tr{border-bottom:1px solid #ddd}h2{margin:1.6em 0 .3em}
-pre{background:#f5f5f5;padding:.8em;overflow:auto}svg{max-width:100%;height:auto;display:block;margin:.4em 0}
-.note{color:#555}
+:root{color-scheme:light dark;--ink:#16181c;--soft:#555b66;--paper:#fff;--rule:#e4e6ea;--tint:#f4f5f7}
+@media(prefers-color-scheme:dark){:root{--ink:#eceef2;--soft:#a5acb8;--paper:#15171b;--rule:#33373f;--tint:#1f2228}
+.s4{stroke:#f5f5f5}.f4{fill:#f5f5f5}.s0{stroke:#3d9be0}.f0{fill:#3d9be0}.s7{stroke:#b8935a}.f7{fill:#b8935a}}
+body{font:15px/1.5 Helvetica,Arial,sans-serif;color:var(--ink);background:var(--paper);max-width:1310px;margin:1.6em auto;
+padding:0 1.2em}h1{font-size:1.6em;margin:.2em 0;overflow-wrap:anywhere}h2{font-size:1.15em;margin:1.8em 0 .3em}
+p{max-width:60em;margin:.35em 0}.lead{font-size:1.05em}.note,caption{color:var(--soft)}.wide{overflow-x:auto}
+table{border-collapse:collapse;margin:.8em 0}th,td{padding:.2em 0 .2em 1.6em;text-align:right;vertical-align:top}
+th:first-child{padding-left:0;text-align:left;font-weight:normal;color:var(--soft)}td{font-variant-numeric:tabular-nums}
+tr{border-bottom:1px solid var(--rule)}thead th{white-space:nowrap}tr.head th{padding-top:1em;color:var(--ink);font-weight:bold}
+.origin td{text-align:left}pre{background:var(--tint);padding:.8em;overflow:auto}
+.columns{display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:.6em 1.6em;align-items:start}
+@media(max-width:1050px){.columns{grid-template-columns:minmax(0,1fr)}}figure{margin:0 0 .8em}
+svg{display:block;width:100%;max-width:760px;height:auto}svg.mark{display:inline;width:14px;height:14px;vertical-align:-2px}
+.ink{fill:var(--ink)}text.soft{fill:var(--soft)}line.soft{stroke:var(--soft)}.ink-line{stroke:var(--ink)}.rule{stroke:var(--rule)}
+.paper{fill:var(--paper)}.dot{fill:var(--paper);stroke:var(--ink)}
 """
-EQUAL = 1e-9
-"""Where a difference of zero is drawn on a logarithmic axis: below what fp32 losses can differ by."""
-
-
-@dataclass(frozen=True)
-class Run:
-    """What a run's directory holds."""
-
-    name: str
-    records: Sequence[dict[str, Any]]
-    summary: dict[str, Any] | None
-    """None while it runs, and after a failure."""
-    origin: dict[str, Any]
-    config: dict[str, Any]
-
-    def curve(self, key: str) -> list[tuple[float, float]]:
-        """``key`` by step, as logged; ``evaluation.NAME`` for a metric of the evaluations."""
-        outer, _, inner = key.partition(".")
-        found = []
-        for record in self.records:
-            value = record.get(outer)
-            value = value.get(inner) if inner and isinstance(value, dict) else value
-            if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
-                found.append((float(record["step"]), float(value)))
-        return found
-
-
-def read_run(directory: Path, name: str | None = None) -> Run:
-    """Raises DataError where there is no run."""
-    records = read_metrics(directory)
-    try:
-        summary: dict[str, Any] | None = read_summary(directory)
-    except DataError:
-        summary = None
-    return Run(name or directory.name, records, summary, read_origin(directory), read_config(directory))
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -78,134 +54,174 @@ def write(runs: Sequence[Path], target: Path) -> None:
     target.write_text(page(found), encoding="utf-8")
 
 
-def names(runs: Sequence[Path]) -> list[str]:
-    """The last parts of the paths, as many as tell them apart."""
-    for depth in range(1, max(len(run.resolve().parts) for run in runs) + 1):
-        short = ["/".join(run.resolve().parts[-depth:]) for run in runs]
-        if len(set(short)) == len(runs):
-            return short
-    return [str(run) for run in runs]
-
-
 def page(runs: Sequence[Run]) -> str:
     """The HTML text. Every figure of the tables is in it once more as JSON, in ``<script id="figures">``."""
-    title = " beside ".join(run.name for run in runs)
-    parts = [f"<h1>{escape(title)}</h1>"]
-    figures = [_figures(run) for run in runs]
-    parts.append(_table(runs, figures))
-    parts += [f"<figure>{picture}</figure>" for picture in charts(runs)]
+    title = f"Run {runs[0].name}" if len(runs) == 1 else f"{len(runs)} runs: {', '.join(run.name for run in runs)}"
+    found = [figures(run, runs[0]) for run in runs]
+    left, right, below = charts(runs)
+    parts = [f"<h1>{escape(title)}</h1>", *(f'<p class="lead">{escape(line)}</p>' for line in findings(runs))]
+    columns = [left, right] if right else [[one] for one in left]
+    parts.append(f'<div class="columns">{"".join(f"<div>{_figures(column)}</div>" for column in columns)}')
+    parts.append(f"{_figures(below)}</div>")
+    parts.append(f'<h2>In figures</h2><div class="wide">{_table(runs, found)}</div>')
+    if any(run.collectives() for run in runs):
+        parts.append(f'<p class="note">{_MEASURED}</p>')
     for run in runs:
         parts += _origin(run)
-    data = json.dumps({run.name: found for run, found in zip(runs, figures, strict=True)}).replace("<", "\\u003c")
+    flat = [{name: value for section in one.values() for name, value in section.items()} for one in found]
+    data = json.dumps({run.name: one for run, one in zip(runs, flat, strict=True)}).replace("<", "\\u003c")
     body = "\n".join(parts)
     return (
-        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><title>{escape(title)}</title><style>{_STYLE}</style>'
-        f'</head><body>\n{body}\n<script type="application/json" id="figures">{data}</script>\n</body></html>\n'
+        f'<!doctype html>\n<html lang="en"><head><meta charset="utf-8"><meta name="viewport" content="width=device-width">'
+        f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>\n{body}\n"
+        f'<script type="application/json" id="figures">{data}</script>\n</body></html>\n'
     )
 
 
-def charts(runs: Sequence[Run]) -> list[str]:
-    """Each as ``<svg>``, those left out for which nothing was recorded."""
-    unit = next((run.summary["unit"] for run in runs if run.summary), "units")
+_MEASURED = (
+    "Collectives alone: after the training one more step is counted, and what it sends is sent again by itself, several times; "
+    "the median of the slowest rank. It is what the network and the copies take without computation and without waiting for a "
+    "slower rank: the most that a faster network could save, and some of it may be hidden behind computation already."
+)
+
+
+def findings(runs: Sequence[Run]) -> list[str]:
+    """What a comparison comes to, in a sentence each: who is how far from the first, and who is fastest."""
+    first, *others = runs
+    found = []
+    far = [(value, run) for run in others if (value := largest(run, first)) is not None]
+    if far:
+        worst, run = max(far, key=lambda pair: pair[0])
+        steps = len(apart(run, first))
+        found.append(
+            f"Training loss: over {steps} logged steps no run differs from {first.name} by more than {worst:.1e} ({run.name})."
+            if worst
+            else f"Training loss: the same in all runs, over {steps} logged steps."
+        )
+    rated = [(statistics.median(run.all("rate")), run) for run in runs if run.all("rate")]
+    if len(rated) > 1:
+        (best, run), (least, slowest) = (pick(rated, key=lambda pair: pair[0]) for pick in (max, min))
+        found.append(
+            f"Speed: {run.name} is fastest with {best:,.0f} {run.unit} a second, {best / least:.2f} times {slowest.name}."
+        )
+    return found
+
+
+def charts(runs: Sequence[Run]) -> tuple[list[str], list[str], list[str]]:
+    """``<svg>`` elements: the losses and how far they are apart; bars, of several runs; the others, as far as recorded."""
     steps = Axis("optimizer step", whole=True)
     wanted = [
-        ("Training loss", "loss", Axis("loss, mean over the global batch")),
-        ("Gradient norm before clipping", "gradient_norm", Axis("L2 norm", log=True)),
-        ("Learning rate", "learning_rate", Axis("learning rate")),
-        ("Speed", "rate", Axis(f"{unit} a second, all ranks")),
+        ("Training loss", "loss", Axis("mean over the global batch")),
+        ("Gradient norm", "gradient_norm", Axis("L2 norm before clipping", log=True)),
+        ("Learning rate", "learning_rate", Axis("per update")),
+        ("Speed during training", "rate", Axis(f"{runs[0].unit} a second, all ranks together")),
     ]
     metrics = sorted({name for run in runs for record in run.records for name in record.get("evaluation", {})})
-    wanted += [(f"Evaluation: {name}", f"evaluation.{name}", Axis(name)) for name in metrics]
+    wanted += [(f"Evaluation: {name}", f"evaluation.{name}", Axis("over all held-out samples")) for name in metrics]
     found = []
     for title, key, axis in wanted:
-        lines = [Line(run.name, run.curve(key), series=number) for number, run in enumerate(runs)]
+        lines = [Line(run.name, run.curve(key), series=place) for place, run in enumerate(runs)]
         if key == "rate":
             lines = [replace(line, points=[(at, rate) for at, rate in line.points if rate > 0]) for line in lines]
-        if any(line.points for line in lines):
-            found.append(chart(title, steps, axis, lines))
-    if len(runs) > 1:
-        first = dict(runs[0].curve("loss"))
-        apart = [
-            Line(
-                run.name, [(at, abs(loss - first[at])) for at, loss in run.curve("loss") if at in first], series=number
-            )
-            for number, run in enumerate(runs[1:], start=1)
-        ]
-        if any(difference > 0 for line in apart for _, difference in line.points):
-            label = Axis(f"absolute difference of the loss ({EQUAL:g}: none)", log=True)
-            apart = [replace(line, points=[(at, max(value, EQUAL)) for at, value in line.points]) for line in apart]
-            found.insert(1, chart(f"Difference of the training loss to {runs[0].name}", steps, label, apart))
-    return found
+        if any(len(line.points) > 1 for line in lines):  # one point is in the table
+            found.append((key, chart(title, steps, axis, lines)))
+    left = [picture for key, picture in found if key == "loss"]
+    differences = [Line(run.name, apart(run, runs[0]), series=place) for place, run in enumerate(runs) if place]
+    above = [value for line in differences for _, value in line.points if value > 0]
+    if above:
+        floor = 10.0 ** (math.floor(math.log10(min(above))) - 1)
+        axis = Axis("absolute difference", log=True, floor=float(f"{floor:.0e}"))
+        left.append(chart(f"Difference of the training loss to {runs[0].name}", steps, axis, differences))
+    return left, _bars(runs) if len(runs) > 1 else [], [picture for key, picture in found if key != "loss"]
 
 
-def _figures(run: Run) -> dict[str, float | str | None]:
-    """What the table shows, unrounded."""
-    about = run.summary or run.records[0].get("run", {})
-    summary = run.summary or {}
-    losses = run.curve("loss")
-    predicted = summary.get("predicted", {})
-    peaks = summary.get("peak_memory_bytes", [])
-    seconds = predicted.get("seconds_per_step")
-    rate = summary.get("rate")
-    units = summary.get("units_per_step")
-    step_seconds = units / rate if units and rate else None
-    sent = predicted.get("sent_bytes_per_step")
-    found: dict[str, float | str | None] = {
-        "engine": about.get("description"),
-        "processes": about.get("world_size"),
-        "state": "finished" if run.summary else "not finished",
-        "steps": summary.get("steps") or (losses[-1][0] if losses else 0),
-        "last training loss": losses[-1][1] if losses else None,
-    }
-    found |= {f"evaluation {name}": value for name, value in summary.get("metrics", {}).items()}
-    found |= {
-        f"{summary.get('unit', 'units')} a second": rate,
-        "training time, s": summary.get("seconds"),
-        "start to engine, s": about.get("start_seconds"),
-        "first step, s": summary.get("first_step_seconds"),
-        "step, measured, ms": step_seconds * 1e3 if step_seconds else None,
-        "step, predicted, ms": seconds * 1e3 if seconds else None,
-        "memory of the fullest rank, measured, MiB": max(peaks) / 2**20 if peaks else None,
-        "memory of the fullest rank, predicted, MiB": predicted["memory_bytes"] / 2**20
-        if "memory_bytes" in predicted
-        else None,
-        "sent by a rank in a step, predicted, MB": sum(sent.values()) / 1e6 if sent is not None else None,
-    }
-    return found
+def _bars(runs: Sequence[Run]) -> list[str]:
+    """Speed, start, memory and communication of several runs, each left out where no run has it."""
+    speed, start, memory, network = [], [], [], []
+    for place, run in enumerate(runs):
+        if rates := run.all("rate"):
+            middle = statistics.median(rates)
+            said = f"{middle:,.0f}" + (f" ({min(rates):,.0f} to {max(rates):,.0f})" if len(rates) > 1 else "")
+            speed.append(Bar(run.name, middle, said, place, rates if len(rates) > 1 else ()))
+        if after := run.first_step_after():
+            middle = statistics.median(after)
+            start.append(Bar(run.name, middle, f"{middle:.1f} s", place, after if len(after) > 1 else ()))
+        if peaks := [peak / 2**20 for peak in (run.all("peak_memory_bytes") or [()])[0]]:
+            said = f"{max(peaks):,.0f} MiB" + (f" (least {min(peaks):,.0f})" if len(peaks) > 1 else "")
+            memory.append(Bar(run.name, max(peaks), said, place, peaks if len(peaks) > 1 else ()))
+        if (sent := run.collectives()) and (times := run.step_seconds()):
+            step = statistics.median(times)
+            alone = statistics.median(one["seconds"] for one in sent)
+            said = f"{alone * 1e3:,.3g} of {step * 1e3:,.3g} ms ({alone / step:.0%}), {max(sent[0]['sent_bytes']) / 1e6:,.3g} MB"
+            network.append(Bar(run.name, step * 1e3, said, place, part=alone * 1e3))
+    wanted = [
+        ("Speed", f"{runs[0].unit} a second, all ranks; median, dots are repeats", speed),
+        (
+            "Communication",
+            "ms a step, of which its collectives by themselves take (full colour); MB sent by a rank",
+            network,
+        ),
+        ("Peak memory", "MiB of the fullest rank; dots are ranks", memory),
+        ("Time to first step", "seconds from the start of a rank to the end of its first step", start),
+    ]
+    return [bars(title, label, rows) for title, label, rows in wanted if rows]
 
 
-def _table(runs: Sequence[Run], figures: Sequence[dict[str, float | str | None]]) -> str:
-    rows = ["<tr><th></th>" + "".join(f"<th>{escape(run.name)}</th>" for run in runs) + "</tr>"]
-    for key in dict.fromkeys(key for found in figures for key in found):
-        values = [found.get(key) for found in figures]
-        if any(value is not None for value in values):
-            cells = "".join(f'<td class="n">{escape(_shown(value))}</td>' for value in values)
-            rows.append(f"<tr><th>{escape(key)}</th>{cells}</tr>")
-    return f"<table>{''.join(rows)}</table>"
+def _figures(pictures: Sequence[str]) -> str:
+    return "".join(f"<figure>{picture}</figure>" for picture in pictures)
 
 
-def _shown(value: float | str | None) -> str:
+def _table(runs: Sequence[Run], found: Sequence[Figures]) -> str:
+    heads = "".join(
+        f'<th scope="col"><svg class="mark" viewBox="0 0 14 14">{marker(7, 7, place)}</svg> {escape(run.name)}</th>'
+        if len(runs) > 1
+        else '<th scope="col"></th>'
+        for place, run in enumerate(runs)
+    )
+    rows = []
+    for heading in found[0]:
+        keys = list(dict.fromkeys(key for one in found for key in one[heading]))
+        kept = {key: [one[heading].get(key) for one in found] for key in keys}
+        kept = {key: values for key, values in kept.items() if any(value is not None for value in values)}
+        if kept:
+            rows.append(f'<tr class="head"><th colspan="{len(runs) + 1}">{escape(heading)}</th></tr>')
+        for key, values in kept.items():
+            cells = "".join(f"<td>{escape(_shown(value))}</td>" for value in values)
+            rows.append(f'<tr><th scope="row">{escape(key)}</th>{cells}</tr>')
+    return f"<table><thead><tr><th></th>{heads}</tr></thead><tbody>{''.join(rows)}</tbody></table>"
+
+
+def _shown(value: Figure) -> str:
     if value is None or isinstance(value, str):
         return value or ""
-    return f"{value:,}" if isinstance(value, int) else f"{value:,.5g}"
+    if isinstance(value, int) or abs(value) >= 1e3:
+        return f"{value:,.0f}"
+    return f"{value:,.4g}" if value >= 1e-3 or value == 0 else number(float(f"{value:.2g}"))
 
 
 def _origin(run: Run) -> list[str]:
     """Where the figures come from, and the file that ran."""
-    parts = [f"<h2>{escape(run.name)}</h2>"]
+    parts = [f"<h2>Where {escape(run.name)} comes from</h2>"]
     origin = dict(run.origin)
     versions = {name: value for name, value in (origin.pop("versions", None) or {}).items() if value}
     commit = origin.pop("git", None)
     rows = {
         "command": shlex.join(origin.pop("command", [])),
         "started": origin.pop("started", ""),
+        "directory": origin.pop("directory", ""),
         "git commit": f"{commit['commit']}{' with changes' if commit['changed'] else ''}" if commit else "",
         "versions": ", ".join(f"{name} {value}" for name, value in versions.items()),
-        "machine": ", ".join(str(origin[key]) for key in ("host", "cpu", "cores", "gpus", "system") if origin.get(key)),
+        "machine": ", ".join(
+            _machine(key, origin[key]) for key in ("host", "cpu", "cores", "gpus", "system") if origin.get(key)
+        ),
     }
     cells = "".join(f"<tr><th>{key}</th><td>{escape(value)}</td></tr>" for key, value in rows.items() if value)
-    parts.append(f"<table>{cells}</table>" if cells else '<p class="note">no run.json</p>')
+    parts.append(f'<table class="origin">{cells}</table>' if cells else '<p class="note">no run.json</p>')
     if run.config:
         text = escape(json.dumps(run.config, indent=2))
         parts.append(f"<details><summary>The file that ran</summary><pre>{text}</pre></details>")
     return parts
+
+
+def _machine(key: str, value: object) -> str:
+    return f"{value} cores" if key == "cores" else ", ".join(map(str, value)) if isinstance(value, list) else str(value)

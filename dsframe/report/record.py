@@ -74,10 +74,16 @@ class Record:
         self._file.close()
         self._loggers.close()
 
-    def finish(self, summary: Summary, predicted: Mapping[str, Any]) -> None:
-        """Writes ``summary.json``; its presence says that the run came to its end. ``predicted``: by ``dsframe.plan``."""
+    def finish(self, summary: Summary, predicted: Mapping[str, Any], communication: Mapping[str, Any] | None) -> None:
+        """Writes ``summary.json``; its presence says that the run came to its end.
+
+        ``predicted``: by ``dsframe.plan``. ``communication``: by :mod:`dsframe.report.replay`, where it was measured.
+        """
         self.close()
-        _write(self._directory / _SUMMARY, {**self._about, **asdict(summary), "predicted": dict(predicted)})
+        content = {**self._about, **asdict(summary), "predicted": dict(predicted)}
+        if communication is not None:
+            content["communication"] = dict(communication)
+        _write(self._directory / _SUMMARY, content)
 
 
 def beside(summary: Summary, predicted: Mapping[str, Any]) -> str:

@@ -1,19 +1,25 @@
 """Line charts as SVG text: no library, readable on any screen, the same for people who confuse colours.
 
-Colours are Okabe and Ito's (2008), and every line has a marker of its own beside its colour.
+Colours are Okabe and Ito's (2008), every line has a marker of its own beside its colour and its name at its end. Lines that lie
+on each other are drawn as dashes of their colours in turn: none hides another. Classes are there for a page's dark colours.
 """
 
 from __future__ import annotations
 
+import itertools
 import math
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
+from typing import NamedTuple
 from xml.sax.saxutils import escape
 
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#8C6D31")
-_LEFT, _TOP, _BOTTOM, _LABEL = 78, 44, 52, 15
-_LETTER = 6.3
-"""Width of a letter of 11 pixels, about."""
+from dsframe.report.marks import COLOURS, LETTER, cut, marker, number, opening
+
+WIDTH, HEIGHT = 640, 340
+_LEFT, _TOP, _BOTTOM, _LABEL = 62, 56, 50, 17
+_TICKS = 9
+_NEAR, _DASH = 1.5, 8.0
+"""Pixels: lines that are this near to each other share their place, in dashes of this length."""
 
 
 @dataclass(frozen=True)
@@ -36,86 +42,117 @@ class Axis:
     log: bool = False
     whole: bool = False
     """Ticks only at whole numbers; with ``log``, at powers of two."""
+    floor: float | None = None
+    """With ``log``: a power of ten, where everything below it is drawn, zero too; its tick reads 0."""
+
+
+class Place(NamedTuple):
+    """A point of a line, in pixels and as it was."""
+
+    across: float
+    up: float
+    value: tuple[float, float]
+
+
+class End(NamedTuple):
+    """Where a line ends: its height, whether it reaches the right edge, its series (-1: none) and its name."""
+
+    up: float
+    at_edge: bool
+    series: int
+    name: str
 
 
 def chart(
-    title: str, x: Axis, y: Axis, lines: Sequence[Line], *, limit: tuple[str, float] | None = None, width: int = 760
+    title: str, x: Axis, y: Axis, lines: Sequence[Line], *, limit: tuple[str, float] | None = None, width: int = WIDTH
 ) -> str:
     """An ``<svg>`` element. ``limit``: a name and a height at which a horizontal rule is drawn.
 
-    On logarithmic axes points that are not above zero are left out. Without any point it says so.
+    On logarithmic axes points that are not above zero are left out, unless the axis has a floor. Without any point it says so.
     """
-    shown = [replace(line, points=[(a, b) for a, b in line.points if _can(a, x) and _can(b, y)]) for line in lines]
-    shown = [line for line in shown if line.points]
-    height = 400
-    open_tag = (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width} {height}" width="{width}" height="{height}" '
-        f'role="img" aria-label="{escape(title, {chr(34): "&quot;"})}" font-family="Helvetica, Arial, sans-serif" font-size="11">'
-    )
-    parts = [open_tag, f'<rect width="{width}" height="{height}" fill="#ffffff"/>']
-    parts.append(f'<text x="{_LEFT}" y="22" font-size="14" font-weight="bold">{escape(title)}</text>')
+    kept = [replace(line, points=[(a, b) for a, b in line.points if _can(a, x) and _can(b, y)]) for line in lines]
+    numbers = [place if line.series is None else line.series for place, line in enumerate(kept)]
+    shown = [(number, line) for number, line in zip(numbers, kept, strict=True) if line.points]
+    parts = [opening(title, width, HEIGHT)]
     if not shown:
-        return "".join([*parts, f'<text x="{_LEFT}" y="60">nothing to show</text></svg>'])
-    names = [line.name for line in shown] + ([limit[0]] if limit else [])
-    right = min(width * 0.45, max(len(name) for name in names) * _LETTER + 34)
-    across = _Scale(x, [a for line in shown for a, _ in line.points], _LEFT, width - right)
-    values = [b for line in shown for _, b in line.points] + ([limit[1]] if limit else [])
-    up = _Scale(y, values, height - _BOTTOM, _TOP)
+        return "".join([*parts, f'<text class="soft" x="12" y="{_TOP}" fill="#555">nothing to show</text></svg>'])
+    names = [line.name for _, line in shown] + ([limit[0]] if limit else [])
+    right = min(width * 0.4, max(map(len, names)) * LETTER + 38)
+    across = _Scale(x, [a for _, line in shown for a, _ in line.points], _LEFT, width - right)
+    values = [b for _, line in shown for _, b in line.points] + ([limit[1]] if limit else [])
+    up = _Scale(y, values, HEIGHT - _BOTTOM, _TOP)
     parts += _grid(across, up, x, y)
     if limit:
-        at = up(limit[1])
         parts.append(
-            f'<line x1="{across.low}" x2="{across.high}" y1="{at:.1f}" y2="{at:.1f}" stroke="#444" stroke-dasharray="2 3"/>'
+            _rule(across.low, up(limit[1]), across.high, up(limit[1]), "soft", "#555", ' stroke-dasharray="2 3"')
         )
-    ends = []
-    for place, line in enumerate(shown):
-        number = place if line.series is None else line.series
-        parts += _curve(line, number, across, up, wider=len(shown) - 1 - place)
-        ends.append((up(line.points[-1][1]), COLOURS[number % len(COLOURS)], line.name, number))
+    drawn = [[Place(across(a), up(b), (a, b)) for a, b in line.points] for _, line in shown]
+    parts += _curves(shown, drawn)
+    ends = [
+        End(places[-1].up, places[-1].across > across.high - 1, number, line.name)
+        for (number, line), places in zip(shown, drawn, strict=True)
+    ]
     if limit:
-        ends.append((up(limit[1]), "#444", limit[0], -1))
-    parts += _names(ends, across.high + 10, height - _BOTTOM)
+        ends.append(End(up(limit[1]), True, -1, limit[0]))
+    parts += _names(ends, across.high, width, HEIGHT - _BOTTOM)
     return "".join([*parts, "</svg>"])
 
 
 def _can(value: float, axis: Axis) -> bool:
-    return math.isfinite(value) and (value > 0 or not axis.log)
+    return math.isfinite(value) and (value > 0 or not axis.log or axis.floor is not None)
 
 
 class _Scale:
-    """From a value to a place, with its ticks."""
+    """From a value to a place, with its ticks and what they read."""
 
     def __init__(self, axis: Axis, values: Sequence[float], low: float, high: float) -> None:
-        self.low, self.high, self._log = low, high, axis.log
+        self.low, self.high, self._log, self._floor = low, high, axis.log, axis.floor
         first, last = min(values), max(values)
+        if axis.log and axis.floor is not None:
+            first, last = axis.floor, max(last, 10 * axis.floor)
         if axis.log:
-            if axis.whole:
-                powers = range(math.floor(math.log2(first) + 1e-9), math.ceil(math.log2(last) - 1e-9) + 1)
-                self.ticks = [2.0**power for power in powers] if len(powers) > 1 else [first, 2 * first]
-                self.ticks = self.ticks[:: math.ceil(len(self.ticks) / 12)]
-            else:
-                powers = range(math.floor(math.log10(first)) - 1, math.ceil(math.log10(last)) + 2)
-                steps = (1, 2, 5) if len(powers) < 7 else (1,)
-                every = [step * 10.0**power for power in powers for step in steps]
-                low_tick = max(tick for tick in every if tick <= first * (1 + 1e-9))
-                high_tick = min(tick for tick in every if tick > low_tick and tick >= last * (1 - 1e-9))
-                self.ticks = [tick for tick in every if low_tick <= tick <= high_tick]
-            bottom, top = min(first, self.ticks[0]), max(last, self.ticks[-1])
-            self._from, self._to = math.log(bottom), math.log(top)
+            self.ticks = _powers_of_two(first, last) if axis.whole else _powers_of_ten(first, last)
+            self._from, self._to = math.log(min(first, self.ticks[0])), math.log(max(last, self.ticks[-1]))
         else:
             if 0 < first < 0.5 * last and not axis.whole:
                 first = 0.0
             if last - first < 1e-4 * abs(last):  # constant: ticks that differ by less would read the same
                 first, last = first - 0.05 * abs(last), last + 0.05 * abs(last)
             step = _step(max(last - first, abs(last) * 1e-6, 1e-12) / 6, axis.whole)
-            bottom_value, top_value = math.floor(first / step + 1e-9) * step, math.ceil(last / step - 1e-9) * step
-            top_value = max(top_value, bottom_value + step)
-            self.ticks = [bottom_value + step * n for n in range(round((top_value - bottom_value) / step) + 1)]
-            self._from, self._to = bottom_value, top_value
+            bottom, top = math.floor(first / step + 1e-9) * step, math.ceil(last / step - 1e-9) * step
+            top = max(top, bottom + step)
+            self.ticks = [bottom + step * n for n in range(round((top - bottom) / step) + 1)]
+            self._from, self._to = bottom, top
 
     def __call__(self, value: float) -> float:
-        at = math.log(value) if self._log else value
+        at = math.log(max(value, self._floor or 0.0)) if self._log else value
         return self.low + (self.high - self.low) * (at - self._from) / (self._to - self._from)
+
+    def read(self, tick: float) -> str:
+        """What stands beside ``tick``."""
+        return "0" if tick == self._floor else number(tick)
+
+
+def _powers_of_two(first: float, last: float) -> list[float]:
+    powers = range(math.floor(math.log2(first) + 1e-9), math.ceil(math.log2(last) - 1e-9) + 1)
+    ticks = [2.0**power for power in powers] if len(powers) > 1 else [first, 2 * first]
+    return ticks[:: math.ceil(len(ticks) / _TICKS)]
+
+
+def _powers_of_ten(first: float, last: float) -> list[float]:
+    """From below ``first`` to above ``last``: at 1, 2 and 5 where these are few, else at powers of ten, else at each n-th."""
+    powers = range(math.floor(math.log10(first)) - 1, math.ceil(math.log10(last)) + 2)
+    for steps, every in (((1, 2, 5), 1), *(((1,), every) for every in range(1, 400))):
+        all_of_them = [float(f"{step}e{power}") for power in powers[::every] for step in steps]
+        if every > 1:  # each n-th from the first one that is needed
+            begin = math.floor(math.log10(first) + 1e-9)
+            all_of_them = [float(f"1e{power}") for power in range(begin, powers[-1] + every, every)]
+        low = max(tick for tick in all_of_them if tick <= first * (1 + 1e-9))
+        high = min(tick for tick in all_of_them if tick > low and tick >= last * (1 - 1e-9))
+        ticks = [tick for tick in all_of_them if low <= tick <= high]
+        if len(ticks) <= _TICKS:
+            break
+    return ticks
 
 
 def _step(rough: float, whole: bool) -> float:
@@ -124,54 +161,122 @@ def _step(rough: float, whole: bool) -> float:
     return max(1.0, step) if whole else step
 
 
+def _rule(x1: float, y1: float, x2: float, y2: float, name: str, colour: str, more: str = "") -> str:
+    return f'<line class="{name}" x1="{x1:.1f}" y1="{y1:.1f}" x2="{x2:.1f}" y2="{y2:.1f}" stroke="{colour}"{more}/>'
+
+
 def _grid(across: _Scale, up: _Scale, x: Axis, y: Axis) -> list[str]:
-    parts = []
+    parts = [f'<text class="soft" x="12" y="42" fill="#555">{escape(y.label)}</text>']
     for tick in across.ticks:
         at = across(tick)
-        parts.append(f'<line x1="{at:.1f}" x2="{at:.1f}" y1="{up.low}" y2="{up.high}" stroke="#e6e6e6"/>')
-        parts.append(f'<text x="{at:.1f}" y="{up.low + 17}" text-anchor="middle">{number(tick)}</text>')
+        parts.append(_rule(at, up.low, at, up.high, "rule", "#e6e6e6"))
+        parts.append(
+            f'<text class="ink" x="{at:.1f}" y="{up.low + 17:.1f}" text-anchor="middle" fill="#111">{across.read(tick)}</text>'
+        )
     for tick in up.ticks:
         at = up(tick)
-        parts.append(f'<line x1="{across.low}" x2="{across.high}" y1="{at:.1f}" y2="{at:.1f}" stroke="#e6e6e6"/>')
-        parts.append(f'<text x="{across.low - 7}" y="{at + 4:.1f}" text-anchor="end">{number(tick)}</text>')
-    middle_x, middle_y = (across.low + across.high) / 2, (up.low + up.high) / 2
-    parts.append(f'<text x="{middle_x:.1f}" y="{up.low + 38}" text-anchor="middle">{escape(x.label)}</text>')
+        parts.append(_rule(across.low, at, across.high, at, "rule", "#e6e6e6"))
+        parts.append(
+            f'<text class="ink" x="{across.low - 7:.1f}" y="{at + 4:.1f}" text-anchor="end" fill="#111">{up.read(tick)}</text>'
+        )
+    middle = (across.low + across.high) / 2
     parts.append(
-        f'<text transform="translate(16 {middle_y:.1f}) rotate(-90)" text-anchor="middle">{escape(y.label)}</text>'
+        f'<text class="soft" x="{middle:.1f}" y="{up.low + 38:.1f}" text-anchor="middle" fill="#555">{escape(x.label)}</text>'
     )
     return parts
 
 
-def _curve(line: Line, number: int, across: _Scale, up: _Scale, wider: int) -> list[str]:
-    """``wider``: lines that are drawn over this one, which shows beside them where they are the same."""
-    colour = COLOURS[number % len(COLOURS)]
-    places = [(across(a), up(b)) for a, b in line.points]
-    path = " ".join(f"{a:.1f},{b:.1f}" for a, b in places)
-    dash = ' stroke-dasharray="6 4"' if line.dashed else ""
-    parts = [
-        f'<polyline points="{path}" fill="none" stroke="{colour}" stroke-width="{1.8 + 1.7 * min(wider, 3):.1f}"{dash}/>'
-    ]
-    stride = max(1, len(places) // 12)  # a marker on each of hundreds of points would hide the line
-    parts += [_marker(a, b, number, colour) for a, b in places[::-stride][::-1]]
+def _curves(shown: Sequence[tuple[int, Line]], drawn: Sequence[Sequence[Place]]) -> list[str]:
+    """Lines, and markers over all of them."""
+    spans = [_columns(places) for places in drawn]
+    parts: list[str] = []
+    markers: list[str] = []
+    for index, ((series, line), places) in enumerate(zip(shown, drawn, strict=True)):
+
+        def beside(*columns: int, index: int = index) -> tuple[int, ...]:
+            """The lines that are where this one is, it too."""
+            return tuple(
+                other
+                for other, span in enumerate(spans)
+                if other == index
+                or (not shown[other][1].dashed and not shown[index][1].dashed and _near(spans[index], span, columns))
+            )
+
+        parts += _segments(_thinned(places), beside, index, series, dashed=line.dashed)
+        stride = max(1, len(places) // 12)  # a marker on each of hundreds of points would hide the line
+        for turn, place in enumerate(places[::-stride][::-1]):
+            sharing = beside(_column(place))
+            if sharing[turn % len(sharing)] == index or len(places) == 1:
+                said = f"{line.name}: {place.value[1]:,.6g} at {place.value[0]:,.6g}"
+                markers.append(marker(place.across, place.up, series, said))
+    return parts + markers
+
+
+def _segments(
+    places: Sequence[Place], beside: Callable[..., tuple[int, ...]], index: int, series: int, *, dashed: bool
+) -> list[str]:
+    """One line as a polyline for each stretch in which it has the same neighbours."""
+    stretches: list[tuple[tuple[int, ...], list[Place]]] = []
+    for one, other in itertools.pairwise(places):
+        sharing = beside(_column(one), _column(other))
+        if not stretches or stretches[-1][0] != sharing:
+            stretches.append((sharing, [one]))
+        stretches[-1][1].append(other)
+    parts = []
+    for sharing, stretch in stretches:
+        dash = ' stroke-dasharray="6 4"' if dashed else ""
+        if len(sharing) > 1:
+            gap, offset = _DASH * (len(sharing) - 1), _DASH * (len(sharing) - sharing.index(index))
+            dash = f' stroke-dasharray="{_DASH:g} {gap:g}" stroke-dashoffset="{offset:g}"'
+        path = " ".join(f"{place.across:.1f},{place.up:.1f}" for place in stretch)
+        colour = COLOURS[series % len(COLOURS)]
+        parts.append(
+            f'<polyline class="s{series % len(COLOURS)}" points="{path}" fill="none" stroke="{colour}" stroke-width="2" '
+            f'stroke-linejoin="round"{dash}/>'
+        )
     return parts
 
 
-def _marker(a: float, b: float, number: int, colour: str) -> str:
-    kind, filled = number % 4, colour if number % 8 < 4 else "#ffffff"
-    style = f'fill="{filled}" stroke="{colour}" stroke-width="1.3"'
-    if kind == 0:
-        return f'<circle cx="{a:.1f}" cy="{b:.1f}" r="3.4" {style}/>'
-    if kind == 1:
-        return f'<rect x="{a - 3.1:.1f}" y="{b - 3.1:.1f}" width="6.2" height="6.2" {style}/>'
-    turn = 1 if kind == 2 else -1
-    corners = f"{a:.1f},{b - 4.2 * turn:.1f} {a - 3.9:.1f},{b + 3 * turn:.1f} {a + 3.9:.1f},{b + 3 * turn:.1f}"
-    return f'<polygon points="{corners}" {style}/>'
+def _column(place: Place) -> int:
+    return round(place.across)
 
 
-def _names(ends: list[tuple[float, str, str, int]], at: float, lowest: float) -> list[str]:
-    """A name beside the end of each line, moved apart where they would overlap."""
-    ends = sorted(ends)
-    places = [end[0] for end in ends]
+def _columns(places: Sequence[Place]) -> dict[int, tuple[float, float]]:
+    """By column of pixels, the highest and the lowest place."""
+    spans: dict[int, tuple[float, float]] = {}
+    for place in places:
+        low, high = spans.get(_column(place), (place.up, place.up))
+        spans[_column(place)] = min(low, place.up), max(high, place.up)
+    return spans
+
+
+def _near(one: dict[int, tuple[float, float]], other: dict[int, tuple[float, float]], columns: Sequence[int]) -> bool:
+    return all(
+        column in other and all(abs(a - b) < _NEAR for a, b in zip(one[column], other[column], strict=True))
+        for column in columns
+    )
+
+
+def _thinned(places: Sequence[Place]) -> list[Place]:
+    """Of each column of pixels the first, the highest, the lowest and the last place: more cannot be seen."""
+    if len(places) < 2 * WIDTH:
+        return list(places)
+    columns: dict[int, list[Place]] = {}
+    for place in places:
+        columns.setdefault(_column(place), []).append(place)
+    return [
+        place
+        for found in columns.values()
+        for place in sorted(
+            {found[0], min(found, key=lambda one: one.up), max(found, key=lambda one: one.up), found[-1]}
+        )
+    ]
+
+
+def _names(ends: list[End], at: float, width: float, lowest: float) -> list[str]:
+    """A name beside the end of each line, moved apart where they would overlap, and joined to it where it was moved."""
+    ends = sorted(ends, key=lambda end: (round(end.up), end.series))
+    places = [end.up for end in ends]
     for index in range(1, len(places)):
         places[index] = max(places[index], places[index - 1] + _LABEL)
     overhang = max(0.0, places[-1] - lowest)
@@ -179,16 +284,11 @@ def _names(ends: list[tuple[float, str, str, int]], at: float, lowest: float) ->
         ceiling = places[index + 1] - _LABEL if index + 1 < len(places) else places[index] - overhang
         places[index] = min(places[index], ceiling)
     parts = []
-    for place, (_, colour, name, number) in zip(places, ends, strict=True):
-        if number >= 0:
-            parts.append(_marker(at + 4, place, number, colour))
-        parts.append(f'<text x="{at + 13:.1f}" y="{place + 4:.1f}" fill="#111">{escape(name)}</text>')
+    for place, end in zip(places, ends, strict=True):
+        if end.at_edge and abs(place - end.up) > _NEAR:
+            parts.append(_rule(at + 2, end.up, at + 10, place, "soft", "#555", ' stroke-width="0.6"'))
+        if end.series >= 0:
+            parts.append(marker(at + 15, place, end.series))
+        name = escape(cut(end.name, width - at - 28))
+        parts.append(f'<text class="ink" x="{at + 25:.1f}" y="{place + 4:.1f}" fill="#111">{name}</text>')
     return parts
-
-
-def number(value: float) -> str:
-    """``1200000`` as ``1.2M``, ``0.00002`` as ``2e-05``."""
-    for unit, letter in ((1e12, "T"), (1e9, "G"), (1e6, "M"), (1e4, "k")):
-        if abs(value) >= unit:
-            return f"{value / (1e3 if letter == 'k' else unit):g}{letter}"
-    return f"{value:,.6g}" if abs(value) >= 1e-3 or value == 0 else f"{value:.0e}"

@@ -27,11 +27,16 @@ def test_the_files_are_there() -> None:
 def test_it_trains(name: str, tmp_path: Path) -> None:
     engine = load(name).settings.engine
     options = ["-m", "dsframe.train", "--config", name, "--run-dir", str(tmp_path), "--set", f"dsframe.steps={STEPS}"]
-    options += ["--set", "dsframe.task.samples=512"]
+    options += ["--set", "dsframe.task.samples=512", "--set", "dsframe.measure_communication=true"]
     command = python(options) if engine == "single" else LAUNCH.get(engine, deepspeed)(2, options)
     finished = run_ranks(command, timeout_seconds=590).check()
     assert len(losses(tmp_path)) == STEPS
-    assert math.isfinite(read_summary(tmp_path)["loss"])
+    summary = read_summary(tmp_path)
+    assert math.isfinite(summary["loss"])
+    sent, seconds = summary["communication"]["sent_bytes"], summary["communication"]["seconds"]
+    assert len(sent) == summary["world_size"]
+    assert (min(sent) > 0) == (seconds > 0) == (engine != "single")
+    assert seconds < 60
     assert "Warning" not in finished.output
     assert "Traceback" not in finished.output
 

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dsframe.config import load
-from dsframe.report.page import read_run
+from dsframe.report.runs import read_run
 from tests.processes import horovodrun, run_ranks, torchrun
 
 STEPS, BATCH = 4, 8

@@ -12,6 +12,7 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dsframe.report.communication import Communication
+from dsframe.report.replay import Recording
 
 RANKS = 4
 
@@ -92,6 +93,15 @@ def test_known_collectives(name: str) -> None:
     assert counted.by_kind[kind].received_bytes == (payload if kind == "receive" else 0 if kind == "send" else sent)
     assert counted.bytes_sent == counted.by_kind[kind].sent_bytes
     assert set(counted.by_kind) == {kind}
+
+
+@pytest.mark.parametrize("name", KNOWN)
+@pytest.mark.filterwarnings("ignore:.*_tensor. is deprecated:FutureWarning")
+def test_what_was_recorded_is_sent_again(name: str) -> None:
+    with Recording() as recorded:
+        KNOWN[name][0]()
+    send = recorded.again(torch.device("cpu"))
+    assert count(send).by_kind == count(send).by_kind == recorded.by_kind != {}
 
 
 def test_barriers_and_the_end_of_counting() -> None:

@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from dsframe.cli import main
-from dsframe.report.page import names
+from dsframe.report.runs import names
 from dsframe.report.svg import Axis, Line, chart
 
 
@@ -81,19 +81,21 @@ def test_a_page_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert rows["last training loss"] == ["1", "2.5"]
     assert rows["command"] == ["python 'a b'"]
     figures = read.figures["a"]
-    assert figures["step, measured, ms"] == pytest.approx(20)
+    assert figures["step, ms"] == pytest.approx(20)
     assert figures["step, predicted, ms"] == pytest.approx(30)
-    assert figures["memory of the fullest rank, measured, MiB"] == pytest.approx(3)
-    assert figures["memory of the fullest rank, predicted, MiB"] == pytest.approx(2)
-    assert figures["sent by a rank in a step, predicted, MB"] == pytest.approx(5)
-    pictures = re.findall(r"<svg.*?</svg>", text, re.DOTALL)
+    assert figures["peak memory of the fullest rank, MiB"] == pytest.approx(3)
+    assert figures["peak memory, predicted, MiB"] == pytest.approx(2)
+    assert figures["sent, predicted, MB"] == pytest.approx(5)
+    pictures = re.findall(r"<figure>(.*?)</figure>", text, re.DOTALL)
     titles = [ElementTree.fromstring(picture).attrib["aria-label"] for picture in pictures]
     assert titles == [
         "Training loss",
         "Difference of the training loss to a",
-        "Learning rate",
         "Speed",
-        "Evaluation: accuracy",
+        "Peak memory",
+        "Time to first step",
+        "Learning rate",
+        "Speed during training",
     ]
     assert main(["report", str(tmp_path / "none")]) == 6
     assert names([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ["x/run", "y/run"]
@@ -123,6 +125,38 @@ def test_a_chart_shows_what_it_is_given(log: bool) -> None:
     assert {"A & B", "x", "up", "most"} <= set(named)
     assert abs(named["up"][1] - named["most"][1]) >= 14  # names do not lie on each other
     assert all(0 <= x <= 760 and 0 <= y <= 400 for x, y, _ in texts)
+
+
+def test_lines_on_each_other_are_both_seen() -> None:
+    """Where two lines are the same they are drawn as dashes in turns, and whole where they part."""
+    first = [(float(step), 1.0) for step in range(10)]
+    second = [(at, value if at < 5 else 2.0) for at, value in first]
+    root = ElementTree.fromstring(chart("t", Axis("x"), Axis("y"), [Line("a", first), Line("b", second)]))
+    drawn = [
+        (line.attrib["class"], line.attrib.get("stroke-dasharray"), line.attrib.get("stroke-dashoffset"))
+        for line in root.iter("{http://www.w3.org/2000/svg}polyline")
+    ]
+    assert drawn == [("s0", "8 8", "16"), ("s0", None, None), ("s1", "8 8", "8"), ("s1", None, None)]
+
+
+def test_differences_of_zero_have_a_place_on_a_logarithmic_axis() -> None:
+    values = [(1, 0.0), (2, 1e-7), (3, 3e-3)]
+    picture = chart("t", Axis("x"), Axis("y", log=True, floor=1e-8), [Line("a", values)])
+    (heights,) = [[y for _, y in line] for line in places(picture)]
+    assert heights == sorted(heights, reverse=True)
+    read = {
+        t.text: float(t.attrib["y"]) for t in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")
+    }
+    assert read["0"] - 4 == pytest.approx(heights[0], abs=0.1)
+    assert read["1e-7"] - 4 == pytest.approx(heights[1], abs=0.1)
+
+
+def test_thousands_of_points_become_as_many_as_can_be_seen() -> None:
+    values = [(float(step), 5.0 if step == 12_345 else 1.0) for step in range(100_000)]
+    picture = chart("t", Axis("x"), Axis("y"), [Line("a", values)])
+    (line,) = places(picture)
+    assert len(line) < 2_000
+    assert min(y for _, y in line) < min(y for _, y in line[:100])  # the one that stands out is there
 
 
 def test_names_of_lines_that_end_together_are_apart() -> None:
