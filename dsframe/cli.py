@@ -23,7 +23,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "compare": ("dsframe.report.compare:main", "runs side by side: loss, metrics, speed, memory; trains files first"),
     "scale": ("dsframe.plan.scale:main", "one file on several numbers of processes: time, speed-up, efficiency"),
     "report": ("dsframe.report.page:main", "a run's page, from what its directory holds: one HTML file"),
-    "export": ("dsframe.checkpoint.export:main", "a checkpoint's weights in one file, for other programs"),
+    "export": (
+        "dsframe.checkpoint.export:main",
+        "a checkpoint for other programs, transformers and DeepSpeed among them",
+    ),
     "import": ("dsframe.convert:main", "a checkpoint of DeepSpeed's own, to go on from"),
     "doctor": ("dsframe.doctor:main", "what this machine can run, and what it lacks"),
     "schema": ("dsframe.config.docs:main", "the JSON Schema of the file, or its reference in Markdown"),

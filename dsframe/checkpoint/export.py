@@ -1,15 +1,17 @@
 """``dsframe export``: a checkpoint for other programs.
 
-Weights alone, in one file that needs no dsframe; or, for DeepSpeed's universal loader, everything. The file holds every name of
-the model's ``state_dict``: parameters, buffers, and shared parameters under each of their names.
+Weights alone, in one file that needs no dsframe, or as the folder that transformers' ``from_pretrained`` reads; or, for
+DeepSpeed's universal loader, everything. The file holds every name of the model's ``state_dict``: parameters, buffers, and
+shared parameters under each of their names.
 """
 
 from __future__ import annotations
 
 import argparse
+import re
 import shutil
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -18,7 +20,7 @@ from dsframe.errors import CheckpointError
 if TYPE_CHECKING:
     from torch import Tensor
 
-_SUFFIX = {"safetensors": ".safetensors", "torch": ".pt", "universal": "-universal"}
+_SUFFIX = {"safetensors": ".safetensors", "torch": ".pt", "huggingface": "-huggingface", "universal": "-universal"}
 _DTYPES = ("float32", "bfloat16", "float16")
 
 
@@ -32,34 +34,56 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--to",
         choices=sorted(_SUFFIX),
         default="safetensors",
-        help="format; universal: a folder for DeepSpeed's load_universal, with the optimizer's state (default: %(default)s)",
+        help="format; huggingface: a folder for transformers' from_pretrained, with configuration and tokenizer; universal: a "
+        "folder for DeepSpeed's load_universal, with the optimizer's state (default: %(default)s)",
     )
     parser.add_argument(
-        "--dtype", choices=_DTYPES, default="float32", help="of floating-point tensors (default: %(default)s)"
+        "--dtype",
+        choices=_DTYPES,
+        default="float32",
+        help="of floating-point tensors; universal: of the model's copy, masters and moments stay float32 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="huggingface: the weights' largest file, such as 5GB or 200MB (default: %(default)s)",
     )
     parser.add_argument("--out", type=Path, help="what to write (default: beside the checkpoint, named after it)")
     options = parser.parse_args(argv)
-    out = export(options.checkpoint, options.to, options.dtype, options.out)
+    if not re.fullmatch(r"[1-9]\d*[KMG]B", options.shard_size):
+        parser.error(f"--shard-size: {options.shard_size!r} is no size such as 5GB or 200MB")
+    out = export(options.checkpoint, options.to, options.dtype, options.out, shard_size=options.shard_size, say=_say)
     files = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
-    print(f"{out}: {sum(path.stat().st_size for path in files) / 1e6:,.1f} MB", file=sys.stderr)
+    _say(f"{out}: {sum(path.stat().st_size for path in files) / 1e6:,.1f} MB")
     return 0
 
 
-def export(path: Path, to: str = "safetensors", dtype: str = "float32", out: Path | None = None) -> Path:
+def _say(line: str) -> None:
+    print(line, file=sys.stderr)
+
+
+def export(
+    path: Path,
+    to: str = "safetensors",
+    dtype: str = "float32",
+    out: Path | None = None,
+    *,
+    shard_size: str = "5GB",
+    say: Callable[[str], None] = _say,
+) -> Path:
     """Writes the weights of the newest whole checkpoint that ``path`` means; returns the file. All of them are in memory once.
 
-    ``to`` "universal": a folder with everything, in fp32. Raises CheckpointError where there is none, where the file is there
-    already, or where it cannot be written.
+    ``to`` "universal": a folder with everything. ``say`` hears what could not be taken along. Raises CheckpointError where there
+    is no checkpoint, where the file is there already, or where it cannot be written; TaskError where transformers is missing.
     """
     import torch
     from safetensors import SafetensorError
     from safetensors.torch import save_file
 
-    from dsframe.checkpoint import store, universal
+    from dsframe.checkpoint import pretrained, store, universal
     from dsframe.checkpoint.portable import Checkpoint
 
-    if to == "universal" and dtype != "float32":
-        raise CheckpointError("the universal form is float32")
     found = next((one for one in store.locate(path) if not store.verify(one)), None)
     if found is None:
         raise CheckpointError(f"{path}: damaged: {'; '.join(store.verify(store.locate(path)[0]))}")
@@ -71,8 +95,11 @@ def export(path: Path, to: str = "safetensors", dtype: str = "float32", out: Pat
         if to == "universal":
             shutil.rmtree(partial, ignore_errors=True)
             checkpoint = Checkpoint(found)
-            universal.write(checkpoint, partial)
+            universal.write(checkpoint, partial, getattr(torch, dtype), say)
             checkpoint.close()
+        elif to == "huggingface":
+            shutil.rmtree(partial, ignore_errors=True)
+            pretrained.write(store.read_manifest(found), read(found, dtype), dtype, partial, shard_size, say)
         elif to == "torch":
             torch.save(read(found, dtype), partial)
         else:
@@ -81,8 +108,9 @@ def export(path: Path, to: str = "safetensors", dtype: str = "float32", out: Pat
             save_file({name: tensor.clone() for name, tensor in tensors.items()}, partial, metadata={"format": "pt"})
         partial.rename(target)
     except (OSError, RuntimeError, SafetensorError) as error:
-        shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
         raise CheckpointError(f"{target} cannot be written: {error}") from None
+    finally:
+        shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
     return target
 
 

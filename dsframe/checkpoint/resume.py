@@ -86,6 +86,7 @@ def about(
             "config": config.shown(),
             "config_digest": config.digest,
         },
+        "pretrained": task.pretrained(),
         "versions": {name: _version(name) for name in ("dsframe", "torch", *([package] if package else []))},
     }
 

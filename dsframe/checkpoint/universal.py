@@ -2,18 +2,25 @@
 
     OUT/latest_universal                                   the name of the folder below
         step-00000042/zero/NAME/{fp32,exp_avg,exp_avg_sq,step}.pt
-                      zero/optimizer_state.pt              the learning rate, the step
+                      zero/optimizer_state.pt              the learning rate, the step, the loss scale of fp16
                       mp_rank_00_model_states.pt           module and counts, for stages 1 and 2
                       zero_pp_rank_0_mp_rank_00_model_states.pt   the same for stage 3, where parameters come from zero/ alone
 
-DeepSpeed's own converter writes the one or the other; this folder serves both. Source: deepspeed 0.19.8,
+        untrained.pt                                       frozen parameters and buffers, a state_dict
+
+DeepSpeed's own converter writes the one or the other; this folder serves both. Its loader puts back what the optimizer updates and
+nothing else: frozen parameters and buffers silently stay as the program has made them (0.19.8). So they have a file of their own,
+and the export says what to do with it. Source: deepspeed 0.19.8,
 ``checkpoint/ds_to_universal.py``, ``runtime/base_optimizer.py`` and ``runtime/zero/stage3.py`` (load_hp_checkpoint_state).
 """
 
 from __future__ import annotations
 
+import pickle
 from collections import OrderedDict
+from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -26,8 +33,15 @@ LAYOUT = "0.19.8"
 _MOMENTS = ["exp_avg", "exp_avg_sq"]
 
 
-def write(checkpoint: Checkpoint, out: Path) -> None:
-    """Writes the folder ``out``, one parameter at a time. Raises OSError, and CheckpointError for optimizers other than Adam."""
+UNTRAINED = "untrained.pt"
+"""Frozen parameters and buffers."""
+
+
+def write(checkpoint: Checkpoint, out: Path, dtype: torch.dtype, say: Callable[[str], None]) -> None:
+    """Writes the folder ``out``, one parameter at a time. Raises OSError, and CheckpointError for optimizers other than Adam.
+
+    ``dtype``: of the model's copy; masters and moments are float32. ``say``: hears what DeepSpeed will not load by itself.
+    """
     entries = checkpoint.manifest["parameters"]
     kept = {tuple(entry["moments"]) for entry in entries.values()} - {()}
     if kept != {tuple(_MOMENTS)}:
@@ -37,20 +51,29 @@ def write(checkpoint: Checkpoint, out: Path) -> None:
         )
     folder = out / checkpoint.path.name
     module: dict[str, torch.Tensor] = dict(checkpoint.buffers())
+    untrained = dict(module)
     shapes: OrderedDict[str, torch.Size] = OrderedDict()
     step = 0.0
     for name, entry in entries.items():
         one = checkpoint.parameter(name)
         place = folder / "zero" / name
         place.mkdir(parents=True)
-        module[name] = one.weight
+        module[name] = one.weight.to(dtype)
         torch.save({"cat_dim": 0, "param": one.weight}, place / "fp32.pt")
         if not entry["moments"]:
-            continue  # not trained
+            untrained[name] = one.weight
+            continue
         shapes[name], step = one.weight.shape, one.scalars["step"]
         torch.save(torch.tensor(step), place / "step.pt")
         for key in _MOMENTS:
             torch.save({"cat_dim": 0, "param": one.moments[key]}, place / f"{key}.pt")
+    if untrained:
+        torch.save(untrained, folder / UNTRAINED)
+        say(
+            f"DeepSpeed's loader leaves {len(untrained)} frozen parameters and buffers as they are (such as "
+            f"{next(iter(untrained))}): before deepspeed.initialize, "
+            f'model.load_state_dict(torch.load(".../{folder.name}/{UNTRAINED}"), strict=False)'
+        )
     module |= {alias: module[name] for alias, name in checkpoint.manifest["aliases"].items()}
     _write_states(checkpoint, folder, module, shapes, step)
     (out / "latest_universal").write_text(folder.name)
@@ -66,8 +89,8 @@ def _write_states(
     manifest = checkpoint.manifest
     groups = [{"lr": manifest["learning_rate"], "params": [0]}]
     inner = {"state": {0: {"step": torch.tensor(step)}}, "param_groups": groups}
-    torch.save(
-        {"ds_version": LAYOUT, "param_groups": groups, "optimizer_state_dict": inner},
+    _save(
+        {"ds_version": LAYOUT, "param_groups": groups, "optimizer_state_dict": inner, **_loss_scaler(checkpoint)},
         folder / "zero" / "optimizer_state.pt",
     )
     buffers = list(checkpoint.buffers())
@@ -94,3 +117,54 @@ def _write_states(
     torch.save(states, folder / "mp_rank_00_model_states.pt")
     bare = {name: tensor if name in buffers else torch.empty(0) for name, tensor in module.items()}
     torch.save({**states, "module": bare}, folder / "zero_pp_rank_0_mp_rank_00_model_states.pt")
+
+
+class DynamicLossScaler:
+    """Stands for DeepSpeed's class of this name, of which its loader wants an object."""
+
+    def __init__(self, **attributes: Any) -> None:
+        vars(self).update(attributes)
+
+
+_PythonsPickler: Any = pickle._Pickler
+"""The one in C cannot be told what to call a class."""
+
+
+class _Pickler(_PythonsPickler):  # type: ignore[misc]
+    """Writes our stand-in under the name of DeepSpeed's class, so that neither export nor its machine need DeepSpeed."""
+
+    def save_global(self, obj: Any, name: str | None = None) -> None:
+        if obj is not DynamicLossScaler:
+            super().save_global(obj, name)
+            return
+        self.write(b"cdeepspeed.runtime.fp16.loss_scaler\nDynamicLossScaler\n")  # "c": opcode GLOBAL
+        self.memoize(obj)
+
+
+def _save(states: dict[str, Any], path: Path) -> None:
+    torch.save(states, path, pickle_module=SimpleNamespace(Pickler=_Pickler, __name__=__name__))
+
+
+def _loss_scaler(checkpoint: Checkpoint) -> dict[str, Any]:
+    """Where fp16's dynamic loss scaling stands, as DeepSpeed's optimizers keep it; nothing where there is none.
+
+    Source: deepspeed 0.19.8, ``runtime/fp16/loss_scaler.py`` and ``_load_global_state`` of its ZeRO optimizers.
+    """
+    state, section = checkpoint.loss_scale, checkpoint.manifest["course"].get("fp16") or {}
+    if state is None or not section.get("enabled"):
+        return {}
+    scaler = DynamicLossScaler(
+        cur_scale=state.scale,
+        dynamic=True,
+        cur_iter=state.steps,
+        last_overflow_iter=state.last_overflow,
+        scale_factor=2.0,
+        scale_window=section["loss_scale_window"],
+        min_scale=section["min_loss_scale"],
+        delayed_shift=section["hysteresis"],
+        cur_hysteresis=state.hysteresis_left,
+        consecutive_hysteresis=section["consecutive_hysteresis"],
+        raise_error_at_min_scale=True,
+        dtype=torch.float16,
+    )
+    return {"loss_scaler": scaler, "dynamic_loss_scale": True, "overflow": False}

@@ -139,6 +139,26 @@ def build(auto: str, config: Any, weights: str | None) -> nn.Module:
     return model.train()  # type: ignore[no-any-return]  # from_pretrained hands it over in evaluation mode
 
 
+def write(config: Mapping[str, Any], weights: Mapping[str, Tensor], dtype: str, out: Path, shard_size: str) -> None:
+    """Writes a model as ``save_pretrained`` does, whose names and tied weights may differ from the model's own in memory.
+
+    ``config``: of the model, with its class. ``weights``: its whole state_dict, of ``dtype``; the model around them takes no
+    memory. Raises TaskError where this is no model of transformers', or where the weights are not its own.
+    """
+    kind, (name, *_) = str(config.get("model_type")), config.get("architectures") or [""]
+    cls, known = getattr(transformers(), name, None), transformers().models.auto.configuration_auto.CONFIG_MAPPING
+    if cls is None or kind not in known:
+        raise TaskError(f'transformers {transformers().__version__} has no model "{name}" of model_type "{kind}"')
+    with torch.device("meta"):
+        model = cls(known[kind].from_dict({**config, "dtype": dtype}))
+    try:
+        model.load_state_dict(weights, assign=True)
+    except RuntimeError as error:
+        raise TaskError(f"the checkpoint's weights are not those of {name}: {_one_line(error)}") from error
+    model.tie_weights()
+    model.save_pretrained(out, max_shard_size=shard_size)
+
+
 def loss(kind: str) -> Callable[..., Tensor]:
     """Transformers' own loss for ``kind``: ``ForCausalLM``, ``ForImageClassification``."""
     transformers()

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Mapping
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -81,6 +82,15 @@ class CausalLanguageModelTask(Task):
             "accuracy": accuracy(outputs.logits, targets),
         }
 
+    def pretrained(self) -> Mapping[str, Any]:
+        own, model = self.settings.tokenizer, self.settings.model
+        folder = own or model if self.tokenizer is not None else None
+        return {
+            "config": self.pretrained_config.to_json_string(),
+            "tokenizer": str(Path(str(folder)).expanduser().resolve()) if folder else None,
+            "tokenizer_sha256": self._digest,
+        }
+
     def train_data(self) -> text.TextSource:
         return self._data()[0]
 
@@ -152,6 +162,9 @@ class ImageClassificationTask(Task):
     def metrics(self, outputs: Any, targets: Tensor) -> Mapping[str, Sum]:
         total = self.loss(outputs, targets) * len(targets)
         return {"loss": Sum(total, len(targets)), "accuracy": accuracy(outputs.logits, targets)}
+
+    def pretrained(self) -> Mapping[str, Any]:
+        return {"config": self.pretrained_config.to_json_string(), "tokenizer": None, "tokenizer_sha256": ""}
 
     def train_data(self) -> Any:
         return images.load(self.settings, self.images, train=True, seed=self.seed)

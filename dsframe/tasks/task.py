@@ -153,6 +153,14 @@ class Task:
         """
         raise TaskError(f"{type(self).__name__} must define train_data()")
 
+    def pretrained(self) -> Mapping[str, Any] | None:
+        """What transformers has to know of the model, for ``dsframe export --to huggingface``; None where it is none of theirs.
+
+        ``config``: its configuration as JSON text, with ``model_type`` and ``architectures``; ``tokenizer``: a local folder or
+        None; ``tokenizer_sha256``: a digest of the tokenizer's files or "". Every checkpoint's manifest keeps it.
+        """
+        return None
+
     def eval_data(self) -> Source | Dataset[Any] | None:
         """Held-out data of the same kind, or None: no evaluation."""
         return None

@@ -3,7 +3,8 @@
     torchrun ... tests/engines/plain_deepspeed.py CONFIG.json save FOLDER       # 5 steps, save_checkpoint, 5 more
     torchrun ... tests/engines/plain_deepspeed.py CONFIG.json continue FOLDER   # load_checkpoint, 5 steps
 
-Rank 0 writes the losses of the last 5 steps to losses.json. All that it shares with dsframe is the order of the samples.
+Rank 0 writes the losses of the last 5 steps to losses.json, and to scale.json the loss scale it began them with. All that it
+shares with dsframe is the order of the samples.
 """
 
 from __future__ import annotations
@@ -34,7 +35,7 @@ class Net(nn.Module):
         self.last = nn.Linear(19, 3)
         self.again = self.middle
         if frozen:
-            self.scale = nn.Parameter(torch.tensor([0.5, 1.0, 2.0]), requires_grad=False)
+            self.scale = nn.Parameter(torch.rand(3) + 0.5, requires_grad=False)
         self.register_buffer("seen", torch.zeros(1, dtype=torch.int64))
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -72,7 +73,13 @@ def main(file: str, what: str, folder: str) -> None:
     deepspeed.init_distributed("gloo")
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     torch.manual_seed(99)
-    engine, *_ = deepspeed.initialize(model=Net(frozen), config=config, dist_init_required=False)
+    model = Net(frozen)
+    if what == "continue":
+        tag = Path(folder, "latest_universal").read_text()
+        model.load_state_dict(torch.load(Path(folder, tag, "untrained.pt"), weights_only=True), strict=False)
+    # DeepSpeed allows fp16 where it is fast; for a small model it need not be.
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+    engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
     (inputs, targets), sampler = data(), Sampler(64, 8, seed=0)
     dtype = next(engine.module.parameters()).dtype
 
@@ -93,10 +100,12 @@ def main(file: str, what: str, folder: str) -> None:
     else:
         path, _ = engine.load_checkpoint(folder)
         assert path is not None
+    scale = getattr(engine.optimizer, "loss_scale", None)
     losses = [step(number) for number in range(SAVED, STEPS)]
     torch.distributed.barrier()
     if rank == 0:
         Path("losses.json").write_text(json.dumps(losses))
+        Path("scale.json").write_text(json.dumps(scale))
     os._exit(0)  # DeepSpeed's threads at times abort a regular exit
 
 

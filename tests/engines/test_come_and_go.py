@@ -70,15 +70,22 @@ def test_a_deepspeed_run_goes_on_in_dsframe(
     assert max(abs(a - b) for a, b in zip(resumed(tmp_path), expected, strict=True)) < tolerance
 
 
-@pytest.mark.parametrize(("stage", "frozen"), [(2, True), (3, False)])
+FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 2}}
+
+
+@pytest.mark.parametrize(
+    ("stage", "more", "tolerance"),
+    [(2, {}, 1e-6), (3, {}, 1e-6), (1, FP16, 5e-3)],
+    ids=["zero2", "zero3", "zero1-fp16"],
+)
 def test_a_dsframe_run_goes_on_in_deepspeed(
-    stage: int, frozen: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    stage: int, more: dict[str, Any], tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """From one process to two of DeepSpeed's, by its own universal loader.
+    """From one process to two of DeepSpeed's, by its own universal loader, with what that does not load: a frozen parameter.
 
     At stage 3 in one sub-group: the loader gives all of them one tensor to count their steps in, and each counts (0.19.8).
     """
-    config = configuration(stage, frozen=frozen, checkpoint={"load_universal": True})
+    config = configuration(stage, checkpoint={"load_universal": True}, **more)
     config["zero_optimization"] = {"stage": stage}
     (tmp_path / "config.json").write_text(json.dumps(config))
     monkeypatch.chdir(tmp_path)
@@ -88,8 +95,12 @@ def test_a_dsframe_run_goes_on_in_deepspeed(
     ).check()
     expected = list(losses(tmp_path / "run").values())[SAVED:]
     checkpoint = f"run/checkpoints/step-{SAVED:08}"
-    assert dsframe(["export", checkpoint, "--to", "universal", "--out", "theirs"]) == 0
-    # Is there.
-    assert dsframe(["export", checkpoint, "--to", "universal", "--out", "theirs"]) == CheckpointError.exit_code
+    export = ["export", checkpoint, "--to", "universal", "--out", "theirs", "--dtype", "bfloat16"]
+    assert dsframe(export) == 0
+    assert dsframe(export) == CheckpointError.exit_code  # is there
     found = plain(tmp_path, 2, "continue", "theirs")
-    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < 1e-6
+    assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < tolerance
+    if more:
+        scale = store.read_manifest(tmp_path / checkpoint)["loss_scale"]["scale"]
+        assert scale > 64.0  # it has grown
+        assert json.loads((tmp_path / "scale.json").read_text()) == scale

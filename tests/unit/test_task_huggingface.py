@@ -5,6 +5,7 @@ from __future__ import annotations
 import importlib.util
 import json
 import math
+import shutil
 import socket
 from pathlib import Path
 from typing import Any
@@ -12,11 +13,15 @@ from typing import Any
 import pytest
 import torch
 
+import dsframe
+from dsframe import cli
+from dsframe.checkpoint import export, store
 from dsframe.checkpoint.state import aliases
+from dsframe.config import load
 from dsframe.config.settings import CausalLanguageModelTask as TextSettings
 from dsframe.config.settings import ImageClassificationTask as ImageSettings
 from dsframe.data import Loader
-from dsframe.errors import DataError, TaskError
+from dsframe.errors import CheckpointError, DataError, TaskError
 from dsframe.tasks import _transformers, build
 from dsframe.tasks.huggingface import CausalLanguageModelTask, ImageClassificationTask
 
@@ -240,3 +245,79 @@ def test_a_missing_package_says_how_to_get_it(monkeypatch: pytest.MonkeyPatch) -
     with pytest.raises(TaskError, match=r'transformers is not installed; pip install "dsframe\[transformers\]"'):
         language()
     _transformers.transformers.cache_clear()
+
+
+EXPORTED: dict[str, dict[str, Any]] = {
+    "llama": {"name": "causal-language-model", "model": {**LLAMA, "tie_word_embeddings": True}},
+    "mixtral": {"name": "causal-language-model", "model": {**LLAMA, "model_type": "mixtral", "num_local_experts": 2}},
+    "vit": {"name": "image-classification", "model": VIT, "dataset": "synthetic", "image_size": 16, "samples": 64},
+}
+
+
+@pytest.mark.parametrize("kind", EXPORTED)
+def test_a_checkpoint_leaves_as_a_folder_that_from_pretrained_reads(
+    kind: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Tied weights are there once, a mixture's experts have the names that transformers gives them on disk."""
+    section = EXPORTED[kind]
+    text = section["name"] == "causal-language-model"
+    if text:
+        save_tokenizer(tmp_path / "words")
+        section = {**section, "context": 16, "corpus": "synthetic", "samples": 64, "tokenizer": str(tmp_path / "words")}
+    file = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "dsframe": {"engine": "single", "steps": 2, "task": section, "run_dir": str(tmp_path / "run")},
+    }
+    task = build(load(file).settings.task, seed=0)
+    dsframe.fit(task, file)
+    reader = getattr(
+        _transformers.transformers(), "AutoModelForCausalLM" if text else "AutoModelForImageClassification"
+    )
+    inputs = next(Loader(task.train_data(), seed=0, micro_batch_size=4).stream())[0]
+    for dtype in ("float32", "bfloat16", "float16"):
+        out = tmp_path / dtype
+        command = ["export", str(tmp_path / "run"), "--to", "huggingface", "--shard-size", "20KB", "--out", str(out)]
+        assert cli.main([*command, "--dtype", dtype]) == 0, capsys.readouterr().err
+        found, told = reader.from_pretrained(out, local_files_only=True, output_loading_info=True)
+        assert not any(told.values()), told
+        assert found.dtype == getattr(torch, dtype)
+        assert len(list(out.glob("model-*-of-*.safetensors"))) > 1
+        (checkpoint,) = store.locate(tmp_path / "run")
+        weights, theirs = export.read(checkpoint, dtype), found.state_dict()
+        assert weights.keys() == theirs.keys()
+        assert all(torch.equal(weights[name], theirs[name]) for name in weights)
+        if dtype == "float32":
+            mine = task.model().eval()
+            mine.load_state_dict(weights)
+            assert torch.equal(found.eval()(inputs).logits, mine(inputs).logits)
+        if text:
+            again = _transformers.tokenizer(str(out), {})
+            assert again is not None
+            assert again[0]("dog")["input_ids"] == task.tokenizer("dog")["input_ids"]  # type: ignore[attr-defined]
+    shutil.rmtree(out)
+    if text:
+        (tmp_path / "words" / "tokenizer.json").unlink()
+        capsys.readouterr()
+        assert cli.main(command) == 0
+        assert "no tokenizer is written: " in capsys.readouterr().err
+        assert (out / "config.json").is_file()
+
+
+def test_only_what_transformers_knows_leaves_so(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "dsframe": {
+            "engine": "single",
+            "steps": 1,
+            "task": {"name": "language", "layers": 1, "width": 8, "heads": 2, "corpus": "synthetic", "samples": 64},
+            "run_dir": str(tmp_path / "run"),
+        },
+    }
+    dsframe.fit(build(load(file).settings.task, seed=0), file)
+    assert cli.main(["export", str(tmp_path / "run"), "--to", "huggingface"]) == CheckpointError.exit_code
+    assert "is not known to be one of transformers'" in capsys.readouterr().err
+    assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name[0] == "."] == []
+    with pytest.raises(SystemExit):
+        cli.main(["export", str(tmp_path / "run"), "--to", "huggingface", "--shard-size", "5 GiB"])

@@ -1,0 +1,50 @@
+"""A checkpoint's model as transformers' ``from_pretrained`` reads it: config.json, safetensors, the tokenizer's files.
+
+What transformers has to know beside the weights was asked of the task when the checkpoint was saved (``Task.pretrained``) and is
+in its manifest, so that nothing of the training, its file or its model folder, has to be there.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Any
+
+from torch import Tensor
+
+from dsframe.errors import CheckpointError, TaskError
+from dsframe.tasks import _transformers
+
+
+def write(
+    manifest: Mapping[str, Any],
+    weights: Mapping[str, Tensor],
+    dtype: str,
+    out: Path,
+    shard_size: str,
+    say: Callable[[str], None],
+) -> None:
+    """Writes the folder ``out``; ``weights`` are a whole state_dict of ``dtype``. ``say``: hears why there is no tokenizer.
+
+    Raises OSError, TaskError where transformers is missing, and CheckpointError where the model is none of transformers'.
+    """
+    told = manifest.get("pretrained")
+    if told is None:
+        raise CheckpointError(
+            f"the model of {manifest['training']['task']} is not known to be one of transformers' (Task.pretrained says "
+            "nothing, or the checkpoint is older than it): use --to safetensors"
+        )
+    _transformers.write(json.loads(told["config"]), weights, dtype, out, shard_size)
+    if told["tokenizer"] is None:
+        return
+    try:
+        found = _transformers.tokenizer(told["tokenizer"], {})
+    except TaskError as error:
+        say(f"no tokenizer is written: {error}")
+        return
+    assert found is not None  # a folder was named
+    if found[1] != told["tokenizer_sha256"]:
+        say(f"no tokenizer is written: {told['tokenizer']} is not the one of the training any more")
+        return
+    found[0].save_pretrained(out)
