@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import functools
 import itertools
 import os
@@ -16,7 +17,7 @@ import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
 from dsframe.errors import WorldError
-from dsframe.rendezvous import interface_to, meeting_point
+from dsframe.rendezvous import interface_to, listener, meeting_point
 from dsframe.world import World
 
 MEETING_SECONDS = 300.0
@@ -86,33 +87,51 @@ def open_process_group(world: World, device: torch.device) -> None:
 
 @functools.cache
 def place(world: World) -> tuple[str, int]:
-    """``meeting_point``, asked once in a process: in a second run of it a rank could read rank 0's answer to the first."""
-    return meeting_point(world)
+    """``meeting_point``, asked once in a process: in a second run of it a rank could read rank 0's answer to the first.
+
+    On one host it is the loopback, whatever name the launcher gives, unless the launcher itself is who listens there.
+    """
+    address, port = meeting_point(world)
+    return ("127.0.0.1" if world.size == world.local_size and not _agent_serves() else address), port
+
+
+def _agent_serves() -> bool:
+    """Whether torchrun serves a store itself, which it keeps when it starts the workers again."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
 
 
 @functools.cache
 def _store(address: str, port: int, size: int, serves: bool, limit: timedelta) -> TCPStore:
-    """One store for all meetings of a process: rank 0's server of an earlier one would be found by those who come first."""
-    return TCPStore(address, port, size, serves, timeout=limit, wait_for_workers=False)
+    """One store for all meetings of a process: rank 0's server of an earlier one would be found by those who come first.
+
+    torch's own would listen on every interface.
+    """
+    descriptor = listener(address, port).detach() if serves else None
+    return TCPStore(address, port, size, serves, timeout=limit, wait_for_workers=False, master_listen_fd=descriptor)
 
 
-def meet(world: World, address: str, port: int) -> Store:
+def meet(world: World, address: str, port: int, line: timedelta | None = None) -> Store:
     """**Collective.** A store that all ranks share and nobody has used, when all have arrived.
 
+    ``line``: over a connection of its own and with this limit, for a thread that cannot wait until others are done with theirs.
     Raises WorldError on every rank where one does not come in time, naming it; where the port is taken or rank 0 cannot be reached.
     """
     limit = _limit()
-    # torchrun serves a store itself, and keeps it when it starts the workers again.
-    serves = world.is_main and os.environ.get("TORCHELASTIC_USE_AGENT_STORE") != "True"
+    serves = world.is_main and not _agent_serves()
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     with explained(world, address, port):
         tcp = _store(address, port, world.size, serves, limit)
-        store = PrefixStore(f"dsframe/{attempt}/{next(_meetings)}", tcp)
+        prefix = f"dsframe/{attempt}/{next(_meetings)}"
+        store = PrefixStore(prefix, tcp)
         store.set(f"here/{world.rank}", socket.gethostname())
         if world.is_main:
             store.set("absent", _absent(store, world, limit))
         store.wait(["absent"], 2 * limit)
         absent = store.get("absent").decode()
+        if line is not None:
+            store = PrefixStore(
+                prefix, TCPStore(address, port, world.size, False, timeout=line, wait_for_workers=False)
+            )
     if absent:
         time.sleep(2.0 * serves)  # the others have yet to read it from this process
         raise WorldError(
@@ -146,19 +165,25 @@ def _absent(store: Store, world: World, limit: timedelta) -> str:
 @contextmanager
 def explained(world: World, address: str, port: int) -> Iterator[None]:
     """Around a meeting of the processes at ``address``: raises WorldError, with the remedy, where torch's store fails."""
+    taken = (
+        f"port {port} on {address} is in use, perhaps by another job; choose another: "
+        "deepspeed --master_port=..., torchrun --master_port=..., or MASTER_PORT"
+    )
     try:
         yield
     except dist.DistNetworkError as error:
         if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
-            raise WorldError(
-                f"port {port} on {address} is in use, perhaps by another job; choose another: "
-                "deepspeed --master_port=..., torchrun --master_port=..., or MASTER_PORT"
-            ) from None
+            raise WorldError(taken) from None
         raise WorldError(f"rank {world.rank} cannot reach rank 0 at {address}:{port}: {error}") from None
     except dist.DistStoreError as error:
         raise WorldError(
             f"rank {world.rank}: not all {world.size} processes met at {address}:{port}: {error}"
         ) from None
+    except OSError as error:  # of this process's own listener
+        why = (
+            taken if error.errno == errno.EADDRINUSE else f"rank 0 cannot listen at {address}:{port}: {error.strerror}"
+        )
+        raise WorldError(why) from None
 
 
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:

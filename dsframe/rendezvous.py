@@ -6,6 +6,7 @@ key-value server that every process knows; rank 0 leaves a free port there. ``mp
 
 from __future__ import annotations
 
+import contextlib
 import os
 import socket
 import time
@@ -48,6 +49,31 @@ def addresses() -> Iterator[tuple[str, str]]:
     for interface, entries in psutil.net_if_addrs().items():
         for entry in entries:
             yield entry.address, interface
+
+
+def bound_to(address: str) -> str:
+    """What a server has to bind to that others reach at ``address``: that one alone, "" (every interface) where it is not known.
+
+    The name of a host often is 127.0.1.1 to itself (Debian), and another address to others.
+    """
+    with contextlib.suppress(OSError):
+        own = socket.gethostbyname(address)
+        if own in {one for one, _ in addresses()} and (not own.startswith("127.") or address in ("localhost", own)):
+            return own
+    return ""
+
+
+def listener(address: str, port: int = 0) -> socket.socket:
+    """A listening socket at ``address``, and at no other where that can be. Raises OSError."""
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((bound_to(address), port))
+        listening.listen(1024)
+    except OSError:
+        listening.close()
+        raise
+    return listening
 
 
 def meeting_point(world: World, environ: Mapping[str, str] | None = None) -> tuple[str, int]:

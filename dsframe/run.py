@@ -123,8 +123,11 @@ def execute(
     _claim(directory, world)
     make = engines.load(choice.name, config)
     base_bytes = resident_bytes(device)
-    engine = make(plan)
-    agree(engine, _facts(config, loader, evaluation))
+    watchdog = Watchdog(world, settings.hang_timeout_seconds)
+    with watchdog:
+        engine = make(plan)
+        watchdog.connect(engine)
+        agree(engine, _facts(config, loader, evaluation))
     progress.say(
         f"dsframe: {engine.description}; {world.size} x {device.type} under {world.launcher}, {threads} thread(s) each; "
         f"batch {batch.train_batch_size} = {batch.micro_batch_size} x {batch.accumulation_steps} x {batch.data_parallel_size}; "
@@ -142,7 +145,16 @@ def execute(
         engine=choice.name,
         package=choice.entry.package,
     )
-    start = begin(engine, resume, checkpoints, mine, cadence.total_steps, lambda line: progress.say(f"dsframe: {line}"))
+    with watchdog:
+        start = begin(
+            engine,
+            resume,
+            checkpoints,
+            mine,
+            cadence.total_steps,
+            lambda line: progress.say(f"dsframe: {line}"),
+            watchdog.alive,
+        )
     done = start.step if start.in_place else 0
     record = Record(directory, plan, choice.name, engine.description, ready_seconds, done) if world.is_main else None
     saver = Saver(
@@ -156,7 +168,7 @@ def execute(
         say=progress.say,
     )
     try:
-        with Watchdog(engine, settings.hang_timeout_seconds) as watchdog:
+        with watchdog:
             saver.sign_of_life = watchdog.alive
             trainer = Trainer(engine, loader, evaluation, cadence, progress, record, saver, watchdog)
             summary = trainer.fit(start)

@@ -116,6 +116,7 @@ class Trainer:
         loss = math.nan if start.loss is None else start.loss
         started = first_done = time.perf_counter()
         self.progress.begin(start.step)
+        self._watchdog.begin(start.step)
         stream = self.loader.stream(start.step, total)
         reporter = outcome.reporter()
         reporter.step = start.step

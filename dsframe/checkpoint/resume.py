@@ -14,6 +14,7 @@ import torch
 from dsframe.checkpoint import generators, store
 from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.share import failures, share
+from dsframe.checkpoint.state import ParameterState, SavedView
 from dsframe.checkpoint.store import Store
 from dsframe.config import secrets
 from dsframe.errors import CheckpointError
@@ -99,13 +100,20 @@ def _version(package: str) -> str | None:
 
 
 def begin(
-    engine: Engine, wanted: str, folder: Store, mine: Mapping[str, Any], total_steps: int, say: Callable[[str], None]
+    engine: Engine,
+    wanted: str,
+    folder: Store,
+    mine: Mapping[str, Any],
+    total_steps: int,
+    say: Callable[[str], None],
+    sign_of_life: Callable[[], None] = lambda: None,
 ) -> Start:
     """**Collective.** Goes on from a checkpoint or makes sure that none is in the way.
 
     ``wanted``: "never", "auto" (the newest whole one in ``folder``, a run's own; from the start where there is none), or a path
     to a checkpoint or a folder with some. Damaged ones found by "auto" or in a folder are renamed, named to ``say``, and
-    the one before is taken. Raises CheckpointError where there is nothing to go on from, or only another training's.
+    the one before is taken. ``sign_of_life`` is called after each file and each parameter. Raises CheckpointError where there
+    is nothing to go on from, or only another training's.
     """
     main = engine.plan.world.is_main
     if main and (swept := _quietly(folder.sweep)):
@@ -113,7 +121,7 @@ def begin(
     if wanted == "never":
         _make_way(engine, folder, None, say)
         return Start()
-    path = _choose(engine, wanted, folder, say)
+    path = _choose(engine, wanted, folder, say, sign_of_life)
     if path is None:
         say(f"--resume auto: no checkpoint in {folder.directory}; training starts from the beginning")
         return Start()
@@ -125,7 +133,7 @@ def begin(
         raise CheckpointError(
             f"{path} is after step {checkpoint.step}, the run ends at {total_steps}; raise steps or epochs"
         )
-    engine.load_state(checkpoint)
+    engine.load_state(_Watched(checkpoint, sign_of_life))
     _restore_generators(engine, checkpoint)
     manifest = checkpoint.manifest
     for line in _next_rate(engine, manifest, checkpoint.updates):
@@ -136,6 +144,18 @@ def begin(
     run = manifest["run"]
     say(f"going on after step {checkpoint.step} from {path}, written by {run['engine']} on {run['world_size']} rank(s)")
     return Start(checkpoint.step, manifest["loss"], manifest["evaluation"], in_place)
+
+
+class _Watched(SavedView):
+    """A checkpoint that gives a sign of life with each parameter: reading a large one takes a while."""
+
+    def __init__(self, saved: Checkpoint, sign_of_life: Callable[[], None]) -> None:
+        super().__init__(saved)
+        self._sign_of_life = sign_of_life
+
+    def parameter(self, name: str) -> ParameterState:
+        self._sign_of_life()
+        return super().parameter(name)
 
 
 def differences(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
@@ -162,7 +182,9 @@ def _next_rate(engine: Engine, manifest: Mapping[str, Any], updates: int) -> lis
     return [f"the learning rate goes on at {now:.6g}; as saved, it would have been {before:.6g}"]
 
 
-def _choose(engine: Engine, wanted: str, folder: Store, say: Callable[[str], None]) -> Path | None:
+def _choose(
+    engine: Engine, wanted: str, folder: Store, say: Callable[[str], None], sign_of_life: Callable[[], None]
+) -> Path | None:
     """**Collective.** The newest whole checkpoint; each rank verifies its share of the files. Damaged ones are set aside."""
     main = engine.plan.world.is_main
     candidates: list[Path] = []
@@ -178,7 +200,7 @@ def _choose(engine: Engine, wanted: str, folder: Store, say: Callable[[str], Non
     paths = [Path(path) for path in found["paths"]]
     asked_for_one = wanted != "auto" and len(paths) == 1
     for path in paths:
-        wrong = _verify(engine, path)
+        wrong = _verify(engine, path, sign_of_life)
         if not wrong:
             return path
         if asked_for_one:
@@ -193,12 +215,12 @@ def _choose(engine: Engine, wanted: str, folder: Store, say: Callable[[str], Non
     return None
 
 
-def _verify(engine: Engine, path: Path) -> list[str]:
+def _verify(engine: Engine, path: Path, sign_of_life: Callable[[], None]) -> list[str]:
     """**Collective.** What is wrong with a checkpoint, found by all ranks together."""
     world = engine.plan.world
     try:
         names = sorted(store.read_manifest(path)["files"])[world.rank :: world.size]
-        wrong = store.verify(path, names)
+        wrong = store.verify(path, names, sign_of_life)
     except CheckpointError as error:
         wrong = [str(error)]
     said = failures(engine, "; ".join(wrong))

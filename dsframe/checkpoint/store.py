@@ -17,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -213,10 +213,12 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def verify(path: Path, names: Iterable[str] | None = None) -> list[str]:
+def verify(
+    path: Path, names: Iterable[str] | None = None, sign_of_life: Callable[[], None] = lambda: None
+) -> list[str]:
     """What is wrong with a checkpoint: a line for each missing, truncated or altered file; none where it is whole.
 
-    ``names``: read only these files; by default all. Reads them once, a megabyte at a time.
+    ``names``: read only these files; by default all. Reads them once, a megabyte at a time. ``sign_of_life``: called after each.
     """
     try:
         manifest = read_manifest(path)
@@ -235,6 +237,7 @@ def verify(path: Path, names: Iterable[str] | None = None) -> list[str]:
                 wrong.append(f"{name} was altered: its SHA-256 is another")
         except OSError as error:
             wrong.append(f"{name}: {error.strerror}")
+        sign_of_life()
     return wrong
 
 

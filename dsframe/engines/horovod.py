@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import os
 import socket
+import threading
 from collections.abc import Mapping
 from typing import Any, cast
 
@@ -19,7 +20,7 @@ from dsframe.engines import precision
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
 from dsframe.process_group import meet, place
-from dsframe.rendezvous import interface_to
+from dsframe.rendezvous import bound_to, interface_to
 from dsframe.world import World
 
 try:
@@ -140,7 +141,7 @@ def _initialise(world: World) -> None:
 def _meet(world: World) -> Any:
     """**Collective.** Starts Horovod's rendezvous server on rank 0 and tells everybody where; returns the store to keep."""
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
-    from horovod.runner.http.http_server import RendezvousServer
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
     address, port = place(world)
     store = meet(world, address, port)
@@ -151,11 +152,12 @@ def _meet(world: World) -> Any:
         sizes: dict[str, int] = {}
         for _, _, name in places:
             sizes[name] = sizes.get(name, 0) + 1
-        server = RendezvousServer(verbose=0)
-        server_port = server.start()
         hosts = ",".join(f"{name}:{slots}" for name, slots in sizes.items())
+        # What its RendezvousServer does, but for the address: that one listens on every interface.
+        server = RendezvousHTTPServer((bound_to(address), 0), RendezvousHandler, 0)
         server.init(get_host_assignments(parse_hosts(hosts), world.size))
-        store.set("server", f"{server_port}")
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        store.set("server", f"{server.server_address[1]}")
     server_port = int(store.get("server").decode())
     nodes = -(-world.size // world.local_size)
     os.environ.update(

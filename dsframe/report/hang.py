@@ -23,6 +23,8 @@ _NAMELESS = {"wrapper", "log_wrapper", "decorate_context", "fn", "_fn", "inner",
 WATCHERS = "dsframe-watchdog"
 """What the names of the watchdog's own threads begin with."""
 _BACKWARD = "_engine_run_backward"
+SET_UP = -1
+"""Instead of a number of steps: before training."""
 
 
 @dataclass(frozen=True)
@@ -30,7 +32,7 @@ class Standing:
     """Where one rank is."""
 
     step: int
-    """Steps done."""
+    """Steps done, or SET_UP."""
     beats: int
     """Signs of life so far: micro-batches taken, evaluation batches, parameters saved."""
     seconds: float
@@ -55,6 +57,11 @@ def standing(step: int, beats: int, seconds: float) -> Standing:
     ]
     collective, place = waits_in(main)
     return Standing(step, beats, seconds, collective, place, "\n".join(texts))
+
+
+def moment(step: int) -> str:
+    """When that is: after ``step`` steps."""
+    return "before its first step, while it is set up" if step == SET_UP else f"in step {step + 1}"
 
 
 def waits_in(frame: FrameType) -> tuple[str, str]:
@@ -98,12 +105,10 @@ def diagnose(found: Mapping[int, Standing], ranks: int, limit_seconds: float) ->
         lines.append(f"  rank {rank} {what}")
     why = "its process has ended or is stopped, or C code holds Python's lock"
     lines += [f"  rank {rank} DOES NOT ANSWER: {why}" for rank in absent]
-    step = max((one.step for one in found.values()), default=0)
+    step = max((one.step for one in found.values()), default=SET_UP)
     idle = max((one.seconds for one in found.values()), default=0.0)
-    head = (
-        f"dsframe: the run hangs in step {step + 1}: nothing has happened for {idle:,.0f} s "
-        f"(dsframe.hang_timeout_seconds is {limit_seconds:g})"
-    )
+    limit = "the limit is" if step == SET_UP else "dsframe.hang_timeout_seconds is"
+    head = f"dsframe: the run hangs {moment(step)}: nothing has happened for {idle:,.0f} s ({limit} {limit_seconds:g})"
     same: dict[str, list[int]] = {}
     for rank, one in sorted(found.items()):
         same.setdefault(one.stacks, []).append(rank)

@@ -1,10 +1,11 @@
 """Ends a run that hangs, and says which rank waits where and which one is missing.
 
 Every rank has a thread that looks at the time of its own last sign of life. The first that has waited too long calls the
-others through a store of torch's (a small TCP server in a C++ thread of rank 0, so it answers while rank 0 is stuck); all leave
-there where they are, rank 0 prints the report, and all end. No collective is involved and nothing is asked of the library that
-is stuck, so it is the same for every engine. Horovod's own stall check says nothing over Gloo (measured, 0.28.1), and Gloo's
-own limit ends a run after 30 minutes without naming anybody.
+others through a store of torch's (a small TCP server in a C++ thread of rank 0, or of torchrun, so it answers while rank 0 is
+stuck); all leave there where they are, rank 0 prints the report, and all end. The store is there before the engine is: a rank that
+hangs while the engine is set up or a checkpoint is read is named as well. No collective is involved and nothing is asked of the
+library that is stuck, so it is the same for every engine. Horovod's own stall check says nothing over Gloo (measured, 0.28.1),
+and Gloo's own limit ends a run after 30 minutes without naming anybody.
 
 Where rank 0's process is stopped or its host is cut off, the store's calls block without limit. So each is made in a thread that
 is left behind where it does not come back, and nothing that the verdict's end depends on waits for one.
@@ -26,38 +27,49 @@ from datetime import timedelta
 from typing import Any
 
 from dsframe.checkpoint.share import Ranks, share
-from dsframe.errors import HangError
+from dsframe.errors import HangError, WorldError
+from dsframe.process_group import meet, place
 from dsframe.rendezvous import addresses
 from dsframe.report import hang, outcome
+from dsframe.report.hang import SET_UP
 from dsframe.world import World
 
 FIRST_FACTOR = 3.0
 """The first step may take so many times longer: kernels are compiled, data are read for the first time."""
+SETUP_SECONDS = 900.0
+"""At least so long the engine may take to be set up, and a checkpoint to be read: operators are compiled, models are built."""
 ANSWER_SECONDS = 10.0
 """So long rank 0 waits for the others' reports, and the others for rank 0 to have printed them."""
 
 
 class Watchdog:
-    """Watches while it is entered. :meth:`beat` costs about a tenth of a microsecond."""
+    """Watches while it is entered, which it may be several times. :meth:`beat` costs about a tenth of a microsecond."""
 
-    def __init__(self, ranks: Ranks, seconds: float) -> None:
-        """``seconds``: the longest time between two signs of life; 0: never mind."""
-        self._ranks, self._seconds = ranks, seconds
-        self._limit = seconds * FIRST_FACTOR
-        self._step = self._beats = self._round = 0
+    def __init__(self, world: World, seconds: float) -> None:
+        """**Collective** where there are several ranks and something to watch: they meet.
+
+        ``seconds``: the longest time between two signs of life; 0: never mind. Raises WorldError where they do not meet.
+        """
+        self._world, self._seconds = world, seconds
+        self._limit = max(seconds * FIRST_FACTOR, SETUP_SECONDS)
+        self._step = SET_UP
+        self._beats = self._round = 0
         self._last = 0.0
-        self._store: Any = None
+        self._store: Any = _meet(world) if seconds and world.size > 1 else None
         self._called = -1
         """The last round that another rank has called this one to."""
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
 
+    def connect(self, ranks: Ranks) -> None:
+        """**Collective.** A store for ranks that could not meet before they had an engine."""
+        if self._seconds and self._world.size > 1 and self._store is None:
+            self._store = _open_store(ranks)
+
     def __enter__(self) -> Watchdog:
-        """**Collective**, unless there is nothing to watch."""
         if self._seconds:
-            if self._ranks.plan.world.size > 1:
-                self._store = _open_store(self._ranks)
             self._last = time.monotonic()
+            self._over = threading.Event()
             names = {hang.WATCHERS: self._watch} | ({f"{hang.WATCHERS}-calls": self._hear} if self._store else {})
             self._threads = [threading.Thread(target=work, name=name, daemon=True) for name, work in names.items()]
             for thread in self._threads:
@@ -68,6 +80,11 @@ class Watchdog:
         self._over.set()
         for thread in self._threads:
             thread.join(1.0)  # not inside torch's store when the interpreter is taken down
+
+    def begin(self, step: int) -> None:
+        """Set up; training goes on after ``step``."""
+        self._step, self._limit = step, self._seconds * FIRST_FACTOR
+        self._last = time.monotonic()
 
     def beat(self) -> None:
         """A sign of life."""
@@ -84,7 +101,8 @@ class Watchdog:
         self.beat()
 
     def _watch(self) -> None:
-        while not self._over.wait(self._interval):
+        over = self._over
+        while not over.wait(self._interval):
             idle = time.monotonic() - self._last
             if idle > self._limit or self._called >= self._round:
                 self._tell(hang.standing(self._step, self._beats, idle))
@@ -92,7 +110,8 @@ class Watchdog:
 
     def _hear(self) -> None:
         """Asks the store whether another rank has called; alone, because the store may never answer."""
-        while not self._over.wait(self._interval):
+        over = self._over
+        while not over.wait(self._interval):
             asked = self._round
             with contextlib.suppress(RuntimeError):  # the store is gone, with rank 0 or because the run ends
                 if self._store.check([f"hang/{asked}"]):
@@ -104,7 +123,7 @@ class Watchdog:
 
     def _tell(self, own: hang.Standing) -> None:
         """Ends the process where it is a hang: said for ``dsframe launch``, printed, and told to the others. Else returns."""
-        world: World = self._ranks.plan.world
+        world = self._world
         verdict, text = "hang", ""
         try:
             verdict, text = self._judge(own)
@@ -112,7 +131,7 @@ class Watchdog:
             text = f"[rank {world.rank}] the watchdog itself failed: {error!r}\n{self._alone(own)}"
         try:
             if text:
-                said = f"the run hangs in step {own.step + 1}; the report on standard error says who waits where"
+                said = f"the run hangs {hang.moment(own.step)}; the report on standard error says who waits where"
                 _within(lambda: outcome.reporter().failed(HangError.exit_code, said))
                 _within(lambda: print(f"{text}\n", end="", file=sys.stderr, flush=True))
             if world.is_main and self._store is not None:
@@ -125,7 +144,7 @@ class Watchdog:
 
     def _judge(self, own: hang.Standing) -> tuple[str, str]:
         """Compares notes with the other ranks: "hang" or (one rank moves on) "slow", and what this rank is to print."""
-        world: World = self._ranks.plan.world
+        world = self._world
         if self._store is None:
             return "hang", self._alone(own)
         if not self._answer(own):
@@ -140,18 +159,18 @@ class Watchdog:
         return "hang", f"[rank {world.rank}] rank 0 says nothing\n{self._alone(own)}"
 
     def _alone(self, own: hang.Standing) -> str:
-        return hang.diagnose({self._ranks.plan.world.rank: own}, 1, self._limit)
+        return hang.diagnose({self._world.rank: own}, 1, self._limit)
 
     def _answer(self, own: hang.Standing) -> bool:
         def send() -> bool:
             self._store.set(f"hang/{self._round}", "1")
-            self._store.set(f"standing/{self._round}/{self._ranks.plan.world.rank}", json.dumps(asdict(own)))
+            self._store.set(f"standing/{self._round}/{self._world.rank}", json.dumps(asdict(own)))
             return True
 
         return bool(self._try(send))
 
     def _gather(self) -> dict[int, hang.Standing]:
-        keys = {rank: f"standing/{self._round}/{rank}" for rank in range(self._ranks.plan.world.size)}
+        keys = {rank: f"standing/{self._round}/{rank}" for rank in range(self._world.size)}
         self._wait(list(keys.values()), ANSWER_SECONDS)
         there = {rank: key for rank, key in keys.items() if self._wait([key], 0.0)}
         texts = {rank: self._try(functools.partial(self._store.get, key)) for rank, key in there.items()}
@@ -182,6 +201,15 @@ def _within(action: Callable[[], Any]) -> Any:
     thread.start()
     thread.join(ANSWER_SECONDS)
     return found[0] if found else None
+
+
+def _meet(world: World) -> Any:
+    """**Collective.** A store of all ranks; None where the launcher gives no address to meet at, which is the same on all."""
+    try:
+        address, port = place(world)
+    except WorldError:
+        return None
+    return meet(world, address, port, timedelta(seconds=ANSWER_SECONDS))
 
 
 def _open_store(ranks: Ranks) -> Any:

@@ -10,15 +10,22 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dsframe import Task
+from dsframe.report import watchdog
 
 
 class BrokenTask(Task):
     """Trains a line; on rank 1, the fifth loss raises where FAULT is "raise" and ends the process where it is "exit";
-    where it is "sleep" it sleeps, and the other rank waits for its gradients."""
+    where it is "sleep" it sleeps, and the other rank waits for its gradients. Where it is "build", it sleeps in model()."""
 
     calls = 0
 
+    def __init__(self) -> None:
+        if os.environ["FAULT"] == "build":
+            watchdog.SETUP_SECONDS = 5.0
+
     def model(self) -> nn.Module:
+        if os.environ["FAULT"] == "build" and self._rank() == "1":
+            time.sleep(1000)
         return nn.Linear(4, 1)
 
     def train_data(self) -> TensorDataset:
@@ -27,8 +34,7 @@ class BrokenTask(Task):
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
         self.calls += 1
         time.sleep(0.05)  # trains until a test ends it, and leaves the processor to others
-        rank = next(os.environ[name] for name in ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ)
-        if self.calls == 5 and rank == "1":
+        if self.calls == 5 and self._rank() == "1":
             if os.environ["FAULT"] == "raise":
                 raise ValueError("a mistake of the task's own")
             if os.environ["FAULT"] == "exit":
@@ -36,6 +42,10 @@ class BrokenTask(Task):
             if os.environ["FAULT"] == "sleep":
                 time.sleep(1000)
         return nn.functional.mse_loss(outputs, targets)
+
+    @staticmethod
+    def _rank() -> str:
+        return next(os.environ[name] for name in ("RANK", "HOROVOD_RANK", "OMPI_COMM_WORLD_RANK") if name in os.environ)
 
 
 NotATask = TensorDataset

@@ -36,3 +36,15 @@ def test_a_rank_with_another_file_and_other_data(tmp_path: Path) -> None:
     assert "the processes of this run differ: configuration is" in finished.stderr
     assert "training samples is 299 on rank 1 and 300 on rank 0" in finished.stderr
     assert "Traceback" not in finished.output
+
+
+def test_a_rank_that_hangs_while_it_is_set_up_is_named(tmp_path: Path) -> None:
+    jobs.write(tmp_path)
+    task = shlex.quote('dsframe.task={"name": "tests.faults.broken_task:BrokenTask"}')
+    options = f"--set {task} --set dsframe.hang_timeout_seconds=1"
+    started = ranks((0, 1), 2, {0: options, 1: options})
+    finished = run_ranks(started, cwd=tmp_path, env={"FAULT": "build"}, timeout_seconds=90)
+    assert finished.returncode == 9, finished
+    assert "the run hangs before its first step, while it is set up: nothing has happened for" in finished.stderr
+    assert "rank 0 waits in " in finished.stderr
+    assert "rank 1 IS MISSING there: it is in model, broken_task.py:" in finished.stderr

@@ -66,8 +66,8 @@ import torch
 from dsframe.report import watchdog
 from dsframe.report.watchdog import Watchdog
 seconds, rounds, watchdog.FIRST_FACTOR = 0.4, int(sys.argv[1]), 2.0
-plan = SimpleNamespace(world=SimpleNamespace(size=1, rank=0, is_main=True), device=torch.device("cpu"))
-with Watchdog(SimpleNamespace(plan=plan, sum_over_ranks=lambda values: values), seconds) as watch:
+with Watchdog(SimpleNamespace(size=1, rank=0, is_main=True), seconds) as watch:
+    watch.begin(0)
     time.sleep(0.6)                     # the first step: compiling
     watch.done(1)
     for _ in range(rounds):
@@ -99,12 +99,12 @@ from dsframe.report import outcome, watchdog
 watchdog.ANSWER_SECONDS, watchdog.FIRST_FACTOR = 0.3, 1.0
 blocks = lambda *_: threading.Event().wait()
 store = SimpleNamespace(check=blocks, set=blocks, get=blocks)
-watchdog._open_store = lambda ranks: store
+watchdog._meet = lambda world: store
 if sys.argv[1] == "pipe":
     os.close(2)
 outcome.start(sys.argv[2], 1)
-ranks = SimpleNamespace(plan=SimpleNamespace(world=SimpleNamespace(size=2, rank=1, is_main=False)))
-with watchdog.Watchdog(ranks, 0.4):
+with watchdog.Watchdog(SimpleNamespace(size=2, rank=1, is_main=False), 0.4) as watch:
+    watch.begin(0)
     time.sleep(30)
 """
 

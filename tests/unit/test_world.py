@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import socket
+from datetime import timedelta
+
+import psutil
 import pytest
 
 from dsframe import process_group, world
 from dsframe.errors import WorldError
-from dsframe.rendezvous import meeting_point
+from dsframe.rendezvous import bound_to, free_port, listener, meeting_point
 from dsframe.run import settle_threads
 from dsframe.world import World
 
@@ -135,6 +139,34 @@ def test_meeting_points() -> None:
         meeting_point(world.read(hydra), hydra)
     hydra["MASTER_PORT"] = "29511"
     assert meeting_point(world.read(hydra), hydra) == ("127.0.0.1", 29511)
+
+
+def test_a_meeting_is_nobodys_but_those_who_meet(monkeypatch: pytest.MonkeyPatch) -> None:
+    """On one host it listens on the loopback alone, over several on the one address that the others are told."""
+    port = free_port()
+    with monkeypatch.context() as patch:
+        patch.setattr(process_group, "meeting_point", lambda world: (socket.gethostname(), port))
+        process_group.place.cache_clear()
+        place = process_group.place(World(0, 2, 0, 2))
+        patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # torchrun listens, where it says
+        process_group.place.cache_clear()
+        assert process_group.place(World(0, 2, 0, 2)) == (socket.gethostname(), port)
+    process_group.place.cache_clear()
+    assert place == ("127.0.0.1", port)
+    store = process_group._store(*place, 1, True, timedelta(seconds=9))
+    listening = {entry.laddr for entry in psutil.Process().net_connections() if entry.status == psutil.CONN_LISTEN}
+    assert {entry.ip for entry in listening if entry.port == port} == {"127.0.0.1"}
+    store.set("there", "yes")
+    with (
+        pytest.raises(WorldError, match=f"port {port} on 127.0.0.1 is in use"),
+        process_group.explained(World(), *place),
+    ):
+        listener(*place)
+    own = [("127.0.0.1", "lo"), ("127.0.1.1", "lo"), ("10.0.0.5", "eth0")]
+    monkeypatch.setattr("dsframe.rendezvous.addresses", lambda: iter(own))
+    names = {"node1": "10.0.0.5", "debian": "127.0.1.1", "elsewhere": "10.9.9.9", "localhost": "127.0.0.1"}
+    monkeypatch.setattr("socket.gethostbyname", lambda name: names[name])
+    assert [bound_to(name) for name in names] == ["10.0.0.5", "", "", "127.0.0.1"]
 
 
 def test_threads_are_shared_among_the_ranks_of_a_host(monkeypatch: pytest.MonkeyPatch) -> None:
