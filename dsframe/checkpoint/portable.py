@@ -4,7 +4,8 @@ A part file holds ``weight/NAME`` and one ``KEY/NAME`` for each tensor that the 
 (``exp_avg/NAME``); ``buffers.safetensors`` the model's buffers; ``rng.json`` every rank's random generators. Which parameter
 is in which file, its shape, the optimizer's numbers and everything else that is small is in the manifest (``store``).
 
-safetensors: https://huggingface.co/docs/safetensors, a JSON header with offsets and then the bytes.
+safetensors: https://huggingface.co/docs/safetensors, the length of a JSON header (8 bytes, little-endian), the header with names,
+dtypes, shapes and offsets, and then the bytes.
 """
 
 from __future__ import annotations
@@ -18,7 +19,6 @@ from typing import Any
 
 import torch
 from safetensors import SafetensorError, safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from dsframe.checkpoint import store
@@ -30,6 +30,21 @@ PART_BYTES = 64 << 20
 BUFFERS = "buffers.safetensors"
 RNG = "rng.json"
 _WEIGHT = "weight"
+_DTYPES = {
+    torch.float64: "F64",
+    torch.float32: "F32",
+    torch.float16: "F16",
+    torch.bfloat16: "BF16",
+    torch.float8_e4m3fn: "F8_E4M3",
+    torch.float8_e5m2: "F8_E5M2",
+    torch.int64: "I64",
+    torch.int32: "I32",
+    torch.int16: "I16",
+    torch.int8: "I8",
+    torch.uint8: "U8",
+    torch.bool: "BOOL",
+}
+"""What the format calls them."""
 
 
 class PartWriter:
@@ -98,13 +113,8 @@ class PartWriter:
             self.files[name] = write_tensors(self._folder / name, tensors)
 
     def _write(self) -> None:
-        # safetensors refuses tensors that share memory: a view of a flat tensor is written as a tensor of its own.
-        whole = {
-            key: tensor if tensor.untyped_storage().nbytes() == tensor.nbytes else tensor.clone()
-            for key, tensor in self._held.items()
-        }
-        self._held = {}
-        self.put(_part_name(self._rank, self._part[self._rank]), whole)
+        held, self._held = self._held, {}
+        self.put(_part_name(self._rank, self._part[self._rank]), held)
 
 
 def _part_name(rank: int, part: int) -> str:
@@ -112,9 +122,24 @@ def _part_name(rank: int, part: int) -> str:
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
-    """A safetensors file that is on the disk when this returns. Raises OSError and SafetensorError."""
-    save_file(dict(tensors), path)
-    return store.settle(path)
+    """A safetensors file that is on the disk when this returns, written from the tensors' own memory, views among them.
+
+    ``safetensors.save_file`` makes no checksum on the way and takes no views. Raises OSError, and CheckpointError for a dtype that
+    the format does not have.
+    """
+    header: dict[str, Any] = {}
+    contents: list[memoryview] = []
+    end = 0
+    for name, tensor in tensors.items():
+        if tensor.dtype not in _DTYPES:
+            raise CheckpointError(f"{name}: a checkpoint cannot hold {tensor.dtype}")
+        content = tensor.contiguous().flatten().view(torch.uint8).numpy().data
+        begin, end = end, end + len(content)
+        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        contents.append(content)
+    text = json.dumps(header, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return store.write(path, len(text).to_bytes(8, "little"), text, *contents)
 
 
 def buffers_name(rank: int) -> str:

@@ -17,7 +17,9 @@ import json
 import os
 import re
 import shutil
+import threading
 from collections.abc import Callable, Iterable, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -29,6 +31,7 @@ FORMAT = 1
 _NAME = re.compile(r"step-(\d{8,})")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CHUNK = 1 << 20
+_READERS = 2
 
 
 @dataclass(frozen=True)
@@ -218,26 +221,29 @@ def verify(
 ) -> list[str]:
     """What is wrong with a checkpoint: a line for each missing, truncated or altered file; none where it is whole.
 
-    ``names``: read only these files; by default all. Reads them once, a megabyte at a time. ``sign_of_life``: called after each.
+    ``names``: read only these files; by default all. Reads them once, a megabyte at a time, two at a time: one's checksum is
+    taken while the disk reads the other. ``sign_of_life``: called after each.
     """
     try:
         manifest = read_manifest(path)
     except CheckpointError as error:
         return [str(error)]
-    wrong = []
-    for name, entry in manifest["files"].items():
-        if names is not None and name not in names:
-            continue
-        file = path / name
+
+    def look(name: str) -> str:
+        file, entry = path / name, manifest["files"][name]
         try:
             size = file.stat().st_size
             if size != entry["bytes"]:
-                wrong.append(f"{name} has {size:,} bytes instead of {entry['bytes']:,}")
-            elif digest(file) != entry["sha256"]:
-                wrong.append(f"{name} was altered: its SHA-256 is another")
+                return f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
+            return "" if digest(file) == entry["sha256"] else f"{name} was altered: its SHA-256 is another"
         except OSError as error:
-            wrong.append(f"{name}: {error.strerror}")
-        sign_of_life()
+            return f"{name}: {error.strerror}"
+
+    wrong, wanted = [], None if names is None else set(names)
+    with ThreadPoolExecutor(_READERS) as readers:
+        for found in readers.map(look, [name for name in manifest["files"] if wanted is None or name in wanted]):
+            wrong += [found] if found else []
+            sign_of_life()
     return wrong
 
 
@@ -248,20 +254,32 @@ def dump(manifest: Mapping[str, Any]) -> bytes:
     return (json.dumps(outer, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
-def write(path: Path, content: bytes) -> FileEntry:
-    """A new file, on the disk when this returns. Raises OSError."""
-    with path.open("xb") as file:
-        file.write(content)
-        file.flush()
-        os.fsync(file.fileno())
-    return FileEntry(len(content), hashlib.sha256(content).hexdigest())
+def write(path: Path, *pieces: bytes | memoryview) -> FileEntry:
+    """A new file of these ``pieces``, on the disk when this returns. Raises OSError.
 
+    The checksum is taken of what is in memory, by a thread, while this one writes and waits for the disk: it costs as much time as
+    a fast disk does (SHA-256 at about 1 GB/s), and neither needs Python's lock.
+    """
+    sha = hashlib.sha256()
 
-def settle(path: Path) -> FileEntry:
-    """Forces a file that a library wrote to the disk and takes its checksum. Raises OSError."""
-    with path.open("rb") as file:
-        os.fsync(file.fileno())
-    return FileEntry(path.stat().st_size, digest(path))
+    def take() -> None:
+        for piece in pieces:
+            sha.update(piece)
+
+    checksum = threading.Thread(target=take, name="dsframe-checksum")
+    try:
+        with path.open("xb") as file:
+            checksum.start()
+            for piece in pieces:
+                file.write(piece)
+            file.flush()
+            os.fsync(file.fileno())
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None  # a write's error does not name the file
+    finally:
+        if checksum.ident is not None:
+            checksum.join()
+    return FileEntry(sum(len(piece) for piece in pieces), sha.hexdigest())
 
 
 def digest(path: Path) -> str:

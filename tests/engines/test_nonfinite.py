@@ -55,34 +55,73 @@ def train(folder: Path, config: dict[str, Any], processes: int = 1) -> Finished:
     return run_ranks(started, cwd=folder, timeout_seconds=100)
 
 
-def test_every_engine_leaves_out_the_same_updates(tmp_path: Path) -> None:
-    """One process each: what two differ by is the other tests' matter."""
-    curves = {}
-    for engine, stage in (("single", 0), ("deepspeed", 0), ("deepspeed", 3), ("fsdp", 0)):
-        train(tmp_path, configuration(tmp_path, engine, stage, on_nonfinite="skip")).check()
-        curves[engine, stage] = losses(tmp_path / f"{engine}-{stage}")
-        assert read_summary(tmp_path / f"{engine}-{stage}")["skipped_steps"] == 3, (engine, stage)
-    first = curves["single", 0]
+ENGINES = {
+    1: ("single", "deepspeed:0", "deepspeed:3", "fsdp"),
+    2: ("ddp", "horovod", "deepspeed:0", "deepspeed:2", "deepspeed:3", "deepspeed:pipeline", "fsdp"),
+}
+LOOK_BY_THEMSELVES = {"deepspeed:2", "deepspeed:3"}
+"""Leave such an update out before anybody asks them to; the others have it in their weights when they stop."""
+
+
+@pytest.fixture(scope="module")
+def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """Every engine, met by a broken sample: one job for each number of processes."""
+    folder = tmp_path_factory.mktemp("nonfinite")
+    for processes, cases in ENGINES.items():
+        (folder / f"{processes}").mkdir()
+        command = ["-m", "tests.engines.nonfinite", *cases]
+        started = torchrun(processes, command) if processes > 1 else python(command)
+        run_ranks(started, cwd=folder / f"{processes}", timeout_seconds=240).check()
+    return folder
+
+
+def test_every_engine_leaves_out_the_same_updates(jobs: Path) -> None:
+    curves = {
+        (processes, case): losses(jobs / f"{processes}" / case / "skip")
+        for processes, cases in ENGINES.items()
+        for case in cases
+    }
+    first = curves[1, "single"]
     missing = [step for step, loss in first.items() if loss is None]
     assert missing[0] == broken_step()
     assert len(missing) == 3
-    for case, curve in curves.items():
-        assert [step for step, loss in curve.items() if loss is None] == missing, case
-        assert max(abs(curve[step] - first[step]) for step in first if step not in missing) < 1e-5, case
+    for (processes, case), curve in curves.items():
+        assert [step for step, loss in curve.items() if loss is None] == missing, (processes, case)
+        assert max(abs(curve[step] - first[step]) for step in first if step not in missing) < 1e-5, (processes, case)
+        assert read_summary(jobs / f"{processes}" / case / "skip")["skipped_steps"] == 3, (processes, case)
 
 
-@pytest.mark.parametrize(("engine", "stage"), [("single", 0), ("deepspeed", 2)])
-def test_without_skipping_every_engine_stops(engine: str, stage: int, tmp_path: Path) -> None:
-    stopped = train(tmp_path, configuration(tmp_path, engine, stage))
-    assert stopped.returncode == TrainingError.exit_code
-    text = stopped.stderr
-    assert f"the loss of rank 0 is not finite since step {broken_step()}, made of samples " in text
-    assert f"of these, {BROKEN} hold NaN or infinity themselves" in text
-    after = {
-        "deepspeed": "every parameter is finite",
-        "single": "4 of 4 parameters are not finite by now, the first is 0.",
-    }
-    assert after[engine] in text  # DeepSpeed leaves such updates out by itself
+def test_without_skipping_every_engine_stops_and_says_what_is_broken(jobs: Path) -> None:
+    step = broken_step()
+    for processes, cases in ENGINES.items():
+        said = json.loads((jobs / f"{processes}" / "said.json").read_text())
+        assert list(said) == list(cases)
+        for case, text in said.items():
+            rank = 0 if processes == 1 or case == "deepspeed:pipeline" else holder(step)
+            assert f"step {step}: the loss of rank {rank} is not finite since step {step}, made of samples " in text, (
+                case
+            )
+            assert f"of these, {BROKEN} hold NaN or infinity themselves" in text, case
+            after = (
+                "every parameter is finite"
+                if case in LOOK_BY_THEMSELVES
+                else "4 of 4 parameters are not finite by now, the first is 0."
+            )
+            assert after in text, (case, text)
+            curve = losses(jobs / f"{processes}" / case / "stop")
+            assert max(curve) < step, case
+
+
+def holder(step: int) -> int:
+    """Of two ranks that take two micro-batches a step the one that reads the broken sample in ``step``."""
+    sampler = Sampler(64, 8, seed=0)
+    return next(
+        rank
+        for rank in (0, 1)
+        for micro in (0, 1)
+        for _, rows in sampler.micro_batch(step - 1, micro, rank, 2, 2)
+        if BROKEN in rows
+    )
 
 
 def test_the_rank_is_named_however_late_it_is_seen_and_nothing_broken_is_saved(tmp_path: Path) -> None:

@@ -64,7 +64,7 @@ def test_a_checkpoint_holds_the_step_it_was_taken_after(
     tmp_path: Path, asynchronous: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     go = threading.Event()
-    monkeypatch.setattr(portable, "save_file", _after(portable.save_file, go if asynchronous else None))
+    monkeypatch.setattr(portable, "write_tensors", _after(portable.write_tensors, go if asynchronous else None))
     said: list[str] = []
 
     def run(ranks: Any) -> None:
@@ -106,14 +106,14 @@ def _after(action: Callable[..., Any], event: threading.Event | None) -> Callabl
 def test_what_a_thread_cannot_write_all_ranks_hear_of(
     tmp_path: Path, failing: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save_file, full = portable.save_file, threading.Event()
+    write_tensors, full = portable.write_tensors, threading.Event()
 
-    def fails(tensors: Any, path: Path) -> None:
+    def fails(path: Path, tensors: Any) -> store.FileEntry:
         if full.is_set() and f"part-{failing:05}" in path.name:
             raise OSError(28, "No space left on device", str(path))
-        save_file(tensors, path)
+        return write_tensors(path, tensors)
 
-    monkeypatch.setattr(portable, "save_file", fails)
+    monkeypatch.setattr(portable, "write_tensors", fails)
 
     def run(ranks: Any) -> str:
         training = Training(ranks)
@@ -146,19 +146,19 @@ def test_a_run_that_fails_while_another_ranks_files_cannot_be_written_ends(
     tmp_path: Path, fault: str, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """No rank tells another then: close() is not collective. Rank 0's thread waits for the other's word."""
-    save_file, write_text = portable.save_file, Path.write_text
+    write_tensors, write_text = portable.write_tensors, Path.write_text
 
-    def fails(tensors: Any, path: Path) -> None:
+    def fails(path: Path, tensors: Any) -> store.FileEntry:
         if "part-00001" in path.name:
             raise ValueError("not of the disk") if fault == "bug" else OSError(28, "No space left on device", str(path))
-        save_file(tensors, path)
+        return write_tensors(path, tensors)
 
     def full(path: Path, *words: Any, **keywords: Any) -> int:
         if fault == "no room for a word" and path.name == ".rank-00001.partial":
             raise OSError(28, "No space left on device", str(path))
         return write_text(path, *words, **keywords)
 
-    monkeypatch.setattr(portable, "save_file", fails)
+    monkeypatch.setattr(portable, "write_tensors", fails)
     monkeypatch.setattr(Path, "write_text", full)
 
     def run(ranks: Any) -> bool:
@@ -220,7 +220,7 @@ def _save_and_die(folder: Path, after: int, asynchronous: bool) -> int:
     for module, name in (
         *((os, name) for name in ("fsync", "mkdir", "rename", "replace", "unlink", "rmdir", "open", "close")),
         *((Path, name) for name in ("open", "mkdir", "rename", "unlink")),
-        (portable, "save_file"),
+        (portable, "write_tensors"),
     ):
         setattr(module, name, dying(getattr(module, name)))
     plan = SimpleNamespace(world=SimpleNamespace(rank=0, size=1), device=torch.device("cpu"))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import hashlib
 import random
 import threading
 from collections.abc import Callable
@@ -109,6 +110,22 @@ def test_views_of_one_flat_tensor_are_written_one_by_one(tmp_path: Path) -> None
     assert failure == ""
     found = load_file(tmp_path / next(iter(writer.files)))
     assert found["weight/p1"].tolist() == [5, 6, 7, 8, 9]
+
+
+def test_every_kind_of_tensor_is_what_safetensors_reads(tmp_path: Path) -> None:
+    numbers = torch.arange(24)
+    tensors = {f"{kind}": numbers.to(kind).reshape(2, 3, 4) for kind in portable._DTYPES}
+    tensors |= {"view": numbers.reshape(4, 6).t(), "scalar": torch.tensor(2.5), "none": torch.zeros(0, 3)}
+    entry = portable.write_tensors(tmp_path / "all", tensors)
+    found = load_file(tmp_path / "all")
+    assert found.keys() == tensors.keys()
+    for name, tensor in tensors.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
+        assert torch.equal(found[name].double(), tensor.double()), name
+    content = (tmp_path / "all").read_bytes()
+    assert (entry.bytes, entry.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+    with pytest.raises(CheckpointError, match=r"z: a checkpoint cannot hold torch\.complex64"):
+        portable.write_tensors(tmp_path / "other", {"z": torch.zeros(1, dtype=torch.complex64)})
 
 
 def test_after_a_failed_write_the_rank_still_takes_part(tmp_path: Path) -> None:
