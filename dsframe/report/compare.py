@@ -16,6 +16,8 @@ from dsframe.report.record import read_metrics, read_summary
 EPILOG = """\
 Files are trained by dsframe launch, each --repeats times and in turns, so that a machine that becomes slower does so for all.
 Differences are to the first. Speeds of several repeats are the median, with the slowest and the fastest.
+"collectives alone" is what a step sends, sent again by itself after the training; its share of a step is what could be hidden
+behind computation at best (--set dsframe.measure_communication=false leaves it out).
 """
 
 
@@ -77,6 +79,7 @@ def _train(options: argparse.Namespace) -> dict[str, list[Path]]:
     for file in files:  # all mistakes before the first training
         for engine in engines:
             load(file, overrides=[*options.overrides, *([f"dsframe.engine={engine}"] if engine else [])])
+    overrides = ["dsframe.measure_communication=true", *options.overrides]
     labels = runs.names([file.with_suffix("") for file in files])
     wanted = [
         (" ".join(part for part in (label if len(files) > 1 or not engine else "", engine) if part), file, engine)
@@ -88,7 +91,7 @@ def _train(options: argparse.Namespace) -> dict[str, list[Path]]:
         for name, file, engine in wanted:
             directory = options.out / f"{name.replace(' ', '-').replace('/', '-')}-{repeat}"
             print(f"dsframe compare: {name}, {repeat} of {options.repeats}", file=sys.stderr, flush=True)
-            trials.train(file, options.processes, directory, engine=engine, overrides=options.overrides)
+            trials.train(file, options.processes, directory, engine=engine, overrides=overrides)
             groups[name].append(directory)
     return groups
 
@@ -103,46 +106,60 @@ def table(groups: Mapping[str, Sequence[Path]]) -> str:
 
     Losses and metrics are those of the first repeat. Raises DataError where a run did not come to its end.
     """
-    repeats = [[read_summary(run) for run in runs] for runs in groups.values()]
-    summaries = [one[0] for one in repeats]
-    curves = [losses(runs[0]) for runs in groups.values()]
+    found = [runs.read_run(first, name, repeats) for name, (first, *repeats) in groups.items()]
+    summaries = [read_summary(first) for first, *_ in groups.values()]
+    for _, *repeats in groups.values():
+        for repeat in repeats:
+            read_summary(repeat)
+    curves = [dict(run.curve("loss")) for run in found]
     rows: list[list[str]] = [["", *groups]]
     rows.append(["engine", *(summary["description"] for summary in summaries)])
     rows.append(["processes", *(f"{summary['world_size']} ({summary['launcher']})" for summary in summaries)])
-    common = sorted(set.intersection(*(set(curve) for curve in curves)))
+    common = sorted(int(step) for step in set.intersection(*(set(curve) for curve in curves)))
     rows += [
         _loss_row(step, curves) for step in common if str(step).rstrip("0") in ("1", "2", "5") or step == common[-1]
     ]
     if common and len(groups) > 1:
         worst = [max(abs(curve[step] - curves[0][step]) for step in common) for curve in curves[1:]]
         rows.append([f"largest of {len(common)} steps", "", *(f"{difference:+.1e}" for difference in worst)])
+    if any(run.repeats for run in found):
+        rows.append(["largest to its repeats", *(_figure(runs.noise(run), ".1e") for run in found)])
     for name in summaries[0]["metrics"]:
         rows.append([f"evaluation {name}", *(_figure(summary["metrics"].get(name), ".4f") for summary in summaries)])
-    unit = summaries[0]["unit"]
-    rows.append([f"{unit}/s", *(spread([summary["rate"] for summary in one]) for one in repeats)])
+    units = [run.unit for run in found]
+    same = len(set(units)) == 1
+    rates = [f"{spread(run.all('rate'))}{'' if same else f' {run.unit}/s'}" for run in found]
+    rows.append([f"{units[0]}/s" if same else "speed", *rates])
     rows.append(["training time, s", *(f"{summary['seconds']:.1f}" for summary in summaries)])
     rows.append(["start to engine, s", *(f"{summary['start_seconds']:.1f}" for summary in summaries)])
-    rows.append(["first step, s", *(_figure(summary.get("first_step_seconds"), ".2f") for summary in summaries)])
+    rows.append(["time to first step, s", *(spread(run.first_step_after(), ".1f") for run in found)])
     rows.append(
         [
             "peak memory per rank, MiB",
             *("  ".join(f"{peak / 2**20:,.0f}" for peak in s["peak_memory_bytes"]) for s in summaries),
         ]
     )
-    sent = [summary.get("predicted", {}).get("sent_bytes_per_step") for summary in summaries]
-    if any(sent):
-        volumes = ["" if one is None else f"{sum(one.values()) / 1e6:.4g} (predicted)" for one in sent]
-        rows.append(["sent by a rank a step, MB", *volumes])
+    network = [runs.communication(run) for run in found]
+    for label, key, form in (
+        ("sent by a rank a step, MB", "sent", ".4g"),
+        ("the same, predicted", "predicted", ".4g"),
+        ("collectives alone, ms", "alone", ".3g"),
+        ("share of a step", "share", ".0%"),
+    ):
+        if any(one[key] is not None for one in network):
+            rows.append([label, *(_figure(one[key], form) for one in network)])
     return _align(rows)
 
 
-def spread(values: Sequence[float]) -> str:
-    """The median, and of several the smallest and the largest."""
-    middle = f"{statistics.median(values):,.0f}"
-    return middle if len(values) == 1 else f"{middle} ({min(values):,.0f} to {max(values):,.0f})"
+def spread(values: Sequence[float], form: str = ",.0f") -> str:
+    """The median, and of several the smallest and the largest; nothing of none."""
+    if not values:
+        return ""
+    middle = format(statistics.median(values), form)
+    return middle if len(values) == 1 else f"{middle} ({min(values):{form}} to {max(values):{form}})"
 
 
-def _loss_row(step: int, curves: Sequence[dict[int, float]]) -> list[str]:
+def _loss_row(step: int, curves: Sequence[Mapping[float, float]]) -> list[str]:
     first = curves[0][step]
     others = [f"{curve[step]:.6f}  {curve[step] - first:+.1e}" for curve in curves[1:]]
     return [f"loss at step {step:,}", f"{first:.6f}", *others]

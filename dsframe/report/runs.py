@@ -96,6 +96,25 @@ def largest(run: Run, other: Run) -> float | None:
     return max((difference for _, difference in apart(run, other)), default=None)
 
 
+def noise(run: Run) -> float | None:
+    """The largest difference of the losses to the repeats; None where there are none."""
+    found = (largest(run, repeat) for repeat in run.repeats)
+    return max((value for value in found if value is not None), default=None)
+
+
+def communication(run: Run) -> dict[str, float | None]:
+    """Of a step: MB that the busiest rank sends, counted and predicted; ms that its collectives take alone, and their share."""
+    guess, found = (run.summary or {}).get("predicted", {}).get("sent_bytes_per_step"), run.collectives()
+    alone = _median([one["seconds"] for one in found])
+    step = _median(run.step_seconds())
+    return {
+        "sent": max(found[0]["sent_bytes"]) / 1e6 if found else None,
+        "predicted": sum(guess.values()) / 1e6 if guess is not None else None,
+        "alone": None if alone is None else alone * 1e3,
+        "share": None if alone is None or not step else alone / step,
+    }
+
+
 def figures(run: Run, first: Run) -> Figures:
     """What is known of ``run``, unrounded; its losses are compared with those of ``first``."""
     about = run.summary or run.records[0].get("run", {})
@@ -113,8 +132,7 @@ def figures(run: Run, first: Run) -> Figures:
     if first is not run:
         training[f"largest difference of the loss to {first.name}"] = largest(run, first)
     if run.repeats:
-        found = [value for value in (largest(run, repeat) for repeat in run.repeats) if value is not None]
-        training["largest difference of the loss to its repeats"] = max(found, default=None)
+        training["largest difference of the loss to its repeats"] = noise(run)
     training |= {f"evaluation: {name}": value for name, value in summary.get("metrics", {}).items()}
     speed: dict[str, Figure] = {f"{run.unit} a second": _median(rates)}
     if len(rates) > 1:
@@ -131,7 +149,7 @@ def figures(run: Run, first: Run) -> Figures:
         "Training": training,
         "Speed": speed,
         "Memory": _memory(run, predicted),
-        "Communication": _communication(run, predicted),
+        "Communication": _communication(run),
     }
 
 
@@ -145,19 +163,16 @@ def _memory(run: Run, predicted: dict[str, Any]) -> dict[str, Figure]:
     }
 
 
-def _communication(run: Run, predicted: dict[str, Any]) -> dict[str, Figure]:
-    guess, found = predicted.get("sent_bytes_per_step"), run.collectives()
-    steps = run.step_seconds()
-    alone = _median([one["seconds"] for one in found])
-    shares = [one["seconds"] / seconds for one, seconds in zip(found, steps, strict=False)]
+def _communication(run: Run) -> dict[str, Figure]:
+    found, known = run.collectives(), communication(run)
     problems = [one["problem"] for one in run.all("communication") if "problem" in one]
     calls = found[0]["calls"] if found else {}
     return {
-        "sent by a rank in a step, MB": max(found[0]["sent_bytes"]) / 1e6 if found else None,
-        "sent, predicted, MB": sum(guess.values()) / 1e6 if guess is not None else None,
+        "sent by a rank in a step, MB": known["sent"],
+        "sent, predicted, MB": known["predicted"],
         "calls in a step": ", ".join(f"{count} {kind}" for kind, count in calls.items()) or None,
-        "collectives alone, ms": None if alone is None else alone * 1e3,
-        "collectives alone, share of a step, %": _median(shares, 100.0),
+        "collectives alone, ms": known["alone"],
+        "collectives alone, share of a step, %": None if known["share"] is None else known["share"] * 100,
         "not measured": problems[0] if problems else None,
     }
 
