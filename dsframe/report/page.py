@@ -85,6 +85,14 @@ _MEASURED = (
 )
 
 
+_FILES = (
+    "In its directory: <code>run.json</code> (the above), <code>config.json</code> (the file that ran, with every override: "
+    "<code>--config RUN/config.json</code> trains it again), <code>metrics.jsonl</code> (what was logged), "
+    "<code>summary.json</code> (the figures of a finished run), <code>checkpoints</code>; <code>dsframe report RUN</code> makes "
+    "this page from them."
+)
+
+
 def findings(runs: Sequence[Run]) -> list[str]:
     """What a comparison comes to, in a sentence each: who is how far from the first, and who is fastest."""
     first, *others = runs
@@ -215,10 +223,12 @@ def _origin(run: Run) -> list[str]:
             _machine(key, origin[key]) for key in ("host", "cpu", "cores", "gpus", "system") if origin.get(key)
         ),
     }
+    rows["checkpoints"] = ", ".join(f"{name} ({size / 1e6:,.3g} MB)" for name, size in run.checkpoints)
     cells = "".join(f"<tr><th>{key}</th><td>{escape(value)}</td></tr>" for key, value in rows.items() if value)
     parts.append(f'<table class="origin">{cells}</table>' if cells else '<p class="note">no run.json</p>')
     if run.config:
         text = escape(json.dumps(run.config, indent=2))
+        parts.append(f'<p class="note">{_FILES}</p>')
         parts.append(f"<details><summary>The file that ran</summary><pre>{text}</pre></details>")
     return parts
 

@@ -14,9 +14,10 @@ from typing import Any
 
 import torch
 
+from dsframe import __version__
 from dsframe.config.secrets import redact
 
-_PACKAGES = ("dsframe", "torch", "deepspeed", "horovod", "numpy", "torchvision", "transformers")
+_PACKAGES = ("torch", "deepspeed", "horovod", "numpy", "torchvision", "transformers")
 
 
 def provenance() -> dict[str, Any]:
@@ -31,7 +32,8 @@ def provenance() -> dict[str, Any]:
         "cpu": _cpu(),
         "cores": len(os.sched_getaffinity(0)),
         "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
-        "versions": {"python": platform.python_version()} | {name: _version(name) for name in _PACKAGES},
+        "versions": {"python": platform.python_version(), "dsframe": __version__}
+        | {name: _version(name) for name in _PACKAGES},
     }
 
 

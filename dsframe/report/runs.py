@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import statistics
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from dsframe.checkpoint.store import Store
 from dsframe.errors import DataError
 from dsframe.report.record import read_config, read_metrics, read_origin, read_summary
 
@@ -27,6 +29,8 @@ class Run:
     """None while it runs, and after a failure."""
     origin: dict[str, Any]
     config: dict[str, Any]
+    checkpoints: Sequence[tuple[str, int]] = ()
+    """Name and bytes of each, newest first."""
     repeats: Sequence[Run] = ()
     """The same training again, for what differs from one time to the next; itself not among them."""
 
@@ -73,7 +77,15 @@ def read_run(directory: Path, name: str | None = None, repeats: Sequence[Path] =
     except DataError:
         summary = None
     again = tuple(read_run(repeat) for repeat in repeats)
-    return Run(name or directory.name, records, summary, read_origin(directory), read_config(directory), again)
+    saved = list(_checkpoints(directory))
+    name = name or directory.resolve().name
+    return Run(name, records, summary, read_origin(directory), read_config(directory), saved, again)
+
+
+def _checkpoints(directory: Path) -> Iterator[tuple[str, int]]:
+    for folder in Store(directory / "checkpoints").newest_first():
+        with contextlib.suppress(FileNotFoundError):  # a run that goes on removes old ones meanwhile
+            yield folder.name, sum(file.stat().st_size for file in folder.iterdir())
 
 
 def names(runs: Sequence[Path]) -> list[str]:

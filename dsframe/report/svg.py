@@ -77,7 +77,8 @@ def chart(
     if not shown:
         return "".join([*parts, f'<text class="soft" x="12" y="{_TOP}" fill="#555">nothing to show</text></svg>'])
     names = [line.name for _, line in shown] + ([limit[0]] if limit else [])
-    right = min(width * 0.4, max(map(len, names)) * LETTER + 38)
+    alone = len(names) == 1  # the title says what it is
+    right = 24 if alone else min(width * 0.4, max(map(len, names)) * LETTER + 38)
     across = _Scale(x, [a for _, line in shown for a, _ in line.points], _LEFT, width - right)
     values = [b for _, line in shown for _, b in line.points] + ([limit[1]] if limit else [])
     up = _Scale(y, values, HEIGHT - _BOTTOM, _TOP)
@@ -94,7 +95,8 @@ def chart(
     ]
     if limit:
         ends.append(End(up(limit[1]), True, -1, limit[0]))
-    parts += _names(ends, across.high, width, HEIGHT - _BOTTOM)
+    if not alone:
+        parts += _names(ends, across.high, width, HEIGHT - _BOTTOM)
     return "".join([*parts, "</svg>"])
 
 

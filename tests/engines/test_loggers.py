@@ -79,9 +79,11 @@ def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None
     assert run.summary is not None
     assert "--config" in run.origin["command"]
     assert run.origin["versions"]["torch"]
+    assert run.origin["versions"]["dsframe"]
+    assert [name for name, _ in run.checkpoints] == [f"step-{STEPS:08}"]
     assert run.summary["predicted"]["sent_bytes_per_step"]
     assert load(tmp_path / "run" / "config.json").digest == run.summary["config_digest"]
-    assert "<svg" in (tmp_path / "run" / "report.html").read_text()
+    assert f"step-{STEPS:08}" in (tmp_path / "run" / "report.html").read_text()
     written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {"manifest.json", "run.json", "config.json"} <= {path.name for path in written}
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []

@@ -122,7 +122,7 @@ def test_a_chart_shows_what_it_is_given(log: bool) -> None:
         if "x" in t.attrib
     ]
     named = {text: (x, y) for x, y, text in texts}
-    assert {"A & B", "x", "up", "most"} <= set(named)
+    assert {"A & B", "x", "seconds", "up", "most"} <= set(named)
     assert abs(named["up"][1] - named["most"][1]) >= 14  # names do not lie on each other
     assert all(0 <= x <= 760 and 0 <= y <= 400 for x, y, _ in texts)
 
