@@ -5,11 +5,10 @@ This is the only place that knows all the parts. ``dsframe.fit`` calls it from P
 
 from __future__ import annotations
 
-import json
 import os
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -24,7 +23,6 @@ if TYPE_CHECKING:
     import torch
 
     from dsframe.data import EvaluationLoader, Loader
-    from dsframe.engine import Engine
     from dsframe.schedules import Schedule
     from dsframe.tasks.task import Task
     from dsframe.trainer import Cadence, Summary
@@ -86,8 +84,9 @@ def execute(
     import torch
 
     from dsframe import optimizers, tasks
-    from dsframe.checkpoint.resume import about, begin
+    from dsframe.checkpoint.resume import about, begin, refuse
     from dsframe.checkpoint.saver import Saver
+    from dsframe.checkpoint.share import agree
     from dsframe.checkpoint.store import Retention, Store
     from dsframe.engine import Plan
     from dsframe.plan.after import predicted
@@ -106,6 +105,7 @@ def execute(
     replicas = choice.entry.replicas
     batch, device = config.batch(world.size, replicas=replicas), device_of(world)
     loader, evaluation = _loaders(config, task, batch, world, device)
+    refuse(config, resume, evaluates=evaluation is not None)
     cadence = _cadence(config, loader, evaluates=evaluation is not None)
     config = config.resolve(Facts(world.size, cadence.total_steps, task.hidden_size, replicas))
     optimizer = optimizers.read(config)
@@ -286,21 +286,6 @@ def _facts(config: Config, loader: Loader, evaluation: EvaluationLoader | None) 
         "dsframe": __version__,
         "torch": torch.__version__,
     }
-
-
-def agree(engine: Engine, facts: Mapping[str, str]) -> None:
-    """**Collective.** Raises WorldError, naming the ranks that differ from rank 0 and in what."""
-    from dsframe.checkpoint.share import share
-
-    told = [json.loads(text) for text in share(engine, json.dumps(dict(facts)))]
-    wrong = [
-        f"{name} is {theirs.get(name)} on rank {rank} and {told[0][name]} on rank 0"
-        for rank, theirs in enumerate(told)
-        for name in told[0]
-        if theirs.get(name) != told[0][name]
-    ]
-    if wrong:
-        raise WorldError(f"the processes of this run differ: {'; '.join(wrong)}; make the hosts alike")
 
 
 def _said(config: Config, batch: Batch, bound: tuple[int, ...]) -> list[str]:

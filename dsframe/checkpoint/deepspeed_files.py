@@ -103,6 +103,8 @@ class Found:
 
 def find(directory: Path, tag: str | None) -> Path:
     """A checkpoint's folder: ``directory``, or the one in it that ``tag`` or the file ``latest`` names. Raises CheckpointError."""
+    if not directory.is_dir():
+        raise CheckpointError(f"{directory} does not exist")
     if tag is None and any(directory.glob("*model_states.pt")):
         return directory
     if tag is None:

@@ -79,9 +79,8 @@ def export(
     """
     import torch
     from safetensors import SafetensorError
-    from safetensors.torch import save_file
 
-    from dsframe.checkpoint import pretrained, store, universal
+    from dsframe.checkpoint import portable, pretrained, store, universal
     from dsframe.checkpoint.portable import Checkpoint
 
     found = next((one for one in store.locate(path) if not store.verify(one)), None)
@@ -90,6 +89,8 @@ def export(
     target = out or found.with_name(found.name + _SUFFIX[to])
     if target.exists():
         raise CheckpointError(f"{target} is there already")
+    if not target.parent.is_dir():
+        raise CheckpointError(f"{target} cannot be written: there is no folder {target.parent}")
     partial = target.with_name(f".{target.name}.partial")
     try:
         if to == "universal":
@@ -103,12 +104,12 @@ def export(
         elif to == "torch":
             torch.save(read(found, dtype), partial)
         else:
-            tensors = read(found, dtype)
-            # safetensors refuses tensors that share memory
-            save_file({name: tensor.clone() for name, tensor in tensors.items()}, partial, metadata={"format": "pt"})
+            partial.unlink(missing_ok=True)
+            portable.write_tensors(partial, read(found, dtype), {"format": "pt"})
         partial.rename(target)
     except (OSError, RuntimeError, SafetensorError) as error:
-        raise CheckpointError(f"{target} cannot be written: {error}") from None
+        why = (error.strerror if isinstance(error, OSError) else None) or error
+        raise CheckpointError(f"{target} cannot be written: {why}") from None
     finally:
         shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
     return target

@@ -121,13 +121,13 @@ def _part_name(rank: int, part: int) -> str:
     return f"part-{rank:05}-{part:03}.safetensors"
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor]) -> FileEntry:
+def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileEntry:
     """A safetensors file that is on the disk when this returns, written from the tensors' own memory, views among them.
 
     ``safetensors.save_file`` makes no checksum on the way and takes no views. Raises OSError, and CheckpointError for a dtype that
     the format does not have.
     """
-    header: dict[str, Any] = {}
+    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     contents: list[memoryview] = []
     end = 0
     for name, tensor in tensors.items():

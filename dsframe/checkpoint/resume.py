@@ -17,7 +17,7 @@ from dsframe.checkpoint.share import failures, share
 from dsframe.checkpoint.state import ParameterState, SavedView
 from dsframe.checkpoint.store import Store
 from dsframe.config import secrets
-from dsframe.errors import CheckpointError
+from dsframe.errors import CheckpointError, ConfigError, Problem
 
 if TYPE_CHECKING:
     from dsframe.config import Batch, Config
@@ -97,6 +97,19 @@ def _version(package: str) -> str | None:
         return metadata.version(package)
     except metadata.PackageNotFoundError:
         return None
+
+
+def refuse(config: Config, wanted: str, *, evaluates: bool) -> None:
+    """What only the disk, or the task, can tell is wrong; before anything is set up. Raises CheckpointError, ConfigError."""
+    if config.settings.checkpoints.keep_best and not evaluates:
+        message = "the task has no eval_data, by which a checkpoint could be the best"
+        where = "dsframe.checkpoints.keep_best"
+        raise ConfigError([Problem("error", where, message, "remove it, or give the task eval_data", code="keep-best")])
+    if wanted not in ("auto", "never"):
+        try:
+            store.locate(Path(wanted))
+        except CheckpointError as error:
+            raise CheckpointError(f"--resume takes auto, never or a checkpoint: {error}") from None
 
 
 def begin(

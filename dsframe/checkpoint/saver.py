@@ -47,6 +47,7 @@ class Saver:
         self._engine, self._store, self._about = engine, folder, about
         self._every, self._at_end, self._retention, self._say = every_steps, at_end, retention, say
         self._asynchronous = asynchronous
+        self._told = False
         self._writing: tuple[int, Writing] | None = None
         self.saved_step: int | None = None
         """The step of the newest checkpoint that this run wrote or went on from."""
@@ -65,6 +66,7 @@ class Saver:
         """
         began = time.perf_counter()
         self.settle()
+        self._look_for_metric(evaluation)
         engine, world = self._engine, self._engine.plan.world
         begun = portable.attempt(lambda: self._store.begin(step)) if world.is_main else ""
         self._check(step, begun)
@@ -155,6 +157,15 @@ class Saver:
         if rank == 0:
             return portable.BUFFERS
         return portable.buffers_name(rank) if digests[rank] != digests[0] else None
+
+    def _look_for_metric(self, evaluation: Mapping[str, float]) -> None:
+        metric = (self._retention.best or "").partition(":")[0]
+        if metric and evaluation and metric not in evaluation and not self._told:
+            there = ", ".join(evaluation)
+            self._say(
+                f"WARNING: keep_best: the evaluation has no {metric}, so no checkpoint is kept for it (it has {there})"
+            )
+            self._told = True
 
     def _prune(self) -> str:
         try:

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import json
+from collections.abc import Mapping
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from dsframe.errors import WorldError
 
 
 class Ranks(Protocol):
@@ -40,3 +44,16 @@ def share(ranks: Ranks, text: str) -> list[str]:
 def failures(ranks: Ranks, failure: str) -> list[str]:
     """**Collective.** What went wrong, as ``rank R: ...``, for every rank that says something; none where all is well."""
     return [f"rank {rank}: {text}" for rank, text in enumerate(share(ranks, failure)) if text]
+
+
+def agree(ranks: Ranks, facts: Mapping[str, str]) -> None:
+    """**Collective.** Raises WorldError, naming the ranks that differ from rank 0 and in what."""
+    told = [json.loads(text) for text in share(ranks, json.dumps(dict(facts)))]
+    wrong = [
+        f"{name} is {theirs.get(name)} on rank {rank} and {told[0][name]} on rank 0"
+        for rank, theirs in enumerate(told)
+        for name in told[0]
+        if theirs.get(name) != told[0][name]
+    ]
+    if wrong:
+        raise WorldError(f"the processes of this run differ: {'; '.join(wrong)}; make the hosts alike")

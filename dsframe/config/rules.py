@@ -9,6 +9,7 @@ from __future__ import annotations
 from typing import Any
 
 from dsframe.config import (
+    rules_checkpoints,
     rules_model,
     rules_pipeline,
     rules_sequence,
@@ -32,3 +33,4 @@ def judge(file: File, raw: dict[str, Any], findings: Findings, engine: str | Non
     rules_system.judge(bench)
     rules_model.judge(bench)
     rules_pipeline.judge(bench)
+    rules_checkpoints.judge(bench)

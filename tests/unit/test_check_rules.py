@@ -40,7 +40,17 @@ def llama(**model: Any) -> dict[str, Any]:
 ADAFACTOR = {"optimizer": {"type": "Adafactor", "params": {}}}
 
 
+def kept(evaluated: int | None = None, **keys: Any) -> dict[str, Any]:
+    more = {} if evaluated is None else {"eval_every_steps": evaluated}
+    return ours(task={"name": "language"}, checkpoints=keys, **more)
+
+
 CASES: list[tuple[str, dict[str, Any], list[str]]] = [
+    # Checkpoints
+    ("the best by a metric", kept(5, every_steps=10, keep_best="bits_per_byte:min"), []),
+    ("the best by no metric", kept(every_steps=10, keep_best="perplexity:min"), ["E conflict dsframe.checkpoints.keep_best"]),
+    ("the best of those that are not evaluated", kept(4, every_steps=10, keep_best="loss:min"), ["W no-effect dsframe.checkpoints.keep_best"]),
+    ("kept of one", kept(keep_best="loss:min", keep_every=7), ["W no-effect dsframe.checkpoints.keep_best", "W no-effect dsframe.checkpoints.keep_every"]),
     # ZeRO and offload
     ("stage 3 keys at stage 3", zero(3, stage3_max_live_parameters=5, sub_group_size=7), []),
     ("hpz below stage 3", zero(2, zero_hpz_partition_size=2), ["W no-effect zero_optimization.zero_hpz_partition_size"]),

@@ -17,9 +17,10 @@ import torch
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
+from dsframe import tasks
 from dsframe.checkpoint import export, generators, portable, store
 from dsframe.checkpoint.portable import Checkpoint
-from dsframe.checkpoint.resume import differences
+from dsframe.checkpoint.resume import differences, refuse
 from dsframe.checkpoint.share import failures, share
 from dsframe.checkpoint.state import (
     EngineState,
@@ -31,7 +32,9 @@ from dsframe.checkpoint.state import (
     split,
 )
 from dsframe.checkpoint.store import Store
-from dsframe.errors import CheckpointError
+from dsframe.config import load, rules_checkpoints
+from dsframe.data import Loader
+from dsframe.errors import CheckpointError, ConfigError
 
 
 def states(sizes: dict[str, tuple[int, ...]]) -> list[ParameterState]:
@@ -300,3 +303,42 @@ def test_only_persistent_buffers_are_kept() -> None:
     model.register_buffer("own", torch.zeros(1))
     model.register_buffer("scratch", torch.zeros(1), persistent=False)
     assert sorted(persistent_buffers(model)) == ["0.num_batches_tracked", "0.running_mean", "0.running_var", "own"]
+
+
+TINY: dict[str, dict[str, Any]] = {
+    "vision": {"name": "vision", "dataset": "synthetic", "samples": 64},
+    "language": {"name": "language", "layers": 1, "width": 8, "heads": 2, "context": 8, "corpus": "synthetic"},
+    "causal-language-model": {
+        "name": "causal-language-model",
+        "model": {"model_type": "gpt2", "n_embd": 8, "n_layer": 1, "n_head": 2},
+        "context": 8,
+        "corpus": "synthetic",
+        "samples": 64,
+    },
+    "image-classification": {
+        "name": "image-classification",
+        "model": {"model_type": "resnet", "embedding_size": 4, "hidden_sizes": [8], "depths": [1]},
+        "dataset": "synthetic",
+        "image_size": 16,
+        "samples": 64,
+    },
+}
+
+
+@pytest.mark.parametrize("name", rules_checkpoints.METRICS)
+def test_the_metrics_that_the_check_knows_are_the_tasks(name: str) -> None:
+    settings = load({"train_batch_size": 4, "dsframe": {"task": TINY[name]}}).settings.task
+    task = tasks.build(settings, 0)
+    inputs, targets = next(Loader(task.train_data(), seed=0, micro_batch_size=4).stream())
+    assert set(task.metrics(task.model()(inputs), targets)) == set(rules_checkpoints.METRICS[name])
+
+
+def test_what_only_the_task_and_the_disk_can_tell(tmp_path: Path) -> None:
+    config = load({"train_batch_size": 4, "dsframe": {"checkpoints": {"every_steps": 1, "keep_best": "loss:min"}}})
+    refuse(config, "auto", evaluates=True)
+    with pytest.raises(ConfigError, match="the task has no eval_data, by which a checkpoint could be the best"):
+        refuse(config, "auto", evaluates=False)
+    with pytest.raises(CheckpointError, match="--resume takes auto, never or a checkpoint: atuo does not exist"):
+        refuse(config, "atuo", evaluates=True)
+    write(tmp_path, 1, 5000)
+    refuse(config, str(tmp_path), evaluates=True)
