@@ -20,7 +20,7 @@ from dsframe.report.svg import Axis, Line, chart
 _STYLE = """
 :root{color-scheme:light dark;--ink:#16181c;--soft:#555b66;--paper:#fff;--rule:#e4e6ea;--tint:#f4f5f7}
 @media(prefers-color-scheme:dark){:root{--ink:#eceef2;--soft:#a5acb8;--paper:#15171b;--rule:#33373f;--tint:#1f2228}
-.s4{stroke:#f5f5f5}.f4{fill:#f5f5f5}.s0{stroke:#3d9be0}.f0{fill:#3d9be0}.s7{stroke:#b8935a}.f7{fill:#b8935a}}
+.s4{stroke:#f5f5f5}.f4{fill:#f5f5f5}.s0{stroke:#3390e6}.f0{fill:#3390e6}.s6{stroke:#9adcff}.f6{fill:#9adcff}.s7{stroke:#b8935a}.f7{fill:#b8935a}}
 body{font:15px/1.5 Helvetica,Arial,sans-serif;color:var(--ink);background:var(--paper);max-width:1310px;margin:1.6em auto;
 padding:0 1.2em}h1{font-size:1.6em;margin:.2em 0;overflow-wrap:anywhere}h2{font-size:1.15em;margin:1.8em 0 .3em}
 p{max-width:60em;margin:.35em 0}.lead{font-size:1.05em}.note,caption{color:var(--soft)}.wide{overflow-x:auto}

@@ -119,7 +119,7 @@ def test_a_page_in_a_browser(tmp_path: Path) -> None:
     assert narrow["wider"] <= 0
     assert narrow["columns"] == 1
     assert narrow["smallest"] > 700
-    assert {colour(name) for name in ("#15171b", "#3d9be0", "#D55E00", "#f5f5f5")} <= colours
+    assert {colour(name) for name in ("#15171b", "#3390e6", "#D55E00", "#f5f5f5")} <= colours
     assert colour("#000000") not in colours
 
 
