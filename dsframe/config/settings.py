@@ -163,11 +163,13 @@ class Horovod(Section):
     compression: Literal["none", "fp16"] = "none"
     """Send gradients as they are or as fp16."""
     fusion_threshold_bytes: Size | None = None
-    """Bytes of tensors that are reduced together. Default: Horovod's own, 128 MiB."""
+    """Bytes of gradients that are reduced together. Default: HOROVOD_FUSION_THRESHOLD, else 16 MiB."""
     cycle_time_milliseconds: Positive | None = None
-    """Time between two rounds of reductions. Default: Horovod's own, 1 ms."""
+    """Time between two rounds of reductions. Default: HOROVOD_CYCLE_TIME, else 5 ms on CPUs and Horovod's own 1 ms on GPUs."""
+    autotune: bool = False
+    """Let Horovod try threshold and cycle time out in the first steps and keep the fastest."""
     groups: Size = 0
-    """Gradients are reduced in so many groups. 0: as they appear."""
+    """Gradients are reduced in so many groups of as many parameters. 0: by ``fusion_threshold_bytes``."""
 
 
 class Ddp(Section):

@@ -117,7 +117,7 @@ class Case:
         """Of the gradients that leave together."""
         if self.engine == "horovod":
             given = self.settings.horovod.fusion_threshold_bytes
-            return float(2**27 if given is None else max(given, 1))
+            return float(2**24 if given is None else max(given, 1))
         if self.replicas:
             return self.settings.ddp.bucket_cap_megabytes * 2**20
         return max(1.0, self.file.zero_optimization.reduce_bucket_size * self.gradient_bytes)

@@ -63,14 +63,14 @@ def test_under_mpirun_and_horovodrun(mpi: dict[str, str], tmp_path: Path) -> Non
         assert (summary["launcher"], summary["world_size"], summary["description"]) == (
             name,
             2,
-            "Horovod (MPI, average)",
+            "Horovod (MPI, average, a round every 5 ms)",
         )
         assert jobs.losses(tmp_path / name) == pytest.approx(jobs.losses(tmp_path / "alone"), abs=1e-5)
     document = json.loads(path.read_text()) | {"gradient_clipping": 0}
     document["dsframe"]["horovod"] = {"op": "adasum"}
     path.write_text(json.dumps(document))
     run_ranks([*MPIRUN, "python", *TRAIN, "adasum"], cwd=tmp_path, env=mpi, timeout_seconds=120).check()
-    assert read_summary(tmp_path / "adasum")["description"] == "Horovod (MPI, adasum)"
+    assert read_summary(tmp_path / "adasum")["description"] == "Horovod (MPI, adasum, a round every 5 ms)"
     adasum, mean = jobs.losses(tmp_path / "adasum"), jobs.losses(tmp_path / "mpirun")
     assert adasum[0] == pytest.approx(mean[0], abs=1e-6), "the same weights before any update"
     assert adasum[-1] < adasum[0] - 0.1
@@ -87,5 +87,5 @@ def test_on_two_hosts(mpi: dict[str, str], tmp_path: Path) -> None:
             run_ranks(network.on("node1", command), cwd=tmp_path, env=mpi, timeout_seconds=120).check()
     run_ranks(python([*TRAIN, "alone"]), cwd=tmp_path, timeout_seconds=120).check()
     for name in ("launch", "horovodrun"):
-        assert read_summary(tmp_path / name)["description"] == "Horovod (MPI, average)"
+        assert read_summary(tmp_path / name)["description"] == "Horovod (MPI, average, a round every 5 ms)"
         assert jobs.losses(tmp_path / name) == pytest.approx(jobs.losses(tmp_path / "alone"), abs=1e-5)

@@ -1,0 +1,147 @@
+"""Gradients in a few flat tensors, each of which is reduced as soon as the backward pass has filled it.
+
+What a library of collectives that has only an asynchronous all-reduce needs beside it. Autograd hands a parameter its gradient
+without a copy; the whole bucket is then copied into its flat tensor at once, and ``grad`` becomes a view of it. So nothing is
+copied back, nothing has to be zeroed, and the library gets one tensor where it would get one a parameter.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field
+
+import torch
+from torch import Tensor, nn
+
+from dsframe.errors import EngineError
+
+Start = Callable[[str, Tensor], Callable[[], None]]
+"""Starts the reduction of a flat tensor, in place and under a name that is its own; what is returned waits for its end."""
+
+
+@dataclass
+class _Bucket:
+    name: str
+    parameters: list[nn.Parameter]
+    flat: Tensor
+    views: list[Tensor]
+    missing: set[int] = field(default_factory=set)
+    """Ids of the parameters whose gradient has yet to come in this step."""
+    wait: Callable[[], None] | None = None
+
+
+class Buckets:
+    """The gradients of ``parameters``, as all ranks have them in the same order; every rank makes the same buckets."""
+
+    def __init__(
+        self,
+        parameters: Sequence[nn.Parameter],
+        start: Start,
+        *,
+        bytes_each: int,
+        groups: int = 0,
+        overlaps: bool = True,
+    ) -> None:
+        """``bytes_each``: the most that one bucket holds, but for a parameter that is larger; or ``groups`` buckets of as many
+        parameters each. ``overlaps``: whether the gradients come from a backward pass; else all wait for :meth:`finish`."""
+        self._start = start
+        self._held = False
+        # The backward pass comes to the last layers first.
+        backwards = list(reversed(parameters))
+        cut = _by_number(backwards, groups) if groups else _by_size(backwards, bytes_each)
+        self._buckets = [_bucket(f"gradients.{number}", members) for number, members in enumerate(cut)]
+        self._of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters}
+        if overlaps:
+            for parameter in parameters:
+                parameter.register_post_accumulate_grad_hook(self._came)  # type: ignore[no-untyped-call]
+        self._begin()
+
+    def __len__(self) -> int:
+        return len(self._buckets)
+
+    @contextmanager
+    def held(self) -> Iterator[None]:
+        """Around backward passes after which nothing is to be reduced yet."""
+        self._held = True
+        try:
+            yield
+        finally:
+            self._held = False
+
+    def finish(self) -> None:
+        """**Collective.** Reduces what no hook has started, with zeros for gradients that are not there, and waits for all."""
+        for bucket in self._buckets:
+            if bucket.wait is None:
+                self._launch(bucket)
+        for bucket in self._buckets:
+            assert bucket.wait is not None
+            bucket.wait()
+        self._begin()
+
+    def _begin(self) -> None:
+        for bucket in self._buckets:
+            bucket.missing, bucket.wait = {id(parameter) for parameter in bucket.parameters}, None
+
+    def _came(self, parameter: Tensor) -> None:
+        if self._held:
+            return
+        bucket = self._of[id(parameter)]
+        if id(parameter) not in bucket.missing:
+            raise EngineError(
+                "a parameter got its gradient in two parts in one backward pass, as torch's reentrant checkpointing does; "
+                "use_reentrant=False gives it in one"
+            )
+        bucket.missing.remove(id(parameter))
+        if not bucket.missing:
+            self._launch(bucket)
+
+    @torch.no_grad()
+    def _launch(self, bucket: _Bucket) -> None:
+        there = [(p.grad, view) for p, view in zip(bucket.parameters, bucket.views, strict=True)]
+        found = [(gradient, view) for gradient, view in there if gradient is not None]
+        if len(found) < len(there):
+            bucket.flat.zero_()
+        if found:
+            torch._foreach_copy_([view for _, view in found], [gradient for gradient, _ in found])
+        for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
+            parameter.grad = view
+        bucket.wait = self._start(bucket.name, bucket.flat)
+
+
+def _by_size(parameters: Sequence[nn.Parameter], limit: int) -> list[list[nn.Parameter]]:
+    cut: list[list[nn.Parameter]] = []
+    room = 0
+    for parameter in parameters:
+        size = parameter.numel() * parameter.element_size()
+        if size > room:
+            cut.append([])
+            room = limit
+        cut[-1].append(parameter)
+        room -= size
+    return cut
+
+
+def _by_number(parameters: Sequence[nn.Parameter], groups: int) -> list[list[nn.Parameter]]:
+    count = min(groups, len(parameters))
+    ends = [len(parameters) * number // count for number in range(count + 1)]
+    return [list(parameters[first:last]) for first, last in itertools.pairwise(ends)]
+
+
+def _bucket(name: str, parameters: list[nn.Parameter]) -> _Bucket:
+    flat = torch.zeros(
+        sum(parameter.numel() for parameter in parameters), dtype=parameters[0].dtype, device=parameters[0].device
+    )
+    views, start = [], 0
+    for parameter in parameters:
+        piece = flat[start : start + parameter.numel()]
+        dense = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
+        # In the parameter's own memory format: channels-last gradients are copied, and used, as they lie.
+        views.append(
+            piece.as_strided(parameter.shape, parameter.stride())
+            if dense == parameter.numel()
+            else piece.view(parameter.shape)
+        )
+        start += parameter.numel()
+    return _Bucket(name, parameters, flat, views)

@@ -1,0 +1,91 @@
+"""Gradients in flat buckets: the same gradients, sent as soon as the backward pass has them, whatever shape the graph has."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dsframe.engines.buckets import Buckets
+from dsframe.errors import EngineError
+
+
+class Ring:
+    """Stands for two ranks that have the same gradients: a sum doubles them, when it is waited for."""
+
+    def __init__(self) -> None:
+        self.started: list[str] = []
+        self.sizes: list[int] = []
+
+    def start(self, name: str, flat: Tensor) -> Callable[[], None]:
+        self.started.append(name)
+        self.sizes.append(flat.numel())
+
+        def wait() -> None:
+            flat.mul_(2)
+
+        return wait
+
+
+def model() -> nn.Sequential:
+    torch.manual_seed(0)
+    layers = [nn.Conv2d(2, 4, 3), nn.Conv2d(4, 4, 3), nn.Flatten(), nn.Linear(4 * 4 * 4, 5)]
+    return nn.Sequential(*layers).to(memory_format=torch.channels_last)  # type: ignore[call-overload, no-any-return]
+
+
+def gradients(net: nn.Module) -> list[Tensor]:
+    return [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
+
+
+@pytest.mark.parametrize(
+    "how", [{"bytes_each": 0}, {"bytes_each": 700}, {"bytes_each": 2**20}, {"bytes_each": 1, "groups": 4}]
+)
+def test_the_same_gradients_in_buckets(how: dict[str, int]) -> None:
+    images = torch.randn(3, 2, 8, 8)
+    plain, net, ring = model(), model(), Ring()
+    buckets = Buckets(list(net.parameters()), ring.start, **how)
+    for step in range(3):
+        for one in (plain, net):
+            one.zero_grad()
+        with buckets.held():
+            net(images).square().sum().backward()
+        assert len(ring.started) == step * len(buckets), "nothing is sent before the last micro-batch"
+        net(2 * images).square().sum().backward()
+        assert len(ring.started) == (step + 1) * len(buckets), "all is under way when the backward pass ends"
+        buckets.finish()
+        plain(images).square().sum().backward()
+        plain(2 * images).square().sum().backward()
+        for mine, theirs, parameter in zip(gradients(net), gradients(plain), net.parameters(), strict=True):
+            assert torch.equal(mine, 2 * theirs)
+            assert mine.stride() == parameter.stride()
+    names = [f"gradients.{number}" for number in range(len(buckets))]
+    assert sorted(ring.started) == sorted(names * 3), "by the same names at each step"
+    assert ring.started[0] in names[:2], "last layers first"
+    expected = {0: 6, 700: 4, 2**20: 1, 1: 4}[how["bytes_each"]]
+    assert (len(buckets), sum(ring.sizes[:expected])) == (expected, sum(p.numel() for p in net.parameters()))
+
+
+def test_what_takes_no_part_in_the_loss_is_sent_as_zeros() -> None:
+    ring, used, unused = Ring(), nn.Linear(2, 2), nn.Linear(2, 2)
+    buckets = Buckets([*used.parameters(), *unused.parameters()], ring.start, bytes_each=24)
+    for _ in range(2):
+        used(torch.ones(1, 2)).sum().backward()
+        assert ring.started[-1:] == ["gradients.1"], "what is complete does not wait"
+        buckets.finish()
+        assert [float(p.grad.abs().sum()) for p in unused.parameters() if p.grad is not None] == [0, 0]
+        assert gradients(used)[1].tolist() == [2, 2]
+        for parameter in (*used.parameters(), *unused.parameters()):
+            parameter.grad = None
+
+
+def test_a_gradient_that_comes_in_parts_is_refused() -> None:
+    layer = nn.Linear(2, 2)
+    Buckets(list(layer.parameters()), Ring().start, bytes_each=1)
+    point = torch.ones(1, 2, requires_grad=True)
+    once: Any = checkpoint(layer, point, use_reentrant=True)
+    with pytest.raises(EngineError, match="use_reentrant=False"):
+        checkpoint(layer, once, use_reentrant=True).sum().backward()
