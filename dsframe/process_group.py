@@ -16,6 +16,7 @@ import torch
 import torch.distributed as dist
 from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
 
+from dsframe import phases
 from dsframe.errors import WorldError
 from dsframe.rendezvous import interface_to, listener, meeting_point
 from dsframe.world import World
@@ -83,6 +84,7 @@ def open_process_group(world: World, device: torch.device) -> None:
             world_size=world.size,
             device_id=device if device.type == "cuda" else None,
         )
+    phases.done("process group")
 
 
 @functools.cache

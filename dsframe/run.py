@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsframe import __version__, cores, engines
+from dsframe import __version__, cores, engines, phases
 from dsframe import world as worlds
 from dsframe.config import Batch, Config, Facts, load, scaling
 from dsframe.errors import CheckpointError, ConfigError, Problem, StoppedError, TrainingError, WorldError
@@ -73,6 +73,7 @@ def execute(
     is one) or a path to a checkpoint. ``verbose``: let the libraries speak; ``quiet``: say nothing at all.
     """
     began = time.perf_counter()
+    phases.begin()
     world = world or worlds.here()
     choice = engines.choose(config, world.launcher)
     refused, notes = engines.examine(config, choice.name)
@@ -98,6 +99,7 @@ def execute(
     from dsframe.report.watchdog import Watchdog
     from dsframe.trainer import Trainer
 
+    phases.done("imports")
     torch.set_num_threads(threads)  # for a program that had imported torch already
     settings = config.settings
     task = task or tasks.build(settings.task, settings.seed)
@@ -118,14 +120,17 @@ def execute(
         unit=task.unit,
         units_per_step=batch.train_batch_size * task.units_per_sample,
     )
-    for line in (*choice.announcements, *notes, *_cautions(task), *_said(config, batch, bound)):
+    for line in (*choice.announcements, *notes, *_said(config, task, batch, bound)):
         progress.say(f"dsframe: {line}")
     _claim(directory, world)
+    phases.done("data")
     make = engines.load(choice.name, config)
+    phases.done("engine's imports")
     base_bytes = resident_bytes(device)
     watchdog = Watchdog(world, settings.hang_timeout_seconds)
     with watchdog:
         engine = make(plan)
+        phases.done("engine")
         watchdog.connect(engine)
         agree(engine, _facts(config, loader, evaluation))
     progress.say(
@@ -167,6 +172,7 @@ def execute(
         retention=Retention(wanted.keep_last, wanted.keep_best, wanted.keep_every),
         say=progress.say,
     )
+    phases.done("records")
     try:
         with watchdog:
             saver.sign_of_life = watchdog.alive
@@ -288,16 +294,8 @@ def _facts(config: Config, loader: Loader, evaluation: EvaluationLoader | None) 
     }
 
 
-def _said(config: Config, batch: Batch, bound: tuple[int, ...]) -> list[str]:
-    """What this run does to rates and cores because the file asks for it."""
+def _said(config: Config, task: Task, batch: Batch, bound: tuple[int, ...]) -> list[str]:
+    """What the user should know of this task, and what this run does to rates and cores because the file asks for it."""
+    seen = "this model's BatchNorm sees one micro-batch at a time, so the training depends on the micro batch size"
     scaled = scaling.sentence(config.settings.large_batch, batch.train_batch_size)
-    return [line for line in (scaled, cores.sentence(bound)) if line]
-
-
-def _cautions(task: Task) -> list[str]:
-    """What the user should know about this task before it trains."""
-    if task.batch_dependent:
-        return [
-            "this model's BatchNorm sees one micro-batch at a time, so the training depends on the micro batch size"
-        ]
-    return []
+    return [line for line in (seen if task.batch_dependent else None, scaled, cores.sentence(bound)) if line]

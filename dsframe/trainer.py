@@ -14,6 +14,7 @@ from typing import Any, NoReturn
 
 import torch
 
+from dsframe import phases
 from dsframe.checkpoint.resume import Start
 from dsframe.checkpoint.saver import Saver
 from dsframe.checkpoint.share import share
@@ -132,6 +133,9 @@ class Trainer:
                     loss = self._log(step, result)
                 if step == self._first:
                     first_done = time.perf_counter()
+                    phases.done("first step")
+                    if self.record:
+                        self.record.started(phases.seconds())
                     self.progress.begin(step)
                 if step in self.cadence.eval_steps:
                     self._evaluate(step)

@@ -23,6 +23,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
+from dsframe import phases
 from dsframe.engine import Plan
 from dsframe.engines import precision
 from dsframe.engines.buckets import Buckets
@@ -195,6 +196,7 @@ def _initialise(world: World) -> None:
     store = _meet(world) if world.size > 1 and not known else None
     hvd.init()
     del store  # not earlier: others may still be reading from it until everybody is in the ring
+    phases.done("process group")
     if hvd.size() != world.size:
         size = hvd.size()
         hvd.shutdown()

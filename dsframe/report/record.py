@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import time
 from collections.abc import Mapping
 from dataclasses import asdict
 from pathlib import Path
@@ -68,6 +69,11 @@ class Record:
         }
         self._file.write(json.dumps(clean) + "\n")
         self._loggers.write(clean)
+
+    def started(self, phases: Mapping[str, float]) -> None:
+        """The first step has ended. ``phases``: seconds since the process's start, by what they were spent on."""
+        self._about["startup_seconds"] = dict(phases)
+        self._file.write(json.dumps({"startup_seconds": dict(phases), "at": time.time()}) + "\n")
 
     def close(self) -> None:
         """The run ends early; what was written stays."""

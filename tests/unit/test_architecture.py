@@ -20,7 +20,7 @@ from tests.processes import REPOSITORY
 PACKAGE = REPOSITORY / "dsframe"
 
 LAYERS = (
-    {"errors"},
+    {"errors", "phases"},
     {"world", "supervise"},
     {"config", "tasks/_torchvision"},
     {"data"},
@@ -65,6 +65,7 @@ LIGHT = (
     "launch",
     "report/outcome.py",
     "data/fetch.py",
+    "phases.py",
 )
 """What imports no torch when it is imported: torch takes a second, and thread counts are settled before it."""
 

@@ -1,0 +1,145 @@
+"""From typing the command to the end of the first step, and what that time consists of, beside a script written by hand.
+
+    python -m benchmarks.startup                    # zero1, zero3, ddp, horovod; two processes; three runs of each, in turns
+    python -m benchmarks.startup --engines zero3 --cold     # with no compiled op anywhere: by hand DeepSpeed compiles for minutes
+
+Medians, in seconds, of rank 0; "launcher" is what passes before that process starts. Both take torch's own start as it is on the
+machine; files are in the page cache after the first round, which does not count unless ``--rounds 1`` leaves no other. ``--cold``
+gives every job a fresh TORCH_EXTENSIONS_DIR in a temporary folder. Fails where dsframe's cold start of a DeepSpeed file takes
+longer than ``COLD_BOUND_SECONDS``, or a warm start longer than by hand.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dsframe.rendezvous import free_port
+
+REPOSITORY = Path(__file__).resolve().parents[1]
+COLD_BOUND_SECONDS = 20.0
+TOLERANCE = 1.05
+"""A warm start may take so many times what it takes by hand: what two runs of the same script differ by."""
+PHASES = (
+    "launcher",
+    "python",
+    "imports",
+    "data",
+    "engine's imports",
+    "process group",
+    "engine",
+    "records",
+    "first step",
+)
+FILES: dict[str, dict[str, Any]] = {
+    "zero1": {"zero_optimization": {"stage": 1}, "dsframe": {"engine": "deepspeed"}},
+    "zero3": {"zero_optimization": {"stage": 3}, "dsframe": {"engine": "deepspeed"}},
+    "ddp": {"dsframe": {"engine": "ddp"}},
+    "horovod": {"dsframe": {"engine": "horovod"}},
+}
+
+
+def launch(engine: str, program: Sequence[str]) -> list[str]:
+    """The command of the launcher that belongs to the engine, with two processes."""
+    if engine == "horovod":
+        return ["horovodrun", "-np", "2", sys.executable, *program]
+    if engine == "ddp":
+        return ["torchrun", "--nproc-per-node=2", f"--master-port={free_port()}", *program]
+    return ["deepspeed", "--num_gpus=2", f"--master_port={free_port()}", *program]
+
+
+def run(command: Sequence[str], folder: Path, *, cold: bool) -> tuple[float, str]:
+    """Runs a job to its end; when it was started (seconds since 1970) and what it printed. Raises SystemExit where it fails."""
+    environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY)}
+    environment.pop("PYTHONDONTWRITEBYTECODE", None)
+    if cold:
+        environment["TORCH_EXTENSIONS_DIR"] = str(folder / "ops")
+    began = time.time()
+    finished = subprocess.run(command, cwd=folder, env=environment, capture_output=True, text=True, timeout=900)
+    if finished.returncode:
+        raise SystemExit(f"{' '.join(command)} failed:\n{finished.stdout}\n{finished.stderr}")
+    return began, finished.stdout
+
+
+def ours(engine: str, *, cold: bool) -> dict[str, float]:
+    """Seconds by phase of one run of dsframe."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        file = {
+            "train_batch_size": 128,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            **FILES[engine],
+        }
+        task = {"name": "vision", "model": "cnn", "dataset": "synthetic"}
+        file["dsframe"] = {**file["dsframe"], "task": task, "steps": 2, "run_dir": str(folder / "run")}
+        (folder / "file.json").write_text(json.dumps(file))
+        program = ["-m", "dsframe.train", "--config", str(folder / "file.json")]
+        began, _ = run(launch(engine, program), folder, cold=cold)
+        lines = map(json.loads, (folder / "run" / "metrics.jsonl").read_text().splitlines())
+        found = next(line for line in lines if "startup_seconds" in line)
+        phases: dict[str, float] = found["startup_seconds"]
+        return {"launcher": found["at"] - began - sum(phases.values()), **phases}
+
+
+def by_hand(engine: str, *, cold: bool) -> float:
+    """Seconds from the command to the end of the first step of the script written by hand."""
+    with tempfile.TemporaryDirectory() as name:
+        script = str(REPOSITORY / "benchmarks" / "by_hand_start.py")
+        began, said = run(launch(engine, [script, engine]), Path(name), cold=cold)
+        ended = re.search(r"first step ended at ([\d.]+)", said)
+        assert ended is not None, said
+        return float(ended[1]) - began
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table. Returns 1 where a bound is not kept."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.startup", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--engines", default=",".join(FILES))
+    parser.add_argument(
+        "--rounds", type=int, default=4, help="the first does not count where there are more (default: 4)"
+    )
+    parser.add_argument("--cold", action="store_true", help="no compiled ops; one round")
+    parser.add_argument("--without-hand", action="store_true", help="leave the scripts written by hand out")
+    options = parser.parse_args(argv)
+    engines, rounds = options.engines.split(","), 1 if options.cold else options.rounds
+    mine: dict[str, list[dict[str, float]]] = {engine: [] for engine in engines}
+    theirs: dict[str, list[float]] = {engine: [] for engine in engines}
+    for _ in range(rounds):
+        for engine in engines:
+            mine[engine].append(ours(engine, cold=options.cold))
+            if not options.without_hand:
+                theirs[engine].append(by_hand(engine, cold=options.cold))
+    start = 1 if rounds > 1 else 0
+    print(f"seconds from the command to the end of the first step, {'no compiled ops' if options.cold else 'warm'}")
+    print("".join([f"{'':<18}", *(f"{engine:>10}" for engine in engines)]))
+    for phase in PHASES:
+        row = [statistics.median(one.get(phase, 0.0) for one in mine[engine][start:]) for engine in engines]
+        print("".join([f"{phase:<18}", *(f"{value:>10.2f}" for value in row)]))
+    totals = [statistics.median(sum(one.values()) for one in mine[engine][start:]) for engine in engines]
+    print("".join([f"{'dsframe':<18}", *(f"{value:>10.2f}" for value in totals)]))
+    slow = [
+        f"{engine} takes {total:.1f} s"
+        for engine, total in zip(engines, totals, strict=True)
+        if options.cold and engine.startswith("zero") and total > COLD_BOUND_SECONDS
+    ]
+    if not options.without_hand:
+        hands = [statistics.median(theirs[engine][start:]) for engine in engines]
+        print("".join([f"{'by hand':<18}", *(f"{value:>10.2f}" for value in hands)]))
+        pairs = zip(engines, totals, hands, strict=True)
+        slow += [f"{engine} is slower than by hand" for engine, own, hand in pairs if own > hand * TOLERANCE]
+    print(f"bounds: {'; '.join(slow) or 'kept'}")
+    return int(bool(slow))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
