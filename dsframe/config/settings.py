@@ -163,7 +163,8 @@ class Horovod(Section):
     compression: Literal["none", "fp16"] = "none"
     """Send gradients as they are or as fp16."""
     fusion_threshold_bytes: Size | None = None
-    """Bytes of gradients that are reduced together. Default: HOROVOD_FUSION_THRESHOLD, else 16 MiB."""
+    """Bytes of gradients that are reduced together. Default: HOROVOD_FUSION_THRESHOLD, else a quarter of all, but
+    1 to 64 MiB."""
     cycle_time_milliseconds: Positive | None = None
     """Time between two rounds of reductions. Default: HOROVOD_CYCLE_TIME, else 5 ms on CPUs and Horovod's own 1 ms on GPUs."""
     autotune: bool = False

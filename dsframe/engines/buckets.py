@@ -21,6 +21,15 @@ Start = Callable[[str, Tensor], Callable[[], None]]
 """Starts the reduction of a flat tensor, in place and under a name that is its own; what is returned waits for its end."""
 
 
+LEAST_BYTES, MOST_BYTES = 2**20, 2**26
+
+
+def usual_bytes(whole: float) -> int:
+    """Of a bucket, where nobody says otherwise: a quarter of the ``whole``, so that three quarters can leave while the backward
+    pass runs; not so small that what a message costs by itself counts, nor so large that the last one is waited for long."""
+    return int(min(max(whole / 4, LEAST_BYTES), MOST_BYTES))
+
+
 @dataclass
 class _Bucket:
     name: str
@@ -40,16 +49,19 @@ class Buckets:
         parameters: Sequence[nn.Parameter],
         start: Start,
         *,
-        bytes_each: int,
+        bytes_each: int | None,
         groups: int = 0,
         overlaps: bool = True,
     ) -> None:
-        """``bytes_each``: the most that one bucket holds, but for a parameter that is larger; or ``groups`` buckets of as many
-        parameters each. ``overlaps``: whether the gradients come from a backward pass; else all wait for :meth:`finish`."""
+        """``bytes_each``: the most that one bucket holds, but for a parameter that is larger (None: ``usual_bytes``); or
+        ``groups`` buckets of as many parameters each. ``overlaps``: whether the gradients come from a backward pass; else all
+        wait for :meth:`finish`."""
         self._start = start
         self._held = False
         # The backward pass comes to the last layers first.
         backwards = list(reversed(parameters))
+        if bytes_each is None:
+            bytes_each = usual_bytes(sum(parameter.numel() * parameter.element_size() for parameter in parameters))
         cut = _by_number(backwards, groups) if groups else _by_size(backwards, bytes_each)
         self._buckets = [_bucket(f"gradients.{number}", members) for number, members in enumerate(cut)]
         self._of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters}

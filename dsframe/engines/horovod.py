@@ -41,8 +41,6 @@ except ImportError as error:  # pip's wheel without torch support, or built agai
     ) from error
 
 
-BUCKET_BYTES = 2**24
-"""Of gradients that are reduced together, where nobody says otherwise."""
 CPU_ROUND_MILLISECONDS = 5.0
 """Between two rounds of reductions on CPUs, where nobody says otherwise. A round that finds nothing takes 0.12 ms of a core; a
 bucket waits half the time between two."""
@@ -58,17 +56,13 @@ class HorovodEngine(ReplicaEngine):
         """**Collective.** Raises EngineError where this build of Horovod cannot do what the file asks for."""
         settings = plan.config.settings.horovod
         on_cpu = plan.device.type == "cpu"
-        variables = {
-            "HOROVOD_FUSION_THRESHOLD": (settings.fusion_threshold_bytes, BUCKET_BYTES),
-            "HOROVOD_CYCLE_TIME": (settings.cycle_time_milliseconds, CPU_ROUND_MILLISECONDS if on_cpu else None),
-            "HOROVOD_AUTOTUNE": (int(settings.autotune) or None, None),
-        }
-        for name, (
-            wanted,
-            default,
-        ) in variables.items():  # the file, the environment (horovodrun's options too), the default
-            if wanted is not None or (default is not None and not os.environ.get(name)):
-                os.environ[name] = str(default if wanted is None else wanted)
+        if settings.autotune:
+            os.environ["HOROVOD_AUTOTUNE"] = "1"
+        usual = os.environ.get("HOROVOD_AUTOTUNE", "0") == "0"  # what the environment fixes is not tuned
+        # Buckets are what Horovod would fuse: it shall not copy several of them together once more.
+        self._bucket_bytes = _settle("HOROVOD_FUSION_THRESHOLD", settings.fusion_threshold_bytes, 0 if usual else None)
+        rounds = CPU_ROUND_MILLISECONDS if usual and on_cpu else None
+        _settle("HOROVOD_CYCLE_TIME", settings.cycle_time_milliseconds, rounds)
         self._buckets: Buckets | None = None
         _initialise(plan.world)
         self._op = settings.op or {"mean": "average", "sum": "sum"}[plan.config.deepspeed.gradient_allreduce_op]
@@ -124,7 +118,7 @@ class HorovodEngine(ReplicaEngine):
             self._buckets = Buckets(
                 self._parameters,
                 self._reduce,
-                bytes_each=_threshold(),
+                bytes_each=None if self._bucket_bytes is None else int(self._bucket_bytes),
                 groups=settings.groups,
                 overlaps=self._masters is None,  # they get their gradients when all are there
             )
@@ -170,12 +164,27 @@ class HorovodEngine(ReplicaEngine):
         hvd.shutdown()
 
 
-def _threshold() -> int:
-    """Bytes of gradients that are reduced together, where Horovod finds it too."""
-    text = os.environ["HOROVOD_FUSION_THRESHOLD"]
-    if not text.isdigit():
-        raise EngineError(f"HOROVOD_FUSION_THRESHOLD={text!r} is not a number of bytes")
-    return int(text)
+_defaults: dict[str, str] = {}
+"""What this module has put into the environment because nobody had: for a further run in this process still nobody's word."""
+
+
+def _settle(name: str, wanted: float | None, default: float | None) -> float | None:
+    """Puts into the environment, for Horovod, what the file says (``wanted``), else leaves what is there, else ``default``.
+
+    Returns what file or environment say; None where they are silent. Raises EngineError for what is no number there.
+    """
+    given = os.environ.get(name)
+    if wanted is not None:
+        os.environ[name] = str(wanted)
+        return wanted
+    if not given or given == _defaults.get(name):
+        if default is not None:
+            os.environ[name] = _defaults[name] = str(default)
+        return None
+    try:
+        return float(given)
+    except ValueError:
+        raise EngineError(f"{name}={given!r} is not a number") from None
 
 
 def _broadcastable(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -8,7 +8,7 @@ from dataclasses import dataclass, replace
 from dsframe.config import Batch, Config, memory
 from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.settings import Settings
-from dsframe.engines import TABLE
+from dsframe.engines import TABLE, buckets
 from dsframe.errors import ConfigError, Problem
 from dsframe.plan.hardware import Hardware
 from dsframe.plan.model import Model, Segment
@@ -117,7 +117,7 @@ class Case:
         """Of the gradients that leave together."""
         if self.engine == "horovod":
             given = self.settings.horovod.fusion_threshold_bytes
-            return float(2**24 if given is None else max(given, 1))
+            return float(buckets.usual_bytes(4 * elements(self.model.segments)) if given is None else max(given, 1))
         if self.replicas:
             return self.settings.ddp.bucket_cap_megabytes * 2**20
         return max(1.0, self.file.zero_optimization.reduce_bucket_size * self.gradient_bytes)
