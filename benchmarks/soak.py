@@ -1,0 +1,162 @@
+"""Thousands of steps: does a run get slower, does its memory grow?
+
+    python -m benchmarks.soak                            # 5,000 steps of a small GPT on DDP, ZeRO-1, ZeRO-3 and Horovod
+    python -m benchmarks.soak --engines zero3 --steps 20000
+
+Two processes, one thread each. Speed is the median over windows of ``WINDOW`` steps of the first and the last tenth of the run
+(its first windows left out); memory is what all ranks have resident, sampled while they train. Fails where the speed falls by more
+than ``SLOWER``, or the memory of a rank grows by more than ``GROWS`` and ``GROWS_BYTES``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from benchmarks.startup import FILES, REPOSITORY, launch
+
+WINDOW = 20
+WARM_UP_WINDOWS = 5
+SLOWER = 0.05
+GROWS, GROWS_BYTES = 0.01, 10e6
+RANKS = 2
+
+
+@dataclass(frozen=True)
+class Ends:
+    """Both ends of one run."""
+
+    rates: tuple[float, float]
+    """Steps a second."""
+    resident: tuple[float, float]
+    """Bytes of a rank, the mean over the ranks."""
+
+    @property
+    def problems(self) -> list[str]:
+        """What is not as it should be; empty where all is."""
+        (fast, slow), (before, after) = self.rates, self.resident
+        found = []
+        if slow < fast * (1 - SLOWER):
+            found.append(f"slower by {1 - slow / fast:.1%}")
+        if after - before > GROWS * before + GROWS_BYTES:
+            found.append(f"a rank's memory grows by {(after - before) / 1e6:.1f} MB")
+        return found
+
+
+def ends(rates: Sequence[float], resident: Sequence[tuple[int, float]], steps: int) -> Ends:
+    """``rates``: steps a second of each window, in order. ``resident``: bytes of a rank after so many steps.
+
+    Raises SystemExit where the run was too short to have two ends.
+    """
+    rates = rates[WARM_UP_WINDOWS:]
+    tenth = max(1, steps // WINDOW // 10)
+    first = [size for step, size in resident if WARM_UP_WINDOWS * WINDOW < step <= steps // 5]
+    last = [size for step, size in resident if step > steps - steps // 5]
+    if len(rates) < 2 * tenth or not first or not last:
+        raise SystemExit(
+            f"{steps} steps are too few: {len(rates)} windows, {len(first)} and {len(last)} samples of memory"
+        )
+    speed = statistics.median(rates[:tenth]), statistics.median(rates[-tenth:])
+    return Ends(speed, (statistics.median(first), statistics.median(last)))
+
+
+def soak(engine: str, steps: int) -> Ends:
+    """One run of so many steps."""
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        file: dict[str, Any] = {
+            "train_batch_size": 8,
+            "gradient_clipping": 1.0,
+            "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+            "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+            **FILES[engine],
+        }
+        task = {"name": "language", "corpus": "synthetic", "layers": 2, "heads": 2, "width": 32, "context": 16}
+        file["dsframe"] = {
+            **file["dsframe"], "task": task, "steps": steps, "log_every_steps": WINDOW, "run_dir": str(folder / "run"),
+        }  # fmt: skip
+        (folder / "file.json").write_text(json.dumps(file))
+        environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "DSFRAME_SOAK": name}
+        log = (folder / "log").open("w")
+        command = launch(engine, ["-m", "dsframe.train", "--config", str(folder / "file.json")])
+        job = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
+        metrics = folder / "run" / "metrics.jsonl"
+        resident: list[tuple[int, float]] = []
+        ranks: list[int] = []
+        while job.poll() is None:
+            time.sleep(0.2)
+            lines = _steps(metrics)
+            ranks = ranks or (_ranks(name) if lines else [])
+            if sizes := [size for size in map(_resident, ranks) if size]:
+                resident.append((lines[-1]["step"], statistics.mean(sizes)))
+        if job.returncode:
+            raise SystemExit(f"{engine} failed:\n{(folder / 'log').read_text()}")
+        units = file["train_batch_size"] * task["context"]
+        windows = [line["rate"] / units for line in _steps(metrics) if line["step"] % WINDOW == 0]
+        return ends(windows, resident, steps)
+
+
+def _steps(metrics: Path) -> list[dict[str, Any]]:
+    """The logged training steps so far."""
+    if not metrics.exists():
+        return []
+    lines = [json.loads(line) for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
+    return [line for line in lines if "loss" in line]
+
+
+def _ranks(marker: str) -> list[int]:
+    """The processes of this run that train: what launchers give a rank alone, and not the shell that Horovod starts it by."""
+    found = []
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        try:
+            environment = (entry / "environ").read_bytes().split(b"\0")
+            name = (entry / "comm").read_text().strip()
+        except OSError:
+            continue
+        ranked = any(word.startswith((b"RANK=", b"HOROVOD_RANK=")) for word in environment)
+        if f"DSFRAME_SOAK={marker}".encode() in environment and ranked and name not in ("sh", "bash"):
+            found.append(int(entry.name))
+    return found
+
+
+def _resident(process: int) -> int:
+    """Bytes that a process has resident; 0 where it is gone."""
+    try:
+        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
+    except (OSError, IndexError):
+        return 0
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table. Returns 1 where a run gets slower or grows."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.soak", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--engines", default="ddp,zero1,zero3,horovod")
+    parser.add_argument("--steps", type=int, default=5000)
+    options = parser.parse_args(argv)
+    print(f"{options.steps:,} steps, {RANKS} processes: steps a second, and MB resident of a rank, at both ends")
+    failed = False
+    for engine in options.engines.split(","):
+        found = soak(engine, options.steps)
+        failed = failed or bool(found.problems)
+        (fast, slow), (before, after) = found.rates, found.resident
+        figures = f"{fast:>9.1f}{slow:>9.1f}{slow / fast - 1:>+8.1%}{before / 1e6:>10.1f}{after / 1e6:>9.1f}"
+        print(
+            f"{engine:<10}{figures}{(after - before) / 1e6:>+8.1f}  {'; '.join(found.problems) or 'kept'}", flush=True
+        )
+    return int(failed)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
