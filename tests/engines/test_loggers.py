@@ -82,6 +82,13 @@ def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None
     assert run.origin["versions"]["dsframe"]
     assert [name for name, _ in run.checkpoints] == [f"step-{STEPS:08}"]
     assert run.summary["predicted"]["sent_bytes_per_step"]
+    spent = run.summary["startup_seconds"]
+    assert list(spent) == [
+        "python", "imports", "data", "engine's imports", "process group", "engine", "records", "first step",
+    ]  # fmt: skip
+    assert min(spent.values()) > 0
+    assert spent["first step"] == pytest.approx(run.summary["first_step_seconds"], abs=0.5)
+    assert spent in [record.get("startup_seconds") for record in run.records], "known while the run goes on"
     assert load(tmp_path / "run" / "config.json").digest == run.summary["config_digest"]
     assert f"step-{STEPS:08}" in (tmp_path / "run" / "report.html").read_text()
     written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
