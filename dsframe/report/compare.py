@@ -15,7 +15,7 @@ from dsframe.report.record import read_metrics, read_summary
 
 EPILOG = """\
 Files are trained by dsframe launch, each --repeats times and in turns, so that a machine that becomes slower does so for all.
-Differences are to the first. Speeds of several repeats are the median, with the slowest and the fastest.
+Differences are to the first. Speeds and times of several repeats are the median, with the slowest and the fastest.
 "collectives alone" is what a step sends, sent again by itself after the training; its share of a step is what could be hidden
 behind computation at best (--set dsframe.measure_communication=false leaves it out).
 """
@@ -130,8 +130,8 @@ def table(groups: Mapping[str, Sequence[Path]]) -> str:
     same = len(set(units)) == 1
     rates = [f"{spread(run.all('rate'))}{'' if same else f' {run.unit}/s'}" for run in found]
     rows.append([f"{units[0]}/s" if same else "speed", *rates])
-    rows.append(["training time, s", *(f"{summary['seconds']:.1f}" for summary in summaries)])
-    rows.append(["start to engine, s", *(f"{summary['start_seconds']:.1f}" for summary in summaries)])
+    rows.append(["training time, s", *(spread(run.all("seconds"), ".1f") for run in found)])
+    rows.append(["start to engine, s", *(spread(run.all("start_seconds"), ".1f") for run in found)])
     rows.append(["time to first step, s", *(spread(run.first_step_after(), ".1f") for run in found)])
     rows.append(
         [

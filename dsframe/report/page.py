@@ -109,10 +109,18 @@ def findings(runs: Sequence[Run]) -> list[str]:
     rated = [(statistics.median(run.all("rate")), run) for run in runs if run.all("rate")]
     if len(rated) > 1:
         (best, run), (least, slowest) = (pick(rated, key=lambda pair: pair[0]) for pick in (max, min))
+        ranges = f"; their ranges overlap: {run.name} {_range(run)}, {slowest.name} {_range(slowest)}"
+        overlap = len(run.all("rate")) > 1 and min(run.all("rate")) <= max(slowest.all("rate"))
         found.append(
-            f"Speed: {run.name} is fastest with {best:,.0f} {run.unit} a second, {best / least:.2f} times {slowest.name}."
+            f"Speed: {run.name} is fastest with {best:,.0f} {run.unit} a second, {best / least:.2f} times {slowest.name}"
+            f"{ranges if overlap else ''}."
         )
     return found
+
+
+def _range(run: Run) -> str:
+    rates = run.all("rate")
+    return f"{min(rates):,.0f} to {max(rates):,.0f}"
 
 
 def charts(runs: Sequence[Run]) -> tuple[list[str], list[str], list[str]]:
@@ -126,20 +134,20 @@ def charts(runs: Sequence[Run]) -> tuple[list[str], list[str], list[str]]:
     ]
     metrics = sorted({name for run in runs for record in run.records for name in record.get("evaluation", {})})
     wanted += [(f"Evaluation: {name}", f"evaluation.{name}", Axis("over all held-out samples")) for name in metrics]
-    found = []
+    found, room = [], max(len(run.name) for run in runs) if len(runs) > 1 else 0
     for title, key, axis in wanted:
         lines = [Line(run.name, run.curve(key), series=place) for place, run in enumerate(runs)]
         if key == "rate":
             lines = [replace(line, points=[(at, rate) for at, rate in line.points if rate > 0]) for line in lines]
         if any(len(line.points) > 1 for line in lines):  # one point is in the table
-            found.append((key, chart(title, steps, axis, lines)))
+            found.append((key, chart(title, steps, axis, lines, room=room)))
     left = [picture for key, picture in found if key == "loss"]
     differences = [Line(run.name, apart(run, runs[0]), series=place) for place, run in enumerate(runs) if place]
     above = [value for line in differences for _, value in line.points if value > 0]
     if above:
         floor = 10.0 ** (math.floor(math.log10(min(above))) - 1)
         axis = Axis("absolute difference", log=True, floor=float(f"{floor:.0e}"))
-        left.append(chart(f"Difference of the training loss to {runs[0].name}", steps, axis, differences))
+        left.append(chart(f"Difference of the training loss to {runs[0].name}", steps, axis, differences, room=room))
     return left, _bars(runs) if len(runs) > 1 else [], [picture for key, picture in found if key != "loss"]
 
 

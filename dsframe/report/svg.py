@@ -64,10 +64,18 @@ class End(NamedTuple):
 
 
 def chart(
-    title: str, x: Axis, y: Axis, lines: Sequence[Line], *, limit: tuple[str, float] | None = None, width: int = WIDTH
+    title: str,
+    x: Axis,
+    y: Axis,
+    lines: Sequence[Line],
+    *,
+    limit: tuple[str, float] | None = None,
+    room: int = 0,
+    width: int = WIDTH,
 ) -> str:
     """An ``<svg>`` element. ``limit``: a name and a height at which a horizontal rule is drawn.
 
+    ``room``: letters for which there is to be room behind the lines at least, so that charts below each other have one axis.
     On logarithmic axes points that are not above zero are left out, unless the axis has a floor. Without any point it says so.
     """
     kept = [replace(line, points=[(a, b) for a, b in line.points if _can(a, x) and _can(b, y)]) for line in lines]
@@ -77,8 +85,8 @@ def chart(
     if not shown:
         return "".join([*parts, f'<text class="soft" x="12" y="{_TOP}" fill="#555">nothing to show</text></svg>'])
     names = [line.name for _, line in shown] + ([limit[0]] if limit else [])
-    alone = len(names) == 1  # the title says what it is
-    right = 24 if alone else min(width * 0.4, max(map(len, names)) * LETTER + 38)
+    alone = len(names) == 1 and not room  # the title says what it is
+    right = 24 if alone else min(width * 0.4, max(room, *map(len, names)) * LETTER + 38)
     across = _Scale(x, [a for _, line in shown for a, _ in line.points], _LEFT, width - right)
     values = [b for _, line in shown for _, b in line.points] + ([limit[1]] if limit else [])
     up = _Scale(y, values, HEIGHT - _BOTTOM, _TOP)
