@@ -28,7 +28,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from dsframe import process_group, switches
 from dsframe.checkpoint.state import SavedState
 from dsframe.engine import Inputs, Plan
-from dsframe.engines.precision import MasterWeights, gradients_of
+from dsframe.engines.precision import MasterWeights, gradients_of, total_norm
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.engines.state_replica import Slot
 from dsframe.errors import CheckpointError, EngineError
@@ -101,11 +101,14 @@ class FsdpEngine(ReplicaEngine):
     def _accumulating(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._settings.accumulate == "shards" else self._whole_gradients()
 
+    def _local(self, tensors: list[Tensor]) -> list[Tensor]:
+        return [tensor._local_tensor for tensor in cast(list[DTensor], tensors)]
+
     def _pieces(self) -> list[Tensor]:
-        return [cast(DTensor, gradient).to_local() for gradient in gradients_of(self._parameters)]
+        return self._local(gradients_of(self._parameters))
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
-        square = torch.nn.utils.get_total_norm(gradients).square().to(self.plan.device)
+        square = total_norm(gradients).square().to(self.plan.device)
         dist.all_reduce(square, group=self._shards.get_group())
         return square.sqrt().to(gradients[0].device)
 

@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dsframe.checkpoint.state import EngineState, SavedState, aliases, load_buffers, persistent_buffers
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure
 from dsframe.engines import precision, state_replica
+from dsframe.engines.update import Update
 from dsframe.tasks.task import Sum
 
 
@@ -38,6 +39,7 @@ class ReplicaEngine(Engine):
         )
         self._loss_scale = self._make_loss_scale()
         self.optimizer = self._distribute(plan.optimizer.build(self._parameters))
+        self._step = Update(self.optimizer, self._local)
         self.module = self._wrap(self.model)
         self._updates = 0
 
@@ -90,9 +92,13 @@ class ReplicaEngine(Engine):
         """The gradients as this rank holds them."""
         return precision.gradients_of(self._parameters)
 
+    def _local(self, tensors: list[Tensor]) -> list[Tensor]:
+        """This rank's own parts of parameters, gradients or moments, which share their memory."""
+        return tensors
+
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         """**Collective.** L2 norm of all gradients, given this rank's ``_pieces``."""
-        return torch.nn.utils.get_total_norm(gradients)
+        return precision.total_norm(gradients)
 
     def _slot(self, name: str, parameter: Tensor) -> state_replica.Slot:
         """Where a parameter's state lies."""
@@ -100,7 +106,7 @@ class ReplicaEngine(Engine):
 
     def _apply(self) -> None:
         """One optimizer update from gradients that are already the same everywhere."""
-        self.optimizer.step()
+        self._step(self.optimizer.step)
 
     # The step.
 
@@ -171,6 +177,7 @@ class ReplicaEngine(Engine):
     def load_state(self, saved: SavedState) -> None:
         """Every rank reads the same; nothing is sent."""
         state_replica.write(self._slots(), self._frozen(), self.optimizer, saved)
+        self._step.forget()
         load_buffers(self.model, saved)
         if self._masters:
             self._masters.give_weights()

@@ -1,0 +1,196 @@
+"""What a step costs beside the model: no Python that grows with the number of parameters, and nothing that waits for the device."""
+
+from __future__ import annotations
+
+import copy
+import sys
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._python_dispatch import TorchDispatchMode
+
+import dsframe
+from dsframe import engines, optimizers, run, schedules
+from dsframe.checkpoint.signals import StopRequest
+from dsframe.config import Facts, load
+from dsframe.engine import Plan
+from dsframe.engines.update import Update
+from dsframe.trainer import Trainer
+from dsframe.world import World
+
+
+class Many(nn.Module):
+    """``count`` parameters in one operation, so that the model's own Python is the same for any number of them."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weights = [nn.Parameter(torch.full((4,), 0.1 + number)) for number in range(count)]
+        for number, weight in enumerate(self.weights):
+            self.register_parameter(f"w{number}", weight)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows.mean() * torch.stack(torch._foreach_norm(self.weights)).sum()
+
+
+class ManyTask(dsframe.Task):
+    count = 10
+
+    def model(self) -> nn.Module:
+        return Many(self.count)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs * targets.mean()
+
+    def train_data(self) -> Any:
+        return torch.utils.data.TensorDataset(torch.ones(64, 3), torch.ones(64))
+
+
+def make(engine: str, count: int, clipping: float) -> Any:
+    document = {
+        "train_batch_size": 4,
+        "gradient_clipping": clipping,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    }
+    config, task = load(document).resolve(Facts(1, 100, None, replicas=True)), ManyTask()
+    task.count = count
+    plan = Plan(
+        config,
+        World(),
+        task,
+        optimizers.read(config),
+        schedules.constant(1e-3),
+        config.batch(1, replicas=True),
+        torch.device("cpu"),
+    )
+    return engines.load(engine, config)(plan)
+
+
+def one_step(engine: Any) -> None:
+    engine.train_step(iter([(torch.ones(4, 3), torch.ones(4))]))
+
+
+@pytest.mark.parametrize("engine", ["single", "ddp"])
+def test_the_calls_of_a_step_do_not_grow_with_the_parameters(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every call of a function, Python's and C's, in the third step."""
+    for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT", "GLOO_SOCKET_IFNAME"):
+        monkeypatch.setenv(name, "")  # what a process group sets is taken back afterwards
+        monkeypatch.delenv(name)
+    found = {}
+    for count in (10, 1000):
+        made, calls = make(engine, count, 1.0), Counter[str]()
+        try:
+            one_step(made)
+            one_step(made)
+            calls = called(lambda made=made: one_step(made))
+        finally:
+            made.close()
+        found[count] = calls
+    assert found[10].total() > 50
+    assert found[1000] == found[10]
+
+
+def called(work: Any) -> Counter[str]:
+    calls: Counter[str] = Counter()
+
+    def look(frame: Any, event: str, argument: Any) -> None:
+        if event == "call":
+            calls[f"{frame.f_code.co_filename}:{frame.f_code.co_name}"] += 1
+        elif event == "c_call":
+            calls[argument.__name__] += 1
+
+    sys.setprofile(look)
+    try:
+        work()
+    finally:
+        sys.setprofile(None)
+    return calls
+
+
+@pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
+def test_the_update_is_torchs_to_the_last_bit(kind: Any) -> None:
+    torch.manual_seed(0)
+    theirs = [nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(7))]
+    ours = copy.deepcopy(theirs)
+    options: dict[str, Any] = {"betas": (0.8, 0.95), "weight_decay": 0.1, "fused": True}
+    reference = kind([{"params": theirs[:1], "lr": 0.1}, {"params": theirs[1:], "lr": 0.2}], **options)
+    optimizer = kind([{"params": ours[:1], "lr": 0.1}, {"params": ours[1:], "lr": 0.2}], **options)
+    update, torchs_own = Update(optimizer), 0
+
+    def step() -> None:
+        nonlocal torchs_own
+        torchs_own += 1
+        optimizer.step()
+
+    for number in range(8):
+        for one, other in zip(theirs, ours, strict=True):
+            one.grad = torch.randn_like(one)
+            other.grad = one.grad.clone()
+        for group in (*reference.param_groups, *optimizer.param_groups):
+            group["lr"] *= 0.9
+        if number == 4:  # as an engine does whose state was replaced
+            saved = copy.deepcopy(reference.state_dict())
+            reference.load_state_dict(saved)
+            optimizer.load_state_dict(copy.deepcopy(saved))
+            update.forget()
+        if number == 6:
+            reference.state.clear()
+            optimizer.state.clear()
+        reference.step()
+        update(step)
+        assert all(torch.equal(one, other) for one, other in zip(theirs, ours, strict=True)), number
+    assert torchs_own == 3, (
+        "torch's own way makes the state, and again where it was replaced; remembered lists do the rest"
+    )
+
+
+def test_other_optimizers_go_their_own_way() -> None:
+    weight = nn.Parameter(torch.ones(3))
+    optimizer = torch.optim.SGD([weight], lr=0.5)
+    update = Update(optimizer)
+    for _ in range(3):
+        weight.grad = torch.ones(3)
+        update(optimizer.step)
+    assert weight.tolist() == [-0.5] * 3
+
+
+class Reads(TorchDispatchMode):
+    """Counts what makes the host wait for a number from the device."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.steps = self.reads = 0
+
+    def __torch_dispatch__(self, function: Any, types: Any, arguments: Any = (), keywords: Any = None) -> Any:
+        self.reads += "_local_scalar_dense" in str(function)
+        self.steps += "_fused_adamw" in str(function)
+        return function(*arguments, **(keywords or {}))
+
+
+def test_nothing_is_read_off_the_device_but_on_steps_that_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The whole loop, without what is written down: logs, checkpoints and, about every two seconds, the ranks' agreement."""
+    monkeypatch.setattr(Trainer, "_log", lambda *_: 0.0)
+    monkeypatch.setattr(Trainer, "_save", lambda *_: None)
+    monkeypatch.setattr(StopRequest, "agreed", lambda *_: False)
+    document = {
+        "train_batch_size": 4,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "dsframe": {"engine": "single", "steps": 12, "run_dir": str(tmp_path / "run"), "hang_timeout_seconds": 0},
+    }
+    with Reads() as found:
+        float(torch.ones(()))
+    assert found.reads == 1
+    loop = Trainer.fit
+
+    def watched(trainer: Trainer, start: Any) -> Any:
+        with found:
+            return loop(trainer, start)
+
+    monkeypatch.setattr(Trainer, "fit", watched)
+    monkeypatch.setattr(Trainer, "_peak_memory", lambda _: (0,))
+    run.execute(load(document), task=ManyTask(), world=World(), quiet=True)
+    assert (found.steps, found.reads) == (12, 1)
