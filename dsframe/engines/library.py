@@ -60,10 +60,13 @@ with warnings.catch_warnings(), _as_if_missing("mlflow"):
     from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan as _get_hf_tp_plan
     from deepspeed.runtime.utils import partition_balanced as partition_balanced
     from deepspeed.runtime.utils import partition_uniform as partition_uniform
+    from deepspeed.runtime.zero import partition_parameters as partition_parameters
+    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3 as LinearFunctionForZeroStage3
     from deepspeed.runtime.zero.tiling import TiledLinear as TiledLinear
     from deepspeed.sequence.layer import DistributedAttention as DistributedAttention
     from deepspeed.utils import groups as groups
     from deepspeed.utils import logger as logger
+    from deepspeed.utils import nvtx as nvtx
     from deepspeed.utils.z3_leaf_module import set_z3_leaf_module as set_z3_leaf_module
 
     with mock.patch("deepspeed.runtime.compiler.compile", return_value=_compile_when_called):

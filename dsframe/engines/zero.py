@@ -21,7 +21,7 @@ from dsframe import process_group, switches
 from dsframe.checkpoint.state import EngineState, SavedState
 from dsframe.config.features import LOGGERS, shares_activations
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure
-from dsframe.engines import jit, partition, precision, sequence, state_tensor, state_zero, tensor, tiling
+from dsframe.engines import jit, partition, precision, sequence, stage3, state_tensor, state_zero, tensor, tiling
 from dsframe.engines.library import TiledLinear, deepspeed, groups, logger, set_z3_leaf_module
 from dsframe.engines.swap import SwapFolders
 from dsframe.errors import EngineError
@@ -58,7 +58,11 @@ class ZeroEngine(Engine):
             # And a pipeline's stages that are cut send inside of a backward pass, which torch takes for a mistake.
             warnings.filterwarnings("ignore", r"c10d::\w+: an autograd kernel was not registered", UserWarning)
         with contextlib.nullcontext() if plan.verbose else _quiet():
+            stage3.prepare()
             module, self._model = self._build()
+            self._kept = not self._tiles.pieces and stage3.keeps_whole(module, plan.config.deepspeed.zero_optimization)
+            if self._kept:
+                stage3.keep_whole(document["zero_optimization"])
             self._shares = self._initialize(module, document)
         if shares_activations(plan.config.deepspeed, plan.config.settings):
             to_host = plan.config.deepspeed.activation_checkpointing.cpu_checkpointing
@@ -93,6 +97,7 @@ class ZeroEngine(Engine):
             document.pop("train_batch_size")  # DeepSpeed counts ranks that share layers in it, but not at stage 3
             tensor.prepare(document["tensor_parallel"], module, self.plan)
         self._engine, *_ = deepspeed.initialize(model=module, config=document, dist_init_required=False)
+        stage3.gather_at_once(self._engine)
         return tensor.cuts(self._model) if splits else {}
 
     def _tensor_group(self) -> dist.ProcessGroup:
@@ -139,6 +144,8 @@ class ZeroEngine(Engine):
         for what, section in (("optimizer", zero.offload_optimizer), ("parameters", zero.offload_param)):
             if section is not None and section.device != "none":
                 parts.append(f"{what} on {section.device.upper() if section.device == 'cpu' else 'NVMe'}")
+        if self._kept:
+            parts.append("weights kept whole")
         if self.plan.batch.tensor_parallel_size > 1:
             parts.append(f"layers cut among {self.plan.batch.tensor_parallel_size} ranks")
         if self.plan.batch.sequence_parallel_size > 1:
