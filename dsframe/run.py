@@ -12,7 +12,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from dsframe import __version__, cores, engines, phases
+from dsframe import __version__, allocator, cores, engines, phases
 from dsframe import world as worlds
 from dsframe.config import Batch, Config, Facts, load, scaling
 from dsframe.errors import CheckpointError, ConfigError, Problem, StoppedError, TrainingError, WorldError
@@ -106,6 +106,8 @@ def execute(
     task.seed = settings.seed
     replicas = choice.entry.replicas
     batch, device = config.batch(world.size, replicas=replicas), device_of(world)
+    if device.type == "cpu":
+        allocator.keep_freed()
     loader, evaluation = _loaders(config, task, batch, world, device)
     refuse(config, resume, evaluates=evaluation is not None)
     cadence = _cadence(config, loader, evaluates=evaluation is not None)

@@ -25,7 +25,7 @@ LAYERS = (
     {"config", "tasks/_torchvision"},
     {"data"},
     {"tasks"},
-    {"switches", "cores"},
+    {"switches", "cores", "allocator"},
     {"rendezvous", "optimizers", "schedules", "leftovers", "checkpoint"},
     {"process_group", "collectives"},
     {"engine"},

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import copy
+import ctypes
+import os
+import subprocess
 import sys
 from collections import Counter
 from pathlib import Path
@@ -155,6 +158,34 @@ def test_other_optimizers_go_their_own_way() -> None:
         weight.grad = torch.ones(3)
         update(optimizer.step)
     assert weight.tolist() == [-0.5] * 3
+
+
+@pytest.mark.parametrize(("told", "kept"), [({}, True), ({"MALLOC_TRIM_THRESHOLD_": "131072"}, False)])
+def test_freed_memory_stays_unless_the_user_says_otherwise(told: dict[str, str], kept: bool) -> None:
+    """Page faults of taking and freeing 24 MiB a hundred times, counted by the kernel, in a process of its own."""
+    if not hasattr(ctypes.CDLL(None), "mallopt"):
+        pytest.skip("the C library is not glibc")
+    program = (
+        "import ctypes, resource\n"
+        "from dsframe.allocator import keep_freed\n"
+        "print(keep_freed())\n"
+        "def use():\n"
+        "    held = [(ctypes.c_char * (1 << 20))() for _ in range(24)]\n"
+        "    [ctypes.memset(one, 1, 1 << 20) for one in held]\n"
+        "use()\n"
+        "before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt\n"
+        "for _ in range(100): use()\n"
+        "print(resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before)\n"
+    )
+    clean = {
+        name: value for name, value in os.environ.items() if not name.startswith(("MALLOC_", "GLIBC_", "LD_PRELOAD"))
+    }
+    done = subprocess.run(
+        [sys.executable, "-c", program], env=clean | told, capture_output=True, text=True, check=True, timeout=60
+    )
+    said, faults = done.stdout.split()
+    assert said == str(kept)
+    assert (int(faults) < 10_000) == kept, faults
 
 
 class Reads(TorchDispatchMode):

@@ -1,0 +1,208 @@
+"""What a step costs beside the model's arithmetic, against the number of parameter tensors and of processes.
+
+    python -m benchmarks.overhead                          # 10, 100 and 1,000 tensors; 1, 2, 4 and 8 processes
+    python -m benchmarks.overhead --processes 2 --engines ddp
+
+The model is one operation over all its parameters (4 numbers each), so that whatever takes longer is not the model. Each engine
+beside the loop that one writes by hand with the same library, optimizer (fused AdamW) and clipping, in the same processes and in
+turns; dsframe's figure includes its loader. Microseconds a step, the median of the rounds; the model's forward and backward pass
+alone are taken off both.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import subprocess
+import sys
+import time
+import warnings
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import dsframe
+from dsframe import engines, optimizers, process_group, schedules, world
+from dsframe.config import Facts, load
+from dsframe.data import Loader
+from dsframe.engine import Plan
+from dsframe.train import leave_at_once
+
+ENGINES = ("ddp", "zero1", "zero3")
+OPTIONS: dict[str, Any] = {"lr": 1e-3, "weight_decay": 0.01, "fused": True}
+ROWS = 8
+
+
+class Many(nn.Module):
+    """``count`` parameters in one operation."""
+
+    def __init__(self, count: int) -> None:
+        super().__init__()
+        self.weights = [nn.Parameter(torch.full((4,), 0.1 + number)) for number in range(count)]
+        for number, weight in enumerate(self.weights):
+            self.register_parameter(f"w{number}", weight)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return rows.mean() * torch.stack(torch._foreach_norm(self.weights)).sum()
+
+
+class ManyTask(dsframe.Task):
+    """The model, and data of which nothing depends."""
+
+    count = 10
+
+    def model(self) -> nn.Module:
+        return Many(self.count)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs * targets.mean()
+
+    def train_data(self) -> Any:
+        return torch.utils.data.TensorDataset(torch.ones(1024, 3), torch.ones(1024))
+
+
+def ours(name: str, count: int) -> Callable[[], Any]:
+    """dsframe's step."""
+    here = world.here()
+    replicas = name == "ddp"
+    document: dict[str, Any] = {
+        "train_batch_size": ROWS * here.size,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
+    }
+    if not replicas:
+        document["zero_optimization"] = {"stage": int(name[-1])}
+    config = load(document).resolve(Facts(here.size, 1000, None, replicas=replicas))
+    task, batch = ManyTask(), config.batch(here.size, replicas=replicas)
+    task.count = count
+    rate = schedules.constant(1e-3)
+    plan = Plan(config, here, task, optimizers.read(config), rate, batch, process_group.device_of(here))
+    engine = engines.load("ddp" if replicas else "deepspeed", config)(plan)
+    loader = Loader(task.train_data(), seed=0, micro_batch_size=ROWS, rank=here.rank, ranks=here.size)
+    stream = loader.stream()
+    return lambda: engine.train_step(iter([next(stream)]))
+
+
+def by_hand(name: str, count: int) -> Callable[[], Any]:
+    """The loop of the library's own manual, without a loader."""
+    model, rows = Many(count), torch.ones(ROWS, 3)
+    if name == "ddp":
+        wrapped = nn.parallel.DistributedDataParallel(model, gradient_as_bucket_view=True)
+        optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
+
+        def step() -> None:
+            optimizer.zero_grad()
+            wrapped(rows).backward()
+            nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+            optimizer.step()
+
+        return step
+    from dsframe.engines.library import deepspeed
+
+    size = dist.get_world_size()
+    document = {
+        "train_batch_size": ROWS * size,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "Adam", "params": {**OPTIONS, "torch_adam": True}},
+        "zero_optimization": {"stage": int(name[-1])},
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=document, dist_init_required=False)
+
+    def deepspeed_step() -> None:
+        engine.backward(engine(rows))
+        engine.step()
+
+    return deepspeed_step
+
+
+def alone(count: int) -> Callable[[], Any]:
+    """Forward and backward."""
+    model, rows = Many(count), torch.ones(ROWS, 3)
+
+    def step() -> None:
+        model.zero_grad()
+        model(rows).backward()
+
+    return step
+
+
+def measure(counts: list[int], names: list[str], rounds: int, steps: int) -> list[dict[str, Any]]:
+    """**Collective.** Microseconds a step, by engine and number of tensors."""
+    found = []
+    for name in names:
+        for count in counts:
+            ways = {"alone": alone(count), "by hand": by_hand(name, count), "dsframe": ours(name, count)}
+            taken: dict[str, list[float]] = {way: [] for way in ways}
+            for turn in range(rounds + 1):  # the first is for warming up
+                for way in list(ways)[:: 1 if turn % 2 else -1]:
+                    dist.barrier()
+                    began = time.perf_counter()
+                    for _ in range(steps):
+                        ways[way]()
+                    if turn:
+                        taken[way].append((time.perf_counter() - began) / steps * 1e6)
+            middle = {way: statistics.median(times) for way, times in taken.items()}
+            found.append(
+                {
+                    "engine": name,
+                    "processes": dist.get_world_size(),
+                    "tensors": count,
+                    **{way: round(middle[way] - middle["alone"]) for way in ("by hand", "dsframe")},
+                }
+            )
+    return found
+
+
+def work(arguments: argparse.Namespace) -> None:
+    """As one rank."""
+    torch.set_num_threads(1)
+    warnings.simplefilter("ignore")
+    here = world.here()
+    process_group.open_process_group(here, process_group.device_of(here))
+    process_group.open_process_group = lambda *_: None  # one group for all that is measured
+    counts = [int(count) for count in arguments.tensors.split(",")]
+    found = measure(counts, arguments.engines.split(","), arguments.rounds, arguments.steps)
+    dist.barrier()
+    if here.is_main:
+        print("RESULT " + json.dumps(found), flush=True)
+    leave_at_once(0)
+
+
+def main() -> None:
+    """Starts torchrun for each number of processes and prints one table; with ``--json FILE`` writes it too."""
+    parser = argparse.ArgumentParser(description=__doc__.partition("\n")[0])
+    parser.add_argument("--processes", default="1,2,4,8")
+    parser.add_argument("--tensors", default="10,100,1000")
+    parser.add_argument("--engines", default=",".join(ENGINES))
+    parser.add_argument("--rounds", type=int, default=5)
+    parser.add_argument("--steps", type=int, default=10)
+    parser.add_argument("--json", help="write the figures to this file")
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
+    arguments = parser.parse_args()
+    if arguments.worker:
+        work(arguments)
+    rows: list[dict[str, Any]] = []
+    for count in arguments.processes.split(","):
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+        command += ["-m", "benchmarks.overhead", "--worker", *sys.argv[1:]]
+        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
+        said = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+        if not said:
+            raise SystemExit(f"{count} processes: nothing was measured (code {done.returncode})\n{done.stdout}")
+        rows += json.loads(said[0].removeprefix("RESULT "))
+    print("| engine | processes | tensors | by hand, µs | dsframe, µs |\n|---|---|---|---|---|")
+    for row in rows:
+        print("| " + " | ".join(f"{value:,}" if isinstance(value, int) else value for value in row.values()) + " |")
+    if arguments.json:
+        with Path(arguments.json).open("w", encoding="utf-8") as out:
+            json.dump(rows, out, indent=1)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,24 @@
+"""Memory that a step has freed stays with the process, for the next step to use.
+
+glibc gives large blocks back to the system when they are freed, and takes them again in the next step, page by page: hundreds to
+thousands of page faults a step, 3 to 6 % of a small model's time on a CPU (measured, glibc 2.36). The peak stays what it is.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+
+_TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
+_LARGEST = 32 << 20  # what glibc accepts: half of one of its heaps
+_TOLD = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
+
+
+def keep_freed() -> bool:
+    """Tells glibc so, for this process. False where the user has told it otherwise, or where there is no glibc."""
+    if any(name in os.environ for name in _TOLD):
+        return False
+    mallopt = getattr(ctypes.CDLL(None), "mallopt", None)
+    if mallopt is None:
+        return False
+    return bool(mallopt(_MMAP_THRESHOLD, _LARGEST)) and bool(mallopt(_TRIM_THRESHOLD, 2**31 - 1))
