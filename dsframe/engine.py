@@ -12,6 +12,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -46,6 +47,8 @@ class Plan:
     device: torch.device
     verbose: bool = False
     """Let the library say all it wants to say."""
+    directory: Path = Path()
+    """Where the run's results go."""
 
     @property
     def seed(self) -> int:

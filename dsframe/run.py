@@ -16,7 +16,7 @@ from dsframe import __version__, allocator, cores, engines, phases
 from dsframe import world as worlds
 from dsframe.config import Batch, Config, Facts, load, scaling
 from dsframe.errors import CheckpointError, ConfigError, Problem, StoppedError, TrainingError, WorldError
-from dsframe.report import loggers
+from dsframe.report import loggers, output
 from dsframe.world import World
 
 if TYPE_CHECKING:
@@ -82,6 +82,7 @@ def execute(
     bound = cores.bind(world) if config.settings.bind_cores else ()
     threads = settle_threads(world, config.settings.threads_per_rank, bound)
 
+    output.hush(config.settings.profile, verbose=verbose, quiet=quiet)
     import torch
 
     from dsframe import optimizers, tasks
@@ -90,10 +91,11 @@ def execute(
     from dsframe.checkpoint.share import agree
     from dsframe.checkpoint.store import Retention, Store
     from dsframe.engine import Plan
-    from dsframe.plan.after import predicted
+    from dsframe.plan.after import predicted, utilization
     from dsframe.process_group import device_of
     from dsframe.report import page
     from dsframe.report.memory import resident_bytes
+    from dsframe.report.observe import Observer
     from dsframe.report.progress import Progress
     from dsframe.report.record import Record, beside
     from dsframe.report.watchdog import Watchdog
@@ -114,8 +116,8 @@ def execute(
     config = config.resolve(Facts(world.size, cadence.total_steps, task.hidden_size, replicas))
     optimizer = optimizers.read(config)
     schedule = _schedule(config, optimizer.learning_rate, batch)
-    plan = Plan(config, world, task, optimizer, schedule, batch, device, verbose)
     directory = directory_of(config, choice.name, type(task).__name__)
+    plan = Plan(config, world, task, optimizer, schedule, batch, device, verbose, directory)
     progress = Progress(
         cadence.total_steps,
         speaks=world.is_main and not quiet,
@@ -141,6 +143,7 @@ def execute(
         f"{cadence.total_steps:,} steps; {directory}"
     )
     ready_seconds = time.perf_counter() - began
+    share = utilization(engine, progress.say) if settings.mfu else None
     checkpoints, wanted = Store(directory / "checkpoints"), settings.checkpoints
     mine = about(
         config,
@@ -163,7 +166,8 @@ def execute(
             watchdog.alive,
         )
     done = start.step if start.in_place else 0
-    record = Record(directory, plan, choice.name, engine.description, ready_seconds, done) if world.is_main else None
+    record = Record(plan, choice.name, engine.description, ready_seconds, done, share) if world.is_main else None
+    observer = Observer(plan, directory, start.step, cadence.total_steps, progress.say)
     saver = Saver(
         engine,
         checkpoints,
@@ -178,7 +182,7 @@ def execute(
     try:
         with watchdog:
             saver.sign_of_life = watchdog.alive
-            trainer = Trainer(engine, loader, evaluation, cadence, progress, record, saver, watchdog)
+            trainer = Trainer(engine, loader, evaluation, cadence, progress, record, saver, watchdog, observer, share)
             summary = trainer.fit(start)
             sent = trainer.communication() if settings.measure_communication else None
     except (StoppedError, TrainingError, CheckpointError):  # all ranks raise these together

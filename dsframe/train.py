@@ -16,11 +16,11 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from dsframe import supervise
+from dsframe import engines, supervise
 from dsframe import world as worlds
 from dsframe.config import DEFAULT_CONFIG, load
 from dsframe.errors import ConfigError, DsframeError, StoppedError, TrainingError
-from dsframe.report import outcome
+from dsframe.report import outcome, output
 from dsframe.world import World
 
 if TYPE_CHECKING:
@@ -53,6 +53,9 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--engine", help="short for --set dsframe.engine=...")
     parser.add_argument("--run-dir", help="short for --set dsframe.run_dir=...")
     parser.add_argument(
+        "--rank-output", choices=("prefix", "files", "plain"), help="short for --set dsframe.rank_output=..."
+    )
+    parser.add_argument(
         "--resume",
         metavar="auto|PATH|never",
         default="never",
@@ -66,7 +69,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--report", help=argparse.SUPPRESS)  # dsframe launch reads there how the run ended
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # scripts for DeepSpeed have it
     options = parser.parse_args(argv)
-    for name in ("engine", "run_dir"):
+    for name in ("engine", "run_dir", "rank_output"):
         value = getattr(options, name)
         if value is not None:
             options.set.append(f"dsframe.{name}={value}")
@@ -91,9 +94,11 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
                 # dsframe check --resolved tells the first, the run the second, and the third is what the user wants.
                 if problem.code not in ("auto", "lr-scaling", "imports"):
                     print(problem, file=sys.stderr)
-        from dsframe.run import execute
+        from dsframe.run import directory_of, execute
 
-        execute(config, task=task, world=world, resume=options.resume, verbose=options.verbose, quiet=options.quiet)
+        directory = directory_of(config, engines.choose(config, world.launcher).name, "Task")
+        with output.arranged(world, config.settings.rank_output, directory, append=options.resume != "never"):
+            execute(config, task=task, world=world, resume=options.resume, verbose=options.verbose, quiet=options.quiet)
         if world.is_main:
             reporter.say(done=True)
     except DsframeError as error:

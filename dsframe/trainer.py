@@ -26,8 +26,10 @@ from dsframe.errors import StoppedError, TrainingError
 from dsframe.report import outcome, replay
 from dsframe.report.memory import peak_memory_bytes
 from dsframe.report.nonfinite import FirstNonFinite, accuse
+from dsframe.report.observe import Observer
 from dsframe.report.progress import Progress, clock
 from dsframe.report.record import Record
+from dsframe.report.utilization import Utilization
 from dsframe.report.watchdog import Watchdog
 from dsframe.tasks.task import Sum
 
@@ -71,11 +73,15 @@ class Summary:
     """By rank: on a GPU what torch allocated at most, on a CPU the process's largest resident set."""
     skipped_steps: int
     """Updates left out because gradients were not finite."""
+    mfu: float | None = None
+    """Model FLOPs utilization over the same steps as ``rate``, where the file asks for it: a share of what was measured."""
 
     def __str__(self) -> str:
         figures = "".join(f"  {name} {value:.4f}" for name, value in self.metrics.items())
+        share = "" if self.mfu is None else f"  {self.mfu:.1%} MFU"
         return (
-            f"{self.steps:,} steps in {clock(self.seconds)}  {self.rate:,.0f} {self.unit}/s  last training loss {self.loss:.4f}"
+            f"{self.steps:,} steps in {clock(self.seconds)}  {self.rate:,.0f} {self.unit}/s{share}"
+            f"  last training loss {self.loss:.4f}"
             f"{'  evaluation:' + figures if figures else ''}  peak {max(self.peak_memory_bytes) / 2**20:,.0f} MiB a rank"
         )
 
@@ -93,11 +99,13 @@ class Trainer:
         record: Record | None,
         saver: Saver,
         watchdog: Watchdog,
+        observer: Observer,
+        utilization: Utilization | None = None,
     ) -> None:
         """``record``: where figures are written down; None on every rank but 0. ``watchdog``: entered by the caller."""
         self.engine, self.loader, self.evaluation, self.cadence = engine, loader, evaluation, cadence
         self.progress, self.record, self.saver = progress, record, saver
-        self._watchdog = watchdog
+        self._watchdog, self._observer, self._utilization = watchdog, observer, utilization
         self._first = 1
         self._results: Mapping[str, float] = {}
         self._skipped = self._row = 0
@@ -124,7 +132,8 @@ class Trainer:
         reporter.say(began=True)
         with StopRequest(self.engine, start.step, lambda: self.saver.failed) as stop:
             for step in range(self._first, total + 1):
-                result = self.engine.train_step(self._take(stream, batch.accumulation_steps))
+                with self._observer.step(step):
+                    result = self.engine.train_step(self._take(stream, batch.accumulation_steps))
                 self._watchdog.done(step)
                 self._look(step, result)
                 self.progress.advance()
@@ -137,6 +146,7 @@ class Trainer:
                     if self.record:
                         self.record.started(phases.seconds())
                     self.progress.begin(step)
+                self._pause(self._observer.stepped(step))
                 if step in self.cadence.eval_steps:
                     self._evaluate(step)
                 if self.saver.due(step, total):
@@ -153,11 +163,13 @@ class Trainer:
             self.saver.settle()
         ended = time.perf_counter()
         self._pause(ended - waiting)
+        self._observer.finish(self.engine)
         units = batch.train_batch_size * task.units_per_sample * max(total - self._first, 0)
+        rate = units / max(ended - first_done - self._pausing, 1e-9)
         return Summary(
             steps=total,
             seconds=ended - started - self._pausing,
-            rate=units / max(ended - first_done - self._pausing, 1e-9),
+            rate=rate,
             unit=task.unit,
             units_per_step=batch.train_batch_size * task.units_per_sample,
             first_step_seconds=first_done - started,
@@ -165,6 +177,7 @@ class Trainer:
             metrics=self._results,
             peak_memory_bytes=self._peak_memory(),
             skipped_steps=self._skipped,
+            mfu=self._utilization.of(rate) if self._utilization else None,
         )
 
     def communication(self) -> dict[str, Any]:
@@ -185,14 +198,16 @@ class Trainer:
             self._refuse(step)
         norm = None if result.gradient_norm is None else float(result.gradient_norm)
         epoch = self.loader.sampler.epoch(step)
+        memory = peak_memory_bytes(self.engine.plan.device)
+        mfu = self._utilization.of(rate) if self._utilization and rate else None
         if self.record:
             values = {"loss": loss, "learning_rate": result.learning_rate, "gradient_norm": norm, "rate": rate}
-            memory = peak_memory_bytes(self.engine.plan.device)
+            more = {**self._observer.figures(), **({} if mfu is None else {"mfu": mfu})}
             self.record.write(
-                {"step": step, "epoch": epoch, **values, "memory_bytes": memory, "skipped": result.skipped}
+                {"step": step, "epoch": epoch, **values, "memory_bytes": memory, **more, "skipped": result.skipped}
             )
         if step > self._first:
-            self.progress.log(step, {"loss": loss, "lr": result.learning_rate}, rate)
+            self.progress.log(step, {"loss": loss, "lr": result.learning_rate}, rate, memory, mfu)
         return loss
 
     def _look(self, step: int, result: StepResult) -> None:

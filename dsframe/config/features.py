@@ -21,7 +21,19 @@ LOGGERS: Mapping[str, str | None] = {
     "csv_monitor": None,
     "comet": "comet_ml",
 }
-"""Sections that say where figures are written, and the packages that they need. They mean the same on every engine."""
+"""DeepSpeed's sections that say where figures are written, and the packages that they need. They mean the same on every engine."""
+WATCHING = frozenset({*LOGGERS, "flops_profiler", "comms_logger"})
+"""Sections of DeepSpeed's that only watch the training: they are taken off before DeepSpeed sees them, and mean the same on every
+engine."""
+
+
+def logger_packages(file: DeepSpeed, settings: Settings) -> Iterator[tuple[Path, str]]:
+    """The switches of sections that are on and need a package, and its module."""
+    for section, package in LOGGERS.items():
+        if package and getattr(file, section).enabled:
+            yield (section, "enabled"), package
+    if settings.mlflow.enabled:
+        yield ("dsframe", "mlflow", "enabled"), "mlflow"
 
 
 @dataclass(frozen=True)

@@ -10,7 +10,7 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dsframe.config import auto, overrides, repair, rules, scaling, secrets, validate
+from dsframe.config import auto, overrides, repair, rules, rules_report, scaling, secrets, validate
 from dsframe.config.auto import Facts
 from dsframe.config.batch import MICRO, STEPS, TRAIN, Batch, check_groups, missing, solve
 from dsframe.config.findings import Findings, Fix, Resolved
@@ -245,6 +245,7 @@ def examine(
     auto.resolve(raw, facts, findings)
     file = validate.validate(raw, findings)
     rules.judge(file, raw, findings, facts.engine)
+    rules_report.check_world(file, facts.world_size, facts.total_steps, findings)
     _check_batch(file, facts, findings)
     _restore(raw, written, passed)
     config = Config(

@@ -12,6 +12,7 @@ from dsframe.config import (
     rules_checkpoints,
     rules_model,
     rules_pipeline,
+    rules_report,
     rules_sequence,
     rules_system,
     rules_tensor,
@@ -34,3 +35,4 @@ def judge(file: File, raw: dict[str, Any], findings: Findings, engine: str | Non
     rules_model.judge(bench)
     rules_pipeline.judge(bench)
     rules_checkpoints.judge(bench)
+    rules_report.judge(bench)

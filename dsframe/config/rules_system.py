@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+from dsframe.config.features import logger_packages
 from dsframe.config.rule import Judge
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
@@ -101,11 +102,7 @@ def _system(bench: Judge) -> None:
 
 def _packages(bench: Judge) -> None:
     """What a section needs beyond DeepSpeed. Without it rank 0 alone raises, and the others wait for it."""
-    wanted: list[tuple[tuple[str, ...], str]] = [
-        ((name, "enabled"), package)
-        for name, package in (("tensorboard", "tensorboard"), ("wandb", "wandb"), ("comet", "comet_ml"))
-        if getattr(bench.file, name).enabled
-    ]
+    wanted = list(logger_packages(bench.file, bench.file.dsframe))
     if bench.file.datastates_ckpt is not False and bench.wrote("datastates_ckpt"):
         wanted.append((("datastates_ckpt",), "datastates"))  # any value but false turns it on
     if not wanted:

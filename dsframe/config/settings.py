@@ -9,6 +9,7 @@ from pydantic import Discriminator, Field, Tag
 from dsframe.config.schema.base import Count, Positive, Section, Size
 from dsframe.config.settings_checkpoints import Checkpoints
 from dsframe.config.settings_model import DeepSpeedEngine, LargeBatch, Model
+from dsframe.config.settings_report import Mlflow, Profile
 
 EngineName = Literal[
     "auto",
@@ -171,6 +172,11 @@ class Horovod(Section):
     """Let Horovod try threshold and cycle time out in the first steps and keep the fastest."""
     groups: Size = 0
     """Gradients are reduced in so many groups of as many parameters. 0: by ``fusion_threshold_bytes``."""
+    timeline: bool = False
+    """Write when each tensor was negotiated, fused and reduced to ``timeline.json`` in the run's directory, for
+    https://ui.perfetto.dev or chrome://tracing. Else as $HOROVOD_TIMELINE says."""
+    timeline_mark_cycles: bool = False
+    """Mark the rounds of reductions in it."""
 
 
 class Ddp(Section):
@@ -244,6 +250,16 @@ class Settings(Section):
     """Samples of one rank in an evaluation pass. Default: the training micro-batch size."""
     log_every_steps: Count = 10
     """Steps between two lines of progress."""
+    mlflow: Mlflow = Field(default_factory=Mlflow.model_construct)
+    """Figures to MLflow."""
+    profile: Profile | None = None
+    """Traces of some steps."""
+    mfu: bool = False
+    """Measure at start what all ranks together can do (products of large matrices in the training's number format, 0.2 s), and say
+    which share of it the model's operations make: its model FLOPs utilization. What is computed again is not counted."""
+    rank_output: Literal["prefix", "files", "plain"] = "prefix"
+    """What ranks other than 0 print: from Python with ``[rank 3]`` before each line (horovodrun has its own mark); to the files
+    ``output/rank3.log`` of the run's directory, libraries' own lines too; or as it is."""
     hardware: str | None = None
     """Machine for the predictions in a run's summary: a name that ``dsframe plan --hardware`` knows, or a file written by
     ``dsframe plan --calibrate --save-hardware``. Default: by the GPU's name; on CPUs only memory is predicted."""

@@ -26,8 +26,6 @@ _PLACEMENT = frozenset(
 # What only a model that calls deepspeed.checkpointing itself can use, or ranks and blocks that the file does not have: DeepSpeed's
 # engine does not read these keys either.
 _MODELS_OWN = frozenset({"activation_checkpointing"})
-# What only watches the training.
-_OBSERVERS = frozenset({"flops_profiler", "comms_logger"})
 # What makes ranks leave updates out, which they have to do together.
 _OVERFLOWS = frozenset({"fp16", "autocast_fp16"})
 _REPLICA = frozenset({"bf16", "autocast", "whole_parameters"}) | _OVERFLOWS
@@ -81,7 +79,6 @@ TABLE: dict[str, Entry] = {
         launcher="deepspeed",
         honours=_PLACEMENT
         | _CUTS
-        | _OBSERVERS
         | _REPLICA
         | {
             "gradient_sum",
@@ -107,19 +104,19 @@ TABLE: dict[str, Entry] = {
         launcher="horovodrun",
         honours=_REPLICA | {"gradient_sum", "adasum", "fp16_compression", "skip_nonfinite"},
         replicates=_PLACEMENT | _CUTS,
-        ignores=_OBSERVERS | _MODELS_OWN,
+        ignores=_MODELS_OWN,
     ),
     "ddp": Entry(
         "dsframe.engines.ddp:DdpEngine",
         honours=_REPLICA | {"gradient_sum", "skip_nonfinite", "gradient_hook"},
         replicates=_PLACEMENT | _CUTS,
-        ignores=_OBSERVERS | _MODELS_OWN,
+        ignores=_MODELS_OWN,
     ),
     "fsdp": Entry(
         "dsframe.engines.fsdp:FsdpEngine",
         honours=_REPLICA - {"whole_parameters"} | {"gradient_sum", "skip_nonfinite", "zero3"},
         replicates=_PLACEMENT - {"zero3"} | _CUTS,
-        ignores=_OBSERVERS | _MODELS_OWN,
+        ignores=_MODELS_OWN,
         holds="shares of everything on every rank, as at ZeRO stage 3 and where dsframe.fsdp says,",
         at_the_price_of="another share of memory",
     ),
@@ -127,7 +124,7 @@ TABLE: dict[str, Entry] = {
         "dsframe.engines.single:SingleEngine",
         honours=_REPLICA | {"gradient_sum", "skip_nonfinite"},
         replicates=_PLACEMENT | _CUTS,
-        ignores=_OBSERVERS | _MODELS_OWN,
+        ignores=_MODELS_OWN,
         size="one",
     ),
     # Textbook methods, to learn from and to compare with.
@@ -135,13 +132,13 @@ TABLE: dict[str, Entry] = {
         "dsframe.engines.references.allreduce:AllReduceEngine",
         honours=_REPLICA | {"gradient_sum", "skip_nonfinite"},
         replicates=_PLACEMENT | _CUTS,
-        ignores=_OBSERVERS | _MODELS_OWN,
+        ignores=_MODELS_OWN,
     ),
     "reference-parameter-averaging": Entry(
         "dsframe.engines.references.averaging:ParameterAveragingEngine",
         honours=_REPLICA - _OVERFLOWS,
         replicates=_PLACEMENT | _CUTS,
-        ignores=_OBSERVERS | _MODELS_OWN,
+        ignores=_MODELS_OWN,
         otherwise={
             **dict.fromkeys(_OVERFLOWS, "would let ranks skip different updates"),
             "gradient_sum": "has no meaning for weights",
@@ -153,7 +150,7 @@ TABLE: dict[str, Entry] = {
         "dsframe.engines.references.server:ParameterServerEngine",
         honours=_REPLICA - _OVERFLOWS | {"gradient_sum"},
         replicates=_PLACEMENT | _CUTS,
-        ignores=_OBSERVERS | _MODELS_OWN,
+        ignores=_MODELS_OWN,
         otherwise=dict.fromkeys(_OVERFLOWS, "would need the server to tell everybody about overflows"),
         holds="all optimizer state on rank 0 and the whole model on every rank",
     ),
@@ -161,7 +158,7 @@ TABLE: dict[str, Entry] = {
         "dsframe.engines.references.modelparallel:ModelParallelEngine",
         honours=_REPLICA | {"gradient_sum", "skip_nonfinite", "pipeline"},
         replicates=_PLACEMENT,
-        ignores=_OBSERVERS | _MODELS_OWN,
+        ignores=_MODELS_OWN,
         holds="some layers, with all their state, on each rank",
         size="stages",
     ),
@@ -169,7 +166,7 @@ TABLE: dict[str, Entry] = {
         "dsframe.engines.references.dataparallel:DataParallelEngine",
         honours=_REPLICA | {"gradient_sum", "skip_nonfinite"},
         replicates=_PLACEMENT | _CUTS,
-        ignores=_OBSERVERS | _MODELS_OWN,
+        ignores=_MODELS_OWN,
         holds="everything in one process",
         size="one",
     ),
@@ -227,11 +224,11 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
     ``processes``: of the run, where that is known; some engines refuse a number of them.
     """
     from dsframe.config import features
-    from dsframe.config.features import LOGGERS
+    from dsframe.config.features import WATCHING
 
     entry = TABLE[name]
     found = [
-        feature for feature in features(config) if feature.name not in entry.honours and feature.name not in LOGGERS
+        feature for feature in features(config) if feature.name not in entry.honours and feature.name not in WATCHING
     ]
     replicated = [feature.path for feature in found if feature.name in entry.replicates]
     ignored = [feature.path for feature in found if feature.name in entry.ignores]

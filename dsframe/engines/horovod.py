@@ -64,8 +64,12 @@ class HorovodEngine(ReplicaEngine):
         rounds = CPU_ROUND_MILLISECONDS if usual and on_cpu else None
         _settle("HOROVOD_CYCLE_TIME", settings.cycle_time_milliseconds, rounds)
         self._buckets: Buckets | None = None
+        if settings.timeline:  # rank 0 writes it
+            os.environ["HOROVOD_TIMELINE"] = str((plan.directory / "timeline.json").absolute())
+            os.environ["HOROVOD_TIMELINE_MARK_CYCLES"] = str(int(settings.timeline_mark_cycles))
         _initialise(plan.world)
         self._op = settings.op or {"mean": "average", "sum": "sum"}[plan.config.deepspeed.gradient_allreduce_op]
+        self.averages_gradients = self._op != "adasum"
         if self._op == "adasum" and not hvd.mpi_built():
             hvd.shutdown()
             raise EngineError(

@@ -58,6 +58,7 @@ with warnings.catch_warnings(), _as_if_missing("mlflow"):
     from deepspeed.runtime.pipe.topology import PipeModelDataParallelTopology as PipeModelDataParallelTopology
     from deepspeed.runtime.tensor_parallel.config import TPTrainingConfig as TPTrainingConfig
     from deepspeed.runtime.tensor_parallel.config import _get_hf_tp_plan as _get_hf_tp_plan
+    from deepspeed.runtime.utils import clip_grad_norm_ as clip_grad_norm_
     from deepspeed.runtime.utils import partition_balanced as partition_balanced
     from deepspeed.runtime.utils import partition_uniform as partition_uniform
     from deepspeed.runtime.zero import partition_parameters as partition_parameters

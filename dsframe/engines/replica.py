@@ -25,6 +25,8 @@ class ReplicaEngine(Engine):
 
     gradient_factor = 1.0
     """What the loss is multiplied with so that ``gradient_allreduce_op`` "sum" holds where the library can only average."""
+    averages_gradients = True
+    """Whether what the optimizer sees are the global gradients, whose norm says something."""
     forward_is_collective = False
     """Whether a rank without samples must run the model all the same, because others wait for its shards."""
 
@@ -140,7 +142,11 @@ class ReplicaEngine(Engine):
                 parameter.grad = torch.zeros_like(parameter)
         looks = self._loss_scale is not None or self.plan.config.settings.on_nonfinite == "skip"
         norm = precision.clip(
-            self._pieces(), self.plan.config.deepspeed.gradient_clipping, scale, self._norm, always=looks
+            self._pieces(),
+            self.plan.config.deepspeed.gradient_clipping,
+            scale,
+            self._norm,
+            always=looks or self.averages_gradients,
         )
         overflow = looks and not precision.finite(norm)
         if not overflow:
@@ -151,7 +157,7 @@ class ReplicaEngine(Engine):
         if self._loss_scale:
             self._loss_scale.update(overflow)
         self.optimizer.zero_grad()
-        return StepResult(loss.float(), learning_rate, norm, overflow)
+        return StepResult(loss.float(), learning_rate, norm if self.averages_gradients else None, overflow)
 
     def _forward(self, model: nn.Module, inputs: Inputs) -> Any:
         with precision.autocast(self.plan.config, self.plan.device):

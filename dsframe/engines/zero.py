@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
+import math
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -19,10 +20,10 @@ from torch import Tensor, nn
 
 from dsframe import process_group, switches
 from dsframe.checkpoint.state import EngineState, SavedState
-from dsframe.config.features import LOGGERS, shares_activations
+from dsframe.config.features import WATCHING, shares_activations
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure
 from dsframe.engines import jit, partition, precision, sequence, stage3, state_tensor, state_zero, tensor, tiling
-from dsframe.engines.library import TiledLinear, deepspeed, groups, logger, set_z3_leaf_module
+from dsframe.engines.library import TiledLinear, clip_grad_norm_, deepspeed, groups, logger, set_z3_leaf_module
 from dsframe.engines.swap import SwapFolders
 from dsframe.errors import EngineError
 from dsframe.tasks.task import Sum
@@ -68,6 +69,7 @@ class ZeroEngine(Engine):
             to_host = plan.config.deepspeed.activation_checkpointing.cpu_checkpointing
             partition.share_out(module, self._tensor_group(), to_host=to_host)
         self._undo_hidden_step()
+        _keep_norm(self._engine)
         if plan.config.settings.on_nonfinite == "skip":
             _look_before_each_step(self._engine)
         self._updates = 0
@@ -130,7 +132,7 @@ class ZeroEngine(Engine):
 
     def _handover(self) -> dict[str, Any]:
         document = self.plan.config.for_deepspeed(self.plan.world.size)
-        for section in LOGGERS:  # rank 0 writes these itself, the same on every engine
+        for section in WATCHING:  # dsframe does this itself, the same on every engine
             document.pop(section, None)
         document.pop("scheduler", None)
         document["optimizer"] = self.plan.optimizer.for_deepspeed()
@@ -231,6 +233,21 @@ class ZeroEngine(Engine):
         process_group.close_process_group()
         groups._release_process_group_references()  # else a further run of this process would speak through groups that are gone
         self._swap.remove()
+
+
+def _keep_norm(engine: Any) -> None:
+    """At stage 0 in fp32, where DeepSpeed forgets the norm by which it clips, and takes none where it does not clip.
+
+    Source: deepspeed 0.19.8, ``runtime/engine.py`` (_take_model_step, clip_fp32_gradients).
+    """
+    if engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization():
+        return
+    limit = engine.gradient_clipping() or math.inf  # of which nothing is clipped, and every gradient times 1.0
+
+    def clip() -> None:
+        engine._global_grad_norm = clip_grad_norm_(engine.module.parameters(), max_norm=limit, mpu=engine.mpu)
+
+    engine.gradient_clipping, engine.clip_fp32_gradients = lambda: limit, clip
 
 
 def _look_before_each_step(engine: Any) -> None:

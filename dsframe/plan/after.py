@@ -1,18 +1,23 @@
-"""What a run was predicted to take, to be put beside what it took."""
+"""What a run was predicted to take, to be put beside what it took; and what its model needs, beside what the machine can do."""
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dsframe.engines import precision
 from dsframe.plan import hardware as machines
 from dsframe.plan.predict import predict
 from dsframe.plan.trace import traced
+from dsframe.report.flops import amount
+from dsframe.report.utilization import Utilization, peak_flops
 from dsframe.tasks.task import Task
 
 if TYPE_CHECKING:
     from dsframe.config import Config
+    from dsframe.engine import Engine
 
 
 def predicted(
@@ -52,3 +57,30 @@ def machine_of(config: Config, device: torch.device) -> machines.Hardware:
         known = [machine for machine in machines.TABLE.values() if machine.name in name.replace("-", "").split()]
         return known[0] if known else machines.unknown(on_gpu=True)
     return machines.unknown(on_gpu=False)
+
+
+def utilization(engine: Engine, say: Callable[[str], None]) -> Utilization | None:
+    """**Collective.** For model FLOPs utilization, and says relative to what it is; None where the model cannot be traced."""
+    plan = engine.plan
+    dtype = precision.autocast_dtype(plan.config, plan.device) or precision.parameter_dtype(plan.config)
+    each, problem = 0.0, ""
+    if plan.world.is_main:
+        try:
+            rows = plan.batch.micro_batch_size
+            each = traced(plan.config, plan.task).flops(rows) / rows / plan.task.units_per_sample
+        except Exception as error:  # no reason not to train
+            problem = " ".join(str(error).split())
+    # Behind a collective, so that all ranks measure at once, as they will compute.
+    own = engine.sum_over_ranks(torch.tensor([each], dtype=torch.float64, device=plan.device))
+    each = float(own)
+    peak = torch.tensor([peak_flops(dtype, plan.device)], dtype=torch.float64, device=plan.device)
+    found = Utilization(each, float(engine.sum_over_ranks(peak)))
+    if not each:
+        say(f"dsframe: no MFU: {problem or 'the model does no products of matrices'}")
+        return None
+    kind = str(dtype).removeprefix("torch.")
+    say(
+        f"dsframe: MFU is relative to {amount(found.peak_flops)}FLOP/s, measured now: products of {kind} matrices on "
+        f"{plan.world.size} rank(s) at once; the model needs {amount(each * plan.task.units_per_sample)}FLOP a sample"
+    )
+    return found

@@ -10,7 +10,8 @@ from torch.nn import functional as F  # noqa: N812  # the name that every torch 
 from torch.overrides import TorchFunctionMode
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
-from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
+
+from dsframe.report.flops import flops_of
 
 _FREE = {"aten._unsafe_view.default", "aten.empty_like.default", "aten.empty.memory_format", "aten.detach_.default"}
 """Neither read nor write memory, beside the views."""
@@ -62,16 +63,6 @@ class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
             return out
         written = sum(leaf.nbytes for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
         read = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        self.operations.append((_flops(func, args, kwargs or {}, out), float(read + written)))
+        self.operations.append((flops_of(func, args, kwargs or {}, out), float(read + written)))
         self.largest = max(self.largest, float(written))
         return out
-
-
-def _flops(func: Any, args: Any, kwargs: Any, out: Any) -> float:
-    name = func.overloadpacket
-    if name is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:
-        return float(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))  # type: ignore[no-untyped-call]
-    if name is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
-        return float(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))  # type: ignore[no-untyped-call]
-    count = flop_registry.get(name)
-    return float(count(*args, **kwargs, out_val=out)) if count else 0.0

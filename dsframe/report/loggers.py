@@ -1,4 +1,4 @@
-"""TensorBoard, Weights & Biases, CSV and Comet, as DeepSpeed's own sections ask for them, the same on every engine.
+"""TensorBoard, Weights & Biases, CSV and Comet, as DeepSpeed's own sections ask for them, and MLflow: the same on every engine.
 
 DeepSpeed 0.19.8 writes nothing but the learning rate when the program calls backward itself. So the sections are taken off
 before DeepSpeed sees them, and rank 0 writes what ``metrics.jsonl`` has, under DeepSpeed's names (``Train/Samples/train_loss``,
@@ -11,19 +11,24 @@ import contextlib
 import csv
 import importlib.util
 import math
+import os
 import sys
+import time
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsframe.config import Config, DeepSpeed
-from dsframe.config.features import LOGGERS
+from dsframe.config import Config
+from dsframe.config.features import logger_packages
+from dsframe.config.findings import dotted
 from dsframe.config.secrets import redact
 from dsframe.errors import Problem
 
 _NAMES = {"loss": "train_loss", "learning_rate": "lr"}
 """What DeepSpeed calls otherwise than we do."""
+_PACKAGES = {"mlflow": "mlflow-skinny"}
+"""What to install, where it is called otherwise than the module."""
 _KINDS = ("Train/Samples/", "Evaluation/")
 """What the names of figures begin with."""
 _SUFFIX = ".dsframe"
@@ -33,11 +38,11 @@ _SUFFIX = ".dsframe"
 def missing(config: Config) -> list[Problem]:
     """Sections that are on without their package."""
     found = []
-    for section, package in LOGGERS.items():
-        if package and getattr(config.deepspeed, section).enabled and importlib.util.find_spec(package) is None:
-            place = config.position((section, "enabled"))
+    for path, package in logger_packages(config.deepspeed, config.settings):
+        if importlib.util.find_spec(package) is None:
             message = f"turned on, and the package {package} is not installed"
-            remedy = f"pip install {package}, or write false"
+            remedy = f"pip install {_PACKAGES.get(package, package)}, or write false"
+            place, section = config.position(path), dotted(path[:-1])
             found.append(
                 Problem("error", section, message, remedy, str(config.path or ""), *place, code="not-installed")
             )
@@ -60,9 +65,10 @@ class Loggers:
     """All that a file asks for."""
 
     def __init__(
-        self, file: DeepSpeed, about: Mapping[str, Any], directory: Path, train_batch_size: int, done_steps: int
+        self, config: Config, about: Mapping[str, Any], directory: Path, train_batch_size: int, done_steps: int
     ) -> None:
         """``about``: the run, for those that keep a description. ``done_steps``: of an earlier run, whose figures stay."""
+        file, mlflow = config.deepspeed, config.settings.mlflow
         self._batch = train_batch_size
         done = done_steps * train_batch_size
         self._all: list[Logger] = []
@@ -74,6 +80,8 @@ class Loggers:
             self._all.append(_Wandb(file.wandb, about, directory, resumed=done_steps > 0))
         if file.comet.enabled:
             self._all.append(_Comet(file.comet))
+        if mlflow.enabled:
+            self._all.append(_Mlflow(mlflow, about, directory, resumed=done_steps > 0))
 
     def write(self, record: Mapping[str, Any]) -> None:
         """What a record of ``metrics.jsonl`` has; numbers that are not finite and what is no number are left out."""
@@ -145,7 +153,7 @@ def _file_name(figure: str) -> str:
 
 @contextlib.contextmanager
 def _without_secrets() -> Iterator[None]:
-    """While wandb writes down the command."""
+    """While wandb and Comet write down the command."""
     words = list(sys.argv)
     sys.argv[:] = redact(words)
     try:
@@ -181,10 +189,14 @@ class _Wandb(Logger):
 
 class _Comet(Logger):
     def __init__(self, section: Any) -> None:
+        # It would log what goes to TensorBoard and MLflow once more, or warn that it came too late, and print a summary.
+        os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
+        os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")
         import comet_ml
 
         names = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
-        self._run: Any = comet_ml.start(**{name: getattr(section, name) for name in names})
+        with _without_secrets():
+            self._run: Any = comet_ml.start(**{name: getattr(section, name) for name in names})
         if section.experiment_name is not None:
             self._run.set_name(section.experiment_name)
         self._interval, self._last = section.samples_log_interval, -math.inf
@@ -198,3 +210,38 @@ class _Comet(Logger):
 
     def close(self) -> None:
         self._run.end()
+
+
+class _Mlflow(Logger):
+    """A resumed run goes on in the run that it had there; MLflow cannot take back what was written after the checkpoint."""
+
+    def __init__(self, section: Any, about: Mapping[str, Any], directory: Path, *, resumed: bool) -> None:
+        from mlflow import MlflowClient
+
+        uri = section.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "mlruns"
+        if "://" not in uri or uri.startswith("file:"):
+            # MLflow 3 refuses folders unless told so, and mlflow-skinny has no database: it is the one kind that needs no server.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        self._client: Any = MlflowClient(tracking_uri=uri)
+        note = directory / "mlflow-run-id"
+        known = note.read_text(encoding="utf-8").strip() if resumed and note.exists() else None
+        if known:
+            self._client.update_run(known, status="RUNNING")
+        else:
+            there = self._client.get_experiment_by_name(section.experiment)
+            experiment = there.experiment_id if there else self._client.create_experiment(section.experiment)
+            run = self._client.create_run(experiment, run_name=section.run_name or directory.resolve().name)
+            known = str(run.info.run_id)
+            for name, value in about.items():
+                self._client.log_param(known, name, value)
+        self._run: str = known
+        note.write_text(f"{known}\n", encoding="utf-8")
+
+    def write(self, figures: Mapping[str, float], samples: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._run, [Metric(name, value, now, samples) for name, value in figures.items()])
+
+    def close(self) -> None:
+        self._client.set_terminated(self._run)

@@ -58,16 +58,17 @@ class Progress:
         step, then = self._mark
         self._mark = (step, then + seconds)
 
-    def log(self, step: int, values: Mapping[str, float], rate: float) -> None:
-        """The state of training at ``step``: a postfix of the moving line, or a line of its own."""
+    def log(self, step: int, values: Mapping[str, float], rate: float, memory: int, mfu: float | None = None) -> None:
+        """The state of training at ``step``: a postfix of the moving line, or a line of its own. ``memory``: bytes."""
         if not self._speaks:
             return
-        figures = "  ".join(f"{name} {value:.5g}" for name, value in values.items())
-        if self._bar is not None:
-            self._bar.set_postfix_str(f"{figures}  {rate:,.0f} {self._unit}/s")
+        parts = [f"{name} {value:.5g}" for name, value in values.items()]
+        parts += [f"{rate:,.0f} {self._unit}/s", *([] if mfu is None else [f"{mfu:.1%} MFU"]), size(memory)]
+        if self._bar is not None:  # which has the time that is left
+            self._bar.set_postfix_str("  ".join(parts))
             return
         width, left = len(str(self._total)), clock(self._pace * (self._total - step))
-        self.say(f"step {step:>{width}}/{self._total}  {figures}  {rate:,.0f} {self._unit}/s  {left} left")
+        self.say(f"step {step:>{width}}/{self._total}  {'  '.join(parts)}  {left} left")
 
     def close(self) -> None:
         """Removes the moving line."""
@@ -80,3 +81,8 @@ def clock(seconds: float) -> str:
     minutes, rest = divmod(round(seconds), 60)
     hours, minutes = divmod(minutes, 60)
     return f"{hours}:{minutes:02}:{rest:02}" if hours else f"{minutes}:{rest:02}"
+
+
+def size(count: int) -> str:
+    """Bytes as ``512 MiB``, ``1.5 GiB``."""
+    return f"{count / 2**30:.1f} GiB" if count >= 2**30 else f"{count / 2**20:.0f} MiB"

@@ -20,6 +20,7 @@ from dsframe.report.provenance import provenance
 
 if TYPE_CHECKING:
     from dsframe.engine import Plan
+    from dsframe.report.utilization import Utilization
     from dsframe.trainer import Summary
 
 _METRICS = "metrics.jsonl"
@@ -34,9 +35,16 @@ class Record:
     """What rank 0 writes down. An earlier run's record in the same directory is replaced."""
 
     def __init__(
-        self, directory: Path, plan: Plan, engine: str, description: str, start_seconds: float, done_steps: int = 0
+        self,
+        plan: Plan,
+        engine: str,
+        description: str,
+        start_seconds: float,
+        done_steps: int = 0,
+        utilization: Utilization | None = None,
     ) -> None:
         """``start_seconds``: from the start of the run to a ready engine. ``done_steps``: steps of an earlier run to go on from."""
+        directory = plan.directory
         directory.mkdir(parents=True, exist_ok=True)
         (directory / _SUMMARY).unlink(missing_ok=True)
         self._directory = directory
@@ -51,13 +59,15 @@ class Record:
             "train_batch_size": plan.batch.train_batch_size,
             "start_seconds": start_seconds,
         }
+        if utilization:
+            self._about |= {"flops_per_unit": utilization.flops_per_unit, "peak_flops": utilization.peak_flops}
         _write(directory / _ORIGIN, provenance())
         _write(directory / _CONFIG, plan.config.shown())
         before = _lines_until(directory / _METRICS, done_steps) if done_steps else []
         self._file = (directory / _METRICS).open("w", encoding="utf-8", buffering=1)
         self._file.writelines(before)
         self._loggers = Loggers(
-            plan.config.deepspeed, self._about, directory, plan.batch.train_batch_size, done_steps if before else 0
+            plan.config, self._about, directory, plan.batch.train_batch_size, done_steps if before else 0
         )
         self.write({"run": self._about})
 

@@ -1,11 +1,14 @@
-"""TensorBoard, CSV and Weights & Biases write what the run's own record has, on every kind of engine; and the run's directory
-says where it comes from."""
+"""TensorBoard, CSV, Weights & Biases, Comet and MLflow write what the run's own record has, on every kind of engine; and the
+run's directory says where it comes from."""
 
 from __future__ import annotations
 
 import csv
+import gzip
 import json
+import re
 import struct
+import zipfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -21,7 +24,7 @@ SECRET = "the-key-of-an-account"
 PIPELINE = {"zero_optimization": {"stage": 0}, "pipeline": {"stages": 2}}
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "zero2": ("deepspeed", {"zero_optimization": {"stage": 2}}),
-    "pipeline": ("deepspeed", PIPELINE),
+    "pipeline": ("deepspeed", {**PIPELINE, "gradient_clipping": 0.0}),
     "horovod": ("horovod", {}),
 }
 
@@ -38,6 +41,9 @@ def file(folder: Path, engine: str, more: dict[str, Any]) -> Path:
     }
     section = {
         "engine": engine, "task": task, "steps": STEPS, "log_every_steps": 1, "run_dir": str(folder / "run"),
+        "mlflow": {"enabled": True, "tracking_uri": str(folder / "mlruns")},
+        "mfu": True, "profile": {"wait": 1, "warmup": 0, "active": 2, "ranks": "all", "memory": True}, "rank_output": "files",
+        "horovod": {"timeline": True},
     }  # fmt: skip
     content = {
         "train_batch_size": BATCH,
@@ -46,7 +52,9 @@ def file(folder: Path, engine: str, more: dict[str, Any]) -> Path:
         "tensorboard": {"enabled": True, "output_path": str(folder / "board"), "job_name": "job"},
         "csv_monitor": {"enabled": True, "output_path": str(folder / "csv"), "job_name": "job"},
         "wandb": {"enabled": True, "project": "tests"},
-        "comet": {"api_key": SECRET},
+        "comet": {"enabled": True, "online": False, "api_key": SECRET, "samples_log_interval": 1},
+        "flops_profiler": {"enabled": True, "profile_step": 1, "output_file": str(folder / "flops.txt")},
+        "comms_logger": {"enabled": True},
         "dsframe": section,
     }
     path = folder / "file.json"
@@ -60,21 +68,28 @@ def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None
     path = file(tmp_path, engine, more)
     launch = horovodrun if engine == "horovod" else torchrun
     command = launch(2, ["-m", "dsframe.train", "--config", str(path), "--set", f"comet.api_key={SECRET}"])
-    finished = run_ranks(command, timeout_seconds=300, env={"WANDB_MODE": "offline", "WANDB_SILENT": "true"}).check()
+    offline = {"WANDB_MODE": "offline", "WANDB_SILENT": "true", "COMET_OFFLINE_DIRECTORY": str(tmp_path / "run")}
+    finished = run_ranks(command, timeout_seconds=300, env=offline).check()
     run = read_run(tmp_path / "run")
     wanted = {name: run.curve(key) for name, key in NAMES.items()}
     assert len(wanted["Train/Samples/train_loss"]) == STEPS
     assert len(wanted["Evaluation/accuracy"]) == 1
     wanted = {name: [(step * BATCH, value) for step, value in curve] for name, curve in wanted.items() if curve}
-    assert set(NAMES) - set(wanted) <= {"Train/Samples/gradient_norm"}  # which not every engine computes
+    assert set(wanted) == set(NAMES)
     for found in (
         from_csv(tmp_path / "csv" / "job"),
         from_tensorboard(tmp_path / "board" / "job"),
         from_wandb(tmp_path / "run"),
+        from_comet(tmp_path / "run"),
+        from_mlflow(tmp_path / "mlruns"),
     ):
         assert {name: found[name] for name in wanted} == {
             name: [(at, pytest.approx(value, rel=1e-6)) for at, value in curve] for name, curve in wanted.items()
         }
+    check_profiles(case, tmp_path, run.summary)
+    expected = r"dsframe: |step +\d|^saved |<stderr>:saved |wandb|COMET|comet upload|(^|:)\s*$"
+    noise = [line for line in finished.output.splitlines() if not re.search(expected, line)]
+    assert noise == []
     # the directory explains itself, and its file is the same training again
     assert run.summary is not None
     assert "--config" in run.origin["command"]
@@ -94,10 +109,42 @@ def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None
     written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {"manifest.json", "run.json", "config.json"} <= {path.name for path in written}
     assert [path for path in written if SECRET.encode() in path.read_bytes()] == []
+    assert SECRET not in "".join(text_of_comet(tmp_path / "run"))
     assert SECRET not in finished.output
 
 
+def check_profiles(case: str, folder: Path, summary: dict[str, Any] | None) -> None:
+    """What watched the same run: traces of every rank, counts of bytes and of operations, Horovod's timeline."""
+    assert summary is not None
+    run = folder / "run"
+    for rank in (0, 1):
+        with gzip.open(run / "profile" / f"rank{rank}-steps-2-3.trace.json.gz", "rt") as trace:
+            names = {event.get("name", "") for event in json.load(trace)["traceEvents"]}
+        assert {"aten::mm", "[memory]"} <= names
+        assert len([name for name in names if name.startswith("ProfilerStep#")]) == 2
+        assert "Self CPU" in (run / "profile" / f"rank{rank}-steps-2-3.txt").read_text()
+    sent = json.loads((run / "communication.json").read_text())
+    assert sent["steps"] == STEPS
+    counted = [sum(kind["sent_bytes"] for kind in rank.values()) / STEPS for rank in sent["ranks"]]
+    assert max(counted) == pytest.approx(SENT[case], rel=0.05)  # and a few numbers beside
+    text = (folder / "flops.txt").read_text()
+    found = re.search(r"a step of +2 micro-batches ([\d.]+) MFLOP", text)
+    assert found, text
+    whole = summary["flops_per_unit"] * summary["units_per_step"] / 1e6
+    if case == "pipeline":  # rank 0 has the first layers alone
+        assert 0.2 * whole < float(found[1]) < 0.6 * whole
+    else:  # what was counted as it ran is what was traced without running
+        assert float(found[1]) == pytest.approx(whole / 2, rel=1e-3)
+    assert 0 < summary["mfu"] < 1
+    assert summary["mfu"] == pytest.approx(summary["rate"] * summary["flops_per_unit"] / summary["peak_flops"])
+    assert (run / "output" / "rank1.log").exists()
+    if case == "horovod":
+        assert "ALLREDUCE" in json.dumps(json.loads((run / "timeline.json").read_text()))
+
+
 NAMES = {
+    "Train/Samples/mfu": "mfu",
+    "Train/Samples/sent_bytes": "sent_bytes",
     "Train/Samples/train_loss": "loss",
     "Train/Samples/lr": "learning_rate",
     "Train/Samples/gradient_norm": "gradient_norm",
@@ -105,6 +152,13 @@ NAMES = {
     "Train/Samples/memory_bytes": "memory_bytes",
     "Evaluation/accuracy": "evaluation.accuracy",
 }
+WEIGHTS, VOCABULARY, ROW = 34_176, 256 * 32, 16 * 32
+SENT = {
+    "zero2": 4 * WEIGHTS * 2.5,  # all-reduced after each of two micro-batches, and half of them gathered, on two ranks
+    "pipeline": 4 * (VOCABULARY + BATCH * ROW),  # the tied weight's gradient, and activations or their gradients
+    "horovod": 4 * WEIGHTS,
+}
+"""Bytes of the busiest rank in a step."""
 Curves = dict[str, list[tuple[float, Any]]]
 
 
@@ -127,6 +181,30 @@ def from_tensorboard(folder: Path) -> Curves:
     events = EventAccumulator(str(folder))
     events.Reload()
     return {name: [(event.step, event.value) for event in events.Scalars(name)] for name in events.Tags()["scalars"]}
+
+
+def text_of_comet(directory: Path) -> list[str]:
+    """What an offline experiment would send: a zip file with JSON lines."""
+    (archive,) = directory.glob("*.zip")
+    with zipfile.ZipFile(archive) as files:
+        return [files.read(name).decode(errors="replace") for name in files.namelist()]
+
+
+def from_comet(directory: Path) -> Curves:
+    found: Curves = {}
+    for line in "\n".join(text_of_comet(directory)).splitlines():
+        message = json.loads(line) if line.startswith("{") else {}
+        metric = message.get("payload", {}).get("metric") if message.get("type") == "metric_msg" else None
+        if metric and metric["metricName"] in NAMES:
+            found.setdefault(metric["metricName"], []).append((metric["step"], metric["metricValue"]))
+    return found
+
+
+def from_mlflow(folder: Path) -> Curves:
+    """As its file store has them: a file for each figure, with time, value and step in a line."""
+    (metrics,) = folder.glob("[0-9]*/*/metrics")
+    lines = {name: (metrics / name).read_text().splitlines() for name in NAMES}
+    return {name: [(int(line.split()[2]), float(line.split()[1])) for line in found] for name, found in lines.items()}
 
 
 def from_wandb(directory: Path) -> Curves:

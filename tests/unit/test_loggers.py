@@ -20,7 +20,7 @@ from dsframe.report.loggers import Loggers
 
 def make(file: dict[str, Any], folder: Path, done: int = 0) -> Loggers:
     config = load({"train_batch_size": 4} | file)
-    return Loggers(config.deepspeed, {}, folder, train_batch_size=4, done_steps=done)
+    return Loggers(config, {}, folder, train_batch_size=4, done_steps=done)
 
 
 def test_a_resumed_run_goes_on_with_its_figures_and_a_new_one_begins_again(tmp_path: Path) -> None:
@@ -57,7 +57,7 @@ def test_other_peoples_files_in_the_same_folder_are_left_alone(tmp_path: Path) -
 
 
 def test_comet_gets_what_its_section_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The package is not installed: a stand-in with the calls that DeepSpeed's own monitor makes."""
+    """A stand-in with the calls that DeepSpeed's own monitor makes; tests/engines/test_loggers.py has the package itself."""
     said: list[Any] = []
 
     class Experiment:
@@ -87,6 +87,20 @@ def test_comet_gets_what_its_section_says(tmp_path: Path, monkeypatch: pytest.Mo
     assert said == [{"project": "p", "online": False}, "n", (name, 1.0, 4), (name, 3.0, 12), "end"]
 
 
+def test_a_resumed_run_goes_on_in_its_run_of_mlflow(tmp_path: Path) -> None:
+    pytest.importorskip("mlflow", reason="MLflow is not installed")
+    section = {"enabled": True, "tracking_uri": str(tmp_path / "mlruns"), "experiment": "tests"}
+    for done in (0, 2, 0):
+        found = make({"dsframe": {"mlflow": section}}, tmp_path, done)
+        found.write({"step": done + 1, "loss": 1.0, "gradient_norm": None})
+        found.close()
+    runs = [folder for folder in tmp_path.glob("mlruns/[0-9]*/*") if (folder / "metrics").is_dir()]
+    written = [(run / "metrics" / "Train" / "Samples" / "train_loss").read_text().splitlines() for run in runs]
+    steps = sorted([int(line.split()[2]) for line in lines] for lines in written)
+    assert steps == [[4], [4, 12]]
+    assert all("end_time: null" not in (run / "meta.yaml").read_text() for run in runs)
+
+
 def test_a_package_that_is_missing_is_an_error_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     find = importlib.util.find_spec
     monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "wandb" else find(name))
@@ -94,6 +108,10 @@ def test_a_package_that_is_missing_is_an_error_before_anything_starts(monkeypatc
     (problem,) = loggers.missing(config)
     assert (problem.severity, problem.path) == ("error", "wandb")
     assert "pip install wandb" in problem.remedy
+    monkeypatch.setattr(importlib.util, "find_spec", lambda name: None if name == "mlflow" else find(name))
+    (problem,) = loggers.missing(load({"train_batch_size": 4, "dsframe": {"mlflow": {"enabled": True}}}))
+    assert (problem.severity, problem.path) == ("error", "dsframe.mlflow")
+    assert "pip install mlflow-skinny" in problem.remedy
 
 
 @pytest.mark.parametrize("engine", TABLE)

@@ -79,14 +79,15 @@ class Comet(Section):
 
 
 class FlopsProfiler(Section):
-    """Counts operations, parameters and time per module at one step. Turns ``wall_clock_breakdown`` on."""
+    """Operations, parameters and time of each module in one step, on rank 0. Counted by dsframe on every engine, as they are run,
+    forward and backward; times are of the step that is named and counts of the next, because counting takes time."""
 
     enabled: bool = False
     """Turns it on."""
     recompute_fwd_factor: NonNegative = 0.0
-    """Share of the forward pass that activation checkpointing repeats, for the count of operations."""
+    """Without effect in dsframe: what activation checkpointing repeats is counted as it happens."""
     profile_step: Size = 1
-    """The step that is profiled; choose one after warm-up."""
+    """Steps before the one that is profiled; choose one after warm-up."""
     module_depth: int = -1
     """Depth of modules in the report; -1 is the innermost."""
     top_modules: Count = 1
@@ -94,11 +95,12 @@ class FlopsProfiler(Section):
     detailed: bool = True
     """Print the profile of each module."""
     output_file: str | None = None
-    """Where the report goes. Default: standard output."""
+    """Where the report goes. Default: among what the run says, on standard error."""
 
 
 class CommsLogger(Section):
-    """Counts and times collectives. In DeepSpeed the mere presence of the section creates the logger."""
+    """What each rank sends, counted by dsframe on every engine: ``communication.json`` in the run's directory, ``sent_bytes`` among
+    the figures. Calls and bytes; times are in traces (``dsframe.profile``) and in Horovod's timeline. Slower."""
 
     coerced: ClassVar[bool] = True
 
@@ -111,7 +113,7 @@ class CommsLogger(Section):
     verbose: bool = False
     """Print each operation."""
     debug: bool = False
-    """Add the caller to each operation's name."""
+    """Tell operations apart by the function that had them sent."""
 
 
 class ThroughputTimer(Section):

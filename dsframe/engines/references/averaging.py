@@ -23,7 +23,6 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsframe.checkpoint.state import EngineState, ParameterState
-from dsframe.engine import StepResult
 from dsframe.engines.references.common import ReferenceEngine
 
 
@@ -31,6 +30,7 @@ class ParameterAveragingEngine(ReferenceEngine):
     """Every rank for itself; weights are averaged now and then."""
 
     sees_overflows = False
+    averages_gradients = False
 
     @property
     def description(self) -> str:
@@ -43,9 +43,6 @@ class ParameterAveragingEngine(ReferenceEngine):
         if (self._updates + 1) % self.plan.config.settings.parameter_averaging.every_steps == 0:
             for parameter in self._parameters:
                 parameter.data.copy_(self._mean(parameter.data))
-
-    def _update(self, loss: Tensor, learning_rate: float, scale: float) -> StepResult:
-        return replace(super()._update(loss, learning_rate, scale), gradient_norm=None)  # there is no global gradient
 
     @torch.no_grad()
     def _mean(self, tensor: Tensor) -> Tensor:

@@ -1,0 +1,47 @@
+"""Parts of the ``dsframe`` section about what a run tells while it goes on, where DeepSpeed has no section for it."""
+# ruff: noqa: RUF012 - pydantic copies mutable defaults
+
+from typing import Literal
+
+from dsframe.config.schema.base import Count, Section, Size
+
+
+class Mlflow(Section):
+    """MLflow, in the way of DeepSpeed's own sections ``tensorboard``, ``wandb``, ``csv_monitor`` and ``comet``. Needs the package
+    ``mlflow`` or ``mlflow-skinny``."""
+
+    enabled: bool = False
+    """Turns it on."""
+    tracking_uri: str | None = None
+    """Server, database or folder. Default: $MLFLOW_TRACKING_URI, else the folder ``mlruns`` where the run was started."""
+    experiment: str = "dsframe"
+    """Experiment, made where there is none of that name."""
+    run_name: str | None = None
+    """Name of the run. Default: that of the run's directory."""
+
+
+class Profile(Section):
+    """Traces of torch's profiler: files for https://ui.perfetto.dev or chrome://tracing, and tables of what took longest, in the
+    folder ``profile`` of the run's directory. Steps are counted from the first that the process takes."""
+
+    wait: Size = 1
+    """Steps that pass first."""
+    warmup: Size = 1
+    """Steps that the profiler takes to get going, and throws away."""
+    active: Count = 3
+    """Steps that one trace has."""
+    repeat: Count = 1
+    """Traces, each after such a wait."""
+    ranks: Literal["all"] | list[Size] = [0]
+    """Whose."""
+    memory: bool = False
+    """Each allocation too."""
+    shapes: bool = False
+    """Shapes of operands too."""
+    stacks: bool = False
+    """Lines of Python too. Slow."""
+
+    @property
+    def steps(self) -> int:
+        """How many all of it takes."""
+        return (self.wait + self.warmup + self.active) * self.repeat

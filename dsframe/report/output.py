@@ -1,0 +1,110 @@
+"""What ranks other than 0 print: marked with their rank, or filed by rank, so that nobody has to guess who said it.
+
+Launchers differ: horovodrun marks every line (``[1]<stderr>:``), torchrun, deepspeed, mpirun and srun mark none unless asked to.
+"""
+
+from __future__ import annotations
+
+import os
+import sys
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, TextIO
+
+from dsframe.config.settings_report import Profile
+from dsframe.world import World
+
+FOLDER = "output"
+"""In the run's directory."""
+
+
+class Marked:
+    """A stream that puts ``mark`` before each line, and writes lines whole, so that those of other ranks do not get into them."""
+
+    def __init__(self, stream: TextIO, mark: str) -> None:
+        self._stream, self._mark, self._part = stream, mark, ""
+
+    def write(self, text: str) -> int:
+        """Holds back what is not a line yet."""
+        *lines, self._part = (self._part + text).replace("\r\n", "\n").replace("\r", "\n").split("\n")
+        if lines:
+            self._stream.write("".join(self._marked(line) + "\n" for line in lines))
+            self._stream.flush()
+        return len(text)
+
+    def close_line(self) -> None:
+        """Writes what is held back."""
+        if self._part:
+            self.write("\n")
+
+    def _marked(self, line: str) -> str:
+        return line if line.startswith(self._mark) or not line else self._mark + line
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self._stream, name)
+
+
+@contextmanager
+def arranged(world: World, how: str, directory: Path, *, append: bool) -> Iterator[None]:
+    """Around what this process prints. Rank 0's goes where it always went.
+
+    ``how``: "prefix", "files" (in ``directory``; libraries' own lines too, which do not pass Python) or "plain". ``append``: to an
+    earlier attempt's files.
+    """
+    if world.is_main or how == "plain" or (how == "prefix" and world.launcher == "horovodrun"):
+        yield
+    elif how == "files":
+        with _filed(directory / FOLDER / f"rank{world.rank}.log", append=append):
+            yield
+    else:
+        with _prefixed(f"[rank {world.rank}] "):
+            yield
+
+
+@contextmanager
+def _prefixed(mark: str) -> Iterator[None]:
+    before = sys.stdout, sys.stderr
+    out, err = Marked(sys.stdout, mark), Marked(sys.stderr, mark)
+    sys.stdout, sys.stderr = out, err
+    try:
+        yield
+    finally:
+        out.close_line()
+        err.close_line()
+        sys.stdout, sys.stderr = before
+
+
+@contextmanager
+def _filed(path: Path, *, append: bool) -> Iterator[None]:
+    path.parent.mkdir(parents=True, exist_ok=True)
+    kept = os.dup(1), os.dup(2)
+    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if append else os.O_TRUNC), 0o666)
+    _flush()
+    os.dup2(target, 1)
+    os.dup2(target, 2)
+    os.close(target)
+    try:
+        yield
+    finally:
+        _flush()
+        for descriptor, number in zip(kept, (1, 2), strict=True):
+            os.dup2(descriptor, number)
+            os.close(descriptor)
+
+
+def _flush() -> None:
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+
+
+def hush(profile: Profile | None, *, verbose: bool, quiet: bool) -> None:
+    """Before torch is imported: its profiler says when it begins and ends, and with ``memory`` that there was some before.
+    ``quiet``: loggers' packages say nothing either."""
+    if quiet:
+        os.environ.setdefault("WANDB_SILENT", "true")
+        os.environ.setdefault("COMET_LOGGING_CONSOLE", "ERROR")
+    if profile is not None and not verbose:
+        os.environ.setdefault("KINETO_LOG_LEVEL", "6")  # more than any message has; measured, torch 2.13
+        if profile.memory:
+            os.environ.setdefault("TORCH_CPP_LOG_LEVEL", "ERROR")

@@ -1,0 +1,195 @@
+"""What counts operations and marks output. ``tests/engines/test_loggers.py`` has real runs with all of it."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dsframe.check import main as check
+from dsframe.config import load
+from dsframe.config.rules_report import KINDS, kind_of
+from dsframe.errors import ConfigError
+from dsframe.report.flops import FlopsProfile, amount
+from dsframe.report.output import Marked
+from dsframe.report.traffic import TrafficLog
+from dsframe.report.utilization import Utilization, peak_flops
+from tests.processes import REPOSITORY
+
+CPU = torch.device("cpu")
+
+
+def profiled(model: nn.Module, inputs: torch.Tensor, **section: Any) -> tuple[FlopsProfile, str]:
+    settings = load({"train_batch_size": 4, "flops_profiler": {"enabled": True, "profile_step": 0, **section}})
+    said: list[str] = []
+    found = FlopsProfile(settings.deepspeed.flops_profiler, 1, 2, CPU, said.append)
+    for step in (1, 2):
+        with found.step(step):
+            model(inputs).sum().backward()
+    assert said == ([] if "output_file" in section else [found.text()])
+    return found, found.text()
+
+
+def test_operations_of_modules_are_those_that_deepspeeds_profiler_counts(capsys: pytest.CaptureFixture[str]) -> None:
+    pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
+    from deepspeed.profiling.flops_profiler import get_model_profile
+
+    model = nn.Sequential(
+        nn.Conv2d(3, 8, 3, stride=2), nn.ReLU(), nn.Conv2d(8, 16, 3, padding=1, groups=2), nn.Flatten(), nn.Linear(784, 10)
+    )  # fmt: skip
+    _, macs, parameters = get_model_profile(
+        model, (5, 3, 16, 16), print_profile=False, as_string=False, warm_up=0, detailed=False
+    )
+    capsys.readouterr()
+    found, text = profiled(model, torch.randn(5, 3, 16, 16))
+    assert found.forward == 2 * macs
+    assert f"{parameters:,}" in text
+    # Backwards, each product is two: for its inputs (not the first's: they need no gradient) and for its weights.
+    first = 2 * 5 * 8 * 7 * 7 * 27
+    assert found.backward == 2 * found.forward - first
+    rows = {line.split()[0]: line for line in text.splitlines() if "(" in line}
+    assert f"{amount(2 * 5 * 784 * 10)}" in rows["4"]
+    assert "100.0%" in rows["Sequential"]
+
+
+def test_what_is_computed_again_counts_in_the_backward_pass(tmp_path: Path) -> None:
+    from torch.utils.checkpoint import checkpoint
+
+    class Again(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.inner = nn.Sequential(nn.Linear(8, 16), nn.GELU(), nn.Linear(16, 8))
+
+        def forward(self, inputs: torch.Tensor) -> Any:
+            return checkpoint(self.inner, inputs, use_reentrant=False)
+
+    file = tmp_path / "deep" / "flops.txt"
+    found, text = profiled(
+        Again(), torch.randn(4, 8, requires_grad=True), output_file=str(file), module_depth=1, top_modules=1
+    )
+    assert found.forward == 2 * 2 * 4 * 8 * 16
+    assert found.backward == 2.5 * found.forward  # the second layer's output is needed by nobody
+    assert file.read_text().strip() == text
+    assert "inner (Sequential)" in text
+    assert "(Linear)" not in text  # deeper than asked for
+
+
+def test_the_peak_is_more_than_a_model_makes_of_it_and_soon_measured() -> None:
+    peak_flops(torch.float32, CPU)
+    for dtype in (torch.float32, torch.float16):  # the second is slow on most CPUs
+        began = time.perf_counter()
+        found = peak_flops(dtype, CPU)
+        assert time.perf_counter() - began < 3
+        assert found > 1e8
+    assert Utilization(2e6, 1e9).of(100) == pytest.approx(0.2)
+
+
+FILE = {"train_batch_size": 4, "dsframe": {"steps": 4}}
+MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
+    "longer than the run": ({"dsframe": {"steps": 4, "profile": {"active": 9}}}, "(1 + 1 + 9) x 1 = 11 steps, and the run has 4"),
+    "no rank": ({"dsframe": {"profile": {"ranks": []}}}, "names no rank"),
+    "a rank that is not there": ({"dsframe": {"profile": {"ranks": [0, 2]}}}, "no rank 2 among 2 processes"),
+    "a step that does not come": ({**FILE, "flops_profiler": {"enabled": True, "profile_step": 4}}, "the run has 4"),
+    "no collective": (
+        {**FILE, "comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce", "all_redcue"]}},
+        "'all_redcue' is no collective; there are all_reduce, all_gather,",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("mistake", MISTAKES)
+def test_nonsense_is_found_before_anything_starts(
+    mistake: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    more, message = MISTAKES[mistake]
+    file = tmp_path / "file.json"
+    file.write_text(json.dumps({"train_batch_size": 4} | more))
+    assert check([str(file), "-np", "2"]) == 2
+    assert message in capsys.readouterr().out
+
+
+def test_names_of_collectives() -> None:
+    names = (
+        "all_gather_into_tensor",
+        "reduce_scatter_tensor",
+        "all_to_all_single",
+        "isend",
+        "recv",
+        "broadcast",
+        "reduce",
+    )
+    assert [kind_of(name) for name in names] == [
+        "all-gather", "reduce-scatter", "all-to-all", "send", "receive", "broadcast", "reduce",
+    ]  # fmt: skip
+    assert all(kind_of(kind.replace("-", "_")) == kind for kind in KINDS)
+    with pytest.raises(ConfigError):
+        load({**FILE, "comms_logger": {"enabled": True, "prof_all": False, "prof_ops": [3]}})
+
+
+def test_the_logger_of_collectives_counts_what_it_is_asked_for(tmp_path: Path) -> None:
+    said: list[str] = []
+    section = {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce"], "verbose": True, "debug": True}
+    logger = load({"train_batch_size": 4, "comms_logger": section}).deepspeed.comms_logger
+    assert logger is not None
+    log = TrafficLog(logger, tmp_path, said.append)
+    with log.step(1):
+        log._counter.add("all-reduce", 1000, 2)
+        log._counter.add("all-gather", 5000, 2)
+    assert log.sent_bytes() == 1000
+    assert log.sent_bytes() == 0
+    name = "test_the_logger_of_collectives_counts_what_it_is_asked_for"
+    assert said == [f"step 1: all-reduce of 1,000 bytes among 2 ranks, by {name}"]
+
+
+PROGRAM = """
+import os, subprocess, sys
+from pathlib import Path
+from dsframe.report.output import arranged
+from dsframe.world import World
+print("before")
+with arranged(World(3, 4, 3, 4, launcher=sys.argv[2]), sys.argv[1], Path(sys.argv[3]), append=False):
+    print("one\\ntwo", end=" ")
+    print("[rank 3] marked already", file=sys.stderr)
+    os.write(2, b"native\\n")
+print("after")
+"""
+MARKED = "before\n[rank 3] one\n[rank 3] two \nafter\n"
+PLAIN = "before\none\ntwo after\n"
+
+
+@pytest.mark.parametrize(
+    ("how", "launcher", "out", "err", "filed"),
+    [
+        ("prefix", "torchrun", MARKED, {"[rank 3] marked already", "native"}, ""),
+        ("prefix", "horovodrun", PLAIN, {"[rank 3] marked already", "native"}, ""),
+        ("plain", "deepspeed", PLAIN, {"[rank 3] marked already", "native"}, ""),
+        ("files", "deepspeed", "before\nafter\n", set(), "one two [rank 3] marked already native"),
+    ],
+)
+def test_what_other_ranks_print_says_whose_it_is(
+    how: str, launcher: str, out: str, err: set[str], filed: str, tmp_path: Path
+) -> None:
+    command = [sys.executable, "-c", PROGRAM, how, launcher, str(tmp_path)]
+    done = subprocess.run(command, capture_output=True, text=True, timeout=60, check=True, cwd=REPOSITORY)
+    assert done.stdout == out
+    assert set(done.stderr.splitlines()) == err
+    log = tmp_path / "output" / "rank3.log"
+    text = log.read_text() if log.exists() else ""
+    assert sorted(text.replace("\n", " ").split()) == sorted(filed.split())
+
+
+def test_lines_stay_whole_and_carry_one_mark(capsys: pytest.CaptureFixture[str]) -> None:
+    stream = Marked(sys.stdout, "[rank 1] ")
+    for piece in ("a", "b\rc\r\n", "\n", "d"):
+        stream.write(piece)
+    assert capsys.readouterr().out == "[rank 1] ab\n[rank 1] c\n\n"
+    stream.close_line()
+    assert capsys.readouterr().out == "[rank 1] d\n"
+    assert stream.isatty() == sys.stdout.isatty()
