@@ -4,7 +4,7 @@ SHELL := bash
 export PATH := $(CURDIR)/launch/bin:$(CURDIR)/.venv/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 .DEFAULT_GOAL := help
-.PHONY: help setup train test mpi launchers portability kill-test lint format equivalence footprint startup soak docs clean
+.PHONY: help setup train test mpi launchers portability kill-test lint format equivalence footprint predictions startup soak docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -50,6 +50,9 @@ equivalence: setup ## every engine beside one process, losses and weights: the t
 
 footprint: setup ## what every engine holds and sends, beside theory: the tables of the README (10 minutes)
 	python -m tests.footprint
+
+predictions: setup ## what the plan says of memory and time beside what runs take: the table of the README (10 minutes)
+	python -m tests.predictions
 
 startup: setup ## from the command to the first step, warm and without compiled ops, beside scripts written by hand (10 minutes)
 	python -m benchmarks.startup

@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -32,6 +32,7 @@ SIZES_BYTES = (2**20, 2**26)
 REPEATS = {LATENCY_BYTES: 100, 2**20: 30, 2**26: 7}
 """Medians of so many, after a tenth as many (at least 2) that do not count."""
 LIMIT_SECONDS = 120.0
+_QUIETLY = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
 @dataclass(frozen=True)
@@ -56,30 +57,35 @@ def measure(transport: str) -> list[Timing] | str:
     ``transport``: gloo, nccl (torch.distributed), horovod-gloo, horovod-mpi or horovod-nccl.
     """
     own_part = [sys.executable, "-m", "dsframe.collectives", transport]
-    path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore", "PATH": path}
     with tempfile.TemporaryDirectory() as folder:
         result = Path(folder, "timings.json")
         if transport.startswith("horovod-"):
             controller = {"horovod-mpi": ["--mpi"]}.get(transport, ["--gloo"])
+            path = os.pathsep.join([str(Path(sys.executable).parent), os.environ.get("PATH", os.defpath)])
+            environment = os.environ | _QUIETLY | {"PATH": path}
             commands = [["horovodrun", *controller, "-np", str(PROCESSES), *own_part, "--out", str(result)]]
-            environments = [environment]
+            failure = _run(commands, [environment], Path(folder, "log"))
         else:
-            commands = [[*own_part, "--out", str(result)]] * PROCESSES
-            port = str(free_port())
-            environments = [
-                environment
-                | {"RANK": str(rank), "WORLD_SIZE": str(PROCESSES), "LOCAL_RANK": str(rank)}
-                | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-                for rank in range(PROCESSES)
-            ]
-        failure = _run(commands, environments, Path(folder, "log"))
+            failure = run_ranks([*own_part, "--out", str(result)], PROCESSES, Path(folder, "log"), _QUIETLY)
         if failure or not result.exists():
             return failure or "it left no timings"
         return [
             Timing(name, {int(size): value for size, value in seconds.items()})
             for name, seconds in json.loads(result.read_text()).items()
         ]
+
+
+def run_ranks(command: Sequence[str], processes: int, log: Path, variables: Mapping[str, str]) -> str | None:
+    """Runs ``command`` as so many ranks on this host, which meet as torch's launcher has it; None, or why it failed."""
+    port = str(free_port())
+    environments = [
+        os.environ
+        | variables
+        | {"RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_RANK": str(rank)}
+        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
+        for rank in range(processes)
+    ]
+    return _run([command] * processes, environments, log)
 
 
 def _run(commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], log: Path) -> str | None:

@@ -92,7 +92,9 @@ def held(file: DeepSpeed, ranks: int, engine: str = "deepspeed") -> Cost:
     host = 0.0
     if stage >= 1:
         if deepspeed and (zero.optimizer_device == "cpu" or (zero.optimizer_device == "nvme" and stage < 3)):
-            host = (optimizer + 4.0) / ranks  # with the gradients, in fp32
+            # with the gradients, in fp32, and a buffer in the model's own format (stage3.py: grad_partitions_flat_buffer;
+            # stage_1_and_2.py: param_buffer_of_bit16_for_cpu_offload_groups)
+            host = (optimizer + 4.0 + (2.0 if short else 4.0)) / ranks
         optimizer = 0.0 if deepspeed and zero.optimizer_device != "none" else optimizer / ranks
     if stage >= 2:
         gradient = 0.0 if deepspeed and zero.optimizer_device != "none" else gradient / ranks

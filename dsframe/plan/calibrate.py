@@ -1,80 +1,141 @@
-"""A short measurement of this machine, for predictions in its own seconds: the model's passes, memory, collectives."""
+"""A short measurement of this machine, for predictions in its own seconds: the model's passes, memory, collectives.
+
+Everything is measured in as many processes at once as the run has, because they share caches, memory and cores:
+``python -m dsframe.plan.calibrate`` is one of them.
+"""
 
 from __future__ import annotations
 
+import argparse
+import json
 import os
 import statistics
+import sys
+import tempfile
 import time
+from collections.abc import Callable, Sequence
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dsframe import collectives
-from dsframe.config import Config
+from dsframe import collectives, engines, tasks
+from dsframe.config import Config, load
 from dsframe.engine import call
 from dsframe.engines import precision
+from dsframe.plan.choose import engine_of
 from dsframe.plan.hardware import TABLE, Hardware
 from dsframe.plan.model import Model
 from dsframe.plan.trace import example
-from dsframe.tasks.task import Task
 
 REPEATS = 5
+MOST = 8
+"""Processes that are started at most."""
 _LARGE = 2**26
 """Bytes of the tensors whose copies and collectives give bandwidths."""
 
 
-def calibrate(config: Config, task: Task, model: Model, processes: int) -> Hardware:
-    """This machine with ``processes`` on it, and how long one sample of ``model`` takes forward and backward.
+def calibrate(config: Config, model: Model, processes: int) -> Hardware:
+    """This machine with ``processes`` on it, and how long one sample of ``model`` takes forward and backward there.
 
-    The passes are run as often as a rank would run them, with as many threads as a rank gets. Raises what the model raises.
+    The file's own task is run, with as many threads as a rank gets. Raises RuntimeError where that fails.
     """
-    on_gpu = torch.cuda.is_available()
-    device = torch.device("cuda" if on_gpu else "cpu")
-    threads = config.settings.threads_per_rank or int(os.environ.get("OMP_NUM_THREADS", "0"))
-    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // processes))
-    found = collectives.measure("nccl" if on_gpu and torch.cuda.device_count() > 1 else "gloo")
-    if isinstance(found, str):
-        raise RuntimeError(f"collectives could not be measured: {found}")
-    latency, bandwidth = _ring({timing.collective: timing.seconds for timing in found})
-    if on_gpu:
-        memory = torch.cuda.mem_get_info(device)[1]
-        reserved = memory - torch.cuda.mem_get_info(device)[0]
+    gpus = torch.cuda.device_count()
+    here = min(processes, gpus or MOST)
+    rows = config.batch(processes, replicas=engines.TABLE[engine_of(config)].replicas).micro_batch_size
+    with tempfile.TemporaryDirectory() as folder:
+        file, result = Path(folder, "file.json"), Path(folder, "measured.json")
+        file.write_text(json.dumps(config.shown()), encoding="utf-8")
+        command = [sys.executable, "-m", "dsframe.plan.calibrate", str(file), "--rows", str(rows), "--out", str(result)]
+        failure = collectives.run_ranks(command, here, Path(folder, "log"), {"PYTHONWARNINGS": "ignore"})
+        if failure or not result.exists():
+            raise RuntimeError(f"this machine could not be measured: {failure or 'it left no timings'}")
+        found: dict[str, float] = json.loads(result.read_text(encoding="utf-8"))
+    latency, bandwidth = (found["latency"], found["bandwidth"]) if here > 1 else _two_ranks(on_gpu=gpus > 0)
+    if gpus:
+        free, memory = torch.cuda.mem_get_info()
+        reserved = float(memory - free)
     else:
         import psutil
 
-        memory, reserved = psutil.virtual_memory().total // processes, psutil.Process().memory_info().rss
-    moved = 2 * _LARGE / _seconds(_copier(device), device)
-    base = TABLE["cpu"]
+        memory, reserved = psutil.virtual_memory().total // processes, found["resident"]
+    base, moved = TABLE["cpu"], found["moved"]
     machine = Hardware(
         name="this machine",
         memory_bytes=float(memory),
-        flops_short=_products(torch.bfloat16, device),
-        flops_full=_products(torch.float32, device),
+        flops_short=found["flops_short"],
+        flops_full=found["flops_full"],
         memory_bandwidth=moved,
         devices=max(processes, 2),
         link_bandwidth=bandwidth,
         network_bandwidth=bandwidth,
         link_latency=latency,
         network_latency=latency,
-        host_bandwidth=moved if not on_gpu else base.host_bandwidth,
-        host_memory_bandwidth=moved if not on_gpu else base.host_memory_bandwidth,
+        host_bandwidth=base.host_bandwidth if gpus else moved,
+        host_memory_bandwidth=base.host_memory_bandwidth if gpus else moved,
         host_memory_bytes=float(memory),
-        reserved_bytes=float(reserved),
-        lazy_memory=not on_gpu,
+        reserved_bytes=reserved,
+        lazy_memory=not gpus,
         compute_share=1.0,
         transfer_share=1.0,
     )
-    rows = config.batch(processes, replicas=True).micro_batch_size
-    return replace(machine, known={model.key: _seconds(_passes(config, task, rows, device), device) / rows})
+    return replace(machine, known={model.key: found["passes"] / rows})
 
 
-def _ring(seconds: dict[str, dict[int, float]]) -> tuple[float, float]:
-    """Latency of a hop and bandwidth, from an all-reduce of two ranks: 2 hops, each of half the tensor."""
-    small, large = seconds["all_reduce"][collectives.LATENCY_BYTES], seconds["all_reduce"][_LARGE]
-    return small / 2, _LARGE / max(large - small, 1e-9)
+def _two_ranks(*, on_gpu: bool) -> tuple[float, float]:
+    """Latency of a hop and bandwidth, for what one process would become."""
+    found = collectives.measure("nccl" if on_gpu and torch.cuda.device_count() > 1 else "gloo")
+    if isinstance(found, str):
+        raise RuntimeError(f"collectives could not be measured: {found}")
+    seconds = next(timing.seconds for timing in found if timing.collective == "all_reduce")
+    return _ring(2, seconds[collectives.LATENCY_BYTES], seconds[_LARGE])
+
+
+def _ring(ranks: int, small: float, large: float) -> tuple[float, float]:
+    """Latency of a hop and bandwidth, from the seconds of all-reduces of next to nothing and of ``_LARGE`` bytes."""
+    hops = 2 * (ranks - 1)
+    return small / hops, hops / ranks * _LARGE / max(large - small, 1e-9)
+
+
+# One of the processes.
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """**Collective.** Measures as one process of several; rank 0 writes what the slowest of them took to ``--out``."""
+    parser = argparse.ArgumentParser(prog="dsframe.plan.calibrate")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--rows", required=True, type=int)
+    parser.add_argument("--out", required=True, type=Path)
+    options = parser.parse_args(argv)
+    config = load(options.file)
+    rank, ranks = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    device = torch.device("cuda", rank) if torch.cuda.is_available() else torch.device("cpu")
+    threads = config.settings.threads_per_rank or int(os.environ.get("OMP_NUM_THREADS", "0"))
+    torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // ranks))
+    os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    found = {
+        "passes": _seconds(_passes(config, options.rows, device), device),
+        "flops_short": _products(torch.bfloat16, device),
+        "flops_full": _products(torch.float32, device),
+        "moved": 2 * _LARGE / _seconds(_copier(device), device),
+    }
+    if ranks > 1:
+        small, large = torch.zeros(2, device=device), torch.zeros(_LARGE // 4, device=device)
+        times = [_seconds(lambda tensor=tensor: dist.all_reduce(tensor), device) for tensor in (small, large)]  # type: ignore[misc]
+        found["latency"], found["bandwidth"] = _ring(ranks, *times)
+    dist.destroy_process_group()
+    if rank == 0:
+        from dsframe.report.memory import resident_bytes
+
+        options.out.write_text(json.dumps(found | {"resident": resident_bytes(device)}), encoding="utf-8")
+    return 0
 
 
 def _products(dtype: torch.dtype, device: torch.device) -> float:
@@ -84,13 +145,14 @@ def _products(dtype: torch.dtype, device: torch.device) -> float:
     return 2.0 * size**3 / _seconds(lambda: left @ right, device)
 
 
-def _copier(device: torch.device) -> Any:
+def _copier(device: torch.device) -> Callable[[], Any]:
     source, target = (torch.zeros(_LARGE // 4, device=device) for _ in range(2))
     return lambda: target.copy_(source)
 
 
-def _passes(config: Config, task: Task, rows: int, device: torch.device) -> Any:
+def _passes(config: Config, rows: int, device: torch.device) -> Callable[[], None]:
     """A micro-batch forward and backward, of zeros in the shapes of the task's samples."""
+    task = tasks.build(config.settings.task, config.settings.seed)
     dtype = precision.parameter_dtype(config)
     with device:
         model = task.model()
@@ -114,13 +176,20 @@ def _passes(config: Config, task: Task, rows: int, device: torch.device) -> Any:
     return once
 
 
-def _seconds(action: Any, device: torch.device) -> float:
-    """Median of some calls, after two that do not count."""
+def _seconds(action: Callable[[], Any], device: torch.device) -> float:
+    """**Collective.** Median over some calls, after two that do not count, of the time that the slowest rank took."""
     times = []
     for _ in range(REPEATS + 2):
+        dist.barrier()
         began = time.perf_counter()
         action()
         if device.type == "cuda":
             torch.cuda.synchronize(device)
-        times.append(time.perf_counter() - began)
+        taken = torch.tensor(time.perf_counter() - began, device=device)
+        dist.all_reduce(taken, dist.ReduceOp.MAX)
+        times.append(float(taken))
     return statistics.median(times[2:])
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -88,7 +88,8 @@ class Case:
     @property
     def checkpointed(self) -> bool:
         """Whether blocks keep their inputs alone and compute the rest again."""
-        return bool(self.settings.model.activation_checkpointing)
+        recomputes = self.stages > 1 and self.file.pipeline.activation_checkpoint_interval > 0
+        return bool(self.settings.model.activation_checkpointing) or recomputes
 
     @property
     def passes(self) -> int:
@@ -99,8 +100,15 @@ class Case:
     def cost(self) -> memory.Cost:
         """Bytes on a rank of each parameter that its stage and its tensor slice hold."""
         one = memory.held(self.file, self.data, self.engine)
-        whole = self.engine == "fsdp" and self.settings.fsdp.accumulate == "whole" and self.steps > 1
+        whole = self.accumulates_whole and self.steps > 1
         return replace(one, gradient=one.gradient * self.data) if whole else one
+
+    @property
+    def accumulates_whole(self) -> bool:
+        """Whether gradients that end in shares are kept whole until the last micro-batch, and reduced once."""
+        if self.engine == "fsdp":
+            return self.settings.fsdp.accumulate == "whole"
+        return not self.replicas and self.zero >= 2 and self.settings.deepspeed.accumulate == "whole"
 
     @property
     def gradient_bytes(self) -> float:
@@ -110,6 +118,8 @@ class Case:
             return 4.0 if "32" in kind else 2.0
         if self.engine == "horovod" and self.settings.horovod.compression == "fp16":
             return 2.0
+        if self.engine == "ddp":
+            return 2.0 if self.settings.ddp.communication in ("fp16", "bf16") else float(self.model.bytes_each)
         return 4.0 if self.replicas else float(self.model.bytes_each)
 
     @property
@@ -133,9 +143,7 @@ class Case:
     @property
     def reductions(self) -> int:
         """How often in a step gradients are exchanged."""
-        if self.engine == "fsdp":
-            return self.steps if self.settings.fsdp.accumulate == "shards" else 1
-        return self.steps if self.zero >= 2 else 1
+        return self.steps if self.zero >= 2 and not self.accumulates_whole else 1
 
 
 def elements(part: Sequence[Segment]) -> int:

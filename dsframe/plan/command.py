@@ -117,7 +117,7 @@ def _facts(config: Config, options: argparse.Namespace, processes: int) -> tuple
         return model, machine
     from dsframe.plan.calibrate import calibrate
 
-    return model, calibrate(config, task, model, processes)
+    return model, calibrate(config, model, processes)
 
 
 def _text(

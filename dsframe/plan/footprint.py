@@ -11,6 +11,12 @@ from dsframe.plan.model import Segment
 HEAP_HOLES = 0.25
 """On a CPU the heap keeps holes between tensors that come and go: so much of the activations on top (glibc 2.36, measured:
 a GPT of 3 million parameters, 141 MB of activations)."""
+HEAP_HOLES_OF_STAGES = 1.0
+"""The same in a pipeline, where one micro-batch's activations are made while another's are given up (measured likewise: 0.98 in
+the first of two stages of a GPT of 19 million parameters)."""
+_COMPILER_BYTES = 50e6
+"""On a CPU, of the modules of torch's compiler, which DeepSpeed imports when it makes a ZeRO optimizer, because one of those
+that it knows is compiled (deepspeed 0.19.8, ``runtime/zero/utils.py``: is_zero_supported_optimizer; measured)."""
 
 
 @dataclass(frozen=True)
@@ -45,17 +51,32 @@ def footprint(case: Case, part: Sequence[Segment], number: int) -> Memory:
     trained, cost, width = own / case.tensor, case.cost, case.model.bytes_each
     frozen = sum(segment.frozen for segment in part) / case.tensor / (case.data if case.zero == 3 else 1)
     activations = _activations(case, part, number, last)
+    update = max(0.0, _update(case, trained) - activations)
+    on_cpu = case.hardware.lazy_memory
     return Memory(
         parameters=cost.parameter * trained + frozen * width,
         gradients=cost.gradient * trained,
-        optimizer=cost.optimizer * trained,
+        optimizer=(cost.optimizer + (cost.host if on_cpu else 0.0)) * trained,  # offloaded or not: there is one memory
         activations=activations,
-        buffers=_buffers(case, part, trained, last)
-        + max(0.0, _update(case, trained) - activations)
-        + (HEAP_HOLES * activations if case.hardware.lazy_memory else 0.0),
+        buffers=_buffers(case, part, trained, last) + update + (_heap(case, trained, activations) if on_cpu else 0.0),
         reserved=case.hardware.reserved_bytes,
-        host=cost.host * trained,
+        host=0.0 if on_cpu else cost.host * trained,
     )
+
+
+def _heap(case: Case, trained: float, activations: float) -> float:
+    """What a CPU's process holds and no longer uses, at its fullest.
+
+    Blocks below 32 MiB come from one heap, which gives back only what lies at its end (glibc, mallopt(3)), so that it has room
+    for everything small that a step makes, though not at the same time: activations beside the gradients that replace them,
+    and, where parameters lie in shares, each layer's gathered weights and whole gradients.
+    """
+    holes = (HEAP_HOLES if case.stages == 1 else HEAP_HOLES_OF_STAGES) * activations
+    if (
+        case.zero and not case.replicas
+    ):  # the weights as they were built, before DeepSpeed moved them to buffers of its own
+        holes = max(holes, trained * case.model.bytes_each) + _COMPILER_BYTES
+    return holes
 
 
 def _activations(case: Case, part: Sequence[Segment], number: int, last: bool) -> float:
@@ -86,14 +107,30 @@ def _buffers(case: Case, part: Sequence[Segment], trained: float, last: bool) ->
         if case.hardware.lazy_memory:  # pages that nothing is written to do not exist
             bucket = min(bucket, trained)
         size += bucket * width * (2 if zero.overlap_comm and case.zero < 3 else 1)
-        # Stages 1 and 2 flatten a copy to all-reduce (stage_1_and_2.py: allreduce_bucket).
-        if case.zero < 3 and case.data > 1:
-            size += min(zero.reduce_bucket_size, trained) * case.gradient_bytes
-    if case.zero == 3 and case.data > 1:
-        unit = max((s.parameters if case.model.layered else s.largest for s in part), default=0)
-        live = zero.stage3_max_live_parameters if case.engine == "deepspeed" else 2 * unit
-        size += min(trained, max(live, unit)) * width
-    return size
+        if case.zero == 1:  # gradients that fit lie in the bucket
+            size -= min(bucket, trained) * width
+    if case.zero and not case.replicas and case.data > 1:
+        # A flat copy of the bucket is reduced (stage_1_and_2.py: allreduce_bucket; stage3.py: reduce_scatter_coalesced), and Gloo
+        # makes an all-reduce of a reduce-scatter, in a copy of its own.
+        copies = 2 if case.zero == 3 and case.hardware.lazy_memory else 1
+        size += copies * min(zero.reduce_bucket_size, trained) * case.gradient_bytes
+    return size + (_gathered(case, part, trained) if case.zero == 3 and case.data > 1 else 0.0)
+
+
+def _gathered(case: Case, part: Sequence[Segment], trained: float) -> float:
+    """Whole parameters of a model that lies in shares, and what comes with them."""
+    zero, width = case.file.zero_optimization, case.model.bytes_each
+    if case.model.layered:
+        unit = max((s.parameters for s in part), default=0)
+    else:
+        unit = sum(s.parameters for s in part) // max(1, case.model.attentions)
+    if case.engine == "fsdp":
+        # The next block is on its way while one computes. Each is gathered and copied to its place; its gradients are made
+        # whole, and copied in fp32 to be sent. A CPU's heap keeps all of that of every block (see _heap).
+        return (trained if case.hardware.lazy_memory else min(trained, 2 * unit)) * (3 * width + 4)
+    # Gathered; and what is fetched ahead once more, by the ranks' shares (partition_parameters.py: AllGatherCoalescedHandle).
+    ahead = max(zero.stage3_prefetch_bucket_size, unit)
+    return (min(trained, max(zero.stage3_max_live_parameters, unit)) + min(trained, ahead)) * width
 
 
 def _update(case: Case, trained: float) -> float:

@@ -7,11 +7,12 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -37,6 +38,9 @@ class Point:
     """Of a step, measured; None where it was not."""
     slowest: float | None
     predicted: float
+    """With a core or GPU for each process."""
+    crowded: bool = False
+    """Whether processes had to share this machine's cores or GPUs."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -163,29 +167,41 @@ def _points(
     from dsframe.plan.trace import traced
 
     model = traced(config, tasks.build(config.settings.task, config.settings.seed))
-    machine = _machine(config, model, max(counts), options)
     engine = "deepspeed" if config.settings.engine == "auto" else config.settings.engine
+    most = _devices()
+    machines: dict[int, Hardware] = {}
     points = []
     for processes in sorted({*counts, *beyond}):
         try:
             file = load(file_for(config, kind, counts[0], processes))
         except ConfigError:
             continue  # a batch that does not divide has no point
+        alone = min(processes, most)  # what is measured crowded says nothing about larger machines
+        if alone not in machines:
+            machines[alone] = _machine(file, model, alone, options)
+        machine = replace(machines[alone], devices=max(processes, machines[alone].devices))
         guess = predict(file, engine, model, machine, processes)
         times = found.get((kind, processes))
         middle, slowest = (statistics.median(times), max(times)) if times else (None, None)
-        points.append(Point(processes, guess.batch.train_batch_size, middle, slowest, guess.seconds.step))
+        crowded = times is not None and processes > most
+        points.append(Point(processes, guess.batch.train_batch_size, middle, slowest, guess.seconds.step, crowded))
     return points
 
 
+def _devices() -> int:
+    """How many processes of this host run without taking turns."""
+    import torch
+
+    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+
+
 def _machine(config: Config, model: Any, processes: int, options: argparse.Namespace) -> Hardware:
-    from dsframe import tasks
     from dsframe.plan import hardware
     from dsframe.plan.calibrate import calibrate
 
     if options.hardware:
         return hardware.find(options.hardware)
-    return calibrate(config, tasks.build(config.settings.task, config.settings.seed), model, processes)
+    return calibrate(config, model, processes)
 
 
 def table(kind: str, points: Sequence[Point]) -> str:
@@ -204,10 +220,14 @@ def table(kind: str, points: Sequence[Point]) -> str:
             ratios = [f"{ratio * first.processes / point.processes:.0%}"]
         ideal = f"{point.processes / first.processes:.3g}"
         guess = [f"{point.predicted * 1e3:,.4g}", f"{predicted_speed_up(point, first):.2f}"]
-        rows.append([f"{point.processes:,}", f"{point.samples:,}", *times, ideal, *ratios, *guess])
+        rows.append([f"{point.processes:,}{'*' * point.crowded}", f"{point.samples:,}", *times, ideal, *ratios, *guess])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     lines = ["  ".join(cell.rjust(width) for cell, width in zip(row, widths, strict=True)) for row in rows]
-    return "\n".join([f"{kind} scaling", *lines])
+    if any(point.crowded for point in points):
+        lines.append(
+            f"* more processes than this machine's {_devices()} cores or GPUs: they take turns, and cannot be faster"
+        )
+    return "\n".join([f"{kind} scaling; predicted with a core or GPU for each process", *lines])
 
 
 def speed_up(point: Point, first: Point) -> float:
@@ -229,10 +249,14 @@ def draw(results: dict[str, list[Point]]) -> str:
     charts = []
     for kind, points in results.items():
         first = next(point for point in points if point.seconds is not None)
+        measured = [p for p in points if p.seconds is not None]
+        fair = [p for p in measured if not p.crowded]
+        crowded = [*fair[-1:], *(p for p in measured if p.crowded)] if len(fair) < len(measured) else []
         lines = [
             Line("ideal", [(p.processes, p.processes / first.processes) for p in points], dashed=True, series=4),
             Line("predicted", [(p.processes, predicted_speed_up(p, first)) for p in points], dashed=True, series=1),
-            Line("measured", [(p.processes, speed_up(p, first)) for p in points if p.seconds is not None], series=0),
+            Line("measured, cores shared", [(p.processes, speed_up(p, first)) for p in crowded], series=3),
+            Line("measured", [(p.processes, speed_up(p, first)) for p in fair], series=0),
         ]
         title = (
             "Strong scaling: the same global batch"

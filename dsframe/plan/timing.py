@@ -51,7 +51,8 @@ def sent(case: Case, part: Sequence[Segment]) -> dict[str, float]:
         result["parameters"] = case.gathers(held) * weights * case.steps
         result["gradients"] = gradients * case.reductions
     elif case.data > 1:
-        result["gradients"] = 2 * gradients * case.reductions
+        once = case.zero and not case.replicas and not case.file.zero_optimization.use_multi_rank_bucket_allreduce
+        result["gradients"] = (1 if once else 2) * gradients * case.reductions
         if case.zero:
             result["parameters"] = weights
     if case.tensor > 1:

@@ -4,6 +4,11 @@ from __future__ import annotations
 
 import pytest
 
+from dsframe import tasks
+from dsframe.config import load
+from dsframe.plan.hardware import TABLE
+from dsframe.plan.predict import predict
+from dsframe.plan.trace import traced
 from tests import footprint
 from tests.footprint import OFF, Measured, measure
 
@@ -32,6 +37,16 @@ def test_a_rank_sends_what_theory_says(measured: dict[str, Measured], name: str)
     # A pipeline also tells what it will send: 1 kB beside 33 of activations.
     assert measured[name].sent == pytest.approx(measured[name].theory, rel=0.03)
     assert measured[name].received == pytest.approx(measured[name].sent)
+
+
+@pytest.mark.parametrize("name", [*NAMES, *CUT])
+def test_the_plan_says_what_is_measured(measured: dict[str, Measured], name: str) -> None:
+    one = measured[name]
+    config = load(one.case.file(2))
+    model = traced(config, tasks.build(config.settings.task, 0))
+    plan = predict(config, one.case.engine, model, TABLE["cpu"], 2)
+    assert plan.memory.states / model.parameters == pytest.approx(one.total, rel=OFF)
+    assert sum(plan.sent.values()) == pytest.approx(one.sent, rel=0.04)  # and a pipeline's announcements
 
 
 def test_memory_falls_from_stage_to_stage(measured: dict[str, Measured]) -> None:

@@ -11,6 +11,7 @@ import pytest
 
 from dsframe.cli import main
 from dsframe.errors import TrainingError
+from dsframe.plan import scale
 from dsframe.report import trials
 from tests.unit.test_report_page import write_run
 
@@ -94,7 +95,9 @@ def test_scaling(
     tmp_path: Path,
     trained: Trained,
     capsys: pytest.CaptureFixture[str],
+    monkeypatch: pytest.MonkeyPatch,
 ) -> None:
+    monkeypatch.setattr(scale, "_devices", lambda: 2)
     path = write(tmp_path, "file")
     arguments = [
         "-np",
@@ -115,11 +118,15 @@ def test_scaling(
     assert set(points) == {1, 2, 4, 8} | ({3} if kind == "weak" else set())  # 32 samples are not for three
     assert points[8]["seconds"] is None
     assert points[8]["predicted"] > 0
+    assert [count for count, point in points.items() if point["crowded"]] == [4]  # 3 and 8 were not run
     assert points[1]["seconds"] == pytest.approx(1.1)
     assert points[4]["seconds"] == pytest.approx(1.3 / 4)
     drawn = (tmp_path / "out" / "scale.svg").read_text()
     assert f"{kind.capitalize()} scaling" in drawn
-    assert all(name in drawn for name in ("measured", "predicted", "ideal", "processes"))
+    assert all(name in drawn for name in ("measured", "measured, cores shared", "predicted", "ideal", "processes"))
+    said = scale.table(kind, [scale.Point(**point) for point in points.values()]).splitlines()
+    assert [line.split()[0] for line in said[2:5]] == ["1", "2", "4*" if kind == "strong" else "3"]
+    assert said[-1].startswith("* more processes than this machine's 2 cores")
 
 
 def test_keys_of_accounts_are_kept_nowhere(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
