@@ -51,14 +51,15 @@ def footprint(case: Case, part: Sequence[Segment], number: int) -> Memory:
     trained, cost, width = own / case.tensor, case.cost, case.model.bytes_each
     frozen = sum(segment.frozen for segment in part) / case.tensor / (case.data if case.zero == 3 else 1)
     activations = _activations(case, part, number, last)
-    update = max(0.0, _update(case, trained) - activations)
     on_cpu = case.hardware.lazy_memory
+    # On a GPU the memory of activations is free for others when they are gone.
+    moving = max(_reduced(case, trained), _update(case, trained) - (0.0 if on_cpu else activations))
     return Memory(
         parameters=cost.parameter * trained + frozen * width,
         gradients=cost.gradient * trained,
         optimizer=(cost.optimizer + (cost.host if on_cpu else 0.0)) * trained,  # offloaded or not: there is one memory
         activations=activations,
-        buffers=_buffers(case, part, trained, last) + update + (_heap(case, trained, activations) if on_cpu else 0.0),
+        buffers=_buffers(case, part, trained, last) + moving + (_heap(case, trained, activations) if on_cpu else 0.0),
         reserved=case.hardware.reserved_bytes,
         host=0.0 if on_cpu else cost.host * trained,
     )
@@ -72,10 +73,8 @@ def _heap(case: Case, trained: float, activations: float) -> float:
     and, where parameters lie in shares, each layer's gathered weights and whole gradients.
     """
     holes = (HEAP_HOLES if case.stages == 1 else HEAP_HOLES_OF_STAGES) * activations
-    if (
-        case.zero and not case.replicas
-    ):  # the weights as they were built, before DeepSpeed moved them to buffers of its own
-        holes = max(holes, trained * case.model.bytes_each) + _COMPILER_BYTES
+    if case.zero and not case.replicas:  # the weights as they were built, whole, before DeepSpeed moved them
+        holes = max(holes, trained * case.tensor * case.model.bytes_each) + _COMPILER_BYTES
     return holes
 
 
@@ -109,11 +108,6 @@ def _buffers(case: Case, part: Sequence[Segment], trained: float, last: bool) ->
         size += bucket * width * (2 if zero.overlap_comm and case.zero < 3 else 1)
         if case.zero == 1:  # gradients that fit lie in the bucket
             size -= min(bucket, trained) * width
-    if case.zero and not case.replicas and case.data > 1:
-        # A flat copy of the bucket is reduced (stage_1_and_2.py: allreduce_bucket; stage3.py: reduce_scatter_coalesced), and Gloo
-        # makes an all-reduce of a reduce-scatter, in a copy of its own.
-        copies = 2 if case.zero == 3 and case.hardware.lazy_memory else 1
-        size += copies * min(zero.reduce_bucket_size, trained) * case.gradient_bytes
     return size + (_gathered(case, part, trained) if case.zero == 3 and case.data > 1 else 0.0)
 
 
@@ -133,7 +127,17 @@ def _gathered(case: Case, part: Sequence[Segment], trained: float) -> float:
     return (min(trained, max(zero.stage3_max_live_parameters, unit)) + min(trained, ahead)) * width
 
 
+def _reduced(case: Case, trained: float) -> float:
+    """The flat copy of its bucket that ZeRO sends (stage_1_and_2.py: allreduce_bucket; stage3.py: reduce_scatter_coalesced), one
+    process or many. Gloo makes an all-reduce of a reduce-scatter, in one more copy."""
+    if not case.zero or case.replicas:
+        return 0.0
+    copies = 2 if case.zero == 3 and case.data > 1 and case.hardware.lazy_memory else 1
+    return copies * min(case.file.zero_optimization.reduce_bucket_size, trained) * case.gradient_bytes
+
+
 def _update(case: Case, trained: float) -> float:
-    """At the step, when no activations are left, ZeRO copies the partition's gradients to fp32."""
+    """At the step ZeRO makes its partition's gradients flat, and then fp32 (stage_1_and_2.py, stage3.py: step)."""
     offloaded = case.file.zero_optimization.optimizer_device != "none"
-    return 4 * trained / case.data if case.zero and not case.replicas and not offloaded else 0.0
+    each = case.model.bytes_each + (4 if case.model.bytes_each < 4 else 0)
+    return each * trained / case.data if case.zero and not case.replicas and not offloaded else 0.0
