@@ -14,9 +14,6 @@ a GPT of 3 million parameters, 141 MB of activations)."""
 HEAP_HOLES_OF_STAGES = 1.0
 """The same in a pipeline, where one micro-batch's activations are made while another's are given up (measured likewise: 0.98 in
 the first of two stages of a GPT of 19 million parameters)."""
-_COMPILER_BYTES = 50e6
-"""On a CPU, of the modules of torch's compiler, which DeepSpeed imports when it makes a ZeRO optimizer, because one of those
-that it knows is compiled (deepspeed 0.19.8, ``runtime/zero/utils.py``: is_zero_supported_optimizer; measured)."""
 
 
 @dataclass(frozen=True)
@@ -68,13 +65,13 @@ def footprint(case: Case, part: Sequence[Segment], number: int) -> Memory:
 def _heap(case: Case, trained: float, activations: float) -> float:
     """What a CPU's process holds and no longer uses, at its fullest.
 
-    Blocks below 32 MiB come from one heap, which gives back only what lies at its end (glibc, mallopt(3)), so that it has room
-    for everything small that a step makes, though not at the same time: activations beside the gradients that replace them,
-    and, where parameters lie in shares, each layer's gathered weights and whole gradients.
+    Blocks below 32 MiB come from one heap, which gives nothing back (``dsframe.allocator``) and is soon full of holes, so that it
+    has room for everything small that a step makes, though not at the same time: activations beside the gradients that replace
+    them, and, where parameters lie in shares, each layer's gathered weights and whole gradients.
     """
     holes = (HEAP_HOLES if case.stages == 1 else HEAP_HOLES_OF_STAGES) * activations
     if case.zero and not case.replicas:  # the weights as they were built, whole, before DeepSpeed moved them
-        holes = max(holes, trained * case.tensor * case.model.bytes_each) + _COMPILER_BYTES
+        holes = max(holes, trained * case.tensor * case.model.bytes_each)
     return holes
 
 
