@@ -13,6 +13,7 @@ from pathlib import Path
 from typing import Any, TextIO
 
 from dsframe.config.settings_report import Profile
+from dsframe.errors import WorldError
 from dsframe.world import World
 
 FOLDER = "output"
@@ -26,10 +27,11 @@ class Marked:
         self._stream, self._mark, self._part = stream, mark, ""
 
     def write(self, text: str) -> int:
-        """Holds back what is not a line yet."""
-        *lines, self._part = (self._part + text).replace("\r\n", "\n").replace("\r", "\n").split("\n")
+        """Holds back what is not a line yet. Of what carriage returns write over, the last stays: a bar that moves is one line."""
+        *lines, part = (self._part + text).split("\n")
+        self._part = _last(part) + "\r" * part.endswith("\r")
         if lines:
-            self._stream.write("".join(self._marked(line) + "\n" for line in lines))
+            self._stream.write("".join(self._marked(_last(line)) + "\n" for line in lines))
             self._stream.flush()
         return len(text)
 
@@ -43,6 +45,10 @@ class Marked:
 
     def __getattr__(self, name: str) -> Any:
         return getattr(self._stream, name)
+
+
+def _last(line: str) -> str:
+    return line.rstrip("\r").rpartition("\r")[2]
 
 
 @contextmanager
@@ -77,9 +83,14 @@ def _prefixed(mark: str) -> Iterator[None]:
 
 @contextmanager
 def _filed(path: Path, *, append: bool) -> Iterator[None]:
-    path.parent.mkdir(parents=True, exist_ok=True)
+    try:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if append else os.O_TRUNC), 0o666)
+    except OSError as error:
+        raise WorldError(
+            f"{path} cannot be written to: {error.strerror}; choose another --run-dir, or --rank-output prefix"
+        ) from None
     kept = os.dup(1), os.dup(2)
-    target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if append else os.O_TRUNC), 0o666)
     _flush()
     os.dup2(target, 1)
     os.dup2(target, 2)

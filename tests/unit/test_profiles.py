@@ -16,11 +16,12 @@ from torch import nn
 from dsframe.check import main as check
 from dsframe.config import load
 from dsframe.config.rules_report import KINDS, kind_of
-from dsframe.errors import ConfigError
+from dsframe.errors import ConfigError, WorldError
 from dsframe.report.flops import FlopsProfile, amount
-from dsframe.report.output import Marked
+from dsframe.report.output import Marked, arranged
 from dsframe.report.traffic import TrafficLog
 from dsframe.report.utilization import Utilization, peak_flops
+from dsframe.world import World
 from tests.processes import REPOSITORY
 
 CPU = torch.device("cpu")
@@ -187,9 +188,18 @@ def test_what_other_ranks_print_says_whose_it_is(
 
 def test_lines_stay_whole_and_carry_one_mark(capsys: pytest.CaptureFixture[str]) -> None:
     stream = Marked(sys.stdout, "[rank 1] ")
-    for piece in ("a", "b\rc\r\n", "\n", "d"):
+    for piece in ("a", "b\n", "\n", "c\r", "\n", "\r 10 %", "\r 20 %", "\r100 %\n", "d"):
         stream.write(piece)
-    assert capsys.readouterr().out == "[rank 1] ab\n[rank 1] c\n\n"
+    assert capsys.readouterr().out == "[rank 1] ab\n\n[rank 1] c\n[rank 1] 100 %\n"
     stream.close_line()
     assert capsys.readouterr().out == "[rank 1] d\n"
     assert stream.isatty() == sys.stdout.isatty()
+
+
+def test_a_file_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
+    (tmp_path / "output").write_text("a file, where a folder is wanted")
+    with (
+        pytest.raises(WorldError, match=r"rank1.log cannot be written to: .* choose another --run-dir"),
+        arranged(World(1, 2, 1, 2), "files", tmp_path, append=False),
+    ):
+        pass
