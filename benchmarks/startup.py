@@ -3,10 +3,10 @@
     python -m benchmarks.startup                    # zero1, zero3, ddp, horovod; two processes; three runs of each, in turns
     python -m benchmarks.startup --engines zero3 --cold     # with no compiled op anywhere: by hand DeepSpeed compiles for minutes
 
-Medians, in seconds, of rank 0; "launcher" is what passes before that process starts. Both take torch's own start as it is on the
-machine. The first round does not count unless there is no other: in it files come into the page cache, and scripts written by hand
-may compile DeepSpeed's ops, for minutes, which stay in ``.setup/benchmark_ops``. ``--cold`` gives every job a fresh TORCH_EXTENSIONS_DIR in a temporary folder. Fails where dsframe's cold start of a DeepSpeed file takes
-longer than ``COLD_BOUND_SECONDS``, or a warm start longer than by hand.
+Medians, in seconds, of rank 0; "launcher" is what passes before that process starts. The first round does not count unless there is
+no other: in it files come into the page cache, and scripts written by hand may compile DeepSpeed's ops, for minutes, which stay in
+``.setup/benchmark_ops``. ``--cold`` gives every job a fresh TORCH_EXTENSIONS_DIR in a temporary folder. Fails where dsframe's cold
+start of a DeepSpeed file takes longer than ``COLD_BOUND_SECONDS``, or a start longer than by hand.
 """
 
 from __future__ import annotations
