@@ -19,7 +19,7 @@ import subprocess
 import sys
 import time
 import warnings
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,7 @@ import dsframe
 from dsframe import engines, optimizers, process_group, schedules, world
 from dsframe.config import Facts, load
 from dsframe.data import Loader
-from dsframe.engine import Plan
+from dsframe.engine import Engine, Plan
 from dsframe.train import leave_at_once
 
 ENGINES = ("ddp", "zero1", "zero3")
@@ -67,25 +67,35 @@ class ManyTask(dsframe.Task):
         return torch.utils.data.TensorDataset(torch.ones(1024, 3), torch.ones(1024))
 
 
-def ours(name: str, count: int) -> Callable[[], Any]:
-    """dsframe's step."""
+def engine_of(name: str, task: dsframe.Task, document: dict[str, Any]) -> tuple[Engine, Iterator[Any]]:
+    """**Collective.** The engine that trains ``task`` on this rank, and its micro-batches."""
     here = world.here()
-    replicas = name == "ddp"
-    document: dict[str, Any] = {
-        "train_batch_size": ROWS * here.size,
+    replicas = not name.startswith("zero")
+    if not replicas:
+        document = {**document, "zero_optimization": {"stage": int(name[-1])}}
+    config = load(document).resolve(Facts(here.size, 1000, None, replicas=replicas))
+    batch, rate = config.batch(here.size, replicas=replicas), schedules.constant(1e-3)
+    plan = Plan(config, here, task, optimizers.read(config), rate, batch, process_group.device_of(here))
+    engine = engines.load(name if replicas else "deepspeed", config)(plan)
+    size = batch.micro_batch_size
+    loader = Loader(task.train_data(), seed=0, micro_batch_size=size, rank=here.rank, ranks=here.size)
+    return engine, loader.stream()
+
+
+def document(rows: int) -> dict[str, Any]:
+    """A file for a global batch of ``rows``."""
+    return {
+        "train_batch_size": rows,
         "gradient_clipping": 1.0,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "weight_decay": 0.01}},
     }
-    if not replicas:
-        document["zero_optimization"] = {"stage": int(name[-1])}
-    config = load(document).resolve(Facts(here.size, 1000, None, replicas=replicas))
-    task, batch = ManyTask(), config.batch(here.size, replicas=replicas)
+
+
+def ours(name: str, count: int) -> Callable[[], Any]:
+    """dsframe's step."""
+    task = ManyTask()
     task.count = count
-    rate = schedules.constant(1e-3)
-    plan = Plan(config, here, task, optimizers.read(config), rate, batch, process_group.device_of(here))
-    engine = engines.load("ddp" if replicas else "deepspeed", config)(plan)
-    loader = Loader(task.train_data(), seed=0, micro_batch_size=ROWS, rank=here.rank, ranks=here.size)
-    stream = loader.stream()
+    engine, stream = engine_of(name, task, document(ROWS * world.here().size))
     return lambda: engine.train_step(iter([next(stream)]))
 
 
@@ -106,13 +116,9 @@ def by_hand(name: str, count: int) -> Callable[[], Any]:
     from dsframe.engines.library import deepspeed
 
     size = dist.get_world_size()
-    document = {
-        "train_batch_size": ROWS * size,
-        "gradient_clipping": 1.0,
-        "optimizer": {"type": "Adam", "params": {**OPTIONS, "torch_adam": True}},
-        "zero_optimization": {"stage": int(name[-1])},
-    }
-    engine, *_ = deepspeed.initialize(model=model, config=document, dist_init_required=False)
+    section = {"type": "Adam", "params": {**OPTIONS, "torch_adam": True}}
+    file = {**document(ROWS * size), "optimizer": section, "zero_optimization": {"stage": int(name[-1])}}
+    engine, *_ = deepspeed.initialize(model=model, config=file, dist_init_required=False)
 
     def deepspeed_step() -> None:
         engine.backward(engine(rows))
