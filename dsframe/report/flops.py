@@ -8,6 +8,7 @@ nothing for pipelines; of forward passes both count the same.)
 from __future__ import annotations
 
 import math
+import re
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager, nullcontext
@@ -46,11 +47,16 @@ class _Part:
 
     name: str
     kind: str
-    depth: int
     parameters: int
     seconds: float = 0.0
     flops: float = 0.0
     inner: list[_Part] = field(default_factory=list)
+
+    @property
+    def plain(self) -> str:
+        """The name in the model itself; its class for the whole model."""
+        name = re.sub(r"^(module(\.|$))+", "", self.name)
+        return name or self.kind
 
 
 class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -147,7 +153,7 @@ class FlopsProfile:
     def _part(self, module: nn.Module) -> _Part:
         outer = self._inside[-1] if self._inside else None
         parameters = sum(int(getattr(p, "ds_numel", p.numel())) for p in module.parameters())
-        part = _Part("", type(module).__name__, outer.depth + 1 if outer else 0, parameters)
+        part = _Part("", type(module).__name__, parameters)
         part.name = self._names(module).get(id(module), part.kind)
         (outer.inner if outer else self._roots).append(part)
         return part
@@ -179,30 +185,35 @@ class FlopsProfile:
             f"  a step of {count:>3} micro-batches {amount(self.forward + self.backward)}FLOP, {self._step_seconds * 1e3:.4g} ms, "
             f"{amount(_rate(self.forward + self.backward, self._step_seconds))}FLOP/s",
         ]
-        parts = list(_walk(self._roots))
-        deepest = max((part.depth for part in parts), default=0)
+        parts = list(_walk([_unwrapped(root) for root in self._roots]))
+        deepest = max((depth for depth, _ in parts), default=0)
         shown = deepest if section.module_depth < 0 else min(section.module_depth, deepest)
-        for depth in range(shown + 1):
-            level = sorted((part for part in parts if part.depth == depth), key=lambda part: -part.flops)
-            top = ", ".join(f"{part.name} {amount(part.flops / count)}FLOP" for part in level[: section.top_modules])
-            lines.append(f"  most at depth {depth}: {top}")
+        for wanted in range(shown + 1):
+            level = sorted((part for depth, part in parts if depth == wanted), key=lambda part: -part.flops)
+            top = ", ".join(f"{part.plain} {amount(part.flops / count)}FLOP" for part in level[: section.top_modules])
+            lines.append(f"  most at depth {wanted}: {top}")
         if section.detailed:
             lines.append(f"  {'module':<44} {'parameters':>12} {'forward FLOP':>13} {'share':>6} {'ms':>8}")
-            for part in parts:
-                if part.depth <= shown:
-                    name = f"{'  ' * part.depth}{part.name.rpartition('.')[2]} ({part.kind})"
+            for depth, part in parts:
+                if depth <= shown:
+                    name = f"{'  ' * depth}{part.plain.rpartition('.')[2]} ({part.kind})"
                     share = part.flops / self.forward if self.forward else 0.0
-                    took = part.seconds / count * 1e3
-                    lines.append(
-                        f"  {name:<44} {part.parameters:>12,} {amount(part.flops / count):>12} {share:>7.1%} {took:>8.3f}"
-                    )
+                    figures = f"{amount(part.flops / count):>12} {share:>7.1%} {part.seconds / count * 1e3:>8.3f}"
+                    lines.append(f"  {name:<44} {part.parameters:>12,} {figures}")
         return "\n".join(lines)
 
 
-def _walk(parts: list[_Part]) -> Iterator[_Part]:
+def _unwrapped(root: _Part) -> _Part:
+    """The model, without what engines wrap around it: depths mean the same on each."""
+    while [part.name.rpartition(".")[2] for part in root.inner] == ["module"]:
+        root = root.inner[0]
+    return root
+
+
+def _walk(parts: list[_Part], depth: int = 0) -> Iterator[tuple[int, _Part]]:
     for part in parts:
-        yield part
-        yield from _walk(part.inner)
+        yield depth, part
+        yield from _walk(part.inner, depth + 1)
 
 
 def _rate(flops: float, seconds: float) -> float:

@@ -81,6 +81,21 @@ def test_what_is_computed_again_counts_in_the_backward_pass(tmp_path: Path) -> N
     assert "inner (Sequential)" in text
     assert "(Linear)" not in text  # deeper than asked for
 
+    class Wrapper(nn.Module):
+        def __init__(self, module: nn.Module) -> None:
+            super().__init__()
+            self.module = module
+
+        def forward(self, inputs: torch.Tensor) -> Any:
+            return self.module(inputs)
+
+    _, wrapped = profiled(Wrapper(Again()), torch.randn(4, 8, requires_grad=True), module_depth=1)
+
+    def names(text: str) -> list[str]:
+        return [line.split(")")[0] for line in text.splitlines() if " (" in line and "MAC" not in line]
+
+    assert names(wrapped) == names(text)
+
 
 def test_the_peak_is_more_than_a_model_makes_of_it_and_soon_measured() -> None:
     peak_flops(torch.float32, CPU)
