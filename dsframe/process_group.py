@@ -120,7 +120,9 @@ def meet(world: World, address: str, port: int, line: timedelta | None = None) -
     """
     limit = _limit()
     serves = world.is_main and not _agent_serves()
-    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+    # Where torchrun is told to keep no store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1) each start has a port of its own, and its
+    # count must not matter: a node that joins later counts from 0 (torch 2.13, measured).
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _agent_serves() else "0"
     with explained(world, address, port):
         tcp = _store(address, port, world.size, serves, limit)
         prefix = f"dsframe/{attempt}/{next(_meetings)}"

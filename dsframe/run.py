@@ -8,24 +8,26 @@ from __future__ import annotations
 import os
 import tempfile
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsframe import __version__, allocator, cores, engines, phases
 from dsframe import world as worlds
-from dsframe.config import Batch, Config, Facts, load, scaling
+from dsframe.config import Batch, Config, Facts, elastic, load, scaling
 from dsframe.errors import CheckpointError, ConfigError, Problem, StoppedError, TrainingError, WorldError
-from dsframe.report import loggers, output
+from dsframe.report import loggers, outcome, output
 from dsframe.world import World
 
 if TYPE_CHECKING:
     import torch
 
+    from dsframe.checkpoint.commits import Commits
     from dsframe.data import EvaluationLoader, Loader
-    from dsframe.schedules import Schedule
     from dsframe.tasks.task import Task
-    from dsframe.trainer import Cadence, Summary
+    from dsframe.trainer import Summary
 
 
 def settle_threads(world: World, wanted: int | None, bound: tuple[int, ...] = ()) -> int:
@@ -77,6 +79,9 @@ def execute(
     world = world or worlds.here()
     choice = engines.choose(config, world.launcher)
     refused, notes = engines.examine(config, choice.name)
+    if world.elastic:
+        engines.refuse_fixed(choice.name)
+        refused += elastic.problems(config)
     if refused or (refused := loggers.missing(config)):
         raise ConfigError(refused)
     bound = cores.bind(world) if config.settings.bind_cores else ()
@@ -85,7 +90,45 @@ def execute(
     output.hush(config.settings.profile, verbose=verbose, quiet=quiet)
     import torch
 
-    from dsframe import optimizers, tasks
+    from dsframe import tasks
+
+    phases.done("imports")
+    torch.set_num_threads(threads)  # for a program that had imported torch already
+    task = task or tasks.build(config.settings.task, config.settings.seed)
+    task.seed = config.settings.seed
+    data = cache(lambda: (task.train_data(), task.eval_data()))
+    said = (*choice.announcements, *notes)
+    run = _Run(config, task, choice.name, data, resume, verbose, quiet, threads, bound, said, began)
+    phases.done("data")
+    if not world.elastic:
+        return _train(run, world, None)
+    data()  # not while others wait for this process
+    summary: Summary = engines.elastic(choice.name)(partial(_train, run), config)
+    return summary
+
+
+@dataclass(frozen=True)
+class _Run:
+    """What does not depend on how many processes there are: it stays while they come and go."""
+
+    config: Config
+    task: Task
+    engine: str
+    data: Callable[[], tuple[Any, Any]]
+    """For training and for evaluation; read once."""
+    resume: str
+    verbose: bool
+    quiet: bool
+    threads: int
+    bound: tuple[int, ...]
+    said: tuple[str, ...]
+    began: float
+
+
+def _train(run: _Run, world: World, commits: Commits | None) -> Summary:
+    """**Collective.** Puts together what does, and trains: from the last commit where there is one, else as ``resume`` says."""
+    from dsframe import optimizers, schedules
+    from dsframe.checkpoint.commits import begin_again
     from dsframe.checkpoint.resume import about, begin, refuse
     from dsframe.checkpoint.saver import Saver
     from dsframe.checkpoint.share import agree
@@ -99,36 +142,42 @@ def execute(
     from dsframe.report.progress import Progress
     from dsframe.report.record import Record, beside
     from dsframe.report.watchdog import Watchdog
-    from dsframe.trainer import Trainer
+    from dsframe.trainer import Cadence, Trainer
 
     phases.done("imports")
-    torch.set_num_threads(threads)  # for a program that had imported torch already
-    settings = config.settings
-    task = task or tasks.build(settings.task, settings.seed)
-    task.seed = settings.seed
-    replicas = choice.entry.replicas
-    batch, device = config.batch(world.size, replicas=replicas), device_of(world)
+    config, task, entry, settings = run.config, run.task, engines.TABLE[run.engine], run.config.settings
+    last = commits.last if commits else None
+    if commits:
+        worlds.move(world)
+        outcome.reporter().rank = world.rank
+    batch = elastic.batch(config, world.size) if commits else config.batch(world.size, replicas=entry.replicas)
+    readers, device = batch.data_parallel_size if commits else world.size, device_of(world)
     if device.type == "cpu":
         allocator.keep_freed()
-    loader, evaluation = _loaders(config, task, batch, world, device)
-    refuse(config, resume, evaluates=evaluation is not None)
-    cadence = _cadence(config, loader, evaluates=evaluation is not None)
-    config = config.resolve(Facts(world.size, cadence.total_steps, task.hidden_size, replicas))
+    loader, evaluation = _loaders(run, batch, world, device)
+    refuse(config, run.resume, evaluates=evaluation is not None)
+    cadence = Cadence.of(settings, loader.sampler, evaluates=evaluation is not None)
+    config = config.resolve(Facts(readers, cadence.total_steps, task.hidden_size, entry.replicas))
     optimizer = optimizers.read(config)
-    schedule = _schedule(config, optimizer.learning_rate, batch)
-    directory = directory_of(config, choice.name, type(task).__name__)
-    plan = Plan(config, world, task, optimizer, schedule, batch, device, verbose, directory)
+    schedule = schedules.planned(config, optimizer.learning_rate, batch.train_batch_size)
+    directory = directory_of(config, run.engine, type(task).__name__)
+    plan = Plan(config, world, task, optimizer, schedule, batch, device, run.verbose, directory)
     progress = Progress(
         cadence.total_steps,
-        speaks=world.is_main and not quiet,
+        speaks=world.is_main and not run.quiet,
         unit=task.unit,
         units_per_step=batch.train_batch_size * task.units_per_sample,
     )
-    for line in (*choice.announcements, *notes, *_said(config, task, batch, bound)):
+
+    def say(line: str) -> None:
         progress.say(f"dsframe: {line}")
+
+    lines = (*run.said, *_said(config, task, batch, run.bound)) if last is None else ()
+    for line in (*lines, *(elastic.said(batch, world.size) if commits else ())):
+        say(line)
     _claim(directory, world)
     phases.done("data")
-    make = engines.load(choice.name, config)
+    make = engines.load(run.engine, config)
     phases.done("engine's imports")
     base_bytes = resident_bytes(device)
     watchdog = Watchdog(world, settings.hang_timeout_seconds)
@@ -138,11 +187,11 @@ def execute(
         watchdog.connect(engine)
         agree(engine, _facts(config, loader, evaluation))
     progress.say(
-        f"dsframe: {engine.description}; {world.size} x {device.type} under {world.launcher}, {threads} thread(s) each; "
+        f"dsframe: {engine.description}; {world.size} x {device.type} under {world.launcher}, {run.threads} thread(s) each; "
         f"batch {batch.train_batch_size} = {batch.micro_batch_size} x {batch.accumulation_steps} x {batch.data_parallel_size}; "
         f"{cadence.total_steps:,} steps; {directory}"
     )
-    ready_seconds = time.perf_counter() - began
+    ready_seconds = time.perf_counter() - run.began
     share = utilization(engine, progress.say) if settings.mfu else None
     checkpoints, wanted = Store(directory / "checkpoints"), settings.checkpoints
     mine = about(
@@ -152,21 +201,16 @@ def execute(
         batch,
         samples=loader.sampler.samples,
         world_size=world.size,
-        engine=choice.name,
-        package=choice.entry.package,
+        engine=run.engine,
+        package=entry.package,
     )
     with watchdog:
-        start = begin(
-            engine,
-            resume,
-            checkpoints,
-            mine,
-            cadence.total_steps,
-            lambda line: progress.say(f"dsframe: {line}"),
-            watchdog.alive,
-        )
+        if last:
+            start = begin_again(engine, last, checkpoints, say)
+        else:
+            start = begin(engine, run.resume, checkpoints, mine, cadence.total_steps, say, watchdog.alive)
     done = start.step if start.in_place else 0
-    record = Record(plan, choice.name, engine.description, ready_seconds, done, share) if world.is_main else None
+    record = Record(plan, run.engine, engine.description, ready_seconds, done, share) if world.is_main else None
     observer = Observer(plan, directory, start.step, cadence.total_steps, progress.say)
     saver = Saver(
         engine,
@@ -182,24 +226,29 @@ def execute(
     try:
         with watchdog:
             saver.sign_of_life = watchdog.alive
-            trainer = Trainer(engine, loader, evaluation, cadence, progress, record, saver, watchdog, observer, share)
+            trainer = Trainer(
+                engine, loader, evaluation, cadence, progress, record, saver, watchdog, observer, share, commits
+            )
             summary = trainer.fit(start)
             sent = trainer.communication() if settings.measure_communication else None
-    except (StoppedError, TrainingError, CheckpointError):  # all ranks raise these together
-        saver.close()
-        progress.close()
-        if record:
-            record.close()
-        engine.close()
+    except Exception as error:
+        together = isinstance(error, (StoppedError, TrainingError, CheckpointError))  # all ranks raise these
+        if together or commits:  # else this process ends
+            saver.close(hopeless=not together)
+            progress.close()
+            if record:
+                record.close()
+        if together:
+            engine.close()
         raise
     progress.close()
     engine.close()
     if record:
-        forecast = predicted(config, choice.name, task, world.size, device, base_bytes)
+        forecast = predicted(config, run.engine, task, readers, device, base_bytes)
         record.finish(summary, forecast, sent)
         page.write([directory], directory / "report.html")
-        progress.say(f"dsframe: {summary}")
-        progress.say(f"dsframe: {beside(summary, forecast)}")
+        say(str(summary))
+        say(beside(summary, forecast))
     return summary
 
 
@@ -208,15 +257,14 @@ def directory_of(config: Config, engine: str, task: str) -> Path:
     return Path(config.settings.run_dir or f"runs/{config.path.stem if config.path else task}-{engine}")
 
 
-def _loaders(
-    config: Config, task: Task, batch: Batch, world: World, device: torch.device
-) -> tuple[Loader, EvaluationLoader | None]:
+def _loaders(run: _Run, batch: Batch, world: World, device: torch.device) -> tuple[Loader, EvaluationLoader | None]:
     """This rank's shares of the training and the held-out data."""
     from dsframe.data import EvaluationLoader, Loader
 
+    config, task = run.config, run.task
     seed, rank, ranks = config.settings.seed, batch.data_rank(world.rank), batch.data_parallel_size
     loader = Loader(
-        task.train_data(),
+        run.data()[0],
         seed=seed,
         micro_batch_size=batch.micro_batch_size,
         accumulation_steps=batch.accumulation_steps,
@@ -226,42 +274,13 @@ def _loaders(
         device=device,
         workers=task.workers,
     )
-    held_out = task.eval_data()
+    held_out = run.data()[1]
     if held_out is None:
         return loader, None
     size = config.settings.eval_micro_batch_size or batch.micro_batch_size
     return loader, EvaluationLoader(
         held_out, seed=seed, micro_batch_size=size, rank=rank, ranks=ranks, device=device, workers=task.workers
     )
-
-
-def _cadence(config: Config, loader: Loader, *, evaluates: bool) -> Cadence:
-    """How long, how often logged, and after which steps evaluated: every so many, or at each epoch's end, and always at the end."""
-    from dsframe.trainer import Cadence
-
-    settings, sampler = config.settings, loader.sampler
-    total = settings.steps or sampler.total_steps(settings.epochs or 1)
-    steps: set[int] = set()
-    if evaluates:
-        epochs = int(sampler.epoch(total))
-        regular = (
-            range(settings.eval_every_steps, total, settings.eval_every_steps)
-            if settings.eval_every_steps
-            else sampler.epoch_end_steps(epochs)
-        )
-        steps = {step for step in regular if step < total} | {total}
-    return Cadence(total, settings.log_every_steps, frozenset(steps))
-
-
-def _schedule(config: Config, base: float, batch: Batch) -> Schedule:
-    """The learning rate's course, from the optimizer's own rate ``base``, scaled to the batch where the file asks for it."""
-    from dsframe import schedules
-
-    scheduler, wanted = config.deepspeed.scheduler, config.settings.large_batch
-    course = schedules.build(scheduler.type, base, scheduler.params) if scheduler else schedules.constant(base)
-    if wanted.lr_scaling == "none":
-        return course
-    return schedules.scaled(course, scaling.factor(wanted, batch.train_batch_size), wanted.warmup_steps)
 
 
 def _claim(directory: Path, world: World) -> None:
@@ -273,18 +292,8 @@ def _claim(directory: Path, world: World) -> None:
         with tempfile.TemporaryFile(dir=directory):
             pass
     except OSError as error:
-        remedy = "choose another with --run-dir"
-        raise ConfigError(
-            [
-                Problem(
-                    "error",
-                    "dsframe.run_dir",
-                    f"{directory} cannot be written to: {error.strerror}",
-                    remedy,
-                    code="run-dir",
-                )
-            ]
-        ) from None
+        text, remedy = f"{directory} cannot be written to: {error.strerror}", "choose another with --run-dir"
+        raise ConfigError([Problem("error", "dsframe.run_dir", text, remedy, code="run-dir")]) from None
 
 
 def _facts(config: Config, loader: Loader, evaluation: EvaluationLoader | None) -> dict[str, str]:

@@ -14,11 +14,14 @@ from collections.abc import Callable, Mapping
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from dsframe.config import scaling
 from dsframe.errors import ConfigError, Problem
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
     from torch.optim.lr_scheduler import LRScheduler
+
+    from dsframe.config import Config
 
 
 @dataclass(frozen=True)
@@ -270,3 +273,12 @@ def build(kind: str | None, base: float, params: Mapping[str, Any]) -> Schedule:
 
 def _wrong(key: str, message: str) -> ConfigError:
     return ConfigError([Problem("error", f"scheduler.{key}", message)])
+
+
+def planned(config: Config, base: float, train_batch_size: int) -> Schedule:
+    """The file's course, from the optimizer's own rate ``base``, scaled to the batch where the file asks for it."""
+    scheduler, wanted = config.deepspeed.scheduler, config.settings.large_batch
+    course = build(scheduler.type, base, scheduler.params) if scheduler else constant(base)
+    if wanted.lr_scaling == "none":
+        return course
+    return scaled(course, scaling.factor(wanted, train_batch_size), wanted.warmup_steps)

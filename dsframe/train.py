@@ -99,7 +99,7 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
         directory = directory_of(config, engines.choose(config, world.launcher).name, "Task")
         with output.arranged(world, config.settings.rank_output, directory, append=options.resume != "never"):
             execute(config, task=task, world=world, resume=options.resume, verbose=options.verbose, quiet=options.quiet)
-        if world.is_main:
+        if worlds.here().is_main:  # not always who it was at the start
             reporter.say(done=True)
     except DsframeError as error:
         leave(error, world, verbose=options.verbose)

@@ -10,11 +10,12 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
-from typing import Any, NoReturn
+from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
 from dsframe import phases
+from dsframe.checkpoint.commits import Commits
 from dsframe.checkpoint.resume import Start
 from dsframe.checkpoint.saver import Saver
 from dsframe.checkpoint.share import share
@@ -33,6 +34,10 @@ from dsframe.report.utilization import Utilization
 from dsframe.report.watchdog import Watchdog
 from dsframe.tasks.task import Sum
 
+if TYPE_CHECKING:
+    from dsframe.config.settings import Settings
+    from dsframe.data.sampler import Sampler
+
 SKIPS_IN_A_ROW = 50
 """So many updates left out one after the other end a training: it does not recover by itself."""
 
@@ -45,6 +50,21 @@ class Cadence:
     log_every: int
     eval_steps: frozenset[int]
     """Evaluate after these steps, counted from 1."""
+
+    @staticmethod
+    def of(settings: Settings, sampler: Sampler, *, evaluates: bool) -> Cadence:
+        """As the file says: evaluated after every so many steps or at each epoch's end, and always at the end."""
+        total = settings.steps or sampler.total_steps(settings.epochs or 1)
+        steps: set[int] = set()
+        if evaluates:
+            epochs = int(sampler.epoch(total))
+            regular = (
+                range(settings.eval_every_steps, total, settings.eval_every_steps)
+                if settings.eval_every_steps
+                else sampler.epoch_end_steps(epochs)
+            )
+            steps = {step for step in regular if step < total} | {total}
+        return Cadence(total, settings.log_every_steps, frozenset(steps))
 
     def logs(self, step: int) -> bool:
         """Whether ``step`` is logged: 1, 2, 5, 10, 20, 50 ... where things go wrong first, every ``log_every``-th, the last."""
@@ -101,11 +121,14 @@ class Trainer:
         watchdog: Watchdog,
         observer: Observer,
         utilization: Utilization | None = None,
+        commits: Commits | None = None,
     ) -> None:
-        """``record``: where figures are written down; None on every rank but 0. ``watchdog``: entered by the caller."""
+        """``record``: where figures are written down; None on every rank but 0. ``watchdog``: entered by the caller.
+        ``commits``: who keeps the state in memory, where ranks may come and go."""
         self.engine, self.loader, self.evaluation, self.cadence = engine, loader, evaluation, cadence
         self.progress, self.record, self.saver = progress, record, saver
         self._watchdog, self._observer, self._utilization = watchdog, observer, utilization
+        self._commits = commits
         self._first = 1
         self._results: Mapping[str, float] = {}
         self._skipped = self._row = 0
@@ -159,6 +182,9 @@ class Trainer:
                     )
                 if stop.trouble:
                     self.saver.settle()
+                if self._commits and step < total and self._commits.due(step):
+                    known = loss if math.isfinite(loss) else None
+                    self._commits.keep(self.engine, Start(step, known, self._results, in_place=True))
             waiting = time.perf_counter()
             self.saver.settle()
         ended = time.perf_counter()

@@ -10,7 +10,6 @@ Open MPI 4.1, Slurm 22.05; MPICH and Intel MPI names from their Hydra process ma
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
 import re
@@ -44,6 +43,8 @@ class World:
     """Host of rank 0, where the launcher says so."""
     master_port: int | None = None
     """TCP port at which rank 0 listens for torch.distributed, where the launcher says so."""
+    elastic: bool = False
+    """Whether the launcher may take processes away and add others while training goes on (``horovodrun --min-np``)."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.size and 0 <= self.local_rank < self.local_size <= self.size):
@@ -178,10 +179,19 @@ def _numbers(piece: str) -> list[str]:
     return found
 
 
-@functools.cache
+_places: list[World] = []
+
+
 def here() -> World:
     """This process's place, read once: engines set the variables that their libraries read, and those say nothing new."""
-    return read(os.environ)
+    if not _places:
+        _places.append(read(os.environ))
+    return _places[-1]
+
+
+def move(world: World) -> None:
+    """From now on this process's place is ``world``: others have come or gone."""
+    _places[:] = [world]
 
 
 def read(environ: Mapping[str, str]) -> World:
@@ -216,4 +226,5 @@ def read(environ: Mapping[str, str]) -> World:
         launcher=launcher,
         master_address=address,
         master_port=port,
+        elastic=launcher == "horovodrun" and environ.get("HOROVOD_ELASTIC") == "1",
     )

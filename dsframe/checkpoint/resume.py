@@ -128,11 +128,9 @@ def begin(
     the one before is taken. ``sign_of_life`` is called after each file and each parameter. Raises CheckpointError where there
     is nothing to go on from, or only another training's.
     """
-    main = engine.plan.world.is_main
-    if main and (swept := _quietly(folder.sweep)):
-        say(f"removed what was cut off earlier in {folder.directory}: {', '.join(swept)}")
+    sweep(engine, folder, say)
     if wanted == "never":
-        _make_way(engine, folder, None, say)
+        make_way(engine, folder, None, say)
         return Start()
     path = _choose(engine, wanted, folder, say, sign_of_life)
     if path is None:
@@ -153,7 +151,7 @@ def begin(
         say(f"resuming with a change: {line}")
     checkpoint.close()
     in_place = path.resolve().parent == folder.directory.resolve()
-    _make_way(engine, folder, store.step_of(path) if in_place else None, say)
+    make_way(engine, folder, store.step_of(path) if in_place else None, say)
     run = manifest["run"]
     say(f"going on after step {checkpoint.step} from {path}, written by {run['engine']} on {run['world_size']} rank(s)")
     return Start(checkpoint.step, manifest["loss"], manifest["evaluation"], in_place)
@@ -241,7 +239,13 @@ def _verify(engine: Engine, path: Path, sign_of_life: Callable[[], None]) -> lis
     return sorted(texts) if len(texts) == 1 else said
 
 
-def _make_way(engine: Engine, folder: Store, after: int | None, say: Callable[[str], None]) -> None:
+def sweep(engine: Engine, folder: Store, say: Callable[[str], None]) -> None:
+    """Rank 0 removes what saves that were cut off have left."""
+    if engine.plan.world.is_main and (swept := _quietly(folder.sweep)):
+        say(f"removed what was cut off earlier in {folder.directory}: {', '.join(swept)}")
+
+
+def make_way(engine: Engine, folder: Store, after: int | None, say: Callable[[str], None]) -> None:
     """**Collective.** Moves the checkpoints of the run's folder, or those of steps ``after`` this one, out of the way."""
     failure = ""
     if engine.plan.world.is_main:

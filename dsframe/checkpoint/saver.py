@@ -144,10 +144,11 @@ class Saver:
             self._give_up(step, wrong)
         self._check(step, writing.outcome)
 
-    def close(self) -> None:
-        """Not collective. Lets a checkpoint that is being written be finished, whatever else went wrong."""
+    def close(self, *, hopeless: bool = False) -> None:
+        """Not collective. Lets a checkpoint that is being written be finished, whatever else went wrong. ``hopeless``: not all
+        ranks are there any more, so it is given up where it needs them."""
         if self._writing is not None:
-            self._writing[1].finish()
+            self._writing[1].finish(hopeless)
             self._writing = None
 
     def _buffers_file(self, state: EngineState) -> str | None:

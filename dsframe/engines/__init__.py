@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dsframe.errors import EngineError, Problem
 
@@ -63,6 +63,8 @@ class Entry:
     """Processes that it runs on: "any" number, "one", or one for each of the pipeline's "stages"."""
     launcher: str = "torchrun"
     """The one that belongs to this engine; any other may start it as well."""
+    elastic: str = ""
+    """``module:function`` that trains on while its launcher takes processes away and adds others; none: it cannot."""
     caution: str = ""
     """What the user is told whenever this engine runs."""
 
@@ -102,6 +104,7 @@ TABLE: dict[str, Entry] = {
         "dsframe.engines.horovod:HorovodEngine",
         package="horovod",
         launcher="horovodrun",
+        elastic="dsframe.engines.horovod_elastic:train",
         honours=_REPLICA | {"gradient_sum", "adasum", "fp16_compression", "skip_nonfinite"},
         replicates=_PLACEMENT | _CUTS,
         ignores=_MODELS_OWN,
@@ -275,6 +278,24 @@ def _reason(entry: Entry, feature: str) -> str:
 
 def _remedy(name: str) -> str:
     return f"run make setup, or: pip install {TABLE[name].package}"
+
+
+def elastic(name: str) -> Callable[..., Any]:
+    """What trains on while processes come and go. Raises EngineError where this engine cannot."""
+    refuse_fixed(name)
+    module, _, function = TABLE[name].elastic.partition(":")
+    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return found
+
+
+def refuse_fixed(name: str) -> None:
+    """Raises EngineError where this engine cannot train on while processes come and go."""
+    if not TABLE[name].elastic:
+        able = ", ".join(f'"{other}"' for other, entry in TABLE.items() if entry.elastic)
+        raise EngineError(
+            f'engine "{name}" cannot train on while processes come and go: choose {able}, or leave out --min-np, --max-np and '
+            "--host-discovery-script"
+        )
 
 
 def load(name: str, config: Config) -> type[Engine]:

@@ -16,21 +16,23 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from dsframe import phases
-from dsframe.engine import Plan
+from dsframe.engine import Inputs, Plan, StepResult
 from dsframe.engines import precision
 from dsframe.engines.buckets import Buckets
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
 from dsframe.process_group import meet, place
 from dsframe.rendezvous import bound_to, interface_to
+from dsframe.tasks.task import Sum
 from dsframe.world import World
 
 try:
@@ -82,7 +84,21 @@ class HorovodEngine(ReplicaEngine):
                 'horovod.op "adasum" combines updates, not gradients: they cannot be clipped, nor checked for overflow; '
                 'set "gradient_clipping": 0, use fp32 or bf16, and leave "on_nonfinite" at "stop"'
             )
+        # In elastic runs there may be more ranks than can share the batch. Those compute what others do and count for nothing.
+        readers, size = plan.batch.data_parallel_size, plan.world.size
+        self._counts = plan.world.rank < readers
+        self._weight = (size / readers if self._counts else 0.0) if size > readers else 1.0
+        self.gradient_factor = self._weight
         super().__init__(plan)
+
+    def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
+        """**Collective.** As for every replica; the mean of the losses over all ranks is that of those that count."""
+        result = super().train_step(micro_batches)
+        return result if self._weight == 1.0 else replace(result, loss=result.loss * self._weight)
+
+    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
+        """The task's metrics over the valid rows."""
+        return super().eval_step(batch, valid if self._counts else 0)
 
     @property
     def description(self) -> str:

@@ -12,12 +12,12 @@ from pathlib import Path
 
 from dsframe import check, engines, supervise
 from dsframe import world as worlds
-from dsframe.config import Config, load
-from dsframe.errors import DsframeError, WorldError
+from dsframe.config import Config, elastic, load
+from dsframe.errors import ConfigError, DsframeError, WorldError
 from dsframe.launch import hosts as places
 from dsframe.launch import launchers, reach, spread
 from dsframe.launch.attempts import Attempts, say
-from dsframe.launch.launchers import Job, Launch
+from dsframe.launch.launchers import Elastic, Job, Launch
 from dsframe.rendezvous import free_port, interface_to
 from dsframe.run import directory_of
 from dsframe.train import parse as parse_training
@@ -67,6 +67,9 @@ def parser() -> argparse.ArgumentParser:
         default="auto",
         help="default: the engine's own; srun in Slurm",
     )
+    add("--min-np", type=int, metavar="N", help="horovodrun: go on in place with as few when processes are lost")
+    add("--max-np", type=int, metavar="N", help="horovodrun: let so many in as hosts are added")
+    where.add_argument("--host-discovery-script", metavar="SCRIPT", help="horovodrun: prints the hosts of the moment")
     add("--interface", metavar="NAME", help="network interface to the other hosts (default: the one that leads there)")
     add("--script", metavar="FILE", help="a program of yours that ends in dsframe.main(task), instead of dsframe.train")
     add(
@@ -125,9 +128,15 @@ def read(options: argparse.Namespace, training: Sequence[str]) -> Wanted:
         )
     chosen = parse_training(training)
     config = load(chosen.config, overrides=chosen.set)
+    if changing := _elastic(options):
+        options.launcher = "horovodrun" if options.launcher == "auto" else options.launcher
     guess = options.launcher if options.launcher in ("horovodrun", "torchrun", "mpirun", "srun") else "deepspeed"
     engine = engines.choose(config, guess).name
-    job = _job(options, config, training)
+    job = replace(_job(options, config, training), elastic=changing)
+    if changing:
+        engines.refuse_fixed(engine)
+        if wrong := elastic.problems(config, changing.least):
+            raise ConfigError(wrong)
     launcher = launchers.natural(engine, job) if options.launcher == "auto" else options.launcher
     directory = directory_of(config, engine, _task_name(options))
     return Wanted(config, engine, launcher, job, chosen.resume, directory, directory / "outcome.jsonl")
@@ -135,6 +144,22 @@ def read(options: argparse.Namespace, training: Sequence[str]) -> Wanted:
 
 def _task_name(options: argparse.Namespace) -> str:
     return Path(options.script).stem if options.script else "Task"
+
+
+def _elastic(options: argparse.Namespace) -> Elastic | None:
+    least, most, script = options.min_np, options.max_np, options.host_discovery_script
+    if least is None and most is None and script is None:
+        return None
+    if options.processes is None:
+        raise WorldError("say how many processes to start with: -np N")
+    if script is None and not options.hosts and not options.hostfile:
+        raise WorldError("--min-np and --max-np need --host-discovery-script, or -H with hosts that may be lost")
+    least = options.processes if least is None else least
+    if not 1 <= least <= options.processes <= (most or options.processes):
+        raise WorldError(f"--min-np {least}, -np {options.processes} and --max-np {most}: they must not decrease")
+    if script is not None and not os.access(script, os.X_OK):
+        raise WorldError(f"{script} cannot be run; chmod +x {script}")
+    return Elastic(least, most, None if script is None else str(Path(script).absolute()))
 
 
 def _job(options: argparse.Namespace, config: Config, training: Sequence[str]) -> Job:
@@ -148,8 +173,8 @@ def _job(options: argparse.Namespace, config: Config, training: Sequence[str]) -
     hosts = hosts or slurm
     processes = options.processes
     if hosts:
-        hosts = places.share(hosts, processes)
-        processes = sum(host.slots for host in hosts)
+        hosts = places.share(hosts, options.max_np or processes)
+        processes = (options.max_np and processes) or sum(host.slots for host in hosts)
     processes = processes or len(list(Path("/dev").glob("nvidia[0-9]*")))
     if not processes:
         raise WorldError("there is no GPU to count here; say how many processes to start: -np N")

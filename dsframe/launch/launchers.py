@@ -21,6 +21,16 @@ NAMES = ("deepspeed", "horovodrun", "torchrun", "mpirun", "srun", "python")
 
 
 @dataclass(frozen=True)
+class Elastic:
+    """How many processes there may be while they come and go."""
+
+    least: int
+    most: int | None = None
+    script: str | None = None
+    """Prints the hosts of the moment, ``name:slots`` a line. None: the job's hosts, as long as they are there."""
+
+
+@dataclass(frozen=True)
 class Job:
     """What is to run, whoever launches it."""
 
@@ -41,6 +51,8 @@ class Job:
     """The network interface to the other hosts, by which name all of them know it."""
     allocation: bool = False
     """Whether ``hosts`` are those of the Slurm allocation that this runs in."""
+    elastic: Elastic | None = None
+    """For ``horovodrun``."""
 
 
 @dataclass(frozen=True)
@@ -66,6 +78,10 @@ class Launch:
 
 def plan(launcher: str, job: Job) -> Launch:
     """The commands of ``launcher`` for ``job``. Raises WorldError where it cannot start such a job."""
+    if job.elastic and launcher != "horovodrun":
+        raise WorldError(
+            f"--min-np, --max-np and --host-discovery-script are horovodrun's; {launcher} knows no such thing"
+        )
     return _PLANS[launcher](job)
 
 
@@ -130,8 +146,23 @@ def _torchrun(job: Job) -> Launch:
 
 def _horovodrun(job: Job) -> Launch:
     hosts = ("-H", show(job.hosts)) if job.hosts else ()
-    interface = ("--network-interfaces", job.interface) if job.interface and job.hosts else ()
-    command = ("horovodrun", "-np", str(job.processes), *hosts, *interface, python(), *job.program, *job.arguments)
+    interface = ("--network-interfaces", job.interface) if job.interface and (job.hosts or job.elastic) else ()
+    changing: tuple[str, ...] = ()
+    if job.elastic:
+        changing = ("--min-np", str(job.elastic.least))
+        changing += ("--max-np", str(job.elastic.most)) if job.elastic.most else ()
+        changing += ("--host-discovery-script", job.elastic.script) if job.elastic.script else ()
+    command = (
+        "horovodrun",
+        "-np",
+        str(job.processes),
+        *hosts,
+        *changing,
+        *interface,
+        python(),
+        *job.program,
+        *job.arguments,
+    )
     return Launch((command,), _threads(job))
 
 
@@ -175,6 +206,8 @@ _PLANS: Mapping[str, Callable[[Job], Launch]] = {
 
 def natural(engine: str, job: Job) -> str:
     """The launcher that belongs to an engine: Horovod's, DeepSpeed's, torch's; srun in an allocation, python for one process."""
+    if job.elastic:
+        return "horovodrun"
     if job.allocation:
         return "srun"
     if job.processes == 1 and not job.hosts:

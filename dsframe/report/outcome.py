@@ -41,7 +41,9 @@ class Reporter:
 
     def __init__(self, path: str | None, rank: int) -> None:
         """``path``: None writes nothing."""
-        self._path, self._rank = path, rank
+        self._path = path
+        self.rank = rank
+        """Who it is."""
         self.step = 0
         """Steps that this process has finished."""
 
@@ -49,7 +51,7 @@ class Reporter:
         """Appends one line; a disk that does not let it is no reason to fail."""
         if self._path is None:
             return
-        line = json.dumps({"rank": self._rank, "step": self.step, **record}) + "\n"
+        line = json.dumps({"rank": self.rank, "step": self.step, **record}) + "\n"
         with contextlib.suppress(OSError):
             Path(self._path).parent.mkdir(parents=True, exist_ok=True)
             descriptor = os.open(self._path, os.O_WRONLY | os.O_APPEND | os.O_CREAT, 0o666)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import time
+from pathlib import Path
 
 import torch
 from torch import Tensor, nn
@@ -14,7 +15,7 @@ from dsframe.report.outcome import reporter
 
 
 class SlowTask(Task):
-    """Trains a line; the order of its samples shows in the losses."""
+    """Trains a line; the order of its samples shows in the losses. While there is a file named ``wait``, steps take a second."""
 
     def model(self) -> nn.Module:
         return nn.Linear(4, 1)
@@ -24,7 +25,7 @@ class SlowTask(Task):
         return TensorDataset(points, points.sum(1, keepdim=True))
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        time.sleep(float(os.environ.get("STEP_SECONDS", "0.05")))
+        time.sleep(1.0 if Path("wait").exists() else float(os.environ.get("STEP_SECONDS", "0.05")))
         return nn.functional.mse_loss(outputs, targets)
 
 

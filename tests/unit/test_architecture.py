@@ -45,7 +45,7 @@ ALONE = ("tasks/_torchvision",)
 
 MAY_IMPORT = {
     "deepspeed": {"engines/library.py"},
-    "horovod": {"engines/horovod.py", "collectives.py"},
+    "horovod": {"engines/horovod.py", "engines/horovod_elastic.py", "collectives.py"},
     "torchvision": {"tasks/_torchvision.py"},
     "transformers": {"tasks/_transformers.py"},
 }

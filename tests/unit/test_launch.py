@@ -130,6 +130,17 @@ EXPORTED = "-x OMP_NUM_THREADS -x MASTER_ADDR -x MASTER_PORT"
             [f"horovodrun -np 4 -H node1:2,node2:2 --network-interfaces eth0 python {PROGRAM}"],
         ),
         (
+            "-H node1:2,node2:2 --min-np 2 -np 4",
+            [f"horovodrun -np 4 -H node1:2,node2:2 --min-np 2 --network-interfaces eth0 python {PROGRAM}"],
+        ),
+        (
+            "-np 2 --max-np 4 --host-discovery-script /bin/true --interface eth1",
+            [
+                "horovodrun -np 2 --min-np 2 --max-np 4 --host-discovery-script /bin/true --network-interfaces eth1 "
+                f"python {PROGRAM}"
+            ],
+        ),
+        (
             "-np 2 -H localhost:4",
             [f"deepspeed --num_gpus=2 --master_port=4321 --module{PROGRAM[2:]}"],
         ),
@@ -159,6 +170,14 @@ def test_slurm_chooses_srun(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     [
         ("-H node1:2,node2:1 --launcher torchrun", {}, "torchrun gives every host equally many processes"),
         ("-np 2 --launcher python", {}, "plain python starts one process here, not 2"),
+        ("-np 2 --max-np 4", {}, "need --host-discovery-script, or -H"),
+        ("-np 2 --min-np 3 -H node1:4", {}, "--min-np 3, -np 2 and --max-np None: they must not decrease"),
+        (
+            "-np 2 --min-np 1 -H node1:2 --launcher torchrun --engine horovod",
+            {},
+            "are horovodrun's; torchrun knows no such thing",
+        ),
+        ("-np 2 --host-discovery-script nothing.sh", {}, "nothing.sh cannot be run"),
         (
             "-np 2",
             {"RANK": "0", "WORLD_SIZE": "2", "LOCAL_RANK": "0", "LOCAL_WORLD_SIZE": "2"},

@@ -1,0 +1,49 @@
+"""What a file must say to be trained on a changing number of processes, and how its batch is shared out then."""
+
+from __future__ import annotations
+
+import pytest
+
+from dsframe import engines, run
+from dsframe.config import elastic, load
+from dsframe.errors import ConfigError, EngineError
+from dsframe.world import World, read
+
+
+def found(smallest: int = 1, **keys: object) -> str:
+    return "\n".join(map(str, elastic.problems(load({"optimizer": {"type": "SGD"}, **keys}), smallest)))
+
+
+def test_the_batch_is_shared_by_as_many_as_can() -> None:
+    config = load({"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2})
+    sizes = {processes: elastic.batch(config, processes) for processes in range(1, 8)}
+    assert [one.data_parallel_size for one in sizes.values()] == [1, 2, 3, 3, 3, 6, 6]
+    assert {one.train_batch_size for one in sizes.values()} == {12}
+    assert elastic.said(sizes[3], 3) == []
+    assert "5 processes cannot share a batch of 12: 3 do, 2 count for nothing" in elastic.said(sizes[5], 5)[0]
+    assert found(train_batch_size=12) == ""
+
+
+def test_what_would_change_with_the_number_of_processes_is_refused() -> None:
+    assert "train_batch_size: is missing: the batch would change" in found(train_micro_batch_size_per_gpu=4)
+    assert "a sum of gradients changes" in found(train_batch_size=8, gradient_allreduce_op="sum")
+    assert "adasum needs MPI" in found(train_batch_size=8, dsframe={"horovod": {"op": "adasum"}})
+    fixed = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
+    assert found(2, **fixed) == ""
+    assert "8 != 2 (micro) x 2 (accumulation)" in found(1, **fixed)
+
+
+def test_a_worker_knows_that_it_is_in_such_a_run() -> None:
+    variables = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "1"}
+    assert not read(variables).elastic
+    assert read({**variables, "HOROVOD_ELASTIC": "1"}).elastic
+
+
+def test_it_is_refused_before_anything_starts() -> None:
+    world = World(0, 2, 0, 1, 0, "horovodrun", elastic=True)
+    with pytest.raises(EngineError, match='engine "ddp" cannot train on while processes come and go: choose "horovod"'):
+        run.execute(load({"train_batch_size": 8, "dsframe": {"engine": "ddp"}}), world=world)
+    with pytest.raises(ConfigError, match="train_batch_size: is missing"):
+        run.execute(load({"train_micro_batch_size_per_gpu": 8, "dsframe": {"engine": "horovod"}}), world=world)
+    with pytest.raises(EngineError, match="cannot train on"):
+        engines.elastic("deepspeed")
