@@ -25,6 +25,7 @@ import torch
 from torch import Tensor
 
 from dsframe import phases
+from dsframe.config.settings import Horovod
 from dsframe.engine import Inputs, Plan, StepResult
 from dsframe.engines import precision
 from dsframe.engines.buckets import Buckets
@@ -46,6 +47,7 @@ except ImportError as error:  # pip's wheel without torch support, or built agai
 CPU_ROUND_MILLISECONDS = 5.0
 """Between two rounds of reductions on CPUs, where nobody says otherwise. A round that finds nothing takes 0.12 ms of a core; a
 bucket waits half the time between two."""
+THRESHOLD, ROUNDS = "HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"
 _NAP_SECONDS = 2e-4
 _NAPS = 5000
 """After so many, a second or more, Horovod's own wait takes over, which the report on a run that hangs knows by name."""
@@ -57,14 +59,7 @@ class HorovodEngine(ReplicaEngine):
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises EngineError where this build of Horovod cannot do what the file asks for."""
         settings = plan.config.settings.horovod
-        on_cpu = plan.device.type == "cpu"
-        if settings.autotune:
-            os.environ["HOROVOD_AUTOTUNE"] = "1"
-        usual = os.environ.get("HOROVOD_AUTOTUNE", "0") == "0"  # what the environment fixes is not tuned
-        # Buckets are what Horovod would fuse: it shall not copy several of them together once more.
-        self._bucket_bytes = _settle("HOROVOD_FUSION_THRESHOLD", settings.fusion_threshold_bytes, 0 if usual else None)
-        rounds = CPU_ROUND_MILLISECONDS if usual and on_cpu else None
-        _settle("HOROVOD_CYCLE_TIME", settings.cycle_time_milliseconds, rounds)
+        self._bucket_bytes = settle(settings, plan.world, plan.device)
         self._buckets: Buckets | None = None
         if settings.timeline:  # rank 0 writes it
             os.environ["HOROVOD_TIMELINE"] = str((plan.directory / "timeline.json").absolute())
@@ -106,7 +101,7 @@ class HorovodEngine(ReplicaEngine):
         transport = (
             "NCCL" if self.plan.device.type == "cuda" and hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "Gloo"
         )
-        rounds = os.environ.get("HOROVOD_CYCLE_TIME")
+        rounds = os.environ.get(ROUNDS)
         pace = f", a round every {float(rounds):g} ms" if rounds else ""
         return (
             f"Horovod ({transport}, {self._op}{', autotuned' if self.plan.config.settings.horovod.autotune else pace})"
@@ -182,6 +177,28 @@ class HorovodEngine(ReplicaEngine):
         """**Collective.** Leaves Horovod's ring when everybody has arrived."""
         hvd.barrier()
         hvd.shutdown()
+
+
+def settle(settings: Horovod, world: World, device: torch.device) -> float | None:
+    """Before Horovod starts: puts the file's settings where it reads them. Returns the bytes of a bucket, if anybody says.
+
+    In elastic runs one default is left out: Horovod 0.28.1 crashes (SIGSEGV in ``ParameterManager::SetValue``) where it is
+    started a second time in a process in which threshold and cycle time were both fixed.
+    """
+    if settings.autotune:
+        os.environ["HOROVOD_AUTOTUNE"] = "1"
+    usual = os.environ.get("HOROVOD_AUTOTUNE", "0") == "0"  # what the environment fixes is not tuned
+    # Buckets are what Horovod would fuse: it shall not copy several of them together once more.
+    threshold = _settle(THRESHOLD, settings.fusion_threshold_bytes, 0 if usual and not world.elastic else None)
+    usual = usual and not (world.elastic and THRESHOLD in os.environ)
+    rounds = CPU_ROUND_MILLISECONDS if usual and device.type == "cpu" else None
+    _settle(ROUNDS, settings.cycle_time_milliseconds, rounds)
+    if world.elastic and THRESHOLD in os.environ and ROUNDS in os.environ:
+        raise EngineError(
+            f"{THRESHOLD} and {ROUNDS} are both fixed, with which Horovod crashes when processes come or go; leave one to it: "
+            "horovod.fusion_threshold_bytes or cycle_time_milliseconds"
+        )
+    return threshold
 
 
 _defaults: dict[str, str] = {}

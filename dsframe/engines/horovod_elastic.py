@@ -18,9 +18,12 @@ from horovod.common.elastic import State
 from horovod.torch.elastic import run
 from torch import Tensor
 
+from dsframe import world as worlds
 from dsframe.checkpoint.commits import Commit
 from dsframe.checkpoint.resume import Start
 from dsframe.checkpoint.state import EngineState, LossScaleState, ParameterState, Snapshot
+from dsframe.engines.horovod import settle
+from dsframe.process_group import device_of
 from dsframe.world import World
 
 if TYPE_CHECKING:
@@ -113,6 +116,8 @@ def train(attempt: Callable[[World, HostCommits], Result], config: Config) -> Re
 
     ``attempt`` builds everything for the world it is given, from the last commit where there is one.
     """
+    here = worlds.here()
+    settle(config.settings.horovod, here, device_of(here))  # before Horovod starts, also in processes that come later
     hvd.init()
 
     @run  # type: ignore[untyped-decorator]
