@@ -1,4 +1,4 @@
-"""SIGTERM and SIGUSR1: finish the step, save, leave with exit code 75. Another one, 5 seconds later, leaves at once."""
+"""SIGTERM and SIGUSR1: finish the step, save, leave with exit code 75. Another one, 5 seconds later or more, leaves at once."""
 
 from __future__ import annotations
 
@@ -16,7 +16,8 @@ import torch
 from dsframe.checkpoint.share import Ranks
 
 GRACE_SECONDS = 25.0
-"""So long a rank may take to its next step boundary; DeepSpeed's launcher and torchrun send SIGKILL 30 s after SIGTERM."""
+"""So long after SIGTERM a rank may take to its next step boundary; DeepSpeed's launcher and torchrun send SIGKILL 30 s after it.
+SIGUSR1 is a warning that comes as early as whoever asked for it wants: then a step may take as long as it takes."""
 ECHO_SECONDS = 5.0
 """One signal to a launcher can arrive twice: from whoever sent it to the whole job, and passed on by the launcher."""
 AGREE_SECONDS = 2.0
@@ -98,7 +99,8 @@ class StopRequest:
         arrived = 0.0
         while True:
             first = self._received
-            ready = select.select([read], [], [], None if first is None or self._saving else GRACE_SECONDS)[0]
+            hurries = first == signal.SIGTERM and not self._saving
+            ready = select.select([read], [], [], GRACE_SECONDS if hurries else None)[0]
             if not ready:
                 if self._saving:
                     continue

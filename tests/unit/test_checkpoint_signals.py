@@ -86,6 +86,12 @@ def test_a_step_that_never_ends_does_not_hold_the_process(start) -> None:  # typ
     assert "no step ended within" in err
 
 
+def test_a_warning_waits_for_a_step_that_is_longer(start) -> None:  # type: ignore[no-untyped-def]
+    process = start(0.5, 2.0)
+    process.send_signal(signal.SIGUSR1)
+    assert process.communicate(timeout=20)[0] == "stopped by SIGUSR1\nleft\n"
+
+
 def test_goodbyes_are_not_cut_short(start) -> None:  # type: ignore[no-untyped-def]
     process = start(60, 0.01, 1.0)
     process.send_signal(signal.SIGTERM)
