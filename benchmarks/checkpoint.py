@@ -4,9 +4,10 @@
     torchrun --nproc-per-node=2 -m benchmarks.checkpoint --engine ddp     # ranks write in parallel
     torchrun --nproc-per-node=2 -m benchmarks.checkpoint --engine deepspeed --stage 3
 
-Rank 0 prints the table. Everything is written to --folder (default: the temporary folder) and removed. "Extra memory" is the most
-that the resident set of any one rank grew while saving. Files are forced to the disk before a clock stops, and put out of the page
-cache before they are read.
+Rank 0 prints the table: medians of --rounds, in which everything is done once, in turn (a disk is slower where it was not
+written before, and the machine has other things to do). Everything is written to --folder (default: the temporary folder) and
+removed. "Extra memory" is the most that the resident set of any one rank grew while saving. Files are forced to the disk before
+a clock stops, and put out of the page cache before they are read.
 """
 
 from __future__ import annotations
@@ -19,6 +20,7 @@ import tempfile
 import time
 from collections.abc import Callable
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from dsframe import engines, optimizers, schedules, tasks
@@ -36,6 +38,7 @@ def main() -> int:
     parser.add_argument("--stage", type=int, default=0)
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--width", type=int, default=768)
+    parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     options = parser.parse_args()
     world = worlds.here()
@@ -91,14 +94,15 @@ def main() -> int:
     train()
     train()
     folder = Path(share(engine, str(options.folder / f"dsframe-benchmark-{os.getpid()}"))[0])
-    rows: list[tuple[str, str, str, str]] = []
+    table = Table()
 
     def saved(asynchronous: bool) -> Path:
         """Saves once; the figures of the slowest rank."""
         name = "in the background" if asynchronous else "at once"
+        shutil.rmtree(folder / "ours", ignore_errors=True)
         saver = Saver(
             engine,
-            Store(folder / name.replace(" ", "-")),
+            Store(folder / "ours"),
             {"training": {}, "run": {}},
             every_steps=None,
             at_end=True,
@@ -109,43 +113,50 @@ def main() -> int:
         share(engine, "")
         before, began = settle_memory(), time.perf_counter()
         stall = saver.save(step, loss=None, evaluation={})
-        steps = 0
         while asynchronous and saver._writing is not None and saver._writing[1]._thread.is_alive() and world.size == 1:
             train()
-            steps += 1
         saver.settle()
         seconds, grown = time.perf_counter() - began, peak_memory() - before
         told = [[float(part) for part in line.split()] for line in share(engine, f"{stall} {seconds} {grown}")]
         stall, seconds, grown = (max(column) for column in zip(*told, strict=True))
-        path = Store(folder / name.replace(" ", "-")).newest_first()[0]
-        during = f", {steps} steps meanwhile" if steps else ""
-        rows.append((f"dsframe, {name}", figure(size(path), seconds), f"{stall:.2f} s{during}", memory(grown)))
+        path = Store(folder / "ours").newest_first()[0]
+        table.add(f"dsframe, {name}", size(path), seconds, stall, grown)
         return path
 
-    path = saved(False)
-    saved(True)
+    def loaded(path: Path) -> None:
+        """Verifies and loads, each rank its own."""
+        forget(path)
+        share(engine, "")
+        began = time.perf_counter()
+        wrong = store.verify(path, sorted(store.read_manifest(path)["files"])[world.rank :: world.size])
+        share(engine, "")
+        verified = time.perf_counter()
+        assert not wrong
+        checkpoint = Checkpoint(path, world.rank)
+        engine.load_state(checkpoint)
+        share(engine, "")
+        table.add("dsframe, verify", size(path), verified - began)
+        table.add("dsframe, load", size(path), time.perf_counter() - verified)
+        checkpoint.close()
+
     from dsframe.checkpoint import store
     from dsframe.checkpoint.portable import Checkpoint
 
-    forget(path)
-    share(engine, "")
-    began = time.perf_counter()
-    wrong = store.verify(path, sorted(store.read_manifest(path)["files"])[world.rank :: world.size])
-    verified = time.perf_counter()
-    assert not wrong
-    checkpoint = Checkpoint(path, world.rank)
-    engine.load_state(checkpoint)
-    share(engine, "")
-    rows.append(("dsframe, verify", figure(size(path), verified - began), "", ""))
-    rows.append(("dsframe, load", figure(size(path), time.perf_counter() - verified), "", ""))
-    if world.is_main:
-        rows = [*disk(folder / "disk", size(path)), *torchs(folder / "torch.pt", checkpoint), *rows]
-        count = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
-        print(f"{engine.description}, {world.size} rank(s), {count / 1e6:.1f} M parameters with Adam, {folder.parent}")
-        widths = [max(len(row[column]) for row in rows) for column in range(4)]
-        for row in (("", "MB in s (MB/s)", "training waits", "extra memory"), *rows):
-            print("  ".join(f"{cell:<{max(width, 14)}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+    path = saved(asynchronous=False)
+    table.clear()
+    checkpoint = Checkpoint(path)
+    kept = everything(checkpoint) if world.is_main else {}
+    count = sum(torch.Size(shape).numel() for shape in checkpoint.shapes.values())
     checkpoint.close()
+    for _ in range(options.rounds):
+        if world.is_main:
+            disk(folder / "disk", sum(tensor.nbytes for tensor in kept.values()), table)
+            torchs(folder / "torch.pt", kept, table)
+        saved(asynchronous=False)
+        loaded(saved(asynchronous=True))
+    if world.is_main:
+        print(f"{engine.description}, {world.size} rank(s), {count / 1e6:.1f} M parameters with Adam, {folder.parent}")
+        table.show()
     share(engine, "")
     if world.is_main:
         shutil.rmtree(folder)
@@ -154,7 +165,54 @@ def main() -> int:
     os._exit(0)  # DeepSpeed's threads at times abort a regular exit
 
 
-def disk(path: Path, count: int) -> list[tuple[str, str, str, str]]:
+class Table:
+    """What was done, how often, and what came out."""
+
+    def __init__(self) -> None:
+        self._found: dict[str, list[tuple[float, float, float | None, float | None]]] = {}
+
+    def add(
+        self, name: str, count: float, seconds: float, waits: float | None = None, grown: float | None = None
+    ) -> None:
+        """``count`` bytes in ``seconds``, while training waited and the resident set grew."""
+        self._found.setdefault(name, []).append((count, seconds, waits, grown))
+
+    def clear(self) -> None:
+        """Forgets what was the first time."""
+        self._found.clear()
+
+    def show(self) -> None:
+        """Prints medians of the seconds and the largest growth."""
+        rows = [("", "MB", "s", "MB/s", "training waits, s", "extra memory, MiB")]
+        for name, found in self._found.items():
+            count, seconds = found[0][0], median(one[1] for one in found)
+            waits = [one[2] for one in found if one[2] is not None]
+            grown = [one[3] for one in found if one[3] is not None]
+            rows.append(
+                (
+                    name,
+                    f"{count / 1e6:,.0f}",
+                    f"{seconds:.2f}",
+                    f"{count / 1e6 / seconds:,.0f}",
+                    f"{median(waits):.2f}" if waits else "",
+                    f"{max(0.0, *grown) / 2**20:,.0f}" if grown else "",
+                )
+            )
+        widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+        for row in rows:
+            print("  ".join(f"{cell:<{width}}" for cell, width in zip(row, widths, strict=True)).rstrip())
+
+
+def everything(checkpoint: Any) -> dict[str, Any]:
+    """All tensors of a checkpoint, in memory."""
+    kept: dict[str, Any] = {}
+    for name in checkpoint.shapes:
+        one = checkpoint.parameter(name)
+        kept |= {f"{key}/{name}": tensor.clone() for key, tensor in (("weight", one.weight), *one.moments.items())}
+    return kept
+
+
+def disk(path: Path, count: int, table: Table) -> None:
     """The disk's own pace for as many bytes."""
     block = os.urandom(CHUNK)
 
@@ -173,19 +231,14 @@ def disk(path: Path, count: int) -> list[tuple[str, str, str, str]]:
     wrote = timed(write)
     forget(path.parent)
     length = path.stat().st_size
-    rows = [("disk, write", figure(length, wrote), "", ""), ("disk, read", figure(length, timed(read)), "", "")]
+    table.add("disk, write", length, wrote)
+    table.add("disk, read", length, timed(read))
     path.unlink()
-    return rows
 
 
-def torchs(path: Path, checkpoint: Any) -> list[tuple[str, str, str, str]]:
+def torchs(path: Path, kept: Any, table: Table) -> None:
     """torch.save and torch.load of the same tensors."""
     import torch
-
-    kept: dict[str, torch.Tensor] = {}
-    for name in checkpoint.shapes:
-        one = checkpoint.parameter(name)
-        kept |= {f"{key}/{name}": tensor.clone() for key, tensor in (("weight", one.weight), *one.moments.items())}
 
     def save() -> None:
         torch.save(kept, path)
@@ -196,10 +249,9 @@ def torchs(path: Path, checkpoint: Any) -> list[tuple[str, str, str, str]]:
     wrote = timed(save)
     grown, count = peak_memory() - before, path.stat().st_size
     forget(path.parent)
-    rows = [("torch.save", figure(count, wrote), f"{wrote:.2f} s", memory(grown))]
-    rows.append(("torch.load", figure(count, timed(lambda: torch.load(path, weights_only=True))), "", ""))
+    table.add("torch.save", count, wrote, wrote, grown)
+    table.add("torch.load", count, timed(lambda: torch.load(path, weights_only=True)))
     path.unlink()
-    return rows
 
 
 def timed(action: Callable[[], Any]) -> float:
@@ -235,14 +287,6 @@ def peak_memory() -> int:
 def _status(key: str) -> int:
     line = next(line for line in Path("/proc/self/status").read_text().splitlines() if line.startswith(key))
     return int(line.split()[1]) * 1024
-
-
-def figure(count: float, seconds: float) -> str:
-    return f"{count / 1e6:,.0f} in {seconds:.2f} ({count / 1e6 / seconds:,.0f})"
-
-
-def memory(count: float) -> str:
-    return f"{max(count, 0) / 2**20:,.0f} MiB"
 
 
 if __name__ == "__main__":

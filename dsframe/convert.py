@@ -94,9 +94,9 @@ def convert(directory: Path, tag: str | None, config: Config, task: Task, run_di
         for one in found.parameters(own, shapes):
             compare("parameter", {one.name: shapes[one.name]}, {one.name: tuple(one.weight.shape)})
             writer.take(one)
-        writer.finish()
         if buffers:
             writer.put(portable.BUFFERS, buffers)
+        writer.finish()
         writer.files[portable.RNG] = store.write(partial / portable.RNG, json.dumps([]).encode())
         files = {name: asdict(entry) for name, entry in writer.files.items()}
         return folder.commit(found.step, {**manifest, "parameters": writer.parameters, "files": files})

@@ -14,6 +14,7 @@ import contextlib
 import hashlib
 import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -51,9 +52,10 @@ class PartWriter:
     """One rank's share of the parameters, in files of about ``part_bytes``.
 
     Parameters are dealt to the ranks by size, each to the one that has fewest bytes so far; every rank sees every parameter
-    pass, so all come to the same result without a word. Memory: a rank holds at most ``part_bytes`` plus one parameter with
-    its moments on the host, beside the one that the engine has just gathered; where it ``keeps``, a copy of its whole share
-    (for Adam 12 bytes times parameters divided by ranks) until :meth:`flush` has written it.
+    pass, so all come to the same result without a word. One file is written, by a thread, while the next is gathered. Memory: a
+    rank holds at most twice ``part_bytes`` plus one parameter with its moments on the host, beside the one that the engine has
+    just gathered; where it ``keeps``, a copy of its whole share (for Adam 12 bytes times parameters divided by ranks) until
+    :meth:`flush` has written it.
     """
 
     def __init__(
@@ -70,9 +72,12 @@ class PartWriter:
         self._held: dict[str, Tensor] = {}
         self._keeps = keeps
         self._kept: list[tuple[str, dict[str, Tensor]]] = []
+        self._hand = ThreadPoolExecutor(1, "dsframe-part")
+        self._written: tuple[str, Future[FileEntry]] | None = None
+        self._failed = False
 
     def take(self, one: ParameterState) -> None:
-        """The next parameter; keeps it if it is this rank's. Raises OSError and SafetensorError where it cannot be written."""
+        """The next parameter; keeps it if it is this rank's. Raises OSError where it cannot be written."""
         owner = self._dealt.index(min(self._dealt))
         if self._in_part[owner] and self._in_part[owner] + one.bytes > self._part_bytes:
             if owner == self._rank:
@@ -94,23 +99,41 @@ class PartWriter:
                 )
 
     def finish(self) -> None:
-        """Writes what is left. Raises OSError and SafetensorError."""
-        if self._held:
-            self._write()
+        """Writes what is left, and waits until it is on the disk; after a failure it only waits. Raises OSError."""
+        try:
+            if self._held and not self._failed:
+                self._write()
+            self._wait()
+        finally:
+            self._hand.shutdown()
 
     def flush(self, sign_of_life: Callable[[], None]) -> None:
-        """Writes what was kept, and lets go of it file by file. Raises OSError and SafetensorError."""
+        """Writes what was kept, and lets go of it file by file. Raises OSError."""
         while self._kept:
             name, tensors = self._kept.pop(0)
             self.files[name] = write_tensors(self._folder / name, tensors)
             sign_of_life()
 
     def put(self, name: str, tensors: dict[str, Tensor]) -> None:
-        """A file of this rank's; ``tensors`` are nobody else's. Raises OSError and SafetensorError."""
+        """A file of this rank's, of which :meth:`finish` makes sure; ``tensors`` do not change until then.
+
+        Raises OSError where the file before could not be written.
+        """
         if self._keeps:
             self._kept.append((name, tensors))
         else:
-            self.files[name] = write_tensors(self._folder / name, tensors)
+            self._wait()
+            self._written = name, self._hand.submit(write_tensors, self._folder / name, tensors)
+
+    def _wait(self) -> None:
+        if self._written is None:
+            return
+        (name, written), self._written = self._written, None
+        try:
+            self.files[name] = written.result()
+        except BaseException:
+            self._failed = True
+            raise
 
     def _write(self) -> None:
         held, self._held = self._held, {}
@@ -178,12 +201,11 @@ def write_state(
         if not failure:
             failure = attempt(lambda one=one: writer.take(one))
         sign_of_life()
-    if not failure:
-        failure = attempt(writer.finish)
     if not failure and buffers and state.buffers:
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.buffers.items()}
         failure = attempt(lambda: writer.put(buffers, tensors))
-    return writer, failure
+    unfinished = attempt(writer.finish)  # in any case: nothing writes on when this returns
+    return writer, failure or unfinished
 
 
 def attempt(action: Any) -> str:
@@ -192,8 +214,6 @@ def attempt(action: Any) -> str:
         action()
     except OSError as error:
         return f"{error.filename or ''}: {error.strerror}".removeprefix(": ")
-    except SafetensorError as error:
-        return str(error)
     except CheckpointError as error:
         return str(error)
     return ""
