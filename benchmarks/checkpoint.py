@@ -99,7 +99,9 @@ def main() -> int:
     def saved(asynchronous: bool) -> Path:
         """Saves once; the figures of the slowest rank."""
         name = "in the background" if asynchronous else "at once"
-        shutil.rmtree(folder / "ours", ignore_errors=True)
+        share(engine, "")  # others may still be reading
+        if world.is_main:
+            shutil.rmtree(folder / "ours", ignore_errors=True)
         saver = Saver(
             engine,
             Store(folder / "ours"),
