@@ -40,6 +40,8 @@ class Ends:
     """Steps a second."""
     resident: tuple[float, float]
     """Bytes of a rank, the mean over the ranks."""
+    processor: tuple[float, float]
+    """Seconds of processor time a step takes a rank: what tells a slower run from a busier machine."""
 
     @property
     def problems(self) -> list[str]:
@@ -53,21 +55,26 @@ class Ends:
         return found
 
 
-def ends(rates: Sequence[float], resident: Sequence[tuple[int, float]], steps: int) -> Ends:
-    """``rates``: steps a second of each window, in order. ``resident``: bytes of a rank after so many steps.
+Sample = tuple[int, float, float]
+"""After so many steps: bytes that a rank has resident, and seconds of processor time it has had."""
+
+
+def ends(rates: Sequence[float], samples: Sequence[Sample], steps: int) -> Ends:
+    """``rates``: steps a second of each window, in order.
 
     Raises SystemExit where the run was too short to have two ends.
     """
     rates = rates[WARM_UP_WINDOWS:]
     tenth = max(1, steps // WINDOW // 10)
-    first = [size for step, size in resident if WARM_UP_WINDOWS * WINDOW < step <= steps // 5]
-    last = [size for step, size in resident if step > steps - steps // 5]
-    if len(rates) < 2 * tenth or not first or not last:
-        raise SystemExit(
-            f"{steps} steps are too few: {len(rates)} windows, {len(first)} and {len(last)} samples of memory"
-        )
+    first = [sample for sample in samples if WARM_UP_WINDOWS * WINDOW < sample[0] <= steps // 4]
+    last = [sample for sample in samples if sample[0] > steps - steps // 4]
+    if len(rates) < 2 * tenth or min(len({step for step, *_ in part}) for part in (first, last)) < 2:
+        found = f"{len(rates)} windows, {len(first)} and {len(last)} samples of memory"
+        raise SystemExit(f"{steps} steps are too few: {found}")
     speed = statistics.median(rates[:tenth]), statistics.median(rates[-tenth:])
-    return Ends(speed, (statistics.median(first), statistics.median(last)))
+    spent = [(part[-1][2] - part[0][2]) / (part[-1][0] - part[0][0]) for part in (first, last)]
+    sizes = [statistics.median(size for _, size, _ in part) for part in (first, last)]
+    return Ends(speed, (sizes[0], sizes[1]), (spent[0], spent[1]))
 
 
 def soak(engine: str, steps: int) -> Ends:
@@ -91,19 +98,20 @@ def soak(engine: str, steps: int) -> Ends:
         command = launch(engine, ["-m", "dsframe.train", "--config", str(folder / "file.json")])
         job = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
         metrics = folder / "run" / "metrics.jsonl"
-        resident: list[tuple[int, float]] = []
+        samples: list[Sample] = []
         ranks: list[int] = []
         while job.poll() is None:
-            time.sleep(0.2)
+            time.sleep(0.1)
             lines = _steps(metrics)
             ranks = ranks or (_ranks(name) if lines else [])
-            if sizes := [size for size in map(_resident, ranks) if size]:
-                resident.append((lines[-1]["step"], statistics.mean(sizes)))
+            if len(found := [one for one in map(_used, ranks) if one]) == len(ranks) > 0:
+                size, seconds = (statistics.mean(values) for values in zip(*found, strict=True))
+                samples.append((lines[-1]["step"], size, seconds))
         if job.returncode:
             raise SystemExit(f"{engine} failed:\n{(folder / 'log').read_text()}")
         units = file["train_batch_size"] * task["context"]
         windows = [line["rate"] / units for line in _steps(metrics) if line["step"] % WINDOW == 0]
-        return ends(windows, resident, steps)
+        return ends(windows, samples, steps)
 
 
 def _steps(metrics: Path) -> list[dict[str, Any]]:
@@ -131,12 +139,14 @@ def _ranks(marker: str) -> list[int]:
     return found
 
 
-def _resident(process: int) -> int:
-    """Bytes that a process has resident; 0 where it is gone."""
+def _used(process: int) -> tuple[int, float] | None:
+    """Bytes that a process has resident, and its seconds of processor time; None where it is gone."""
     try:
-        return int(Path(f"/proc/{process}/statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, IndexError):
-        return 0
+        fields = Path(f"/proc/{process}/stat").read_text().rpartition(")")[2].split()  # from the third on
+    except OSError:
+        return None
+    seconds = (int(fields[11]) + int(fields[12])) / os.sysconf("SC_CLK_TCK")
+    return int(fields[21]) * os.sysconf("SC_PAGE_SIZE"), seconds
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -145,16 +155,18 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", default="ddp,zero1,zero3,horovod")
     parser.add_argument("--steps", type=int, default=5000)
     options = parser.parse_args(argv)
-    print(f"{options.steps:,} steps, {RANKS} processes: steps a second, and MB resident of a rank, at both ends")
+    print(
+        f"{options.steps:,} steps, {RANKS} processes; at both ends: steps a second, MB resident and processor ms a step of a rank"
+    )
     failed = False
     for engine in options.engines.split(","):
         found = soak(engine, options.steps)
         failed = failed or bool(found.problems)
         (fast, slow), (before, after) = found.rates, found.resident
         figures = f"{fast:>9.1f}{slow:>9.1f}{slow / fast - 1:>+8.1%}{before / 1e6:>10.1f}{after / 1e6:>9.1f}"
-        print(
-            f"{engine:<10}{figures}{(after - before) / 1e6:>+8.1f}  {'; '.join(found.problems) or 'kept'}", flush=True
-        )
+        spent = "".join(f"{1e3 * seconds:>9.2f}" for seconds in found.processor)
+        verdict = "; ".join(found.problems) or "kept"
+        print(f"{engine:<10}{figures}{(after - before) / 1e6:>+8.1f}{spent}  {verdict}", flush=True)
     return int(failed)
 
 
