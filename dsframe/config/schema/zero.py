@@ -151,7 +151,8 @@ class Zero(Section):
     stage3_prefetch_bucket_size: Size = 50_000_000
     """Parameter elements fetched ahead. ``"auto"`` is 0.9 of the hidden size squared."""
     stage3_param_persistence_threshold: Size = 100_000
-    """Parameters with fewer elements stay on every rank. ``"auto"`` is 10 times the hidden size."""
+    """Parameters with fewer elements stay on every rank. ``"auto"`` is 10 times the hidden size. Where the file names neither
+    this nor another limit of what is kept, all of a model of up to 8,388,608 parameters stays."""
     stage3_model_persistence_threshold: Size = sys.maxsize
     """Most elements that may stay on every rank in all."""
     stage3_max_live_parameters: Size = 1_000_000_000
