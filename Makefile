@@ -4,7 +4,7 @@ SHELL := bash
 export PATH := $(CURDIR)/launch/bin:$(CURDIR)/.venv/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 .DEFAULT_GOAL := help
-.PHONY: help setup train test mpi launchers portability kill-test lint format equivalence footprint predictions startup soak docs clean
+.PHONY: help setup train test mpi launchers portability kill-test lint format equivalence footprint bench predictions startup soak docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -50,6 +50,10 @@ equivalence: setup ## every engine beside one process, losses and weights: the t
 
 footprint: setup ## what every engine holds and sends, beside theory: the tables of the README (10 minutes)
 	python -m tests.footprint
+
+bench: setup ## dsframe beside hand-written loops, Accelerate, Lightning and the HF Trainer, in turns: ratios, memory, losses
+	python -m pip install -q -c constraints.txt "accelerate>=1.10" "lightning>=2.5"
+	python -m benchmarks.compare
 
 predictions: setup ## what the plan says of memory and time beside what runs take: the table of the README (10 minutes)
 	python -m tests.predictions

@@ -1,0 +1,214 @@
+"""dsframe beside hand-written loops and other frameworks: speed, memory and losses, measured in turns in one run.
+
+    python -m benchmarks.compare                              # everything (make bench)
+    python -m benchmarks.compare --quick --models cnn --only zero1
+    python -m benchmarks.compare --models gpt --only ddp,horovod --rounds 15
+
+A match starts all its contestants as real jobs of two processes under their own launchers, the same threads a rank, the same model,
+weights, samples and global batch, and lets them run in turns, a block of steps each (``benchmarks.match``). What is printed: the
+median rate of each, how many times that dsframe's is in the same round (median, lowest, highest), the peak resident set of
+each rank, and how far the first ten losses are from dsframe's at most. Exits with 1 where losses differ.
+``benchmarks/by_hand.py``, ``peers.py`` and ``workloads.py`` say what exactly runs, and why it is fair.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import platform
+import signal
+import statistics
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from pathlib import Path
+from typing import Any
+
+from benchmarks.match import Contestant, Result, play
+
+CHECKED_STEPS = 10  # as in benchmarks.gate, which imports torch
+BATCH = {"cnn": 128, "resnet18": 128, "gpt": 16}
+UNITS = {"cnn": 128, "resnet18": 128, "gpt": 16 * 128}
+UNIT = {"cnn": "samples/s", "resnet18": "samples/s", "gpt": "tokens/s"}
+MICRO = 4
+TOLERANCE = 1e-4
+"""Of a loss, in fp32: what the order of summation makes of it in ten steps stays far below."""
+TOLERANCE_BF16 = 5e-2
+
+
+def ours(kind: str, workload: str, *, fast: bool = False) -> Contestant:
+    """dsframe with the strategy ``kind``, everything else as it is by default. ``fast``: with the switches for speed."""
+    micro = MICRO if kind == "pipeline" else 1
+    section: dict[str, Any] = {
+        "steps": 1_000_000,
+        "log_every_steps": 100,
+        "engine": {"ddp": "ddp", "fsdp": "fsdp", "horovod": "horovod"}.get(kind, "deepspeed"),
+    }
+    config: dict[str, Any] = {
+        "train_batch_size": BATCH[workload],
+        "gradient_accumulation_steps": micro,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3, "betas": [0.9, 0.999], "eps": 1e-8, "weight_decay": 0.0}},
+        "dsframe": section,
+    }
+    if kind.startswith("zero"):
+        config["zero_optimization"] = {"stage": int(kind[-1])}
+    if kind == "pipeline":
+        config["pipeline"] = {"stages": 2}
+    if fast:
+        config["torch_autocast"] = {"enabled": True, "dtype": "bfloat16"}
+        section["model"] = {"channels_last": True, "compile": True} if workload != "gpt" else {}
+    launcher = {"ddp": "torchrun", "fsdp": "torchrun", "horovod": "horovodrun"}.get(kind, "deepspeed")
+    name = f"dsframe {kind}{' fast' if fast else ''}"
+    return Contestant(name, launcher, "ours.py", (name.replace(" ", "-"),), config, micro=micro)
+
+
+def by_hand(kind: str) -> Contestant:
+    launcher = {"ddp": "torchrun", "fsdp": "torchrun", "horovod": "horovodrun"}.get(kind, "deepspeed")
+    return Contestant(f"{kind} by hand", launcher, "by_hand.py", (kind,), micro=MICRO if kind == "pipeline" else 1)
+
+
+def peer(kind: str) -> Contestant:
+    return Contestant(kind, "torchrun", "peers.py", (kind,))
+
+
+PEERS = ("accelerate", "lightning", "transformers")
+MATCHES = ("ddp", "fsdp", "zero1", "zero2", "zero3", "pipeline", "horovod", "fast")
+UNTESTED = {("resnet18", "pipeline"), ("resnet18", "fsdp"), ("resnet18", "zero2"), ("resnet18", "fast")}
+"""Left out of the whole table to keep it short; the CNN and the GPT have them."""
+
+
+def contestants(match: str, workload: str) -> list[Contestant]:
+    """dsframe first."""
+    if match == "ddp":
+        return [ours("ddp", workload), by_hand("ddp"), *map(peer, PEERS)]
+    if match == "fast":
+        return [ours("ddp", workload, fast=True), *map(peer, PEERS)]
+    if match == "horovod":
+        unset = Contestant("horovod by hand, threads not set", "horovodrun", "by_hand.py", ("horovod",), threads=None)
+        return [ours(match, workload), by_hand(match), unset]
+    return [ours(match, workload), by_hand(match)]
+
+
+def rows(match: str, workload: str, results: dict[str, Result]) -> list[dict[str, Any]]:
+    """The table's lines of one match."""
+    first = next(iter(results))
+    found = []
+    for name, result in results.items():
+        ratios = [mine / theirs for mine, theirs in zip(results[first].rates, result.rates, strict=True)]
+        differences = [abs(a - b) for a, b in zip(results[first].losses, result.losses, strict=True)]
+        found.append(
+            {
+                "model": workload,
+                "match": match,
+                "name": name,
+                "unit": UNIT[workload],
+                "rate": statistics.median(result.rates),
+                "ratio": statistics.median(ratios),
+                "ratio_low": min(ratios),
+                "ratio_high": max(ratios),
+                "loss_difference": max(differences),
+                "same_losses": max(differences) <= (TOLERANCE_BF16 if match == "fast" else TOLERANCE),
+                **asdict(result),
+            }
+        )
+    return found
+
+
+def line(row: dict[str, Any]) -> str:
+    peak = "  ".join(f"{value / 2**20:,.0f}" for value in row["peak_bytes"])
+    verdict = f"{row['loss_difference']:8.1e}{'' if row['same_losses'] else '  LOSSES DIFFER'}"
+    own = row["name"].startswith("dsframe")
+    ratio = f"{'':21}" if own else f"{row['ratio']:6.2f} ({row['ratio_low']:.2f}-{row['ratio_high']:.2f})".ljust(21)
+    return f"{row['model']:9} {row['name']:34} {row['rate']:9,.0f} {ratio} {peak:>14} {verdict}  {row['threads']}"
+
+
+HEADER = (
+    f"{'model':9} {'who':34} {'a second':>9} {'dsframe is ... times':21} {'peak MiB':>14} {'loss diff.':>8}  threads"
+)
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--models", default="cnn,gpt,resnet18", help="some of them (default: %(default)s)")
+    parser.add_argument("--only", default=",".join(MATCHES), help="matches (default: %(default)s)")
+    parser.add_argument("--rounds", type=int, default=7, help="how often each contestant runs (default: %(default)s)")
+    parser.add_argument("--block", type=float, default=1.2, help="seconds of a block (default: %(default)s)")
+    parser.add_argument("--quick", action="store_true", help="three rounds of half a second")
+    parser.add_argument("--no-peers", action="store_true", help="without Accelerate, Lightning and the HF Trainer")
+    parser.add_argument(
+        "--json", type=Path, default=Path("benchmarks/results/compare.json"), help="(default: %(default)s)"
+    )
+    options = parser.parse_args(arguments)
+    signal.signal(
+        signal.SIGTERM, lambda *_: sys.exit(143)
+    )  # so that the contestants, some of which are stopped, are ended
+    if options.quick:
+        options.rounds, options.block = 3, 0.5
+    models, only = options.models.split(","), options.only.split(",")
+    if wrong := [*({*models} - {*UNIT}), *({*only} - {*MATCHES})]:
+        parser.error(f"unknown: {', '.join(wrong)}")
+    table: list[dict[str, Any]] = []
+    failed: list[str] = []
+    print(
+        f"{platform.machine()}, {os.cpu_count()} cores; 2 processes; {options.rounds} rounds of {options.block} s\n{HEADER}"
+    )
+    for workload in models:
+        for match in only:
+            if (workload, match) in UNTESTED and options.only == parser.get_default("only"):
+                continue
+            players = contestants(match, workload)
+            if options.no_peers:
+                players = [player for player in players if player.program != "peers.py"]
+            try:
+                results = play(
+                    players,
+                    workload,
+                    units=UNITS[workload],
+                    rounds=options.rounds,
+                    block_seconds=options.block,
+                    checked=CHECKED_STEPS,
+                    failed=failed.append,
+                )
+            except RuntimeError as error:
+                failed.append(str(error))
+                continue
+            found = rows(match, workload, results)
+            table += found
+            print("\n".join(map(line, found)), flush=True)
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_text(json.dumps({"rounds": options.rounds, "rows": table}, indent=1) + "\n")
+    plot(table, options.json.with_suffix(".svg"))
+    print("\n".join(failed), file=sys.stderr)
+    print(f"{options.json}, {options.json.with_suffix('.svg')}")
+    return 1 if failed or not all(row["same_losses"] for row in table) else 0
+
+
+def plot(table: Sequence[dict[str, Any]], path: Path) -> None:
+    """Ratios as horizontal bars, with what the rounds spread over as a line."""
+    shown = [row for row in table if not row["name"].startswith("dsframe")]
+    if not shown:
+        return
+    scale = 420 / max(1.5, *(min(row["ratio_high"], 5.0) for row in shown))
+    parts = []
+    for number, row in enumerate(shown):
+        y = 30 + 20 * number
+        low, middle, high = (330 + scale * min(row[key], 5.0) for key in ("ratio_low", "ratio", "ratio_high"))
+        parts.append(
+            f'<text x="320" y="{y + 11}" text-anchor="end">{row["model"]}: {row["match"]} / {row["name"]}</text>'
+            f'<rect x="330" y="{y}" width="{middle - 330:.1f}" height="14" fill="#4878a8"/>'
+            f'<line x1="{low:.1f}" x2="{high:.1f}" y1="{y + 7}" y2="{y + 7}" stroke="#222"/>'
+            f'<text x="{high + 6:.1f}" y="{y + 11}">{row["ratio"]:.2f}</text>'
+        )
+    height = 50 + 20 * len(shown)
+    one = 330 + scale
+    path.write_text(
+        f'<svg xmlns="http://www.w3.org/2000/svg" width="820" height="{height}" font-family="sans-serif" font-size="11">'
+        f'<rect width="820" height="{height}" fill="#fff"/><text x="{one}" y="18" text-anchor="middle">1.0</text>'
+        f'<line x1="{one}" x2="{one}" y1="22" y2="{height - 10}" stroke="#b33"/>{"".join(parts)}</svg>\n'
+    )
+
+
+if __name__ == "__main__":
+    sys.exit(main())

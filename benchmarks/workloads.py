@@ -1,0 +1,238 @@
+"""What is trained in ``benchmarks.compare``: three models, their data as people read it, and the same as tasks of dsframe's.
+
+``cnn``: the network of PyTorch's own MNIST example (1.2 M parameters; without dropout, whose draws differ between programs) on
+Fashion-MNIST; ``resnet18``: torchvision's, on random images of CIFAR-10's size; ``gpt``: dsframe's GPT, 4.9 M parameters, on bytes.
+All with AdamW at a constant rate, weight decay 0 (where it is not, programs disagree on what decays) and gradients clipped to 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from functools import partial
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import DataLoader, Dataset
+
+from benchmarks.gate import CHECKED_STEPS, Gate
+from dsframe.config.settings import LanguageTask as LanguageSettings
+from dsframe.config.settings import VisionTask as VisionSettings
+from dsframe.data import vision
+from dsframe.data.sampler import Sampler
+from dsframe.data.source import Batch, ImageSource, draws
+from dsframe.data.text import TextSource
+from dsframe.tasks._torchvision import torchvision
+from dsframe.tasks.language import LanguageTask
+from dsframe.tasks.layers import Layer, seed_generators
+from dsframe.tasks.task import Task
+from dsframe.tasks.vision import VisionTask
+
+LEARNING_RATE = 1e-3
+CLIP = 1.0
+GLOBAL_BATCH = {"cnn": 128, "resnet18": 128, "gpt": 16}
+CONTEXT = 128
+ADAMW: dict[str, Any] = {"lr": LEARNING_RATE, "betas": (0.9, 0.999), "eps": 1e-8, "weight_decay": 0.0}
+
+
+def cnn() -> list[Layer]:
+    """The network of PyTorch's MNIST example: float ``[n, 1, 28, 28]`` to scores ``[n, 10]``."""
+    return [
+        lambda: nn.Sequential(nn.Conv2d(1, 32, 3), nn.ReLU()),
+        lambda: nn.Sequential(nn.Conv2d(32, 64, 3), nn.ReLU(), nn.MaxPool2d(2), nn.Flatten()),
+        lambda: nn.Sequential(nn.Linear(9216, 128), nn.ReLU()),
+        partial(nn.Linear, 128, 10),
+    ]
+
+
+class PlainFirst(ImageSource):
+    """Images whose first batches are not augmented."""
+
+    left = 0
+
+    def batch(self, indices: Tensor, epoch: int) -> Batch:
+        if self.left <= 0:
+            return super().batch(indices, epoch)
+        self.left -= 1
+        padding, flip = self._padding, self._flip
+        self._padding, self._flip = 0, False
+        try:
+            return super().batch(indices, epoch)
+        finally:
+            self._padding, self._flip = padding, flip
+
+
+class Images(VisionTask):
+    """The task as dsframe trains it, with the gate in its loss."""
+
+    def __init__(self, name: str, gate: Gate | None, checked: int = CHECKED_STEPS) -> None:
+        dataset = "fashion-mnist" if name == "cnn" else "synthetic"
+        super().__init__(VisionSettings(model="cnn" if name == "cnn" else name, dataset=dataset, samples=None), 0)
+        if dataset == "synthetic":  # with CIFAR-10's own augmentation
+            self.images = vision.KNOWN["cifar10"]
+        self._gate, self._checked = gate, checked
+
+    def layers(self) -> Sequence[Layer] | None:
+        return cnn() if self.settings.model == "cnn" else None
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._gate.loss(outputs, targets) if self._gate else super().loss(outputs, targets)
+
+    def pixels(self, *, train: bool) -> tuple[Tensor, Tensor]:
+        """All images, uint8 ``[N, channels, size, size]``, and their classes."""
+        source = vision.load(self.settings.model_copy(update={"augment": False}), self.images, train=train, seed=0)
+        return source._images, source._labels
+
+    def train_data(self) -> ImageSource:
+        i = self.images
+        source = PlainFirst(
+            *self.pixels(train=True), classes=i.classes, mean=i.mean, std=i.std, padding=i.padding, flip=i.mirrored
+        )
+        source.left = self._checked
+        return source
+
+    def eval_data(self) -> Any:
+        return None if self._gate else super().eval_data()
+
+
+class Text(LanguageTask):
+    """The task as dsframe trains it, with the gate in its loss."""
+
+    def __init__(self, gate: Gate | None) -> None:
+        super().__init__(
+            LanguageSettings(
+                name="language", layers=6, heads=4, width=256, context=CONTEXT, corpus="stdlib", tie_embeddings=False
+            ),
+            0,
+        )
+        self._gate = gate
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return self._gate.loss(outputs, targets) if self._gate else super().loss(outputs, targets)
+
+    def eval_data(self) -> Any:
+        return None if self._gate else super().eval_data()
+
+
+def task(name: str, gate: Gate | None, *, checked: int = CHECKED_STEPS) -> Task:
+    """The workload ``name`` as a task of dsframe's. ``checked``: batches of a rank, from the first, without augmentation."""
+    made = Text(gate) if name == "gpt" else Images(name, gate, checked)
+    made.seed = 0
+    return made
+
+
+def model(name: str) -> nn.Module:
+    """The workload's model with the weights that every contestant starts from."""
+    seed_generators(0)
+    return task(name, None).model()
+
+
+class PerImage(Dataset[Any]):
+    """As torchvision's data sets: an array in memory, and one image at a time through ``transforms``.
+
+    ``fast``: torchvision's ``v2`` transforms on uint8 tensors, as its documentation advises, instead of PIL images. A negative
+    index ``-1 - i`` is image ``i`` without augmentation.
+    """
+
+    def __init__(self, name: str, *, fast: bool) -> None:
+        torchvision()  # imports it, where its compiled part belongs to another build of torch as well
+        from torchvision import transforms
+        from torchvision.transforms import v2
+
+        own = Images(name, None)
+        i = own.images
+        pixels, labels = own.pixels(train=True)
+        self.labels = labels.tolist()
+        self.fast = fast
+        mirrored: list[Any] = []
+        if fast:
+            self.pixels = pixels
+            last: list[Any] = [v2.ToDtype(torch.float32, scale=True), v2.Normalize(i.mean, i.std)]
+            mirrored = [v2.RandomHorizontalFlip()] if i.mirrored else []
+            first: list[Any] = [v2.RandomCrop(i.size, i.padding), *mirrored]
+            self.plain, self.augmented = v2.Compose(last), v2.Compose([*first, *last])
+        else:
+            self.pixels = pixels[:, 0] if i.channels == 1 else pixels.permute(0, 2, 3, 1).contiguous()
+            last = [transforms.ToTensor(), transforms.Normalize(i.mean, i.std)]
+            mirrored = [transforms.RandomHorizontalFlip()] if i.mirrored else []
+            first = [transforms.RandomCrop(i.size, i.padding), *mirrored]
+            self.plain, self.augmented = transforms.Compose(last), transforms.Compose([*first, *last])
+
+    def __len__(self) -> int:
+        return len(self.labels)
+
+    def __getitem__(self, index: int) -> tuple[Any, int]:
+        from PIL import Image
+
+        transform = self.augmented
+        if index < 0:
+            index, transform = -1 - index, self.plain
+        image: Any = self.pixels[index] if self.fast else Image.fromarray(self.pixels[index].numpy())
+        return transform(image), self.labels[index]
+
+
+class Windows(Dataset[Any]):
+    """Text as people read it: one window of bytes at a time."""
+
+    def __init__(self) -> None:
+        source = Text(None).train_data()
+        assert isinstance(source, TextSource)
+        self._tokens, self._length = source._tokens, len(source)
+        self._shift = (int(draws(0, 0, torch.tensor(0))) & 0x7FFF_FFFF) % CONTEXT  # where dsframe's first epoch begins
+
+    def __len__(self) -> int:
+        return self._length
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        index = -1 - index if index < 0 else index
+        start = index * CONTEXT + self._shift
+        window = self._tokens[start : start + CONTEXT + 1].long()
+        return window[:-1], window[1:]
+
+
+class Order:
+    """dsframe's order of the samples as a torch ``Sampler``: of one rank of ``ranks``, or of all (rank None)."""
+
+    def __init__(
+        self, samples: int, name: str, rank: int | None, ranks: int, micro: int = 1, checked: bool = True
+    ) -> None:
+        self._sampler = Sampler(samples, GLOBAL_BATCH[name], 0)
+        self._rank, self._ranks, self._micro = rank, ranks, micro
+        self._name, self._checked = name, CHECKED_STEPS if checked else 0
+
+    def __len__(self) -> int:
+        return 1 << 40  # steps without end
+
+    def __iter__(self) -> Iterator[int]:
+        share = GLOBAL_BATCH[self._name] // self._micro
+        for step in itertools.count():
+            for micro in range(self._micro):
+                if self._rank is None:
+                    parts = self._sampler.micro_batch(step, micro, 0, 1, share)
+                else:
+                    parts = self._sampler.micro_batch(step, micro, self._rank, self._ranks, share // self._ranks)
+                for _, rows in parts:
+                    indices = rows.tolist()
+                    yield from ([-1 - index for index in indices] if step < self._checked else indices)
+
+
+def dataset(name: str, *, fast: bool) -> Dataset[Any]:
+    """The workload's data as people read it. ``fast``: the quicker of torchvision's two ways."""
+    return Windows() if name == "gpt" else PerImage(name, fast=fast)
+
+
+def loader(
+    name: str,
+    rank: int | None,
+    ranks: int,
+    *,
+    fast: bool = False,
+    micro: int = 1,
+    workers: int = 0,
+    checked: bool = True,
+) -> DataLoader[Any]:
+    """torch's loader of a rank's share; with rank None of global batches, which the program shares out itself."""
+    data = dataset(name, fast=fast)
+    order: Any = Order(len(data), name, rank, ranks, micro, checked)  # type: ignore[arg-type]
+    return DataLoader(data, GLOBAL_BATCH[name] // ranks // micro, sampler=order, num_workers=workers)
