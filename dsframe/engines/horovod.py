@@ -182,25 +182,28 @@ class HorovodEngine(ReplicaEngine):
 def settle(settings: Horovod, world: World, device: torch.device) -> float | None:
     """Before Horovod starts: puts the file's settings where it reads them. Returns the bytes of a bucket, if anybody says.
 
-    In elastic runs one default is left out: Horovod 0.28.1 crashes (SIGSEGV in ``ParameterManager::SetValue``) where it is
-    started a second time in a process in which threshold and cycle time were both fixed.
+    Only one of the two has a default: Horovod 0.28.1 crashes (SIGSEGV in ``ParameterManager::SetValue``) where it is started a
+    second time in a process in which threshold and cycle time were both fixed, as in elastic runs and where a program trains
+    twice. Raises EngineError before it does.
     """
     if settings.autotune:
         os.environ["HOROVOD_AUTOTUNE"] = "1"
+    threshold = _settle(THRESHOLD, settings.fusion_threshold_bytes, None)
     usual = os.environ.get("HOROVOD_AUTOTUNE", "0") == "0"  # what the environment fixes is not tuned
-    # Buckets are what Horovod would fuse: it shall not copy several of them together once more.
-    threshold = _settle(THRESHOLD, settings.fusion_threshold_bytes, 0 if usual and not world.elastic else None)
-    usual = usual and not (world.elastic and THRESHOLD in os.environ)
-    rounds = CPU_ROUND_MILLISECONDS if usual and device.type == "cpu" else None
+    rounds = CPU_ROUND_MILLISECONDS if usual and threshold is None and device.type == "cpu" else None
     _settle(ROUNDS, settings.cycle_time_milliseconds, rounds)
-    if world.elastic and THRESHOLD in os.environ and ROUNDS in os.environ:
+    both = [name for name in (THRESHOLD, ROUNDS) if name in os.environ] == [THRESHOLD, ROUNDS]
+    if (both and world.elastic) or _fixed:
         raise EngineError(
-            f"{THRESHOLD} and {ROUNDS} are both fixed, with which Horovod crashes when processes come or go; leave one to it: "
-            "horovod.fusion_threshold_bytes or cycle_time_milliseconds"
+            f"{THRESHOLD} and {ROUNDS} are both fixed, with which Horovod crashes when it starts again in a process, as when "
+            "others come or go, or in a second training; leave one to it: horovod.fusion_threshold_bytes or cycle_time_milliseconds"
         )
+    _fixed.extend([THRESHOLD, ROUNDS] if both else [])
     return threshold
 
 
+_fixed: list[str] = []
+"""What an earlier run of this process fixed for good: both, or nothing."""
 _defaults: dict[str, str] = {}
 """What this module has put into the environment because nobody had: for a further run in this process still nobody's word."""
 

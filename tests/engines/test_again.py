@@ -14,6 +14,8 @@ def test_several_trainings_in_one_process(tmp_path: Path) -> None:
 
 
 def test_under_horovodrun(tmp_path: Path) -> None:
-    """Where rank 0 says in horovodrun's own store where to meet: its word of the first time is still there at the second."""
-    command = horovodrun(2, ["-m", "tests.engines.again", "ddp", "ddp"])
-    assert "2 trainings, one loss" in run_ranks(command, timeout_seconds=120, cwd=tmp_path).check().stdout
+    """Where rank 0 says in horovodrun's own store where to meet: its word of the first time is still there at the second.
+
+    And Horovod itself starts again only where not all of its numbers are fixed."""
+    command = horovodrun(2, ["-m", "tests.engines.again", "ddp", "horovod", "ddp", "horovod"])
+    assert "4 trainings, one loss" in run_ranks(command, timeout_seconds=120, cwd=tmp_path).check().stdout
