@@ -49,8 +49,8 @@ CPU_ROUND_MILLISECONDS = 5.0
 bucket waits half the time between two."""
 THRESHOLD, ROUNDS = "HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"
 _NAP_SECONDS = 2e-4
-_NAPS = 5000
-"""After so many, a second or more, Horovod's own wait takes over, which the report on a run that hangs knows by name."""
+_NAPPING_SECONDS = 1.0
+"""After so long Horovod's own wait takes over, which the report on a run that hangs knows by name."""
 
 
 class HorovodEngine(ReplicaEngine):
@@ -152,10 +152,9 @@ class HorovodEngine(ReplicaEngine):
         )
 
         def wait() -> None:
-            naps = _NAPS if sent.device.type == "cpu" else 0
-            while naps and not hvd.poll(handle):
+            until = time.monotonic() + (_NAPPING_SECONDS if sent.device.type == "cpu" else 0.0)
+            while time.monotonic() < until and not hvd.poll(handle):
                 time.sleep(_NAP_SECONDS)
-                naps -= 1
             hvd.synchronize(handle)
             if sent is not flat:
                 flat.copy_(sent)
