@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import warnings
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -28,9 +29,12 @@ class Traces:
         self._folder.mkdir(parents=True, exist_ok=True)
         for old in [] if done_steps else self._folder.glob(f"rank{rank}-steps-*"):
             old.unlink()
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore", UserWarning)  # of a warm-up of 0, which the file has chosen
+            steps = schedule(wait=section.wait, warmup=section.warmup, active=section.active, repeat=section.repeat)
         self._profiler: Any = profile(
             activities=[ProfilerActivity.CPU, *([ProfilerActivity.CUDA] if self._on_gpu else [])],
-            schedule=schedule(wait=section.wait, warmup=section.warmup, active=section.active, repeat=section.repeat),
+            schedule=steps,
             on_trace_ready=self._write,
             profile_memory=section.memory,
             record_shapes=section.shapes,

@@ -43,8 +43,9 @@ def file(folder: Path, engine: str, more: dict[str, Any]) -> Path:
         "engine": engine, "task": task, "steps": STEPS, "log_every_steps": 1, "run_dir": str(folder / "run"),
         "mlflow": {"enabled": True, "tracking_uri": str(folder / "mlruns")},
         "mfu": True, "profile": {"wait": 1, "warmup": 0, "active": 2, "ranks": "all", "memory": True}, "rank_output": "files",
-        "horovod": {"timeline": True},
     }  # fmt: skip
+    if engine == "horovod":
+        section["horovod"] = {"timeline": True}
     content = {
         "train_batch_size": BATCH,
         "gradient_accumulation_steps": 2,
