@@ -74,9 +74,9 @@ def gather_at_once(engine: Any) -> None:
     first = kept[0]
     one_by_one = first.all_gather
 
-    def gather(wanted: Any = None, **options: Any) -> Any:
-        if wanted is not kept or options:
-            return one_by_one(wanted, **options)
+    def gather(param_list: Any = None, *more: Any, **options: Any) -> Any:  # named as DeepSpeed's callers name it
+        if param_list is not kept or more or options:
+            return one_by_one(param_list, *more, **options)
         absent = [one for one in kept if one.ds_status is partition_parameters.ZeroParamStatus.NOT_AVAILABLE]
         if absent:
             first.all_gather_coalesced(absent).wait()
