@@ -199,18 +199,22 @@ def _choose(
     """**Collective.** The newest whole checkpoint; each rank verifies its share of the files. Damaged ones are set aside."""
     main = engine.plan.world.is_main
     candidates: list[Path] = []
-    failure = ""
+    failure, foreign = "", {}
     if main:
         try:
             candidates = folder.newest_first() if wanted == "auto" else store.locate(Path(wanted))
+            foreign = {str(path): text for path in candidates if (text := _of_another_format(path))}
         except (CheckpointError, OSError) as error:
             failure = str(error)
-    found = json.loads(share(engine, json.dumps({"failure": failure, "paths": [str(path) for path in candidates]}))[0])
+    known = {"failure": failure, "paths": [str(path) for path in candidates], "foreign": foreign}
+    found = json.loads(share(engine, json.dumps(known))[0])
     if found["failure"]:
         raise CheckpointError(found["failure"])
     paths = [Path(path) for path in found["paths"]]
     asked_for_one = wanted != "auto" and len(paths) == 1
     for path in paths:
+        if str(path) in found["foreign"]:
+            raise CheckpointError(found["foreign"][str(path)])  # whole: neither to be used here, nor to be set aside
         wrong = _verify(engine, path, sign_of_life)
         if not wrong:
             return path
@@ -224,6 +228,16 @@ def _choose(
             f"every checkpoint in {paths[0].parent} is damaged; --resume never starts from the beginning"
         )
     return None
+
+
+def _of_another_format(path: Path) -> str:
+    try:
+        store.read_manifest(path)
+    except store.OtherFormatError as error:
+        return str(error)
+    except CheckpointError:
+        pass  # damaged, which is said when it is its turn
+    return ""
 
 
 def _verify(engine: Engine, path: Path, sign_of_life: Callable[[], None]) -> list[str]:

@@ -237,6 +237,13 @@ def test_damage_is_named_set_aside_and_the_one_before_used(tmp_path: Path) -> No
     names = {path.name for path in checkpoints.directory.iterdir()}
     assert {"step-00000025.damaged", "step-00000020.damaged", "step-00000025", "step-00000010"} <= names
     assert portability.losses(run_dir) == whole
+    # One of another version is whole: neither used nor set aside.
+    newest = checkpoints.path(25)
+    (newest / store.MANIFEST).write_bytes(store.dump({**store.read_manifest(newest), "format": store.FORMAT + 1}))
+    refused = portability.train(setup, run_dir, "--resume", "auto")
+    assert refused.returncode != 0
+    assert f"{newest} has format {store.FORMAT + 1}, this dsframe reads {store.FORMAT}" in refused.stderr
+    assert newest.is_dir()
 
 
 def test_what_cannot_be_written_is_said_and_the_one_before_stays(tmp_path: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import hashlib
 import random
 import threading
 from collections.abc import Callable
@@ -14,6 +13,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+import xxhash
 from safetensors.torch import load_file
 from torch import Tensor, nn
 
@@ -68,7 +68,7 @@ def write(folder: Path, ranks: int, part_bytes: int) -> Path:
         parts |= writer.files
         writers.append(writer)
     assert all(writer.parameters == writers[0].parameters for writer in writers)
-    files = {name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in parts.items()}
+    files = {name: {"bytes": entry.bytes, "xxh3_128": entry.xxh3_128} for name, entry in parts.items()}
     manifest = {"format": store.FORMAT, "step": 42, "updates": 40, "files": files, "parameters": writers[0].parameters}
     manifest["aliases"] = {"tied": "a.weight"}
     return whole.commit(
@@ -126,7 +126,7 @@ def test_every_kind_of_tensor_is_what_safetensors_reads(tmp_path: Path) -> None:
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(found[name].double(), tensor.double()), name
     content = (tmp_path / "all").read_bytes()
-    assert (entry.bytes, entry.sha256) == (len(content), hashlib.sha256(content).hexdigest())
+    assert (entry.bytes, entry.xxh3_128) == (len(content), xxhash.xxh3_128_hexdigest(content))
     with pytest.raises(CheckpointError, match=r"z: a checkpoint cannot hold torch\.complex64"):
         portable.write_tensors(tmp_path / "other", {"z": torch.zeros(1, dtype=torch.complex64)})
 
@@ -152,7 +152,7 @@ def test_each_rank_gets_its_own_buffers_back(tmp_path: Path) -> None:
     partial = whole.begin(1)
     for rank, name in ((0, portable.BUFFERS), (1, portable.buffers_name(1))):
         writer, _ = portable.write_state(EngineState(1, None, mine[rank], {}, []), partial, rank, 2, name)
-        files |= {name: {"bytes": entry.bytes, "sha256": entry.sha256} for name, entry in writer.files.items()}
+        files |= {name: {"bytes": entry.bytes, "xxh3_128": entry.xxh3_128} for name, entry in writer.files.items()}
     path = whole.commit(1, {"format": store.FORMAT, "step": 1, "files": files, "parameters": {}})
     assert [float(Checkpoint(path, rank).buffers()["mean"]) for rank in range(3)] == [0.0, 1.0, 0.0]
 
