@@ -23,7 +23,7 @@ import torch.distributed as dist
 from torch import Tensor
 from torch.utils._pytree import tree_map
 
-from dsframe import collectives, engines, tasks
+from dsframe import allocator, collectives, engines, tasks
 from dsframe.config import Config, load
 from dsframe.engine import call
 from dsframe.engines import precision
@@ -117,6 +117,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     threads = config.settings.threads_per_rank or int(os.environ.get("OMP_NUM_THREADS", "0"))
     torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // ranks))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
+    if device.type == "cpu":
+        allocator.keep_freed()  # as a run does
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

@@ -52,7 +52,7 @@ def strategies(
     config: Config, model: Model, hardware: Hardware, world_size: int, seconds_each: float | None = None
 ) -> list[Strategy]:
     """Every strategy that the file may have on ``world_size`` processes, each with its best micro-batch: fitting ones first,
-    then by seconds a step."""
+    those that fit with little to spare behind them, each by seconds a step."""
     samples = as_written(config, model, hardware, world_size).prediction.batch.train_batch_size
     found = []
     for name, engine, patch in _candidates(config, model, hardware, world_size):
@@ -85,10 +85,16 @@ def _best(
     return min(options, key=_rank, default=None)
 
 
-def _rank(strategy: Strategy) -> tuple[bool, float]:
+def _rank(strategy: Strategy) -> tuple[bool, bool, float]:
+    """What fits, what fits only just, what does not; of equals the fastest, or that which lacks least."""
     prediction = strategy.prediction
-    lacks = 0.0 if prediction.fits else prediction.memory.total + prediction.memory.host
-    return not prediction.fits, lacks or float(f"{prediction.seconds.step:.3g}")
+    if not prediction.fits:
+        return True, True, prediction.fullness
+    return (
+        False,
+        prediction.tight,
+        float(f"{prediction.seconds.step:.2g}"),
+    )  # less is no difference that predictions tell
 
 
 def _candidates(config: Config, model: Model, hardware: Hardware, world_size: int) -> Iterator[tuple[str, str, Patch]]:

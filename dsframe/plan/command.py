@@ -23,7 +23,7 @@ EPILOG = f"""\
 Nothing is started and nothing allocated: the model runs on torch's meta device. Times are a roofline and rings at
 {machines.COMPUTE_SHARE:.0%} of a device's peak and {machines.TRANSFER_SHARE:.0%} of its bandwidths, an assumption;
 --calibrate replaces it by a measurement.
-Memory is that of the rank that needs most. A GB is 10 to the 9 bytes.
+Memory is that of the rank that needs most. A GB is 10 to the 9 bytes. "tight" has less than a tenth to spare.
 
 exit codes: 0 the file as it is written fits; 1 it does not; others as in training
 """
@@ -135,9 +135,27 @@ def _text(
         lines.append(f"{count:,} {'processes' if count > 1 else 'process'}, {batch.train_batch_size:,} samples a step")
         shown = others if options.all else others[:10]
         lines += _table([own, *shown])
+        if not any(strategy.prediction.fits for strategy in others):
+            lines.append(_lack(others, machine))
         if len(shown) < len(others):
             lines.append(f"{len(others) - len(shown)} more with --all")
     return "\n".join(lines)
+
+
+def _lack(others: Sequence[Strategy], machine: Hardware) -> str:
+    """Why nothing fits, by what comes closest."""
+    if not others:
+        return "nothing fits: no strategy takes this batch on so many processes; choose a train_batch_size that they divide"
+    closest = others[0]
+    held = closest.prediction.memory
+    text = f"nothing fits: {closest.name} comes closest"
+    if held.total > machine.memory_bytes:
+        text += f", and needs {held.total / 1e9:.3g} GB of a device's {machine.memory_bytes / 1e9:.3g}"
+    if held.host > machine.host_memory_bytes:
+        text += (
+            f", and needs {held.host / 1e9:.3g} GB of the {machine.host_memory_bytes / 1e9:.3g} GB of a process's host"
+        )
+    return f"{text}; take more processes, larger devices, or offload to NVMe"
 
 
 _HEADS = (
@@ -155,7 +173,7 @@ def _table(strategies: Sequence[Strategy]) -> list[str]:
         sizes = (held.parameters, held.gradients, held.optimizer, held.activations, held.buffers + held.reserved)
         values = [f"{size / 1e9:.3g}" for size in (*sizes, held.total, held.host, sum(p.sent.values()))]
         times = [f"{value * 1e3:,.4g}" for value in (time.compute, time.waiting, time.bubble, time.update)]
-        rows.append([name, "yes" if p.fits else "NO", *values, *times, f"{p.rate:,.4g}"])
+        rows.append([name, "tight" if p.tight else "yes" if p.fits else "NO", *values, *times, f"{p.rate:,.4g}"])
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return [
         "  ".join(

@@ -56,6 +56,11 @@ class Hardware:
     compute_share: float = COMPUTE_SHARE
     transfer_share: float = TRANSFER_SHARE
 
+    @property
+    def on_cpu(self) -> bool:
+        """Whether processes compute, and exchange tensors by Gloo, on the same cores."""
+        return self.lazy_memory
+
     def __str__(self) -> str:
         return (
             f"{self.name}: {self.memory_bytes / 1e9:.3g} GB a device; {self.flops_short / 1e12:.4g} TFLOP/s in 16 bits, "

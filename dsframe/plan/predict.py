@@ -13,6 +13,9 @@ from dsframe.plan.hardware import Hardware
 from dsframe.plan.model import Model
 from dsframe.plan.timing import Seconds, seconds, sent
 
+MARGIN = 0.1
+"""Of a device's memory: what half of the predictions are off by, at most (``make predictions``)."""
+
 
 @dataclass(frozen=True)
 class Prediction:
@@ -29,6 +32,10 @@ class Prediction:
     flops: float
     """Of the model for one step, all ranks together, nothing counted twice."""
     fits: bool
+    fullness: float
+    """Of the device's memory or of the host's, whichever is fuller; above 1 it does not fit."""
+    tight: bool
+    """Fits with less to spare than predictions are off by (``MARGIN``)."""
 
     @property
     def rate(self) -> float:
@@ -53,6 +60,7 @@ class Prediction:
             "samples_per_second": self.rate,
             "flops_per_step": self.flops,
             "fits": self.fits,
+            "tight": self.tight,
         }
 
 
@@ -74,6 +82,7 @@ def predict(
     case = Case.of(config, engine, model, hardware, world_size, seconds_each)
     cuts = cut(model.segments, case.stages)
     held = max((footprint(case, part, number) for number, part in enumerate(cuts)), key=lambda memory: memory.total)
+    device, host = held.total / hardware.memory_bytes, held.host / hardware.host_memory_bytes
     return Prediction(
         engine,
         world_size,
@@ -83,5 +92,7 @@ def predict(
         sent(case, max(cuts, key=elements)),
         seconds(case, cuts),
         model.flops(case.rows) * case.steps * case.data,
-        held.total <= hardware.memory_bytes and held.host <= hardware.host_memory_bytes,
+        max(device, host) <= 1,
+        max(device, host),
+        1 - MARGIN < device <= 1 and host <= 1,
     )

@@ -90,18 +90,23 @@ def _data_parallel(case: Case, part: Sequence[Segment], forward: float, backward
     weights, gradients = held * case.model.bytes_each, held * case.gradient_bytes
     pieces = max(1, math.ceil(gradients / case.bucket_bytes))
     overlap = case.file.zero_optimization.overlap_comm
+    on_cpu = case.hardware.on_cpu  # where what exchanges takes time from what computes: nothing is hidden
     if case.zero == 3:
         layers = len(part) if case.model.layered else max(1, case.model.attentions)
-        whole = case.steps * (
-            case.gathers(held) * ranks.pass_round(weights, layers) + ranks.pass_round(gradients, pieces)
-        )
-        behind = case.steps * (forward + backward) if overlap is not False or case.replicas else 0.0
-        return max(0.0, whole - behind), min(whole, behind)
+        scatter = ranks.all_reduce if on_cpu else ranks.pass_round  # Gloo's reduce-scatter is an all-reduce
+        whole = case.steps * case.gathers(held) * ranks.pass_round(weights, layers)
+        whole += case.reductions * scatter(gradients, pieces)
+        hides = (overlap is not False or case.replicas) and not on_cpu
+        behind = case.steps * (forward + backward) if hides else 0.0
+        # The first layer waits for its weights, and nothing is computed behind the last one's gradients.
+        ends = ranks.pass_round(weights / layers) + scatter(gradients / layers)
+        waiting = max(ends, whole - behind)
+        return waiting, max(0.0, whole - waiting)
     whole = ranks.all_reduce(gradients, pieces) * case.reductions
     if case.replicas:
-        waiting = _behind_backward(case, part, ranks, backward)
+        waiting = whole if on_cpu else _behind_backward(case, part, ranks, backward)
         return waiting, max(0.0, whole - waiting)
-    behind = backward * case.reductions if overlap and case.zero else 0.0
+    behind = backward * case.reductions if overlap and case.zero and not on_cpu else 0.0
     after = ranks.pass_round(weights, pieces) if case.zero else 0.0
     return max(0.0, whole - behind) + after, min(whole, behind)
 

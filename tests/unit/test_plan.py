@@ -99,6 +99,7 @@ def test_a_model_of_175_billion_parameters_in_seconds(tmp_path: Path) -> None:
     assert own["data_parallel_size"] == 128
     # what fits can be written, read and planned again, and comes to the same
     first = next(strategy for strategy in report["worlds"][0]["strategies"] if strategy["fits"])
+    assert "stages, tensor" in first["name"]  # many hosts: a pipeline between them, slices inside of each, and replicas
     config = load(sorted((tmp_path / "files").glob("*-01-*.json"))[0])
     known = trace.trace(tasks.build(config.settings.task, 0), torch.bfloat16)
     again = predict(config, first["engine"], known, TABLE["h100"], 1024)
@@ -196,3 +197,50 @@ def test_slices_of_sequences_are_not_predicted(tmp_path: Path, capsys: pytest.Ca
     assert main(["plan", "--config", str(path), "-np", "2"]) == 2
     said = capsys.readouterr()
     assert "sequence_parallel_size: slices of sequences cannot be predicted" in said.out + said.err
+
+
+# Layers, heads, width; samples a step; processes, memory of a device; what is to come first; whether the file fits as it is.
+ADVICE = [
+    ((4, 8, 512), 32, 1, "80GB", "one process", True),
+    ((24, 16, 2048), 32, 1, "24GB", "ZeRO-2, optimizer on the CPU", False),
+    ((32, 32, 4096), 32, 1, "24GB", "ZeRO-3, all on the CPU", False),
+    ((4, 8, 512), 64, 8, "80GB", "DDP", True),
+    ((40, 40, 5120), 256, 8, "80GB", "ZeRO-3", False),
+    ((80, 64, 8192), 512, 8, "80GB", "ZeRO-3, optimizer on the CPU", False),
+    ((80, 64, 8192), 512, 1, "24GB", None, False),
+]
+
+
+@pytest.mark.parametrize(("shape", "samples", "ranks", "memory", "first", "fits"), ADVICE)
+def test_advice(
+    shape: tuple[int, int, int],
+    samples: int,
+    ranks: int,
+    memory: str,
+    first: str | None,
+    fits: bool,
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+) -> None:
+    """What experts do: nothing where the model fits; shares, then the host's memory; and every file that is written holds."""
+    layers, heads, width = shape
+    task = {"name": "language", "layers": layers, "heads": heads, "width": width, "context": 2048}
+    file = {
+        "train_batch_size": samples,
+        "bf16": {"enabled": True},
+        "optimizer": ADAM,
+        "zero_optimization": {"stage": 1},
+    }
+    path, files = tmp_path / "file.json", tmp_path / "files"
+    path.write_text(json.dumps(file | {"dsframe": {"task": task | {"tie_embeddings": False}}}))
+    words = ["plan", "--config", str(path), "-np", str(ranks), "--gpu-memory", memory, "--write", str(files)]
+    assert main(words) == (0 if fits else 1)
+    lines = capsys.readouterr().out.splitlines()
+    best = next(line for line in lines if line.startswith("as written"))
+    best = lines[lines.index(best) + 1]
+    assert best.startswith(f"{first} (") == (first is not None)
+    assert any(line.startswith("nothing fits: ") and "host; take" in line for line in lines) == (first is None)
+    written = sorted(files.iterdir())
+    assert bool(written) == (first is not None)
+    if written:
+        assert main(["check", *map(str, written), "-np", str(ranks)]) == 0
