@@ -173,9 +173,13 @@ class HorovodEngine(ReplicaEngine):
         return cast(Tensor, hvd.allreduce(values, op=hvd.Sum, name="dsframe.sum"))
 
     def close(self) -> None:
-        """**Collective.** Leaves Horovod's ring when everybody has arrived."""
+        """**Collective.** Leaves Horovod's ring when everybody has arrived.
+
+        Over MPI, which starts once in a process, at the process's end: until then a further training may come.
+        """
         hvd.barrier()
-        hvd.shutdown()
+        if not hvd.mpi_enabled():
+            hvd.shutdown()
 
 
 def settle(settings: Horovod, world: World, device: torch.device) -> float | None:
@@ -192,7 +196,7 @@ def settle(settings: Horovod, world: World, device: torch.device) -> float | Non
     rounds = CPU_ROUND_MILLISECONDS if usual and threshold is None and device.type == "cpu" else None
     _settle(ROUNDS, settings.cycle_time_milliseconds, rounds)
     both = [name for name in (THRESHOLD, ROUNDS) if name in os.environ] == [THRESHOLD, ROUNDS]
-    if (both and world.elastic) or _fixed:
+    if (both and world.elastic) or (_fixed and not hvd.is_initialized()):
         raise EngineError(
             f"{THRESHOLD} and {ROUNDS} are both fixed, with which Horovod crashes when it starts again in a process, as when "
             "others come or go, or in a second training; leave one to it: horovod.fusion_threshold_bytes or cycle_time_milliseconds"
@@ -201,6 +205,9 @@ def settle(settings: Horovod, world: World, device: torch.device) -> float | Non
     return threshold
 
 
+_READ_ONCE = (THRESHOLD, ROUNDS, "HOROVOD_AUTOTUNE", "HOROVOD_TIMELINE")
+_started: dict[str, str | None] = {}
+"""What Horovod found there when it started."""
 _fixed: list[str] = []
 """What an earlier run of this process fixed for good: both, or nothing."""
 _defaults: dict[str, str] = {}
@@ -240,6 +247,11 @@ def _initialise(world: World) -> None:
 
     Measured with horovod 0.28.1: it asks only for these variables and a server that speaks its key-value protocol.
     """
+    settings = {name: os.environ.get(name) for name in _READ_ONCE}
+    if _started and hvd.is_initialized() and settings != _started:
+        names = ", ".join(name for name in _READ_ONCE if settings[name] != _started[name])
+        raise EngineError(f"Horovod over MPI starts once in a process: a further training cannot have another {names}")
+    _started.update(settings)
     known = world.launcher == "horovodrun" or (world.launcher == "mpirun" and hvd.mpi_built())
     store = _meet(world) if world.size > 1 and not known else None
     hvd.init()

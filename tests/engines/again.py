@@ -5,6 +5,7 @@ torchrun --nproc-per-node=2 -m tests.engines.again ENGINE[:STAGE] ...
 
 from __future__ import annotations
 
+import atexit
 import sys
 from typing import Any
 
@@ -35,4 +36,5 @@ if __name__ == "__main__":
     assert max(losses) - min(losses) < 1e-5, losses
     if here().is_main:
         print(f"{len(losses)} trainings, one loss")
+    atexit._run_exitfuncs()  # as dsframe.train does: Horovod over MPI leaves here
     leave_at_once(0)
