@@ -10,14 +10,10 @@ from __future__ import annotations
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
-from dsframe.config.schema.zero import Zero
+from dsframe.config.schema.zero import PERSISTENCE, SMALL
 from dsframe.engines.library import LinearFunctionForZeroStage3, nvtx, partition_parameters
-
-SMALL = 1 << 23
-"""Elements. A model no larger than this is kept whole (32 MiB in fp32) where the file does not say what to keep."""
-_SAYS = ("stage3_param_persistence_threshold", "stage3_model_persistence_threshold")
 
 _linear = torch._C._nn.linear
 
@@ -43,24 +39,9 @@ def prepare() -> None:
     nvtx.enable_nvtx = torch.cuda.is_available()
 
 
-def keeps_whole(model: nn.Module, zero: Zero) -> bool:
-    """Whether the file leaves it to us which parameters to keep between steps, and there are few enough to keep all.
-
-    They are gathered once a step then, as one; sharded are gradients, fp32 masters and the optimizer's state.
-    """
-    silent = not zero.model_fields_set & {
-        *_SAYS,
-        "offload_param",
-        "stage3_max_live_parameters",
-        "stage3_max_reuse_distance",
-    }
-    plain = not (zero.zero_quantized_weights or zero.zero_hpz_partition_size > 1)
-    return zero.stage == 3 and silent and plain and sum(p.numel() for p in model.parameters()) <= SMALL
-
-
 def keep_whole(section: dict[str, Any]) -> None:
-    """Says so in the ``zero_optimization`` section for DeepSpeed."""
-    section.update(dict.fromkeys(_SAYS, SMALL))
+    """Says in the ``zero_optimization`` section for DeepSpeed that all parameters stay (``Zero.keeps_whole``)."""
+    section.update(dict.fromkeys(PERSISTENCE, SMALL))
 
 
 def gather_at_once(engine: Any) -> None:

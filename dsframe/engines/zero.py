@@ -61,7 +61,8 @@ class ZeroEngine(Engine):
         with contextlib.nullcontext() if plan.verbose else _quiet():
             stage3.prepare()
             module, self._model = self._build()
-            self._kept = not self._tiles.pieces and stage3.keeps_whole(module, plan.config.deepspeed.zero_optimization)
+            elements = sum(parameter.numel() for parameter in module.parameters())
+            self._kept = not self._tiles.pieces and plan.config.deepspeed.zero_optimization.keeps_whole(elements)
             if self._kept:
                 stage3.keep_whole(document["zero_optimization"])
             self._shares = self._initialize(module, document)

@@ -127,18 +127,28 @@ class Case:
         """Of the gradients that leave together."""
         if self.engine == "horovod":
             given = self.settings.horovod.fusion_threshold_bytes
-            return float(buckets.usual_bytes(4 * elements(self.model.segments)) if given is None else max(given, 1))
+            return float(buckets.usual_bytes(4 * self.model.parameters) if given is None else max(given, 1))
         if self.replicas:
             return self.settings.ddp.bucket_cap_megabytes * 2**20
         return max(1.0, self.file.zero_optimization.reduce_bucket_size * self.gradient_bytes)
 
+    @property
+    def kept(self) -> bool:
+        """Whether ZeRO-3 keeps every parameter whole between steps (``dsframe.engines.zero``)."""
+        tiled = self.settings.model.tiling is not None
+        whole = self.file.zero_optimization.keeps_whole(self.model.parameters + self.model.frozen)
+        return self.engine == "deepspeed" and whole and not tiled
+
     def gathers(self, elements: float) -> int:
-        """How often a parameter that lies in shares is gathered for one micro-batch: once where it may stay until the
-        backward pass."""
+        """How often in a step a parameter that lies in shares is gathered: after the update where it is kept; else for each
+        micro-batch, once where it may stay until the backward pass."""
+        if self.kept:
+            return 1
         if self.engine == "fsdp":
-            return self.passes if self.settings.fsdp.reshard_after_forward else 1
+            return self.steps * (self.passes if self.settings.fsdp.reshard_after_forward else 1)
         zero = self.file.zero_optimization
-        return 1 if elements <= min(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance) else self.passes
+        stays = elements <= min(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance)
+        return self.steps * (1 if stays else self.passes)
 
     @property
     def reductions(self) -> int:
@@ -147,14 +157,17 @@ class Case:
 
 
 def elements(part: Sequence[Segment]) -> int:
-    """Trained parameters that a stage holds."""
+    """Trained parameters that a stage of ``cut`` holds: its own, and its copies of those that another stage owns."""
     return sum(segment.parameters + segment.shared for segment in part)
 
 
 def cut(segments: Sequence[Segment], stages: int) -> list[tuple[Segment, ...]]:
-    """Contiguous stages whose largest has as few parameters as possible (DeepSpeed's ``partition_method="parameters"``)."""
+    """Contiguous stages whose largest has as few parameters as possible (DeepSpeed's ``partition_method="parameters"``).
+
+    What a layer shares with one of its own stage is there once, and its gradient is done when the owner's is.
+    """
     if stages == 1:
-        return [tuple(segments)]
+        return [tuple(_alone(segment) if segment.shared else segment for segment in segments)]
     weights = [segment.parameters + 1 for segment in segments]
 
     def fill(limit: int) -> list[tuple[Segment, ...]]:
@@ -173,4 +186,23 @@ def cut(segments: Sequence[Segment], stages: int) -> list[tuple[Segment, ...]]:
         middle = (low + high) // 2
         low, high = (low, middle) if len(fill(middle)) <= stages else (middle + 1, high)
     found = fill(low)
-    return found + [()] * (stages - len(found))
+    return _tied(found) + [()] * (stages - len(found))
+
+
+def _alone(segment: Segment) -> Segment:
+    return replace(segment, shared=0, ready=())
+
+
+def _tied(parts: Sequence[tuple[Segment, ...]]) -> list[tuple[Segment, ...]]:
+    """The same stages, with what each shares with others."""
+    stage_of = [number for number, part in enumerate(parts) for _ in part]
+    flat = [segment for part in parts for segment in part]
+    for index, segment in enumerate(flat):
+        if segment.owner is None:
+            continue
+        if stage_of[segment.owner] == stage_of[index]:
+            flat[index] = _alone(segment)
+        else:
+            owner = flat[segment.owner]
+            flat[segment.owner] = replace(owner, lent=owner.lent + segment.shared)
+    return [tuple(one for one, at in zip(flat, stage_of, strict=True) if at == number) for number in range(len(parts))]

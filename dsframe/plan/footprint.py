@@ -44,19 +44,23 @@ class Memory:
 def footprint(case: Case, part: Sequence[Segment], number: int) -> Memory:
     """Of a rank of pipeline stage ``number``, which holds ``part`` of the model."""
     last = number == case.stages - 1
-    own = elements(part) if case.stages > 1 else sum(segment.parameters for segment in part)
-    trained, cost, width = own / case.tensor, case.cost, case.model.bytes_each
+    trained, cost, width = elements(part) / case.tensor, case.cost, case.model.bytes_each
     frozen = sum(segment.frozen for segment in part) / case.tensor / (case.data if case.zero == 3 else 1)
     activations = _activations(case, part, number, last)
     on_cpu = case.hardware.lazy_memory
     # On a GPU the memory of activations is free for others when they are gone.
     moving = max(_reduced(case, trained), _update(case, trained) - (0.0 if on_cpu else activations))
+    # Beside its share, and gathered like the rest: what _gathered counts as fetched ahead is then the collective's buffer.
+    kept = trained * width if case.kept and case.data > 1 else 0.0
     return Memory(
-        parameters=cost.parameter * trained + frozen * width,
+        parameters=cost.parameter * trained + frozen * width + kept,
         gradients=cost.gradient * trained,
         optimizer=(cost.optimizer + (cost.host if on_cpu else 0.0)) * trained,  # offloaded or not: there is one memory
         activations=activations,
-        buffers=_buffers(case, part, trained, last) + moving + (_heap(case, trained, activations) if on_cpu else 0.0),
+        buffers=_buffers(case, part, trained, last)
+        - kept
+        + moving
+        + (_heap(case, trained, activations) if on_cpu else 0.0),
         reserved=case.hardware.reserved_bytes,
         host=0.0 if on_cpu else cost.host * trained,
     )

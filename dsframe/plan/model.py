@@ -47,7 +47,7 @@ class Segment:
     frozen: int
     """Elements that are not trained."""
     shared: int
-    """Elements of an earlier layer's weight that it uses."""
+    """Elements of an earlier layer's weight that it uses: in a stage (``case.cut``) of one that another stage owns."""
     buffer_bytes: int
     largest: int
     """Elements of the module with the most of its own: what ZeRO-3 gathers at a time."""
@@ -66,6 +66,10 @@ class Segment:
     attentions: int
     heads: int
     """Of its attention; 0 without any."""
+    owner: int | None = None
+    """The layer whose weight it uses, counted from 0."""
+    lent: int = 0
+    """Elements of its weights that layers of later stages use, as ``case.cut`` finds."""
 
 
 @dataclass(frozen=True)

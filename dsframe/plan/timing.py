@@ -48,7 +48,7 @@ def sent(case: Case, part: Sequence[Segment]) -> dict[str, float]:
     weights, gradients = ring * held * case.model.bytes_each, ring * held * case.gradient_bytes
     result: dict[str, float] = {}
     if case.data > 1 and case.zero == 3:
-        result["parameters"] = case.gathers(held) * weights * case.steps
+        result["parameters"] = case.gathers(held) * weights
         result["gradients"] = gradients * case.reductions
     elif case.data > 1:
         once = case.zero and not case.replicas and not case.file.zero_optimization.use_multi_rank_bucket_allreduce
@@ -60,6 +60,8 @@ def sent(case: Case, part: Sequence[Segment]) -> dict[str, float]:
         result["tensor parallel"] = 2 * (case.tensor - 1) / case.tensor * reduced * case.steps
     if case.stages > 1 and part:
         result["pipeline"] = part[-1].output.at(case.rows) * case.steps
+    if tied := _tied_bytes(case, part):  # all-reduced between two stages: each sends it once
+        result["tied weights"] = tied
     return result
 
 
@@ -94,13 +96,16 @@ def _data_parallel(case: Case, part: Sequence[Segment], forward: float, backward
     if case.zero == 3:
         layers = len(part) if case.model.layered else max(1, case.model.attentions)
         scatter = ranks.all_reduce if on_cpu else ranks.pass_round  # Gloo's reduce-scatter is an all-reduce
-        whole = case.steps * case.gathers(held) * ranks.pass_round(weights, layers)
-        whole += case.reductions * scatter(gradients, pieces)
+        whole = case.reductions * scatter(gradients, pieces)
         hides = (overlap is not False or case.replicas) and not on_cpu
-        behind = case.steps * (forward + backward) if hides else 0.0
-        # The first layer waits for its weights, and nothing is computed behind the last one's gradients.
-        ends = ranks.pass_round(weights / layers) + scatter(gradients / layers)
-        waiting = max(ends, whole - behind)
+        # Nothing is computed behind the last layer's gradients.
+        ends = scatter(gradients / layers)
+        if case.kept:  # the weights come after the update, as one, and nothing hides that
+            waiting = max(ends, whole - (case.steps * backward if hides else 0.0))
+            return waiting + ranks.pass_round(weights), max(0.0, whole - waiting)
+        whole += case.gathers(held) * ranks.pass_round(weights, layers)
+        ends += ranks.pass_round(weights / layers)  # and the first layer waits for its weights
+        waiting = max(ends, whole - (case.steps * (forward + backward) if hides else 0.0))
         return waiting, max(0.0, whole - waiting)
     whole = ranks.all_reduce(gradients, pieces) * case.reductions
     if case.replicas:
@@ -141,12 +146,19 @@ def _tensor_parallel(case: Case, part: Sequence[Segment]) -> float:
 
 
 def _between_stages(case: Case, cuts: Sequence[tuple[Segment, ...]]) -> float:
-    """Activations forward and their gradients back."""
+    """Activations forward and their gradients back, and at the end those of weights that two stages hold."""
     if case.stages == 1:
         return 0.0
     across = group(case.hardware, case.stages, case.tensor * case.data, case.world_size)
     size = max((part[-1].output.at(case.rows) for part in cuts[:-1] if part), default=0.0)
-    return 2 * (case.steps + case.stages - 1) * (across.latency + size / across.bandwidth)
+    tied = max(_tied_bytes(case, part) for part in cuts)
+    shared = Group(2, across.latency, across.bandwidth).all_reduce(tied) if tied else 0.0
+    return 2 * (case.steps + case.stages - 1) * (across.latency + size / across.bandwidth) + shared
+
+
+def _tied_bytes(case: Case, part: Sequence[Segment]) -> float:
+    """Gradients of weights that a layer of this stage and one of another use."""
+    return sum(segment.shared + segment.lent for segment in part) / case.tensor * case.gradient_bytes
 
 
 def _pass_seconds(case: Case, part: Sequence[Segment], last: bool) -> tuple[float, float]:

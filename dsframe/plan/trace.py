@@ -46,7 +46,7 @@ def trace(task: Task, dtype: torch.dtype) -> Model:
         try:
             layers = task.layers()
             if layers is None:
-                stages: list[tuple[Any, nn.Module, int, int]] = [(None, task.model(), 0, 0)]
+                stages: list[Stage] = [(None, task.model(), None)]
             else:
                 stages = _stages(layers, task.seed)
             return _run(task, stages, inputs, targets, dtype, width, layered=layers is not None)
@@ -72,26 +72,30 @@ def example(task: Task) -> tuple[Any, Any]:
     return told if told is not None else as_source(task.train_data(), task.seed).batch(torch.tensor([0]), 0)
 
 
-def _stages(layers: Sequence[Any], seed: int) -> list[tuple[Any, nn.Module, int, int]]:
-    """Key (equal: the same layer again), module, owned and shared elements of each layer. What repeats is made once."""
+Stage = tuple[Any, nn.Module, int | None]
+"""Key (equal: the same layer again), module, and the layer whose weight it uses."""
+
+
+def _stages(layers: Sequence[Any], seed: int) -> list[Stage]:
+    """What repeats is made once."""
     check_ties(layers)
     made: dict[int, nn.Module] = {}
-    found: list[tuple[Any, nn.Module, int, int]] = []
+    found: list[Stage] = []
     for index, layer in enumerate(layers):
         if isinstance(layer, Tied):
             owner = found[layer.layer][1]
             weight = owner.get_parameter(layer.weight)
-            found.append((None, TiedLayer(layer, weight), 0, weight.numel()))
+            found.append((None, TiedLayer(layer, weight), layer.layer))
             continue
         if id(layer) not in made:
             made[id(layer)] = make(layer, index, seed)
-        found.append((id(layer), made[id(layer)], 1, 0))
+        found.append((id(layer), made[id(layer)], None))
     return found
 
 
 def _run(
     task: Task,
-    stages: Sequence[tuple[Any, nn.Module, int, int]],
+    stages: Sequence[Stage],
     inputs: Any,
     targets: Any,
     dtype: torch.dtype,
@@ -99,7 +103,7 @@ def _run(
     *,
     layered: bool,
 ) -> Model:
-    for _, module, _, _ in stages:
+    for _, module, _ in stages:
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)
     flows = [_floats(_rows(inputs, rows), lambda tensor: tensor.to(dtype)) for rows in ROWS]
@@ -112,20 +116,20 @@ def _run(
     )
     segments: list[Segment] = []
     known: dict[Any, tuple[Segment, list[Any]]] = {}
-    for key, module, owns, shared in stages:
+    for key, module, owner in stages:
         name = (key, str(tree_map(_shape, flows[0])))
         if key is not None and name in known:
             segment, flows = known[name]
         else:
             runs = [_pass(module, flow, width) for flow in flows]
-            segment, flows = _segment(module, runs, bool(owns) or not layered, shared), [run.outputs for run in runs]
+            segment, flows = _segment(module, runs, owner), [run.outputs for run in runs]
             known[name] = segment, flows
         segments.append(segment)
     ends = []
     for flow, rows in zip(flows, ROWS, strict=True):
         head = _Loss(task, _rows(targets, rows))
         ends.append(_pass(head, (flow,), width))
-    loss = _segment(nn.Identity(), ends, False, 0)
+    loss = _segment(nn.Identity(), ends, None)
     return Model(tuple(segments), loss, layered, dtype.itemsize, size)
 
 
@@ -204,13 +208,13 @@ def _pass(module: nn.Module, inputs: Any, width: int | None) -> _Pass:
     )
 
 
-def _segment(module: nn.Module, runs: Sequence[_Pass], owns: bool, shared: int) -> Segment:
+def _segment(module: nn.Module, runs: Sequence[_Pass], owner: int | None) -> Segment:
     first, second = runs
-    parameters = list(module.parameters())
+    parameters, owns = list(module.parameters()), owner is None
     return Segment(
         parameters=sum(p.numel() for p in parameters if p.requires_grad) if owns else 0,
         frozen=sum(p.numel() for p in parameters if not p.requires_grad) if owns else 0,
-        shared=shared,
+        shared=0 if owns else sum(p.numel() for p in parameters),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
         largest=max((sum(p.numel() for p in m.parameters(recurse=False)) for m in module.modules()), default=0),
         forward=_work(first.forward, second.forward),
@@ -222,6 +226,7 @@ def _segment(module: nn.Module, runs: Sequence[_Pass], owns: bool, shared: int) 
         scratch=_affine(first.scratch, second.scratch),
         attentions=first.attentions,
         heads=first.heads,
+        owner=owner,
     )
 
 

@@ -16,7 +16,7 @@ import torch
 from dsframe import tasks
 from dsframe.cli import main
 from dsframe.config import load
-from dsframe.plan import case, model, trace
+from dsframe.plan import calibrate, case, model, trace
 from dsframe.plan.hardware import TABLE, Group, group
 from dsframe.plan.predict import predict
 
@@ -151,6 +151,68 @@ def test_stages_are_balanced_and_every_layer_is_in_one() -> None:
     stages = case.cut(segments, 3)
     assert max(sum(segment.parameters for segment in stage) for stage in stages) == 9
     assert sum(map(len, stages)) == len(segments)
+
+
+def language(*, tied: bool = True, **file: Any) -> tuple[Any, Any]:
+    """A file of a GPT of 0.4 million parameters, and its model."""
+    task = {"name": "language", "layers": 2, "width": 128, "corpus": "synthetic", "tie_embeddings": tied}
+    config = load(
+        {"train_batch_size": 16, "optimizer": ADAM, "dsframe": {"task": task, **file.pop("dsframe", {})}, **file}
+    )
+    return config, trace.trace(tasks.build(config.settings.task, 0), torch.float32)
+
+
+@pytest.mark.parametrize("accumulation", [1, 4])
+def test_what_zero3_keeps_is_gathered_once_a_step(accumulation: int) -> None:
+    machine = replace(TABLE["a100"], link_latency=0.0)
+    found = {}
+    for name, more in (("kept", {}), ("said", {"stage3_param_persistence_threshold": 0})):
+        config, known = language(gradient_accumulation_steps=accumulation, zero_optimization={"stage": 3, **more})
+        found[name] = predict(config, "deepspeed", known, machine, 2)
+    once = known.parameters * 4 / 2  # half of fp32 weights
+    assert found["kept"].sent["parameters"] == pytest.approx(once)
+    assert found["said"].sent["parameters"] == pytest.approx(once * accumulation)
+    assert found["kept"].sent["gradients"] == found["said"].sent["gradients"]
+    assert (found["kept"].seconds.collectives < found["said"].seconds.collectives) == (accumulation > 1)
+    # the whole weights last; what a step holds at its fullest is the same
+    assert found["kept"].memory.parameters == pytest.approx(found["said"].memory.parameters + 4 * known.parameters)
+    assert found["kept"].memory.total == pytest.approx(found["said"].memory.total)
+
+
+@pytest.mark.parametrize("tied", [True, False])
+def test_a_tied_weight_is_sent_once(tied: bool) -> None:
+    config, known = language(tied=tied, dsframe={"engine": "ddp"})
+    embedding = 256 * 128
+    (whole,) = case.cut(known.segments, 1)
+    assert case.elements(whole) == known.parameters
+    assert sum(count for segment in whole for _, count in segment.ready) == known.parameters
+    assert predict(config, "ddp", known, TABLE["a100"], 2).sent == {"gradients": 4 * known.parameters}
+    # in a pipeline both stages hold it, and reduce its gradient at the end
+    first, last = case.cut(known.segments, 2)
+    assert case.elements(first) + case.elements(last) == known.parameters + tied * embedding
+    assert (first[0].lent, last[-1].shared) == (tied * embedding, tied * embedding)
+    config, _ = language(tied=tied, pipeline={"stages": 2})
+    sent = predict(config, "deepspeed", known, TABLE["a100"], 2).sent
+    assert sent.get("tied weights", 0) == tied * embedding * 4
+
+
+def test_calibration_reads_what_is_resident_before_it_makes_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    order: list[str] = []
+    monkeypatch.setattr(calibrate, "resident_bytes", lambda device: order.append("resident") or 7)
+    monkeypatch.setattr(calibrate, "_seconds", lambda action, device: order.append("measured") or 1.0)
+    monkeypatch.setattr(calibrate.allocator, "keep_freed", lambda: None)
+    monkeypatch.setattr(calibrate.torch, "set_num_threads", lambda number: None)
+    for name in ("init_process_group", "destroy_process_group"):
+        monkeypatch.setattr(calibrate.dist, name, lambda *_: None)
+    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("GLOO_SOCKET_IFNAME", "lo")):
+        monkeypatch.setenv(name, value)
+    (tmp_path / "file.json").write_text('{"train_batch_size": 2}')
+    assert calibrate.main([str(tmp_path / "file.json"), "--rows", "2", "--out", str(tmp_path / "out")]) == 0
+    assert order[0] == "resident"
+    assert len(order) > 3
+    assert json.loads((tmp_path / "out").read_text())["resident"] == 7
 
 
 # Sergeev and Del Balso 2018, arXiv 1802.05799, and horovod/docs/benchmarks.rst: 4 P100 a server, 25 Gb/s RoCE, batches of 64.

@@ -14,6 +14,11 @@ from dsframe.config.schema.base import Count, Fraction, Section, Size
 
 Device = Literal["none", "cpu", "nvme"]
 
+SMALL = 1 << 23
+"""Elements. Stage 3 keeps a model no larger than this whole (32 MiB in fp32) where the file does not say what to keep."""
+PERSISTENCE = ("stage3_param_persistence_threshold", "stage3_model_persistence_threshold")
+"""The keys that say what to keep."""
+
 
 class OffloadParam(Section):
     """Where stage 3 keeps the parameters that are not in use. Below stage 3 it has no effect."""
@@ -204,6 +209,16 @@ class Zero(Section):
     def optimizer_device(self) -> Device:
         """Where the optimizer's state lives: ``none`` when it is not offloaded."""
         return self.offload_optimizer.device if self.offload_optimizer else "none"
+
+    def keeps_whole(self, elements: int) -> bool:
+        """Whether dsframe keeps all parameters of a model with so many elements on every rank between steps: the file leaves it
+        to us which to keep, and there are few enough.
+
+        They are gathered once a step then, as one; sharded are gradients, fp32 masters and the optimizer's state.
+        """
+        said = {*PERSISTENCE, "offload_param", "stage3_max_live_parameters", "stage3_max_reuse_distance"}
+        plain = not (self.zero_quantized_weights or self.zero_hpz_partition_size > 1)
+        return self.stage == 3 and not self.model_fields_set & said and plain and elements <= SMALL
 
     @property
     def parameter_device(self) -> Device:
