@@ -237,7 +237,7 @@ def _train(run: _Run, world: World, commits: Commits | None) -> Summary:
             saver.close(hopeless=not together)
             progress.close()
             if record:
-                record.close()
+                record.close("KILLED" if isinstance(error, StoppedError) else "FAILED")
         if together:
             engine.close()
         raise

@@ -177,6 +177,7 @@ class Trainer:
                 if step < total and stop.agreed(step):
                     self._save(step, loss)
                     self.saver.settle()
+                    self._observer.finish(self.engine)
                     raise StoppedError(
                         f"stopped after step {step} by {stop.name or 'a signal to another rank'}; go on with --resume auto"
                     )
@@ -203,7 +204,7 @@ class Trainer:
             metrics=self._results,
             peak_memory_bytes=self._peak_memory(),
             skipped_steps=self._skipped,
-            mfu=self._utilization.of(rate) if self._utilization else None,
+            mfu=self._utilization.of(rate) if self._utilization and rate else None,
         )
 
     def communication(self) -> dict[str, Any]:

@@ -51,6 +51,18 @@ def judge(bench: Judge) -> None:
         bench.idle(
             ("dsframe", "horovod", "timeline_mark_cycles"), "has no effect without a timeline", 'add "timeline": true'
         )
+    if horovod.autotune and None not in (horovod.fusion_threshold_bytes, horovod.cycle_time_milliseconds):
+        bench.idle(
+            ("dsframe", "horovod", "autotune"),
+            "has nothing left to tune: fusion_threshold_bytes and cycle_time_milliseconds are both fixed",
+            "remove it or one of them",
+        )
+    mlflow = bench.file.dsframe.mlflow
+    written = sorted(mlflow.model_fields_set - {"enabled"})
+    if written and not mlflow.enabled:
+        bench.idle(
+            ("dsframe", "mlflow", written[0]), "has no effect while mlflow.enabled is false", 'add "enabled": true'
+        )
 
 
 def _operations(bench: Judge) -> None:

@@ -1,4 +1,5 @@
-"""Keys of accounts, such as ``comet.api_key``: nothing that dsframe writes or prints has them. What runs does, of course."""
+"""Keys of accounts, such as ``comet.api_key``, and what stands before the host of an address, ``//user:password@``: nothing that
+dsframe writes or prints has them. What runs does, of course."""
 
 from __future__ import annotations
 
@@ -16,6 +17,7 @@ _NAME = re.compile(
     re.IGNORECASE,
 )
 """Not every token: ``eos_token`` and ``max_tokens`` are no secrets."""
+_ACCOUNT = re.compile(r'(?<=://)[^/\s"]+@')
 _SETTING = re.compile(r"(?P<start>(?:--set=)?(?P<key>[\w.\s-]+)=)(?P<value>.*)", re.DOTALL)
 
 
@@ -32,11 +34,20 @@ def without(content: Any) -> Any:
             for key, value in content.items()
             if value is None or isinstance(value, dict) or not is_secret(str(key))
         }
+    if isinstance(content, str):
+        return anonymous(content)
     return [without(item) for item in content] if isinstance(content, list) else content
 
 
+def anonymous(text: str) -> str:
+    """``text`` with addresses that name no user: ``https://user:password@host/path`` is ``https://host/path``."""
+    return _ACCOUNT.sub("", text)
+
+
 def redact(command: Sequence[str]) -> list[str]:
-    """The words of a command with ``***`` for what is secret: in ``--set a.api_key=V``, ``--api-key=V``, ``--api-key V``."""
+    """The words of a command with ``***`` for what is secret: in ``--set a.api_key=V``, ``--api-key=V``, ``--api-key V``.
+
+    Addresses lose what stands before the host."""
     return [
         HIDDEN if before.startswith("--") and "=" not in before and is_secret(before) else _word(word)
         for before, word in zip(["", *command], command, strict=False)
@@ -44,6 +55,7 @@ def redact(command: Sequence[str]) -> list[str]:
 
 
 def _word(word: str) -> str:
+    word = anonymous(word)
     found = _SETTING.fullmatch(word)
     if found is None:
         return word

@@ -86,14 +86,20 @@ class FlopsProfile:
         self,
         section: FlopsProfiler,
         micro_batches: int,
+        done_steps: int,
         last_step: int,
         device: torch.device,
         say: Callable[[str], None],
     ) -> None:
-        """``last_step``: counted from 1. ``say``: takes the report where the section names no file."""
+        """``done_steps``: taken before the process's first. ``last_step``: counted from 1. ``say``: takes the
+        report where the section names no file."""
         self._section, self._micro_batches, self._device, self._say = section, micro_batches, device, say
-        self._timed = section.profile_step + 1  # DeepSpeed counts the steps before
-        self._counted = min(self._timed + 1, last_step)
+        self._timed = done_steps + section.profile_step + 1  # DeepSpeed counts the steps before
+        if self._timed > last_step:
+            say(
+                f"dsframe: no flops profile: it would be of step {self._timed}, and the run ends after step {last_step}"
+            )
+        self._counted = min(self._timed + 1, max(last_step, self._timed))
         self._inside: list[_Part] = []
         self._parts: dict[int, _Part] = {}
         self._roots: list[_Part] = []

@@ -3,6 +3,8 @@
 DeepSpeed 0.19.8 writes nothing but the learning rate when the program calls backward itself. So the sections are taken off
 before DeepSpeed sees them, and rank 0 writes what ``metrics.jsonl`` has, under DeepSpeed's names (``Train/Samples/train_loss``,
 ``Train/Samples/lr``), over the number of samples as there.
+
+None of them ends a training: one that fails is said once, with the reason, and gets nothing more.
 """
 
 from __future__ import annotations
@@ -15,16 +17,18 @@ import os
 import sys
 import time
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal
 
 from dsframe.config import Config
 from dsframe.config.features import logger_packages
 from dsframe.config.findings import dotted
-from dsframe.config.secrets import redact
+from dsframe.config.secrets import anonymous, redact
 from dsframe.errors import Problem
 
+Ending = Literal["FINISHED", "FAILED", "KILLED"]
+"""How a run ended, in MLflow's words; "KILLED": by a signal, with its state saved."""
 _NAMES = {"loss": "train_loss", "learning_rate": "lr"}
 """What DeepSpeed calls otherwise than we do."""
 _PACKAGES = {"mlflow": "mlflow-skinny"}
@@ -57,7 +61,7 @@ class Logger(ABC):
         """``figures``: finite numbers, by DeepSpeed's names."""
 
     @abstractmethod
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:
         """Sends what is still held."""
 
 
@@ -71,17 +75,19 @@ class Loggers:
         file, mlflow = config.deepspeed, config.settings.mlflow
         self._batch = train_batch_size
         done = done_steps * train_batch_size
-        self._all: list[Logger] = []
-        if file.tensorboard.enabled:
-            self._all.append(_TensorBoard(_folder(file.tensorboard), done))
-        if file.csv_monitor.enabled:
-            self._all.append(_Csv(_folder(file.csv_monitor), done))
-        if file.wandb.enabled:
-            self._all.append(_Wandb(file.wandb, about, directory, resumed=done_steps > 0))
-        if file.comet.enabled:
-            self._all.append(_Comet(file.comet))
-        if mlflow.enabled:
-            self._all.append(_Mlflow(mlflow, about, directory, resumed=done_steps > 0))
+        resumed = done_steps > 0
+        known: Mapping[str, tuple[Any, Callable[[], Logger]]] = {
+            "tensorboard": (file.tensorboard, lambda: _TensorBoard(_folder(file.tensorboard), done)),
+            "csv_monitor": (file.csv_monitor, lambda: _Csv(_folder(file.csv_monitor), done)),
+            "wandb": (file.wandb, lambda: _Wandb(file.wandb, about, directory, resumed=resumed)),
+            "comet": (file.comet, lambda: _Comet(file.comet)),
+            "mlflow": (mlflow, lambda: _Mlflow(mlflow, about, directory, resumed=resumed)),
+        }
+        self._all: dict[str, Logger] = {}
+        for name, (section, make) in known.items():
+            if section.enabled:
+                with _survived(name):
+                    self._all[name] = make()
 
     def write(self, record: Mapping[str, Any]) -> None:
         """What a record of ``metrics.jsonl`` has; numbers that are not finite and what is no number are left out."""
@@ -93,13 +99,31 @@ class Loggers:
         named |= {f"{evaluation}{name}": value for name, value in record.get("evaluation", {}).items()}
         numbers = {name: float(value) for name, value in named.items() if isinstance(value, int | float)}
         figures = {name: value for name, value in numbers.items() if math.isfinite(value)}
-        for logger in self._all:
-            logger.write(figures, record["step"] * self._batch)
+        for name in list(self._all):
+            logger = self._all.pop(name)  # stays out where it fails
+            with _survived(name):
+                logger.write(figures, record["step"] * self._batch)
+                self._all[name] = logger
 
-    def close(self) -> None:
+    def close(self, ending: Ending = "FINISHED") -> None:
         """Sends what is still held."""
-        for logger in self._all:
-            logger.close()
+        for name, logger in self._all.items():
+            with _survived(name):
+                logger.close(ending)
+
+
+@contextlib.contextmanager
+def _survived(name: str) -> Iterator[None]:
+    """Around what a logger does: says what fails, without the accounts that addresses in it may name."""
+    try:
+        yield
+    except Exception as error:  # a package's own, of any kind
+        reason = anonymous(" ".join(f"{type(error).__name__}: {error}".split()))[:400]
+        print(
+            f"dsframe: {name} failed and gets no more figures; the training goes on, and metrics.jsonl has them all ({reason})",
+            file=sys.stderr,
+            flush=True,
+        )
 
 
 def _folder(section: Any) -> Path:
@@ -120,7 +144,7 @@ class _TensorBoard(Logger):
             self._writer.add_scalar(name, value, samples)
         self._writer.flush()
 
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:
         self._writer.close()
 
 
@@ -143,7 +167,7 @@ class _Csv(Logger):
             with path.open("a", newline="", encoding="utf-8") as file:
                 csv.writer(file).writerows([*head, (samples, value)])
 
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:
         pass
 
 
@@ -183,8 +207,8 @@ class _Wandb(Logger):
     def write(self, figures: Mapping[str, float], samples: int) -> None:
         self._run.log(dict(figures), step=samples)
 
-    def close(self) -> None:
-        self._run.finish()
+    def close(self, ending: Ending) -> None:
+        self._run.finish(exit_code=int(ending != "FINISHED"))
 
 
 class _Comet(Logger):
@@ -208,7 +232,7 @@ class _Comet(Logger):
         for name, value in figures.items():
             self._run.log_metric(name, value, step=samples)
 
-    def close(self) -> None:
+    def close(self, ending: Ending) -> None:
         self._run.end()
 
 
@@ -216,6 +240,9 @@ class _Mlflow(Logger):
     """A resumed run goes on in the run that it had there; MLflow cannot take back what was written after the checkpoint."""
 
     def __init__(self, section: Any, about: Mapping[str, Any], directory: Path, *, resumed: bool) -> None:
+        # Figures are sent while the training waits: not, as MLflow has it, up to 7 times with 120 s each.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
         from mlflow import MlflowClient
 
         uri = section.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "mlruns"
@@ -243,5 +270,5 @@ class _Mlflow(Logger):
         now = int(time.time() * 1000)
         self._client.log_batch(self._run, [Metric(name, value, now, samples) for name, value in figures.items()])
 
-    def close(self) -> None:
-        self._client.set_terminated(self._run)
+    def close(self, ending: Ending) -> None:
+        self._client.set_terminated(self._run, ending)

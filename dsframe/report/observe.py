@@ -26,12 +26,14 @@ class Observer:
         file, settings, rank = plan.config.deepspeed, plan.config.settings, plan.world.rank
         self._say, self._directory = say, directory
         profile, logger = settings.profile, file.comms_logger
+        self._untraced_until = done_steps + profile.wait + profile.warmup if profile is not None else 0
+        self._last = done_steps
         traced = profile is not None and (profile.ranks == "all" or rank in profile.ranks)
         self._traces = Traces(profile, directory, rank, done_steps, plan.device) if profile and traced else None
         self._traffic = TrafficLog(logger, directory, say) if logger is not None and logger.enabled else None
         counts = file.flops_profiler.enabled and plan.world.is_main
         self._flops = (
-            FlopsProfile(file.flops_profiler, plan.batch.accumulation_steps, total_steps, plan.device, say)
+            FlopsProfile(file.flops_profiler, plan.batch.accumulation_steps, done_steps, total_steps, plan.device, say)
             if counts
             else None
         )
@@ -48,7 +50,7 @@ class Observer:
 
     def stepped(self, step: int) -> float:
         """After it. Returns how long the training stood still for what was written, in seconds."""
-        began = time.perf_counter()
+        began, self._last = time.perf_counter(), step
         if self._traces:
             self._traces.stepped(step)
         return time.perf_counter() - began
@@ -58,10 +60,15 @@ class Observer:
         return {"sent_bytes": self._traffic.sent_bytes()} if self._traffic else {}
 
     def finish(self, engine: Engine) -> None:
-        """**Collective.** After the last step: writes what is still held, and says where it is."""
+        """**Collective.** After the last step, or the one after which a signal stops all ranks: writes what is still held, and
+        says where it is."""
         if self._traces:
             self._traces.close()
         if engine.plan.config.settings.profile is not None:
-            self._say(f"dsframe: traces are in {self._directory / FOLDER}; open them in https://ui.perfetto.dev")
-        if self._traffic:
-            self._say(f"dsframe: {self._traffic.close(engine)}; all of it in {self._directory / FILE}")
+            self._say(
+                f"dsframe: traces are in {self._directory / FOLDER}; open them in https://ui.perfetto.dev"
+                if self._last > self._untraced_until
+                else f"dsframe: no trace: the first one would be of step {self._untraced_until + 1}"
+            )
+        if self._traffic and (said := self._traffic.close(engine)):
+            self._say(f"dsframe: {said}; all of it in {self._directory / FILE}")

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import os
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any, TextIO
@@ -34,6 +34,10 @@ class Marked:
             self._stream.write("".join(self._marked(_last(line)) + "\n" for line in lines))
             self._stream.flush()
         return len(text)
+
+    def writelines(self, lines: Iterable[str]) -> None:
+        """Marked too: the stream's own would write past the mark."""
+        self.write("".join(lines))
 
     def close_line(self) -> None:
         """Writes what is held back."""

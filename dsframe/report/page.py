@@ -178,7 +178,7 @@ def _bars(runs: Sequence[Run]) -> list[str]:
             network,
         ),
         ("Peak memory", "MiB of the fullest rank; dots are ranks", memory),
-        ("Time to first step", "seconds from the start of a rank to the end of its first step", start),
+        ("Time to first step", "seconds from the start of rank 0's process to the end of its first step", start),
     ]
     return [bars(title, label, rows) for title, label, rows in wanted if rows]
 

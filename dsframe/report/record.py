@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsframe.errors import DataError
-from dsframe.report.loggers import Loggers
+from dsframe.report.loggers import Ending, Loggers
 from dsframe.report.provenance import provenance
 
 if TYPE_CHECKING:
@@ -85,17 +85,17 @@ class Record:
         self._about["startup_seconds"] = dict(phases)
         self._file.write(json.dumps({"startup_seconds": dict(phases), "at": time.time()}) + "\n")
 
-    def close(self) -> None:
-        """The run ends early; what was written stays."""
+    def close(self, ending: Ending) -> None:
+        """The run ends; what was written stays."""
         self._file.close()
-        self._loggers.close()
+        self._loggers.close(ending)
 
     def finish(self, summary: Summary, predicted: Mapping[str, Any], communication: Mapping[str, Any] | None) -> None:
         """Writes ``summary.json``; its presence says that the run came to its end.
 
         ``predicted``: by ``dsframe.plan``. ``communication``: by :mod:`dsframe.report.replay`, where it was measured.
         """
-        self.close()
+        self.close("FINISHED")
         content = {**self._about, **asdict(summary), "predicted": dict(predicted)}
         if communication is not None:
             content["communication"] = dict(communication)

@@ -60,9 +60,16 @@ class Run:
         return [units / rate for units, rate in zip(self.all("units_per_step"), self.all("rate"), strict=True) if rate]
 
     def first_step_after(self) -> list[float]:
-        """Seconds from the start of a process's run to the end of its first step; of this run and of its repeats."""
+        """Seconds from the start of rank 0's process (without the record of that: of its run) to the end of its first step; of
+        this run and of its repeats."""
         summaries = [one.summary for one in (self, *self.repeats) if one.summary]
-        return [one["start_seconds"] + one["first_step_seconds"] for one in summaries if "first_step_seconds" in one]
+        return [
+            sum(phases.values())
+            if (phases := one.get("startup_seconds"))
+            else one["start_seconds"] + one["first_step_seconds"]
+            for one in summaries
+            if "first_step_seconds" in one
+        ]
 
     def collectives(self) -> list[dict[str, Any]]:
         """What was measured of communication, where it was; of this run and of its repeats."""

@@ -24,6 +24,7 @@ class Traces:
     def __init__(self, section: Profile, directory: Path, rank: int, done_steps: int, device: torch.device) -> None:
         """``done_steps``: taken before the process's first."""
         self._folder, self._rank, self._active, self._step = directory / FOLDER, rank, section.active, done_steps
+        self._waits, self._done, self._written = section.wait + section.warmup, done_steps, done_steps
         self._on_gpu = device.type == "cuda"
         self._ends = done_steps + section.steps
         self._folder.mkdir(parents=True, exist_ok=True)
@@ -58,7 +59,12 @@ class Traces:
             profiler.stop()
 
     def _write(self, profiler: Any) -> None:
-        name = f"rank{self._rank}-steps-{max(self._step - self._active, 0) + 1}-{self._step}"
+        whole = self._waits + self._active
+        steps = ((self._step - self._done - 1) % whole + 1) - self._waits
+        if steps < 1 or self._step == self._written:
+            return  # ended where the next one would have begun
+        self._written = self._step
+        name = f"rank{self._rank}-steps-{self._step - steps + 1}-{self._step}"
         profiler.export_chrome_trace(str(self._folder / f"{name}.trace.json.gz"))
         order = "self_device_time_total" if self._on_gpu else "self_cpu_time_total"
         table = profiler.key_averages().table(sort_by=order, row_limit=_ROWS)

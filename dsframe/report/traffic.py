@@ -68,8 +68,10 @@ class TrafficLog:
         return (self._mark[1] - sent) / max(self._mark[0] - steps, 1)
 
     def close(self, engine: Engine) -> str:
-        """**Collective.** Rank 0 writes down what all ranks counted; the line to say is what the busiest rank sent."""
-        steps = max(self._steps, 1)
+        """**Collective.** Rank 0 writes down what all ranks counted; the line to say is what the busiest rank sent. Where no
+        step was taken there is no line, and what an earlier process counted stays."""
+        if (steps := self._steps) == 0:
+            return ""
         mine = {kind: asdict(traffic) for kind, traffic in self._counter.by_kind.items()}
         found = [json.loads(text) for text in share(engine, json.dumps(mine))]
         if engine.plan.world.is_main:

@@ -438,9 +438,12 @@ def test_a_seed_is_one_that_every_generator_takes() -> None:
 
 def test_keys_of_accounts_are_neither_shown_nor_kept() -> None:
     file = {MICRO: 1, "comet": {"api_key": "the-key", "project": "p"}}
+    file["dsframe"] = {"mlflow": {"enabled": True, "tracking_uri": "https://me:the-key@host:5000/x@y"}}
     found = load(file, overrides=["dsframe.steps=2"])
     assert found.written()["comet"] == file["comet"]
     assert found.shown()["comet"] == {"project": "p"}
+    assert found.written()["dsframe"]["mlflow"]["tracking_uri"] == "https://me:the-key@host:5000/x@y"
+    assert found.shown()["dsframe"]["mlflow"]["tracking_uri"] == "https://host:5000/x@y"
     assert "the-key" not in render.resolved(found, 1) + repr(found.shown())
     assert load(found.shown()).digest == found.digest  # the same training again
     special = {"eos_token": 2, "max_tokens": 8, "tokenizer": "t", "experiment_key": "k"}
@@ -453,6 +456,9 @@ def test_keys_of_accounts_are_neither_shown_nor_kept() -> None:
         ("--set comet.api_key=the-key --set dsframe.steps=2", "--set comet.api_key=*** --set dsframe.steps=2"),
         ("--set=comet.api_key=the-key", "--set=comet.api_key=***"),
         ('--set comet={"api_key":"the-key","mode":"get"}', '--set comet={"mode": "get"}'),
+        ("--set m.tracking_uri=https://me:the-key@host/x", "--set m.tracking_uri=https://host/x"),
+        ('--set m={"a":"http://me:the-key@host","b":"x@y"}', '--set m={"a":"http://host","b":"x@y"}'),
+        ("--server https://me:the@key@host --from ftp://host/a@b", "--server https://host --from ftp://host/a@b"),
         ("train.py --api-key the-key --password=the-key --token", "train.py --api-key *** --password=*** --token"),
         ("--set dsframe.task.eos_token=2 --set a=b=c", "--set dsframe.task.eos_token=2 --set a=b=c"),
     ],

@@ -7,17 +7,24 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import nn
 
+from dsframe import trainer
 from dsframe.check import main as check
+from dsframe.checkpoint.resume import Start
 from dsframe.config import load
 from dsframe.config.rules_report import KINDS, kind_of
-from dsframe.errors import ConfigError, WorldError
+from dsframe.engine import StepResult
+from dsframe.errors import ConfigError, StoppedError, WorldError
+from dsframe.report import traffic
 from dsframe.report.flops import FlopsProfile, amount
+from dsframe.report.observe import Observer
 from dsframe.report.output import Marked, arranged
 from dsframe.report.traffic import TrafficLog
 from dsframe.report.utilization import Utilization, peak_flops
@@ -30,8 +37,8 @@ CPU = torch.device("cpu")
 def profiled(model: nn.Module, inputs: torch.Tensor, **section: Any) -> tuple[FlopsProfile, str]:
     settings = load({"train_batch_size": 4, "flops_profiler": {"enabled": True, "profile_step": 0, **section}})
     said: list[str] = []
-    found = FlopsProfile(settings.deepspeed.flops_profiler, 1, 2, CPU, said.append)
-    for step in (1, 2):
+    found = FlopsProfile(settings.deepspeed.flops_profiler, 1, 6, 8, CPU, said.append)  # 6: of an earlier process
+    for step in (7, 8):
         with found.step(step):
             model(inputs).sum().backward()
     assert said == ([] if "output_file" in section else [found.text()])
@@ -164,6 +171,59 @@ def test_the_logger_of_collectives_counts_what_it_is_asked_for(tmp_path: Path) -
     assert said == [f"step 1: all-reduce of 1,000 bytes among 2 ranks, by {name}"]
 
 
+@pytest.mark.parametrize("signal_after", [2, None])
+def test_what_watched_a_run_is_kept_where_a_signal_stops_it(
+    signal_after: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(traffic, "share", lambda engine, text: [text])
+    monkeypatch.setattr(trainer, "StopRequest", MagicMock())
+    stop = trainer.StopRequest.return_value.__enter__.return_value  # type: ignore[attr-defined]
+    stop.configure_mock(name="SIGTERM", trouble=False, agreed=lambda step: step == signal_after)
+    file = {
+        **FILE, "comms_logger": {"enabled": True}, "flops_profiler": {"enabled": True, "profile_step": 3},
+        "dsframe": {"steps": 4, "profile": {"wait": 1, "warmup": 0, "active": 2}},
+    }  # fmt: skip
+    batch = SimpleNamespace(accumulation_steps=1, train_batch_size=4)
+    world = SimpleNamespace(rank=0, size=1, is_main=True)
+    task = SimpleNamespace(units_per_sample=1, unit="samples")
+    engine = MagicMock(plan=SimpleNamespace(config=load(file), device=CPU, batch=batch, world=world, task=task))
+    engine.train_step.return_value = StepResult(torch.tensor(1.0), 0.1, None, False)
+    engine.sum_over_ranks = lambda values: values
+    saver, progress = MagicMock(), MagicMock()
+    saver.due.return_value, saver.save.return_value, progress.rate.return_value = False, 0.0, 1.0
+
+    def fit(done: int, total: int) -> tuple[trainer.Summary, list[str]]:
+        said: list[str] = []
+        observer = Observer(engine.plan, tmp_path, done, total, said.append)
+        cadence, share = trainer.Cadence(total, 1, frozenset()), Utilization(2e6, 1e9)
+        made = trainer.Trainer(
+            engine, MagicMock(), None, cadence, progress, None, saver, MagicMock(), observer, share
+        )  # fmt: skip
+        try:
+            return made.fit(Start(done, 1.0, {}, in_place=True)), said
+        except StoppedError:
+            return MagicMock(), said
+
+    def kept() -> set[str]:
+        return {path.name for path in (tmp_path / "profile").glob("*.gz")}
+
+    _, said = fit(0, 4)
+    last = signal_after or 4
+    assert kept() == {"rank0-steps-2-2.trace.json.gz" if signal_after else "rank0-steps-2-3.trace.json.gz"}
+    assert any("traces are in" in line for line in said)
+    assert json.loads((tmp_path / "communication.json").read_text())["steps"] == last
+    before = kept()
+    for steps in (0, 1):  # resumed, with nothing left to do, and with one step, of which no rate can be told
+        summary, said = fit(4, 4 + steps)
+        assert summary.mfu is None
+        assert said[:2] == [
+            f"dsframe: no flops profile: it would be of step 8, and the run ends after step {4 + steps}",
+            "dsframe: no trace: the first one would be of step 6",
+        ]
+        assert kept() == before
+        assert json.loads((tmp_path / "communication.json").read_text())["steps"] == (1 if steps else last)
+
+
 PROGRAM = """
 import os, subprocess, sys
 from pathlib import Path
@@ -206,6 +266,8 @@ def test_lines_stay_whole_and_carry_one_mark(capsys: pytest.CaptureFixture[str])
     for piece in ("a", "b\n", "\n", "c\r", "\n", "\r 10 %", "\r 20 %", "\r100 %\n", "d"):
         stream.write(piece)
     assert capsys.readouterr().out == "[rank 1] ab\n\n[rank 1] c\n[rank 1] 100 %\n"
+    stream.writelines(["e", "f\n", "g\n", "d"])
+    assert capsys.readouterr().out == "[rank 1] def\n[rank 1] g\n"
     stream.close_line()
     assert capsys.readouterr().out == "[rank 1] d\n"
     assert stream.isatty() == sys.stdout.isatty()

@@ -64,6 +64,7 @@ class Reader(HTMLParser):
 def test_a_page_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     finished = {
         "steps": 3, "rate": 400.0, "unit": "samples", "units_per_step": 8, "seconds": 2.0, "first_step_seconds": 0.5,
+        "startup_seconds": {"python": 4.0, "engine": 1.5, "first step": 0.75},
         "metrics": {"accuracy": 0.5}, "peak_memory_bytes": [2**20, 3 * 2**20],
         "predicted": {"memory_bytes": 2 * 2**20, "seconds_per_step": 0.03, "sent_bytes_per_step": {"gradients": 5e6}},
     }  # fmt: skip
@@ -82,6 +83,7 @@ def test_a_page_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert rows["command"] == ["python 'a b'"]
     figures = read.figures["a"]
     assert figures["step, ms"] == pytest.approx(20)
+    assert figures["time to first step, s"] == pytest.approx(6.25)
     assert figures["step, predicted, ms"] == pytest.approx(30)
     assert figures["peak memory of the fullest rank, MiB"] == pytest.approx(3)
     assert figures["peak memory, predicted, MiB"] == pytest.approx(2)

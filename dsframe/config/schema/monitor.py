@@ -87,7 +87,7 @@ class FlopsProfiler(Section):
     recompute_fwd_factor: NonNegative = 0.0
     """Without effect in dsframe: what activation checkpointing repeats is counted as it happens."""
     profile_step: Size = 1
-    """Steps before the one that is profiled; choose one after warm-up."""
+    """Steps before the one that is profiled, counted from the first that the process takes; choose one after warm-up."""
     module_depth: int = -1
     """Depth of modules in the report; -1 is the innermost."""
     top_modules: Count = 1
