@@ -52,7 +52,7 @@ footprint: setup ## what every engine holds and sends, beside theory: the tables
 	python -m tests.footprint
 
 bench: setup ## dsframe beside hand-written loops, Accelerate, Lightning and the HF Trainer, in turns: ratios, memory, losses
-	python -m pip install -q -c constraints.txt "accelerate>=1.10" "lightning>=2.5"
+	python -m pip install -q --no-build-isolation -c constraints.txt -c .setup/torch.txt -e '.[bench]'
 	python -m benchmarks.compare
 
 predictions: setup ## what the plan says of memory and time beside what runs take: the table of the README (10 minutes)

@@ -1,6 +1,6 @@
 """Training loops as people write them, with nothing of dsframe's but the model: one contestant of ``benchmarks.compare`` each.
 
-    LAUNCHER benchmarks/by_hand.py KIND WORKLOAD SOCKET     # KIND: ddp, fsdp, zero1, zero2, zero3, pipeline, horovod
+    LAUNCHER benchmarks/by_hand.py KIND WORKLOAD SOCKET     # KIND: ddp, fsdp, zero1, zero2, zero3, zero3-kept, pipeline, horovod
 
 Each follows its library's own tutorial. Images go through torchvision's transforms as PIL images, one by one, as in nearly every
 example there is.
@@ -83,12 +83,19 @@ def _deepspeed() -> Any:
     return deepspeed
 
 
-def zero(stage: int, name: str, gate: Gate) -> None:
-    """https://www.deepspeed.ai/getting-started/; AdamW is DeepSpeed's own compiled one, which is its default."""
+def zero(stage: int, name: str, gate: Gate, *, kept: bool = False) -> None:
+    """https://www.deepspeed.ai/getting-started/; AdamW is DeepSpeed's own compiled one, which is its default.
+
+    ``kept``: all parameters stay whole between steps, and not only the small ones as by default.
+    """
     deepspeed = _deepspeed()
     model = workloads.model(name)
     ranks = dist.get_world_size()
-    engine, *_ = deepspeed.initialize(model=model, config=_config(name, stage, 1, ranks))
+    config = _config(name, stage, 1, ranks)
+    if kept:
+        keys = ("stage3_param_persistence_threshold", "stage3_model_persistence_threshold")
+        config["zero_optimization"].update(dict.fromkeys(keys, 1 << 23))
+    engine, *_ = deepspeed.initialize(model=model, config=config)
     for inputs, targets in workloads.loader(name, dist.get_rank(), ranks):
         loss = gate.loss(engine(inputs), targets)
         engine.backward(loss)
@@ -134,7 +141,7 @@ def main(arguments: list[str]) -> None:
     kind, name, path = (word for word in arguments if not word.startswith("--local_rank"))
     gate = Gate(path, f"{kind} by hand", MICRO if kind == "pipeline" else 1)
     if kind.startswith("zero"):
-        zero(int(kind[-1]), name, gate)
+        zero(int(kind[4]), name, gate, kept=kind.endswith("-kept"))
     else:
         {"ddp": ddp, "fsdp": fsdp, "pipeline": pipeline, "horovod": horovod}[kind](name, gate)
 

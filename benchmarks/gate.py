@@ -28,6 +28,7 @@ class Gate:
 
     def __init__(self, path: str, name: str, per_step: int = 1) -> None:
         self._socket = socket.socket(socket.AF_UNIX)
+        self.folder = Path(path).parent  # the match's own: what is written there goes with it
         self._path, self._name, self._per_step = path, name, per_step
         self._file: Any = None
         self._calls = 0

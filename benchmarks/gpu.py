@@ -1,13 +1,15 @@
 """A GPT in bf16 on one GPU, dsframe beside a hand-written loop and Accelerate: tokens a second, MFU and peak memory.
 
+    pip install -c constraints.txt -e '.[bench]'    # Accelerate, and what else the benchmarks need
     python -m benchmarks.gpu                        # 350 M parameters; --size 1.3b for 1.3 billion
     python -m benchmarks.gpu --only zero2,by-hand
     python -m benchmarks.gpu --tiny                 # a small model, on the CPU where there is no GPU: does the script run?
 
 Each contestant is a job of its own, one after the other, and each step's batch stays on the device: this is about the step, not
-about loading. MFU is 6 x parameters + 12 x layers x width x context floating-point operations a token (Chowdhery et al. 2022,
-arXiv 2204.02311, appendix B), divided by the rate of a bf16 matrix product that is measured in the same run. Without a GPU and
-without ``--tiny`` it says so and exits with 3.
+about loading. "numbers" says what each computes with: bf16 weights beside fp32 ones that are updated, or autocast over fp32
+weights, which is Accelerate's way; by hand there are both. MFU is 6 x parameters + 12 x layers x width x context floating-point
+operations a token (Chowdhery et al. 2022, arXiv 2204.02311, appendix B), divided by the rate of a bf16 matrix product that is
+measured in the same run. Without a GPU and without ``--tiny`` it says so and exits with 3.
 """
 
 from __future__ import annotations
@@ -23,6 +25,7 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+from benchmarks import processes
 from dsframe.rendezvous import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -43,8 +46,17 @@ OURS: dict[str, dict[str, Any]] = {
     "ddp": BF16,
     "ddp-autocast": {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}},
 }
-CONTESTANTS = (*OURS, "by-hand", "accelerate")
+CONTESTANTS = (*OURS, "by-hand", "by-hand-bf16", "accelerate")
 NO_GPU = 3
+LIMIT_SECONDS = 540.0
+"""For a contestant."""
+
+
+def numbers(name: str) -> str:
+    """The number format of a contestant."""
+    if name == "fsdp":
+        return "bf16, fp32 shares"
+    return "bf16 weights" if name == "by-hand-bf16" or OURS.get(name, {}).get("bf16") else "autocast"
 
 
 def work(name: str, size: str, steps: int, report: Path) -> None:
@@ -72,6 +84,8 @@ def work(name: str, size: str, steps: int, report: Path) -> None:
             accelerator.backward(loss)
             accelerator.clip_grad_norm_(model.parameters(), 1.0)
             optimizer.step()
+    if name == "by-hand-bf16":
+        _bf16_by_hand(model, task, inputs, targets, arguments)
     while True:
         optimizer.zero_grad()
         with torch.autocast(device.type, torch.bfloat16):
@@ -79,6 +93,22 @@ def work(name: str, size: str, steps: int, report: Path) -> None:
         loss.backward()
         torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
         optimizer.step()
+
+
+def _bf16_by_hand(model: Any, task: Any, inputs: Any, targets: Any, adamw: dict[str, Any]) -> None:
+    """Steps without end: weights and gradients in bf16, and fp32 masters that AdamW updates."""
+    import torch
+
+    masters = [torch.nn.Parameter(weight.detach().clone()) for weight in model.parameters()]
+    weights = [weight.detach() for weight in model.bfloat16().parameters()]
+    optimizer = torch.optim.AdamW(masters, fused=True, **adamw)
+    while True:
+        task.loss(model(inputs).float(), targets).backward()
+        for master, weight in zip(masters, model.parameters(), strict=True):
+            master.grad, weight.grad = weight.grad.float(), None
+        torch.nn.utils.clip_grad_norm_(masters, 1.0)
+        optimizer.step()
+        torch._foreach_copy_(weights, [master.detach() for master in masters])
 
 
 def _task(size: str, steps: int, report: Path) -> Any:
@@ -190,11 +220,9 @@ def measured(names: list[str], size: str, steps: int) -> Iterator[tuple[str, dic
             )
             words = [*start, "-m", "benchmarks.gpu", "--work", name, "--size", size, "--steps", str(steps)]
             try:
-                done = subprocess.run(
-                    [*words, "--report", str(report)], cwd=REPOSITORY, capture_output=True, text=True, timeout=540
-                )
+                done = processes.run([*words, "--report", str(report)], cwd=REPOSITORY, timeout=LIMIT_SECONDS)
             except subprocess.TimeoutExpired:
-                yield name, "not done after 9 minutes"
+                yield name, f"not done after {LIMIT_SECONDS / 60:.0f} minutes"
                 continue
             if report.exists():
                 yield name, json.loads(report.read_text())
@@ -223,6 +251,7 @@ def main() -> int:
             file=sys.stderr,
         )
         return NO_GPU
+    processes.heed_sigterm()
     names = options.only.split(",")
     if wrong := {*names} - {*CONTESTANTS}:
         parser.error(f"unknown: {', '.join(sorted(wrong))}")
@@ -232,7 +261,7 @@ def main() -> int:
     operations = 6 * parameters + 12 * shape["layers"] * shape["width"] * shape["context"]
     where = torch.cuda.get_device_name() if torch.cuda.is_available() else "CPU"
     print(f"{where}: bf16 matrix product {peak / 1e12:,.1f} TFLOP/s; {parameters / 1e6:,.1f} M parameters")
-    print(f"{'who':22} {'tokens/s':>10} {'MFU':>6} {'peak GiB':>9}")
+    print(f"{'who':22} {'numbers':17} {'tokens/s':>10} {'MFU':>6} {'peak GiB':>9}")
     figures: dict[str, Any] = {}
     for name, found in measured(names, size, steps):
         who = f"dsframe {name}" if name in OURS else name
@@ -240,8 +269,11 @@ def main() -> int:
             print(f"{who:22} {found}", flush=True)
             continue
         rate = shape["batch"] * shape["context"] / found["seconds"]
-        figures[name] = {**found, "tokens_per_second": rate, "mfu": rate * operations / peak}
-        print(f"{who:22} {rate:10,.0f} {figures[name]['mfu']:6.1%} {found['peak'] / 2**30:9.2f}", flush=True)
+        figures[name] = {**found, "numbers": numbers(name), "tokens_per_second": rate, "mfu": rate * operations / peak}
+        print(
+            f"{who:22} {numbers(name):17} {rate:10,.0f} {figures[name]['mfu']:6.1%} {found['peak'] / 2**30:9.2f}",
+            flush=True,
+        )
     if options.json:
         options.json.write_text(
             json.dumps({"device": where, "matrix_rate": peak, "size": size, **figures}, indent=1) + "\n"

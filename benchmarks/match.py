@@ -21,7 +21,7 @@ from typing import Any
 
 import psutil
 
-from dsframe.leftovers import unused_buffers
+from benchmarks import processes
 from dsframe.rendezvous import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[1]
@@ -89,15 +89,14 @@ class Job:
             environment["OMP_NUM_THREADS"] = str(contestant.threads)
         self._log = folder / "log"
         with self._log.open("wb") as log:
-            self._process = subprocess.Popen(
+            self._job = processes.start(
                 contestant.command(workload, self._path, folder),
                 cwd=REPOSITORY,
                 env=environment,
-                stdin=subprocess.DEVNULL,
                 stdout=log,
                 stderr=subprocess.STDOUT,
-                start_new_session=True,
             )
+        self._process = self._job.process
         self._files: list[Any] = []
         self._sockets: list[socket.socket] = []
         self._workers: list[psutil.Process] = []
@@ -164,14 +163,7 @@ class Job:
 
     def end(self) -> None:
         """Ends every process of the job."""
-        processes: list[psutil.Process] = list(self._workers)
-        with contextlib.suppress(psutil.Error):
-            launcher = psutil.Process(self._process.pid)
-            processes = [*launcher.children(recursive=True), launcher, *processes]
-        for process in processes:
-            with contextlib.suppress(psutil.Error):
-                process.kill()
-        self._process.wait()
+        self._job.end()
         self._server.close()
 
 
@@ -217,6 +209,4 @@ def play(
         finally:
             for job in jobs:
                 job.end()
-    for path in unused_buffers():
-        path.unlink(missing_ok=True)
     return {job.contestant.name: job.result for job in playing}

@@ -1,16 +1,17 @@
-"""Other frameworks' trainers with the fastest settings that they document: one contestant of ``benchmarks.compare`` each.
+"""Other frameworks' trainers: one contestant of ``benchmarks.compare`` each.
 
-    torchrun benchmarks/peers.py KIND WORKLOAD SOCKET     # KIND: accelerate, lightning, transformers
+    torchrun benchmarks/peers.py KIND WORKLOAD SOCKET     # KIND: accelerate, lightning, transformers; or accelerate-bf16, ...
 
-What the framework leaves to its user is done as well as torch's documentation says: fused AdamW, torchvision's v2 transforms on
-uint8 tensors (the faster of its two ways, see ``benchmarks.data_path``), gradients as views of DDP's buckets. Loader processes
-would take the cores that train, and make all of them slower where there are as many ranks as cores.
+In the number format that is their default, fp32, or with their own switch for bf16 (autocast); without ``torch.compile``. What the
+framework leaves to its user is done as well as torch's documentation says: fused AdamW, torchvision's v2 transforms on uint8
+tensors (the faster of its two ways, see ``benchmarks.data_path``), and, but for the HF Trainer, which has no setting for it,
+gradients as views of DDP's buckets. Loader processes would take the cores that train, and make all of them slower where there are
+as many ranks as cores.
 """
 
 from __future__ import annotations
 
 import sys
-import tempfile
 from pathlib import Path
 from typing import Any
 
@@ -27,11 +28,15 @@ from dsframe.tasks._torchvision import torchvision
 FOREVER = 1_000_000
 
 
-def accelerate(name: str, gate: Gate) -> None:
+def accelerate(name: str, gate: Gate, *, bf16: bool) -> None:
     """https://huggingface.co/docs/accelerate/basic_tutorials/migration"""
     from accelerate import Accelerator, DistributedDataParallelKwargs
 
-    accelerator = Accelerator(cpu=True, kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)])
+    accelerator = Accelerator(
+        cpu=True,
+        mixed_precision="bf16" if bf16 else None,
+        kwargs_handlers=[DistributedDataParallelKwargs(gradient_as_bucket_view=True)],
+    )
     model = workloads.model(name)
     optimizer = torch.optim.AdamW(model.parameters(), fused=True, **ADAMW)
     # Accelerate deals out whole batches to the ranks in turn.
@@ -45,7 +50,7 @@ def accelerate(name: str, gate: Gate) -> None:
         optimizer.step()
 
 
-def lightning(name: str, gate: Gate) -> None:
+def lightning(name: str, gate: Gate, *, bf16: bool) -> None:
     """https://lightning.ai/docs/pytorch/stable/common/trainer.html#barebones: without all that may cost speed."""
     from lightning.pytorch import LightningModule, Trainer
     from lightning.pytorch.strategies import DDPStrategy
@@ -66,6 +71,7 @@ def lightning(name: str, gate: Gate) -> None:
         accelerator="cpu",
         devices=2,
         strategy=DDPStrategy(process_group_backend="gloo", gradient_as_bucket_view=True),
+        precision="bf16-mixed" if bf16 else "32-true",
         max_steps=FOREVER,
         barebones=True,
         gradient_clip_val=CLIP,
@@ -74,7 +80,7 @@ def lightning(name: str, gate: Gate) -> None:
     trainer.fit(Module(), workloads.loader(name, trainer.global_rank, 2, fast=True))
 
 
-def transformers(name: str, gate: Gate) -> None:
+def transformers(name: str, gate: Gate, *, bf16: bool) -> None:
     """https://huggingface.co/docs/transformers/main_classes/trainer"""
     from transformers import Trainer, TrainingArguments
 
@@ -90,8 +96,9 @@ def transformers(name: str, gate: Gate) -> None:
         return {"inputs": inputs, "targets": targets}
 
     arguments = TrainingArguments(
-        output_dir=tempfile.mkdtemp(),
+        output_dir=str(gate.folder / "output"),
         use_cpu=True,
+        bf16=bf16,
         ddp_backend="gloo",
         max_steps=FOREVER,
         per_device_train_batch_size=GLOBAL_BATCH[name] // 2,
@@ -116,7 +123,9 @@ def transformers(name: str, gate: Gate) -> None:
 def main(arguments: list[str]) -> None:
     kind, name, path = arguments
     torchvision()  # the peers import it, and fail where its compiled part belongs to another build of torch
-    {"accelerate": accelerate, "lightning": lightning, "transformers": transformers}[kind](name, Gate(path, kind))
+    framework, _, short = kind.partition("-")
+    train: Any = {"accelerate": accelerate, "lightning": lightning, "transformers": transformers}[framework]
+    train(name, Gate(path, kind), bf16=short == "bf16")
 
 
 if __name__ == "__main__":

@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
+from benchmarks import processes
 from benchmarks.startup import FILES, REPOSITORY, launch
 
 WINDOW = 20
@@ -30,6 +31,8 @@ WARM_UP_WINDOWS = 5
 SLOWER = 0.05
 GROWS, GROWS_BYTES = 0.01, 10e6
 RANKS = 2
+PATIENCE_SECONDS = 300.0
+"""For the start, and for a window of steps."""
 
 
 @dataclass(frozen=True)
@@ -94,24 +97,39 @@ def soak(engine: str, steps: int) -> Ends:
         }  # fmt: skip
         (folder / "file.json").write_text(json.dumps(file))
         environment = {**os.environ, "OMP_NUM_THREADS": "1", "PYTHONPATH": str(REPOSITORY), "DSFRAME_SOAK": name}
-        log = (folder / "log").open("w")
         command = launch(engine, ["-m", "dsframe.train", "--config", str(folder / "file.json")])
-        job = subprocess.Popen(command, cwd=folder, env=environment, stdout=log, stderr=log)
         metrics = folder / "run" / "metrics.jsonl"
-        samples: list[Sample] = []
-        ranks: list[int] = []
-        while job.poll() is None:
-            time.sleep(0.1)
-            lines = _steps(metrics)
-            ranks = ranks or (_ranks(name) if lines else [])
-            if len(found := [one for one in map(_used, ranks) if one]) == len(ranks) > 0:
-                size, seconds = (statistics.mean(values) for values in zip(*found, strict=True))
-                samples.append((lines[-1]["step"], size, seconds))
-        if job.returncode:
+        with (
+            (folder / "log").open("w") as log,
+            processes.job(command, cwd=folder, env=environment, stdout=log, stderr=log) as job,
+        ):
+            samples = _sampled(job.process, metrics, name)
+            if job.process.poll() is None:
+                raise SystemExit(f"{engine} is silent for {PATIENCE_SECONDS:.0f} s:\n{(folder / 'log').read_text()}")
+        if job.process.returncode:
             raise SystemExit(f"{engine} failed:\n{(folder / 'log').read_text()}")
         units = file["train_batch_size"] * task["context"]
         windows = [line["rate"] / units for line in _steps(metrics) if line["step"] % WINDOW == 0]
         return ends(windows, samples, steps)
+
+
+def _sampled(job: subprocess.Popen[Any], metrics: Path, marker: str) -> list[Sample]:
+    """Looks at the job's ranks until it is over, or has logged nothing for ``PATIENCE_SECONDS``."""
+    samples: list[Sample] = []
+    ranks: list[int] = []
+    logged, at = 0, time.monotonic()
+    while job.poll() is None:
+        time.sleep(0.1)
+        lines = _steps(metrics)
+        if len(lines) > logged:
+            logged, at = len(lines), time.monotonic()
+        if time.monotonic() - at > PATIENCE_SECONDS:
+            break
+        ranks = ranks or (_ranks(marker) if lines else [])
+        if len(found := [one for one in map(_used, ranks) if one]) == len(ranks) > 0:
+            size, seconds = (statistics.mean(values) for values in zip(*found, strict=True))
+            samples.append((lines[-1]["step"], size, seconds))
+    return samples
 
 
 def _steps(metrics: Path) -> list[dict[str, Any]]:
@@ -155,6 +173,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--engines", default="ddp,zero1,zero3,horovod")
     parser.add_argument("--steps", type=int, default=5000)
     options = parser.parse_args(argv)
+    processes.heed_sigterm()
     print(
         f"{options.steps:,} steps, {RANKS} processes; at both ends: steps a second, MB resident and processor ms a step of a rank"
     )

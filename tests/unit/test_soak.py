@@ -1,9 +1,19 @@
-"""What ``make soak`` takes for a run that gets slower or grows; the runs themselves are the command's."""
+"""What the benchmarks take for slower, larger and different, and that they leave nothing behind; the runs are the commands'."""
 
 from __future__ import annotations
 
+import math
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
 import pytest
 
+from benchmarks import processes
+from benchmarks.compare import plot, rows
+from benchmarks.match import Result
 from benchmarks.soak import ends
 
 STEPS = 5000
@@ -33,3 +43,45 @@ def test_a_run_that_gets_slower_or_grows() -> None:
     assert "memory grows by 15" in ends(STEADY, memory(21e6), STEPS).problems[0]
     with pytest.raises(SystemExit, match="too few"):
         ends(STEADY[:6], memory(0), 120)
+
+
+@pytest.mark.parametrize(("loss", "same"), [(2.0, True), (2.1, False), (math.nan, False)])
+@pytest.mark.parametrize("place", [0, 1])
+def test_losses_that_are_the_same(loss: float, same: bool, place: int) -> None:
+    theirs = [2.0, 2.0]
+    theirs[place] = loss
+    results = {"dsframe": Result([1.0], [2.0, 2.0], [1]), "other": Result([1.0], theirs, [1])}
+    row = rows("ddp", "cnn", results)[1]
+    assert row["same_losses"] == same
+    assert math.isnan(row["loss_difference"]) == math.isnan(loss)
+
+
+def test_nothing_to_draw(tmp_path: Path) -> None:
+    table = rows("ddp", "cnn", {"dsframe": Result([1.0], [2.0], [1]), "other": Result([1.0], [2.0], [1])})
+    assert plot(table, tmp_path / "both.svg")
+    assert not plot(table[:1], tmp_path / "one.svg")
+    assert [path.name for path in tmp_path.iterdir()] == ["both.svg"]
+
+
+def test_a_job_that_takes_too_long_leaves_no_process(tmp_path: Path) -> None:
+    """Not even one that has its own session, as torchrun's and horovodrun's ranks have, and that is stopped."""
+    rank = tmp_path / "rank"
+    lines = [
+        "import pathlib, os, signal, subprocess, sys, time",
+        "child = subprocess.Popen(['sleep', '100'], start_new_session=True)",
+        "os.kill(child.pid, signal.SIGSTOP)",
+        f"pathlib.Path({str(rank)!r}).write_text(str(child.pid))",
+        "time.sleep(100)",
+    ]
+    with processes.job([sys.executable, "-c", "\n".join(lines)]) as job:
+        until = time.monotonic() + 30
+        while not (rank.exists() and rank.read_text()) and time.monotonic() < until:
+            time.sleep(0.02)
+        assert len(job.members()) == 2
+    assert job.members() == []
+    left = int(rank.read_text())
+    assert not psutil.pid_exists(left) or psutil.Process(left).status() == psutil.STATUS_ZOMBIE
+    with pytest.raises(subprocess.TimeoutExpired):
+        processes.run(["sleep", "100"], timeout=0.2)
+    done = processes.run([sys.executable, "-c", "print('said')"], timeout=30)
+    assert (done.returncode, done.stdout) == (0, "said\n")

@@ -1,0 +1,93 @@
+"""Jobs that leave nothing behind: no process, and no buffer in shared memory, however they end.
+
+Launchers put ranks into sessions of their own (torchrun, horovodrun), which the end of the launcher does not reach. So every
+process of a job carries a mark in its environment, by which it is found.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+import uuid
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import psutil
+
+from dsframe.leftovers import unused_buffers
+
+MARK = "DSFRAME_BENCHMARK"
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job that was started, and all processes that it has started."""
+
+    process: subprocess.Popen[Any]
+    """The launcher."""
+    mark: str
+
+    def members(self) -> list[psutil.Process]:
+        """The living processes of the job."""
+        found = []
+        for process in psutil.process_iter():
+            with contextlib.suppress(psutil.Error, OSError):  # another user's, or gone meanwhile
+                alive = process.status() != psutil.STATUS_ZOMBIE
+                if alive and process.environ().get(MARK) == self.mark:
+                    found.append(process)
+        return found
+
+    def end(self) -> None:
+        """Kills what still lives, stopped or not, and removes what killed ranks leave in shared memory."""
+        if self.process.poll() is None:  # else its number may be another group's by now
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(self.process.pid, signal.SIGKILL)
+        for _ in range(100):  # who was just being started is found the next time
+            if not (members := self.members()):
+                break
+            for member in members:
+                with contextlib.suppress(psutil.Error):
+                    member.kill()
+            time.sleep(0.05)
+        self.process.wait()
+        for pipe in (self.process.stdout, self.process.stderr):
+            if pipe is not None:
+                pipe.close()
+        for path in unused_buffers():
+            path.unlink(missing_ok=True)
+
+
+def start(command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> Job:
+    """Starts a job in a session of its own; ``options`` are ``subprocess.Popen``'s. Whoever starts it ends it."""
+    mark = uuid.uuid4().hex
+    environment = {**(os.environ if env is None else env), MARK: mark}
+    options = {"stdin": subprocess.DEVNULL, **options}
+    return Job(subprocess.Popen(command, env=environment, start_new_session=True, **options), mark)
+
+
+def heed_sigterm() -> None:
+    """Lets SIGTERM, as ``timeout`` sends it, end this program like an exception, so that its jobs end as well."""
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+
+
+@contextlib.contextmanager
+def job(command: Sequence[str], **options: Any) -> Iterator[Job]:
+    """A job that is over after the block."""
+    started = start(command, **options)
+    try:
+        yield started
+    finally:
+        started.end()
+
+
+def run(command: Sequence[str], *, timeout: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    """A job to its end, and what it printed. Raises subprocess.TimeoutExpired where it takes more than ``timeout`` seconds."""
+    pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
+    with job(command, **pipes, **options) as started:
+        said, complained = started.process.communicate(timeout=timeout)
+        return subprocess.CompletedProcess(list(command), started.process.returncode, said, complained)
