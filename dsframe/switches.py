@@ -7,6 +7,7 @@ gets them for nothing. Modules are found by class name; a block is a class that 
 from __future__ import annotations
 
 import fnmatch
+import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -42,6 +43,7 @@ def apply(model: nn.Module, config: Config, device: torch.device, whole: nn.Modu
         # A weight in another layout gives gradients in that layout: Horovod refuses them, and torch's fused optimizers walk
         # through memory without looking (moments that a checkpoint brought back are laid out plainly).
         parameter.data = parameter.data.contiguous()
+    dense(model)
     wanted = config.settings.model
     chosen = wanted.activation_checkpointing
     names = chosen if isinstance(chosen, list) else None
@@ -56,6 +58,18 @@ def apply(model: nn.Module, config: Config, device: torch.device, whole: nn.Modu
         to_host = config.deepspeed.activation_checkpointing.cpu_checkpointing and device.type != "cpu"
         for block in _of(model, blocks(whole, names, "activation_checkpointing")):
             recompute(block, to_host=to_host)
+
+
+def dense(model: nn.Module) -> None:
+    """Embeddings built with ``sparse=True`` give dense gradients, which are the same numbers; says so once in a process.
+
+    Norms, flat buckets and fused optimizers have no kernels for sparse ones, nor has Adam any.
+    """
+    found = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
+    for module in found:
+        module.sparse = False
+    if found:
+        warnings.warn("embeddings with sparse=True are trained with dense gradients: the same numbers", stacklevel=1)
 
 
 # Finding modules.

@@ -26,7 +26,7 @@ REMOVED: Mapping[Path, str] = {
     ("progressive_layer_drop",): "remove it",
     ("quantize_training",): "remove it: Mixture-of-Quantization is gone",
     ("sparse_attention",): "remove it; choose the attention kernel in the model",
-    ("sparse_gradients",): "remove it: embeddings built with sparse=True reduce sparsely without a switch",
+    ("sparse_gradients",): "remove it: gradients of embeddings are dense on every engine",
     ("zero_optimization", "mics_shard_size"): "use zero_hpz_partition_size for a secondary partition",
     ("zero_optimization", "mics_hierarchical_params_gather"): "remove it: MiCS is gone",
     ("zero_optimization", "zeropp_loco_param"): "remove it: zero_quantized_gradients works without it",

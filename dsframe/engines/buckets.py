@@ -65,13 +65,32 @@ class Buckets:
         cut = _by_number(backwards, groups) if groups else _by_size(backwards, bytes_each)
         self._buckets = [_bucket(f"gradients.{number}", members) for number, members in enumerate(cut)]
         self._of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters}
-        if overlaps:
-            for parameter in parameters:
-                parameter.register_post_accumulate_grad_hook(self._came)  # type: ignore[no-untyped-call]
+        self._hooks = [
+            parameter.register_post_accumulate_grad_hook(self._came)  # type: ignore[no-untyped-call]
+            for parameter in parameters
+            if overlaps
+        ]
         self._begin()
 
     def __len__(self) -> int:
         return len(self._buckets)
+
+    def remove(self) -> None:
+        """Takes the hooks off the parameters, which may come into other buckets."""
+        for hook in self._hooks:
+            hook.remove()
+
+    def start_over(self) -> None:
+        """**Collective** where the step before was given up, by an exception, after something was sent: waits for that, and
+        drops that step's gradients. Else nothing."""
+        if all(bucket.wait is None and len(bucket.missing) == len(bucket.parameters) for bucket in self._buckets):
+            return
+        for bucket in self._buckets:
+            if bucket.wait is not None:
+                bucket.wait()
+            for parameter in bucket.parameters:
+                parameter.grad = None
+        self._begin()
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -127,7 +146,7 @@ def _by_size(parameters: Sequence[nn.Parameter], limit: int) -> list[list[nn.Par
     room = 0
     for parameter in parameters:
         size = parameter.numel() * parameter.element_size()
-        if size > room:
+        if not cut or size > room:
             cut.append([])
             room = limit
         cut[-1].append(parameter)

@@ -20,6 +20,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
 from typing import Any, cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor
@@ -27,7 +28,7 @@ from torch import Tensor
 from dsframe import phases
 from dsframe.config.settings import Horovod
 from dsframe.engine import Inputs, Plan, StepResult
-from dsframe.engines import precision
+from dsframe.engines import environment, precision
 from dsframe.engines.buckets import Buckets
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
@@ -48,6 +49,8 @@ CPU_ROUND_MILLISECONDS = 5.0
 """Between two rounds of reductions on CPUs, where nobody says otherwise. A round that finds nothing takes 0.12 ms of a core; a
 bucket waits half the time between two."""
 THRESHOLD, ROUNDS = "HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"
+_living: WeakSet[Buckets] = WeakSet()
+"""Of engines that were not closed, as in elastic runs when a process is lost, whose task may give the same module again."""
 _NAP_SECONDS = 2e-4
 _NAPPING_SECONDS = 1.0
 """After so long Horovod's own wait takes over, which the report on a run that hangs knows by name."""
@@ -62,8 +65,8 @@ class HorovodEngine(ReplicaEngine):
         self._bucket_bytes = settle(settings, plan.world, plan.device)
         self._buckets: Buckets | None = None
         if settings.timeline:  # rank 0 writes it
-            os.environ["HOROVOD_TIMELINE"] = str((plan.directory / "timeline.json").absolute())
-            os.environ["HOROVOD_TIMELINE_MARK_CYCLES"] = str(int(settings.timeline_mark_cycles))
+            environment.put("HOROVOD_TIMELINE", str((plan.directory / "timeline.json").absolute()))
+            environment.put("HOROVOD_TIMELINE_MARK_CYCLES", str(int(settings.timeline_mark_cycles)))
         _initialise(plan.world)
         self._op = settings.op or {"mean": "average", "sum": "sum"}[plan.config.deepspeed.gradient_allreduce_op]
         self.averages_gradients = self._op != "adasum"
@@ -88,6 +91,8 @@ class HorovodEngine(ReplicaEngine):
 
     def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
         """**Collective.** As for every replica; the mean of the losses over all ranks is that of those that count."""
+        if self._buckets:
+            self._buckets.start_over()
         result = super().train_step(micro_batches)
         return result if self._weight == 1.0 else replace(result, loss=result.loss * self._weight)
 
@@ -130,6 +135,8 @@ class HorovodEngine(ReplicaEngine):
                 ),
             )
         if plan.world.size > 1:
+            for earlier in _living:
+                earlier.remove()
             self._buckets = Buckets(
                 self._parameters,
                 self._reduce,
@@ -137,6 +144,7 @@ class HorovodEngine(ReplicaEngine):
                 groups=settings.groups,
                 overlaps=self._masters is None,  # they get their gradients when all are there
             )
+            _living.add(self._buckets)
         return optimizer
 
     def _reduce(self, name: str, flat: Tensor) -> Callable[[], None]:
@@ -177,6 +185,8 @@ class HorovodEngine(ReplicaEngine):
 
         Over MPI, which starts once in a process, at the process's end: until then a further training may come.
         """
+        if self._buckets:
+            self._buckets.remove()
         hvd.barrier()
         if not hvd.mpi_enabled():
             hvd.shutdown()
@@ -189,12 +199,13 @@ def settle(settings: Horovod, world: World, device: torch.device) -> float | Non
     second time in a process in which threshold and cycle time were both fixed, as in elastic runs and where a program trains
     twice. Raises EngineError before it does.
     """
+    environment.take_back()
     if settings.autotune:
-        os.environ["HOROVOD_AUTOTUNE"] = "1"
-    threshold = _settle(THRESHOLD, settings.fusion_threshold_bytes, None)
+        environment.put("HOROVOD_AUTOTUNE", "1")
+    threshold = environment.number(THRESHOLD, settings.fusion_threshold_bytes, None)
     usual = os.environ.get("HOROVOD_AUTOTUNE", "0") == "0"  # what the environment fixes is not tuned
     rounds = CPU_ROUND_MILLISECONDS if usual and threshold is None and device.type == "cpu" else None
-    _settle(ROUNDS, settings.cycle_time_milliseconds, rounds)
+    environment.number(ROUNDS, settings.cycle_time_milliseconds, rounds)
     both = [name for name in (THRESHOLD, ROUNDS) if name in os.environ] == [THRESHOLD, ROUNDS]
     if (both and world.elastic) or (_fixed and not hvd.is_initialized()):
         raise EngineError(
@@ -210,27 +221,6 @@ _started: dict[str, str | None] = {}
 """What Horovod found there when it started."""
 _fixed: list[str] = []
 """What an earlier run of this process fixed for good: both, or nothing."""
-_defaults: dict[str, str] = {}
-"""What this module has put into the environment because nobody had: for a further run in this process still nobody's word."""
-
-
-def _settle(name: str, wanted: float | None, default: float | None) -> float | None:
-    """Puts into the environment, for Horovod, what the file says (``wanted``), else leaves what is there, else ``default``.
-
-    Returns what file or environment say; None where they are silent. Raises EngineError for what is no number there.
-    """
-    given = os.environ.get(name)
-    if wanted is not None:
-        os.environ[name] = str(wanted)
-        return wanted
-    if not given or given == _defaults.get(name):
-        if default is not None:
-            os.environ[name] = _defaults[name] = str(default)
-        return None
-    try:
-        return float(given)
-    except ValueError:
-        raise EngineError(f"{name}={given!r} is not a number") from None
 
 
 def _broadcastable(state: Mapping[str, Any]) -> dict[str, Any]:

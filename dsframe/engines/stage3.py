@@ -59,8 +59,16 @@ def gather_at_once(engine: Any) -> None:
         if param_list is not kept or more or options:
             return one_by_one(param_list, *more, **options)
         absent = [one for one in kept if one.ds_status is partition_parameters.ZeroParamStatus.NOT_AVAILABLE]
+        if any(_elsewhere(one) for one in absent):
+            return one_by_one(kept)
         if absent:
             first.all_gather_coalesced(absent).wait()
         return None
 
     first.all_gather = gather
+
+
+def _elsewhere(parameter: Any) -> bool:
+    """Whether the two ways of gathering read different things: a secondary copy (hpZ), which at this moment is that of before the
+    update and which ``all_gather_coalesced`` alone takes; or a quantized share, which it looks for in its own way."""
+    return parameter.ds_secondary_tensor is not None or hasattr(parameter.ds_tensor, "ds_quant_scale")

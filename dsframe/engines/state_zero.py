@@ -236,6 +236,7 @@ def _load_stage_3(engine: Any, model: nn.Module, saved: SavedState) -> None:
         optimizer._reassign_or_swap_out_partitioned_parameters(index)
         if swapped:
             optimizer._optimizer_states_and_gradient_swap_out(index)
+    optimizer.invalidate_secondary_tensor()  # hpZ's copies of the old values, which the next forward pass would gather
     if optimizer.persistent_parameters:
         optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
     frozen: Any

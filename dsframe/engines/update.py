@@ -58,7 +58,9 @@ class Update:
             gradients = self._local([parameter.grad for parameter in group["params"]])
             torch._foreach_add_(lists.steps, 1)
             beta1, beta2 = group["betas"]
-            (torch._fused_adamw_ if group["decoupled_weight_decay"] else torch._fused_adam_)(
+            # The key came with torch 2.7, where AdamW is an Adam with it.
+            decoupled = group.get("decoupled_weight_decay", type(self._optimizer) is torch.optim.AdamW)
+            (torch._fused_adamw_ if decoupled else torch._fused_adam_)(
                 lists.parameters,
                 gradients,
                 lists.averages,

@@ -27,6 +27,8 @@ KEEP_NOTHING = {
     "stage3_prefetch_bucket_size": 0,
 }
 
+KEEP_SOME = {"stage": 3, **KEEP_NOTHING, "stage3_param_persistence_threshold": 200}
+
 
 def zero(stage: int, accumulation: int = 2, settings: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
     section = {"stage": stage, **(KEEP_NOTHING if stage == 3 else {})}
@@ -52,6 +54,8 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "zero3, recomputed": zero(3, settings={"model": {"activation_checkpointing": True}}),
     "zero3, tiled": zero(3, settings={"model": {"tiling": TILES}}),
     "zero3, compiled": zero(3, settings={"model": {"compile": "blocks"}}),
+    "zero3 kept": zero(3, zero_optimization=KEEP_SOME),
+    "zero3 kept, secondary": zero(3, zero_optimization={**KEEP_SOME, "zero_hpz_partition_size": 2}),
     **{f"{engine} x {times}": of(engine, times) for engine in ("ddp", "fsdp") for times in (1, 3)},
     "ddp": of("ddp"),
     "ddp, recomputed": of("ddp", model={"activation_checkpointing": True}),
@@ -95,6 +99,10 @@ def main(report: Path) -> None:
             engine = make()
             losses = [float(engine.train_step(loader.micro_batches(step)).loss) for step in range(3)]
             weights = Snapshot(engine.state())
+            if "kept" in name:  # goes on in a fresh engine, as a run that resumes
+                engine = make()
+                engine.load_state(weights)
+                losses += [float(engine.train_step(loader.micro_batches(step)).loss) for step in (3, 4)]
             reference = plain.setdefault(name.partition(",")[0], weights)
             # Not where a compiler would look at what looks.
             gathered = 0 if "compiled" in name else _most_gathered(engine, loader)

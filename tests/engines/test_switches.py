@@ -42,6 +42,14 @@ def test_other_kernels_sum_in_another_order(found: dict[str, Any], name: str) ->
     assert switched["distance"] < 1e-5
 
 
+def test_a_secondary_partition_is_the_same_training_to_the_last_bit(found: dict[str, Any]) -> None:
+    """hpZ: parameters that are kept learn, and a run that resumes reads no copies of before."""
+    plain, secondary = found["zero3 kept"], found["zero3 kept, secondary"]
+    assert secondary["losses"] == plain["losses"]
+    assert len(set(plain["losses"])) == 5
+    assert secondary["distance"] == 0.0
+
+
 def test_tiles_are_gathered_one_by_one(found: dict[str, Any]) -> None:
     assert found["zero3, tiled"]["gathered"] < 0.8 * found["zero3"]["gathered"]
 

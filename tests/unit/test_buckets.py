@@ -93,3 +93,25 @@ def test_a_gradient_that_comes_in_parts_is_refused() -> None:
     once: Any = checkpoint(layer, point, use_reentrant=True)
     with pytest.raises(EngineError, match="use_reentrant=False"):
         checkpoint(layer, once, use_reentrant=True).sum().backward()
+
+
+def test_hooks_are_taken_off_and_an_empty_parameter_is_in_a_bucket() -> None:
+    layer, empty = nn.Linear(2, 2), nn.Parameter(torch.empty(0))
+    earlier, later = Ring(), Ring()
+    Buckets(list(layer.parameters()), earlier.start, bytes_each=1).remove()
+    buckets = Buckets([*layer.parameters(), empty], later.start, bytes_each=2**20)  # the empty one comes first
+    layer(torch.ones(1, 2)).sum().backward()
+    buckets.finish()
+    assert (earlier.started, later.sizes) == ([], [6])
+    assert gradients(layer)[1].tolist() == [2, 2]
+
+
+def test_a_step_that_was_given_up_leaves_nothing_to_the_next() -> None:
+    layer, ring = nn.Linear(2, 2), Ring()
+    buckets = Buckets(list(layer.parameters()), ring.start, bytes_each=1)
+    for _ in range(3):
+        buckets.start_over()
+        layer(torch.ones(1, 2)).sum().backward()  # and nobody finishes
+    buckets.finish()
+    assert gradients(layer)[1].tolist() == [2, 2]
+    assert len(ring.started) == 6

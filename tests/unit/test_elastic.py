@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from dsframe import engines, run
 from dsframe.config import elastic, load
+from dsframe.engines import environment
 from dsframe.errors import ConfigError, EngineError
 from dsframe.world import World, read
 
@@ -49,3 +52,30 @@ def test_it_is_refused_before_anything_starts() -> None:
         run.execute(load({"train_micro_batch_size_per_gpu": 8, "dsframe": {"engine": "horovod"}}), world=world)
     with pytest.raises(EngineError, match="cannot train on"):
         engines.elastic("deepspeed")
+
+
+def test_what_a_file_puts_into_the_environment_is_no_word_of_the_environments_in_the_next_training(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("ROUNDS", "7")
+    for name in ("THRESHOLD", "TUNE"):
+        monkeypatch.setenv(name, "")
+        monkeypatch.delenv(name)
+
+    def now() -> list[str | None]:
+        return [os.environ.get(name) for name in ("THRESHOLD", "ROUNDS", "TUNE")]
+
+    environment.take_back()
+    assert environment.number("THRESHOLD", 1024, None) == 1024
+    assert environment.number("ROUNDS", 5, 1) == 5
+    environment.put("TUNE", "1")
+    environment.put("TUNE", "2")
+    assert now() == ["1024", "5", "2"]
+    environment.take_back()
+    assert now() == [None, "7", None]
+    assert environment.number("THRESHOLD", None, None) is None
+    assert environment.number("ROUNDS", None, 1) == 7
+    environment.put("TUNE", "1")
+    monkeypatch.setenv("TUNE", "3")  # somebody else's
+    environment.take_back()
+    assert now() == [None, "7", "3"]

@@ -53,14 +53,13 @@ class ManyTask(dsframe.Task):
         return torch.utils.data.TensorDataset(torch.ones(64, 3), torch.ones(64))
 
 
-def make(engine: str, count: int, clipping: float) -> Any:
+def make(engine: str, task: dsframe.Task, clipping: float) -> Any:
     document = {
         "train_batch_size": 4,
         "gradient_clipping": clipping,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     }
-    config, task = load(document).resolve(Facts(1, 100, None, replicas=True)), ManyTask()
-    task.count = count
+    config = load(document).resolve(Facts(1, 100, None, replicas=True))
     plan = Plan(
         config,
         World(),
@@ -85,7 +84,9 @@ def test_the_calls_of_a_step_do_not_grow_with_the_parameters(engine: str, monkey
         monkeypatch.delenv(name)
     found = {}
     for count in (10, 1000):
-        made, calls = make(engine, count, 1.0), Counter[str]()
+        task = ManyTask()
+        task.count = count
+        made, calls = make(engine, task, 1.0), Counter[str]()
         try:
             one_step(made)
             one_step(made)
@@ -114,8 +115,10 @@ def called(work: Any) -> Counter[str]:
     return calls
 
 
+@pytest.mark.parametrize("old", [False, True])
 @pytest.mark.parametrize("kind", [torch.optim.AdamW, torch.optim.Adam])
-def test_the_update_is_torchs_to_the_last_bit(kind: Any) -> None:
+def test_the_update_is_torchs_to_the_last_bit(kind: Any, old: bool) -> None:
+    """``old``: as with torch 2.6, whose groups do not say how weights decay."""
     torch.manual_seed(0)
     theirs = [nn.Parameter(torch.randn(5, 3)), nn.Parameter(torch.randn(7))]
     ours = copy.deepcopy(theirs)
@@ -127,6 +130,8 @@ def test_the_update_is_torchs_to_the_last_bit(kind: Any) -> None:
     def step() -> None:
         nonlocal torchs_own
         torchs_own += 1
+        for group in optimizer.param_groups:
+            group["decoupled_weight_decay"] = kind is torch.optim.AdamW
         optimizer.step()
 
     for number in range(8):
@@ -144,11 +149,37 @@ def test_the_update_is_torchs_to_the_last_bit(kind: Any) -> None:
             reference.state.clear()
             optimizer.state.clear()
         reference.step()
+        for group in optimizer.param_groups if old else []:
+            group.pop("decoupled_weight_decay", None)
         update(step)
         assert all(torch.equal(one, other) for one, other in zip(theirs, ours, strict=True)), number
     assert torchs_own == 3, (
         "torch's own way makes the state, and again where it was replaced; remembered lists do the rest"
     )
+
+
+class Words(dsframe.Task):
+    """Embeddings whose gradients would be sparse."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(7, 3, sparse=True), nn.Flatten(), nn.Linear(9, 1))
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs * targets).mean()
+
+    def train_data(self) -> Any:
+        return torch.utils.data.TensorDataset(torch.ones(64, 3, dtype=torch.int64), torch.ones(64, 1))
+
+
+def test_sparse_embeddings_train_with_dense_gradients() -> None:
+    with pytest.warns(UserWarning, match="dense gradients"):
+        made = make("single", Words(), 1.0)
+    before = [one.weight.clone() for one in made.state().parameters]
+    made.train_step(iter([(torch.ones(4, 3, dtype=torch.int64), torch.ones(4, 1))]))
+    after = [one.weight for one in made.state().parameters]
+    assert [bool((one != other).any()) for one, other in zip(before[0], after[0], strict=True)] == [
+        row == 1 for row in range(7)
+    ]
 
 
 def test_other_optimizers_go_their_own_way() -> None:
@@ -244,7 +275,13 @@ def test_what_zero_3_keeps_is_gathered_at_once_and_the_rest_as_before() -> None:
         return SimpleNamespace(wait=lambda: said.append(wanted))
 
     kept = [
-        SimpleNamespace(ds_status=one, all_gather=one_by_one, all_gather_coalesced=at_once)
+        SimpleNamespace(
+            ds_status=one,
+            ds_tensor=SimpleNamespace(),
+            ds_secondary_tensor=None,
+            all_gather=one_by_one,
+            all_gather_coalesced=at_once,
+        )
         for one in (status.NOT_AVAILABLE, status.AVAILABLE, status.NOT_AVAILABLE)
     ]
     stage3.gather_at_once(SimpleNamespace(optimizer=SimpleNamespace(persistent_parameters=kept)))
@@ -260,3 +297,9 @@ def test_what_zero_3_keeps_is_gathered_at_once_and_the_rest_as_before() -> None:
     ):
         assert call() == "theirs"
     assert said == [(None, False, 0), (kept[:1], False, 0), (kept[:1], True, 0), (kept[:1], True, 1)]
+    said.clear()
+    kept[2].ds_secondary_tensor = object()  # hpZ's copy, of before the update
+    assert kept[0].all_gather(kept) == "theirs"
+    kept[2].ds_secondary_tensor, kept[0].ds_tensor.ds_quant_scale = None, object()
+    assert kept[0].all_gather(kept) == "theirs"
+    assert said == [(kept, False, 0)] * 2

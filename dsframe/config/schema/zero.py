@@ -217,7 +217,8 @@ class Zero(Section):
         They are gathered once a step then, as one; sharded are gradients, fp32 masters and the optimizer's state.
         """
         said = {*PERSISTENCE, "offload_param", "stage3_max_live_parameters", "stage3_max_reuse_distance"}
-        plain = not (self.zero_quantized_weights or self.zero_hpz_partition_size > 1)
+        quantized = self.zero_quantized_weights or self.zero_quantized_nontrainable_weights
+        plain = not (quantized or self.zero_hpz_partition_size > 1)
         return self.stage == 3 and not self.model_fields_set & said and plain and elements <= SMALL
 
     @property
