@@ -106,9 +106,11 @@ def _agent_serves() -> bool:
 def _store(address: str, port: int, size: int, serves: bool, limit: timedelta) -> TCPStore:
     """One store for all meetings of a process: rank 0's server of an earlier one would be found by those who come first.
 
-    torch's own would listen on every interface.
+    torch's own listens on every interface, IPv6 among them: so it does where ``address`` is none that this host knows as its
+    own, such as ``::1`` or a name that is 127.0.1.1 to itself.
     """
-    descriptor = listener(address, port).detach() if serves else None
+    listening = listener(address, port) if serves else None
+    descriptor = listening.detach() if listening else None
     return TCPStore(address, port, size, serves, timeout=limit, wait_for_workers=False, master_listen_fd=descriptor)
 
 

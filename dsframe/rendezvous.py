@@ -63,12 +63,18 @@ def bound_to(address: str) -> str:
     return ""
 
 
-def listener(address: str, port: int = 0) -> socket.socket:
-    """A listening socket at ``address``, and at no other where that can be. Raises OSError."""
+def listener(address: str, port: int) -> socket.socket | None:
+    """A socket that listens at ``address`` and at no other; None where it is not known what that is here. Raises OSError.
+
+    Then the caller listens everywhere, for IPv6 too, as torch's own server does and this socket would not.
+    """
+    own = bound_to(address)
+    if not own:
+        return None
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((bound_to(address), port))
+        listening.bind((own, port))
         listening.listen(1024)
     except OSError:
         listening.close()

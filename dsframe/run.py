@@ -81,7 +81,7 @@ def execute(
     refused, notes = engines.examine(config, choice.name)
     if world.elastic:
         engines.refuse_fixed(choice.name)
-        refused += elastic.problems(config)
+        refused += elastic.problems(config, world.size)  # launch has done so for --min-np, which nobody tells workers
     if refused or (refused := loggers.missing(config)):
         raise ConfigError(refused)
     bound = cores.bind(world) if config.settings.bind_cores else ()

@@ -18,7 +18,7 @@ from dsframe.errors import CheckpointError
 
 @dataclass(frozen=True)
 class ParameterState:
-    """One parameter. Tensors may be views of living state: they hold until the next training step or the next parameter."""
+    """One parameter. Tensors may be views of living state: they hold until the next training step."""
 
     name: str
     """As in ``model.named_parameters()``, on every engine."""

@@ -178,8 +178,9 @@ class Horovod(Section):
     timeline_mark_cycles: bool = False
     """Mark the rounds of reductions in it."""
     commit_every_steps: Count = 50
-    """Under ``horovodrun --min-np``: steps between two copies of the state in each process's memory. So many steps at most are
-    trained again when a process is lost, and hosts that were added join at the next copy."""
+    """Under ``horovodrun --min-np``: steps between two copies of the state in each process's memory, which keeps the one before
+    until the next is whole. So many steps at most are trained again when a process is lost, and hosts that were added join at the
+    next copy."""
 
 
 class Ddp(Section):

@@ -2,7 +2,8 @@
 
 ``horovod.torch.elastic`` says when: a collective fails because a process is gone, or its driver has found other hosts. Then the
 ring is made anew, and every process builds its engine for the new size around the last commit, a copy of the whole state in
-each one's memory. Processes that are new get it from one that has it. Data are read once in a process.
+each one's memory, and for a moment two: the old one goes when the new one is whole, or a failure in between would lose both.
+Processes that are new get it from one that has it. Data are read once in a process.
 """
 
 from __future__ import annotations
@@ -48,7 +49,10 @@ class HostCommits(State):  # type: ignore[misc]  # Horovod has no types
         return step % self._every == 0
 
     def keep(self, engine: Engine, start: Start) -> None:
-        """**Collective.** Copies the state; raises Horovod's HostsUpdatedInterrupt where the driver has found other hosts."""
+        """**Collective.** Copies the state while the copy before is still held.
+
+        Raises Horovod's HostsUpdatedInterrupt where the driver has found other hosts.
+        """
         self.last = Commit(start, Snapshot(engine.state()))
         self.check_host_updates()
 

@@ -8,6 +8,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import pairwise
 from pathlib import Path
 
 from dsframe import check, engines, supervise
@@ -154,9 +155,14 @@ def _elastic(options: argparse.Namespace) -> Elastic | None:
         raise WorldError("say how many processes to start with: -np N")
     if script is None and not options.hosts and not options.hostfile:
         raise WorldError("--min-np and --max-np need --host-discovery-script, or -H with hosts that may be lost")
+    if least is not None and least < 1:
+        raise WorldError(f"--min-np {least}: must be at least 1")
+    given = [
+        (name, n) for name, n in (("--min-np", least), ("-np", options.processes), ("--max-np", most)) if n is not None
+    ]
+    if any(one > other for (_, one), (_, other) in pairwise(given)):
+        raise WorldError(f"{', '.join(f'{name} {n}' for name, n in given)}: they must not decrease")
     least = options.processes if least is None else least
-    if not 1 <= least <= options.processes <= (most or options.processes):
-        raise WorldError(f"--min-np {least}, -np {options.processes} and --max-np {most}: they must not decrease")
     if script is not None and not os.access(script, os.X_OK):
         raise WorldError(f"{script} cannot be run; chmod +x {script}")
     return Elastic(least, most, None if script is None else str(Path(script).absolute()))

@@ -160,7 +160,11 @@ than in fp32: forward and backward in a quarter of the time at 128 positions, in
 
 
 def _products(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
-    """The same attention, ``[batch, heads, time, head size]``, as two matrix products that keep the whole table of scores."""
+    """The same attention, ``[batch, heads, time, head size]``, as two matrix products that keep the whole table of scores.
+
+    The plan does not see it: on the meta device it counts torch's own attention, which keeps none. So for a bf16 model on CPUs it
+    says 2 x batch x heads x time² bytes a layer too little, less 4 x batch x heads x time that torch's keeps instead.
+    """
     time, size = query.shape[-2:]
     later = query.new_full((time, time), -math.inf).triu_(1)
     rows, columns, values = (one.flatten(0, 1) for one in (query, key, value))

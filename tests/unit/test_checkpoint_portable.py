@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import random
 import threading
 from collections.abc import Callable
@@ -117,7 +118,8 @@ def test_views_of_one_flat_tensor_are_written_one_by_one(tmp_path: Path) -> None
 
 def test_every_kind_of_tensor_is_what_safetensors_reads(tmp_path: Path) -> None:
     numbers = torch.arange(24)
-    tensors = {f"{kind}": numbers.to(kind).reshape(2, 3, 4) for kind in portable._DTYPES}
+    tensors = {"odd": torch.ones(3, dtype=torch.bool)}
+    tensors |= {f"{kind}": numbers.to(kind).reshape(2, 3, 4) for kind in portable._DTYPES}
     tensors |= {"view": numbers.reshape(4, 6).t(), "scalar": torch.tensor(2.5), "none": torch.zeros(0, 3)}
     entry = portable.write_tensors(tmp_path / "all", tensors)
     found = load_file(tmp_path / "all")
@@ -126,6 +128,9 @@ def test_every_kind_of_tensor_is_what_safetensors_reads(tmp_path: Path) -> None:
         assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape)
         assert torch.equal(found[name].double(), tensor.double()), name
     content = (tmp_path / "all").read_bytes()
+    length = int.from_bytes(content[:8], "little")
+    for name, place in json.loads(content[8 : 8 + length]).items():  # aligned, for who maps the file
+        assert (8 + length + place["data_offsets"][0]) % tensors[name].element_size() == 0, name
     assert (entry.bytes, entry.xxh3_128) == (len(content), xxhash.xxh3_128_hexdigest(content))
     with pytest.raises(CheckpointError, match=r"z: a checkpoint cannot hold torch\.complex64"):
         portable.write_tensors(tmp_path / "other", {"z": torch.zeros(1, dtype=torch.complex64)})

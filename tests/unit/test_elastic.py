@@ -9,7 +9,7 @@ import pytest
 from dsframe import engines, run
 from dsframe.config import elastic, load
 from dsframe.engines import environment
-from dsframe.errors import ConfigError, EngineError
+from dsframe.errors import ConfigError, EngineError, Problem
 from dsframe.world import World, read
 
 
@@ -44,7 +44,7 @@ def test_a_worker_knows_that_it_is_in_such_a_run() -> None:
     assert read({**variables, "HOROVOD_ELASTIC": "1"}).elastic
 
 
-def test_it_is_refused_before_anything_starts() -> None:
+def test_it_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -> None:
     world = World(0, 2, 0, 1, 0, "horovodrun", elastic=True)
     with pytest.raises(EngineError, match='engine "ddp" cannot train on while processes come and go: choose "horovod"'):
         run.execute(load({"train_batch_size": 8, "dsframe": {"engine": "ddp"}}), world=world)
@@ -52,6 +52,16 @@ def test_it_is_refused_before_anything_starts() -> None:
         run.execute(load({"train_micro_batch_size_per_gpu": 8, "dsframe": {"engine": "horovod"}}), world=world)
     with pytest.raises(EngineError, match="cannot train on"):
         engines.elastic("deepspeed")
+    # What launch accepts with --min-np 2 its workers accept too: 12 = 2 x 3 on two processes, and no such batch on one.
+    fixed = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
+    config = load({**fixed, "dsframe": {"engine": "horovod"}})
+    assert elastic.problems(config, 2) == [] != elastic.problems(config)
+    monkeypatch.setattr(
+        "dsframe.run.loggers.missing", lambda config: [Problem("error", "x", "nothing else is wrong", "")]
+    )
+    with pytest.raises(ConfigError) as refused:
+        run.execute(config, world=world)
+    assert [problem.message for problem in refused.value.problems] == ["nothing else is wrong"]
 
 
 def test_what_a_file_puts_into_the_environment_is_no_word_of_the_environments_in_the_next_training(

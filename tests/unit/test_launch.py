@@ -171,7 +171,9 @@ def test_slurm_chooses_srun(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         ("-H node1:2,node2:1 --launcher torchrun", {}, "torchrun gives every host equally many processes"),
         ("-np 2 --launcher python", {}, "plain python starts one process here, not 2"),
         ("-np 2 --max-np 4", {}, "need --host-discovery-script, or -H"),
-        ("-np 2 --min-np 3 -H node1:4", {}, "--min-np 3, -np 2 and --max-np None: they must not decrease"),
+        ("-np 2 --min-np 3 -H node1:4", {}, "^--min-np 3, -np 2: they must not decrease"),
+        ("-np 2 --max-np 0 -H node1:4", {}, "^-np 2, --max-np 0: they must not decrease"),
+        ("-np 2 --min-np 0 -H node1:4", {}, "^--min-np 0: must be at least 1"),
         (
             "-np 2 --min-np 1 -H node1:2 --launcher torchrun --engine horovod",
             {},

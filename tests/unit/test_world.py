@@ -141,6 +141,16 @@ def test_meeting_points() -> None:
     assert meeting_point(world.read(hydra), hydra) == ("127.0.0.1", 29511)
 
 
+def _has_ipv6() -> bool:
+    """Whether this machine's loopback speaks it; containers often do not."""
+    try:
+        with socket.socket(socket.AF_INET6) as probe:
+            probe.bind(("::1", 0))
+    except OSError:
+        return False
+    return True
+
+
 def test_a_meeting_is_nobodys_but_those_who_meet(monkeypatch: pytest.MonkeyPatch) -> None:
     """On one host it listens on the loopback alone, over several on the one address that the others are told."""
     port = free_port()
@@ -162,6 +172,12 @@ def test_a_meeting_is_nobodys_but_those_who_meet(monkeypatch: pytest.MonkeyPatch
         process_group.explained(World(), *place),
     ):
         listener(*place)
+    # What is not known to be this host's in IPv4 is torch's own to listen at, everywhere.
+    assert listener("::1", port) is None
+    port = free_port()
+    store = process_group._store("::1" if _has_ipv6() else "127.0.0.2", port, 1, True, timedelta(seconds=9))
+    store.set("there", "yes")
+    assert store.get("there") == b"yes"
     own = [("127.0.0.1", "lo"), ("127.0.1.1", "lo"), ("10.0.0.5", "eth0")]
     monkeypatch.setattr("dsframe.rendezvous.addresses", lambda: iter(own))
     names = {"node1": "10.0.0.5", "debian": "127.0.1.1", "elsewhere": "10.9.9.9", "localhost": "127.0.0.1"}
