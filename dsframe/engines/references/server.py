@@ -60,25 +60,27 @@ class ParameterServerEngine(ReferenceEngine):
                 parameter.grad = None
 
     def _update(self, loss: Tensor, learning_rate: float, scale: float) -> StepResult:
-        """**Collective.** Pull: rank 0 clips and updates, then everybody has its weights."""
+        """**Collective.** Pull: rank 0 clips and updates, then everybody has its weights, and the norm that was clipped by."""
+        norm = torch.zeros((), device=self.plan.device)
         if self._serves:
             result = super()._update(loss, learning_rate, scale)
-            self._pull()
+            assert isinstance(result.gradient_norm, Tensor)
+            self._pull(norm.copy_(result.gradient_norm))
             return result
-        self._pull()
+        self._pull(norm)
         self._updates += 1
         if self._masters:
             self._masters.give_weights()
-        return StepResult(loss.float(), learning_rate)
+        return StepResult(loss.float(), learning_rate, norm)
 
     @torch.no_grad()
-    def _pull(self) -> None:
-        for parameter in self._parameters:
+    def _pull(self, norm: Tensor) -> None:
+        for tensor in (norm, *(parameter.data for parameter in self._parameters)):
             if self._serves:
                 for worker in self._workers:
-                    dist.send(parameter.data, worker)
+                    dist.send(tensor, worker)
             else:
-                dist.recv(parameter.data, 0)
+                dist.recv(tensor, 0)
 
     def state(self) -> EngineState:
         """**Collective** to read to its end: rank 0 sends the others what it holds, one parameter at a time."""
