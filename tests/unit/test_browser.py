@@ -65,7 +65,8 @@ def look(page: Path, width: int, *, dark: bool = False) -> tuple[dict[str, Any],
     copy.write_text(page.read_text().replace("</body>", f"{LOOK}</body>"))
     opened = subprocess.run(
         [
-            CHROMIUM, "--headless=new", "--no-sandbox", "--disable-gpu", "--hide-scrollbars", "--force-device-scale-factor=1",
+            CHROMIUM, "--headless=new", "--no-sandbox", "--disable-dev-shm-usage", "--disable-gpu",
+            "--hide-scrollbars", "--force-device-scale-factor=1",
             f"--user-data-dir={page.parent / 'profile'}", f"--blink-settings=preferredColorScheme={0 if dark else 1}",
             f"--window-size={width},2400", f"--screenshot={picture}", "--dump-dom", copy.as_uri(),
         ],
