@@ -18,6 +18,7 @@ from torch import Tensor, nn
 from torch.utils._python_dispatch import TorchDispatchMode
 
 import dsframe
+from benchmarks.overhead import ManyTask
 from dsframe import engines, optimizers, run, schedules
 from dsframe.checkpoint.signals import StopRequest
 from dsframe.config import Facts, load
@@ -25,32 +26,6 @@ from dsframe.engine import Plan
 from dsframe.engines.update import Update
 from dsframe.trainer import Trainer
 from dsframe.world import World
-
-
-class Many(nn.Module):
-    """``count`` parameters in one operation, so that the model's own Python is the same for any number of them."""
-
-    def __init__(self, count: int) -> None:
-        super().__init__()
-        self.weights = [nn.Parameter(torch.full((4,), 0.1 + number)) for number in range(count)]
-        for number, weight in enumerate(self.weights):
-            self.register_parameter(f"w{number}", weight)
-
-    def forward(self, rows: Tensor) -> Tensor:
-        return rows.mean() * torch.stack(torch._foreach_norm(self.weights)).sum()
-
-
-class ManyTask(dsframe.Task):
-    count = 10
-
-    def model(self) -> nn.Module:
-        return Many(self.count)
-
-    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        return outputs * targets.mean()
-
-    def train_data(self) -> Any:
-        return torch.utils.data.TensorDataset(torch.ones(64, 3), torch.ones(64))
 
 
 def make(engine: str, task: dsframe.Task, clipping: float) -> Any:
