@@ -84,7 +84,7 @@ def calibrate(config: Config, model: Model, processes: int) -> Hardware:
         compute_share=1.0,
         transfer_share=1.0,
     )
-    return replace(machine, known={model.key: found["passes"] / rows})
+    return replace(machine, known={model.key: found["passes"] / rows}, alone_share=found["alone"] / found["passes"])
 
 
 def _two_ranks(*, on_gpu: bool) -> tuple[float, float]:
@@ -123,9 +123,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")
+    resident = resident_bytes(device)  # now: what follows leaves memory behind that no run has
+    passes = _passes(config, options.rows, device)
+    together = _seconds(passes, device)
+    shared = ranks > 1 and device.type == "cpu"
     found = {
-        "resident": resident_bytes(device),  # now: what follows leaves memory behind that no run has
-        "passes": _seconds(_passes(config, options.rows, device), device),
+        "resident": resident,
+        "passes": together,
+        "alone": min(together, _seconds(passes if rank == 0 else _nothing, device)) if shared else together,
         "flops_short": _products(torch.bfloat16, device),
         "flops_full": _products(torch.float32, device),
         "moved": 2 * _LARGE / _seconds(_copier(device), device),
@@ -138,6 +143,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     if rank == 0:
         options.out.write_text(json.dumps(found), encoding="utf-8")
     return 0
+
+
+def _nothing() -> None:
+    """What the others do meanwhile."""
 
 
 def _products(dtype: torch.dtype, device: torch.device) -> float:

@@ -46,7 +46,8 @@ def footprint(case: Case, part: Sequence[Segment], number: int) -> Memory:
     last = number == case.stages - 1
     trained, cost, width = elements(part) / case.tensor, case.cost, case.model.bytes_each
     frozen = sum(segment.frozen for segment in part) / case.tensor / (case.data if case.zero == 3 else 1)
-    activations = _activations(case, part, number, last)
+    training = _activations(case, part, number, last)
+    activations = max(training, _evaluation(case, part, last))
     on_cpu = case.hardware.lazy_memory
     # On a GPU the memory of activations is free for others when they are gone.
     moving = max(_reduced(case, trained), _update(case, trained) - (0.0 if on_cpu else activations))
@@ -60,7 +61,7 @@ def footprint(case: Case, part: Sequence[Segment], number: int) -> Memory:
         buffers=_buffers(case, part, trained, last)
         - kept
         + moving
-        + (_heap(case, trained, activations) if on_cpu else 0.0),
+        + (_heap(case, trained, training) if on_cpu else 0.0),
         reserved=case.hardware.reserved_bytes,
         host=0.0 if on_cpu else cost.host * trained,
     )
@@ -93,6 +94,14 @@ def _activations(case: Case, part: Sequence[Segment], number: int, last: bool) -
     if last:
         own += case.model.loss.saved.at(case.rows)
     return own + under_way * case.model.inputs.at(case.rows)
+
+
+def _evaluation(case: Case, part: Sequence[Segment], last: bool) -> float:
+    """Evaluation keeps nothing for a backward pass, but its batches may be larger (``eval_micro_batch_size``): what the operation
+    with the most reads and writes of it."""
+    rows = case.settings.eval_micro_batch_size or case.rows
+    works = [segment.forward for segment in [*part, *([case.model.loss] if last else [])]]
+    return max((float(work.table[:, 3].max(initial=0.0)) * rows for work in works), default=0.0) / case.tensor
 
 
 def _buffers(case: Case, part: Sequence[Segment], trained: float, last: bool) -> float:

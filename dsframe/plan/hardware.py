@@ -53,6 +53,9 @@ class Hardware:
     """Whether memory that is asked for and never written to costs nothing: true of a CPU's, not of a GPU's."""
     known: Mapping[str, float] = field(default_factory=dict)
     """Measured seconds of one sample's forward and backward pass, by the model's key."""
+    alone_share: float = 1.0
+    """Seconds that a device computes for while the others of its host are idle, of those while they are busy: cores of one
+    processor share its memory, its caches and its clock."""
     compute_share: float = COMPUTE_SHARE
     transfer_share: float = TRANSFER_SHARE
 

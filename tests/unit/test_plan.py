@@ -193,6 +193,27 @@ def test_what_zero3_keeps_is_gathered_once_a_step(accumulation: int) -> None:
     assert found["kept"].memory.total == pytest.approx(found["said"].memory.total)
 
 
+def test_large_batches_of_an_evaluation_count() -> None:
+    """Nothing is kept for a backward pass; small ones change nothing, and large ones what the widest operation takes."""
+    totals = {}
+    for rows in (None, 1, 512, 1024):
+        config, known = language(dsframe={"engine": "ddp", "eval_micro_batch_size": rows})
+        totals[rows] = predict(config, "ddp", known, TABLE["a100"], 2).memory.activations
+    assert totals[None] == totals[1] < totals[512]
+    assert totals[1024] == pytest.approx(2 * totals[512])
+
+
+def test_stages_that_share_a_processor_do_not_idle_as_long() -> None:
+    config, known = language(pipeline={"stages": 2}, gradient_accumulation_steps=4)
+    found = {}
+    for share in (1.0, 0.75, 0.5):
+        machine = replace(TABLE["cpu"], alone_share=share)
+        found[share] = predict(config, "deepspeed", known, machine, 2).seconds
+    assert found[1.0].compute == found[0.5].compute == pytest.approx(4 * found[1.0].bubble)
+    assert found[0.75].bubble == pytest.approx(found[1.0].bubble / 2)
+    assert found[0.5].bubble == 0, "what one computes by itself in half the time costs nothing to wait for"
+
+
 @pytest.mark.parametrize("tied", [True, False])
 def test_a_tied_weight_is_sent_once(tied: bool) -> None:
     config, known = language(tied=tied, dsframe={"engine": "ddp"})
