@@ -58,6 +58,7 @@ class Buckets:
         wait for :meth:`finish`."""
         self._start = start
         self._held = False
+        self._ended = True
         # The backward pass comes to the last layers first.
         backwards = list(reversed(parameters))
         if bytes_each is None:
@@ -70,7 +71,7 @@ class Buckets:
             for parameter in parameters
             if overlaps
         ]
-        self._begin()
+        self._expect_all()
 
     def __len__(self) -> int:
         return len(self._buckets)
@@ -80,17 +81,17 @@ class Buckets:
         for hook in self._hooks:
             hook.remove()
 
-    def start_over(self) -> None:
-        """**Collective** where the step before was given up, by an exception, after something was sent: waits for that, and
-        drops that step's gradients. Else nothing."""
-        if all(bucket.wait is None and len(bucket.missing) == len(bucket.parameters) for bucket in self._buckets):
-            return
-        for bucket in self._buckets:
-            if bucket.wait is not None:
-                bucket.wait()
-            for parameter in bucket.parameters:
-                parameter.grad = None
-        self._begin()
+    def begin(self) -> None:
+        """Before a step's first backward pass. Where the step before was given up, by an exception, its gradients are dropped;
+        **collective** if it had sent something, which all ranks must have given up at the same point: waits for that."""
+        if not self._ended:
+            for bucket in self._buckets:
+                if bucket.wait is not None:
+                    bucket.wait()
+                for parameter in bucket.parameters:
+                    parameter.grad = None
+            self._expect_all()
+        self._ended = False
 
     @contextmanager
     def held(self) -> Iterator[None]:
@@ -109,9 +110,10 @@ class Buckets:
         for bucket in self._buckets:
             assert bucket.wait is not None
             bucket.wait()
-        self._begin()
+        self._expect_all()
+        self._ended = True
 
-    def _begin(self) -> None:
+    def _expect_all(self) -> None:
         for bucket in self._buckets:
             bucket.missing, bucket.wait = {id(parameter) for parameter in bucket.parameters}, None
 

@@ -71,13 +71,13 @@ class HorovodEngine(ReplicaEngine):
         self._op = settings.op or {"mean": "average", "sum": "sum"}[plan.config.deepspeed.gradient_allreduce_op]
         self.averages_gradients = self._op != "adasum"
         if self._op == "adasum" and not hvd.mpi_built():
-            hvd.shutdown()
+            _leave()
             raise EngineError(
                 'horovod.op "adasum" needs a Horovod with MPI, and this one has Gloo alone; rebuild it with an MPI installed'
             )
         looks = precision.scales_losses(plan.config, plan.device) or plan.config.settings.on_nonfinite == "skip"
         if self._op == "adasum" and (plan.config.deepspeed.gradient_clipping > 0 or looks):
-            hvd.shutdown()
+            _leave()
             raise EngineError(
                 'horovod.op "adasum" combines updates, not gradients: they cannot be clipped, nor checked for overflow; '
                 'set "gradient_clipping": 0, use fp32 or bf16, and leave "on_nonfinite" at "stop"'
@@ -92,7 +92,7 @@ class HorovodEngine(ReplicaEngine):
     def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
         """**Collective.** As for every replica; the mean of the losses over all ranks is that of those that count."""
         if self._buckets:
-            self._buckets.start_over()
+            self._buckets.begin()
         result = super().train_step(micro_batches)
         return result if self._weight == 1.0 else replace(result, loss=result.loss * self._weight)
 
@@ -181,15 +181,11 @@ class HorovodEngine(ReplicaEngine):
         return cast(Tensor, hvd.allreduce(values, op=hvd.Sum, name="dsframe.sum"))
 
     def close(self) -> None:
-        """**Collective.** Leaves Horovod's ring when everybody has arrived.
-
-        Over MPI, which starts once in a process, at the process's end: until then a further training may come.
-        """
+        """**Collective.** Leaves Horovod's ring when everybody has arrived."""
         if self._buckets:
             self._buckets.remove()
         hvd.barrier()
-        if not hvd.mpi_enabled():
-            hvd.shutdown()
+        _leave()
 
 
 def settle(settings: Horovod, world: World, device: torch.device) -> float | None:
@@ -249,8 +245,14 @@ def _initialise(world: World) -> None:
     phases.done("process group")
     if hvd.size() != world.size:
         size = hvd.size()
-        hvd.shutdown()
+        _leave()
         raise EngineError(f"Horovod sees {size} processes, the launcher {world.launcher} started {world.size}")
+
+
+def _leave() -> None:
+    """Over MPI, which starts once in a process, nothing: a further training may come, and at its end the process leaves."""
+    if not hvd.mpi_enabled():
+        hvd.shutdown()
 
 
 def _meet(world: World) -> Any:

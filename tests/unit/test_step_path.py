@@ -51,6 +51,18 @@ def one_step(engine: Any) -> None:
     engine.train_step(iter([(torch.ones(4, 3), torch.ones(4))]))
 
 
+def test_a_model_that_comes_again_brings_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Half-reduced ones of a step in which a process was lost would be added to the next step's."""
+    task = ManyTask()
+    model = task.model()
+    for parameter in model.parameters():
+        parameter.grad = torch.ones_like(parameter)
+    monkeypatch.setattr(task, "model", lambda: model)
+    engine = make("single", task, 0.0)
+    assert engine.model is model
+    assert all(parameter.grad is None for parameter in model.parameters())
+
+
 @pytest.mark.parametrize("engine", ["single", "ddp"])
 def test_the_calls_of_a_step_do_not_grow_with_the_parameters(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call of a function, Python's and C's, in the third step."""
