@@ -11,6 +11,8 @@ from dsframe.errors import WorldError
 from dsframe.world import World
 
 _TOPOLOGY = "/sys/devices/system/cpu/cpu{}/topology/{}"
+_INSTRUCTIONS = {"bfloat16": {"avx512_bf16", "amx_bf16", "bf16"}, "float16": {"avx512_fp16", "amx_fp16", "asimdhp"}}
+"""Of x86 and of Arm, as Linux calls them."""
 
 
 def bind(world: World) -> tuple[int, ...]:
@@ -59,3 +61,15 @@ def _affinity(process: int) -> set[int]:
         return os.sched_getaffinity(process)
     except OSError:  # gone, or hidden
         return set()
+
+
+def emulates(kind: str, information: Path = Path("/proc/cpuinfo")) -> bool:
+    """Whether this host's processor is known to have no instructions for numbers of ``kind``, "bfloat16" or "float16"."""
+    try:
+        lines = information.read_text(encoding="utf-8").splitlines()
+    except OSError:
+        return False
+    known = {
+        word for line in lines if line.startswith(("flags", "Features")) for word in line.partition(":")[2].split()
+    }
+    return bool(known) and not known & _INSTRUCTIONS[kind]

@@ -81,7 +81,8 @@ def execute(
     refused, notes = engines.examine(config, choice.name)
     if world.elastic:
         engines.refuse_fixed(choice.name)
-        refused += elastic.problems(config, world.size)  # launch has done so for --min-np, which nobody tells workers
+        found = elastic.problems(config, world.size)  # launch has done so for --min-np, which nobody tells workers
+        refused, notes = [*refused, *found], [*notes, *([] if found else elastic.cautions(config, world.size))]
     if refused or (refused := loggers.missing(config)):
         raise ConfigError(refused)
     bound = cores.bind(world) if config.settings.bind_cores else ()
@@ -172,7 +173,7 @@ def _train(run: _Run, world: World, commits: Commits | None) -> Summary:
     def say(line: str) -> None:
         progress.say(f"dsframe: {line}")
 
-    lines = (*run.said, *_said(config, task, batch, run.bound)) if last is None else ()
+    lines = (*run.said, *_said(config, task, batch, run.bound, device)) if last is None else ()
     for line in (*lines, *(elastic.said(batch, world.size) if commits else ())):
         say(line)
     _claim(directory, world)
@@ -309,8 +310,14 @@ def _facts(config: Config, loader: Loader, evaluation: EvaluationLoader | None) 
     }
 
 
-def _said(config: Config, task: Task, batch: Batch, bound: tuple[int, ...]) -> list[str]:
-    """What the user should know of this task, and what this run does to rates and cores because the file asks for it."""
+def _said(config: Config, task: Task, batch: Batch, bound: tuple[int, ...], device: torch.device) -> list[str]:
+    """What the user should know of task and machine, and what this run does to rates and cores because the file asks for it."""
+    from dsframe.engines import precision
+
     seen = "this model's BatchNorm sees one micro-batch at a time, so the training depends on the micro batch size"
     scaled = scaling.sentence(config.settings.large_batch, batch.train_batch_size)
-    return [line for line in (seen if task.batch_dependent else None, scaled, cores.sentence(bound)) if line]
+    kind = str(precision.autocast_dtype(config, device) or precision.parameter_dtype(config)).removeprefix("torch.")
+    slow = device.type == "cpu" and kind != "float32" and cores.emulates(kind)
+    emulated = f"this processor has no instructions for {kind}: the training is slower than in fp32 here"
+    lines = (seen if task.batch_dependent else None, emulated if slow else None, scaled, cores.sentence(bound))
+    return [line for line in lines if line]

@@ -50,6 +50,18 @@ def batch(config: Config, processes: int) -> Batch:
     raise first
 
 
+def cautions(config: Config, processes: int) -> list[str]:
+    """What becomes of the run when some of ``processes`` are gone: horovodrun tells its workers no least number."""
+    for number in range(processes - 1, 0, -1):
+        try:
+            batch(config, number)
+        except ConfigError:
+            processes_left = f"{number} process{'es' if number > 1 else ''}"
+            text = f"{processes_left} alone cannot train this file's batch: when no more are left the run ends"
+            return [f"{text}; with --min-np {number + 1} it waits for others first"]
+    return []
+
+
 def said(batch: Batch, processes: int) -> list[str]:
     """What the user is told where some processes have no share."""
     readers = batch.data_parallel_size

@@ -142,7 +142,7 @@ def table(groups: Mapping[str, Sequence[Path]]) -> str:
     network = [runs.communication(run) for run in found]
     for label, key, form in (
         ("sent by a rank a step, MB", "sent", ".4g"),
-        ("the same, predicted", "predicted", ".4g"),
+        ("predicted to be sent, MB", "predicted", ".4g"),
         ("collectives alone, ms", "alone", ".3g"),
         ("share of a step", "share", ".0%"),
     ):

@@ -84,6 +84,7 @@ class Loggers:
             "mlflow": (mlflow, lambda: _Mlflow(mlflow, about, directory, resumed=resumed)),
         }
         self._all: dict[str, Logger] = {}
+        self._failed: set[str] = set()
         for name, (section, make) in known.items():
             if section.enabled:
                 with _survived(name):
@@ -99,16 +100,16 @@ class Loggers:
         named |= {f"{evaluation}{name}": value for name, value in record.get("evaluation", {}).items()}
         numbers = {name: float(value) for name, value in named.items() if isinstance(value, int | float)}
         figures = {name: value for name, value in numbers.items() if math.isfinite(value)}
-        for name in list(self._all):
-            logger = self._all.pop(name)  # stays out where it fails
+        for name in [name for name in self._all if name not in self._failed]:
+            self._failed.add(name)  # stays there where it fails
             with _survived(name):
-                logger.write(figures, record["step"] * self._batch)
-                self._all[name] = logger
+                self._all[name].write(figures, record["step"] * self._batch)
+                self._failed.remove(name)
 
     def close(self, ending: Ending = "FINISHED") -> None:
-        """Sends what is still held."""
+        """Sends what is still held. One that has failed, which everybody knows, may still be able to say that the run is over."""
         for name, logger in self._all.items():
-            with _survived(name):
+            with contextlib.suppress(Exception) if name in self._failed else _survived(name):
                 logger.close(ending)
 
 

@@ -66,7 +66,7 @@ def test_files_are_trained_in_turns_and_compared(
     rows = {line.split("  ")[0]: line for line in said.splitlines()}
     assert rows["samples/s"].count(" to ") == 4  # a median of two, and both
     assert rows["sent by a rank a step, MB"].split()[-4:] == ["2"] * 4
-    assert rows["the same, predicted"].split()[-4:] == ["3"] * 4
+    assert rows["predicted to be sent, MB"].split()[-4:] == ["3"] * 4
     assert rows["share of a step"].split()[-4:] == ["25%"] * 4
     assert rows["largest to its repeats"].split()[-4:] == ["4.0e-02"] * 4
     assert measured == {True}

@@ -56,6 +56,10 @@ def test_it_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -
     fixed = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
     config = load({**fixed, "dsframe": {"engine": "horovod"}})
     assert elastic.problems(config, 2) == [] != elastic.problems(config)
+    (caution,) = elastic.cautions(config, 2)
+    assert "1 process alone cannot train" in caution
+    assert "with --min-np 2" in caution
+    assert elastic.cautions(load({"train_batch_size": 12}), 4) == []
     monkeypatch.setattr(
         "dsframe.run.loggers.missing", lambda config: [Problem("error", "x", "nothing else is wrong", "")]
     )

@@ -6,6 +6,7 @@ import json
 import os
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -128,3 +129,19 @@ def test_a_process_of_every_launcher_is_bound(launcher: str) -> None:
     usable = cores.by_core(os.sched_getaffinity(0))
     expected = cores.share(usable, 1, 2)
     assert done.stdout.split() == [launcher, *map(str, expected), str(len(expected))]
+
+
+@pytest.mark.parametrize(
+    ("information", "emulated"),
+    [
+        ("flags\t\t: fpu avx512f amx_bf16 amx_tile\n", False),
+        ("flags\t\t: fpu avx512f avx512_bf16\n", False),
+        ("Features\t: fp asimd bf16\n", False),
+        ("flags\t\t: fpu avx2 avx512f\n", True),
+        ("model name\t: one that does not say what it can do, bf16 or not\n", False),
+    ],
+)
+def test_a_processor_without_the_instructions_is_known(tmp_path: Path, information: str, emulated: bool) -> None:
+    (tmp_path / "cpuinfo").write_text(information)
+    assert cores.emulates("bfloat16", tmp_path / "cpuinfo") is emulated
+    assert not cores.emulates("bfloat16", tmp_path / "nothing")
