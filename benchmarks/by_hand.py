@@ -109,6 +109,8 @@ def pipeline(name: str, gate: Gate) -> None:
 
     ranks = dist.get_world_size()
     module = PipelineModule(list(workloads.model(name).children()), num_stages=ranks, loss_fn=gate.loss)
+    for parameter in module.parameters():  # else DeepSpeed 0.19.8 clips by the norm of the first stage alone
+        parameter.model_parallel = True
     engine, *_ = deepspeed.initialize(model=module, config=_config(name, 0, MICRO, 1))
     batches = iter(workloads.loader(name, 0, 1, micro=MICRO))
     for _ in itertools.count():

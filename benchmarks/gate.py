@@ -33,14 +33,14 @@ class Gate:
         self._file: Any = None
         self._calls = 0
         self._start = self._stop = -1  # in calls
-        self._began = 0.0
+        self._began = self._began_cpu = 0.0
         self._losses: list[float] = []
         self._notes = False
 
     def wait(self) -> None:
         """Called before each loss. Returns at once but at the end of a block."""
         if self._calls == self._start:
-            self._began = time.perf_counter()
+            self._began, self._began_cpu = time.perf_counter(), time.process_time()
         if self._stop < 0:
             self._socket.connect(self._path)
             self._file = self._socket.makefile("rw")
@@ -48,8 +48,8 @@ class Gate:
             self._say({"name": self._name, "pid": os.getpid(), "threads": torch.get_num_threads()})
         if self._calls == self._stop:
             if self._calls:
-                seconds = time.perf_counter() - self._began
-                self._say({"seconds": seconds, "peak": peak_bytes(), "losses": self._losses})
+                seconds, cpu = time.perf_counter() - self._began, time.process_time() - self._began_cpu
+                self._say({"seconds": seconds, "cpu": cpu, "peak": peak_bytes(), "losses": self._losses})
             line = self._file.readline()
             if not line:
                 os._exit(0)  # the match is over
@@ -58,7 +58,7 @@ class Gate:
             self._start = self._calls + order["warm"] * self._per_step
             self._stop = self._start + order["steps"] * self._per_step
             if self._calls == self._start:
-                self._began = time.perf_counter()
+                self._began, self._began_cpu = time.perf_counter(), time.process_time()
         self._calls += 1
 
     def _say(self, words: dict[str, Any]) -> None:

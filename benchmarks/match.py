@@ -70,6 +70,8 @@ class Result:
     peak_bytes: list[int] = field(default_factory=list)
     """By rank that has a loss."""
     threads: int = 0
+    cpu_rates: list[float] = field(default_factory=list)
+    """Units a second of processor time, all ranks' together: what another program on the machine changes least."""
 
 
 class Job:
@@ -85,6 +87,8 @@ class Job:
         environment = {key: value for key, value in os.environ.items() if key != "OMP_NUM_THREADS"}
         environment["PYTHONPATH"] = os.pathsep.join([str(REPOSITORY), *filter(None, [environment.get("PYTHONPATH")])])
         environment.setdefault("DS_ACCELERATOR", "cpu")
+        # Horovod's ranks talk all the time and give up after 30 s; the clock goes on while they are stopped.
+        environment["HOROVOD_GLOO_TIMEOUT_SECONDS"] = "3600"
         if contestant.threads is not None:
             environment["OMP_NUM_THREADS"] = str(contestant.threads)
         self._log = folder / "log"
@@ -118,8 +122,9 @@ class Job:
             self._workers += siblings
         self._signal(signal.SIGSTOP)
 
-    def block(self, warm: int, steps: int, *, check: bool = False) -> float:
-        """Takes ``warm`` and then ``steps`` steps, and returns what the latter took, in seconds, on the slower rank."""
+    def block(self, warm: int, steps: int, *, check: bool = False) -> tuple[float, float]:
+        """Takes ``warm`` and then ``steps`` steps, and returns what the latter took: seconds on the slower rank, and seconds of
+        processor time of all."""
         self._signal(signal.SIGCONT)
         for file in self._files:
             file.write(json.dumps({"warm": warm, "steps": steps, "check": check}) + "\n")
@@ -140,7 +145,7 @@ class Job:
             columns = list(zip(*(answer["losses"] for answer in answers), strict=True))
             means = [sum(column) / len(column) for column in columns]
             self.result.losses = [sum(means[i : i + micro]) / micro for i in range(0, len(means), micro)]
-        return max(answer["seconds"] for answer in answers)
+        return max(answer["seconds"] for answer in answers), sum(answer["cpu"] for answer in answers)
 
     def _await(self, what: Any) -> None:
         limit = time.monotonic() + PATIENCE_SECONDS
@@ -183,30 +188,29 @@ def play(
     out, and ``failed`` told why; raises RuntimeError where another thing goes wrong.
     """
     jobs: list[Job] = []
-    with tempfile.TemporaryDirectory(prefix="dsframe-bench-") as folder:
-        try:
-            for number, contestant in enumerate(contestants):
-                jobs.append(Job(contestant, workload, Path(folder, str(number))))
-            steps: dict[str, int] = {}
-            playing = jobs[:]
-            for job in jobs:
-                try:
-                    job.meet()
-                except RuntimeError as error:
-                    if job is jobs[0]:
-                        raise
-                    failed(str(error))
-                    playing.remove(job)
-            for job in playing:
-                job.block(0, checked, check=True)
-                job.block(2, 2)  # some compile anew for what the first steps did not show
-                seconds = job.block(1, 3) / 3
-                steps[job.contestant.name] = max(3, round(block_seconds / seconds))
-            for number in range(rounds):
-                for job in playing if number % 2 == 0 else playing[::-1]:
-                    count = steps[job.contestant.name]
-                    job.result.rates.append(units * count / job.block(max(1, count // 10), count))
-        finally:
-            for job in jobs:
-                job.end()
+    with tempfile.TemporaryDirectory(prefix="dsframe-bench-") as folder, contextlib.ExitStack() as stack:
+        for number, contestant in enumerate(contestants):
+            jobs.append(Job(contestant, workload, Path(folder, str(number))))
+            stack.callback(jobs[-1].end)
+        steps: dict[str, int] = {}
+        playing = jobs[:]
+        for job in jobs:
+            try:
+                job.meet()
+            except RuntimeError as error:
+                if job is jobs[0]:
+                    raise
+                failed(str(error))
+                playing.remove(job)
+        for job in playing:
+            job.block(0, checked, check=True)
+            job.block(2, 2)  # some compile anew for what the first steps did not show
+            seconds, _ = job.block(1, 3)
+            steps[job.contestant.name] = max(3, round(block_seconds / (seconds / 3)))
+        for number in range(rounds):
+            for job in playing if number % 2 == 0 else playing[::-1]:
+                count = steps[job.contestant.name]
+                seconds, cpu = job.block(max(1, count // 10), count)
+                job.result.rates.append(units * count / seconds)
+                job.result.cpu_rates.append(units * count / cpu)
     return {job.contestant.name: job.result for job in playing}

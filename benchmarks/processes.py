@@ -44,22 +44,30 @@ class Job:
 
     def end(self) -> None:
         """Kills what still lives, stopped or not, and removes what killed ranks leave in shared memory."""
-        if self.process.poll() is None:  # else its number may be another group's by now
-            with contextlib.suppress(ProcessLookupError):
-                os.killpg(self.process.pid, signal.SIGKILL)
-        for _ in range(100):  # who was just being started is found the next time
+        for attempt in range(100):  # who was just being started is found the next time
             if not (members := self.members()):
                 break
             for member in members:
                 with contextlib.suppress(psutil.Error):
-                    member.kill()
+                    if attempt < 50 and _removes_semaphores(member):
+                        member.resume()
+                    else:
+                        member.kill()
             time.sleep(0.05)
+        if self.process.poll() is None:
+            self.process.kill()
         self.process.wait()
         for pipe in (self.process.stdout, self.process.stderr):
             if pipe is not None:
                 pipe.close()
         for path in unused_buffers():
             path.unlink(missing_ok=True)
+
+
+def _removes_semaphores(process: psutil.Process) -> bool:
+    """Whether this is Python's own, which takes the names of a program's semaphores from /dev/shm when the program is gone, and
+    then ends."""
+    return any("multiprocessing.resource_tracker" in word for word in process.cmdline())
 
 
 def start(command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> Job:

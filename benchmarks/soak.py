@@ -109,7 +109,7 @@ def soak(engine: str, steps: int) -> Ends:
         if job.process.returncode:
             raise SystemExit(f"{engine} failed:\n{(folder / 'log').read_text()}")
         units = file["train_batch_size"] * task["context"]
-        windows = [line["rate"] / units for line in _steps(metrics) if line["step"] % WINDOW == 0]
+        windows = [line["rate"] / units for line in _steps(metrics)[0] if line["step"] % WINDOW == 0]
         return ends(windows, samples, steps)
 
 
@@ -117,12 +117,14 @@ def _sampled(job: subprocess.Popen[Any], metrics: Path, marker: str) -> list[Sam
     """Looks at the job's ranks until it is over, or has logged nothing for ``PATIENCE_SECONDS``."""
     samples: list[Sample] = []
     ranks: list[int] = []
-    logged, at = 0, time.monotonic()
+    lines: list[dict[str, Any]] = []
+    read, at = 0, time.monotonic()
     while job.poll() is None:
         time.sleep(0.1)
-        lines = _steps(metrics)
-        if len(lines) > logged:
-            logged, at = len(lines), time.monotonic()
+        more, read = _steps(metrics, read)  # only what is new: looking may not cost more and more itself
+        lines += more
+        if more:
+            at = time.monotonic()
         if time.monotonic() - at > PATIENCE_SECONDS:
             break
         ranks = ranks or (_ranks(marker) if lines else [])
@@ -132,12 +134,15 @@ def _sampled(job: subprocess.Popen[Any], metrics: Path, marker: str) -> list[Sam
     return samples
 
 
-def _steps(metrics: Path) -> list[dict[str, Any]]:
-    """The logged training steps so far."""
+def _steps(metrics: Path, start: int = 0) -> tuple[list[dict[str, Any]], int]:
+    """The training steps logged so far from byte ``start`` on, and where to go on."""
     if not metrics.exists():
-        return []
-    lines = [json.loads(line) for line in metrics.read_text().splitlines(keepends=True) if line.endswith("\n")]
-    return [line for line in lines if "loss" in line]
+        return [], start
+    with metrics.open("rb") as file:
+        file.seek(start)
+        whole, end, _ = file.read().rpartition(b"\n")
+    lines = [json.loads(line) for line in whole.splitlines()]
+    return [line for line in lines if "loss" in line], start + len(whole) + len(end)
 
 
 def _ranks(marker: str) -> list[int]:

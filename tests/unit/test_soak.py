@@ -45,19 +45,23 @@ def test_a_run_that_gets_slower_or_grows() -> None:
         ends(STEADY[:6], memory(0), 120)
 
 
+def played(losses: list[float]) -> Result:
+    return Result(rates=[1.0], cpu_rates=[1.0], losses=losses, peak_bytes=[1])
+
+
 @pytest.mark.parametrize(("loss", "same"), [(2.0, True), (2.1, False), (math.nan, False)])
 @pytest.mark.parametrize("place", [0, 1])
 def test_losses_that_are_the_same(loss: float, same: bool, place: int) -> None:
     theirs = [2.0, 2.0]
     theirs[place] = loss
-    results = {"dsframe": Result([1.0], [2.0, 2.0], [1]), "other": Result([1.0], theirs, [1])}
+    results = {"dsframe": played([2.0, 2.0]), "other": played(theirs)}
     row = rows("ddp", "cnn", results)[1]
     assert row["same_losses"] == same
     assert math.isnan(row["loss_difference"]) == math.isnan(loss)
 
 
 def test_nothing_to_draw(tmp_path: Path) -> None:
-    table = rows("ddp", "cnn", {"dsframe": Result([1.0], [2.0], [1]), "other": Result([1.0], [2.0], [1])})
+    table = rows("ddp", "cnn", {"dsframe": played([2.0]), "other": played([2.0])})
     assert plot(table, tmp_path / "both.svg")
     assert not plot(table[:1], tmp_path / "one.svg")
     assert [path.name for path in tmp_path.iterdir()] == ["both.svg"]
