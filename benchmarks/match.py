@@ -147,6 +147,10 @@ class Job:
             self.result.losses = [sum(means[i : i + micro]) / micro for i in range(0, len(means), micro)]
         return max(answer["seconds"] for answer in answers), sum(answer["cpu"] for answer in answers)
 
+    def resident_bytes(self) -> float:
+        """What a rank has resident now: the mean over those that stand at the gate."""
+        return sum(worker.memory_info().rss for worker in self._workers) / len(self._workers)
+
     def _await(self, what: Any) -> None:
         limit = time.monotonic() + PATIENCE_SECONDS
         while not select.select([what], [], [], 0.2)[0]:

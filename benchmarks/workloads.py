@@ -99,13 +99,14 @@ class Images(VisionTask):
 class Text(LanguageTask):
     """The task as dsframe trains it, with the gate in its loss."""
 
-    def __init__(self, gate: Gate | None) -> None:
-        super().__init__(
-            LanguageSettings(
+    def __init__(self, gate: Gate | None, *, tiny: bool = False) -> None:
+        if tiny:
+            settings = LanguageSettings(name="language", layers=2, heads=2, width=32, context=16, corpus="synthetic")
+        else:
+            settings = LanguageSettings(
                 name="language", layers=6, heads=4, width=256, context=CONTEXT, corpus="stdlib", tie_embeddings=False
-            ),
-            0,
-        )
+            )
+        super().__init__(settings, 0)
         self._gate = gate
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
@@ -116,8 +117,9 @@ class Text(LanguageTask):
 
 
 def task(name: str, gate: Gate | None, *, checked: int = CHECKED_STEPS) -> Task:
-    """The workload ``name`` as a task of dsframe's. ``checked``: batches of a rank, from the first, without augmentation."""
-    made = Text(gate) if name == "gpt" else Images(name, gate, checked)
+    """The workload ``name`` as a task of dsframe's; "tiny" is for ``benchmarks.soak``. ``checked``: batches of a rank, from the
+    first, without augmentation."""
+    made = Text(gate, tiny=name == "tiny") if name in ("gpt", "tiny") else Images(name, gate, checked)
     made.seed = 0
     return made
 

@@ -81,8 +81,8 @@ def execute(
     refused, notes = engines.examine(config, choice.name)
     if world.elastic:
         engines.refuse_fixed(choice.name)
-        found = elastic.problems(config, world.size)  # launch has done so for --min-np, which nobody tells workers
-        refused, notes = [*refused, *found], [*notes, *([] if found else elastic.cautions(config, world.size))]
+        refused += elastic.problems(config, world.size)  # launch has done so for --min-np, which nobody tells workers
+        notes += elastic.cautions(config, world.size)
     if refused or (refused := loggers.missing(config)):
         raise ConfigError(refused)
     bound = cores.bind(world) if config.settings.bind_cores else ()
@@ -316,8 +316,6 @@ def _said(config: Config, task: Task, batch: Batch, bound: tuple[int, ...], devi
 
     seen = "this model's BatchNorm sees one micro-batch at a time, so the training depends on the micro batch size"
     scaled = scaling.sentence(config.settings.large_batch, batch.train_batch_size)
-    kind = str(precision.autocast_dtype(config, device) or precision.parameter_dtype(config)).removeprefix("torch.")
-    slow = device.type == "cpu" and kind != "float32" and cores.emulates(kind)
-    emulated = f"this processor has no instructions for {kind}: the training is slower than in fp32 here"
-    lines = (seen if task.batch_dependent else None, emulated if slow else None, scaled, cores.sentence(bound))
-    return [line for line in lines if line]
+    computed = str(precision.autocast_dtype(config, device) or precision.parameter_dtype(config)).removeprefix("torch.")
+    slow = cores.emulation(computed) if device.type == "cpu" else None
+    return [line for line in (seen if task.batch_dependent else None, slow, scaled, cores.sentence(bound)) if line]

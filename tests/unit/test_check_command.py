@@ -7,6 +7,7 @@ import os
 import resource
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -329,15 +330,21 @@ def test_importing_the_command_line_costs_nothing() -> None:
 
 
 def test_a_check_takes_little_time() -> None:
-    """CPU time, the least of five: the benchmark measures the clock, which other processes move."""
-    run("check", "ds_configs/zero3.json")
-    taken = []
-    for _ in range(5):
-        before = resource.getrusage(resource.RUSAGE_CHILDREN)
-        assert run("check", "zero3.json").returncode == 0
-        after = resource.getrusage(resource.RUSAGE_CHILDREN)
-        taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
-    assert min(taken) < 0.3
+    """CPU time, the least of five: the benchmark measures the clock, which other processes move. On a slow machine, so many times
+    what pydantic's import takes."""
+
+    def least(command: Callable[[], subprocess.CompletedProcess[str]]) -> float:
+        taken = []
+        for _ in range(5):
+            before = resource.getrusage(resource.RUSAGE_CHILDREN)
+            assert command().returncode == 0
+            after = resource.getrusage(resource.RUSAGE_CHILDREN)
+            taken.append(after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime)
+        return min(taken)
+
+    alone = [sys.executable, "-c", "from pydantic import BaseModel"]
+    imported = least(lambda: subprocess.run(alone, capture_output=True, text=True, timeout=60, check=False))
+    assert least(lambda: run("check", "zero3.json")) < max(0.3, 3.5 * imported)
 
 
 def test_the_command_names_its_commands(capsys: pytest.CaptureFixture[str]) -> None:

@@ -89,16 +89,17 @@ def test_a_model_of_175_billion_parameters_in_seconds(tmp_path: Path) -> None:
     path = tmp_path / "large.json"
     path.write_text(json.dumps(file | {"pipeline": {"stages": 8}, "dsframe": {"task": task}}))
     command = [sys.executable, "-m", "dsframe.cli", "plan", "--config", str(path), "-np", "1024", "--hardware", "h100"]
-    done = subprocess.run(
-        [sys.executable, "-c", MEASURED, *command, "--format", "json", "--write", str(tmp_path / "files")],
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
-    assert done.returncode in (0, 1), done.stderr
-    seconds, kilobytes = map(float, done.stderr.splitlines()[-1].split())
-    assert seconds < 5
+
+    def measured(*command: str) -> tuple[subprocess.CompletedProcess[str], float, float]:
+        words = [sys.executable, "-c", MEASURED, *command]
+        done = subprocess.run(words, capture_output=True, text=True, timeout=120, check=False)
+        assert done.returncode in (0, 1), done.stderr
+        seconds, kilobytes = map(float, done.stderr.splitlines()[-1].split())
+        return done, seconds, kilobytes
+
+    done, seconds, kilobytes = measured(*command, "--format", "json", "--write", str(tmp_path / "files"))
+    _, imported, _ = measured(sys.executable, "-c", "import torch")  # where a machine is slow, this is too
+    assert seconds < max(5, 6 * imported)
     assert kilobytes * 1024 < 1e9
     report = json.loads(done.stdout)
     width, context = task["width"], task["context"]
