@@ -34,12 +34,6 @@ def sentence(bound: tuple[int, ...]) -> str | None:
     return f"each rank is bound to cores of its own, rank 0 to {', '.join(map(str, bound))}" if bound else None
 
 
-def emulation(kind: str) -> str | None:
-    """What rank 0 says where a training computes in ``kind``, as torch names it, and this host's processor cannot."""
-    slow = kind in _INSTRUCTIONS and emulates(kind)
-    return f"this processor has no instructions for {kind}: the training is slower than in fp32 here" if slow else None
-
-
 def share(cores: tuple[int, ...], rank: int, ranks: int) -> tuple[int, ...]:
     """The ``rank``-th of ``ranks`` runs of neighbouring ``cores``, of equal length but for one core. Raises WorldError."""
     if len(cores) < ranks:

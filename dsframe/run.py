@@ -316,6 +316,5 @@ def _said(config: Config, task: Task, batch: Batch, bound: tuple[int, ...], devi
 
     seen = "this model's BatchNorm sees one micro-batch at a time, so the training depends on the micro batch size"
     scaled = scaling.sentence(config.settings.large_batch, batch.train_batch_size)
-    computed = str(precision.autocast_dtype(config, device) or precision.parameter_dtype(config)).removeprefix("torch.")
-    slow = cores.emulation(computed) if device.type == "cpu" else None
+    slow = precision.emulated(config, device)
     return [line for line in (seen if task.batch_dependent else None, slow, scaled, cores.sentence(bound)) if line]

@@ -16,6 +16,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
+from dsframe import cores
 from dsframe.checkpoint.state import LossScaleState
 from dsframe.errors import ConfigError, Problem, TrainingError
 
@@ -48,6 +49,14 @@ def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
     if dtype is None:
         raise ConfigError([Problem("error", "torch_autocast.dtype", f"{name} is nothing to cast to", "use bfloat16")])
     return dtype
+
+
+def emulated(config: Config, device: torch.device) -> str | None:
+    """What to say where a training computes in 16 bits on a processor that has no instructions for them."""
+    kind = str(autocast_dtype(config, device) or parameter_dtype(config)).removeprefix("torch.")
+    if device.type != "cpu" or kind == "float32" or not cores.emulates(kind):
+        return None
+    return f"this processor has no instructions for {kind}: the training is slower than in fp32 here"
 
 
 def autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:

@@ -145,4 +145,3 @@ def test_a_processor_without_the_instructions_is_known(tmp_path: Path, informati
     (tmp_path / "cpuinfo").write_text(information)
     assert cores.emulates("bfloat16", tmp_path / "cpuinfo") is emulated
     assert not cores.emulates("bfloat16", tmp_path / "nothing")
-    assert cores.emulation("float32") is None

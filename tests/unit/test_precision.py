@@ -101,3 +101,23 @@ def test_masters_carry_what_16_bits_would_lose() -> None:
     torch.testing.assert_close(before - masters.masters[0].detach(), torch.full((1, 1), 1e-2), rtol=1e-3, atol=0.0)
     assert model.weight.grad is None
     torch.testing.assert_close(model.weight.float(), masters.masters[0].detach().bfloat16().float())
+
+
+@pytest.mark.parametrize(
+    ("file", "said"),
+    [
+        ({"bf16": {"enabled": True}}, "no instructions for bfloat16"),
+        ({"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "no instructions for bfloat16"),
+        ({}, None),
+    ],
+)
+def test_a_processor_that_only_emulates_is_said(
+    file: dict[str, Any], said: str | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    config = load({"train_batch_size": 1, "optimizer": {"type": "SGD"}, **file})
+    monkeypatch.setattr(precision.cores, "emulates", lambda kind: True)
+    told = precision.emulated(config, torch.device("cpu"))
+    assert (told is None) == (said is None)
+    assert (said or "") in (told or "")
+    monkeypatch.setattr(precision.cores, "emulates", lambda kind: False)
+    assert precision.emulated(config, torch.device("cpu")) is None
