@@ -27,6 +27,10 @@ if TYPE_CHECKING:
     from dsframe.plan.hardware import Hardware
 
 
+Machines = dict[int, "Hardware"]
+"""By the number of processes with which they were measured."""
+
+
 @dataclass(frozen=True)
 class Point:
     """One number of processes."""
@@ -81,7 +85,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     options.out.mkdir(parents=True, exist_ok=True)
     files = {(kind, n): file_for(config, kind, counts[0], n) for kind in kinds for n in dict.fromkeys(counts)}
     found = _measure(files, options)
-    results = {kind: _points(config, kind, counts, beyond, found, options) for kind in kinds}
+    machines: Machines = {}
+    results = {kind: _points(config, kind, counts, beyond, found, machines, options) for kind in kinds}
     report = {kind: [asdict(point) for point in points] for kind, points in results.items()}
     (options.out / "scale.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     (options.out / "scale.svg").write_text(draw(results), encoding="utf-8")
@@ -160,8 +165,10 @@ def _points(
     counts: Sequence[int],
     beyond: Sequence[int],
     found: dict[tuple[str, int], list[float]],
+    machines: Machines,
     options: argparse.Namespace,
 ) -> list[Point]:
+    """``machines``: those that are known, for both kinds of scaling the same; others are added."""
     from dsframe import tasks
     from dsframe.plan.predict import predict
     from dsframe.plan.trace import traced
@@ -169,7 +176,6 @@ def _points(
     model = traced(config, tasks.build(config.settings.task, config.settings.seed))
     engine = "deepspeed" if config.settings.engine == "auto" else config.settings.engine
     most = _devices()
-    machines: dict[int, Hardware] = {}
     points = []
     for processes in sorted({*counts, *beyond}):
         try:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -12,6 +13,7 @@ import pytest
 from dsframe.cli import main
 from dsframe.errors import TrainingError
 from dsframe.plan import scale
+from dsframe.plan.hardware import TABLE
 from dsframe.report import trials
 from tests.unit.test_report_page import write_run
 
@@ -127,6 +129,25 @@ def test_scaling(
     said = scale.table(kind, [scale.Point(**point) for point in points.values()]).splitlines()
     assert [line.split()[0] for line in said[2:5]] == ["1", "2", "4*" if kind == "strong" else "3"]
     assert said[-1].startswith("* more processes than this machine's 2 cores")
+
+
+def test_both_kinds_are_predicted_for_the_same_machine(
+    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A machine that is measured twice is two machines: one file had two predictions."""
+    measured: list[int] = []
+
+    def calibrate(config: Any, model: Any, processes: int) -> Any:
+        measured.append(processes)
+        return replace(TABLE["cpu"], compute_share=1 / len(measured))
+
+    monkeypatch.setattr(scale, "_devices", lambda: 2)
+    monkeypatch.setattr("dsframe.plan.calibrate.calibrate", calibrate)
+    out = tmp_path / "out"
+    assert main(["scale", "--config", str(write(tmp_path, "file")), "-np", "1,2,4", "--out", str(out)]) == 0
+    assert measured == [1, 2]
+    report = json.loads((out / "scale.json").read_text())
+    assert report["strong"][0]["predicted"] == report["weak"][0]["predicted"]
 
 
 def test_keys_of_accounts_are_kept_nowhere(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
