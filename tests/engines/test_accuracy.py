@@ -1,5 +1,5 @@
 """The main job on both engines, and the table that compares them: two epochs of the default file, which in its five comes to 0.91
-(``make train``) and in as many of two to 0.88."""
+(``make train``)."""
 
 from __future__ import annotations
 
