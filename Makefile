@@ -62,7 +62,7 @@ startup: setup ## from the command to the first step, warm and without compiled 
 	python -m benchmarks.startup
 	python -m benchmarks.startup --engines zero1,zero3 --cold
 
-soak: setup ## 5,000 steps on four engines: the speed and the memory of both ends (10 minutes)
+soak: setup ## 5,000 steps on four engines: memory, and the speed beside a run that has just begun (15 minutes)
 	python -m benchmarks.soak
 
 docs: setup ## rewrites docs/configuration.md and the table in the README from the schema

@@ -166,9 +166,8 @@ def build_model(plan: Plan) -> nn.Module:
     seed_generators(plan.seed)
     with plan.device:
         model = plan.task.model()
-    for parameter in (
-        model.parameters()
-    ):  # a task may give the same module again: of the training before, or of a lost process's step
+    # A task may give the same module again, with gradients of a training before or of a step that lost a process.
+    for parameter in model.parameters():
         parameter.grad = None
     switches.apply(model, plan.config, plan.device)
     # Dropout differs between ranks that see different samples, as it must.

@@ -87,7 +87,7 @@ def _bubble(case: Case) -> float:
     """A pipeline's idle time, in passes of a micro-batch. While it fills and drains fewer stages compute, and where they share
     a processor those do it faster: from one at a time, at ``alone_share`` of the seconds, to all."""
     gained = 1.0 - case.hardware.alone_share
-    return max(0.0, case.stages - 1 - case.stages * gained) if case.stages > 1 else 0.0
+    return max(0.0, case.stages - 1 - case.stages * gained)
 
 
 def _data_parallel(case: Case, part: Sequence[Segment], forward: float, backward: float) -> tuple[float, float]:
