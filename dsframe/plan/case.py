@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from fnmatch import fnmatch
 
 from dsframe.config import Batch, Config, memory
 from dsframe.config.schema.deepspeed import DeepSpeed
@@ -138,6 +139,27 @@ class Case:
         tiled = self.settings.model.tiling is not None
         whole = self.file.zero_optimization.keeps_whole(self.model.parameters + self.model.frozen)
         return self.engine == "deepspeed" and whole and not tiled
+
+    @property
+    def fetches(self) -> bool:
+        """Whether parameters lie on the host and are copied to the device when their turn comes."""
+        return self.zero == 3 and self.file.zero_optimization.parameter_device != "none" and not self.hardware.on_cpu
+
+    def fetched(self, part: Sequence[Segment], block: int) -> int:
+        """Elements that ZeRO-3 needs whole at the same time: the largest module's own, tiles taken one by one; all of a ``block``
+        where that is computed again."""
+        if self.settings.model.activation_checkpointing:
+            return block
+        wanted = self.settings.model.tiling
+        pieces = wanted.in_splits * wanted.out_splits if wanted else 1
+
+        def tiled(name: str) -> bool:
+            # By the last part: a name within a layer lacks what stands before it in the model.
+            names = wanted.modules if wanted else []
+            return any(fnmatch(name.rpartition(".")[2], pattern.rpartition(".")[2]) for pattern in names)
+
+        linears = [-(-size // pieces) if tiled(name) else size for segment in part for name, size in segment.linears]
+        return max([*(segment.largest for segment in part), *linears], default=0)
 
     def gathers(self, elements: float) -> int:
         """How often in a step a parameter that lies in shares is gathered: after the update where it is kept; else for each

@@ -18,6 +18,11 @@ from dsframe.plan.model import Model
 from dsframe.plan.predict import Prediction, predict
 
 Patch = dict[str, Any]
+TILES = (1, 4, 16)
+"""Pieces of a large linear layer (Rajbhandari et al. 2021, arXiv 2104.07857, section 5.1.3)."""
+_BUCKETS = ("stage3_max_live_parameters", "reduce_bucket_size")
+_NOTHING_AHEAD = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
+"""Parameters come to the device when they are needed, and go at once."""
 
 
 @dataclass(frozen=True)
@@ -57,7 +62,8 @@ def strategies(
     found = []
     for name, engine, patch in _candidates(config, model, hardware, world_size):
         own = _best(config, name, engine, patch, model, hardware, world_size, samples, seconds_each)
-        if own is not None and not own.prediction.fits and model.layered:
+        tiled = "dsframe" in patch  # which has no effect on blocks that are computed twice
+        if own is not None and not own.prediction.fits and model.layered and not tiled:
             again = patch | {"dsframe": {"model": {"activation_checkpointing": True}}}
             name += ", blocks computed twice"
             own = _best(config, name, engine, again, model, hardware, world_size, samples, seconds_each) or own
@@ -122,6 +128,32 @@ def _candidates(config: Config, model: Model, hardware: Hardware, world_size: in
             cut = [f"{stages} stages"] * (stages > 1) + [f"tensor {tensor}"] * (tensor > 1)
             off = {"": [], "optimizer": ["optimizer on the CPU"], "all": ["all on the CPU"]}[offload]
             yield ", ".join([f"ZeRO-{zero}", *off, *cut]), "deepspeed", patch
+    for pieces in TILES:  # what helps where a few large layers are too much, once everything else is on the host
+        names, largest = _tiled(model, pieces)
+        patch = {"zero_optimization": _zero(config, 3, "all") | dict.fromkeys(_BUCKETS, largest) | _NOTHING_AHEAD}
+        patch |= {"pipeline": None, "tensor_parallel": None}
+        if pieces == 1:
+            yield "ZeRO-3, all on the CPU, one layer at a time", "deepspeed", patch
+        elif names:
+            tiling = {"modules": names, "out_splits": pieces}
+            patch["dsframe"] = {"model": {"tiling": tiling}}
+            yield f"ZeRO-3, all on the CPU, large layers in {pieces} tiles", "deepspeed", patch
+
+
+def _tiled(model: Model, pieces: int) -> tuple[list[str], int]:
+    """The linear layers to cut, and the most elements that are then needed at a time: no tile is to be larger than what cannot be
+    cut, or than the largest layer's tiles."""
+    linears = {name: size for segment in model.segments for name, size in segment.linears}
+    largest = max(segment.largest for segment in model.segments)
+    bound = max(largest, -(-max(linears.values(), default=0) // pieces))
+    names = {_pattern(name, model.layered) for name, size in linears.items() if size > bound}
+    return sorted(names), bound
+
+
+def _pattern(name: str, within_layer: bool) -> str:
+    """What ``tiling.modules`` calls a layer and those like it in other blocks: ``*.expand``, ``h.*.expand``."""
+    parts = ["*" if part.isdecimal() else part for part in name.split(".")]
+    return ".".join(["*"] * within_layer + parts)
 
 
 def _powers(limit: int) -> list[int]:

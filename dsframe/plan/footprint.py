@@ -118,23 +118,29 @@ def _buffers(case: Case, part: Sequence[Segment], trained: float, last: bool) ->
         size += bucket * width * (2 if zero.overlap_comm and case.zero < 3 else 1)
         if case.zero == 1:  # gradients that fit lie in the bucket
             size -= min(bucket, trained) * width
-    return size + (_gathered(case, part, trained) if case.zero == 3 and case.data > 1 else 0.0)
+    return size + (_gathered(case, part, trained) if case.zero == 3 else 0.0)
 
 
 def _gathered(case: Case, part: Sequence[Segment], trained: float) -> float:
-    """Whole parameters of a model that lies in shares, and what comes with them."""
+    """Whole parameters of a model that lies in shares, or on the host, and what comes with them."""
     zero, width = case.file.zero_optimization, case.model.bytes_each
     if case.model.layered:
         unit = max((s.parameters for s in part), default=0)
     else:
         unit = sum(s.parameters for s in part) // max(1, case.model.attentions)
     if case.engine == "fsdp":
+        if case.data == 1:
+            return 0.0
         # The next block is on its way while one computes. Each is gathered and copied to its place; its gradients are made
         # whole, and copied in fp32 to be sent. A CPU's heap keeps all of that of every block (see _heap).
         return (trained if case.hardware.lazy_memory else min(trained, 2 * unit)) * (3 * width + 4)
+    unit = case.fetched(part, unit)
+    live = min(trained, max(zero.stage3_max_live_parameters, unit)) * width
+    if case.data == 1:  # nothing to gather, but what lies on the host is copied (NoGatherHandle)
+        return live if case.fetches else 0.0
     # Gathered; and what is fetched ahead once more, by the ranks' shares (partition_parameters.py: AllGatherCoalescedHandle).
     ahead = max(zero.stage3_prefetch_bucket_size, unit)
-    return (min(trained, max(zero.stage3_max_live_parameters, unit)) + min(trained, ahead)) * width
+    return live + min(trained, ahead) * width
 
 
 def _reduced(case: Case, trained: float) -> float:

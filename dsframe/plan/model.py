@@ -50,7 +50,9 @@ class Segment:
     """Elements of an earlier layer's weight that it uses: in a stage (``case.cut``) of one that another stage owns."""
     buffer_bytes: int
     largest: int
-    """Elements of the module with the most of its own: what ZeRO-3 gathers at a time."""
+    """Elements of the module with the most of its own, linear layers left out: what ZeRO-3 gathers at a time."""
+    linears: tuple[tuple[str, int], ...]
+    """Name within the layer, and elements, of each linear layer that has its weight for itself."""
     forward: Work
     backward: Work
     ready: tuple[tuple[int, int], ...]
@@ -120,7 +122,7 @@ _NOTHING = Work(np.zeros((0, 4)))
 
 def bare(parameters: int, bytes_each: int) -> Model:
     """A model of which nothing is known but its size: no activations, no operations."""
-    nothing = Segment(parameters, 0, 0, 0, 0, _NOTHING, _NOTHING, (), Affine(), Affine(), Affine(), Affine(), 0, 0)
+    nothing = Segment(parameters, 0, 0, 0, 0, (), _NOTHING, _NOTHING, (), Affine(), Affine(), Affine(), Affine(), 0, 0)
     return Model((nothing,), replace(nothing, parameters=0), False, bytes_each)
 
 

@@ -73,7 +73,7 @@ def seconds(case: Case, cuts: Sequence[tuple[Segment, ...]]) -> Seconds:
         backward += forward
     part = max(cuts, key=elements)
     waiting, hidden = _data_parallel(case, part, forward, backward)
-    waiting += _tensor_parallel(case, part) + _between_stages(case, cuts)
+    waiting += _tensor_parallel(case, part) + _between_stages(case, cuts) + _fetched(case, part, forward, backward)
     return Seconds(
         compute=case.steps * (forward + backward),
         waiting=waiting,
@@ -121,6 +121,17 @@ def _data_parallel(case: Case, part: Sequence[Segment], forward: float, backward
     behind = backward * case.reductions if overlap and case.zero and not on_cpu else 0.0
     after = ranks.pass_round(weights, pieces) if case.zero else 0.0
     return max(0.0, whole - behind) + after, min(whole, behind)
+
+
+def _fetched(case: Case, part: Sequence[Segment], forward: float, backward: float) -> float:
+    """Seconds of waiting for parameters that lie on the host. The next ones come while a module computes, where they may."""
+    if not case.fetches:
+        return 0.0
+    held, hardware = elements(part) / case.tensor, case.hardware
+    speed = hardware.host_bandwidth * hardware.transfer_share
+    moved = case.gathers(held) * held / case.data * case.model.bytes_each / speed
+    ahead = case.file.zero_optimization.stage3_prefetch_bucket_size >= case.fetched(part, 0)
+    return max(0.0, moved - case.steps * (forward + backward)) if ahead else moved
 
 
 def _behind_backward(case: Case, part: Sequence[Segment], ranks: Group, backward: float) -> float:

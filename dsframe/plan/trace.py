@@ -7,6 +7,7 @@ take the same shapes are run once: a GPT of 96 blocks costs as much as one of on
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
@@ -211,12 +212,14 @@ def _pass(module: nn.Module, inputs: Any, width: int | None) -> _Pass:
 def _segment(module: nn.Module, runs: Sequence[_Pass], owner: int | None) -> Segment:
     first, second = runs
     parameters, owns = list(module.parameters()), owner is None
+    linears = _linears(module)
     return Segment(
         parameters=sum(p.numel() for p in parameters if p.requires_grad) if owns else 0,
         frozen=sum(p.numel() for p in parameters if not p.requires_grad) if owns else 0,
         shared=0 if owns else sum(p.numel() for p in parameters),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
-        largest=max((sum(p.numel() for p in m.parameters(recurse=False)) for m in module.modules()), default=0),
+        largest=max((_own(m) for name, m in module.named_modules() if name not in linears), default=0),
+        linears=tuple((name, _own(linear)) for name, linear in linears.items()),
         forward=_work(first.forward, second.forward),
         backward=_work(first.backward, second.backward),
         ready=tuple(first.ready),
@@ -228,6 +231,21 @@ def _segment(module: nn.Module, runs: Sequence[_Pass], owner: int | None) -> Seg
         heads=first.heads,
         owner=owner,
     )
+
+
+def _linears(module: nn.Module) -> dict[str, nn.Linear]:
+    """By name; without those whose weight another module uses too."""
+    uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    return {
+        name: one
+        for name, one in module.named_modules()
+        if name and isinstance(one, nn.Linear) and all(uses[id(parameter)] == 1 for parameter in one.parameters())
+    }
+
+
+def _own(module: nn.Module) -> int:
+    """Elements of parameters that are this module's and no other's inside of it."""
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
 
 
 def _work(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> Work:

@@ -306,6 +306,8 @@ ADVICE = [
     ((40, 40, 5120), 256, 8, "80GB", "ZeRO-3", False),
     ((80, 64, 8192), 512, 8, "80GB", "ZeRO-3, optimizer on the CPU", False),
     ((80, 64, 8192), 512, 1, "24GB", None, False),
+    ((4, 96, 12288), 1, 1, "12GB", "ZeRO-3, all on the CPU", False),
+    ((4, 96, 12288), 1, 1, "8GB", "ZeRO-3, all on the CPU, large layers in 4 tiles", False),
 ]
 
 
