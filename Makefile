@@ -12,6 +12,8 @@ help: ## this list
 setup: ## makes .venv with everything in it; nothing to do the second time
 	@launch/setup
 
+WORKERS = 2
+
 # Two processes; one where there is a single GPU.
 PROCESSES = $(shell gpus=$$(compgen -G '/dev/nvidia[0-9]*' | wc -l || true); echo $$((gpus == 1 ? 1 : 2)))
 
@@ -21,8 +23,8 @@ train: setup ## one file, two engines: trains ds_configs/zero3.json with DeepSpe
 	horovodrun -np $(PROCESSES) python -m dsframe.train --config zero3.json --run-dir runs/horovod
 	dsframe compare runs/deepspeed runs/horovod
 
-test: lint ## lint, then every test
-	python -m pytest
+test: lint ## lint, then every test, two at a time; `make test WORKERS=0` takes them one after another
+	python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
 
 mpi: ## a second Horovod, with MPI, in .setup/horovod-mpi (some minutes, once per machine)
 	@launch/setup mpi

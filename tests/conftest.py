@@ -4,6 +4,9 @@ from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Sequence
+
+import pytest
 
 # One thread: two processes of a test would otherwise fight for two cores, and sums depend on the number of threads.
 os.environ.setdefault("OMP_NUM_THREADS", "1")
@@ -13,3 +16,11 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
+
+
+def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+    """Where pytest-xdist shares the tests among processes, a file's stay together, with what they share; and so do those that make
+    hosts of their own, whose addresses there are once."""
+    for item in items:
+        hosts = item.path.parent.name == "cluster" or item.path.stem == "test_launchers"
+        item.add_marker(pytest.mark.xdist_group("cluster" if hosts else item.path.stem))

@@ -27,7 +27,7 @@ from torch import Tensor
 
 from dsframe.checkpoint import export, store
 from dsframe.report.compare import losses
-from tests.processes import deepspeed, horovodrun, python, run_ranks, torchrun
+from tests.processes import COMPILING_SECONDS, deepspeed, horovodrun, python, run_ranks, torchrun
 
 STEPS = 30
 EARLY = 10
@@ -53,13 +53,17 @@ TASKS: Mapping[str, dict[str, Any]] = {
 }
 
 
+Launcher = Callable[[int, Iterable[str]], list[str]]
+"""Number of processes and arguments to a command line."""
+
+
 @dataclass(frozen=True)
 class Case:
     """One way to train: what it adds to the file, its launcher and how many processes it takes."""
 
     engine: str
     file: Mapping[str, Any] = field(default_factory=dict)
-    launcher: Callable[[int, Iterable[str]], list[str]] = torchrun
+    launcher: Launcher = torchrun
     processes: int = 2
     tasks: tuple[str, ...] = ("cnn", "gpt")
     in_suite: bool = True
@@ -182,21 +186,22 @@ def document(task: str, case: Case, accumulation: int = 2) -> dict[str, Any]:
     }
 
 
-def train(task: str, case: Case, accumulation: int = 2) -> Run:
-    """A real run from its first to its last step."""
+def train(task: str, case: Case, accumulation: int = 2, launcher: Launcher | None = None) -> Run:
+    """A real run from its first to its last step, under the case's own launcher or another."""
     with tempfile.TemporaryDirectory(prefix="dsframe-equivalence-") as directory:
         file, run_dir = Path(directory, "file.json"), Path(directory, "run")
         file.write_text(json.dumps(document(task, case, accumulation)))
         arguments = ["-m", "dsframe.train", "--config", str(file), "--run-dir", str(run_dir)]
-        run_ranks(case.launcher(case.processes, arguments), timeout_seconds=590).check()
+        command = (launcher or case.launcher)(case.processes, arguments)
+        run_ranks(command, timeout_seconds=COMPILING_SECONDS).check()
         curve = [loss for _, loss in sorted(losses(run_dir).items())]
         return Run(curve, export.read(store.locate(run_dir)[0]))
 
 
-def reference(task: str, precision: str = "fp32") -> Reference:
+def reference(task: str, precision: str = "fp32", launcher: Launcher | None = None) -> Reference:
     """One process with accumulation 2, and the largest differences between any two cuts."""
     case = Case("single", _BF16, SINGLE.launcher, 1) if precision == "bf16" else SINGLE
-    runs = [train(task, case, cut) for cut in CUTS]
+    runs = [train(task, case, cut, launcher) for cut in CUTS]
     pairs = list(itertools.combinations(runs, 2))
     return Reference(runs[1], max(a.difference(b) for a, b in pairs), max(a.distance(b) for a, b in pairs))
 

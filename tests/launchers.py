@@ -44,6 +44,7 @@ TRAINING: dict[str, Any] = {
     "dsframe": {
         "task": {"name": "language", "layers": 2, "width": 32, "context": 32, "corpus": "synthetic", "samples": 300},
         "steps": STEPS,
+        "eval_micro_batch_size": 200,
         "log_every_steps": 1,
         "checkpoints": {"at_end": False},
     },

@@ -17,7 +17,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from dsframe.report.record import read_metrics
-from tests.processes import Finished, Running, horovodrun, python, run_ranks, torchrun
+from tests.processes import Finished, Running, python, run_ranks, torchrun, warm
 
 SAVED_STEP, STEPS = 5, 25
 
@@ -70,6 +70,7 @@ CONFIG = """{
   "dsframe": {
     "task": {"name": "language", "layers": 2, "width": 64, "context": 64, "corpus": "synthetic", "samples": 300},
     "checkpoints": {"keep_last": 9},
+    "eval_micro_batch_size": 200,
     "log_every_steps": 1,
     "threads_per_rank": 1
   }
@@ -97,12 +98,9 @@ def train(
     for override in (f"dsframe.steps={steps}", *setup.overrides):
         own += ["--set", override]
     own += arguments
-    if setup.engine == "horovod" and setup.processes > 1:
-        command = horovodrun(setup.processes, own)
-    elif setup.processes > 1:
-        command = torchrun(setup.processes, own)
-    else:
-        command = python(own)
+    command = warm(setup.processes, own)
+    if limit_kilobytes is not None or while_running is not None:  # which is about these processes alone
+        command = torchrun(setup.processes, own) if setup.processes > 1 else python(own)
     if limit_kilobytes is not None:
         command = ["bash", "-c", f'ulimit -f {limit_kilobytes}; exec "$0" "$@"', *command]
     return run_ranks(command, timeout_seconds=timeout_seconds, cwd=run_dir.parent, while_running=while_running)

@@ -5,15 +5,20 @@
     assert "loss" in finished.stdout
 
 Every process of a run carries the environment variable DSFRAME_TEST_ID, which survives setsid, double forks and
-launchers: what still carries it after the run is an orphan, is ended, and fails the test. Nothing else is touched.
+launchers, or its value as a name (tests/warm.py): what still carries it after the run is an orphan, is ended, and fails the
+test. Nothing else is touched.
 """
 
 from __future__ import annotations
 
+import atexit
 import contextlib
+import functools
 import os
 import re
+import secrets
 import shlex
+import shutil
 import signal
 import socket
 import subprocess
@@ -32,6 +37,8 @@ from dsframe.leftovers import SHARED_MEMORY, unused_buffers
 REPOSITORY = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 MARK = "DSFRAME_TEST_ID"
+COMPILING_SECONDS = 1200.0
+"""What a run may take that first compiles DeepSpeed's op for NVMe, or waits until another has compiled it."""
 
 
 @dataclass(frozen=True)
@@ -195,12 +202,50 @@ def python(arguments: Iterable[str]) -> list[str]:
     return ["python", *arguments]
 
 
+def warm(processes: int, arguments: Iterable[str]) -> list[str]:
+    """The command line of a run whose ranks begin with everything imported (tests/warm.py); torchrun's variables, if several."""
+    return [sys.executable, "-S", str(REPOSITORY / "tests" / "warm.py"), _warm_server(), str(processes), *arguments]
+
+
+@functools.cache
+def _warm_server() -> str:
+    """The socket of a server that ends with this process."""
+    folder = tempfile.mkdtemp(prefix="dsframe-warm-")
+    path, said = Path(folder, "socket"), Path(folder, "said")
+    with said.open("wb") as log:
+        server = subprocess.Popen(
+            [sys.executable, "-m", "tests.warm", str(path)],
+            cwd=REPOSITORY,
+            env=environment("warm"),
+            stdin=subprocess.PIPE,  # which closes with this process
+            stdout=log,
+            stderr=log,
+            start_new_session=True,
+        )
+
+    def close() -> None:
+        assert server.stdin is not None
+        server.stdin.close()
+        server.wait()
+        shutil.rmtree(folder, ignore_errors=True)
+
+    atexit.register(close)
+    limit = time.monotonic() + 120.0
+    while not path.exists():
+        if server.poll() is not None or time.monotonic() > limit:
+            raise AssertionError(f"tests/warm.py does not come up:\n{_read(said)}")
+        time.sleep(0.05)
+    return str(path)
+
+
 def free_port() -> int:
-    """A TCP port of this machine that nothing listens on now."""
-    with socket.socket() as probe:
-        probe.bind(("127.0.0.1", 0))
-        port: int = probe.getsockname()[1]
-        return port
+    """A TCP port of this machine that nobody has now, and that the system gives to nobody by itself (ip_local_port_range): ranks
+    take seconds until they listen on it, while another test's come and go."""
+    while True:
+        port = 15_000 + secrets.randbelow(17_000)
+        with socket.socket() as probe, contextlib.suppress(OSError):
+            probe.bind(("127.0.0.1", port))
+            return port
 
 
 def environment(mark: str, changes: Mapping[str, str | None] | None = None) -> dict[str, str]:
@@ -231,7 +276,7 @@ def marked(mark: str) -> list[psutil.Process]:
     """Every living process that carries `mark` in its environment, except this one."""
     found = []
     for process in psutil.process_iter():
-        if process.pid != os.getpid() and _environment(process).get(MARK) == mark:
+        if process.pid != os.getpid() and (_environment(process).get(MARK) == mark or _name(process) == mark[:15]):
             with contextlib.suppress(psutil.Error):
                 if process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
@@ -271,6 +316,14 @@ def _environment(process: psutil.Process) -> dict[str, str]:
         return dict(process.environ())
     except (psutil.Error, OSError):  # gone meanwhile, a zombie, or another user's
         return {}
+
+
+def _name(process: psutil.Process) -> str:
+    """What the process calls itself, at most 15 characters."""
+    try:
+        return Path("/proc", str(process.pid), "comm").read_text().strip()
+    except OSError:
+        return ""
 
 
 def _orphans(mark: str, settle_seconds: float) -> list[str]:

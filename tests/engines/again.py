@@ -23,7 +23,14 @@ def train(number: int, engine: str, stage: str) -> float:
         "train_batch_size": 8,
         "optimizer": {"type": "AdamW", "params": {"lr": 0.001}},
         "zero_optimization": {"stage": int(stage or 0)},
-        "dsframe": {"engine": engine, "task": TASK, "steps": 4, "threads_per_rank": 1, "run_dir": f"run-{number}"},
+        "dsframe": {
+            "engine": engine,
+            "task": TASK,
+            "steps": 4,
+            "eval_micro_batch_size": 200,
+            "threads_per_rank": 1,
+            "run_dir": f"run-{number}",
+        },
     }
     return execute(load(file), quiet=True).loss
 

@@ -14,7 +14,7 @@ import pytest
 from dsframe.checkpoint import store
 from dsframe.checkpoint.store import Store
 from tests import portability
-from tests.processes import Running, python, run_ranks, torchrun
+from tests.processes import COMPILING_SECONDS, Running, run_ranks, warm
 
 
 def zero(stage: int, **more: Any) -> dict[str, Any]:
@@ -86,11 +86,12 @@ def test_other_optimizers_keep_other_things(kind: str, tmp_path: Path) -> None:
     assert report["moments"]["middle.weight"] == moments
 
 
+@pytest.mark.timeout(COMPILING_SECONDS + 60)
 def test_state_on_nvme_goes_out_and_in_again(tmp_path: Path) -> None:
     """Large enough that shares are swapped out: below a megabyte DeepSpeed keeps them in memory. May compile its op first."""
     nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
     changes = zero(3, sub_group_size=330_000, offload_optimizer=nvme, offload_param={**nvme, "buffer_size": 1_000_000})
-    report = round_trip("deepspeed", changes, tmp_path, width=800, timeout_seconds=500)
+    report = round_trip("deepspeed", changes, tmp_path, width=800, timeout_seconds=COMPILING_SECONDS)
     assert report["repeated"] == report["after"]
     assert report["from_the_start"] == report["first"]
     assert report["read_back"] == 0.0
@@ -103,9 +104,7 @@ def round_trip(
     file = folder / "config.json"
     file.write_text(json.dumps(configuration(engine, changes, width)))
     arguments = ["-m", "tests.engines.round_trip", str(file)]
-    run_ranks(
-        python(arguments) if engine == "single" else torchrun(2, arguments), timeout_seconds=timeout_seconds, cwd=folder
-    ).check()
+    run_ranks(warm(1 if engine == "single" else 2, arguments), timeout_seconds=timeout_seconds, cwd=folder).check()
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     return report
 
@@ -167,9 +166,9 @@ def test_dropout_goes_on_to_the_last_bit(tmp_path: Path) -> None:
     config["dsframe"] |= {"steps": 20, "log_every_steps": 1, "checkpoints": {"every_steps": 7}}
     (tmp_path / "config.json").write_text(json.dumps(config))
     arguments = ["-m", "dsframe.train", "--config", "config.json", "--run-dir"]
-    run_ranks(torchrun(2, [*arguments, "whole"]), timeout_seconds=100, cwd=tmp_path).check()
+    run_ranks(warm(2, [*arguments, "whole"]), timeout_seconds=100, cwd=tmp_path).check()
     saved = str(tmp_path / "whole" / "checkpoints" / "step-00000014")
-    run_ranks(torchrun(2, [*arguments, "rest", "--resume", saved]), timeout_seconds=100, cwd=tmp_path).check()
+    run_ranks(warm(2, [*arguments, "rest", "--resume", saved]), timeout_seconds=100, cwd=tmp_path).check()
     whole, rest = portability.losses(tmp_path / "whole"), portability.losses(tmp_path / "rest")
     assert list(rest) == list(range(15, 21))
     assert all(whole[step] == loss for step, loss in rest.items())

@@ -13,7 +13,7 @@ from dsframe.cli import main as dsframe
 from dsframe.errors import CheckpointError
 from tests.engines.plain_deepspeed import SAVED, STEPS
 from tests.portability import losses
-from tests.processes import REPOSITORY, python, run_ranks, torchrun
+from tests.processes import REPOSITORY, run_ranks, warm
 
 SCRIPT = str(REPOSITORY / "tests" / "engines" / "plain_deepspeed.py")
 
@@ -36,7 +36,7 @@ def configuration(stage: int, *, frozen: bool = True, **more: Any) -> dict[str, 
 
 def plain(folder: Path, ranks: int, what: str, checkpoint: str) -> list[float]:
     """The losses of the plain script's steps after the checkpoint."""
-    run_ranks(torchrun(ranks, [SCRIPT, "config.json", what, checkpoint]), cwd=folder, timeout_seconds=120).check()
+    run_ranks(warm(ranks, [SCRIPT, "config.json", what, checkpoint]), cwd=folder, timeout_seconds=120).check()
     found: list[float] = json.loads((folder / "losses.json").read_text())
     return found
 
@@ -44,7 +44,7 @@ def plain(folder: Path, ranks: int, what: str, checkpoint: str) -> list[float]:
 def resumed(folder: Path) -> list[float]:
     """Goes on in one process without DeepSpeed; the losses."""
     command = ["-m", "dsframe.train", "--config", "config.json", "--engine", "single", "--run-dir", "run"]
-    run_ranks(python([*command, "--resume", "auto"]), cwd=folder, timeout_seconds=100).check()
+    run_ranks(warm(1, [*command, "--resume", "auto"]), cwd=folder, timeout_seconds=100).check()
     curve = losses(folder / "run")
     assert list(curve) == list(range(SAVED + 1, STEPS + 1))
     return list(curve.values())
@@ -91,7 +91,7 @@ def test_a_dsframe_run_goes_on_in_deepspeed(
     monkeypatch.chdir(tmp_path)
     saving = ["--engine", "single", "--run-dir", "run", "--set", f"dsframe.checkpoints.every_steps={SAVED}"]
     run_ranks(
-        python(["-m", "dsframe.train", "--config", "config.json", *saving]), cwd=tmp_path, timeout_seconds=100
+        warm(1, ["-m", "dsframe.train", "--config", "config.json", *saving]), cwd=tmp_path, timeout_seconds=100
     ).check()
     expected = list(losses(tmp_path / "run").values())[SAVED:]
     checkpoint = f"run/checkpoints/step-{SAVED:08}"

@@ -11,7 +11,7 @@ import pytest
 from dsframe.engines import TABLE
 from tests.contract import CHECKS
 from tests.engines.references import CONTRACTS
-from tests.processes import run_ranks, torchrun
+from tests.processes import run_ranks, warm
 
 FILE = {
     "train_batch_size": 16,
@@ -68,7 +68,7 @@ def test_contract(case: str, tmp_path: Path) -> None:
     engine, processes, changes = CASES[case]
     file = tmp_path / "config.json"
     file.write_text(json.dumps({**FILE, **changes}))
-    command = torchrun(processes, ["-m", "tests.contract", str(file), engine])
+    command = warm(processes, ["-m", "tests.contract", str(file), engine])
     assert f"kept: {len(CHECKS)} rules" in run_ranks(command, timeout_seconds=150).check().stdout
 
 

@@ -1,4 +1,5 @@
-"""Every file in ds_configs/ trains, under its own launcher, and is a file for plain DeepSpeed without its dsframe section."""
+"""Every file in ds_configs/ trains, one of each engine under its own launcher, and is a file for plain DeepSpeed without its
+dsframe section."""
 
 from __future__ import annotations
 
@@ -12,10 +13,10 @@ import pytest
 from dsframe.config import find, load
 from dsframe.report.compare import losses
 from dsframe.report.record import read_summary
-from tests.processes import REPOSITORY, deepspeed, horovodrun, python, run_ranks, torchrun
+from tests.processes import COMPILING_SECONDS, REPOSITORY, deepspeed, horovodrun, run_ranks, torchrun, warm
 
 FILES = sorted(path.name for path in (REPOSITORY / "ds_configs").glob("*.json") if ".schema." not in path.name)
-LAUNCH = {"horovod": horovodrun, "ddp": torchrun}
+LAUNCH = {"zero3.json": deepspeed, "horovod.json": horovodrun, "ddp.json": torchrun}
 STEPS = 3
 
 
@@ -23,13 +24,14 @@ def test_the_files_are_there() -> None:
     assert {"zero0.json", "zero1.json", "zero2.json", "zero3.json", "horovod.json", "single.json"} <= set(FILES)
 
 
+@pytest.mark.timeout(COMPILING_SECONDS + 60)
 @pytest.mark.parametrize("name", FILES)
 def test_it_trains(name: str, tmp_path: Path) -> None:
     engine = load(name).settings.engine
     options = ["-m", "dsframe.train", "--config", name, "--run-dir", str(tmp_path), "--set", f"dsframe.steps={STEPS}"]
     options += ["--set", "dsframe.task.samples=512", "--set", "dsframe.measure_communication=true"]
-    command = python(options) if engine == "single" else LAUNCH.get(engine, deepspeed)(2, options)
-    finished = run_ranks(command, timeout_seconds=590).check()
+    command = LAUNCH.get(name, warm)(1 if engine == "single" else 2, options)
+    finished = run_ranks(command, timeout_seconds=COMPILING_SECONDS).check()
     assert len(losses(tmp_path)) == STEPS
     summary = read_summary(tmp_path)
     assert math.isfinite(summary["loss"])

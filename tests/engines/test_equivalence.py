@@ -1,7 +1,7 @@
 """One file, one training: every engine's losses and weights beside a single process's, by the bounds of tests/equivalence.py.
 
 Each case of at most two processes trains one model here, in turn the CNN and the GPT; ``make equivalence`` trains all of them
-with each, those of four and eight processes too, and some with a Llama of Hugging Face.
+with each, those of four and eight processes too, and some with a Llama of Hugging Face, under each engine's own launcher.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import pytest
 
 from tests import equivalence
 from tests.equivalence import CASES
+from tests.processes import COMPILING_SECONDS, warm
 
 ROWS = [
     (name, tasks[index % len(tasks)])
@@ -19,13 +20,13 @@ ROWS = [
     for tasks in [[task for task in case.tasks if task != "llama"]]
     if case.processes <= 2 and case.in_suite
 ]
-reference = functools.cache(equivalence.reference)
+reference = functools.cache(functools.partial(equivalence.reference, launcher=warm))
 
 
-@pytest.mark.timeout(900)
+@pytest.mark.timeout(COMPILING_SECONDS + 60)
 @pytest.mark.parametrize(("name", "task"), ROWS)
 def test_same_training(name: str, task: str) -> None:
     case = CASES[name]
-    run = equivalence.train(task, case)
+    run = equivalence.train(task, case, launcher=warm)
     assert not equivalence.broken_bounds(run, reference(task, case.precision), case.precision)
     assert run.losses[-1] < 0.8 * run.losses[0], "it has learned something: equal losses of nothing prove nothing"

@@ -41,6 +41,7 @@ def file(folder: Path, engine: str, more: dict[str, Any]) -> Path:
     }
     section = {
         "engine": engine, "task": task, "steps": STEPS, "log_every_steps": 1, "run_dir": str(folder / "run"),
+        "eval_micro_batch_size": 200,
         "mlflow": {"enabled": True, "tracking_uri": str(folder / "mlruns")},
         "mfu": True, "profile": {"wait": 1, "warmup": 0, "active": 2, "ranks": "all", "memory": True}, "rank_output": "files",
     }  # fmt: skip

@@ -15,7 +15,7 @@ from dsframe.data.sampler import Sampler
 from dsframe.errors import CheckpointError, TrainingError
 from dsframe.report.record import read_metrics, read_summary
 from tests.engines.nan_task import BROKEN, OneBrokenSample
-from tests.processes import Finished, python, run_ranks, torchrun
+from tests.processes import Finished, run_ranks, warm
 
 STEPS = 20
 
@@ -51,8 +51,7 @@ def train(folder: Path, config: dict[str, Any], processes: int = 1) -> Finished:
     config["dsframe"]["task"] = {"name": "tests.engines.nan_task:OneBrokenSample"}
     (folder / "config.json").write_text(json.dumps(config))
     command = ["-m", "dsframe.train", "--config", "config.json"]
-    started = torchrun(processes, command) if processes > 1 else python(command)
-    return run_ranks(started, cwd=folder, timeout_seconds=100)
+    return run_ranks(warm(processes, command), cwd=folder, timeout_seconds=100)
 
 
 ENGINES = {
@@ -70,8 +69,7 @@ def jobs(tmp_path_factory: pytest.TempPathFactory) -> Path:
     for processes, cases in ENGINES.items():
         (folder / f"{processes}").mkdir()
         command = ["-m", "tests.engines.nonfinite", *cases]
-        started = torchrun(processes, command) if processes > 1 else python(command)
-        run_ranks(started, cwd=folder / f"{processes}", timeout_seconds=240).check()
+        run_ranks(warm(processes, command), cwd=folder / f"{processes}", timeout_seconds=240).check()
     return folder
 
 

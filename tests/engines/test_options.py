@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from tests.processes import run_ranks, torchrun
+from tests.processes import run_ranks, warm
 
 
 def test_options_of_ddp_and_fsdp() -> None:
-    finished = run_ranks(torchrun(2, ["-m", "tests.engines.options"]), timeout_seconds=200).check()
+    finished = run_ranks(warm(2, ["-m", "tests.engines.options"]), timeout_seconds=200).check()
     assert "all options do what they say" in finished.stdout

@@ -10,13 +10,13 @@ import pytest
 
 from tests.engines.pipelines import SAME
 from tests.pipeline_bubble import formula
-from tests.processes import run_ranks, torchrun
+from tests.processes import run_ranks, warm
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> Any:
     path: Path = tmp_path_factory.mktemp("pipelines") / "report.json"
-    finished = run_ranks(torchrun(2, ["-m", "tests.engines.pipelines", str(path)]), timeout_seconds=280).check()
+    finished = run_ranks(warm(2, ["-m", "tests.engines.pipelines", str(path)]), timeout_seconds=280).check()
     assert "Warning" not in finished.output, finished
     return json.loads(path.read_text())
 

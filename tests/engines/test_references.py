@@ -7,14 +7,14 @@ from typing import Any
 
 import pytest
 
-from tests.processes import run_ranks, torchrun
+from tests.processes import run_ranks, warm
 
 
 @pytest.fixture(scope="module")
 def report(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One job for all of them: tests/engines/references.py, which also checks that each keeps the engines' contract."""
     file = tmp_path_factory.mktemp("references") / "report.json"
-    run_ranks(torchrun(2, ["-m", "tests.engines.references", str(file)]), timeout_seconds=150).check()
+    run_ranks(warm(2, ["-m", "tests.engines.references", str(file)]), timeout_seconds=150).check()
     found: dict[str, Any] = json.loads(file.read_text())
     return found
 

@@ -9,7 +9,7 @@ from typing import Any
 import pytest
 
 from dsframe.report.compare import losses
-from tests.processes import deepspeed, horovodrun, run_ranks, torchrun
+from tests.processes import horovodrun, run_ranks, warm
 
 STEPS = 12
 BASE: dict[str, Any] = {
@@ -27,6 +27,7 @@ BASE: dict[str, Any] = {
             "samples": 256,
         },
         "steps": STEPS,
+        "eval_micro_batch_size": 200,
         "log_every_steps": 1,
         "seed": 3,
     },
@@ -64,9 +65,8 @@ def curve(directory: Path, name: str, engine: str) -> list[float]:
     changes = ENGINES[engine]
     document = {**BASE, **FILES[name], **changes, "dsframe": {**BASE["dsframe"], **changes.get("dsframe", {})}}
     (directory / "file.json").write_text(json.dumps(document))
-    launch = deepspeed if "zero" in engine else torchrun
     run_ranks(
-        launch(2, ["-m", "dsframe.train", "--config", "file.json", "--run-dir", engine]),
+        warm(2, ["-m", "dsframe.train", "--config", "file.json", "--run-dir", engine]),
         cwd=directory,
         timeout_seconds=200,
     ).check()

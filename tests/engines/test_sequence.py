@@ -17,7 +17,7 @@ from dsframe.engines.sequence import Slices
 from dsframe.errors import EngineError, TaskError
 from tests import equivalence
 from tests.equivalence import SINGLE, Case, switched, zero
-from tests.processes import deepspeed, run_ranks
+from tests.processes import run_ranks, warm
 
 
 def records(folder: Path, case: Case) -> list[dict[str, Any]]:
@@ -27,14 +27,14 @@ def records(folder: Path, case: Case) -> list[dict[str, Any]]:
     path, run_dir = folder / f"{case.engine}.json", folder / case.engine
     path.write_text(json.dumps(file))
     arguments = ["-m", "dsframe.train", "--config", str(path), "--run-dir", str(run_dir)]
-    run_ranks(case.launcher(case.processes, arguments), timeout_seconds=200).check()
+    run_ranks(warm(case.processes, arguments), timeout_seconds=200).check()
     return [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
 
 
 def test_slices_are_the_whole_sequence(tmp_path: Path) -> None:
     """At the stage that shares everything, with blocks that exchange once more when they are recomputed."""
     cut = {"sequence_parallel_size": 2, "data_parallel_size": 1, **zero(3), **switched(activation_checkpointing=True)}
-    alone, shared = records(tmp_path, SINGLE), records(tmp_path, Case("deepspeed", cut, deepspeed))
+    alone, shared = records(tmp_path, SINGLE), records(tmp_path, Case("deepspeed", cut))
     for key in ("loss", "gradient_norm"):
         there = [record[key] for record in alone if key in record]
         assert len(there) == 4

@@ -8,14 +8,14 @@ from typing import Any
 
 import pytest
 
-from tests.processes import run_ranks, torchrun
+from tests.processes import run_ranks, warm
 
 
 @pytest.fixture(scope="module")
 def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
     """One job of two ranks for all of them."""
     report = tmp_path_factory.mktemp("switched") / "report.json"
-    run_ranks(torchrun(2, ["-m", "tests.engines.switched", str(report)]), timeout_seconds=400).check()
+    run_ranks(warm(2, ["-m", "tests.engines.switched", str(report)]), timeout_seconds=400).check()
     read: dict[str, Any] = json.loads(Path(report).read_text())
     return read
 

@@ -18,7 +18,7 @@ from dsframe.engines.tensor import cuts, prepare
 from dsframe.errors import CheckpointError, EngineError
 from dsframe.tasks import _transformers
 from tests.engines.tensor import CASES, LLAMA, RECOMPUTED
-from tests.processes import run_ranks, torchrun
+from tests.processes import run_ranks, warm
 
 NOISE = {"loss": 1e-5, "norm": 1e-5, "state": 5e-4}
 """Measured: 7e-7 (ViT: 4e-6), 5e-7 (3e-6), 4e-5 (9e-5). The state is that of Adam, which divides by small numbers."""
@@ -34,7 +34,7 @@ def distance(left: list[list[Any]], right: list[list[Any]], part: int) -> float:
 @pytest.fixture(scope="module")
 def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
     path = tmp_path_factory.mktemp("tensor") / "report.json"
-    run_ranks(torchrun(4, ["-m", "tests.engines.tensor", str(path)]), timeout_seconds=300).check()
+    run_ranks(warm(4, ["-m", "tests.engines.tensor", str(path)]), timeout_seconds=300).check()
     found: dict[str, dict[str, Any]] = json.loads(path.read_text())
     return found
 

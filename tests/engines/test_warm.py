@@ -1,0 +1,38 @@
+"""Jobs of tests/warm.py end as jobs of a launcher do."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from tests.processes import run_ranks, warm
+
+SCRIPT = """
+import os, sys, time
+print("rank", os.environ.get("RANK"), "of", os.environ.get("WORLD_SIZE"), "in", os.getcwd(), sys.argv[1:], flush=True)
+if os.environ.get("RANK") == "1":
+    raise ValueError("a mistake")
+time.sleep(1000)
+"""
+
+
+@pytest.fixture
+def script(tmp_path: Path) -> str:
+    path = tmp_path / "script.py"
+    path.write_text(SCRIPT)
+    return str(path)
+
+
+def test_a_rank_that_fails_ends_the_others(script: str, tmp_path: Path) -> None:
+    finished = run_ranks(warm(2, [script, "--more"]), cwd=tmp_path, timeout_seconds=60)
+    assert finished.returncode == 1
+    assert sorted(finished.stdout.splitlines()) == [f"rank {rank} of 2 in {tmp_path} ['--more']" for rank in (0, 1)]
+    assert "ValueError: a mistake" in finished.stderr
+
+
+def test_what_hangs_is_ended_and_seen(script: str, tmp_path: Path) -> None:
+    with pytest.raises(
+        AssertionError, match=r"still running after 3 s[\s\S]*rank None of None[\s\S]*<module> \(.*script\.py:6"
+    ):
+        run_ranks(warm(1, [script]), cwd=tmp_path, timeout_seconds=3)
