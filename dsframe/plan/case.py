@@ -145,11 +145,17 @@ class Case:
         """Whether parameters lie on the host and are copied to the device when their turn comes."""
         return self.zero == 3 and self.file.zero_optimization.parameter_device != "none" and not self.hardware.on_cpu
 
-    def fetched(self, part: Sequence[Segment], block: int) -> int:
-        """Elements that ZeRO-3 needs whole at the same time: the largest module's own, tiles taken one by one; all of a ``block``
+    def block(self, part: Sequence[Segment]) -> int:
+        """Elements of the largest layer of a model that is a list of them, else of what has an attention."""
+        if self.model.layered:
+            return max((segment.parameters for segment in part), default=0)
+        return sum(segment.parameters for segment in part) // max(1, self.model.attentions)
+
+    def fetched(self, part: Sequence[Segment]) -> int:
+        """Elements that ZeRO-3 needs whole at the same time: the largest module's own, tiles taken one by one; all of a block
         where that is computed again."""
         if self.settings.model.activation_checkpointing:
-            return block
+            return self.block(part)
         wanted = self.settings.model.tiling
         pieces = wanted.in_splits * wanted.out_splits if wanted else 1
 

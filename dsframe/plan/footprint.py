@@ -124,17 +124,13 @@ def _buffers(case: Case, part: Sequence[Segment], trained: float, last: bool) ->
 def _gathered(case: Case, part: Sequence[Segment], trained: float) -> float:
     """Whole parameters of a model that lies in shares, or on the host, and what comes with them."""
     zero, width = case.file.zero_optimization, case.model.bytes_each
-    if case.model.layered:
-        unit = max((s.parameters for s in part), default=0)
-    else:
-        unit = sum(s.parameters for s in part) // max(1, case.model.attentions)
     if case.engine == "fsdp":
         if case.data == 1:
             return 0.0
         # The next block is on its way while one computes. Each is gathered and copied to its place; its gradients are made
         # whole, and copied in fp32 to be sent. A CPU's heap keeps all of that of every block (see _heap).
-        return (trained if case.hardware.lazy_memory else min(trained, 2 * unit)) * (3 * width + 4)
-    unit = case.fetched(part, unit)
+        return (trained if case.hardware.lazy_memory else min(trained, 2 * case.block(part))) * (3 * width + 4)
+    unit = case.fetched(part)
     live = min(trained, max(zero.stage3_max_live_parameters, unit)) * width
     if case.data == 1:  # nothing to gather, but what lies on the host is copied (NoGatherHandle)
         return live if case.fetches else 0.0

@@ -194,6 +194,27 @@ def test_what_zero3_keeps_is_gathered_once_a_step(accumulation: int) -> None:
     assert found["kept"].memory.total == pytest.approx(found["said"].memory.total)
 
 
+def test_what_is_on_the_host_comes_to_the_device_layer_by_layer_or_tile_by_tile() -> None:
+    """On one process as well, where nothing is gathered; and all of it waits, where nothing comes ahead."""
+    machine = replace(TABLE["a100"], transfer_share=1.0)
+    host = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
+    alone = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
+    names = ["blocks.*.expand", "*.contract", "*.query_key_value"]
+    tiles = {"dsframe": {"model": {"tiling": {"modules": names, "out_splits": 4}}}}
+    held, waiting = {}, {}
+    for name, more, section in (("all", {}, {}), ("layer", alone, {}), ("tile", alone, tiles)):
+        config, known = language(zero_optimization={"stage": 3, **host, **more}, **section)
+        found = predict(config, "deepspeed", known, machine, 1)
+        held[name], waiting[name] = found.memory.buffers, found.seconds.waiting
+    width = 128
+    largest = 4 * width * width + 4 * width  # of a block's linear layers: 4 x width outputs, with a bias
+    assert held["all"] - held["layer"] == pytest.approx(4 * (known.parameters - largest))
+    # next come the embeddings of 256 bytes, which no tile cuts
+    assert held["layer"] - held["tile"] == pytest.approx(4 * (largest - 256 * width))
+    assert waiting["layer"] == pytest.approx(2 * 4 * known.parameters / machine.host_bandwidth)
+    assert waiting["all"] < waiting["layer"] == waiting["tile"]
+
+
 def test_large_batches_of_an_evaluation_count() -> None:
     """Nothing is kept for a backward pass; small ones change nothing, and large ones what the widest operation takes."""
     totals = {}
