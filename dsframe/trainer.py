@@ -9,7 +9,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -154,6 +154,10 @@ class Trainer:
         reporter.step = start.step
         reporter.say(began=True)
         with StopRequest(self.engine, start.step, lambda: self.saver.failed) as stop:
+            if (
+                self._commits and self._commits.last is None
+            ):  # a task may give the same module, trained, to the next engine
+                self._commits.keep(self.engine, replace(start, in_place=True))
             for step in range(self._first, total + 1):
                 with self._observer.step(step):
                     result = self.engine.train_step(self._take(stream, batch.accumulation_steps))

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -11,6 +13,7 @@ from dsframe.config import elastic, load
 from dsframe.engines import environment
 from dsframe.errors import ConfigError, EngineError, Problem
 from dsframe.world import World, read
+from tests.engines.odd_task import Odd
 
 
 def found(smallest: int = 1, **keys: object) -> str:
@@ -93,3 +96,26 @@ def test_what_a_file_puts_into_the_environment_is_no_word_of_the_environments_in
     monkeypatch.setenv("TUNE", "3")  # somebody else's
     environment.take_back()
     assert now() == [None, "7", "3"]
+
+
+def test_there_is_a_commit_before_the_first_step(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """A task may give the next engine the module that this one has trained, when processes go before the first is due."""
+
+    class Kept:
+        last = None
+        updates: list[tuple[int, int]] = []  # noqa: RUF012
+
+        def due(self, step: int) -> bool:
+            return step == 2
+
+        def keep(self, engine: Any, start: Any) -> None:
+            self.last = start
+            self.updates.append((start.step, engine.state().updates))
+            assert start.in_place
+
+    kept, train = Kept(), run._train
+    monkeypatch.setattr(run, "_train", lambda given, world, _: train(given, world, kept))
+    section = {"engine": "single", "steps": 3, "run_dir": str(tmp_path)}
+    file = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}, "dsframe": section}
+    run.execute(load(file), task=Odd(), quiet=True)
+    assert kept.updates == [(0, 0), (2, 2)]
