@@ -18,6 +18,7 @@ for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 
+@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
 def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
     """Where pytest-xdist shares the tests among processes, a file's stay together, with what they share; and so do those that make
     hosts of their own, whose addresses there are once."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import re
 import time
 from collections.abc import Callable, Iterator
@@ -18,7 +19,7 @@ pytestmark = pytest.mark.skipif(bool(network.missing() or slurm.missing()), reas
 
 SCRIPT = str(REPOSITORY / "launch" / "slurm.sbatch")
 TRAINING = ["--config", "small.json", "--run-dir", "run"]
-MARK = "dsframe-slurm-test"
+MARK = f"dsframe-slurm-test-{os.getpid()}"
 
 
 @pytest.fixture(scope="module")
