@@ -24,7 +24,7 @@ train: setup ## one file, two engines: trains ds_configs/zero3.json with DeepSpe
 	dsframe compare runs/deepspeed runs/horovod
 
 test: lint ## lint, then every test, two at a time; `make test WORKERS=0` takes them one after another
-	python -m pytest -n $(WORKERS) --dist loadgroup --no-loadscope-reorder
+	python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 mpi: ## a second Horovod, with MPI, in .setup/horovod-mpi (some minutes, once per machine)
 	@launch/setup mpi

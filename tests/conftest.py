@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -18,10 +19,15 @@ for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 
-@pytest.hookimpl(tryfirst=True)  # before pytest-xdist reads the marks
-def pytest_collection_modifyitems(items: Sequence[pytest.Item]) -> None:
+@pytest.hookimpl(optionalhook=True)
+def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Where pytest-xdist shares the tests among processes, a file's stay together, with what they share; and so do those that make
     hosts of their own, whose addresses there are once."""
-    for item in items:
-        hosts = item.path.parent.name == "cluster" or item.path.stem == "test_launchers"
-        item.add_marker(pytest.mark.xdist_group("cluster" if hosts else item.path.stem))
+    from xdist.scheduler import LoadScopeScheduling
+
+    class ByFile(LoadScopeScheduling):
+        def _split_scope(self, nodeid: str) -> str:
+            file = Path(nodeid.partition("::")[0])
+            return "cluster" if file.parent.name == "cluster" or file.stem == "test_launchers" else str(file)
+
+    return ByFile(config, log)

@@ -130,7 +130,8 @@ def _fetched(case: Case, part: Sequence[Segment], forward: float, backward: floa
     held, hardware = elements(part) / case.tensor, case.hardware
     speed = hardware.host_bandwidth * hardware.transfer_share
     moved = case.gathers(held) * held / case.data * case.model.bytes_each / speed
-    ahead = case.file.zero_optimization.stage3_prefetch_bucket_size >= case.fetched(part)
+    zero = case.file.zero_optimization
+    ahead = zero.stage3_prefetch_bucket_size > 0 and zero.stage3_max_live_parameters > case.fetched(part)
     return max(0.0, moved - case.steps * (forward + backward)) if ahead else moved
 
 
