@@ -322,7 +322,7 @@ def test_slices_of_sequences_are_not_predicted(tmp_path: Path, capsys: pytest.Ca
 ADVICE = [
     ((4, 8, 512), 32, 1, "80GB", "one process", True),
     ((24, 16, 2048), 32, 1, "24GB", "ZeRO-2, optimizer on the CPU", False),
-    ((32, 32, 4096), 32, 1, "24GB", "ZeRO-3, all on the CPU", False),
+    ((32, 32, 4096), 32, 1, "24GB", "ZeRO-2, optimizer on the CPU, blocks computed twice", False),
     ((4, 8, 512), 64, 8, "80GB", "DDP", True),
     ((40, 40, 5120), 256, 8, "80GB", "ZeRO-3", False),
     ((80, 64, 8192), 512, 8, "80GB", "ZeRO-3, optimizer on the CPU", False),
