@@ -184,6 +184,8 @@ class HorovodEngine(ReplicaEngine):
         """**Collective.** Leaves Horovod's ring when everybody has arrived."""
         if self._buckets:
             self._buckets.remove()
+        if self.plan.config.settings.horovod.timeline:
+            hvd.stop_timeline()  # over MPI nothing else closes the file, and the process may end in the middle of a record
         hvd.barrier()
         _leave()
 
