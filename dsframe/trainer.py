@@ -154,9 +154,8 @@ class Trainer:
         reporter.step = start.step
         reporter.say(began=True)
         with StopRequest(self.engine, start.step, lambda: self.saver.failed) as stop:
-            if (
-                self._commits and self._commits.last is None
-            ):  # a task may give the same module, trained, to the next engine
+            if self._commits and self._commits.last is None:
+                # A task may give the next engine the module that this one has trained.
                 self._commits.keep(self.engine, replace(start, in_place=True))
             for step in range(self._first, total + 1):
                 with self._observer.step(step):

@@ -71,8 +71,8 @@ def import_everything() -> None:
     import pkgutil
 
     import dsframe
-    import tests.processes  # noqa: F401
 
+    importlib.import_module("torch._dynamo")  # at the first optimizer that is made
     for module in pkgutil.walk_packages(dsframe.__path__, "dsframe."):
         if module.name != "dsframe.train" and "._" not in module.name:  # the latter: imported where a task needs them
             importlib.import_module(module.name)
