@@ -97,6 +97,8 @@ _CPU, _NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": tempfile.gettem
 _TENSOR = {"tensor_parallel": {"autotp_size": 2}}
 _HYBRID = {"sharding": "hybrid", "shard_size": 2, "offload": "cpu"}
 
+_ALONE = {"stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 0}
+
 SINGLE = Case("single", {}, lambda _, arguments: python(list(arguments)), 1)
 CASES: dict[str, Case] = {
     "zero0": Case("deepspeed", zero(0), deepspeed),
@@ -114,6 +116,13 @@ CASES: dict[str, Case] = {
         "deepspeed", {**pipeline(activation_checkpoint_interval=1), **zero(1)}, processes=4, tasks=("gpt",)
     ),
     "zero3 tiled": Case("deepspeed", {**zero(3), **switched(tiling=_TILES)}, deepspeed, tasks=("gpt",)),
+    "zero3+cpu tiled, alone": Case(
+        "deepspeed",
+        {**zero(3, offload_optimizer=_CPU, offload_param=_CPU, **_ALONE), **switched(tiling=_TILES)},
+        SINGLE.launcher,
+        1,
+        tasks=("gpt",),
+    ),
     "zero3 recomputed": Case(
         "deepspeed", {**zero(3), **switched(activation_checkpointing=True)}, deepspeed, tasks=("gpt",), in_suite=False
     ),
@@ -193,7 +202,7 @@ def train(task: str, case: Case, accumulation: int = 2, launcher: Launcher | Non
         file.write_text(json.dumps(document(task, case, accumulation)))
         arguments = ["-m", "dsframe.train", "--config", str(file), "--run-dir", str(run_dir)]
         command = (launcher or case.launcher)(case.processes, arguments)
-        run_ranks(command, timeout_seconds=COMPILING_SECONDS).check()
+        run_ranks(command, timeout_seconds=COMPILING_SECONDS if "nvme" in file.read_text() else 590).check()
         curve = [loss for _, loss in sorted(losses(run_dir).items())]
         return Run(curve, export.read(store.locate(run_dir)[0]))
 

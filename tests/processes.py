@@ -140,6 +140,7 @@ def run_ranks(
     when files of DeepSpeed are left in /dev/shm.
     """
     mark = uuid.uuid4().hex
+    variables = environment(mark, env)
     started = time.monotonic()
     with tempfile.TemporaryDirectory(prefix="dsframe-run-") as folder:
         out, err = Path(folder, "stdout"), Path(folder, "stderr")
@@ -147,7 +148,7 @@ def run_ranks(
             process = subprocess.Popen(
                 list(command),
                 cwd=cwd,
-                env=environment(mark, env),
+                env=variables,
                 stdin=subprocess.DEVNULL,
                 stdout=out_file,
                 stderr=err_file,
@@ -165,7 +166,7 @@ def run_ranks(
         finally:
             end(mark)
             process.wait()
-            leaked = _remove_buffers(command)
+            leaked = _remove_buffers([*command, f"--master_port={variables.get('MASTER_PORT')}"])
         finished = Finished(
             tuple(command),
             process.returncode,

@@ -130,6 +130,8 @@ def _candidates(config: Config, model: Model, hardware: Hardware, world_size: in
             yield ", ".join([f"ZeRO-{zero}", *off, *cut]), "deepspeed", patch
     for pieces in TILES:  # what helps where a few large layers are too much, once everything else is on the host
         names, largest = _tiled(model, pieces)
+        if not largest:  # nothing is known of the model but its size
+            return
         patch = {"zero_optimization": _zero(config, 3, "all") | dict.fromkeys(_BUCKETS, largest) | _NOTHING_AHEAD}
         patch |= {"pipeline": None, "tensor_parallel": None}
         if pieces == 1:

@@ -15,7 +15,7 @@ import torch
 from dsframe import tasks
 from dsframe.cli import main
 from dsframe.config import load
-from dsframe.plan import calibrate, case, model, trace
+from dsframe.plan import calibrate, case, choose, model, trace
 from dsframe.plan.hardware import TABLE, Group, group
 from dsframe.plan.predict import predict
 
@@ -365,3 +365,10 @@ def test_advice(
     assert bool(written) == (first is not None)
     if written:
         assert main(["check", *map(str, written), "-np", str(ranks)]) == 0
+
+
+def test_nothing_is_cut_where_only_the_size_is_known() -> None:
+    config = load({"train_batch_size": 8, "optimizer": ADAM, "zero_optimization": {"stage": 1}})
+    found = choose.strategies(config, model.bare(int(7e9), 2), TABLE["a100"], 1)
+    assert found
+    assert all(one.file.get("zero_optimization", {}).get("reduce_bucket_size") is None for one in found)
