@@ -6,10 +6,12 @@ The real one is in tests/faults.
 
 from __future__ import annotations
 
+import base64
 import importlib.machinery
 import importlib.util
 import json
 import os
+import shutil
 import signal
 import subprocess
 import sys
@@ -87,6 +89,82 @@ def test_command_line(typed: str, handed_over: str | None) -> None:
         position = typed.rindex("train.py")
         handed_over = f"{typed[:position]}--master_port=1234 {typed[position:]}"
     assert rewritten(typed) == handed_over
+
+
+CONSOLE_SCRIPT = (
+    "#!/env/bin/python3\n\nfrom deepspeed.launcher.runner import main\n\nif __name__ == '__main__':\n    main()\n"
+)
+
+
+@pytest.mark.parametrize(
+    ("typed", "script", "directly"),
+    [
+        ("--num_gpus=2 -m pkg.train -m x", CONSOLE_SCRIPT, "--master_port=1234 --module pkg.train -m x"),
+        ("--num_gpus 2 --no_local_rank t.py", CONSOLE_SCRIPT, "--no_local_rank --master_port=1234 t.py"),
+        ("--num_acc=2 --master_port 5 t.py --x", CONSOLE_SCRIPT, "--master_port 5 t.py --x"),
+        ("--num_gpus=2 -m dsframe.train", CONSOLE_SCRIPT, "--master_port=1234 --quiet --module dsframe.train"),
+        # What needs the runner: it counts devices, finds hosts, tunes, and says what is wrong with a number.
+        ("t.py", CONSOLE_SCRIPT, None),
+        ("--num_gpus=0 t.py", CONSOLE_SCRIPT, None),
+        ("--num_gpus=two t.py", CONSOLE_SCRIPT, None),
+        ("--num_gpus=2 --num_accelerators=2 t.py", CONSOLE_SCRIPT, None),
+        ("--num_gpus=2 --autotuning=run t.py", CONSOLE_SCRIPT, None),
+        ("--num_gpus=2 --num_nodes=1 t.py", CONSOLE_SCRIPT, None),
+        ("--num_gpus=2 --master_addr=node1 t.py", CONSOLE_SCRIPT, None),
+        ("--num_gpus=2 -H hosts t.py", CONSOLE_SCRIPT, None),
+        ("--num_gpus=2 --force_multi t.py", CONSOLE_SCRIPT, None),
+        ("--num_gpus=2", CONSOLE_SCRIPT, None),
+        # Somebody else's program of that name.
+        ("--num_gpus=2 t.py", "#!/bin/sh\n# from deepspeed.launcher.runner import main\n", None),
+        ("--num_gpus=2 t.py", CONSOLE_SCRIPT.replace("runner", "other"), None),
+        ("--num_gpus=2 t.py", "", None),
+    ],
+)
+def test_one_hosts_launcher_is_started_at_once(typed: str, script: str, directly: str | None, tmp_path: Path) -> None:
+    (tmp_path / "deepspeed").write_text(script)
+    started = command.launch(str(tmp_path / "deepspeed"), rewritten(typed).split())
+    if directly is None:
+        assert started is None
+        return
+    *start, world, address = started[:6]
+    assert start == ["/env/bin/python3", "-u", "-m", "deepspeed.launcher.launch"]
+    assert json.loads(base64.urlsafe_b64decode(world.removeprefix("--world_info="))) == {"localhost": [0, 1]}
+    assert (address, " ".join(started[6:])) == ("--master_addr=127.0.0.1", directly)
+
+
+RUN_RUNNER = """
+import json, sys, types
+from deepspeed.launcher import runner
+class Started(Exception): pass
+def start(command, env): raise Started(command)
+runner.subprocess = types.SimpleNamespace(Popen=start)
+try: runner.main(sys.argv[1:])
+except Started as started: print(json.dumps(started.args[0]))
+"""
+
+
+def test_it_is_started_as_the_installed_runner_would() -> None:
+    """But for what the runner always names and what is its default."""
+    typed = "--num_gpus=2 --master_port=1234 --no_local_rank --module pkg.train --config x"
+    ran = subprocess.run(
+        [sys.executable, "-c", RUN_RUNNER, *typed.split()],
+        env=os.environ | {"DS_ACCELERATOR": "cpu"},
+        capture_output=True,
+        text=True,
+        timeout=120,
+        check=True,
+    )
+    theirs: list[str] = json.loads(ran.stdout.splitlines()[-1])
+    installed = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
+    assert installed
+    ours = command.launch(installed, typed.split())
+    assert ours is not None
+    defaults = {"--log_level=info", "--enable_each_rank_log=None"}
+    (mine, rest), (other, others) = (
+        (line[1 : line.index("pkg.train")], line[line.index("pkg.train") :]) for line in (ours, theirs)
+    )
+    assert {*mine} == {*other} - defaults
+    assert rest == others
 
 
 LIST_OPTIONS = """
