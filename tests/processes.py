@@ -4,9 +4,9 @@
     finished.check()                      # raises with the whole output unless the job exited with 0
     assert "loss" in finished.stdout
 
-Every process of a run carries the environment variable DSFRAME_TEST_ID, which survives setsid, double forks and
-launchers, or its value as a name (tests/warm.py): what still carries it after the run is an orphan, is ended, and fails the
-test. Nothing else is touched.
+Every process of a run carries the environment variable DSFRAME_TEST_ID, which survives setsid, double forks and launchers, or
+is in the session of such a job (tests/warm.py): what is left of them after the run is an orphan, is ended, and fails the test.
+Nothing else is touched.
 """
 
 from __future__ import annotations
@@ -37,6 +37,8 @@ from dsframe.leftovers import SHARED_MEMORY, unused_buffers
 REPOSITORY = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 MARK = "DSFRAME_TEST_ID"
+WARM = Path(tempfile.gettempdir(), f"dsframe-warm-{os.getpid()}")
+"""The folder of tests/warm.py: its socket, what it says, and the sessions of its jobs, each under its mark."""
 COMPILING_SECONDS = 1200.0
 """What a run may take that first compiles DeepSpeed's op for NVMe, or waits until another has compiled it."""
 
@@ -96,8 +98,8 @@ class Running:
         for process in self.processes():
             with contextlib.suppress(psutil.Error):
                 parent = process.parent()
-                rank = _rank(process.environ())
-                if rank is not None and (parent is None or _rank(_environment(parent)) is None):
+                rank = _rank(process)
+                if rank is not None and (parent is None or _rank(parent) is None):
                     found[rank] = process
         return found
 
@@ -204,15 +206,21 @@ def python(arguments: Iterable[str]) -> list[str]:
 
 
 def warm(processes: int, arguments: Iterable[str]) -> list[str]:
-    """The command line of a run whose ranks begin with everything imported (tests/warm.py); torchrun's variables, if several."""
+    """The command line of a run whose ranks begin with everything imported (tests/warm.py); torchrun's variables, if several.
+
+    torchrun's own, or python's, where there are GPUs: torch looks for them when it is imported, and then cannot be forked.
+    """
+    if any(Path("/dev").glob("nvidia[0-9]*")):
+        return torchrun(processes, arguments) if processes > 1 else python(arguments)
     return [sys.executable, "-S", str(REPOSITORY / "tests" / "warm.py"), _warm_server(), str(processes), *arguments]
 
 
 @functools.cache
 def _warm_server() -> str:
     """The socket of a server that ends with this process."""
-    folder = tempfile.mkdtemp(prefix="dsframe-warm-")
-    path, said = Path(folder, "socket"), Path(folder, "said")
+    path, said = WARM / "socket", WARM / "said"
+    shutil.rmtree(WARM, ignore_errors=True)  # of another process that had this one's number
+    WARM.mkdir()
     with said.open("wb") as log:
         server = subprocess.Popen(
             [sys.executable, "-m", "tests.warm", str(path)],
@@ -227,14 +235,19 @@ def _warm_server() -> str:
     def close() -> None:
         assert server.stdin is not None
         server.stdin.close()
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            server.wait(timeout=10)
+        server.kill()  # one that still imports
         server.wait()
-        shutil.rmtree(folder, ignore_errors=True)
+        shutil.rmtree(WARM, ignore_errors=True)
 
     atexit.register(close)
     limit = time.monotonic() + 120.0
     while not path.exists():
         if server.poll() is not None or time.monotonic() > limit:
-            raise AssertionError(f"tests/warm.py does not come up:\n{_read(said)}")
+            reason = _read(said)
+            close()
+            raise AssertionError(f"tests/warm.py does not come up:\n{reason}")
         time.sleep(0.05)
     return str(path)
 
@@ -274,10 +287,13 @@ def environment(mark: str, changes: Mapping[str, str | None] | None = None) -> d
 
 
 def marked(mark: str) -> list[psutil.Process]:
-    """Every living process that carries `mark` in its environment, except this one."""
+    """Every living process that carries `mark` in its environment, or is of a warm job that does, except this one."""
     found = []
+    session = (
+        int(_read(WARM / mark) or 0) if (WARM / mark).exists() else None
+    )  # a forked rank shows its server's environment
     for process in psutil.process_iter():
-        if process.pid != os.getpid() and (_environment(process).get(MARK) == mark or _name(process) == mark[:15]):
+        if process.pid != os.getpid() and (_environment(process).get(MARK) == mark or _session(process) == session):
             with contextlib.suppress(psutil.Error):
                 if process.status() != psutil.STATUS_ZOMBIE:
                     found.append(process)
@@ -308,8 +324,17 @@ def _read(path: Path) -> str:
     return path.read_text(encoding="utf-8", errors="replace")
 
 
-def _rank(variables: Mapping[str, str]) -> int | None:
-    return next((int(variables[name]) for name in _RANK_VARIABLES if name in variables), None)
+def _rank(process: psutil.Process) -> int | None:
+    """The rank that a launcher gave it, or tests/warm.py."""
+    variables = _environment(process)
+    for name in _RANK_VARIABLES:
+        if name in variables:
+            return int(variables[name])
+    try:
+        own = Path("/proc", str(process.pid), "comm").read_text().strip()
+    except OSError:
+        return None
+    return int(own.removeprefix("rank ")) if own.startswith("rank ") else None
 
 
 def _environment(process: psutil.Process) -> dict[str, str]:
@@ -319,12 +344,12 @@ def _environment(process: psutil.Process) -> dict[str, str]:
         return {}
 
 
-def _name(process: psutil.Process) -> str:
-    """What the process calls itself, at most 15 characters."""
+def _session(process: psutil.Process) -> int:
+    """The number of its session; 0 where it is gone."""
     try:
-        return Path("/proc", str(process.pid), "comm").read_text().strip()
+        return os.getsid(process.pid)
     except OSError:
-        return ""
+        return 0
 
 
 def _orphans(mark: str, settle_seconds: float) -> list[str]:
@@ -345,7 +370,7 @@ def _stacks(processes: Iterable[psutil.Process]) -> str:
         with contextlib.suppress(psutil.Error):
             if "python" not in Path(process.exe()).name:
                 continue
-            rank = _rank(_environment(process))
+            rank = _rank(process)
             dump = _py_spy(process.pid)
             if dump is None:
                 process.send_signal(signal.SIGABRT)

@@ -4,8 +4,9 @@
 
 Importing torch and DeepSpeed takes a process longer than the few steps of most tests. A server imports them once, starts
 nothing, and for each job forks its ranks: processes of their own, with the directory, the environment (MASTER_PORT with it) and
-the output of the command that asked for them, and with torchrun's variables. How ranks come up under the real launchers is for
-tests/engines/test_launchers.py and tests/faults.
+the output of the command that asked for them, and RANK and its like from torch's launcher. What forked ranks have in common and
+started ones do not (the hash seed, so the order of sets; warnings of imports, which test_warm.py looks at once; torchrun's agent)
+and how ranks come up is for tests/engines/test_launchers.py, every engine under every launcher, and for tests/faults.
 
 This file is both ends. ``python -S warm.py SOCKET N ARGUMENTS`` asks the server at SOCKET, and ends with the job's exit code:
 that of the first rank that failed, whose peers then get SIGTERM, as torchrun does it. Who ends the asker ends the job.
@@ -13,6 +14,7 @@ that of the first rank that failed, whose peers then get SIGTERM, as torchrun do
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import json
 import os
@@ -61,12 +63,12 @@ def serve(path: str) -> None:
             if os.fork() == 0:
                 door.close()
                 signal.signal(signal.SIGCHLD, signal.SIG_DFL)
-                os._exit(run_job(line))
+                os._exit(run_job(line, Path(path).parent))
             line.close()
 
 
 def import_everything() -> None:
-    """What ranks import sooner or later, dsframe's own modules too but for those that run as programs."""
+    """What ranks import sooner or later, dsframe's own modules too but for those that run as programs or need what is not here."""
     import importlib
     import pkgutil
 
@@ -75,17 +77,18 @@ def import_everything() -> None:
     importlib.import_module("torch._dynamo")  # at the first optimizer that is made
     for module in pkgutil.walk_packages(dsframe.__path__, "dsframe."):
         if module.name != "dsframe.train" and "._" not in module.name:  # the latter: imported where a task needs them
-            importlib.import_module(module.name)
+            with contextlib.suppress(ImportError):
+                importlib.import_module(module.name)
     sys.modules.pop("dsframe.train", None)  # somebody's import: as a program it is to begin anew
 
 
-def run_job(line: socket.socket) -> int:
-    """Reads the request, forks the ranks and waits for all of them."""
+def run_job(line: socket.socket, folder: Path) -> int:
+    """Reads the request, forks the ranks and waits for all of them. Leaves its session's number in ``folder``."""
     content, (out, err), _, _ = socket.recv_fds(line, LARGEST_REQUEST, 2)
     request = json.loads(content)
     os.setsid()
-    name = request["environment"].get("DSFRAME_TEST_ID", "")[:15].encode()
-    ctypes.CDLL(None).prctl(SET_NAME, name)  # by which tests/processes.py knows this job's processes
+    mark = request["environment"]["DSFRAME_TEST_ID"]
+    (folder / mark).write_text(str(os.getpid()))  # by which tests/processes.py knows this job's processes
     for number, file in enumerate((os.open(os.devnull, os.O_RDONLY), out, err)):
         os.dup2(file, number)
     count, *arguments = request["arguments"]
@@ -97,6 +100,7 @@ def run_job(line: socket.socket) -> int:
         process = os.fork()
         if process == 0:
             line.close()
+            ctypes.CDLL(None).prctl(SET_NAME, f"rank {rank}".encode())  # for who looks at it from outside
             if int(count) > 1:
                 os.environ.update(
                     RANK=str(rank), WORLD_SIZE=count, LOCAL_RANK=str(rank), LOCAL_WORLD_SIZE=count, GROUP_RANK="0",
@@ -112,10 +116,15 @@ def run_job(line: socket.socket) -> int:
 def run_program(arguments: list[str]) -> None:
     """As ``python ARGUMENTS`` would, ``-m MODULE`` or a file first; never returns."""
     import atexit
+    import random
     import runpy
     import threading
     import traceback
 
+    import numpy
+
+    random.seed()  # each rank its own, as processes that are started have
+    numpy.random.seed()
     code = 0
     paths = os.environ.get("PYTHONPATH", "").split(os.pathsep)
     try:

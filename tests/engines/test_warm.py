@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import run_ranks, warm
+from tests.processes import WARM, run_ranks, warm
 
 SCRIPT = """
 import os, sys, time
@@ -33,6 +33,29 @@ def test_a_rank_that_fails_ends_the_others(script: str, tmp_path: Path) -> None:
 
 def test_what_hangs_is_ended_and_seen(script: str, tmp_path: Path) -> None:
     with pytest.raises(
-        AssertionError, match=r"still running after 3 s[\s\S]*rank None of None[\s\S]*<module> \(.*script\.py:6"
+        AssertionError,
+        match=r"still running after 3 s[\s\S]*rank None of None[\s\S]*rank 0: [\s\S]*<module> \(.*script\.py:6",
     ):
         run_ranks(warm(1, [script]), cwd=tmp_path, timeout_seconds=3)
+
+
+FORKS = """
+import ctypes, os, time
+if os.fork() == 0:
+    ctypes.CDLL(None).prctl(15, b"another name")
+    os.fork()
+    time.sleep(1000)
+"""
+
+
+def test_what_ranks_leave_behind_is_seen_and_ended(tmp_path: Path) -> None:
+    script = tmp_path / "script.py"
+    script.write_text(FORKS)
+    with pytest.raises(AssertionError, match=r"left over 1 s after the end: \d+ \(.*; \d+ \("):
+        run_ranks(warm(1, [str(script)]), cwd=tmp_path, timeout_seconds=20, settle_seconds=1)
+
+
+def test_imports_warn_of_nothing(script: str, tmp_path: Path) -> None:
+    """What libraries say when they are imported is the server's to hear, and no job's."""
+    run_ranks(warm(2, [script]), cwd=tmp_path, timeout_seconds=60)
+    assert "arning" not in (WARM / "said").read_text()
