@@ -5,7 +5,9 @@
 Each case is trained for a few steps as a user would train it, and its ``summary.json`` holds both. Memory is what the process
 holds at its fullest beyond what it held before the engine was made (the interpreter, torch, DeepSpeed, the data: measured by
 the run itself and taken off both sides), on the rank that needs most. Seconds are the mean of the steps after the first, beside
-a calibration of this machine (``dsframe plan --calibrate``) for that model, number format and number of processes.
+a calibration of this machine (``dsframe plan --calibrate``) for that model, number format and number of processes. On a machine
+that others share its speed changes from one minute to the next: so the machine is calibrated anew, just before, for each of the
+trainings, and medians of both are compared.
 """
 
 from __future__ import annotations
@@ -134,41 +136,47 @@ class Found:
 def measure(
     names: Sequence[str], folder: Path, *, calibrated: bool = True, repeats: int = 1, steps: int = STEPS
 ) -> Iterator[Found]:
-    """Trains the cases, one after the other."""
+    """Calibrates and trains ``repeats`` times. Cases that one calibration serves come one after the other, in one turn."""
     text = folder / "text"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 1500)
-    machines: dict[tuple[str, int, bool], Path] = {}
+    together: dict[tuple[str, int, bool], list[str]] = {}
     for name in names:
         case = CASES[name]
-        path = folder / f"{name.replace(' ', '-')}.json"
-        path.write_text(json.dumps(case.file(text, steps)))
-        overrides: list[str] = []
-        if calibrated:
-            kind = case.model, case.ranks, "bf16" in case.changes
-            if kind not in machines:
-                print(f"calibrating for {name}", file=sys.stderr, flush=True)
-                config = load(path)
-                model = traced(config, tasks.build(config.settings.task, config.settings.seed))
-                machines[kind] = folder / f"machine-{len(machines)}.json"
-                hardware.write(calibrate(config, model, case.ranks), machines[kind])
-            overrides = [f"dsframe.hardware={machines[kind]}"]
-        runs = []
-        for repeat in range(1, repeats + 1):
-            print(f"training {name}, {repeat} of {repeats}", file=sys.stderr, flush=True)
-            directory = folder / f"{path.stem}-{repeat}"
-            trials.train(path, case.ranks, directory, overrides=overrides)
-            runs.append(read_summary(directory))
-        yield _found(name, runs)
+        (folder / f"{name}.json").write_text(json.dumps(case.file(text, steps)))
+        together.setdefault((case.model, case.ranks, "bf16" in case.changes), []).append(name)
+    for group in together.values():
+        runs: dict[str, list[dict[str, Any]]] = {name: [] for name in group}
+        for turn in range(1, repeats + 1):
+            overrides = _calibrated(group[0], folder) if calibrated else []
+            for name in group:
+                print(f"training {name}, {turn} of {repeats}", file=sys.stderr, flush=True)
+                directory = folder / f"{name}-{turn}"
+                trials.train(folder / f"{name}.json", CASES[name].ranks, directory, overrides=overrides)
+                runs[name].append(read_summary(directory))
+        for name in group:
+            yield _found(name, runs[name])
+
+
+def _calibrated(name: str, folder: Path) -> list[str]:
+    """What a training of this case needs so that it knows how fast the machine is now."""
+    print(f"calibrating for {name}", file=sys.stderr, flush=True)
+    config, file = load(folder / f"{name}.json"), folder / "machine.json"
+    model = traced(config, tasks.build(config.settings.task, config.settings.seed))
+    hardware.write(calibrate(config, model, CASES[name].ranks), file)
+    return [f"dsframe.hardware={file}"]
 
 
 def _found(name: str, runs: Sequence[dict[str, Any]]) -> Found:
-    guess = runs[0]["predicted"]
-    if "problem" in guess:
-        raise SystemExit(f"{name}: no prediction: {guess['problem']}")
+    guesses = [run["predicted"] for run in runs]
+    for guess in guesses:
+        if "problem" in guess:
+            raise SystemExit(f"{name}: no prediction: {guess['problem']}")
     peak = statistics.median(max(run["peak_memory_bytes"]) - run["predicted"]["base_bytes"] for run in runs)
+    memory = statistics.median(guess["memory_bytes"] - guess["base_bytes"] for guess in guesses)
     seconds = statistics.median(run["units_per_step"] / run["rate"] for run in runs)
-    base = guess["base_bytes"]
-    return Found(name, base, (guess["memory_bytes"] - base, peak), (guess["seconds_per_step"], seconds))
+    predicted = [guess["seconds_per_step"] for guess in guesses if guess["seconds_per_step"] is not None]
+    base = statistics.median(guess["base_bytes"] for guess in guesses)
+    return Found(name, base, (memory, peak), (statistics.median(predicted) if predicted else None, seconds))
 
 
 HEAD = f"""\
@@ -205,7 +213,9 @@ def main() -> int:
         "cases", nargs="*", choices=[*CASES, []], metavar="CASE", help=f"of {', '.join(CASES)}; default: all"
     )
     parser.add_argument("--memory-only", action="store_true", help="no calibration, and no seconds")
-    parser.add_argument("--repeats", type=int, default=1, help="trainings of each, whose medians count (default 1)")
+    parser.add_argument(
+        "--repeats", type=int, default=3, help="calibrations and trainings of each, whose medians count (default 3)"
+    )
     given = parser.parse_args()
     found = []
     print(HEAD, flush=True)

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import argparse
 import json
+import math
 import os
 import statistics
 import sys
@@ -33,7 +34,8 @@ from dsframe.plan.model import Model
 from dsframe.plan.trace import example
 from dsframe.report.memory import resident_bytes
 
-REPEATS = 5
+REPEATS, AT_LEAST_SECONDS = 5, 2.0
+"""Of what is measured: as often as this, and for as long, so that what others do on the machine for a moment does not count."""
 MOST = 8
 """Processes that are started at most."""
 _LARGE = 2**26
@@ -80,6 +82,7 @@ def calibrate(config: Config, model: Model, processes: int) -> Hardware:
         host_memory_bandwidth=base.host_memory_bandwidth if gpus else moved,
         host_memory_bytes=float(memory),
         reserved_bytes=reserved,
+        fresh_bandwidth=math.inf if gpus else found["fresh"],
         lazy_memory=not gpus,
         compute_share=1.0,
         transfer_share=1.0,
@@ -134,6 +137,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         "flops_short": _products(torch.bfloat16, device),
         "flops_full": _products(torch.float32, device),
         "moved": 2 * _LARGE / _seconds(_copier(device), device),
+        "fresh": _LARGE / _seconds(lambda: torch.empty(_LARGE // 4, device=device).fill_(1.0), device),
     }
     if ranks > 1:
         small, large = torch.zeros(2, device=device), torch.zeros(_LARGE // 4, device=device)
@@ -189,8 +193,8 @@ def _passes(config: Config, rows: int, device: torch.device) -> Callable[[], Non
 
 def _seconds(action: Callable[[], Any], device: torch.device) -> float:
     """**Collective.** Median over some calls, after two that do not count, of the time that the slowest rank took."""
-    times = []
-    for _ in range(REPEATS + 2):
+    times: list[float] = []
+    while len(times) < REPEATS + 2 or sum(times[2:]) < AT_LEAST_SECONDS:  # the same on every rank
         dist.barrier()
         began = time.perf_counter()
         action()

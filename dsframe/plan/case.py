@@ -143,7 +143,8 @@ class Case:
     @property
     def fetches(self) -> bool:
         """Whether parameters lie on the host and are copied to the device when their turn comes."""
-        return self.zero == 3 and self.file.zero_optimization.parameter_device != "none" and not self.hardware.on_cpu
+        offloaded = self.engine == "deepspeed" and self.file.zero_optimization.parameter_device != "none"
+        return offloaded and self.zero == 3 and not self.hardware.on_cpu
 
     def block(self, part: Sequence[Segment]) -> int:
         """Elements of the largest layer of a model that is a list of them, else of what has an attention."""
@@ -153,8 +154,8 @@ class Case:
 
     def fetched(self, part: Sequence[Segment]) -> int:
         """Elements that ZeRO-3 needs whole at the same time: the largest module's own, tiles taken one by one; all of a block
-        where that is computed again."""
-        if self.settings.model.activation_checkpointing:
+        where that is computed again, or compiled (``switches.units``)."""
+        if self.settings.model.activation_checkpointing or self.settings.model.compile == "blocks":
             return self.block(part)
         wanted = self.settings.model.tiling
         pieces = wanted.in_splits * wanted.out_splits if wanted else 1

@@ -6,8 +6,9 @@ preference among equals is from simple to involved: one device as it is, ZeRO, o
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from typing import Any
 
 from dsframe import engines
@@ -18,6 +19,8 @@ from dsframe.plan.model import Model
 from dsframe.plan.predict import Prediction, predict
 
 Patch = dict[str, Any]
+SAME = 1.05
+"""Times the seconds of a step, or the lack of memory, of the best: less is no difference that predictions tell."""
 TILES = (1, 4, 16)
 """Pieces of a large linear layer (Rajbhandari et al. 2021, arXiv 2104.07857, section 5.1.3)."""
 _BUCKETS = ("stage3_max_live_parameters", "reduce_bucket_size")
@@ -57,7 +60,8 @@ def strategies(
     config: Config, model: Model, hardware: Hardware, world_size: int, seconds_each: float | None = None
 ) -> list[Strategy]:
     """Every strategy that the file may have on ``world_size`` processes, each with its best micro-batch: fitting ones first,
-    those that fit with little to spare behind them, each by seconds a step."""
+    those that fit with little to spare behind them, each by seconds a step; of those whose seconds differ by less than
+    predictions tell, the simplest."""
     samples = as_written(config, model, hardware, world_size).prediction.batch.train_batch_size
     found = []
     for name, engine, patch in _candidates(config, model, hardware, world_size):
@@ -69,7 +73,17 @@ def strategies(
             own = _best(config, name, engine, again, model, hardware, world_size, samples, seconds_each) or own
         if own is not None:
             found.append(own)
-    return sorted(found, key=_rank)
+    ordered: list[Strategy] = []
+    while found:
+        ordered.append(_first(found))
+        found.remove(ordered[-1])
+    return ordered
+
+
+def _first(options: Sequence[Strategy]) -> Strategy:
+    """The earliest of those that are as good as the best."""
+    *kind, best = min(map(_rank, options))
+    return next(one for one in options if [*_rank(one)[:2]] == kind and _rank(one)[2] <= SAME * best)
 
 
 def _best(
@@ -88,7 +102,7 @@ def _best(
         Strategy(name, file, predict(other, engine, model, hardware, world_size, seconds_each=seconds_each))
         for file, other in _variants(config, engine, patch, samples, world_size)
     ]
-    return min(options, key=_rank, default=None)
+    return _first(options) if options else None
 
 
 def _rank(strategy: Strategy) -> tuple[bool, bool, float]:
@@ -96,11 +110,7 @@ def _rank(strategy: Strategy) -> tuple[bool, bool, float]:
     prediction = strategy.prediction
     if not prediction.fits:
         return True, True, prediction.fullness
-    return (
-        False,
-        prediction.tight,
-        float(f"{prediction.seconds.step:.2g}"),
-    )  # less is no difference that predictions tell
+    return False, prediction.tight, prediction.seconds.step
 
 
 def _candidates(config: Config, model: Model, hardware: Hardware, world_size: int) -> Iterator[tuple[str, str, Patch]]:
@@ -145,17 +155,32 @@ def _candidates(config: Config, model: Model, hardware: Hardware, world_size: in
 def _tiled(model: Model, pieces: int) -> tuple[list[str], int]:
     """The linear layers to cut, and the most elements that are then needed at a time: no tile is to be larger than what cannot be
     cut, or than the largest layer's tiles."""
-    linears = {name: size for segment in model.segments for name, size in segment.linears}
-    largest = max(segment.largest for segment in model.segments)
-    bound = max(largest, -(-max(linears.values(), default=0) // pieces))
-    names = {_pattern(name, model.layered) for name, size in linears.items() if size > bound}
-    return sorted(names), bound
+    sizes: dict[str, int] = {}  # of the largest layer that a pattern matches
+    tiles: dict[str, int] = {}
+    there = [(_full(name, model.layered), outputs) for one in model.segments for name, outputs in one.outputs]
+    for segment in model.segments:
+        outputs = dict(segment.outputs)
+        for name, size in segment.linears:
+            pattern, rows = _pattern(name, model.layered), -(-outputs[name] // pieces)
+            sizes[pattern] = max(size, sizes.get(pattern, 0))
+            tiles[pattern] = max(size // outputs[name] * rows, tiles.get(pattern, 0))
+    # A layer that cannot be cut so often, or at all, keeps what its pattern also matches from being cut.
+    cut = {one for one in sizes if all(outputs >= pieces for name, outputs in there if fnmatch(name, one))}
+    whole = [size for pattern, size in sizes.items() if pattern not in cut]
+    bound = max([*(segment.largest for segment in model.segments), *whole, *(tiles[pattern] for pattern in cut)])
+    return sorted(pattern for pattern in cut if sizes[pattern] > bound), bound
 
 
 def _pattern(name: str, within_layer: bool) -> str:
-    """What ``tiling.modules`` calls a layer and those like it in other blocks: ``*.expand``, ``h.*.expand``."""
-    parts = ["*" if part.isdecimal() else part for part in name.split(".")]
-    return ".".join(["*"] * within_layer + parts)
+    """What ``tiling.modules`` calls a layer and those like it in other blocks: ``*.expand``, ``h.*.expand``; ``2`` is one."""
+    *parts, last = name.split(".")
+    parts = ["*" if part.isdecimal() else part for part in parts]
+    return ".".join(["*"] * within_layer + [*parts, last])
+
+
+def _full(name: str, within_layer: bool) -> str:
+    """A layer's name in the model; any number will do for patterns that have none."""
+    return f"0.{name}" if within_layer else name
 
 
 def _powers(limit: int) -> list[int]:

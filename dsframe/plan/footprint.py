@@ -54,7 +54,7 @@ def footprint(case: Case, part: Sequence[Segment], number: int) -> Memory:
     # Beside its share, and gathered like the rest: what _gathered counts as fetched ahead is then the collective's buffer.
     kept = trained * width if case.kept and case.data > 1 else 0.0
     return Memory(
-        parameters=cost.parameter * trained + frozen * width + kept,
+        parameters=cost.parameter * trained + (0.0 if case.fetches else frozen * width) + kept,
         gradients=cost.gradient * trained,
         optimizer=(cost.optimizer + (cost.host if on_cpu else 0.0)) * trained,  # offloaded or not: there is one memory
         activations=activations,
@@ -63,7 +63,7 @@ def footprint(case: Case, part: Sequence[Segment], number: int) -> Memory:
         + moving
         + (_heap(case, trained, training) if on_cpu else 0.0),
         reserved=case.hardware.reserved_bytes,
-        host=0.0 if on_cpu else cost.host * trained,
+        host=0.0 if on_cpu else cost.host * trained + (frozen * width if case.fetches else 0.0),
     )
 
 
@@ -131,7 +131,8 @@ def _gathered(case: Case, part: Sequence[Segment], trained: float) -> float:
         # whole, and copied in fp32 to be sent. A CPU's heap keeps all of that of every block (see _heap).
         return (trained if case.hardware.lazy_memory else min(trained, 2 * case.block(part))) * (3 * width + 4)
     unit = case.fetched(part)
-    live = min(trained, max(zero.stage3_max_live_parameters, unit)) * width
+    frozen = sum(segment.frozen for segment in part) / case.tensor
+    live = min(trained + frozen, max(zero.stage3_max_live_parameters, unit)) * width
     if case.data == 1:  # nothing to gather, but what lies on the host is copied (NoGatherHandle)
         return live if case.fetches else 0.0
     # Gathered; and what is fetched ahead once more, by the ranks' shares (partition_parameters.py: AllGatherCoalescedHandle).

@@ -7,6 +7,7 @@ models, ``COMPUTE_SHARE`` and ``TRANSFER_SHARE``; a measurement (``--calibrate``
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -56,6 +57,9 @@ class Hardware:
     alone_share: float = 1.0
     """Seconds that a device computes for while the others of its host are idle, of those while they are busy: cores of one
     processor share its memory, its caches and its clock."""
+    fresh_bandwidth: float = math.inf
+    """Bytes a second at which large new tensors are first written: a CPU's system hands out their memory page by page each time.
+    A GPU's allocator keeps it."""
     compute_share: float = COMPUTE_SHARE
     transfer_share: float = TRANSFER_SHARE
 

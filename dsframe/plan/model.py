@@ -24,12 +24,19 @@ class Affine:
 
 @dataclass(frozen=True)
 class Work:
-    """The operations of one pass, in order: four numbers each (FLOPs and bytes, fixed and for each sample), shape ``[n, 4]``."""
+    """The operations of one pass, in order: five numbers each, shape ``[n, 5]``: FLOPs and bytes, fixed and for each sample; and
+    whether each rank of tensor parallelism does all of it (``modes.Count``)."""
 
     table: np.ndarray[Any, np.dtype[np.float64]]
 
     def flops(self, samples: int) -> np.ndarray[Any, np.dtype[np.float64]]:
         result: np.ndarray[Any, np.dtype[np.float64]] = np.maximum(self.table[:, 0] + self.table[:, 1] * samples, 0.0)
+        return result
+
+    @property
+    def whole(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
+        """Which of them tensor parallelism does not cut."""
+        result: np.ndarray[Any, np.dtype[np.bool_]] = self.table[:, 4] > 0
         return result
 
     def moved(self, samples: int) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -53,6 +60,8 @@ class Segment:
     """Elements of the module with the most of its own, linear layers left out: what ZeRO-3 gathers at a time."""
     linears: tuple[tuple[str, int], ...]
     """Name within the layer, and elements, of each linear layer that has its weight for itself."""
+    outputs: tuple[tuple[str, int], ...]
+    """Name within the layer, and output features, of each linear layer; 0 where it shares its weight and cannot be tiled."""
     forward: Work
     backward: Work
     ready: tuple[tuple[int, int], ...]
@@ -117,12 +126,14 @@ class Model:
         )
 
 
-_NOTHING = Work(np.zeros((0, 4)))
+_NOTHING = Work(np.zeros((0, 5)))
 
 
 def bare(parameters: int, bytes_each: int) -> Model:
     """A model of which nothing is known but its size: no activations, no operations."""
-    nothing = Segment(parameters, 0, 0, 0, 0, (), _NOTHING, _NOTHING, (), Affine(), Affine(), Affine(), Affine(), 0, 0)
+    nothing = Segment(
+        parameters, 0, 0, 0, 0, (), (), _NOTHING, _NOTHING, (), Affine(), Affine(), Affine(), Affine(), 0, 0
+    )
     return Model((nothing,), replace(nothing, parameters=0), False, bytes_each)
 
 

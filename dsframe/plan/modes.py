@@ -50,19 +50,24 @@ class Attention(TorchFunctionMode):
 
 
 class Count(TorchDispatchMode):  # type: ignore[no-untyped-call]
-    """FLOPs and bytes of every operation that is no view."""
+    """Of every operation that is no view: FLOPs, bytes, and whether tensor parallelism leaves it whole (1.0, else 0.0), as it does
+    with what is no product and has results as wide as the model: norms and sums of residuals, not what stands between products."""
 
-    def __init__(self) -> None:
+    def __init__(self, width: int | None = None) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.operations: list[tuple[float, float]] = []
+        self.operations: list[tuple[float, float, float]] = []
         self.largest = 0.0
+        self._width = width
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         out = func(*args, **(kwargs or {}))
         if func.is_view or str(func) in _FREE:
             return out
-        written = sum(leaf.nbytes for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        written = sum(result.nbytes for result in results)
         read = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        self.operations.append((flops_of(func, args, kwargs or {}, out), float(read + written)))
+        flops = flops_of(func, args, kwargs or {}, out)
+        wide = any(result.ndim and result.shape[-1] == self._width for result in results)
+        self.operations.append((flops, float(read + written), float(wide and not flops)))
         self.largest = max(self.largest, float(written))
         return out

@@ -26,13 +26,13 @@ class Seconds:
     compute: float
     """Forward and backward passes."""
     waiting: float
-    """For collectives that nothing hides."""
+    """For collectives, and for parameters from the host, that nothing hides."""
     bubble: float
     """A pipeline's idle time."""
     update: float
-    """The optimizer, and what offloading moves."""
+    """The optimizer, what offloading moves, and what ZeRO copies."""
     collectives: float
-    """All of them, hidden ones too; no part of the sum."""
+    """All of these, hidden ones too; no part of the sum."""
 
     @property
     def step(self) -> float:
@@ -73,12 +73,12 @@ def seconds(case: Case, cuts: Sequence[tuple[Segment, ...]]) -> Seconds:
         backward += forward
     part = max(cuts, key=elements)
     waiting, hidden = _data_parallel(case, part, forward, backward)
-    waiting += _tensor_parallel(case, part) + _between_stages(case, cuts) + _fetched(case, part, forward, backward)
+    waiting += _tensor_parallel(case, part) + _between_stages(case, cuts)
     return Seconds(
         compute=case.steps * (forward + backward),
-        waiting=waiting,
+        waiting=waiting + _fetched(case, part, forward, backward),
         bubble=_bubble(case) * (forward + backward),
-        update=_update(case, elements(part) / case.tensor),
+        update=_update(case, elements(part) / case.tensor) + _copied(case, elements(part) / case.tensor),
         collectives=waiting + hidden,
     )
 
@@ -110,10 +110,14 @@ def _data_parallel(case: Case, part: Sequence[Segment], forward: float, backward
         if case.kept:  # the weights come after the update, as one, and nothing hides that
             waiting = max(ends, whole - (case.steps * backward if hides else 0.0))
             return waiting + ranks.pass_round(weights), max(0.0, whole - waiting)
-        whole += case.gathers(held) * ranks.pass_round(weights, layers)
-        ends += ranks.pass_round(weights / layers)  # and the first layer waits for its weights
-        waiting = max(ends, whole - (case.steps * (forward + backward) if hides else 0.0))
-        return waiting, max(0.0, whole - waiting)
+        gathering = case.gathers(held) * ranks.pass_round(weights, layers)
+        if case.replicas or case.file.zero_optimization.stage3_prefetch_bucket_size:
+            whole += gathering
+            ends += ranks.pass_round(weights / layers)  # and the first layer waits for its weights
+            waiting = max(ends, whole - (case.steps * (forward + backward) if hides else 0.0))
+            return waiting, max(0.0, whole - waiting)
+        waiting = gathering + max(ends, whole - (case.steps * backward if hides else 0.0))
+        return waiting, max(0.0, gathering + whole - waiting)
     whole = ranks.all_reduce(gradients, pieces) * case.reductions
     if case.replicas:
         waiting = whole if on_cpu else _behind_backward(case, part, ranks, backward)
@@ -127,7 +131,7 @@ def _fetched(case: Case, part: Sequence[Segment], forward: float, backward: floa
     """Seconds of waiting for parameters that lie on the host. The next ones come while a module computes, where they may."""
     if not case.fetches:
         return 0.0
-    held, hardware = elements(part) / case.tensor, case.hardware
+    held, hardware = (elements(part) + sum(segment.frozen for segment in part)) / case.tensor, case.hardware
     speed = hardware.host_bandwidth * hardware.transfer_share
     moved = case.gathers(held) * held / case.data * case.model.bytes_each / speed
     zero = case.file.zero_optimization
@@ -183,14 +187,22 @@ def _tied_bytes(case: Case, part: Sequence[Segment]) -> float:
 def _pass_seconds(case: Case, part: Sequence[Segment], last: bool) -> tuple[float, float]:
     """Forward and backward pass of one micro-batch."""
     segments = [*part, *([case.model.loss] if last else [])]
-    forward = sum(float(_times(case, segment.forward).sum()) for segment in segments) / case.tensor
-    backward = sum(float(_times(case, segment.backward).sum()) for segment in segments) / case.tensor
+    forward = sum(_cut(case, segment, segment.forward) for segment in segments)
+    backward = sum(_cut(case, segment, segment.backward) for segment in segments)
     if case.seconds_each is None:
         return forward, backward
     everything = [*case.model.segments, case.model.loss]
     roofline = sum(float(_times(case, work).sum()) for s in everything for work in (s.forward, s.backward))
     stretch = case.seconds_each * case.rows / roofline
     return forward * stretch, backward * stretch
+
+
+def _cut(case: Case, segment: Segment, work: Work) -> float:
+    """Seconds of a rank's part: tensor parallelism cuts blocks, which have attention, and of them what ``Work`` says."""
+    times = _times(case, work)
+    if case.tensor == 1 or not segment.attentions:
+        return float(times.sum())
+    return float(np.where(work.whole, times, times / case.tensor).sum())
 
 
 def _times(case: Case, work: Work) -> np.ndarray[Any, np.dtype[np.float64]]:
@@ -204,12 +216,23 @@ def _times(case: Case, work: Work) -> np.ndarray[Any, np.dtype[np.float64]]:
     return result
 
 
+def _copied(case: Case, held: float) -> float:
+    """ZeRO's copies of gradients: into a bucket, from there into a new flat tensor, divided and sent, and back; at the step
+    its share becomes flat, in a new tensor, is summed for the norm and scaled (deepspeed 0.19.8, stage_1_and_2.py, stage3.py)."""
+    if not case.zero or case.replicas or case.data == 1:
+        return 0.0
+    gradients, mine = case.reductions * held * case.gradient_bytes, held / case.data * 4.0
+    bandwidth = case.hardware.memory_bandwidth * case.hardware.transfer_share
+    return (8 * gradients + 5 * mine) / bandwidth + (gradients + mine) / case.hardware.fresh_bandwidth
+
+
 def _update(case: Case, held: float) -> float:
     """The optimizer reads and writes its state; offloaded, on the host, after gradients went there and before weights return."""
     hardware, zero = case.hardware, case.file.zero_optimization
     mine = held / (case.data if case.zero else 1)
     whole = 8.0 + 8.0 * (moments(case.file) + 1)
     if case.zero and not case.replicas and zero.optimizer_device != "none":
-        moved = mine * (4.0 + case.model.bytes_each) / (hardware.host_bandwidth * hardware.transfer_share)
+        back = 0.0 if case.fetches else case.model.bytes_each  # else they go when they are needed: _fetched
+        moved = mine * (4.0 + back) / (hardware.host_bandwidth * hardware.transfer_share)
         return moved + mine * whole / (hardware.host_memory_bandwidth * hardware.transfer_share)
     return mine * whole / (hardware.memory_bandwidth * hardware.transfer_share)

@@ -148,8 +148,8 @@ class _Loss(nn.Module):
 @dataclass
 class _Pass:
     outputs: Any
-    forward: list[tuple[float, float]]
-    backward: list[tuple[float, float]]
+    forward: list[tuple[float, float, float]]
+    backward: list[tuple[float, float, float]]
     ready: list[tuple[int, int]]
     saved: float
     saved_wide: float
@@ -183,11 +183,11 @@ def _pass(module: nn.Module, inputs: Any, width: int | None) -> _Pass:
     with (
         Attention() as attention,
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        Count() as forward,
+        Count(width) as forward,
     ):
         outputs = call(module, inputs)
     targets = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    with Count() as backward:
+    with Count(width) as backward:
         if targets:
             torch.autograd.backward(targets, [torch.empty_like(target) for target in targets])
     for hook in hooks:
@@ -220,6 +220,11 @@ def _segment(module: nn.Module, runs: Sequence[_Pass], owner: int | None) -> Seg
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
         largest=max((_own(m) for name, m in module.named_modules() if name not in linears), default=0),
         linears=tuple((name, _own(linear)) for name, linear in linears.items()),
+        outputs=tuple(
+            (name, one.out_features if name in linears else 0)
+            for name, one in module.named_modules()
+            if name and isinstance(one, nn.Linear)
+        ),
         forward=_work(first.forward, second.forward),
         backward=_work(first.backward, second.backward),
         ready=tuple(first.ready),
@@ -248,16 +253,17 @@ def _own(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters(recurse=False))
 
 
-def _work(first: list[tuple[float, float]], second: list[tuple[float, float]]) -> Work:
+def _work(first: list[tuple[float, float, float]], second: list[tuple[float, float, float]]) -> Work:
     if len(first) != len(second):
         raise TaskError(
             f"the model does {len(first)} operations for {ROWS[0]} samples and {len(second)} for {ROWS[1]}: it cannot be planned"
         )
-    table = np.zeros((len(first), 4))
+    table = np.zeros((len(first), 5))
     for row, (one, two) in enumerate(zip(first, second, strict=True)):
         for column in (0, 1):
             found = _affine(one[column], two[column])
             table[row, 2 * column : 2 * column + 2] = found.fixed, found.each
+        table[row, 4] = one[2]
     return Work(table)
 
 

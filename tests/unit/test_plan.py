@@ -3,18 +3,25 @@
 from __future__ import annotations
 
 import json
+import math
 import subprocess
 import sys
 from dataclasses import replace
+from functools import partial
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import nn
+from torch.utils.data import TensorDataset
 
-from dsframe import tasks
+from dsframe import Task, tasks
 from dsframe.cli import main
 from dsframe.config import load
+from dsframe.config.settings_model import Tiling
+from dsframe.engines import tiling
 from dsframe.plan import calibrate, case, choose, model, trace
 from dsframe.plan.hardware import TABLE, Group, group
 from dsframe.plan.predict import predict
@@ -369,6 +376,100 @@ def test_advice(
 
 def test_nothing_is_cut_where_only_the_size_is_known() -> None:
     config = load({"train_batch_size": 8, "optimizer": ADAM, "zero_optimization": {"stage": 1}})
-    found = choose.strategies(config, model.bare(int(7e9), 2), TABLE["a100"], 1)
-    assert found
-    assert all(one.file.get("zero_optimization", {}).get("reduce_bucket_size") is None for one in found)
+    names = [name for name, _, _ in choose._candidates(config, model.bare(int(7e9), 2), TABLE["a100"], 1)]
+    assert names[-1] == "ZeRO-3, all on the CPU"
+
+
+class Layers(Task):
+    """Linear layers of these widths, with ReLU between: one module, or a list of layers whose linear ones are all called 0."""
+
+    def __init__(self, *widths: int, as_layers: bool, shared: bool = False) -> None:
+        self.widths, self.as_layers, self.shared = widths, as_layers, shared
+
+    def layers(self) -> Any:
+        pairs = list(pairwise(self.widths))
+        return [partial(self._layer, *pair) for pair in pairs] if self.as_layers else None
+
+    def _layer(self, inputs: int, outputs: int) -> nn.Module:
+        return nn.Sequential(nn.Linear(inputs, outputs), nn.ReLU())
+
+    def model(self) -> nn.Module:
+        if self.as_layers:
+            return super().model()
+        made: list[nn.Module] = [nn.Linear(*pair) for pair in pairwise(self.widths)]
+        if self.shared:
+            made[-1].weight = made[-2].weight
+        return nn.Sequential(*made)
+
+    def train_data(self) -> TensorDataset:
+        return TensorDataset(torch.zeros(4, self.widths[0]), torch.zeros(4, self.widths[-1]))
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        return (outputs - targets).pow(2).mean()
+
+
+@pytest.mark.parametrize(
+    ("task", "patterns", "largest"),
+    [
+        # The last one has only ten outputs: cut the other alone.
+        (Layers(512, 512, 10, as_layers=False), ["0"], 32 * 513),
+        # All three are called 0 in their layers, so a pattern would catch the last one too.
+        (Layers(784, 5000, 100, 10, as_layers=True), [], 784 * 5000 + 5000),
+        (Layers(784, 5000, 100, 64, as_layers=True), ["*.0"], 313 * 785),
+        (Layers(64, 64, 64, as_layers=False, shared=True), [], 64 * 64 + 64),
+    ],
+)
+def test_tiles_are_proposed_for_what_can_be_tiled(
+    task: Layers, patterns: list[str], largest: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """By what the engine does with them, where they are cut."""
+    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
+    library = pytest.importorskip("deepspeed.runtime.zero.tiling", reason="DeepSpeed is not installed")
+    task.seed = 0
+    found, bound = choose._tiled(trace.trace(task, torch.float32), 16)
+    assert (found, bound) == (patterns, largest)
+    if found:
+        cut = tiling.tile(task.model(), Tiling(modules=found, out_splits=16), library.TiledLinear)
+        assert max(math.prod(piece.shape) for piece in cut.pieces.values()) <= bound
+
+
+def test_a_block_that_is_compiled_is_gathered_whole() -> None:
+    """As the engine does it (``switches.units``), and as where it is computed twice."""
+    few = {"stage3_max_live_parameters": 0, "stage3_prefetch_bucket_size": 0, "stage3_param_persistence_threshold": 0}
+    held = {}
+    for name, switch in (
+        ("plain", {}),
+        ("compiled", {"compile": "blocks"}),
+        ("twice", {"activation_checkpointing": True}),
+    ):
+        config, known = language(zero_optimization={"stage": 3, **few}, dsframe={"model": switch})
+        held[name] = predict(config, "deepspeed", known, TABLE["a100"], 2).memory.buffers
+    assert held["plain"] < held["compiled"] == held["twice"]
+
+
+def test_what_is_frozen_comes_from_the_host_too_and_fsdp_has_nothing_there() -> None:
+    machine = replace(TABLE["a100"], transfer_share=1.0)
+    host = {"offload_param": {"device": "cpu"}, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
+    config, known = language(zero_optimization={"stage": 3, "stage3_prefetch_bucket_size": 0, **host})
+    lora = replace(known, segments=tuple(replace(s, frozen=9 * s.parameters) for s in known.segments))
+    one, ten = (predict(config, "deepspeed", each, machine, 1) for each in (known, lora))
+    assert ten.seconds.waiting == pytest.approx(10 * one.seconds.waiting)
+    assert ten.memory.parameters == one.memory.parameters
+    assert ten.memory.host == pytest.approx(one.memory.host + 9 * 4 * known.parameters)
+    assert one.seconds.collectives == 0, "it talks to nobody"
+    config, _ = language(zero_optimization={"stage": 3, **host}, dsframe={"engine": "fsdp"})
+    assert predict(config, "fsdp", known, machine, 1).seconds.waiting == 0
+
+
+def test_tensor_parallelism_leaves_norms_and_residuals_whole() -> None:
+    """And the embeddings, the head and the loss: a step is more than half as long on two ranks."""
+    machine = replace(TABLE["a100"], link_latency=0.0, link_bandwidth=1e18)
+    config, known = language(zero_optimization={"stage": 1}, train_batch_size=8)
+    one = predict(config, "deepspeed", known, machine, 1).seconds.compute
+    config, _ = language(zero_optimization={"stage": 1}, tensor_parallel={"autotp_size": 2})
+    two = predict(config, "deepspeed", known, machine, 2).seconds.compute
+    block = next(segment for segment in known.segments if segment.attentions)
+    whole = block.forward.whole
+    assert 0 < whole.sum() < len(whole)
+    assert not block.forward.flops(1)[whole].any(), "products are cut"
+    assert 0.5 < two / one < 1
