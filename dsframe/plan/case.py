@@ -165,8 +165,9 @@ class Case:
             names = wanted.modules if wanted else []
             return any(fnmatch(name.rpartition(".")[2], pattern.rpartition(".")[2]) for pattern in names)
 
-        linears = [-(-size // pieces) if tiled(name) else size for segment in part for name, size in segment.linears]
-        return max([*(segment.largest for segment in part), *linears], default=0)
+        linears = [one for segment in part for one in segment.linears if one.rows]
+        sizes = [-(-one.elements // pieces) if tiled(one.name) else one.elements for one in linears]
+        return max([*(segment.largest for segment in part), *sizes], default=0)
 
     def gathers(self, elements: float) -> int:
         """How often in a step a parameter that lies in shares is gathered: after the update where it is kept; else for each

@@ -46,6 +46,17 @@ class Work:
 
 
 @dataclass(frozen=True)
+class Linear:
+    """A linear layer inside of a layer."""
+
+    name: str
+    elements: int
+    rows: int
+    """Output features, which can be cut into tiles. 0 where the weight is another module's too: it cannot be cut, and its elements
+    are among ``Segment.largest``."""
+
+
+@dataclass(frozen=True)
 class Segment:
     """A layer, or the whole of a model that is not a list of layers, or the loss."""
 
@@ -57,11 +68,8 @@ class Segment:
     """Elements of an earlier layer's weight that it uses: in a stage (``case.cut``) of one that another stage owns."""
     buffer_bytes: int
     largest: int
-    """Elements of the module with the most of its own, linear layers left out: what ZeRO-3 gathers at a time."""
-    linears: tuple[tuple[str, int], ...]
-    """Name within the layer, and elements, of each linear layer that has its weight for itself."""
-    outputs: tuple[tuple[str, int], ...]
-    """Name within the layer, and output features, of each linear layer; 0 where it shares its weight and cannot be tiled."""
+    """Elements of the module with the most of its own, ``linears`` left out: what ZeRO-3 gathers at a time."""
+    linears: tuple[Linear, ...]
     forward: Work
     backward: Work
     ready: tuple[tuple[int, int], ...]
@@ -131,9 +139,7 @@ _NOTHING = Work(np.zeros((0, 5)))
 
 def bare(parameters: int, bytes_each: int) -> Model:
     """A model of which nothing is known but its size: no activations, no operations."""
-    nothing = Segment(
-        parameters, 0, 0, 0, 0, (), (), _NOTHING, _NOTHING, (), Affine(), Affine(), Affine(), Affine(), 0, 0
-    )
+    nothing = Segment(parameters, 0, 0, 0, 0, (), _NOTHING, _NOTHING, (), Affine(), Affine(), Affine(), Affine(), 0, 0)
     return Model((nothing,), replace(nothing, parameters=0), False, bytes_each)
 
 

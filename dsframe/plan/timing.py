@@ -220,12 +220,14 @@ def _copied(case: Case, held: float) -> float:
     """ZeRO's copies of gradients: into a bucket, from there into a new flat tensor (Gloo's reduce-scatter makes another), divided
     and sent, and back; at the step its share becomes flat, in a new tensor, is summed for the norm and scaled. At stage 3 each
     gathered parameter is put together from the ranks' shares. Source: deepspeed 0.19.8, ``runtime/zero/`` (stage_1_and_2.py,
-    stage3.py: reduce_scatter_coalesced; partition_parameters.py: AllGatherCoalescedHandle)."""
-    if not case.zero or case.replicas:
+    stage3.py: reduce_scatter_coalesced; partition_parameters.py: AllGatherCoalescedHandle).
+
+    On CPUs, where what copies takes time from what computes; a GPU does it behind the backward pass."""
+    if not case.zero or case.replicas or not case.hardware.on_cpu:
         return 0.0
     gradients, mine = case.reductions * held * case.gradient_bytes, held / case.data * 4.0
     bandwidth = case.hardware.memory_bandwidth * case.hardware.transfer_share
-    sent = (2 if case.zero == 3 and case.hardware.on_cpu else 1) * gradients
+    sent = (2 if case.zero == 3 else 1) * gradients
     joined = case.gathers(held) * held * case.model.bytes_each if case.zero == 3 and not case.kept else 0.0
     moved = 6 * gradients + 2 * sent + 5 * mine + 2 * joined
     return moved / bandwidth + (sent + mine) / case.hardware.fresh_bandwidth

@@ -22,7 +22,7 @@ from dsframe.data.loader import as_source
 from dsframe.engine import call
 from dsframe.engines import precision
 from dsframe.errors import TaskError
-from dsframe.plan.model import Affine, Model, Segment, Work, autocast
+from dsframe.plan.model import Affine, Linear, Model, Segment, Work, autocast
 from dsframe.plan.modes import Attention, Count, NoNumbers
 from dsframe.tasks.layers import Tied, TiedLayer, check_ties, make
 from dsframe.tasks.task import Task
@@ -212,19 +212,14 @@ def _pass(module: nn.Module, inputs: Any, width: int | None) -> _Pass:
 def _segment(module: nn.Module, runs: Sequence[_Pass], owner: int | None) -> Segment:
     first, second = runs
     parameters, owns = list(module.parameters()), owner is None
-    linears = _linears(module)
+    linears, alone = _linears(module)
     return Segment(
         parameters=sum(p.numel() for p in parameters if p.requires_grad) if owns else 0,
         frozen=sum(p.numel() for p in parameters if not p.requires_grad) if owns else 0,
         shared=0 if owns else sum(p.numel() for p in parameters),
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
-        largest=max((_own(m) for name, m in module.named_modules() if name not in linears), default=0),
-        linears=tuple((name, _own(linear)) for name, linear in linears.items()),
-        outputs=tuple(
-            (name, one.out_features if name in linears else 0)
-            for name, one in module.named_modules()
-            if name and isinstance(one, nn.Linear)
-        ),
+        largest=max((_own(m) for name, m in module.named_modules() if name not in alone), default=0),
+        linears=linears,
         forward=_work(first.forward, second.forward),
         backward=_work(first.backward, second.backward),
         ready=tuple(first.ready),
@@ -238,14 +233,13 @@ def _segment(module: nn.Module, runs: Sequence[_Pass], owner: int | None) -> Seg
     )
 
 
-def _linears(module: nn.Module) -> dict[str, nn.Linear]:
-    """By name; without those whose weight another module uses too."""
+def _linears(module: nn.Module) -> tuple[tuple[Linear, ...], set[str]]:
+    """Those inside of the module, and the names of those whose weight no other module uses."""
     uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
-    return {
-        name: one
-        for name, one in module.named_modules()
-        if name and isinstance(one, nn.Linear) and all(uses[id(parameter)] == 1 for parameter in one.parameters())
-    }
+    there = {name: one for name, one in module.named_modules() if name and isinstance(one, nn.Linear)}
+    alone = {name for name, one in there.items() if all(uses[id(parameter)] == 1 for parameter in one.parameters())}
+    found = (Linear(name, _own(one), one.out_features if name in alone else 0) for name, one in there.items())
+    return tuple(found), alone
 
 
 def _own(module: nn.Module) -> int:
