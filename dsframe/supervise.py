@@ -41,6 +41,7 @@ def run(
     *,
     gentle: bool = False,
     forwards: bool = False,
+    brief: bool = False,
     received: list[int] | None = None,
 ) -> int:
     """Runs `program` to its end and returns its exit code: 128 + N when signal N ended it, 1 when it left processes behind.
@@ -51,7 +52,9 @@ def run(
 
     `gentle`: the first TERM or HUP becomes USR1, at which dsframe's workers save and leave. Launchers end their workers within
     seconds of a TERM (mpirun) or at once (srun), saved or not. `forwards`: the program passes USR1 and USR2 on to its workers,
-    which may be on other hosts (mpirun, srun). `received`: gets the signals that came, which stay blocked when this returns.
+    which may be on other hosts (mpirun, srun). `brief`: the program hears INT and TERM itself and ends its workers one by one
+    (deepspeed.launcher.launch): all of it has SHUTDOWN_SECONDS from the signal on, and its code 1 becomes 128 + N.
+    `received`: gets the signals that came, which stay blocked when this returns.
     """
     heard = {*ENDING, *FOR_WORKERS, signal.SIGTSTP}
     heard = {number for number in heard if signal.getsignal(number) != signal.SIG_IGN}  # nohup, background jobs
@@ -62,7 +65,7 @@ def run(
     if supervisor == 0:
         os.setpgid(0, 0)
         alone = die_with_parent(front)
-        os._exit(1 if alone else supervise(program, arguments, environment, heard, gentle, forwards))
+        os._exit(1 if alone else supervise(program, arguments, environment, heard, gentle, forwards, brief))
     while True:
         number = signal.sigwait({*heard, signal.SIGCHLD})
         if number == signal.SIGCHLD:
@@ -98,11 +101,12 @@ def supervise(
     heard: set[signal.Signals],
     gentle: bool,
     forwards: bool,
+    brief: bool,
 ) -> int:
     adopt_orphans()
     launcher = start(program, arguments, environment)
     code: int | None = None
-    asked_to_end = False
+    asked_to_end = 0  # the signal
     patience = math.inf  # until when processes may outlive the launcher
     while True:
         for pid, status in ended_children():
@@ -110,16 +114,18 @@ def supervise(
                 code = exit_code(status)
                 patience = time.monotonic() + (SHUTDOWN_SECONDS if asked_to_end else LEFTOVER_SECONDS)
         if code is not None and not any(descendants()):
-            return code
+            return 128 + asked_to_end if brief and asked_to_end and code == 1 else code
         if time.monotonic() > patience:
             if not asked_to_end:
                 print("the launcher ended before its workers: ending them", file=sys.stderr, flush=True)
             end_descendants()
-            return code or 1
+            return code or (128 + asked_to_end if brief and asked_to_end else 1)
         arrived = signal.sigtimedwait({*heard, signal.SIGCHLD}, min(3600.0, max(0.0, patience - time.monotonic())))
         number = arrived.si_signo if arrived else 0
         saves = gentle and number in SAVING and not asked_to_end
-        asked_to_end = asked_to_end or number in ENDING
+        if number in ENDING and not asked_to_end:
+            asked_to_end = number
+            patience = min(patience, time.monotonic() + SHUTDOWN_SECONDS) if brief else patience
         hearing = ([launcher] if forwards else workers()) if saves or number in FOR_WORKERS else []
         if number in FOR_WORKERS or hearing:
             for pid in hearing:

@@ -37,6 +37,7 @@ from dsframe.leftovers import SHARED_MEMORY, unused_buffers
 REPOSITORY = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent
 MARK = "DSFRAME_TEST_ID"
+HAS_GPUS = any(Path("/dev").glob("nvidia[0-9]*"))
 WARM = Path(tempfile.gettempdir(), f"dsframe-warm-{os.getpid()}")
 """The folder of tests/warm.py: its socket, what it says, and the sessions of its jobs, each under its mark."""
 COMPILING_SECONDS = 1200.0
@@ -210,7 +211,7 @@ def warm(processes: int, arguments: Iterable[str]) -> list[str]:
 
     torchrun's own, or python's, where there are GPUs: torch looks for them when it is imported, and then cannot be forked.
     """
-    if any(Path("/dev").glob("nvidia[0-9]*")):
+    if HAS_GPUS:
         return torchrun(processes, arguments) if processes > 1 else python(arguments)
     return [sys.executable, "-S", str(REPOSITORY / "tests" / "warm.py"), _warm_server(), str(processes), *arguments]
 
@@ -290,7 +291,7 @@ def marked(mark: str) -> list[psutil.Process]:
     """Every living process that carries `mark` in its environment, or is of a warm job that does, except this one."""
     found = []
     session = (
-        int(_read(WARM / mark) or 0) if (WARM / mark).exists() else None
+        int(_read(WARM / mark)) if (WARM / mark).exists() else None
     )  # a forked rank shows its server's environment
     for process in psutil.process_iter():
         if process.pid != os.getpid() and (_environment(process).get(MARK) == mark or _session(process) == session):
@@ -345,11 +346,11 @@ def _environment(process: psutil.Process) -> dict[str, str]:
 
 
 def _session(process: psutil.Process) -> int:
-    """The number of its session; 0 where it is gone."""
+    """The number of its session; -1 where it is gone."""
     try:
         return os.getsid(process.pid)
     except OSError:
-        return 0
+        return -1
 
 
 def _orphans(mark: str, settle_seconds: float) -> list[str]:

@@ -34,7 +34,7 @@ from dsframe.plan.model import Model
 from dsframe.plan.trace import example
 from dsframe.report.memory import resident_bytes
 
-REPEATS, AT_LEAST_SECONDS = 5, 2.0
+REPEATS, AT_LEAST_SECONDS, AT_MOST = 5, 2.0, 300
 """Of what is measured: as often as this, and for as long, so that what others do on the machine for a moment does not count."""
 MOST = 8
 """Processes that are started at most."""
@@ -137,8 +137,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "flops_short": _products(torch.bfloat16, device),
         "flops_full": _products(torch.float32, device),
         "moved": 2 * _LARGE / _seconds(_copier(device), device),
-        "fresh": _LARGE / _seconds(lambda: torch.empty(_LARGE // 4, device=device).fill_(1.0), device),
     }
+    if device.type == "cpu":
+        found["fresh"] = _LARGE / _seconds(lambda: torch.empty(_LARGE // 4).fill_(1.0), device)
     if ranks > 1:
         small, large = torch.zeros(2, device=device), torch.zeros(_LARGE // 4, device=device)
         times = [_seconds(lambda tensor=tensor: dist.all_reduce(tensor), device) for tensor in (small, large)]  # type: ignore[misc]
@@ -194,7 +195,8 @@ def _passes(config: Config, rows: int, device: torch.device) -> Callable[[], Non
 def _seconds(action: Callable[[], Any], device: torch.device) -> float:
     """**Collective.** Median over some calls, after two that do not count, of the time that the slowest rank took."""
     times: list[float] = []
-    while len(times) < REPEATS + 2 or sum(times[2:]) < AT_LEAST_SECONDS:  # the same on every rank
+    total = 0.0  # the same on every rank
+    while len(times) < REPEATS + 2 or (total < AT_LEAST_SECONDS and len(times) < AT_MOST):
         dist.barrier()
         began = time.perf_counter()
         action()
@@ -203,6 +205,7 @@ def _seconds(action: Callable[[], Any], device: torch.device) -> float:
         taken = torch.tensor(time.perf_counter() - began, device=device)
         dist.all_reduce(taken, dist.ReduceOp.MAX)
         times.append(float(taken))
+        total += times[-1]
     return statistics.median(times[2:])
 
 

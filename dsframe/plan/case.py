@@ -146,6 +146,11 @@ class Case:
         offloaded = self.engine == "deepspeed" and self.file.zero_optimization.parameter_device != "none"
         return offloaded and self.zero == 3 and not self.hardware.on_cpu
 
+    @property
+    def on_disk(self) -> bool:
+        """Whether parameters lie on the host's disk and not in its memory."""
+        return self.file.zero_optimization.parameter_device == "nvme"
+
     def block(self, part: Sequence[Segment]) -> int:
         """Elements of the largest layer of a model that is a list of them, else of what has an attention."""
         if self.model.layered:
@@ -155,8 +160,9 @@ class Case:
     def fetched(self, part: Sequence[Segment]) -> int:
         """Elements that ZeRO-3 needs whole at the same time: the largest module's own, tiles taken one by one; all of a block
         where that is computed again, or compiled (``switches.units``)."""
+        largest = max((segment.largest for segment in part), default=0)
         if self.settings.model.activation_checkpointing or self.settings.model.compile == "blocks":
-            return self.block(part)
+            return max(self.block(part), largest)
         wanted = self.settings.model.tiling
         pieces = wanted.in_splits * wanted.out_splits if wanted else 1
 
@@ -167,7 +173,7 @@ class Case:
 
         linears = [one for segment in part for one in segment.linears if one.rows]
         sizes = [-(-one.elements // pieces) if tiled(one.name) else one.elements for one in linears]
-        return max([*(segment.largest for segment in part), *sizes], default=0)
+        return max([largest, *sizes])
 
     def gathers(self, elements: float) -> int:
         """How often in a step a parameter that lies in shares is gathered: after the update where it is kept; else for each
@@ -189,6 +195,11 @@ class Case:
 def elements(part: Sequence[Segment]) -> int:
     """Trained parameters that a stage of ``cut`` holds: its own, and its copies of those that another stage owns."""
     return sum(segment.parameters + segment.shared for segment in part)
+
+
+def with_frozen(part: Sequence[Segment]) -> int:
+    """These and the ones that are not trained: what ZeRO-3 divides, gathers and offloads."""
+    return elements(part) + sum(segment.frozen for segment in part)
 
 
 def cut(segments: Sequence[Segment], stages: int) -> list[tuple[Segment, ...]]:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dsframe.plan.case import Case, elements
+from dsframe.plan.case import Case, elements, with_frozen
 from dsframe.plan.model import Segment
 
 HEAP_HOLES = 0.25
@@ -63,7 +63,7 @@ def footprint(case: Case, part: Sequence[Segment], number: int) -> Memory:
         + moving
         + (_heap(case, trained, training) if on_cpu else 0.0),
         reserved=case.hardware.reserved_bytes,
-        host=0.0 if on_cpu else cost.host * trained + (frozen * width if case.fetches else 0.0),
+        host=0.0 if on_cpu else cost.host * trained + (frozen * width if case.fetches and not case.on_disk else 0.0),
     )
 
 
@@ -131,13 +131,13 @@ def _gathered(case: Case, part: Sequence[Segment], trained: float) -> float:
         # whole, and copied in fp32 to be sent. A CPU's heap keeps all of that of every block (see _heap).
         return (trained if case.hardware.lazy_memory else min(trained, 2 * case.block(part))) * (3 * width + 4)
     unit = case.fetched(part)
-    frozen = sum(segment.frozen for segment in part) / case.tensor
-    live = min(trained + frozen, max(zero.stage3_max_live_parameters, unit)) * width
+    held = with_frozen(part) / case.tensor
+    live = min(held, max(zero.stage3_max_live_parameters, unit)) * width
     if case.data == 1:  # nothing to gather, but what lies on the host is copied (NoGatherHandle)
         return live if case.fetches else 0.0
     # Gathered; and what is fetched ahead once more, by the ranks' shares (partition_parameters.py: AllGatherCoalescedHandle).
     ahead = max(zero.stage3_prefetch_bucket_size, unit)
-    return live + min(trained, ahead) * width
+    return live + min(held, ahead) * width
 
 
 def _reduced(case: Case, trained: float) -> float:

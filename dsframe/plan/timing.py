@@ -13,8 +13,9 @@ from typing import Any
 
 import numpy as np
 
+from dsframe import allocator
 from dsframe.config.memory import moments
-from dsframe.plan.case import Case, elements
+from dsframe.plan.case import Case, elements, with_frozen
 from dsframe.plan.hardware import Group, group
 from dsframe.plan.model import Segment, Work
 
@@ -32,7 +33,7 @@ class Seconds:
     update: float
     """The optimizer, what offloading moves, and what ZeRO copies."""
     collectives: float
-    """All of these, hidden ones too; no part of the sum."""
+    """What all collectives take, hidden ones too; no part of the sum."""
 
     @property
     def step(self) -> float:
@@ -45,10 +46,11 @@ def sent(case: Case, part: Sequence[Segment]) -> dict[str, float]:
     DeepSpeed 0.19.8 all-reduces gradients at stages 1 and 2 (``use_multi_rank_bucket_allreduce``), where the paper scatters.
     """
     held, ring = elements(part) / case.tensor, (case.data - 1) / case.data
-    weights, gradients = ring * held * case.model.bytes_each, ring * held * case.gradient_bytes
+    whole = with_frozen(part) / case.tensor if case.zero == 3 else held
+    weights, gradients = ring * whole * case.model.bytes_each, ring * held * case.gradient_bytes
     result: dict[str, float] = {}
     if case.data > 1 and case.zero == 3:
-        result["parameters"] = case.gathers(held) * weights
+        result["parameters"] = case.gathers(whole) * weights
         result["gradients"] = gradients * case.reductions
     elif case.data > 1:
         once = case.zero and not case.replicas and not case.file.zero_optimization.use_multi_rank_bucket_allreduce
@@ -78,7 +80,7 @@ def seconds(case: Case, cuts: Sequence[tuple[Segment, ...]]) -> Seconds:
         compute=case.steps * (forward + backward),
         waiting=waiting + _fetched(case, part, forward, backward),
         bubble=_bubble(case) * (forward + backward),
-        update=_update(case, elements(part) / case.tensor) + _copied(case, elements(part) / case.tensor),
+        update=_update(case, elements(part) / case.tensor) + _copied(case, part),
         collectives=waiting + hidden,
     )
 
@@ -110,7 +112,8 @@ def _data_parallel(case: Case, part: Sequence[Segment], forward: float, backward
         if case.kept:  # the weights come after the update, as one, and nothing hides that
             waiting = max(ends, whole - (case.steps * backward if hides else 0.0))
             return waiting + ranks.pass_round(weights), max(0.0, whole - waiting)
-        gathering = case.gathers(held) * ranks.pass_round(weights, layers)
+        weights = with_frozen(part) / case.tensor * case.model.bytes_each
+        gathering = case.gathers(with_frozen(part) / case.tensor) * ranks.pass_round(weights, layers)
         if case.replicas or case.file.zero_optimization.stage3_prefetch_bucket_size:
             whole += gathering
             ends += ranks.pass_round(weights / layers)  # and the first layer waits for its weights
@@ -131,7 +134,7 @@ def _fetched(case: Case, part: Sequence[Segment], forward: float, backward: floa
     """Seconds of waiting for parameters that lie on the host. The next ones come while a module computes, where they may."""
     if not case.fetches:
         return 0.0
-    held, hardware = (elements(part) + sum(segment.frozen for segment in part)) / case.tensor, case.hardware
+    held, hardware = with_frozen(part) / case.tensor, case.hardware
     speed = hardware.host_bandwidth * hardware.transfer_share
     moved = case.gathers(held) * held / case.data * case.model.bytes_each / speed
     zero = case.file.zero_optimization
@@ -216,21 +219,29 @@ def _times(case: Case, work: Work) -> np.ndarray[Any, np.dtype[np.float64]]:
     return result
 
 
-def _copied(case: Case, held: float) -> float:
-    """ZeRO's copies of gradients: into a bucket, from there into a new flat tensor (Gloo's reduce-scatter makes another), divided
-    and sent, and back; at the step its share becomes flat, in a new tensor, is summed for the norm and scaled. At stage 3 each
-    gathered parameter is put together from the ranks' shares. Source: deepspeed 0.19.8, ``runtime/zero/`` (stage_1_and_2.py,
-    stage3.py: reduce_scatter_coalesced; partition_parameters.py: AllGatherCoalescedHandle).
+def _copied(case: Case, part: Sequence[Segment]) -> float:
+    """Seconds of ZeRO's copies of gradients: into a bucket, from there into a new flat tensor (Gloo's reduce-scatter makes one
+    more), divided and sent, and back; at the step its share becomes flat, in a new tensor, is summed for the norm and scaled.
+    At stage 3 each gathered parameter is put together from the ranks' shares. Large tensors get new memory each time
+    (``dsframe.allocator``).
+    Source: deepspeed 0.19.8, ``runtime/zero/`` (stage_1_and_2.py, stage3.py: reduce_scatter_coalesced; partition_parameters.py:
+    AllGatherCoalescedHandle).
 
-    On CPUs, where what copies takes time from what computes; a GPU does it behind the backward pass."""
+    On CPUs, where what copies takes time from what computes; a GPU does it behind the backward pass.
+    """
     if not case.zero or case.replicas or not case.hardware.on_cpu:
         return 0.0
-    gradients, mine = case.reductions * held * case.gradient_bytes, held / case.data * 4.0
-    bandwidth = case.hardware.memory_bandwidth * case.hardware.transfer_share
-    sent = (2 if case.zero == 3 else 1) * gradients
-    joined = case.gathers(held) * held * case.model.bytes_each if case.zero == 3 and not case.kept else 0.0
-    moved = 6 * gradients + 2 * sent + 5 * mine + 2 * joined
-    return moved / bandwidth + (sent + mine) / case.hardware.fresh_bandwidth
+    hardware, zero, whole = case.hardware, case.file.zero_optimization, with_frozen(part) / case.tensor
+    held = elements(part) / case.tensor
+    mine, sent = 4.0 * held / case.data, (2 if case.zero == 3 else 1) * held * case.gradient_bytes
+    moved = case.reductions * (6 * held * case.gradient_bytes + 2 * sent) + 5 * mine
+    if case.zero == 3 and not case.kept and case.data > 1:
+        moved += 2 * case.gathers(whole) * whole * case.model.bytes_each
+    bucket = min(held, zero.reduce_bucket_size) * case.gradient_bytes
+    fresh = (case.reductions * sent if bucket >= allocator.LARGEST else 0.0) + (
+        mine if mine >= allocator.LARGEST else 0.0
+    )
+    return moved / (hardware.memory_bandwidth * hardware.transfer_share) + fresh / hardware.fresh_bandwidth
 
 
 def _update(case: Case, held: float) -> float:

@@ -6,7 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from tests.processes import WARM, run_ranks, warm
+from tests.processes import HAS_GPUS, WARM, run_ranks, warm
+
+pytestmark = pytest.mark.skipif(HAS_GPUS, reason="torch that has looked for GPUs cannot be forked: no job is warm")
 
 SCRIPT = """
 import os, sys, time
