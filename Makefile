@@ -57,7 +57,7 @@ bench: setup ## dsframe beside hand-written loops, Accelerate, Lightning and the
 	python -m pip install -q --no-build-isolation -c constraints.txt -c .setup/torch.txt -e '.[bench]'
 	python -m benchmarks.compare
 
-predictions: setup ## what the plan says of memory and time beside what runs take: the table of the README (10 minutes)
+predictions: setup ## what the plan says of memory and time beside what runs take: the table of docs/measurements.md (50 minutes)
 	python -m tests.predictions
 
 startup: setup ## from the command to the first step, warm and without compiled ops, beside scripts written by hand (10 minutes)
