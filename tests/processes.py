@@ -290,9 +290,8 @@ def environment(mark: str, changes: Mapping[str, str | None] | None = None) -> d
 def marked(mark: str) -> list[psutil.Process]:
     """Every living process that carries `mark` in its environment, or is of a warm job that does, except this one."""
     found = []
-    session = (
-        int(_read(WARM / mark)) if (WARM / mark).exists() else None
-    )  # a forked rank shows its server's environment
+    # A forked rank shows its server's environment.
+    session = int(_read(WARM / mark)) if (WARM / mark).exists() else None
     for process in psutil.process_iter():
         if process.pid != os.getpid() and (_environment(process).get(MARK) == mark or _session(process) == session):
             with contextlib.suppress(psutil.Error):
