@@ -123,6 +123,25 @@ def test_channels_last_reaches_every_convolution_and_leaves_weights_alone() -> N
         torch.testing.assert_close(found[name], gradient)
 
 
+@pytest.mark.parametrize("pool", [nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(2)], ids=lambda pool: type(pool).__name__)
+def test_pooling_gets_its_gradient_with_the_channels_innermost(pool: nn.Module) -> None:
+    """Otherwise torch copies all of the larger input into the plain layout and back."""
+    model = switched(nn.Sequential(nn.Conv2d(2, 8, 3), pool, nn.Flatten()), channels_last=True)
+    layouts: list[bool] = []
+
+    def watch(module: nn.Module, inputs: Any, output: torch.Tensor) -> None:
+        if output.grad_fn is not None:
+            output.grad_fn.register_prehook(
+                lambda gradients: layouts.append(gradients[0].is_contiguous(memory_format=torch.channels_last))
+            )
+
+    pool.register_forward_hook(watch)
+    model(torch.randn(3, 2, 6, 6)).sum().backward()
+    with torch.no_grad():
+        model(torch.randn(3, 2, 6, 6))  # no backward pass to hook into
+    assert layouts == [True]
+
+
 def test_weights_of_another_layout_are_made_plain() -> None:
     model = switched(layers.assemble(cnn(3, 16, 10), seed=0).to(memory_format=torch.channels_last))
     assert all(parameter.is_contiguous() for parameter in model.parameters())
