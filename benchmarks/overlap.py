@@ -1,10 +1,13 @@
 """How much of what a step sends is hidden behind its computation.
 
     torchrun --nproc-per-node=2 -m benchmarks.overlap
+    unshare -n sh -c 'ip link set lo up; tc qdisc add dev lo root tbf rate 2gbit burst 256kb latency 1s; exec "$0" "$@"' \\
+        torchrun --nproc-per-node=2 -m benchmarks.overlap      # over 2 Gbit/s for both directions together (Linux, as root)
 
 A step of the GPT takes t. Its computation alone, on all ranks at once and without a word between them, takes c; its collectives
 alone, sent again one after the other (dsframe/report/replay.py), take s. Hidden is 1 - (t - c) / s: 1 where nobody ever waits, 0
 where everybody always does, less where ranks or threads get in each other's way. Medians of rounds in turns.
+On one machine what is sent takes the same cores that compute, so that there is little to hide; a slow link takes time and no core.
 """
 
 from __future__ import annotations
@@ -26,7 +29,7 @@ from dsframe.config import load
 from dsframe.report import replay
 from dsframe.train import leave_at_once
 
-ENGINES = ("ddp", "fsdp", "zero1", "zero2", "zero3")
+ENGINES = ("ddp", "horovod", "fsdp", "zero1", "zero2", "zero3")
 
 
 def main() -> None:

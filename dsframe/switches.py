@@ -230,7 +230,9 @@ def _innermost_backward(module: nn.Module, inputs: tuple[Any, ...], output: Any)
     if torch.compiler.is_compiling() or not (isinstance(output, Tensor) and output.ndim == 4 and output.requires_grad):
         return
     if output.is_contiguous(memory_format=torch.channels_last):
-        output.register_hook(lambda gradient: gradient.contiguous(memory_format=torch.channels_last))
+        output.register_hook(  # type: ignore[no-untyped-call]
+            lambda gradient: gradient.contiguous(memory_format=torch.channels_last)
+        )
 
 
 def compile_(module: nn.Module, device: torch.device) -> None:

@@ -42,6 +42,7 @@ _NVME = tuple(
 SETUPS: dict[str, Setup] = {
     "single@1": Setup("single", 1),
     "ddp@2": Setup("ddp", 2),
+    "ddp@3": Setup("ddp", 3),
     "fsdp@2": Setup("fsdp", 2),
     "horovod@2": Setup("horovod", 2),
     "horovod@1": Setup("horovod", 1),

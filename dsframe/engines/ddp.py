@@ -16,6 +16,7 @@ from dsframe import process_group
 from dsframe.checkpoint.state import SavedState
 from dsframe.engine import Inputs, Plan, StepResult
 from dsframe.engines import precision
+from dsframe.engines.buckets import usual_bytes
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
 
@@ -51,14 +52,18 @@ class DdpEngine(ReplicaEngine):
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         settings = self.plan.config.settings.ddp
+        whole = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
         wrapped = DistributedDataParallel(
             model,
             device_ids=[self.plan.device] if self.plan.device.type == "cuda" else None,
-            bucket_cap_mb=settings.bucket_cap_megabytes,
+            bucket_cap_mb=settings.bucket_cap_megabytes or usual_bytes(whole) / 2**20,
             static_graph=settings.static_graph,
             gradient_as_bucket_view=settings.gradient_as_bucket_view,
             find_unused_parameters=settings.find_unused_parameters,
         )
+        # A static graph is learnt from the first backward pass; and DDP arranges nothing while it looks for unused parameters.
+        if not (settings.static_graph or settings.find_unused_parameters):
+            _settle_buckets(wrapped)
         if self._masters:
             self._masters.take_weights()  # DDP has just made the model rank 0's everywhere
         if settings.communication in _HOOKS:
@@ -123,3 +128,32 @@ class DdpEngine(ReplicaEngine):
     def close(self) -> None:
         """**Collective.** Leaves the process group."""
         process_group.close_process_group()
+
+
+class _EveryParameter(nn.Module):
+    """Nothing but the trainable parameters of a model, whose gradients come in the reverse of their order, and are zero."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self) -> Tensor:
+        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
+        return torch.stack([parameter.sum() * 0 for parameter in trained]).sum()
+
+
+def _settle_buckets(wrapped: DistributedDataParallel) -> None:
+    """**Collective.** Has DDP arrange its buckets before the first step, the same way in every run.
+
+    DDP begins with buckets in the order of the parameters, and after its first backward pass arranges them in the order in which
+    gradients came (torch 2.13, ``torch/csrc/distributed/c10d/reducer.cpp``, ``rebuild_buckets``). Where in a bucket a number lies
+    decides in which order the ranks' summands are added, from three ranks on: so the first step after a restart would round
+    otherwise than the same step of the run that was not interrupted. Here the first backward pass is one of zeros.
+    """
+    model = wrapped.module
+    wrapped.module = _EveryParameter(model)
+    try:
+        wrapped().backward()
+    finally:
+        wrapped.module = model
+    wrapped.zero_grad(set_to_none=True)

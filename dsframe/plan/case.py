@@ -130,7 +130,9 @@ class Case:
             given = self.settings.horovod.fusion_threshold_bytes
             return float(buckets.usual_bytes(4 * self.model.parameters) if given is None else max(given, 1))
         if self.replicas:
-            return self.settings.ddp.bucket_cap_megabytes * 2**20
+            megabytes = self.settings.ddp.bucket_cap_megabytes
+            usual = buckets.usual_bytes(self.gradient_bytes * self.model.parameters)
+            return megabytes * 2**20 if megabytes else float(usual)
         return max(1.0, self.file.zero_optimization.reduce_bucket_size * self.gradient_bytes)
 
     @property

@@ -68,6 +68,14 @@ class Plain(nn.Sequential):
         super().__init__(nn.Embedding(29, 13), Block(), Block(), nn.Linear(13, 29))
 
 
+class Wide(nn.Sequential):
+    """Eight layers of 1 MiB, and two that are little beside them."""
+
+    def __init__(self) -> None:
+        same = [nn.Linear(512, 512, bias=False) for _ in range(8)]
+        super().__init__(nn.Embedding(29, 512), *same, nn.Linear(512, 29))
+
+
 class Next(Task):
     def __init__(self, make: type[nn.Module], *arguments: bool) -> None:
         self.make, self.arguments = make, arguments
@@ -171,6 +179,9 @@ def check_ddp() -> None:
     engine, expected = plain()
     calls, payload = traffic(engine)
     assert calls == 1
+    wide = [make(Next(Wide), "ddp", **settings) for settings in ({}, {"bucket_cap_megabytes": 25})]
+    assert far(*map(steps, wide)) < 2e-6
+    assert [traffic(engine)[0] for engine in wide] == [4, 1], "by default most leave while the backward pass runs"
     small, losses = plain(bucket_cap_megabytes=0.002)
     assert far(losses, expected) < 2e-6
     assert traffic(small) == (3, payload), traffic(small)

@@ -156,7 +156,7 @@ def test_any_engine_goes_on_where_any_other_stopped(saved: str, then: str, runs:
     assert portability.difference(saved, then, runs) < NOISE
 
 
-@pytest.mark.parametrize("setup", ["zero3@2", "horovod@2", "fsdp@2", "single@1"])
+@pytest.mark.parametrize("setup", ["zero3@2", "horovod@2", "fsdp@2", "single@1", "ddp@3"])
 def test_the_same_engine_goes_on_to_the_last_bit(setup: str, runs: Path) -> None:
     assert portability.difference(setup, setup, runs) == 0.0
 
