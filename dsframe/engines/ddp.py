@@ -63,7 +63,7 @@ class DdpEngine(ReplicaEngine):
         )
         # A static graph is learnt from the first backward pass; and DDP arranges nothing while it looks for unused parameters.
         if not (settings.static_graph or settings.find_unused_parameters):
-            _settle_buckets(wrapped)
+            _settle_buckets(wrapped, self.plan.device)
         if self._masters:
             self._masters.take_weights()  # DDP has just made the model rank 0's everywhere
         if settings.communication in _HOOKS:
@@ -137,12 +137,12 @@ class _EveryParameter(nn.Module):
         super().__init__()
         self.model = model
 
-    def forward(self) -> Tensor:
+    def forward(self, zero: Tensor) -> Tensor:
         trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        return torch.stack([parameter.sum() * 0 for parameter in trained]).sum()
+        return torch.stack([parameter.sum() * zero for parameter in trained]).sum()
 
 
-def _settle_buckets(wrapped: DistributedDataParallel) -> None:
+def _settle_buckets(wrapped: DistributedDataParallel, device: torch.device) -> None:
     """**Collective.** Has DDP arrange its buckets before the first step, the same way in every run.
 
     DDP begins with buckets in the order of the parameters, and after its first backward pass arranges them in the order in which
@@ -153,7 +153,7 @@ def _settle_buckets(wrapped: DistributedDataParallel) -> None:
     model = wrapped.module
     wrapped.module = _EveryParameter(model)
     try:
-        wrapped().backward()
+        wrapped(torch.zeros((), device=device)).backward()  # on GPUs DDP takes no call without an input
     finally:
         wrapped.module = model
     wrapped.zero_grad(set_to_none=True)
