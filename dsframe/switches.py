@@ -206,9 +206,9 @@ def channels_last(model: nn.Module, whole: nn.Module) -> None:
     Only activations change their layout. Weights stay as they are: ZeRO flattens them, Horovod refuses gradients that are not
     contiguous, and torch gives a gradient the layout of its weight. Raises ConfigError where the ``whole`` has no 2-D convolution.
 
-    Pooling follows in its backward pass the layout of what comes back, plain after ``nn.Flatten``, and copies all of its larger
-    input to it and back (torch 2.13, ``ATen/native/cpu/MaxPoolKernel.cpp``). So what comes back is laid out first, which is
-    little: 19 ms become 5 for 64 x 64 x 24 x 24. A compiler does that by itself.
+    Pooling follows in its backward pass the layout of what comes back, plain behind ``nn.Flatten``, and copies the gradient of its
+    input, which is larger, to that layout and back (torch 2.13, ``ATen/native/cpu/MaxPoolKernel.cpp``). So what comes back is
+    laid out first: 19 ms become 5 for an input of 64 x 64 x 24 x 24. A compiler does that by itself.
     """
     if not any(isinstance(module, _CONVOLUTIONS) for module in whole.modules()):
         raise _wrong("channels_last", "the model has no 2-D convolution, whose layout this is", "take it out")

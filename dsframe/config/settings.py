@@ -190,8 +190,8 @@ class Ddp(Section):
     """Megabytes (2 to the 20 bytes) of gradients that are reduced together. Default: a quarter of all, 1 at least and 64 at
     most, so that most can leave while the backward pass still runs."""
     static_graph: bool = False
-    """The model does the same at each step. From three ranks on, a run that goes on from a checkpoint adds up its first step's
-    gradients in another order then, which changes last bits."""
+    """The model does the same at each step. From three ranks on, a run that goes on from a checkpoint adds up the gradients of its
+    first two or three steps in another order then, which changes last bits."""
     gradient_as_bucket_view: bool = True
     """Gradients live in the buckets: less memory."""
     find_unused_parameters: bool = False

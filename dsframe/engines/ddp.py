@@ -76,7 +76,7 @@ class DdpEngine(ReplicaEngine):
         return wrapped
 
     def _fresh_power_sgd(self, updates: int) -> PowerSGDState:
-        """PowerSGD with nothing in its memory. DDP arranges its buckets anew after the first step: two must pass before."""
+        """PowerSGD with nothing in its memory. DDP may arrange its buckets anew after a step: two must pass before."""
         settings = self.plan.config.settings.ddp
         state = PowerSGDState(
             None,
@@ -143,12 +143,14 @@ class _EveryParameter(nn.Module):
 
 
 def _settle_buckets(wrapped: DistributedDataParallel, device: torch.device) -> None:
-    """**Collective.** Has DDP arrange its buckets before the first step, the same way in every run.
+    """**Collective.** A backward pass of zeros, so that DDP's buckets are the same in every step of every run.
 
-    DDP begins with buckets in the order of the parameters, and after its first backward pass arranges them in the order in which
-    gradients came (torch 2.13, ``torch/csrc/distributed/c10d/reducer.cpp``, ``rebuild_buckets``). Where in a bucket a number lies
-    decides in which order the ranks' summands are added, from three ranks on: so the first step after a restart would round
-    otherwise than the same step of the run that was not interrupted. Here the first backward pass is one of zeros.
+    DDP begins with buckets in the order of the parameters, and after its first backward pass arranges them once and for all in the
+    order in which gradients came (torch 2.13, ``torch/csrc/distributed/c10d/reducer.cpp``, ``rebuild_buckets``). Where in a bucket
+    a number lies decides in which order the ranks' summands are added, from three ranks on: so the first step after a restart
+    would round otherwise than the same step of the run that was not interrupted. Here they come in the reverse of the order in
+    which the model has its parameters, as in ``dsframe.engines.buckets``: buckets leave one after the other, so a layer that
+    comes late in that order but early in the forward pass holds them up.
     """
     model = wrapped.module
     wrapped.module = _EveryParameter(model)

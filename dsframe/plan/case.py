@@ -131,8 +131,9 @@ class Case:
             return float(buckets.usual_bytes(4 * self.model.parameters) if given is None else max(given, 1))
         if self.replicas:
             megabytes = self.settings.ddp.bucket_cap_megabytes
-            usual = buckets.usual_bytes(self.gradient_bytes * self.model.parameters)
-            return megabytes * 2**20 if megabytes else float(usual)
+            usual = buckets.usual_bytes(self.model.bytes_each * self.model.parameters)
+            # The limit is for gradients as they are, before they are rounded to be sent.
+            return (megabytes * 2**20 if megabytes else usual) * self.gradient_bytes / self.model.bytes_each
         return max(1.0, self.file.zero_optimization.reduce_bucket_size * self.gradient_bytes)
 
     @property

@@ -127,7 +127,7 @@ def test_channels_last_reaches_every_convolution_and_leaves_weights_alone() -> N
     "pool", [nn.MaxPool2d(2), nn.AvgPool2d(2), nn.AdaptiveAvgPool2d(2)], ids=lambda pool: type(pool).__name__
 )
 def test_pooling_gets_its_gradient_with_the_channels_innermost(pool: nn.Module) -> None:
-    """Otherwise torch copies all of the larger input into the plain layout and back."""
+    """Otherwise torch copies the gradient of the input into the plain layout and back."""
     model = switched(nn.Sequential(nn.Conv2d(2, 8, 3), pool, nn.Flatten()), channels_last=True)
     layouts: list[bool] = []
 
