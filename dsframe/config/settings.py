@@ -169,7 +169,8 @@ class Horovod(Section):
     cycle_time_milliseconds: Positive | None = None
     """Time between two rounds of reductions. Default: HOROVOD_CYCLE_TIME, else 5 ms on CPUs and Horovod's own 1 ms on GPUs."""
     autotune: bool = False
-    """Let Horovod try threshold and cycle time out in the first steps and keep the fastest."""
+    """Let Horovod try threshold and cycle time out in the first steps and keep the fastest. From three ranks on, last bits then
+    differ from run to run, because what is reduced together depends on the moment."""
     groups: Size = 0
     """Gradients are reduced in so many groups of as many parameters. 0: by ``fusion_threshold_bytes``."""
     timeline: bool = False

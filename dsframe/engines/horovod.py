@@ -49,6 +49,9 @@ CPU_ROUND_MILLISECONDS = 5.0
 """Between two rounds of reductions on CPUs, where nobody says otherwise. A round that finds nothing takes 0.12 ms of a core; a
 bucket waits half the time between two."""
 THRESHOLD, ROUNDS = "HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"
+APART = "HOROVOD_DISABLE_GROUP_FUSION"
+"""Buckets that happen to be ready in the same round are reduced one by one. Fused, a number's place in the message, and with it
+from three ranks on the order in which the ranks' summands are added, would depend on the moment: no two runs would be the same."""
 _living: WeakSet[Buckets] = WeakSet()
 """Of engines that were not closed, as in elastic runs when a process is lost, whose task may give the same module again."""
 _NAP_SECONDS = 2e-4
@@ -204,6 +207,8 @@ def settle(settings: Horovod, world: World, device: torch.device) -> float | Non
     usual = os.environ.get("HOROVOD_AUTOTUNE", "0") == "0"  # what the environment fixes is not tuned
     rounds = CPU_ROUND_MILLISECONDS if usual and threshold is None and device.type == "cpu" else None
     environment.number(ROUNDS, settings.cycle_time_milliseconds, rounds)
+    if usual:
+        environment.number(APART, None, 1)
     both = [name for name in (THRESHOLD, ROUNDS) if name in os.environ] == [THRESHOLD, ROUNDS]
     if (both and world.elastic) or (_fixed and not hvd.is_initialized()):
         raise EngineError(
@@ -214,7 +219,7 @@ def settle(settings: Horovod, world: World, device: torch.device) -> float | Non
     return threshold
 
 
-_READ_ONCE = (THRESHOLD, ROUNDS, "HOROVOD_AUTOTUNE", "HOROVOD_TIMELINE")
+_READ_ONCE = (THRESHOLD, ROUNDS, APART, "HOROVOD_AUTOTUNE", "HOROVOD_TIMELINE")
 _started: dict[str, str | None] = {}
 """What Horovod found there when it started."""
 _fixed: list[str] = []
