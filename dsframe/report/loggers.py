@@ -178,13 +178,16 @@ def _file_name(figure: str) -> str:
 
 @contextlib.contextmanager
 def _without_secrets() -> Iterator[None]:
-    """While wandb and Comet write down the command."""
-    words = list(sys.argv)
-    sys.argv[:] = redact(words)
+    """While wandb and Comet write down the command.
+
+    Another list, which stays as it is: Comet keeps the list itself (3.58, ``env_logging.get_command``), and a thread of its own
+    writes down what is in it later.
+    """
+    words, sys.argv = sys.argv, redact(sys.argv)
     try:
         yield
     finally:
-        sys.argv[:] = words
+        sys.argv = words
 
 
 class _Wandb(Logger):

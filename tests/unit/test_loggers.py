@@ -59,6 +59,9 @@ def test_other_peoples_files_in_the_same_folder_are_left_alone(tmp_path: Path) -
 def test_comet_gets_what_its_section_says(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """A stand-in with the calls that DeepSpeed's own monitor makes; tests/engines/test_loggers.py has the package itself."""
     said: list[Any] = []
+    kept: list[list[str]] = []
+    words = ["train", "--set", "comet.api_key=the-key-of-an-account"]
+    monkeypatch.setattr(sys, "argv", words)
 
     class Experiment:
         def set_name(self, name: str) -> None:
@@ -72,6 +75,7 @@ def test_comet_gets_what_its_section_says(tmp_path: Path, monkeypatch: pytest.Mo
 
     def start(**options: Any) -> Experiment:
         said.append({key: value for key, value in options.items() if value is not None})
+        kept.append(sys.argv)  # the list itself, as Comet does, which writes down later what is in it
         return Experiment()
 
     module = ModuleType("comet_ml")
@@ -85,6 +89,8 @@ def test_comet_gets_what_its_section_says(tmp_path: Path, monkeypatch: pytest.Mo
     found.close()
     name = "Train/Samples/train_loss"
     assert said == [{"project": "p", "online": False}, "n", (name, 1.0, 4), (name, 3.0, 12), "end"]
+    assert kept == [["train", "--set", "comet.api_key=***"]]
+    assert sys.argv is words
 
 
 def test_a_resumed_run_goes_on_in_its_run_of_mlflow(tmp_path: Path) -> None:
