@@ -169,8 +169,8 @@ class Horovod(Section):
     cycle_time_milliseconds: Positive | None = None
     """Time between two rounds of reductions. Default: HOROVOD_CYCLE_TIME, else 5 ms on CPUs and Horovod's own 1 ms on GPUs."""
     autotune: bool = False
-    """Let Horovod try threshold and cycle time out in the first steps and keep the fastest. From three ranks on, last bits then
-    differ from run to run, because what is reduced together depends on the moment."""
+    """Let Horovod try threshold and cycle time out in the first steps and keep the fastest. From three ranks on, last bits may
+    then differ from run to run, because what is reduced together depends on the moment."""
     groups: Size = 0
     """Gradients are reduced in so many groups of as many parameters. 0: by ``fusion_threshold_bytes``."""
     timeline: bool = False
@@ -192,7 +192,7 @@ class Ddp(Section):
     most, so that most can leave while the backward pass still runs."""
     static_graph: bool = False
     """The model does the same at each step. From three ranks on, a run that goes on from a checkpoint adds up the gradients of its
-    first two or three steps in another order then, which changes last bits."""
+    first steps in another order then, which changes last bits."""
     gradient_as_bucket_view: bool = True
     """Gradients live in the buckets: less memory."""
     find_unused_parameters: bool = False
