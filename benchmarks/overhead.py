@@ -15,7 +15,6 @@ import argparse
 import json
 import os
 import statistics
-import subprocess
 import sys
 import time
 import warnings
@@ -28,6 +27,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 import dsframe
+from benchmarks import processes
 from dsframe import engines, optimizers, process_group, schedules, world
 from dsframe.config import Facts, load
 from dsframe.data import Loader
@@ -191,16 +191,19 @@ def main() -> None:
     arguments = parser.parse_args()
     if arguments.worker:
         work(arguments)
+    processes.heed_sigterm()
     rows: list[dict[str, Any]] = []
     print("| engine | processes | tensors | by hand, µs | dsframe, µs | the same by processor time | |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for count in arguments.processes.split(","):
         command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
         command += ["-m", "benchmarks.overhead", "--worker", *sys.argv[1:]]
-        done = subprocess.run(command, env={**os.environ, "OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, text=True)
+        done = processes.run(command, timeout=7200, env={**os.environ, "OMP_NUM_THREADS": "1"})
         said = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
         if not said:
-            raise SystemExit(f"{count} processes: nothing was measured (code {done.returncode})\n{done.stdout}")
+            raise SystemExit(
+                f"{count} processes: nothing was measured (code {done.returncode})\n{done.stdout}{done.stderr}"
+            )
         found = json.loads(said[0].removeprefix("RESULT "))
         for row in found:
             cells = (f"{value:,}" if isinstance(value, int) else value for value in row.values())
