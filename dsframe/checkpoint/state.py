@@ -32,7 +32,7 @@ class ParameterState:
     @property
     def bytes(self) -> int:
         """Size of all tensors."""
-        return sum(tensor.numel() * tensor.element_size() for tensor in (self.weight, *self.moments.values()))
+        return sum(tensor.nbytes for tensor in (self.weight, *self.moments.values()))
 
 
 @dataclass(frozen=True)

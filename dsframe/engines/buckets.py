@@ -62,7 +62,7 @@ class Buckets:
         # The backward pass comes to the last layers first.
         backwards = list(reversed(parameters))
         if bytes_each is None:
-            bytes_each = usual_bytes(sum(parameter.numel() * parameter.element_size() for parameter in parameters))
+            bytes_each = usual_bytes(sum(parameter.nbytes for parameter in parameters))
         cut = _by_number(backwards, groups) if groups else _by_size(backwards, bytes_each)
         self._buckets = [_bucket(f"gradients.{number}", members) for number, members in enumerate(cut)]
         self._of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters}
@@ -147,12 +147,11 @@ def _by_size(parameters: Sequence[nn.Parameter], limit: int) -> list[list[nn.Par
     cut: list[list[nn.Parameter]] = []
     room = 0
     for parameter in parameters:
-        size = parameter.numel() * parameter.element_size()
-        if not cut or size > room:
+        if not cut or parameter.nbytes > room:
             cut.append([])
             room = limit
         cut[-1].append(parameter)
-        room -= size
+        room -= parameter.nbytes
     return cut
 
 

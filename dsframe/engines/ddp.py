@@ -52,7 +52,7 @@ class DdpEngine(ReplicaEngine):
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         settings = self.plan.config.settings.ddp
-        whole = sum(p.numel() * p.element_size() for p in model.parameters() if p.requires_grad)
+        whole = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
         wrapped = DistributedDataParallel(
             model,
             device_ids=[self.plan.device] if self.plan.device.type == "cuda" else None,
