@@ -166,6 +166,10 @@ def build_model(plan: Plan) -> nn.Module:
     seed_generators(plan.seed)
     with plan.device:
         model = plan.task.model()
+    # As every training loop begins, and as evaluation leaves it: a model that was loaded comes in evaluation mode.
+    model.train()
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+        plan.task.batch_dependent = True
     # A task may give the same module again, with gradients of a training before or of a step that lost a process.
     for parameter in model.parameters():
         parameter.grad = None

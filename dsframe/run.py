@@ -173,9 +173,6 @@ def _train(run: _Run, world: World, commits: Commits | None) -> Summary:
     def say(line: str) -> None:
         progress.say(f"dsframe: {line}")
 
-    lines = (*run.said, *_said(config, task, batch, run.bound, device)) if last is None else ()
-    for line in (*lines, *(elastic.said(batch, world.size) if commits else ())):
-        say(line)
     _claim(directory, world)
     phases.done("data")
     make = engines.load(run.engine, config)
@@ -187,6 +184,9 @@ def _train(run: _Run, world: World, commits: Commits | None) -> Summary:
         phases.done("engine")
         watchdog.connect(engine)
         agree(engine, _facts(config, loader, evaluation))
+    lines = (*run.said, *_said(config, task, batch, run.bound, device)) if last is None else ()
+    for line in (*lines, *(elastic.said(batch, world.size) if commits else ())):
+        say(line)
     progress.say(
         f"dsframe: {engine.description}; {world.size} x {device.type} under {world.launcher}, {run.threads} thread(s) each; "
         f"batch {batch.train_batch_size} = {batch.micro_batch_size} x {batch.accumulation_steps} x {batch.data_parallel_size}; "

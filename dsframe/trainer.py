@@ -176,10 +176,12 @@ class Trainer:
                 if step in self.cadence.eval_steps:
                     self._evaluate(step)
                 if self.saver.due(step, total):
-                    self._save(step, loss)
+                    with stop.saving():
+                        self._save(step, loss)
                 if step < total and stop.agreed(step):
-                    self._save(step, loss)
-                    self.saver.settle()
+                    with stop.saving():
+                        self._save(step, loss)
+                        self.saver.settle()
                     self._observer.finish(self.engine)
                     raise StoppedError(
                         f"stopped after step {step} by {stop.name or 'a signal to another rank'}; go on with --resume auto"
@@ -190,7 +192,8 @@ class Trainer:
                     known = loss if math.isfinite(loss) else None
                     self._commits.keep(self.engine, Start(step, known, self._results, in_place=True))
             waiting = time.perf_counter()
-            self.saver.settle()
+            with stop.saving():
+                self.saver.settle()
         ended = time.perf_counter()
         self._pause(ended - waiting)
         self._observer.finish(self.engine)
@@ -224,9 +227,9 @@ class Trainer:
     def _log(self, step: int, result: StepResult) -> float:
         loss = self._mean(result.loss)
         rate = self.progress.rate(step) if step > self._first else 0.0
-        if not math.isfinite(loss) and not result.skipped:
-            self._refuse(step)
         norm = None if result.gradient_norm is None else float(result.gradient_norm)
+        if not (math.isfinite(loss) and math.isfinite(norm or 0.0)) and not result.skipped:
+            self._refuse(step)
         epoch = self.loader.sampler.epoch(step)
         memory = peak_memory_bytes(self.engine.plan.device)
         mfu = self._utilization.of(rate) if self._utilization and rate else None
@@ -244,11 +247,11 @@ class Trainer:
         """Counts the updates that were left out, and ends a training that will not recover. Does not wait for the device."""
         self._row = self._row + 1 if result.skipped else 0
         self._skipped += result.skipped
-        if result.skipped and self._overflows:
-            return  # the next loss scale is lower
+        if result.skipped and self._overflows and self._row < SKIPS_IN_A_ROW:
+            return  # the next loss scale is lower, where it is not fixed
         if self._row == 1:
             self._nonfinite = FirstNonFinite(self.engine.plan.device)  # what was left out earlier is past
-        self._nonfinite.look(step, result.loss)
+        self._nonfinite.look(step, result.loss, result.gradient_norm)
         if not result.skipped:
             return
         if self._stops or self._row == SKIPS_IN_A_ROW:

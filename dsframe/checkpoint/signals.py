@@ -2,13 +2,15 @@
 
 from __future__ import annotations
 
+import math
 import os
 import select
 import signal
 import sys
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from types import TracebackType
 
 import torch
@@ -43,6 +45,7 @@ class StopRequest:
         self._asked_at, self._since, self._next = first_step, time.perf_counter(), first_step + 1
         self._received: int | None = None
         self._saving = False
+        self._saved_at = -math.inf
         self._previous: dict[signal.Signals, object] = {}
         self._old_descriptor = -1
         self._pipe: tuple[int, int] | None = None
@@ -72,6 +75,15 @@ class StopRequest:
         os.close(self._pipe[1])
         self._pipe = None
 
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Around what writes a checkpoint, which is not cut short: a signal's time runs on from its end."""
+        before, self._saving = self._saving, True
+        try:
+            yield
+        finally:
+            self._saving, self._saved_at = before, time.monotonic()
+
     @property
     def name(self) -> str:
         """The signal that came, "" where another rank got it."""
@@ -99,10 +111,10 @@ class StopRequest:
         arrived = 0.0
         while True:
             first = self._received
-            hurries = first == signal.SIGTERM and not self._saving
+            hurries = first == signal.SIGTERM
             ready = select.select([read], [], [], GRACE_SECONDS if hurries else None)[0]
             if not ready:
-                if self._saving:
+                if self._saving or time.monotonic() - self._saved_at < GRACE_SECONDS:
                     continue
                 _leave(first or signal.SIGTERM, f"no step ended within {GRACE_SECONDS:.0f} s of the signal")
             number = os.read(read, 1)[0]

@@ -1,4 +1,4 @@
-"""A loss that is no number any more: since which step, on which rank, with which samples, and what of the model is left."""
+"""A loss or gradients that are no number any more: since which step, on which rank, with which samples, and what of the model is left."""
 
 from __future__ import annotations
 
@@ -17,35 +17,44 @@ _SHOWN = 8
 
 
 class FirstNonFinite:
-    """Remembers the first step whose loss was not finite on this rank, on the device and without waiting for it."""
+    """Remembers the first step whose loss was not finite on this rank, and the first whose gradients were not on any, on the
+    device and without waiting for it."""
 
     def __init__(self, device: torch.device) -> None:
         self._none = torch.full((), torch.inf, dtype=torch.float64, device=device)
-        self._first = self._none
+        self._loss = self._gradients = self._none
 
-    def look(self, step: int, loss: Tensor) -> None:
-        """After each step; three operations on one number."""
-        self._first = torch.minimum(self._first, torch.where(torch.isfinite(loss), self._none, step))
+    def look(self, step: int, loss: Tensor, norm: Tensor | float | None) -> None:
+        """After each step; three operations on a number. ``norm``: of all gradients; None where an engine has none."""
+        self._loss = self._earliest(self._loss, step, loss)
+        if norm is not None:
+            self._gradients = self._earliest(self._gradients, step, norm)
+
+    def _earliest(self, first: Tensor, step: int, value: Tensor | float) -> Tensor:
+        finite = torch.isfinite(torch.as_tensor(value, device=first.device))
+        return torch.minimum(first, torch.where(finite, self._none, step))
 
     def found(self) -> Tensor:
         """1 where there is such a step, else 0: a number on the device."""
-        return torch.isfinite(self._first).double()
+        return torch.isfinite(torch.minimum(self._loss, self._gradients)).double()
 
-    def step(self) -> int | None:
-        """The step, counted from 1; None where there is none. Waits for the device."""
-        first = float(self._first)
-        return None if first == torch.inf else int(first)
+    def steps(self) -> tuple[int | None, int | None]:
+        """The step of the loss and that of the gradients, counted from 1; None where there is none. Waits for the device."""
+        loss, gradients = (None if first == torch.inf else int(first) for first in (self._loss, self._gradients))
+        return loss, gradients
 
 
 def accuse(engine: Engine, loader: Loader, first: FirstNonFinite, step: int) -> str:
     """**Collective.** What is not finite after ``step``: which rank's loss since when, its samples, the first parameter."""
-    own = first.step()
-    # Where no loss was: the gradients were not finite, in this step, on somebody's samples.
-    samples = _samples(loader, own or step)
-    said = json.dumps({"since": own, "samples": samples, "broken": _broken(loader, own or step)})
+    own, gradients = first.steps()
+    if own is not None and gradients is not None and gradients < own:
+        own = None  # it follows from them
+    # Where no loss was: the gradients were not finite, made of somebody's samples.
+    at = own or gradients or step
+    said = json.dumps({"since": own, "samples": _samples(loader, at), "broken": _broken(loader, at)})
     ranks = [json.loads(text) for text in share(engine, said)]
     since = min((one["since"] for one in ranks if one["since"]), default=None)
-    lines = [f"the gradients are not finite at step {step}, though the loss is" if since is None else ""]
+    lines = [f"the gradients are not finite at step {gradients or step}, though the loss is" if since is None else ""]
     for rank, one in enumerate(ranks):
         if one["since"] is not None and one["since"] == since:
             lines.append(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import math
 import re
@@ -9,6 +10,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 
 import dsframe
 from dsframe.data.sampler import Sampler
@@ -150,3 +152,30 @@ def test_updates_left_out_for_ever_end_the_run(tmp_path: Path, monkeypatch: pyte
         dsframe.fit(OneBrokenSample(), configuration(tmp_path, on_nonfinite="skip"))
     with pytest.raises(CheckpointError):
         dsframe.fit(OneBrokenSample(), configuration(tmp_path), resume=str(tmp_path / "single-0"))
+
+
+@pytest.mark.parametrize("settings", [{"steps": 3}, {"steps": 9}, {"steps": 9, "checkpoints": {"every_steps": 1}}])
+def test_gradients_alone_end_the_run_before_they_are_saved(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, settings: dict[str, Any]
+) -> None:
+    """sqrt at 0: the loss of the third step is a number, its gradients are none, nor is any loss after it."""
+    calls = itertools.count(1)
+
+    def loss(self: OneBrokenSample, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        number = outputs.square().mean()
+        return number + (outputs * 0.0).sqrt().sum() if next(calls) == 3 else number
+
+    monkeypatch.setattr(OneBrokenSample, "loss", loss)
+    task = OneBrokenSample(broken=64)  # which is none of them
+    with pytest.raises(TrainingError, match="the gradients are not finite at step 3, though the loss is"):
+        dsframe.fit(task, configuration(tmp_path, log_every_steps=1000, **settings))
+    saved = sorted(path.name for path in (tmp_path / "single-0" / "checkpoints").glob("step-*"))
+    assert saved == (["step-00000001", "step-00000002"] if "checkpoints" in settings else [])
+
+
+def test_a_fixed_loss_scale_that_does_not_fit_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(OneBrokenSample, "loss", lambda self, outputs, targets: outputs.float().sum() * math.nan)
+    monkeypatch.setattr("dsframe.trainer.SKIPS_IN_A_ROW", 3)
+    config = configuration(tmp_path) | {"fp16": {"enabled": True, "loss_scale": 1024}}
+    with pytest.raises(TrainingError, match="step 3: "):
+        dsframe.fit(OneBrokenSample(), config)

@@ -23,6 +23,9 @@ plan = SimpleNamespace(world=SimpleNamespace(size=1, rank=0), device=torch.devic
 ranks = SimpleNamespace(plan=plan, sum_over_ranks=lambda values: values)
 with signals.StopRequest(ranks, 10) as stop:
     print("ready", flush=True)
+    if len(sys.argv) > 5:
+        with stop.saving():
+            time.sleep(float(sys.argv[5]))
     for step in range(11, 100_000):
         time.sleep(float(sys.argv[2]))          # one step
         if stop.agreed(step):
@@ -37,8 +40,8 @@ time.sleep(float(sys.argv[3]))
 def start() -> Iterator[object]:
     started = []
 
-    def begin(grace: float, step: float, after: float = 0.0) -> subprocess.Popen[str]:
-        arguments = [sys.executable, "-c", PROGRAM, str(grace), str(step), str(after), str(ECHO_SECONDS)]
+    def begin(grace: float, step: float, after: float = 0.0, saving: float = 0.0) -> subprocess.Popen[str]:
+        arguments = [sys.executable, "-c", PROGRAM, str(grace), str(step), str(after), str(ECHO_SECONDS), str(saving)]
         process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
         started.append(process)
         assert process.stdout is not None
@@ -58,6 +61,14 @@ def test_the_step_ends_and_the_run_stops(start, number: signal.Signals) -> None:
     out, _ = process.communicate(timeout=20)
     assert out == f"stopped by {number.name}\nleft\n"
     assert process.returncode == 0
+
+
+def test_a_save_under_way_is_not_cut_short(start) -> None:  # type: ignore[no-untyped-def]
+    """It takes longer than a rank may take to its next step; that time begins when it is over."""
+    process = start(0.5, 0.3, saving=1.8)
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=20)
+    assert (process.returncode, out, err) == (0, "stopped by SIGTERM\nleft\n", "")
 
 
 def test_the_same_signal_passed_on_by_a_launcher_is_one(start) -> None:  # type: ignore[no-untyped-def]

@@ -63,6 +63,15 @@ def test_a_model_that_comes_again_brings_no_gradients(monkeypatch: pytest.Monkey
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
+def test_training_begins_in_training_mode_and_batchnorm_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A model that was loaded comes in evaluation mode, in which dropout would stay off until the first evaluation's end."""
+    task = ManyTask()
+    model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Dropout()).eval()
+    monkeypatch.setattr(task, "model", lambda: model)
+    assert all(module.training for module in make("single", task, 0.0).model.modules())
+    assert task.batch_dependent
+
+
 @pytest.mark.parametrize("engine", ["single", "ddp"])
 def test_the_calls_of_a_step_do_not_grow_with_the_parameters(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call of a function, Python's and C's, in the third step."""
