@@ -65,6 +65,8 @@ class ZeroEngine(Engine):
             self._kept = not self._tiles.pieces and plan.config.deepspeed.zero_optimization.keeps_whole(elements)
             if self._kept:
                 stage3.keep_whole(document["zero_optimization"])
+            if self._stage == 3 and plan.device.type == "cpu":
+                stage3.copy_once(document["zero_optimization"])
             self._shares = self._initialize(module, document)
         if shares_activations(plan.config.deepspeed, plan.config.settings):
             to_host = plan.config.deepspeed.activation_checkpointing.cpu_checkpointing

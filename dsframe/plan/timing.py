@@ -220,10 +220,10 @@ def _times(case: Case, work: Work) -> np.ndarray[Any, np.dtype[np.float64]]:
 
 
 def _copied(case: Case, part: Sequence[Segment]) -> float:
-    """Seconds of ZeRO's copies of gradients: into a bucket, from there into a new flat tensor (Gloo's reduce-scatter makes one
-    more), divided and sent, and back; at the step its share becomes flat, in a new tensor, is summed for the norm and scaled.
-    At stage 3 each gathered parameter is put together from the ranks' shares. Large tensors get new memory each time
-    (``dsframe.allocator``).
+    """Seconds of ZeRO's copies of gradients: into a bucket (not at stage 3), from there into a new flat tensor (Gloo's
+    reduce-scatter makes one more), divided and sent, and back; at the step its share becomes flat, in a new tensor, is summed
+    for the norm and scaled. At stage 3 each gathered parameter is put together from the ranks' shares. Large tensors get new
+    memory each time (``dsframe.allocator``).
     Source: deepspeed 0.19.8, ``runtime/zero/`` (stage_1_and_2.py, stage3.py: reduce_scatter_coalesced; partition_parameters.py:
     AllGatherCoalescedHandle).
 
@@ -234,7 +234,8 @@ def _copied(case: Case, part: Sequence[Segment]) -> float:
     hardware, zero, whole = case.hardware, case.file.zero_optimization, with_frozen(part) / case.tensor
     held = elements(part) / case.tensor
     mine, sent = 4.0 * held / case.data, (2 if case.zero == 3 else 1) * held * case.gradient_bytes
-    moved = case.reductions * (6 * held * case.gradient_bytes + 2 * sent) + 5 * mine
+    once = 4 if case.zero == 3 and zero.reduce_scatter else 6  # there the bucket is left out on CPUs
+    moved = case.reductions * (once * held * case.gradient_bytes + 2 * sent) + 5 * mine
     if case.zero == 3 and not case.kept and case.data > 1:
         moved += 2 * case.gathers(whole) * whole * case.model.bytes_each
     bucket = min(held, zero.reduce_bucket_size) * case.gradient_bytes

@@ -1,4 +1,4 @@
-"""A loss or gradients that are no number any more: since which step, on which rank, with which samples, and what of the model is left."""
+"""A loss or gradients that are no number any more: since when, on which rank, with which samples, and what of the model is left."""
 
 from __future__ import annotations
 

@@ -255,6 +255,18 @@ def test_nothing_is_read_off_the_device_but_on_steps_that_log(tmp_path: Path, mo
     assert (found.steps, found.reads) == (12, 1)
 
 
+def test_gradients_of_zero_3_are_copied_once_where_that_is_the_same() -> None:
+    pytest.importorskip("deepspeed")
+    from dsframe.engines.stage3 import copy_once
+
+    section: dict[str, Any] = {"stage": 3}
+    copy_once(section)
+    assert section["contiguous_gradients"] is False
+    sends_the_bucket = {"stage": 3, "reduce_scatter": False}
+    copy_once(sends_the_bucket)
+    assert "contiguous_gradients" not in sends_the_bucket
+
+
 def test_what_zero_3_keeps_is_gathered_at_once_and_the_rest_as_before() -> None:
     """DeepSpeed's engine and parameters, played: every way in which DeepSpeed and dsframe call a parameter's ``all_gather``."""
     pytest.importorskip("deepspeed")
