@@ -387,6 +387,19 @@ def test_the_report_is_lines_of_many_processes(tmp_path: Path) -> None:
     outcome.Reporter("/proc/nowhere/outcome.jsonl", 0).failed(1, "said nowhere")
 
 
+@pytest.mark.parametrize(
+    "torn", [b'{"rank": 2, "st{"rank": 3, "step": 1}\n', b"\xff\xfe\x00\x00\n", b"3}\n", b"17\n", b'{"code": 7}\n', b"\n"]
+)
+def test_lines_that_hosts_wrote_over_one_another_are_left_out(tmp_path: Path, torn: bytes) -> None:
+    """As NFS leaves them, where appending is no single step over several hosts."""
+    path = tmp_path / "outcome.jsonl"
+    outcome.Reporter(str(path), 0).say(began=True)
+    with path.open("ab") as file:
+        file.write(torn)
+    outcome.Reporter(str(path), 1).failed(6, "the disk is gone")
+    assert outcome.read(path) == outcome.Outcome(began=True, code=6, rank=1, step=0, message="the disk is gone")
+
+
 def test_patience_fits_together() -> None:
     """What launchers are given after a signal covers what a rank may take to save."""
     assert GRACE_SECONDS < supervise.SHUTDOWN_SECONDS
