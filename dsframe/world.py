@@ -109,7 +109,7 @@ def _launcher(environ: Mapping[str, str]) -> Launcher:
         found.append("horovodrun")
     if _is_horovods_mpirun(environ):
         found.append("horovodrun")
-    elif _mpi(environ):
+    elif "OMPI_COMM_WORLD_RANK" in environ or _mpi(environ):
         found.append("mpirun")
     if not found and "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
         # An srun around another launcher is usual and means one task a host: only srun on its own counts.
@@ -124,7 +124,7 @@ def _launcher(environ: Mapping[str, str]) -> Launcher:
     many = next((name for name in _ONE_OF_MANY if environ.get(name, "1") not in ("0", "1")), None)
     if not found and many:
         raise WorldError(
-            f"{many}={environ[many]}: this is one process of several, but of no launcher that is known here; start them with one of "
+            f"{many}={environ[many]}: this is one process of several, of no launcher that is known here; start them with one of "
             "deepspeed, torchrun, horovodrun, mpirun and srun, or export RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE "
             "(and MASTER_ADDR and MASTER_PORT) in each"
         )
@@ -133,7 +133,7 @@ def _launcher(environ: Mapping[str, str]) -> Launcher:
 
 def _mpi(environ: Mapping[str, str]) -> _Names | None:
     """The variables of the MPI that started this process."""
-    return next((names for names in _MPIS if names.rank in environ and names.local_rank in environ), None)
+    return next((names for names in _MPIS if {names.rank, names.local_rank} <= environ.keys()), None)
 
 
 def _repeats_slurm(environ: Mapping[str, str]) -> bool:

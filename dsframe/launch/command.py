@@ -15,8 +15,8 @@ from dsframe import check, engines, supervise
 from dsframe import world as worlds
 from dsframe.config import Config, elastic, load
 from dsframe.errors import ConfigError, DsframeError, WorldError
-from dsframe.launch import hosts as places
 from dsframe.launch import devices, launchers, reach, spread
+from dsframe.launch import hosts as places
 from dsframe.launch.attempts import Attempts, say
 from dsframe.launch.launchers import Elastic, Job, Launch
 from dsframe.rendezvous import free_port, interface_to
@@ -191,7 +191,7 @@ def _job(options: argparse.Namespace, config: Config, training: Sequence[str]) -
     mask = os.environ.get("CUDA_VISIBLE_DEVICES") if gpus and not hosts else None
     if mask is not None and processes > len(gpus):
         raise WorldError(
-            f"-np {processes}, but CUDA_VISIBLE_DEVICES={mask} shows {len(gpus)}: start no more processes, name more GPUs there, or "
+            f"-np {processes}, but CUDA_VISIBLE_DEVICES={mask} shows {len(gpus)}: start no more, name more GPUs there, or "
             "hide all of them (CUDA_VISIBLE_DEVICES=) to train on the CPU"
         )
     local = max((host.slots for host in hosts), default=processes)

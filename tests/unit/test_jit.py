@@ -121,4 +121,6 @@ def test_a_lock_in_a_folder_that_hosts_share_stays_and_is_named(
     jit.prepare(("async_io",), World(0, 2, 0, 2))
     assert lock.exists()
     said = capsys.readouterr().err
-    assert said == f"dsframe: waiting for another process to compile async_io; if none does on any host, remove {lock}\n"
+    assert (
+        said == f"dsframe: waiting for another process to compile async_io; if none does on any host, remove {lock}\n"
+    )

@@ -195,10 +195,10 @@ def test_cuda_visible_devices_are_what_a_run_takes(
         assert shown(capsys, monkeypatch, f"--config zero3.json {options}") == [start.format(chosen)]
     (line,) = shown(capsys, monkeypatch, "--config zero3.json --launcher torchrun")
     assert "--nproc-per-node=2" in line
-    with pytest.raises(WorldError, match="^-np 3, but CUDA_VISIBLE_DEVICES=2,3 shows 2: "):
+    with pytest.raises(WorldError, match=r"^-np 3, but CUDA_VISIBLE_DEVICES=2,3 shows 2: "):
         shown(capsys, monkeypatch, "--config zero3.json -np 3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1b,GPU-2c")
-    with pytest.raises(WorldError, match="^CUDA_VISIBLE_DEVICES=GPU-1b,GPU-2c: deepspeed knows GPUs by number alone"):
+    with pytest.raises(WorldError, match=r"^CUDA_VISIBLE_DEVICES=GPU-1b,GPU-2c: deepspeed knows GPUs by number alone"):
         shown(capsys, monkeypatch, "--config zero3.json")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (line,) = shown(capsys, monkeypatch, "--config zero3.json -np 3")
@@ -388,7 +388,8 @@ def test_the_report_is_lines_of_many_processes(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(
-    "torn", [b'{"rank": 2, "st{"rank": 3, "step": 1}\n', b"\xff\xfe\x00\x00\n", b"3}\n", b"17\n", b'{"code": 7}\n', b"\n"]
+    "torn",
+    [b'{"rank": 2, "st{"rank": 3, "step": 1}\n', b"\xff\xfe\x00\x00\n", b"3}\n", b"17\n", b'{"code": 7}\n', b"\n"],
 )
 def test_lines_that_hosts_wrote_over_one_another_are_left_out(tmp_path: Path, torn: bytes) -> None:
     """As NFS leaves them, where appending is no single step over several hosts."""

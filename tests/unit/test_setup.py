@@ -414,7 +414,10 @@ def test_one_machine_without_a_launcher_says_how(tmp_path: Path) -> None:
 
 
 def test_scripts_are_sound() -> None:
-    scripts = [REPOSITORY / name for name in ("launch/setup", "launch/activate", "launch/gpus", "launch/one-machine", ".ci/run")]
+    scripts = [
+        REPOSITORY / name
+        for name in ("launch/setup", "launch/activate", "launch/gpus", "launch/one-machine", ".ci/run")
+    ]
     for script in scripts:
         subprocess.run(["bash", "-n", script], check=True, timeout=30)
     assert "make test" in (REPOSITORY / ".ci" / "run").read_text()

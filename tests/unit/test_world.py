@@ -94,10 +94,10 @@ def test_variables_set_by_hand_within_srun_are_sruns() -> None:
 
 
 def test_variables_set_by_hand_may_be_those_of_several_hosts() -> None:
-    with pytest.raises(WorldError, match="^LOCAL_WORLD_SIZE is not set, and MASTER_ADDR=node1 may be another host"):
+    with pytest.raises(WorldError, match=r"^LOCAL_WORLD_SIZE is not set, and MASTER_ADDR=node1 may be another host"):
         world.read(BY_HAND)
     # Slurm's say something else: its tasks are not the processes of this run.
-    with pytest.raises(WorldError, match="^LOCAL_WORLD_SIZE is not set"):
+    with pytest.raises(WorldError, match=r"^LOCAL_WORLD_SIZE is not set"):
         world.read(ENVIRONMENTS["srun"] | BY_HAND | {"WORLD_SIZE": "8"})
     for address in ("localhost", "127.0.0.1", "::1"):
         assert world.read(BY_HAND | {"LOCAL_RANK": "3", "MASTER_ADDR": address}).local_size == 4
