@@ -14,8 +14,8 @@ setup: ## makes .venv with everything in it; nothing to do the second time
 
 WORKERS = 2
 
-# Two processes; one where there is a single GPU.
-PROCESSES = $(shell gpus=$$(compgen -G '/dev/nvidia[0-9]*' | wc -l || true); echo $$((gpus == 1 ? 1 : 2)))
+# Two processes; one where there is a single GPU, or CUDA_VISIBLE_DEVICES shows a single one.
+PROCESSES = $(shell gpus=$$(launch/gpus); echo $$((gpus == 1 ? 1 : 2)))
 
 train: setup ## one file, two engines: trains ds_configs/zero3.json with DeepSpeed and with Horovod and compares the two
 	python -m dsframe.data.fetch fashion-mnist

@@ -34,6 +34,13 @@ def sentence(bound: tuple[int, ...]) -> str | None:
     return f"each rank is bound to cores of its own, rank 0 to {', '.join(map(str, bound))}" if bound else None
 
 
+def available(world: World) -> int:
+    """Cores for this rank's threads: its part of the host's, and no fewer than ``srun --cpus-per-task`` has given it alone."""
+    here, given = len(os.sched_getaffinity(0)), os.environ.get("SLURM_CPUS_PER_TASK", "")
+    own = min(here, int(given)) if world.launcher == "srun" and given.isdecimal() else 1
+    return max(here // world.local_size, own)
+
+
 def share(cores: tuple[int, ...], rank: int, ranks: int) -> tuple[int, ...]:
     """The ``rank``-th of ``ranks`` runs of neighbouring ``cores``, of equal length but for one core. Raises WorldError."""
     if len(cores) < ranks:

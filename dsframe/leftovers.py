@@ -17,13 +17,28 @@ from pathlib import Path
 import psutil
 
 SHARED_MEMORY = Path("/dev/shm")
+LOCAL = frozenset({"btrfs", "ext2", "ext3", "ext4", "f2fs", "overlay", "ramfs", "tmpfs", "xfs", "zfs"})
+"""Kinds of file systems that are one host's own. Of others it is not known."""
 BUFFERS = ("deepspeed_allreduce_buffer_*", "vader_segment.*")
 
 
 def stale_locks(cache: Path) -> list[Path]:
-    """The build locks right under the operators of ``cache`` that no living process of this host holds open."""
+    """The build locks right under the operators of ``cache`` that no living process of this host holds open.
+
+    None where processes of other hosts may hold them.
+    """
     locks = {path.resolve() for path in cache.glob("*/lock")}
+    if locks and is_shared(cache):
+        return []
     return sorted(locks - _open_files() if locks else locks)
+
+
+def is_shared(folder: Path) -> bool:
+    """Whether other hosts may write to ``folder``: on a network's file system, unless it has this host's name."""
+    kinds = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
+    place = folder.resolve()
+    kind = next((kinds[parent] for parent in (place, *place.parents) if parent in kinds), "")
+    return bool(kind) and kind not in LOCAL and place.name != host()
 
 
 def unused_buffers(directory: Path = SHARED_MEMORY) -> list[Path]:
@@ -47,7 +62,7 @@ def unused_swap(directory: Path) -> list[Path]:
 
 
 def host() -> str:
-    """This host, as it is part of the name of a swap folder."""
+    """This host, as it is part of the names of folders that are its own."""
     return socket.gethostname().partition(".")[0]
 
 

@@ -42,8 +42,7 @@ def settle_threads(world: World, wanted: int | None, bound: tuple[int, ...] = ()
     given = os.environ.get("OMP_NUM_THREADS", "").split(",")[0]
     if given and not given.isdigit():
         raise WorldError(f"OMP_NUM_THREADS={given!r} is not a number of threads")
-    share = len(bound) or len(os.sched_getaffinity(0)) // world.local_size
-    threads = wanted or int(given or 0) or max(1, share)
+    threads = wanted or int(given or 0) or len(bound) or cores.available(world)
     os.environ["OMP_NUM_THREADS"] = str(threads)
     return threads
 

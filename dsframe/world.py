@@ -5,7 +5,8 @@ under any launcher, and refuses an environment that contradicts itself instead o
 Imports no torch: thread counts and device visibility have to be settled before torch is imported.
 
 Sources: the launchers' own documentation and ``facts`` measured with deepspeed 0.19.8, horovod 0.28.1, torchrun 2.13,
-Open MPI 4.1, Slurm 22.05; MPICH and Intel MPI names from their Hydra process managers.
+Open MPI 4.1, Slurm 22.05; MPICH and Intel MPI names from their Hydra process managers, those of HPE's PALS and of MVAPICH2
+from their documentation and not tried.
 """
 
 from __future__ import annotations
@@ -71,6 +72,17 @@ class _Names:
     """Number of the host; where it is missing it follows from the ranks, if every host holds equally many."""
 
 
+_OPEN_MPI = _Names(
+    "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
+)
+_MPIS = (
+    _OPEN_MPI,
+    _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS"),  # Hydra's, of MPICH and Intel MPI
+    _Names("PMI_RANK", "PMI_SIZE", "PALS_LOCAL_RANKID", "PALS_LOCAL_SIZE", "PALS_NODEID"),  # HPE's (Cray MPICH)
+    _Names("MV2_COMM_WORLD_RANK", "MV2_COMM_WORLD_SIZE", "MV2_COMM_WORLD_LOCAL_RANK", "MV2_COMM_WORLD_LOCAL_SIZE"),
+)
+"""Of mpirun and mpiexec. PMI_RANK alone is Slurm's too."""
+
 # Innermost first: torchrun inside srun, or horovodrun inside an sbatch script, see the outer launcher's variables too.
 _NAMES: dict[Launcher, _Names] = {
     "torchrun": _Names("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"),
@@ -78,26 +90,26 @@ _NAMES: dict[Launcher, _Names] = {
     "horovodrun": _Names(
         "HOROVOD_RANK", "HOROVOD_SIZE", "HOROVOD_LOCAL_RANK", "HOROVOD_LOCAL_SIZE", "HOROVOD_CROSS_RANK"
     ),
-    "mpirun": _Names(
-        "OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE"
-    ),
+    "mpirun": _OPEN_MPI,
     "srun": _Names(
         "SLURM_PROCID", "SLURM_STEP_NUM_TASKS", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE", "SLURM_NODEID"
     ),
 }
-_HYDRA = _Names("PMI_RANK", "PMI_SIZE", "MPI_LOCALRANKID", "MPI_LOCALNRANKS")
+_ONE_OF_MANY = ("PMI_SIZE", "PALS_LOCAL_SIZE")
+"""Above 1 they say that there are other processes, whoever started them."""
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 
 def _launcher(environ: Mapping[str, str]) -> Launcher:
     """The launcher whose variables are there; WorldError where two started this process at once."""
     found: list[Launcher] = []
-    if "RANK" in environ and "WORLD_SIZE" in environ:
+    if "RANK" in environ and "WORLD_SIZE" in environ and not _repeats_slurm(environ):
         found.append("deepspeed" if "LOCAL_SIZE" in environ and "TORCHELASTIC_RUN_ID" not in environ else "torchrun")
     if "HOROVOD_RANK" in environ and "HOROVOD_SIZE" in environ:
         found.append("horovodrun")
     if _is_horovods_mpirun(environ):
         found.append("horovodrun")
-    elif "OMPI_COMM_WORLD_RANK" in environ or ("PMI_RANK" in environ and "MPI_LOCALRANKID" in environ):
+    elif "OMPI_COMM_WORLD_RANK" in environ or _mpi(environ):
         found.append("mpirun")
     if not found and "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
         # An srun around another launcher is usual and means one task a host: only srun on its own counts.
@@ -109,7 +121,27 @@ def _launcher(environ: Mapping[str, str]) -> Launcher:
             f"two launchers at once: {first} ({names[0].rank}={environ[names[0].rank]}) and "
             f"{second} ({names[1].rank}={environ[names[1].rank]}); unset the variables of the one that did not start this run"
         )
+    many = next((name for name in _ONE_OF_MANY if environ.get(name, "1") not in ("0", "1")), None)
+    if not found and many:
+        raise WorldError(
+            f"{many}={environ[many]}: this is one process of several, of no launcher that is known here; start them with one of "
+            "deepspeed, torchrun, horovodrun, mpirun and srun, or export RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE "
+            "(and MASTER_ADDR and MASTER_PORT) in each"
+        )
     return found[0] if found else "python"
+
+
+def _mpi(environ: Mapping[str, str]) -> _Names | None:
+    """The variables of the MPI that started this process."""
+    return next((names for names in _MPIS if {names.rank, names.local_rank} <= environ.keys()), None)
+
+
+def _repeats_slurm(environ: Mapping[str, str]) -> bool:
+    """Whether RANK and WORLD_SIZE were set from srun's own variables: then these say the same and more."""
+    same = {"RANK": "SLURM_PROCID", "WORLD_SIZE": "SLURM_STEP_NUM_TASKS"}
+    return not {"LOCAL_WORLD_SIZE", "LOCAL_SIZE"} & environ.keys() and all(
+        environ[name] == environ.get(slurm) for name, slurm in same.items()
+    )
 
 
 def _is_horovods_mpirun(environ: Mapping[str, str]) -> bool:
@@ -123,9 +155,21 @@ def _is_horovods_mpirun(environ: Mapping[str, str]) -> bool:
 
 
 def _names(launcher: Launcher, environ: Mapping[str, str]) -> _Names:
-    if launcher == "horovodrun" and "HOROVOD_RANK" not in environ:
-        return _NAMES["mpirun"]
-    return _HYDRA if launcher == "mpirun" and "OMPI_COMM_WORLD_RANK" not in environ else _NAMES[launcher]
+    over_mpi = launcher == "mpirun" or (launcher == "horovodrun" and "HOROVOD_RANK" not in environ)
+    return (_mpi(environ) if over_mpi else None) or _NAMES[launcher]
+
+
+def _local_size(environ: Mapping[str, str], name: str, size: int) -> int:
+    """Processes on this host. Raises WorldError where that is not said and there may be others elsewhere."""
+    address = environ.get("MASTER_ADDR")
+    if name != "LOCAL_WORLD_SIZE" or name in environ:
+        return _integer(environ, name, 1 if size == 1 else None)
+    if size > 1 and address not in (None, *_LOOPBACK):
+        raise WorldError(
+            f"{name} is not set, and MASTER_ADDR={address} may be another host: say how many of the {size} processes run on "
+            f"this one (export {name}={size} where all of them do)"
+        )
+    return size
 
 
 def _integer(environ: Mapping[str, str], name: str, default: int | None = None) -> int:
@@ -213,7 +257,7 @@ def read(environ: Mapping[str, str]) -> World:
         step = f"{environ.get('SLURM_JOB_ID')}.{environ.get('SLURM_STEP_ID')}"
         port: int | None = _integer(environ, "MASTER_PORT", 20000 + zlib.crc32(step.encode()) % 20000)
     else:
-        local_size = _integer(environ, names.local_size, size)
+        local_size = _local_size(environ, names.local_size, size)
         node = _integer(environ, names.node, rank // local_size) if names.node else rank // local_size
         address = environ.get("MASTER_ADDR")
         port = _integer(environ, "MASTER_PORT") if "MASTER_PORT" in environ else None

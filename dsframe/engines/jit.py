@@ -17,7 +17,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsframe.errors import EngineError
-from dsframe.leftovers import stale_locks
+from dsframe.leftovers import host, is_shared, stale_locks
 
 if TYPE_CHECKING:
     from dsframe.config import Config
@@ -60,6 +60,13 @@ def prepare(ops: tuple[str, ...], world: World) -> None:
     if world.local_rank == 0:
         for lock in remove_stale_locks(cache):
             print(f"dsframe: removed {lock}, left by a process that was killed", file=sys.stderr)
+        for lock in (cache / op / "lock" for op in ops if is_shared(cache)):
+            if lock.exists():
+                print(
+                    f"dsframe: waiting for another process to compile {lock.parent.name}; if none does on any host, remove {lock}",
+                    file=sys.stderr,
+                    flush=True,
+                )
         if missing:
             print(
                 f"dsframe: compiling {', '.join(missing)} once, as the file asks for it; this takes minutes",
@@ -69,12 +76,19 @@ def prepare(ops: tuple[str, ...], world: World) -> None:
 
 
 def extensions_directory() -> Path:
-    """$TORCH_EXTENSIONS_DIR, or a cache of this Python environment's own: two that share one rebuild each other's ops."""
+    """$TORCH_EXTENSIONS_DIR, or a cache of this Python environment's own: two that share one rebuild each other's ops.
+
+    And of this host's own where a home is shared: what is compiled is for its processor, and its locks are those of processes
+    whose end can be seen.
+    """
     given = os.environ.get("TORCH_EXTENSIONS_DIR")
     home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
     if not os.access(home if home.exists() else home.parent, os.W_OK):
         home = Path(tempfile.gettempdir())
-    return Path(given) if given else home / "dsframe" / "torch_extensions" / f"{zlib.crc32(sys.prefix.encode()):08x}"
+    if given:
+        return Path(given)
+    cache = home / "dsframe" / "torch_extensions" / f"{zlib.crc32(sys.prefix.encode()):08x}"
+    return cache / host() if is_shared(cache) else cache
 
 
 def remove_stale_locks(cache: Path) -> list[Path]:

@@ -15,8 +15,8 @@ from dsframe import check, engines, supervise
 from dsframe import world as worlds
 from dsframe.config import Config, elastic, load
 from dsframe.errors import ConfigError, DsframeError, WorldError
+from dsframe.launch import devices, launchers, reach, spread
 from dsframe.launch import hosts as places
-from dsframe.launch import launchers, reach, spread
 from dsframe.launch.attempts import Attempts, say
 from dsframe.launch.launchers import Elastic, Job, Launch
 from dsframe.rendezvous import free_port, interface_to
@@ -181,12 +181,19 @@ def _job(options: argparse.Namespace, config: Config, training: Sequence[str]) -
     if hosts:
         hosts = places.share(hosts, options.max_np or processes)
         processes = (options.max_np and processes) or sum(host.slots for host in hosts)
-    processes = processes or len(list(Path("/dev").glob("nvidia[0-9]*")))
+    gpus = devices.visible(os.environ)
+    processes = processes or len(gpus)
     if not processes:
         raise WorldError("there is no GPU to count here; say how many processes to start: -np N")
     address = hosts[0].name if hosts else "127.0.0.1"
     if len(hosts) == 1 and hosts[0].is_here and not allocation:
         hosts, address = (), "127.0.0.1"
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES") if gpus and not hosts else None
+    if mask is not None and processes > len(gpus):
+        raise WorldError(
+            f"-np {processes}, but CUDA_VISIBLE_DEVICES={mask} shows {len(gpus)}: start no more, name more GPUs there, or "
+            "hide all of them (CUDA_VISIBLE_DEVICES=) to train on the CPU"
+        )
     local = max((host.slots for host in hosts), default=processes)
     given = os.environ.get("OMP_NUM_THREADS", "")
     cores = len(os.sched_getaffinity(0))
@@ -195,6 +202,7 @@ def _job(options: argparse.Namespace, config: Config, training: Sequence[str]) -
         program=(options.script,) if options.script else ("-m", "dsframe.train"),
         arguments=tuple(training),
         hosts=hosts,
+        gpus=() if mask is None else gpus[:processes],
         threads=config.settings.threads_per_rank or (int(given) if given.isdigit() else max(1, cores // local)),
         address=address,
         port=free_port(),

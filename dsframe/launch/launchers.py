@@ -41,6 +41,8 @@ class Job:
     """For the program."""
     hosts: tuple[Host, ...] = ()
     """With the processes of each; empty: this machine alone."""
+    gpus: tuple[str, ...] = ()
+    """Those of CUDA_VISIBLE_DEVICES that this machine's processes take; empty: all that they see."""
     threads: int = 1
     """Of each process."""
     address: str = "127.0.0.1"
@@ -120,8 +122,16 @@ def _deepspeed(job: Job) -> Launch:
     """On several hosts what DeepSpeed's runner would start on each through pdsh, which is not needed here."""
     words = (*_module(job, "--module"), *job.arguments)
     if not job.hosts:
-        own = ("deepspeed", f"--num_gpus={job.processes}", f"--master_port={job.port}")
-        return Launch(((*own, *words),), _threads(job))
+        # With --num_gpus it drops CUDA_VISIBLE_DEVICES and takes GPUs 0 to N-1, which may be other people's.
+        mask = {"CUDA_VISIBLE_DEVICES": ",".join(job.gpus)} if job.gpus else {}
+        if not all(gpu.isdecimal() for gpu in job.gpus):
+            raise WorldError(
+                f"CUDA_VISIBLE_DEVICES={mask['CUDA_VISIBLE_DEVICES']}: deepspeed knows GPUs by number alone; write their numbers, "
+                "or choose another launcher: --launcher torchrun"
+            )
+        number = () if mask else (f"--num_gpus={job.processes}",)
+        own = ("deepspeed", *number, f"--master_port={job.port}")
+        return Launch(((*own, *words),), _threads(job) | mask)
     devices = {host.name: list(range(host.slots)) for host in job.hosts}
     world = base64.urlsafe_b64encode(json.dumps(devices).encode()).decode()
     starter = (sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--quiet")

@@ -78,15 +78,23 @@ def reporter() -> Reporter:
     return _current
 
 
+def _record(line: bytes) -> Mapping[str, Any] | None:
+    """What a line says; None where several hosts wrote it: on NFS they append at the same place."""
+    try:
+        record = json.loads(line)
+    except ValueError:
+        return None
+    wanted = {"rank", "step"} | ({"message"} if isinstance(record, dict) and "code" in record else set())
+    return record if isinstance(record, dict) and wanted <= record.keys() else None
+
+
 def read(path: Path) -> Outcome:
     """What was said in ``path``; nothing where there is no file."""
     try:
-        text = path.read_text(encoding="utf-8")
+        lines = path.read_bytes().splitlines(keepends=True)
     except OSError:
         return Outcome()
-    records: list[Mapping[str, Any]] = [
-        json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")
-    ]
+    records = [record for line in lines if line.endswith(b"\n") and (record := _record(line)) is not None]
     failures = [record for record in records if "code" in record]
     own = [record for record in failures if record["message"] != LOST_A_PEER]
     first = next(iter(own or failures), None)

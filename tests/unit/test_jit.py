@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -12,6 +13,7 @@ from dsframe import optimizers
 from dsframe.config import load
 from dsframe.engines import jit
 from dsframe.errors import EngineError
+from dsframe.leftovers import host
 from dsframe.world import World
 
 ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}
@@ -83,3 +85,42 @@ def test_every_environment_has_its_own_cache(monkeypatch: pytest.MonkeyPatch, tm
     assert jit.extensions_directory() != mine
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/given")
     assert jit.extensions_directory() == Path("/given")
+
+
+def on_nfs(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    mounts = [SimpleNamespace(mountpoint=str(place), fstype=kind) for place, kind in (("/", "ext4"), (folder, "nfs4"))]
+    monkeypatch.setattr("psutil.disk_partitions", lambda all: mounts)
+
+
+def test_hosts_that_share_a_home_compile_each_for_itself(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """For its own processor, and with locks whose owner can be told to be alive."""
+    monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path))
+    local = jit.extensions_directory()
+    on_nfs(tmp_path, monkeypatch)
+    own = jit.extensions_directory()
+    assert own == local / host()
+    for cache in (own, local / "another-host"):
+        (cache / "cpu_adam").mkdir(parents=True)
+        (cache / "cpu_adam" / "lock").touch()
+    assert jit.remove_stale_locks(own) == [own / "cpu_adam" / "lock"]
+    assert jit.remove_stale_locks(local / "another-host") == [], "its owner may be alive there"
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(own))
+    assert jit.extensions_directory() == own, "as it is set for DeepSpeed, and may be asked for again"
+
+
+def test_a_lock_in_a_folder_that_hosts_share_stays_and_is_named(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    on_nfs(tmp_path, monkeypatch)
+    (tmp_path / "async_io").mkdir()
+    (tmp_path / "async_io" / "async_io.so").touch()
+    lock = tmp_path / "async_io" / "lock"
+    lock.touch()
+    jit.prepare(("async_io",), World(0, 2, 0, 2))
+    assert lock.exists()
+    said = capsys.readouterr().err
+    assert (
+        said == f"dsframe: waiting for another process to compile async_io; if none does on any host, remove {lock}\n"
+    )

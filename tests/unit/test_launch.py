@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import json
+import os
 import signal
+import subprocess
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,10 +14,11 @@ import pytest
 from dsframe import supervise
 from dsframe.checkpoint.signals import GRACE_SECONDS
 from dsframe.errors import WorldError
-from dsframe.launch import attempts, command, hosts, launchers
+from dsframe.launch import attempts, command, devices, hosts, launchers
 from dsframe.launch.attempts import Attempts
 from dsframe.launch.hosts import Host
 from dsframe.report import outcome
+from tests.processes import REPOSITORY
 
 TWO = (Host("node1", 2), Host("node2", 2))
 
@@ -152,6 +155,57 @@ def test_each_launchers_command(
     found = shown(capsys, monkeypatch, f"--config zero3.json {options}")
     assert [line.replace("OMP_NUM_THREADS=3 ", "") for line in found] == lines
     assert all("OMP_NUM_THREADS=3 " in line for line in found)
+
+
+@pytest.mark.parametrize(
+    ("visible", "gpus"),
+    [
+        (None, ["0", "1", "2", "3"]),
+        ("2,3", ["2", "3"]),
+        ("", []),
+        ("-1", []),
+        ("NoDevFiles", []),
+        ("1,-1,2", ["1"]),
+        ("1,4,2", ["1"]),
+        ("GPU-1b,MIG-2c", ["GPU-1b", "MIG-2c"]),
+    ],
+)
+def test_gpus_are_those_that_cuda_would_show(visible: str | None, gpus: list[str], tmp_path: Path) -> None:
+    """Up to the first that is none, by CUDA's own rule; `dsframe launch` and the scripts of launch/ count the same."""
+    variables = {} if visible is None else {"CUDA_VISIBLE_DEVICES": visible}
+    assert devices.visible(variables, tmp_path) == ()
+    for name in ("nvidia0", "nvidia1", "nvidia2", "nvidia3", "nvidiactl", "nvidia-uvm"):
+        (tmp_path / name).touch()
+    assert list(devices.visible(variables, tmp_path)) == gpus
+    command = [str(REPOSITORY / "launch" / "gpus"), str(tmp_path)]
+    environment = {"PATH": os.environ["PATH"], **variables}
+    counted = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=True)
+    assert counted.stdout == f"{len(gpus)}\n"
+
+
+def test_cuda_visible_devices_are_what_a_run_takes(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    monkeypatch.setattr(devices, "FOLDER", tmp_path)
+    for number in range(8):
+        (tmp_path / f"nvidia{number}").touch()
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "2,3")
+    start = "OMP_NUM_THREADS=3 CUDA_VISIBLE_DEVICES={} deepspeed --master_port=4321 --module" + PROGRAM[2:]
+    for options, chosen in (("", "2,3"), ("-np 1 --launcher deepspeed", "2")):
+        assert shown(capsys, monkeypatch, f"--config zero3.json {options}") == [start.format(chosen)]
+    (line,) = shown(capsys, monkeypatch, "--config zero3.json --launcher torchrun")
+    assert "--nproc-per-node=2" in line
+    with pytest.raises(WorldError, match=r"^-np 3, but CUDA_VISIBLE_DEVICES=2,3 shows 2: "):
+        shown(capsys, monkeypatch, "--config zero3.json -np 3")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1b,GPU-2c")
+    with pytest.raises(WorldError, match=r"^CUDA_VISIBLE_DEVICES=GPU-1b,GPU-2c: deepspeed knows GPUs by number alone"):
+        shown(capsys, monkeypatch, "--config zero3.json")
+    monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
+    (line,) = shown(capsys, monkeypatch, "--config zero3.json -np 3")
+    assert "deepspeed --num_gpus=3" in line, "on the CPU"
+    monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
+    (line,) = shown(capsys, monkeypatch, "--config zero3.json")
+    assert "deepspeed --num_gpus=8" in line
 
 
 def test_slurm_chooses_srun(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
@@ -331,6 +385,20 @@ def test_the_report_is_lines_of_many_processes(tmp_path: Path) -> None:
     assert outcome.read(path) == outcome.Outcome(code=6, rank=0, step=3, message="the disk is gone")
     assert all(json.loads(line)["step"] == 3 for line in path.read_text().splitlines()[:2])
     outcome.Reporter("/proc/nowhere/outcome.jsonl", 0).failed(1, "said nowhere")
+
+
+@pytest.mark.parametrize(
+    "torn",
+    [b'{"rank": 2, "st{"rank": 3, "step": 1}\n', b"\xff\xfe\x00\x00\n", b"3}\n", b"17\n", b'{"code": 7}\n', b"\n"],
+)
+def test_lines_that_hosts_wrote_over_one_another_are_left_out(tmp_path: Path, torn: bytes) -> None:
+    """As NFS leaves them, where appending is no single step over several hosts."""
+    path = tmp_path / "outcome.jsonl"
+    outcome.Reporter(str(path), 0).say(began=True)
+    with path.open("ab") as file:
+        file.write(torn)
+    outcome.Reporter(str(path), 1).failed(6, "the disk is gone")
+    assert outcome.read(path) == outcome.Outcome(began=True, code=6, rank=1, step=0, message="the disk is gone")
 
 
 def test_patience_fits_together() -> None:

@@ -175,6 +175,7 @@ def test_every_file_of_launch_is_looked_at() -> None:
     known = {
         "activate",
         "bin",
+        "gpus",
         "horovod_cxx17.cmake",
         "kubernetes",
         "many-machines",

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import fcntl
 import os
 import shutil
 import subprocess
@@ -74,23 +75,22 @@ class Clone:
         self.tool("python3.11", STAND_IN)
         for name in ("g++", "make"):
             self.tool(name, "#!/bin/sh\necho 12.2.0\n")
+        self.environment = {
+            "PATH": str(tools),
+            "HOME": str(self.home),
+            "CALLS": str(self.calls_file),
+            "DSFRAME_APT": "0",
+        }
 
     def tool(self, name: str, text: str) -> None:
         (self.tools / name).write_text(text)
         (self.tools / name).chmod(0o755)
 
     def setup(self, **variables: str) -> subprocess.CompletedProcess[str]:
-        environment = {
-            "PATH": str(self.tools),
-            "HOME": str(self.home),
-            "CALLS": str(self.calls_file),
-            "DSFRAME_APT": "0",
-            **variables,
-        }
         return subprocess.run(
             ["bash", "launch/setup"],
             cwd=self.folder,
-            env=environment,
+            env={**self.environment, **variables},
             capture_output=True,
             text=True,
             timeout=30,
@@ -153,6 +153,43 @@ def test_a_failed_step_leaves_no_stamp(clone: Clone) -> None:
     assert clone.setup(FAIL="-e .[").returncode == 1
     assert not (clone.folder / ".setup" / "stamp").exists()
     assert clone.setup().returncode == 0
+
+
+def test_what_another_set_up_left_half_way_is_set_up_again(clone: Clone) -> None:
+    """Its steps have changed the environment, so that the stamp of the one before it is no longer true."""
+    constraints = clone.folder / "constraints.txt"
+    before = constraints.read_text()
+    assert clone.setup().returncode == 0
+    constraints.write_text(before + "# another commit\n")
+    assert clone.setup(FAIL="-e .[").returncode == 1
+    constraints.write_text(before)
+    clone.calls()
+    assert clone.setup().returncode == 0
+    assert clone.calls()
+
+
+def test_who_has_waited_for_another_set_up_looks_again(clone: Clone) -> None:
+    """It would install everything a second time, under the training that the first was for."""
+    assert clone.setup().returncode == 0
+    clone.calls()
+    stamp, lock = (clone.folder / ".setup" / name for name in ("stamp", "lock"))
+    done = stamp.read_text()
+    stamp.unlink()
+    with lock.open("w") as held:
+        fcntl.flock(held, fcntl.LOCK_EX)
+        waiting = subprocess.Popen(
+            ["bash", "launch/setup"], cwd=clone.folder, env=clone.environment, stdout=subprocess.PIPE, text=True
+        )
+        try:
+            assert waiting.stdout is not None
+            assert waiting.stdout.readline() == "setup: waiting for another make setup in this folder\n"
+            stamp.write_text(done)
+            fcntl.flock(held, fcntl.LOCK_UN)
+            assert waiting.communicate(timeout=30) == ("", None)
+        finally:
+            waiting.kill()
+            waiting.wait()
+    assert (waiting.returncode, clone.calls()) == (0, [])
 
 
 def test_the_second_time_takes_no_time(clone: Clone) -> None:
@@ -318,6 +355,42 @@ def test_one_machine(tmp_path: Path, arguments: str, checked: str, run: str) -> 
     assert done.stdout == f"{run}\nran {run}\n"
 
 
+@pytest.mark.parametrize(
+    ("arguments", "visible", "last"),
+    [
+        ("ddp", "2,3", "ran torchrun --standalone --nproc-per-node=2 -m dsframe.train --engine ddp"),
+        ("ddp -n 1", "GPU-1b,GPU-2c", "ran torchrun --standalone --nproc-per-node=1 -m dsframe.train --engine ddp"),
+        ("deepspeed -n 1", "2,3", "ran deepspeed --num_gpus=1 -m dsframe.train"),
+        ("ddp -n 4", "2,3", "one-machine: -n 4, but CUDA_VISIBLE_DEVICES=2,3 shows 2"),
+        (
+            "deepspeed",
+            "GPU-1b,GPU-2c",
+            "one-machine: CUDA_VISIBLE_DEVICES=GPU-1b,GPU-2c: deepspeed knows GPUs by number alone; write their numbers",
+        ),
+    ],
+)
+def test_one_machine_takes_the_gpus_that_are_visible(tmp_path: Path, arguments: str, visible: str, last: str) -> None:
+    shutil.copytree(REPOSITORY / "launch", tmp_path / "launch", ignore=shutil.ignore_patterns("bin"))
+    bin_folder = tmp_path / ".venv" / "bin"
+    bin_folder.mkdir(parents=True)
+    (bin_folder / "activate").write_text(f'PATH="{bin_folder}:$PATH"\n')
+    for name in ("dsframe", "deepspeed", "torchrun"):
+        (bin_folder / name).write_text('#!/bin/sh\necho "ran $(basename "$0") $*"\n')
+        (bin_folder / name).chmod(0o755)
+    (tmp_path / "launch" / "gpus").write_text("#!/bin/sh\necho 2\n")
+    done = subprocess.run(
+        [tmp_path / "launch" / "one-machine", *arguments.split()],
+        env=os.environ | {"CUDA_VISIBLE_DEVICES": visible},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=30,
+        check=False,
+    )
+    assert done.stdout.splitlines()[-1] == last
+    assert done.returncode == (2 if last.startswith("one-machine") else 0)
+
+
 def test_one_machine_starts_nothing_when_the_file_is_wrong(tmp_path: Path) -> None:
     shutil.copytree(REPOSITORY / "launch", tmp_path / "launch")
     bin_folder = tmp_path / ".venv" / "bin"
@@ -341,7 +414,10 @@ def test_one_machine_without_a_launcher_says_how(tmp_path: Path) -> None:
 
 
 def test_scripts_are_sound() -> None:
-    scripts = [REPOSITORY / name for name in ("launch/setup", "launch/activate", "launch/one-machine", ".ci/run")]
+    scripts = [
+        REPOSITORY / name
+        for name in ("launch/setup", "launch/activate", "launch/gpus", "launch/one-machine", ".ci/run")
+    ]
     for script in scripts:
         subprocess.run(["bash", "-n", script], check=True, timeout=30)
     assert "make test" in (REPOSITORY / ".ci" / "run").read_text()

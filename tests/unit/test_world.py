@@ -52,6 +52,60 @@ def test_hydra_names_of_mpich_and_intel_mpi() -> None:
     assert found == World(1, 2, 1, 2, 0, "mpirun")
 
 
+PALS = {
+    "PMI_RANK": "3", "PMI_SIZE": "4", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2", "PALS_NODEID": "1",
+}  # fmt: skip
+MVAPICH = {f"MV2_COMM_WORLD_{name}": value for name, value in
+           {"RANK": "3", "SIZE": "4", "LOCAL_RANK": "1", "LOCAL_SIZE": "2"}.items()}  # fmt: skip
+
+
+@pytest.mark.parametrize("variables", [PALS, MVAPICH], ids=["HPE PALS", "MVAPICH2"])
+def test_names_of_other_mpis(variables: dict[str, str]) -> None:
+    assert world.read(variables) == World(3, 4, 1, 2, 1, "mpirun")
+
+
+@pytest.mark.parametrize(
+    ("variables", "named"),
+    [
+        ({"PMI_RANK": "1", "PMI_SIZE": "4"}, "PMI_SIZE=4"),
+        ({"PALS_RANKID": "1", "PALS_LOCAL_RANKID": "1", "PALS_LOCAL_SIZE": "2"}, "PALS_LOCAL_SIZE=2"),
+    ],
+)
+def test_one_of_many_processes_of_an_unknown_launcher_does_not_train_alone(
+    variables: dict[str, str], named: str
+) -> None:
+    with pytest.raises(WorldError, match=rf"^{named}: .* export RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE"):
+        world.read(variables)
+    assert world.read({"PMI_RANK": "0", "PMI_SIZE": "1"}) == World()
+
+
+def test_a_launcher_that_does_not_say_how_many_processes_a_host_has() -> None:
+    with pytest.raises(WorldError, match="PALS_LOCAL_SIZE is not set, though the launcher's other variables are"):
+        world.read({name: value for name, value in PALS.items() if name != "PALS_LOCAL_SIZE"})
+
+
+# The least that torch's env:// needs, on the second of two hosts with two processes each.
+BY_HAND = {"RANK": "3", "WORLD_SIZE": "4", "LOCAL_RANK": "1", "MASTER_ADDR": "node1", "MASTER_PORT": "29511"}
+
+
+def test_variables_set_by_hand_within_srun_are_sruns() -> None:
+    """``RANK=$SLURM_PROCID`` and its like say nothing new, and not how many processes a host has."""
+    assert world.read(ENVIRONMENTS["srun"] | BY_HAND) == World(3, 4, 1, 2, 1, "srun", "node1", 29511)
+
+
+def test_variables_set_by_hand_may_be_those_of_several_hosts() -> None:
+    with pytest.raises(WorldError, match=r"^LOCAL_WORLD_SIZE is not set, and MASTER_ADDR=node1 may be another host"):
+        world.read(BY_HAND)
+    # Slurm's say something else: its tasks are not the processes of this run.
+    with pytest.raises(WorldError, match=r"^LOCAL_WORLD_SIZE is not set"):
+        world.read(ENVIRONMENTS["srun"] | BY_HAND | {"WORLD_SIZE": "8"})
+    for address in ("localhost", "127.0.0.1", "::1"):
+        assert world.read(BY_HAND | {"LOCAL_RANK": "3", "MASTER_ADDR": address}).local_size == 4
+    assert world.read({"RANK": "1", "WORLD_SIZE": "2"}).local_size == 2
+    assert world.read(BY_HAND | {"RANK": "0", "WORLD_SIZE": "1", "LOCAL_RANK": "0"}).local_size == 1
+    assert world.read(BY_HAND | {"LOCAL_WORLD_SIZE": "2"}).node == 1
+
+
 def test_horovodrun_over_mpi_is_horovodrun() -> None:
     """Where Horovod was built with MPI, horovodrun starts mpirun; who types horovodrun still wants Horovod."""
     options = {"OMPI_MCA_pml": "ob1", "OMPI_MCA_btl": "^openib", "OMPI_MCA_orte_tag_output": "1"}
@@ -191,6 +245,14 @@ def test_threads_are_shared_among_the_ranks_of_a_host(monkeypatch: pytest.Monkey
     assert settle_threads(World(0, 4, 0, 4), None) == 2
     assert settle_threads(World(0, 64, 0, 64), None) == 2  # what is set by now holds
     assert settle_threads(World(0, 64, 0, 64), 3) == 3
+    # srun --cpus-per-task=8 has shared the cores out before, unless it binds nobody and all are still there.
+    for wanted, threads in (("8", 8), ("2", 2)):
+        monkeypatch.setenv("SLURM_CPUS_PER_TASK", wanted)
+        monkeypatch.setenv("OMP_NUM_THREADS", "")
+        assert settle_threads(World(0, 4, 0, 4, launcher="srun"), None) == threads
+    monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
+    monkeypatch.setenv("OMP_NUM_THREADS", "")
+    assert settle_threads(World(0, 4, 0, 4, launcher="torchrun"), None) == 2, "of a task that is a whole host"
     monkeypatch.setenv("OMP_NUM_THREADS", "many")
     with pytest.raises(WorldError, match="OMP_NUM_THREADS='many'"):
         settle_threads(World(), None)
