@@ -6,7 +6,6 @@ This is the only place that knows all the parts. ``dsframe.fit`` calls it from P
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from dsframe import __version__, allocator, cores, engines, phases
 from dsframe import world as worlds
 from dsframe.config import Batch, Config, Facts, elastic, load, scaling
-from dsframe.errors import CheckpointError, ConfigError, Problem, StoppedError, TrainingError, WorldError
+from dsframe.errors import CheckpointError, ConfigError, StoppedError, TrainingError, WorldError
 from dsframe.report import loggers, outcome, output
+from dsframe.report.claim import Claim
 from dsframe.world import World
 
 if TYPE_CHECKING:
@@ -99,13 +99,14 @@ def execute(
     task.seed = config.settings.seed
     data = cache(lambda: (task.train_data(), task.eval_data()))
     said = (*choice.announcements, *notes)
-    run = _Run(config, task, choice.name, data, resume, verbose, quiet, threads, bound, said, began)
-    phases.done("data")
-    if not world.elastic:
-        return _train(run, world, None)
-    data()  # not while others wait for this process
-    summary: Summary = engines.elastic(choice.name)(partial(_train, run), config)
-    return summary
+    with Claim() as claim:
+        run = _Run(config, task, choice.name, data, resume, verbose, quiet, threads, bound, said, began, claim)
+        phases.done("data")
+        if not world.elastic:
+            return _train(run, world, None)
+        data()  # not while others wait for this process
+        summary: Summary = engines.elastic(choice.name)(partial(_train, run), config)
+        return summary
 
 
 @dataclass(frozen=True)
@@ -124,6 +125,7 @@ class _Run:
     bound: tuple[int, ...]
     said: tuple[str, ...]
     began: float
+    claim: Claim
 
 
 def _train(run: _Run, world: World, commits: Commits | None) -> Summary:
@@ -176,7 +178,7 @@ def _train(run: _Run, world: World, commits: Commits | None) -> Summary:
     lines = (*run.said, *_said(config, task, batch, run.bound, device)) if last is None else ()
     for line in (*lines, *(elastic.said(batch, world.size) if commits else ())):
         say(line)
-    _claim(directory, world)
+    run.claim.take(directory, world, say, takes_over=last is not None)
     phases.done("data")
     make = engines.load(run.engine, config)
     phases.done("engine's imports")
@@ -282,19 +284,6 @@ def _loaders(run: _Run, batch: Batch, world: World, device: torch.device) -> tup
     return loader, EvaluationLoader(
         held_out, seed=seed, micro_batch_size=size, rank=rank, ranks=ranks, device=device, workers=task.workers
     )
-
-
-def _claim(directory: Path, world: World) -> None:
-    """Makes the run's directory, before anything is set up. Raises ConfigError where it cannot be written to."""
-    if not world.is_main:
-        return
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        text, remedy = f"{directory} cannot be written to: {error.strerror}", "choose another with --run-dir"
-        raise ConfigError([Problem("error", "dsframe.run_dir", text, remedy, code="run-dir")]) from None
 
 
 def _facts(config: Config, loader: Loader, evaluation: EvaluationLoader | None) -> dict[str, str]:
