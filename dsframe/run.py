@@ -143,7 +143,7 @@ def _train(run: _Run, world: World, commits: Commits | None) -> Summary:
     from dsframe.report.memory import resident_bytes
     from dsframe.report.observe import Observer
     from dsframe.report.progress import Progress
-    from dsframe.report.record import Record, beside
+    from dsframe.report.record import Record, beside, finished
     from dsframe.report.watchdog import Watchdog
     from dsframe.trainer import Cadence, Trainer
 
@@ -213,7 +213,10 @@ def _train(run: _Run, world: World, commits: Commits | None) -> Summary:
         else:
             start = begin(engine, run.resume, checkpoints, mine, cadence.total_steps, say, watchdog.alive)
     done = start.step if start.in_place else 0
-    record = Record(plan, run.engine, engine.description, ready_seconds, done, share) if world.is_main else None
+    complete = done == cadence.total_steps and finished(directory, done)
+    record = None
+    if world.is_main and not complete:
+        record = Record(plan, run.engine, engine.description, ready_seconds, done, share, say=say)
     observer = Observer(plan, directory, start.step, cadence.total_steps, progress.say)
     saver = Saver(
         engine,
@@ -249,9 +252,14 @@ def _train(run: _Run, world: World, commits: Commits | None) -> Summary:
     if record:
         forecast = predicted(config, run.engine, task, readers, device, base_bytes)
         record.finish(summary, forecast, sent)
-        page.write([directory], directory / "report.html")
+        with record.surviving():
+            page.write([directory], directory / "report.html")
         say(str(summary))
         say(beside(summary, forecast))
+    elif complete:
+        say(
+            f"{directory} is complete: all {done:,} steps are done, and its record stays; raise steps or epochs to train on"
+        )
     return summary
 
 

@@ -11,7 +11,7 @@ import socket
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
 
 import pytest
@@ -110,6 +110,16 @@ def test_who_takes_over_within_a_run_waits_and_goes_on(tmp_path: Path) -> None:
         assert own.held
         own.take(tmp_path, World(1, 2), said.append, takes_over=True)  # another is rank 0 now
         assert not own.held
+
+
+def test_a_run_that_fails_lets_go(tmp_path: Path) -> None:
+    own = Claim()
+    with suppress(KeyboardInterrupt), own:
+        own.take(tmp_path, World(), print)
+        raise KeyboardInterrupt
+    assert not own.held
+    with held(tmp_path):
+        pass
 
 
 @pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS])
