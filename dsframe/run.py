@@ -6,7 +6,6 @@ This is the only place that knows all the parts. ``dsframe.fit`` calls it from P
 from __future__ import annotations
 
 import os
-import tempfile
 import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,8 +16,9 @@ from typing import TYPE_CHECKING, Any
 from dsframe import __version__, allocator, cores, engines, phases
 from dsframe import world as worlds
 from dsframe.config import Batch, Config, Facts, elastic, load, scaling
-from dsframe.errors import CheckpointError, ConfigError, Problem, StoppedError, TrainingError, WorldError
+from dsframe.errors import CheckpointError, ConfigError, StoppedError, TrainingError, WorldError
 from dsframe.report import loggers, outcome, output
+from dsframe.report.claim import Claim
 from dsframe.world import World
 
 if TYPE_CHECKING:
@@ -98,13 +98,14 @@ def execute(
     task.seed = config.settings.seed
     data = cache(lambda: (task.train_data(), task.eval_data()))
     said = (*choice.announcements, *notes)
-    run = _Run(config, task, choice.name, data, resume, verbose, quiet, threads, bound, said, began)
-    phases.done("data")
-    if not world.elastic:
-        return _train(run, world, None)
-    data()  # not while others wait for this process
-    summary: Summary = engines.elastic(choice.name)(partial(_train, run), config)
-    return summary
+    with Claim() as claim:
+        run = _Run(config, task, choice.name, data, resume, verbose, quiet, threads, bound, said, began, claim)
+        phases.done("data")
+        if not world.elastic:
+            return _train(run, world, None)
+        data()  # not while others wait for this process
+        summary: Summary = engines.elastic(choice.name)(partial(_train, run), config)
+        return summary
 
 
 @dataclass(frozen=True)
@@ -123,6 +124,7 @@ class _Run:
     bound: tuple[int, ...]
     said: tuple[str, ...]
     began: float
+    claim: Claim
 
 
 def _train(run: _Run, world: World, commits: Commits | None) -> Summary:
@@ -140,7 +142,7 @@ def _train(run: _Run, world: World, commits: Commits | None) -> Summary:
     from dsframe.report.memory import resident_bytes
     from dsframe.report.observe import Observer
     from dsframe.report.progress import Progress
-    from dsframe.report.record import Record, beside
+    from dsframe.report.record import Record, beside, finished
     from dsframe.report.watchdog import Watchdog
     from dsframe.trainer import Cadence, Trainer
 
@@ -172,7 +174,7 @@ def _train(run: _Run, world: World, commits: Commits | None) -> Summary:
     def say(line: str) -> None:
         progress.say(f"dsframe: {line}")
 
-    _claim(directory, world)
+    run.claim.take(directory, world, say, takes_over=last is not None)
     phases.done("data")
     make = engines.load(run.engine, config)
     phases.done("engine's imports")
@@ -210,7 +212,10 @@ def _train(run: _Run, world: World, commits: Commits | None) -> Summary:
         else:
             start = begin(engine, run.resume, checkpoints, mine, cadence.total_steps, say, watchdog.alive)
     done = start.step if start.in_place else 0
-    record = Record(plan, run.engine, engine.description, ready_seconds, done, share) if world.is_main else None
+    complete = done == cadence.total_steps and finished(directory, done)
+    record = None
+    if world.is_main and not complete:
+        record = Record(plan, run.engine, engine.description, ready_seconds, done, share, say=say)
     observer = Observer(plan, directory, start.step, cadence.total_steps, progress.say)
     saver = Saver(
         engine,
@@ -246,9 +251,14 @@ def _train(run: _Run, world: World, commits: Commits | None) -> Summary:
     if record:
         forecast = predicted(config, run.engine, task, readers, device, base_bytes)
         record.finish(summary, forecast, sent)
-        page.write([directory], directory / "report.html")
+        with record.surviving():
+            page.write([directory], directory / "report.html")
         say(str(summary))
         say(beside(summary, forecast))
+    elif complete:
+        say(
+            f"{directory} is complete: all {done:,} steps are done, and its record stays; raise steps or epochs to train on"
+        )
     return summary
 
 
@@ -281,19 +291,6 @@ def _loaders(run: _Run, batch: Batch, world: World, device: torch.device) -> tup
     return loader, EvaluationLoader(
         held_out, seed=seed, micro_batch_size=size, rank=rank, ranks=ranks, device=device, workers=task.workers
     )
-
-
-def _claim(directory: Path, world: World) -> None:
-    """Makes the run's directory, before anything is set up. Raises ConfigError where it cannot be written to."""
-    if not world.is_main:
-        return
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        with tempfile.TemporaryFile(dir=directory):
-            pass
-    except OSError as error:
-        text, remedy = f"{directory} cannot be written to: {error.strerror}", "choose another with --run-dir"
-        raise ConfigError([Problem("error", "dsframe.run_dir", text, remedy, code="run-dir")]) from None
 
 
 def _facts(config: Config, loader: Loader, evaluation: EvaluationLoader | None) -> dict[str, str]:

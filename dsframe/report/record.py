@@ -1,16 +1,19 @@
 """A run's directory: ``run.json`` and ``config.json`` say what runs, ``metrics.jsonl`` is written as it happens, and
 ``summary.json`` when the run has succeeded.
 
-Only rank 0 keeps a record. The files hold plain JSON and can be read while the run goes on.
+Only rank 0 keeps a record. The files hold plain JSON and can be read while the run goes on. A disk that is full ends no training:
+lines wait until they can be written, and a file that replaces another is whole before it does.
 """
 
 from __future__ import annotations
 
+import contextlib
 import json
 import math
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -42,12 +45,14 @@ class Record:
         start_seconds: float,
         done_steps: int = 0,
         utilization: Utilization | None = None,
+        *,
+        say: Callable[[str], None],
     ) -> None:
         """``start_seconds``: from the start of the run to a ready engine. ``done_steps``: steps of an earlier run to go on from."""
         directory = plan.directory
-        directory.mkdir(parents=True, exist_ok=True)
-        (directory / _SUMMARY).unlink(missing_ok=True)
-        self._directory = directory
+        self._directory, self._say, self._told = directory, say, False
+        with self.surviving():
+            (directory / _SUMMARY).unlink(missing_ok=True)
         self._about = {
             "engine": engine,
             "description": description,
@@ -61,11 +66,14 @@ class Record:
         }
         if utilization:
             self._about |= {"flops_per_unit": utilization.flops_per_unit, "peak_flops": utilization.peak_flops}
-        _write(directory / _ORIGIN, provenance())
-        _write(directory / _CONFIG, plan.config.shown())
+        with self.surviving():
+            _write(directory / _ORIGIN, provenance())
+            _write(directory / _CONFIG, plan.config.shown())
         before = _lines_until(directory / _METRICS, done_steps) if done_steps else []
-        self._file = (directory / _METRICS).open("w", encoding="utf-8", buffering=1)
-        self._file.writelines(before)
+        self._file: FileIO | None = None
+        self._partial, self._begun = _partial(directory / _METRICS), False
+        """The name of ``metrics.jsonl`` until it has what an earlier run has left there, which waits first."""
+        self._waiting = "".join(before).encode()
         self._loggers = Loggers(
             plan.config, self._about, directory, plan.batch.train_batch_size, done_steps if before else 0
         )
@@ -77,18 +85,52 @@ class Record:
             key: None if isinstance(value, float) and not math.isfinite(value) else value
             for key, value in record.items()
         }
-        self._file.write(json.dumps(clean) + "\n")
+        self._add(clean)
         self._loggers.write(clean)
 
     def started(self, phases: Mapping[str, float]) -> None:
         """The first step has ended. ``phases``: seconds since the process's start, by what they were spent on."""
         self._about["startup_seconds"] = dict(phases)
-        self._file.write(json.dumps({"startup_seconds": dict(phases), "at": time.time()}) + "\n")
+        self._add({"startup_seconds": dict(phases), "at": time.time()})
+
+    def _add(self, line: Mapping[str, Any]) -> None:
+        self._waiting += (json.dumps(line) + "\n").encode()
+        with self.surviving():
+            self._flush()
+
+    def _flush(self) -> None:
+        """Writes what waits, after the last byte that is there: half a line is made whole. Raises OSError."""
+        if self._file is None:
+            self._file = self._partial.open("wb", buffering=0)
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+        if not self._begun:
+            self._partial.replace(self._directory / _METRICS)
+            self._begun = True
+        self._told = False
 
     def close(self, ending: Ending) -> None:
         """The run ends; what was written stays."""
-        self._file.close()
+        self._told = False  # what does not get there now never does
+        with self.surviving():
+            self._flush()
+        if self._file:
+            with self.surviving():
+                self._file.close()
         self._loggers.close(ending)
+
+    @contextlib.contextmanager
+    def surviving(self) -> Iterator[None]:
+        """Around what writes into the run's directory: a disk that does not let it is named once, and ends no training."""
+        try:
+            yield
+        except (OSError, DataError) as error:
+            if not self._told:
+                self._say(
+                    f"WARNING: the record in {self._directory} cannot be written ({error}); the training does not depend on it, "
+                    "and metrics.jsonl is completed as soon as it can be"
+                )
+            self._told = True
 
     def finish(self, summary: Summary, predicted: Mapping[str, Any], communication: Mapping[str, Any] | None) -> None:
         """Writes ``summary.json``; its presence says that the run came to its end.
@@ -99,7 +141,8 @@ class Record:
         content = {**self._about, **asdict(summary), "predicted": dict(predicted)}
         if communication is not None:
             content["communication"] = dict(communication)
-        _write(self._directory / _SUMMARY, content)
+        with self.surviving():
+            _write(self._directory / _SUMMARY, content)
 
 
 def beside(summary: Summary, predicted: Mapping[str, Any]) -> str:
@@ -120,7 +163,18 @@ def beside(summary: Summary, predicted: Mapping[str, Any]) -> str:
 
 
 def _write(path: Path, content: Mapping[str, Any]) -> None:
-    path.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+    partial = _partial(path)
+    try:
+        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
 
 
 def _lines_until(path: Path, step: int) -> list[str]:
@@ -147,6 +201,14 @@ def read_summary(directory: Path) -> dict[str, Any]:
     except OSError as error:
         raise DataError(f"{directory} holds no finished run: {error}") from None
     return summary
+
+
+def finished(directory: Path, steps: int) -> bool:
+    """Whether a run of so many steps has come to its end there."""
+    try:
+        return bool(read_summary(directory)["steps"] == steps)
+    except (DataError, ValueError):  # cut off by a full disk
+        return False
 
 
 def read_origin(directory: Path) -> dict[str, Any]:

@@ -1,0 +1,139 @@
+"""A run's directory is one run's: a second one is refused, and whoever comes after the first, however it ended, is not."""
+
+from __future__ import annotations
+
+import errno
+import fcntl
+import os
+import re
+import signal
+import socket
+import subprocess
+import sys
+from collections.abc import Callable, Iterator
+from contextlib import ExitStack, contextmanager, suppress
+from pathlib import Path
+
+import pytest
+
+from dsframe import run
+from dsframe.config import load
+from dsframe.errors import ConfigError, WorldError
+from dsframe.report import claim
+from dsframe.report.claim import Claim
+from dsframe.world import World
+from tests.engines.odd_task import Odd
+
+HOLD = """
+import os, sys, time
+from pathlib import Path
+from dsframe.report.claim import Claim
+from dsframe.world import World
+Claim().take(Path(sys.argv[1]), World(), print)
+worker = os.fork()  # as workers that read data are
+if worker:
+    print(worker, flush=True)
+time.sleep(600)
+"""
+
+Ending = Callable[[], None]
+
+
+@contextmanager
+def held(directory: Path) -> Iterator[tuple[int, Ending]]:
+    """Another process has it, and a worker; gives its number, and what kills it and leaves the worker."""
+    holder = subprocess.Popen([sys.executable, "-c", HOLD, str(directory)], stdout=subprocess.PIPE, text=True)
+    assert holder.stdout is not None
+    worker = int(holder.stdout.readline())
+    with ExitStack() as ending:
+        ending.callback(holder.stdout.close)
+        ending.callback(os.kill, worker, signal.SIGKILL)
+        ending.callback(holder.wait)
+        ending.callback(holder.kill)
+
+        def kill() -> None:
+            holder.kill()
+            holder.wait()
+            os.kill(worker, 0)  # is there
+
+        yield holder.pid, kill
+
+
+@pytest.fixture(autouse=True)
+def _short(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(claim, "PATIENCE_SECONDS", 0.2)
+
+
+def test_a_second_run_is_refused_and_touches_nothing(tmp_path: Path) -> None:
+    """And the next one is not, though a worker of the run that was killed is still there."""
+    file = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+        "dsframe": {"engine": "single", "steps": 1, "threads_per_rank": 1, "run_dir": str(tmp_path)},
+    }
+    partial = tmp_path / "checkpoints" / ".step-00000004.partial"
+    partial.mkdir(parents=True)
+    (tmp_path / "metrics.jsonl").write_text('{"run": {}}\n')
+    with held(tmp_path) as (holder, kill):
+        who = f"process {holder} on {socket.gethostname()}"
+        with pytest.raises(WorldError, match=re.escape(f"{tmp_path} is in use by another run ({who})")):
+            run.execute(load(file), task=Odd(), world=World(), quiet=True)
+        assert partial.is_dir()
+        assert (tmp_path / "metrics.jsonl").read_text() == '{"run": {}}\n'
+        kill()
+        run.execute(load(file), task=Odd(), world=World(), quiet=True)
+        run.execute(load(file), task=Odd(), world=World(), quiet=True)  # twice in one process
+    assert not partial.exists()
+
+
+def test_one_that_is_about_to_end_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    said: list[str] = []
+    with held(tmp_path) as (holder, kill), Claim() as own:
+        monkeypatch.setattr(claim.time, "sleep", lambda seconds: kill())
+        own.take(tmp_path, World(), said.append)
+        assert own.held
+    (line,) = said
+    assert f"process {holder} on" in line
+    assert (tmp_path / ".lock").read_text() == ""
+
+
+def test_who_takes_over_within_a_run_waits_and_goes_on(tmp_path: Path) -> None:
+    """Where processes come and go: rank 0's host may be gone, with the lock, and no other run has come."""
+    said: list[str] = []
+    with held(tmp_path), Claim() as own:
+        own.take(tmp_path, World(), said.append, takes_over=True)
+        assert not own.held
+    with Claim() as own:
+        own.take(tmp_path, World(), said.append, takes_over=True)
+        assert own.held
+        own.take(tmp_path, World(), said.append, takes_over=True)
+        assert own.held
+        own.take(tmp_path, World(1, 2), said.append, takes_over=True)  # another is rank 0 now
+        assert not own.held
+
+
+def test_a_run_that_fails_lets_go(tmp_path: Path) -> None:
+    own = Claim()
+    with suppress(KeyboardInterrupt), own:
+        own.take(tmp_path, World(), print)
+        raise KeyboardInterrupt
+    assert not own.held
+    with held(tmp_path):
+        pass
+
+
+@pytest.mark.parametrize("number", [errno.ENOLCK, errno.ENOTSUP, errno.EINVAL, errno.ENOSYS])
+def test_a_file_system_without_locks(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def refuse(*arguments: object) -> None:
+        raise OSError(number, os.strerror(number))
+
+    monkeypatch.setattr(fcntl, "lockf", refuse)
+    with Claim() as own:
+        own.take(tmp_path, World(), print)
+        assert not own.held
+
+
+def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
+    (tmp_path / "file").touch()
+    with Claim() as own, pytest.raises(ConfigError, match=r"cannot be written to: Not a directory; .*--run-dir"):
+        own.take(tmp_path / "file" / "run", World(), print)

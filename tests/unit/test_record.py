@@ -1,0 +1,114 @@
+"""A run's record on a disk that is full for a while, or when the run goes on: nothing that was written is lost."""
+
+from __future__ import annotations
+
+import json
+import resource
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from dsframe import run
+from dsframe.config import load
+from dsframe.report.record import Record, read_metrics, read_summary
+from dsframe.trainer import Summary
+from dsframe.world import World
+from tests.engines.odd_task import Odd
+
+SUMMARY = Summary(3, 1.0, 8.0, "samples", 8, 0.5, 1.0, {}, (2**20,), 0)
+
+
+def record(directory: Path, said: list[str], done_steps: int = 0) -> Record:
+    file: Any = {"train_batch_size": 8, "optimizer": {"type": "SGD"}}
+    device, batch = SimpleNamespace(type="cpu"), SimpleNamespace(train_batch_size=8)
+    plan: Any = SimpleNamespace(directory=directory, config=load(file), world=World(), device=device, batch=batch)
+    return Record(plan, "single", "PyTorch, one process", 1.0, done_steps, say=said.append)
+
+
+@contextmanager
+def full(size: int) -> Iterator[None]:
+    """No file grows beyond ``size`` bytes: on the way there, a line is half written."""
+    soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (size, hard))
+    try:
+        yield
+    finally:
+        resource.setrlimit(resource.RLIMIT_FSIZE, (soft, hard))
+
+
+def steps(directory: Path) -> list[int]:
+    return [line["step"] for line in read_metrics(directory) if "step" in line]
+
+
+def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
+    said: list[str] = []
+    own = record(tmp_path, said)
+    own.write({"step": 1, "loss": 3.0})
+    with full((tmp_path / "metrics.jsonl").stat().st_size + 7):
+        own.write({"step": 2, "loss": 2.0})
+        own.started({"engine": 1.0})
+        assert steps(tmp_path) == [1]  # with half a line, which nobody reads
+    own.write({"step": 3, "loss": 1.0})
+    assert steps(tmp_path) == [1, 2, 3]
+    own.finish(SUMMARY, {}, None)
+    assert read_summary(tmp_path)["steps"] == 3
+    (line,) = said
+    assert line.startswith(f"WARNING: the record in {tmp_path} cannot be written ([Errno 27] File too large")
+
+
+def test_one_that_stays_full(tmp_path: Path) -> None:
+    """The training comes to its end, and each half of what happened is said."""
+    said: list[str] = []
+    own = record(tmp_path, said)
+    with full(0):
+        own.write({"step": 1, "loss": 3.0})
+        own.finish(SUMMARY, {}, None)
+    assert steps(tmp_path) == []
+    assert not (tmp_path / "summary.json").exists()
+    assert len(said) == 2
+
+
+def test_a_run_that_goes_on_keeps_its_curve_whatever_happens(tmp_path: Path) -> None:
+    own = record(tmp_path, [])
+    for step in (1, 2, 3, 4):
+        own.write({"step": step, "loss": 1.0})
+    own.close("KILLED")
+    origin = (tmp_path / "run.json").read_text()
+    with full(10):
+        again = record(tmp_path, [], done_steps=3)
+        assert steps(tmp_path) == [1, 2, 3, 4]  # nothing is lost yet, should the run be killed now
+        assert (tmp_path / "run.json").read_text() == origin
+        again.write({"step": 4, "loss": 0.5})
+    again.write({"step": 5, "loss": 0.5})
+    again.close("FINISHED")
+    assert steps(tmp_path) == [1, 2, 3, 4, 5]
+    assert sum("run" in line for line in read_metrics(tmp_path)) == 2
+    assert [path.name for path in tmp_path.glob("*.partial")] == []
+
+
+def test_a_run_that_is_complete_stays_as_it_is(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """--resume auto once more: its rate, its loss and its seconds are those of the training."""
+    file: dict[str, Any] = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+        "dsframe": {"engine": "single", "steps": 3, "threads_per_rank": 1, "run_dir": str(tmp_path)},
+    }
+    run.execute(load(file), task=Odd(), world=World(), quiet=True)
+    before = {path.name: path.read_bytes() for path in tmp_path.glob("*.json*")}
+    assert json.loads(before["summary.json"])["rate"] > 0
+    run.execute(load(file), task=Odd(), world=World(), resume="auto")
+    assert {path.name: path.read_bytes() for path in tmp_path.glob("*.json*")} == before
+    assert f"dsframe: {tmp_path} is complete: all 3 steps are done" in capsys.readouterr().err
+    (tmp_path / "summary.json").write_text(
+        json.dumps({**json.loads(before["summary.json"]), "steps": 9})
+    )  # of another length
+    run.execute(load(file), task=Odd(), world=World(), resume="auto", quiet=True)
+    assert read_summary(tmp_path)["steps"] == 3
+    file["dsframe"]["steps"] = 5
+    run.execute(load(file), task=Odd(), world=World(), resume="auto", quiet=True)
+    assert read_summary(tmp_path)["steps"] == 5
+    assert steps(tmp_path)[-1] == 5
