@@ -219,7 +219,7 @@ class Room:
             plan = SimpleNamespace(world=SimpleNamespace(rank=rank, size=self.size), device=torch.device("cpu"))
             results[rank] = action(SimpleNamespace(plan=plan, sum_over_ranks=sum_over_ranks))
 
-        threads = [threading.Thread(target=one, args=(rank,)) for rank in range(self.size)]
+        threads = [threading.Thread(target=one, args=(rank,), name=f"rank {rank}") for rank in range(self.size)]
         for thread in threads:
             thread.start()
         for thread in threads:
