@@ -231,6 +231,7 @@ class Checkpoint:
         self.path, self.rank = path, rank
         self.manifest = store.read_manifest(path)
         self._parameters: Mapping[str, Mapping[str, Any]] = self.manifest["parameters"]
+        self._moments = {key for entry in self._parameters.values() for key in entry["moments"]}
         self._open: dict[str, Any] = {}
         self._stack = contextlib.ExitStack()
 
@@ -267,12 +268,15 @@ class Checkpoint:
         """One parameter, in fp32, on the CPU. Raises CheckpointError where the file does not hold it."""
         entry = self._parameters[name]
         file = self._file(entry["file"])
+        # An earlier dsframe wrote the moments of a weight without dimensions as numbers.
+        numbers = set() if entry["shape"] else self._moments & entry["scalars"].keys()
         try:
             return ParameterState(
                 name,
                 file.get_tensor(f"{_WEIGHT}/{name}"),
-                {key: file.get_tensor(f"{key}/{name}") for key in entry["moments"]},
-                entry["scalars"],
+                {key: file.get_tensor(f"{key}/{name}") for key in entry["moments"]}
+                | {key: torch.tensor(float(entry["scalars"][key])) for key in numbers},
+                {key: value for key, value in entry["scalars"].items() if key not in numbers},
             )
         except SafetensorError as error:
             raise CheckpointError(f"{self.path}/{entry['file']}: {name}: {error}") from None

@@ -161,7 +161,7 @@ class Store:
     def make_way(self, after: int | None = None) -> Path | None:
         """Moves an earlier run's checkpoints into ``checkpoints.1`` (2, ...), so that a new one does not mix with them.
 
-        ``after``: only those of later steps, and none that are damaged. Returns where to, None where there are none. Raises OSError.
+        ``after``: only whole ones of later steps. Returns where to, None where there are none. Raises OSError.
         """
         found = [path for path in self.newest_first() if after is None or (step_of(path) or 0) > after]
         if not found and (after is not None or not self.damaged()):

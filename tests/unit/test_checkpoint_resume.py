@@ -11,13 +11,12 @@ from types import SimpleNamespace
 from typing import Any
 
 import pytest
-import torch
 
-from dsframe.checkpoint import portable, resume, store
-from dsframe.checkpoint.state import EngineState, SavedState
+from dsframe.checkpoint import resume, store
+from dsframe.checkpoint.state import SavedState
 from dsframe.checkpoint.store import Store
 from dsframe.errors import CheckpointError
-from tests.unit.test_checkpoint_background import SIZES, Training, saver
+from tests.unit.test_checkpoint_background import Training, saver
 from tests.unit.test_checkpoint_portable import Room
 
 PARTS = ("part-00000-000.safetensors", "part-00001-000.safetensors")
