@@ -14,7 +14,7 @@ import torch
 from dsframe.checkpoint import generators, store
 from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.share import failures, share
-from dsframe.checkpoint.sight import examine
+from dsframe.checkpoint.sight import examine, rehearse
 from dsframe.checkpoint.state import ParameterState, SavedView
 from dsframe.checkpoint.store import Store
 from dsframe.config import secrets
@@ -127,8 +127,10 @@ def begin(
     ``wanted``: "never", "auto" (the newest whole one in ``folder``, a run's own; from the start where there is none), or a path
     to a checkpoint or a folder with some. Damaged ones found by "auto" or in a folder are renamed, named to ``say``, and
     the one before is taken. ``sign_of_life`` is called after each file and each parameter. Raises CheckpointError where there
-    is nothing to go on from, only another training's, or what one rank cannot read: then nothing is renamed.
+    is nothing to go on from, only another training's, or what one rank cannot read (then nothing is renamed), and where the run
+    could not be saved.
     """
+    rehearse(engine, folder.directory)
     sweep(engine, folder, say)
     if wanted == "never":
         make_way(engine, folder, None, say)

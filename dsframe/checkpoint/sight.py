@@ -3,13 +3,62 @@
 from __future__ import annotations
 
 import json
+import os
+import shutil
 import socket
 from collections.abc import Callable, Collection
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from dsframe.checkpoint import store
+from dsframe.checkpoint.portable import DTYPES, attempt
 from dsframe.checkpoint.share import Ranks, share
 from dsframe.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from dsframe.engine import Engine
+
+
+def rehearse(engine: Engine, folder: Path) -> None:
+    """**Collective.** Does what saving will need, if this run is to save: rank 0 makes something in ``folder``, every other rank
+    sees it and writes beside it, and all is taken away. Raises CheckpointError, on every rank, where one cannot.
+
+    Else the first save would say so, which by default is the end of training.
+    """
+    wanted, world = engine.plan.config.settings.checkpoints, engine.plan.world
+    if not wanted.at_end and wanted.every_steps is None:
+        return
+    odd = [f"{name} ({one.dtype})" for name, one in engine.state().buffers.items() if one.dtype not in DTYPES]
+    if odd := sorted({name for text in share(engine, json.dumps(odd)) for name in json.loads(text)}):
+        raise CheckpointError(
+            f"this run could not be saved: a checkpoint cannot hold the buffer {', '.join(odd)}; register it with "
+            "persistent=False, or in another dtype"
+        )
+    token = share(engine, os.urandom(8).hex() if world.is_main else "")[0]
+    trial = folder / f".{token}.partial"  # a name that no host has asked for before: it cannot be remembered as missing
+    failure = attempt(lambda: _begin(trial)) if world.is_main else ""
+    said = share(engine, failure)
+    if not world.is_main and not said[0]:
+        failure = attempt(lambda: _join(trial, world.rank))
+    said = share(engine, failure)
+    if world.is_main:
+        shutil.rmtree(trial, ignore_errors=True)
+    if any(said):
+        raise CheckpointError(
+            f"this run could not be saved: {'; '.join(named(engine, said))}; every host needs this folder, shared (NFS) and "
+            'writable: choose another with --run-dir, or save nothing with "checkpoints": {"at_end": false}'
+        )
+
+
+def _begin(trial: Path) -> None:
+    trial.mkdir(parents=True)
+    (trial / "0").write_bytes(b"0")
+
+
+def _join(trial: Path, rank: int) -> None:
+    (trial / "0").read_bytes()
+    (trial / str(rank)).write_bytes(b"0")
+    (trial / str(rank)).unlink()  # here, where it is known at once
 
 
 def examine(ranks: Ranks, path: Path, sign_of_life: Callable[[], None] = lambda: None) -> list[str]:

@@ -6,14 +6,17 @@ import errno
 import os
 import threading
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
+from torch import Tensor
 
 from dsframe.checkpoint import resume, store
-from dsframe.checkpoint.state import SavedState
+from dsframe.checkpoint.state import EngineState, SavedState
 from dsframe.checkpoint.store import Store
 from dsframe.errors import CheckpointError
 from tests.unit.test_checkpoint_background import Training, saver
@@ -25,11 +28,15 @@ PARTS = ("part-00000-000.safetensors", "part-00001-000.safetensors")
 class Resuming(Training):
     """An engine that goes on."""
 
-    def __init__(self, ranks: Any, **checkpoints: Any) -> None:
+    def __init__(self, ranks: Any, buffers: dict[str, Tensor], **checkpoints: Any) -> None:
         super().__init__(ranks)
         kept = SimpleNamespace(**{"every_steps": None, "at_end": True, **checkpoints})
         self.plan.config = SimpleNamespace(settings=SimpleNamespace(checkpoints=kept))
         self.plan.batch = SimpleNamespace(sharing=1)
+        self.buffers = buffers
+
+    def state(self) -> EngineState:
+        return replace(super().state(), buffers=self.buffers)
 
     def load_state(self, saved: SavedState) -> None:
         self.step = saved.updates
@@ -59,12 +66,16 @@ def folder(tmp_path: Path) -> Store:
     return found
 
 
-def begin(folder: Store, wanted: str = "auto", **checkpoints: Any) -> list[resume.Start | str]:
-    """What two ranks begin with, or the error of each."""
+def begin(
+    *folders: Store, wanted: str = "auto", buffers: dict[str, Tensor] | None = None, **checkpoints: Any
+) -> list[resume.Start | str]:
+    """What two ranks begin with, or the error of each. ``folders``: as each rank sees the run's."""
 
     def one(ranks: Any) -> resume.Start | str:
+        engine: Any = Resuming(ranks, buffers or {}, **checkpoints)
+        folder = (folders * 2)[ranks.plan.world.rank]
         try:
-            return resume.begin(Resuming(ranks, **checkpoints), wanted, folder, ABOUT, 9, lambda line: None)  # type: ignore[arg-type]
+            return resume.begin(engine, wanted, folder, ABOUT, 9, lambda line: None)
         except CheckpointError as error:
             return str(error)
 
@@ -92,10 +103,14 @@ def test_what_one_rank_cannot_read_is_not_renamed(
 ) -> None:
     """A host without the folder, or with trouble of its own: the checkpoint is whole, and stays."""
 
+    read = Path.read_bytes
+
     def fails(path: Path) -> Any:
+        if path.parent.suffix == ".partial":  # the trial before training
+            return read(path)
         raise OSError(number, os.strerror(number), str(path))
 
-    monkeypatch.setattr(Path, "read_bytes", of_rank(rank, Path.read_bytes, fails))
+    monkeypatch.setattr(Path, "read_bytes", of_rank(rank, read, fails))
     monkeypatch.setattr(store, "checksum", of_rank(rank, store.checksum, fails))
     for words in begin(folder):
         assert isinstance(words, str)
@@ -148,7 +163,7 @@ def test_a_folder_of_damaged_ones_alone_is_no_fresh_start(folder: Store) -> None
     for words in begin(folder):
         assert "holds damaged checkpoints alone (step-00000001.damaged, step-00000002.damaged)" in str(words)
         assert "--resume never" in str(words)
-    assert begin(folder, "never") == [resume.Start()] * 2
+    assert begin(folder, wanted="never") == [resume.Start()] * 2
     assert names(Store(folder.directory.with_name("checkpoints.1"))) == [
         "step-00000001.damaged",
         "step-00000002.damaged",
@@ -165,6 +180,61 @@ def test_a_checkpoint_that_is_a_link_is_the_runs_own(folder: Store, tmp_path: Pa
     assert [start.in_place for start in begin(folder)] == [True, True]  # type: ignore[union-attr]
     link = tmp_path / "best"
     link.symlink_to(folder.path(1))
-    assert [start.in_place for start in begin(folder, str(link))] == [True, True]  # type: ignore[union-attr]
+    assert [start.in_place for start in begin(folder, wanted=str(link))] == [True, True]  # type: ignore[union-attr]
     assert names(folder) == ["step-00000001"], "the later one made way"
-    assert [start.in_place for start in begin(folder, str(elsewhere))] == [False, False]  # type: ignore[union-attr]
+    assert [start.in_place for start in begin(folder, wanted=str(elsewhere))] == [False, False]  # type: ignore[union-attr]
+
+
+# Before training: could this run be saved?
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Store:
+    return Store(tmp_path / "run" / "checkpoints")
+
+
+def test_a_run_that_can_be_saved_leaves_nothing_of_the_trial(fresh: Store) -> None:
+    assert begin(fresh) == [resume.Start()] * 2
+    assert list(fresh.directory.iterdir()) == []
+
+
+def test_hosts_without_a_shared_folder_are_named_before_training(fresh: Store, tmp_path: Path) -> None:
+    """The second has a folder of this name, and not the first one's."""
+    other = Store(tmp_path / "other" / "checkpoints")
+    other.directory.mkdir(parents=True)
+    for words in begin(fresh, other):
+        assert "this run could not be saved: rank 1 on " in str(words)
+        assert "No such file or directory; every host needs this folder" in str(words)
+        assert "--run-dir" in str(words)
+    assert list(fresh.directory.iterdir()) == []
+    nothing = begin(fresh, other, at_end=False)
+    assert nothing == [resume.Start()] * 2, "where nothing will be saved, nothing is needed"
+    assert "could not be saved" in str(begin(fresh, other, at_end=False, every_steps=5)[0])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_write_is_named_before_training(
+    fresh: Store, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: Path, content: bytes) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", of_rank(rank, Path.write_bytes, fails))
+    for words in begin(fresh):
+        assert f"this run could not be saved: rank {rank} on " in str(words)
+        assert "Read-only file system" in str(words)
+    assert list(fresh.directory.iterdir()) == []
+
+
+def test_a_buffer_that_no_checkpoint_holds_is_named_before_training(fresh: Store) -> None:
+    buffers = {
+        "mean": torch.ones(2),
+        "freqs_cis": torch.ones(2, dtype=torch.complex64),
+        "odd": torch.ones(2, dtype=torch.complex128),
+    }
+    for words in begin(fresh, buffers=buffers):
+        assert words == (
+            "this run could not be saved: a checkpoint cannot hold the buffer odd (torch.complex128); register it with "
+            "persistent=False, or in another dtype"
+        )
+    assert begin(fresh, buffers=buffers, at_end=False) == [resume.Start()] * 2
