@@ -273,7 +273,7 @@ class Checkpoint:
         entry = self._parameters[name]
         file = self._file(entry["file"])
         # An earlier dsframe wrote the moments of a weight without dimensions as numbers.
-        numbers = set() if entry["shape"] else self._moments & entry["scalars"].keys()
+        numbers: set[str] = set() if entry["shape"] else self._moments & entry["scalars"].keys()
         try:
             return ParameterState(
                 name,

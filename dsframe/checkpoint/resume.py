@@ -226,7 +226,9 @@ def _choose(
         if wrong := examine(engine, path, sign_of_life):
             damaged[path] = "; ".join(wrong)
             continue
-        for old, text in damaged.items() if main else ():
+        for old, text in damaged.items():
+            if not main:
+                break
             moved = _quietly(lambda old=old: folder.set_aside(old))  # type: ignore[misc]
             say(f"WARNING: {old} is damaged and not used ({text}); it is now {moved or 'still there'}")
         return path

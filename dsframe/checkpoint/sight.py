@@ -67,7 +67,7 @@ def examine(ranks: Ranks, path: Path, sign_of_life: Callable[[], None] = lambda:
     Damaged is what every rank finds so. Raises CheckpointError, on every rank, for what only some cannot read: that is their
     hosts' trouble, and the checkpoint may be whole.
     """
-    suspects = sorted(set().union(*_look(ranks, path, None, sign_of_life)))
+    suspects = sorted({name for one in _look(ranks, path, None, sign_of_life) for name in one})
     if not suspects:
         return []
     found = _look(ranks, path, suspects, sign_of_life)
@@ -81,7 +81,8 @@ def _look(
 ) -> list[dict[str, str]]:
     """**Collective.** What each rank finds damaged among ``names``, or in its share of all files."""
     world = ranks.plan.world
-    damage, failure = {}, ""
+    damage: dict[str, str] = {}
+    failure = ""
     try:
         own = sorted(store.read_manifest(path)["files"])[world.rank :: world.size] if names is None else names
         damage = store.damage(path, own, sign_of_life)
