@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from dsframe.checkpoint.resume import Start, make_way, sweep
+from dsframe.checkpoint.sight import rehearse
 from dsframe.checkpoint.state import SavedState
 from dsframe.checkpoint.store import Store
 
@@ -45,6 +46,7 @@ def begin_again(engine: Engine, commit: Commit, folder: Store, say: Callable[[st
     rank and step. Raises CheckpointError where the folder does not let it.
     """
     plan, start = engine.plan, commit.start
+    rehearse(engine, folder.directory)
     sweep(engine, folder, say)
     engine.load_state(commit.state)
     torch.manual_seed(plan.seed + 1 + plan.data_rank + 1_000_003 * start.step)

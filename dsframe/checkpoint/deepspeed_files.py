@@ -26,6 +26,8 @@ from dsframe.errors import CheckpointError
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00")
 Shapes = Mapping[str, Sequence[int]]
+_FLAT = (1,)
+"""Stands for the shape of flat tensors, which are about many parameters at once."""
 
 
 class Inert:
@@ -214,20 +216,20 @@ def _stage_0(found: Found, own: Mapping[str, bool], shapes: Shapes) -> Iterator[
     flat = list(optimizer.get("fp32_groups_flat", ()))
     if flat:
         names = [name for name, trained in own.items() if trained]
-        yield from _cut(names, shapes, flat[0].flatten(), *split(base["state"].get(0, {})))
+        yield from _cut(names, shapes, flat[0].flatten(), *split(base["state"].get(0, {}), _FLAT))
         return
     for names in (list(own), [name for name, trained in own.items() if trained]):
         if len(names) == len(base["param_groups"][0]["params"]) and all(
             tensor.shape == torch.Size(shapes[names[number]])
             for number, held in base["state"].items()
-            for tensor in split(held)[0].values()
+            for tensor in split(held, shapes[names[number]])[0].values()
         ):
             break
     else:
         raise CheckpointError(f"{found.path}: the optimizer's state does not fit the model's parameters")
     for number, name in enumerate(names):
         if own[name]:
-            moments, scalars = split(base["state"].get(number, {}))
+            moments, scalars = split(base["state"].get(number, {}), shapes[name])
             weight = masters[number] if masters else found.module[name]
             yield ParameterState(name, weight.float(), {key: value.float() for key, value in moments.items()}, scalars)
 
@@ -251,7 +253,7 @@ def _cut(
 
 def _stage_1_2(found: Found, own: Mapping[str, bool], shapes: Shapes) -> Iterator[ParameterState]:
     for number, group in enumerate(found.groups):
-        held = [split(_base(one, 2)["state"].get(number, {})) for one in found.optimizers]
+        held = [split(_base(one, 2)["state"].get(number, {}), _FLAT) for one in found.optimizers]
         if any(
             padding for one in found.optimizers for padding in (one.get("param_alignment_paddings") or [[]])[number]
         ):
@@ -264,7 +266,7 @@ def _stage_1_2(found: Found, own: Mapping[str, bool], shapes: Shapes) -> Iterato
 def _stage_3(found: Found, own: Mapping[str, bool], shapes: Shapes) -> Iterator[ParameterState]:
     ranks = len(found.optimizers)
     weights = [torch.cat([flat.flatten() for flat in one["fp32_flat_groups"]]) for one in found.optimizers]
-    held = [[split(state) for _, state in sorted(_base(one, 3)["state"].items())] for one in found.optimizers]
+    held = [[split(state, _FLAT) for _, state in sorted(_base(one, 3)["state"].items())] for one in found.optimizers]
     keys = sorted({key for moments, _ in held[0] for key in moments})
     of_rank = [{key: torch.cat([moments[key].flatten() for moments, _ in one]) for key in keys} for one in held]
     scalars = held[0][0][1] if held[0] else {}

@@ -31,17 +31,21 @@ PART_BYTES = 64 << 20
 BUFFERS = "buffers.safetensors"
 RNG = "rng.json"
 _WEIGHT = "weight"
-_DTYPES = {
+DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
     torch.float16: "F16",
     torch.bfloat16: "BF16",
     torch.float8_e4m3fn: "F8_E4M3",
     torch.float8_e5m2: "F8_E5M2",
+    torch.complex64: "C64",
     torch.int64: "I64",
     torch.int32: "I32",
     torch.int16: "I16",
     torch.int8: "I8",
+    torch.uint64: "U64",
+    torch.uint32: "U32",
+    torch.uint16: "U16",
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
@@ -155,11 +159,11 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     contents: list[memoryview] = []
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
-        if tensor.dtype not in _DTYPES:
+        if tensor.dtype not in DTYPES:
             raise CheckpointError(f"{name}: a checkpoint cannot hold {tensor.dtype}")
         content = tensor.contiguous().flatten().view(torch.uint8).numpy().data
         begin, end = end, end + len(content)
-        header[name] = {"dtype": _DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
+        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
         contents.append(content)
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
@@ -231,6 +235,7 @@ class Checkpoint:
         self.path, self.rank = path, rank
         self.manifest = store.read_manifest(path)
         self._parameters: Mapping[str, Mapping[str, Any]] = self.manifest["parameters"]
+        self._moments = {key for entry in self._parameters.values() for key in entry["moments"]}
         self._open: dict[str, Any] = {}
         self._stack = contextlib.ExitStack()
 
@@ -267,12 +272,15 @@ class Checkpoint:
         """One parameter, in fp32, on the CPU. Raises CheckpointError where the file does not hold it."""
         entry = self._parameters[name]
         file = self._file(entry["file"])
+        # An earlier dsframe wrote the moments of a weight without dimensions as numbers.
+        numbers: set[str] = set() if entry["shape"] else self._moments & entry["scalars"].keys()
         try:
             return ParameterState(
                 name,
                 file.get_tensor(f"{_WEIGHT}/{name}"),
-                {key: file.get_tensor(f"{key}/{name}") for key in entry["moments"]},
-                entry["scalars"],
+                {key: file.get_tensor(f"{key}/{name}") for key in entry["moments"]}
+                | {key: torch.tensor(float(entry["scalars"][key])) for key in numbers},
+                {key: value for key, value in entry["scalars"].items() if key not in numbers},
             )
         except SafetensorError as error:
             raise CheckpointError(f"{self.path}/{entry['file']}: {name}: {error}") from None

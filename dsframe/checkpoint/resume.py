@@ -14,6 +14,7 @@ import torch
 from dsframe.checkpoint import generators, store
 from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.share import failures, share
+from dsframe.checkpoint.sight import examine, rehearse
 from dsframe.checkpoint.state import ParameterState, SavedView
 from dsframe.checkpoint.store import Store
 from dsframe.config import secrets
@@ -126,8 +127,10 @@ def begin(
     ``wanted``: "never", "auto" (the newest whole one in ``folder``, a run's own; from the start where there is none), or a path
     to a checkpoint or a folder with some. Damaged ones found by "auto" or in a folder are renamed, named to ``say``, and
     the one before is taken. ``sign_of_life`` is called after each file and each parameter. Raises CheckpointError where there
-    is nothing to go on from, or only another training's.
+    is nothing to go on from, only another training's, or what one rank cannot read (then nothing is renamed), and where the run
+    could not be saved.
     """
+    rehearse(engine, folder.directory)
     sweep(engine, folder, say)
     if wanted == "never":
         make_way(engine, folder, None, say)
@@ -150,8 +153,9 @@ def begin(
     for line in _next_rate(engine, manifest, checkpoint.updates):
         say(f"resuming with a change: {line}")
     checkpoint.close()
-    in_place = path.resolve().parent == folder.directory.resolve()
-    make_way(engine, folder, store.step_of(path) if in_place else None, say)
+    # A link among the run's checkpoints is one of them, and so is what a link elsewhere leads to.
+    in_place = folder.directory.resolve() in (path.parent.resolve(), path.resolve().parent)
+    make_way(engine, folder, checkpoint.step if in_place else None, say)
     run = manifest["run"]
     say(f"going on after step {checkpoint.step} from {path}, written by {run['engine']} on {run['world_size']} rank(s)")
     return Start(checkpoint.step, manifest["loss"], manifest["evaluation"], in_place)
@@ -196,7 +200,10 @@ def _next_rate(engine: Engine, manifest: Mapping[str, Any], updates: int) -> lis
 def _choose(
     engine: Engine, wanted: str, folder: Store, say: Callable[[str], None], sign_of_life: Callable[[], None]
 ) -> Path | None:
-    """**Collective.** The newest whole checkpoint; each rank verifies its share of the files. Damaged ones are set aside."""
+    """**Collective.** The newest whole checkpoint; each rank verifies its share of the files.
+
+    Damaged ones are set aside when a whole one is found: where none is, every later start finds, and says, the same.
+    """
     main = engine.plan.world.is_main
     candidates: list[Path] = []
     failure, foreign = "", {}
@@ -204,6 +211,7 @@ def _choose(
         try:
             candidates = folder.newest_first() if wanted == "auto" else store.locate(Path(wanted))
             foreign = {str(path): text for path in candidates if (text := _of_another_format(path))}
+            failure = "" if candidates else _never_whole(folder)
         except (CheckpointError, OSError) as error:
             failure = str(error)
     known = {"failure": failure, "paths": [str(path) for path in candidates], "foreign": foreign}
@@ -211,23 +219,38 @@ def _choose(
     if found["failure"]:
         raise CheckpointError(found["failure"])
     paths = [Path(path) for path in found["paths"]]
-    asked_for_one = wanted != "auto" and len(paths) == 1
+    damaged: dict[Path, str] = {}
     for path in paths:
         if str(path) in found["foreign"]:
             raise CheckpointError(found["foreign"][str(path)])  # whole: neither to be used here, nor to be set aside
-        wrong = _verify(engine, path, sign_of_life)
-        if not wrong:
-            return path
-        if asked_for_one:
-            raise CheckpointError(f"{path} is damaged: {'; '.join(wrong)}")
-        if main:
-            moved = _quietly(lambda path=path: folder.set_aside(path))  # type: ignore[misc]
-            say(f"WARNING: {path} is damaged and not used ({'; '.join(wrong)}); it is now {moved or 'still there'}")
+        if wrong := examine(engine, path, sign_of_life):
+            damaged[path] = "; ".join(wrong)
+            continue
+        for old, text in damaged.items():
+            if not main:
+                break
+            moved = _quietly(lambda old=old: folder.set_aside(old))  # type: ignore[misc]
+            say(f"WARNING: {old} is damaged and not used ({text}); it is now {moved or 'still there'}")
+        return path
+    if wanted != "auto" and len(paths) == 1:
+        raise CheckpointError(f"{paths[0]} is damaged: {damaged[paths[0]]}")
     if paths:
+        each = "; ".join(f"{path.name}: {text}" for path, text in damaged.items())
         raise CheckpointError(
-            f"every checkpoint in {paths[0].parent} is damaged; --resume never starts from the beginning"
+            f"every checkpoint in {paths[0].parent} is damaged ({each}); --resume auto never starts from the beginning, "
+            "--resume never does"
         )
     return None
+
+
+def _never_whole(folder: Store) -> str:
+    """What to say where damage alone is left of a run: that is no reason to begin it anew, unasked."""
+    if not (damaged := folder.damaged()):
+        return ""
+    return (
+        f"{folder.directory} holds damaged checkpoints alone ({', '.join(damaged)}); --resume auto never starts from the "
+        "beginning; --resume never does"
+    )
 
 
 def _of_another_format(path: Path) -> str:
@@ -238,19 +261,6 @@ def _of_another_format(path: Path) -> str:
     except CheckpointError:
         pass  # damaged, which is said when it is its turn
     return ""
-
-
-def _verify(engine: Engine, path: Path, sign_of_life: Callable[[], None]) -> list[str]:
-    """**Collective.** What is wrong with a checkpoint, found by all ranks together."""
-    world = engine.plan.world
-    try:
-        names = sorted(store.read_manifest(path)["files"])[world.rank :: world.size]
-        wrong = store.verify(path, names, sign_of_life)
-    except CheckpointError as error:
-        wrong = [str(error)]
-    said = failures(engine, "; ".join(wrong))
-    texts = {text.partition(": ")[2] for text in said}
-    return sorted(texts) if len(texts) == 1 else said
 
 
 def sweep(engine: Engine, folder: Store, say: Callable[[str], None]) -> None:

@@ -182,13 +182,19 @@ def compare(what: str, own: Mapping[str, Sequence[int]], saved: Mapping[str, Seq
         )
 
 
-def split(held: Mapping[str, Any]) -> tuple[dict[str, Tensor], dict[str, float]]:
-    """An optimizer's entry for one parameter as tensors and numbers. Entries that are None (SGD without momentum) are left out."""
-    moments = {key: value for key, value in held.items() if isinstance(value, Tensor) and value.ndim}
+_NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
+"""What torch's optimizers count in tensors without dimensions, about any weight (torch 2.13: ``step`` all, ASGD, NAdam)."""
+
+
+def split(held: Mapping[str, Any], shape: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, float]]:
+    """An optimizer's entry for a weight of ``shape`` as tensors and numbers. Entries that are None (SGD without momentum) are
+    left out. About a weight without dimensions, such as CLIP's ``logit_scale``, tensors have none either."""
+    tensors = {key: value for key, value in held.items() if isinstance(value, Tensor)}
+    moments = {key: value for key, value in tensors.items() if value.ndim or (not len(shape) and key not in _NUMBERS)}
     scalars = {
         key: float(value)
         for key, value in held.items()
-        if (isinstance(value, Tensor) and not value.ndim) or isinstance(value, (int, float))
+        if key not in moments and isinstance(value, (Tensor, int, float))
     }
     return moments, scalars
 

@@ -17,7 +17,7 @@ import json
 import os
 import re
 import shutil
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -44,6 +44,10 @@ class FileEntry:
 
 class OtherFormatError(CheckpointError):
     """A checkpoint that is whole, and not for this version of dsframe."""
+
+
+class UnreadableError(CheckpointError):
+    """What a disk, a network or a right keeps this process from reading. It may be whole."""
 
 
 @dataclass(frozen=True)
@@ -93,13 +97,16 @@ class Store:
         found = [(step, path) for path in self.directory.iterdir() if (step := step_of(path)) is not None]
         return [path for _, path in sorted(found, reverse=True)]
 
+    def damaged(self) -> list[str]:
+        """Names of those that were set aside."""
+        return sorted(path.name for path in self.directory.glob("step-*.damaged*"))
+
     def begin(self, step: int) -> Path:
         """An empty folder to write into. Raises OSError (full disk, no permission), CheckpointError where the step is there."""
         if self.path(step).exists():
             raise CheckpointError(f"{self.path(step)} is there already")
         folder = self.partial(step)
-        if folder.exists():
-            shutil.rmtree(folder)  # cut off earlier; partial folders are never read
+        remove(folder)  # cut off earlier; partial folders are never read
         folder.mkdir(parents=True)
         return folder
 
@@ -131,9 +138,9 @@ class Store:
         doomed = sorted(set(evaluations) - retention.keeps(evaluations))
         for step in doomed:
             hidden = self.directory / f".step-{step:08}.removed"
-            shutil.rmtree(hidden, ignore_errors=True)
+            remove(hidden)
             self.path(step).rename(hidden)  # so that half a removal does not look like damage
-            shutil.rmtree(hidden)
+            remove(hidden)
         return doomed
 
     def sweep(self) -> list[str]:
@@ -142,10 +149,7 @@ class Store:
             return []
         left = sorted(path for path in self.directory.glob(".*") if path.suffix in (".partial", ".removed"))
         for path in left:
-            if path.is_dir():
-                shutil.rmtree(path)
-            else:
-                path.unlink()
+            remove(path)
         return [path.name for path in left]
 
     def set_aside(self, path: Path) -> Path:
@@ -157,10 +161,10 @@ class Store:
     def make_way(self, after: int | None = None) -> Path | None:
         """Moves an earlier run's checkpoints into ``checkpoints.1`` (2, ...), so that a new one does not mix with them.
 
-        ``after``: only those of later steps. Returns where to, None where there are none. Raises OSError.
+        ``after``: only whole ones of later steps. Returns where to, None where there are none. Raises OSError.
         """
         found = [path for path in self.newest_first() if after is None or (step_of(path) or 0) > after]
-        if not found:
+        if not found and (after is not None or not self.damaged()):
             return None
         number = 1
         while (target := self.directory.with_name(f"{self.directory.name}.{number}")).exists():
@@ -195,11 +199,12 @@ def locate(path: Path) -> list[Path]:
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
-    """A checkpoint's manifest. Raises CheckpointError where it is missing or damaged, OtherFormatError for another version's."""
+    """A checkpoint's manifest. Raises CheckpointError where it is missing or damaged; OtherFormatError, UnreadableError."""
     try:
         content = (path / MANIFEST).read_bytes()
     except OSError as error:
-        raise CheckpointError(f"{path}: {MANIFEST}: {error.strerror}") from None
+        kind = CheckpointError if isinstance(error, FileNotFoundError) else UnreadableError
+        raise kind(f"{path}: {MANIFEST}: {error.strerror}") from None
     try:
         outer = json.loads(content)
         manifest: dict[str, Any] = outer["manifest"]
@@ -222,21 +227,26 @@ def read_manifest(path: Path) -> dict[str, Any]:
     return manifest
 
 
-def verify(
-    path: Path, names: Iterable[str] | None = None, sign_of_life: Callable[[], None] = lambda: None
-) -> list[str]:
-    """What is wrong with a checkpoint: a line for each missing, truncated or altered file; none where it is whole.
+def verify(path: Path) -> list[str]:
+    """What is wrong with a checkpoint, a line each; none where it is whole. Raises as :func:`damage` does."""
+    return list(damage(path).values())
+
+
+def damage(
+    path: Path, names: Collection[str] | None = None, sign_of_life: Callable[[], None] = lambda: None
+) -> dict[str, str]:
+    """The missing, truncated and altered files of a checkpoint: name -> what is wrong; the manifest alone where that is.
 
     ``names``: read only these files; by default all. Reads them once, a megabyte at a time. ``sign_of_life``: called after each.
-    Raises OtherFormatError.
+    Raises OtherFormatError, and UnreadableError where something but the file itself is wrong.
     """
     try:
         manifest = read_manifest(path)
-    except OtherFormatError:
+    except (OtherFormatError, UnreadableError):
         raise
     except CheckpointError as error:
-        return [str(error)]
-    wrong = []
+        return {MANIFEST: str(error)}
+    wrong = {}
     for name, entry in manifest["files"].items():
         if names is not None and name not in names:
             continue
@@ -244,11 +254,13 @@ def verify(
         try:
             size = file.stat().st_size
             if size != entry["bytes"]:
-                wrong.append(f"{name} has {size:,} bytes instead of {entry['bytes']:,}")
+                wrong[name] = f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
             elif checksum(file) != entry["xxh3_128"]:
-                wrong.append(f"{name} was altered: its checksum is another")
+                wrong[name] = f"{name} was altered: its checksum is another"
+        except FileNotFoundError as error:
+            wrong[name] = f"{name}: {error.strerror}"
         except OSError as error:
-            wrong.append(f"{name}: {error.strerror}")
+            raise UnreadableError(f"{path}: {name}: {error.strerror}") from None
         sign_of_life()
     return wrong
 
@@ -282,6 +294,11 @@ def checksum(path: Path) -> str:
         while chunk := file.read(_CHUNK):
             found.update(chunk)
     return found.hexdigest()
+
+
+def remove(path: Path) -> None:
+    """A folder with all that is in it, a file, or a link and not what it leads to; nothing where there is none. Raises OSError."""
+    shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
 
 
 def sync_folder(path: Path) -> None:

@@ -54,13 +54,13 @@ def write(checkpoint: Checkpoint, out: Path, dtype: torch.dtype, say: Callable[[
     untrained = dict(module)
     shapes: OrderedDict[str, torch.Size] = OrderedDict()
     step = 0.0
-    for name, entry in entries.items():
+    for name in entries:
         one = checkpoint.parameter(name)
         place = folder / "zero" / name
         place.mkdir(parents=True)
         module[name] = one.weight.to(dtype)
         torch.save({"cat_dim": 0, "param": one.weight}, place / "fp32.pt")
-        if not entry["moments"]:
+        if not one.moments:
             untrained[name] = one.weight
             continue
         shapes[name], step = one.weight.shape, one.scalars["step"]

@@ -64,7 +64,7 @@ def _settle(optimizer: torch.optim.Optimizer, flat: Tensor, scalars: dict[str, f
         optimizer.state.pop(flat)  # to be made at the first step
         return
     if scalars is None:
-        moments, numbers = split(held)
+        moments, numbers = split(held, flat.shape)
         for moment in moments.values():
             moment.zero_()
         scalars = dict.fromkeys(numbers, 0.0)

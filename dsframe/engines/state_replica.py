@@ -58,7 +58,7 @@ class Slot:
 def read(slots: Iterable[Slot], frozen: Iterable[Slot], optimizer: torch.optim.Optimizer) -> Iterator[ParameterState]:
     """Each parameter's state, in fp32, views of the living one where that is whole; the ``frozen`` ones have a weight alone."""
     for slot in slots:
-        moments, scalars = split(optimizer.state.get(slot.master, {}))
+        moments, scalars = split(optimizer.state.get(slot.master, {}), slot.master.shape)
         weight = slot.whole(slot.cut(slot.master.detach()))
         full = {key: slot.whole(slot.cut(one)) for key, one in moments.items()}
         yield ParameterState(slot.name, weight, full, scalars)

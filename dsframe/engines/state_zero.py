@@ -138,7 +138,7 @@ def _read_stage_1_2(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
     if all(optimizer.optimizer.state.get(flat) for flat in flats):
         optimizer._lazy_init_hp_params_optimizer_state()  # Adagrad has state before the first step, which would do it
     for group, flat in zip(_bit16_groups(optimizer), flats, strict=True):
-        moments, scalars = split(optimizer.optimizer.state.get(flat, {}))
+        moments, scalars = split(optimizer.optimizer.state.get(flat, {}), flat.shape)
         for parameter in group:
             name = names.pop(id(parameter))
             weight = parameter.get_full_hp_param()  # type: ignore[attr-defined]  # DeepSpeed adds it
@@ -191,7 +191,7 @@ def _read_stage_3(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
         swapped = optimizer._swappable_optimizer_subgroup(index)
         if swapped:
             optimizer._optimizer_states_and_gradient_swap_in(index)
-        moments, scalars = split(optimizer.optimizer.state.get(flat, {}))
+        moments, scalars = split(optimizer.optimizer.state.get(flat, {}), flat.shape)
         for parameter in group:
             _, start, count = optimizer.grad_position[optimizer.get_param_id(parameter)]
 

@@ -61,6 +61,7 @@ class ZeroEngine(Engine):
         with contextlib.nullcontext() if plan.verbose else _quiet():
             stage3.prepare()
             module, self._model = self._build()
+            _refuse_scalars(self._model)
             elements = sum(parameter.numel() for parameter in module.parameters())
             self._kept = not self._tiles.pieces and plan.config.deepspeed.zero_optimization.keeps_whole(elements)
             if self._kept:
@@ -236,6 +237,16 @@ class ZeroEngine(Engine):
         process_group.close_process_group()
         groups._release_process_group_references()  # else a further run of this process would speak through groups that are gone
         self._swap.remove()
+
+
+def _refuse_scalars(model: nn.Module) -> None:
+    """DeepSpeed 0.19.8 sends parameters as bytes when it starts (``runtime/engine.py``, _broadcast_model)."""
+    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
+    if scalars:
+        raise EngineError(
+            f"DeepSpeed cannot send a parameter without dimensions, as {', '.join(scalars)} is: make its shape [1], or choose "
+            'engine "ddp", "horovod" or "single"'
+        )
 
 
 def _keep_norm(engine: Any) -> None:

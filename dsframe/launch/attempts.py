@@ -62,7 +62,7 @@ class Attempts:
         ``attempt(resume, received)`` runs the job once, from the newest checkpoint if ``resume``, and returns the launcher's exit
         code; it appends the signals that came meanwhile to ``received``.
         """
-        began, wait = False, self._first_wait
+        began, saved, wait = False, False, self._first_wait
         while True:
             clean()
             self.report.parent.mkdir(parents=True, exist_ok=True)
@@ -82,10 +82,12 @@ class Attempts:
             if supervise.ENDING & {*received}:
                 return code or 128 + received[-1]
             self._failures.append(_failure(found, code, newest))
-            if final := self._final():
+            now = self._newest()
+            saved = saved or (began and now is not None)
+            if final := self._final() or (self._gone() if saved and now is None else ""):
                 say(final)
                 return self._failures[-1].code
-            wait = self._first_wait if self._newest() != newest else wait
+            wait = self._first_wait if now != newest else wait
             say(
                 f"failed {self._failures[-1]}; starting again in {wait:.0f} s ({len(self._failures)} of {self._restarts})"
             )
@@ -111,6 +113,14 @@ class Attempts:
         if len(self._failures) > self._restarts:
             return f"failed {last}" + (f"; these were all {self._restarts} restarts" if self._restarts else "")
         return ""
+
+    def _gone(self) -> str:
+        """Why a run whose checkpoints were lost on the way is not begun anew, for nobody to see until it is over."""
+        damaged = f" (damaged: {', '.join(names)})" if (names := self._store.damaged()) else ""
+        return (
+            f"failed {self._failures[-1]}; there is no whole checkpoint in {self._store.directory} any more{damaged}, and starting "
+            "again would begin at step 0; bring them back and use --resume auto, or start anew with --resume never"
+        )
 
 
 def _failure(found: Outcome, code: int, newest: int | None) -> Failure:

@@ -82,7 +82,10 @@ def _answer(name: str, process: subprocess.Popen[str], interface: str | None) ->
     if process.returncode == _NO_PYTHON or ("No such file" in err and sys.executable in err):
         return f"{name} has no {sys.executable}; the same environment must be there on every host"
     if "cd:" in err:
-        return f"{name} has no folder {Path.cwd()}; share it (NFS), or copy it there"
+        return (
+            f"{name} has no folder {Path.cwd()}; share it (NFS), or copy it there and choose a --run-dir that every host shares: "
+            "all of them write the checkpoints"
+        )
     if process.returncode:
         return f"{name}: {last}"
     told = json.loads(out.splitlines()[-1])

@@ -71,7 +71,7 @@ def test_a_missing_file_is_named(folder: Store) -> None:
     path = save(folder, 1)
     (path / "b.bin").unlink()
     assert store.verify(path) == ["b.bin: No such file or directory"]
-    assert store.verify(path, ["a.bin"]) == []  # another rank's share
+    assert store.damage(path, ["a.bin"]) == {}  # another rank's share
     (path / "manifest.json").unlink()
     assert store.verify(path) == [f"{path}: manifest.json: No such file or directory"]
 
@@ -226,3 +226,22 @@ def test_numbers_come_back_as_they_were(folder: Store) -> None:
     folder.begin(1)
     path = folder.commit(1, {**manifest({}), "numbers": numbers})
     assert json.dumps(store.read_manifest(path)["numbers"]) == json.dumps(numbers)
+
+
+def test_links_are_taken_away_and_not_what_they_lead_to(folder: Store, tmp_path: Path) -> None:
+    save(folder, 1)
+    elsewhere = tmp_path / "elsewhere"
+    folder.path(1).rename(elsewhere)
+    folder.path(1).symlink_to(elsewhere)
+    folder.partial(9).symlink_to(elsewhere)
+    save(folder, 2)
+    assert folder.prune(Retention(last=1)) == [1]
+    assert folder.sweep() == [".step-00000009.partial"]
+    folder.partial(3).symlink_to(elsewhere)
+    assert folder.begin(3).is_dir()
+    assert sorted(path.name for path in folder.directory.iterdir()) == [
+        ".step-00000003.partial",
+        "latest",
+        "step-00000002",
+    ]
+    assert store.verify(elsewhere) == []

@@ -8,6 +8,7 @@ import random
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -16,6 +17,7 @@ from dsframe.config.load import examine
 from dsframe.config.model import File, section_at, shape
 from dsframe.config.reader import ReadError, read
 from dsframe.config.schema.base import Section
+from dsframe.errors import EngineError
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "public_ds_configs"
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
@@ -169,3 +171,18 @@ def test_generated_variants(parse: Any) -> None:
         seen[verdict] = seen.get(verdict, 0) + 1
     assert min(seen.values()) >= 20, seen
     print(seen)
+
+
+def test_a_parameter_that_deepspeed_cannot_send_is_named() -> None:
+    """When DeepSpeed can, our refusal goes."""
+    import torch
+    from deepspeed.runtime.engine import DeepSpeedEngine
+
+    from dsframe.engines import zero
+
+    model = torch.nn.ParameterDict({"logit_scale": torch.tensor(2.65)})
+    with pytest.raises(RuntimeError, match=r"dim\(\) cannot be 0 to view"):
+        DeepSpeedEngine._broadcast_model(SimpleNamespace(dist_backend="gloo", module=model))
+    with pytest.raises(EngineError, match=r"as logit_scale is: make its shape \[1\], or choose engine \"ddp\""):
+        zero._refuse_scalars(model)
+    zero._refuse_scalars(torch.nn.Linear(2, 2))

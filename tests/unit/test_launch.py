@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import shutil
 import signal
 import subprocess
 from collections.abc import Callable
@@ -347,6 +348,27 @@ def test_restarts(
     assert Attempts(tmp_path, restarts=3, wait_seconds=1.0).run(played) == code
     assert played.resumed == resumed
     assert said in capfd.readouterr().err
+
+
+@pytest.mark.parametrize("left", ["nothing", "step-00000005.damaged"])
+def test_what_was_saved_and_is_gone_is_not_trained_again(
+    left: str, tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A disk that is away, or damage: the next attempt would begin at step 0, for nobody to see until it is over."""
+    monkeypatch.setattr(attempts, "clean", lambda: None)
+    monkeypatch.setattr(supervise, "wait_for_signal", lambda seconds: 0)
+
+    def loses(directory: Path) -> int:
+        folder = directory / "checkpoints"
+        shutil.move(folder / "step-00000005", folder / left if left != "nothing" else tmp_path / "away")
+        return says(1, lost(8))(directory)
+
+    played = Played(tmp_path, says(1, BEGAN, lost(7), saved=5), loses, says(0, DONE))
+    assert Attempts(tmp_path, restarts=9, wait_seconds=1.0).run(played) == 7
+    assert played.resumed == [False, True]
+    said = capfd.readouterr().err
+    assert f"no whole checkpoint in {tmp_path / 'checkpoints'} any more" in said
+    assert ("step-00000005.damaged" in said) == (left != "nothing")
 
 
 def test_waits_grow_and_a_signal_ends_them(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -1,0 +1,110 @@
+"""Whether every rank sees the run's folder as the others do: hosts may lack it, or have trouble of their own with it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsframe.checkpoint import store
+from dsframe.checkpoint.portable import DTYPES, attempt
+from dsframe.checkpoint.share import Ranks, share
+from dsframe.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from dsframe.engine import Engine
+
+
+def rehearse(engine: Engine, folder: Path) -> None:
+    """**Collective.** Does what saving will need, if this run is to save: rank 0 makes something in ``folder``, every other rank
+    sees it and writes beside it, and all is taken away. Raises CheckpointError, on every rank, where one cannot.
+
+    Else the first save would say so, which by default is the end of training.
+    """
+    wanted, world = engine.plan.config.settings.checkpoints, engine.plan.world
+    if not wanted.at_end and wanted.every_steps is None:
+        return
+    odd = [f"{name} ({one.dtype})" for name, one in engine.state().buffers.items() if one.dtype not in DTYPES]
+    if odd := sorted({name for text in share(engine, json.dumps(odd)) for name in json.loads(text)}):
+        raise CheckpointError(
+            f"this run could not be saved: a checkpoint cannot hold the buffer {', '.join(odd)}; register it with "
+            "persistent=False, or in another dtype"
+        )
+    token = share(engine, os.urandom(8).hex() if world.is_main else "")[0]
+    trial = folder / f".{token}.partial"  # a name that no host has asked for before: it cannot be remembered as missing
+    failure = attempt(lambda: _begin(trial)) if world.is_main else ""
+    said = share(engine, failure)
+    if not world.is_main and not said[0]:
+        failure = attempt(lambda: _join(trial, world.rank))
+    said = share(engine, failure)
+    if world.is_main:
+        shutil.rmtree(trial, ignore_errors=True)
+    if any(said):
+        raise CheckpointError(
+            f"this run could not be saved: {'; '.join(named(engine, said))}; every host needs this folder, shared (NFS) and "
+            'writable: choose another with --run-dir, or save nothing with "checkpoints": {"at_end": false}'
+        )
+
+
+def _begin(trial: Path) -> None:
+    trial.mkdir(parents=True)
+    (trial / "0").write_bytes(b"0")
+
+
+def _join(trial: Path, rank: int) -> None:
+    (trial / "0").read_bytes()
+    (trial / str(rank)).write_bytes(b"0")
+    (trial / str(rank)).unlink()  # here, where it is known at once
+
+
+def examine(ranks: Ranks, path: Path, sign_of_life: Callable[[], None] = lambda: None) -> list[str]:
+    """**Collective.** What is damaged in a checkpoint, of which each rank reads its share; none where it is whole.
+
+    Damaged is what every rank finds so. Raises CheckpointError, on every rank, for what only some cannot read: that is their
+    hosts' trouble, and the checkpoint may be whole.
+    """
+    suspects = sorted({name for one in _look(ranks, path, None, sign_of_life) for name in one})
+    if not suspects:
+        return []
+    found = _look(ranks, path, suspects, sign_of_life)
+    if damaged := sorted(set(suspects).intersection(*found)):
+        return [found[0][name] for name in damaged]
+    raise _unread(path, ["; ".join(one.values()) for one in found], ranks)
+
+
+def _look(
+    ranks: Ranks, path: Path, names: Collection[str] | None, sign_of_life: Callable[[], None]
+) -> list[dict[str, str]]:
+    """**Collective.** What each rank finds damaged among ``names``, or in its share of all files."""
+    world = ranks.plan.world
+    damage: dict[str, str] = {}
+    failure = ""
+    try:
+        own = sorted(store.read_manifest(path)["files"])[world.rank :: world.size] if names is None else names
+        damage = store.damage(path, own, sign_of_life)
+    except store.UnreadableError as error:
+        failure = str(error)
+    except CheckpointError as error:
+        damage = {store.MANIFEST: str(error)}
+    told = [json.loads(text) for text in share(ranks, json.dumps({"damage": damage, "failure": failure}))]
+    if any(one["failure"] for one in told):
+        raise _unread(path, [one["failure"] for one in told], ranks)
+    return [one["damage"] for one in told]
+
+
+def _unread(path: Path, said: list[str], ranks: Ranks) -> CheckpointError:
+    """**Collective.** The same error on every rank; ``said``: by each of them, empty where all is well."""
+    return CheckpointError(
+        f"{path} cannot be read by every rank: {'; '.join(named(ranks, said))}; nothing was renamed; every host needs this "
+        "folder, shared (NFS) and readable"
+    )
+
+
+def named(ranks: Ranks, said: list[str]) -> list[str]:
+    """**Collective.** What each rank ``said``, with its number and host; not those that said nothing."""
+    hosts = share(ranks, socket.gethostname())
+    return [f"rank {rank} on {host}: {text}" for rank, (host, text) in enumerate(zip(hosts, said, strict=True)) if text]

@@ -1,0 +1,240 @@
+"""Which checkpoint a run goes on from: what one rank alone cannot read is no damage, and nothing but damage is renamed."""
+
+from __future__ import annotations
+
+import errno
+import os
+import threading
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from dsframe.checkpoint import resume, store
+from dsframe.checkpoint.state import EngineState, SavedState
+from dsframe.checkpoint.store import Store
+from dsframe.errors import CheckpointError
+from tests.unit.test_checkpoint_background import Training, saver
+from tests.unit.test_checkpoint_portable import Room
+
+PARTS = ("part-00000-000.safetensors", "part-00001-000.safetensors")
+
+
+class Resuming(Training):
+    """An engine that goes on."""
+
+    def __init__(self, ranks: Any, buffers: dict[str, Tensor], **checkpoints: Any) -> None:
+        super().__init__(ranks)
+        kept = SimpleNamespace(**{"every_steps": None, "at_end": True, **checkpoints})
+        self.plan.config = SimpleNamespace(settings=SimpleNamespace(checkpoints=kept))
+        self.plan.batch = SimpleNamespace(sharing=1)
+        self.buffers = buffers
+
+    def state(self) -> EngineState:
+        return replace(super().state(), buffers=self.buffers)
+
+    def load_state(self, saved: SavedState) -> None:
+        self.step = saved.updates
+
+
+ABOUT: dict[str, Any] = {
+    "training": {},
+    "course": {},
+    "run": {"engine": "single", "world_size": 2, "micro_batch_size": 1},
+}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Store:
+    """Two checkpoints, of steps 1 and 2, written by two ranks."""
+    found = Store(tmp_path / "run" / "checkpoints")
+
+    def train(ranks: Any) -> None:
+        training = Training(ranks)
+        saving = saver(training, found.directory, asynchronous=False)
+        saving._about = ABOUT
+        for _ in range(2):
+            training.train()
+            saving.save(training.step, loss=None, evaluation={})
+
+    Room(2).run(train)
+    return found
+
+
+def begin(
+    *folders: Store, wanted: str = "auto", buffers: dict[str, Tensor] | None = None, **checkpoints: Any
+) -> list[resume.Start | str]:
+    """What two ranks begin with, or the error of each. ``folders``: as each rank sees the run's."""
+
+    def one(ranks: Any) -> resume.Start | str:
+        engine: Any = Resuming(ranks, buffers or {}, **checkpoints)
+        folder = (folders * 2)[ranks.plan.world.rank]
+        try:
+            return resume.begin(engine, wanted, folder, ABOUT, 9, lambda line: None)
+        except CheckpointError as error:
+            return str(error)
+
+    return Room(2).run(one)
+
+
+def names(folder: Store) -> list[str]:
+    return sorted(path.name for path in folder.directory.iterdir() if path.name != "latest")
+
+
+def of_rank(rank: int, action: Callable[..., Any], instead: Callable[..., Any]) -> Callable[..., Any]:
+    """``instead`` in the threads of one rank: Room starts them in the order of ranks."""
+
+    def choose(*arguments: Any, **keywords: Any) -> Any:
+        mine = threading.current_thread().name == f"rank {rank}"
+        return (instead if mine else action)(*arguments, **keywords)
+
+    return choose
+
+
+@pytest.mark.parametrize("number", [errno.ENOENT, errno.ESTALE, errno.EIO, errno.EACCES])
+@pytest.mark.parametrize("rank", [0, 1])
+def test_what_one_rank_cannot_read_is_not_renamed(
+    folder: Store, rank: int, number: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """A host without the folder, or with trouble of its own: the checkpoint is whole, and stays."""
+
+    read = Path.read_bytes
+
+    def fails(path: Path) -> Any:
+        if path.parent.suffix == ".partial":  # the trial before training
+            return read(path)
+        raise OSError(number, os.strerror(number), str(path))
+
+    monkeypatch.setattr(Path, "read_bytes", of_rank(rank, read, fails))
+    monkeypatch.setattr(store, "checksum", of_rank(rank, store.checksum, fails))
+    for words in begin(folder):
+        assert isinstance(words, str)
+        assert f"rank {rank} on " in words
+        assert f"manifest.json: {os.strerror(number)}" in words
+        assert "nothing was renamed" in words
+    assert names(folder) == ["step-00000001", "step-00000002"]
+
+
+def test_damage_that_one_rank_alone_sees_is_not_renamed(folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(store, "checksum", of_rank(1, store.checksum, lambda path: "0" * 32))
+    for words in begin(folder):
+        assert "rank 1 on " in str(words)
+        assert "was altered: its checksum is another; nothing was renamed" in str(words)
+    assert names(folder) == ["step-00000001", "step-00000002"]
+
+
+def test_what_no_rank_may_read_is_not_renamed(folder: Store, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails(path: Path) -> str:
+        raise OSError(errno.EIO, os.strerror(errno.EIO), str(path))
+
+    monkeypatch.setattr(store, "checksum", fails)
+    for words in begin(folder):
+        assert "Input/output error" in str(words)
+    assert names(folder) == ["step-00000001", "step-00000002"]
+
+
+def test_damage_is_set_aside_once_there_is_a_whole_one(folder: Store) -> None:
+    (folder.path(2) / PARTS[1]).unlink()
+    for start in begin(folder):
+        assert isinstance(start, resume.Start)
+        assert (start.step, start.in_place) == (1, True)
+    assert names(folder) == ["step-00000001", "step-00000002.damaged"]
+
+
+@pytest.mark.parametrize("hurt", ["manifest.json", PARTS[0], PARTS[1]])
+def test_where_every_one_is_damaged_all_stay(folder: Store, hurt: str) -> None:
+    for step in (1, 2):
+        (folder.path(step) / hurt).write_bytes(b"{}")
+    for _ in range(2):
+        for words in begin(folder):
+            assert f"every checkpoint in {folder.directory} is damaged" in str(words)
+            assert hurt in str(words)
+    assert names(folder) == ["step-00000001", "step-00000002"]
+
+
+def test_a_folder_of_damaged_ones_alone_is_no_fresh_start(folder: Store) -> None:
+    for step in (1, 2):
+        folder.set_aside(folder.path(step))
+    for words in begin(folder):
+        assert "holds damaged checkpoints alone (step-00000001.damaged, step-00000002.damaged)" in str(words)
+        assert "--resume never" in str(words)
+    assert begin(folder, wanted="never") == [resume.Start()] * 2
+    assert names(Store(folder.directory.with_name("checkpoints.1"))) == [
+        "step-00000001.damaged",
+        "step-00000002.damaged",
+    ]
+    assert begin(folder) == [resume.Start()] * 2, "and then it is one"
+
+
+def test_a_checkpoint_that_is_a_link_is_the_runs_own(folder: Store, tmp_path: Path) -> None:
+    """Moved to a larger disk: its record goes on. So it does where a link elsewhere leads to one of the run's own."""
+    elsewhere = tmp_path / "large disk" / "step-00000002"
+    elsewhere.parent.mkdir()
+    folder.path(2).rename(elsewhere)
+    folder.path(2).symlink_to(elsewhere)
+    assert [start.in_place for start in begin(folder)] == [True, True]  # type: ignore[union-attr]
+    link = tmp_path / "best"
+    link.symlink_to(folder.path(1))
+    assert [start.in_place for start in begin(folder, wanted=str(link))] == [True, True]  # type: ignore[union-attr]
+    assert names(folder) == ["step-00000001"], "the later one made way"
+    assert [start.in_place for start in begin(folder, wanted=str(elsewhere))] == [False, False]  # type: ignore[union-attr]
+
+
+# Before training: could this run be saved?
+
+
+@pytest.fixture
+def fresh(tmp_path: Path) -> Store:
+    return Store(tmp_path / "run" / "checkpoints")
+
+
+def test_a_run_that_can_be_saved_leaves_nothing_of_the_trial(fresh: Store) -> None:
+    assert begin(fresh) == [resume.Start()] * 2
+    assert list(fresh.directory.iterdir()) == []
+
+
+def test_hosts_without_a_shared_folder_are_named_before_training(fresh: Store, tmp_path: Path) -> None:
+    """The second has a folder of this name, and not the first one's."""
+    other = Store(tmp_path / "other" / "checkpoints")
+    other.directory.mkdir(parents=True)
+    for words in begin(fresh, other):
+        assert "this run could not be saved: rank 1 on " in str(words)
+        assert "No such file or directory; every host needs this folder" in str(words)
+        assert "--run-dir" in str(words)
+    assert list(fresh.directory.iterdir()) == []
+    nothing = begin(fresh, other, at_end=False)
+    assert nothing == [resume.Start()] * 2, "where nothing will be saved, nothing is needed"
+    assert "could not be saved" in str(begin(fresh, other, at_end=False, every_steps=5)[0])
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+def test_a_rank_that_cannot_write_is_named_before_training(
+    fresh: Store, rank: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def fails(path: Path, content: bytes) -> int:
+        raise OSError(errno.EROFS, os.strerror(errno.EROFS), str(path))
+
+    monkeypatch.setattr(Path, "write_bytes", of_rank(rank, Path.write_bytes, fails))
+    for words in begin(fresh):
+        assert f"this run could not be saved: rank {rank} on " in str(words)
+        assert "Read-only file system" in str(words)
+    assert list(fresh.directory.iterdir()) == []
+
+
+def test_a_buffer_that_no_checkpoint_holds_is_named_before_training(fresh: Store) -> None:
+    buffers = {
+        "mean": torch.ones(2),
+        "freqs_cis": torch.ones(2, dtype=torch.complex64),
+        "odd": torch.ones(2, dtype=torch.complex128),
+    }
+    for words in begin(fresh, buffers=buffers):
+        assert words == (
+            "this run could not be saved: a checkpoint cannot hold the buffer odd (torch.complex128); register it with "
+            "persistent=False, or in another dtype"
+        )
+    assert begin(fresh, buffers=buffers, at_end=False) == [resume.Start()] * 2
