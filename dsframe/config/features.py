@@ -79,7 +79,7 @@ def may_be_fp16(file: DeepSpeed) -> bool:
     return file.torch_autocast.enabled and name in ("fp16", "half", "float16")
 
 
-def needs_cpu_adam(file: DeepSpeed) -> Path | None:
+def needs_cpu_adam(file: DeepSpeed) -> tuple[str, ...] | None:
     """The key of what only DeepSpeed's own Adam on the CPU can do; None where the file asks for no such thing.
 
     Source: deepspeed 0.19.8, ``runtime/base_optimizer.py`` (_configure_master_weights), ``ops/adam/zenflow_cpu_adam.py``.
