@@ -6,6 +6,9 @@ DeepSpeed's op with ``"torch_adam": false``. Where the two differ in a default, 
 file is silent (torch's AdamW would take 0.01).
 
 Source: deepspeed 0.19.8, ``runtime/engine.py`` (``_configure_basic_optimizer``) and ``ops/adam/fused_adam.py``.
+
+Where torch's cannot do what the file asks for (an Adam without bias correction, or one for 16-bit masters on the CPU), it is
+DeepSpeed's op as well.
 """
 
 from __future__ import annotations
@@ -16,6 +19,9 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
+from dsframe.config.features import own_adam
+from dsframe.config.schema.optimizer import Optimizer
+from dsframe.config.schema.torch_optimizer import Params
 from dsframe.errors import ConfigError, EngineError, Problem
 
 if TYPE_CHECKING:
@@ -35,11 +41,16 @@ class OptimizerSpec:
     """torch's class; None for DeepSpeed's own optimizers, which torch lacks."""
     arguments: Mapping[str, Any]
     """Keyword arguments of ``cls``, or ``optimizer.params`` as written."""
+    legacy_fusion: bool = False
+    """DeepSpeed's own matter: which wrapper of its fused Adam it takes."""
 
     @property
     def learning_rate(self) -> float:
-        """The base rate that schedules start from."""
-        return float(self.arguments.get("lr", 1e-3))
+        """The base rate that schedules start from: the file's, else the optimizer's own default. Of Muon's halves, the faster's."""
+        params = Optimizer.variant({"type": self.kind}, "params") or Params
+        rate = self.arguments.get("lr", params.model_fields["lr"].default)
+        halves = (self.arguments.get(key) for key in ("muon_lr", "adam_lr"))
+        return float(max(rate if half is None else half for half in halves))
 
     def build(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """torch's optimizer over ``parameters``.
@@ -62,7 +73,8 @@ class OptimizerSpec:
         if self.cls in (torch.optim.Adam, torch.optim.AdamW):
             decoupled = self.cls is torch.optim.AdamW
             return {"type": "Adam", "params": {**self.arguments, "adam_w_mode": decoupled, "torch_adam": True}}
-        return {"type": self.kind, "params": dict(self.arguments)}
+        section = {"type": self.kind, "params": dict(self.arguments)}
+        return {**section, "legacy_fusion": True} if self.legacy_fusion else section
 
 
 def read(config: Config) -> OptimizerSpec:
@@ -76,6 +88,8 @@ def read(config: Config) -> OptimizerSpec:
         raise ConfigError([Problem("error", "optimizer", "missing", remedy, str(config.path or ""), code="missing")])
     name = section.type.lower()
     if name in _ADAM:
+        if own_adam(config.deepspeed):
+            return OptimizerSpec(section.type, None, section.params, section.legacy_fusion)
         return _adam(section.type, section.params)
     if name in _DEEPSPEED_ONLY:
         return OptimizerSpec(section.type, None, section.params)
@@ -92,11 +106,8 @@ def _adam(kind: str, params: Mapping[str, Any]) -> OptimizerSpec:
     # "Adam" means AdamW unless it says otherwise.
     decoupled = arguments.pop("adam_w_mode", True) or kind.lower() == "adamw"
     torch_adam = arguments.pop("torch_adam", None)
-    if torch_adam is False:
-        return OptimizerSpec(kind, None, params)
-    if arguments.pop("bias_correction", True) is False:
-        remedy = 'add "torch_adam": false for DeepSpeed\'s own'
-        raise _wrong("params.bias_correction", "torch's Adam always corrects its bias", remedy)
+    arguments.pop("bias_correction", None)  # torch's always corrects it
+    arguments.pop("set_grad_none", None)  # of no effect on what is trained
     arguments.pop("fp32_optimizer_states", None)  # the masters are fp32, and torch's moments have their dtype
     if torch_adam is None:
         arguments.setdefault("weight_decay", 0.0)
@@ -107,5 +118,5 @@ def _adam(kind: str, params: Mapping[str, Any]) -> OptimizerSpec:
     return OptimizerSpec(kind, torch.optim.AdamW if decoupled else torch.optim.Adam, arguments)
 
 
-def _wrong(key: str, message: str, remedy: str = "") -> ConfigError:
-    return ConfigError([Problem("error", f"optimizer.{key}", message, remedy)])
+def _wrong(key: str, message: str) -> ConfigError:
+    return ConfigError([Problem("error", f"optimizer.{key}", message)])

@@ -10,7 +10,7 @@ compares them with DeepSpeed's own classes, step by step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
@@ -34,14 +34,19 @@ class Rates:
     second_beta: float | None = None
     """Adam's second beta, where the schedule fixes it."""
 
-    def apply(self, parameter_groups: list[dict[str, Any]]) -> None:
-        """Writes the rates into a torch optimizer's ``param_groups``."""
-        for group in parameter_groups:
-            group["lr"] = self.learning_rate
+    def apply(self, parameter_groups: list[dict[str, Any]], of: Sequence[float] | None = None) -> None:
+        """Writes the rates into a torch optimizer's ``param_groups``, to each its share ``of`` the learning rate."""
+        for group, share in zip(parameter_groups, of or [1.0] * len(parameter_groups), strict=True):
+            group["lr"] = self.learning_rate * share
             if self.momentum is not None and "betas" in group:
                 group["betas"] = (self.momentum, self.second_beta or group["betas"][1])
             elif self.momentum is not None and "momentum" in group and self.second_beta is None:
                 group["momentum"] = self.momentum
+
+
+def shares(parameter_groups: list[dict[str, Any]], base: float) -> list[float]:
+    """The rate of each group as it was made, in terms of ``base``, by which it follows the schedule."""
+    return [group["lr"] / base if base else 1.0 for group in parameter_groups]
 
 
 Schedule = Callable[[int], Rates]
@@ -264,11 +269,16 @@ def build(kind: str | None, base: float, params: Mapping[str, Any]) -> Schedule:
     make = _SCHEDULES.get(kind)
     if make is None:
         return TorchSchedule(kind, base, params)
-    given = {name: value for name, value in params.items() if name != "last_batch_iteration"}
+    given = {name: _single(value) for name, value in params.items() if name != "last_batch_iteration"}
     try:
         return make(base, **given)
     except TypeError as error:
         raise _wrong("params", f"{kind}: {error}") from None
+
+
+def _single(value: Any) -> Any:
+    """A list of rates has one for each parameter group, and there is one."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
 
 
 def _wrong(key: str, message: str) -> ConfigError:

@@ -26,6 +26,9 @@ WATCHING = frozenset({*LOGGERS, "flops_profiler", "comms_logger"})
 """Sections of DeepSpeed's that only watch the training: they are taken off before DeepSpeed sees them, and mean the same on every
 engine."""
 
+MADE_HERE = frozenset({"optimizer", "scheduler"})
+"""Sections from which dsframe makes what trains, the same on every engine: what it does not know of them reaches nobody."""
+
 
 def logger_packages(file: DeepSpeed, settings: Settings) -> Iterator[tuple[Path, str]]:
     """The switches of sections that are on and need a package, and its module."""
@@ -74,6 +77,30 @@ def may_be_fp16(file: DeepSpeed) -> bool:
     """Whether ``torch_autocast`` casts to float16, as it does where the file names no dtype and the device is a GPU."""
     name = (file.torch_autocast.dtype or "fp16").removeprefix("torch.")
     return file.torch_autocast.enabled and name in ("fp16", "half", "float16")
+
+
+def needs_cpu_adam(file: DeepSpeed) -> tuple[str, ...] | None:
+    """The key of what only DeepSpeed's own Adam on the CPU can do; None where the file asks for no such thing.
+
+    Source: deepspeed 0.19.8, ``runtime/base_optimizer.py`` (_configure_master_weights), ``ops/adam/zenflow_cpu_adam.py``.
+    """
+    zero = file.zero_optimization
+    if not zero.stage or zero.optimizer_device == "none":
+        return None
+    if file.fp16.fp16_master_weights_and_grads:
+        return ("fp16", "fp16_master_weights_and_grads")
+    if file.bf16.bf16_master_weights_and_grads:
+        return ("bf16", "bf16_master_weights_and_grads")
+    return None if zero.zenflow is None else ("zero_optimization", "zenflow")
+
+
+def own_adam(file: DeepSpeed) -> bool:
+    """Whether the file's Adam is DeepSpeed's own: on request, or because torch's cannot do what the file asks for."""
+    params = file.optimizer.params if file.optimizer else {}
+    by_torch = params.get("torch_adam")
+    if by_torch is None:
+        return params.get("bias_correction") is False or needs_cpu_adam(file) is not None
+    return not by_torch
 
 
 def shares_activations(file: DeepSpeed, settings: Settings) -> bool:

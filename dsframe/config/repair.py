@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from typing import Any
 
+from dsframe.config.features import MADE_HERE
 from dsframe.config.findings import Findings, Fix, dotted
 from dsframe.config.legacy import MEANT, REMOVED, RENAMED, SYNONYMS, modernise
 from dsframe.config.model import File, children, places, section_at, shape
@@ -165,9 +166,8 @@ class _Repair:
         if here[0] == "dsframe":
             self.findings.error(here, "unknown key", "remove it", code="unknown-key")
         else:
-            self.findings.error(
-                here, f"unknown key; {effect}", f"remove it, {PASS_THROUGH % dotted(here)}", code="unknown-key"
-            )
+            remedy = "remove it" if here[0] in MADE_HERE else f"remove it, {PASS_THROUGH % dotted(here)}"
+            self.findings.error(here, f"unknown key; {effect}", remedy, code="unknown-key")
 
     def home(self, candidates: tuple[tuple[str, ...], ...], here: Path, value: Any) -> tuple[str, ...] | None:
         """Where a key belongs: the only place that has it, or the nearest of few. An object goes where one is taken,

@@ -11,6 +11,7 @@ from typing import Any
 from dsframe.config import (
     rules_checkpoints,
     rules_model,
+    rules_optimizer,
     rules_pipeline,
     rules_report,
     rules_sequence,
@@ -31,6 +32,7 @@ def judge(file: File, raw: dict[str, Any], findings: Findings, engine: str | Non
     rules_tensor.judge(bench)
     rules_sequence.judge(bench)
     rules_training.judge(bench)
+    rules_optimizer.judge(bench)
     rules_system.judge(bench)
     rules_model.judge(bench)
     rules_pipeline.judge(bench)

@@ -1,29 +1,18 @@
-"""Rules about number formats, the optimizer, the schedule, and dsframe's own section."""
+"""Rules about number formats and dsframe's own section."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from typing import get_args
 
-from dsframe.config.features import may_be_fp16
+from dsframe.config.features import MADE_HERE, may_be_fp16
 from dsframe.config.findings import show
 from dsframe.config.rule import Judge
-from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, WITHOUT_ROUTE
-from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, SCHEDULERS_WITHOUT_ROUTE
-from dsframe.config.schema.torch_optimizer import TORCH_OPTIMIZERS
-from dsframe.config.schema.torch_scheduler import TORCH_SCHEDULERS
 from dsframe.config.settings import EngineName
-from dsframe.config.suggest import closest
-
-_TORCH_ADAM_ONLY = ("foreach", "maximize", "fused", "capturable", "differentiable")
-_DEEPSPEED_ADAM_ONLY = ("bias_correction", "set_grad_none")
 
 
 def judge(bench: Judge) -> None:
     """Report what is wrong with the rest of the file."""
     _precision(bench)
-    _optimizer(bench)
-    _scheduler(bench)
     _dsframe(bench)
 
 
@@ -58,6 +47,17 @@ def _precision(bench: Judge) -> None:
             ("fp16", "fp16_master_weights_and_grads"), "needs optimizer offload with DeepSpeed's CPU Adam: DeepSpeed raises",
             'add "offload_optimizer": {"device": "cpu"}',
         )  # fmt: skip
+    if (
+        bf16.bf16_master_weights_and_grads
+        and not bf16.bf16_optimizer_states
+        and file.zero_optimization.optimizer_device == "none"
+        and stage
+    ):
+        bench.conflict(
+            ("bf16", "bf16_master_weights_and_grads"),
+            "needs optimizer offload with DeepSpeed's CPU Adam, or bf16_optimizer_states: DeepSpeed raises",
+            'add "offload_optimizer": {"device": "cpu"}, or "bf16_optimizer_states": true',
+        )
     _types(bench)
 
 
@@ -86,109 +86,13 @@ def _types(bench: Judge) -> None:
         )  # fmt: skip
 
 
-def _unknown_name(
-    bench: Judge, section: str, name: str, known: Iterable[str], excluded: dict[str, str], torch_home: str
-) -> None:
-    path = (section, "type")
-    reason = excluded.get(name) or excluded.get(name.lower())
-    if reason:
-        bench.findings.error(path, f"{show(name)} cannot be used: {reason}", code="value", at_value=True)
-        return
-    similar = next((other for other in known if other.lower() == name.lower()), None) or closest(name, known, 3)
-    remedy = f'did you mean "{similar}"?' if similar else ""
-    bench.findings.error(
-        path, f"{show(name)} is known neither to DeepSpeed nor to {torch_home}", remedy, code="value", at_value=True
-    )
-
-
-def _optimizer(bench: Judge) -> None:
-    optimizer = bench.file.optimizer
-    if optimizer is None:
-        return
-    name = optimizer.type
-    if name.lower() not in DEEPSPEED_OPTIMIZERS and name not in TORCH_OPTIMIZERS:
-        known = [spelling for spelling, _ in DEEPSPEED_OPTIMIZERS.values()] + list(TORCH_OPTIMIZERS)
-        _unknown_name(bench, "optimizer", name, known, dict(WITHOUT_ROUTE), "torch.optim")
-        return
-    kind, stage = name.lower(), bench.file.zero_optimization.stage
-    if kind in ("adam", "adamw"):
-        _adam(bench)
-    if kind == "lamb" and bench.file.fp16.loss_scale != 0:
-        bench.conflict(
-            ("optimizer", "type"), "Lamb needs dynamic loss scaling: DeepSpeed raises", 'write "loss_scale": 0'
-        )
-    untested = kind in ("lamb", "muadam", "muadamw", "musgd") or (kind not in DEEPSPEED_OPTIMIZERS)
-    if kind == "adafactor" and stage and bench.by_deepspeed:
-        bench.conflict(
-            ("optimizer", "type"),
-            "Adafactor keeps a row and a column of each matrix, and ZeRO gives it flat shares: another training",
-            "set the stage to 0, or choose another optimizer",
-        )  # fmt: skip
-    elif stage and untested and not bench.file.zero_allow_untested_optimizer:
-        bench.conflict(
-            ("optimizer", "type"), f"{name} is untested with ZeRO: DeepSpeed raises",
-            'add "zero_allow_untested_optimizer": true',
-        )  # fmt: skip
-    params = optimizer.params
-    if kind == "sgd" and params.get("nesterov") is True and (not params.get("momentum") or params.get("dampening")):
-        path = ("optimizer", "params", "nesterov")
-        bench.conflict(path, "needs momentum above 0 and dampening 0: torch raises", "add the momentum")
-
-
-def _adam(bench: Judge) -> None:
-    """What FusedAdam, CPUAdam and torch's AdamW take is not the same; the others raise a TypeError."""
-    params = bench.file.optimizer.params if bench.file.optimizer else {}
-    torch_adam = params.get("torch_adam") is True
-    path = ("optimizer", "params")
-    if not torch_adam:
-        for key in _TORCH_ADAM_ONLY:
-            if key in params:
-                bench.conflict(
-                    (*path, key), "an argument of torch's Adam: DeepSpeed's own raises", 'add "torch_adam": true'
-                )
-        if params.get("amsgrad") is True:
-            bench.conflict((*path, "amsgrad"), "DeepSpeed's own Adam raises", 'add "torch_adam": true')
-        return
-    for key in _DEEPSPEED_ADAM_ONLY:
-        if key in params:
-            bench.conflict(
-                (*path, key), 'no argument of torch\'s Adam: "torch_adam": true raises', "remove one of them"
-            )
-
-
-def _scheduler(bench: Judge) -> None:
-    scheduler = bench.file.scheduler
-    if scheduler is None:
-        return
-    name, path = scheduler.type, ("scheduler", "type")
-    if name in TORCH_SCHEDULERS:
-        if bench.file.zero_optimization.stage:
-            bench.findings.warning(
-                path, f"plain DeepSpeed raises: torch's {name} does not take a ZeRO optimizer",
-                "dsframe runs the schedule itself; for plain DeepSpeed choose WarmupLR and its like",
-                code="portability", at_value=True,
-            )  # fmt: skip
-    elif name not in DEEPSPEED_SCHEDULERS:
-        known = [*DEEPSPEED_SCHEDULERS, *TORCH_SCHEDULERS]
-        _unknown_name(bench, "scheduler", name, known, dict(SCHEDULERS_WITHOUT_ROUTE), "torch.optim.lr_scheduler")
-        return
-    if "params" not in bench.raw["scheduler"] and not bench.findings.fails(("scheduler",)):
-        bench.findings.error(
-            ("scheduler",), '"params" is required: DeepSpeed raises', 'add "params": {}', code="missing"
-        )
-    total, warmup = scheduler.params.get("total_num_steps"), scheduler.params.get("warmup_num_steps", 1000)
-    if isinstance(total, int) and isinstance(warmup, int) and total < warmup:
-        written = "warmup_num_steps" in scheduler.params
-        default = "" if written else ", its default"
-        bench.findings.warning(
-            ("scheduler", "params", "warmup_num_steps" if written else "total_num_steps"),
-            f"total_num_steps {total} is less than warmup_num_steps {warmup}{default}: training ends in its warm-up",
-            "raise the one or lower the other", code="schedule", at_value=True,
-        )  # fmt: skip
-
-
 def _dsframe(bench: Judge) -> None:
     settings = bench.file.dsframe
+    for name in settings.pass_through:
+        section = name.partition(".")[0]
+        if section in MADE_HERE:
+            message = f"{show(name)} reaches nobody: dsframe makes the {section} itself, from the keys it knows"
+            bench.conflict(("dsframe", "pass_through"), message, "remove it")
     meant = {"average": "mean", "sum": "sum"}.get(settings.horovod.op or "")
     if meant and meant != bench.file.gradient_allreduce_op:
         bench.conflict(

@@ -100,7 +100,7 @@ class PipelineEngine(ZeroEngine):
     def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
         """**Collective.** All micro-batches go through the stages, one behind the other; then one update."""
         rates = self.plan.schedule(self._updates)
-        rates.apply(self._engine.basic_optimizer.param_groups)
+        rates.apply(self._engine.basic_optimizer.param_groups, self._rate_shares)
         # Before anybody waits for anybody: every rank sees what is wrong with it.
         first = self._micro_batch(next(micro_batches))
         batches = itertools.chain([first], map(self._micro_batch, micro_batches))

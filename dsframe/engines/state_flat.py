@@ -29,7 +29,7 @@ def fill(optimizer: torch.optim.Optimizer, flat: Tensor, pieces: list[Piece], sa
     common: dict[str, float] | None = None
     for name, start, size, first in pieces:
         one = saved.parameter(name)
-        _make_moments(held, one, flat)
+        _make_moments(optimizer, held, one, flat)
         if one.moments or one.scalars:
             common = dict(one.scalars) if common is None else common
             same_step(one.name, common, one.scalars)
@@ -39,8 +39,10 @@ def fill(optimizer: torch.optim.Optimizer, flat: Tensor, pieces: list[Piece], sa
     _settle(optimizer, flat, common)
 
 
-def _make_moments(held: dict[str, Any], one: ParameterState, flat: Tensor) -> None:
+def _make_moments(optimizer: torch.optim.Optimizer, held: dict[str, Any], one: ParameterState, flat: Tensor) -> None:
     """A fresh optimizer has no state yet: makes the tensors it would make at its first step."""
+    # DeepSpeed's CPU Adam keeps moments in fp32 beside masters of 16 bits, unless it is told not to.
+    dtype = torch.float32 if getattr(optimizer, "fp32_optimizer_states", False) else flat.dtype
     for key, moment in one.moments.items():
         if moment.shape != one.weight.shape:
             raise CheckpointError(
@@ -48,7 +50,7 @@ def _make_moments(held: dict[str, Any], one: ParameterState, flat: Tensor) -> No
                 "ZeRO cannot share such state among ranks; resume on ddp, horovod or single"
             )
         if not isinstance(held.get(key), Tensor):
-            held[key] = torch.zeros_like(flat.detach())
+            held[key] = torch.zeros_like(flat.detach(), dtype=dtype)
 
 
 def _put(target: Tensor, start: int, count: int, source: Tensor, first: int) -> None:

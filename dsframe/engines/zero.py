@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsframe import process_group, switches
+from dsframe import process_group, schedules, switches
 from dsframe.checkpoint.state import EngineState, SavedState
 from dsframe.config.features import WATCHING, shares_activations
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure
@@ -72,6 +72,7 @@ class ZeroEngine(Engine):
         if shares_activations(plan.config.deepspeed, plan.config.settings):
             to_host = plan.config.deepspeed.activation_checkpointing.cpu_checkpointing
             partition.share_out(module, self._tensor_group(), to_host=to_host)
+        self._rate_shares = schedules.shares(self._engine.basic_optimizer.param_groups, plan.optimizer.learning_rate)
         self._undo_hidden_step()
         _keep_norm(self._engine)
         if plan.config.settings.on_nonfinite == "skip":
@@ -166,7 +167,7 @@ class ZeroEngine(Engine):
     def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
         """**Collective.** One optimizer update through DeepSpeed's forward, backward and step."""
         rates = self.plan.schedule(self._updates)
-        rates.apply(self._engine.basic_optimizer.param_groups)
+        rates.apply(self._engine.basic_optimizer.param_groups, self._rate_shares)
         if self._slices is not None:
             micro_batches = map(self._slices.cut, micro_batches)
         total = self._accumulate_whole(micro_batches) if self._whole else self._accumulate(micro_batches)

@@ -335,6 +335,26 @@ MISTAKES = [
         'f.json:1:47: optimizer.type: SGD is untested with ZeRO: DeepSpeed raises; add "zero_allow_untested_optimizer": true',
     ),
     (
+        "a course that overrules Muon's rates",
+        '{"train_batch_size": 8, "optimizer": {"type": "Muon", "params": {"muon_lr": 0.02, "adam_lr": 3e-4}}, "scheduler": {"type": "WarmupLR", "params": {"warmup_max_lr": 1e-3}}}',
+        'f.json:1:124: scheduler.type: this WarmupLR sets one rate for all parameters, and Muon\'s halves have 0.02 and 0.0003; write one "lr" under "optimizer", or choose WarmupCosineLR',
+    ),
+    (
+        "an optimizer's key that is not known",
+        '{"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "wibble": 1}}}',
+        "f.json:1:76: optimizer.params.wibble: unknown key; DeepSpeed raises; remove it",
+    ),
+    (
+        "a schedule from its midst",
+        '{"train_batch_size": 8, "scheduler": {"type": "WarmupLR", "params": {"last_batch_iteration": 5}}}',
+        "f.json:1:94: scheduler.params.last_batch_iteration: 5 has no meaning here: the schedule follows the checkpoint's step; remove it, and go on with --resume",
+    ),
+    (
+        "bf16 masters on the device",
+        '{"train_batch_size": 8, "zero_optimization": {"stage": 1}, "bf16": {"enabled": true, "bf16_master_weights_and_grads": true}}',
+        'f.json:1:119: bf16.bf16_master_weights_and_grads: needs optimizer offload with DeepSpeed\'s CPU Adam, or bf16_optimizer_states: DeepSpeed raises; add "offload_optimizer": {"device": "cpu"}, or "bf16_optimizer_states": true',
+    ),
+    (
         "torch argument",
         '{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1, "fused": true}}}',
         "f.json:1:87: optimizer.params.fused: an argument of torch's Adam: DeepSpeed's own raises; add \"torch_adam\": true",

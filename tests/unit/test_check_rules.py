@@ -38,6 +38,19 @@ def llama(**model: Any) -> dict[str, Any]:
 
 
 ADAFACTOR = {"optimizer": {"type": "Adafactor", "params": {}}}
+CPU = {"offload_optimizer": {"device": "cpu"}}
+
+
+def rule(kind: str, **params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": kind, "params": params}}
+
+
+def course(kind: str, **params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": kind, "params": params}}
+
+
+HALVES = rule("Muon", muon_lr=0.02, adam_lr=3e-4)
+HALF = {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True}}
 
 
 def kept(evaluated: int | None = None, **keys: Any) -> dict[str, Any]:
@@ -76,7 +89,7 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("tiling into one tile", {**zero(3), **ours(model={"tiling": {"modules": ["*.expand"]}})}, ["W no-effect dsframe.model.tiling"]),
     ("tiling of nothing", {**zero(3), **ours(model={"tiling": {"modules": [], "in_splits": 2}})}, ["E conflict dsframe.model.tiling.modules"]),
     ("tiling inside of recomputed blocks", {**zero(3), **ours(model={"tiling": {"modules": ["*.expand"], "in_splits": 2}, "activation_checkpointing": ["Sequential"]})}, ["W no-effect dsframe.model.tiling"]),
-    ("tiling with Muon", {"optimizer": {"type": "Muon", "params": {}}, **zero(3), **ours(model={"tiling": {"modules": ["*.expand"], "in_splits": 2}})}, ["E conflict dsframe.model.tiling"]),
+    ("tiling with Muon", {"optimizer": {"type": "Muon", "params": {}}, **zero(3, reduce_scatter=False), **ours(model={"tiling": {"modules": ["*.expand"], "in_splits": 2}})}, ["E conflict dsframe.model.tiling"]),
     ("recomputation of the CNN", ours(model={"activation_checkpointing": True}), ["E conflict dsframe.model.activation_checkpointing"]),
     ("recomputation of no class", ours(model={"activation_checkpointing": []}), ["E conflict dsframe.model.activation_checkpointing"]),
     ("recomputation inside of one graph", ours(model={"activation_checkpointing": ["Sequential"], "compile": True}), ["E conflict dsframe.model.compile"]),
@@ -142,8 +155,38 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("MLflow that is off", ours(mlflow={"experiment": "e"}), ["W no-effect dsframe.mlflow.experiment"]),
     ("Adafactor, where nothing is shared out", {**ADAFACTOR, "zero_allow_untested_optimizer": True, **zero(3), **ours(engine="horovod")}, []),
     ("Lamb with dynamic scaling", {"optimizer": {"type": "lamb", "params": {}}, "fp16": {"enabled": True}}, []),
+    ("Muon's halves in proportion", {**HALVES, **course("WarmupCosineLR", total_num_steps=10, warmup_num_steps=2)}, []),
+    ("Muon's halves, each up to its own rate", {**HALVES, **course("WarmupLR")}, []),
+    ("Muon's halves at one rate of the schedule's", {**HALVES, **course("OneCycle", cycle_min_lr=0.1, cycle_max_lr=0.2)}, ["E conflict scheduler.type"]),
+    ("Muon's halves up to one rate", {**HALVES, **course("WarmupLR", warmup_max_lr=0.1)}, ["E conflict scheduler.type"]),
+    ("Muon's halves down to one rate", {**HALVES, **course("CosineAnnealingLR", T_max=9, eta_min=0.1)}, ["E conflict scheduler.type"]),
+    ("Muon's halves as they are by default", {**rule("Muon"), **course("WarmupDecayLR", total_num_steps=5000)}, ["E conflict scheduler.type"]),
+    ("one rate for Muon", {**rule("Muon", lr=0.1), **course("WarmupDecayLR", total_num_steps=5000)}, []),
+    ("rates by muP's widths", {**rule("MuAdam", lr=0.1), **course("WarmupDecayLR", total_num_steps=5000)}, ["E conflict scheduler.type"]),
+    ("Muon and reduce-scatter", {**rule("Muon", lr=0.1), **zero(3)}, ["E conflict optimizer.type"]),
+    ("Muon without reduce-scatter", {**rule("Muon", lr=0.1), **zero(3, reduce_scatter=False)}, []),
+    ("Muon head by head", rule("Muon", lr=0.1, per_head_muon=True), []),
+    ("no bias correction by torch's Adam", {**rule("AdamW", bias_correction=False), **ours(engine="horovod")}, ["E conflict optimizer.params.bias_correction"]),
+    ("no bias correction by DeepSpeed's", rule("AdamW", bias_correction=False), []),
+    ("no bias correction on the CPU", {**rule("AdamW", bias_correction=False), **HALF, **zero(1, **CPU)}, []),
+    ("gradients dropped", rule("AdamW", set_grad_none=True), []),
+    ("gradients dropped on the CPU", {**rule("AdamW", set_grad_none=True), **HALF, **zero(1, **CPU)}, ["E conflict optimizer.params.set_grad_none"]),
+    ("gradients dropped on the CPU by request", {**rule("AdamW", set_grad_none=True, torch_adam=False), **zero(1, **CPU)}, ["E conflict optimizer.params.set_grad_none"]),
+    ("half the masters without a CPU", {**rule("AdamW"), **HALF, **zero(1)}, ["E conflict bf16.bf16_master_weights_and_grads"]),
+    ("half the masters and the moments", {**rule("AdamW"), "bf16": {**HALF["bf16"], "bf16_optimizer_states": True}, **zero(1)}, []),
+    ("half the masters on the CPU", {**rule("AdamW"), **HALF, **zero(1, **CPU)}, []),
+    ("half the masters by torch's Adam", {**rule("AdamW", torch_adam=True), **HALF, **zero(1, **CPU)}, ["E conflict bf16.bf16_master_weights_and_grads"]),
+    ("half the masters by another optimizer", {**rule("Adagrad"), **HALF, **zero(1, **CPU)}, ["E conflict bf16.bf16_master_weights_and_grads"]),
+    ("ZenFlow by torch's Adam", {**rule("AdamW", torch_adam=True), **zero(1, zenflow={}, **CPU)}, ["E conflict zero_optimization.zenflow"]),
     ("mup takes what it is given", {"optimizer": {"type": "MuAdam", "params": {"anything": 1}}}, []),
     ("a schedule with everything", {"scheduler": {"type": "WarmupDecayLR", "params": {"total_num_steps": 10, "warmup_num_steps": 2}}}, []),
+    ("a schedule from its midst", course("WarmupLR", last_batch_iteration=5), ["E conflict scheduler.params.last_batch_iteration"]),
+    ("torch's from its midst", course("StepLR", step_size=2, last_epoch=0), ["E conflict scheduler.params.last_epoch"]),
+    ("a schedule from its start", course("WarmupLR", last_batch_iteration=-1), []),
+    ("a list of one rate", course("WarmupLR", warmup_max_lr=[1e-3], warmup_min_lr=[0.0]), []),
+    ("a list of rates", course("LRRangeTest", lr_range_test_min_lr=[1e-3, 1e-4]), ["E conflict scheduler.params.lr_range_test_min_lr"]),
+    ("milestones", course("MultiStepLR", milestones=[1, 2]), []),
+    ("what dsframe makes itself is not passed on", {"optimizer": {"type": "SGD", "params": {"new": 1}}, **ours(pass_through=["optimizer.params.new"])}, ["E conflict dsframe.pass_through"]),
     ("torch's schedule without ZeRO", {"scheduler": {"type": "StepLR", "params": {"step_size": 2}}}, []),
     # Engines
     ("PowerSGD", ours(ddp={"communication": "power_sgd", "power_sgd_rank": 2}), ["W resume dsframe.ddp.communication"]),

@@ -254,6 +254,10 @@ def test_optimizers_are_deepspeeds_and_torchs() -> None:
     for name, parameters in TORCH_OPTIMIZERS.items():
         signature = inspect.signature(classes[name])
         assert set(parameters.model_fields) == set(signature.parameters) - {"params"}, name
+    for name, parameters in {**TORCH_OPTIMIZERS, "Adagrad": DEEPSPEED_OPTIMIZERS["adagrad"][1]}.items():
+        for key, parameter in inspect.signature(classes[name]).parameters.items():
+            original = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
+            assert key == "params" or default(parameters.model_fields[key]) == original, f"{name}.{key}"
 
 
 def test_adam_takes_what_its_kernels_take() -> None:

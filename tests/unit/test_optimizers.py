@@ -33,12 +33,58 @@ def test_torchs_default_decay_where_the_file_asks_for_torchs_adam() -> None:
     assert "weight_decay" not in read("AdamW", {"torch_adam": True}).arguments
 
 
+@pytest.mark.parametrize(
+    "kind", ["AdamW", "SGD", "adagrad", "RMSprop", "NAdam", "ASGD", "Rprop", "Adadelta", "Adafactor"]
+)
+def test_without_a_rate_the_schedule_starts_from_the_optimizers_own_default(kind: str) -> None:
+    spec = read(kind, {})
+    assert spec.learning_rate == spec.build([torch.nn.Parameter(torch.zeros(2))]).param_groups[0]["lr"]
+
+
+def test_the_rate_of_muon_is_that_of_its_faster_half() -> None:
+    assert read("Muon", {}).learning_rate == 0.02  # and 3e-4 for the other
+    assert read("Muon", {"lr": 0.1}).learning_rate == 0.1
+    assert read("Muon", {"lr": 0.1, "muon_lr": 0.0, "adam_lr": 0.2}).learning_rate == 0.2
+
+
 def test_deepspeeds_own_op_on_request() -> None:
     spec = read("AdamW", {"torch_adam": False, "lr": 0.1})
     assert spec.cls is None
     assert spec.for_deepspeed() == {"type": "AdamW", "params": {"torch_adam": False, "lr": 0.1}}
     with pytest.raises(EngineError, match="DeepSpeed's own"):
         spec.build([])
+
+
+@pytest.mark.parametrize(
+    "keys",
+    [
+        {"fp16": {"enabled": True, "fp16_master_weights_and_grads": True}},
+        {"bf16": {"enabled": True, "bf16_master_weights_and_grads": True, "bf16_optimizer_states": True}},
+        {"zero_optimization": {"zenflow": {}}},
+        {"optimizer": {"bias_correction": False}},
+    ],
+)
+def test_deepspeeds_own_op_where_torchs_will_not_do(keys: dict[str, Any]) -> None:
+    zero = {"stage": 1, "offload_optimizer": {"device": "cpu"}, **keys.get("zero_optimization", {})}
+    section = {"type": "AdamW", "params": {"lr": 0.1, **keys.get("optimizer", {})}}
+    spec = optimizers.read(load({"train_batch_size": 8, **keys, "optimizer": section, "zero_optimization": zero}))
+    assert spec.cls is None
+    assert spec.for_deepspeed() == section
+
+
+def test_what_only_deepspeed_looks_at_is_handed_over() -> None:
+    section = {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": False}, "legacy_fusion": True}
+    assert optimizers.read(load({"train_batch_size": 8, "optimizer": section})).for_deepspeed() == section
+
+
+def test_no_other_engine_leaves_the_bias_as_it_is() -> None:
+    section = {"type": "AdamW", "params": {"bias_correction": False}}
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.bias_correction: torch's Adam, which ddp runs"):
+        load({"train_batch_size": 8, "optimizer": section, "dsframe": {"engine": "ddp"}})
+
+
+def test_an_argument_without_effect_on_the_training_is_left_to_deepspeeds_own() -> None:
+    read("AdamW", {"set_grad_none": True}).build([torch.nn.Parameter(torch.zeros(2))])
 
 
 @pytest.mark.parametrize(
@@ -71,7 +117,6 @@ def test_deepspeed_builds_the_same_optimizer(kind: str, params: dict[str, Any]) 
 @pytest.mark.parametrize(
     ("kind", "params", "message"),
     [
-        ("AdamW", {"bias_correction": False}, "optimizer.params.bias_correction"),
         ("SGD", {"lr": -1.0}, "optimizer.params"),
     ],
 )

@@ -71,6 +71,43 @@ def test_rates_reach_the_optimizer() -> None:
     assert groups == [{"lr": 0.5, "betas": (0.7, 0.99)}, {"lr": 0.5, "momentum": 0.7}, {"lr": 0.5}]
 
 
+@pytest.mark.parametrize(
+    ("kind", "params"),
+    [
+        ("WarmupLR", {"warmup_num_steps": 4}),
+        ("WarmupCosineLR", {"warmup_num_steps": 4, "total_num_steps": 12}),
+        ("StepLR", {"step_size": 3}),
+        ("PolynomialLR", {"total_iters": 9}),
+        ("CosineAnnealingLR", {"T_max": 9}),
+    ],
+)
+def test_groups_keep_the_proportion_of_their_rates(kind: str, params: dict[str, Any]) -> None:
+    """As the rates of Muon's halves, and those by muP's widths, do with DeepSpeed's and torch's own classes."""
+    from deepspeed.runtime import lr_schedules
+
+    theirs, ours = (
+        torch.optim.SGD([{"params": [torch.zeros(1)], "lr": lr} for lr in (0.02, 3e-4)], lr=BASE) for _ in range(2)
+    )
+    shares = schedules.shares(ours.param_groups, 0.02)
+    make = getattr(lr_schedules, kind, None) or getattr(torch.optim.lr_scheduler, kind)
+    scheduler, course = make(theirs, **params), schedules.build(kind, 0.02, params)
+    for updates in range(12):
+        course(updates).apply(ours.param_groups, shares)
+        for mine, original in zip(ours.param_groups, theirs.param_groups, strict=True):
+            assert mine["lr"] == pytest.approx(original["lr"], rel=1e-12, abs=1e-18), updates
+        theirs.step()
+        scheduler.step()
+
+
+def test_groups_without_a_rate_share_nothing() -> None:
+    assert schedules.shares([{"lr": 0.0}, {"lr": 0.0}], 0.0) == [1.0, 1.0]
+
+
+def test_a_list_of_one_rate_is_that_rate() -> None:
+    course = schedules.build("WarmupLR", BASE, {"warmup_min_lr": [0.0], "warmup_max_lr": [0.3], "warmup_num_steps": 2})
+    assert course(9).learning_rate == 0.3
+
+
 @pytest.mark.parametrize("kind", ["AdamW", "SGD"])
 def test_torchs_cycled_momentum_is_torchs(kind: str) -> None:
     params = {"max_lr": 0.1, "total_steps": 20}

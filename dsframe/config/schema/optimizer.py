@@ -69,7 +69,7 @@ class MuonParams(Section):
     """Muon for the matrices that are tagged ``use_muon``, Adam for the other parameters."""
 
     lr: NonNegative = 0.02
-    """Learning rate of both halves."""
+    """Learning rate of both halves. Where it is absent, that of the Adam half is 3e-4."""
     muon_lr: NonNegative | None = None
     """Learning rate of the Muon half. Default: ``lr``."""
     adam_lr: NonNegative | None = None
@@ -80,6 +80,8 @@ class MuonParams(Section):
     """Decay of the weights, both halves."""
     ns_method: str | None = None
     """Newton-Schulz method, such as ``gram``."""
+    per_head_muon: bool = False
+    """Treat each attention head's rows of the query, key and value projections as a matrix of its own."""
     betas: Betas = [0.9, 0.95]
     """Moments of the Adam half."""
     eps: NonNegative = 1e-10
@@ -104,6 +106,8 @@ class MupParams(Section):
 class AdagradParams(TorchParams):
     """Adagrad: torch's, or DeepSpeed's with CPU offload."""
 
+    lr: NonNegative = 0.01
+    """Learning rate."""
     eps: NonNegative = 1e-10
     """Added to the denominator."""
     lr_decay: NonNegative = 0.0

@@ -23,7 +23,7 @@ class LrRangeTestParams(Section):
     lr_range_test_staircase: bool = False
     """Grow in jumps, one each interval."""
     last_batch_iteration: int = -1
-    """Step to continue after; -1 is the start."""
+    """Always -1, the start: a training that goes on takes the checkpoint's step."""
 
 
 class OneCycleParams(Section):
@@ -54,7 +54,7 @@ class OneCycleParams(Section):
     decay_mom_rate: Real = 0.0
     """Decay of the momentum after the cycle."""
     last_batch_iteration: int = -1
-    """Step to continue after; -1 is the start."""
+    """Always -1, the start: a training that goes on takes the checkpoint's step."""
 
 
 class WarmupLrParams(Section):
@@ -69,7 +69,7 @@ class WarmupLrParams(Section):
     warmup_type: Literal["log", "linear"] = "log"
     """Shape of the warm-up."""
     last_batch_iteration: int = -1
-    """Step to continue after; -1 is the start."""
+    """Always -1, the start: a training that goes on takes the checkpoint's step."""
 
 
 class WarmupDecayLrParams(Section):
@@ -86,7 +86,7 @@ class WarmupDecayLrParams(Section):
     warmup_type: Literal["log", "linear"] = "log"
     """Shape of the warm-up."""
     last_batch_iteration: int = -1
-    """Step to continue after; -1 is the start."""
+    """Always -1, the start: a training that goes on takes the checkpoint's step."""
 
 
 class WarmupCosineLrParams(Section):
@@ -103,7 +103,7 @@ class WarmupCosineLrParams(Section):
     warmup_type: Literal["log", "linear"] = "log"
     """Shape of the warm-up."""
     last_batch_iteration: int = -1
-    """Step to continue after; -1 is the start."""
+    """Always -1, the start: a training that goes on takes the checkpoint's step."""
 
 
 DEEPSPEED_SCHEDULERS: Mapping[str, type[Section]] = {

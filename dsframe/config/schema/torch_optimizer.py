@@ -56,6 +56,8 @@ class SgdParams(Params):
 class RmspropParams(TorchParams):
     """torch's RMSprop."""
 
+    lr: NonNegative = 0.01
+    """Learning rate."""
     alpha: NonNegative = 0.99
     """Smoothing constant."""
     eps: NonNegative = 1e-8
@@ -69,6 +71,8 @@ class RmspropParams(TorchParams):
 class AdamaxParams(TorchParams):
     """torch's Adamax."""
 
+    lr: NonNegative = 2e-3
+    """Learning rate."""
     betas: Betas = [0.9, 0.999]
     """Decay of the moments."""
     eps: NonNegative = 1e-8
@@ -87,6 +91,8 @@ class NadamParams(AdamaxParams):
 class RadamParams(AdamaxParams):
     """torch's RAdam."""
 
+    lr: NonNegative = 1e-3
+    """Learning rate."""
     decoupled_weight_decay: bool = False
     """As in AdamW."""
 
@@ -94,6 +100,8 @@ class RadamParams(AdamaxParams):
 class AdadeltaParams(TorchParams):
     """torch's Adadelta."""
 
+    lr: NonNegative = 1.0
+    """Factor of the steps, which have a size of their own."""
     rho: Annotated[float, Field(ge=0.0, le=1.0)] = 0.9
     """Decay of the squared gradients."""
     eps: NonNegative = 1e-6
@@ -103,6 +111,8 @@ class AdadeltaParams(TorchParams):
 class AsgdParams(TorchParams):
     """torch's averaged SGD."""
 
+    lr: NonNegative = 0.01
+    """Learning rate."""
     lambd: Real = 1e-4
     """Decay term."""
     alpha: Real = 0.75

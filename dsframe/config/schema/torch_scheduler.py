@@ -14,7 +14,7 @@ class StepLrParams(Section):
     gamma: Real = 0.1
     """Factor."""
     last_epoch: int = -1
-    """Step to continue after; -1 is the start."""
+    """Always -1, the start: a training that goes on takes the checkpoint's step."""
 
 
 class MultiStepLrParams(Section):
@@ -25,7 +25,7 @@ class MultiStepLrParams(Section):
     gamma: Real = 0.1
     """Factor."""
     last_epoch: int = -1
-    """Step to continue after; -1 is the start."""
+    """Always -1, the start: a training that goes on takes the checkpoint's step."""
 
 
 class ConstantLrParams(Section):
@@ -36,7 +36,7 @@ class ConstantLrParams(Section):
     total_iters: Size = 5
     """Steps of it."""
     last_epoch: int = -1
-    """Step to continue after; -1 is the start."""
+    """Always -1, the start: a training that goes on takes the checkpoint's step."""
 
 
 class LinearLrParams(Section):
@@ -49,7 +49,7 @@ class LinearLrParams(Section):
     total_iters: Size = 5
     """Steps between them."""
     last_epoch: int = -1
-    """Step to continue after; -1 is the start."""
+    """Always -1, the start: a training that goes on takes the checkpoint's step."""
 
 
 class ExponentialLrParams(Section):
@@ -58,7 +58,7 @@ class ExponentialLrParams(Section):
     gamma: Real
     """Factor. Required."""
     last_epoch: int = -1
-    """Step to continue after; -1 is the start."""
+    """Always -1, the start: a training that goes on takes the checkpoint's step."""
 
 
 class PolynomialLrParams(Section):
@@ -69,7 +69,7 @@ class PolynomialLrParams(Section):
     power: Real = 1.0
     """Power of the polynomial."""
     last_epoch: int = -1
-    """Step to continue after; -1 is the start."""
+    """Always -1, the start: a training that goes on takes the checkpoint's step."""
 
 
 class CosineAnnealingLrParams(Section):
@@ -80,7 +80,7 @@ class CosineAnnealingLrParams(Section):
     eta_min: NonNegative = 0.0
     """Lowest rate."""
     last_epoch: int = -1
-    """Step to continue after; -1 is the start."""
+    """Always -1, the start: a training that goes on takes the checkpoint's step."""
 
 
 class CosineAnnealingWarmRestartsParams(Section):
@@ -93,7 +93,7 @@ class CosineAnnealingWarmRestartsParams(Section):
     eta_min: NonNegative = 0.0
     """Lowest rate."""
     last_epoch: int = -1
-    """Step to continue after; -1 is the start."""
+    """Always -1, the start: a training that goes on takes the checkpoint's step."""
 
 
 class CyclicLrParams(Section):
@@ -120,7 +120,7 @@ class CyclicLrParams(Section):
     max_momentum: NonNegative = 0.9
     """Highest momentum."""
     last_epoch: int = -1
-    """Step to continue after; -1 is the start."""
+    """Always -1, the start: a training that goes on takes the checkpoint's step."""
 
 
 class OneCycleLrParams(Section):
@@ -151,7 +151,7 @@ class OneCycleLrParams(Section):
     three_phase: bool = False
     """A third phase down to the last rate."""
     last_epoch: int = -1
-    """Step to continue after; -1 is the start."""
+    """Always -1, the start: a training that goes on takes the checkpoint's step."""
 
 
 TORCH_SCHEDULERS: Mapping[str, type[Section]] = {
