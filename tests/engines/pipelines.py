@@ -116,7 +116,7 @@ def scaled() -> dict[str, list[float]]:
         "pipeline": ({"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}}, "deepspeed"),
     }
     # DeepSpeed allows fp16 where it is fast; for a small model it need not be.
-    with mock.patch.object(deepspeed.get_accelerator(), "is_fp16_supported", lambda: True):
+    with mock.patch.object(deepspeed.get_accelerator(), "is_fp16_supported", return_value=True):
         return {
             name: course(file | more | {"dsframe": {"task": GPT}}, engine) for name, (more, engine) in cases.items()
         }
