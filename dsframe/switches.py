@@ -148,9 +148,7 @@ def recompute(block: nn.Module, *, to_host: bool = False) -> None:
 
     The method is replaced, not the module wrapped: names stay. ``to_host``: the inputs wait in the host's memory.
     """
-    forward = block.forward
-    norms = [m for m in block.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]
-    contexts = partial(_contexts, norms)
+    forward, again = block.forward, twice(block)
     on_host = partial(torch.autograd.graph.save_on_cpu, pin_memory=torch.cuda.is_available())
     keep(block, on_host if to_host else nullcontext)
 
@@ -159,10 +157,16 @@ def recompute(block: nn.Module, *, to_host: bool = False) -> None:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
         with getattr(block, _KEEP)():
-            return checkpoint(forward, *args, use_reentrant=False, context_fn=contexts, **kwargs)
+            return again(forward, *args, **kwargs)
 
     block.forward = checkpointed
     setattr(block, _UNIT, True)
+
+
+def twice(module: nn.Module) -> Callable[..., Any]:
+    """torch's ``checkpoint`` for functions that run parts of ``module``: under the same autocast, and counting a batch once."""
+    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]
+    return partial(checkpoint, use_reentrant=False, context_fn=partial(_contexts, norms))
 
 
 def keep(block: nn.Module, how: Callable[[], AbstractContextManager[Any]]) -> None:

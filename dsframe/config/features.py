@@ -118,6 +118,8 @@ def _zero(file: DeepSpeed) -> Iterator[Found]:
         # Stages 1 and 2 take "nvme" for the CPU, silently; the check says so.
         device = zero.optimizer_device if zero.stage == 3 else "cpu"
         yield f"offload_optimizer_{device}", (*path, "offload_optimizer"), f"optimizer offload to {device}"
+        if zero.offload_optimizer is not None and zero.offload_optimizer.ratio < 1.0:
+            yield "partial_offload", (*path, "offload_optimizer", "ratio"), "optimizer offload in part"
     if zero.stage == 3 and zero.parameter_device != "none":
         device = zero.parameter_device
         yield f"offload_param_{device}", (*path, "offload_param"), f"parameter offload to {device}"
@@ -150,6 +152,8 @@ def _parallel(file: DeepSpeed) -> Iterator[Found]:
 def _numbers(file: DeepSpeed) -> Iterator[Found]:
     if file.fp16.enabled:
         yield "fp16", ("fp16",), "fp16 training"
+        if not file.zero_optimization.stage:
+            yield "fp16_stage0", ("fp16",), 'fp16 at ZeRO stage 0 (write "zero_optimization": {"stage": 1})'
     if file.bf16.enabled:
         yield "bf16", ("bf16",), "bf16 training"
     if file.torch_autocast.enabled:

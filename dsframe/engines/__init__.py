@@ -21,16 +21,23 @@ if TYPE_CHECKING:
 # Where state lives, not what is computed: an engine of full replicas trains the same without it, and says so.
 _PLACEMENT = frozenset(
     {"zero1", "zero2", "zero3", "hpz", "tiling", "partition_activations"}
-    | {"offload_optimizer_cpu", "offload_optimizer_nvme", "offload_param_cpu", "offload_param_nvme"}
+    | {"offload_optimizer_cpu", "offload_optimizer_nvme", "partial_offload", "offload_param_cpu", "offload_param_nvme"}
 )
 # What only a model that calls deepspeed.checkpointing itself can use, or ranks and blocks that the file does not have: DeepSpeed's
 # engine does not read these keys either.
 _MODELS_OWN = frozenset({"activation_checkpointing"})
 # What makes ranks leave updates out, which they have to do together.
-_OVERFLOWS = frozenset({"fp16", "autocast_fp16"})
+_OVERFLOWS = frozenset({"fp16", "fp16_stage0", "autocast_fp16"})
 _REPLICA = frozenset({"bf16", "autocast", "whole_parameters"}) | _OVERFLOWS
 # How one model, or its samples, are cut among ranks: placement as well, but such ranks also share their samples.
 _CUTS = frozenset({"pipeline", "tensor_parallel", "sequence_parallel"})
+# What DeepSpeed 0.19.8 takes and trains otherwise, and how: ``runtime/engine.py`` (backward), ``runtime/zero/stage_1_and_2.py``
+# (unscale_and_clip_grads, step) and ``runtime/zero/stage3.py`` (backup_optimizer).
+_OTHERWISE = {
+    "fp16_stage0": "would divide gradients by a scale that their loss was never multiplied by",
+    "autocast_fp16": "would be clipped while the gradients are still scaled, and end all updates at the first overflow",
+    "partial_offload": "would leave the rest at its first learning rate, and its moments out of checkpoints; write 1.0",
+}
 # What no engine can do yet, and why.
 _LATER = {
     "unmanaged_accumulation": "leaves it to the program when to step; dsframe steps after every global batch",
@@ -79,9 +86,7 @@ TABLE: dict[str, Entry] = {
         "dsframe.engines.zero:ZeroEngine",
         package="deepspeed",
         launcher="deepspeed",
-        honours=_PLACEMENT
-        | _CUTS
-        | _REPLICA
+        honours=(_PLACEMENT | _CUTS | _REPLICA) - _OTHERWISE.keys()
         | {
             "gradient_sum",
             "communication_data_type",
@@ -94,6 +99,7 @@ TABLE: dict[str, Entry] = {
         | {"lamb", "lion", "muon", "muadam"},
         ignores=_MODELS_OWN,
         otherwise={
+            **_OTHERWISE,
             "adasum": "combines updates as only Horovod does",
             "fp16_compression": "is Horovod's; DeepSpeed's is communication_data_type",
             "gradient_hook": "is DDP's; DeepSpeed's is communication_data_type",

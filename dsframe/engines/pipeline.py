@@ -18,6 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
+from dsframe import switches
 from dsframe.checkpoint.share import share
 from dsframe.checkpoint.state import EngineState, SavedState, compare, persistent_buffers
 from dsframe.engine import Inputs, Plan, StepResult, measure
@@ -54,6 +55,9 @@ class PipelineEngine(ZeroEngine):
 
     def _initialize(self, module: nn.Module, document: dict[str, Any]) -> dict[str, state_tensor.Cut]:
         self._engine, *_ = deepspeed.initialize(model=module, config=document, dist_init_required=False)
+        # DeepSpeed's own function counts a batch of BatchNorm's twice, and computes again outside of autocast.
+        self._stage_module.activation_checkpoint_func = switches.twice(module)
+        self._engine._reentrant_activation_checkpointing = lambda: False  # it knows its own by name alone
         return state_tensor.cuts(self._model)
 
     def _tensor_group(self) -> dist.ProcessGroup:
@@ -101,6 +105,8 @@ class PipelineEngine(ZeroEngine):
         """**Collective.** All micro-batches go through the stages, one behind the other; then one update."""
         rates = self.plan.schedule(self._updates)
         rates.apply(self._engine.basic_optimizer.param_groups, self._rate_shares)
+        # By which layers with seeds draw: of this step, whatever was evaluated before it and wherever the run began.
+        self._stage_module.micro_offset = self._updates * self.plan.batch.accumulation_steps
         # Before anybody waits for anybody: every rank sees what is wrong with it.
         first = self._micro_batch(next(micro_batches))
         batches = itertools.chain([first], map(self._micro_batch, micro_batches))

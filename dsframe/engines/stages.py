@@ -124,8 +124,10 @@ class Cut:
     def _refuse_weights_in_two_stages(self) -> None:
         seen: dict[int, int] = {}
         for stage, (first, end) in enumerate(pairwise(self.bounds)):
-            for index, layer in enumerate(self.layers[first:end], first):
-                for parameter in layer.parameters() if isinstance(layer, nn.Module) else ():
+            for index in range(first, end):
+                # A tie is what such a layer should be. Functions may return one module, or modules that share, as well.
+                tied = isinstance(self.layers[index], Tied)
+                for parameter in () if tied else self._probes[index].parameters():
                     if seen.setdefault(id(parameter), stage) != stage:
                         raise TaskError(
                             f"layer {index}, {self.names[index]}, shares a weight with a layer of another stage; "

@@ -75,6 +75,7 @@ class ZeroEngine(Engine):
         self._rate_shares = schedules.shares(self._engine.basic_optimizer.param_groups, plan.optimizer.learning_rate)
         self._undo_hidden_step()
         _keep_norm(self._engine)
+        _scale_until_updated(self._engine.optimizer)
         if plan.config.settings.on_nonfinite == "skip":
             _look_before_each_step(self._engine)
         self._updates = 0
@@ -263,6 +264,25 @@ def _keep_norm(engine: Any) -> None:
         engine._global_grad_norm = clip_grad_norm_(engine.module.parameters(), max_norm=limit, mpu=engine.mpu)
 
     engine.gradient_clipping, engine.clip_fp32_gradients = lambda: limit, clip
+
+
+def _scale_until_updated(optimizer: Any) -> None:
+    """Where fp16's loss scale has grown, DeepSpeed divides by the new one gradients that were multiplied by the old one.
+
+    So the scale moves when the update is done, as on every other engine. Source: deepspeed 0.19.8,
+    ``runtime/zero/stage_1_and_2.py`` and ``stage3.py`` (step, unscale_and_clip_grads).
+    """
+    if not getattr(optimizer, "dynamic_loss_scale", False):
+        return
+    move, update, told = optimizer._update_scale, optimizer.step, list[bool]()
+
+    def step(*arguments: Any, **keywords: Any) -> Any:
+        result = update(*arguments, **keywords)
+        while told:
+            move(told.pop())
+        return result
+
+    optimizer._update_scale, optimizer.step = told.append, step
 
 
 def _look_before_each_step(engine: Any) -> None:

@@ -12,6 +12,7 @@ from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import nn
@@ -21,12 +22,13 @@ from dsframe.checkpoint.state import Snapshot
 from dsframe.config.settings import LanguageTask as LanguageSettings
 from dsframe.config.settings import VisionTask
 from dsframe.engine import seed_generators
+from dsframe.engines.library import deepspeed
 from dsframe.errors import TaskError
 from dsframe.tasks import build
 from dsframe.tasks.language import LanguageTask
 from dsframe.tasks.layers import Layer, Tied
 from dsframe.train import leave_at_once
-from tests.contract import make, micro_batches
+from tests.contract import Blobs, make, micro_batches
 from tests.engines.several import one_process_group, prepare
 from tests.pipeline_bubble import WAITING, idle_share
 
@@ -47,6 +49,7 @@ SAME: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
     "layers with seeds": ({"seed_layers": True}, {}),
 }
 """Keys of "pipeline" and of "dsframe" that change where and when, and not what is computed."""
+AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 BUILT: list[int] = []
 """Layers that this process has built with memory."""
 
@@ -60,6 +63,14 @@ class Recorded(LanguageTask):
     def layers(self) -> Sequence[Layer]:
         layers = super().layers()
         return [layer if isinstance(layer, Tied) else partial(_record, i, layer) for i, layer in enumerate(layers)]
+
+
+class Normed(Blobs):
+    """Running statistics and dropout in both stages."""
+
+    def layers(self) -> Sequence[Layer]:
+        wide: Layer = partial(nn.Sequential, nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Dropout(0.5))
+        return [partial(nn.Linear, 2, 8), wide, partial(nn.BatchNorm1d, 8), partial(nn.Linear, 8, 3)]
 
 
 def _record(index: int, layer: Any) -> nn.Module:
@@ -92,6 +103,23 @@ def clipped() -> dict[str, list[float]]:
     sgd = {"type": "SGD", "params": {"lr": 0.5}}
     file = FILE | {"optimizer": sgd, "pipeline": {"stages": 2}, "dsframe": {"task": GPT}}
     return {"pipeline": course(file, "deepspeed"), "replicas": course(file, "ddp")}
+
+
+def scaled() -> dict[str, list[float]]:
+    """fp16, whose loss scale grows at the second step, without a clip that would hide by what gradients are divided."""
+    fp16 = {"enabled": True, "initial_scale_power": 6, "loss_scale_window": 1}
+    sgd = {"type": "SGD", "params": {"lr": 0.5}}
+    file = FILE | {"fp16": fp16, "optimizer": sgd, "gradient_clipping": 0.0, "zero_allow_untested_optimizer": True}
+    cases: dict[str, tuple[dict[str, Any], str]] = {
+        "replicas": ({}, "ddp"),
+        "zero3": ({"zero_optimization": {"stage": 3}}, "deepspeed"),
+        "pipeline": ({"zero_optimization": {"stage": 1}, "pipeline": {"stages": 2}}, "deepspeed"),
+    }
+    # DeepSpeed allows fp16 where it is fast; for a small model it need not be.
+    with mock.patch.object(deepspeed.get_accelerator(), "is_fp16_supported", return_value=True):
+        return {
+            name: course(file | more | {"dsframe": {"task": GPT}}, engine) for name, (more, engine) in cases.items()
+        }
 
 
 def built() -> dict[str, Any]:
@@ -131,6 +159,41 @@ def names_and_weights() -> dict[str, Any]:
     return report
 
 
+def recomputed() -> dict[str, Any]:
+    """A loss and all buffers after one step under autocast, without and with layers that are computed a second time."""
+    report = {}
+    for interval in (0, 1):
+        engine = _normed(AUTOCAST, activation_checkpoint_interval=interval)
+        loss = float(engine.train_step(micro_batches(engine, 0)).loss)
+        buffers = engine.state().buffers.items()
+        report[str(interval)] = [loss, {name: buffer.tolist() for name, buffer in buffers}]
+        engine._engine.destroy()
+    return report
+
+
+def seeded() -> dict[str, list[float]]:
+    """The losses of three steps with ``seed_layers``: in one go, with an evaluation between, and resumed after the second."""
+    straight, other, fresh = (_normed({}, seed_layers=True) for _ in range(3))
+    report: dict[str, list[float]] = {"straight": [], "evaluated": []}
+    for step in range(3):
+        if step == 2:
+            fresh.load_state(Snapshot(straight.state()))
+        report["straight"].append(float(straight.train_step(micro_batches(straight, step)).loss))
+        other.eval_step(next(micro_batches(other, 0)), 2)
+        report["evaluated"].append(float(other.train_step(micro_batches(other, step)).loss))
+    report["resumed"] = [float(fresh.train_step(micro_batches(fresh, 2)).loss)]
+    for engine in (straight, other, fresh):
+        engine._engine.destroy()
+    return report
+
+
+def _normed(more: dict[str, Any], **pipeline: Any) -> Any:
+    """The engine of :class:`Normed`."""
+    section = {"stages": 2, "partition": "uniform", **pipeline}
+    task = {"name": "tests.engines.pipelines:Normed"}
+    return prepare(FILE | more | {"pipeline": section, "dsframe": {"task": task}}, "deepspeed")[0]()
+
+
 def not_finite() -> dict[str, Any]:
     """One stage alone sees a gradient that is not finite, and both leave the update out."""
     file = {**FILE, "train_batch_size": 16, "gradient_accumulation_steps": 2, "gradient_clipping": 0.0}
@@ -156,10 +219,14 @@ def main(path: str) -> None:
     """Writes the report."""
     torch.set_num_threads(1)
     with one_process_group():
-        report: dict[str, Any] = {"losses": {name: losses(*case) for name, case in SAME.items()}}
+        # First: after a pipeline DeepSpeed's global groups no longer suit a stage 3.
+        report: dict[str, Any] = {"scaled": scaled()}
+        report["losses"] = {name: losses(*case) for name, case in SAME.items()}
         report["clipped"] = clipped()
         report["built"] = built()
         report["torchvision"] = names_and_weights()
+        report["recomputed"] = recomputed()
+        report["seeded"] = seeded()
         report["not finite"] = not_finite()
         report["idle"] = idle_share(WAITING(stages=2, micro_batches=4))
         speaks = torch.distributed.get_rank() == 0

@@ -29,10 +29,28 @@ def test_where_layers_are_and_what_is_recomputed_changes_nothing(report: Any) ->
     assert all(found == losses["parameters"] for found in losses.values()), losses
 
 
+def test_layers_that_are_recomputed_count_a_batch_once_and_under_autocast(report: Any) -> None:
+    assert len(report["recomputed"]["0"][1]) == 6  # buffers of both stages
+    assert report["recomputed"]["0"] == report["recomputed"]["1"]
+
+
+def test_seeds_of_layers_follow_from_the_step_alone(report: Any) -> None:
+    straight = report["seeded"]["straight"]
+    assert report["seeded"]["evaluated"] == straight
+    assert report["seeded"]["resumed"] == straight[2:]
+
+
 def test_the_norm_that_clips_is_that_of_all_stages(report: Any) -> None:
     """DeepSpeed's own counts the first stage's gradients alone (0.19.8, fp32, stage 0)."""
     assert report["clipped"]["pipeline"] == pytest.approx(report["clipped"]["replicas"], abs=2e-6)
     assert report["clipped"]["pipeline"][0] != report["clipped"]["pipeline"][2]
+
+
+def test_a_loss_scale_that_grows_changes_no_update(report: Any) -> None:
+    """DeepSpeed's ZeRO optimizers divide by the next step's scale (0.19.8): half the gradient."""
+    scaled = report["scaled"]
+    assert scaled["zero3"] == pytest.approx(scaled["replicas"], abs=5e-3)
+    assert scaled["pipeline"] == pytest.approx(scaled["replicas"], abs=5e-3)
 
 
 def test_a_stage_builds_its_own_layers_and_the_weight_that_it_shares(report: Any) -> None:

@@ -212,6 +212,46 @@ def test_ranks_that_cannot_overflow_together_do_not_cast_to_float16(
     assert main([*command, "--set", "torch_autocast.dtype=bfloat16"]) == 0
 
 
+ZERO3 = "zero_optimization.stage=3"
+OFFLOAD = "zero_optimization.offload_optimizer.device=cpu"
+
+
+@pytest.mark.parametrize(
+    ("asked", "message", "remedy"),
+    [
+        (
+            ["torch_autocast.enabled=true", "torch_autocast.dtype=float16"],
+            'torch_autocast: torch.autocast to float16 (write "dtype": "bfloat16") would be clipped while the gradients',
+            ["torch_autocast.dtype=bfloat16"],
+        ),
+        (["torch_autocast.enabled=true"], "which is the default on GPUs", ["torch_autocast.dtype=bfloat16"]),
+        (
+            ["fp16.enabled=true", "zero_optimization.stage=0"],
+            'fp16: fp16 at ZeRO stage 0 (write "zero_optimization": {"stage": 1}) would divide gradients by a scale',
+            ["zero_optimization.stage=1"],
+        ),
+        (
+            [ZERO3, OFFLOAD, "zero_optimization.offload_optimizer.ratio=0.9"],
+            "zero_optimization.offload_optimizer.ratio: optimizer offload in part would leave the rest at its first",
+            ["zero_optimization.offload_optimizer.ratio=1.0"],
+        ),
+    ],
+)
+def test_what_deepspeed_would_train_otherwise_is_refused(
+    folder: Path, asked: list[str], message: str, remedy: list[str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Engines of full replicas train all of it; DeepSpeed 0.19.8 another training, or none from some step on."""
+
+    def check(engine: str, changes: list[str]) -> int:
+        return main(["check", "clean.json", "--engine", engine, *[text for one in changes for text in ("--set", one)]])
+
+    assert check("ddp", asked) == 0
+    assert check("deepspeed", [*asked, *remedy]) == 0
+    assert message not in capsys.readouterr().out
+    assert check("deepspeed", asked) == 2
+    assert message in capsys.readouterr().out
+
+
 @pytest.mark.parametrize(
     ("engine", "stages", "processes", "message"),
     [

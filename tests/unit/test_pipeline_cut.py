@@ -65,6 +65,7 @@ class Looks(nn.Linear):
 LINEAR = partial(nn.Linear, 3, 3)
 SHARED = nn.Linear(3, 3)
 TWICE = nn.Sequential(SHARED, nn.ReLU(), SHARED)
+MADE: list[Layer] = [lambda: SHARED, nn.ReLU, lambda: SHARED]
 EMBEDDED: list[Layer] = [partial(nn.Embedding, 9, 3), LINEAR, partial(nn.Linear, 3, 3), Tied(0, functional.linear)]
 
 
@@ -92,6 +93,7 @@ def test_stages_hold_about_the_same(task: Task, pipeline: dict[str, Any], bounds
         (Given(layers=[LINEAR, LINEAR]), {"partition": "type:conv"}, EngineError, 'conv" matches 0 .*classes are Linear'),
         (Given(layers=[LINEAR, nn.ReLU]), {}, EngineError, "stage 1 of 2 would have layers 1 to 1 and nothing to train"),
         (Given(TWICE), {"partition": "uniform"}, TaskError, "layer 2, Linear, shares a weight with .*; .*dsframe.Tied"),
+        (Given(layers=MADE), {"partition": "uniform"}, TaskError, "layer 2, Linear, shares a weight with .*; .*dsframe.Tied"),
         (Given(layers=[LINEAR, Tied(0, functional.linear)]), {}, TaskError, "are weight, bias; make what is shared a layer"),
     ],
 )  # fmt: skip
