@@ -12,9 +12,9 @@ resident set of each rank, and how far the first ten losses are from dsframe's a
 ``benchmarks/by_hand.py``, ``peers.py`` and ``workloads.py`` say what exactly runs, and why it is fair. Two matches need a word
 more. "fast" is dsframe with its switches for speed (bf16 autocast; for images also compiled and channels last) beside each peer
 twice: as it is by default, in fp32, and with its own switch for bf16. Where the processor only emulates bf16 all of it is without,
-and dsframe is not compiled either, which made the CNN slower in fp32. And
-ZeRO-3 by hand runs twice where dsframe keeps a small model whole: with DeepSpeed's defaults, which shard the larger parameters,
-and with the two persistence thresholds set so that all are kept.
+and dsframe is not compiled either: compiling made the CNN slower in fp32. And ZeRO-3 by hand runs twice where dsframe keeps a
+small model whole: with DeepSpeed's defaults, which shard the larger parameters, and with the two persistence thresholds set so that
+all are kept.
 """
 
 from __future__ import annotations

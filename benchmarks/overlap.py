@@ -26,6 +26,7 @@ from torch import nn
 from benchmarks.overhead import OPTIONS, document, engine_of
 from dsframe import process_group, tasks, world
 from dsframe.config import load
+from dsframe.errors import EngineError
 from dsframe.report import replay
 from dsframe.train import leave_at_once
 
@@ -60,7 +61,11 @@ def main() -> None:
     for name in arguments.engines.split(","):
         task = tasks.build(load(file).settings.task, 0)
         task.seed = 0
-        engine, stream = engine_of(name, task, file)
+        try:
+            engine, stream = engine_of(name, task, file)
+        except EngineError as error:  # is not installed here, say
+            lines.append(f"| {name} | {error} |")
+            continue
         model = task.model()
         optimizer = torch.optim.AdamW(model.parameters(), **OPTIONS)
 

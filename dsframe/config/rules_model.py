@@ -103,6 +103,11 @@ def _speed(bench: Judge) -> None:
             (*_MODEL, "compile"), "at stage 3 DeepSpeed gathers parameters module by module, and the graph breaks at each",
             'write "blocks": each is gathered as a whole and compiled', code="slow", at_value=True,
         )  # fmt: skip
+    if wanted.compile and bench.engine == "ddp" and (bench.file.dsframe.ddp.bucket_cap_megabytes or 1) < 1:
+        bench.conflict(
+            ("dsframe", "ddp", "bucket_cap_megabytes"), "torch.compile wants DDP's buckets to have 1 MiB at least",
+            "write 1 or more, or leave out model.compile",
+        )  # fmt: skip
     if wanted.compile and compiler() is None:
         bench.findings.warning(
             (*_MODEL, "compile"), "torch.compile needs a C++ compiler, and there is none here",

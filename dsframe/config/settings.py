@@ -170,7 +170,8 @@ class Horovod(Section):
     """Time between two rounds of reductions. Default: HOROVOD_CYCLE_TIME, else 5 ms on CPUs and Horovod's own 1 ms on GPUs."""
     autotune: bool = False
     """Let Horovod try threshold and cycle time out in the first steps and keep the fastest. From three ranks on, last bits may
-    then differ from run to run, because what is reduced together depends on the moment."""
+    then differ from run to run, because what is reduced together depends on the moment. Refused where Horovod starts more than
+    once in a process: in a second training, and where processes come and go."""
     groups: Size = 0
     """Gradients are reduced in so many groups of as many parameters. 0: by ``fusion_threshold_bytes``."""
     timeline: bool = False

@@ -22,6 +22,7 @@ Start = Callable[[str, Tensor], Callable[[], None]]
 
 
 LEAST_BYTES, MOST_BYTES = 2**20, 2**26
+"""The least is also what torch.compile asks of DDP's buckets (``torch._dynamo.backends.distributed``)."""
 
 
 def usual_bytes(whole: float) -> int:

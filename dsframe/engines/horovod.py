@@ -26,10 +26,10 @@ import torch
 from torch import Tensor
 
 from dsframe import phases
-from dsframe.config.settings import Horovod
 from dsframe.engine import Inputs, Plan, StepResult
 from dsframe.engines import environment, precision
 from dsframe.engines.buckets import Buckets
+from dsframe.engines.horovod_environment import note_start, pace, settle
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
 from dsframe.process_group import meet, place
@@ -45,13 +45,6 @@ except ImportError as error:  # pip's wheel without torch support, or built agai
     ) from error
 
 
-CPU_ROUND_MILLISECONDS = 5.0
-"""Between two rounds of reductions on CPUs, where nobody says otherwise. A round that finds nothing takes 0.12 ms of a core; a
-bucket waits half the time between two."""
-THRESHOLD, ROUNDS = "HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME"
-APART = "HOROVOD_DISABLE_GROUP_FUSION"
-"""Buckets that happen to be ready in the same round are reduced one by one. Fused, a number's place in the message, and with it
-from three ranks on the order in which the ranks' summands are added, would depend on the moment: no two runs would be the same."""
 _living: WeakSet[Buckets] = WeakSet()
 """Of engines that were not closed, as in elastic runs when a process is lost, whose task may give the same module again."""
 _NAP_SECONDS = 2e-4
@@ -65,7 +58,7 @@ class HorovodEngine(ReplicaEngine):
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises EngineError where this build of Horovod cannot do what the file asks for."""
         settings = plan.config.settings.horovod
-        self._bucket_bytes = settle(settings, plan.world, plan.device)
+        self._bucket_bytes = settle(settings, plan.world, plan.device, running=hvd.is_initialized())
         self._buckets: Buckets | None = None
         if settings.timeline:  # rank 0 writes it
             environment.put("HOROVOD_TIMELINE", str((plan.directory / "timeline.json").absolute()))
@@ -109,11 +102,7 @@ class HorovodEngine(ReplicaEngine):
         transport = (
             "NCCL" if self.plan.device.type == "cuda" and hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "Gloo"
         )
-        rounds = os.environ.get(ROUNDS)
-        pace = f", a round every {float(rounds):g} ms" if rounds else ""
-        return (
-            f"Horovod ({transport}, {self._op}{', autotuned' if self.plan.config.settings.horovod.autotune else pace})"
-        )
+        return f"Horovod ({transport}, {self._op}{pace()})"
 
     def _distribute(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         plan, settings = self.plan, self.plan.config.settings.horovod
@@ -193,39 +182,6 @@ class HorovodEngine(ReplicaEngine):
         _leave()
 
 
-def settle(settings: Horovod, world: World, device: torch.device) -> float | None:
-    """Before Horovod starts: puts the file's settings where it reads them. Returns the bytes of a bucket, if anybody says.
-
-    Only one of the two has a default: Horovod 0.28.1 crashes (SIGSEGV in ``ParameterManager::SetValue``) where it is started a
-    second time in a process in which threshold and cycle time were both fixed, as in elastic runs and where a program trains
-    twice. Raises EngineError before it does.
-    """
-    environment.take_back()
-    if settings.autotune:
-        environment.put("HOROVOD_AUTOTUNE", "1")
-    threshold = environment.number(THRESHOLD, settings.fusion_threshold_bytes, None)
-    usual = os.environ.get("HOROVOD_AUTOTUNE", "0") == "0"  # what the environment fixes is not tuned
-    rounds = CPU_ROUND_MILLISECONDS if usual and threshold is None and device.type == "cpu" else None
-    environment.number(ROUNDS, settings.cycle_time_milliseconds, rounds)
-    if usual:
-        environment.number(APART, None, 1)
-    both = [name for name in (THRESHOLD, ROUNDS) if name in os.environ] == [THRESHOLD, ROUNDS]
-    if (both and world.elastic) or (_fixed and not hvd.is_initialized()):
-        raise EngineError(
-            f"{THRESHOLD} and {ROUNDS} are both fixed, with which Horovod crashes when it starts again in a process, as when "
-            "others come or go, or in a second training; leave one to it: horovod.fusion_threshold_bytes or cycle_time_milliseconds"
-        )
-    _fixed.extend([THRESHOLD, ROUNDS] if both else [])
-    return threshold
-
-
-_READ_ONCE = (THRESHOLD, ROUNDS, APART, "HOROVOD_AUTOTUNE", "HOROVOD_TIMELINE")
-_started: dict[str, str | None] = {}
-"""What Horovod found there when it started."""
-_fixed: list[str] = []
-"""What an earlier run of this process fixed for good: both, or nothing."""
-
-
 def _broadcastable(state: Mapping[str, Any]) -> dict[str, Any]:
     """16-bit tensors are left out: Gloo cannot send bfloat16; their fp32 masters are sent instead and rounded."""
     return {
@@ -240,11 +196,7 @@ def _initialise(world: World) -> None:
 
     Measured with horovod 0.28.1: it asks only for these variables and a server that speaks its key-value protocol.
     """
-    settings = {name: os.environ.get(name) for name in _READ_ONCE}
-    if _started and hvd.is_initialized() and settings != _started:
-        names = ", ".join(name for name in _READ_ONCE if settings[name] != _started[name])
-        raise EngineError(f"Horovod over MPI starts once in a process: a further training cannot have another {names}")
-    _started.update(settings)
+    note_start(running=hvd.is_initialized())
     known = world.launcher == "horovodrun" or (world.launcher == "mpirun" and hvd.mpi_built())
     store = _meet(world) if world.size > 1 and not known else None
     hvd.init()

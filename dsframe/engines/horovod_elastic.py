@@ -23,7 +23,7 @@ from dsframe import world as worlds
 from dsframe.checkpoint.commits import Commit
 from dsframe.checkpoint.resume import Start
 from dsframe.checkpoint.state import EngineState, LossScaleState, ParameterState, Snapshot
-from dsframe.engines.horovod import settle
+from dsframe.engines.horovod_environment import settle
 from dsframe.process_group import device_of
 from dsframe.world import World
 
@@ -121,7 +121,8 @@ def train(attempt: Callable[[World, HostCommits], Result], config: Config) -> Re
     ``attempt`` builds everything for the world it is given, from the last commit where there is one.
     """
     here = worlds.here()
-    settle(config.settings.horovod, here, device_of(here))  # before Horovod starts, also in processes that come later
+    # Before Horovod starts, also in processes that come later.
+    settle(config.settings.horovod, here, device_of(here), running=hvd.is_initialized())
     hvd.init()
 
     @run  # type: ignore[untyped-decorator]

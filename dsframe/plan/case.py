@@ -127,12 +127,14 @@ class Case:
     def bucket_bytes(self) -> float:
         """Of the gradients that leave together."""
         if self.engine == "horovod":
-            given = self.settings.horovod.fusion_threshold_bytes
-            return float(buckets.usual_bytes(4 * self.model.parameters) if given is None else max(given, 1))
+            given, groups = self.settings.horovod.fusion_threshold_bytes, self.settings.horovod.groups
+            whole = 4 * self.model.parameters
+            full = whole / groups if groups else buckets.usual_bytes(whole) if given is None else max(given, 1)
+            return full * self.gradient_bytes / 4  # fp32 in the bucket, rounded to be sent
         if self.replicas:
             megabytes = self.settings.ddp.bucket_cap_megabytes
             usual = buckets.usual_bytes(self.model.bytes_each * self.model.parameters)
-            # The limit is for gradients as they are, before they are rounded to be sent.
+            # As on Horovod the limit is for gradients as they are, before they are rounded to be sent.
             return (megabytes * 2**20 if megabytes else usual) * self.gradient_bytes / self.model.bytes_each
         return max(1.0, self.file.zero_optimization.reduce_bucket_size * self.gradient_bytes)
 

@@ -110,7 +110,7 @@ def _buffers(case: Case, part: Sequence[Segment], trained: float, last: bool) ->
     size = max((segment.scratch.at(case.rows) for segment in segments), default=0.0)
     size += sum(segment.buffer_bytes for segment in part)
     if case.engine == "horovod" and case.data > 1:
-        size += min(case.bucket_bytes, 4 * trained)
+        size += min(case.bucket_bytes * 4 / case.gradient_bytes, 4 * trained)  # not rounded yet
     if case.zero and not case.replicas and zero.contiguous_gradients:
         bucket = float(zero.reduce_bucket_size)
         if case.hardware.lazy_memory:  # pages that nothing is written to do not exist

@@ -123,7 +123,9 @@ def _data_parallel(case: Case, part: Sequence[Segment], forward: float, backward
         return waiting, max(0.0, gathering + whole - waiting)
     whole = ranks.all_reduce(gradients, pieces) * case.reductions
     if case.replicas:
-        waiting = whole if on_cpu else _behind_backward(case, part, ranks, backward)
+        # Horovod sends the gradients of fp32 masters, which are there when all of the model's are.
+        late = case.engine == "horovod" and case.model.bytes_each < 4
+        waiting = whole if on_cpu or late else _behind_backward(case, part, ranks, backward)
         return waiting, max(0.0, whole - waiting)
     behind = backward * case.reductions if overlap and case.zero and not on_cpu else 0.0
     after = ranks.pass_round(weights, pieces) if case.zero else 0.0

@@ -2,9 +2,10 @@
 
 The training that is timed is not touched, and its result is saved already. What is sent again is sent as the step sends it, by
 the same process groups and in the same sizes, with zeros: collectives of torch.distributed one after the other, each waited
-for; sends and receives, and what Horovod gets (it fuses what it is handed together), waited for at the end. Nobody waits for a
-slower rank's computation then, and nothing else is computed: it is what the network and the copies take by themselves. As a
-share of a step's time it is what could be hidden behind computation at best, and what a faster network could save at most.
+for; sends and receives, and what Horovod gets (it takes that one after the other itself, unless it is autotuned), waited for at
+the end. Nobody waits for a slower rank's computation then, and nothing else is computed: it is what the network and the copies
+take by themselves. As a share of a step's time it is what could be hidden behind computation at best, and what a faster network
+could save at most.
 """
 
 from __future__ import annotations

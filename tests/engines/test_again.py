@@ -16,6 +16,6 @@ def test_several_trainings_in_one_process(tmp_path: Path) -> None:
 def test_under_horovodrun(tmp_path: Path) -> None:
     """Where rank 0 says in horovodrun's own store where to meet: its word of the first time is still there at the second.
 
-    And Horovod itself starts again only where not all of its numbers are fixed."""
+    And Horovod itself starts again, with other buckets, and would crash if all of its numbers were fixed."""
     command = horovodrun(2, ["-m", "tests.engines.again", "ddp", "horovod", "ddp", "horovod"])
     assert "4 trainings, one loss" in run_ranks(command, timeout_seconds=120, cwd=tmp_path).check().stdout

@@ -190,6 +190,10 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("torch's schedule without ZeRO", {"scheduler": {"type": "StepLR", "params": {"step_size": 2}}}, []),
     # Engines
     ("PowerSGD", ours(ddp={"communication": "power_sgd", "power_sgd_rank": 2}), ["W resume dsframe.ddp.communication"]),
+    ("small buckets of what is compiled", ours(engine="ddp", model={"compile": "blocks"}, ddp={"bucket_cap_megabytes": 0.5}), ["E conflict dsframe.ddp.bucket_cap_megabytes"]),
+    ("the smallest buckets of what is compiled", ours(engine="ddp", model={"compile": True}, ddp={"bucket_cap_megabytes": 1}), []),
+    ("small buckets", ours(engine="ddp", ddp={"bucket_cap_megabytes": 0.5}), []),
+    ("small buckets of DDP's elsewhere", ours(engine="fsdp", model={"compile": "blocks"}, ddp={"bucket_cap_megabytes": 0.5}), []),
     ("PowerSGD in fp16", {"fp16": {"enabled": True}, **ours(ddp={"communication": "power_sgd"})}, ["E conflict dsframe.ddp.communication", "W resume dsframe.ddp.communication"]),
     ("PowerSGD under autocast to fp16", {"torch_autocast": {"enabled": True, "dtype": "fp16"}, **ours(ddp={"communication": "power_sgd"})}, ["E conflict dsframe.ddp.communication", "W resume dsframe.ddp.communication"]),
     ("PowerSGD under autocast to whatever the device likes", {"torch_autocast": {"enabled": True}, **ours(ddp={"communication": "power_sgd"})}, ["W portability dsframe.ddp.communication", "W resume dsframe.ddp.communication"]),

@@ -306,6 +306,29 @@ def test_horovods_published_scaling(
     assert 100 * many / ranks / one == pytest.approx(published, abs=error)
 
 
+def test_horovods_buckets_are_the_engines() -> None:
+    """Cut as fp32, by size or by number, and rounded when they are sent; those of 16-bit weights leave after the backward pass."""
+    file, known = language()
+    keys = file.written()
+
+    def messages(**chosen: Any) -> tuple[float, float, float]:
+        """Of a step; with the bytes of each, and of the copies on a rank."""
+        config = load({**keys, "dsframe": {**keys["dsframe"], "horovod": chosen}})
+        one = case.Case.of(config, "horovod", known, TABLE["p100"], 2)
+        number = known.parameters * one.gradient_bytes / one.bucket_bytes
+        return number, one.bucket_bytes, predict(config, "horovod", known, TABLE["p100"], 2).memory.buffers
+
+    number, each, buffers = messages(fusion_threshold_bytes=2**18)
+    assert each == 2**18
+    assert messages(fusion_threshold_bytes=2**18, compression="fp16") == (number, each / 2, buffers)
+    assert messages(groups=3)[0] == messages(groups=3, fusion_threshold_bytes=2**18, compression="fp16")[0] == 3
+
+    short = trace.trace(tasks.build(file.settings.task, 0), torch.bfloat16)
+    fp32, bf16 = (predict(file, "horovod", one, TABLE["p100"], 2).seconds for one in (known, short))
+    assert fp32.collectives > fp32.waiting
+    assert bf16.collectives == bf16.waiting
+
+
 def test_a_prediction_that_only_knows_the_peak_misses_vgg() -> None:
     """Half of a P100's peak is 55 images a second, and cuDNN's Winograd convolutions reach 154: what is computed three times too
     slowly hides all communication, and 95 % are predicted instead of 68. So ``--rate`` and ``--calibrate`` exist."""

@@ -1,0 +1,148 @@
+"""What Horovod finds in the environment when it starts, and that no start is let through with which it would crash."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Mapping
+from itertools import product
+from unittest import mock
+
+import pytest
+import torch
+
+from dsframe.config.settings import Horovod
+from dsframe.engines import environment, horovod_environment
+from dsframe.engines.horovod_environment import APART, ROUNDS, THRESHOLD, TUNES, note_start, pace, settle
+from dsframe.errors import EngineError
+from dsframe.world import World
+
+HERE = World(0, 2, 0, 2, 0, "torchrun")
+ELASTIC = World(0, 2, 0, 2, 0, "horovodrun", elastic=True)
+CPU = torch.device("cpu")
+
+
+@pytest.fixture(autouse=True)
+def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """A process in which Horovod has never started, with nothing in its environment."""
+    monkeypatch.setattr(environment, "_ours", {})
+    monkeypatch.setattr(horovod_environment, "_started", {})
+    monkeypatch.setattr(horovod_environment, "_fixed", set())
+    with mock.patch.dict(os.environ):
+        give({})
+        yield
+
+
+def give(variables: Mapping[str, str]) -> None:
+    for name in (THRESHOLD, ROUNDS, APART, TUNES):
+        os.environ.pop(name, None)
+    os.environ.update(variables)
+
+
+def told() -> dict[str, str]:
+    return {name: os.environ[name] for name in (THRESHOLD, ROUNDS, APART, TUNES) if name in os.environ}
+
+
+def crashes(fixed: set[str]) -> bool:
+    """A start of Horovod 0.28.1, as ``operations.cc`` has it: a default, which needs something that is not fixed yet
+    (``parameter_manager.cc``: BayesianParameter::SetValue), then what the environment fixes, twice."""
+    for name in (THRESHOLD, ROUNDS):
+        if fixed == {THRESHOLD, ROUNDS}:
+            return True
+        fixed |= {name} & os.environ.keys()
+    return False
+
+
+def start(file: Horovod, world: World = HERE, device: torch.device = CPU) -> float | None:
+    bucket_bytes = settle(file, world, device, running=False)
+    note_start(running=False)
+    return bucket_bytes
+
+
+FILES = [
+    Horovod(fusion_threshold_bytes=threshold, cycle_time_milliseconds=rounds)
+    for threshold, rounds in product((None, 1024), (None, 2.5))
+]
+VARIABLES: list[dict[str, str]] = [{}, {THRESHOLD: "4096"}, {ROUNDS: "1"}, {THRESHOLD: "4096", ROUNDS: "1"}]
+
+
+def refused(file: Horovod, world: World, device: torch.device = CPU) -> bool:
+    try:
+        start(file, world, device)
+    except EngineError as error:
+        return "take HOROVOD_FUSION_THRESHOLD out of the environment" in str(error)
+    return False
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_a_start_that_would_crash_is_refused_and_no_other(device: str) -> None:
+    ends = set()
+    for trainings in product(product(FILES[::3], VARIABLES), repeat=3):
+        fixed: set[str] = set()
+        horovod_environment._started.clear()
+        horovod_environment._fixed.clear()
+        for number, (file, variables) in enumerate(trainings):
+            environment.take_back()
+            give(variables)
+            said = refused(file, HERE, torch.device(device))
+            assert crashes(fixed) == said, trainings
+            if said:
+                ends.add(number)
+                break
+    assert ends == {1, 2}
+
+
+@pytest.mark.parametrize(("file", "variables"), list(product(FILES, VARIABLES)))
+def test_the_same_where_others_come_and_go(file: Horovod, variables: dict[str, str]) -> None:
+    give(variables)
+    fixed: set[str] = set()
+    said = refused(file, ELASTIC)
+    assert not crashes(fixed)
+    assert crashes(fixed) == said
+
+
+def test_what_the_file_says_of_buckets_fixes_nothing() -> None:
+    for bytes_each in (1024, 2048, 1024):
+        assert start(Horovod(fusion_threshold_bytes=bytes_each, cycle_time_milliseconds=2)) == bytes_each
+        assert told() == {APART: "1", ROUNDS: "2.0"}
+        assert pace() == ", a round every 2 ms"
+
+
+def test_horovod_fuses_what_it_tunes_and_the_parameters_of_adasum() -> None:
+    for file in (Horovod(autotune=True), Horovod(op="adasum")):
+        file = file.model_copy(update={"fusion_threshold_bytes": 1024})
+        assert settle(file, HERE, CPU, running=False) == 1024
+        assert os.environ[THRESHOLD] == "1024"
+        assert {APART, ROUNDS} & told().keys() == set()
+    assert settle(Horovod(op="adasum"), HERE, CPU, running=False) is None
+    assert told() == {ROUNDS: "5.0"}
+
+
+def test_horovod_tunes_itself_once_in_a_process() -> None:
+    start(Horovod(autotune=True))
+    assert pace() == ", autotuned"
+    with pytest.raises(EngineError, match="cannot be autotuned in a process that starts it more than once"):
+        start(Horovod())
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_nor_does_it_after_a_training_that_was_not_tuned(device: str) -> None:
+    start(Horovod(), device=torch.device(device))
+    with pytest.raises(
+        EngineError, match=r"leave out horovod\.autotune \(HOROVOD_AUTOTUNE\), or train in a new process"
+    ):
+        start(Horovod(autotune=True), device=torch.device(device))
+
+
+def test_nor_where_others_come_and_go() -> None:
+    give({TUNES: "1"})
+    with pytest.raises(EngineError, match="as when others come or go"):
+        start(Horovod(), ELASTIC)
+
+
+def test_over_mpi_it_starts_once() -> None:
+    start(Horovod(fusion_threshold_bytes=1024))
+    settle(Horovod(fusion_threshold_bytes=2048), HERE, CPU, running=True)
+    note_start(running=True)
+    settle(Horovod(cycle_time_milliseconds=1), HERE, CPU, running=True)
+    with pytest.raises(EngineError, match="cannot have another HOROVOD_CYCLE_TIME; train in a new process"):
+        note_start(running=True)
