@@ -93,7 +93,7 @@ class Task:
         Initialise each parameter inside the ``__init__`` of the module that owns it (``reset_parameters``): ZeRO-3
         splits a module's parameters among the ranks as soon as its ``__init__`` returns.
 
-        Training begins with ``model.train()``, and each evaluation ends with it. A part that is to stay in evaluation mode, such as a
+        Training begins with ``model.train()``, and each evaluation ends with it. A part that is to stay as in evaluation, such as a
         frozen BatchNorm, overrides ``train()``.
         """
         layers = self.layers()
