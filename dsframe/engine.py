@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map_only
 from dsframe import switches
 from dsframe.checkpoint.state import EngineState, SavedState
 from dsframe.tasks.layers import seed_generators
-from dsframe.tasks.task import Sum, Task
+from dsframe.tasks.task import Sum, Task, sums
 
 if TYPE_CHECKING:
     from dsframe.config import Batch, Config
@@ -148,13 +148,13 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
 
 
 def measure(task: Task, outputs: Any, targets: Any, valid: int) -> Mapping[str, Sum]:
-    """The task's metrics over the first ``valid`` rows of each tensor; empty where ``valid`` is 0."""
+    """The task's metrics over the first ``valid`` rows of each tensor; empty where ``valid`` is 0. Raises TaskError."""
     if valid == 0:
         return {}
     outputs, targets = tree_map_only(
         Tensor, lambda tensor: tensor[:valid] if tensor.ndim else tensor, (outputs, targets)
     )
-    return task.metrics(outputs, targets)
+    return sums(task.metrics(outputs, targets), f"{type(task).__name__}.metrics")
 
 
 def build_model(plan: Plan) -> nn.Module:

@@ -16,6 +16,7 @@ from types import TracebackType
 import torch
 
 from dsframe.checkpoint.share import Ranks
+from dsframe.data.workers import STOP_SIGNALS
 
 GRACE_SECONDS = 25.0
 """So long after SIGTERM a rank may take to its next step boundary; DeepSpeed's launcher and torchrun send SIGKILL 30 s after it.
@@ -24,7 +25,6 @@ ECHO_SECONDS = 5.0
 """One signal to a launcher can arrive twice: from whoever sent it to the whole job, and passed on by the launcher."""
 AGREE_SECONDS = 2.0
 """About so often the ranks ask each other whether one of them was told to stop."""
-_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
 
 
 class StopRequest:
@@ -56,7 +56,7 @@ class StopRequest:
             return self
         read, write = self._pipe = os.pipe()
         os.set_blocking(write, False)
-        for number in _SIGNALS:
+        for number in STOP_SIGNALS:
             self._previous[number] = signal.signal(number, _nothing)
         self._old_descriptor = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
         threading.Thread(target=self._listen, args=(read,), name="dsframe-signals", daemon=True).start()
@@ -121,7 +121,7 @@ class StopRequest:
             if number == 0:
                 os.close(read)
                 return
-            if number in _SIGNALS:
+            if number in STOP_SIGNALS:
                 if first is None:
                     self._received, arrived = number, time.monotonic()
                 elif time.monotonic() - arrived > ECHO_SECONDS:

@@ -45,7 +45,8 @@ class ImageData(Section):
     classes: Count | None = None
     """Number of classes, for ``synthetic``."""
     samples: Count | None = None
-    """Use only so many training samples. Default: all."""
+    """Use only so many training samples: the first ones of a file, any ones of an ``image-folder``, always the same.
+    Default: all."""
     workers: Size = 0
     """Processes that read images, for ``image-folder``."""
 

@@ -13,11 +13,12 @@ from typing import Any, TypeVar
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils._pytree import tree_map
+from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
 
 from dsframe.data.sampler import Part, Sampler, evaluation_rows
 from dsframe.data.source import Batch, Source, TensorSource, draws
+from dsframe.data.workers import held, outlive_signals
 from dsframe.errors import DataError
 
 _ITEM = 0x6974656D  # the stream of draws that seeds the random generators before dataset[i]
@@ -57,9 +58,13 @@ class DatasetSource:
         return len(self.dataset)  # type: ignore[arg-type]  # Dataset promises no length, a map-style one has it
 
     def batch(self, indices: Tensor, epoch: int) -> Batch:
+        return self.gather([(epoch, indices)])
+
+    def gather(self, parts: list[Part]) -> Batch:
+        """The samples of all parts, collated once: batches with strings or lists in them cannot be put together afterwards."""
         before = torch.get_rng_state(), np.random.get_state(), random.getstate()
         try:
-            items = [self.item(epoch, index) for index in indices.tolist()]
+            items = [self.item(epoch, index) for epoch, rows in parts for index in rows.tolist()]
         finally:  # training's own generators, which dropout uses, go on as if nothing had happened
             torch.set_rng_state(before[0])
             np.random.set_state(before[1])
@@ -86,6 +91,12 @@ def collate(items: list[Any]) -> Batch:
 def _pair(batch: Any, source: Source) -> Batch:
     if not (isinstance(batch, tuple) and len(batch) == 2):
         raise DataError(f"{type(source).__name__}.batch must return (inputs, targets); got {type(batch).__name__}")
+    for leaf in tree_leaves(batch):
+        if not isinstance(leaf, Tensor):
+            raise DataError(
+                f"{type(source).__name__}.batch must return tensors, in any nesting; got {type(leaf).__name__}; "
+                "leave it out, or give a map-style Dataset, whose samples may hold other things"
+            )
     return batch
 
 
@@ -108,15 +119,16 @@ class _Fetcher:
     def __call__(self, requests: Iterable[list[Part]]) -> Iterator[Batch]:
         if self.workers and isinstance(self.source, DatasetSource):
             keys = ([(epoch, index) for epoch, rows in parts for index in rows.tolist()] for parts in requests)
-            batches: Iterator[Batch] = iter(
-                DataLoader(
-                    _Keyed(self.source),
-                    batch_sampler=keys,  # any iterable of lists of keys will do
-                    num_workers=self.workers,
-                    collate_fn=collate,
-                    generator=torch.Generator(),  # else it would draw a number from training's own generator
-                )
+            loader = DataLoader(
+                _Keyed(self.source),
+                batch_sampler=keys,  # any iterable of lists of keys will do
+                num_workers=self.workers,
+                collate_fn=collate,
+                worker_init_fn=outlive_signals,
+                generator=torch.Generator(),  # else it would draw a number from training's own generator
             )
+            with held():
+                batches: Iterator[Batch] = iter(loader)
         else:
             batches = (self._fetch(parts) for parts in requests)
         if self.device.type == "cpu":
@@ -124,6 +136,8 @@ class _Fetcher:
         return _one_ahead(batches, self._to_device)
 
     def _fetch(self, parts: list[Part]) -> Batch:
+        if isinstance(self.source, DatasetSource):
+            return self.source.gather(parts)
         batches = [_pair(self.source.batch(rows, epoch), self.source) for epoch, rows in parts]
         if len(batches) == 1:
             return batches[0]

@@ -12,6 +12,7 @@ from torch.utils.data import Subset
 
 from dsframe.data import folder
 from dsframe.data.files import data_root, read_cifar, read_idx
+from dsframe.data.sampler import permutation
 from dsframe.data.source import ImageSource
 from dsframe.errors import DataError
 
@@ -74,7 +75,9 @@ def load(settings: ImageData, images: Images, *, train: bool, seed: int) -> Any:
     if settings.dataset == "image-folder":
         dataset: Any = folder.load(str(settings.data_dir), images, train=train, augment=train and settings.augment)
         if train and settings.samples is not None:
-            dataset = Subset(dataset, range(min(settings.samples, len(dataset))))
+            # A folder lists its images class by class; the same ones for every seed, as the first ones of a file are.
+            chosen = permutation(len(dataset), 0, 0)[: settings.samples].sort().values
+            dataset = Subset(dataset, chosen.tolist())
         return dataset
     if settings.dataset == "synthetic":
         pixels, labels = _synthetic(images, settings.samples or 10_000, train)

@@ -80,11 +80,8 @@ class Record:
         self.write({"run": self._about})
 
     def write(self, record: Mapping[str, Any]) -> None:
-        """One line of ``metrics.jsonl``. Numbers that are not finite become null, because JSON has none."""
-        clean = {
-            key: None if isinstance(value, float) and not math.isfinite(value) else value
-            for key, value in record.items()
-        }
+        """One line of ``metrics.jsonl``."""
+        clean = _clean(record)
         self._add(clean)
         self._loggers.write(clean)
 
@@ -165,7 +162,7 @@ def beside(summary: Summary, predicted: Mapping[str, Any]) -> str:
 def _write(path: Path, content: Mapping[str, Any]) -> None:
     partial = _partial(path)
     try:
-        partial.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
+        partial.write_text(json.dumps(_clean(content), indent=2) + "\n", encoding="utf-8")
         partial.replace(path)
     except OSError:
         with contextlib.suppress(OSError):
@@ -175,6 +172,15 @@ def _write(path: Path, content: Mapping[str, Any]) -> None:
 
 def _partial(path: Path) -> Path:
     return path.with_name(f"{path.name}.partial")
+
+
+def _clean(value: Any) -> Any:
+    """``value`` with null for every number that is not finite: JSON has none of those."""
+    if isinstance(value, Mapping):
+        return {key: _clean(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
 def _lines_until(path: Path, step: int) -> list[str]:

@@ -22,7 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any, cast
+from typing import Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -45,7 +45,7 @@ class Sum:
     """
 
     total: Tensor
-    """Floating-point scalar, on the model's device."""
+    """Floating-point scalar, on the model's device. Of metrics, a plain number will do."""
     count: int | Tensor
     """How many samples, tokens, ... the total runs over."""
 
@@ -92,6 +92,9 @@ class Task:
 
         Initialise each parameter inside the ``__init__`` of the module that owns it (``reset_parameters``): ZeRO-3
         splits a module's parameters among the ranks as soon as its ``__init__`` returns.
+
+        Training begins with ``model.train()``, and each evaluation ends with it. A part that is to stay as in evaluation, such as a
+        frozen BatchNorm, overrides ``train()``.
         """
         layers = self.layers()
         if layers is None:
@@ -135,7 +138,12 @@ class Task:
         return None
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
-        """A scalar to minimise: the mean over the samples of the batch."""
+        """A scalar to minimise: the mean over the samples of the batch, or their sum divided by a constant.
+
+        A step takes the mean of the losses of all micro-batches of all ranks, each of the same number of samples. Where a loss is
+        divided by something else that differs between micro-batches, such as the number of tokens that are no padding
+        (``cross_entropy(..., ignore_index=-100)``), the gradients depend on the number of ranks and on accumulation.
+        """
         raise TaskError(f"{type(self).__name__} must define loss(outputs, targets)")
 
     def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
@@ -164,6 +172,27 @@ class Task:
     def eval_data(self) -> Source | Dataset[Any] | None:
         """Held-out data of the same kind, or None: no evaluation."""
         return None
+
+
+def sums(found: Any, whose: str) -> Mapping[str, Sum]:
+    """``found``, which a task's metrics have given, with totals that are scalar tensors. Raises TaskError."""
+
+    def refuse(what: str) -> NoReturn:
+        raise TaskError(
+            f"{whose}: {what}; give a mapping from names to dsframe.Sum(total, count), of which the mean over all samples follows"
+        )
+
+    if not isinstance(found, Mapping):
+        refuse(f"{type(found).__name__} is no mapping")
+    scalars: dict[str, Sum] = {}
+    for name, value in found.items():
+        if not isinstance(value, Sum):
+            refuse(f"{name!r} is {type(value).__name__}")
+        total = value.total if isinstance(value.total, Tensor) else torch.tensor(value.total, dtype=torch.float64)
+        if total.numel() != 1:
+            refuse(f"{name!r} has a total of shape {list(total.shape)}")
+        scalars[name] = Sum(total.reshape(()), value.count)
+    return scalars
 
 
 def accuracy(logits: Tensor, targets: Tensor) -> Sum:

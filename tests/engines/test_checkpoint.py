@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import re
 import signal
 import time
@@ -225,6 +226,21 @@ def test_one_process_leaves_with_75(tmp_path: Path) -> None:
     stopped = portability.train(portability.SETUPS["single@1"], run_dir, steps=100_000, while_running=ask)
     assert stopped.returncode == 75
     assert "by SIGTERM; go on with --resume auto" in stopped.stderr
+
+
+def test_a_signal_to_every_process_saves_where_workers_read(tmp_path: Path) -> None:
+    run_dir = tmp_path / "run"
+
+    def ask(running: Running) -> None:
+        running.wait_for((run_dir / "metrics.jsonl").exists, timeout_seconds=60, what="training")
+        time.sleep(0.5)
+        os.killpg(running.process.pid, signal.SIGTERM)
+
+    task = ("--set", 'dsframe.task={"name": "tests.faults.slow_task:ReadingTask"}')
+    stopped = portability.train(portability.SETUPS["single@1"], run_dir, *task, steps=100_000, while_running=ask)
+    assert stopped.returncode == 75, stopped
+    assert "by SIGTERM; go on with --resume auto" in stopped.stderr
+    assert len(list(Store(run_dir / "checkpoints").newest_first())) == 1
 
 
 def test_damage_is_named_set_aside_and_the_one_before_used(tmp_path: Path) -> None:

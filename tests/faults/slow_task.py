@@ -8,7 +8,7 @@ from pathlib import Path
 
 import torch
 from torch import Tensor, nn
-from torch.utils.data import TensorDataset
+from torch.utils.data import Dataset, Subset, TensorDataset
 
 from dsframe import Task
 from dsframe.report.outcome import reporter
@@ -36,3 +36,12 @@ class RaisingTask(SlowTask):
         if reporter().step == 13:
             raise ValueError("the data of step 14 are odd")
         return super().loss(outputs, targets)
+
+
+class ReadingTask(SlowTask):
+    """Workers read its samples one by one."""
+
+    workers = 2
+
+    def train_data(self) -> Dataset[tuple[Tensor, ...]]:
+        return Subset(super().train_data(), range(512))

@@ -299,7 +299,21 @@ def test_images_in_folders(tmp_path: Path) -> None:
         assert torch.equal(inputs, others)
         red = (200 * targets / 255 - 0.485) / 0.229
         torch.testing.assert_close(inputs[:, 0, 8, 8], red, atol=1e-5, rtol=0)
-    assert len(load(settings("image-folder", data_dir=str(tmp_path), samples=3))) == 3
+
+
+def test_samples_of_an_image_folder_are_of_all_its_classes(tmp_path: Path) -> None:
+    for name in "abcdefgh":
+        (tmp_path / "train" / name).mkdir(parents=True)
+        for number in range(20):
+            (tmp_path / "train" / name / f"{number}.png").touch()
+
+    def chosen(samples: int) -> list[int]:
+        return list(load(settings("image-folder", data_dir=str(tmp_path), samples=samples)).indices)
+
+    assert {index // 20 for index in chosen(40)} == set(range(8))
+    assert chosen(40) == sorted(set(chosen(40)))
+    assert set(chosen(30)) < set(chosen(40))  # more samples are these and others
+    assert chosen(1000) == list(range(160))
 
 
 def test_image_folders_that_are_not_there(tmp_path: Path) -> None:

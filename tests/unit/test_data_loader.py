@@ -107,6 +107,25 @@ def test_what_kind_of_data_is_taken() -> None:
         as_source(3, 0)
 
 
+class Named(Noisy):
+    """Samples with more than tensors."""
+
+    def __getitem__(self, index: int) -> Any:
+        return {"noise": super().__getitem__(index)[0], "name": f"sample {index}"}, index
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+def test_what_is_no_tensor_is_put_together_across_an_epochs_end(workers: int) -> None:
+    batches = list(Loader(Named(), seed=4, micro_batch_size=6, workers=workers).stream(0, 3))
+    plain = list(
+        Loader(Noisy(), seed=4, micro_batch_size=6).stream(0, 3)
+    )  # of 13 samples: the third reaches over the end
+    for (inputs, targets), (noise, same_targets) in zip(batches, plain, strict=True):
+        assert torch.equal(inputs["noise"], noise)
+        assert torch.equal(targets, same_targets)
+        assert inputs["name"] == [f"sample {index}" for index in targets.tolist()]
+
+
 class Stream(IterableDataset[int]):
     def __iter__(self) -> Iterator[int]:
         return iter(range(3))
@@ -134,6 +153,18 @@ class Odd:
 def test_a_source_that_gives_no_pair_is_refused() -> None:
     with pytest.raises(DataError, match=r"Odd.batch must return \(inputs, targets\); got Tensor"):
         next(Loader(Odd(), seed=0, micro_batch_size=2).stream())
+
+
+class OddLeaf(Odd):
+    def batch(self, indices: Tensor, epoch: int) -> Any:
+        return {"rows": indices, "names": [str(index) for index in indices.tolist()]}, indices
+
+
+def test_a_source_that_gives_more_than_tensors_is_refused_in_the_first_batch() -> None:
+    with pytest.raises(
+        DataError, match=r"OddLeaf\.batch must return tensors, in any nesting; got str; .* a map-style Dataset"
+    ):
+        next(Loader(OddLeaf(), seed=0, micro_batch_size=2).stream())
 
 
 def test_too_little_data_is_refused_before_training() -> None:

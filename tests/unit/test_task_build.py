@@ -6,11 +6,13 @@ import sys
 import textwrap
 from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
 import pytest
 import torch
 
 from dsframe.config.settings import CustomTask, LanguageTask, VisionTask
+from dsframe.engine import measure
 from dsframe.errors import TaskError
 from dsframe.tasks import Sum, Task, build
 
@@ -158,3 +160,34 @@ def test_sums_are_exact_means() -> None:
     total = Sum(torch.tensor(3.0), 2) + Sum(torch.tensor(6.0), torch.tensor(1))
     assert total.mean == 3
     assert Sum(torch.tensor(0.0), 0).mean != Sum(torch.tensor(0.0), 0).mean  # not a number
+
+
+class Counting(Task):
+    """Its metrics are what it was made with."""
+
+    def __init__(self, found: Any) -> None:
+        self.found = found
+
+    def metrics(self, outputs: Any, targets: Any) -> Any:
+        return self.found
+
+
+@pytest.mark.parametrize("total", [3, 3.0, torch.tensor(3), torch.tensor([3.0])])
+def test_a_total_may_be_a_number(total: Any) -> None:
+    found = measure(Counting({"right": Sum(total, 4)}), torch.zeros(4), torch.zeros(4), valid=4)["right"]
+    assert isinstance(found.total, torch.Tensor)
+    assert (found.total.shape, found.count, found.mean) == ((), 4, 0.75)
+
+
+@pytest.mark.parametrize(
+    ("found", "said"),
+    [
+        ({"right": 0.75}, "'right' is float"),
+        ({"right": torch.tensor(0.75)}, "'right' is Tensor"),
+        ({"right": Sum(torch.ones(2), 2)}, r"'right' has a total of shape \[2\]"),
+        (0.75, "float is no mapping"),
+    ],
+)
+def test_metrics_that_are_no_sums_are_refused(found: Any, said: str) -> None:
+    with pytest.raises(TaskError, match=rf"^Counting\.metrics: {said}; give .*dsframe\.Sum\(total, count\)"):
+        measure(Counting(found), torch.zeros(4), torch.zeros(4), valid=4)

@@ -1,0 +1,45 @@
+"""What the processes that read a data set do with signals."""
+
+from __future__ import annotations
+
+import contextlib
+import multiprocessing
+import os
+import signal
+import threading
+from collections.abc import Iterator
+
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
+"""What asks a training to save and leave."""
+_LOOK_SECONDS = 1.0
+
+
+@contextlib.contextmanager
+def held() -> Iterator[None]:
+    """Around the start of workers, which inherit that the signals are blocked: none ends them on their way."""
+    before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
+    try:
+        yield
+    finally:
+        signal.pthread_sigmask(signal.SIG_SETMASK, before)
+
+
+def outlive_signals(worker: int) -> None:
+    """Makes this worker of a torch ``DataLoader`` end with its parent alone, and at once.
+
+    Launchers and clusters send a stop to every process of a job, and the training still needs its workers to finish the step and
+    save. To ignore SIGTERM would be too much: torch and Python end workers by it and may then wait for them without a limit. So
+    it counts where the parent sent it. Programs that a data set starts inherit the blocked signals.
+    """
+    signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # not inherited from a fork server
+    parent = multiprocessing.parent_process()
+    assert parent is not None
+    threading.Thread(target=_end_with, args=(parent.pid,), name="dsframe-signals", daemon=True).start()
+
+
+def _end_with(parent: int | None) -> None:
+    while True:
+        arrived = signal.sigtimedwait(STOP_SIGNALS, _LOOK_SECONDS)
+        sent = arrived is not None and arrived.si_signo == signal.SIGTERM and arrived.si_pid == parent
+        if sent or os.getppid() != parent:  # or the parent is gone, whatever the data set is doing
+            os._exit(0)  # another code would make the parent raise

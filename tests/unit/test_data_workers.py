@@ -1,0 +1,100 @@
+"""Processes that read a data set: they outlive the signals that ask a training to stop, and never their own parent."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+
+import psutil
+import pytest
+
+from dsframe.data.workers import STOP_SIGNALS
+from tests.processes import REPOSITORY
+
+PROGRAM = """
+import signal, sys, time
+from dsframe.data import Loader
+
+class Reading:
+    def __len__(self):
+        return 64
+    def __getitem__(self, index):
+        time.sleep(float(sys.argv[2]))
+        return float(index), index
+
+if __name__ == "__main__":
+    stream = Loader(Reading(), seed=0, micro_batch_size=2, workers=2).stream()
+    next(stream)
+    for number in map(int, sys.argv[3:]):
+        signal.signal(number, lambda *_: print("asked", flush=True))
+    print("ready", flush=True)
+    if sys.argv[1] == "raise":
+        raise RuntimeError("while workers read")  # the traceback keeps the stream until Python ends
+    for line in sys.stdin:
+        print(next(stream)[1].tolist(), flush=True)
+"""
+
+
+@pytest.fixture
+def start() -> Iterator[object]:
+    started = []
+
+    def begin(what: str, seconds: float = 0.0) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, "-c", PROGRAM, what, str(seconds), *(str(int(number)) for number in STOP_SIGNALS)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+            start_new_session=True,
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    yield begin
+    for process in started:
+        with contextlib.suppress(ProcessLookupError):
+            os.killpg(process.pid, signal.SIGKILL)
+        process.communicate()
+
+
+@pytest.mark.parametrize("number", STOP_SIGNALS)
+def test_workers_outlive_a_signal_to_all(start, number: signal.Signals) -> None:  # type: ignore[no-untyped-def]
+    process = start("read")
+    os.killpg(process.pid, number)
+    assert process.stdout.readline() == "asked\n"
+    for _ in range(12):  # more than workers have read ahead
+        process.stdin.write("next\n")
+        process.stdin.flush()
+        assert process.stdout.readline().startswith("["), "a rank without its workers"
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+
+
+def test_a_parent_ends_its_workers_whatever_they_do(start) -> None:  # type: ignore[no-untyped-def]
+    # Python itself ends them, by SIGTERM, and then waits for them without a limit.
+    process = start("raise", 1.0)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 1
+    assert "RuntimeError: while workers read" in err
+    assert "DataLoader worker" not in err
+
+
+def test_a_killed_parent_leaves_no_worker(start) -> None:  # type: ignore[no-untyped-def]
+    process = start("read", 1.0)
+    workers = psutil.Process(process.pid).children()
+    assert len(workers) == 2
+    process.kill()
+    process.wait()
+    limit = time.monotonic() + 20
+    while any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers):
+        assert time.monotonic() < limit
+        time.sleep(0.1)
