@@ -60,6 +60,11 @@ def _optimizer(bench: Judge) -> None:
             ("optimizer", "type"), "Muon at stage 3 excludes reduce-scatter: DeepSpeed raises",
             'write "reduce_scatter": false under "zero_optimization"',
         )  # fmt: skip
+    if kind == "muon" and stage in (1, 2) and bench.file.zero_optimization.optimizer_device == "none" and bench.by_deepspeed:
+        bench.conflict(
+            ("optimizer", "type"), "Muon's momentum at stages 1 and 2 is laid out as no checkpoint here can hold it",
+            'write "stage": 3 and "reduce_scatter": false under "zero_optimization", or offload the optimizer to the CPU',
+        )  # fmt: skip
     if kind == "lamb" and bench.file.fp16.loss_scale != 0:
         bench.conflict(
             ("optimizer", "type"), "Lamb needs dynamic loss scaling: DeepSpeed raises", 'write "loss_scale": 0'

@@ -135,11 +135,13 @@ def _read_stage_1_2(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
     names = {id(p): name for name, p in model.named_parameters()}
     flats = _flat_partitions(optimizer)
     assert flats is not None
-    if all(optimizer.optimizer.state.get(flat) for flat in flats):
-        optimizer._lazy_init_hp_params_optimizer_state()  # Adagrad has state before the first step, which would do it
     for group, flat in zip(_bit16_groups(optimizer), flats, strict=True):
-        moments, scalars = split(optimizer.optimizer.state.get(flat, {}), flat.shape)
+        held = optimizer.optimizer.state.get(flat, {})
+        moments, scalars = split(held, flat.shape)
         for parameter in group:
+            # DeepSpeed looks once, after the first step: too late for Adagrad, too early for Muon, whose halves come later.
+            if (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]  # DeepSpeed adds it
+                mapping.set_optim_state_fragment(flat, held)
             name = names.pop(id(parameter))
             weight = parameter.get_full_hp_param()  # type: ignore[attr-defined]  # DeepSpeed adds it
             full = {key: parameter.get_full_hp_param(key) for key in moments}  # type: ignore[attr-defined]

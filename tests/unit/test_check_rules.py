@@ -165,6 +165,8 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("rates by muP's widths", {**rule("MuAdam", lr=0.1), **course("WarmupDecayLR", total_num_steps=5000)}, ["E conflict scheduler.type"]),
     ("Muon and reduce-scatter", {**rule("Muon", lr=0.1), **zero(3)}, ["E conflict optimizer.type"]),
     ("Muon without reduce-scatter", {**rule("Muon", lr=0.1), **zero(3, reduce_scatter=False)}, []),
+    ("Muon in flat shares", {**rule("Muon", lr=0.1), **zero(1)}, ["E conflict optimizer.type"]),
+    ("Muon in flat shares on the CPU", {**rule("Muon", lr=0.1), **zero(1, **CPU)}, []),
     ("Muon head by head", rule("Muon", lr=0.1, per_head_muon=True), []),
     ("no bias correction by torch's Adam", {**rule("AdamW", bias_correction=False), **ours(engine="horovod")}, ["E conflict optimizer.params.bias_correction"]),
     ("no bias correction by DeepSpeed's", rule("AdamW", bias_correction=False), []),
