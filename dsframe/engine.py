@@ -157,6 +157,11 @@ def measure(task: Task, outputs: Any, targets: Any, valid: int) -> Mapping[str, 
     return sums(task.metrics(outputs, targets), f"{type(task).__name__}.metrics")
 
 
+def without_dimensions(model: nn.Module) -> str:
+    """The names of the parameters without dimensions, which not every engine can hold; empty where all have some."""
+    return ", ".join(name for name, parameter in model.named_parameters() if parameter.ndim == 0)
+
+
 def build_model(plan: Plan) -> nn.Module:
     """The task's model on the plan's device, the same on every rank and engine.
 
@@ -168,7 +173,7 @@ def build_model(plan: Plan) -> nn.Module:
         model = plan.task.model()
     # As every training loop begins, and as evaluation leaves it: a model that was loaded comes in evaluation mode.
     model.train()
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in model.modules()):
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in model.modules()):
         plan.task.batch_dependent = True
     # A task may give the same module again, with gradients of a training before or of a step that lost a process.
     for parameter in model.parameters():

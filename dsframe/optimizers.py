@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsframe.config.features import own_adam
-from dsframe.config.schema.optimizer import Optimizer
+from dsframe.config.schema.optimizer import Optimizer, muon_rates
 from dsframe.config.schema.torch_optimizer import Params
 from dsframe.errors import ConfigError, EngineError, Problem
 
@@ -47,10 +47,10 @@ class OptimizerSpec:
     @property
     def learning_rate(self) -> float:
         """The base rate that schedules start from: the file's, else the optimizer's own default. Of Muon's halves, the faster's."""
+        if self.kind.lower() == "muon":
+            return max(muon_rates(self.arguments))
         params = Optimizer.variant({"type": self.kind}, "params") or Params
-        rate = self.arguments.get("lr", params.model_fields["lr"].default)
-        halves = (self.arguments.get(key) for key in ("muon_lr", "adam_lr"))
-        return float(max(rate if half is None else half for half in halves))
+        return float(self.arguments.get("lr", params.model_fields["lr"].default))
 
     def build(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
         """torch's optimizer over ``parameters``.

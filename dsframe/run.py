@@ -174,6 +174,9 @@ def _train(run: _Run, world: World, commits: Commits | None) -> Summary:
     def say(line: str) -> None:
         progress.say(f"dsframe: {line}")
 
+    lines = (*run.said, *_said(config, batch, run.bound, device)) if last is None else ()
+    for line in (*lines, *(elastic.said(batch, world.size) if commits else ())):
+        say(line)
     run.claim.take(directory, world, say, takes_over=last is not None)
     phases.done("data")
     make = engines.load(run.engine, config)
@@ -185,9 +188,8 @@ def _train(run: _Run, world: World, commits: Commits | None) -> Summary:
         phases.done("engine")
         watchdog.connect(engine)
         agree(engine, _facts(config, loader, evaluation))
-    lines = (*run.said, *_said(config, task, batch, run.bound, device)) if last is None else ()
-    for line in (*lines, *(elastic.said(batch, world.size) if commits else ())):
-        say(line)
+    if task.batch_dependent and last is None:
+        say("this model's BatchNorm sees one micro-batch at a time, so the training depends on the micro batch size")
     progress.say(
         f"dsframe: {engine.description}; {world.size} x {device.type} under {world.launcher}, {run.threads} thread(s) each; "
         f"batch {batch.train_batch_size} = {batch.micro_batch_size} x {batch.accumulation_steps} x {batch.data_parallel_size}; "
@@ -306,11 +308,10 @@ def _facts(config: Config, loader: Loader, evaluation: EvaluationLoader | None) 
     }
 
 
-def _said(config: Config, task: Task, batch: Batch, bound: tuple[int, ...], device: torch.device) -> list[str]:
-    """What the user should know of task and machine, and what this run does to rates and cores because the file asks for it."""
+def _said(config: Config, batch: Batch, bound: tuple[int, ...], device: torch.device) -> list[str]:
+    """What the user should know of the machine, and what this run does to rates and cores because the file asks for it."""
     from dsframe.engines import precision
 
-    seen = "this model's BatchNorm sees one micro-batch at a time, so the training depends on the micro batch size"
     scaled = scaling.sentence(config.settings.large_batch, batch.train_batch_size)
     slow = precision.emulated(config, device)
-    return [line for line in (seen if task.batch_dependent else None, slow, scaled, cores.sentence(bound)) if line]
+    return [line for line in (slow, scaled, cores.sentence(bound)) if line]

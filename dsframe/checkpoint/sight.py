@@ -20,10 +20,12 @@ if TYPE_CHECKING:
 
 
 def rehearse(engine: Engine, folder: Path) -> None:
-    """**Collective.** Does what saving will need, if this run is to save: rank 0 makes something in ``folder``, every other rank
-    sees it and writes beside it, and all is taken away. Raises CheckpointError, on every rank, where one cannot.
+    """**Collective.** Does what saving will need, if this run is to save: rank 0 makes something beside ``folder`` (in what it is
+    a link to), every other rank sees it and writes there, and all is taken away. Raises CheckpointError, on every rank, where
+    one cannot.
 
-    Else the first save would say so, which by default is the end of training.
+    Else the first save would say so, which by default is the end of training. Not in the folder itself: it may be renamed to
+    make way, and hosts would remember the old one by its name (NFS).
     """
     wanted, world = engine.plan.config.settings.checkpoints, engine.plan.world
     if not wanted.at_end and wanted.every_steps is None:
@@ -34,8 +36,9 @@ def rehearse(engine: Engine, folder: Path) -> None:
             f"this run could not be saved: a checkpoint cannot hold the buffer {', '.join(odd)}; register it with "
             "persistent=False, or in another dtype"
         )
-    token = share(engine, os.urandom(8).hex() if world.is_main else "")[0]
-    trial = folder / f".{token}.partial"  # a name that no host has asked for before: it cannot be remembered as missing
+    # A name that no host has asked for before: it cannot be remembered as missing.
+    own = (folder if folder.is_symlink() else folder.parent) / f".{os.urandom(8).hex()}.partial"
+    trial = Path(share(engine, str(own) if world.is_main else "")[0])
     failure = attempt(lambda: _begin(trial)) if world.is_main else ""
     said = share(engine, failure)
     if not world.is_main and not said[0]:

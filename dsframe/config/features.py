@@ -87,9 +87,9 @@ def needs_cpu_adam(file: DeepSpeed) -> tuple[str, ...] | None:
     zero = file.zero_optimization
     if not zero.stage or zero.optimizer_device == "none":
         return None
-    if file.fp16.fp16_master_weights_and_grads:
+    if file.fp16.enabled and file.fp16.fp16_master_weights_and_grads:
         return ("fp16", "fp16_master_weights_and_grads")
-    if file.bf16.bf16_master_weights_and_grads:
+    if file.bf16.enabled and file.bf16.bf16_master_weights_and_grads:
         return ("bf16", "bf16_master_weights_and_grads")
     return None if zero.zenflow is None else ("zero_optimization", "zenflow")
 
@@ -159,9 +159,10 @@ def _numbers(file: DeepSpeed) -> Iterator[Found]:
     if file.torch_autocast.enabled:
         yield "autocast", ("torch_autocast",), "torch.autocast"
         if may_be_fp16(file):
-            unsaid = ", which is the default on GPUs" if file.torch_autocast.dtype is None else ""
-            what = f'torch.autocast to float16{unsaid} (write "dtype": "bfloat16")'
-            yield "autocast_fp16", ("torch_autocast",), what
+            unsaid = file.torch_autocast.dtype is None
+            name = "autocast_unsaid" if unsaid else "autocast_fp16"
+            known = ", which is the default on GPUs" if unsaid else ""
+            yield name, ("torch_autocast",), f'torch.autocast to float16{known} (write "dtype": "bfloat16")'
     for key in ("grad_accum_dtype", "param_dtype", "buffer_dtype"):
         if getattr(file.data_types, key) is not None:
             yield key, ("data_types", key), f"data_types.{key}"

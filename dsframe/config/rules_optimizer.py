@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dsframe.config.features import needs_cpu_adam, own_adam
 from dsframe.config.findings import show
 from dsframe.config.rule import Judge
-from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, WITHOUT_ROUTE, Optimizer
+from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, WITHOUT_ROUTE, Optimizer, muon_rates
 from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, SCHEDULERS_WITHOUT_ROUTE, Scheduler
 from dsframe.config.schema.torch_optimizer import TORCH_OPTIMIZERS
 from dsframe.config.schema.torch_scheduler import TORCH_SCHEDULERS
@@ -60,7 +60,12 @@ def _optimizer(bench: Judge) -> None:
             ("optimizer", "type"), "Muon at stage 3 excludes reduce-scatter: DeepSpeed raises",
             'write "reduce_scatter": false under "zero_optimization"',
         )  # fmt: skip
-    if kind == "muon" and stage in (1, 2) and bench.file.zero_optimization.optimizer_device == "none" and bench.by_deepspeed:
+    if (
+        kind == "muon"
+        and stage in (1, 2)
+        and bench.file.zero_optimization.optimizer_device == "none"
+        and bench.by_deepspeed
+    ):
         bench.conflict(
             ("optimizer", "type"), "Muon's momentum at stages 1 and 2 is laid out as no checkpoint here can hold it",
             'write "stage": 3 and "reduce_scatter": false under "zero_optimization", or offload the optimizer to the CPU',
@@ -117,7 +122,7 @@ def _adam(bench: Judge) -> None:
 def _cpu_adam(bench: Judge, optimizer: Optimizer) -> None:
     """What takes DeepSpeed's CPU Adam alone; ZenFlow takes Muon too."""
     path, kind = needs_cpu_adam(bench.file), optimizer.type.lower()
-    if path is None or (kind == "muon" and path[-1] == "zenflow"):
+    if path is None or not bench.by_deepspeed or (kind == "muon" and path[-1] == "zenflow"):
         return
     adam = kind in ("adam", "adamw")
     if not adam or optimizer.params.get("torch_adam") is True:
@@ -174,11 +179,9 @@ def _rates(bench: Judge, scheduler: Scheduler) -> None:
     optimizer = bench.file.optimizer
     if optimizer is None or not (scheduler.type in _OWN_RATES or any(scheduler.params.get(key) for key in _A_RATE)):
         return
-    kind, params, lost = optimizer.type.lower(), optimizer.params, ""
+    kind, lost = optimizer.type.lower(), ""
     if kind == "muon":
-        muon, adam = (params.get(key) for key in ("muon_lr", "adam_lr"))
-        muon = params.get("lr", 0.02) if muon is None else muon
-        adam = params.get("lr", 3e-4) if adam is None else adam
+        muon, adam = muon_rates(optimizer.params)
         lost = f"Muon's halves have {muon:g} and {adam:g}" if muon != adam else ""
     elif kind in ("muadam", "muadamw", "musgd"):
         lost = f"{optimizer.type}'s differ by the layers' widths"

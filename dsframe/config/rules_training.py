@@ -48,7 +48,8 @@ def _precision(bench: Judge) -> None:
             'add "offload_optimizer": {"device": "cpu"}',
         )  # fmt: skip
     if (
-        bf16.bf16_master_weights_and_grads
+        bench.by_deepspeed
+        and bf16.bf16_master_weights_and_grads
         and not bf16.bf16_optimizer_states
         and file.zero_optimization.optimizer_device == "none"
         and stage

@@ -34,12 +34,13 @@ def outlive_signals(worker: int) -> None:
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # not inherited from a fork server
     parent = multiprocessing.parent_process()
     assert parent is not None
-    threading.Thread(target=_end_with, args=(parent.pid,), name="dsframe-signals", daemon=True).start()
+    # Above this process there may be a fork server, not the parent.
+    threading.Thread(target=_end_with, args=(parent.pid, os.getppid()), name="dsframe-signals", daemon=True).start()
 
 
-def _end_with(parent: int | None) -> None:
+def _end_with(parent: int | None, above: int) -> None:
     while True:
         arrived = signal.sigtimedwait(STOP_SIGNALS, _LOOK_SECONDS)
         sent = arrived is not None and arrived.si_signo == signal.SIGTERM and arrived.si_pid == parent
-        if sent or os.getppid() != parent:  # or the parent is gone, whatever the data set is doing
+        if sent or os.getppid() != above:  # or the parent is gone, whatever the data set is doing
             os._exit(0)  # another code would make the parent raise

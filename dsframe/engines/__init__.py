@@ -27,7 +27,7 @@ _PLACEMENT = frozenset(
 # engine does not read these keys either.
 _MODELS_OWN = frozenset({"activation_checkpointing"})
 # What makes ranks leave updates out, which they have to do together.
-_OVERFLOWS = frozenset({"fp16", "fp16_stage0", "autocast_fp16"})
+_OVERFLOWS = frozenset({"fp16", "fp16_stage0", "autocast_fp16", "autocast_unsaid"})
 _REPLICA = frozenset({"bf16", "autocast", "whole_parameters"}) | _OVERFLOWS
 # How one model, or its samples, are cut among ranks: placement as well, but such ranks also share their samples.
 _CUTS = frozenset({"pipeline", "tensor_parallel", "sequence_parallel"})

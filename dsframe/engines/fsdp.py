@@ -27,7 +27,7 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 
 from dsframe import process_group, switches
 from dsframe.checkpoint.state import SavedState
-from dsframe.engine import Inputs, Plan
+from dsframe.engine import Inputs, Plan, without_dimensions
 from dsframe.engines.precision import MasterWeights, gradients_of, total_norm
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.engines.state_replica import Slot
@@ -179,10 +179,9 @@ def _mesh(plan: Plan) -> DeviceMesh:
 
 
 def _refuse_scalars(model: nn.Module) -> None:
-    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
-    if scalars:
+    if names := without_dimensions(model):
         raise EngineError(
-            f"FSDP cuts parameters along their first dimension, and {', '.join(scalars)} has none: make its shape [1], "
+            f"FSDP cuts parameters along their first dimension, and {names} has none: make its shape [1], "
             'or choose engine "ddp"'
         )
 

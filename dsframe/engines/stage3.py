@@ -42,7 +42,7 @@ def prepare() -> None:
 
 def copy_once(section: dict[str, Any]) -> None:
     """Says in the ``zero_optimization`` section for DeepSpeed that gradients stay where they are until they are sent, which copies
-    them anyway. The bucket is against holes in a GPU's memory; what is sent, and when, is the same without it.
+    them anyway (but for one that is alone). The bucket is against holes in a GPU's memory; what is sent, and when, is the same.
 
     Source: deepspeed 0.19.8, ``runtime/zero/stage3.py`` (__add_grad_to_ipg_bucket, __avg_scatter_grads).
     """

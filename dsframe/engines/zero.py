@@ -2,6 +2,7 @@
 
 Only what the user's file says is handed to DeepSpeed, with three changes that keep one meaning on every engine: the
 ``scheduler`` stays with dsframe, the batch triangle is spelled out, and Adam is torch's (``dsframe.optimizers`` says why).
+What makes ZeRO-3 faster and changes no number is in ``stage3``.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from torch import Tensor, nn
 from dsframe import process_group, schedules, switches
 from dsframe.checkpoint.state import EngineState, SavedState
 from dsframe.config.features import WATCHING, shares_activations
-from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure
+from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure, without_dimensions
 from dsframe.engines import jit, partition, precision, sequence, stage3, state_tensor, state_zero, tensor, tiling
 from dsframe.engines.library import TiledLinear, clip_grad_norm_, deepspeed, groups, logger, set_z3_leaf_module
 from dsframe.engines.swap import SwapFolders
@@ -135,6 +136,8 @@ class ZeroEngine(Engine):
         accelerator = deepspeed.get_accelerator()
         if self._dtype == torch.float16 and not accelerator.is_fp16_supported():
             raise EngineError("fp16: DeepSpeed does not run it on this processor; use bf16, or torch_autocast")
+        if precision.autocast_dtype(self.plan.config, self.plan.device) == torch.float16:  # where the file names none
+            raise EngineError('torch_autocast: float16 here, with losses not scaled; write "dtype": "bfloat16"')
 
     def _handover(self) -> dict[str, Any]:
         document = self.plan.config.for_deepspeed(self.plan.world.size)
@@ -243,10 +246,9 @@ class ZeroEngine(Engine):
 
 def _refuse_scalars(model: nn.Module) -> None:
     """DeepSpeed 0.19.8 sends parameters as bytes when it starts (``runtime/engine.py``, _broadcast_model)."""
-    scalars = [name for name, parameter in model.named_parameters() if parameter.ndim == 0]
-    if scalars:
+    if names := without_dimensions(model):
         raise EngineError(
-            f"DeepSpeed cannot send a parameter without dimensions, as {', '.join(scalars)} is: make its shape [1], or choose "
+            f"DeepSpeed cannot send a parameter without dimensions, as {names} is: make its shape [1], or choose "
             'engine "ddp", "horovod" or "single"'
         )
 

@@ -188,7 +188,8 @@ def _job(options: argparse.Namespace, config: Config, training: Sequence[str]) -
     address = hosts[0].name if hosts else "127.0.0.1"
     if len(hosts) == 1 and hosts[0].is_here and not allocation:
         hosts, address = (), "127.0.0.1"
-    mask = os.environ.get("CUDA_VISIBLE_DEVICES") if gpus and not hosts else None
+    here = not hosts and options.host_discovery_script is None
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES") if gpus and here else None
     if mask is not None and processes > len(gpus):
         raise WorldError(
             f"-np {processes}, but CUDA_VISIBLE_DEVICES={mask} shows {len(gpus)}: start no more, name more GPUs there, or "

@@ -22,7 +22,7 @@ from dsframe.world import World
 PATIENCE_SECONDS = 10.0
 """How long a run that was killed may take until its process is gone."""
 _LOCK = ".lock"
-"""Who holds it: host and process; empty when nobody does, unless a run was killed."""
+"""Who holds it: host, process, and Slurm's job where there is one; empty when nobody does, unless a run was killed."""
 
 
 class Claim:
@@ -65,7 +65,7 @@ class Claim:
         try:
             locked = _lock(descriptor, directory, say)
         except WorldError:
-            if not takes_over:
+            if not (takes_over or _requeued(descriptor)):
                 raise
         finally:
             if not locked:
@@ -75,7 +75,9 @@ class Claim:
         self._descriptor = descriptor
         with contextlib.suppress(OSError):  # a full disk: it is held all the same
             os.ftruncate(descriptor, 0)
-            os.pwrite(descriptor, f"{socket.gethostname()} {os.getpid()}\n".encode(), 0)
+            os.pwrite(
+                descriptor, f"{socket.gethostname()} {os.getpid()} {os.environ.get('SLURM_JOB_ID', '')}\n".encode(), 0
+            )
 
     def release(self) -> None:
         """For the next run, also of this process."""
@@ -84,6 +86,18 @@ class Claim:
                 os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _holder(descriptor: int) -> tuple[str, str, str]:
+    """Host, process and Slurm job of who holds it; empty where that is not known."""
+    host, process, job = (*os.pread(descriptor, 512, 0).decode(errors="replace").split(), "", "", "")[:3]
+    return host, process, job
+
+
+def _requeued(descriptor: int) -> bool:
+    """Whether Slurm started this job again: it has ended who held it, whose host may be down and its lock (NFS) still there."""
+    job = os.environ.get("SLURM_JOB_ID")
+    return bool(job) and os.environ.get("SLURM_RESTART_COUNT", "0") != "0" and _holder(descriptor)[2] == job
 
 
 def _lock(descriptor: int, directory: Path, say: Callable[[str], None]) -> bool:
@@ -96,7 +110,7 @@ def _lock(descriptor: int, directory: Path, say: Callable[[str], None]) -> bool:
         except OSError as error:
             if error.errno not in (errno.EAGAIN, errno.EACCES):
                 return False
-        host, _, process = os.pread(descriptor, 512, 0).decode(errors="replace").strip().partition(" ")
+        host, process, _ = _holder(descriptor)
         who = f"another run (process {process} on {host})" if process else "another run"
         if time.monotonic() > deadline:
             here = host == socket.gethostname()

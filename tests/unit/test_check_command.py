@@ -224,7 +224,6 @@ OFFLOAD = "zero_optimization.offload_optimizer.device=cpu"
             'torch_autocast: torch.autocast to float16 (write "dtype": "bfloat16") would be clipped while the gradients',
             ["torch_autocast.dtype=bfloat16"],
         ),
-        (["torch_autocast.enabled=true"], "which is the default on GPUs", ["torch_autocast.dtype=bfloat16"]),
         (
             ["fp16.enabled=true", "zero_optimization.stage=0"],
             'fp16: fp16 at ZeRO stage 0 (write "zero_optimization": {"stage": 1}) would divide gradients by a scale',

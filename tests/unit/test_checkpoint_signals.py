@@ -65,7 +65,7 @@ def test_the_step_ends_and_the_run_stops(start, number: signal.Signals) -> None:
 
 def test_a_save_under_way_is_not_cut_short(start) -> None:  # type: ignore[no-untyped-def]
     """It takes longer than a rank may take to its next step; that time begins when it is over."""
-    process = start(0.5, 0.3, saving=1.8)
+    process = start(2.0, 0.1, saving=4.5)
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out, err) == (0, "stopped by SIGTERM\nleft\n", "")

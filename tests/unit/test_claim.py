@@ -112,6 +112,20 @@ def test_who_takes_over_within_a_run_waits_and_goes_on(tmp_path: Path) -> None:
         assert not own.held
 
 
+def test_a_job_that_slurm_started_again_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Its host may be down, and the lock still there for minutes."""
+    monkeypatch.setattr(claim, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setenv("SLURM_JOB_ID", "7")
+    with held(tmp_path), Claim() as own:
+        with pytest.raises(WorldError):
+            own.take(tmp_path, World(), print)
+        monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
+        own.take(tmp_path, World(), print)
+        monkeypatch.setenv("SLURM_JOB_ID", "8")
+        with pytest.raises(WorldError):
+            own.take(tmp_path, World(), print)
+
+
 def test_a_run_that_fails_lets_go(tmp_path: Path) -> None:
     own = Claim()
     with suppress(KeyboardInterrupt), own:

@@ -9,6 +9,7 @@ import subprocess
 import sys
 import time
 from collections.abc import Iterator
+from pathlib import Path
 
 import psutil
 import pytest
@@ -17,7 +18,7 @@ from dsframe.data.workers import STOP_SIGNALS
 from tests.processes import REPOSITORY
 
 PROGRAM = """
-import signal, sys, time
+import multiprocessing, signal, sys, time
 from dsframe.data import Loader
 
 class Reading:
@@ -28,6 +29,7 @@ class Reading:
         return float(index), index
 
 if __name__ == "__main__":
+    multiprocessing.set_start_method("forkserver" if sys.argv[1] == "forkserver" else "fork")
     stream = Loader(Reading(), seed=0, micro_batch_size=2, workers=2).stream()
     next(stream)
     for number in map(int, sys.argv[3:]):
@@ -44,14 +46,15 @@ if __name__ == "__main__":
 def start() -> Iterator[object]:
     started = []
 
-    def begin(what: str, seconds: float = 0.0) -> subprocess.Popen[str]:
+    def begin(what: str, seconds: float = 0.0, program: tuple[str, ...] = ("-c", PROGRAM)) -> subprocess.Popen[str]:
         process = subprocess.Popen(
-            [sys.executable, "-c", PROGRAM, what, str(seconds), *(str(int(number)) for number in STOP_SIGNALS)],
+            [sys.executable, *program, what, str(seconds), *(str(int(number)) for number in STOP_SIGNALS)],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             stderr=subprocess.PIPE,
             text=True,
             cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
             start_new_session=True,
         )
         started.append(process)
@@ -72,6 +75,20 @@ def test_workers_outlive_a_signal_to_all(start, number: signal.Signals) -> None:
     os.killpg(process.pid, number)
     assert process.stdout.readline() == "asked\n"
     for _ in range(12):  # more than workers have read ahead
+        process.stdin.write("next\n")
+        process.stdin.flush()
+        assert process.stdout.readline().startswith("["), "a rank without its workers"
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, err) == (0, "")
+
+
+def test_workers_of_a_fork_server_stay(start, tmp_path: Path) -> None:  # type: ignore[no-untyped-def]
+    """What is above them is not their parent: they looked after a second, and left."""
+    program = tmp_path / "program.py"
+    program.write_text(PROGRAM)
+    process = start("forkserver", 0.0, (str(program),))
+    time.sleep(2.5)
+    for _ in range(12):
         process.stdin.write("next\n")
         process.stdin.flush()
         assert process.stdout.readline().startswith("["), "a rank without its workers"

@@ -44,6 +44,7 @@ def test_without_a_rate_the_schedule_starts_from_the_optimizers_own_default(kind
 def test_the_rate_of_muon_is_that_of_its_faster_half() -> None:
     assert read("Muon", {}).learning_rate == 0.02  # and 3e-4 for the other
     assert read("Muon", {"lr": 0.1}).learning_rate == 0.1
+    assert read("Muon", {"muon_lr": 3e-4}).learning_rate == 3e-4
     assert read("Muon", {"lr": 0.1, "muon_lr": 0.0, "adam_lr": 0.2}).learning_rate == 0.2
 
 

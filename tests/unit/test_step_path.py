@@ -72,6 +72,17 @@ def test_training_begins_in_training_mode_and_batchnorm_is_announced(monkeypatch
     assert task.batch_dependent
 
 
+def test_a_frozen_batchnorm_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Frozen(torch.nn.BatchNorm1d):
+        def train(self, mode: bool = True) -> Frozen:
+            return super().train(False)
+
+    task = ManyTask()
+    monkeypatch.setattr(task, "model", lambda: torch.nn.Sequential(Frozen(3), torch.nn.Linear(3, 1)))
+    make("single", task, 0.0)
+    assert not task.batch_dependent
+
+
 @pytest.mark.parametrize("engine", ["single", "ddp"])
 def test_the_calls_of_a_step_do_not_grow_with_the_parameters(engine: str, monkeypatch: pytest.MonkeyPatch) -> None:
     """Every call of a function, Python's and C's, in the third step."""

@@ -65,6 +65,16 @@ class LionParams(Params):
     """With CPU offload: keep the momentum in fp32."""
 
 
+def muon_rates(params: Mapping[str, Any]) -> tuple[float, float]:
+    """The learning rates of Muon's halves: its own matrices', and those of the Adam beside it.
+
+    Source: deepspeed 0.19.8, ``runtime/engine.py`` (_configure_basic_optimizer), ``runtime/zero/muon/original_muon.py``.
+    """
+    both = params.get("lr")
+    muon, adam = (both if params.get(key) is None else params[key] for key in ("muon_lr", "adam_lr"))
+    return 0.02 if muon is None else float(muon), 3e-4 if adam is None else float(adam)
+
+
 class MuonParams(Section):
     """Muon for the matrices that are tagged ``use_muon``, Adam for the other parameters."""
 
