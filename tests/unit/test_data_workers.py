@@ -18,7 +18,7 @@ from dsframe.data.workers import STOP_SIGNALS
 from tests.processes import REPOSITORY
 
 PROGRAM = """
-import multiprocessing, signal, sys, time
+import multiprocessing, os, signal, sys, time
 from dsframe.data import Loader
 
 class Reading:
@@ -33,7 +33,7 @@ if __name__ == "__main__":
     stream = Loader(Reading(), seed=0, micro_batch_size=2, workers=2).stream()
     next(stream)
     for number in map(int, sys.argv[3:]):
-        signal.signal(number, lambda *_: print("asked", flush=True))
+        signal.signal(number, lambda *_: os.write(1, b"asked\\n"))  # a print may still be under way
     print("ready", flush=True)
     if sys.argv[1] == "raise":
         raise RuntimeError("while workers read")  # the traceback keeps the stream until Python ends
