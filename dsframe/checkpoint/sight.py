@@ -37,8 +37,8 @@ def rehearse(engine: Engine, folder: Path) -> None:
             "persistent=False, or in another dtype"
         )
     # A name that no host has asked for before: it cannot be remembered as missing.
-    own = (folder if folder.is_symlink() else folder.parent) / f".{os.urandom(8).hex()}.partial"
-    trial = Path(share(engine, str(own) if world.is_main else "")[0])
+    own = f"{folder.name if folder.is_symlink() else '.'}/.{os.urandom(8).hex()}.partial" if world.is_main else ""
+    trial = folder.parent / share(engine, own)[0]
     failure = attempt(lambda: _begin(trial)) if world.is_main else ""
     said = share(engine, failure)
     if not world.is_main and not said[0]:

@@ -195,7 +195,21 @@ def fresh(tmp_path: Path) -> Store:
 
 def test_a_run_that_can_be_saved_leaves_nothing_of_the_trial(fresh: Store) -> None:
     assert begin(fresh) == [resume.Start()] * 2
-    assert list(fresh.directory.iterdir()) == []
+    assert list(fresh.directory.parent.iterdir()) == []
+
+
+def test_the_trial_is_where_a_link_leads(fresh: Store, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The link may be writable and the disk behind it not."""
+    tried: list[Path] = []
+    (tmp_path / "large disk").mkdir()
+    fresh.directory.parent.mkdir()
+    fresh.directory.symlink_to(tmp_path / "large disk")
+    mkdir = Path.mkdir
+    monkeypatch.setattr(
+        Path, "mkdir", lambda path, *more, **options: (tried.append(path), mkdir(path, *more, **options))[1]
+    )
+    assert begin(fresh) == [resume.Start()] * 2
+    assert any(path.resolve().parent == tmp_path / "large disk" for path in tried if path.suffix == ".partial")
 
 
 def test_hosts_without_a_shared_folder_are_named_before_training(fresh: Store, tmp_path: Path) -> None:
@@ -206,7 +220,7 @@ def test_hosts_without_a_shared_folder_are_named_before_training(fresh: Store, t
         assert "this run could not be saved: rank 1 on " in str(words)
         assert "No such file or directory; every host needs this folder" in str(words)
         assert "--run-dir" in str(words)
-    assert list(fresh.directory.iterdir()) == []
+    assert list(fresh.directory.parent.iterdir()) == []
     nothing = begin(fresh, other, at_end=False)
     assert nothing == [resume.Start()] * 2, "where nothing will be saved, nothing is needed"
     assert "could not be saved" in str(begin(fresh, other, at_end=False, every_steps=5)[0])
@@ -223,7 +237,7 @@ def test_a_rank_that_cannot_write_is_named_before_training(
     for words in begin(fresh):
         assert f"this run could not be saved: rank {rank} on " in str(words)
         assert "Read-only file system" in str(words)
-    assert list(fresh.directory.iterdir()) == []
+    assert list(fresh.directory.parent.iterdir()) == []
 
 
 def test_a_buffer_that_no_checkpoint_holds_is_named_before_training(fresh: Store) -> None:
