@@ -109,6 +109,10 @@ class Engine(ABC):
         """
 
     @abstractmethod
+    def buffers(self) -> Mapping[str, Tensor]:
+        """The persistent buffers that this rank holds, by name, BatchNorm's statistics among them: the tensors themselves."""
+
+    @abstractmethod
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """**Collective.** Element-wise sum of ``values`` (float64, any one shape) over the ranks of the world."""
 

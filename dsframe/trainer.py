@@ -5,7 +5,6 @@ Nothing here waits for the device except on steps that log: a loss stays a tenso
 
 from __future__ import annotations
 
-import json
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -18,12 +17,12 @@ from dsframe import phases
 from dsframe.checkpoint.commits import Commits
 from dsframe.checkpoint.resume import Start
 from dsframe.checkpoint.saver import Saver
-from dsframe.checkpoint.share import share
 from dsframe.checkpoint.signals import StopRequest
 from dsframe.data import EvaluationLoader, Loader
 from dsframe.engine import Engine, StepResult
 from dsframe.engines import precision
 from dsframe.errors import StoppedError, TrainingError
+from dsframe.evaluation import Evaluation
 from dsframe.report import outcome, replay
 from dsframe.report.memory import peak_memory_bytes
 from dsframe.report.nonfinite import FirstNonFinite, accuse
@@ -32,7 +31,6 @@ from dsframe.report.progress import Progress, clock
 from dsframe.report.record import Record
 from dsframe.report.utilization import Utilization
 from dsframe.report.watchdog import Watchdog
-from dsframe.tasks.task import Sum
 
 if TYPE_CHECKING:
     from dsframe.config.settings import Settings
@@ -125,7 +123,8 @@ class Trainer:
     ) -> None:
         """``record``: where figures are written down; None on every rank but 0. ``watchdog``: entered by the caller.
         ``commits``: who keeps the state in memory, where ranks may come and go."""
-        self.engine, self.loader, self.evaluation, self.cadence = engine, loader, evaluation, cadence
+        self.engine, self.loader, self.cadence = engine, loader, cadence
+        self.evaluation = Evaluation(engine, evaluation, watchdog.beat) if evaluation else None
         self.progress, self.record, self.saver = progress, record, saver
         self._watchdog, self._observer, self._utilization = watchdog, observer, utilization
         self._commits = commits
@@ -146,6 +145,9 @@ class Trainer:
         task, batch, total = self.engine.plan.task, self.engine.plan.batch, self.cadence.total_steps
         self._first, self._results = start.step + 1, start.evaluation
         loss = math.nan if start.loss is None else start.loss
+        if self.evaluation and self._first <= total and not (self._commits and self._commits.last):
+            self.evaluation.try_out()
+            phases.done("trial of evaluation")
         started = first_done = time.perf_counter()
         self.progress.begin(start.step)
         self._watchdog.begin(start.step)
@@ -269,12 +271,7 @@ class Trainer:
     def _evaluate(self, step: int) -> None:
         assert self.evaluation is not None
         began = time.perf_counter()
-        sums: dict[str, Sum] = {}
-        for batch, valid in self.evaluation:
-            self._watchdog.beat()
-            for name, value in self.engine.eval_step(batch, valid).items():
-                sums[name] = sums[name] + value if name in sums else value
-        self._results = self._means(sums)
+        self._results = self.evaluation.run()
         self._pause(time.perf_counter() - began)
         self.progress.say(
             f"evaluation after step {step}: " + "  ".join(f"{k} {v:.4f}" for k, v in self._results.items())
@@ -295,16 +292,6 @@ class Trainer:
     def _pause(self, seconds: float) -> None:
         self._pausing += seconds
         self.progress.pause(seconds)
-
-    def _means(self, sums: Mapping[str, Sum]) -> dict[str, float]:
-        """**Collective.** Exact means over all ranks; a rank that did not see a metric takes part with zeros."""
-        names = sorted({name for found in share(self.engine, json.dumps(sorted(sums))) for name in json.loads(found)})
-        table = torch.zeros(len(names), 2, dtype=torch.float64, device=self.engine.plan.device)
-        for row, name in enumerate(names):
-            if name in sums:
-                table[row, 0], table[row, 1] = sums[name].total.double(), float(sums[name].count)
-        total = self.engine.sum_over_ranks(table.reshape(-1)).reshape(len(names), 2)
-        return {name: float(total[row, 0] / total[row, 1]) for row, name in enumerate(names)}
 
     def _peak_memory(self) -> tuple[int, ...]:
         plan = self.engine.plan

@@ -17,6 +17,7 @@ from dsframe import engines, optimizers, schedules, world
 from dsframe.config import Facts, load
 from dsframe.data import EvaluationLoader, TensorSource
 from dsframe.engine import Engine, Plan, StepResult
+from dsframe.evaluation import Evaluation
 from dsframe.process_group import device_of
 from dsframe.tasks import Sum, Task
 from dsframe.tasks.task import accuracy
@@ -27,7 +28,7 @@ SAMPLES = 37
 
 
 class Shift(nn.Module):
-    """A buffer, which DDP sends around at every forward pass of its own: evaluation must not wait for it."""
+    """A buffer, which a rank may have changed."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -149,12 +150,28 @@ def check_evaluation_leaves_no_trace(engine: Engine) -> None:
     assert torch.is_grad_enabled()
 
 
+def check_evaluation_is_of_one_model(engine: Engine) -> None:
+    """Whatever ranks have made of their buffers, and each has its own again afterwards."""
+    source = Blobs().train_data()
+    loader = EvaluationLoader(source, seed=0, micro_batch_size=8, rank=engine.data_rank, ranks=engine.data_size)
+    evaluation = Evaluation(engine, loader, lambda: None)
+    before = evaluation.run()
+    for buffer in engine.buffers().values():
+        buffer += engine.plan.world.rank
+    changed = {name: buffer.clone() for name, buffer in engine.buffers().items()}
+    assert evaluation.run() == before
+    for name, buffer in engine.buffers().items():
+        assert torch.equal(buffer, changed[name])
+        buffer -= engine.plan.world.rank
+
+
 CHECKS: tuple[Callable[[Engine], None], ...] = (
     check_a_step_is_an_update,
     check_it_takes_exactly_its_micro_batches,
     check_sums_run_over_all_ranks,
     check_evaluation_counts_every_sample_once,
     check_evaluation_leaves_no_trace,
+    check_evaluation_is_of_one_model,
 )
 
 

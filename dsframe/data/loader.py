@@ -248,3 +248,9 @@ class EvaluationLoader:
         batches = self._fetch([(0, indices)] for indices, _ in evaluation_rows(*self._split))
         valid = (count for _, count in evaluation_rows(*self._split))
         return zip(batches, valid, strict=True)
+
+    def first(self) -> tuple[Batch, int]:
+        """The first batch alone. This process reads it, whatever the number of ``workers``: they would read further."""
+        indices, valid = next(iter(evaluation_rows(*self._split)))
+        fetch = _Fetcher(self.source, self._fetch.device, 0)
+        return next(fetch([[(0, indices)]])), valid

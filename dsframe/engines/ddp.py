@@ -57,6 +57,7 @@ class DdpEngine(ReplicaEngine):
             model,
             device_ids=[self.plan.device] if self.plan.device.type == "cuda" else None,
             bucket_cap_mb=settings.bucket_cap_megabytes or usual_bytes(whole) / 2**20,
+            broadcast_buffers=False,  # once in an evaluation, as on every engine (``dsframe.evaluation``)
             static_graph=settings.static_graph,
             gradient_as_bucket_view=settings.gradient_as_bucket_view,
             find_unused_parameters=settings.find_unused_parameters,

@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dsframe import switches
 from dsframe.checkpoint.share import share
-from dsframe.checkpoint.state import EngineState, SavedState, compare, persistent_buffers
+from dsframe.checkpoint.state import EngineState, SavedState, compare
 from dsframe.engine import Inputs, Plan, StepResult, measure
 from dsframe.engines import precision, state_tensor, state_zero, tensor
 from dsframe.engines.library import deepspeed
@@ -149,7 +149,7 @@ class PipelineEngine(ZeroEngine):
         shapes = {
             name: list(self._shares[name].shape if name in self._shares else shape) for name, shape in own.items()
         }
-        buffers = persistent_buffers(self._model)
+        buffers = self.buffers()
         kinds = {name: list(buffer.shape) for name, buffer in buffers.items()}
         told = [json.loads(text) for text in share(self, json.dumps([shapes, kinds]))]
         everywhere: list[dict[str, Any]] = [{}, {}]

@@ -173,12 +173,15 @@ class ReplicaEngine(Engine):
         self.model.train()
         return measure(self.plan.task, outputs, targets, valid)
 
+    def buffers(self) -> dict[str, Tensor]:
+        """This rank's."""
+        return persistent_buffers(self.model)
+
     def state(self) -> EngineState:
         """By the model's own names: views of this rank's own state where it holds the whole; a subclass adds the other ranks'."""
         parameters = state_replica.read(self._slots(), self._frozen(), self.optimizer)
         loss_scale = self._loss_scale.state if self._loss_scale else None
-        buffers = persistent_buffers(self.model)
-        return EngineState(self._updates, loss_scale, buffers, aliases(self.model), parameters)
+        return EngineState(self._updates, loss_scale, self.buffers(), aliases(self.model), parameters)
 
     def load_state(self, saved: SavedState) -> None:
         """Every rank reads the same; nothing is sent."""

@@ -10,7 +10,6 @@ from __future__ import annotations
 import contextlib
 import io
 import logging
-import math
 import warnings
 from collections.abc import Iterator, Mapping
 from typing import Any
@@ -20,11 +19,11 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsframe import process_group, schedules, switches
-from dsframe.checkpoint.state import EngineState, SavedState
+from dsframe.checkpoint.state import EngineState, SavedState, persistent_buffers
 from dsframe.config.features import WATCHING, shares_activations
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure, without_dimensions
-from dsframe.engines import jit, partition, precision, sequence, stage3, state_tensor, state_zero, tensor, tiling
-from dsframe.engines.library import TiledLinear, clip_grad_norm_, deepspeed, groups, logger, set_z3_leaf_module
+from dsframe.engines import jit, mends, partition, precision, sequence, stage3, state_tensor, state_zero, tensor, tiling
+from dsframe.engines.library import TiledLinear, deepspeed, groups, logger, set_z3_leaf_module
 from dsframe.engines.swap import SwapFolders
 from dsframe.errors import EngineError
 from dsframe.tasks.task import Sum
@@ -75,10 +74,10 @@ class ZeroEngine(Engine):
             partition.share_out(module, self._tensor_group(), to_host=to_host)
         self._rate_shares = schedules.shares(self._engine.basic_optimizer.param_groups, plan.optimizer.learning_rate)
         self._undo_hidden_step()
-        _keep_norm(self._engine)
-        _scale_until_updated(self._engine.optimizer)
+        mends.keep_norm(self._engine)
+        mends.scale_until_updated(self._engine.optimizer)
         if plan.config.settings.on_nonfinite == "skip":
-            _look_before_each_step(self._engine)
+            mends.look_before_each_step(self._engine)
         self._updates = 0
 
     def _build(self) -> tuple[nn.Module, nn.Module]:
@@ -217,6 +216,10 @@ class ZeroEngine(Engine):
         self._engine.train()
         return measure(self.plan.task, outputs, targets, valid if self._tensor_rank == 0 else 0)
 
+    def buffers(self) -> dict[str, Tensor]:
+        """This rank's, of its own stage in a pipeline."""
+        return persistent_buffers(self._model)
+
     def state(self) -> EngineState:
         """**Collective** to read to its end; at stages 1 to 3 each parameter is gathered when its turn comes."""
         state = self._tiles.join(state_zero.state(self._engine, self._model, self._updates))
@@ -251,64 +254,6 @@ def _refuse_scalars(model: nn.Module) -> None:
             f"DeepSpeed cannot send a parameter without dimensions, as {names} is: make its shape [1], or choose "
             'engine "ddp", "horovod" or "single"'
         )
-
-
-def _keep_norm(engine: Any) -> None:
-    """At stage 0 in fp32, where DeepSpeed forgets the norm by which it clips, and takes none where it does not clip.
-
-    Source: deepspeed 0.19.8, ``runtime/engine.py`` (_take_model_step, clip_fp32_gradients).
-    """
-    if engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization():
-        return
-    limit = engine.gradient_clipping() or math.inf  # of which nothing is clipped, and every gradient times 1.0
-
-    def clip() -> None:
-        engine._global_grad_norm = clip_grad_norm_(engine.module.parameters(), max_norm=limit, mpu=engine.mpu)
-
-    engine.gradient_clipping, engine.clip_fp32_gradients = lambda: limit, clip
-
-
-def _scale_until_updated(optimizer: Any) -> None:
-    """Where fp16's loss scale has grown, DeepSpeed divides by the new one gradients that were multiplied by the old one.
-
-    So the scale moves when the update is done, as on every other engine. Source: deepspeed 0.19.8,
-    ``runtime/zero/stage_1_and_2.py`` and ``stage3.py`` (step, unscale_and_clip_grads).
-    """
-    if not getattr(optimizer, "dynamic_loss_scale", False):
-        return
-    move, update, told = optimizer._update_scale, optimizer.step, list[bool]()
-
-    def step(*arguments: Any, **keywords: Any) -> Any:
-        result = update(*arguments, **keywords)
-        while told:
-            move(told.pop())
-        return result
-
-    optimizer._update_scale, optimizer.step = told.append, step
-
-
-def _look_before_each_step(engine: Any) -> None:
-    """At stage 0 in fp32, where DeepSpeed updates whatever the gradients are, leaves updates out as it does everywhere else.
-
-    DeepSpeed's engine asks its optimizer for ``overflow`` after each step. Source: deepspeed 0.19.8, ``runtime/engine.py``
-    (_take_model_step); the ZeRO optimizers look at the norm (``runtime/zero/stage_1_and_2.py``, ``stage3.py``: step).
-    """
-    optimizer = engine.optimizer
-    if hasattr(optimizer, "overflow"):
-        return
-    update = optimizer.step
-
-    def guarded(*arguments: Any, **keywords: Any) -> Any:
-        gradients = precision.gradients_of([p for group in optimizer.param_groups for p in group["params"]])
-        norm = precision.clip(gradients, 0.0, always=True)
-        if (
-            engine.mpu is not None and norm is not None
-        ):  # ranks that split one model have other gradients, and one answer
-            dist.all_reduce(norm, group=engine.mpu.get_model_parallel_group())
-        optimizer.overflow = not precision.finite(norm)
-        return None if optimizer.overflow else update(*arguments, **keywords)
-
-    optimizer.step = guarded
 
 
 @contextlib.contextmanager

@@ -7,8 +7,13 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file
 
+from dsframe.checkpoint import export
+from dsframe.errors import TaskError
 from dsframe.report.compare import losses
+from tests.engines.norm_task import Normed
 from tests.processes import horovodrun, run_ranks, warm
 
 STEPS = 12
@@ -99,3 +104,53 @@ def test_adasum(tmp_path: Path) -> None:
         assert finished.returncode != 0
         assert 'horovod.op "adasum" needs a Horovod with MPI' in finished.stderr
         assert "[rank" not in finished.stderr
+
+
+def test_an_evaluation_is_of_the_model_that_an_export_gives(tmp_path: Path) -> None:
+    """BatchNorm's statistics differ between ranks, and DDP by itself has other ones than the rest."""
+    file = {
+        "train_batch_size": 16,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "dsframe": {
+            "task": {"name": "tests.engines.norm_task:Normed"},
+            "steps": 8,
+            "eval_every_steps": 3,
+            "eval_micro_batch_size": 7,
+            "checkpoints": {"at_end": True},
+        },
+    }
+    (tmp_path / "file.json").write_text(json.dumps(file))
+    found: dict[str, dict[int, float]] = {}
+    for engine in ("ddp", "horovod", "fsdp", "deepspeed"):
+        command = ["-m", "dsframe.train", "--config", "file.json", "--engine", engine, "--run-dir", engine]
+        run_ranks(warm(2, command), cwd=tmp_path, timeout_seconds=200).check()
+        found[engine] = evaluations(tmp_path / engine)
+        weights = tmp_path / f"{engine}.safetensors"
+        assert export.main([str(tmp_path / engine), "--out", str(weights)]) == 0
+        model = Normed().model()
+        model.load_state_dict(load_file(weights))
+        inputs, targets = Normed().eval_data().batch(torch.arange(41), 0)
+        with torch.no_grad():
+            alone = float(Normed().loss(model.eval()(inputs), targets))
+        assert found[engine][8] == pytest.approx(alone, rel=1e-5), engine
+        assert found[engine] == pytest.approx(found["ddp"], rel=1e-5), engine
+
+
+def evaluations(directory: Path) -> dict[int, float]:
+    rows = map(json.loads, (directory / "metrics.jsonl").read_text().splitlines())
+    return {row["step"]: row["evaluation"]["loss"] for row in rows if "evaluation" in row}
+
+
+@pytest.mark.parametrize("engine", ["single", "ddp"])
+def test_a_broken_evaluation_ends_a_run_before_its_first_step(engine: str, tmp_path: Path) -> None:
+    file = {
+        "train_batch_size": 16,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "dsframe": {"task": {"name": "tests.engines.norm_task:Scaled"}, "steps": 8},
+    }
+    (tmp_path / "file.json").write_text(json.dumps(file))
+    command = ["-m", "dsframe.train", "--config", "file.json", "--engine", engine, "--run-dir", "run"]
+    done = run_ranks(warm(1 if engine == "single" else 2, command), cwd=tmp_path, timeout_seconds=200)
+    assert done.returncode == TaskError.exit_code
+    assert "Scaled.metrics: 'loss' is float; give a mapping from names to dsframe.Sum(total, count)" in done.output
+    assert "step" not in (tmp_path / "run" / "metrics.jsonl").read_text()

@@ -1,0 +1,44 @@
+"""A model with BatchNorm, whose evaluation tells by whose statistics it was made."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from dsframe import Sum, Task
+from dsframe.data import TensorSource
+
+
+class Normed(Task):
+    """A small network on rows of eight numbers, and their mean square as the target."""
+
+    def model(self) -> nn.Module:
+        # A bias before BatchNorm has a gradient of nothing but rounding, which Adam makes as large as any.
+        return nn.Sequential(nn.Linear(8, 16, bias=False), nn.BatchNorm1d(16), nn.ReLU(), nn.Linear(16, 1))
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.mse_loss(outputs, targets)
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Sum]:
+        return {"loss": Sum(((outputs - targets) ** 2).sum(), targets.numel())}
+
+    def train_data(self) -> TensorSource:
+        return rows(96, 1)
+
+    def eval_data(self) -> TensorSource:
+        return rows(41, 2)
+
+
+def rows(count: int, seed: int) -> TensorSource:
+    draw = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, 8, generator=draw) * torch.linspace(0.5, 3, count)[:, None]
+    return TensorSource(inputs, inputs.square().mean(1, keepdim=True))
+
+
+class Scaled(Normed):
+    """Metrics that are no sums."""
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Sum]:
+        return {"loss": float(((outputs - targets) ** 2).mean())}  # type: ignore[dict-item]
