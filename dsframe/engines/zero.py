@@ -62,7 +62,7 @@ class ZeroEngine(Engine):
         with contextlib.nullcontext() if plan.verbose else _quiet():
             stage3.prepare()
             module, self._model = self._build()
-            _refuse_scalars(self._model)
+            refuse_scalars(self._model)
             elements = sum(parameter.numel() for parameter in module.parameters())
             self._kept = not self._tiles.pieces and plan.config.deepspeed.zero_optimization.keeps_whole(elements)
             if self._kept:
@@ -244,7 +244,7 @@ class ZeroEngine(Engine):
         self._swap.remove()
 
 
-def _refuse_scalars(model: nn.Module) -> None:
+def refuse_scalars(model: nn.Module) -> None:
     """DeepSpeed 0.19.8 sends parameters as bytes when it starts (``runtime/engine.py``, _broadcast_model)."""
     if names := without_dimensions(model):
         raise EngineError(
