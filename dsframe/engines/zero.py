@@ -83,7 +83,7 @@ class ZeroEngine(Engine):
 
     def _build(self) -> tuple[nn.Module, nn.Module]:
         """**Collective.** The module that DeepSpeed trains, and the one that knows its parameters by the names of the state."""
-        model = build_model(self.plan)
+        model = build_model(self)
         if self.plan.batch.sequence_parallel_size > 1:
             self._slices = sequence.Slices(self.plan, model)
         # A block that is recomputed while it is differentiated needs all its parameters the whole time: ZeRO-3 shall gather and

@@ -75,7 +75,7 @@ class Task:
     workers: int = 0
     """Processes that read a torch ``Dataset``. A ``Source`` in memory is read in place, whatever this says."""
     batch_dependent: bool = False
-    """True when a sample's output depends on the rest of its micro-batch (BatchNorm in training).
+    """True when a sample's output depends on the rest of its micro-batch. (BatchNorm in training is found without it.)
 
     Then the result depends on the micro-batch size and so on the number of ranks: dsframe says so before training."""
     hidden_size: int | None = None

@@ -70,6 +70,11 @@ class Scaled(nn.Linear):
         self.scale = nn.Parameter(torch.tensor(1.0))
 
 
+class Frozen(nn.BatchNorm1d):
+    def train(self, mode: bool = True) -> Frozen:
+        return super().train(False)
+
+
 LINEAR = partial(nn.Linear, 3, 3)
 SHARED = nn.Linear(3, 3)
 TWICE = nn.Sequential(SHARED, nn.ReLU(), SHARED)
@@ -112,3 +117,18 @@ def test_what_makes_no_stages_is_said(
 ) -> None:
     with pytest.raises(kind, match=message):
         cut(task, **pipeline)
+
+
+@pytest.mark.parametrize(
+    ("task", "found"),
+    [
+        (Given(layers=[LINEAR, LINEAR, partial(nn.BatchNorm1d, 3)]), True),
+        (Given(nn.Sequential(LINEAR(), LINEAR(), nn.BatchNorm1d(3)).eval()), True),  # training will change its mode
+        (Given(layers=[LINEAR, LINEAR, partial(Frozen, 3)]), False),
+        (Given(layers=[LINEAR, LINEAR]), False),
+    ],
+)
+def test_every_rank_knows_of_batchnorm_in_the_last_stage(task: Task, found: bool) -> None:
+    """The first stage's rank announces it."""
+    assert cut(task).batch_dependent == found
+    assert not task.batch_dependent
