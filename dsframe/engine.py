@@ -80,6 +80,8 @@ class Engine(ABC):
     """How one process takes part in training. The constructor sets everything up and is collective too."""
 
     plan: Plan
+    batch_dependent: bool = False
+    """Whether the model has BatchNorm in training, so that a sample's output depends on the rest of its micro-batch."""
 
     @property
     def data_rank(self) -> int:
@@ -166,19 +168,24 @@ def without_dimensions(model: nn.Module) -> str:
     return ", ".join(name for name, parameter in model.named_parameters() if parameter.ndim == 0)
 
 
-def build_model(plan: Plan) -> nn.Module:
-    """The task's model on the plan's device, the same on every rank and engine.
+def normalizes_batches(model: nn.Module) -> bool:
+    """Whether ``model``, in training mode, has a BatchNorm that is not frozen: one sees a whole micro-batch at a time."""
+    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in model.modules())
+
+
+def build_model(engine: Engine) -> nn.Module:
+    """The task's model on the device of the engine's plan, the same on every rank and engine; ``engine.batch_dependent`` is set.
 
     Built under ``torch.device``, so that every engine draws its initial weights from the same generator, and from the same
     seed, whether or not the engine shards the parameters while they are made. (A task's layers have a seed each.)
     """
+    plan = engine.plan
     seed_generators(plan.seed)
     with plan.device:
         model = plan.task.model()
     # As every training loop begins, and as evaluation leaves it: a model that was loaded comes in evaluation mode.
     model.train()
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in model.modules()):
-        plan.task.batch_dependent = True
+    engine.batch_dependent = normalizes_batches(model)
     # A task may give the same module again, with gradients of a training before or of a step that lost a process.
     for parameter in model.parameters():
         parameter.grad = None

@@ -188,7 +188,7 @@ def _train(run: _Run, world: World, commits: Commits | None) -> Summary:
         phases.done("engine")
         watchdog.connect(engine)
         agree(engine, _facts(config, loader, evaluation))
-    if task.batch_dependent and last is None:
+    if (task.batch_dependent or engine.batch_dependent) and last is None:
         say("this model's BatchNorm sees one micro-batch at a time, so the training depends on the micro batch size")
     progress.say(
         f"dsframe: {engine.description}; {world.size} x {device.type} under {world.launcher}, {run.threads} thread(s) each; "

@@ -26,7 +26,7 @@ import sys
 import tempfile
 import time
 import uuid
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -184,6 +184,37 @@ def run_ranks(
     if leaked:
         raise AssertionError(f"left in {SHARED_MEMORY}: {', '.join(leaked)}\n{finished}")
     return finished
+
+
+@contextlib.contextmanager
+def ready_programs() -> Iterator[Callable[..., subprocess.Popen[str]]]:
+    """A function that starts `python ARGUMENTS...` and returns when the program has printed "ready". At the end all are killed,
+    each with its session, as they may be stuck by then."""
+    started: list[subprocess.Popen[str]] = []
+
+    def begin(*arguments: object) -> subprocess.Popen[str]:
+        process = subprocess.Popen(
+            [sys.executable, *map(str, arguments)],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
+            start_new_session=True,
+        )
+        started.append(process)
+        assert process.stdout is not None
+        assert process.stdout.readline() == "ready\n"
+        return process
+
+    try:
+        yield begin
+    finally:
+        for process in started:
+            with contextlib.suppress(ProcessLookupError):
+                os.killpg(process.pid, signal.SIGKILL)
+            process.communicate()
 
 
 def deepspeed(processes: int, arguments: Iterable[str], *, port: int | None = None) -> list[str]:

@@ -16,6 +16,7 @@ from dsframe.config.legacy import Keys
 from dsframe.config.model import File, section_at, shape
 from dsframe.config.reader import Path
 from dsframe.config.schema.base import AUTO, Section
+from dsframe.config.schema.optimizer import MUP
 from dsframe.config.settings import LanguageTask
 
 TRAINER_MICRO_BATCH = 8
@@ -78,11 +79,15 @@ def _total_steps(raw: dict[str, Any], facts: Facts) -> Answer:
 
 
 def _learning_rate(raw: dict[str, Any], facts: Facts) -> Answer:
-    optimizer = raw.get("optimizer")
-    parameters = optimizer.get("params") if isinstance(optimizer, dict) else None
-    rate = parameters.get("lr") if isinstance(parameters, dict) else None
-    if isinstance(rate, (int, float)) and not isinstance(rate, bool):
-        return rate, "optimizer.params.lr"
+    optimizer, scheduler = (_owner(raw, (section, "type")) or {} for section in ("optimizer", "scheduler"))
+    kind = str(optimizer.get("type")).lower()
+    if scheduler.get("type") == "WarmupLR" and kind in ("muon", *MUP):
+        return None, "each parameter warms up to the optimizer's own rate for it, as where the key is left out"
+    parameters = _owner(optimizer, ("params", "lr")) or {}
+    for key in ("muon_lr", "lr") if kind == "muon" else ("lr",):
+        rate = parameters.get(key)
+        if isinstance(rate, (int, float)) and not isinstance(rate, bool):
+            return rate, f"optimizer.params.{key}"
     return 5e-5, "the default learning rate of Hugging Face's Trainer"
 
 

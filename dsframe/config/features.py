@@ -9,6 +9,7 @@ from typing import TYPE_CHECKING
 from dsframe.config.findings import dotted
 from dsframe.config.reader import Path
 from dsframe.config.schema.deepspeed import DeepSpeed
+from dsframe.config.schema.optimizer import MUP
 from dsframe.config.settings import Settings
 
 if TYPE_CHECKING:
@@ -196,7 +197,7 @@ def _optimizer(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
         yield kind, ("optimizer", "type"), kind.capitalize()
     if kind in ("adafactor", "rprop"):
         yield "whole_parameters", ("optimizer", "type"), f"{kind.capitalize()}, which looks at whole parameters,"
-    if kind in ("muadam", "muadamw", "musgd"):
+    if kind in MUP:
         yield "muadam", ("optimizer", "type"), "an optimizer of the package mup"
 
 

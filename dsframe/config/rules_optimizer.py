@@ -7,7 +7,7 @@ from collections.abc import Iterable
 from dsframe.config.features import needs_cpu_adam, own_adam
 from dsframe.config.findings import show
 from dsframe.config.rule import Judge
-from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, WITHOUT_ROUTE, Optimizer, muon_rates
+from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, MUP, WITHOUT_ROUTE, Optimizer, muon_rates
 from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, SCHEDULERS_WITHOUT_ROUTE, Scheduler
 from dsframe.config.schema.torch_optimizer import TORCH_OPTIMIZERS
 from dsframe.config.schema.torch_scheduler import TORCH_SCHEDULERS
@@ -74,7 +74,7 @@ def _optimizer(bench: Judge) -> None:
         bench.conflict(
             ("optimizer", "type"), "Lamb needs dynamic loss scaling: DeepSpeed raises", 'write "loss_scale": 0'
         )
-    untested = kind in ("lamb", "muadam", "muadamw", "musgd") or (kind not in DEEPSPEED_OPTIMIZERS)
+    untested = kind in ("lamb", *MUP) or (kind not in DEEPSPEED_OPTIMIZERS)
     if kind == "adafactor" and stage and bench.by_deepspeed:
         bench.conflict(
             ("optimizer", "type"),
@@ -183,7 +183,7 @@ def _rates(bench: Judge, scheduler: Scheduler) -> None:
     if kind == "muon":
         muon, adam = muon_rates(optimizer.params)
         lost = f"Muon's halves have {muon:g} and {adam:g}" if muon != adam else ""
-    elif kind in ("muadam", "muadamw", "musgd"):
+    elif kind in MUP:
         lost = f"{optimizer.type}'s differ by the layers' widths"
     if lost:
         bench.conflict(

@@ -34,7 +34,7 @@ class ReplicaEngine(Engine):
         """**Collective.** Builds the model from the seed, the optimizer over it, and makes both the same on all ranks."""
         self.plan = plan
         self._dtype = precision.parameter_dtype(plan.config)
-        self.model = build_model(plan)
+        self.model = build_model(self)
         self._masters = self._place(self.model)
         self._parameters = (
             [p for p in self.model.parameters() if p.requires_grad] if self._masters is None else self._masters.masters

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dsframe import switches
 from dsframe.checkpoint.state import aliases
-from dsframe.engine import Plan
+from dsframe.engine import Plan, normalizes_batches
 from dsframe.engines import tensor
 from dsframe.engines.library import (
     PipelineModule,
@@ -27,6 +27,7 @@ from dsframe.engines.library import (
     partition_balanced,
     partition_uniform,
 )
+from dsframe.engines.zero import refuse_scalars
 from dsframe.errors import EngineError, TaskError
 from dsframe.tasks.layers import Layer, Tied, check_ties, make, seed_generators, tied_weight
 
@@ -39,7 +40,8 @@ class Cut:
     def __init__(self, plan: Plan) -> None:
         """Cuts the plan's model; the same on every rank, and without a word between them.
 
-        Raises TaskError where the model is not made of layers, EngineError where they make no such stages.
+        Raises TaskError where the model is not made of layers, EngineError where they make no such stages or have a parameter
+        without dimensions.
         """
         self._plan = plan
         self._whole: nn.Module | None = None
@@ -48,6 +50,9 @@ class Cut:
             self.layers = self._find()
         probes = [self._probe(index) for index in range(len(self.layers))]
         self._probes = nn.Sequential(*probes)
+        refuse_scalars(self._probes)  # every rank here, before they meet; a stage knows no other's layers
+        self.batch_dependent = normalizes_batches(self._probes.train())
+        """What ``Engine.batch_dependent`` says, of all stages' layers."""
         for index, layer in enumerate(self.layers):
             if isinstance(layer, Tied):
                 tied_weight(self.layers, index, probes[index])

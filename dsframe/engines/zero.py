@@ -61,7 +61,7 @@ class ZeroEngine(Engine):
         with contextlib.nullcontext() if plan.verbose else _quiet():
             stage3.prepare()
             module, self._model = self._build()
-            _refuse_scalars(self._model)
+            refuse_scalars(self._model)
             elements = sum(parameter.numel() for parameter in module.parameters())
             self._kept = not self._tiles.pieces and plan.config.deepspeed.zero_optimization.keeps_whole(elements)
             if self._kept:
@@ -82,7 +82,7 @@ class ZeroEngine(Engine):
 
     def _build(self) -> tuple[nn.Module, nn.Module]:
         """**Collective.** The module that DeepSpeed trains, and the one that knows its parameters by the names of the state."""
-        model = build_model(self.plan)
+        model = build_model(self)
         if self.plan.batch.sequence_parallel_size > 1:
             self._slices = sequence.Slices(self.plan, model)
         # A block that is recomputed while it is differentiated needs all its parameters the whole time: ZeRO-3 shall gather and
@@ -247,7 +247,7 @@ class ZeroEngine(Engine):
         self._swap.remove()
 
 
-def _refuse_scalars(model: nn.Module) -> None:
+def refuse_scalars(model: nn.Module) -> None:
     """DeepSpeed 0.19.8 sends parameters as bytes when it starts (``runtime/engine.py``, _broadcast_model)."""
     if names := without_dimensions(model):
         raise EngineError(

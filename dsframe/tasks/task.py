@@ -75,7 +75,7 @@ class Task:
     workers: int = 0
     """Processes that read a torch ``Dataset``. A ``Source`` in memory is read in place, whatever this says."""
     batch_dependent: bool = False
-    """True when a sample's output depends on the rest of its micro-batch (BatchNorm in training).
+    """True when a sample's output depends on the rest of its micro-batch. (BatchNorm in training is found without it.)
 
     Then the result depends on the micro-batch size and so on the number of ranks: dsframe says so before training."""
     hidden_size: int | None = None
@@ -182,16 +182,23 @@ def sums(found: Any, whose: str) -> Mapping[str, Sum]:
             f"{whose}: {what}; give a mapping from names to dsframe.Sum(total, count), of which the mean over all samples follows"
         )
 
+    def scalar(number: Any, what: str) -> Tensor:
+        try:
+            value = number if isinstance(number, Tensor) else torch.tensor(number, dtype=torch.float64)
+        except (TypeError, ValueError, RuntimeError):
+            refuse(f"{what} that is {type(number).__name__}")
+        if value.numel() != 1:
+            refuse(f"{what} of shape {list(value.shape)}")
+        return value.reshape(())
+
     if not isinstance(found, Mapping):
         refuse(f"{type(found).__name__} is no mapping")
     scalars: dict[str, Sum] = {}
     for name, value in found.items():
         if not isinstance(value, Sum):
             refuse(f"{name!r} is {type(value).__name__}")
-        total = value.total if isinstance(value.total, Tensor) else torch.tensor(value.total, dtype=torch.float64)
-        if total.numel() != 1:
-            refuse(f"{name!r} has a total of shape {list(total.shape)}")
-        scalars[name] = Sum(total.reshape(()), value.count)
+        scalar(value.count, f"{name!r} has a count")
+        scalars[name] = Sum(scalar(value.total, f"{name!r} has a total"), value.count)
     return scalars
 
 

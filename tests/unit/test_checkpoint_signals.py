@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 import pytest
 
-from tests.processes import REPOSITORY
+from tests.processes import REPOSITORY, ready_programs
 
 ECHO_SECONDS = 0.5
 PROGRAM = """
@@ -38,20 +38,8 @@ time.sleep(float(sys.argv[3]))
 
 @pytest.fixture
 def start() -> Iterator[object]:
-    started = []
-
-    def begin(grace: float, step: float, after: float = 0.0, saving: float = 0.0) -> subprocess.Popen[str]:
-        arguments = [sys.executable, "-c", PROGRAM, str(grace), str(step), str(after), str(ECHO_SECONDS), str(saving)]
-        process = subprocess.Popen(arguments, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, cwd=REPOSITORY)
-        started.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        return process
-
-    yield begin
-    for process in started:
-        process.kill()
-        process.communicate()
+    with ready_programs() as begin:
+        yield lambda grace, step, after=0.0, saving=0.0: begin("-c", PROGRAM, grace, step, after, ECHO_SECONDS, saving)
 
 
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])

@@ -184,5 +184,5 @@ def test_a_parameter_that_deepspeed_cannot_send_is_named() -> None:
     with pytest.raises(RuntimeError, match=r"dim\(\) cannot be 0 to view"):
         DeepSpeedEngine._broadcast_model(SimpleNamespace(dist_backend="gloo", module=model))
     with pytest.raises(EngineError, match=r"as logit_scale is: make its shape \[1\], or choose engine \"ddp\""):
-        zero._refuse_scalars(model)
-    zero._refuse_scalars(torch.nn.Linear(2, 2))
+        zero.refuse_scalars(model)
+    zero.refuse_scalars(torch.nn.Linear(2, 2))

@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import contextlib
 import os
 import signal
-import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -15,7 +12,7 @@ import psutil
 import pytest
 
 from dsframe.data.workers import STOP_SIGNALS
-from tests.processes import REPOSITORY
+from tests.processes import ready_programs
 
 PROGRAM = """
 import multiprocessing, os, signal, sys, time
@@ -44,29 +41,9 @@ if __name__ == "__main__":
 
 @pytest.fixture
 def start() -> Iterator[object]:
-    started = []
-
-    def begin(what: str, seconds: float = 0.0, program: tuple[str, ...] = ("-c", PROGRAM)) -> subprocess.Popen[str]:
-        process = subprocess.Popen(
-            [sys.executable, *program, what, str(seconds), *(str(int(number)) for number in STOP_SIGNALS)],
-            stdin=subprocess.PIPE,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-            cwd=REPOSITORY,
-            env={**os.environ, "PYTHONPATH": str(REPOSITORY)},
-            start_new_session=True,
-        )
-        started.append(process)
-        assert process.stdout is not None
-        assert process.stdout.readline() == "ready\n"
-        return process
-
-    yield begin
-    for process in started:
-        with contextlib.suppress(ProcessLookupError):
-            os.killpg(process.pid, signal.SIGKILL)
-        process.communicate()
+    numbers = [int(number) for number in STOP_SIGNALS]
+    with ready_programs() as begin:
+        yield lambda what, seconds=0.0, program=("-c", PROGRAM): begin(*program, what, seconds, *numbers)
 
 
 @pytest.mark.parametrize("number", STOP_SIGNALS)

@@ -62,6 +62,19 @@ class Looks(nn.Linear):
         assert float(self.weight.detach().sum()) != 0
 
 
+class Scaled(nn.Linear):
+    """With a weight that has no dimensions."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 3)
+        self.scale = nn.Parameter(torch.tensor(1.0))
+
+
+class Frozen(nn.BatchNorm1d):
+    def train(self, mode: bool = True) -> Frozen:
+        return super().train(False)
+
+
 LINEAR = partial(nn.Linear, 3, 3)
 SHARED = nn.Linear(3, 3)
 TWICE = nn.Sequential(SHARED, nn.ReLU(), SHARED)
@@ -94,6 +107,8 @@ def test_stages_hold_about_the_same(task: Task, pipeline: dict[str, Any], bounds
         (Given(layers=[LINEAR, nn.ReLU]), {}, EngineError, "stage 1 of 2 would have layers 1 to 1 and nothing to train"),
         (Given(TWICE), {"partition": "uniform"}, TaskError, "layer 2, Linear, shares a weight with .*; .*dsframe.Tied"),
         (Given(layers=MADE), {"partition": "uniform"}, TaskError, "layer 2, Linear, shares a weight with .*; .*dsframe.Tied"),
+        (Given(layers=[LINEAR, LINEAR, Scaled]), {}, EngineError, r"without dimensions, as 2\.scale is: make its shape \[1\]"),
+        (Given(nn.Sequential(Scaled(), LINEAR())), {}, EngineError, r"as 0\.scale is: .* or choose engine \"ddp\""),
         (Given(layers=[LINEAR, Tied(0, functional.linear)]), {}, TaskError, "are weight, bias; make what is shared a layer"),
     ],
 )  # fmt: skip
@@ -102,3 +117,18 @@ def test_what_makes_no_stages_is_said(
 ) -> None:
     with pytest.raises(kind, match=message):
         cut(task, **pipeline)
+
+
+@pytest.mark.parametrize(
+    ("task", "found"),
+    [
+        (Given(layers=[LINEAR, LINEAR, partial(nn.BatchNorm1d, 3)]), True),
+        (Given(nn.Sequential(LINEAR(), LINEAR(), nn.BatchNorm1d(3)).eval()), True),  # training will change its mode
+        (Given(layers=[LINEAR, LINEAR, partial(Frozen, 3)]), False),
+        (Given(layers=[LINEAR, LINEAR]), False),
+    ],
+)
+def test_every_rank_knows_of_batchnorm_in_the_last_stage(task: Task, found: bool) -> None:
+    """The first stage's rank announces it."""
+    assert cut(task).batch_dependent == found
+    assert not task.batch_dependent

@@ -68,8 +68,30 @@ def test_training_begins_in_training_mode_and_batchnorm_is_announced(monkeypatch
     task = ManyTask()
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Dropout()).eval()
     monkeypatch.setattr(task, "model", lambda: model)
-    assert all(module.training for module in make("single", task, 0.0).model.modules())
-    assert task.batch_dependent
+    engine = make("single", task, 0.0)
+    assert all(module.training for module in engine.model.modules())
+    assert engine.batch_dependent
+
+
+def test_batchnorm_is_announced_for_the_model_that_has_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Not for the next one of the same task, unless the task itself says so."""
+    task, announced = ManyTask(), []
+    monkeypatch.setattr(task, "loss", lambda outputs, targets: outputs.mean())
+    for number, (norm, told) in enumerate([(nn.BatchNorm1d(3), False), (nn.ReLU(), False), (nn.ReLU(), True)]):
+        if told:
+            task.batch_dependent = True
+        model = nn.Sequential(norm, nn.Linear(3, 1))
+        monkeypatch.setattr(task, "model", lambda model=model: model)
+        settings = {"engine": "single", "steps": 1, "run_dir": str(tmp_path / str(number)), "hang_timeout_seconds": 0}
+        optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+        run.execute(
+            load({"train_batch_size": 4, "optimizer": optimizer, "dsframe": settings}), task=task, world=World()
+        )
+        announced.append("depends on the micro batch size" in "".join(capsys.readouterr()))
+        assert task.batch_dependent == told
+    assert announced == [True, False, True]
 
 
 def test_a_frozen_batchnorm_is_not_announced(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -79,8 +101,7 @@ def test_a_frozen_batchnorm_is_not_announced(monkeypatch: pytest.MonkeyPatch) ->
 
     task = ManyTask()
     monkeypatch.setattr(task, "model", lambda: torch.nn.Sequential(Frozen(3), torch.nn.Linear(3, 1)))
-    make("single", task, 0.0)
-    assert not task.batch_dependent
+    assert not make("single", task, 0.0).batch_dependent
 
 
 @pytest.mark.parametrize("engine", ["single", "ddp"])

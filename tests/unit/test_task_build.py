@@ -185,6 +185,9 @@ def test_a_total_may_be_a_number(total: Any) -> None:
         ({"right": 0.75}, "'right' is float"),
         ({"right": torch.tensor(0.75)}, "'right' is Tensor"),
         ({"right": Sum(torch.ones(2), 2)}, r"'right' has a total of shape \[2\]"),
+        ({"right": Sum("3", 4)}, "'right' has a total that is str"),  # type: ignore[arg-type]
+        ({"right": Sum(torch.tensor(3.0), None)}, "'right' has a count that is NoneType"),  # type: ignore[arg-type]
+        ({"right": Sum(torch.tensor(3.0), torch.ones(2))}, r"'right' has a count of shape \[2\]"),
         (0.75, "float is no mapping"),
     ],
 )

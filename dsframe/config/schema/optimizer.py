@@ -104,6 +104,10 @@ class MuonParams(Section):
     """With CPU offload: keep the moments in fp32."""
 
 
+MUP = ("muadam", "muadamw", "musgd")
+"""Optimizers of the package ``mup``, whose rates differ by the layers' widths."""
+
+
 class MupParams(Section):
     """Optimizers of the package ``mup``: parameters go to it as they are."""
 
