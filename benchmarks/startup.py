@@ -44,6 +44,7 @@ PHASES = (
     "process group",
     "engine",
     "records",
+    "trial of evaluation",
     "first step",
 )
 FILES: dict[str, dict[str, Any]] = {

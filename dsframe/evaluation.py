@@ -3,12 +3,14 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from contextlib import contextmanager
+import sys
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
+from xxhash import xxh3_64_hexdigest
 
 from dsframe.checkpoint import generators
 from dsframe.checkpoint.share import share
@@ -19,6 +21,8 @@ from dsframe.tasks.task import Sum
 
 _WORD_BYTES = 4
 """Of a buffer in one float64: whole numbers of so many bytes, and their sum with zeros, are exact there."""
+_PIECE_BYTES = 4 << 20
+"""Of buffers, sent at once."""
 
 
 class Evaluation:
@@ -35,11 +39,13 @@ class Evaluation:
     def try_out(self) -> None:
         """**Collective.** One batch a rank, before training: what is wrong with it shall not wait for the first epoch's end.
 
-        Training does not see it: random generators are put back.
+        Training does not see it: random generators are put back, and nothing is compiled, for the compiler takes the training's
+        batches for others of the same graph where theirs is another size.
         """
         device = self._engine.plan.device
         kept = generators.capture(device)
-        self._of([self._loader.first()])
+        with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
+            self._of([self._loader.first()])
         generators.restore(kept, device)
 
     def _of(self, batches: Iterable[tuple[Batch, int]]) -> dict[str, float]:
@@ -66,65 +72,71 @@ class Evaluation:
     def _one_model(self) -> Iterator[None]:
         """**Collective.** Every rank has the buffers of the first rank that holds them, and its own again afterwards.
 
-        Weights are everybody's. BatchNorm's statistics are of the samples that a rank has seen, so that without this each rank
-        would evaluate a model of its own, and none of them the one that an export gives, which is rank 0's.
+        Weights are everybody's (but where ranks average them now and then). BatchNorm's statistics are of the samples that a rank
+        has seen, so that without this each rank would evaluate a model of its own, and none the one that an export gives, which is
+        rank 0's.
         """
-        own = self._engine.buffers()
-        places = _places(self._engine, own)
-        if not places:
-            yield
-            return
-        kept = {name: buffer.clone() for name, buffer in own.items()}
-        _take_over(self._engine, own, places)
+        kept = {name: buffer.to("cpu", copy=True) for name, buffer in self._engine.buffers().items()}
+        _take_over(self._engine, kept)
         try:
             yield
         finally:
-            for name, buffer in own.items():
-                buffer.copy_(kept[name])
+            for name, buffer in self._engine.buffers().items():
+                if name in kept and not torch.equal(buffer.cpu(), kept[name]):
+                    _put(kept[name], buffer)
+
+
+def _take_over(engine: Engine, kept: Mapping[str, Tensor]) -> None:
+    """**Collective.** Every buffer that differs between ranks from its source, to the last bit. ``kept``: this rank's, on a CPU."""
+    world, device = engine.plan.world, engine.plan.device
+    if world.size == 1:
+        return
+    contents = {name: buffer.contiguous().reshape(-1).view(torch.uint8) for name, buffer in kept.items()}
+    mine = {name: (content.numel(), xxh3_64_hexdigest(content.numpy().data)) for name, content in contents.items()}
+    places, end = _places([json.loads(text) for text in share(engine, json.dumps(mine))])
+    if not places:
+        return
+    row = torch.zeros(end, dtype=torch.uint8)
+    for name, place in places.items():
+        if place.source == world.rank:
+            row[place.bytes] = contents[name]
+    for piece in row.split(_PIECE_BYTES):
+        words = engine.sum_over_ranks(piece.view(torch.int32).to(device).double())
+        piece.copy_(words.to(torch.int32).cpu().view(torch.uint8))
+    for name, buffer in engine.buffers().items():
+        if name in places and places[name].source != world.rank:
+            content = row[places[name].bytes].clone()
+            _put(content.view(buffer.dtype).reshape(buffer.shape), buffer)
+
+
+def _put(content: Tensor, buffer: Tensor) -> None:
+    """In place. A forward pass may have given the ``buffer`` another size."""
+    if buffer.shape != content.shape:
+        buffer.resize_(content.shape)
+    buffer.copy_(content)
 
 
 @dataclass(frozen=True)
 class _Place:
-    """Of a buffer, in one row of words for all."""
+    """Of a buffer, in one row for all."""
 
     source: int
     """The first rank that holds it."""
-    first: int
-    end: int
+    bytes: slice
 
 
-def _places(engine: Engine, own: Mapping[str, Tensor]) -> dict[str, _Place]:
-    """**Collective.** By name. A pipeline's stage knows its own layers' buffers alone; one whose size differs between ranks stays
-    with each."""
-    if engine.plan.world.size == 1:
-        return {}
-    mine = {name: -(-buffer.nbytes // _WORD_BYTES) for name, buffer in own.items()}
-    sizes: dict[str, dict[int, int]] = {}
-    for rank, text in enumerate(share(engine, json.dumps(mine))):
-        for name, words in json.loads(text).items():
-            sizes.setdefault(name, {})[rank] = words
+def _places(told: Sequence[Mapping[str, tuple[int, str]]]) -> tuple[dict[str, _Place], int]:
+    """Of the buffers that differ between the ranks that hold them, and the row's length in bytes. ``told``: by rank, the size and
+    digest of each. A pipeline's stage holds its own layers' alone; what has other sizes on other ranks stays with each."""
+    by_name: dict[str, dict[int, tuple[int, str]]] = {}
+    for rank, held in enumerate(told):
+        for name, (size, digest) in held.items():
+            by_name.setdefault(name, {})[rank] = (size, digest)
     places: dict[str, _Place] = {}
     end = 0
-    for name, words in sizes.items():
-        if len({*words.values()}) == 1:
-            source, size = next(iter(words.items()))
-            places[name] = _Place(source, end, end + size)
-            end += size
-    return places
-
-
-def _take_over(engine: Engine, own: Mapping[str, Tensor], places: Mapping[str, _Place]) -> None:
-    """**Collective.** Every buffer from its source, to the last bit, by the sum that all engines have."""
-    rank, device = engine.plan.world.rank, engine.plan.device
-    row = torch.zeros(max(place.end for place in places.values()), dtype=torch.float64, device=device)
-    held = [(buffer, places[name]) for name, buffer in own.items() if name in places]
-    for buffer, place in held:
-        if place.source == rank:
-            content = torch.zeros((place.end - place.first) * _WORD_BYTES, dtype=torch.uint8, device=device)
-            content[: buffer.nbytes] = buffer.contiguous().reshape(-1).view(torch.uint8)
-            row[place.first : place.end] = content.view(torch.int32).double()
-    row = engine.sum_over_ranks(row)
-    for buffer, place in held:
-        if place.source != rank:
-            content = row[place.first : place.end].to(torch.int32).view(torch.uint8)[: buffer.nbytes]
-            buffer.copy_(content.clone().view(buffer.dtype).reshape(buffer.shape))
+    for name, holders in by_name.items():
+        source, (size, _) = next(iter(holders.items()))
+        if len({*holders.values()}) > 1 and {each for each, _ in holders.values()} == {size}:
+            places[name] = _Place(source, slice(end, end + size))
+            end += -(-size // _WORD_BYTES) * _WORD_BYTES
+    return places, end

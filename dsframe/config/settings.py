@@ -288,7 +288,7 @@ class Settings(Section):
     hang_timeout_seconds: Annotated[float, Field(ge=0)] = 300.0
     """The longest time without a sign of life (a micro-batch, an evaluation batch, a parameter saved) before the run is ended
     and says which rank is missing; three times as long until the first step has ended, and at least 15 minutes for setting up the
-    engine and reading a checkpoint. 0: wait for ever."""
+    engine, reading a checkpoint and trying the evaluation. 0: wait for ever."""
     bind_cores: bool = False
     """Bind each rank to its share of the host's cores, under every launcher. Then ``threads_per_rank`` is that share's size
     where nothing else says so."""

@@ -250,7 +250,7 @@ class EvaluationLoader:
         return zip(batches, valid, strict=True)
 
     def first(self) -> tuple[Batch, int]:
-        """The first batch alone. This process reads it, whatever the number of ``workers``: they would read further."""
+        """The first batch alone, by one worker where there are any: a file that this process opened all of them would share."""
         indices, valid = next(iter(evaluation_rows(*self._split)))
-        fetch = _Fetcher(self.source, self._fetch.device, 0)
+        fetch = _Fetcher(self.source, self._fetch.device, min(self._fetch.workers, 1))
         return next(fetch([[(0, indices)]])), valid

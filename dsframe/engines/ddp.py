@@ -57,11 +57,13 @@ class DdpEngine(ReplicaEngine):
             model,
             device_ids=[self.plan.device] if self.plan.device.type == "cuda" else None,
             bucket_cap_mb=settings.bucket_cap_megabytes or usual_bytes(whole) / 2**20,
-            broadcast_buffers=False,  # once in an evaluation, as on every engine (``dsframe.evaluation``)
             static_graph=settings.static_graph,
             gradient_as_bucket_view=settings.gradient_as_bucket_view,
             find_unused_parameters=settings.find_unused_parameters,
         )
+        # Rank 0's at every forward pass, as no other engine sends them; an evaluation does (``dsframe.evaluation``). Told to the
+        # constructor it would not send them at the start either.
+        wrapped.broadcast_buffers = False
         # A static graph is learnt from the first backward pass; and DDP arranges nothing while it looks for unused parameters.
         if not (settings.static_graph or settings.find_unused_parameters):
             _settle_buckets(wrapped, self.plan.device)

@@ -52,7 +52,8 @@ class Column:
             mine = source == self._rank
             kinds = {name: [list(b.shape), str(b.dtype).removeprefix("torch.")] for name, b in own.items()}
             for name, (shape, dtype) in json.loads(self._text(json.dumps(kinds), source)).items():
-                found[name] = self._tensor(own[name] if mine else None, shape, getattr(torch, dtype), source)
+                sent = self._tensor(own[name] if mine else None, shape, getattr(torch, dtype), source)
+                found.setdefault(name, sent)  # the first stage's, which runs it, where a later one shares the layer
         return found
 
     def _text(self, text: str, source: int) -> str:

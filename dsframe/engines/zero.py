@@ -214,6 +214,8 @@ class ZeroEngine(Engine):
         self._engine.eval()
         outputs = self._forward(inputs)
         self._engine.train()
+        if self._stage == 3:
+            stage3.forget_evaluation(self._engine)
         return measure(self.plan.task, outputs, targets, valid if self._tensor_rank == 0 else 0)
 
     def buffers(self) -> dict[str, Tensor]:

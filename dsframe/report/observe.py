@@ -41,6 +41,8 @@ class Observer:
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         """Around one optimizer step, counted from 1."""
+        if self._traces:
+            self._traces.begin()
         with ExitStack() as stack:
             if self._traffic:
                 stack.enter_context(self._traffic.step(step))

@@ -41,7 +41,13 @@ class Traces:
             record_shapes=section.shapes,
             with_stack=section.stacks,
         )
-        self._profiler.start()
+        self._began = False
+
+    def begin(self) -> None:
+        """Before each optimizer step."""
+        if self._profiler is not None and not self._began:
+            self._profiler.start()
+            self._began = True
 
     def stepped(self, step: int) -> None:
         """After each optimizer step."""
@@ -55,7 +61,7 @@ class Traces:
     def close(self) -> None:
         """Ends it; a trace that has not all of its steps is written with those that it has."""
         profiler, self._profiler = self._profiler, None
-        if profiler is not None:
+        if profiler is not None and self._began:
             profiler.stop()
 
     def _write(self, profiler: Any) -> None:

@@ -101,7 +101,7 @@ def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None
     assert run.summary["predicted"]["sent_bytes_per_step"]
     spent = run.summary["startup_seconds"]
     assert list(spent) == [
-        "python", "imports", "data", "engine's imports", "process group", "engine", "records", "first step",
+        "python", "imports", "data", "engine's imports", "process group", "engine", "records", "trial of evaluation", "first step",
     ]  # fmt: skip
     assert min(spent.values()) > 0
     assert spent["first step"] == pytest.approx(run.summary["first_step_seconds"], abs=0.5)
