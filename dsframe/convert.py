@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 
 from dsframe.config import Facts, load
 from dsframe.errors import CheckpointError
+from dsframe.report.claim import Claim
+from dsframe.world import World
 
 if TYPE_CHECKING:
     from torch import nn
@@ -61,7 +63,7 @@ def convert(directory: Path, tag: str | None, config: Config, task: Task, run_di
     """Writes the portable form of a DeepSpeed checkpoint into the checkpoints of ``run_dir``; returns where.
 
     One parameter is in memory at a time, beside what torch maps and, at stages 1 to 3, one flat tensor with its moments.
-    Raises CheckpointError.
+    Raises CheckpointError; WorldError where that run goes on, ConfigError where its directory cannot be made.
     """
     from dsframe.checkpoint import deepspeed_files, portable, store
     from dsframe.checkpoint.state import aliases, compare, persistent_buffers
@@ -88,25 +90,27 @@ def convert(directory: Path, tag: str | None, config: Config, task: Task, run_di
         **_about(config, task, found),
     }
     buffers = _buffers(found, model, persistent_buffers(model))
-    try:
-        partial = folder.begin(found.step)
-        writer = portable.PartWriter(partial, 0, 1)
-        for one in found.parameters(own, shapes):
-            compare("parameter", {one.name: shapes[one.name]}, {one.name: tuple(one.weight.shape)})
-            writer.take(one)
-        if buffers:
-            writer.put(portable.BUFFERS, buffers)
-        writer.finish()
-        writer.files[portable.RNG] = store.write(partial / portable.RNG, json.dumps([]).encode())
-        files = {name: asdict(entry) for name, entry in writer.files.items()}
-        return folder.commit(found.step, {**manifest, "parameters": writer.parameters, "files": files})
-    except OSError as error:
-        folder.abandon(found.step)
-        raise CheckpointError(f"{error.filename or folder.directory}: {error.strerror}") from None
-    except CheckpointError as error:
-        if "is there already" not in str(error):
+    with Claim() as claim:
+        claim.take(run_dir, World(), lambda line: print(line, file=sys.stderr))
+        try:
+            partial = folder.begin(found.step)
+            writer = portable.PartWriter(partial, 0, 1)
+            for one in found.parameters(own, shapes):
+                compare("parameter", {one.name: shapes[one.name]}, {one.name: tuple(one.weight.shape)})
+                writer.take(one)
+            if buffers:
+                writer.put(portable.BUFFERS, buffers)
+            writer.finish()
+            writer.files[portable.RNG] = store.write(partial / portable.RNG, json.dumps([]).encode())
+            files = {name: asdict(entry) for name, entry in writer.files.items()}
+            return folder.commit(found.step, {**manifest, "parameters": writer.parameters, "files": files})
+        except OSError as error:
             folder.abandon(found.step)
-        raise
+            raise CheckpointError(f"{error.filename or folder.directory}: {error.strerror}") from None
+        except CheckpointError as error:
+            if "is there already" not in str(error):
+                folder.abandon(found.step)
+            raise
 
 
 def _buffers(found: Found, model: nn.Module, own: dict[str, Any]) -> dict[str, Any]:

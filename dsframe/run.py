@@ -188,6 +188,7 @@ def _train(run: _Run, world: World, commits: Commits | None) -> Summary:
         phases.done("engine")
         watchdog.connect(engine)
         agree(engine, _facts(config, loader, evaluation))
+    output.begin_anew()  # rank 0 has come here too, so the directory is this run's
     if (task.batch_dependent or engine.batch_dependent) and last is None:
         say("this model's BatchNorm sees one micro-batch at a time, so the training depends on the micro batch size")
     progress.say(

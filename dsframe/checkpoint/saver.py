@@ -187,6 +187,9 @@ class Saver:
     def _give_up(self, step: int, wrong: Sequence[str]) -> NoReturn:
         if self._engine.plan.world.is_main and "is there already" not in wrong[0]:
             self._store.abandon(step)
-        newest = self._store.newest_first()
-        before = f"the last good one is {newest[0]}" if newest else "there is no earlier one"
+        try:
+            newest = self._store.newest_first()
+            before = f"the last good one is {newest[0]}" if newest else "there is no earlier one"
+        except OSError as error:  # the directory is away, which may be the very reason
+            before = f"whether there is an earlier one cannot be seen: {error.strerror}"
         raise CheckpointError(f"the checkpoint of step {step} cannot be written: {'; '.join(wrong)}; {before}")

@@ -5,6 +5,8 @@ Whether a run succeeded is what its processes said (``report.outcome``), not the
 
 from __future__ import annotations
 
+import contextlib
+import os
 import sys
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -53,8 +55,8 @@ class Attempts:
         self._restarts, self._first_wait = restarts, wait_seconds
         self._store = Store(directory / "checkpoints")
         self._failures: list[Failure] = []
-        self.report = directory / "outcome.jsonl"
-        """Where the processes say how they ended."""
+        self.report = directory / f"outcome-{os.urandom(4).hex()}.jsonl"
+        """Where the processes say how they ended; this launch's own, for another one may come while its run goes on."""
 
     def run(self, attempt: Callable[[bool, list[int]], int]) -> int:
         """Attempts until one succeeds or none would; returns the exit code of the whole.
@@ -62,6 +64,13 @@ class Attempts:
         ``attempt(resume, received)`` runs the job once, from the newest checkpoint if ``resume``, and returns the launcher's exit
         code; it appends the signals that came meanwhile to ``received``.
         """
+        try:
+            return self._run(attempt)
+        finally:
+            with contextlib.suppress(OSError):
+                self.report.unlink(missing_ok=True)
+
+    def _run(self, attempt: Callable[[bool, list[int]], int]) -> int:
         began, saved, wait = False, False, self._first_wait
         while True:
             clean()

@@ -45,7 +45,6 @@ class Wanted:
     job: Job
     resume: str
     directory: Path
-    report: Path
 
 
 def parser() -> argparse.ArgumentParser:
@@ -140,7 +139,7 @@ def read(options: argparse.Namespace, training: Sequence[str]) -> Wanted:
             raise ConfigError(wrong)
     launcher = launchers.natural(engine, job) if options.launcher == "auto" else options.launcher
     directory = directory_of(config, engine, _task_name(options))
-    return Wanted(config, engine, launcher, job, chosen.resume, directory, directory / "outcome.jsonl")
+    return Wanted(config, engine, launcher, job, chosen.resume, directory)
 
 
 def _task_name(options: argparse.Namespace) -> str:

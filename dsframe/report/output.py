@@ -8,7 +8,7 @@ from __future__ import annotations
 import os
 import sys
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -18,6 +18,8 @@ from dsframe.world import World
 
 FOLDER = "output"
 """In the run's directory."""
+_earlier: list[tuple[int, int]] = []
+"""This rank's file (its descriptor), and how many bytes of earlier runs it begins with, until they are taken out."""
 
 
 class Marked:
@@ -60,7 +62,7 @@ def arranged(world: World, how: str, directory: Path, *, append: bool) -> Iterat
     """Around what this process prints. Rank 0's goes where it always went.
 
     ``how``: "prefix", "files" (in ``directory``; libraries' own lines too, which do not pass Python) or "plain". ``append``: to an
-    earlier attempt's files.
+    earlier attempt's files. Else earlier lines go with :func:`begin_anew`: the directory may still be another run's.
     """
     if world.is_main or how == "plain" or (how == "prefix" and world.launcher == "horovodrun"):
         yield
@@ -89,7 +91,7 @@ def _prefixed(mark: str) -> Iterator[None]:
 def _filed(path: Path, *, append: bool) -> Iterator[None]:
     try:
         path.parent.mkdir(parents=True, exist_ok=True)
-        target = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_APPEND | (0 if append else os.O_TRUNC), 0o666)
+        target = os.open(path, os.O_RDWR | os.O_CREAT | os.O_APPEND, 0o666)
     except OSError as error:
         raise WorldError(
             f"{path} cannot be written to: {error.strerror}; choose another --run-dir, or --rank-output prefix"
@@ -98,14 +100,27 @@ def _filed(path: Path, *, append: bool) -> Iterator[None]:
     _flush()
     os.dup2(target, 1)
     os.dup2(target, 2)
-    os.close(target)
+    if not append and (size := os.fstat(target).st_size):
+        _earlier.append((target, size))
     try:
         yield
     finally:
+        _earlier.clear()
+        os.close(target)
         _flush()
         for descriptor, number in zip(kept, (1, 2), strict=True):
             os.dup2(descriptor, number)
             os.close(descriptor)
+
+
+def begin_anew() -> None:
+    """Takes out of this rank's file what earlier runs have left there, once it is known that rank 0 has claimed the directory."""
+    while _earlier:
+        file, size = _earlier.pop()
+        with suppress(OSError):  # then they stay
+            own = os.pread(file, os.fstat(file).st_size - size, size)
+            os.ftruncate(file, 0)
+            os.write(file, own)
 
 
 def _flush() -> None:

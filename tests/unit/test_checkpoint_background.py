@@ -188,6 +188,24 @@ def test_a_run_that_fails_while_another_ranks_files_cannot_be_written_ends(
     assert Store(tmp_path).newest_first() == []
 
 
+def test_a_directory_that_is_away_hides_no_reason(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Nobody can look there for the checkpoint before, either."""
+
+    def stale(*arguments: Any) -> Any:
+        raise OSError(116, "Stale file handle", str(tmp_path))
+
+    training = Training(Room(1).run(lambda ranks: ranks)[0])
+    saving = saver(training, tmp_path, False)
+    monkeypatch.setattr(Store, "begin", stale)
+    monkeypatch.setattr(Store, "newest_first", stale)
+    with pytest.raises(CheckpointError) as raised:
+        saving.save(1, loss=None, evaluation={})
+    assert str(raised.value) == (
+        f"the checkpoint of step 1 cannot be written: rank 0: {tmp_path}: Stale file handle; whether there is an earlier one "
+        "cannot be seen: Stale file handle"
+    )
+
+
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_a_crash_between_any_two_operations_leaves_the_one_before(tmp_path: Path, asynchronous: bool) -> None:
     """Not an exception: the process is gone, in the middle of everything, with the second and the third checkpoint due."""

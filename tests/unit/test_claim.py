@@ -16,10 +16,12 @@ from pathlib import Path
 
 import pytest
 
-from dsframe import run
+from dsframe import convert, run
+from dsframe.checkpoint import deepspeed_files
+from dsframe.checkpoint.deepspeed_files import Found
 from dsframe.config import load
 from dsframe.errors import ConfigError, WorldError
-from dsframe.report import claim
+from dsframe.report import claim, output
 from dsframe.report.claim import Claim
 from dsframe.world import World
 from tests.engines.odd_task import Odd
@@ -84,6 +86,48 @@ def test_a_second_run_is_refused_and_touches_nothing(tmp_path: Path) -> None:
         run.execute(load(file), task=Odd(), world=World(), quiet=True)
         run.execute(load(file), task=Odd(), world=World(), quiet=True)  # twice in one process
     assert not partial.exists()
+
+
+def test_another_ranks_log_begins_anew_only_where_the_run_has_the_directory(tmp_path: Path) -> None:
+    """Rank 1 opens its file before rank 0 has claimed the directory."""
+    file = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+        "dsframe": {"engine": "single", "steps": 1, "threads_per_rank": 1, "run_dir": str(tmp_path)},
+    }
+    log = tmp_path / "output" / "rank1.log"
+    log.parent.mkdir()
+    log.write_text("of the first\n")
+
+    def start(word: str, *, append: bool = False) -> None:
+        with output.arranged(World(1, 2, 1, 2), "files", tmp_path, append=append):
+            os.write(1, f"{word}\n".encode())
+            run.execute(load(file), task=Odd(), world=World(), quiet=True)
+            os.write(2, f"end of {word}\n".encode())
+
+    with held(tmp_path), pytest.raises(WorldError):
+        start("a second")
+    assert log.read_text() == "of the first\na second\n"
+    start("a third")
+    assert log.read_text() == "a third\nend of a third\n"
+    start("a fourth", append=True)
+    assert log.read_text() == "a third\nend of a third\na fourth\nend of a fourth\n"
+
+
+def test_nothing_is_imported_into_a_run_that_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    file = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
+        "dsframe": {"engine": "single", "steps": 9},
+    }
+    task = Odd()
+    module = task.model().state_dict()
+    found = Found(tmp_path, 2, 5, 5, 1, 0.01, None, "0.19.8", module, {}, [], [], {})
+    monkeypatch.setattr(deepspeed_files, "find", lambda directory, tag: directory)
+    monkeypatch.setattr(deepspeed_files, "read", lambda path: found)
+    with held(tmp_path) as (holder, _), pytest.raises(WorldError, match=f"in use by another run .process {holder} on"):
+        convert.convert(tmp_path / "theirs", None, load(file), task, tmp_path)
+    assert [path.name for path in tmp_path.iterdir()] == [".lock"]
 
 
 def test_one_that_is_about_to_end_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

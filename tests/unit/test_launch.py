@@ -271,23 +271,23 @@ def test_a_wrong_file_starts_nothing(tmp_path: Path, capsys: pytest.CaptureFixtu
 class Played:
     """Attempts that say what a script tells them to, and the options that each of them got."""
 
-    def __init__(self, directory: Path, *script: Callable[[Path], int]) -> None:
-        self._directory, self._script = directory, list(script)
+    def __init__(self, attempts: Attempts, *script: Callable[[Path], int]) -> None:
+        self._report, self._script = attempts.report, list(script)
         self.resumed: list[bool] = []
 
     def __call__(self, resume: bool, received: list[int]) -> int:
         self.resumed.append(resume)
-        return self._script.pop(0)(self._directory)
+        return self._script.pop(0)(self._report)
 
 
 def says(code: int, *records: dict[str, object], saved: int | None = None) -> Callable[[Path], int]:
     """An attempt whose launcher ends with ``code`` and whose processes say ``records``."""
 
-    def play(directory: Path) -> int:
+    def play(report: Path) -> int:
         if saved is not None:
-            (directory / "checkpoints" / f"step-{saved:08}").mkdir(parents=True)
+            (report.parent / "checkpoints" / f"step-{saved:08}").mkdir(parents=True)
         for record in records:
-            reporter = outcome.Reporter(str(directory / "outcome.jsonl"), int(str(record.get("rank", 0))))
+            reporter = outcome.Reporter(str(report), int(str(record.get("rank", 0))))
             reporter.say(**record)
         return code
 
@@ -344,10 +344,31 @@ def test_restarts(
 ) -> None:
     monkeypatch.setattr(attempts, "clean", lambda: None)
     monkeypatch.setattr(supervise, "wait_for_signal", lambda seconds: 0)
-    played = Played(tmp_path, *script)
-    assert Attempts(tmp_path, restarts=3, wait_seconds=1.0).run(played) == code
+    launched = Attempts(tmp_path, restarts=3, wait_seconds=1.0)
+    played = Played(launched, *script)
+    assert launched.run(played) == code
     assert played.resumed == resumed
     assert said in capfd.readouterr().err
+    assert not list(tmp_path.glob("outcome*")), "it was for the launcher alone"
+
+
+def test_a_second_launch_in_a_runs_directory_leaves_its_report_alone(
+    tmp_path: Path, capfd: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Its processes are refused; what the first's have said, and say afterwards, is still read."""
+    monkeypatch.setattr(attempts, "clean", lambda: None)
+    first, second = (Attempts(tmp_path, restarts=0, wait_seconds=1.0) for _ in range(2))
+    codes: list[int] = []
+
+    def play(report: Path) -> int:
+        says(0, BEGAN, DONE)(report)
+        refused = says(1, failed(0, "the directory is in use", WorldError.exit_code))
+        codes.append(second.run(Played(second, refused)))
+        return says(1, lost(4))(report)
+
+    assert first.run(Played(first, play)) == 0
+    assert codes == [WorldError.exit_code]
+    assert "rank 0: the directory is in use" in capfd.readouterr().err
 
 
 @pytest.mark.parametrize("left", ["nothing", "step-00000005.damaged"])
@@ -358,13 +379,14 @@ def test_what_was_saved_and_is_gone_is_not_trained_again(
     monkeypatch.setattr(attempts, "clean", lambda: None)
     monkeypatch.setattr(supervise, "wait_for_signal", lambda seconds: 0)
 
-    def loses(directory: Path) -> int:
-        folder = directory / "checkpoints"
+    def loses(report: Path) -> int:
+        folder = report.parent / "checkpoints"
         shutil.move(folder / "step-00000005", folder / left if left != "nothing" else tmp_path / "away")
-        return says(1, lost(8))(directory)
+        return says(1, lost(8))(report)
 
-    played = Played(tmp_path, says(1, BEGAN, lost(7), saved=5), loses, says(0, DONE))
-    assert Attempts(tmp_path, restarts=9, wait_seconds=1.0).run(played) == 7
+    launched = Attempts(tmp_path, restarts=9, wait_seconds=1.0)
+    played = Played(launched, says(1, BEGAN, lost(7), saved=5), loses, says(0, DONE))
+    assert launched.run(played) == 7
     assert played.resumed == [False, True]
     said = capfd.readouterr().err
     assert f"no whole checkpoint in {tmp_path / 'checkpoints'} any more" in said
@@ -381,7 +403,8 @@ def test_waits_grow_and_a_signal_ends_them(tmp_path: Path, monkeypatch: pytest.M
     monkeypatch.setattr(attempts, "clean", lambda: None)
     monkeypatch.setattr(supervise, "wait_for_signal", wait)
     steps = [says(1, BEGAN, lost(step), saved=8 if step == 9 else None) for step in (1, 2, 3, 9, 10)]
-    assert Attempts(tmp_path, restarts=9, wait_seconds=20.0).run(Played(tmp_path, *steps)) == 128 + signal.SIGTERM
+    launched = Attempts(tmp_path, restarts=9, wait_seconds=20.0)
+    assert launched.run(Played(launched, *steps)) == 128 + signal.SIGTERM
     assert waits == [20, 40, 60, 20, 40], "a new checkpoint is progress"
 
 
