@@ -1,0 +1,121 @@
+"""The evaluation before the first step, which training does not see; and whose buffers an evaluation takes."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import dsframe
+from dsframe import engines, optimizers, schedules
+from dsframe.config import Facts, load
+from dsframe.data import EvaluationLoader, TensorSource
+from dsframe.engine import Engine, Plan
+from dsframe.evaluation import Evaluation, _places
+from dsframe.world import World
+
+CPU = torch.device("cpu")
+
+
+class Ready(nn.Module):
+    """Takes its scale from the first batch it sees, in whatever mode."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.Linear(3, 1)
+        self.register_buffer("scale", torch.zeros(0))
+        self.register_buffer("kept", torch.ones(2).expand(4, 2))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        if not self.scale.numel():
+            self.scale.resize_(3).copy_(rows.abs().amax(0) * torch.rand(3))
+        return self.inner(rows / self.scale).squeeze(1)  # type: ignore[no-any-return]
+
+
+class ReadyTask(dsframe.Task):
+    def model(self) -> nn.Module:
+        return Ready()
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.mse_loss(outputs, targets)
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, dsframe.Sum]:
+        return {"loss": dsframe.Sum(self.loss(outputs, targets) * len(targets), len(targets))}
+
+    def train_data(self) -> TensorSource:
+        return TensorSource(torch.randn(12, 3, generator=torch.Generator().manual_seed(1)), torch.ones(12))
+
+
+def make() -> tuple[Engine, Evaluation]:
+    file = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+    config = load(file).resolve(Facts(1, 100, None, replicas=True))
+    batch, task = config.batch(1, replicas=True), ReadyTask()
+    plan = Plan(config, World(), task, optimizers.read(config), schedules.constant(0.1), batch, CPU)
+    engine = engines.load("single", config)(plan)
+    loader = EvaluationLoader(task.train_data(), seed=0, micro_batch_size=5)
+    return engine, Evaluation(engine, loader, lambda: None)
+
+
+def test_training_does_not_see_the_trial() -> None:
+    losses = []
+    for tried in (False, True):
+        engine, evaluation = make()
+        if tried:
+            evaluation.try_out()
+            assert engine.buffers()["scale"].shape == (0,)
+        steps = [engine.train_step(iter([ReadyTask().train_data().batch(torch.arange(4), 0)])) for _ in range(3)]
+        losses.append([float(step.loss) for step in steps])
+        assert set(evaluation.run()) == {"loss"}
+    assert losses[0] == losses[1]
+
+
+def test_the_trial_is_not_compiled() -> None:
+    engine, evaluation = make()
+    graphs: list[Any] = []
+
+    def backend(graph: Any, inputs: Any) -> Any:
+        graphs.append(graph)
+        return graph.forward
+
+    model: nn.Module = engine.model  # type: ignore[attr-defined]
+    model.forward = torch.compile(model.forward, backend=backend)  # type: ignore[method-assign]
+    evaluation.try_out()
+    assert graphs == []
+    evaluation.run()
+    assert graphs
+
+
+class Where(Dataset[tuple[Tensor, int]]):
+    """Who reads it."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.zeros(1), os.getpid()
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_workers_read_the_trials_batch_too(workers: int) -> None:
+    """A data set opens its files when it is first read: opened here, all workers would share their position."""
+    loader = EvaluationLoader(Where(), seed=0, micro_batch_size=3, workers=workers)
+    (_, readers), valid = loader.first()
+    assert valid == 3
+    assert (set(readers.tolist()) == {os.getpid()}) == (workers == 0)
+
+
+def test_buffers_that_differ_are_taken_from_the_first_rank_that_holds_them() -> None:
+    same, other = (8, "a"), (8, "b")
+    column = [{"norm": same, "mask": same}, {"deep": (3, "c"), "odd": (4, "d")}]
+    places, size = _places([*column, {"norm": other, "mask": same}, {"deep": (3, "x"), "odd": (5, "d")}])
+    assert {name: (place.source, place.bytes) for name, place in places.items()} == {
+        "norm": (0, slice(0, 8)),
+        "deep": (1, slice(8, 11)),
+    }
+    assert size == 12
+    assert _places(column) == ({}, 0)
