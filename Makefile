@@ -32,7 +32,7 @@ mpi: ## a second Horovod, with MPI, in .setup/horovod-mpi (some minutes, once pe
 launchers: setup ## the matrix: every engine under every launcher, two processes, the same losses (6 minutes)
 	python -m tests.launchers
 
-portability: setup ## the matrix: save under every engine, go on under every other (20 minutes)
+portability: setup ## the matrix: save under every engine, go on under every other (40 minutes)
 	python -m tests.portability
 
 kill-test: setup ## kills a random rank at a random moment, 100 times, and compares what comes out (half an hour)
@@ -50,7 +50,7 @@ format: setup ## rewrites the sources as `make lint` wants them
 equivalence: setup ## every engine beside one process, losses and weights: the table of the README
 	python -m tests.equivalence
 
-footprint: setup ## what every engine holds and sends, beside theory: the tables of the README (10 minutes)
+footprint: setup ## what every engine holds and sends, beside theory: the tables of docs/measurements.md (10 minutes)
 	python -m tests.footprint
 
 bench: setup ## dsframe beside hand-written loops, Accelerate, Lightning and the HF Trainer, in turns: ratios, memory, losses
@@ -67,7 +67,7 @@ startup: setup ## from the command to the first step, warm and without compiled 
 soak: setup ## 5,000 steps on four engines: memory, and the speed beside a run that has just begun (15 minutes)
 	python -m benchmarks.soak
 
-docs: setup ## rewrites docs/configuration.md and the table in the README from the schema
+docs: setup ## rewrites docs/configuration.md, the table in the README and the editors' schema
 	python docs/generate.py
 
 clean: ## takes away everything that setup, tests and runs have made here, but not your runs

@@ -100,7 +100,7 @@ def _take_over(engine: Engine, kept: Mapping[str, Tensor]) -> None:
     for name, place in places.items():
         if place.source == world.rank:
             row[place.bytes] = contents[name]
-    for piece in row.split(_PIECE_BYTES):
+    for piece in torch.split(row, _PIECE_BYTES):
         words = engine.sum_over_ranks(piece.view(torch.int32).to(device).double())
         piece.copy_(words.to(torch.int32).cpu().view(torch.uint8))
     for name, buffer in engine.buffers().items():

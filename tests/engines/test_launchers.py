@@ -13,7 +13,7 @@ from dsframe.config import load
 from dsframe.report.record import read_summary
 from tests import launchers
 from tests.cluster.slurm import DoesNotStartError
-from tests.processes import run_ranks
+from tests.processes import python, run_ranks
 
 CELLS = (
     ("zero3", "deepspeed"),
@@ -87,3 +87,10 @@ def test_the_two_lines_as_typed(line: str, engine: str, processes: int, tmp_path
     assert (summary["engine"], summary["world_size"], summary["steps"]) == (engine, processes, 3)
     assert finished.output.count("steps; runs/zero3") == 1, "one rank speaks"
     assert len(finished.output.splitlines()) < 20, f"little noise\n{finished}"
+
+
+def test_ddp_trains_in_one_process_without_a_launcher(tmp_path: Path) -> None:
+    short(tmp_path, 3)
+    command = ["-m", "dsframe.train", "--config", "zero3.json", "--engine", "ddp", "--run-dir", "run"]
+    run_ranks(python(command), cwd=tmp_path, timeout_seconds=120).check()
+    assert read_summary(tmp_path / "run")["steps"] == 3
