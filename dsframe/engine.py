@@ -80,8 +80,8 @@ class Engine(ABC):
     """How one process takes part in training. The constructor sets everything up and is collective too."""
 
     plan: Plan
-    batch_dependent: bool = False
-    """Whether the model has BatchNorm in training, so that a sample's output depends on the rest of its micro-batch."""
+    depends: tuple[str, ...] = ()
+    """What the file does not say and the training depends on all the same, for the run's first lines (:func:`dependences`)."""
 
     @property
     def data_rank(self) -> int:
@@ -168,13 +168,21 @@ def without_dimensions(model: nn.Module) -> str:
     return ", ".join(name for name, parameter in model.named_parameters() if parameter.ndim == 0)
 
 
-def normalizes_batches(model: nn.Module) -> bool:
-    """Whether ``model``, in training mode, has a BatchNorm that is not frozen: one sees a whole micro-batch at a time."""
-    return any(isinstance(module, nn.modules.batchnorm._BatchNorm) and module.training for module in model.modules())
+def dependences(task: Task, model: nn.Module) -> tuple[str, ...]:
+    """What a training of ``model``, which is in training mode, depends on beside the file, as far as task and modules show it."""
+    training = [module for module in model.modules() if module.training]
+    found = []
+    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in training):
+        found.append("BatchNorm sees one micro-batch at a time, so the training depends on the micro batch size")
+    elif task.batch_dependent:
+        found.append("outputs depend on the rest of a micro-batch, so the training depends on the micro batch size")
+    if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in training):
+        found.append("dropout draws other masks on each rank, so the training depends on the number of processes")
+    return tuple(found)
 
 
 def build_model(engine: Engine) -> nn.Module:
-    """The task's model on the device of the engine's plan, the same on every rank and engine; ``engine.batch_dependent`` is set.
+    """The task's model on the device of the engine's plan, the same on every rank and engine; ``engine.depends`` is set.
 
     Built under ``torch.device``, so that every engine draws its initial weights from the same generator, and from the same
     seed, whether or not the engine shards the parameters while they are made. (A task's layers have a seed each.)
@@ -185,7 +193,7 @@ def build_model(engine: Engine) -> nn.Module:
         model = plan.task.model()
     # As every training loop begins, and as evaluation leaves it: a model that was loaded comes in evaluation mode.
     model.train()
-    engine.batch_dependent = normalizes_batches(model)
+    engine.depends = dependences(plan.task, model)
     # A task may give the same module again, with gradients of a training before or of a step that lost a process.
     for parameter in model.parameters():
         parameter.grad = None

@@ -189,8 +189,8 @@ def _train(run: _Run, world: World, commits: Commits | None) -> Summary:
         watchdog.connect(engine)
         agree(engine, _facts(config, loader, evaluation))
     output.begin_anew()  # rank 0 has come here too, so the directory is this run's
-    if (task.batch_dependent or engine.batch_dependent) and last is None:
-        say("this model's BatchNorm sees one micro-batch at a time, so the training depends on the micro batch size")
+    for what in engine.depends if last is None else ():
+        say(f"this model's {what}")
     progress.say(
         f"dsframe: {engine.description}; {world.size} x {device.type} under {world.launcher}, {run.threads} thread(s) each; "
         f"batch {batch.train_batch_size} = {batch.micro_batch_size} x {batch.accumulation_steps} x {batch.data_parallel_size}; "

@@ -51,7 +51,7 @@ class PipelineEngine(ZeroEngine):
         # PipelineModule speaks through it before initialize() would.
         deepspeed.init_distributed(dist_init_required=False)
         self._stage_module: Stage = self._cut.build(self._judge)
-        self.batch_dependent = self._cut.batch_dependent
+        self.depends = self._cut.depends
         return self._stage_module, self._stage_module.model
 
     def _initialize(self, module: nn.Module, document: dict[str, Any]) -> dict[str, state_tensor.Cut]:

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dsframe import switches
 from dsframe.checkpoint.state import aliases
-from dsframe.engine import Plan, normalizes_batches
+from dsframe.engine import Plan, dependences
 from dsframe.engines import tensor
 from dsframe.engines.library import (
     PipelineModule,
@@ -51,8 +51,8 @@ class Cut:
         probes = [self._probe(index) for index in range(len(self.layers))]
         self._probes = nn.Sequential(*probes)
         refuse_scalars(self._probes)  # every rank here, before they meet; a stage knows no other's layers
-        self.batch_dependent = normalizes_batches(self._probes.train())
-        """What ``Engine.batch_dependent`` says, of all stages' layers."""
+        self.depends = dependences(plan.task, self._probes.train())
+        """``Engine.depends``, of all stages' layers."""
         for index, layer in enumerate(self.layers):
             if isinstance(layer, Tied):
                 tied_weight(self.layers, index, probes[index])

@@ -63,14 +63,14 @@ def test_a_model_that_comes_again_brings_no_gradients(monkeypatch: pytest.Monkey
     assert all(parameter.grad is None for parameter in model.parameters())
 
 
-def test_training_begins_in_training_mode_and_batchnorm_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_training_begins_in_training_mode_and_what_it_depends_on_is_announced(monkeypatch: pytest.MonkeyPatch) -> None:
     """A model that was loaded comes in evaluation mode, in which dropout would stay off until the first evaluation's end."""
     task = ManyTask()
     model = torch.nn.Sequential(torch.nn.BatchNorm1d(3), torch.nn.Dropout()).eval()
     monkeypatch.setattr(task, "model", lambda: model)
     engine = make("single", task, 0.0)
     assert all(module.training for module in engine.model.modules())
-    assert engine.batch_dependent
+    assert [what.partition(" ")[0] for what in engine.depends] == ["BatchNorm", "dropout"]
 
 
 def test_batchnorm_is_announced_for_the_model_that_has_it(
@@ -100,8 +100,8 @@ def test_a_frozen_batchnorm_is_not_announced(monkeypatch: pytest.MonkeyPatch) ->
             return super().train(False)
 
     task = ManyTask()
-    monkeypatch.setattr(task, "model", lambda: torch.nn.Sequential(Frozen(3), torch.nn.Linear(3, 1)))
-    assert not make("single", task, 0.0).batch_dependent
+    monkeypatch.setattr(task, "model", lambda: torch.nn.Sequential(Frozen(3), torch.nn.Dropout(0.0)))
+    assert make("single", task, 0.0).depends == ()
 
 
 @pytest.mark.parametrize("engine", ["single", "ddp"])
