@@ -153,6 +153,23 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
     return model(inputs)
 
 
+@dataclass(frozen=True)
+class Weighted:
+    """Targets of a micro-batch of which the loss is not to count as much as any other's."""
+
+    targets: Any
+    factor: Tensor
+    """0-d float32 on the device: how often it counts. 1 on average over a step."""
+
+
+def loss_of(task: Task, outputs: Any, targets: Any) -> Tensor:
+    """The task's loss of a micro-batch, times its weight where ``targets`` are :class:`Weighted`; 0 where that is 0."""
+    if not isinstance(targets, Weighted):
+        return task.loss(outputs, targets)
+    own = task.loss(outputs, targets.targets) * targets.factor
+    return torch.where(targets.factor > 0, own, torch.zeros_like(own))  # a mean over nothing is NaN
+
+
 def measure(task: Task, outputs: Any, targets: Any, valid: int) -> Mapping[str, Sum]:
     """The task's metrics over the first ``valid`` rows of each tensor; empty where ``valid`` is 0. Raises TaskError."""
     if valid == 0:

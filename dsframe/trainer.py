@@ -31,6 +31,7 @@ from dsframe.report.progress import Progress, clock
 from dsframe.report.record import Record
 from dsframe.report.utilization import Utilization
 from dsframe.report.watchdog import Watchdog
+from dsframe.weighting import LossWeights
 
 if TYPE_CHECKING:
     from dsframe.config.settings import Settings
@@ -127,7 +128,7 @@ class Trainer:
         self.evaluation = Evaluation(engine, evaluation, watchdog.beat) if evaluation else None
         self.progress, self.record, self.saver = progress, record, saver
         self._watchdog, self._observer, self._utilization = watchdog, observer, utilization
-        self._commits = commits
+        self._commits, self._weights = commits, LossWeights(engine)
         self._first = 1
         self._results: Mapping[str, float] = {}
         self._skipped = self._row = 0
@@ -300,7 +301,10 @@ class Trainer:
         return tuple(int(value) for value in self.engine.sum_over_ranks(own).tolist())
 
     def _take(self, stream: Iterator[Any], count: int) -> Iterator[Any]:
-        """The next ``count`` items, leaving the stream open for the next step."""
+        """The next ``count`` micro-batches, with their weights, leaving the stream open for the next step."""
+        return self._weights(self._next(stream, count))
+
+    def _next(self, stream: Iterator[Any], count: int) -> Iterator[Any]:
         for _ in range(count):
             self._watchdog.beat()
             yield next(stream)

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dsframe import switches
 from dsframe.checkpoint.share import share
 from dsframe.checkpoint.state import EngineState, SavedState, compare
-from dsframe.engine import Inputs, Plan, StepResult, measure
+from dsframe.engine import Inputs, Plan, StepResult, loss_of, measure
 from dsframe.engines import precision, state_tensor, state_zero, tensor
 from dsframe.engines.library import deepspeed
 from dsframe.engines.stages import Cut, Stage
@@ -88,7 +88,7 @@ class PipelineEngine(ZeroEngine):
         if self._evaluating:
             self._evaluated = outputs
             return torch.zeros((), device=self.plan.device)
-        return self.plan.task.loss(outputs, labels["targets"])
+        return loss_of(self.plan.task, outputs, labels["targets"])
 
     def _micro_batch(self, batch: tuple[Inputs, Any]) -> tuple[Tensor, dict[str, Any]]:
         """As DeepSpeed takes it. Targets travel in a dict, which it hands to the loss as it is. Raises TaskError."""

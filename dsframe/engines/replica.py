@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dsframe.checkpoint.state import EngineState, SavedState, aliases, load_buffers, persistent_buffers
-from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure
+from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, loss_of, measure
 from dsframe.engines import precision, state_replica
 from dsframe.engines.update import Update
 from dsframe.tasks.task import Sum
@@ -132,7 +132,7 @@ class ReplicaEngine(Engine):
 
     def _pass(self, inputs: Inputs, targets: Any, factor: float) -> Tensor:
         """Forward and backward of one micro-batch, whose loss counts ``factor`` times; the loss itself, detached."""
-        loss = self.plan.task.loss(self._forward(self.module, inputs), targets)
+        loss = loss_of(self.plan.task, self._forward(self.module, inputs), targets)
         (loss * factor if factor != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 from dsframe import process_group, schedules, switches
 from dsframe.checkpoint.state import EngineState, SavedState, persistent_buffers
 from dsframe.config.features import WATCHING, shares_activations
-from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, measure, without_dimensions
+from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, loss_of, measure, without_dimensions
 from dsframe.engines import jit, mends, partition, precision, sequence, stage3, state_tensor, state_zero, tensor, tiling
 from dsframe.engines.library import TiledLinear, deepspeed, groups, logger, set_z3_leaf_module
 from dsframe.engines.swap import SwapFolders
@@ -185,7 +185,7 @@ class ZeroEngine(Engine):
         """DeepSpeed's own way: reduces once in a step at stages 0 and 1, after each micro-batch at 2 and 3. The losses' sum."""
         losses = []
         for inputs, targets in micro_batches:
-            loss = self.plan.task.loss(self._forward(inputs), targets)
+            loss = loss_of(self.plan.task, self._forward(inputs), targets)
             self._engine.backward(loss)
             self._engine.step()
             losses.append(loss.detach())
@@ -196,7 +196,7 @@ class ZeroEngine(Engine):
         losses = []
         with self._engine.coalesce_grad_reduction():
             for inputs, targets in micro_batches:
-                loss = self.plan.task.loss(self._forward(inputs), targets)
+                loss = loss_of(self.plan.task, self._forward(inputs), targets)
                 self._engine.backward(loss)
                 losses.append(loss.detach())
         self._engine.set_gradient_accumulation_boundary(True)

@@ -140,19 +140,34 @@ class Task:
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         """A scalar to minimise: the mean over the samples of the batch, or their sum divided by a constant.
 
-        A step takes the mean of the losses of all micro-batches of all ranks, each of the same number of samples. Where a loss is
-        divided by something else that differs between micro-batches, such as the number of tokens that are no padding
-        (``cross_entropy(..., ignore_index=-100)``), the gradients depend on the number of ranks and on accumulation.
+        A step takes the mean of the losses of all micro-batches of all ranks, each of the same number of samples. Where a loss is a
+        mean over something else that differs between micro-batches, such as the tokens that are no padding
+        (``cross_entropy(..., ignore_index=-100)``), :meth:`loss_weight` says over how much. Without it the gradients depend on
+        the number of ranks and on accumulation.
         """
         raise TaskError(f"{type(self).__name__} must define loss(outputs, targets)")
+
+    def loss_weight(self, targets: Any) -> Tensor | float:
+        """How many items the loss of a micro-batch is a mean over: ``(targets != -100).sum()`` for tokens without padding.
+
+        A step's loss is then the mean over all items of all its micro-batches on all ranks. By default every micro-batch counts the
+        same, as their samples are equally many; an override costs one small collective a step, and a step's micro-batches are
+        read at once.
+        """
+        return len(tree_leaves(targets)[0])
 
     def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
         """What evaluation reports, by name. By default the loss; an override adds to it or replaces it.
 
         Only rows that count arrive here (the padding at the end of the data is cut off), and at least one.
         """
-        samples = len(tree_leaves(targets)[0])
-        return {"loss": Sum(self.loss(outputs, targets) * samples, samples)}
+        total, weight = self.loss(outputs, targets), self.loss_weight(targets)
+        if isinstance(weight, int):
+            return {"loss": Sum(total * weight, weight)}
+        items = torch.as_tensor(weight).to(total.device)
+        return {
+            "loss": Sum(torch.where(items > 0, total * items, torch.zeros_like(total)), items)
+        }  # of nothing it is NaN
 
     def train_data(self) -> Source | Dataset[Any]:
         """Training data: a :class:`dsframe.data.Source`, or a map-style torch ``Dataset`` of ``(input, target)``.

@@ -174,3 +174,38 @@ def test_an_evaluation_before_the_first_step_changes_nothing_of_what_zero3_sends
         sent[task] = [row["sent_bytes"] for row in rows if "sent_bytes" in row]
     assert len(sent["Unseen"]) == 5
     assert sent["Normed"] == sent["Unseen"]
+
+
+WEIGHTED: dict[str, tuple[int, dict[str, Any]]] = {
+    "alone in 8": (1, {"gradient_accumulation_steps": 8, "dsframe": {"engine": "single"}}),
+    "zero1": (2, {"zero_optimization": {"stage": 1}}),
+    "zero2": (2, {"zero_optimization": {"stage": 2}}),
+    "zero3": (2, {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}),
+    "pipeline": (2, {"pipeline": {"stages": 2}}),
+    "horovod": (2, {"dsframe": {"engine": "horovod"}}),
+    "ddp": (2, {"dsframe": {"engine": "ddp"}}),
+    "fsdp": (2, {"dsframe": {"engine": "fsdp"}}),
+}
+
+
+def test_a_loss_over_other_numbers_of_items_is_the_same_training(tmp_path: Path) -> None:
+    """However the global batch is cut, and where a micro-batch is all padding; without the weights it is another training."""
+
+    def curve(name: str, task: str, ranks: int, changes: dict[str, Any]) -> list[float]:
+        section = {"task": {"name": f"tests.engines.padded_task:{task}"}, "steps": 6, "log_every_steps": 1}
+        optimizer = {"type": "AdamW", "params": {"lr": 0.02}}
+        file = {"train_batch_size": 16, "gradient_accumulation_steps": 4, "optimizer": optimizer, **changes}
+        file["dsframe"] = {**section, **changes.get("dsframe", {})}
+        (tmp_path / "file.json").write_text(json.dumps(file))
+        command = ["-m", "dsframe.train", "--config", "file.json", "--run-dir", name]
+        run_ranks(warm(ranks, command), cwd=tmp_path, timeout_seconds=200).check()
+        evaluation = next(iter(evaluations(tmp_path / name).values()))
+        return [*(loss for _, loss in sorted(losses(tmp_path / name).items())), evaluation]
+
+    alone = {"gradient_accumulation_steps": 1, "dsframe": {"engine": "single"}}
+    expected = curve("alone", "Padded", 1, alone)
+    assert len(expected) == 7
+    for name, (ranks, changes) in WEIGHTED.items():
+        assert curve(name, "Padded", ranks, changes) == pytest.approx(expected, abs=2e-6), name
+    ignorant = curve("ignorant", "Unweighted", 2, {"gradient_accumulation_steps": 1, "dsframe": {"engine": "ddp"}})
+    assert max(abs(one - two) for one, two in zip(ignorant, expected, strict=True)) > 1e-3

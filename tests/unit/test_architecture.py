@@ -31,7 +31,7 @@ LAYERS = (
     {"engine"},
     {"engines", "report"},
     {"plan"},
-    {"evaluation"},
+    {"evaluation", "weighting"},
     {"trainer"},
     {"run"},
     {"train"},
@@ -195,7 +195,7 @@ print(json.dumps(sorted({{"torch", "numpy", "deepspeed", "horovod", "torchvision
     assert json.loads(done.stdout) == []
 
 
-@pytest.mark.parametrize("file", ["trainer.py", "evaluation.py", "engine.py"])
+@pytest.mark.parametrize("file", ["trainer.py", "evaluation.py", "weighting.py", "engine.py"])
 def test_the_loop_names_no_engine(file: str) -> None:
     from dsframe.engines import TABLE
 

@@ -20,7 +20,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsframe.checkpoint.state import EngineState, SavedState, aliases, compare, persistent_buffers
-from dsframe.engine import Inputs, Plan, StepResult, measure
+from dsframe.engine import Inputs, Plan, StepResult, loss_of, measure
 from dsframe.engines.precision import MasterWeights
 from dsframe.engines.references.common import ReferenceEngine
 from dsframe.engines.state_pipeline import Column, Share
@@ -102,7 +102,7 @@ class ModelParallelEngine(ReferenceEngine):
         loss = torch.zeros((), device=self.plan.device)
         outputs = self._forward(self.module, arrived)
         if self._rank == self._last:
-            loss = self.plan.task.loss(outputs, targets)
+            loss = loss_of(self.plan.task, outputs, targets)
             (loss * factor).backward()  # type: ignore[no-untyped-call]
         else:
             self._send(outputs, self._rank + 1)

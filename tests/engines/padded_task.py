@@ -1,0 +1,50 @@
+"""Sequences with padding, of which some are nothing else: a loss whose mean is over another number in every micro-batch."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import partial
+
+import torch
+from torch import Tensor, nn
+
+from dsframe import Task
+from dsframe.data import TensorSource
+from dsframe.tasks.layers import Layer
+
+CLASSES, TIME, PADDING = 3, 6, -100
+
+
+class Unweighted(Task):
+    """As one would write it first."""
+
+    def layers(self) -> Sequence[Layer]:
+        return [
+            lambda: nn.Sequential(nn.Linear(4, 16), nn.Tanh()),
+            lambda: nn.Sequential(nn.Linear(16, 16), nn.Tanh()),
+            partial(nn.Linear, 16, CLASSES),
+        ]
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=PADDING)
+
+    def train_data(self) -> TensorSource:
+        return sequences(64, 1)
+
+    def eval_data(self) -> TensorSource:
+        return sequences(21, 2)
+
+
+class Padded(Unweighted):
+    """With what the loss is a mean over."""
+
+    def loss_weight(self, targets: Tensor) -> Tensor:
+        return (targets != PADDING).sum()
+
+
+def sequences(count: int, seed: int) -> TensorSource:
+    draw = torch.Generator().manual_seed(seed)
+    inputs = torch.randn(count, TIME, 4, generator=draw)
+    targets = inputs[..., :CLASSES].argmax(-1)
+    lengths = torch.randint(0, TIME + 1, (count, 1), generator=draw) * torch.randint(0, 2, (count, 1), generator=draw)
+    return TensorSource(inputs, targets.masked_fill(torch.arange(TIME) >= lengths, PADDING))

@@ -1,0 +1,88 @@
+"""What each micro-batch counts where a task's loss is a mean over numbers of items that differ."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dsframe import Task
+from dsframe.config.batch import Batch
+from dsframe.engine import Weighted, loss_of, measure
+from dsframe.errors import TaskError
+from dsframe.weighting import LossWeights
+
+PADDING = -100
+
+
+class Padded(Task):
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, targets, ignore_index=PADDING)
+
+    def loss_weight(self, targets: Tensor) -> Tensor:
+        return (targets != PADDING).sum()
+
+
+class Plain(Padded):
+    loss_weight = Task.loss_weight
+
+
+def factors(counts: list[list[int]], batch: Batch, task: Task) -> list[list[float]]:
+    """By rank. ``counts``: of each rank's micro-batches, how many of 6 targets are no padding."""
+    row: list[float] = []
+
+    def on(rank: int, total: Callable[[Tensor], Tensor]) -> list[float]:
+        world = SimpleNamespace(rank=rank, size=len(counts))
+        plan = SimpleNamespace(task=task, batch=batch, world=world, device=torch.device("cpu"))
+        step = [(number, torch.arange(6).masked_fill(torch.arange(6) >= number, PADDING)) for number in counts[rank]]
+        weights = LossWeights(SimpleNamespace(plan=plan, sum_over_ranks=total))  # type: ignore[arg-type]
+        return [t.factor.item() if isinstance(t, Weighted) else 1.0 for _, t in weights(iter(step))]
+
+    def collect(value: Tensor) -> Tensor:
+        row.append(value.item())
+        return value
+
+    for rank in range(len(counts)):
+        on(rank, collect)
+    return [on(rank, lambda value: torch.full_like(value, sum(row))) for rank in range(len(counts))]
+
+
+def batch(ranks: int, micro_batches: int, **more: Any) -> Batch:
+    return Batch(12 * ranks * micro_batches, 12, micro_batches, ranks, **more)
+
+
+def test_every_item_of_a_step_counts_the_same() -> None:
+    assert factors([[6, 2], [0, 4]], batch(2, 2), Padded()) == [
+        [2.0, pytest.approx(2 / 3)],
+        [0.0, pytest.approx(4 / 3)],
+    ]
+    assert factors([[6, 2], [0, 4]], batch(2, 2), Plain()) == [[1.0, 1.0], [1.0, 1.0]]
+    assert factors([[0], [0]], batch(2, 1), Padded()) == [[0.0], [0.0]]
+
+
+def test_ranks_that_read_the_same_samples_count_them_once() -> None:
+    tensor_parallel = factors([[6], [6], [2], [2]], batch(2, 1, tensor_parallel_size=2), Padded())
+    assert tensor_parallel == [[1.5], [1.5], [0.5], [0.5]]
+    more_than_can_share = factors([[6], [2], [6]], batch(2, 1), Padded())  # of an elastic run
+    assert more_than_can_share[:2] == [[1.5], [0.5]]
+
+
+def test_sequences_are_not_shared() -> None:
+    with pytest.raises(TaskError, match=r"Padded\.loss_weight: .* leave sequence_parallel_size at 1"):
+        factors([[6], [6]], batch(1, 1, sequence_parallel_size=2), Padded())
+
+
+def test_nothing_but_padding_has_no_loss_and_no_gradient() -> None:
+    scores, targets = torch.randn(6, 8, requires_grad=True), torch.full((6,), PADDING)
+    loss = loss_of(Padded(), scores, Weighted(targets, torch.tensor(0.0)))
+    loss.backward()  # type: ignore[no-untyped-call]
+    assert loss.item() == 0
+    assert scores.grad is not None
+    assert not scores.grad.any()
+    found = measure(Padded(), scores.detach(), targets, 6)["loss"]
+    assert json.dumps([found.total.item(), float(found.count)]) == "[0.0, 0.0]"
