@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dsframe import switches
 from dsframe.checkpoint.state import EngineState, SavedState
@@ -166,8 +166,15 @@ def loss_of(task: Task, outputs: Any, targets: Any) -> Tensor:
     """The task's loss of a micro-batch, times its weight where ``targets`` are :class:`Weighted`; 0 where that is 0."""
     if not isinstance(targets, Weighted):
         return task.loss(outputs, targets)
-    own = task.loss(outputs, targets.targets) * targets.factor
-    return torch.where(targets.factor > 0, own, torch.zeros_like(own))  # a mean over nothing is NaN
+    counts = targets.factor > 0
+
+    def kept(value: Tensor) -> Tensor:
+        return torch.where(counts, value, torch.zeros_like(value))
+
+    for leaf in tree_leaves(outputs):  # a mean over nothing is NaN, and so are its gradients
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(kept)  # type: ignore[no-untyped-call]
+    return kept(task.loss(outputs, targets.targets) * targets.factor)
 
 
 def measure(task: Task, outputs: Any, targets: Any, valid: int) -> Mapping[str, Sum]:

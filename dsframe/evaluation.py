@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import sys
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
@@ -39,12 +38,13 @@ class Evaluation:
     def try_out(self) -> None:
         """**Collective.** One batch a rank, before training: what is wrong with it shall not wait for the first epoch's end.
 
-        Training does not see it: random generators are put back, and nothing is compiled, for the compiler takes the training's
-        batches for others of the same graph where theirs is another size.
+        Training does not see it: random generators are put back, and what the file asks to be compiled is not, for the compiler
+        would take the training's batches for others of the same graph where theirs is another size.
         """
-        device = self._engine.plan.device
+        plan = self._engine.plan
+        device, compiled = plan.device, plan.config.settings.model.compile
         kept = generators.capture(device)
-        with torch.compiler.set_stance("force_eager") if "torch._dynamo" in sys.modules else nullcontext():
+        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             self._of([self._loader.first()])
         generators.restore(kept, device)
 

@@ -129,7 +129,7 @@ class _Run:
 
 def _train(run: _Run, world: World, commits: Commits | None) -> Summary:
     """**Collective.** Puts together what does, and trains: from the last commit where there is one, else as ``resume`` says."""
-    from dsframe import optimizers, schedules
+    from dsframe import optimizers, schedules, weighting
     from dsframe.checkpoint.commits import begin_again
     from dsframe.checkpoint.resume import about, begin, refuse
     from dsframe.checkpoint.saver import Saver
@@ -177,6 +177,7 @@ def _train(run: _Run, world: World, commits: Commits | None) -> Summary:
     lines = (*run.said, *_said(config, batch, run.bound, device)) if last is None else ()
     for line in (*lines, *(elastic.said(batch, world.size) if commits else ())):
         say(line)
+    weighting.refuse(task, batch)
     run.claim.take(directory, world, say, takes_over=last is not None)
     phases.done("data")
     make = engines.load(run.engine, config)

@@ -146,6 +146,8 @@ class Trainer:
         task, batch, total = self.engine.plan.task, self.engine.plan.batch, self.cadence.total_steps
         self._first, self._results = start.step + 1, start.evaluation
         loss = math.nan if start.loss is None else start.loss
+        reporter = outcome.reporter()
+        reporter.step = start.step
         if self.evaluation and self._first <= total and not (self._commits and self._commits.last):
             self.evaluation.try_out()
             phases.done("trial of evaluation")
@@ -153,8 +155,6 @@ class Trainer:
         self.progress.begin(start.step)
         self._watchdog.begin(start.step)
         stream = self.loader.stream(start.step, total)
-        reporter = outcome.reporter()
-        reporter.step = start.step
         reporter.say(began=True)
         with StopRequest(self.engine, start.step, lambda: self.saver.failed) as stop:
             if self._commits and self._commits.last is None:
@@ -302,9 +302,11 @@ class Trainer:
 
     def _take(self, stream: Iterator[Any], count: int) -> Iterator[Any]:
         """The next ``count`` micro-batches, with their weights, leaving the stream open for the next step."""
-        return self._weights(self._next(stream, count))
+        for item in self._weights(self._read(stream, count)):
+            self._watchdog.alive()
+            yield item
 
-    def _next(self, stream: Iterator[Any], count: int) -> Iterator[Any]:
+    def _read(self, stream: Iterator[Any], count: int) -> Iterator[Any]:
         for _ in range(count):
             self._watchdog.beat()
             yield next(stream)

@@ -16,7 +16,7 @@ from dsframe.config.legacy import Keys
 from dsframe.config.model import File, section_at, shape
 from dsframe.config.reader import Path
 from dsframe.config.schema.base import AUTO, Section
-from dsframe.config.schema.optimizer import MUP
+from dsframe.config.schema.optimizer import MUP, muon_rates
 from dsframe.config.settings import LanguageTask
 
 TRAINER_MICRO_BATCH = 8
@@ -84,10 +84,12 @@ def _learning_rate(raw: dict[str, Any], facts: Facts) -> Answer:
     if scheduler.get("type") == "WarmupLR" and kind in ("muon", *MUP):
         return None, "each parameter warms up to the optimizer's own rate for it, as where the key is left out"
     parameters = _owner(optimizer, ("params", "lr")) or {}
-    for key in ("muon_lr", "lr") if kind == "muon" else ("lr",):
-        rate = parameters.get(key)
-        if isinstance(rate, (int, float)) and not isinstance(rate, bool):
-            return rate, f"optimizer.params.{key}"
+    keys = ("muon_lr", "lr", "adam_lr") if kind == "muon" else ("lr",)
+    rates = {key: parameters[key] for key in keys if type(parameters.get(key)) in (int, float)}
+    if kind == "muon" and [*rates] == ["adam_lr"]:
+        return muon_rates(rates)[0], "Muon's own rate for its matrices"
+    for key, rate in rates.items():
+        return rate, f"optimizer.params.{key}"
     return 5e-5, "the default learning rate of Hugging Face's Trainer"
 
 

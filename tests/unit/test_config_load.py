@@ -213,6 +213,7 @@ def test_auto_takes_what_the_file_itself_says() -> None:
         ("MuSGD", {"lr": 0.1}, "WarmupLR", None),
         ("Muon", {"muon_lr": 0.01, "adam_lr": 0.01}, "WarmupDecayLR", 0.01),
         ("Muon", {"lr": 0.01}, "WarmupDecayLR", 0.01),
+        ("Muon", {"adam_lr": 0.02}, "WarmupDecayLR", 0.02),
         ("SGD", {"lr": 0.1}, "WarmupLR", 0.1),
     ],
 )

@@ -51,8 +51,8 @@ class ReadyTask(dsframe.Task):
         return TensorSource(torch.randn(12, 3, generator=torch.Generator().manual_seed(1)), torch.ones(12))
 
 
-def make() -> tuple[Engine, Evaluation]:
-    file = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+def make(**switches: Any) -> tuple[Engine, Evaluation]:
+    file = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "dsframe": {"model": switches}}
     config = load(file).resolve(Facts(1, 100, None, replicas=True))
     batch, task = config.batch(1, replicas=True), ReadyTask()
     plan = Plan(config, World(), task, optimizers.read(config), schedules.constant(0.1), batch, CPU)
@@ -74,8 +74,9 @@ def test_training_does_not_see_the_trial() -> None:
     assert losses[0] == losses[1]
 
 
+@pytest.mark.filterwarnings("ignore:.*torch.jit.script_method:DeprecationWarning")  # torch's own compiler calls it
 def test_the_trial_is_not_compiled() -> None:
-    engine, evaluation = make()
+    engine, evaluation = make(compile=True)
     graphs: list[Any] = []
 
     def backend(graph: Any, inputs: Any) -> Any:
@@ -83,7 +84,7 @@ def test_the_trial_is_not_compiled() -> None:
         return graph.forward
 
     model: nn.Module = engine.model  # type: ignore[attr-defined]
-    model.forward = torch.compile(model.forward, backend=backend)  # type: ignore[method-assign]
+    model.forward = torch.compile(Ready.forward.__get__(model), backend=backend)  # type: ignore[method-assign]
     evaluation.try_out()
     assert graphs == []
     evaluation.run()

@@ -28,6 +28,7 @@ from dsframe.report.observe import Observer
 from dsframe.report.output import Marked, arranged
 from dsframe.report.traffic import TrafficLog
 from dsframe.report.utilization import Utilization, peak_flops
+from dsframe.tasks import Task
 from dsframe.world import World
 from tests.processes import REPOSITORY
 
@@ -183,9 +184,9 @@ def test_what_watched_a_run_is_kept_where_a_signal_stops_it(
         **FILE, "comms_logger": {"enabled": True}, "flops_profiler": {"enabled": True, "profile_step": 3},
         "dsframe": {"steps": 4, "profile": {"wait": 1, "warmup": 0, "active": 2}},
     }  # fmt: skip
-    batch = SimpleNamespace(accumulation_steps=1, train_batch_size=4)
+    batch = SimpleNamespace(accumulation_steps=1, train_batch_size=4, data_rank=int)
     world = SimpleNamespace(rank=0, size=1, is_main=True)
-    task = SimpleNamespace(units_per_sample=1, unit="samples")
+    task = Task()
     engine = MagicMock(plan=SimpleNamespace(config=load(file), device=CPU, batch=batch, world=world, task=task))
     engine.train_step.return_value = StepResult(torch.tensor(1.0), 0.1, None, False)
     engine.sum_over_ranks = lambda values: values

@@ -6,6 +6,7 @@ import json
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
+from unittest.mock import MagicMock
 
 import pytest
 import torch
@@ -15,7 +16,8 @@ from dsframe import Task
 from dsframe.config.batch import Batch
 from dsframe.engine import Weighted, loss_of, measure
 from dsframe.errors import TaskError
-from dsframe.weighting import LossWeights
+from dsframe.trainer import Trainer
+from dsframe.weighting import LossWeights, refuse
 
 PADDING = -100
 
@@ -26,6 +28,14 @@ class Padded(Task):
 
     def loss_weight(self, targets: Tensor) -> Tensor:
         return (targets != PADDING).sum()
+
+
+class Masked(Padded):
+    """The mean as people write it, whose backward pass divides by nothing where nothing counts."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        counts = (targets != PADDING).float()
+        return ((outputs - targets) ** 2 * counts).sum() / counts.sum()
 
 
 class Plain(Padded):
@@ -73,8 +83,18 @@ def test_ranks_that_read_the_same_samples_count_them_once() -> None:
 
 
 def test_sequences_are_not_shared() -> None:
+    shared = batch(1, 1, sequence_parallel_size=2)
     with pytest.raises(TaskError, match=r"Padded\.loss_weight: .* leave sequence_parallel_size at 1"):
-        factors([[6], [6]], batch(1, 1, sequence_parallel_size=2), Padded())
+        refuse(Padded(), shared)
+    refuse(Plain(), shared)
+    refuse(Padded(), batch(2, 1))
+
+
+@pytest.mark.parametrize(("weight", "found"), [(torch.ones(3), r"shape \[3\]"), (None, "NoneType")])
+def test_a_weight_is_one_number(weight: Any, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Padded, "loss_weight", lambda self, targets: weight)
+    with pytest.raises(TaskError, match=rf"Padded\.loss_weight: it returned {found}; one number"):
+        factors([[6]], batch(1, 1), Padded())
 
 
 def test_nothing_but_padding_has_no_loss_and_no_gradient() -> None:
@@ -84,5 +104,24 @@ def test_nothing_but_padding_has_no_loss_and_no_gradient() -> None:
     assert loss.item() == 0
     assert scores.grad is not None
     assert not scores.grad.any()
+    masked = torch.ones(6, requires_grad=True)
+    Masked().loss(masked, targets).backward()  # type: ignore[no-untyped-call]
+    assert masked.grad is not None
+    assert masked.grad.isnan().any()
+    again = torch.ones(6, requires_grad=True)
+    loss_of(Masked(), again * 2, Weighted(targets, torch.tensor(0.0))).backward()  # type: ignore[no-untyped-call]
+    assert again.grad is not None
+    assert not again.grad.any()
     found = measure(Padded(), scores.detach(), targets, 6)["loss"]
     assert json.dumps([found.total.item(), float(found.count)]) == "[0.0, 0.0]"
+
+
+def test_a_long_step_gives_signs_of_life() -> None:
+    """All of its micro-batches have been read by then."""
+    trainer = object.__new__(Trainer)
+    trainer._weights = lambda items: iter(list(items))  # type: ignore[assignment]
+    trainer._watchdog = watchdog = MagicMock()
+    for number, item in enumerate(trainer._take(iter("abc"), 3), start=1):
+        assert item == "abc"[number - 1]
+        assert watchdog.beat.call_count == 3
+        assert watchdog.alive.call_count == number
