@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext
 from dataclasses import dataclass
 
@@ -20,6 +20,8 @@ from dsframe.tasks.task import Sum
 
 _WORD_BYTES = 4
 """Of a buffer in one float64: whole numbers of so many bytes, and their sum with zeros, are exact there."""
+_STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
+"""BatchNorm's, which training does not use (``dsframe.engine.dependences`` announces it)."""
 _PIECE_BYTES = 4 << 20
 """Of buffers, sent at once."""
 
@@ -27,9 +29,12 @@ _PIECE_BYTES = 4 << 20
 class Evaluation:
     """Takes the task's metrics of an engine's model."""
 
-    def __init__(self, engine: Engine, loader: EvaluationLoader, sign_of_life: Callable[[], None]) -> None:
-        """``sign_of_life``: called before each batch."""
-        self._engine, self._loader, self._sign_of_life = engine, loader, sign_of_life
+    def __init__(
+        self, engine: Engine, loader: EvaluationLoader, sign_of_life: Callable[[], None], say: Callable[[str], None]
+    ) -> None:
+        """``sign_of_life``: called before each batch. ``say``: rank 0's voice, silent on others."""
+        self._engine, self._loader, self._sign_of_life, self._say = engine, loader, sign_of_life, say
+        self._told = False
 
     def run(self) -> dict[str, float]:
         """**Collective.** Means over all held-out samples, the same on every rank."""
@@ -77,7 +82,14 @@ class Evaluation:
         rank 0's.
         """
         kept = {name: buffer.to("cpu", copy=True) for name, buffer in self._engine.buffers().items()}
-        _take_over(self._engine, kept)
+        differ = _take_over(self._engine, kept)
+        own = ", ".join(name for name in differ if name.rpartition(".")[2] not in _STATISTICS)
+        if own and not self._told:
+            self._say(
+                f"WARNING: {own}: ranks have other buffers by now, which no engine averages; if the training uses them, it depends "
+                "on the number of processes"
+            )
+            self._told = True
         try:
             yield
         finally:
@@ -86,16 +98,19 @@ class Evaluation:
                     _put(kept[name], buffer)
 
 
-def _take_over(engine: Engine, kept: Mapping[str, Tensor]) -> None:
-    """**Collective.** Every buffer that differs between ranks from its source, to the last bit. ``kept``: this rank's, on a CPU."""
+def _take_over(engine: Engine, kept: Mapping[str, Tensor]) -> Collection[str]:
+    """**Collective.** Every buffer that differs between ranks from its source, to the last bit. ``kept``: this rank's, on a CPU.
+
+    Returns the names of those that differed.
+    """
     world, device = engine.plan.world, engine.plan.device
     if world.size == 1:
-        return
+        return ()
     contents = {name: buffer.contiguous().reshape(-1).view(torch.uint8) for name, buffer in kept.items()}
     mine = {name: (content.numel(), xxh3_64_hexdigest(content.numpy().data)) for name, content in contents.items()}
     places, end = _places([json.loads(text) for text in share(engine, json.dumps(mine))])
     if not places:
-        return
+        return ()
     row = torch.zeros(end, dtype=torch.uint8)
     for name, place in places.items():
         if place.source == world.rank:
@@ -107,6 +122,7 @@ def _take_over(engine: Engine, kept: Mapping[str, Tensor]) -> None:
         if name in places and places[name].source != world.rank:
             content = row[places[name].bytes].clone()
             _put(content.view(buffer.dtype).reshape(buffer.shape), buffer)
+    return places.keys()
 
 
 def _put(content: Tensor, buffer: Tensor) -> None:

@@ -125,7 +125,7 @@ class Trainer:
         """``record``: where figures are written down; None on every rank but 0. ``watchdog``: entered by the caller.
         ``commits``: who keeps the state in memory, where ranks may come and go."""
         self.engine, self.loader, self.cadence = engine, loader, cadence
-        self.evaluation = Evaluation(engine, evaluation, watchdog.beat) if evaluation else None
+        self.evaluation = Evaluation(engine, evaluation, watchdog.beat, progress.say) if evaluation else None
         self.progress, self.record, self.saver = progress, record, saver
         self._watchdog, self._observer, self._utilization = watchdog, observer, utilization
         self._commits, self._weights = commits, LossWeights(engine)

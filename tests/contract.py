@@ -154,12 +154,16 @@ def check_evaluation_is_of_one_model(engine: Engine) -> None:
     """Whatever ranks have made of their buffers, and each has its own again afterwards."""
     source = Blobs().train_data()
     loader = EvaluationLoader(source, seed=0, micro_batch_size=8, rank=engine.data_rank, ranks=engine.data_size)
-    evaluation = Evaluation(engine, loader, lambda: None)
+    said: list[str] = []
+    evaluation = Evaluation(engine, loader, lambda: None, said.append)
     before = evaluation.run()
+    assert said == []
     for buffer in engine.buffers().values():
         buffer += engine.plan.world.rank
     changed = {name: buffer.clone() for name, buffer in engine.buffers().items()}
-    assert evaluation.run() == before
+    assert evaluation.run() == evaluation.run() == before
+    holders = engine.sum_over_ranks(torch.tensor([float("0.shift" in changed)], dtype=torch.float64))
+    assert [line.partition(": ranks")[0] for line in said] == ["WARNING: 0.shift"] * (float(holders) > 1)
     for name, buffer in engine.buffers().items():
         assert torch.equal(buffer, changed[name])
         buffer -= engine.plan.world.rank

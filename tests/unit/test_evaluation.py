@@ -58,7 +58,7 @@ def make(**switches: Any) -> tuple[Engine, Evaluation]:
     plan = Plan(config, World(), task, optimizers.read(config), schedules.constant(0.1), batch, CPU)
     engine = engines.load("single", config)(plan)
     loader = EvaluationLoader(task.train_data(), seed=0, micro_batch_size=5)
-    return engine, Evaluation(engine, loader, lambda: None)
+    return engine, Evaluation(engine, loader, lambda: None, print)
 
 
 def test_training_does_not_see_the_trial() -> None:
