@@ -131,12 +131,12 @@ def main(argv: Sequence[str] | None = None) -> int:
                 theirs[engine].append(by_hand(engine, cold=options.cold))
     start = 1 if rounds > 1 else 0
     print(f"seconds from the command to the end of the first step, {'no compiled ops' if options.cold else 'warm'}")
-    print("".join([f"{'':<18}", *(f"{engine:>10}" for engine in engines)]))
+    print("".join([f"{'':<20}", *(f"{engine:>10}" for engine in engines)]))
     for phase in PHASES:
         row = [statistics.median(one.get(phase, 0.0) for one in mine[engine][start:]) for engine in engines]
-        print("".join([f"{phase:<18}", *(f"{value:>10.2f}" for value in row)]))
+        print("".join([f"{phase:<20}", *(f"{value:>10.2f}" for value in row)]))
     totals = [statistics.median(sum(one.values()) for one in mine[engine][start:]) for engine in engines]
-    print("".join([f"{'dsframe':<18}", *(f"{value:>10.2f}" for value in totals)]))
+    print("".join([f"{'dsframe':<20}", *(f"{value:>10.2f}" for value in totals)]))
     slow = [
         f"{engine} takes {total:.1f} s"
         for engine, total in zip(engines, totals, strict=True)
@@ -144,7 +144,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     ]
     if not options.without_hand:
         hands = [statistics.median(theirs[engine][start:]) for engine in engines]
-        print("".join([f"{'by hand':<18}", *(f"{value:>10.2f}" for value in hands)]))
+        print("".join([f"{'by hand':<20}", *(f"{value:>10.2f}" for value in hands)]))
         pairs = zip(engines, totals, hands, strict=True)
         slow += [
             f"{engine} takes longer than by hand"
