@@ -88,8 +88,9 @@ def _learning_rate(raw: dict[str, Any], facts: Facts) -> Answer:
     rates = {key: parameters[key] for key in keys if type(parameters.get(key)) in (int, float)}
     if kind == "muon" and [*rates] == ["adam_lr"]:
         return muon_rates(rates)[0], "Muon's own rate for its matrices"
-    for key, rate in rates.items():
-        return rate, f"optimizer.params.{key}"
+    if rates:
+        key = next(iter(rates))
+        return rates[key], f"optimizer.params.{key}"
     return 5e-5, "the default learning rate of Hugging Face's Trainer"
 
 

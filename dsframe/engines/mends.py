@@ -59,9 +59,8 @@ def look_before_each_step(engine: Any) -> None:
     def guarded(*arguments: Any, **keywords: Any) -> Any:
         gradients = precision.gradients_of([p for group in optimizer.param_groups for p in group["params"]])
         norm = precision.clip(gradients, 0.0, always=True)
-        if (
-            engine.mpu is not None and norm is not None
-        ):  # ranks that split one model have other gradients, and one answer
+        if engine.mpu is not None and norm is not None:
+            # Ranks that split one model have other gradients, and one answer.
             dist.all_reduce(norm, group=engine.mpu.get_model_parallel_group())
         optimizer.overflow = not precision.finite(norm)
         return None if optimizer.overflow else update(*arguments, **keywords)

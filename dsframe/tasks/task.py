@@ -161,13 +161,10 @@ class Task:
 
         Only rows that count arrive here (the padding at the end of the data is cut off), and at least one.
         """
-        total, weight = self.loss(outputs, targets), self.loss_weight(targets)
-        if isinstance(weight, int):
-            return {"loss": Sum(total * weight, weight)}
-        items = torch.as_tensor(weight).to(total.device)
-        return {
-            "loss": Sum(torch.where(items > 0, total * items, torch.zeros_like(total)), items)
-        }  # of nothing it is NaN
+        mean = self.loss(outputs, targets)
+        items = torch.as_tensor(self.loss_weight(targets)).to(mean.device)
+        total = torch.where(items > 0, mean * items, torch.zeros_like(mean))  # a mean over nothing is NaN
+        return {"loss": Sum(total, items)}
 
     def train_data(self) -> Source | Dataset[Any]:
         """Training data: a :class:`dsframe.data.Source`, or a map-style torch ``Dataset`` of ``(input, target)``.

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from pathlib import Path
+from typing import Any
 
 import pytest
 
@@ -66,13 +67,17 @@ def _short(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(claim, "PATIENCE_SECONDS", 0.2)
 
 
-def test_a_second_run_is_refused_and_touches_nothing(tmp_path: Path) -> None:
-    """And the next one is not, though a worker of the run that was killed is still there."""
-    file = {
+def one_step_in(directory: Path) -> dict[str, Any]:
+    return {
         "train_batch_size": 4,
         "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-        "dsframe": {"engine": "single", "steps": 1, "threads_per_rank": 1, "run_dir": str(tmp_path)},
+        "dsframe": {"engine": "single", "steps": 1, "threads_per_rank": 1, "run_dir": str(directory)},
     }
+
+
+def test_a_second_run_is_refused_and_touches_nothing(tmp_path: Path) -> None:
+    """And the next one is not, though a worker of the run that was killed is still there."""
+    file = one_step_in(tmp_path)
     partial = tmp_path / "checkpoints" / ".step-00000004.partial"
     partial.mkdir(parents=True)
     (tmp_path / "metrics.jsonl").write_text('{"run": {}}\n')
@@ -90,11 +95,7 @@ def test_a_second_run_is_refused_and_touches_nothing(tmp_path: Path) -> None:
 
 def test_another_ranks_log_begins_anew_only_where_the_run_has_the_directory(tmp_path: Path) -> None:
     """Rank 1 opens its file before rank 0 has claimed the directory."""
-    file = {
-        "train_batch_size": 4,
-        "optimizer": {"type": "SGD", "params": {"lr": 0.01}},
-        "dsframe": {"engine": "single", "steps": 1, "threads_per_rank": 1, "run_dir": str(tmp_path)},
-    }
+    file = one_step_in(tmp_path)
     log = tmp_path / "output" / "rank1.log"
     log.parent.mkdir()
     log.write_text("of the first\n")

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Callable
 from types import SimpleNamespace
 from typing import Any
@@ -112,8 +111,13 @@ def test_nothing_but_padding_has_no_loss_and_no_gradient() -> None:
     loss_of(Masked(), again * 2, Weighted(targets, torch.tensor(0.0))).backward()  # type: ignore[no-untyped-call]
     assert again.grad is not None
     assert not again.grad.any()
-    found = measure(Padded(), scores.detach(), targets, 6)["loss"]
-    assert json.dumps([found.total.item(), float(found.count)]) == "[0.0, 0.0]"
+
+
+@pytest.mark.parametrize("weight", [torch.tensor(0), 0, 0.0])
+def test_nothing_but_padding_spoils_no_evaluation(weight: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Padded, "loss_weight", lambda self, targets: weight)
+    found = measure(Padded(), torch.randn(6, 8), torch.full((6,), PADDING), 6)["loss"]
+    assert (float(found.total), float(found.count)) == (0.0, 0.0)
 
 
 def test_a_long_step_gives_signs_of_life() -> None:
