@@ -4,7 +4,7 @@ SHELL := bash
 export PATH := $(CURDIR)/launch/bin:$(CURDIR)/.venv/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 .DEFAULT_GOAL := help
-.PHONY: help setup train test mpi launchers portability kill-test lint format equivalence footprint bench predictions startup soak docs clean
+.PHONY: help setup train test test-all mpi launchers portability kill-test lint format equivalence footprint bench predictions startup soak docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -12,7 +12,9 @@ help: ## this list
 setup: ## makes .venv with everything in it; nothing to do the second time
 	@launch/setup
 
-WORKERS = 2
+# A test has two ranks more often than not: as many tests at a time as there are cores, from 2 to 8.
+WORKERS = $(shell cores=$$(nproc); echo $$((cores < 2 ? 2 : cores > 8 ? 8 : cores)))
+PYTEST = python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 # Two processes; one where there is a single GPU, or CUDA_VISIBLE_DEVICES shows a single one.
 PROCESSES = $(shell gpus=$$(launch/gpus); echo $$((gpus == 1 ? 1 : 2)))
@@ -21,10 +23,14 @@ train: setup ## one file, two engines: trains ds_configs/zero3.json with DeepSpe
 	python -m dsframe.data.fetch fashion-mnist
 	deepspeed --num_gpus=$(PROCESSES) -m dsframe.train --config zero3.json --run-dir runs/deepspeed
 	horovodrun -np $(PROCESSES) python -m dsframe.train --config zero3.json --run-dir runs/horovod
+	dsframe report runs/deepspeed runs/horovod -o runs/report.html
 	dsframe compare runs/deepspeed runs/horovod
 
-test: lint ## lint, then every test, two at a time; `make test WORKERS=0` takes them one after another
-	python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
+test: lint ## lint, then a test of every promise, two at a time; `make test WORKERS=0` takes them one after another
+	$(PYTEST) -m "not long"
+
+test-all: lint ## lint, then every test, with the long matrices too: for the night
+	$(PYTEST)
 
 mpi: ## a second Horovod, with MPI, in .setup/horovod-mpi (some minutes, once per machine)
 	@launch/setup mpi

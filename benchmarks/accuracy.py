@@ -21,8 +21,8 @@ from typing import Any
 
 from benchmarks.processes import heed_sigterm
 from benchmarks.startup import REPOSITORY
-from dsframe.report import trials
-from dsframe.report.record import read_summary
+from dsframe.run_dir.record import read_summary
+from dsframe.tools import subprocess_runs
 
 SWITCHES = {
     "bf16": ("torch_autocast.enabled=true", "torch_autocast.dtype=bfloat16"),
@@ -36,7 +36,7 @@ BELOW = 0.005
 def train(folder: Path, name: str, overrides: Sequence[str]) -> dict[str, Any]:
     """The summary of a training."""
     print(f"training {name}", file=sys.stderr, flush=True)
-    trials.train(REPOSITORY / "ds_configs" / "zero3.json", 2, folder / name, engine="ddp", overrides=overrides)
+    subprocess_runs.train(REPOSITORY / "ds_configs" / "zero3.json", 2, folder / name, engine="ddp", overrides=overrides)
     return read_summary(folder / name)
 
 

@@ -23,9 +23,10 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from dsframe import engines, optimizers, schedules, tasks
-from dsframe import world as worlds
+from dsframe import engines, tasks
+from dsframe.cluster import world as worlds
 from dsframe.config import Facts, load
+from dsframe.model import optimizers, schedules
 from dsframe.run import settle_threads
 
 CHUNK = 64 << 20
@@ -65,11 +66,11 @@ def main() -> int:
     import torch
 
     from dsframe.checkpoint.saver import Saver
-    from dsframe.checkpoint.share import share
     from dsframe.checkpoint.store import Retention, Store
+    from dsframe.cluster.exchange import all_gather_text
+    from dsframe.cluster.process_group import device_of
     from dsframe.data import Loader
     from dsframe.engine import Plan
-    from dsframe.process_group import device_of
 
     task, batch, device = tasks.build(config.settings.task, 0), config.batch(world.size), device_of(world)
     config = config.resolve(Facts(world_size=world.size, total_steps=9, hidden_size=None))
@@ -93,13 +94,13 @@ def main() -> int:
 
     train()
     train()
-    folder = Path(share(engine, str(options.folder / f"dsframe-benchmark-{os.getpid()}"))[0])
+    folder = Path(all_gather_text(engine, str(options.folder / f"dsframe-benchmark-{os.getpid()}"))[0])
     table = Table()
 
     def saved(asynchronous: bool) -> Path:
         """Saves once; the figures of the slowest rank."""
         name = "in the background" if asynchronous else "at once"
-        share(engine, "")  # others may still be reading
+        all_gather_text(engine, "")  # others may still be reading
         if world.is_main:
             shutil.rmtree(folder / "ours", ignore_errors=True)
         saver = Saver(
@@ -112,14 +113,16 @@ def main() -> int:
             asynchronous=asynchronous,
             say=lambda line: None,
         )
-        share(engine, "")
+        all_gather_text(engine, "")
         before, began = settle_memory(), time.perf_counter()
         stall = saver.save(step, loss=None, evaluation={})
         while asynchronous and saver._writing is not None and saver._writing[1]._thread.is_alive() and world.size == 1:
             train()
         saver.settle()
         seconds, grown = time.perf_counter() - began, peak_memory() - before
-        told = [[float(part) for part in line.split()] for line in share(engine, f"{stall} {seconds} {grown}")]
+        told = [
+            [float(part) for part in line.split()] for line in all_gather_text(engine, f"{stall} {seconds} {grown}")
+        ]
         stall, seconds, grown = (max(column) for column in zip(*told, strict=True))
         path = Store(folder / "ours").newest_first()[0]
         table.add(f"dsframe, {name}", size(path), seconds, stall, grown)
@@ -128,15 +131,15 @@ def main() -> int:
     def loaded(path: Path) -> None:
         """Verifies and loads, each rank its own."""
         forget(path)
-        share(engine, "")
+        all_gather_text(engine, "")
         began = time.perf_counter()
-        wrong = store.verify(path, sorted(store.read_manifest(path)["files"])[world.rank :: world.size])
-        share(engine, "")
+        wrong = store.damage(path, sorted(store.read_manifest(path)["files"])[world.rank :: world.size])
+        all_gather_text(engine, "")
         verified = time.perf_counter()
         assert not wrong
         checkpoint = Checkpoint(path, world.rank)
         engine.load_state(checkpoint)
-        share(engine, "")
+        all_gather_text(engine, "")
         table.add("dsframe, verify (from the disk)", size(path), verified - began)
         table.add("dsframe, load (cached by then)", size(path), time.perf_counter() - verified)
         checkpoint.close()
@@ -159,7 +162,7 @@ def main() -> int:
     if world.is_main:
         print(f"{engine.description}, {world.size} rank(s), {count / 1e6:.1f} M parameters with Adam, {folder.parent}")
         table.show()
-    share(engine, "")
+    all_gather_text(engine, "")
     if world.is_main:
         shutil.rmtree(folder)
     engine.close()

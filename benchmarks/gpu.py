@@ -26,7 +26,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import processes
-from dsframe.rendezvous import free_port
+from dsframe.cluster.rendezvous import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 SIZES = {
@@ -115,7 +115,7 @@ def _task(size: str, steps: int, report: Path) -> Any:
     """The model and random tokens; its loss counts the steps, and ends the process when they are done."""
     import torch
 
-    from dsframe.config.settings import LanguageTask as Settings
+    from dsframe.config.schema.settings import LanguageTask as Settings
     from dsframe.tasks.language import LanguageTask
     from dsframe.tasks.task import Task
 
@@ -165,7 +165,7 @@ def _task(size: str, steps: int, report: Path) -> Any:
 def _peak() -> int:
     import torch
 
-    from dsframe.report.memory import peak_memory_bytes
+    from dsframe.host.memory import peak_memory_bytes
 
     return peak_memory_bytes(torch.device("cuda" if torch.cuda.is_available() else "cpu"))
 

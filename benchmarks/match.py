@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 
 from benchmarks import processes
-from dsframe.rendezvous import free_port
+from dsframe.cluster.rendezvous import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 RANKS = 2

@@ -11,9 +11,9 @@ from pathlib import Path
 sys.path.insert(0, str(Path(__file__).resolve().parents[1]))  # started as a script
 
 if __name__ == "__main__":
+    from dsframe.cluster.world import here
     from dsframe.config import load
     from dsframe.run import settle_threads
-    from dsframe.world import here
 
     words = [word for word in sys.argv[1:] if not word.startswith("--local_rank")]
     name, workload, path, micro = words[:4]

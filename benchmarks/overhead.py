@@ -28,10 +28,12 @@ from torch import Tensor, nn
 
 import dsframe
 from benchmarks import processes
-from dsframe import engines, optimizers, process_group, schedules, world
+from dsframe import engines
+from dsframe.cluster import process_group, world
 from dsframe.config import Facts, load
 from dsframe.data import Loader
 from dsframe.engine import Engine, Plan
+from dsframe.model import optimizers, schedules
 from dsframe.train import leave_at_once
 
 ENGINES = ("ddp", "zero1", "zero3")
@@ -115,7 +117,7 @@ def by_hand(name: str, count: int) -> Callable[[], Any]:
             optimizer.step()
 
         return step
-    from dsframe.engines.library import deepspeed
+    from dsframe.engines.deepspeed.imports import deepspeed
 
     size = dist.get_world_size()
     section = {"type": "Adam", "params": {**OPTIONS, "torch_adam": True}}

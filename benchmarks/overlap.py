@@ -5,7 +5,7 @@
         torchrun --nproc-per-node=2 -m benchmarks.overlap      # over 2 Gbit/s for both directions together (Linux, as root)
 
 A step of the GPT takes t. Its computation alone, on all ranks at once and without a word between them, takes c; its collectives
-alone, sent again one after the other (dsframe/report/replay.py), take s. Hidden is 1 - (t - c) / s: 1 where nobody ever waits, 0
+alone, sent again one after the other (dsframe/observe/replay.py), take s. Hidden is 1 - (t - c) / s: 1 where nobody ever waits, 0
 where everybody always does, less where ranks or threads get in each other's way. Medians of rounds in turns.
 On one machine what is sent takes the same cores that compute, so that there is little to hide; a slow link takes time and no core.
 """
@@ -24,10 +24,11 @@ import torch.distributed as dist
 from torch import nn
 
 from benchmarks.overhead import OPTIONS, document, engine_of
-from dsframe import process_group, tasks, world
+from dsframe import tasks
+from dsframe.cluster import process_group, world
 from dsframe.config import load
 from dsframe.errors import EngineError
-from dsframe.report import replay
+from dsframe.observe import replay
 from dsframe.train import leave_at_once
 
 ENGINES = ("ddp", "horovod", "fsdp", "zero1", "zero2", "zero3")

@@ -19,7 +19,8 @@ from typing import Any
 
 import psutil
 
-from dsframe.leftovers import unused_buffers
+from dsframe.host import supervise
+from dsframe.host.leftovers import unused_buffers
 
 MARK = "DSFRAME_BENCHMARK"
 
@@ -71,16 +72,28 @@ def _removes_semaphores(process: psutil.Process) -> bool:
 
 
 def start(command: Sequence[str], *, env: Mapping[str, str] | None = None, **options: Any) -> Job:
-    """Starts a job in a session of its own; ``options`` are ``subprocess.Popen``'s. Whoever starts it ends it."""
+    """Starts a job in a session of its own; ``options`` are ``subprocess.Popen``'s. Whoever starts it ends it.
+
+    A program that is killed cannot: then Linux sends its launchers SIGTERM, at which they end their ranks.
+    """
     mark = uuid.uuid4().hex
     environment = {**(os.environ if env is None else env), MARK: mark}
-    options = {"stdin": subprocess.DEVNULL, **options}
+    options = {"stdin": subprocess.DEVNULL, "preexec_fn": supervise.die_with_parent, **options}
     return Job(subprocess.Popen(command, env=environment, start_new_session=True, **options), mark)
 
 
 def heed_sigterm() -> None:
-    """Lets SIGTERM, as ``timeout`` sends it, end this program like an exception, so that its jobs end as well."""
-    signal.signal(signal.SIGTERM, lambda *_: sys.exit(143))
+    """Lets SIGTERM, as ``timeout`` sends it, end this program like an exception, so that its jobs end as well.
+
+    Only the first one: ``timeout`` sends it to the program and then to its process group, and the second would interrupt
+    the end of the jobs.
+    """
+
+    def leave(*_: object) -> None:
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        sys.exit(143)
+
+    signal.signal(signal.SIGTERM, leave)
 
 
 @contextlib.contextmanager

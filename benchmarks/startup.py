@@ -27,7 +27,7 @@ from pathlib import Path
 from typing import Any
 
 from benchmarks import processes
-from dsframe.rendezvous import free_port
+from dsframe.cluster.rendezvous import free_port
 
 REPOSITORY = Path(__file__).resolve().parents[1]
 COLD_BOUND_SECONDS = 20.0

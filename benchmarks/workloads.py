@@ -17,8 +17,8 @@ from torch import Tensor, nn
 from torch.utils.data import DataLoader, Dataset
 
 from benchmarks.gate import CHECKED_STEPS, Gate
-from dsframe.config.settings import LanguageTask as LanguageSettings
-from dsframe.config.settings import VisionTask as VisionSettings
+from dsframe.config.schema.settings import LanguageTask as LanguageSettings
+from dsframe.config.schema.settings import VisionTask as VisionSettings
 from dsframe.data import vision
 from dsframe.data.sampler import Sampler
 from dsframe.data.source import Batch, ImageSource, draws

@@ -13,23 +13,27 @@ from collections.abc import Sequence
 from dsframe.errors import DsframeError
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "check": ("dsframe.check:main", "find every mistake in configuration files, before anything starts"),
-    "plan": ("dsframe.plan.command:main", "memory, communication and time before a run, and which strategies fit"),
+    "check": ("dsframe.tools.check:main", "find every mistake in configuration files, before anything starts"),
+    "plan": (
+        "dsframe.tools.plan.command:main",
+        "memory, communication and time before a run, and which strategies fit",
+    ),
     "train": ("dsframe.train:main", "train as a configuration file says (one process; launchers start several)"),
     "launch": (
-        "dsframe.launch.command:main",
+        "dsframe.tools.launch.command:main",
         "train on this machine or many, with the launcher that belongs to the file",
     ),
-    "compare": ("dsframe.report.compare:main", "runs side by side: loss, metrics, speed, memory; trains files first"),
-    "scale": ("dsframe.plan.scale:main", "one file on several numbers of processes: time, speed-up, efficiency"),
-    "report": ("dsframe.report.page:main", "a run's page, from what its directory holds: one HTML file"),
+    "compare": ("dsframe.tools.compare:main", "runs side by side: loss, metrics, speed, memory; trains files first"),
+    "scale": ("dsframe.tools.scale:main", "one file on several numbers of processes: time, speed-up, efficiency"),
+    "report": ("dsframe.tools.report.page:main", "a run's page, from what its directory holds: one HTML file"),
     "export": (
         "dsframe.checkpoint.export:main",
         "a checkpoint for other programs, transformers and DeepSpeed among them",
     ),
-    "import": ("dsframe.convert:main", "a checkpoint of DeepSpeed's own, to go on from"),
-    "doctor": ("dsframe.doctor:main", "what this machine can run, and what it lacks"),
-    "schema": ("dsframe.config.docs:main", "the JSON Schema of the file, or its reference in Markdown"),
+    "import": ("dsframe.tools.convert:main", "a checkpoint of DeepSpeed's own, to go on from"),
+    "doctor": ("dsframe.tools.doctor:main", "what this machine can run, and what it lacks"),
+    "explain": ("dsframe.tools.explain:main", "what the code of a message or an exit code means, with an example"),
+    "schema": ("dsframe.tools.schema:main", "the JSON Schema of the file, or its reference in Markdown"),
 }
 """Name -> ``module:function``, called with ``argv=``, and one line of help."""
 
@@ -50,11 +54,11 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        from dsframe.config.suggest import closest
+        from dsframe.config.read.suggest import closest
 
         similar = closest(name, COMMANDS, 3)
         hint = f'did you mean "{similar}"?' if similar else f"there are {', '.join(COMMANDS)}"
-        print(f'dsframe: no command "{name}"; {hint}', file=sys.stderr)
+        print(f'dsframe: error: no command "{name}"; {hint}', file=sys.stderr)
         return 2
     module, _, function = COMMANDS[name][0].partition(":")
     if name == "check":
@@ -62,7 +66,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         return int(getattr(importlib.import_module(module), function)(argv=rest) or 0)
     except DsframeError as error:
-        print(error, file=sys.stderr)
+        print(error.printed, file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # the reader, such as head, has seen enough
         sys.stderr.close()

@@ -10,28 +10,38 @@ times. And nothing waits for the device unless it says so: a loss stays a tensor
 from __future__ import annotations
 
 from abc import ABC, abstractmethod
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dsframe import switches
 from dsframe.checkpoint.state import EngineState, SavedState
+from dsframe.errors import TaskError
+from dsframe.host import allocator
+from dsframe.model import formats, switches
+from dsframe.model.plateau import Plateau
+from dsframe.model.sample_draws import DrawTrial, SampleDraws
+from dsframe.model.spill import Spill
 from dsframe.tasks.layers import seed_generators
 from dsframe.tasks.task import Sum, Task, sums
 
 if TYPE_CHECKING:
+    from dsframe.cluster.world import World
     from dsframe.config import Batch, Config
-    from dsframe.optimizers import OptimizerSpec
-    from dsframe.schedules import Schedule
-    from dsframe.world import World
+    from dsframe.model.optimizers import OptimizerSpec
+    from dsframe.model.schedules import Schedule
+
+ON_RANKS = "so the training depends on the number of processes"
+LARGE = 1 << 24
+"""Elements. Of a larger model that is sharded, freed memory goes back to the system, which smaller ones keep for their speed."""
 
 Inputs = Any
-"""What the model takes: a tensor, a tuple (positional arguments) or a dict (keyword arguments), rows first."""
+"""Inputs of the model: a tensor, a tuple (positional arguments) or a dict (keyword arguments), rows first."""
 
 
 @dataclass(frozen=True)
@@ -48,7 +58,12 @@ class Plan:
     verbose: bool = False
     """Let the library say all it wants to say."""
     directory: Path = Path()
-    """Where the run's results go."""
+    """Directory of the run's results."""
+
+    @property
+    def plateau(self) -> Plateau | None:
+        """The schedule, where evaluations decide it."""
+        return self.schedule if isinstance(self.schedule, Plateau) else None
 
     @property
     def seed(self) -> int:
@@ -66,13 +81,14 @@ class StepResult:
     """One optimizer update, as this rank saw it."""
 
     loss: Tensor
-    """0-d float32 on the device: mean over this rank's micro-batches. Reading it waits for the device."""
+    """0-d float32 on the device, float64 where the model is: mean over this rank's micro-batches. Reading it waits for the
+    device."""
     learning_rate: float
     """The rate this update was made with."""
     gradient_norm: Tensor | float | None = None
     """Global L2 norm before clipping; None where the engine does not compute one."""
     skipped: bool = False
-    """Whether the update was left out because gradients were not finite: under fp16 loss scaling, on engines that always look
+    """True if the update was left out because gradients were not finite: under fp16 loss scaling, on engines that always look
     (DeepSpeed from stage 1 on), and where the file says "on_nonfinite": "skip". The same on every rank."""
 
 
@@ -80,8 +96,16 @@ class Engine(ABC):
     """How one process takes part in training. The constructor sets everything up and is collective too."""
 
     plan: Plan
+    keeps_float64: ClassVar[bool] = False
+    """True if a model in float64 trains in float64; else it is refused."""
+    dtype: torch.dtype = torch.float32
+    """What the parameters' masters are in: float32, or float64 where the model is."""
+    sample_draws: SampleDraws | None = None
+    """Gives the model's random numbers to samples where the file asks for it; the loop tells it which ones come next."""
+    draws: DrawTrial | None = None
+    """Knows after the first step whether the model draws random numbers in training."""
     depends: tuple[str, ...] = ()
-    """What the file does not say and the training depends on all the same, for the run's first lines (:func:`dependences`)."""
+    """Dependencies of the result that the file does not show, such as the micro-batch size; printed at start."""
 
     @property
     def data_rank(self) -> int:
@@ -137,7 +161,7 @@ class Engine(ABC):
     @property
     @abstractmethod
     def description(self) -> str:
-        """What runs, in a few words for the first line of a run: ``DeepSpeed ZeRO-3 + CPU offload``."""
+        """Returns the name of what runs, in a few words for the first line of a run: ``DeepSpeed ZeRO-3 + CPU offload``."""
 
     @abstractmethod
     def close(self) -> None:
@@ -155,17 +179,24 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
 
 @dataclass(frozen=True)
 class Weighted:
-    """Targets of a micro-batch of which the loss is not to count as much as any other's."""
+    """Targets with a weight for this micro-batch's loss."""
 
     targets: Any
-    factor: Tensor
-    """0-d float32 on the device: how often it counts. 1 on average over a step."""
+    factor: Tensor | float
+    """How often it counts: one number for all, or a 0-d float32 on the device, which may be 0 and is 1 on average."""
+    look: Callable[[Any, Any], None] | None = None
+    """Is given the outputs and the targets before the backward pass."""
 
 
 def loss_of(task: Task, outputs: Any, targets: Any) -> Tensor:
     """The task's loss of a micro-batch, times its weight where ``targets`` are :class:`Weighted`; 0 where that is 0."""
     if not isinstance(targets, Weighted):
-        return task.loss(outputs, targets)
+        return _checked(task, task.loss(outputs, targets))
+    if targets.look:
+        targets.look(outputs, targets.targets)
+    if not isinstance(targets.factor, Tensor):
+        loss = _checked(task, task.loss(outputs, targets.targets))
+        return loss if targets.factor == 1.0 else loss * targets.factor
     counts = targets.factor > 0
 
     def kept(value: Tensor) -> Tensor:
@@ -174,7 +205,23 @@ def loss_of(task: Task, outputs: Any, targets: Any) -> Tensor:
     for leaf in tree_leaves(outputs):  # a mean over nothing is NaN, and so are its gradients
         if isinstance(leaf, Tensor) and leaf.requires_grad:
             leaf.register_hook(kept)  # type: ignore[no-untyped-call]
-    return kept(task.loss(outputs, targets.targets) * targets.factor)
+    return kept(_checked(task, task.loss(outputs, targets.targets)) * targets.factor)
+
+
+def _checked(task: Task, loss: Any) -> Tensor:
+    whose = f"{type(task).__name__}.loss"
+    if not isinstance(loss, Tensor):
+        raise TaskError(
+            f"{whose}: returned {type(loss).__name__}, not a tensor; return the mean loss of the micro-batch"
+        )
+    if loss.numel() != 1:
+        raise TaskError(f"{whose}: returned a tensor of shape {list(loss.shape)}, not a scalar; return its mean")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise TaskError(
+            f"{whose}: returned a tensor without a gradient, so nothing would be trained; compute it from the outputs, "
+            "without .item(), .detach() or torch.no_grad()"
+        )
+    return loss
 
 
 def measure(task: Task, outputs: Any, targets: Any, valid: int) -> Mapping[str, Sum]:
@@ -192,36 +239,62 @@ def without_dimensions(model: nn.Module) -> str:
     return ", ".join(name for name, parameter in model.named_parameters() if parameter.ndim == 0)
 
 
-def dependences(task: Task, model: nn.Module) -> tuple[str, ...]:
-    """What a training of ``model``, which is in training mode, depends on beside the file, as far as task and modules show it."""
+def dependences(task: Task, model: nn.Module, *, per_sample: bool = False) -> tuple[str, ...]:
+    """Returns what the result depends on beside the file, as far as the task and ``model`` (in training mode) show it.
+
+    ``per_sample``: whether random numbers belong to samples.
+    """
     training = [module for module in model.modules() if module.training]
     found = []
     if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in training):
         found.append("BatchNorm sees one micro-batch at a time, so the training depends on the micro batch size")
     elif task.batch_dependent:
         found.append("outputs depend on the rest of a micro-batch, so the training depends on the micro batch size")
-    if any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in training):
-        found.append("dropout draws other masks on each rank, so the training depends on the number of processes")
+    drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in training)
+    if drops and not per_sample:
+        found.append(f"dropout draws other masks on each rank, {ON_RANKS}")
+    sparse = ", ".join(name for name, buffer in model.named_buffers() if buffer.layout != torch.strided)
+    if sparse:
+        found.append(f"sparse buffer {sparse} is not kept in checkpoints: model() makes it anew at each start")
     return tuple(found)
 
 
-def build_model(engine: Engine) -> nn.Module:
-    """The task's model on the device of the engine's plan, the same on every rank and engine; ``engine.depends`` is set.
+def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
+    """The task's model, the same on every rank and engine; ``engine.depends`` is set.
 
-    Built under ``torch.device``, so that every engine draws its initial weights from the same generator, and from the same
-    seed, whether or not the engine shards the parameters while they are made. (A task's layers have a seed each.)
+    Built on the CPU and then moved to the plan's device, so that initial weights depend on neither the engine nor the kind of
+    device: CUDA's generator gives other numbers on other GPUs. (A task's layers have a seed each.)
+
+    Args:
+        engine: Whose plan says what to build.
+        spill: Where large parameters lie instead of in memory. The model stays on the CPU then: the engine shards it from there.
     """
     plan = engine.plan
     seed_generators(plan.seed)
-    with plan.device:
+    if spill is not None and plan.device.type == "cpu":
+        allocator.give_back()
+    with torch.device("cpu"), nullcontext() if spill is None else spill.building():
         model = plan.task.model()
+    engine.dtype = formats.own_dtype(plan.config, plan.task, model, keeps_float64=engine.keeps_float64)
+    if spill is None:
+        model.to(plan.device)
+    else:
+        if plan.device.type == "cpu" and sum(parameter.numel() for parameter in model.parameters()) <= LARGE:
+            allocator.keep_freed()
+        for parameter in model.parameters():  # what a constructor put there without registering it, such as deep copies
+            spill.move(parameter)
+        spill.evict()
     # As every training loop begins, and as evaluation leaves it: a model that was loaded comes in evaluation mode.
     model.train()
-    engine.depends = dependences(plan.task, model)
+    per_sample = plan.config.settings.per_sample_randomness
+    engine.depends = dependences(plan.task, model, per_sample=per_sample)
     # A task may give the same module again, with gradients of a training before or of a step that lost a process.
     for parameter in model.parameters():
         parameter.grad = None
     switches.apply(model, plan.config, plan.device)
+    engine.draws = DrawTrial(model, plan.device)
+    if per_sample:
+        engine.sample_draws = SampleDraws(model, plan.seed, plan.batch.micro_batch_size, plan.device)
     # Dropout differs between ranks that see different samples, as it must.
     torch.manual_seed(plan.seed + 1 + plan.data_rank)
     return model

@@ -3,21 +3,32 @@
 Every error here is written for the person who started the run: it says what is wrong, where, and what to do.
 ``python -m dsframe.train`` and the ``dsframe`` command print the message alone, without a traceback, and leave with
 the class's ``exit_code``. A traceback therefore always means a bug in dsframe, in the task, or in a library.
+
+Each message has a label (``error:``, ``warning:``, ``note:``) and ends with a code in brackets, which ``dsframe explain``
+explains (``dsframe.config.codes``).
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Literal
 
 Severity = Literal["error", "warning", "note"]
 
 
 class DsframeError(Exception):
-    """Base class. ``str()`` is the whole message for the user."""
+    """Base class. ``str()`` is the whole message for the user, without label and code."""
 
     exit_code = 1
+    code = "error"
+    """Name of the kind of error, for ``dsframe explain``."""
+    label = "error"
+
+    @property
+    def printed(self) -> str:
+        """The message as it is printed: with label and code."""
+        return f"{self.label}: {self} [{self.code}]"
 
 
 @dataclass(frozen=True)
@@ -36,20 +47,25 @@ class Problem:
     """1-based; 0 where there is no place to point to (a missing key, an override)."""
     column: int = 0
     """1-based, in characters."""
-    code: str = ""
-    """Stable identifier of the kind of finding, such as ``unknown-key``, for editors and CI."""
+    code: str = field(kw_only=True)
+    """Stable name of the kind of finding, such as ``unknown-key``, for editors, CI and ``dsframe explain``."""
 
     def __str__(self) -> str:
         place = ":".join(str(part) for part in (self.file, self.line, self.column) if part)
-        kind = "" if self.severity == "error" else self.severity
-        said = ": ".join(part for part in (place, kind, self.path, self.message) if part)
-        return f"{said}; {self.remedy}" if self.remedy else said
+        said = ": ".join(part for part in (place, self.severity, self.path, self.message) if part)
+        return f"{said}; {self.remedy} [{self.code}]" if self.remedy else f"{said} [{self.code}]"
 
 
 class ConfigError(DsframeError):
     """The configuration is wrong. Holds every problem that was found, not only the first."""
 
     exit_code = 2
+    code = "configuration"
+
+    @property
+    def printed(self) -> str:
+        """The problems, one a line: each has its own label and code."""
+        return str(self)
 
     def __init__(self, problems: Sequence[Problem]) -> None:
         self.problems = tuple(problems)
@@ -63,45 +79,54 @@ class WorldError(DsframeError):
     """The launcher's environment contradicts itself or cannot be used."""
 
     exit_code = 3
+    code = "launcher"
 
 
 class EngineError(DsframeError):
-    """The engine is not installed, or cannot honour what the file asks for."""
+    """The engine is not installed, or does not support what the file asks for."""
 
     exit_code = 4
+    code = "engine-unavailable"
 
 
 class TaskError(DsframeError):
-    """The task cannot be imported or does not keep the contract of ``dsframe.Task``."""
+    """The task cannot be imported, or does not implement ``dsframe.Task``."""
 
     exit_code = 5
+    code = "task"
 
 
 class DataError(DsframeError):
     """Data are missing, truncated, or too few for one global batch."""
 
     exit_code = 6
+    code = "data"
 
 
 class TrainingError(DsframeError):
-    """Training cannot go on: the loss is not finite, or a process of the run is gone."""
+    """Training cannot go on: the loss is not finite, or another process of the run has ended."""
 
     exit_code = 7
+    code = "training"
 
 
 class CheckpointError(DsframeError):
     """A checkpoint is missing, incomplete, damaged, or of another model."""
 
     exit_code = 8
+    code = "checkpoint"
 
 
 class HangError(DsframeError):
-    """No step ended in time: the watchdog ends the process with this code, and never raises it."""
+    """No step ended in time. The watchdog ends the process with this exit code; nothing raises this class."""
 
     exit_code = 9
+    code = "hang"
 
 
 class StoppedError(DsframeError):
     """A signal asked the run to stop: it has saved and can be resumed. The exit code is sysexits.h's EX_TEMPFAIL."""
 
     exit_code = 75
+    code = "stopped"
+    label = "note"

@@ -16,12 +16,13 @@ import traceback
 from collections.abc import Sequence
 from typing import TYPE_CHECKING, NoReturn
 
-from dsframe import engines, supervise
-from dsframe import world as worlds
+from dsframe.cluster import world as worlds
+from dsframe.cluster.world import World
 from dsframe.config import DEFAULT_CONFIG, load
-from dsframe.errors import ConfigError, DsframeError, StoppedError, TrainingError
-from dsframe.report import outcome, output
-from dsframe.world import World
+from dsframe.errors import ConfigError, DsframeError, StoppedError, TaskError, TrainingError
+from dsframe.guard import user_code
+from dsframe.host import streams, supervise
+from dsframe.run_dir import outcome, output
 
 if TYPE_CHECKING:
     from dsframe.tasks.task import Task
@@ -82,6 +83,7 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
     ``task``: the calling script's own, instead of the one the file names. ``argv``: instead of ``sys.argv[1:]``.
     """
     options = parse(argv)
+    streams.survive()
     world = World()
     try:
         world = worlds.here()
@@ -94,40 +96,60 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
                 # dsframe check --resolved tells the first, the run the second, and the third is what the user wants.
                 if problem.code not in ("auto", "lr-scaling", "imports"):
                     print(problem, file=sys.stderr)
-        from dsframe.run import directory_of, execute
+        from dsframe.run import choose, execute
 
-        directory = directory_of(config, engines.choose(config, world.launcher).name, "Task")
-        with output.arranged(world, config.settings.rank_output, directory, append=options.resume != "never"):
-            execute(config, task=task, world=world, resume=options.resume, verbose=options.verbose, quiet=options.quiet)
+        choice, resume = choose(config, world), options.resume
+        directory = output.directory_of(config, choice[0], "Task")
+        streams.survive(directory)
+        with output.rank_output(world, config.settings.rank_output, directory, append=resume != "never"):
+            execute(
+                config,
+                task=task,
+                world=world,
+                resume=resume,
+                verbose=options.verbose,
+                quiet=options.quiet,
+                choice=choice,
+            )
         if worlds.here().is_main:  # not always who it was at the start
             reporter.say(done=True)
     except DsframeError as error:
         leave(error, world, verbose=options.verbose)
     except KeyboardInterrupt:
         leave_at_once(130)
-    except Exception as error:
-        if options.verbose or not lost_a_peer(error):
-            outcome.reporter().failed(1, f"{type(error).__name__}: {error}")
-            print(f"[rank {world.rank}] {traceback.format_exc()}", file=sys.stderr, flush=True)
-            leave_at_once(1)
-        reason = str(error).strip().partition("\n")[0]
-        outcome.reporter().failed(TrainingError.exit_code, outcome.LOST_A_PEER)
-        print(
-            f"[rank {world.rank}] {outcome.LOST_A_PEER}, see its message ({reason})",
-            file=sys.stderr,
-            flush=True,
+    except SystemExit as error:
+        ended = (
+            f"code called by the training ended this process: sys.exit({error.code!r}); the training is not complete"
         )
-        # The launcher ends this process, and reports the exit code of the one that failed.
-        time.sleep(_PATIENCE_SECONDS)
-        leave_at_once(TrainingError.exit_code)
+        leave(TaskError(f"{ended}. Raise an error instead, or leave out the call"), world, verbose=options.verbose)
+    except Exception as error:
+        crash(error, world, verbose=options.verbose)
     return 0
+
+
+def crash(error: Exception, world: World, *, verbose: bool) -> NoReturn:
+    """Ends this process after an exception: the user's frames, or its traceback, or that another process is gone."""
+    if verbose or not lost_a_peer(error):
+        theirs = user_code.told(error)
+        passing = theirs is None or user_code.may_pass(error)
+        code = 1 if passing else TaskError.exit_code
+        outcome.reporter().failed(code, f"{type(error).__name__}: {error}")
+        found = traceback.format_exc() if theirs is None or verbose else f"error: {theirs} [{TaskError.code}]"
+        print(f"[rank {world.rank}] {found}", file=sys.stderr, flush=True)
+        leave_at_once(code)
+    reason = str(error).strip().partition("\n")[0]
+    outcome.reporter().failed(TrainingError.exit_code, outcome.LOST_A_PEER)
+    print(f"[rank {world.rank}] {outcome.LOST_A_PEER}, see its message ({reason})", file=sys.stderr, flush=True)
+    # The launcher ends this process, and reports the exit code of the one that failed.
+    time.sleep(_PATIENCE_SECONDS)
+    leave_at_once(TrainingError.exit_code)
 
 
 def leave(error: DsframeError, world: World, *, verbose: bool) -> NoReturn:
     """Says what is wrong, in one voice, and ends this process.
 
     A mistake in the file or the environment is everybody's, and the host's first process names it. The others wait until the
-    launcher, which ends all when one has ended, ends them too; who is still there after that has a mistake of its own.
+    launcher, which ends all when one has ended, ends them too. A rank still alive after 10 s reports its own error.
     """
     outcome.reporter().failed(error.exit_code, str(error))
     if verbose:
@@ -139,12 +161,12 @@ def leave(error: DsframeError, world: World, *, verbose: bool) -> NoReturn:
     where = "" if world.local_rank == 0 else f"[rank {world.rank}] "
     # Editors make a link of file:line:column at a line's start.
     name = "" if isinstance(error, ConfigError) else "dsframe: "
-    print(f"{where}{name}{error}", file=sys.stderr, flush=True)
+    print(f"{where}{name}{error.printed}", file=sys.stderr, flush=True)
     leave_at_once(error.exit_code)
 
 
 def lost_a_peer(error: Exception) -> bool:
-    """Whether communication failed because another process is gone, as far as Gloo's, NCCL's and Horovod's words tell."""
+    """True if communication failed because another process is gone, as far as Gloo's, NCCL's and Horovod's words tell."""
     signs = (
         r"Connection (closed|reset) by peer|Broken pipe|remote process exited|has been shut down|peer.* (died|exited)"
     )

@@ -13,28 +13,29 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from dsframe import phases
-from dsframe.checkpoint.commits import Commits
+from dsframe.checkpoint.memory_checkpoint import MemoryCheckpoint
 from dsframe.checkpoint.resume import Start
 from dsframe.checkpoint.saver import Saver
-from dsframe.checkpoint.signals import StopRequest
 from dsframe.data import EvaluationLoader, Loader
-from dsframe.engine import Engine, StepResult
+from dsframe.engine import ON_RANKS, Engine, StepResult
 from dsframe.engines import precision
 from dsframe.errors import StoppedError, TrainingError
-from dsframe.evaluation import Evaluation
-from dsframe.report import outcome, replay
-from dsframe.report.memory import peak_memory_bytes
-from dsframe.report.nonfinite import FirstNonFinite, accuse
-from dsframe.report.observe import Observer
-from dsframe.report.progress import Progress, clock
-from dsframe.report.record import Record
-from dsframe.report.utilization import Utilization
-from dsframe.report.watchdog import Watchdog
-from dsframe.weighting import LossWeights
+from dsframe.guard.nonfinite import FirstNonFinite, diagnose_nonfinite
+from dsframe.guard.signals import StopRequest
+from dsframe.guard.watchdog import Watchdog
+from dsframe.host import phases
+from dsframe.host.memory import peak_memory_bytes
+from dsframe.model.evaluation import Evaluation
+from dsframe.model.loss_kind import LossTrial
+from dsframe.model.weighting import LossWeights
+from dsframe.observe.observer import Observers
+from dsframe.run_dir import outcome
+from dsframe.run_dir.progress import Progress
+from dsframe.run_dir.record import Record
+from dsframe.text import clock
 
 if TYPE_CHECKING:
-    from dsframe.config.settings import Settings
+    from dsframe.config.schema.settings import Settings
     from dsframe.data.sampler import Sampler
 
 SKIPS_IN_A_ROW = 50
@@ -42,28 +43,25 @@ SKIPS_IN_A_ROW = 50
 
 
 @dataclass(frozen=True)
-class Cadence:
+class RunSchedule:
     """How long to train and how often to speak, in steps."""
 
     total_steps: int
     log_every: int
     eval_steps: frozenset[int]
     """Evaluate after these steps, counted from 1."""
+    regular: frozenset[int]
+    """Those that a longer training has as well, and that a schedule goes by: not the end where it is out of turn."""
 
     @staticmethod
-    def of(settings: Settings, sampler: Sampler, *, evaluates: bool) -> Cadence:
+    def of(settings: Settings, sampler: Sampler, *, evaluates: bool) -> RunSchedule:
         """As the file says: evaluated after every so many steps or at each epoch's end, and always at the end."""
         total = settings.steps or sampler.total_steps(settings.epochs or 1)
-        steps: set[int] = set()
+        every, regular = settings.eval_every_steps, frozenset[int]()
         if evaluates:
-            epochs = int(sampler.epoch(total))
-            regular = (
-                range(settings.eval_every_steps, total, settings.eval_every_steps)
-                if settings.eval_every_steps
-                else sampler.epoch_end_steps(epochs)
-            )
-            steps = {step for step in regular if step < total} | {total}
-        return Cadence(total, settings.log_every_steps, frozenset(steps))
+            ends = range(every, total + 1, every) if every else sampler.epoch_end_steps(int(sampler.epoch(total)))
+            regular = frozenset(step for step in ends if step <= total)
+        return RunSchedule(total, settings.log_every_steps, regular | ({total} if evaluates else set()), regular)
 
     def logs(self, step: int) -> bool:
         """Whether ``step`` is logged: 1, 2, 5, 10, 20, 50 ... where things go wrong first, every ``log_every``-th, the last."""
@@ -94,6 +92,8 @@ class Summary:
     """Updates left out because gradients were not finite."""
     mfu: float | None = None
     """Model FLOPs utilization over the same steps as ``rate``, where the file asks for it: a share of what was measured."""
+    communication: Mapping[str, Any] | None = None
+    """What a step sends and what that takes by itself (:mod:`dsframe.observe.replay`), where the file asks for it."""
 
     def __str__(self) -> str:
         figures = "".join(f"  {name} {value:.4f}" for name, value in self.metrics.items())
@@ -105,32 +105,50 @@ class Summary:
         )
 
 
+@dataclass(frozen=True)
+class Work:
+    """What to train on, and for how long."""
+
+    loader: Loader
+    evaluation: EvaluationLoader | None
+    schedule: RunSchedule
+
+
+@dataclass(frozen=True)
+class Outputs:
+    """Where figures and states go."""
+
+    progress: Progress
+    record: Record | None
+    """None on every rank but 0, and where an earlier run has done all steps."""
+    saver: Saver
+
+
 class Trainer:
     """Trains an engine on its task's data. Every method is **collective**."""
 
     def __init__(
         self,
         engine: Engine,
-        loader: Loader,
-        evaluation: EvaluationLoader | None,
-        cadence: Cadence,
-        progress: Progress,
-        record: Record | None,
-        saver: Saver,
+        work: Work,
+        outputs: Outputs,
         watchdog: Watchdog,
-        observer: Observer,
-        utilization: Utilization | None = None,
-        commits: Commits | None = None,
+        observers: Observers,
+        commits: MemoryCheckpoint | None = None,
     ) -> None:
-        """``record``: where figures are written down; None on every rank but 0. ``watchdog``: entered by the caller.
-        ``commits``: who keeps the state in memory, where ranks may come and go."""
-        self.engine, self.loader, self.cadence = engine, loader, cadence
-        self.evaluation = Evaluation(engine, evaluation, watchdog.beat, progress.say) if evaluation else None
-        self.progress, self.record, self.saver = progress, record, saver
-        self._watchdog, self._observer, self._utilization = watchdog, observer, utilization
-        self._commits, self._weights = commits, LossWeights(engine)
+        """``watchdog``: entered by the caller. ``commits``: who keeps the state in memory, where ranks may come and go."""
+        self.engine, self.loader, self.schedule = engine, work.loader, work.schedule
+        self.progress, self.record, self.saver = outputs.progress, outputs.record, outputs.saver
+        self.evaluation = (
+            Evaluation(engine, work.evaluation, watchdog.beat, self.progress.say) if work.evaluation else None
+        )
+        self._watchdog, self._observers = watchdog, observers
+        self._commits, self._weights, self._trial = commits, LossWeights(engine), LossTrial(engine)
         self._first = 1
+        self._loss = math.nan
         self._results: Mapping[str, float] = {}
+        self._evaluated = 0
+        """The step of the last evaluation."""
         self._skipped = self._row = 0
         self._nonfinite = FirstNonFinite(engine.plan.device)
         self._stops = engine.plan.config.settings.on_nonfinite == "stop"
@@ -143,15 +161,9 @@ class Trainer:
         Raises TrainingError where the loss stops being a finite number, CheckpointError where the state cannot be saved,
         StoppedError when a signal asked for it and the state is saved.
         """
-        task, batch, total = self.engine.plan.task, self.engine.plan.batch, self.cadence.total_steps
-        self._first, self._results = start.step + 1, start.evaluation
-        loss = math.nan if start.loss is None else start.loss
-        reporter = outcome.reporter()
-        reporter.step = start.step
-        if self.evaluation and self._first <= total and not (self._commits and self._commits.last):
-            self.evaluation.try_out()
-            phases.done("trial of evaluation")
-        started = first_done = time.perf_counter()
+        total, reporter = self.schedule.total_steps, outcome.reporter()
+        self._begin(start)
+        began = first_done = time.perf_counter()
         self.progress.begin(start.step)
         self._watchdog.begin(start.step)
         stream = self.loader.stream(start.step, total)
@@ -160,67 +172,108 @@ class Trainer:
             if self._commits and self._commits.last is None:
                 # A task may give the next engine the module that this one has trained.
                 self._commits.keep(self.engine, replace(start, in_place=True))
+            if start.step in self.schedule.eval_steps and not start.evaluation:
+                self._evaluate(start.step, stop)  # the run before has saved, and ended before it was through
             for step in range(self._first, total + 1):
-                with self._observer.step(step):
-                    result = self.engine.train_step(self._take(stream, batch.accumulation_steps))
-                self._watchdog.done(step)
-                self._look(step, result)
-                self.progress.advance()
-                reporter.step = step
-                if self.cadence.logs(step):
-                    loss = self._log(step, result)
+                self._train_step(step, stream)
                 if step == self._first:
-                    first_done = time.perf_counter()
-                    phases.done("first step")
-                    if self.record:
-                        self.record.started(phases.seconds())
-                    self.progress.begin(step)
-                self._pause(self._observer.stepped(step))
-                if step in self.cadence.eval_steps:
-                    self._evaluate(step)
-                if self.saver.due(step, total):
-                    with stop.saving():
-                        self._save(step, loss)
+                    first_done = self._first_step_done(step)
+                self._pause(self._observers.paused(step))
+                self._save_if_due(step, stop)  # before the evaluation, which may fail
+                if step in self.schedule.eval_steps:
+                    self._evaluate(step, stop)
                 if step < total and stop.agreed(step):
-                    with stop.saving():
-                        self._save(step, loss)
-                        self.saver.settle()
-                    self._observer.finish(self.engine)
-                    raise StoppedError(
-                        f"stopped after step {step} by {stop.name or 'a signal to another rank'}; go on with --resume auto"
-                    )
+                    self._save_and_stop(step, stop)
                 if stop.trouble:
                     self.saver.settle()
                 if self._commits and step < total and self._commits.due(step):
-                    known = loss if math.isfinite(loss) else None
+                    known = self._loss if math.isfinite(self._loss) else None
                     self._commits.keep(self.engine, Start(step, known, self._results, in_place=True))
             waiting = time.perf_counter()
             with stop.saving():
                 self.saver.settle()
         ended = time.perf_counter()
         self._pause(ended - waiting)
-        self._observer.finish(self.engine)
-        units = batch.train_batch_size * task.units_per_sample * max(total - self._first, 0)
-        rate = units / max(ended - first_done - self._pausing, 1e-9)
-        return Summary(
-            steps=total,
-            seconds=ended - started - self._pausing,
-            rate=rate,
-            unit=task.unit,
-            units_per_step=batch.train_batch_size * task.units_per_sample,
-            first_step_seconds=first_done - started,
-            loss=loss,
-            metrics=self._results,
-            peak_memory_bytes=self._peak_memory(),
-            skipped_steps=self._skipped,
-            mfu=self._utilization.of(rate) if self._utilization and rate else None,
+        self._observers.finish(self.engine)
+        return self._summary(began, first_done, ended)
+
+    def _begin(self, start: Start) -> None:
+        self._first, self._results = start.step + 1, start.evaluation
+        self._loss = math.nan if start.loss is None else start.loss
+        outcome.reporter().step = start.step
+        plateau = self.engine.plan.plateau
+        if plateau and start.evaluation and start.step in self.schedule.regular and plateau.observed != start.step:
+            plateau.observe(start.step, start.evaluation)  # which joined the checkpoint after it had been written
+        resumed_in_memory = self._commits is not None and self._commits.last is not None
+        if self.evaluation and self._first <= self.schedule.total_steps and not resumed_in_memory:
+            self.evaluation.try_out()
+            phases.done("trial of evaluation")
+
+    def _train_step(self, step: int, stream: Iterator[Any]) -> None:
+        with self._observers.step(step):
+            result = self.engine.train_step(self._take(stream, step))
+        self._watchdog.done(step)
+        self._look(step, result)
+        self.progress.advance()
+        outcome.reporter().step = step
+        if self.schedule.logs(step):
+            self._loss = self._log(step, result)
+
+    def _first_step_done(self, step: int) -> float:
+        """**Collective.** Raises TaskError where the loss is of another kind than the task says: nothing is saved yet."""
+        if found := self._trial.judge():
+            self.progress.say(f"dsframe: this task's {found}")
+        drawn, known = self.engine.draws, any(ON_RANKS in what for what in self.engine.depends)
+        if drawn and drawn.found and not known:
+            self.progress.say(f"dsframe: this model draws random numbers in training, others on each rank, {ON_RANKS}")
+        now = time.perf_counter()
+        phases.done("first step")
+        if self.record:
+            self.record.started(phases.seconds())
+        self.progress.begin(step)
+        return now
+
+    def _save_if_due(self, step: int, stop: StopRequest) -> None:
+        if self.saver.due(step, self.schedule.total_steps):
+            with stop.saving():
+                self._save(step)
+
+    def _save_and_stop(self, step: int, stop: StopRequest) -> NoReturn:
+        """A signal has asked all ranks to stop: raises StoppedError when the state is saved."""
+        with stop.saving():
+            self._save(step)
+            self.saver.settle()
+        self._observers.finish(self.engine)
+        raise StoppedError(
+            f"stopped after step {step} by {stop.name or 'a signal to another rank'}; go on with --resume auto"
         )
 
-    def communication(self) -> dict[str, Any]:
-        """**Collective.** After the training: what a step sends, and what that takes, by one step more."""
-        total = self.cadence.total_steps
-        stream = self.loader.stream(total - 1, total)
-        return replay.measure(self.engine, self._take(stream, self.engine.plan.batch.accumulation_steps))
+    def _summary(self, began: float, first_done: float, ended: float) -> Summary:
+        task, batch, total = self.engine.plan.task, self.engine.plan.batch, self.schedule.total_steps
+        units_per_step = batch.train_batch_size * task.units_per_sample
+        units = units_per_step * max(total - self._first, 0)
+        rate = units / max(ended - first_done - self._pausing, 1e-9)
+        memory = self._peak_memory()  # before observers take some
+        found = self._observers.results(self.engine, rate, self._last_batches)
+        return Summary(
+            steps=total,
+            seconds=ended - began - self._pausing,
+            rate=rate,
+            unit=task.unit,
+            units_per_step=units_per_step,
+            first_step_seconds=first_done - began,
+            loss=self._loss,
+            metrics=self._results,
+            peak_memory_bytes=memory,
+            skipped_steps=self._skipped,
+            mfu=found.get("mfu"),
+            communication=found.get("communication"),
+        )
+
+    def _last_batches(self) -> Iterator[Any]:
+        """The last step's micro-batches again."""
+        total = self.schedule.total_steps
+        return self._take(self.loader.stream(total - 1, total), total)
 
     def _mean(self, value: torch.Tensor) -> float:
         """**Collective.** Mean over the data-parallel ranks, in float64."""
@@ -235,15 +288,13 @@ class Trainer:
             self._refuse(step)
         epoch = self.loader.sampler.epoch(step)
         memory = peak_memory_bytes(self.engine.plan.device)
-        mfu = self._utilization.of(rate) if self._utilization and rate else None
+        more = self._observers.figures(rate)
         if self.record:
             values = {"loss": loss, "learning_rate": result.learning_rate, "gradient_norm": norm, "rate": rate}
-            more = {**self._observer.figures(), **({} if mfu is None else {"mfu": mfu})}
             self.record.write(
                 {"step": step, "epoch": epoch, **values, "memory_bytes": memory, **more, "skipped": result.skipped}
             )
-        if step > self._first:
-            self.progress.log(step, {"loss": loss, "lr": result.learning_rate}, rate, memory, mfu)
+        self.progress.log(step, {"loss": loss, "lr": result.learning_rate}, rate, memory, more.get("mfu"))
         return loss
 
     def _look(self, step: int, result: StepResult) -> None:
@@ -263,32 +314,47 @@ class Trainer:
 
     def _refuse(self, step: int) -> NoReturn:
         """**Collective.** Raises TrainingError, saying what is not finite."""
-        found = accuse(self.engine, self.loader, self._nonfinite, step)
+        found = diagnose_nonfinite(self.engine, self.loader, self._nonfinite, step)
         raise TrainingError(
             f"step {step}: {found}; lower the learning rate, warm up longer, clip harder or repair the data; "
             'or leave such updates out: "on_nonfinite": "skip"'
         )
 
-    def _evaluate(self, step: int) -> None:
-        assert self.evaluation is not None
+    def _evaluate(self, step: int, stop: StopRequest) -> None:
+        """The evaluation after ``step``, whose figures join its checkpoint. Raises StoppedError where a signal comes first."""
+        if self.evaluation is None:
+            return
         began = time.perf_counter()
-        self._results = self.evaluation.run()
+        with stop.between_batches() as stops:
+            found = self.evaluation.run(stops)
         self._pause(time.perf_counter() - began)
+        if found is None:
+            self._save_and_stop(step, stop)
+        self._results, self._evaluated = found, step
+        plateau = self.engine.plan.plateau
+        if plateau and step in self.schedule.regular and (said := plateau.observe(step, found)):
+            self.progress.say(f"step {step}: {said}")
+        if step == self.saver.saved_step:
+            self.saver.rate(step, self._finite_results(step))
         self.progress.say(
             f"evaluation after step {step}: " + "  ".join(f"{k} {v:.4f}" for k, v in self._results.items())
         )
         if self.record:
             self.record.write({"step": step, "epoch": self.loader.sampler.epoch(step), "evaluation": self._results})
 
-    def _save(self, step: int, loss: float) -> None:
+    def _save(self, step: int) -> None:
         if step == self.saver.saved_step:
             return
         if self._stops and self._mean(self._nonfinite.found()) > 0:
             self._refuse(step)  # a checkpoint of NaN would push good ones out
-        logged = self.cadence.logs(step) and math.isfinite(loss)
-        results = self._results if step in self.cadence.eval_steps else {}
-        finite = {name: value for name, value in results.items() if math.isfinite(value)}  # JSON has no others
-        self._pause(self.saver.save(step, loss=loss if logged else None, evaluation=finite))
+        logged = self.schedule.logs(step) and math.isfinite(self._loss)
+        evaluation = self._finite_results(step)
+        self._pause(self.saver.save(step, loss=self._loss if logged else None, evaluation=evaluation))
+
+    def _finite_results(self, step: int) -> dict[str, float]:
+        """The evaluation after ``step``, if there was one: JSON has no other numbers."""
+        results = self._results if step == self._evaluated else {}
+        return {name: value for name, value in results.items() if math.isfinite(value)}
 
     def _pause(self, seconds: float) -> None:
         self._pausing += seconds
@@ -300,10 +366,15 @@ class Trainer:
         own[plan.world.rank] = peak_memory_bytes(plan.device)
         return tuple(int(value) for value in self.engine.sum_over_ranks(own).tolist())
 
-    def _take(self, stream: Iterator[Any], count: int) -> Iterator[Any]:
-        """The next ``count`` micro-batches, with their weights, leaving the stream open for the next step."""
-        for item in self._weights(self._read(stream, count)):
+    def _take(self, stream: Iterator[Any], step: int) -> Iterator[Any]:
+        """The micro-batches of ``step``, with their weights, leaving the stream open for the next step."""
+        batch, of_samples = self.engine.plan.batch, self.engine.sample_draws
+        for micro, taken in enumerate(self._weights(self._read(stream, batch.accumulation_steps))):
             self._watchdog.alive()
+            item = self._trial.watched(taken) if step == self._first and not micro else taken
+            if of_samples:
+                share = micro * batch.data_parallel_size + self.engine.data_rank
+                of_samples.at(step - 1, share * batch.micro_batch_size)
             yield item
 
     def _read(self, stream: Iterator[Any], count: int) -> Iterator[Any]:

@@ -5,7 +5,7 @@
 A GPT of 4 million parameters in fp32 with AdamW takes a few steps on every engine. After the backward pass and right before
 the optimizer's update each rank looks at every tensor that is alive in it (the garbage collector knows them all), and counts
 each block of memory once: as parameters where a module has it, as optimizer state where an optimizer has it, and everything
-else as gradients, the buckets in which they travel included. Bytes sent are counted by ``dsframe.report.communication``.
+else as gradients, the buckets in which they travel included. Bytes sent are counted by ``dsframe.observe.communication``.
 """
 
 from __future__ import annotations
@@ -19,7 +19,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dsframe.config import load, memory
+from dsframe import engines
+from dsframe.config import load
+from dsframe.config.resolve import memory
 from tests.processes import run_ranks, torchrun
 
 BUCKET = 32_768
@@ -110,13 +112,17 @@ class Case:
 
     def cost(self, ranks: int) -> memory.Cost:
         """Bytes of a parameter on a rank."""
-        cut = memory.cost(load(self.file(ranks)).deepspeed, ranks, self.engine)
+        cut = self._cost(ranks)
         if not self.whole:
             return cut
-        uncut = memory.cost(load(self.file(1)).deepspeed, 1, self.engine)
+        uncut = self._cost(1)
         kinds = ("parameter", "gradient", "optimizer")
         mixed = {kind: getattr(uncut, kind) * self.whole + getattr(cut, kind) * (1 - self.whole) for kind in kinds}
         return replace(cut, **mixed)
+
+    def _cost(self, ranks: int) -> memory.Cost:
+        config = load(self.file(ranks))
+        return engines.costs_of(self.engine, config.deepspeed, config.settings).cost(ranks)
 
     @property
     def gradient_bytes(self) -> int:
@@ -199,6 +205,7 @@ CASES: dict[str, Case] = {
         UNCUT,
     ),
     "reference-allreduce": Case("reference-allreduce"),
+    "reference-ring": Case("reference-ring"),
     "reference-parameter-averaging": Case("reference-parameter-averaging", source="ring all-reduce of weights"),
     "reference-parameter-server": Case(
         "reference-parameter-server",
@@ -216,8 +223,8 @@ CASES: dict[str, Case] = {
 
 def job(names: Sequence[str], accumulation: int, report: Path) -> None:
     """**Collective.** Measures each case in turn; rank 0 writes what all ranks found to ``report``."""
-    from dsframe import world
-    from dsframe.checkpoint.share import share as tell
+    from dsframe.cluster import world
+    from dsframe.cluster.exchange import all_gather_text as tell
     from tests.engines.holdings import Observer
     from tests.engines.several import one_process_group, prepare
 

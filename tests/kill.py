@@ -24,7 +24,7 @@ import psutil
 
 from dsframe.checkpoint import store
 from dsframe.checkpoint.store import Store
-from dsframe.leftovers import unused_buffers
+from dsframe.host.leftovers import unused_buffers
 from tests.portability import CONFIG, losses
 from tests.processes import Finished, Running, run_ranks
 

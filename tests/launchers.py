@@ -20,8 +20,8 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsframe.launch.launchers import Job, plan
-from dsframe.report.record import read_summary
+from dsframe.run_dir.record import read_summary
+from dsframe.tools.launch.launchers import Job, plan
 from tests.cluster import network, slurm
 from tests.cluster.jobs import losses
 from tests.processes import free_port, run_ranks

@@ -14,6 +14,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager
 from functools import partial
+from statistics import mean
 from typing import Any
 from unittest import mock
 
@@ -21,7 +22,7 @@ import torch
 from torch import Tensor, nn
 
 from dsframe import Task
-from dsframe.checkpoint.share import share
+from dsframe.cluster.exchange import all_gather_text
 from dsframe.data import TensorSource
 from dsframe.tasks.layers import Layer
 from dsframe.train import leave_at_once
@@ -103,20 +104,20 @@ def timed(engine: Any) -> Iterator[list[tuple[float, float]]]:
         yield spans
 
 
-def idle_share(file: dict[str, Any]) -> float:
-    """**Collective.** The share of a step that stages wait, the mean over stages and steps, the first step left out."""
+def idle_shares(file: dict[str, Any]) -> list[float]:
+    """**Collective.** The share of each step that stages wait, the mean over stages, the first step left out."""
     make, loader = prepare(file, "deepspeed")
     engine: Any = make()
     steps = []
     for step in range(STEPS):
         with timed(engine._engine) as spans:
             engine.train_step(loader.micro_batches(step))
-        stages = [json.loads(text) for text in share(engine, json.dumps(spans))]
+        stages = [json.loads(text) for text in all_gather_text(engine, json.dumps(spans))]
         flat = [span for stage in stages for span in stage]
         whole = max(end for _, end in flat) - min(begun for begun, _ in flat)
         steps.append(1 - sum(end - begun for begun, end in flat) / len(stages) / whole)
     engine._engine.destroy()
-    return sum(steps[1:]) / (STEPS - 1)
+    return steps[1:]
 
 
 def formula(stages: int, micro_batches: int) -> float:
@@ -128,7 +129,7 @@ def main() -> None:
     """Prints the table."""
     with one_process_group():
         for micro_batches in (1, 2, 4, 8):
-            measured = [idle_share(file(stages=2, micro_batches=micro_batches)) for file in (WAITING, GPT)]
+            measured = [mean(idle_shares(file(stages=2, micro_batches=micro_batches))) for file in (WAITING, GPT)]
             if int(torch.distributed.get_rank()) == 0:
                 print(
                     f"p = 2, m = {micro_batches}: formula {formula(2, micro_batches):.3f}, "

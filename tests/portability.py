@@ -16,7 +16,7 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 
-from dsframe.report.record import read_metrics
+from dsframe.run_dir.record import read_metrics
 from tests.processes import Finished, Running, python, run_ranks, torchrun, warm
 
 SAVED_STEP, STEPS = 5, 25

@@ -2,7 +2,7 @@
 
     python -m tests.predictions [CASE ...] [--repeats N]       # prints the table (make predictions)
 
-Each case is trained for a few steps as a user would train it, and its ``summary.json`` holds both. Memory is what the process
+Each case is trained for a few steps as a user would train it, and its directory tells both. Memory is what the process
 holds at its fullest beyond what it held before the engine was made (the interpreter, torch, DeepSpeed, the data: measured by
 the run itself and taken off both sides), on the rank that needs most. Seconds are the mean of the steps after the first, beside
 a calibration of this machine (``dsframe plan --calibrate``) for that model, number format and number of processes. On a machine
@@ -24,11 +24,12 @@ from typing import Any
 
 from dsframe import tasks
 from dsframe.config import load
-from dsframe.plan import hardware
-from dsframe.plan.calibrate import calibrate
-from dsframe.plan.trace import traced
-from dsframe.report import trials
-from dsframe.report.record import read_summary
+from dsframe.run_dir.record import read_summary
+from dsframe.tools import subprocess_runs
+from dsframe.tools.plan import hardware
+from dsframe.tools.plan.calibrate import calibrate
+from dsframe.tools.plan.report_prediction import predicted
+from dsframe.tools.plan.trace import traced
 
 MEDIAN_MEMORY, WORST_MEMORY, WORST_SECONDS = 0.10, 0.25, 0.30
 """Errors that are allowed, as shares of what was measured."""
@@ -151,8 +152,9 @@ def measure(
             for name in group:
                 print(f"training {name}, {turn} of {repeats}", file=sys.stderr, flush=True)
                 directory = folder / f"{name}-{turn}"
-                trials.train(folder / f"{name}.json", CASES[name].ranks, directory, overrides=overrides)
-                runs[name].append(read_summary(directory))
+                subprocess_runs.train(folder / f"{name}.json", CASES[name].ranks, directory, overrides=overrides)
+                summary = read_summary(directory)
+                runs[name].append(summary | {"predicted": predicted(directory, summary)})
         for name in group:
             yield _found(name, runs[name])
 
@@ -174,9 +176,9 @@ def _found(name: str, runs: Sequence[dict[str, Any]]) -> Found:
     peak = statistics.median(max(run["peak_memory_bytes"]) - run["predicted"]["base_bytes"] for run in runs)
     memory = statistics.median(guess["memory_bytes"] - guess["base_bytes"] for guess in guesses)
     seconds = statistics.median(run["units_per_step"] / run["rate"] for run in runs)
-    predicted = [guess["seconds_per_step"] for guess in guesses if guess["seconds_per_step"] is not None]
+    expected = [guess["seconds_per_step"] for guess in guesses if guess["seconds_per_step"] is not None]
     base = statistics.median(guess["base_bytes"] for guess in guesses)
-    return Found(name, base, (memory, peak), (statistics.median(predicted) if predicted else None, seconds))
+    return Found(name, base, (memory, peak), (statistics.median(expected) if expected else None, seconds))
 
 
 HEAD = f"""\
@@ -190,8 +192,8 @@ def row(one: Found) -> str:
     line = f"{one.name:22} {base:6,.0f} {guess:10,.0f} {peak:9,.0f} {one.memory_error:+6.0%}"
     if one.seconds_error is None or one.seconds[0] is None:
         return line
-    predicted, measured = (1e3 * value for value in (one.seconds[0], one.seconds[1]))
-    return f"{line}   {predicted:9,.0f} {measured:8,.0f} {one.seconds_error:+6.0%}"
+    expected, measured = (1e3 * value for value in (one.seconds[0], one.seconds[1]))
+    return f"{line}   {expected:9,.0f} {measured:8,.0f} {one.seconds_error:+6.0%}"
 
 
 def verdict(found: Sequence[Found]) -> tuple[str, bool]:

@@ -32,7 +32,7 @@ from pathlib import Path
 
 import psutil
 
-from dsframe.leftovers import SHARED_MEMORY, unused_buffers
+from dsframe.host.leftovers import SHARED_MEMORY, unused_buffers
 
 REPOSITORY = Path(__file__).resolve().parent.parent
 BIN = Path(sys.executable).parent

@@ -14,7 +14,7 @@ from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
-from dsframe.checkpoint.portable import PartWriter, attempt
+from dsframe.checkpoint.portable import PartWriter, catch_io_error
 
 _POLL_SECONDS = 0.05
 
@@ -33,9 +33,9 @@ class Writing:
     ) -> None:
         """Starts. ``commit``: called on rank 0 (None on others) with every rank's files; may raise OSError."""
         self.failure = ""
-        """What this rank could not write; to be read when :meth:`wait` has returned."""
+        """The error of this rank, or ""; to be read when :meth:`wait` has returned."""
         self.outcome = ""
-        """On rank 0: why there is no checkpoint; to be read when :meth:`finish` has returned."""
+        """The error on rank 0 because of which there is no checkpoint; to be read when :meth:`finish` has returned."""
         self._writer, self._folder, self._rank, self._ranks = writer, folder, rank, ranks
         self._commit, self._sign_of_life = commit, sign_of_life
         self._written, self._hopeless = threading.Event(), threading.Event()
@@ -44,26 +44,26 @@ class Writing:
 
     @property
     def failed(self) -> bool:
-        """Whether something is known to have gone wrong."""
+        """True if an error is known."""
         return bool(self.failure or self.outcome)
 
     def wait(self) -> None:
-        """Until this rank's files are on the disk, or cannot be."""
+        """Waits until this rank's files are on the disk, or have failed."""
         self._written.wait()
 
     def finish(self, hopeless: bool = False) -> None:
-        """Until the thread has ended. ``hopeless``: another rank has failed, so rank 0 need not wait for its word."""
+        """Waits until the thread has ended. ``hopeless``: another rank has failed, so rank 0 need not wait for its word."""
         if hopeless:
             self._hopeless.set()
         self._thread.join()
 
     def _work(self) -> None:
         try:
-            failure = attempt(lambda: self._writer.flush(self._sign_of_life))
+            failure = catch_io_error(lambda: self._writer.flush(self._sign_of_life))
         except Exception as error:  # nobody else would hear of it
             failure = repr(error)
         word = {"failure": failure, "files": {name: asdict(entry) for name, entry in self._writer.files.items()}}
-        left = attempt(lambda: self._leave(json.dumps(word)))  # a failure's too: rank 0's thread waits for it
+        left = catch_io_error(lambda: self._leave(json.dumps(word)))  # a failure's too: rank 0's thread waits for it
         self.failure = failure or left
         self._written.set()
         if self._commit is not None and not self.failure:
@@ -102,4 +102,4 @@ class Writing:
                 self._word(rank).unlink()
             commit(words)
 
-        return attempt(settle)
+        return catch_io_error(settle)

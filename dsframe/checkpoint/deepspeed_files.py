@@ -43,7 +43,7 @@ class Inert:
 
 
 def load(path: Path) -> Any:
-    """What a pickled file holds. Runs none of its code. Raises CheckpointError where it cannot be read."""
+    """Returns what a pickled file holds. Runs none of its code. Raises CheckpointError where it cannot be read."""
     try:
         unknown = torch.serialization.get_unsafe_globals_in_checkpoint(path)
         inert: list[Any] = [(type(name.rpartition(".")[2], (Inert,), {}), name) for name in unknown]
@@ -57,7 +57,7 @@ def load(path: Path) -> Any:
 
 @dataclass(frozen=True)
 class Found:
-    """What a DeepSpeed checkpoint says, small things first."""
+    """The contents of a DeepSpeed checkpoint."""
 
     path: Path
     stage: int
@@ -67,19 +67,19 @@ class Found:
     ranks: int
     """Data-parallel ranks that wrote it."""
     learning_rate: float
-    """Of the next update, as DeepSpeed's scheduler left it."""
+    """Learning rate of the next update, from DeepSpeed's scheduler."""
     loss_scale: LossScaleState | None
     version: str
     module: Mapping[str, Tensor]
     """The module's ``state_dict``: buffers, and parameters where ranks hold them whole."""
     shapes: Shapes
-    """Of every parameter that the file names (stages 1 to 3), else empty."""
+    """Shape of every parameter that the file names (stages 1 to 3), else empty."""
     optimizers: Sequence[Mapping[str, Any]]
-    """By rank, the optimizer's part; one at stage 0."""
+    """The optimizer's part of each rank; one at stage 0."""
     groups: Sequence[Shapes]
     """Stages 1 to 3: name -> shape of each parameter group, in the order of its flat tensor."""
     frozen: Mapping[str, Sequence[Tensor]]
-    """Stage 3: each rank's share of parameters that are not trained."""
+    """Stage 3: each rank's shard of parameters that are not trained."""
 
     def parameters(self, own: Mapping[str, bool], shapes: Shapes) -> Iterator[ParameterState]:
         """Every parameter of the model, one at a time. ``own``: name -> whether it is trained, in the model's order.
@@ -100,7 +100,7 @@ class Found:
             elif name in self.module and tuple(self.module[name].shape) == tuple(shapes[name]):
                 yield ParameterState(name, self.module[name].float(), {}, {})
             else:
-                raise CheckpointError(f"{self.path} holds nothing for the parameter {name}")
+                raise CheckpointError(f"{self.path} has no state for the parameter {name}")
 
 
 def find(directory: Path, tag: str | None) -> Path:
@@ -124,22 +124,22 @@ def find(directory: Path, tag: str | None) -> Path:
 
 
 def read(path: Path) -> Found:
-    """What lies in a checkpoint's folder; tensors are mapped, not read. Raises CheckpointError with the reason."""
+    """Returns what lies in a checkpoint's folder; tensors are mapped, not read. Raises CheckpointError with the reason."""
     names = {file.name for file in path.iterdir()}
     for pattern, what in (
-        (r"mp_rank_0*[1-9]\d*", "is split among tensor-parallel ranks"),
+        (r"mp_rank_0*[1-9]\d*", "is sharded among tensor-parallel ranks"),
         (r"layer_.*expert|expert_", "has experts"),
-        (r"layer_\d+", "is of a pipeline"),
-        (r"zero$", "is a universal checkpoint, which has no place for all that is kept"),
+        (r"layer_\d+", "belongs to a pipeline"),
+        (r"zero$", "is a universal checkpoint, which lacks part of the state"),
     ):
         if any(re.match(pattern, name) or re.search(rf"_{pattern}", name) for name in names):
-            raise CheckpointError(f"{path} {what}; import one of plain ZeRO")
+            raise CheckpointError(f"{path} {what}, which cannot be imported; import one of ZeRO 0 to 3")
     main = next(
         (name for name in ("mp_rank_00_model_states.pt", "zero_pp_rank_0_mp_rank_00_model_states.pt") if name in names),
         None,
     )
     if main is None:
-        raise CheckpointError(f"{path} has no mp_rank_00_model_states.pt; is it a checkpoint of DeepSpeed's?")
+        raise CheckpointError(f"{path} has no mp_rank_00_model_states.pt; is it a DeepSpeed checkpoint?")
     model = load(path / main)
     ranks = int(model["dp_world_size"])
     optim_files = _by_rank(name for name in names if name.endswith("optim_states.pt"))
@@ -151,7 +151,9 @@ def read(path: Path) -> Found:
         stage, optimizers = 0, [model["optimizer"]]
     else:
         if sorted(optim_files) != list(range(ranks)):
-            raise CheckpointError(f"{path} has the optimizer files of {len(optim_files)} ranks, {ranks} wrote it")
+            raise CheckpointError(
+                f"{path} has the optimizer files of {len(optim_files)} ranks, but {ranks} ranks wrote it"
+            )
         optimizers = [load(path / optim_files[rank])["optimizer_state_dict"] for rank in range(ranks)]
         stage = 3 if "fp32_flat_groups" in optimizers[0] else 2
         groups = [{name: tuple(shape) for name, shape in group.items()} for group in model["param_shapes"]]
@@ -187,9 +189,7 @@ def _base(optimizer: Mapping[str, Any], stage: int) -> Mapping[str, Any]:
         "base_optimizer_state" if stage == 2 else "optimizer_state_dict", optimizer if stage == 0 else None
     )
     if not isinstance(inner, Mapping) or "state" not in inner:
-        raise CheckpointError(
-            "the optimizer's state has a form that is not known here (elastic_checkpoint, or on NVMe?)"
-        )
+        raise CheckpointError("the optimizer's state has an unknown form (elastic_checkpoint, or on NVMe?)")
     return inner
 
 
@@ -257,7 +257,7 @@ def _stage_1_2(found: Found, own: Mapping[str, bool], shapes: Shapes) -> Iterato
         if any(
             padding for one in found.optimizers for padding in (one.get("param_alignment_paddings") or [[]])[number]
         ):
-            raise CheckpointError(f"{found.path}: parameters are padded one by one, which is not known here")
+            raise CheckpointError(f"{found.path}: parameters are padded one by one, which dsframe does not support")
         flat = torch.cat([one["single_partition_of_fp32_groups"][number].flatten() for one in found.optimizers])
         moments = {key: torch.cat([parts[key].flatten() for parts, _ in held if key in parts]) for key in held[0][0]}
         yield from _cut(list(group), group, flat, moments, held[0][1])

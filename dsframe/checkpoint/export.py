@@ -29,7 +29,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="dsframe export", description="Write a checkpoint's weights into one file, or all of it for DeepSpeed."
     )
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest whole one)")
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest complete one)")
     parser.add_argument(
         "--to",
         choices=sorted(_SUFFIX),
@@ -41,18 +41,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--dtype",
         choices=_DTYPES,
         default="float32",
-        help="of floating-point tensors; universal: of the model's copy, masters and moments stay float32 (default: %(default)s)",
+        help="dtype of floating-point tensors; universal: of the model's copy, the rest is float32 (default: %(default)s)",
     )
     parser.add_argument(
         "--shard-size",
         default="5GB",
         metavar="SIZE",
-        help="huggingface: the weights' largest file, such as 5GB or 200MB (default: %(default)s)",
+        help="huggingface: largest size of a weights file, such as 5GB or 200MB (default: %(default)s)",
     )
-    parser.add_argument("--out", type=Path, help="what to write (default: beside the checkpoint, named after it)")
+    parser.add_argument(
+        "--out", type=Path, help="file or folder to write (default: beside the checkpoint, named after it)"
+    )
     options = parser.parse_args(argv)
     if not re.fullmatch(r"[1-9]\d*[KMG]B", options.shard_size):
-        parser.error(f"--shard-size: {options.shard_size!r} is no size such as 5GB or 200MB")
+        parser.error(f"--shard-size: {options.shard_size!r} is not a size; write for example 5GB or 200MB")
     out = export(options.checkpoint, options.to, options.dtype, options.out, shard_size=options.shard_size, say=_say)
     files = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
     _say(f"{out}: {sum(path.stat().st_size for path in files) / 1e6:,.1f} MB")
@@ -75,7 +77,7 @@ def export(
     """Writes the weights of the newest whole checkpoint that ``path`` means; returns the file. All of them are in memory once.
 
     ``to`` "universal": a folder with everything. ``say`` hears what could not be taken along. Raises CheckpointError where there
-    is no checkpoint, where the file is there already, or where it cannot be written; TaskError where transformers is missing.
+    is no checkpoint, where the file exists already, or where it cannot be written; TaskError where transformers is missing.
     """
     import torch
     from safetensors import SafetensorError
@@ -88,7 +90,7 @@ def export(
         raise CheckpointError(f"{path}: damaged: {'; '.join(store.verify(store.locate(path)[0]))}")
     target = out or found.with_name(found.name + _SUFFIX[to])
     if target.exists():
-        raise CheckpointError(f"{target} is there already")
+        raise CheckpointError(f"{target} exists already")
     if not target.parent.is_dir():
         raise CheckpointError(f"{target} cannot be written: there is no folder {target.parent}")
     partial = target.with_name(f".{target.name}.partial")

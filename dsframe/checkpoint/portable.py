@@ -23,7 +23,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dsframe.checkpoint import store
-from dsframe.checkpoint.state import EngineState, LossScaleState, ParameterState
+from dsframe.checkpoint.state import EngineState, LossScaleState, ParameterState, full_precision
 from dsframe.checkpoint.store import FileEntry
 from dsframe.errors import CheckpointError
 
@@ -49,7 +49,7 @@ DTYPES = {
     torch.uint8: "U8",
     torch.bool: "BOOL",
 }
-"""What the format calls them."""
+"""Names in the format."""
 
 
 class PartWriter:
@@ -99,7 +99,7 @@ class PartWriter:
         if owner == self._rank:
             for key, tensor in ((_WEIGHT, one.weight), *one.moments.items()):
                 self._held[f"{key}/{one.name}"] = (
-                    tensor.detach().to("cpu", torch.float32, copy=self._keeps).contiguous()
+                    tensor.detach().to("cpu", full_precision(tensor.dtype), copy=self._keeps).contiguous()
                 )
 
     def finish(self) -> None:
@@ -160,7 +160,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     end = 0
     for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
         if tensor.dtype not in DTYPES:
-            raise CheckpointError(f"{name}: a checkpoint cannot hold {tensor.dtype}")
+            raise CheckpointError(f"{name}: checkpoints do not support {tensor.dtype}")
         content = tensor.contiguous().flatten().view(torch.uint8).numpy().data
         begin, end = end, end + len(content)
         header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
@@ -204,17 +204,17 @@ def write_state(
     writer, failure = PartWriter(folder, rank, ranks, part_bytes, keeps=keeps), ""
     for one in state.parameters:
         if not failure:
-            failure = attempt(lambda one=one: writer.take(one))
+            failure = catch_io_error(lambda one=one: writer.take(one))
         sign_of_life()
     if not failure and buffers and state.buffers:
         tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.buffers.items()}
-        failure = attempt(lambda: writer.put(buffers, tensors))
-    unfinished = attempt(writer.finish)  # in any case: nothing writes on when this returns
+        failure = catch_io_error(lambda: writer.put(buffers, tensors))
+    unfinished = catch_io_error(writer.finish)  # in any case: nothing writes on when this returns
     return writer, failure or unfinished
 
 
-def attempt(action: Any) -> str:
-    """Calls ``action`` and returns what the disk had against it, "" where nothing."""
+def catch_io_error(action: Any) -> str:
+    """Calls ``action`` and returns the disk's error, "" if there is none."""
     try:
         action()
     except OSError as error:
@@ -251,7 +251,7 @@ class Checkpoint:
 
     @property
     def loss_scale(self) -> LossScaleState | None:
-        """Where dynamic loss scaling stood."""
+        """The state of dynamic loss scaling."""
         kept = self.manifest["loss_scale"]
         return None if kept is None else LossScaleState(**kept)
 

@@ -32,8 +32,8 @@ def write(
     told = manifest.get("pretrained")
     if told is None:
         raise CheckpointError(
-            f"the model of {manifest['training']['task']} is not known to be one of transformers' (Task.pretrained says "
-            "nothing, or the checkpoint is older than it): use --to safetensors"
+            f"the model of {manifest['training']['task']} is not known to be a transformers model (Task.pretrained returns "
+            "None, or the checkpoint is from before it existed): use --to safetensors"
         )
     _transformers.write(json.loads(told["config"]), weights, dtype, out, shard_size)
     if told["tokenizer"] is None:
@@ -45,6 +45,6 @@ def write(
         return
     assert found is not None  # a folder was named
     if found[1] != told["tokenizer_sha256"]:
-        say(f"no tokenizer is written: {told['tokenizer']} is not the one of the training any more")
+        say(f"no tokenizer is written: {told['tokenizer']} has changed since the training")
         return
     found[0].save_pretrained(out)

@@ -1,4 +1,4 @@
-"""How a run goes on from a checkpoint: which one, whether it is whole, whether it is of this training, and then exactly there."""
+"""Resuming: chooses a checkpoint, verifies it, checks that it is of this training, and continues exactly there."""
 
 from __future__ import annotations
 
@@ -13,17 +13,17 @@ import torch
 
 from dsframe.checkpoint import generators, store
 from dsframe.checkpoint.portable import Checkpoint
-from dsframe.checkpoint.share import failures, share
-from dsframe.checkpoint.sight import examine, rehearse
+from dsframe.checkpoint.preflight import examine, preflight
 from dsframe.checkpoint.state import ParameterState, SavedView
 from dsframe.checkpoint.store import Store
-from dsframe.config import secrets
+from dsframe.cluster.exchange import all_gather_text, failures
+from dsframe.config.read import secrets
 from dsframe.errors import CheckpointError, ConfigError, Problem
 
 if TYPE_CHECKING:
     from dsframe.config import Batch, Config
     from dsframe.engine import Engine
-    from dsframe.optimizers import OptimizerSpec
+    from dsframe.model.optimizers import OptimizerSpec
     from dsframe.tasks.task import Task
 
 _ELSEWHERE = {"data_dir", "workers"}
@@ -32,7 +32,7 @@ _ELSEWHERE = {"data_dir", "workers"}
 
 @dataclass(frozen=True)
 class Start:
-    """Where training begins."""
+    """The point where training begins."""
 
     step: int = 0
     """Global batches done already."""
@@ -41,7 +41,7 @@ class Start:
     evaluation: Mapping[str, float] = field(default_factory=dict)
     """The evaluation after that step, where there was one."""
     in_place: bool = False
-    """Whether the checkpoint is the run's own, so that its record of figures goes on too."""
+    """True if the checkpoint is the run's own, so that its record of figures goes on too."""
 
 
 def about(
@@ -55,7 +55,7 @@ def about(
     engine: str,
     package: str | None,
 ) -> dict[str, Any]:
-    """What the manifest tells of a run: ``training`` must be the same to go on, ``course`` may change and is pointed out.
+    """Returns what the manifest tells of a run: ``training`` must be the same to go on, ``course`` may change and is pointed out.
 
     ``samples``: training samples. ``engine``: its name in the table; ``package``: what it needs beyond torch.
     """
@@ -74,6 +74,7 @@ def about(
             "training samples": samples,
             "seed": config.settings.seed,
             "dataloader_drop_last": config.deepspeed.dataloader_drop_last,
+            **({"order": "sequential"} if config.settings.order == "sequential" else {}),
         },
         "course": {
             "optimizer.params": {
@@ -101,16 +102,16 @@ def _version(package: str) -> str | None:
 
 
 def refuse(config: Config, wanted: str, *, evaluates: bool) -> None:
-    """What only the disk, or the task, can tell is wrong; before anything is set up. Raises CheckpointError, ConfigError."""
+    """Checks what only the disk or the task can tell, before anything is set up. Raises CheckpointError, ConfigError."""
     if config.settings.checkpoints.keep_best and not evaluates:
-        message = "the task has no eval_data, by which a checkpoint could be the best"
+        message = "the task has no eval_data, so no checkpoint can be the best"
         where = "dsframe.checkpoints.keep_best"
         raise ConfigError([Problem("error", where, message, "remove it, or give the task eval_data", code="keep-best")])
     if wanted not in ("auto", "never"):
         try:
             store.locate(Path(wanted))
         except CheckpointError as error:
-            raise CheckpointError(f"--resume takes auto, never or a checkpoint: {error}") from None
+            raise CheckpointError(f"--resume must be auto, never or a checkpoint: {error}") from None
 
 
 def begin(
@@ -130,7 +131,7 @@ def begin(
     is nothing to go on from, only another training's, or what one rank cannot read (then nothing is renamed), and where the run
     could not be saved.
     """
-    rehearse(engine, folder.directory)
+    preflight(engine, folder.directory)
     sweep(engine, folder, say)
     if wanted == "never":
         make_way(engine, folder, None, say)
@@ -145,11 +146,13 @@ def begin(
         say(f"resuming with a change: {line}")
     if checkpoint.step > total_steps:
         raise CheckpointError(
-            f"{path} is after step {checkpoint.step}, the run ends at {total_steps}; raise steps or epochs"
+            f"{path} was saved after step {checkpoint.step}, but the run ends at step {total_steps}; raise steps or epochs"
         )
     engine.load_state(_Watched(checkpoint, sign_of_life))
     _restore_generators(engine, checkpoint)
     manifest = checkpoint.manifest
+    if engine.plan.plateau and manifest.get("schedule"):
+        engine.plan.plateau.restore(manifest["schedule"])
     for line in _next_rate(engine, manifest, checkpoint.updates):
         say(f"resuming with a change: {line}")
     checkpoint.close()
@@ -174,12 +177,16 @@ class _Watched(SavedView):
 
 
 def differences(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
-    """What changed in the course of training, a line each.
+    """Returns the changed settings that may change, one line each.
 
     Raises CheckpointError, naming every difference, where the checkpoint is of another training.
     """
     saved, own = manifest["training"], json.loads(json.dumps(mine["training"]))
-    wrong = [f"{key} was {_show(saved.get(key))}, is {_show(own[key])}" for key in own if own[key] != saved.get(key)]
+    wrong = [
+        f"{key} was {_show(saved.get(key))}, is {_show(own.get(key))}"
+        for key in {**own, **saved}
+        if own.get(key) != saved.get(key)
+    ]
     if wrong:
         raise CheckpointError(f"the checkpoint is of another training: {'; '.join(wrong)}")
     before, now = manifest["course"], json.loads(json.dumps(mine["course"]))
@@ -194,7 +201,7 @@ def _next_rate(engine: Engine, manifest: Mapping[str, Any], updates: int) -> lis
     before, now = manifest["learning_rate"], engine.plan.schedule(updates).learning_rate
     if abs(before - now) <= 1e-9 * abs(before):
         return []
-    return [f"the learning rate goes on at {now:.6g}; as saved, it would have been {before:.6g}"]
+    return [f"the learning rate continues at {now:.6g}; with the saved settings it would be {before:.6g}"]
 
 
 def _choose(
@@ -215,7 +222,7 @@ def _choose(
         except (CheckpointError, OSError) as error:
             failure = str(error)
     known = {"failure": failure, "paths": [str(path) for path in candidates], "foreign": foreign}
-    found = json.loads(share(engine, json.dumps(known))[0])
+    found = json.loads(all_gather_text(engine, json.dumps(known))[0])
     if found["failure"]:
         raise CheckpointError(found["failure"])
     paths = [Path(path) for path in found["paths"]]
@@ -230,27 +237,23 @@ def _choose(
             if not main:
                 break
             moved = _quietly(lambda old=old: folder.set_aside(old))  # type: ignore[misc]
-            say(f"WARNING: {old} is damaged and not used ({text}); it is now {moved or 'still there'}")
+            say(f"warning: {old} is damaged and not used ({text}); it is now {moved or 'still there'}")
         return path
     if wanted != "auto" and len(paths) == 1:
         raise CheckpointError(f"{paths[0]} is damaged: {damaged[paths[0]]}")
     if paths:
         each = "; ".join(f"{path.name}: {text}" for path, text in damaged.items())
         raise CheckpointError(
-            f"every checkpoint in {paths[0].parent} is damaged ({each}); --resume auto never starts from the beginning, "
-            "--resume never does"
+            f"all checkpoints in {paths[0].parent} are damaged ({each}); to start over: --resume never"
         )
     return None
 
 
 def _never_whole(folder: Store) -> str:
-    """What to say where damage alone is left of a run: that is no reason to begin it anew, unasked."""
+    """Returns a message if all checkpoints of a run are damaged: then it must not start over unasked."""
     if not (damaged := folder.damaged()):
         return ""
-    return (
-        f"{folder.directory} holds damaged checkpoints alone ({', '.join(damaged)}); --resume auto never starts from the "
-        "beginning; --resume never does"
-    )
+    return f"all checkpoints in {folder.directory} are damaged ({', '.join(damaged)}); to start over: --resume never"
 
 
 def _of_another_format(path: Path) -> str:
@@ -264,9 +267,9 @@ def _of_another_format(path: Path) -> str:
 
 
 def sweep(engine: Engine, folder: Store, say: Callable[[str], None]) -> None:
-    """Rank 0 removes what saves that were cut off have left."""
+    """Rank 0 removes unfinished saves."""
     if engine.plan.world.is_main and (swept := _quietly(folder.sweep)):
-        say(f"removed what was cut off earlier in {folder.directory}: {', '.join(swept)}")
+        say(f"removed unfinished saves in {folder.directory}: {', '.join(swept)}")
 
 
 def make_way(engine: Engine, folder: Store, after: int | None, say: Callable[[str], None]) -> None:
@@ -297,7 +300,7 @@ def _restore_generators(engine: Engine, checkpoint: Checkpoint) -> None:
 
 
 def _quietly(action: Callable[[], Any]) -> Any:
-    """What ``action`` returns; None where the disk does not let it."""
+    """Returns the result of ``action``; None if the disk raises an error."""
     try:
         return action()
     except OSError:

@@ -1,4 +1,4 @@
-"""How the ranks write one checkpoint together.
+"""Writing: all ranks write one checkpoint together.
 
 Every rank gathers and writes its share of the parameters (``portable``); rank 0 makes the folder, writes what is small, and
 when all have said that their files are on the disk, the manifest, the rename and the pointer. What one rank cannot write, all
@@ -19,8 +19,8 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from dsframe.checkpoint import generators, portable, store
 from dsframe.checkpoint.background import Writing
-from dsframe.checkpoint.share import failures, share
 from dsframe.checkpoint.store import Retention, Store
+from dsframe.cluster.exchange import all_gather_text, failures
 from dsframe.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -49,18 +49,20 @@ class Saver:
         self._asynchronous = asynchronous
         self._told = False
         self._writing: tuple[int, Writing] | None = None
+        self._ratings: dict[int, Mapping[str, float]] = {}
+        """Evaluations of checkpoints that are still being written."""
         self.saved_step: int | None = None
         """The step of the newest checkpoint that this run wrote or went on from."""
         self.sign_of_life: Callable[[], None] = lambda: None
         """Called after each parameter: a large checkpoint may take longer than a hang is allowed to."""
 
     def due(self, step: int, total_steps: int) -> bool:
-        """Whether a checkpoint is to be written after ``step``."""
+        """True if a checkpoint is to be written after ``step``."""
         regular = self._every is not None and step % self._every == 0
         return step != self.saved_step and (regular or (self._at_end and step == total_steps))
 
     def save(self, step: int, *, loss: float | None, evaluation: Mapping[str, float]) -> float:
-        """**Collective.** A checkpoint after ``step``; returns the seconds that training stood still.
+        """**Collective.** Saves a checkpoint after ``step``; returns the seconds that training stood still.
 
         Raises CheckpointError, on every rank, where one cannot write; the checkpoint before is still there.
         """
@@ -68,7 +70,7 @@ class Saver:
         self.settle()
         self._look_for_metric(evaluation)
         engine, world = self._engine, self._engine.plan.world
-        begun = portable.attempt(lambda: self._store.begin(step)) if world.is_main else ""
+        begun = portable.catch_io_error(lambda: self._store.begin(step)) if world.is_main else ""
         self._check(step, begun)
         state = engine.state()
         folder = self._store.partial(step)
@@ -84,7 +86,7 @@ class Saver:
         )
         random = json.dumps(generators.capture(engine.plan.device))
         report = {"failure": failure, "random": random, "files": {k: asdict(v) for k, v in writer.files.items()}}
-        reports = [json.loads(text) for text in share(engine, json.dumps(report))]
+        reports = [json.loads(text) for text in all_gather_text(engine, json.dumps(report))]
         self._check(step, *(report["failure"] for report in reports), shared=True)
         manifest = {
             "format": store.FORMAT,
@@ -97,6 +99,7 @@ class Saver:
             "evaluation": dict(evaluation),
             "parameters": writer.parameters,
             "aliases": dict(state.aliases),
+            **({"schedule": engine.plan.plateau.state()} if engine.plan.plateau else {}),
             **self._about,
         }
         kept_random = [json.loads(report["random"]) for report in reports]
@@ -115,7 +118,8 @@ class Saver:
             self._writing = step, Writing(writer, folder, world.rank, world.size, own, self.sign_of_life)
         else:
             self._check(
-                step, portable.attempt(lambda: commit([one["files"] for one in reports])) if world.is_main else ""
+                step,
+                portable.catch_io_error(lambda: commit([one["files"] for one in reports])) if world.is_main else "",
             )
         self.saved_step = step
         stall = time.perf_counter() - began
@@ -123,13 +127,32 @@ class Saver:
             self._say(f"saving step {step}: training stood still for {stall:.2f} s")
         return stall
 
+    def rate(self, step: int, evaluation: Mapping[str, float]) -> None:
+        """**Collective.** The evaluation of a checkpoint that was saved before it, now that there is one.
+
+        One that is still being written gets it when it is whole. A run that ends before evaluates again when it goes on.
+        """
+        self._look_for_metric(evaluation)
+        if self._engine.plan.world.is_main and evaluation:
+            self._ratings[step] = evaluation
+        if self._writing is None:
+            self._rate()
+
+    def _rate(self) -> None:
+        ratings, self._ratings = self._ratings, {}
+        for step, evaluation in ratings.items():
+            if self._store.path(step).is_dir():  # not where another run's was gone on from
+                if failure := portable.catch_io_error(lambda step=step, one=evaluation: self._store.rate(step, one)):
+                    self._say(f"warning: the evaluation after step {step} cannot be added to its checkpoint: {failure}")
+                self._prune()
+
     @property
     def failed(self) -> bool:
-        """Whether a checkpoint under way is known to have failed on this rank: :meth:`settle` says what, on all ranks."""
+        """True if a checkpoint under way is known to have failed on this rank: :meth:`settle` says what, on all ranks."""
         return self._writing is not None and self._writing[1].failed
 
     def settle(self) -> None:
-        """**Collective.** Until the checkpoint that is being written in the background, if there is one, is there.
+        """**Collective.** Waits until the checkpoint that is written in the background, if there is one, is complete.
 
         Raises CheckpointError, on every rank, where one could not write; the checkpoint before is still there.
         """
@@ -143,6 +166,7 @@ class Saver:
         if wrong:
             self._give_up(step, wrong)
         self._check(step, writing.outcome)
+        self._rate()
 
     def close(self, *, hopeless: bool = False) -> None:
         """Not collective. Lets a checkpoint that is being written be finished, whatever else went wrong. ``hopeless``: not all
@@ -153,7 +177,7 @@ class Saver:
 
     def _buffers_file(self, state: EngineState) -> str | None:
         """**Collective.** Rank 0 writes its buffers, and every rank that has others writes those too."""
-        digests = share(self._engine, portable.digest_of(state.buffers))
+        digests = all_gather_text(self._engine, portable.digest_of(state.buffers))
         rank = self._engine.plan.world.rank
         if rank == 0:
             return portable.BUFFERS
@@ -164,7 +188,7 @@ class Saver:
         if metric and evaluation and metric not in evaluation and not self._told:
             there = ", ".join(evaluation)
             self._say(
-                f"WARNING: keep_best: the evaluation has no {metric}, so no checkpoint is kept for it (it has {there})"
+                f"warning: keep_best: the evaluation has no {metric}, so no checkpoint is kept for it; choose from {there}"
             )
             self._told = True
 
@@ -172,7 +196,7 @@ class Saver:
         try:
             removed = self._store.prune(self._retention)
         except OSError as error:  # the new checkpoint is safe; old ones that stay are no reason to stop training
-            return f"; an old one cannot be removed: {error}"
+            return f"; an old checkpoint cannot be removed: {error}"
         return f"; removed {', '.join(str(step) for step in removed)}" if removed else ""
 
     def _check(self, step: int, *own: str, shared: bool = False) -> None:
@@ -185,11 +209,11 @@ class Saver:
             self._give_up(step, wrong)
 
     def _give_up(self, step: int, wrong: Sequence[str]) -> NoReturn:
-        if self._engine.plan.world.is_main and "is there already" not in wrong[0]:
+        if self._engine.plan.world.is_main and "exists already" not in wrong[0]:
             self._store.abandon(step)
         try:
             newest = self._store.newest_first()
             before = f"the last good one is {newest[0]}" if newest else "there is no earlier one"
         except OSError as error:  # the directory is away, which may be the very reason
-            before = f"whether there is an earlier one cannot be seen: {error.strerror}"
+            before = f"the folder with earlier ones cannot be read: {error.strerror}"
         raise CheckpointError(f"the checkpoint of step {step} cannot be written: {'; '.join(wrong)}; {before}")

@@ -1,4 +1,4 @@
-"""What an engine hands over and takes back: the state of training by the model's own names, whole and in fp32.
+"""The state of training, by the model's own names, in full shape and fp32: engines give it and load it.
 
 A parameter's state means the same on every engine, however it lies in memory: its fp32 weight (the master where the model
 computes in 16 bits), and for each tensor the optimizer keeps about it one of the same shape, by torch's own key names.
@@ -21,11 +21,11 @@ class ParameterState:
     """One parameter. Tensors may be views of living state: they hold until the next training step."""
 
     name: str
-    """As in ``model.named_parameters()``, on every engine."""
+    """The name in ``model.named_parameters()``, on every engine."""
     weight: Tensor
-    """float32, full shape."""
+    """float32, float64 where the model trains in it; full shape."""
     moments: Mapping[str, Tensor]
-    """The optimizer's tensors, such as ``exp_avg``; float32, shaped like the weight. Empty before the first update."""
+    """The optimizer's tensors, such as ``exp_avg``; as the weight is. Empty before the first update."""
     scalars: Mapping[str, float]
     """The optimizer's numbers, such as Adam's ``step``."""
 
@@ -55,7 +55,7 @@ class EngineState:
     buffers: Mapping[str, Tensor]
     """The model's persistent buffers, as this rank has them: BatchNorm's statistics may differ between ranks."""
     aliases: Mapping[str, str]
-    """Further names of shared parameters -> the name they are kept under."""
+    """Further names of shared parameters -> the name that is saved."""
     parameters: Iterable[ParameterState]
     """**Collective** to iterate: every rank gets every parameter, in the same order, one at a time."""
 
@@ -97,15 +97,15 @@ class SavedView:
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
-        """Of the parameters that are seen."""
+        """Full shape of each visible parameter."""
         return self._saved.shapes
 
     def buffers(self) -> Mapping[str, Tensor]:
-        """Those that are seen."""
+        """The visible buffers."""
         return self._saved.buffers()
 
     def parameter(self, name: str) -> ParameterState:
-        """As it is seen."""
+        """One visible parameter."""
         return self._saved.parameter(name)
 
 
@@ -140,12 +140,20 @@ class Snapshot:
         return self._parameters[name]
 
 
+def full_precision(dtype: torch.dtype) -> torch.dtype:
+    """The format in which a tensor of ``dtype`` is kept: float32, or float64 where it is so."""
+    return torch.promote_types(dtype, torch.float32)
+
+
 def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
-    """The buffers that belong to the model's ``state_dict``, by name. BatchNorm's statistics are such, causal masks are not."""
+    """The buffers that belong to the model's ``state_dict``, by name. BatchNorm's statistics are such, causal masks are not.
+
+    Nor are sparse ones, such as a graph's edges: the files hold dense tensors, and ``model()`` makes these anew.
+    """
     found = {}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
-            if name not in module._non_persistent_buffers_set:
+            if name not in module._non_persistent_buffers_set and buffer.layout == torch.strided:
                 found[f"{prefix}.{name}" if prefix else name] = buffer
     return found
 
@@ -178,12 +186,12 @@ def compare(what: str, own: Mapping[str, Sequence[int]], saved: Mapping[str, Seq
     if differences:
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""
         raise CheckpointError(
-            f"the checkpoint is of another model ({what}s differ): {'; '.join(differences[:3])}{more}"
+            f"the checkpoint belongs to another model ({what}s differ): {'; '.join(differences[:3])}{more}"
         )
 
 
 _NUMBERS = frozenset({"step", "eta", "mu", "mu_product"})
-"""What torch's optimizers count in tensors without dimensions, about any weight (torch 2.13: ``step`` all, ASGD, NAdam)."""
+"""Names of counters that torch's optimizers keep as 0-d tensors for every weight (torch 2.13: ``step`` all, ASGD, NAdam)."""
 
 
 def split(held: Mapping[str, Any], shape: Sequence[int]) -> tuple[dict[str, Tensor], dict[str, float]]:

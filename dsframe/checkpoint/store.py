@@ -20,9 +20,10 @@ import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
 import xxhash
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
 from dsframe.errors import CheckpointError
 
@@ -31,6 +32,8 @@ FORMAT = 2
 _NAME = re.compile(r"step-(\d{8,})")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CHUNK = 1 << 20
+_Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
+"""The name of a parameter or a moment: anything that can be printed in one line."""
 
 
 @dataclass(frozen=True)
@@ -39,15 +42,15 @@ class FileEntry:
 
     bytes: int
     xxh3_128: str
-    """Of its content, in hexadecimal: https://xxhash.com, as fast as memory. It finds damage; it is no signature."""
+    """Checksum of the content, in hexadecimal: https://xxhash.com, as fast as memory. It finds damage; it is no signature."""
 
 
 class OtherFormatError(CheckpointError):
-    """A checkpoint that is whole, and not for this version of dsframe."""
+    """The checkpoint is complete, but has a format of another version of dsframe."""
 
 
 class UnreadableError(CheckpointError):
-    """What a disk, a network or a right keeps this process from reading. It may be whole."""
+    """This process cannot read a checkpoint (disk, network, permission); it may be complete."""
 
 
 @dataclass(frozen=True)
@@ -55,14 +58,14 @@ class Retention:
     """Which checkpoints stay."""
 
     last: int = 2
-    """So many of the newest."""
+    """Number of newest checkpoints to keep."""
     best: str | None = None
-    """``METRIC:min`` or ``METRIC:max``: also the best by that metric of the evaluation."""
+    """``METRIC:min`` or ``METRIC:max``: also keep the best by that metric of the evaluation."""
     every: int | None = None
-    """Also those at multiples of so many steps."""
+    """Keep also those at multiples of so many steps."""
 
     def keeps(self, evaluations: Mapping[int, Mapping[str, float]]) -> set[int]:
-        """Of the steps in ``evaluations`` (step -> its metrics) those to keep."""
+        """Returns the steps to keep out of those in ``evaluations`` (step -> its metrics)."""
         steps = sorted(evaluations)
         kept = set(steps[-self.last :])
         if self.every:
@@ -83,11 +86,11 @@ class Store:
         self.directory = directory
 
     def path(self, step: int) -> Path:
-        """Where the checkpoint of ``step`` is, or would be."""
+        """Returns where the checkpoint of ``step`` is, or would be."""
         return self.directory / f"step-{step:08}"
 
     def partial(self, step: int) -> Path:
-        """Where it is written."""
+        """Returns where it is written."""
         return self.directory / f".step-{step:08}.partial"
 
     def newest_first(self) -> list[Path]:
@@ -104,7 +107,7 @@ class Store:
     def begin(self, step: int) -> Path:
         """An empty folder to write into. Raises OSError (full disk, no permission), CheckpointError where the step is there."""
         if self.path(step).exists():
-            raise CheckpointError(f"{self.path(step)} is there already")
+            raise CheckpointError(f"{self.path(step)} exists already")
         folder = self.partial(step)
         remove(folder)  # cut off earlier; partial folders are never read
         folder.mkdir(parents=True)
@@ -123,12 +126,22 @@ class Store:
         sync_folder(self.directory)
         return final
 
+    def rate(self, step: int, evaluation: Mapping[str, float]) -> None:
+        """Adds the evaluation after ``step`` to its checkpoint, whose manifest is whole before and after. Raises OSError,
+        CheckpointError."""
+        path = self.path(step)
+        partial = path / f".{MANIFEST}.partial"
+        remove(partial)  # cut off earlier
+        write(partial, dump({**read_manifest(path), "evaluation": dict(evaluation)}))
+        partial.replace(path / MANIFEST)
+        sync_folder(path)
+
     def abandon(self, step: int) -> None:
-        """Takes away what a failed save has left."""
+        """Removes the files of a failed save."""
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def prune(self, retention: Retention) -> list[int]:
-        """Removes what need not be kept and returns its steps. The newest always stays, and damaged ones do."""
+        """Removes checkpoints that need not be kept and returns their steps. The newest always stays, and damaged ones do."""
         evaluations: dict[int, Mapping[str, float]] = {}
         for path in self.newest_first():
             try:
@@ -144,7 +157,7 @@ class Store:
         return doomed
 
     def sweep(self) -> list[str]:
-        """Removes what saves and removals that were cut off have left, and returns its names."""
+        """Removes unfinished saves and removals, and returns their names."""
         if not self.directory.is_dir():
             return []
         left = sorted(path for path in self.directory.glob(".*") if path.suffix in (".partial", ".removed"))
@@ -224,11 +237,60 @@ def read_manifest(path: Path) -> dict[str, Any]:
     for name in files:
         if not _FILE.fullmatch(name):
             raise CheckpointError(f"{path}: {name!r} is not the name of a file in a checkpoint")
+    _check_content(path, manifest)
     return manifest
 
 
+class _Known(BaseModel):
+    """The values of a manifest that somebody computes with or makes a name of. A checksum says who is careless, not who lies."""
+
+    model_config = ConfigDict(strict=True)
+
+    step: NonNegativeInt = 0
+    updates: NonNegativeInt = 0
+    learning_rate: float = 0.0
+    loss: float | None = None
+    evaluation: dict[str, float] | None = None
+    loss_scale: dict[str, float] | None = None
+    schedule: dict[str, float | None] | None = None
+    parameters: dict[_Name, _Parameter] = {}
+    aliases: dict[_Name, _Name] = {}
+    training: dict[str, Any] = {}
+    course: dict[str, Any] = {}
+    run: dict[str, Any] = {}
+
+
+class _Parameter(BaseModel):
+    model_config = ConfigDict(strict=True)
+
+    file: str
+    shape: list[NonNegativeInt]
+    moments: list[_Name]
+    scalars: dict[str, float]
+
+
+def _check_content(path: Path, manifest: Mapping[str, Any]) -> None:
+    """Raises CheckpointError for a manifest that no dsframe has written, whatever its checksum says."""
+    try:
+        known = _Known.model_validate(manifest)
+    except ValidationError as error:
+        first = error.errors(include_url=False, include_input=False)[0]
+        where = ".".join(str(part) for part in first["loc"])
+        raise CheckpointError(f"{path}: {MANIFEST}: {where!r}: {first['msg']}; dsframe has not written this") from None
+    named = _NAME.fullmatch(path.name)
+    if named and "step" in manifest and int(named[1]) != known.step:
+        raise CheckpointError(
+            f"{path}: {MANIFEST} is of step {known.step}; a folder was renamed, or the file was copied"
+        )
+    for name, one in known.parameters.items():
+        if one.file not in manifest["files"]:
+            raise CheckpointError(f"{path}: {MANIFEST}: parameter {name!r} is in {one.file!r}, which is no file of it")
+    if lost := [alias for alias, name in known.aliases.items() if name not in known.parameters]:
+        raise CheckpointError(f"{path}: {MANIFEST}: {lost[0]!r} is another name of a parameter that is not there")
+
+
 def verify(path: Path) -> list[str]:
-    """What is wrong with a checkpoint, a line each; none where it is whole. Raises as :func:`damage` does."""
+    """Returns what is wrong with a checkpoint, a line each; none where it is whole. Raises as :func:`damage` does."""
     return list(damage(path).values())
 
 
@@ -252,11 +314,14 @@ def damage(
             continue
         file = path / name
         try:
+            if file.is_symlink():  # it may lead anywhere
+                wrong[name] = f"{name} is a symbolic link, not a file"
+                continue
             size = file.stat().st_size
             if size != entry["bytes"]:
                 wrong[name] = f"{name} has {size:,} bytes instead of {entry['bytes']:,}"
             elif checksum(file) != entry["xxh3_128"]:
-                wrong[name] = f"{name} was altered: its checksum is another"
+                wrong[name] = f"{name} was altered: its checksum differs"
         except FileNotFoundError as error:
             wrong[name] = f"{name}: {error.strerror}"
         except OSError as error:

@@ -46,7 +46,7 @@ def write(checkpoint: Checkpoint, out: Path, dtype: torch.dtype, say: Callable[[
     kept = {tuple(entry["moments"]) for entry in entries.values()} - {()}
     if kept != {tuple(_MOMENTS)}:
         raise CheckpointError(
-            f"{checkpoint.path}: DeepSpeed's universal loader knows {' and '.join(_MOMENTS)} alone (Adam), not "
+            f"{checkpoint.path}: DeepSpeed's universal loader reads only {' and '.join(_MOMENTS)} (Adam), not "
             f"{' or '.join('+'.join(keys) for keys in sorted(kept)) or 'a state before the first update'}"
         )
     folder = out / checkpoint.path.name
@@ -56,7 +56,7 @@ def write(checkpoint: Checkpoint, out: Path, dtype: torch.dtype, say: Callable[[
     step = 0.0
     for name in entries:
         one = checkpoint.parameter(name)
-        place = folder / "zero" / name
+        place = _inside(folder / "zero", name)
         place.mkdir(parents=True)
         module[name] = one.weight.to(dtype)
         torch.save({"cat_dim": 0, "param": one.weight}, place / "fp32.pt")
@@ -70,13 +70,25 @@ def write(checkpoint: Checkpoint, out: Path, dtype: torch.dtype, say: Callable[[
     if untrained:
         torch.save(untrained, folder / UNTRAINED)
         say(
-            f"DeepSpeed's loader leaves {len(untrained)} frozen parameters and buffers as they are (such as "
+            f"DeepSpeed's loader does not load {len(untrained)} frozen parameters and buffers (such as "
             f"{next(iter(untrained))}): before deepspeed.initialize, "
             f'model.load_state_dict(torch.load(".../{folder.name}/{UNTRAINED}"), strict=False)'
         )
     module |= {alias: module[name] for alias, name in checkpoint.manifest["aliases"].items()}
     _write_states(checkpoint, folder, module, shapes, step)
     (out / "latest_universal").write_text(folder.name)
+
+
+def _inside(folder: Path, name: str) -> Path:
+    """A parameter's folder. DeepSpeed's layout makes it of the name, which a forged manifest may lead out of ``folder``.
+
+    Raises CheckpointError.
+    """
+    if Path(name).is_absolute() or {"..", "."} & set(name.split("/")):
+        raise CheckpointError(
+            f"parameter {name!r}: its name is no place below {folder}, where DeepSpeed's layout has a folder for it"
+        )
+    return folder / name
 
 
 def _write_states(
@@ -146,7 +158,7 @@ def _save(states: dict[str, Any], path: Path) -> None:
 
 
 def _loss_scaler(checkpoint: Checkpoint) -> dict[str, Any]:
-    """Where fp16's dynamic loss scaling stands, as DeepSpeed's optimizers keep it; nothing where there is none.
+    """Returns where fp16's dynamic loss scaling stands, as DeepSpeed's optimizers keep it; nothing where there is none.
 
     Source: deepspeed 0.19.8, ``runtime/fp16/loss_scaler.py`` and ``_load_global_state`` of its ZeRO optimizers.
     """

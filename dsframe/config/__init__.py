@@ -6,12 +6,12 @@
 
 from __future__ import annotations
 
-from dsframe.config.auto import Facts
-from dsframe.config.batch import Batch
 from dsframe.config.features import Feature, features
 from dsframe.config.load import DEFAULT_CONFIG, Config, find, load
+from dsframe.config.resolve.auto import Facts
+from dsframe.config.resolve.batch import Batch
 from dsframe.config.schema.deepspeed import DeepSpeed
-from dsframe.config.settings import CustomTask, LanguageTask, Settings, VisionTask
+from dsframe.config.schema.settings import CustomTask, LanguageTask, Settings, VisionTask
 
 __all__ = [
     "DEFAULT_CONFIG",

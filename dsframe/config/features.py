@@ -1,4 +1,4 @@
-"""What a file switches on, by name, so that an engine can say beforehand what it cannot honour."""
+"""The features that a file switches on, by name, so that an engine can refuse those that it does not support."""
 
 from __future__ import annotations
 
@@ -6,11 +6,11 @@ from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from dsframe.config.findings import dotted
-from dsframe.config.reader import Path
+from dsframe.config.read.findings import dotted
+from dsframe.config.read.reader import Path
 from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.optimizer import MUP
-from dsframe.config.settings import Settings
+from dsframe.config.schema.settings import Settings
 
 if TYPE_CHECKING:
     from dsframe.config.load import Config
@@ -28,7 +28,7 @@ WATCHING = frozenset({*LOGGERS, "flops_profiler", "comms_logger"})
 engine."""
 
 MADE_HERE = frozenset({"optimizer", "scheduler"})
-"""Sections from which dsframe makes what trains, the same on every engine: what it does not know of them reaches nobody."""
+"""Sections from which dsframe makes what trains, the same on every engine; unknown keys are not forwarded."""
 
 
 def logger_packages(file: DeepSpeed, settings: Settings) -> Iterator[tuple[Path, str]]:
@@ -49,7 +49,7 @@ class Feature:
     path: str
     """Dotted path of the key that asks for it."""
     description: str
-    """What it is, as the start of a sentence: ``tensor parallelism over 2 ranks``."""
+    """Text for the start of a sentence: ``tensor parallelism over 2 ranks``."""
     line: int = 0
     column: int = 0
 
@@ -75,7 +75,7 @@ def switched_on(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
 
 
 def may_be_fp16(file: DeepSpeed) -> bool:
-    """Whether ``torch_autocast`` casts to float16, as it does where the file names no dtype and the device is a GPU."""
+    """True if ``torch_autocast`` casts to float16, as it does where the file names no dtype and the device is a GPU."""
     name = (file.torch_autocast.dtype or "fp16").removeprefix("torch.")
     return file.torch_autocast.enabled and name in ("fp16", "half", "float16")
 
@@ -96,7 +96,7 @@ def needs_cpu_adam(file: DeepSpeed) -> tuple[str, ...] | None:
 
 
 def own_adam(file: DeepSpeed) -> bool:
-    """Whether the file's Adam is DeepSpeed's own: on request, or because torch's cannot do what the file asks for."""
+    """True if the file's Adam is DeepSpeed's own: on request, or because torch's cannot do what the file asks for."""
     params = file.optimizer.params if file.optimizer else {}
     by_torch = params.get("torch_adam")
     if by_torch is None:
@@ -105,7 +105,7 @@ def own_adam(file: DeepSpeed) -> bool:
 
 
 def shares_activations(file: DeepSpeed, settings: Settings) -> bool:
-    """Whether ``partition_activations`` is on, and there are recomputed blocks and ranks that have the same inputs to them."""
+    """True if ``partition_activations`` is on, and there are recomputed blocks and ranks that have the same inputs to them."""
     shared = file.activation_checkpointing.partition_activations and file.tensor_parallel.autotp_size > 1
     return shared and bool(settings.model.activation_checkpointing)
 
@@ -196,7 +196,11 @@ def _optimizer(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
     if kind in ("lamb", "lion", "muon"):
         yield kind, ("optimizer", "type"), kind.capitalize()
     if kind in ("adafactor", "rprop"):
-        yield "whole_parameters", ("optimizer", "type"), f"{kind.capitalize()}, which looks at whole parameters,"
+        yield (
+            "whole_parameters",
+            ("optimizer", "type"),
+            f"{kind.capitalize()}, which computes updates from full parameters,",
+        )
     if kind in MUP:
         yield "muadam", ("optimizer", "type"), "an optimizer of the package mup"
 

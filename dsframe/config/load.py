@@ -1,4 +1,4 @@
-"""From a file to a ``Config``: read, apply overrides, repair, resolve, validate, judge."""
+"""From a file to a ``Config``: read, apply overrides, repair, resolve, validate, check the rules."""
 
 from __future__ import annotations
 
@@ -10,20 +10,24 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dsframe.config import auto, overrides, repair, rules, rules_report, scaling, secrets, validate
-from dsframe.config.auto import Facts
-from dsframe.config.batch import MICRO, STEPS, TRAIN, Batch, check_groups, missing, solve
-from dsframe.config.findings import Findings, Fix, Resolved
-from dsframe.config.model import File
-from dsframe.config.reader import Document, ReadError, read
+from dsframe.config import rules
+from dsframe.config.read import overrides, repair, secrets, validate
+from dsframe.config.read.findings import Findings, Fix, Resolved
+from dsframe.config.read.reader import Document, ReadError, read
+from dsframe.config.resolve import auto, inherit, scaling
+from dsframe.config.resolve.auto import Facts
+from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN, Batch, check_groups, missing, solve
+from dsframe.config.rules import report
 from dsframe.config.schema.deepspeed import DeepSpeed
-from dsframe.config.settings import Settings
+from dsframe.config.schema.file import File
+from dsframe.config.schema.settings import Settings
 from dsframe.errors import ConfigError, Problem
 
 DEFAULT_CONFIG = "zero3.json"
-"""What runs when no file is named."""
+"""The file that is used when none is named."""
 
 _NOTHING = Facts()
+_EMPTY = Document("", None, {})
 _BATCH = {TRAIN, MICRO}
 _OTHER_TOOLS = (
     (
@@ -32,17 +36,17 @@ _OTHER_TOOLS = (
         "check the file that its deepspeed_config_file names",
     ),
     (
-        "DeepSpeed-Inference, not of training",
+        "DeepSpeed-Inference, not for training",
         {"replace_with_kernel_inject", "kernel_inject", "replace_method", "max_out_tokens", "load_with_sys_mem"},
         "give it to deepspeed.init_inference",
     ),
 )
-"""What it is of, keys that nothing else has, and the remedy."""
+"""Program, keys that only its files have, and the remedy."""
 
 
 @dataclass(frozen=True)
 class Examined:
-    """Everything that is known about a text, right or wrong."""
+    """Result of a check: problems, and the configuration if the text can be read."""
 
     problems: tuple[Problem, ...]
     config: Config | None
@@ -64,13 +68,15 @@ class Config:
     problems: tuple[Problem, ...]
     """Warnings and notes."""
     resolved: tuple[Resolved, ...] = ()
-    """What ``"auto"`` became, and why."""
+    """The values of ``"auto"``, and why."""
     facts: Facts = _NOTHING
-    """What was known when ``"auto"`` was resolved."""
+    """The facts by which ``"auto"`` was resolved."""
     _raw: dict[str, Any] = field(default_factory=dict, repr=False)
-    _text: str = field(default="", repr=False)
-    _name: str = field(default="", repr=False)
     _overrides: tuple[str, ...] = field(default=(), repr=False)
+    _findings: Findings = field(default_factory=lambda: Findings(_EMPTY, ""), repr=False, compare=False)
+    """What was found when the file was read, with the file itself: it is parsed once."""
+    inherited: tuple[Resolved, ...] = ()
+    """Defaults of consequence that train because the file does not say them."""
 
     def batch(self, world_size: int, *, replicas: bool | None = None) -> Batch:
         """The batch sizes on ``world_size`` processes, exact.
@@ -82,7 +88,7 @@ class Config:
         Raises:
             ConfigError: they cannot be: the sizes disagree, or the world size does not divide.
         """
-        findings = self._findings()
+        findings = self._findings.anew()
         file = self.deepspeed
         assert isinstance(file, File)
         result = solve(file, world_size, findings, bool(self.facts.replicas) if replicas is None else replicas)
@@ -92,27 +98,20 @@ class Config:
 
     def position(self, path: tuple[str | int, ...]) -> tuple[int, int]:
         """Line and column of a key, or of the nearest one around it; (0, 0) where there is none."""
-        findings = self._findings()
-        offset = findings.offset(path, at_value=False)
-        return (0, 0) if offset is None else findings.document.position(offset)
-
-    def _findings(self) -> Findings:
-        document = read(self._text)
-        if not self._name:  # a dictionary has no lines
-            document = replace(document, spans={})
-        return Findings(document, self._name, overrides.paths(self._overrides))
+        offset = self._findings.offset(path, at_value=False)
+        return (0, 0) if offset is None else self._findings.document.position(offset)
 
     def written(self) -> dict[str, Any]:
         """A deep copy of what the user wrote, with overrides, and ``"auto"`` resolved or dropped."""
         return copy.deepcopy(self._raw)
 
     def shown(self) -> dict[str, Any]:
-        """The same to be kept or printed: without keys of accounts."""
+        """A copy to be kept or printed: without passwords and keys of accounts."""
         found: dict[str, Any] = secrets.without(self._raw)
         return copy.deepcopy(found)
 
     def for_deepspeed(self, world_size: int) -> dict[str, Any]:
-        """What to hand to ``deepspeed.initialize``: only what the user wrote, without the ``dsframe`` section, with
+        """Return the dictionary for ``deepspeed.initialize``: only what the user wrote, without the ``dsframe`` section, with
         the batch triangle explicit in DeepSpeed's counting.
 
         Raises:
@@ -127,14 +126,22 @@ class Config:
         return raw
 
     def resolve(self, facts: Facts) -> Config:
-        """The same file once more is known of the model and the data.
+        """Return the same file, resolved with what is known now of the model and the data.
 
         Raises:
             ConfigError: what is known now contradicts the file.
         """
-        known = {key: value for key, value in vars(facts).items() if value is not None}
-        examined = examine(self._text, self._name, self._overrides, replace(self.facts, **known), self.path)
-        return _accept(examined)
+        known = replace(self.facts, **{key: value for key, value in vars(facts).items() if value is not None})
+        found = self._findings
+        waits = found.resolved or found.pending  # an "auto" may become something else
+        if waits or known.engine != self.facts.engine or self.facts.world_size is not None:
+            return _accept(_judge(found.document, found.file, self._overrides, known, self.path))
+        findings = found.anew()
+        findings.problems.extend(self.problems)
+        assert isinstance(self.deepspeed, File)
+        _check_facts(self.deepspeed, known, findings)
+        problems = findings.sorted()
+        return _accept(Examined(problems, replace(self, facts=known, problems=_no_errors(problems))))
 
     @property
     def digest(self) -> str:
@@ -177,7 +184,7 @@ def read_text(path: Path) -> tuple[str, Problem | None]:
         return path.read_bytes().decode("utf-8"), None
     except UnicodeDecodeError as error:
         return "", Problem(
-            "error", "", f"not UTF-8 text (byte {error.start})", "save it as UTF-8", str(path), code="syntax"
+            "error", "", f"not UTF-8 text (byte {error.start})", "save the file as UTF-8", str(path), code="syntax"
         )
     except OSError as error:
         return "", Problem("error", "", f"cannot be read: {error.strerror}", "", str(path), code="missing-file")
@@ -200,12 +207,12 @@ def find(name: str | Path) -> Path:
     known = sorted(
         {path.stem for folder in folders[1:] for path in folder.glob("*.json") if ".schema" not in path.name}
     )
-    from dsframe.config.suggest import closest
+    from dsframe.config.read.suggest import closest
 
     similar = closest(Path(name).name.removesuffix(".json"), known)
     remedy = f'did you mean "{similar}.json"?' if similar else ""
     if not remedy and known:
-        remedy = "there are " + ", ".join(f"{stem}.json" for stem in known)
+        remedy = "choose from " + ", ".join(f"{stem}.json" for stem in known)
     message = "no such file, here or in ds_configs/"
     raise ConfigError([Problem("error", "", message, remedy, str(name), code="missing-file")])
 
@@ -213,16 +220,21 @@ def find(name: str | Path) -> Path:
 def examine(
     text: str, name: str, overriding: Sequence[str] = (), facts: Facts = _NOTHING, path: Path | None = None
 ) -> Examined:
-    """Find everything that can be said about a text without running it. Never raises for what the text says."""
+    """Check a text without running anything. Never raises for what the text says."""
     try:
         document = read(text)
     except ReadError as error:
         document = Document(text, None, {})
         line, column = document.position(error.offset)
-        problem = Problem("error", "", error.message, error.remedy, name, line, column, "syntax")
+        problem = Problem("error", "", error.message, error.remedy, name, line, column, code="syntax")
         return Examined((problem,), None)
     if not name:  # a dictionary has no lines
         document = replace(document, spans={})
+    return _judge(document, name, overriding, facts, path)
+
+
+def _judge(document: Document, name: str, overriding: Sequence[str], facts: Facts, path: Path | None) -> Examined:
+    """Everything that can be said about what was parsed, which stays as it is."""
     findings = Findings(document, name, overrides.paths(overriding))
     for duplicate, offset, first in document.duplicates:
         message = f"duplicate key, first on line {document.position(first)[0]}: DeepSpeed raises"
@@ -232,27 +244,46 @@ def examine(
         return Examined(findings.sorted(), None, document)
     for what, keys, remedy in _OTHER_TOOLS:
         if keys & document.root.keys() and not _BATCH & document.root.keys():
-            findings.error((), f"this is a configuration of {what}", remedy, code="other-tool")
+            findings.error((), f"this is a configuration for {what}", remedy, code="other-tool")
             return Examined(findings.sorted(), None, document)
     if repair.is_stranger(document.root):
-        message = "none of its keys is one of DeepSpeed's: is this a DeepSpeed configuration?"
+        message = "none of its keys is known to DeepSpeed: is this a DeepSpeed configuration?"
         findings.error((), message, "see dsframe schema --markdown for the keys", code="other-tool")
         return Examined(findings.sorted(), None, document)
     raw = copy.deepcopy(document.root)
     overrides.apply(raw, overriding, findings)
     written = copy.deepcopy(raw)
     passed = repair.repair(raw, findings)
+    inherited = inherit.fill(raw)
     auto.resolve(raw, facts, findings)
     file = validate.validate(raw, findings)
-    rules.judge(file, raw, findings, facts.engine)
-    rules_report.check_world(file, facts.world_size, facts.total_steps, findings)
-    _check_batch(file, facts, findings)
+    rules.check(file, raw, findings, facts.engine, facts.world_size)
+    _check_facts(file, facts, findings)
     _restore(raw, written, passed)
+    problems = findings.sorted()
     config = Config(
-        path, file, file.dsframe, tuple(p for p in findings.sorted() if p.severity != "error"),
-        tuple(findings.resolved), facts, raw, text, name, tuple(overriding),
-    )  # fmt: skip
-    return Examined(findings.sorted(), config, document, tuple(findings.fixes))
+        path,
+        file,
+        file.dsframe,
+        _no_errors(problems),
+        tuple(findings.resolved),
+        facts,
+        raw,
+        tuple(overriding),
+        findings,
+        inherited,
+    )
+    return Examined(problems, config, document, tuple(findings.fixes))
+
+
+def _no_errors(problems: Sequence[Problem]) -> tuple[Problem, ...]:
+    return tuple(problem for problem in problems if problem.severity != "error")
+
+
+def _check_facts(file: File, facts: Facts, findings: Findings) -> None:
+    """Checks what the file alone does not decide: its batch and schedules for this number of processes and steps."""
+    report.check_world(file, facts.world_size, facts.total_steps, findings)
+    _check_batch(file, facts, findings)
 
 
 def _check_batch(file: File, facts: Facts, findings: Findings) -> None:

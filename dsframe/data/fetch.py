@@ -180,7 +180,7 @@ _WAYS: dict[str, list[Callable[[str, Path, Path], str]]] = {
 
 def main(arguments: list[str] | None = None) -> int:
     """The command. Returns the exit status."""
-    parser = argparse.ArgumentParser(prog="python -m dsframe.data.fetch", description="Gets a data set, once.")
+    parser = argparse.ArgumentParser(prog="python -m dsframe.data.fetch", description="Download a data set, once.")
     parser.add_argument("name", choices=["fashion-mnist", "mnist", "cifar10"])
     parser.add_argument("--to", metavar="DIR", help="folder (default: $DSFRAME_DATA, else ~/.cache/dsframe/data)")
     options = parser.parse_args(arguments)
@@ -191,7 +191,7 @@ def main(arguments: list[str] | None = None) -> int:
     try:
         fetch(options.name, options.to)
     except DsframeError as error:
-        print(error, file=sys.stderr)
+        print(error.printed, file=sys.stderr)
         return error.exit_code
     return 0
 

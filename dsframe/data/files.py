@@ -64,7 +64,7 @@ def read_idx(path: Path) -> Tensor:
     expected = header + int(np.prod(shape, dtype=np.int64))
     if len(content) != expected:
         raise DataError(
-            f"{path}: truncated or damaged: its header makes it {' x '.join(map(str, shape))}, {expected:,} bytes, "
+            f"{path}: truncated or damaged: its header says {' x '.join(map(str, shape))}, {expected:,} bytes, "
             f"but it has {len(content):,}; delete it and fetch it again"
         )
     # The copy makes the array writable, which torch asks for.
@@ -110,7 +110,7 @@ class _ArraysOnly(pickle.Unpickler):
         if module.split(".")[0] == "numpy" and (name, module.split(".")[-1]) in self.ALLOWED:
             # NumPy 2 moved numpy.core to numpy._core; old files name the old place.
             return super().find_class(module.replace("numpy.core", "numpy._core") if _NUMPY_2 else module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which a data file has no business with")
+        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no data file needs")
 
 
 _NUMPY_2 = int(np.__version__.split(".")[0]) >= 2

@@ -36,7 +36,7 @@ def as_source(data: Any, seed: int) -> Source:
     """
     if isinstance(data, IterableDataset):
         raise DataError(
-            f"{type(data).__name__} is an IterableDataset: it cannot be shuffled, shared among ranks and resumed "
+            f"{type(data).__name__} is an IterableDataset: it cannot be shuffled, sharded among ranks and resumed "
             "exactly; give a map-style Dataset (__len__ and __getitem__) or a dsframe.data.Source"
         )
     if type(data) is TensorDataset and len(data.tensors) == 2:
@@ -81,11 +81,38 @@ class DatasetSource:
 
 
 def collate(items: list[Any]) -> Batch:
-    """One batch of ``(input, target)`` pairs. Raises DataError for items that are not pairs."""
-    if not (isinstance(items[0], (tuple, list)) and len(items[0]) == 2):
-        raise DataError(f"a data set must give (input, target) pairs; got {type(items[0]).__name__}")
-    inputs, targets = default_collate(items)
+    """One batch of ``(input, target)`` pairs. Raises DataError for items that are not pairs, or that do not fit each other."""
+    for item in items:
+        if not (isinstance(item, (tuple, list)) and len(item) == 2):
+            raise DataError(
+                f"a data set must give (input, target) pairs; got {_kind(item)}; where a model takes several inputs, "
+                "give them as one: ((first, second), target), which reach it as model(first, second)"
+            )
+    try:
+        inputs, targets = default_collate(items)
+    except (RuntimeError, TypeError, KeyError) as error:
+        raise DataError(f"the rows of a batch do not fit each other: {_misfit(items) or error}") from error
     return inputs, targets
+
+
+def _kind(item: Any) -> str:
+    if isinstance(item, (tuple, list)):
+        return f"a {type(item).__name__} of {len(item)}"
+    return type(item).__name__
+
+
+def _misfit(items: list[Any]) -> str:
+    """Names the first row whose tensors differ in shape or number from those of the first one."""
+
+    def told(item: Any) -> str:
+        leaves = [leaf if isinstance(leaf, Tensor) else np.asarray(leaf) for leaf in tree_leaves(item)]
+        return ", ".join(str(list(leaf.shape)) for leaf in leaves)
+
+    first = told(items[0])
+    for row, item in enumerate(items[1:], start=1):
+        if (other := told(item)) != first:
+            return f"row 0 has shapes {first}, but row {row} has {other}; pad them to one size, or cut them"
+    return ""
 
 
 def _pair(batch: Any, source: Source) -> Batch:
@@ -101,7 +128,7 @@ def _pair(batch: Any, source: Source) -> Batch:
 
 
 class _Keyed(Dataset[Any]):
-    """What a worker process runs: samples by ``(epoch, index)``."""
+    """The data set that a worker process reads: samples by ``(epoch, index)``."""
 
     def __init__(self, source: DatasetSource) -> None:
         self.source = source
@@ -141,7 +168,15 @@ class _Fetcher:
         batches = [_pair(self.source.batch(rows, epoch), self.source) for epoch, rows in parts]
         if len(batches) == 1:
             return batches[0]
-        inputs, targets = tree_map(lambda *rows: torch.cat(rows), *batches)
+        try:
+            inputs, targets = tree_map(lambda *rows: torch.cat(rows), *batches)
+        except (RuntimeError, ValueError) as error:
+            shapes = "; then ".join(", ".join(str(list(leaf.shape)) for leaf in tree_leaves(one)) for one in batches)
+            raise DataError(
+                f"{type(self.source).__name__}.batch gives rows of different sizes where a batch reaches over the end of an "
+                f"epoch, so that the two parts cannot be one batch: shapes {shapes}. Give all rows one size, or write "
+                '"dataloader_drop_last": true'
+            ) from error
         return inputs, targets
 
     def _to_device(self, batch: Batch) -> Batch:
@@ -186,12 +221,14 @@ class Loader:
         drop_last: bool = False,
         device: torch.device | str = "cpu",
         workers: int = 0,
+        order: Callable[[int, int], Tensor | None] | None = None,
     ) -> None:
+        """``order``: of the samples of an epoch, as :class:`Sampler` takes it."""
         self.source = as_source(data, seed)
         self.micro_batch_size, self.accumulation_steps = micro_batch_size, accumulation_steps
         self.rank, self.ranks = rank, ranks
         self.sampler = Sampler(
-            len(self.source), micro_batch_size * accumulation_steps * ranks, seed, drop_last=drop_last
+            len(self.source), micro_batch_size * accumulation_steps * ranks, seed, drop_last=drop_last, order=order
         )
         self._fetch = _Fetcher(self.source, torch.device(device), workers)
 

@@ -8,7 +8,7 @@ processes and every accumulation. There is no state: the step number alone says 
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -41,7 +41,16 @@ class Sampler:
     Raises DataError when there are no samples or fewer than one global batch.
     """
 
-    def __init__(self, samples: int, global_batch_size: int, seed: int, *, drop_last: bool = False) -> None:
+    def __init__(
+        self,
+        samples: int,
+        global_batch_size: int,
+        seed: int,
+        *,
+        drop_last: bool = False,
+        order: Callable[[int, int], Tensor | None] | None = None,
+    ) -> None:
+        """``order``: of (epoch, samples) gives the indices of an epoch, ``[samples]`` of them; None for a permutation."""
         if samples == 0:
             raise DataError("the training data set is empty")
         if global_batch_size > samples:
@@ -50,6 +59,7 @@ class Sampler:
                 f"{samples:,}; lower train_batch_size to {samples} or less"
             )
         self.samples, self.global_batch_size, self.seed, self.drop_last = samples, global_batch_size, seed, drop_last
+        self._own = order
         self._orders: OrderedDict[int, Tensor] = OrderedDict()
 
     def total_steps(self, epochs: int) -> int:
@@ -62,11 +72,11 @@ class Sampler:
         return -(-epochs * self.samples // self.global_batch_size)
 
     def epoch_end_steps(self, epochs: int) -> list[int]:
-        """For each of the first ``epochs`` epochs, the number of steps after which it is complete."""
+        """Returns for each of the first ``epochs`` epochs the number of steps after which it is complete."""
         return [self.total_steps(epoch + 1) for epoch in range(epochs)]
 
     def epoch(self, step: int) -> float:
-        """How many epochs have been seen after ``step`` steps; not a whole number in the middle of one."""
+        """Returns how many epochs have been seen after ``step`` steps; not a whole number in the middle of one."""
         if self.drop_last:
             return step / (self.samples // self.global_batch_size)
         return step * self.global_batch_size / self.samples
@@ -96,10 +106,28 @@ class Sampler:
 
     def _order(self, epoch: int) -> Tensor:
         if epoch not in self._orders:
-            self._orders[epoch] = permutation(self.samples, self.seed, epoch)
+            self._orders[epoch] = self._ordered(epoch)
             while len(self._orders) > 2:  # a batch reaches over the end of at most one epoch
                 self._orders.popitem(last=False)
         return self._orders[epoch]
+
+    def _ordered(self, epoch: int) -> Tensor:
+        found = self._own(epoch, self.samples) if self._own else None
+        if found is None:
+            return permutation(self.samples, self.seed, epoch)
+        what = ""
+        if not isinstance(found, Tensor) or found.dtype != torch.int64 or found.device.type != "cpu":
+            what = f"{found.dtype} on {found.device}" if isinstance(found, Tensor) else type(found).__name__
+        elif found.shape != (self.samples,):
+            what = f"shape {list(found.shape)}"
+        elif found.min() < 0 or found.max() >= self.samples:
+            what = f"indices from {int(found.min())} to {int(found.max())}"
+        if what:
+            raise DataError(
+                f"the order of epoch {epoch} has {what}; give {self.samples} indices from 0 to {self.samples - 1}, an int64 tensor "
+                "on the CPU"
+            )
+        return found
 
 
 def evaluation_rows(samples: int, rank: int, ranks: int, size: int) -> Iterator[tuple[Tensor, int]]:

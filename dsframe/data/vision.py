@@ -17,12 +17,12 @@ from dsframe.data.source import ImageSource
 from dsframe.errors import DataError
 
 if TYPE_CHECKING:
-    from dsframe.config.settings import ImageData
+    from dsframe.config.schema.settings import ImageData
 
 
 @dataclass(frozen=True)
 class Images:
-    """What a model needs to know about a data set before any of it is read."""
+    """Facts about a data set that a model needs before any of it is read."""
 
     name: str
     channels: int
@@ -30,12 +30,12 @@ class Images:
     """Height and width in pixels."""
     classes: int
     mean: tuple[float, ...]
-    """Of the training pixels, scaled to [0, 1], per channel."""
+    """Mean of the training pixels, scaled to [0, 1], per channel."""
     std: tuple[float, ...]
     padding: int
-    """How far augmentation moves an image, in pixels."""
+    """Largest shift of an image by augmentation, in pixels."""
     mirrored: bool
-    """Whether a mirror image still shows the same thing. A garment does, a digit does not."""
+    """True if a mirror image still shows the same thing. A garment does, a digit does not."""
 
     def example(self) -> tuple[Tensor, Tensor]:
         """Shapes of one image, float ``[1, channels, size, size]``, and its class, int64 ``[1]``."""

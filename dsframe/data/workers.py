@@ -1,4 +1,4 @@
-"""What the processes that read a data set do with signals."""
+"""Signals in the processes that read a data set."""
 
 from __future__ import annotations
 
@@ -9,14 +9,14 @@ import signal
 import threading
 from collections.abc import Iterator
 
-STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)
-"""What asks a training to save and leave."""
+STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+"""Signals that ask a training to save and stop. SIGHUP: the terminal is gone, with an ssh session for example."""
 _LOOK_SECONDS = 1.0
 
 
 @contextlib.contextmanager
 def held() -> Iterator[None]:
-    """Around the start of workers, which inherit that the signals are blocked: none ends them on their way."""
+    """Blocks the signals while workers start, which inherit it: none ends them before they are ready."""
     before = signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)
     try:
         yield

@@ -26,7 +26,7 @@ LEAST_BYTES, MOST_BYTES = 2**20, 2**26
 
 
 def usual_bytes(whole: float) -> int:
-    """Of a bucket, where nobody says otherwise: a quarter of the ``whole``, so that three quarters can leave while the backward
+    """Returns the default size of a bucket: a quarter of the ``whole``, so that three quarters can leave while the backward
     pass runs; not so small that what a message costs by itself counts, nor so large that the last one is waited for long."""
     return int(min(max(whole / 4, LEAST_BYTES), MOST_BYTES))
 
@@ -96,7 +96,7 @@ class Buckets:
 
     @contextmanager
     def held(self) -> Iterator[None]:
-        """Around backward passes after which nothing is to be reduced yet."""
+        """Wraps backward passes after which nothing is to be reduced yet."""
         self._held = True
         try:
             yield

@@ -12,10 +12,10 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from dsframe import process_group
 from dsframe.checkpoint.state import SavedState
+from dsframe.cluster import process_group
 from dsframe.engine import Inputs, Plan, StepResult
-from dsframe.engines import precision
+from dsframe.engines import precision, torch_patches
 from dsframe.engines.buckets import usual_bytes
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
@@ -32,7 +32,7 @@ class DdpEngine(ReplicaEngine):
         skips = settings.on_nonfinite == "skip" or precision.scales_losses(plan.config, plan.device)
         if settings.ddp.communication == "power_sgd" and skips:
             raise EngineError(
-                'ddp.communication "power_sgd" would carry what is not finite in one step into all others; use bf16 or fp32 (for '
+                'ddp.communication "power_sgd": error feedback would spread one NaN step to all later ones; use bf16 or fp32 (for '
                 'torch_autocast "dtype": "bfloat16"), and leave "on_nonfinite" at "stop"'
             )
         process_group.open_process_group(plan.world, plan.device)
@@ -43,7 +43,7 @@ class DdpEngine(ReplicaEngine):
 
     @property
     def description(self) -> str:
-        """For the first line of a run."""
+        """Returns a few words for the first line of a run."""
         settings = self.plan.config.settings.ddp
         if settings.communication == "none":
             return "PyTorch DDP"
@@ -53,6 +53,7 @@ class DdpEngine(ReplicaEngine):
     def _wrap(self, model: nn.Module) -> nn.Module:
         settings = self.plan.config.settings.ddp
         whole = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+        torch_patches.skip_sparse_buffers(model)
         wrapped = DistributedDataParallel(
             model,
             device_ids=[self.plan.device] if self.plan.device.type == "cuda" else None,
@@ -61,18 +62,14 @@ class DdpEngine(ReplicaEngine):
             gradient_as_bucket_view=settings.gradient_as_bucket_view,
             find_unused_parameters=settings.find_unused_parameters,
         )
-        # Rank 0's at every forward pass, as no other engine sends them; an evaluation does (``dsframe.evaluation``). Told to the
-        # constructor it would not send them at the start either.
-        wrapped.broadcast_buffers = False
+        torch_patches.keep_buffers(wrapped)
         # A static graph is learnt from the first backward pass; and DDP arranges nothing while it looks for unused parameters.
         if not (settings.static_graph or settings.find_unused_parameters):
-            _settle_buckets(wrapped, self.plan.device)
+            torch_patches.settle_buckets(wrapped, self.plan.device)
         if self._masters:
             self._masters.take_weights()  # DDP has just made the model rank 0's everywhere
         if settings.communication in _HOOKS:
-            hook = _HOOKS[settings.communication]
-            # By another name: DDP refuses torch's own bf16 hook without NCCL, though Gloo adds bf16 up as well.
-            wrapped.register_comm_hook(None, lambda _, bucket: hook(None, bucket))
+            wrapped.register_comm_hook(None, torch_patches.by_another_name(_HOOKS[settings.communication]))
         elif settings.communication == "power_sgd":
             self._power_sgd = self._fresh_power_sgd(0)
             wrapped.register_comm_hook(None, lambda _, bucket: self._send_by_power_sgd(bucket))
@@ -100,7 +97,7 @@ class DdpEngine(ReplicaEngine):
         return sent
 
     def load_state(self, saved: SavedState) -> None:
-        """Every rank reads the same; what PowerSGD had kept back is not in it."""
+        """Every rank reads the same; PowerSGD's error feedback is not in it."""
         super().load_state(saved)
         if self.plan.config.settings.ddp.communication == "power_sgd":
             self._power_sgd = self._fresh_power_sgd(saved.updates)
@@ -115,7 +112,7 @@ class DdpEngine(ReplicaEngine):
             if "Expected to have finished reduction" not in str(error):
                 raise
             raise EngineError(
-                "some parameters take no part in the loss, and DDP waits for their gradients; "
+                "some parameters do not contribute to the loss, but DDP waits for their gradients; "
                 'set "ddp": {"find_unused_parameters": true} in the "dsframe" section'
             ) from error
 
@@ -131,34 +128,3 @@ class DdpEngine(ReplicaEngine):
     def close(self) -> None:
         """**Collective.** Leaves the process group."""
         process_group.close_process_group()
-
-
-class _EveryParameter(nn.Module):
-    """Nothing but the trainable parameters of a model, whose gradients come in the reverse of their order, and are zero."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, zero: Tensor) -> Tensor:
-        trained = [parameter for parameter in self.model.parameters() if parameter.requires_grad]
-        return torch.stack([parameter.sum() * zero for parameter in trained]).sum()
-
-
-def _settle_buckets(wrapped: DistributedDataParallel, device: torch.device) -> None:
-    """**Collective.** A backward pass of zeros, so that DDP's buckets are the same in every step of every run.
-
-    DDP begins with buckets in the order of the parameters, and after its first backward pass arranges them once and for all in the
-    order in which gradients came (torch 2.13, ``torch/csrc/distributed/c10d/reducer.cpp``, ``rebuild_buckets``). Where in a bucket
-    a number lies decides in which order the ranks' summands are added, from three ranks on: so the first step after a restart
-    would round otherwise than the same step of the run that was not interrupted. Here they come in the reverse of the order in
-    which the model has its parameters, as in ``dsframe.engines.buckets``: buckets leave one after the other, so a layer that
-    comes late in that order but early in the forward pass holds them up.
-    """
-    model = wrapped.module
-    wrapped.module = _EveryParameter(model)
-    try:
-        wrapped(torch.zeros((), device=device)).backward()  # on GPUs DDP takes no call without an input
-    finally:
-        wrapped.module = model
-    wrapped.zero_grad(set_to_none=True)

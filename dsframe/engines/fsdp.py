@@ -1,12 +1,13 @@
 """PyTorch's fully sharded data parallelism, the current ``fully_shard`` (Zhao et al. 2023, arXiv 2304.11277).
 
-Every rank has a share of each parameter, its gradient and its optimizer state. A unit, such as a transformer block, is
+Every rank has a shard of each parameter, its gradient and its optimizer state. A unit, such as a transformer block, is
 gathered when its turn comes and given up again afterwards: ZeRO stage 3, by torch alone. The step is that of every engine of
 replicas; what is different here is where tensors lie.
 """
 
 from __future__ import annotations
 
+import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
@@ -14,6 +15,7 @@ from typing import Any, cast
 
 import torch
 import torch.distributed as dist
+import xxhash
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import (
@@ -25,13 +27,17 @@ from torch.distributed.fsdp import (
 )
 from torch.distributed.tensor import DTensor, distribute_tensor
 
-from dsframe import process_group, switches
-from dsframe.checkpoint.state import SavedState
+from dsframe.checkpoint.state import SavedState, full_precision
+from dsframe.cluster import process_group
+from dsframe.cluster.exchange import all_gather_text
 from dsframe.engine import Inputs, Plan, without_dimensions
+from dsframe.engines import precision
 from dsframe.engines.precision import MasterWeights, gradients_of, total_norm
 from dsframe.engines.replica import ReplicaEngine
-from dsframe.engines.state_replica import Slot
+from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import CheckpointError, EngineError
+from dsframe.model import switches
+from dsframe.model.spill import Spill, on_disk
 from dsframe.tasks.task import Sum
 
 
@@ -41,7 +47,7 @@ class FsdpEngine(ReplicaEngine):
     forward_is_collective = True
 
     def __init__(self, plan: Plan) -> None:
-        """**Collective.** Raises EngineError where the model cannot be cut as the file says, WorldError as DDP does."""
+        """**Collective.** Raises EngineError if the model cannot be sharded as the file says, WorldError as DDP does."""
         self._settings = plan.config.settings.fsdp
         process_group.open_process_group(plan.world, plan.device)
         if plan.config.deepspeed.gradient_allreduce_op == "sum":
@@ -52,7 +58,7 @@ class FsdpEngine(ReplicaEngine):
 
     @property
     def description(self) -> str:
-        """For the first line of a run."""
+        """Returns a few words for the first line of a run."""
         parts = ["PyTorch FSDP"]
         if self._settings.sharding == "hybrid":
             parts.append(f"{self._mesh.size() // self._shards.size()} replicas in {self._shards.size()} shards each")
@@ -68,25 +74,54 @@ class FsdpEngine(ReplicaEngine):
         _refuse_scalars(model)
         units = _units(model, self._settings.wrap)
         self._units = Counter(type(unit).__name__ for unit in units)
-        for tensor in (*model.parameters(), *model.buffers()):
-            dist.broadcast(tensor.data, src=0)  # every rank keeps a share of rank 0's model, whatever its own draw
-        for parameter in model.parameters():  # 16-bit training starts from rounded weights on every engine
-            parameter.data = parameter.data.to(self._dtype).float()
-        bits = self._dtype if self._dtype != torch.float32 else None
+        dense = [buffer for buffer in model.buffers() if buffer.layout == torch.strided]
+        self._take_from_rank_0([*model.parameters(), *dense])
+        for parameter in model.parameters():
+            self._round(parameter)
+        bits = self._dtype if precision.is_short(self._dtype) else None
         offload = CPUOffloadPolicy(pin_memory=self.plan.device.type == "cuda")
         options: dict[str, Any] = {
             "mesh": self._mesh,
-            "mp_policy": MixedPrecisionPolicy(bits, torch.float32, cast_forward_inputs=False),
+            "mp_policy": MixedPrecisionPolicy(bits, self.dtype, cast_forward_inputs=False),
             "offload_policy": offload if self._settings.offload == "cpu" else OffloadPolicy(),
         }
         self._ran: set[nn.Module] = set()
         for unit in units:
             fully_shard(unit, **options, reshard_after_forward=self._settings.reshard_after_forward)
             unit.register_forward_hook(lambda module, *_: self._ran.add(module))
+            if self._spill is not None:
+                self._spill.evict()
         fully_shard(model, **options)
         # Else ranks that use different ones wait for ever.
         cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
         return None
+
+    def _spilled(self) -> Spill | None:
+        return on_disk(self.plan.directory) if self.plan.world.size > 1 else None
+
+    def _take_from_rank_0(self, tensors: list[Tensor]) -> None:
+        """**Collective.** Every rank keeps a shard of rank 0's model. What a rank has drawn otherwise is sent, and that alone."""
+        own = []
+        for tensor in tensors:
+            flat: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
+            own.append(xxhash.xxh3_128_hexdigest(flat))
+            if self._spill is not None:
+                self._spill.touched(tensor.nbytes)
+        of_ranks = [json.loads(text) for text in all_gather_text(self, json.dumps(own))]
+        for tensor, *digests in zip(tensors, *of_ranks, strict=True):
+            if len(set(digests)) > 1:
+                sent = tensor.data.to(self.plan.device)
+                dist.broadcast(sent, src=0)
+                tensor.data.copy_(sent)
+
+    def _round(self, parameter: nn.Parameter) -> None:
+        """16-bit training starts from rounded weights on every engine; shards are in fp32."""
+        if precision.is_short(self._dtype):
+            parameter.data.copy_(parameter.data.to(self._dtype))
+        if self._spill is None:
+            parameter.data = parameter.data.to(self.dtype)
+        else:
+            self._spill.move(parameter, self.dtype)
 
     @contextmanager
     def _whole_gradients(self) -> Iterator[None]:
@@ -101,18 +136,15 @@ class FsdpEngine(ReplicaEngine):
     def _accumulating(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._settings.accumulate == "shards" else self._whole_gradients()
 
-    def _local(self, tensors: list[Tensor]) -> list[Tensor]:
-        return [tensor._local_tensor for tensor in cast(list[DTensor], tensors)]
-
     def _pieces(self) -> list[Tensor]:
-        return self._local(gradients_of(self._parameters))
+        return [tensor._local_tensor for tensor in cast(list[DTensor], gradients_of(self._parameters))]
 
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         square = total_norm(gradients).square().to(self.plan.device)
         dist.all_reduce(square, group=self._shards.get_group())
         return square.sqrt().to(gradients[0].device)
 
-    def _slot(self, name: str, parameter: Tensor) -> Slot:
+    def _slot(self, name: str, parameter: Tensor) -> ParameterView:
         return _ShardSlot(name, tuple(parameter.shape), parameter)
 
     def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
@@ -122,7 +154,7 @@ class FsdpEngine(ReplicaEngine):
         return found
 
     def load_state(self, saved: SavedState) -> None:
-        """**Collective.** Each rank takes its shares out of the whole parameters."""
+        """**Collective.** Each rank takes its shards out of the full parameters."""
         super().load_state(saved)
         self._reshard()
 
@@ -141,8 +173,8 @@ class FsdpEngine(ReplicaEngine):
         process_group.close_process_group()
 
 
-class _ShardSlot(Slot):
-    """A parameter of which this rank has a share."""
+class _ShardSlot(ParameterView):
+    """A parameter of which this rank has a shard."""
 
     def whole(self, piece: Tensor) -> Tensor:
         """**Collective.** Gathered from all ranks, on their device."""
@@ -150,7 +182,7 @@ class _ShardSlot(Slot):
         mesh, local = piece.device_mesh, piece.to_local()
         moved = local.to(mesh.device_type)  # offloaded: only the device's own memory can be sent
         full = DTensor.from_local(moved, mesh, piece.placements, shape=piece.shape, stride=piece.stride())
-        return full.full_tensor().float()
+        return full.full_tensor().to(full_precision(piece.dtype))
 
     def share(self, whole: Tensor) -> Tensor:
         """This rank's part, cut out of its own copy; nothing is sent."""
@@ -162,7 +194,7 @@ class _ShardSlot(Slot):
         if tuple(whole.shape) != tuple(self.shape):
             raise CheckpointError(
                 f"{self.name}: the optimizer keeps state of shape {list(whole.shape)} about a weight of {list(self.shape)}: "
-                "FSDP cannot share it among ranks; resume on ddp, horovod or single"
+                "FSDP cannot shard it; resume on ddp, horovod or single"
             )
         return torch.zeros_like(self.master, requires_grad=False)
 
@@ -181,13 +213,13 @@ def _mesh(plan: Plan) -> DeviceMesh:
 def _refuse_scalars(model: nn.Module) -> None:
     if names := without_dimensions(model):
         raise EngineError(
-            f"FSDP cuts parameters along their first dimension, and {names} has none: make its shape [1], "
+            f"FSDP shards parameters along their first dimension, but {names} has none: make its shape [1], "
             'or choose engine "ddp"'
         )
 
 
 def _units(model: nn.Module, wanted: list[str]) -> list[nn.Module]:
-    """What is gathered as one, innermost first: instances of the classes ``wanted``, or the model's blocks.
+    """Returns the modules that are gathered as one, innermost first: instances of the classes ``wanted``, or the model's blocks.
 
     What shares a parameter with another part of the model stays with the whole model: a parameter belongs to one unit.
     Raises EngineError, with the names that there are, for a class that the model does not have.
@@ -216,7 +248,7 @@ def _units(model: nn.Module, wanted: list[str]) -> list[nn.Module]:
 
 
 def _listed(model: nn.Module) -> list[str]:
-    """For models without blocks: the class of which the model's lists of layers have most, where it is more than one."""
+    """Returns for models without blocks the most frequent class in their lists of layers, if it is there more than once."""
     found = Counter(
         type(child).__name__
         for module in model.modules()

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from dsframe import cores
 from dsframe.checkpoint.state import LossScaleState
 from dsframe.errors import ConfigError, Problem, TrainingError
+from dsframe.host import cores
 
 if TYPE_CHECKING:
     from dsframe.config import Config
@@ -28,7 +28,7 @@ _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "flo
 
 
 def parameter_dtype(config: Config) -> torch.dtype:
-    """What the model's parameters are: bfloat16, float16 or float32."""
+    """Returns the dtype of the model's parameters: bfloat16, float16 or float32."""
     if config.deepspeed.bf16.enabled:
         return torch.bfloat16
     return torch.float16 if config.deepspeed.fp16.enabled else torch.float32
@@ -47,16 +47,17 @@ def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
     name = section.dtype.removeprefix("torch.")
     dtype = _DTYPES.get(_SHORT.get(name, name))
     if dtype is None:
-        raise ConfigError([Problem("error", "torch_autocast.dtype", f"{name} is nothing to cast to", "use bfloat16")])
+        message = f"torch cannot cast to {name}"
+        raise ConfigError([Problem("error", "torch_autocast.dtype", message, 'write "bfloat16"', code="value")])
     return dtype
 
 
 def emulated(config: Config, device: torch.device) -> str | None:
-    """What to say where a training computes in 16 bits on a processor that has no instructions for them."""
+    """Returns a note if a training computes in 16 bits on a processor without instructions for them."""
     kind = str(autocast_dtype(config, device) or parameter_dtype(config)).removeprefix("torch.")
     if device.type != "cpu" or kind == "float32" or not cores.emulates(kind):
         return None
-    return f"this processor has no instructions for {kind}: the training is slower than in fp32 here"
+    return f"this processor has no instructions for {kind}: training here is slower than in fp32"
 
 
 def autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:
@@ -65,14 +66,21 @@ def autocast(config: Config, device: torch.device) -> AbstractContextManager[Any
     return nullcontext() if dtype is None else torch.autocast(device.type, dtype=dtype)
 
 
+def is_short(dtype: torch.dtype) -> bool:
+    """Returns whether it is a format of 16 bits, which needs masters."""
+    return dtype in (torch.bfloat16, torch.float16)
+
+
 def cast_inputs(inputs: Any, dtype: torch.dtype) -> Any:
-    """Floating-point tensors of any nesting in ``dtype``; integers (tokens, labels) as they are."""
+    """Floating-point tensors of any nesting in a ``dtype`` of 16 bits, which the file asks for; everything else as it is."""
+    if not is_short(dtype):
+        return inputs
     return tree_map_only(Tensor, lambda tensor: tensor.to(dtype) if tensor.is_floating_point() else tensor, inputs)
 
 
 def cast_outputs(outputs: Any) -> Any:
-    """The model's outputs in float32, so that every engine computes the loss with the same precision."""
-    return cast_inputs(outputs, torch.float32)
+    """The model's outputs of 16 bits in float32, so that every engine computes the loss with the same precision."""
+    return tree_map_only(Tensor, lambda tensor: tensor.float() if is_short(tensor.dtype) else tensor, outputs)
 
 
 class MasterWeights:
@@ -129,7 +137,7 @@ class LossScale:
 
     @property
     def state(self) -> LossScaleState | None:
-        """What a checkpoint keeps; None for a fixed factor."""
+        """Returns the state for a checkpoint; None for a fixed factor."""
         return LossScaleState(self.scale, self._left, self._steps, self._last_overflow) if self.dynamic else None
 
     def restore(self, saved: LossScaleState | None) -> None:
@@ -200,12 +208,12 @@ def clip(
 
 
 def scales_losses(config: Config, device: torch.device) -> bool:
-    """Whether losses are scaled because gradients are fp16: then some steps overflow, and are left out, as a matter of course."""
+    """True if losses are scaled because gradients are fp16: then some steps overflow, and are left out, as a matter of course."""
     return config.deepspeed.fp16.enabled or autocast_dtype(config, device) == torch.float16
 
 
 def finite(norm: Tensor | None) -> bool:
-    """Whether the norm, and so every gradient, is finite. Waits for the device."""
+    """True if the norm, and so every gradient, is finite. Waits for the device."""
     return norm is None or math.isfinite(float(norm))
 
 

@@ -1,4 +1,4 @@
-"""What single, ddp, horovod, fsdp and the references have in common: torch's own optimizer, and a step that is written once.
+"""The common part of single, ddp, horovod, fsdp and the references: torch's own optimizer, and one step for all.
 
 A subclass says how gradients become the same on all ranks, where parameters lie, and which part of the model a rank runs; the
 rest of an optimizer step is here.
@@ -16,32 +16,36 @@ from torch import Tensor, nn
 from dsframe.checkpoint.state import EngineState, SavedState, aliases, load_buffers, persistent_buffers
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, loss_of, measure
 from dsframe.engines import precision, state_replica
-from dsframe.engines.update import Update
+from dsframe.model.spill import Spill
 from dsframe.tasks.task import Sum
 
 
 class ReplicaEngine(Engine):
     """A whole model on every rank, kept the same by averaging gradients."""
 
+    keeps_float64 = True
     gradient_factor = 1.0
-    """What the loss is multiplied with so that ``gradient_allreduce_op`` "sum" holds where the library can only average."""
+    """Factor on the loss so that ``gradient_allreduce_op`` "sum" holds where the library can only average."""
     averages_gradients = True
-    """Whether what the optimizer sees are the global gradients, whose norm says something."""
+    """True if the optimizer sees the global gradients, so that their norm means something."""
     forward_is_collective = False
-    """Whether a rank without samples must run the model all the same, because others wait for its shards."""
+    """True if a rank without samples must run the model all the same, because others wait for its shards."""
 
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Builds the model from the seed, the optimizer over it, and makes both the same on all ranks."""
         self.plan = plan
-        self._dtype = precision.parameter_dtype(plan.config)
-        self.model = build_model(self)
+        self._spill = self._spilled()
+        self.model = build_model(self, self._spill)
+        bits = precision.parameter_dtype(plan.config)
+        self._dtype = self.dtype if bits == torch.float32 else bits
         self._masters = self._place(self.model)
+        if self._spill is not None:
+            self._spill.close()
         self._parameters = (
             [p for p in self.model.parameters() if p.requires_grad] if self._masters is None else self._masters.masters
         )
         self._loss_scale = self._make_loss_scale()
         self.optimizer = self._distribute(plan.optimizer.build(self._parameters))
-        self._step = Update(self.optimizer, self._local)
         self.module = self._wrap(self.model)
         self._updates = 0
 
@@ -63,17 +67,21 @@ class ReplicaEngine(Engine):
         )
 
     def _named_parameters(self) -> list[tuple[str, nn.Parameter]]:
-        """What the optimizer updates, by the model's own names."""
+        """Returns the parameters that the optimizer updates, by the model's own names."""
         names = [name for name, parameter in self.model.named_parameters() if parameter.requires_grad]
         return list(zip(names, self._parameters, strict=True))
 
     # What a subclass decides.
 
+    def _spilled(self) -> Spill | None:
+        """Holds large parameters until ``_place`` has sharded them; None: they stay in memory."""
+        return None
+
     def _place(self, model: nn.Module) -> precision.MasterWeights | None:
         """**Collective.** Gives the parameters their number format and their place; fp32 masters where they are 16 bits wide."""
         for parameter in model.parameters():  # buffers keep their dtype, as with DeepSpeed
             parameter.data = parameter.data.to(self._dtype)
-        return precision.MasterWeights(model) if self._dtype != torch.float32 else None
+        return precision.MasterWeights(model) if precision.is_short(self._dtype) else None
 
     def _distribute(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """**Collective.** The optimizer as the library wants it, with its state and the model the same on all ranks."""
@@ -84,7 +92,7 @@ class ReplicaEngine(Engine):
         return model
 
     def _accumulating(self) -> AbstractContextManager[Any]:
-        """Around the micro-batches that are not the last of a step: no communication."""
+        """Wraps the micro-batches that are not the last of a step: no communication."""
         return nullcontext()
 
     def _synchronize(self) -> None:
@@ -94,21 +102,17 @@ class ReplicaEngine(Engine):
         """The gradients as this rank holds them."""
         return precision.gradients_of(self._parameters)
 
-    def _local(self, tensors: list[Tensor]) -> list[Tensor]:
-        """This rank's own parts of parameters, gradients or moments, which share their memory."""
-        return tensors
-
     def _norm(self, gradients: list[Tensor]) -> Tensor:
         """**Collective.** L2 norm of all gradients, given this rank's ``_pieces``."""
         return precision.total_norm(gradients)
 
-    def _slot(self, name: str, parameter: Tensor) -> state_replica.Slot:
-        """Where a parameter's state lies."""
-        return state_replica.Slot(name, tuple(parameter.shape), parameter)
+    def _slot(self, name: str, parameter: Tensor) -> state_replica.ParameterView:
+        """Returns the view of a parameter's state."""
+        return state_replica.ParameterView(name, tuple(parameter.shape), parameter)
 
     def _apply(self) -> None:
         """One optimizer update from gradients that are already the same everywhere."""
-        self._step(self.optimizer.step)
+        self.optimizer.step()
 
     # The step.
 
@@ -157,7 +161,7 @@ class ReplicaEngine(Engine):
         if self._loss_scale:
             self._loss_scale.update(overflow)
         self.optimizer.zero_grad()
-        return StepResult(loss.float(), learning_rate, norm if self.averages_gradients else None, overflow)
+        return StepResult(loss.to(self.dtype), learning_rate, norm if self.averages_gradients else None, overflow)
 
     def _forward(self, model: nn.Module, inputs: Inputs) -> Any:
         with precision.autocast(self.plan.config, self.plan.device):
@@ -178,7 +182,7 @@ class ReplicaEngine(Engine):
         return persistent_buffers(self.model)
 
     def state(self) -> EngineState:
-        """By the model's own names: views of this rank's own state where it holds the whole; a subclass adds the other ranks'."""
+        """Yields, by the model's own names, views of this rank's own state if it holds all; a subclass adds the other ranks'."""
         parameters = state_replica.read(self._slots(), self._frozen(), self.optimizer)
         loss_scale = self._loss_scale.state if self._loss_scale else None
         return EngineState(self._updates, loss_scale, self.buffers(), aliases(self.model), parameters)
@@ -186,7 +190,6 @@ class ReplicaEngine(Engine):
     def load_state(self, saved: SavedState) -> None:
         """Every rank reads the same; nothing is sent."""
         state_replica.write(self._slots(), self._frozen(), self.optimizer, saved)
-        self._step.forget()
         load_buffers(self.model, saved)
         if self._masters:
             self._masters.give_weights()
@@ -194,10 +197,10 @@ class ReplicaEngine(Engine):
             self._loss_scale.restore(saved.loss_scale)
         self._updates = saved.updates
 
-    def _slots(self) -> list[state_replica.Slot]:
+    def _slots(self) -> list[state_replica.ParameterView]:
         return [self._slot(name, parameter) for name, parameter in self._named_parameters()]
 
-    def _frozen(self) -> list[state_replica.Slot]:
+    def _frozen(self) -> list[state_replica.ParameterView]:
         return [self._slot(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:

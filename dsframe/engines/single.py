@@ -21,5 +21,5 @@ class SingleEngine(ReplicaEngine):
 
     @property
     def description(self) -> str:
-        """For the first line of a run."""
+        """Returns a few words for the first line of a run."""
         return "PyTorch, one process"

@@ -1,6 +1,6 @@
 """State in and out of a plain optimizer: full replicas, and DeepSpeed's stage 0.
 
-Nothing here is collective: every rank holds everything, and reads everything back from the same files. A ``Slot`` whose
+Nothing here is collective: every rank holds everything, and reads everything back from the same files. A ``ParameterView`` whose
 ``whole`` gathers makes it so.
 """
 
@@ -12,18 +12,18 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsframe.checkpoint.state import ParameterState, SavedState, compare, put_scalars, split
+from dsframe.checkpoint.state import ParameterState, SavedState, compare, full_precision, put_scalars, split
 from dsframe.errors import CheckpointError
 
 
 @dataclass(frozen=True)
-class Slot:
-    """Where a parameter's state is: in a tensor of its own, or in a piece of one flat tensor that several share."""
+class ParameterView:
+    """View of a parameter's state: in a tensor of its own, or in a piece of a flat tensor."""
 
     name: str
     shape: Sequence[int]
     master: Tensor
-    """What the optimizer updates; the key of its state."""
+    """The tensor that the optimizer updates; the key of its state."""
     start: int | None = None
     """First element in a flat ``master``; None where the master is this parameter's alone."""
 
@@ -39,8 +39,8 @@ class Slot:
         return tensor.narrow(0, self.start, self.numel).view(self.shape)
 
     def whole(self, piece: Tensor) -> Tensor:
-        """What ``cut`` returns, in full shape and fp32."""
-        return piece.float()
+        """Returns what ``cut`` returns, in full shape and in fp32 or wider."""
+        return piece.to(full_precision(piece.dtype))
 
     def share(self, whole: Tensor) -> Tensor:
         """This rank's part of a tensor in full shape, to be copied into what ``cut`` returns."""
@@ -55,7 +55,9 @@ class Slot:
         return torch.zeros(whole.shape, dtype=self.master.dtype, device=self.master.device)
 
 
-def read(slots: Iterable[Slot], frozen: Iterable[Slot], optimizer: torch.optim.Optimizer) -> Iterator[ParameterState]:
+def read(
+    slots: Iterable[ParameterView], frozen: Iterable[ParameterView], optimizer: torch.optim.Optimizer
+) -> Iterator[ParameterState]:
     """Each parameter's state, in fp32, views of the living one where that is whole; the ``frozen`` ones have a weight alone."""
     for slot in slots:
         moments, scalars = split(optimizer.state.get(slot.master, {}), slot.master.shape)
@@ -67,7 +69,9 @@ def read(slots: Iterable[Slot], frozen: Iterable[Slot], optimizer: torch.optim.O
 
 
 @torch.no_grad()
-def write(slots: Sequence[Slot], frozen: Sequence[Slot], optimizer: torch.optim.Optimizer, saved: SavedState) -> None:
+def write(
+    slots: Sequence[ParameterView], frozen: Sequence[ParameterView], optimizer: torch.optim.Optimizer, saved: SavedState
+) -> None:
     """Puts saved state back, in place where there is some. Raises CheckpointError where the models differ."""
     compare("parameter", {slot.name: tuple(slot.shape) for slot in (*slots, *frozen)}, saved.shapes)
     groups = {id(master): group for group in optimizer.param_groups for master in group["params"]}
@@ -94,6 +98,6 @@ def same_step(name: str, first: dict[str, float], own: object) -> None:
     """Raises CheckpointError where parameters that share one optimizer entry were saved with different step counts."""
     if first != own:
         raise CheckpointError(
-            f"{name} was updated {own} times over, its neighbours {first}: this engine keeps one count for all of them; "
-            "resume on an engine of full replicas (ddp, horovod, single)"
+            f"{name} has step count {own}, but its neighbours {first}: parameters have different step counts, and this engine "
+            "keeps one; resume on an engine of full replicas (ddp, horovod, single)"
         )

@@ -30,17 +30,22 @@ _SCHEMAS = {
 @cache
 def torchvision() -> Any:
     """The torchvision package. Raises TaskError where it is not installed or does not fit the installed torch."""
-    spec = importlib.util.find_spec("torchvision")
-    if spec is None or spec.origin is None:
+    if importlib.util.find_spec("torchvision") is None:
         raise TaskError('torchvision is not installed; pip install "dsframe[vision]", or use model "cnn"')
     try:
-        if not _has_operators(Path(spec.origin).parent):
-            _define_schemas()
+        define_operators()
         return importlib.import_module("torchvision")
     except (ImportError, RuntimeError) as error:
         raise TaskError(
             f"cannot import torchvision beside torch {torch.__version__}: {error}; install the release made for it"
         ) from error
+
+
+def define_operators() -> None:
+    """Makes torchvision, which is not yet imported, importable beside this torch; does nothing where it is so already."""
+    spec = importlib.util.find_spec("torchvision")
+    if spec and spec.origin and not _has_operators(Path(spec.origin).parent):
+        _define_schemas()
 
 
 def _has_operators(folder: Path) -> bool:
@@ -94,7 +99,7 @@ def classifier(name: str, classes: int) -> nn.Module:
 
 
 def probe(name: str, channels: int, size: int, classes: int) -> bool:
-    """Whether the model has BatchNorm. Built without memory, and tried on the shape of one batch.
+    """True if the model has BatchNorm. Built without memory, and tried on the shape of one batch.
 
     Raises TaskError when images of this size are too small for the model.
     """

@@ -27,7 +27,7 @@ MAPPINGS = {
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
     "AutoModelForImageClassification": "MODEL_FOR_IMAGE_CLASSIFICATION_MAPPING",
 }
-"""What builds a model -> which configurations it takes."""
+"""Class that builds a model -> the configurations that it accepts."""
 
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "special_tokens*", "added_tokens*")
 
@@ -89,7 +89,7 @@ def folder(path: str, what: str = "a model") -> Path:
     place = Path(path).expanduser()
     if not place.is_dir():
         raise TaskError(
-            f"task: {path} is no local folder with {what}, and nothing is downloaded; "
+            f"task: {path} is not a local folder with {what}, and dsframe downloads nothing; "
             f"on a machine with network: hf download {path} --local-dir FOLDER"
         )
     return place

@@ -17,7 +17,7 @@ from dsframe.errors import DsframeError, TaskError
 from dsframe.tasks.task import Task
 
 if TYPE_CHECKING:
-    from dsframe.config import settings as sections
+    from dsframe.config.schema import settings as sections
 
 TABLE = {
     "vision": "dsframe.tasks.vision:VisionTask",

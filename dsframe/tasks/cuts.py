@@ -81,7 +81,7 @@ _ORDER: Mapping[str, Sequence[_Part]] = {
     "SwinTransformer": ("features", "norm", "permute", "avgpool", "flatten", "head"),
     "MaxVit": ("stem", "blocks", "classifier"),
 }
-"""By class of the network: attributes, and what its ``forward`` does between them."""
+"""Class of network -> its attributes in order, and the functions that ``forward`` calls between them."""
 
 
 def classifier(model: nn.Module) -> list[nn.Module] | None:

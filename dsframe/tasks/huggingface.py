@@ -20,7 +20,7 @@ from dsframe.tasks import _transformers
 from dsframe.tasks.task import Sum, Task, accuracy
 
 if TYPE_CHECKING:
-    from dsframe.config import settings as sections
+    from dsframe.config.schema import settings as sections
 
 _BYTES = 256
 """Vocabulary without a tokenizer."""
@@ -51,8 +51,8 @@ class CausalLanguageModelTask(Task):
     def _fits(self, vocabulary: int) -> None:
         config, context = self.pretrained_config, self.settings.context
         if config.vocab_size < vocabulary:
-            what = "the tokenizer has" if self.tokenizer is not None else "bytes are tokens without a tokenizer:"
-            raise TaskError(f"task.model: vocab_size {config.vocab_size} is too small, {what} {vocabulary} of them")
+            what = "the tokenizer has" if self.tokenizer is not None else "without a tokenizer there are"
+            raise TaskError(f"task.model: vocab_size {config.vocab_size} is too small: {what} {vocabulary} tokens")
         limit = getattr(config, "max_position_embeddings", None)
         if isinstance(limit, int) and 0 < limit < context:
             raise TaskError(f"task.context: {context} tokens, but the model's max_position_embeddings is {limit}")

@@ -18,7 +18,7 @@ from dsframe.tasks.layers import Layer, Tied
 from dsframe.tasks.task import Attention, Sum, Task, accuracy
 
 if TYPE_CHECKING:
-    from dsframe.config.settings import LanguageTask as LanguageSettings
+    from dsframe.config.schema.settings import LanguageTask as LanguageSettings
 
 BYTES = 256
 """The vocabulary."""

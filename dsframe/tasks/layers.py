@@ -37,7 +37,7 @@ Layer = nn.Module | Callable[[], nn.Module] | Tied
 
 
 class TiedLayer(nn.Module):
-    """What a :class:`Tied` becomes where the whole model is on one process. It holds the very Parameter that it shares."""
+    """A :class:`Tied` layer if the complete model is on one process. It holds the Parameter that it shares."""
 
     def __init__(self, tie: Tied, weight: nn.Parameter) -> None:
         super().__init__()
@@ -61,7 +61,9 @@ def make(layer: Layer, index: int, seed: int) -> nn.Module:
     seed_generators(seed * 1_000_003 + index)
     made = layer() if callable(layer) else layer
     if not isinstance(made, nn.Module):
-        raise TaskError(f"layer {index} of layers() is a {type(made).__name__}, neither a module nor makes one")
+        raise TaskError(
+            f"layer {index} of layers() is a {type(made).__name__}, neither a module nor a function that makes one"
+        )
     return made
 
 

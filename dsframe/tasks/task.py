@@ -34,7 +34,7 @@ from dsframe.errors import TaskError
 from dsframe.tasks.layers import Layer, assemble
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
-"""What queries, keys and values, ``[rows, time, heads, head size]`` each, come to; the outcome has the shape of the queries."""
+"""Attention of queries, keys and values, ``[rows, time, heads, head size]`` each; the result has the shape of the queries."""
 
 
 @dataclass(frozen=True)
@@ -47,7 +47,7 @@ class Sum:
     total: Tensor
     """Floating-point scalar, on the model's device. Of metrics, a plain number will do."""
     count: int | Tensor
-    """How many samples, tokens, ... the total runs over."""
+    """Number of samples, tokens, ... in the total."""
 
     def __add__(self, other: Sum) -> Sum:
         return Sum(self.total + other.total, self.count + other.count)
@@ -69,15 +69,19 @@ class Task:
     seed: int = 0
     """The run's seed, set before anything else is asked of the task."""
     unit: str = "samples"
-    """What rates count: ``samples``, ``tokens``, ..."""
+    """Unit of rates: ``samples``, ``tokens``, ..."""
     units_per_sample: int = 1
-    """How many units one sample holds: the context length for a language model."""
+    """Number of units in one sample: the context length for a language model."""
     workers: int = 0
     """Processes that read a torch ``Dataset``. A ``Source`` in memory is read in place, whatever this says."""
     batch_dependent: bool = False
     """True when a sample's output depends on the rest of its micro-batch. (BatchNorm in training is found without it.)
 
     Then the result depends on the micro-batch size and so on the number of ranks: dsframe says so before training."""
+    loss_is: str = "mean"
+    """What :meth:`loss` gives: the ``"mean"`` over the samples of a micro-batch, or their ``"sum"``.
+
+    Of a sum, a step takes the sum over the global batch, on any number of ranks. The first step looks whether it is so."""
     hidden_size: int | None = None
     """Width of the model, from which the ``"auto"`` sizes of ``zero_optimization`` follow."""
 
@@ -128,7 +132,7 @@ class Task:
         all positions; ``parts`` has to divide the heads. Raises TaskError where it cannot be done, as for any model that
         does not say how.
         """
-        raise TaskError(f"sequence_parallel_size: {type(self).__name__} does not say how its model shares sequences")
+        raise TaskError(f"sequence_parallel_size: {type(self).__name__} has no share_sequences(), which it needs")
 
     def example(self) -> tuple[Any, Any] | None:
         """A batch of one sample, on any device, for ``dsframe plan``, which looks at nothing but shapes and dtypes.
@@ -138,7 +142,7 @@ class Task:
         return None
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
-        """A scalar to minimise: the mean over the samples of the batch, or their sum divided by a constant.
+        """A scalar to minimise: the mean over the samples of the batch, or with :attr:`loss_is` ``"sum"`` their sum.
 
         A step takes the mean of the losses of all micro-batches of all ranks, each of the same number of samples. Where a loss is a
         mean over something else that differs between micro-batches, such as the tokens that are no padding
@@ -148,7 +152,7 @@ class Task:
         raise TaskError(f"{type(self).__name__} must define loss(outputs, targets)")
 
     def loss_weight(self, targets: Any) -> Tensor | float:
-        """How many items the loss of a micro-batch is a mean over: ``(targets != -100).sum()`` for tokens without padding.
+        """Returns how many items the loss of a micro-batch is a mean over: ``(targets != -100).sum()`` for tokens without padding.
 
         A step's loss is then the mean over all items of all its micro-batches on all ranks. By default every micro-batch counts the
         same, as their samples are equally many; an override costs one small collective a step, and a step's micro-batches are
@@ -157,14 +161,41 @@ class Task:
         return len(tree_leaves(targets)[0])
 
     def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
-        """What evaluation reports, by name. By default the loss; an override adds to it or replaces it.
+        """Returns what evaluation reports, by name. By default the loss, a mean over samples also where it is a sum; an override
+        adds to it or replaces it.
 
         Only rows that count arrive here (the padding at the end of the data is cut off), and at least one.
         """
-        mean = self.loss(outputs, targets)
-        items = torch.as_tensor(self.loss_weight(targets)).to(mean.device)
-        total = torch.where(items > 0, mean * items, torch.zeros_like(mean))  # a mean over nothing is NaN
+        loss = self.loss(outputs, targets)
+        items = torch.as_tensor(self.loss_weight(targets)).to(loss.device)
+        if self.loss_is == "sum":
+            return {"loss": Sum(loss, items)}
+        total = torch.where(items > 0, loss * items, torch.zeros_like(loss))  # a mean over nothing is NaN
         return {"loss": Sum(total, items)}
+
+    def finalize(self, sums: Mapping[str, Sum]) -> Mapping[str, float]:
+        """Returns what an evaluation reports, of the ``sums`` of :meth:`metrics` over all samples. By default each one's mean.
+
+        For what is no mean itself but follows from some: perplexity is ``exp(sums["loss"].mean)``, F1 comes of three counts. Each
+        sample is in the sums once, so the result does not depend on the number of ranks. Called on every rank, with the same sums:
+        float64, on the CPU.
+        """
+        return {name: value.mean for name, value in sums.items()}
+
+    def order(self, epoch: int, samples: int) -> Tensor | None:
+        """Returns the order of the training samples in ``epoch`` (from 0): int64 ``[samples]``; None: as the file says.
+
+        A function of :attr:`seed` and its arguments alone: the same on every rank and after a restart. An index may come more than
+        once. :mod:`dsframe.data.orders` has weighted and class-balanced sampling, and batches of equal lengths.
+        """
+        return None
+
+    def schedule(self, updates: int) -> float | None:
+        """Returns the factor of the optimizer's rate for the next update, after ``updates`` have been applied; None: none.
+
+        A function of its argument alone, so that a run that goes on has the same rates. In place of the file's ``scheduler``.
+        """
+        return None
 
     def train_data(self) -> Source | Dataset[Any]:
         """Training data: a :class:`dsframe.data.Source`, or a map-style torch ``Dataset`` of ``(input, target)``.
@@ -174,7 +205,7 @@ class Task:
         raise TaskError(f"{type(self).__name__} must define train_data()")
 
     def pretrained(self) -> Mapping[str, Any] | None:
-        """What transformers has to know of the model, for ``dsframe export --to huggingface``; None where it is none of theirs.
+        """Returns what transformers needs to know of the model, for ``dsframe export --to huggingface``; None if it is not theirs.
 
         ``config``: its configuration as JSON text, with ``model_type`` and ``architectures``; ``tokenizer``: a local folder or
         None; ``tokenizer_sha256``: a digest of the tokenizer's files or "". Every checkpoint's manifest keeps it.
@@ -215,6 +246,6 @@ def sums(found: Any, whose: str) -> Mapping[str, Sum]:
 
 
 def accuracy(logits: Tensor, targets: Tensor) -> Sum:
-    """How many of ``targets`` (int64, any shape) have the largest of ``logits`` (targets' shape and classes last)."""
+    """Returns how many of ``targets`` (int64, any shape) have the largest of ``logits`` (targets' shape and classes last)."""
     right = (logits.argmax(-1) == targets).sum(dtype=torch.float32)
     return Sum(right, targets.numel())

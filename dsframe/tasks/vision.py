@@ -16,7 +16,7 @@ from dsframe.tasks.layers import Layer
 from dsframe.tasks.task import Sum, Task, accuracy
 
 if TYPE_CHECKING:
-    from dsframe.config.settings import VisionTask as VisionSettings
+    from dsframe.config.schema.settings import VisionTask as VisionSettings
 
 
 class VisionTask(Task):

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
-from dsframe.report.record import read_metrics
+from dsframe.run_dir.record import read_metrics
 
 STEPS = 10
 CONFIG = {

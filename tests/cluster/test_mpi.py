@@ -11,7 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from dsframe.report.record import read_summary
+from dsframe.run_dir.record import read_summary
 from tests.cluster import jobs
 from tests.cluster.network import Network, missing
 from tests.processes import BIN, REPOSITORY, python, run_ranks

@@ -9,10 +9,10 @@ import atexit
 import sys
 from typing import Any
 
+from dsframe.cluster.world import here
 from dsframe.config import load
 from dsframe.run import execute
 from dsframe.train import leave_at_once
-from dsframe.world import here
 
 TASK = {"name": "language", "layers": 1, "heads": 2, "width": 32, "context": 16, "corpus": "synthetic", "samples": 64}
 

@@ -14,7 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dsframe.data import Loader
 from dsframe.engine import Engine
-from dsframe.report.communication import Communication
+from dsframe.observe.communication import Communication
 
 
 class Observer:

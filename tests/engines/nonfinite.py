@@ -12,11 +12,11 @@ import sys
 from pathlib import Path
 from typing import Any
 
+from dsframe.cluster.world import here
 from dsframe.config import load
 from dsframe.errors import TrainingError
 from dsframe.run import execute
 from dsframe.train import leave_at_once
-from dsframe.world import here
 
 STEPS = 20
 TASK = {"name": "tests.engines.nan_task:OneBrokenSample"}

@@ -14,13 +14,15 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsframe import engines, optimizers, process_group, schedules
-from dsframe import world as worlds
+from dsframe import engines
 from dsframe.checkpoint.state import Snapshot
+from dsframe.cluster import process_group
+from dsframe.cluster import world as worlds
 from dsframe.config import Facts, load
 from dsframe.engine import Engine, Plan
 from dsframe.errors import EngineError
-from dsframe.report.communication import Communication
+from dsframe.model import optimizers, schedules
+from dsframe.observe.communication import Communication
 from dsframe.tasks import Task
 from dsframe.train import leave_at_once
 

@@ -17,12 +17,12 @@ from unittest import mock
 import torch
 from torch import nn
 
-from dsframe.checkpoint.share import share
 from dsframe.checkpoint.state import Snapshot
-from dsframe.config.settings import LanguageTask as LanguageSettings
-from dsframe.config.settings import VisionTask
+from dsframe.cluster.exchange import all_gather_text
+from dsframe.config.schema.settings import LanguageTask as LanguageSettings
+from dsframe.config.schema.settings import VisionTask
 from dsframe.engine import seed_generators
-from dsframe.engines.library import deepspeed
+from dsframe.engines.deepspeed.imports import deepspeed
 from dsframe.errors import TaskError
 from dsframe.tasks import build
 from dsframe.tasks.language import LanguageTask
@@ -30,7 +30,7 @@ from dsframe.tasks.layers import Layer, Tied
 from dsframe.train import leave_at_once
 from tests.contract import Blobs, make, micro_batches
 from tests.engines.several import one_process_group, prepare
-from tests.pipeline_bubble import WAITING, idle_share
+from tests.pipeline_bubble import WAITING, idle_shares
 
 GPT = {"name": "language", "layers": 2, "heads": 2, "width": 16, "context": 8, "corpus": "synthetic", "samples": 64}
 FILE: dict[str, Any] = {
@@ -128,7 +128,7 @@ def built() -> dict[str, Any]:
     start, _ = prepare(FILE | {"pipeline": {"stages": 2}, "dsframe": {"task": task}}, "deepspeed")
     recorder = importlib.import_module("tests.engines.pipelines")  # this file, under the name that the task is found by
     engine: Any = start()
-    told = [json.loads(text) for text in share(engine, json.dumps(recorder.BUILT))]
+    told = [json.loads(text) for text in all_gather_text(engine, json.dumps(recorder.BUILT))]
     aliases = dict(engine.state().aliases)
     engine._engine.destroy()
     return {"layers": told, "bounds": engine._engine.module.parts, "aliases": aliases}
@@ -151,7 +151,7 @@ def names_and_weights() -> dict[str, Any]:
         "weights": all(torch.equal(told.parameter(name).weight, weight) for name, weight in own.items()),
         "buffers": {name: list(b.shape) for name, b in told.buffers().items()}
         == {name: list(b.shape) for name, b in model.named_buffers()},
-        "held": [int(text) for text in share(engine, str(held))],
+        "held": [int(text) for text in all_gather_text(engine, str(held))],
         "whole": sum(p.numel() for p in own.values()),
         "loss": float(result.loss),
     }
@@ -204,7 +204,7 @@ def not_finite() -> dict[str, Any]:
     result = engine.train_step(micro_batches(engine, 0))
     after = Snapshot(engine.state())
     same = all(torch.equal(before.parameter(n).weight, after.parameter(n).weight) for n in before.shapes)
-    said = [json.loads(text) for text in share(engine, json.dumps([result.skipped, same]))]
+    said = [json.loads(text) for text in all_gather_text(engine, json.dumps([result.skipped, same]))]
     inputs, targets = next(micro_batches(engine, 0))
     refused = ""
     try:
@@ -212,7 +212,7 @@ def not_finite() -> dict[str, Any]:
     except TaskError as error:
         refused = str(error)
     engine._engine.destroy()
-    return {"said": said, "refused": share(engine, refused)}
+    return {"said": said, "refused": all_gather_text(engine, refused)}
 
 
 def main(path: str) -> None:
@@ -228,7 +228,7 @@ def main(path: str) -> None:
         report["recomputed"] = recomputed()
         report["seeded"] = seeded()
         report["not finite"] = not_finite()
-        report["idle"] = idle_share(WAITING(stages=2, micro_batches=4))
+        report["idle"] = idle_shares(WAITING(stages=2, micro_batches=4))
         speaks = torch.distributed.get_rank() == 0
         if speaks:
             Path(path).write_text(json.dumps(report))

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import json
 import sys
+import time
 from pathlib import Path
 from typing import Any
 
@@ -27,13 +28,20 @@ ADAM = {
 SGD = {**ADAM, "gradient_clipping": 0, "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}}}
 BF16 = {"bf16": {"enabled": True}}
 FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
+SUM = {"gradient_allreduce_op": "sum"}
 STAGES = {"pipeline": {"stages": 2}}
-EVERY_2 = {"dsframe": {"parameter_averaging": {"every_steps": 2}}}
+EVERY_2 = {"dsframe": {"engine_options": {"every_steps": 2}}}
+ASYNC = "reference-async-parameter-server"
 AVERAGING = "reference-parameter-averaging"
 CASES: dict[str, tuple[str, dict[str, Any]]] = {
     "ddp": ("ddp", ADAM),
     "all-reduce": ("reference-allreduce", ADAM),
+    "ring": ("reference-ring", ADAM),
+    "ring sum": ("reference-ring", ADAM | SUM),
+    "ddp sum": ("ddp", ADAM | SUM),
     "server": ("reference-parameter-server", ADAM),
+    "async server": (ASYNC, ADAM),
+    "async server bf16": (ASYNC, ADAM | BF16),
     "model parallel": ("reference-model-parallel", ADAM | STAGES),
     "ddp bf16": ("ddp", ADAM | BF16),
     "server bf16": ("reference-parameter-server", ADAM | BF16),
@@ -45,8 +53,10 @@ CASES: dict[str, tuple[str, dict[str, Any]]] = {
 
 CONTRACTS: tuple[tuple[str, dict[str, Any]], ...] = (
     ("reference-allreduce", ADAM | FP16),
+    ("reference-ring", ADAM | FP16),
     (AVERAGING, ADAM | EVERY_2),
     ("reference-parameter-server", ADAM),
+    (ASYNC, ADAM),
     ("reference-model-parallel", ADAM | STAGES | FP16),
 )
 """Engines, and files on which they keep the rules of tests/contract.py."""
@@ -70,6 +80,34 @@ def apart(engine: Any) -> float:
     return float(engine.sum_over_ranks((weights - mean).abs().max().reshape(1)))
 
 
+def leave(engine: Any) -> None:
+    """**Collective.** Ends what an engine has beside the process group, which the next one needs."""
+    if hasattr(engine, "leave"):
+        engine.leave()
+
+
+def nobody_waits(folder: Path) -> dict[str, bool]:
+    """**Collective.** Each rank in turn trains while the other has not begun, which would end no synchronous training."""
+    engine, done = make(ADAM, ASYNC), {}
+    for first in range(engine.plan.world.size):
+        flag = folder / f"rank {first} has trained"
+        if engine.plan.world.rank == first:
+            steps_alone(engine)
+            flag.touch()
+        while not flag.exists():
+            time.sleep(0.01)
+        done[flag.name] = True
+        if engine.plan.world.rank != first:
+            steps_alone(engine)
+    leave(engine)
+    return done
+
+
+def steps_alone(engine: Engine) -> None:
+    for step in range(5):
+        engine.train_step(micro_batches(engine, step))
+
+
 def measure(name: str, file: dict[str, Any]) -> dict[str, Any]:
     """Five steps, their end kept, five more, back, the same five."""
     engine: Any = make(file, name)
@@ -83,6 +121,7 @@ def measure(name: str, file: dict[str, Any]) -> dict[str, Any]:
     )
     repeated = steps(engine, 5, 10)
     held = [kept.parameter(key) for key in kept.shapes]
+    leave(engine)
     return {
         "losses": losses + after,
         "repeated": repeated,
@@ -101,7 +140,9 @@ def main(path: str) -> None:
             made = make(file, name)
             for check in CHECKS:
                 check(made)
-        report = {case: measure(name, file) for case, (name, file) in CASES.items()}
+            leave(made)
+        report: dict[str, Any] = {case: measure(name, file) for case, (name, file) in CASES.items()}
+        report["nobody waits"] = nobody_waits(Path(path).parent)
         if torch.distributed.get_rank() == 0:
             Path(path).write_text(json.dumps(report))
 

@@ -12,9 +12,10 @@ import os
 import sys
 from pathlib import Path
 
-from dsframe import engines, optimizers, schedules, tasks
-from dsframe import world as worlds
+from dsframe import engines, tasks
+from dsframe.cluster import world as worlds
 from dsframe.config import Facts, load
+from dsframe.model import optimizers, schedules
 from dsframe.run import settle_threads
 
 
@@ -24,9 +25,9 @@ def main(path: str) -> None:
     import torch
 
     from dsframe.checkpoint.state import Snapshot
+    from dsframe.cluster.process_group import device_of
     from dsframe.data import Loader
     from dsframe.engine import Plan
-    from dsframe.process_group import device_of
 
     torch.set_num_threads(1)
     task = tasks.build(config.settings.task, 0)

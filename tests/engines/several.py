@@ -13,11 +13,13 @@ from unittest import mock
 
 import torch.distributed as dist
 
-from dsframe import engines, optimizers, process_group, schedules, tasks, world
+from dsframe import engines, tasks
+from dsframe.cluster import process_group, world
+from dsframe.cluster.process_group import device_of
 from dsframe.config import Facts, load
 from dsframe.data import Loader
 from dsframe.engine import Engine, Plan
-from dsframe.process_group import device_of
+from dsframe.model import optimizers, schedules
 
 _open = process_group.open_process_group
 

@@ -14,7 +14,7 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from dsframe import world as worlds
+from dsframe.cluster import world as worlds
 from dsframe.run import settle_threads
 
 GPT = {"name": "language", "layers": 2, "heads": 2, "width": 32, "context": 16, "corpus": "synthetic", "samples": 64}
@@ -87,7 +87,7 @@ def main(report: Path) -> None:
     import torch
 
     from dsframe.checkpoint.state import Snapshot
-    from dsframe.report.communication import Communication
+    from dsframe.observe.communication import Communication
     from tests.engines.several import one_process_group, prepare
 
     torch.set_num_threads(1)

@@ -17,16 +17,17 @@ from unittest import mock
 
 import torch
 
-from dsframe import engines, optimizers, schedules, tasks
-from dsframe import world as worlds
+from dsframe import engines, tasks
 from dsframe.checkpoint.state import Snapshot
+from dsframe.cluster import world as worlds
+from dsframe.cluster.process_group import device_of
 from dsframe.config import Facts, load
 from dsframe.data import Loader
 from dsframe.engine import Engine, Plan
-from dsframe.engines.library import groups
-from dsframe.engines.partition import Kept, Parts
+from dsframe.engines.deepspeed.imports import groups
+from dsframe.engines.deepspeed.partition import Kept, Parts
 from dsframe.errors import EngineError
-from dsframe.process_group import device_of
+from dsframe.model import optimizers, schedules
 from dsframe.train import leave_at_once
 from tests.engines.several import one_process_group
 

@@ -2,23 +2,46 @@
 
 from __future__ import annotations
 
+import functools
 from pathlib import Path
+from typing import Any
 
 import pytest
 
-from dsframe.report.compare import table
-from dsframe.report.record import read_summary
+from dsframe.run_dir.record import read_summary
+from dsframe.tools.compare import table
 from tests.processes import deepspeed, horovodrun, run_ranks
 
+LAUNCH = {"deepspeed": deepspeed, "horovod": horovodrun}
 
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return tmp_path_factory.mktemp("accuracy")
+
+
+@functools.cache
+def trained(name: str, folder: Path) -> dict[str, Any]:
+    """The summary of the default file's training, once for each engine."""
+    command = LAUNCH[name](2, ["-m", "dsframe.train", "--run-dir", name])
+    run_ranks(command, cwd=folder, timeout_seconds=800).check()
+    return read_summary(folder / name)
+
+
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", ["deepspeed", pytest.param("horovod", marks=pytest.mark.long)])
+def test_the_default_file(name: str, folder: Path) -> None:
+    summary = trained(name, folder)
+    assert summary["engine"] == name
+    assert summary["metrics"]["accuracy"] >= 0.90
+
+
+@pytest.mark.long
 @pytest.mark.timeout(1700)
-def test_the_default_file_on_both_engines(tmp_path: Path) -> None:
-    for name, launch in (("deepspeed", deepspeed), ("horovod", horovodrun)):
-        run_ranks(launch(2, ["-m", "dsframe.train", "--run-dir", name]), cwd=tmp_path, timeout_seconds=800).check()
-        summary = read_summary(tmp_path / name)
-        assert summary["engine"] == name
-        assert summary["metrics"]["accuracy"] >= 0.90
-    text = table({name: [tmp_path / name] for name in ("deepspeed", "horovod")})
+def test_the_table_compares_both_engines(folder: Path) -> None:
+    for name in LAUNCH:
+        trained(name, folder)
+    text = table({name: [folder / name] for name in LAUNCH})
     assert "DeepSpeed ZeRO-3" in text
     assert "Horovod" in text
     for row in ("loss at step 2,344", "evaluation accuracy", "samples/s", "peak memory per rank"):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from dsframe.collectives import LATENCY_BYTES, SIZES_BYTES, measure
+from dsframe.tools.collectives import LATENCY_BYTES, SIZES_BYTES, measure
 
 
 @pytest.mark.parametrize(("transport", "collectives"), [("gloo", 5), ("horovod-gloo", 4)])

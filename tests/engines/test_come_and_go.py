@@ -52,7 +52,12 @@ def resumed(folder: Path) -> list[float]:
 
 @pytest.mark.parametrize(
     ("stage", "more", "tolerance"),
-    [(0, {}, 1e-6), (2, {}, 1e-6), (3, {}, 1e-6), (0, {"bf16": {"enabled": True}}, 5e-3)],
+    [
+        pytest.param(0, {}, 1e-6, marks=pytest.mark.long),
+        (2, {}, 1e-6),
+        (3, {}, 1e-6),
+        (0, {"bf16": {"enabled": True}}, 5e-3),
+    ],
     ids=["zero0", "zero2", "zero3", "zero0-bf16"],
 )
 def test_a_deepspeed_run_goes_on_in_dsframe(
@@ -75,7 +80,7 @@ FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 6, "los
 
 @pytest.mark.parametrize(
     ("stage", "more", "tolerance"),
-    [(2, {}, 1e-6), (3, {}, 1e-6), (1, FP16, 5e-3)],
+    [pytest.param(2, {}, 1e-6, marks=pytest.mark.long), (3, {}, 1e-6), (1, FP16, 5e-3)],
     ids=["zero2", "zero3", "zero1-fp16"],
 )
 def test_a_dsframe_run_goes_on_in_deepspeed(

@@ -63,7 +63,11 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
 }
 
 
-@pytest.mark.parametrize("case", CASES)
+LONG = {"horovod bf16", "ddp fp16", "single bf16"}
+"""Replicas in a format that another of them has."""
+
+
+@pytest.mark.parametrize("case", [pytest.param(case, marks=pytest.mark.long if case in LONG else ()) for case in CASES])
 def test_contract(case: str, tmp_path: Path) -> None:
     engine, processes, changes = CASES[case]
     file = tmp_path / "config.json"

@@ -33,7 +33,7 @@ def test_a_working_machine(tmp_path: Path) -> None:
         assert f"  ok  {name}" in text, text
     left = lines[lines.index("left by old runs") + 1]
     if "buffers of killed runs" not in left:  # another run's, on a shared machine
-        assert left == "  ok  no stale build locks, no buffers in /dev/shm, nothing swapped out by a killed run"
+        assert left == "  ok  no stale build locks, no buffers in /dev/shm, no offloaded state of killed runs"
         assert code == 0
 
 

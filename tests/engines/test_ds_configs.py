@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from dsframe.config import find, load
-from dsframe.report.compare import losses
-from dsframe.report.record import read_summary
+from dsframe.run_dir.record import read_summary
+from dsframe.tools.compare import losses
 from tests.processes import COMPILING_SECONDS, REPOSITORY, deepspeed, horovodrun, run_ranks, torchrun, warm
 
 FILES = sorted(path.name for path in (REPOSITORY / "ds_configs").glob("*.json") if ".schema." not in path.name)
@@ -30,7 +30,8 @@ def test_the_files_are_there() -> None:
 )
 def test_it_trains(name: str, tmp_path: Path) -> None:
     engine = load(name).settings.engine
-    options = ["-m", "dsframe.train", "--config", name, "--run-dir", str(tmp_path), "--set", f"dsframe.steps={STEPS}"]
+    module = "dsframe.train" if name in LAUNCH else "tests.engines.briefly"
+    options = ["-m", module, "--config", name, "--run-dir", str(tmp_path), "--set", f"dsframe.steps={STEPS}"]
     options += ["--set", "dsframe.task.samples=512", "--set", "dsframe.measure_communication=true"]
     command = LAUNCH.get(name, warm)(1 if engine == "single" else 2, options)
     finished = run_ranks(command, timeout_seconds=COMPILING_SECONDS if "nvme" in name else 590).check()

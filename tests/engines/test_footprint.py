@@ -6,9 +6,9 @@ import pytest
 
 from dsframe import tasks
 from dsframe.config import load
-from dsframe.plan.hardware import TABLE
-from dsframe.plan.predict import predict
-from dsframe.plan.trace import traced
+from dsframe.tools.plan.hardware import TABLE
+from dsframe.tools.plan.predict import predict
+from dsframe.tools.plan.trace import traced
 from tests import footprint
 from tests.footprint import OFF, Measured, measure
 

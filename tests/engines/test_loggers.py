@@ -15,8 +15,9 @@ from typing import Any
 
 import pytest
 
+from dsframe.cli import main
 from dsframe.config import load
-from dsframe.report.runs import read_run
+from dsframe.tools.report.runs import read_run
 from tests.processes import horovodrun, run_ranks, torchrun
 
 STEPS, BATCH = 4, 8
@@ -64,7 +65,7 @@ def file(folder: Path, engine: str, more: dict[str, Any]) -> Path:
     return path
 
 
-@pytest.mark.parametrize("case", CASES)
+@pytest.mark.parametrize("case", [pytest.param("zero2", marks=pytest.mark.long), "pipeline", "horovod"])
 def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None:
     engine, more = CASES[case]
     path = file(tmp_path, engine, more)
@@ -98,7 +99,7 @@ def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None
     assert run.origin["versions"]["torch"]
     assert run.origin["versions"]["dsframe"]
     assert [name for name, _ in run.checkpoints] == [f"step-{STEPS:08}"]
-    assert run.summary["predicted"]["sent_bytes_per_step"]
+    assert run.predicted["sent_bytes_per_step"]
     spent = run.summary["startup_seconds"]
     assert list(spent) == [
         "python", "imports", "data", "engine's imports", "process group", "engine", "records", "trial of evaluation", "first step",
@@ -107,6 +108,9 @@ def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None
     assert spent["first step"] == pytest.approx(run.summary["first_step_seconds"], abs=0.5)
     assert spent in [record.get("startup_seconds") for record in run.records], "known while the run goes on"
     assert load(tmp_path / "run" / "config.json").digest == run.summary["config_digest"]
+    assert f"dsframe report {tmp_path / 'run'}" in finished.output, "the next command"
+    assert not (tmp_path / "run" / "report.html").exists(), "a run writes its record, and the command makes the page"
+    assert main(["report", str(tmp_path / "run")]) == 0
     assert f"step-{STEPS:08}" in (tmp_path / "run" / "report.html").read_text()
     written = [path for path in (tmp_path / "run").rglob("*") if path.is_file()]
     assert {"manifest.json", "run.json", "config.json"} <= {path.name for path in written}

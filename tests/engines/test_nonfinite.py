@@ -15,7 +15,7 @@ import torch
 import dsframe
 from dsframe.data.sampler import Sampler
 from dsframe.errors import CheckpointError, TrainingError
-from dsframe.report.record import read_metrics, read_summary
+from dsframe.run_dir.record import read_metrics, read_summary
 from tests.engines.nan_task import BROKEN, OneBrokenSample
 from tests.processes import Finished, run_ranks, warm
 
@@ -105,7 +105,7 @@ def test_without_skipping_every_engine_stops_and_says_what_is_broken(jobs: Path)
             after = (
                 "every parameter is finite"
                 if case in LOOK_BY_THEMSELVES
-                else "4 of 4 parameters are not finite by now, the first is 0."
+                else "4 of 4 parameters are not finite now, the first is 0."
             )
             assert after in text, (case, text)
             curve = losses(jobs / f"{processes}" / case / "stop")

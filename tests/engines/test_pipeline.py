@@ -78,5 +78,5 @@ def test_stages_leave_an_update_out_together_and_refuse_together(report: Any) ->
 
 
 def test_stages_wait_as_long_as_the_schedule_makes_them(report: Any) -> None:
-    """On a busy machine sleeping takes longer, and so does a message; never shorter."""
-    assert formula(2, 4) - 0.01 < report["idle"] < formula(2, 4) + 0.2
+    """On a busy machine sleeping takes longer, and so does a message; never shorter. So the least disturbed step counts."""
+    assert formula(2, 4) - 0.01 < min(report["idle"]) < formula(2, 4) + 0.2

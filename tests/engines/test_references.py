@@ -27,6 +27,8 @@ def largest(left: list[float], right: list[float]) -> float:
     ("case", "other", "bound"),
     [
         ("all-reduce", "ddp", 1e-6),
+        ("ring", "ddp", 1e-6),
+        ("ring sum", "ddp sum", 1e-6),
         ("server", "ddp", 1e-6),
         ("model parallel", "ddp", 1e-6),
         ("server bf16", "ddp bf16", 5e-4),
@@ -40,6 +42,28 @@ def test_the_same_training(report: dict[str, Any], case: str, other: str, bound:
     for left, right in zip(mine["state"], theirs["state"], strict=True):
         assert largest(left, right) <= 10 * bound
     assert mine["losses"][-1] < 0.8 * mine["losses"][0]
+
+
+@pytest.mark.parametrize("ranks", [1, 3])
+def test_the_ring_adds_up_what_torchs_all_reduce_does(ranks: int) -> None:
+    finished = run_ranks(warm(ranks, ["-m", "tests.engines.ring"]), timeout_seconds=60).check()
+    assert f"equal: 6 sizes on {ranks} ranks" in finished.stdout
+
+
+@pytest.mark.parametrize(("case", "other"), [("async server", "ddp"), ("async server bf16", "ddp bf16")])
+def test_the_asynchronous_server_trains_in_its_own_way(report: dict[str, Any], case: str, other: str) -> None:
+    mine, theirs = report[case], report[other]
+    assert mine["losses"][-1] < 0.8 * mine["losses"][0]
+    assert largest(mine["losses"], theirs["losses"]) > 1e-3
+    assert [name for name, _, _ in mine["names"]] == [name for name, _, _ in theirs["names"]]
+    assert [moments for _, moments, _ in mine["names"]] == [moments for _, moments, _ in theirs["names"]]
+    steps = {key: value for _, _, scalars in mine["names"] for key, value in scalars.items()}
+    assert steps["step"] == 2 * 5, "each of two workers made five updates before the state was taken"
+    assert mine["read_back"] == 0.0
+
+
+def test_nobody_waits_for_a_worker(report: dict[str, Any]) -> None:
+    assert report["nobody waits"] == {"rank 0 has trained": True, "rank 1 has trained": True}
 
 
 def test_averaging_is_another_training_for_adam(report: dict[str, Any]) -> None:
@@ -60,7 +84,14 @@ def test_the_server_alone_keeps_the_optimizers_state(report: dict[str, Any]) -> 
 
 @pytest.mark.parametrize(
     ("case", "bound"),
-    [("all-reduce", 0.0), ("server", 0.0), ("model parallel", 0.0), ("server bf16", 0.0), ("averaging sgd", 1e-6)],
+    [
+        ("all-reduce", 0.0),
+        ("ring", 0.0),
+        ("server", 0.0),
+        ("model parallel", 0.0),
+        ("server bf16", 0.0),
+        ("averaging sgd", 1e-6),
+    ],
 )
 def test_state_goes_out_and_in_again(report: dict[str, Any], case: str, bound: float) -> None:
     assert report[case]["read_back"] == 0.0

@@ -12,7 +12,7 @@ from safetensors.torch import load_file
 
 from dsframe.checkpoint import export
 from dsframe.errors import TaskError
-from dsframe.report.compare import losses
+from dsframe.tools.compare import losses
 from tests.engines.norm_task import Normed
 from tests.processes import horovodrun, run_ranks, warm
 

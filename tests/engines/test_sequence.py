@@ -13,7 +13,7 @@ from torch import nn
 
 from dsframe import tasks
 from dsframe.config import load
-from dsframe.engines.sequence import Slices
+from dsframe.engines.deepspeed.sequence import Slices
 from dsframe.errors import EngineError, TaskError
 from tests import equivalence
 from tests.equivalence import SINGLE, Case, switched, zero
@@ -63,7 +63,7 @@ def test_a_rank_takes_its_slice_of_everything(slices: Slices) -> None:
 
 @pytest.mark.parametrize("shape", [(4,), (4, 5)])
 def test_what_has_no_equal_slices_is_refused(slices: Slices, shape: tuple[int, ...]) -> None:
-    with pytest.raises(EngineError, match="2 ranks cannot share a tensor of shape"):
+    with pytest.raises(EngineError, match="2 ranks cannot slice a tensor of shape"):
         slices.cut((torch.zeros(4, 6), torch.zeros(shape)))
 
 
@@ -72,7 +72,7 @@ def test_what_has_no_equal_slices_is_refused(slices: Slices, shape: tuple[int, .
     [
         ({"name": "language", "heads": 3, "width": 12}, "heads 3 is not divisible by sequence_parallel_size 2"),
         ({"name": "language", "context": 31}, "context 31 is not divisible by sequence_parallel_size 2"),
-        ({"name": "vision"}, "VisionTask does not say how its model shares sequences"),
+        ({"name": "vision"}, r"VisionTask has no share_sequences\(\)"),
     ],
 )
 def test_models_that_cannot(section: dict[str, Any], message: str) -> None:

@@ -12,9 +12,9 @@ import torch
 from torch import nn
 
 from dsframe.checkpoint.state import EngineState, ParameterState, Snapshot
-from dsframe.engines import state_tensor
-from dsframe.engines.state_tensor import Cut, Shares
-from dsframe.engines.tensor import cuts, prepare
+from dsframe.engines.deepspeed import state_tensor
+from dsframe.engines.deepspeed.state_tensor import Cut, Shares
+from dsframe.engines.deepspeed.tensor import completed, cuts
 from dsframe.errors import CheckpointError, EngineError
 from dsframe.tasks import _transformers
 from tests.engines.tensor import CASES, LLAMA, RECOMPUTED
@@ -43,7 +43,7 @@ def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any
 def test_several_ranks_are_one_process(case: str, reports: dict[str, dict[str, Any]]) -> None:
     report = reports[case]
     noise = BF16_NOISE if "bf16" in case else NOISE
-    assert ("layers cut among 2 ranks" in report["description"]) != ("whole" in case)
+    assert ("tensor parallel, 2 ranks" in report["description"]) != ("whole" in case)
     assert report["before"] == 0.0
     assert distance(report["alone"], report["cut"], 0) < noise["loss"]
     assert report["alone"][-1][0] < 0.98 * report["alone"][0][0], "it has learned something"
@@ -116,9 +116,7 @@ def test_state_that_is_no_share_cannot_be_made_whole() -> None:
 
 def told(model: nn.Module, size: int, **section: Any) -> dict[str, Any]:
     batch, task = SimpleNamespace(tensor_parallel_size=size), SimpleNamespace(partition_config=None)
-    document = {"autotp_size": size, **section}
-    prepare(document, model, SimpleNamespace(batch=batch, task=task))  # type: ignore[arg-type]
-    return document
+    return completed({"autotp_size": size, **section}, model, SimpleNamespace(batch=batch, task=task))  # type: ignore[arg-type]
 
 
 def transformer(**settings: Any) -> nn.Module:
@@ -130,18 +128,22 @@ def test_who_says_how_a_model_is_cut() -> None:
     assert told(transformer(), 2) == {"autotp_size": 2, "vocab_parallel_lm_head": False}
     plain = nn.Sequential(nn.Linear(2, 2))
     assert "partition_config" in told(plain, 2, partition_config={"layer_specs": []})
-    with pytest.raises(EngineError, match=r'nothing says how to cut a Sequential; say in "tensor_parallel"'):
+    with pytest.raises(EngineError, match=r'nothing says how to shard a Sequential; say in "tensor_parallel"'):
         told(plain, 2)
     gpt2 = {"model_type": "gpt2", "n_embd": 32, "n_layer": 1, "n_head": 4}
     config = _transformers.configure("AutoModelForCausalLM", gpt2, {"vocab_size": 256})
-    with pytest.raises(EngineError, match="nothing says how to cut a GPT2LMHeadModel"):
+    with pytest.raises(EngineError, match="nothing says how to shard a GPT2LMHeadModel"):
         told(_transformers.build("AutoModelForCausalLM", config, None), 2)
-    with pytest.raises(EngineError, match=r"cuts a MixtralForCausalLM in ways unknown to DeepSpeed \(.*packed_colwise"):
+    with pytest.raises(
+        EngineError, match=r"shards a MixtralForCausalLM in ways unknown to DeepSpeed \(.*packed_colwise"
+    ):
         told(transformer(model_type="mixtral", num_local_experts=2), 2)
     with pytest.raises(EngineError, match="num_key_value_heads 2 is not divisible by autotp_size 4; choose another"):
         told(transformer(), 4)
 
 
 def test_nothing_that_is_cut_is_a_mistake() -> None:
-    with pytest.raises(EngineError, match="no layer matches partition_config, so nothing is cut; mend its patterns"):
+    with pytest.raises(
+        EngineError, match="no layer matches partition_config, so nothing is sharded; correct its patterns"
+    ):
         cuts(nn.Linear(2, 2))

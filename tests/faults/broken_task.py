@@ -10,7 +10,7 @@ from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
 from dsframe import Task
-from dsframe.report import watchdog
+from dsframe.guard import watchdog
 
 
 class BrokenTask(Task):

@@ -11,7 +11,7 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset, Subset, TensorDataset
 
 from dsframe import Task
-from dsframe.report.outcome import reporter
+from dsframe.run_dir.outcome import reporter
 
 
 class SlowTask(Task):

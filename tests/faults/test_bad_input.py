@@ -6,17 +6,16 @@ import re
 import struct
 from collections.abc import Callable
 from pathlib import Path
-from typing import get_args
 
 import pytest
 
-from dsframe.config.settings import EngineName
+from dsframe.engines import TABLE
 from tests.faults.environments import environment_without
 from tests.processes import REPOSITORY, Finished, Running, deepspeed, horovodrun, python, run_ranks, torchrun
 
 TRAIN = ["-m", "dsframe.train", "--set", "dsframe.steps=2"]
 SYNTHETIC = ["--set", "dsframe.task.dataset=synthetic", "--set", "dsframe.task.samples=256"]
-*OTHERS, LAST = get_args(EngineName)
+*OTHERS, LAST = ["auto", *TABLE]
 ENGINES = ", ".join(f'"{name}"' for name in OTHERS) + f' or "{LAST}"'
 OWN_TASK = '{"name": "tests.faults.broken_task:BrokenTask"}'
 
@@ -29,7 +28,7 @@ def said(finished: Finished) -> str:
     """The one message of a refused run."""
     assert "Traceback" not in finished.output, str(finished)
     assert finished.stdout == ""
-    return finished.stderr.removeprefix("dsframe: ").rstrip("\n")
+    return finished.stderr.removeprefix("dsframe: error: ").rstrip("\n")
 
 
 @pytest.mark.parametrize(
@@ -37,18 +36,18 @@ def said(finished: Finished) -> str:
     [
         (
             '{"train_batch_size": 8, "zero_optimisation": {"stage": 1}}',
-            'my.json:1:25: zero_optimisation: unknown key; did you mean "zero_optimization"?',
+            'my.json:1:25: error: zero_optimisation: unknown key; did you mean "zero_optimization"? [unknown-key]',
         ),
         (
             '{"train_batch_size": "8"}',
-            'my.json:1:22: train_batch_size: "8" must be a whole number; write 8 without quotes',
+            'my.json:1:22: error: train_batch_size: "8" must be a whole number; write 8 without quotes [type]',
         ),
         (
             '{"train_batch_size": 8,\n "dsframe": {"engine": "horovodd"}}',
-            'my.json:2:24: dsframe.engine: "horovodd" must be ' + ENGINES + '; did you mean "horovod"?',
+            'my.json:2:24: error: dsframe.engine: "horovodd" must be ' + ENGINES + '; did you mean "horovod"? [value]',
         ),
-        ('{"train_batch_size": 8,', 'my.json:1:1: "{" is never closed; add the missing }'),
-        ("train", "my.json:1:1: expected a key and ':', found 'train'; check quotes and commas"),
+        ('{"train_batch_size": 8,', 'my.json:1:1: error: "{" is never closed; add the missing } [syntax]'),
+        ("train", "my.json:1:1: error: expected a key and ':', found 'train'; check quotes and commas [syntax]"),
     ],
     ids=["unknown key", "wrong type", "unknown engine", "not closed", "not JSON"],
 )
@@ -62,7 +61,10 @@ def test_configuration(tmp_path: Path, text: str, message: str) -> None:
 def test_missing_file(tmp_path: Path) -> None:
     finished = train(tmp_path, "--config", "nowhere.json")
     known = sorted(path.name for path in (REPOSITORY / "ds_configs").glob("*.json") if "schema" not in path.name)
-    assert said(finished) == f"nowhere.json: no such file, here or in ds_configs/; there are {', '.join(known)}"
+    assert (
+        said(finished)
+        == f"nowhere.json: error: no such file, here or in ds_configs/; choose from {', '.join(known)} [missing-file]"
+    )
     assert finished.returncode == 2
 
 
@@ -86,7 +88,7 @@ def test_data_folder_missing(tmp_path: Path) -> None:
     finished = train(tmp_path, "--config", "single.json", "--set", f"dsframe.task.data_dir={folder}")
     assert said(finished) == (
         f"fashion-mnist: the data folder {folder} does not exist; "
-        f'run "python -m dsframe.data.fetch fashion-mnist --to {folder}"'
+        f'run "python -m dsframe.data.fetch fashion-mnist --to {folder}" [data]'
     )
     assert finished.returncode == 6
 
@@ -99,8 +101,8 @@ def test_data_truncated(tmp_path: Path) -> None:
     images = raw / "train-images-idx3-ubyte"
     finished = train(tmp_path, "--config", "single.json", "--set", f"dsframe.task.data_dir={tmp_path}")
     assert said(finished) == (
-        f"{images}: truncated or damaged: its header makes it 60000 x 28 x 28, 47,040,016 bytes, but it has 1,000,000; "
-        "delete it and fetch it again"
+        f"{images}: truncated or damaged: its header says 60000 x 28 x 28, 47,040,016 bytes, but it has 1,000,000; "
+        "delete it and fetch it again [data]"
     )
     assert finished.returncode == 6
 
@@ -133,7 +135,10 @@ def test_task_that_cannot_be_used(tmp_path: Path, name: str, message: str) -> No
 
 def test_units_that_the_model_does_not_have(tmp_path: Path) -> None:
     finished = train(tmp_path, "--config", "fsdp.json", "--set", 'dsframe.fsdp.wrap=["Blok"]', *SYNTHETIC)
-    assert said(finished) == "fsdp.wrap: this model has no Blok; it has Sequential (4), Conv2d (3), Linear (2)"
+    assert (
+        said(finished)
+        == "fsdp.wrap: this model has no Blok; it has Sequential (4), Conv2d (3), Linear (2) [engine-unavailable]"
+    )
     assert finished.returncode == 4
 
 
@@ -155,7 +160,7 @@ def test_two_jobs_on_one_port(tmp_path: Path) -> None:
         env={"FAULT": "none"},
         while_running=start_second,
     )
-    message = f"dsframe: port {port} on 127.0.0.1 is in use, perhaps by another job; choose another: "
+    message = f"dsframe: error: port {port} on 127.0.0.1 is in use, perhaps by another job; choose another: "
     assert second[0].output.count(message) == 1, str(second[0])
     assert second[0].returncode == 3
 
@@ -171,12 +176,14 @@ def test_without_deepspeed(tmp_path: Path) -> None:
     )
     refused = train(tmp_path, *arguments, "--set", "dsframe.fallback=error", PATH=path)
     assert said(refused) == (
-        'deepspeed is not installed and the file says "fallback": "error"; run make setup, or: pip install deepspeed'
+        'deepspeed is not installed and the file says "fallback": "error"; run make setup, or: pip install deepspeed '
+        "[engine-unavailable]"
     )
     assert refused.returncode == 4
     named = train(tmp_path, *arguments, "--engine", "deepspeed", PATH=path)
     assert said(named) == (
-        'engine "deepspeed" needs the package deepspeed, which is not installed; run make setup, or: pip install deepspeed'
+        'engine "deepspeed" needs the package deepspeed, which is not installed; run make setup, or: pip install deepspeed '
+        "[engine-unavailable]"
     )
     assert named.returncode == 4
 
@@ -195,6 +202,7 @@ def test_without_deepspeed_and_horovod(tmp_path: Path) -> None:
     )
     named = train(tmp_path, *arguments, "--engine", "horovod", PATH=path)
     assert said(named) == (
-        'engine "horovod" needs the package horovod, which is not installed; run make setup, or: pip install horovod'
+        'engine "horovod" needs the package horovod, which is not installed; run make setup, which builds it '
+        "(pip install horovod does not build against current torch) [engine-unavailable]"
     )
     assert named.returncode == 4

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from dsframe.report.record import read_metrics, read_summary
+from dsframe.run_dir.record import read_metrics, read_summary
 from tests.processes import Running, environment, free_port, python, run_ranks
 
 STEPS = 100
@@ -69,7 +69,9 @@ def test_horovod_trains_on_in_place(tmp_path: Path) -> None:
     command = ["horovodrun", "-np", "2", *elastic, "python", *TRAIN, "run", "--engine", "horovod"]
     finished = run_ranks(command, cwd=tmp_path, env=SLOWLY, timeout_seconds=240, while_running=disturb).check()
     assert "going on after step 10 from memory" in finished.output, finished
-    assert "3 processes cannot share a batch of 8: 2 do, 1 count for nothing until others come or go" in finished.output
+    assert (
+        "3 processes cannot divide a batch of 8: 2 train, 1 stay in step but contribute no gradients" in finished.output
+    )
     assert read_summary(tmp_path / "run")["world_size"] == 3
     check_undisturbed(tmp_path)
 

@@ -45,6 +45,6 @@ def test_a_rank_that_hangs_while_it_is_set_up_is_named(tmp_path: Path) -> None:
     started = ranks((0, 1), 2, {0: options, 1: options})
     finished = run_ranks(started, cwd=tmp_path, env={"FAULT": "build"}, timeout_seconds=90)
     assert finished.returncode == 9, finished
-    assert "the run hangs before its first step, while it is set up: nothing has happened for" in finished.stderr
+    assert "the run hangs before its first step, while it is set up: no progress for" in finished.stderr
     assert "rank 0 waits in " in finished.stderr
     assert "rank 1 IS MISSING there: it is in model, broken_task.py:" in finished.stderr

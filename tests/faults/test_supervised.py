@@ -7,7 +7,7 @@ import re
 import signal
 from pathlib import Path
 
-from dsframe.report.record import read_summary
+from dsframe.run_dir.record import read_summary
 from tests.processes import Running, run_ranks
 
 DSFRAME = ["python", "-m", "dsframe.cli"]
@@ -45,8 +45,8 @@ def test_a_killed_rank_starts_again_and_a_stopped_run_does_not(tmp_path: Path) -
     typed = launch("-np", "2", "--engine", "ddp", "--restarts", "3")
     finished = run_ranks(typed, cwd=tmp_path, timeout_seconds=200, while_running=disturb)
     assert finished.returncode == 75, finished
-    assert finished.output.count("starting again in 0 s (1 of 3)") == 1
-    assert "a process was killed, or ended without a word" in finished.output
+    assert finished.output.count("restarting in 0 s (1 of 3)") == 1
+    assert "a process was killed, or ended without a message" in finished.output
     run_ranks(
         launch("-np", "1", "--engine", "single", "--resume", "auto"), cwd=tmp_path, env=QUICK, timeout_seconds=90
     ).check()

@@ -15,12 +15,12 @@ from typing import Any
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from dsframe.config.docs import sections
-from dsframe.config.fix import fix
 from dsframe.config.load import Examined, examine
-from dsframe.config.reader import ReadError, read
-from dsframe.config.render import resolved
+from dsframe.config.read.reader import ReadError, read
+from dsframe.config.resolve.render import resolved
 from dsframe.errors import ConfigError
+from dsframe.tools.fix import fix
+from dsframe.tools.schema import sections
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 PUBLIC = sorted((REPOSITORY.parent / "shared" / "public_ds_configs").glob("*.json"))

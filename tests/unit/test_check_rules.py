@@ -9,8 +9,8 @@ from typing import Any
 
 import pytest
 
-from dsframe.config import rules_system
 from dsframe.config.load import examine
+from dsframe.config.rules import system
 
 
 def zero(stage: int, **keys: Any) -> dict[str, Any]:
@@ -273,7 +273,7 @@ def test_a_file_that_names_code_says_so() -> None:
 
 def test_gpu_direct_storage_needs_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     text = json.dumps({"train_batch_size": 8, "aio": {"use_gds": True}})
-    monkeypatch.setattr(rules_system, "NVIDIA_DRIVER", tmp_path / "absent")
+    monkeypatch.setattr(system, "NVIDIA_DRIVER", tmp_path / "absent")
     assert [problem.path for problem in examine(text, "x.json").problems] == ["aio.use_gds"]
-    monkeypatch.setattr(rules_system, "NVIDIA_DRIVER", tmp_path)
+    monkeypatch.setattr(system, "NVIDIA_DRIVER", tmp_path)
     assert examine(text, "x.json").problems == ()

@@ -101,9 +101,9 @@ def test_a_best_by_a_metric_that_nobody_reports_is_said_once(tmp_path: Path) -> 
     saving._retention = Retention(last=1, best="acuracy:max")
     for step in (1, 2, 3):
         saving.save(step, loss=None, evaluation={} if step == 1 else {"accuracy": 0.5})
-    warned = [line for line in said if "WARNING" in line]
+    warned = [line for line in said if "warning" in line]
     assert warned == [
-        "WARNING: keep_best: the evaluation has no acuracy, so no checkpoint is kept for it (it has accuracy)"
+        "warning: keep_best: the evaluation has no acuracy, so no checkpoint is kept for it; choose from accuracy"
     ]
 
 
@@ -201,8 +201,8 @@ def test_a_directory_that_is_away_hides_no_reason(tmp_path: Path, monkeypatch: p
     with pytest.raises(CheckpointError) as raised:
         saving.save(1, loss=None, evaluation={})
     assert str(raised.value) == (
-        f"the checkpoint of step 1 cannot be written: rank 0: {tmp_path}: Stale file handle; whether there is an earlier one "
-        "cannot be seen: Stale file handle"
+        f"the checkpoint of step 1 cannot be written: rank 0: {tmp_path}: Stale file handle; the folder with earlier ones "
+        "cannot be read: Stale file handle"
     )
 
 

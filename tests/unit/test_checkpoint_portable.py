@@ -22,7 +22,6 @@ from dsframe import tasks
 from dsframe.checkpoint import export, generators, portable, store
 from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.resume import differences, refuse
-from dsframe.checkpoint.share import failures, share
 from dsframe.checkpoint.state import (
     EngineState,
     LossScaleState,
@@ -33,9 +32,12 @@ from dsframe.checkpoint.state import (
     split,
 )
 from dsframe.checkpoint.store import Store
-from dsframe.config import load, rules_checkpoints
+from dsframe.cluster.exchange import all_gather_text, failures
+from dsframe.config import load
+from dsframe.config.rules import checkpoints
 from dsframe.data import Loader
-from dsframe.engines import state_flat, state_replica
+from dsframe.engines import state_replica
+from dsframe.engines.deepspeed import state_flat
 from dsframe.errors import CheckpointError, ConfigError
 
 
@@ -134,7 +136,7 @@ def test_every_kind_of_tensor_is_what_safetensors_reads(tmp_path: Path) -> None:
     for name, place in json.loads(content[8 : 8 + length]).items():  # aligned, for who maps the file
         assert (8 + length + place["data_offsets"][0]) % tensors[name].element_size() == 0, name
     assert (entry.bytes, entry.xxh3_128) == (len(content), xxhash.xxh3_128_hexdigest(content))
-    with pytest.raises(CheckpointError, match=r"z: a checkpoint cannot hold torch\.complex128"):
+    with pytest.raises(CheckpointError, match=r"z: checkpoints do not support torch\.complex128"):
         portable.write_tensors(tmp_path / "other", {"z": torch.zeros(1, dtype=torch.complex128)})
 
 
@@ -231,7 +233,7 @@ class Room:
 
 @pytest.mark.parametrize("texts", [["", ""], ["a", ""], ["", "é€𝄞" * 50, "x" * 4001], ["\x00\xff", "abcd"]])
 def test_all_ranks_hear_all(texts: list[str]) -> None:
-    heard = Room(len(texts)).run(lambda ranks: share(ranks, texts[ranks.plan.world.rank]))
+    heard = Room(len(texts)).run(lambda ranks: all_gather_text(ranks, texts[ranks.plan.world.rank]))
     assert heard == [texts] * len(texts)
 
 
@@ -245,7 +247,7 @@ def test_another_model_is_named() -> None:
     with pytest.raises(CheckpointError) as raised:
         compare("parameter", own, saved)
     assert str(raised.value) == (
-        "the checkpoint is of another model (parameters differ): new is new; old is gone; "
+        "the checkpoint belongs to another model (parameters differ): new is new; old is gone; "
         "a has shape [2, 3], saved [3, 2]"
     )
     many = {f"layer.{i}": (1,) for i in range(9)}
@@ -288,7 +290,7 @@ def test_weights_leave_in_one_file(tmp_path: Path, to: str, dtype: str) -> None:
         assert torch.equal(found[one.name], one.weight.to(getattr(torch, dtype)))
     assert torch.equal(found["tied"], found["a.weight"])
     assert found["running"].dtype == torch.int64
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         export.export(tmp_path, to, dtype, out)
 
 
@@ -332,20 +334,20 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", rules_checkpoints.METRICS)
+@pytest.mark.parametrize("name", checkpoints.METRICS)
 def test_the_metrics_that_the_check_knows_are_the_tasks(name: str) -> None:
     settings = load({"train_batch_size": 4, "dsframe": {"task": TINY[name]}}).settings.task
     task = tasks.build(settings, 0)
     inputs, targets = next(Loader(task.train_data(), seed=0, micro_batch_size=4).stream())
-    assert set(task.metrics(task.model()(inputs), targets)) == set(rules_checkpoints.METRICS[name])
+    assert set(task.metrics(task.model()(inputs), targets)) == set(checkpoints.METRICS[name])
 
 
 def test_what_only_the_task_and_the_disk_can_tell(tmp_path: Path) -> None:
     config = load({"train_batch_size": 4, "dsframe": {"checkpoints": {"every_steps": 1, "keep_best": "loss:min"}}})
     refuse(config, "auto", evaluates=True)
-    with pytest.raises(ConfigError, match="the task has no eval_data, by which a checkpoint could be the best"):
+    with pytest.raises(ConfigError, match="the task has no eval_data, so no checkpoint can be the best"):
         refuse(config, "auto", evaluates=False)
-    with pytest.raises(CheckpointError, match="--resume takes auto, never or a checkpoint: atuo does not exist"):
+    with pytest.raises(CheckpointError, match="--resume must be auto, never or a checkpoint: atuo does not exist"):
         refuse(config, "atuo", evaluates=True)
     write(tmp_path, 1, 5000)
     refuse(config, str(tmp_path), evaluates=True)
@@ -359,7 +361,7 @@ def test_state_about_a_weight_without_dimensions_is_tensors_on_every_engine(tmp_
         for one in own.values():
             one.grad = torch.full_like(one, number)
         optimizer.step()
-    slots = [state_replica.Slot(name, tuple(one.shape), one) for name, one in own.items()]
+    slots = [state_replica.ParameterView(name, tuple(one.shape), one) for name, one in own.items()]
     saved = {one.name: one for one in state_replica.read(slots, [], optimizer)}
     assert sorted(saved["scale"].moments) == ["exp_avg", "exp_avg_sq"]
     assert saved["scale"].scalars == {"step": 2.0}

@@ -124,7 +124,7 @@ def test_damage_that_one_rank_alone_sees_is_not_renamed(folder: Store, monkeypat
     monkeypatch.setattr(store, "checksum", of_rank(1, store.checksum, lambda path: "0" * 32))
     for words in begin(folder):
         assert "rank 1 on " in str(words)
-        assert "was altered: its checksum is another; nothing was renamed" in str(words)
+        assert "was altered: its checksum differs; nothing was renamed" in str(words)
     assert names(folder) == ["step-00000001", "step-00000002"]
 
 
@@ -152,7 +152,7 @@ def test_where_every_one_is_damaged_all_stay(folder: Store, hurt: str) -> None:
         (folder.path(step) / hurt).write_bytes(b"{}")
     for _ in range(2):
         for words in begin(folder):
-            assert f"every checkpoint in {folder.directory} is damaged" in str(words)
+            assert f"all checkpoints in {folder.directory} are damaged" in str(words)
             assert hurt in str(words)
     assert names(folder) == ["step-00000001", "step-00000002"]
 
@@ -161,7 +161,7 @@ def test_a_folder_of_damaged_ones_alone_is_no_fresh_start(folder: Store) -> None
     for step in (1, 2):
         folder.set_aside(folder.path(step))
     for words in begin(folder):
-        assert "holds damaged checkpoints alone (step-00000001.damaged, step-00000002.damaged)" in str(words)
+        assert " are damaged (step-00000001.damaged, step-00000002.damaged)" in str(words)
         assert "--resume never" in str(words)
     assert begin(folder, wanted="never") == [resume.Start()] * 2
     assert names(Store(folder.directory.with_name("checkpoints.1"))) == [
@@ -217,13 +217,13 @@ def test_hosts_without_a_shared_folder_are_named_before_training(fresh: Store, t
     other = Store(tmp_path / "other" / "checkpoints")
     other.directory.mkdir(parents=True)
     for words in begin(fresh, other):
-        assert "this run could not be saved: rank 1 on " in str(words)
+        assert "this run cannot be saved: rank 1 on " in str(words)
         assert "No such file or directory; every host needs this folder" in str(words)
         assert "--run-dir" in str(words)
     assert list(fresh.directory.parent.iterdir()) == []
     nothing = begin(fresh, other, at_end=False)
     assert nothing == [resume.Start()] * 2, "where nothing will be saved, nothing is needed"
-    assert "could not be saved" in str(begin(fresh, other, at_end=False, every_steps=5)[0])
+    assert "cannot be saved" in str(begin(fresh, other, at_end=False, every_steps=5)[0])
 
 
 @pytest.mark.parametrize("rank", [0, 1])
@@ -235,7 +235,7 @@ def test_a_rank_that_cannot_write_is_named_before_training(
 
     monkeypatch.setattr(Path, "write_bytes", of_rank(rank, Path.write_bytes, fails))
     for words in begin(fresh):
-        assert f"this run could not be saved: rank {rank} on " in str(words)
+        assert f"this run cannot be saved: rank {rank} on " in str(words)
         assert "Read-only file system" in str(words)
     assert list(fresh.directory.parent.iterdir()) == []
 
@@ -248,7 +248,7 @@ def test_a_buffer_that_no_checkpoint_holds_is_named_before_training(fresh: Store
     }
     for words in begin(fresh, buffers=buffers):
         assert words == (
-            "this run could not be saved: a checkpoint cannot hold the buffer odd (torch.complex128); register it with "
-            "persistent=False, or in another dtype"
+            "this run cannot be saved: checkpoints do not support the buffer odd (torch.complex128); register it with "
+            "persistent=False, or use another dtype"
         )
     assert begin(fresh, buffers=buffers, at_end=False) == [resume.Start()] * 2

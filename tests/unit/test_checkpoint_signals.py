@@ -17,7 +17,7 @@ PROGRAM = """
 import sys, time
 from types import SimpleNamespace
 import torch
-from dsframe.checkpoint import signals
+from dsframe.guard import signals
 signals.GRACE_SECONDS, signals.ECHO_SECONDS = float(sys.argv[1]), float(sys.argv[4])
 plan = SimpleNamespace(world=SimpleNamespace(size=1, rank=0), device=torch.device("cpu"))
 ranks = SimpleNamespace(plan=plan, sum_over_ranks=lambda values: values)
@@ -42,13 +42,26 @@ def start() -> Iterator[object]:
         yield lambda grace, step, after=0.0, saving=0.0: begin("-c", PROGRAM, grace, step, after, ECHO_SECONDS, saving)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1])
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP])
 def test_the_step_ends_and_the_run_stops(start, number: signal.Signals) -> None:  # type: ignore[no-untyped-def]
     process = start(60, 0.01)
     process.send_signal(number)
     out, _ = process.communicate(timeout=20)
     assert out == f"stopped by {number.name}\nleft\n"
     assert process.returncode == 0
+
+
+def test_nohup_outlives_the_terminal(start) -> None:  # type: ignore[no-untyped-def]
+    before = signal.signal(signal.SIGHUP, signal.SIG_IGN)
+    try:
+        process = start(60, 0.01)
+    finally:
+        signal.signal(signal.SIGHUP, before)
+    process.send_signal(signal.SIGHUP)
+    time.sleep(0.5)
+    assert process.poll() is None
+    process.send_signal(signal.SIGTERM)
+    assert process.communicate(timeout=20)[0] == "stopped by SIGTERM\nleft\n"
 
 
 def test_a_save_under_way_is_not_cut_short(start) -> None:  # type: ignore[no-untyped-def]
@@ -74,7 +87,7 @@ def test_a_second_signal_leaves_at_once(start) -> None:  # type: ignore[no-untyp
     process.send_signal(signal.SIGTERM)
     out, err = process.communicate(timeout=20)
     assert (process.returncode, out) == (143, "")
-    assert err == "dsframe: a second signal: leaving without saving\n"
+    assert err == "dsframe: warning: a second signal: leaving without saving\n"
 
 
 def test_a_step_that_never_ends_does_not_hold_the_process(start) -> None:  # type: ignore[no-untyped-def]

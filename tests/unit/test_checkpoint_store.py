@@ -148,7 +148,7 @@ def test_what_is_cut_off_is_removed_and_named(folder: Store) -> None:
 
 def test_the_same_step_is_not_written_twice(folder: Store) -> None:
     save(folder, 3)
-    with pytest.raises(CheckpointError, match="is there already"):
+    with pytest.raises(CheckpointError, match="exists already"):
         folder.begin(3)
 
 

@@ -17,22 +17,23 @@ from typing import Any
 
 import pytest
 
-from dsframe import convert, run
+from dsframe import run
 from dsframe.checkpoint import deepspeed_files
 from dsframe.checkpoint.deepspeed_files import Found
+from dsframe.cluster.world import World
 from dsframe.config import load
 from dsframe.errors import ConfigError, WorldError
-from dsframe.report import claim, output
-from dsframe.report.claim import Claim
-from dsframe.world import World
+from dsframe.run_dir import lock, output
+from dsframe.run_dir.lock import RunLock
+from dsframe.tools import convert
 from tests.engines.odd_task import Odd
 
 HOLD = """
 import os, sys, time
 from pathlib import Path
-from dsframe.report.claim import Claim
-from dsframe.world import World
-Claim().take(Path(sys.argv[1]), World(), print)
+from dsframe.run_dir.lock import RunLock
+from dsframe.cluster.world import World
+RunLock().take(Path(sys.argv[1]), World(), print)
 worker = os.fork()  # as workers that read data are
 if worker:
     print(worker, flush=True)
@@ -64,7 +65,7 @@ def held(directory: Path) -> Iterator[tuple[int, Ending]]:
 
 @pytest.fixture(autouse=True)
 def _short(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(claim, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(lock, "PATIENCE_SECONDS", 0.2)
 
 
 def one_step_in(directory: Path) -> dict[str, Any]:
@@ -101,7 +102,7 @@ def test_another_ranks_log_begins_anew_only_where_the_run_has_the_directory(tmp_
     log.write_text("of the first\n")
 
     def start(word: str, *, append: bool = False) -> None:
-        with output.arranged(World(1, 2, 1, 2), "files", tmp_path, append=append):
+        with output.rank_output(World(1, 2, 1, 2), "files", tmp_path, append=append):
             os.write(1, f"{word}\n".encode())
             run.execute(load(file), task=Odd(), world=World(), quiet=True)
             os.write(2, f"end of {word}\n".encode())
@@ -133,8 +134,8 @@ def test_nothing_is_imported_into_a_run_that_goes_on(tmp_path: Path, monkeypatch
 
 def test_one_that_is_about_to_end_is_waited_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     said: list[str] = []
-    with held(tmp_path) as (holder, kill), Claim() as own:
-        monkeypatch.setattr(claim.time, "sleep", lambda seconds: kill())
+    with held(tmp_path) as (holder, kill), RunLock() as own:
+        monkeypatch.setattr(lock.time, "sleep", lambda seconds: kill())
         own.take(tmp_path, World(), said.append)
         assert own.held
     (line,) = said
@@ -145,10 +146,10 @@ def test_one_that_is_about_to_end_is_waited_for(tmp_path: Path, monkeypatch: pyt
 def test_who_takes_over_within_a_run_waits_and_goes_on(tmp_path: Path) -> None:
     """Where processes come and go: rank 0's host may be gone, with the lock, and no other run has come."""
     said: list[str] = []
-    with held(tmp_path), Claim() as own:
+    with held(tmp_path), RunLock() as own:
         own.take(tmp_path, World(), said.append, takes_over=True)
         assert not own.held
-    with Claim() as own:
+    with RunLock() as own:
         own.take(tmp_path, World(), said.append, takes_over=True)
         assert own.held
         own.take(tmp_path, World(), said.append, takes_over=True)
@@ -159,9 +160,9 @@ def test_who_takes_over_within_a_run_waits_and_goes_on(tmp_path: Path) -> None:
 
 def test_a_job_that_slurm_started_again_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its host may be down, and the lock still there for minutes."""
-    monkeypatch.setattr(claim, "PATIENCE_SECONDS", 0.2)
+    monkeypatch.setattr(lock, "PATIENCE_SECONDS", 0.2)
     monkeypatch.setenv("SLURM_JOB_ID", "7")
-    with held(tmp_path), Claim() as own:
+    with held(tmp_path), RunLock() as own:
         with pytest.raises(WorldError):
             own.take(tmp_path, World(), print)
         monkeypatch.setenv("SLURM_RESTART_COUNT", "1")
@@ -172,7 +173,7 @@ def test_a_job_that_slurm_started_again_goes_on(tmp_path: Path, monkeypatch: pyt
 
 
 def test_a_run_that_fails_lets_go(tmp_path: Path) -> None:
-    own = Claim()
+    own = RunLock()
     with suppress(KeyboardInterrupt), own:
         own.take(tmp_path, World(), print)
         raise KeyboardInterrupt
@@ -187,12 +188,12 @@ def test_a_file_system_without_locks(number: int, tmp_path: Path, monkeypatch: p
         raise OSError(number, os.strerror(number))
 
     monkeypatch.setattr(fcntl, "lockf", refuse)
-    with Claim() as own:
+    with RunLock() as own:
         own.take(tmp_path, World(), print)
         assert not own.held
 
 
 def test_a_directory_that_cannot_be_made(tmp_path: Path) -> None:
     (tmp_path / "file").touch()
-    with Claim() as own, pytest.raises(ConfigError, match=r"cannot be written to: Not a directory; .*--run-dir"):
+    with RunLock() as own, pytest.raises(ConfigError, match=r"cannot be written to: Not a directory; .*--run-dir"):
         own.take(tmp_path / "file" / "run", World(), print)

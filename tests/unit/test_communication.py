@@ -13,8 +13,8 @@ import torch.distributed._functional_collectives as functional
 from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
-from dsframe.report.communication import Communication
-from dsframe.report.replay import Recording, measure
+from dsframe.observe.communication import Communication
+from dsframe.observe.replay import Recording, measure
 
 RANKS = 4
 

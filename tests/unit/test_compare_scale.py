@@ -12,9 +12,9 @@ import pytest
 
 from dsframe.cli import main
 from dsframe.errors import TrainingError
-from dsframe.plan import scale
-from dsframe.plan.hardware import TABLE
-from dsframe.report import trials
+from dsframe.tools import scale, subprocess_runs
+from dsframe.tools.plan import report_prediction
+from dsframe.tools.plan.hardware import TABLE
 from tests.unit.test_report_page import write_run
 
 Trained = list[tuple[str, int, str | None, dict[str, Any]]]
@@ -43,7 +43,8 @@ def trained(monkeypatch: pytest.MonkeyPatch) -> Trained:
             communication={"sent_bytes": [2_000_000, 1], "seconds": seconds / 4, "calls": {"all-reduce": 1}},
         )  # fmt: skip
 
-    monkeypatch.setattr(trials, "train", train)
+    monkeypatch.setattr(subprocess_runs, "train", train)
+    monkeypatch.setattr(report_prediction, "predicted", lambda directory, summary: summary.get("predicted", {}))
     return found
 
 
@@ -142,7 +143,7 @@ def test_both_kinds_are_predicted_for_the_same_machine(
         return replace(TABLE["cpu"], compute_share=1 / len(measured))
 
     monkeypatch.setattr(scale, "_devices", lambda: 2)
-    monkeypatch.setattr("dsframe.plan.calibrate.calibrate", calibrate)
+    monkeypatch.setattr("dsframe.tools.plan.calibrate.calibrate", calibrate)
     out = tmp_path / "out"
     assert main(["scale", "--config", str(write(tmp_path, "file")), "-np", "1,2,4", "--out", str(out)]) == 0
     assert measured == [1, 2]
@@ -152,14 +153,14 @@ def test_both_kinds_are_predicted_for_the_same_machine(
 
 def test_keys_of_accounts_are_kept_nowhere(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
     """Scaling trains a changed file: that has the key, where nobody else reads, and what stays has not."""
-    kept, train = [], trials.train
+    kept, train = [], subprocess_runs.train
 
     def look(file: Path, processes: int, directory: Path, **more: Any) -> None:
         kept.append(json.loads((directory / "file.json").read_text()))
         assert file.parent.stat().st_mode & 0o077 == 0
         train(file, processes, directory, **more)
 
-    monkeypatch.setattr(trials, "train", look)
+    monkeypatch.setattr(subprocess_runs, "train", look)
     path, out = write(tmp_path, "file", comet={"api_key": "the-key"}), tmp_path / "out"
     words = ["-np", "1", "--beyond", "2", "--kinds", "weak", "--hardware", "cpu", "--out", str(out)]
     assert main(["scale", "--config", str(path), *words]) == 0
@@ -170,5 +171,5 @@ def test_keys_of_accounts_are_kept_nowhere(tmp_path: Path, trained: Trained, mon
 def test_a_training_that_fails_says_so(tmp_path: Path) -> None:
     path = write(tmp_path, "broken", optimizer={"type": "nonsense"})
     with pytest.raises(TrainingError, match="exit code 2"):
-        trials.train(path, 1, tmp_path / "run")
+        subprocess_runs.train(path, 1, tmp_path / "run")
     assert "optimizer" in (tmp_path / "run" / "log.txt").read_text()

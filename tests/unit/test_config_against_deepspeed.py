@@ -14,9 +14,9 @@ from typing import Any
 import pytest
 
 from dsframe.config.load import examine
-from dsframe.config.model import File, section_at, shape
-from dsframe.config.reader import ReadError, read
+from dsframe.config.read.reader import ReadError, read
 from dsframe.config.schema.base import Section
+from dsframe.config.schema.file import File, section_at, shape
 from dsframe.errors import EngineError
 
 SHARED = Path(__file__).resolve().parents[3] / "shared" / "public_ds_configs"
@@ -178,11 +178,11 @@ def test_a_parameter_that_deepspeed_cannot_send_is_named() -> None:
     import torch
     from deepspeed.runtime.engine import DeepSpeedEngine
 
-    from dsframe.engines import zero
+    from dsframe.engines.deepspeed import engine
 
     model = torch.nn.ParameterDict({"logit_scale": torch.tensor(2.65)})
     with pytest.raises(RuntimeError, match=r"dim\(\) cannot be 0 to view"):
         DeepSpeedEngine._broadcast_model(SimpleNamespace(dist_backend="gloo", module=model))
     with pytest.raises(EngineError, match=r"as logit_scale is: make its shape \[1\], or choose engine \"ddp\""):
-        zero.refuse_scalars(model)
-    zero.refuse_scalars(torch.nn.Linear(2, 2))
+        engine.refuse_scalars(model)
+    engine.refuse_scalars(torch.nn.Linear(2, 2))

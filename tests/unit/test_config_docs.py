@@ -10,9 +10,9 @@ from typing import Any
 import pytest
 
 from dsframe.cli import main
-from dsframe.config.docs import json_schema, markdown, sections
 from dsframe.config.load import examine
-from dsframe.config.reader import read
+from dsframe.config.read.reader import read
+from dsframe.tools.schema import json_schema, markdown, sections
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 WRITTEN = REPOSITORY / "ds_configs" / "dsframe.schema.json"

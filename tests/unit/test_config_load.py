@@ -10,7 +10,9 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from dsframe.config import CustomTask, Facts, LanguageTask, VisionTask, features, find, load, render, secrets
+from dsframe.config import CustomTask, Facts, LanguageTask, VisionTask, features, find, load
+from dsframe.config.read import secrets
+from dsframe.config.resolve import render
 from dsframe.errors import ConfigError
 
 MICRO, STEPS, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
@@ -77,12 +79,12 @@ def test_all_errors_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
     with pytest.raises(ConfigError) as caught:
         load(path)
     assert messages(caught) == [
-        f'{path}:2:23: train_batch_size: "8" must be a whole number; write 8 without quotes',
-        f'{path}:3:3: zero_optimisation: unknown key; did you mean "zero_optimization"?',
-        f"{path}:4:14: zero_optimisation.stage: 9 must be 0, 1, 2 or 3",
-        f'{path}:6:3: offload_optimizer: belongs under "zero_optimization"',
-        f'{path}:6:35: offload_optimizer.device: "cup" must be "none", "cpu" or "nvme"; did you mean "cpu"?',
-        f"{path}:7:24: gradient_clipping: -1 must be at least 0",
+        f'{path}:2:23: error: train_batch_size: "8" must be a whole number; write 8 without quotes [type]',
+        f'{path}:3:3: error: zero_optimisation: unknown key; did you mean "zero_optimization"? [unknown-key]',
+        f"{path}:4:14: error: zero_optimisation.stage: 9 must be 0, 1, 2 or 3 [value]",
+        f'{path}:6:3: error: offload_optimizer: belongs under "zero_optimization" [misplaced-key]',
+        f'{path}:6:35: error: offload_optimizer.device: "cup" must be "none", "cpu" or "nvme"; did you mean "cpu"? [value]',
+        f"{path}:7:24: error: gradient_clipping: -1 must be at least 0 [range]",
     ]
     assert pickle.loads(pickle.dumps(caught.value)).problems == caught.value.problems
 
@@ -99,9 +101,11 @@ def test_overrides_win_and_are_checked() -> None:
     with pytest.raises(ConfigError) as caught:
         load(base, overrides=["zero_optimization.stagee=3", "gradient_clipping=abc", "nonsense"])
     assert sorted(messages(caught)) == [
-        '--set: gradient_clipping: "abc" must be a number',
-        '--set: nonsense: not dotted.key=value; write for example "dsframe.steps=50"',
-        '--set: zero_optimization.stagee: unknown key; it looks like "stage", which is there too; keep one',
+        '--set: error: gradient_clipping: "abc" must be a number [type]',
+        '--set: error: nonsense: does not have the form dotted.key=value; write for example "dsframe.steps=50" '
+        "[override]",
+        '--set: error: zero_optimization.stagee: unknown key; it looks like "stage", which the file has as well; '
+        "keep one [unknown-key]",
     ]
 
 
@@ -308,43 +312,43 @@ def test_ranks_that_split_a_model_read_the_same_samples() -> None:
         (
             {TRAIN: 100, MICRO: 8, STEPS: 4},
             3,
-            "train_batch_size: 100 is not divisible by 8 (micro) x 4 (accumulation), on any number of processes; the nearest "
-            "legal batch sizes are 96 or 128",
+            "error: train_batch_size: 100 is not divisible by 8 (micro) x 4 (accumulation), on any number of processes; "
+            "the nearest legal batch sizes are 96 or 128 [batch]",
         ),
         (
             {TRAIN: 96, MICRO: 8, STEPS: 4},
             2,
-            "train_batch_size: 96 != 8 (micro) x 4 (accumulation) x 2 (data-parallel ranks) = 64; drop one of the three and it "
-            "is computed, or start 3 data-parallel ranks",
+            "error: train_batch_size: 96 != 8 (micro) x 4 (accumulation) x 2 (data-parallel ranks) = 64; remove one of the three "
+            "and dsframe computes it, or start 3 data-parallel ranks [batch]",
         ),
         (
             {TRAIN: 100},
             3,
-            "train_batch_size: 100 is not divisible by 3 (data-parallel ranks); the nearest legal batch sizes are 99 or 102; "
-            "legal numbers of data-parallel ranks near 3: 1, 2, 4, 5",
+            "error: train_batch_size: 100 is not divisible by 3 (data-parallel ranks); the nearest legal batch sizes are 99 "
+            "or 102; legal numbers of data-parallel ranks near 3: 1, 2, 4, 5 [batch]",
         ),
         (
             {TRAIN: 100, MICRO: 10},
             3,
-            "train_batch_size: 100 is not divisible by 10 (micro) x 3 (data-parallel ranks) = 30; the nearest legal batch sizes "
-            "are 90 or 120; legal numbers of data-parallel ranks near 3: 1, 2, 5, 10",
+            "error: train_batch_size: 100 is not divisible by 10 (micro) x 3 (data-parallel ranks) = 30; the nearest legal batch "
+            "sizes are 90 or 120; legal numbers of data-parallel ranks near 3: 1, 2, 5, 10 [batch]",
         ),
         (
             {TRAIN: 2},
             4,
-            "train_batch_size: 2 is not divisible by 4 (data-parallel ranks); the smallest legal batch size is 4; "
-            "legal numbers of data-parallel ranks near 4: 1, 2",
+            "error: train_batch_size: 2 is not divisible by 4 (data-parallel ranks); the smallest legal batch size is 4; "
+            "legal numbers of data-parallel ranks near 4: 1, 2 [batch]",
         ),
         (
             {TRAIN: 8, "pipeline": {"stages": 3}},
             4,
-            "pipeline.stages: 4 processes are not divisible by 3 (pipeline.stages); start 3 or 6",
+            "error: pipeline.stages: 4 processes are not divisible by 3 (pipeline.stages); start 3 or 6 [world]",
         ),
         (
             {TRAIN: 8, "pipeline": {"stages": 2}, **CUT},
             6,
-            "pipeline.stages: 6 processes are not divisible by 2 (pipeline.stages) x 2 (tensor_parallel.autotp_size) = 4; "
-            "start 4 or 8",
+            "error: pipeline.stages: 6 processes are not divisible by 2 (pipeline.stages) x 2 (tensor_parallel.autotp_size) = 4; "
+            "start 4 or 8 [world]",
         ),
     ],
 )
@@ -360,18 +364,18 @@ def test_batch_sizes_that_cannot_be(given: dict[str, Any], world: int, message: 
         (
             {MICRO: 1, "zero_optimization": {"stage": 3, "zero_hpz_partition_size": 4}},
             6,
-            "zero_optimization.zero_hpz_partition_size: 4 does not divide 6 processes: DeepSpeed raises; the processes of a host "
-            "are usual",
+            "error: zero_optimization.zero_hpz_partition_size: 4 does not divide 6 processes: DeepSpeed raises; write the number "
+            "of processes of a host [world]",
         ),
         (
             {MICRO: 1, "sequence_parallel_size": 2, "data_parallel_size": 4},
             4,
-            "data_parallel_size: 4 x sequence_parallel_size 2 is not 4 processes: DeepSpeed raises; write 2",
+            "error: data_parallel_size: 4 x sequence_parallel_size 2 is not 4 processes: DeepSpeed raises; write 2 [world]",
         ),
         (
             {MICRO: 1, "dsframe": {"engine": "fsdp", "fsdp": {"sharding": "hybrid", "shard_size": 4}}},
             6,
-            "dsframe.fsdp.shard_size: 4 does not divide 6 processes; choose one of 1, 2, 3, 6",
+            "error: dsframe.fsdp.shard_size: 4 does not divide 6 processes; choose one of 1, 2, 3, 6 [world]",
         ),
     ],
 )
@@ -414,7 +418,8 @@ def test_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write(tmp_path, {}, "zero3.json")
     assert find("zero3.json") == Path("zero3.json")
     with pytest.raises(
-        ConfigError, match=r'^zreo3.json: no such file, here or in ds_configs/; did you mean "zero3.json"\?$'
+        ConfigError,
+        match=r'^zreo3.json: error: no such file, here or in ds_configs/; did you mean "zero3.json"\? \[missing-file\]$',
     ):
         find("zreo3.json")
 
@@ -422,7 +427,7 @@ def test_find(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_files_that_cannot_be_read(tmp_path: Path) -> None:
     path = tmp_path / "c.json"
     path.write_bytes(b'{"a": "\xff"}')
-    with pytest.raises(ConfigError, match=r"not UTF-8 text \(byte 7\); save it as UTF-8"):
+    with pytest.raises(ConfigError, match=r"not UTF-8 text \(byte 7\); save the file as UTF-8"):
         load(path)
     with pytest.raises(ConfigError, match="the dictionary is not JSON"):
         load({TRAIN: float("nan")})
@@ -471,6 +476,37 @@ def test_keys_of_accounts_are_neither_shown_nor_kept() -> None:
     assert load(found.shown()).digest == found.digest  # the same training again
     special = {"eos_token": 2, "max_tokens": 8, "tokenizer": "t", "experiment_key": "k"}
     assert secrets.without([special | {"hf_token": "the-key"}]) == [special]
+
+
+@pytest.mark.parametrize(
+    "name", ["github_token", "hf_token", "token", "API_KEY", "deploy_key", "my_secret_thing", "db_password", "credentials", "PWD"]
+)  # fmt: skip
+def test_what_opens_something_is_a_secret(name: str) -> None:
+    for value in ("the-key", {"user": "me", "value": "the-key"}, ["the-key"]):
+        assert secrets.without({"a": {name: value, "b": 1}}) == {"a": {"b": 1}}
+    assert secrets.is_secret(f"--{name.replace('_', '-')}")
+
+
+@pytest.mark.parametrize(
+    "name", ["eos_token", "pad_token", "image_token", "max_tokens", "eos_token_id", "experiment_key", "text_key", "key"]
+)  # fmt: skip
+def test_what_is_known_to_be_none_is_kept(name: str) -> None:
+    assert secrets.without({name: "x"}) == {name: "x"}
+    assert secrets.without({"num_key": 3, "use_auth_token": False}) == {"num_key": 3, "use_auth_token": False}
+
+
+@pytest.mark.parametrize(
+    ("address", "shown"),
+    [
+        ("https://host/x?token=the-key&page=2", "https://host/x?token=***&page=2"),
+        ("s3://b/x?X-Amz-Signature=the-key&X-Amz-Date=1", "s3://b/x?X-Amz-Signature=***&X-Amz-Date=***"),
+        ("https://me:the-key@host/x?page=2#y", "https://host/x?page=2#y"),
+        ("what? token=the-word", "what? token=the-word"),
+    ],
+)
+def test_addresses_open_nothing(address: str, shown: str) -> None:
+    assert secrets.without({"data": [address]}) == {"data": [shown]}
+    assert secrets.redact(["--from", address])[1] == shown
 
 
 @pytest.mark.parametrize(

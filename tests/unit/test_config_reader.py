@@ -8,7 +8,7 @@ from typing import Any
 
 import pytest
 
-from dsframe.config.reader import ReadError, number_of, read
+from dsframe.config.read.reader import ReadError, number_of, read
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 TEXTS = [

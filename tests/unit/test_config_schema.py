@@ -13,16 +13,16 @@ from typing import Any, Union, get_args, get_origin
 
 import pytest
 
-from dsframe.config.docs import describe, sections
-from dsframe.config.legacy import REMOVED, RENAMED
-from dsframe.config.model import File, Shape, shape
+from dsframe.config.read.legacy import REMOVED, RENAMED
 from dsframe.config.schema import data, monitor, parallel, precision, system, zero
 from dsframe.config.schema.base import Section
 from dsframe.config.schema.deepspeed import DeepSpeed
+from dsframe.config.schema.file import File, Shape, shape
 from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, WITHOUT_ROUTE
 from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, SCHEDULERS_WITHOUT_ROUTE
 from dsframe.config.schema.torch_optimizer import TORCH_OPTIMIZERS
 from dsframe.config.schema.torch_scheduler import TORCH_SCHEDULERS
+from dsframe.tools.schema import describe, sections
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 

@@ -14,7 +14,7 @@ import numpy as np
 import pytest
 import torch
 
-from dsframe.config.settings import VisionTask
+from dsframe.config.schema.settings import VisionTask
 from dsframe.data import Loader, fetch, vision
 from dsframe.data.files import read_cifar, read_idx, replacing
 from dsframe.data.folder import ImageFolder
@@ -119,7 +119,7 @@ def test_truncated_files_are_refused(tmp_path: Path) -> None:
             load(settings(data_dir=str(folder)))
     path = tmp_path / "short"
     path.write_bytes(idx(np.zeros((2, 3)))[:-1])
-    with pytest.raises(DataError, match="its header makes it 2 x 3, 18 bytes, but it has 17; delete it"):
+    with pytest.raises(DataError, match="its header says 2 x 3, 18 bytes, but it has 17; delete it"):
         read_idx(path)
     path.write_bytes(b"<html>")
     with pytest.raises(DataError, match=r"not an idx file of bytes \(it starts with 3c 68 74 6d\)"):
@@ -186,7 +186,7 @@ class Hostile:
 def test_no_code_runs_from_a_pickled_data_file(tmp_path: Path) -> None:
     mark = tmp_path / "mark"
     (tmp_path / "test_batch").write_bytes(pickle.dumps({b"data": Hostile(mark), b"labels": [1]}))
-    with pytest.raises(DataError, match=r"test_batch: .*posix\.mkdir, which a data file has no business with"):
+    with pytest.raises(DataError, match=r"test_batch: .*posix\.mkdir, which no data file needs"):
         read_cifar(tmp_path, ["test_batch"])
     assert not mark.exists()
     for content in (b"", b"not a pickle", pickle.dumps([1, 2]), pickle.dumps({b"data": [1], b"labels": [1]})):
@@ -243,10 +243,10 @@ def test_fetch_says_all_that_it_tried(tmp_path: Path, monkeypatch: pytest.Monkey
     assert fetch.main(["fashion-mnist", "--to", str(tmp_path / "to")]) == DataError.exit_code
     message = capsys.readouterr().err
     assert message.startswith(
-        f"fashion-mnist could not be fetched to {tmp_path}/to; tried:\n  present: fashion-mnist: "
+        f"error: fashion-mnist could not be fetched to {tmp_path}/to; tried:\n  present: fashion-mnist: "
     )
     assert "\n  local: fashion-mnist: not found in" in message
-    assert message.endswith("\n  debian: no apt-get on this machine\n  download: no route to host\n")
+    assert message.endswith("\n  debian: no apt-get on this machine\n  download: no route to host [data]\n")
     assert names(tmp_path / "to") == []
 
 

@@ -132,7 +132,7 @@ class Stream(IterableDataset[int]):
 
 
 def test_an_iterable_data_set_is_refused() -> None:
-    with pytest.raises(DataError, match="Stream is an IterableDataset: it cannot be shuffled, shared among ranks"):
+    with pytest.raises(DataError, match="Stream is an IterableDataset: it cannot be shuffled, sharded among ranks"):
         as_source(Stream(), 0)
 
 

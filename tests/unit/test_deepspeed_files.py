@@ -71,11 +71,11 @@ def test_what_is_missing_or_not_known_is_named(tmp_path: Path) -> None:
     torch.save(states, main)
     wrong("has no optimizer state")
     torch.save({"optimizer_state_dict": {}}, folder / "zero_pp_rank_1_mp_rank_00_optim_states.pt")
-    wrong("has the optimizer files of 1 ranks, 2 wrote it")
+    wrong("has the optimizer files of 1 ranks, but 2 ranks wrote it")
     for name, what in (
         ("zero", "universal"),
         ("mp_rank_01_model_states.pt", "tensor-parallel"),
-        ("layer_00-model_00-model_states.pt", "of a pipeline"),
+        ("layer_00-model_00-model_states.pt", "belongs to a pipeline"),
     ):
         (folder / name).touch()
         wrong(what)

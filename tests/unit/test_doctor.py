@@ -9,8 +9,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsframe import doctor
-from dsframe.leftovers import host, stale_locks, unused_buffers
+from dsframe.host.leftovers import host, stale_locks, unused_buffers
+from dsframe.tools import doctor
 
 
 def lock_in(cache: Path) -> Path:
@@ -52,11 +52,11 @@ def test_finds_and_cleans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     dead.mkdir(parents=True)
     alive.mkdir()
     lock = lock_in(tmp_path)
-    what = f"a lock of a build that was killed, for which every run would wait: {lock}"
+    what = f"the lock of a killed build, for which every run would wait: {lock}"
     assert [str(line) for line in doctor.leftovers(clean=False)] == [
         f"  !!  found {what}; dsframe doctor --clean",
         "  !!  found 1 buffers of killed runs in /dev/shm, 0.0 GiB of memory; dsframe doctor --clean",
-        f"  !!  found what a killed run had offloaded: {Path('swap', dead.name)}; dsframe doctor --clean",
+        f"  !!  found offloaded state of a killed run: {Path('swap', dead.name)}; dsframe doctor --clean",
     ]
     assert lock.exists()
     cleaned = [str(line) for line in doctor.leftovers(clean=True)]
@@ -89,7 +89,7 @@ def test_a_containers_little_shared_memory_is_named(monkeypatch: pytest.MonkeyPa
     sizes = {"total": 64 * 2**20, "used": 0, "free": 64 * 2**20}
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(**sizes))
     (line,) = (str(line) for line in doctor.machine(None) if line.state == "absent")
-    assert "/dev/shm holds 64 MiB" in line
+    assert "/dev/shm has only 64 MiB" in line
     assert line.endswith("docker run --shm-size=2g")
     sizes["total"] = 2**31
     assert [line for line in doctor.machine(None) if line.state == "absent"] == []

@@ -8,11 +8,12 @@ from typing import Any
 
 import pytest
 
-from dsframe import engines, run
-from dsframe.config import elastic, load
-from dsframe.engines import environment
+from dsframe import engines, job, run
+from dsframe.cluster.world import World, read
+from dsframe.config import load
+from dsframe.config.resolve import elastic
+from dsframe.engines import environment_scope
 from dsframe.errors import ConfigError, EngineError, Problem
-from dsframe.world import World, read
 from tests.engines.odd_task import Odd
 
 
@@ -26,15 +27,20 @@ def test_the_batch_is_shared_by_as_many_as_can() -> None:
     assert [one.data_parallel_size for one in sizes.values()] == [1, 2, 3, 3, 3, 6, 6]
     assert {one.train_batch_size for one in sizes.values()} == {12}
     assert elastic.said(sizes[3], 3) == []
-    assert "5 processes cannot share a batch of 12: 3 do, 2 count for nothing" in elastic.said(sizes[5], 5)[0]
+    assert (
+        "5 processes cannot divide a batch of 12: 3 train, 2 stay in step but contribute no gradients"
+        in elastic.said(sizes[5], 5)[0]
+    )
     assert found(train_batch_size=12) == ""
 
 
 def test_what_would_change_with_the_number_of_processes_is_refused() -> None:
-    assert "train_batch_size: is missing: the batch would change" in found(train_micro_batch_size_per_gpu=4)
+    assert "train_batch_size: is required in elastic runs: the batch would change" in found(
+        train_micro_batch_size_per_gpu=4
+    )
     assert "a sum of gradients changes" in found(train_batch_size=8, gradient_allreduce_op="sum")
     assert "adasum needs MPI" in found(train_batch_size=8, dsframe={"horovod": {"op": "adasum"}})
-    assert "an autotuned Horovod crashes" in found(train_batch_size=8, dsframe={"horovod": {"autotune": True}})
+    assert "Horovod's autotuning crashes" in found(train_batch_size=8, dsframe={"horovod": {"autotune": True}})
     both = {"fusion_threshold_bytes": 1024, "cycle_time_milliseconds": 5}
     assert found(train_batch_size=8, dsframe={"horovod": both}) == ""  # Horovod hears of one: buckets are cut here
     fixed = {"train_batch_size": 8, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 2}
@@ -52,7 +58,7 @@ def test_it_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -
     world = World(0, 2, 0, 1, 0, "horovodrun", elastic=True)
     with pytest.raises(EngineError, match='engine "ddp" cannot train on while processes come and go: choose "horovod"'):
         run.execute(load({"train_batch_size": 8, "dsframe": {"engine": "ddp"}}), world=world)
-    with pytest.raises(ConfigError, match="train_batch_size: is missing"):
+    with pytest.raises(ConfigError, match="train_batch_size: is required"):
         run.execute(load({"train_micro_batch_size_per_gpu": 8, "dsframe": {"engine": "horovod"}}), world=world)
     with pytest.raises(EngineError, match="cannot train on"):
         engines.elastic("deepspeed")
@@ -61,11 +67,11 @@ def test_it_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -
     config = load({**fixed, "dsframe": {"engine": "horovod"}})
     assert elastic.problems(config, 2) == [] != elastic.problems(config)
     (caution,) = elastic.cautions(config, 2)
-    assert "1 process alone cannot train" in caution
+    assert "1 process cannot divide this file's batch" in caution
     assert "with --min-np 2" in caution
     assert elastic.cautions(load({"train_batch_size": 12}), 4) == []
     monkeypatch.setattr(
-        "dsframe.run.loggers.missing", lambda config: [Problem("error", "x", "nothing else is wrong", "")]
+        "dsframe.run.loggers.missing", lambda config: [Problem("error", "x", "nothing else is wrong", "", code="value")]
     )
     with pytest.raises(ConfigError) as refused:
         run.execute(config, world=world)
@@ -83,19 +89,19 @@ def test_what_a_file_puts_into_the_environment_is_no_word_of_the_environments_in
     def now() -> list[str | None]:
         return [os.environ.get(name) for name in ("THRESHOLD", "ROUNDS", "TUNE")]
 
-    environment.take_back()
-    assert environment.number("THRESHOLD", 1024, None) == 1024
-    assert environment.number("ROUNDS", 5, 1) == 5
-    environment.put("TUNE", "1")
-    environment.put("TUNE", "2")
+    environment_scope.take_back()
+    assert environment_scope.number("THRESHOLD", 1024, None) == 1024
+    assert environment_scope.number("ROUNDS", 5, 1) == 5
+    environment_scope.put("TUNE", "1")
+    environment_scope.put("TUNE", "2")
     assert now() == ["1024", "5", "2"]
-    environment.take_back()
+    environment_scope.take_back()
     assert now() == [None, "7", None]
-    assert environment.number("THRESHOLD", None, None) is None
-    assert environment.number("ROUNDS", None, 1) == 7
-    environment.put("TUNE", "1")
+    assert environment_scope.number("THRESHOLD", None, None) is None
+    assert environment_scope.number("ROUNDS", None, 1) == 7
+    environment_scope.put("TUNE", "1")
     monkeypatch.setenv("TUNE", "3")  # somebody else's
-    environment.take_back()
+    environment_scope.take_back()
     assert now() == [None, "7", "3"]
 
 
@@ -114,8 +120,8 @@ def test_there_is_a_commit_before_the_first_step(monkeypatch: pytest.MonkeyPatch
             self.updates.append((start.step, engine.state().updates))
             assert start.in_place
 
-    kept, train = Kept(), run._train
-    monkeypatch.setattr(run, "_train", lambda given, world, _: train(given, world, kept))
+    kept, train = Kept(), job.train
+    monkeypatch.setattr(job, "train", lambda given, world, _: train(given, world, kept))
     section = {"engine": "single", "steps": 3, "run_dir": str(tmp_path)}
     file = {"train_batch_size": 8, "optimizer": {"type": "Adam", "params": {"lr": 0.01}}, "dsframe": section}
     run.execute(load(file), task=Odd(), quiet=True)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import os
 from collections.abc import Mapping
 from typing import Any
@@ -12,12 +13,15 @@ from torch import Tensor, nn
 from torch.utils.data import Dataset
 
 import dsframe
-from dsframe import engines, optimizers, schedules
+from dsframe import engines
+from dsframe.cluster.world import World
 from dsframe.config import Facts, load
 from dsframe.data import EvaluationLoader, TensorSource
 from dsframe.engine import Engine, Plan
-from dsframe.evaluation import Evaluation, _places
-from dsframe.world import World
+from dsframe.errors import TaskError
+from dsframe.model import optimizers, schedules
+from dsframe.model.evaluation import Evaluation, _row_spans, finalized
+from dsframe.tasks.task import Sum, Task
 
 CPU = torch.device("cpu")
 
@@ -113,10 +117,32 @@ def test_workers_read_the_trials_batch_too(workers: int) -> None:
 def test_buffers_that_differ_are_taken_from_the_first_rank_that_holds_them() -> None:
     same, other = (8, "a"), (8, "b")
     column = [{"norm": same, "mask": same}, {"deep": (3, "c"), "odd": (4, "d")}]
-    places, size = _places([*column, {"norm": other, "mask": same}, {"deep": (3, "x"), "odd": (5, "d")}])
+    places, size = _row_spans([*column, {"norm": other, "mask": same}, {"deep": (3, "x"), "odd": (5, "d")}])
     assert {name: (place.source, place.bytes) for name, place in places.items()} == {
         "norm": (0, slice(0, 8)),
         "deep": (1, slice(8, 11)),
     }
     assert size == 12
-    assert _places(column) == ({}, 0)
+    assert _row_spans(column) == ({}, 0)
+
+
+class Perplexity(Task):
+    def finalize(self, sums: Any) -> Any:
+        right, said, there = (float(sums[name].total) for name in ("right", "said", "there"))
+        return {"perplexity": math.exp(sums["loss"].mean), "f1": 2 * right / (said + there)}
+
+
+def test_what_is_no_mean_follows_from_the_sums() -> None:
+    sums = {"loss": Sum(torch.tensor(6.0), 3), "right": Sum(torch.tensor(3.0), 9), "said": Sum(torch.tensor(4.0), 9)}
+    sums["there"] = Sum(torch.tensor(8.0), 9)
+    assert finalized(Perplexity(), sums) == {"perplexity": pytest.approx(math.exp(2)), "f1": pytest.approx(0.5)}
+    assert finalized(Task(), sums)["loss"] == 2.0
+
+
+@pytest.mark.parametrize(
+    ("gives", "message"), [(3, "returned int; return numbers by name"), ({"f1": None}, "'f1' is NoneType")]
+)
+def test_a_finalize_that_gives_no_numbers(gives: Any, message: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(Perplexity, "finalize", lambda self, sums: gives)
+    with pytest.raises(TaskError, match=rf"Perplexity\.finalize.*{message}"):
+        finalized(Perplexity(), {})

@@ -10,11 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
-from dsframe.config.settings import Horovod
-from dsframe.engines import environment, horovod_environment
-from dsframe.engines.horovod_environment import APART, ROUNDS, THRESHOLD, TUNES, note_start, pace, settle
+from dsframe.cluster.world import World
+from dsframe.config.schema.settings import Horovod
+from dsframe.engines import environment_scope
+from dsframe.engines.horovod import environment
+from dsframe.engines.horovod.environment import APART, ROUNDS, THRESHOLD, TUNES, note_start, pace, settle
 from dsframe.errors import EngineError
-from dsframe.world import World
 
 HERE = World(0, 2, 0, 2, 0, "torchrun")
 ELASTIC = World(0, 2, 0, 2, 0, "horovodrun", elastic=True)
@@ -24,9 +25,9 @@ CPU = torch.device("cpu")
 @pytest.fixture(autouse=True)
 def fresh(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
     """A process in which Horovod has never started, with nothing in its environment."""
-    monkeypatch.setattr(environment, "_ours", {})
-    monkeypatch.setattr(horovod_environment, "_started", {})
-    monkeypatch.setattr(horovod_environment, "_fixed", set())
+    monkeypatch.setattr(environment_scope, "_ours", {})
+    monkeypatch.setattr(environment, "_started", {})
+    monkeypatch.setattr(environment, "_fixed", set())
     with mock.patch.dict(os.environ):
         give({})
         yield
@@ -69,7 +70,7 @@ def refused(file: Horovod, world: World, device: torch.device = CPU) -> bool:
     try:
         start(file, world, device)
     except EngineError as error:
-        return "take HOROVOD_FUSION_THRESHOLD out of the environment" in str(error)
+        return "unset HOROVOD_FUSION_THRESHOLD" in str(error)
     return False
 
 
@@ -78,10 +79,10 @@ def test_a_start_that_would_crash_is_refused_and_no_other(device: str) -> None:
     ends = set()
     for trainings in product(product(FILES[::3], VARIABLES), repeat=3):
         fixed: set[str] = set()
-        horovod_environment._started.clear()
-        horovod_environment._fixed.clear()
+        environment._started.clear()
+        environment._fixed.clear()
         for number, (file, variables) in enumerate(trainings):
-            environment.take_back()
+            environment_scope.take_back()
             give(variables)
             said = refused(file, HERE, torch.device(device))
             assert crashes(fixed) == said, trainings
@@ -120,22 +121,20 @@ def test_horovod_fuses_what_it_tunes_and_the_parameters_of_adasum() -> None:
 def test_horovod_tunes_itself_once_in_a_process() -> None:
     start(Horovod(autotune=True))
     assert pace() == ", autotuned"
-    with pytest.raises(EngineError, match="cannot be autotuned in a process that starts it more than once"):
+    with pytest.raises(EngineError, match="cannot autotune in a process that starts it more than once"):
         start(Horovod())
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 def test_nor_does_it_after_a_training_that_was_not_tuned(device: str) -> None:
     start(Horovod(), device=torch.device(device))
-    with pytest.raises(
-        EngineError, match=r"leave out horovod\.autotune \(HOROVOD_AUTOTUNE\), or train in a new process"
-    ):
+    with pytest.raises(EngineError, match=r"remove horovod\.autotune \(HOROVOD_AUTOTUNE\), or train in a new process"):
         start(Horovod(autotune=True), device=torch.device(device))
 
 
 def test_nor_where_others_come_and_go() -> None:
     give({TUNES: "1"})
-    with pytest.raises(EngineError, match="as when others come or go"):
+    with pytest.raises(EngineError, match="elastic runs"):
         start(Horovod(), ELASTIC)
 
 
@@ -144,5 +143,5 @@ def test_over_mpi_it_starts_once() -> None:
     settle(Horovod(fusion_threshold_bytes=2048), HERE, CPU, running=True)
     note_start(running=True)
     settle(Horovod(cycle_time_milliseconds=1), HERE, CPU, running=True)
-    with pytest.raises(EngineError, match="cannot have another HOROVOD_CYCLE_TIME; train in a new process"):
+    with pytest.raises(EngineError, match="HOROVOD_CYCLE_TIME cannot change; train in a new process"):
         note_start(running=True)

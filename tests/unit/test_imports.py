@@ -2,15 +2,22 @@
 
 from __future__ import annotations
 
+import json
 import os
 import subprocess
 import sys
 from pathlib import Path
 
+import pytest
+
+from tests.processes import REPOSITORY
+
 LOOK = """
 import sys
-import dsframe.engines.zero, dsframe.run, dsframe.trainer
+import dsframe.engines.deepspeed.engine, dsframe.run, dsframe.trainer
+from dsframe.engines.deepspeed import patches
 from deepspeed.autotuning import autotuner
+patches.compile_muon_when_called()
 from deepspeed.runtime.zero.muon import original_muon
 import mlflow
 heavy = {"torch._inductor", "torch._dynamo", "transformers", "torchvision", "pandas", "matplotlib"}
@@ -26,3 +33,37 @@ def test_deepspeed_comes_without_what_no_training_uses(tmp_path: Path) -> None:
     found = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, env=environment, timeout=120)
     expected = f"[] False muon_update {package / '__init__.py'}"
     assert found.stdout.strip().splitlines()[-1:] == [expected], found.stderr
+
+
+ONE_RANK = """
+import json, os, sys, warnings
+os.environ["DS_ACCELERATOR"] = "cpu"
+warnings.simplefilter("ignore")
+import deepspeed
+brought = set(sys.modules)
+from tests.contract import make
+file = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "zero_optimization": {"stage": STAGE}}
+engine = make(file, "deepspeed")
+found = sorted(name for name in set(sys.modules) - brought if name.startswith(("deepspeed.", "dsframe.engines.")))
+engine.close()
+print(json.dumps([sorted(name for name in brought if name.startswith("deepspeed.")), found]))
+"""
+FEATURES = ("pipe", "tensor_parallel", "tp_plan", "auto_tp", "sequence", "tiling")
+
+
+@pytest.mark.parametrize("stage", [0, 1])
+def test_a_run_imports_the_features_that_its_file_has(stage: int) -> None:
+    """``import deepspeed`` itself brings the pipeline and AutoTP; a ZeRO optimizer brings Muon, and none of it is compiled."""
+    program = ONE_RANK.replace("STAGE", str(stage))
+    found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
+    assert found.returncode == 0, found.stderr
+    brought, later = json.loads(found.stdout.strip().splitlines()[-1])
+    assert {"deepspeed.runtime.pipe.engine", "deepspeed.module_inject.auto_tp"} <= set(brought)
+    own = {
+        name.removeprefix("dsframe.engines.deepspeed.")
+        for name in later
+        if name.startswith("dsframe.engines.deepspeed.")
+    }
+    assert own == {"engine", "handover", "imports", "jit", "patches", "state", "state_flat", "swap", "versions"}
+    assert [name for name in later if any(feature in name for feature in FEATURES)] == []
+    assert ("deepspeed.runtime.zero.muon.original_muon" in later) == (stage > 0)

@@ -9,12 +9,12 @@ from typing import Any
 
 import pytest
 
-from dsframe import optimizers
+from dsframe.cluster.world import World
 from dsframe.config import load
-from dsframe.engines import jit
+from dsframe.engines.deepspeed import jit
 from dsframe.errors import EngineError
-from dsframe.leftovers import host
-from dsframe.world import World
+from dsframe.host.leftovers import host
+from dsframe.model import optimizers
 
 ADAMW = {"type": "AdamW", "params": {"lr": 0.1}}
 OWN = {"type": "AdamW", "params": {"lr": 0.1, "torch_adam": False}}

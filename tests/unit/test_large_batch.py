@@ -11,12 +11,13 @@ from typing import Any
 
 import pytest
 
-from dsframe import cores, schedules
+from dsframe.cluster.world import World
 from dsframe.config.load import examine
-from dsframe.config.scaling import factor, sentence
-from dsframe.config.settings_model import LargeBatch
+from dsframe.config.resolve.scaling import factor, sentence
+from dsframe.config.schema.settings_model import LargeBatch
 from dsframe.errors import WorldError
-from dsframe.world import World
+from dsframe.host import cores
+from dsframe.model import schedules
 from tests.processes import REPOSITORY
 
 LINEAR = LargeBatch(lr_scaling="linear", reference_batch_size=256)
@@ -57,7 +58,7 @@ def test_the_factor_grows() -> None:
 
 
 def problems(large_batch: dict[str, Any], processes: int | None = None, **keys: Any) -> list[str]:
-    from dsframe.config.auto import Facts
+    from dsframe.config.resolve.auto import Facts
 
     file = {"train_batch_size": 1024, **keys, "dsframe": {"large_batch": large_batch}}
     return [str(problem) for problem in examine(json.dumps(file), "x.json", facts=Facts(world_size=processes)).problems]
@@ -69,7 +70,9 @@ def test_what_the_check_says() -> None:
     assert "note: dsframe.large_batch: learning rates x 4 (linear: batch 1,024 / reference 256), growing" in line
     assert any('add "reference_batch_size"' in line for line in problems({"lr_scaling": "sqrt"}))
     assert any('lr_scaling is "none"' in line for line in problems({"warmup_steps": 5}))
-    assert any("scales by the ranks already" in line for line in problems(good, gradient_allreduce_op="sum"))
+    assert any(
+        "already scales with the number of ranks" in line for line in problems(good, gradient_allreduce_op="sum")
+    )
     warmup = {"type": "WarmupLR", "params": {}}
     assert any("the two ramps multiply" in line for line in problems(good, scheduler=warmup))
 
@@ -77,7 +80,7 @@ def test_what_the_check_says() -> None:
 def test_cores_are_shared_out() -> None:
     assert [cores.share((0, 1, 2, 3, 4), rank, 2) for rank in range(2)] == [(0, 1), (2, 3, 4)]
     assert [cores.share((3, 7), rank, 2) for rank in range(2)] == [(3,), (7,)]
-    with pytest.raises(WorldError, match=r"3 ranks on this host and 2 usable core\(s\).*start fewer ranks"):
+    with pytest.raises(WorldError, match=r"3 ranks on this host, but only 2 usable core\(s\); start fewer ranks"):
         cores.share((0, 1), 0, 3)
     usable = os.sched_getaffinity(0)
     assert set(cores.by_core(usable)) == usable
@@ -112,7 +115,8 @@ LAUNCHERS = {
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_process_of_every_launcher_is_bound(launcher: str) -> None:
     code = (
-        "import os; from dsframe import cores, world; from dsframe.run import settle_threads; here = world.here(); "
+        "import os; from dsframe.cluster import world; from dsframe.host import cores; "
+        "from dsframe.run import settle_threads; here = world.here(); "
         "bound = cores.bind(here); assert tuple(sorted(os.sched_getaffinity(0))) == tuple(sorted(bound)); "
         "print(here.launcher, *bound, settle_threads(here, None, bound))"
     )

@@ -12,13 +12,13 @@ from pathlib import Path
 
 import pytest
 
-from dsframe import supervise
-from dsframe.checkpoint.signals import GRACE_SECONDS
 from dsframe.errors import WorldError
-from dsframe.launch import attempts, command, devices, hosts, launchers
-from dsframe.launch.attempts import Attempts
-from dsframe.launch.hosts import Host
-from dsframe.report import outcome
+from dsframe.guard.signals import GRACE_SECONDS
+from dsframe.host import supervise
+from dsframe.run_dir import outcome
+from dsframe.tools.launch import attempts, command, devices, hosts, launchers
+from dsframe.tools.launch.attempts import Attempts
+from dsframe.tools.launch.hosts import Host
 from tests.processes import REPOSITORY
 
 TWO = (Host("node1", 2), Host("node2", 2))
@@ -45,9 +45,9 @@ def test_host_files(text: str, tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("text", "message"),
     [
-        ("node1:2\nnode2 slot=2", r':2: "node2 slot=2" is no host; write "name:4" or "name slots=4"'),
+        ("node1:2\nnode2 slot=2", r':2: "node2 slot=2" is not a host; write "name:4" or "name slots=4"'),
         ("node1:0", "at least one slot"),
-        ("node1:2\nnode1:2", "node1 is there more than once"),
+        ("node1:2\nnode1:2", "node1 is listed more than once"),
         ("# nothing\n", "names no host"),
     ],
 )
@@ -199,7 +199,7 @@ def test_cuda_visible_devices_are_what_a_run_takes(
     with pytest.raises(WorldError, match=r"^-np 3, but CUDA_VISIBLE_DEVICES=2,3 shows 2: "):
         shown(capsys, monkeypatch, "--config zero3.json -np 3")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-1b,GPU-2c")
-    with pytest.raises(WorldError, match=r"^CUDA_VISIBLE_DEVICES=GPU-1b,GPU-2c: deepspeed knows GPUs by number alone"):
+    with pytest.raises(WorldError, match=r"^CUDA_VISIBLE_DEVICES=GPU-1b,GPU-2c: deepspeed accepts GPU numbers only"):
         shown(capsys, monkeypatch, "--config zero3.json")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     (line,) = shown(capsys, monkeypatch, "--config zero3.json -np 3")
@@ -223,7 +223,7 @@ def test_slurm_chooses_srun(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
 @pytest.mark.parametrize(
     ("options", "variables", "message"),
     [
-        ("-H node1:2,node2:1 --launcher torchrun", {}, "torchrun gives every host equally many processes"),
+        ("-H node1:2,node2:1 --launcher torchrun", {}, "torchrun needs the same number of processes on every host"),
         ("-np 2 --launcher python", {}, "plain python starts one process here, not 2"),
         ("-np 2 --max-np 4", {}, "need --host-discovery-script, or -H"),
         ("-np 2 --min-np 3 -H node1:4", {}, "^--min-np 3, -np 2: they must not decrease"),
@@ -232,7 +232,7 @@ def test_slurm_chooses_srun(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
         (
             "-np 2 --min-np 1 -H node1:2 --launcher torchrun --engine horovod",
             {},
-            "are horovodrun's; torchrun knows no such thing",
+            "work with horovodrun only, not with torchrun",
         ),
         ("-np 2 --host-discovery-script nothing.sh", {}, "nothing.sh cannot be run"),
         (
@@ -310,7 +310,7 @@ def lost(step: int) -> dict[str, object]:
     ("script", "code", "resumed", "said"),
     [
         pytest.param([says(0, BEGAN, DONE)], 0, [False], "", id="success"),
-        pytest.param([says(250, BEGAN, DONE)], 0, [False], "made the launcher end with 250", id="an abort after success"),
+        pytest.param([says(250, BEGAN, DONE)], 0, [False], "the launcher then exited with 250", id="an abort after success"),
         pytest.param(
             [says(0, BEGAN)] * 4, 1, [False] * 2, "the launcher ended with 0, but no process said", id="exit code 0 of a crash"
         ),
@@ -326,7 +326,7 @@ def lost(step: int) -> dict[str, object]:
         ),
         pytest.param(
             [says(1, BEGAN, failed(7, "a")), says(1, BEGAN, failed(9, "a")), says(1, failed(9, "b")), says(1, failed(3, "b"))],
-            1, [False] * 4, "these were all 3 restarts", id="other errors, other steps",
+            1, [False] * 4, "all 3 restarts are used", id="other errors, other steps",
         ),
         pytest.param([says(1, lost(4))] * 4, 7, [False] * 3, "failed 3 times in a row after step 4", id="kills at one step"),
         pytest.param([says(1, failed(0, "no such key", 2))], 2, [False], "would not change that", id="a mistake in the file"),
@@ -389,7 +389,7 @@ def test_what_was_saved_and_is_gone_is_not_trained_again(
     assert launched.run(played) == 7
     assert played.resumed == [False, True]
     said = capfd.readouterr().err
-    assert f"no whole checkpoint in {tmp_path / 'checkpoints'} any more" in said
+    assert f"{tmp_path / 'checkpoints'} has no complete checkpoint any more" in said
     assert ("step-00000005.damaged" in said) == (left != "nothing")
 
 

@@ -14,8 +14,8 @@ import pytest
 from dsframe import engines
 from dsframe.config import load
 from dsframe.engines import TABLE
-from dsframe.report import loggers
-from dsframe.report.loggers import Loggers
+from dsframe.run_dir import loggers
+from dsframe.run_dir.loggers import Loggers
 
 
 def make(file: dict[str, Any], folder: Path, done: int = 0) -> Loggers:

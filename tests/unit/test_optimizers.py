@@ -2,14 +2,19 @@
 
 from __future__ import annotations
 
+import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
+from torch import Tensor, nn
 
-from dsframe import optimizers
+import dsframe
 from dsframe.config import load
+from dsframe.data import Sampler, TensorSource
 from dsframe.errors import ConfigError, EngineError
+from dsframe.model import optimizers
 
 
 def read(kind: str, params: dict[str, Any]) -> optimizers.OptimizerSpec:
@@ -52,7 +57,7 @@ def test_deepspeeds_own_op_on_request() -> None:
     spec = read("AdamW", {"torch_adam": False, "lr": 0.1})
     assert spec.cls is None
     assert spec.for_deepspeed() == {"type": "AdamW", "params": {"torch_adam": False, "lr": 0.1}}
-    with pytest.raises(EngineError, match="DeepSpeed's own"):
+    with pytest.raises(EngineError, match="exists in DeepSpeed only"):
         spec.build([])
 
 
@@ -80,7 +85,7 @@ def test_what_only_deepspeed_looks_at_is_handed_over() -> None:
 
 def test_no_other_engine_leaves_the_bias_as_it_is() -> None:
     section = {"type": "AdamW", "params": {"bias_correction": False}}
-    with pytest.raises(ConfigError, match=r"optimizer\.params\.bias_correction: torch's Adam, which ddp runs"):
+    with pytest.raises(ConfigError, match=r"optimizer\.params\.bias_correction: torch's Adam, which engine ddp uses"):
         load({"train_batch_size": 8, "optimizer": section, "dsframe": {"engine": "ddp"}})
 
 
@@ -129,3 +134,70 @@ def test_mistakes(kind: str, params: dict[str, Any], message: str) -> None:
 def test_a_file_without_an_optimizer_is_told_what_to_add() -> None:
     with pytest.raises(ConfigError, match='optimizer: missing; add "optimizer"'):
         optimizers.read(load({"train_batch_size": 8}))
+
+
+class Signs(torch.optim.Optimizer):
+    """Steps of one size in the direction of a moving average."""
+
+    def __init__(self, params: Any, lr: float, decay: float = 0.5) -> None:
+        super().__init__(params, {"lr": lr, "decay": decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                average = self.state[parameter].setdefault("average", torch.zeros_like(parameter))
+                average.lerp_(parameter.grad, 1 - group["decay"])
+                parameter.sub_(group["lr"] * average.sign())
+
+
+class Ramp(dsframe.Task):
+    def model(self) -> nn.Module:
+        return nn.Linear(3, 1)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().mean()
+
+    def train_data(self) -> Any:
+        numbers = torch.Generator().manual_seed(0)
+        return TensorSource(torch.randn(32, 3, generator=numbers), torch.randn(32, 1, generator=numbers))
+
+
+def own(steps: int, name: str = "Signs", engine: str = "single", **params: Any) -> dict[str, Any]:
+    settings = {"engine": engine, "steps": steps}
+    return {"train_batch_size": 8, "optimizer": {"type": f"{__name__}:{name}", "params": params}, "dsframe": settings}
+
+
+def test_an_optimizer_of_ones_own_trains_and_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    whole = dsframe.fit(Ramp(), own(8, lr=0.01, decay=0.9))
+    torch.manual_seed(0)
+    model = nn.Linear(3, 1)
+    optimizer, data, order = Signs(model.parameters(), 0.01, 0.9), Ramp().train_data(), Sampler(32, 8, 0)
+    for step in range(8):
+        inputs, targets = data.batch(order.global_batch(step)[0][1], 0)
+        optimizer.zero_grad()
+        loss = Ramp().loss(model(inputs), targets)
+        loss.backward()  # type: ignore[no-untyped-call]
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+    assert whole.loss == loss.item()
+    shutil.rmtree("runs")
+    dsframe.fit(Ramp(), own(5, lr=0.01, decay=0.9))
+    assert dsframe.fit(Ramp(), own(8, lr=0.01, decay=0.9), resume="auto").loss == whole.loss
+
+
+@pytest.mark.parametrize(
+    ("document", "message"),
+    [
+        (own(1, "Sings", lr=0.1), "Sings' cannot be imported: .*has no attribute 'Sings'"),
+        (own(1, "Ramp", lr=0.1), "Ramp' is no subclass of torch.optim.Optimizer"),
+        (own(1), r"optimizer\.params\.lr: .*required"),
+        (own(1, engine="deepspeed", lr=0.1), "an optimizer of your own is not possible with DeepSpeed"),
+        (own(1, lr=0.1, dekay=1), "unexpected keyword argument 'dekay'"),
+    ],
+)
+def test_an_optimizer_of_ones_own_that_there_is_not(document: dict[str, Any], message: str, tmp_path: Path) -> None:
+    document["dsframe"]["run_dir"] = str(tmp_path)
+    with pytest.raises(ConfigError, match=message):
+        optimizers.read(load(document)).build([nn.Parameter(torch.ones(1))])

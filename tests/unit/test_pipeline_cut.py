@@ -15,10 +15,10 @@ from torch.nn import functional
 from dsframe import Task, Tied
 from dsframe.config import load
 from dsframe.engine import Plan
-from dsframe.engines.references.modelparallel import ModelParallelEngine
-from dsframe.engines.stages import Cut
+from dsframe.engines.deepspeed.stages import Cut
 from dsframe.errors import DsframeError, EngineError, TaskError
 from dsframe.tasks.layers import Layer
+from reference_engines.modelparallel import ModelParallelEngine
 
 
 class Given(Task):

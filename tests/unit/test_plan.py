@@ -17,14 +17,14 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dsframe import Task, tasks
+from dsframe import Task, engines, tasks
 from dsframe.cli import main
 from dsframe.config import load
-from dsframe.config.settings_model import Tiling
-from dsframe.engines import tiling
-from dsframe.plan import calibrate, case, choose, model, trace
-from dsframe.plan.hardware import TABLE, Group, group
-from dsframe.plan.predict import predict
+from dsframe.config.schema.settings_model import Tiling
+from dsframe.engines.deepspeed import tiling
+from dsframe.tools.plan import calibrate, case, choose, model, trace
+from dsframe.tools.plan.hardware import TABLE, Group, group
+from dsframe.tools.plan.predict import predict
 
 ADAM = {"type": "Adam", "params": {"lr": 1e-4}}
 
@@ -497,3 +497,27 @@ def test_tensor_parallelism_leaves_norms_and_residuals_whole() -> None:
     assert 0 < whole.sum() < len(whole)
     assert not block.forward.flops(1)[whole].any(), "products are cut"
     assert 0.5 < two / one < 1
+
+
+def test_an_engine_from_outside_is_planned_by_what_it_says_of_itself() -> None:
+    file: dict[str, Any] = {
+        "train_batch_size": 8,
+        "zero_optimization": {"stage": 1},
+        "pipeline": {"stages": 2},
+        "dsframe": {"task": {"name": "language", "layers": 2, "width": 64, "tie_embeddings": False}},
+    }
+    file["dsframe"]["ddp"] = {"bucket_cap_megabytes": 0.1}
+    config = load(file)
+    known = trace.traced(config, tasks.build(config.settings.task, 0))
+    machine = TABLE["p100"]
+    ddp, ring = (predict(config, engine, known, machine, 2) for engine in ("ddp", "reference-ring"))
+    assert ring.memory.states == ddp.memory.states == 16 * known.parameters
+    assert ring.sent == ddp.sent == {"gradients": 4 * known.parameters}
+    assert ring.seconds.waiting == ring.seconds.collectives > ddp.seconds.waiting, "it hides nothing"
+    cut = predict(config, "reference-model-parallel", known, machine, 2)
+    assert cut.stages == 2
+    assert 7 * known.parameters < cut.memory.states < 10 * known.parameters, (
+        "layers are cut, ZeRO's shares are not there"
+    )
+    costs = engines.costs_of("reference-model-parallel", config.deepspeed, config.settings)
+    assert costs.cost(2).total == 16 / 2

@@ -14,9 +14,9 @@ import torch
 from dsframe.config import load
 from dsframe.engines import precision
 from dsframe.engines.ddp import DdpEngine
-from dsframe.engines.references.averaging import ParameterAveragingEngine
-from dsframe.engines.references.server import ParameterServerEngine
 from dsframe.errors import EngineError, TrainingError
+from reference_engines.averaging import ParameterAveragingEngine
+from reference_engines.server import ParameterServerEngine
 
 
 @pytest.mark.parametrize("consecutive", [False, True])
@@ -74,7 +74,7 @@ POWER_SGD = {"dsframe": {"ddp": {"communication": "power_sgd"}}}
     [
         (ParameterAveragingEngine, AUTOCAST, "cannot leave out an update on all ranks"),
         (ParameterServerEngine, AUTOCAST, "cannot leave out an update on all ranks"),
-        (DdpEngine, {**AUTOCAST, **POWER_SGD}, 'ddp.communication "power_sgd" would carry'),
+        (DdpEngine, {**AUTOCAST, **POWER_SGD}, 'ddp.communication "power_sgd": error feedback would spread'),
     ],
 )
 def test_float16_is_refused_before_the_processes_meet(engine: Any, file: dict[str, Any], message: str) -> None:

@@ -16,20 +16,21 @@ import torch
 from torch import nn
 
 from dsframe import trainer
-from dsframe.check import main as check
 from dsframe.checkpoint.resume import Start
+from dsframe.cluster.world import World
 from dsframe.config import load
-from dsframe.config.rules_report import KINDS, kind_of
+from dsframe.config.rules.report import KINDS, kind_of
 from dsframe.engine import StepResult
 from dsframe.errors import ConfigError, StoppedError, WorldError
-from dsframe.report import traffic
-from dsframe.report.flops import FlopsProfile, amount
-from dsframe.report.observe import Observer
-from dsframe.report.output import Marked, arranged
-from dsframe.report.traffic import TrafficLog
-from dsframe.report.utilization import Utilization, peak_flops
+from dsframe.observe import traffic
+from dsframe.observe.flops import FlopsProfile
+from dsframe.observe.observer import Observers, Stretch
+from dsframe.observe.traffic import TrafficLog
+from dsframe.observe.utilization import MfuObserver, Utilization, peak_flops
+from dsframe.run_dir.output import Marked, rank_output
 from dsframe.tasks import Task
-from dsframe.world import World
+from dsframe.text import amount
+from dsframe.tools.check import main as check
 from tests.processes import REPOSITORY
 
 CPU = torch.device("cpu")
@@ -117,13 +118,13 @@ def test_the_peak_is_more_than_a_model_makes_of_it_and_soon_measured() -> None:
 
 FILE = {"train_batch_size": 4, "dsframe": {"steps": 4}}
 MISTAKES: dict[str, tuple[dict[str, Any], str]] = {
-    "longer than the run": ({"dsframe": {"steps": 4, "profile": {"active": 9}}}, "(1 + 1 + 9) x 1 = 11 steps, and the run has 4"),
-    "no rank": ({"dsframe": {"profile": {"ranks": []}}}, "names no rank"),
+    "longer than the run": ({"dsframe": {"steps": 4, "profile": {"active": 9}}}, "(1 + 1 + 9) x 1 = 11 steps, but the run"),
+    "no rank": ({"dsframe": {"profile": {"ranks": []}}}, "the list is empty"),
     "a rank that is not there": ({"dsframe": {"profile": {"ranks": [0, 2]}}}, "no rank 2 among 2 processes"),
-    "a step that does not come": ({**FILE, "flops_profiler": {"enabled": True, "profile_step": 4}}, "the run has 4"),
+    "a step that does not come": ({**FILE, "flops_profiler": {"enabled": True, "profile_step": 4}}, "the run has only 4"),
     "no collective": (
         {**FILE, "comms_logger": {"enabled": True, "prof_all": False, "prof_ops": ["all_reduce", "all_redcue"]}},
-        "'all_redcue' is no collective; there are all_reduce, all_gather,",
+        "'all_redcue' is no collective; choose from all_reduce, all_gather,",
     ),
 }  # fmt: skip
 
@@ -166,8 +167,8 @@ def test_the_logger_of_collectives_counts_what_it_is_asked_for(tmp_path: Path) -
     with log.step(1):
         log._counter.add("all-reduce", 1000, 2)
         log._counter.add("all-gather", 5000, 2)
-    assert log.sent_bytes() == 1000
-    assert log.sent_bytes() == 0
+    assert log.figures(0.0) == {"sent_bytes": 1000}
+    assert log.figures(0.0) == {"sent_bytes": 0}
     name = "test_the_logger_of_collectives_counts_what_it_is_asked_for"
     assert said == [f"step 1: all-reduce of 1,000 bytes among 2 ranks, by {name}"]
 
@@ -176,7 +177,7 @@ def test_the_logger_of_collectives_counts_what_it_is_asked_for(tmp_path: Path) -
 def test_what_watched_a_run_is_kept_where_a_signal_stops_it(
     signal_after: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(traffic, "share", lambda engine, text: [text])
+    monkeypatch.setattr(traffic, "all_gather_text", lambda engine, text: [text])
     monkeypatch.setattr(trainer, "StopRequest", MagicMock())
     stop = trainer.StopRequest.return_value.__enter__.return_value  # type: ignore[attr-defined]
     stop.configure_mock(name="SIGTERM", trouble=False, agreed=lambda step: step == signal_after)
@@ -184,10 +185,15 @@ def test_what_watched_a_run_is_kept_where_a_signal_stops_it(
         **FILE, "comms_logger": {"enabled": True}, "flops_profiler": {"enabled": True, "profile_step": 3},
         "dsframe": {"steps": 4, "profile": {"wait": 1, "warmup": 0, "active": 2}},
     }  # fmt: skip
-    batch = SimpleNamespace(accumulation_steps=1, train_batch_size=4, data_rank=int)
+    batch = SimpleNamespace(
+        accumulation_steps=1, train_batch_size=4, data_rank=int, sequence_parallel_size=1, data_parallel_size=1
+    )
     world = SimpleNamespace(rank=0, size=1, is_main=True)
     task = Task()
-    engine = MagicMock(plan=SimpleNamespace(config=load(file), device=CPU, batch=batch, world=world, task=task))
+    plan: Any = SimpleNamespace(
+        config=load(file), device=CPU, batch=batch, world=world, task=task, directory=tmp_path, plateau=None
+    )
+    engine = MagicMock(plan=plan)
     engine.train_step.return_value = StepResult(torch.tensor(1.0), 0.1, None, False)
     engine.sum_over_ranks = lambda values: values
     saver, progress = MagicMock(), MagicMock()
@@ -195,11 +201,10 @@ def test_what_watched_a_run_is_kept_where_a_signal_stops_it(
 
     def fit(done: int, total: int) -> tuple[trainer.Summary, list[str]]:
         said: list[str] = []
-        observer = Observer(engine.plan, tmp_path, done, total, said.append)
-        cadence, share = trainer.Cadence(total, 1, frozenset()), Utilization(2e6, 1e9)
-        made = trainer.Trainer(
-            engine, MagicMock(), None, cadence, progress, None, saver, MagicMock(), observer, share
-        )  # fmt: skip
+        observers = Observers(Stretch(plan, done, total, said.append))
+        observers._all.append(MfuObserver(said.append, Utilization(2e6, 1e9)))
+        work = trainer.Work(MagicMock(), None, trainer.RunSchedule(total, 1, frozenset(), frozenset()))
+        made = trainer.Trainer(engine, work, trainer.Outputs(progress, None, saver), MagicMock(), observers)
         try:
             return made.fit(Start(done, 1.0, {}, in_place=True)), said
         except StoppedError:
@@ -228,10 +233,10 @@ def test_what_watched_a_run_is_kept_where_a_signal_stops_it(
 PROGRAM = """
 import os, subprocess, sys
 from pathlib import Path
-from dsframe.report.output import arranged
-from dsframe.world import World
+from dsframe.run_dir.output import rank_output
+from dsframe.cluster.world import World
 print("before")
-with arranged(World(3, 4, 3, 4, launcher=sys.argv[2]), sys.argv[1], Path(sys.argv[3]), append=False):
+with rank_output(World(3, 4, 3, 4, launcher=sys.argv[2]), sys.argv[1], Path(sys.argv[3]), append=False):
     print("one\\ntwo", end=" ")
     print("[rank 3] marked already", file=sys.stderr)
     os.write(2, b"native\\n")
@@ -278,6 +283,20 @@ def test_a_file_that_cannot_be_written_says_what_to_do(tmp_path: Path) -> None:
     (tmp_path / "output").write_text("a file, where a folder is wanted")
     with (
         pytest.raises(WorldError, match=r"rank1.log cannot be written to: .* choose another --run-dir"),
-        arranged(World(1, 2, 1, 2), "files", tmp_path, append=False),
+        rank_output(World(1, 2, 1, 2), "files", tmp_path, append=False),
     ):
         pass
+
+
+def test_what_the_file_does_not_switch_on_is_not_imported() -> None:
+    """Each observer is a module of its own: a plain run pays for none of them."""
+    look = (
+        "import sys; from types import SimpleNamespace as N; import dsframe.job; "
+        "from dsframe.config import load; from dsframe.observe.observer import TABLE, Observers, Stretch; "
+        "Observers(Stretch(N(config=load({'train_batch_size': 4})), 0, 1, print)); "
+        "print([s.module for s in TABLE.values() if f'dsframe.observe.{s.module}' in sys.modules], len(TABLE))"
+    )
+    done = subprocess.run(
+        [sys.executable, "-c", look], capture_output=True, text=True, timeout=60, check=True, cwd=REPOSITORY
+    )
+    assert done.stdout.strip() == "[] 5"

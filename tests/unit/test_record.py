@@ -13,10 +13,10 @@ from typing import Any
 import pytest
 
 from dsframe import run
+from dsframe.cluster.world import World
 from dsframe.config import load
-from dsframe.report.record import Record, read_metrics, read_summary
+from dsframe.run_dir.record import Record, read_metrics, read_summary
 from dsframe.trainer import Summary
-from dsframe.world import World
 from tests.engines.odd_task import Odd
 
 SUMMARY = Summary(3, 1.0, 8.0, "samples", 8, 0.5, 1.0, {}, (2**20,), 0)
@@ -26,7 +26,8 @@ def record(directory: Path, said: list[str], done_steps: int = 0) -> Record:
     file: Any = {"train_batch_size": 8, "optimizer": {"type": "SGD"}}
     device, batch = SimpleNamespace(type="cpu"), SimpleNamespace(train_batch_size=8)
     plan: Any = SimpleNamespace(directory=directory, config=load(file), world=World(), device=device, batch=batch)
-    return Record(plan, "single", "PyTorch, one process", 1.0, done_steps, say=said.append)
+    about = {"engine": "single", "description": "PyTorch, one process", "start_seconds": 1.0}
+    return Record(plan, about, done_steps, say=said.append)
 
 
 @contextmanager
@@ -54,10 +55,10 @@ def test_a_disk_that_is_full_for_a_while(tmp_path: Path) -> None:
         assert steps(tmp_path) == [1]  # with half a line, which nobody reads
     own.write({"step": 3, "loss": 1.0})
     assert steps(tmp_path) == [1, 2, 3]
-    own.finish(SUMMARY, {}, None)
+    own.finish(SUMMARY)
     assert read_summary(tmp_path)["steps"] == 3
     (line,) = said
-    assert line.startswith(f"WARNING: the record in {tmp_path} cannot be written ([Errno 27] File too large")
+    assert line.startswith(f"warning: the record in {tmp_path} cannot be written ([Errno 27] File too large")
 
 
 def test_one_that_stays_full(tmp_path: Path) -> None:
@@ -66,7 +67,7 @@ def test_one_that_stays_full(tmp_path: Path) -> None:
     own = record(tmp_path, said)
     with full(0):
         own.write({"step": 1, "loss": 3.0})
-        own.finish(SUMMARY, {}, None)
+        own.finish(SUMMARY)
     assert steps(tmp_path) == []
     assert not (tmp_path / "summary.json").exists()
     assert len(said) == 2

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, NoReturn
 
 import torch
 
+from dsframe.cluster.world import World
 from dsframe.config import load
-from dsframe.report.record import Record
-from dsframe.report.runs import figures, read_run
+from dsframe.run_dir.record import Record
+from dsframe.tools.report.runs import figures, read_run
 from dsframe.trainer import Summary
-from dsframe.world import World
 
 
 def strict(text: str) -> Any:
@@ -32,7 +33,7 @@ def test_numbers_that_are_not_finite_are_null_at_any_depth(tmp_path: Path) -> No
         device=torch.device("cpu"),
         batch=SimpleNamespace(train_batch_size=4),
     )
-    record = Record(plan, "single", "one process", 1.0, say=print)  # type: ignore[arg-type]
+    record = Record(plan, {"engine": "single", "start_seconds": 1.0}, say=print)  # type: ignore[arg-type]
     record.write({"step": 1, "loss": nan, "evaluation": {"loss": nan, "accuracy": 0.5, "worst": [float("inf")]}})
     summary = Summary(
         steps=1,
@@ -46,12 +47,12 @@ def test_numbers_that_are_not_finite_are_null_at_any_depth(tmp_path: Path) -> No
         peak_memory_bytes=(1, 2),
         skipped_steps=0,
     )
-    record.finish(summary, {"seconds_per_step": nan}, None)
+    record.finish(replace(summary, mfu=nan))
     written = [strict(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert written[-1] == {"step": 1, "loss": None, "evaluation": {"loss": None, "accuracy": 0.5, "worst": [None]}}
     finished = strict((tmp_path / "summary.json").read_text())
     assert (finished["loss"], finished["metrics"]) == (None, {"loss": None, "accuracy": 0.5})
-    assert finished["predicted"] == {"seconds_per_step": None}
+    assert finished["mfu"] is None
     assert finished["peak_memory_bytes"] == [1, 2]
     run = read_run(tmp_path, "run")
     assert strict(json.dumps(figures(run, run)))

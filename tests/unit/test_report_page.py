@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import itertools
 import json
 import re
 import xml.etree.ElementTree as ElementTree
@@ -13,8 +12,10 @@ from typing import Any
 import pytest
 
 from dsframe.cli import main
-from dsframe.report.runs import names
-from dsframe.report.svg import Axis, Line, chart
+from dsframe.errors import DataError
+from dsframe.tools.plan import report_prediction
+from dsframe.tools.report.pictures import Axis, Bar, Bars, Chart, Line, _figure, inline, thinned, write
+from dsframe.tools.report.runs import names
 
 
 def write_run(folder: Path, losses: list[float], **more: Any) -> Path:
@@ -61,7 +62,10 @@ class Reader(HTMLParser):
             self.figures = json.loads(data)
 
 
-def test_a_page_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_page_of_two_runs(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(report_prediction, "predicted", lambda directory, summary: summary["predicted"])
     finished = {
         "steps": 3, "rate": 400.0, "unit": "samples", "units_per_step": 8, "seconds": 2.0, "first_step_seconds": 0.5,
         "startup_seconds": {"python": 4.0, "engine": 1.5, "first step": 0.75},
@@ -71,11 +75,14 @@ def test_a_page_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     runs = [write_run(tmp_path / "a", [3.0, 2.0, 1.0], **finished), write_run(tmp_path / "b", [3.0, 2.5])]
     page = tmp_path / "page.html"
     assert main(["report", *map(str, runs), "-o", str(page)]) == 0
-    assert capsys.readouterr().out.strip() == str(page)
+    assert capsys.readouterr().out.splitlines() == [
+        "a: predicted: 2 MiB a rank (+50% measured), 30 ms a step (-33% measured), 5 MB sent a step and rank",
+        str(page),
+    ]
     text = page.read_text()
     read = Reader(text)
     assert read.fetched == []
-    assert "url(" not in text
+    assert set(re.findall(r"url\(.", text)) <= {"url(#"}, "of the page itself"
     rows = {row[0]: row[1:] for row in read.rows if row}
     assert rows["engine"] == ["an <engine>", "an <engine>"]
     assert rows["state"] == ["finished", "not finished"]
@@ -103,70 +110,80 @@ def test_a_page_of_two_runs(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert names([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ["x/run", "y/run"]
 
 
-def places(picture: str) -> list[list[tuple[float, float]]]:
-    lines = ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}polyline")
-    return [[tuple(map(float, point.split(","))) for point in line.attrib["points"].split()] for line in lines]  # type: ignore[misc]
+def drawn(picture: Chart | Bars) -> Any:
+    """The axes that matplotlib makes of it."""
+    (axes,) = _figure([picture]).axes
+    return axes
 
 
 @pytest.mark.parametrize("log", [False, True])
 def test_a_chart_shows_what_it_is_given(log: bool) -> None:
     lines = [Line("up", [(1, 1.0), (2, 10.0), (4, 100.0)]), Line("gone", [(1, float("nan"))])]
-    picture = chart("A & B", Axis("x"), Axis("seconds", log=log), lines, limit=("most", 150.0))
-    (line,) = places(picture)
-    heights = [y for _, y in line]
-    assert heights == sorted(heights, reverse=True)
-    steps = [before - after for before, after in itertools.pairwise(heights)]
-    assert (steps[0] == pytest.approx(steps[1], abs=0.2)) == log
-    root = ElementTree.fromstring(picture)
-    texts = [
-        (float(t.attrib["x"]), float(t.attrib["y"]), t.text or "")
-        for t in root.iter("{http://www.w3.org/2000/svg}text")
-        if "x" in t.attrib
-    ]
-    named = {text: (x, y) for x, y, text in texts}
-    assert {"A & B", "x", "seconds", "up", "most"} <= set(named)
-    assert abs(named["up"][1] - named["most"][1]) >= 14  # names do not lie on each other
-    assert all(0 <= x <= 760 and 0 <= y <= 400 for x, y, _ in texts)
+    picture = Chart("A & B", Axis("x"), Axis("seconds", log=log), lines, ("most", 150.0))
+    axes = drawn(picture)
+    line, limit = axes.get_lines()
+    assert (list(line.get_xdata()), list(line.get_ydata())) == ([1, 2, 4], [1.0, 10.0, 100.0])
+    assert list(limit.get_ydata()) == [150.0, 150.0]
+    assert axes.get_yscale() == ("log" if log else "linear")
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == ["up", "most"]
+    root = ElementTree.fromstring(inline(picture))
+    assert root.attrib["aria-label"] == "A & B"
+    texts = {"".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")}
+    assert {"A & B", "x", "seconds", "up", "most"} <= texts
+    assert inline(picture) == inline(picture), "the same picture is the same file"
 
 
 def test_lines_on_each_other_are_both_seen() -> None:
-    """Where two lines are the same they are drawn as dashes in turns, and whole where they part."""
-    first = [(float(step), 1.0) for step in range(10)]
-    second = [(at, value if at < 5 else 2.0) for at, value in first]
-    root = ElementTree.fromstring(chart("t", Axis("x"), Axis("y"), [Line("a", first), Line("b", second)]))
-    drawn = [
-        (line.attrib["class"], line.attrib.get("stroke-dasharray"), line.attrib.get("stroke-dashoffset"))
-        for line in root.iter("{http://www.w3.org/2000/svg}polyline")
-    ]
-    assert drawn == [("s0", "8 8", "16"), ("s0", None, None), ("s1", "8 8", "8"), ("s1", None, None)]
+    """Where two lines are the same the earlier one is wider, and every line has a colour and a marker of its own."""
+    values = [(float(step), 1.0) for step in range(10)]
+    lines = drawn(Chart("t", Axis("x"), Axis("y"), [Line(str(number), values) for number in range(8)])).get_lines()
+    widths = [line.get_linewidth() for line in lines]
+    assert widths == sorted(widths, reverse=True)
+    assert (
+        len(set(widths)) == len({line.get_color() for line in lines}) == len({line.get_marker() for line in lines}) == 8
+    )
 
 
 def test_differences_of_zero_have_a_place_on_a_logarithmic_axis() -> None:
-    values = [(1, 0.0), (2, 1e-7), (3, 3e-3)]
-    picture = chart("t", Axis("x"), Axis("y", log=True, floor=1e-8), [Line("a", values)])
-    (heights,) = [[y for _, y in line] for line in places(picture)]
-    assert heights == sorted(heights, reverse=True)
-    read = {
-        t.text: float(t.attrib["y"]) for t in ElementTree.fromstring(picture).iter("{http://www.w3.org/2000/svg}text")
-    }
-    assert read["0"] - 4 == pytest.approx(heights[0], abs=0.1)
-    assert read["1e-7"] - 4 == pytest.approx(heights[1], abs=0.1)
+    axes = drawn(Chart("t", Axis("x"), Axis("y", log=True, floor=1e-8), [Line("a", [(1, 0.0), (2, 1e-7), (3, 3e-3)])]))
+    heights = [axes.transData.transform((0, value))[1] for value in (0.0, 1e-7, 3e-3)]
+    assert heights == sorted(set(heights))
+    assert list(axes.get_lines()[0].get_ydata()) == [0.0, 1e-7, 3e-3]
 
 
 def test_thousands_of_points_become_as_many_as_can_be_seen() -> None:
     values = [(float(step), 5.0 if step == 12_345 else 1.0) for step in range(100_000)]
-    picture = chart("t", Axis("x"), Axis("y"), [Line("a", values)])
-    (line,) = places(picture)
-    assert len(line) < 2_000
-    assert min(y for _, y in line) < min(y for _, y in line[:100])  # the one that stands out is there
+    found = thinned(values)
+    assert len(found) < 2_000
+    assert (12_345.0, 5.0) in found  # the one that stands out is there
+    assert (found[0], found[-1][0] > 99_000) == (values[0], True)
 
 
-def test_names_of_lines_that_end_together_are_apart() -> None:
-    lines = [Line(f"line {number}", [(1, 1.0), (2, 2.0)]) for number in range(8)]
-    root = ElementTree.fromstring(chart("t", Axis("x"), Axis("y"), lines))
-    heights = sorted(
-        float(t.attrib["y"]) for t in root.iter("{http://www.w3.org/2000/svg}text") if (t.text or "").startswith("line")
-    )
-    assert len(heights) == 8
-    assert min(b - a for a, b in itertools.pairwise(heights)) >= 14
-    assert max(heights) < 360
+def test_bars_say_their_values() -> None:
+    rows = [Bar("a" * 60, 30.0, "5 of 30 ms", 0, part=5.0), Bar("b", 40.0, "40", 1, [35.0, 45.0])]
+    axes = drawn(Bars("Communication", "ms", rows, 50.0))
+    assert [bar.get_width() for bar in axes.patches] == [30.0, 5.0, 40.0]
+    names = [text.get_text() for text in axes.get_yticklabels()]
+    assert (len(names[0]), names[0][16], names[1]) == (34, "\u2026", "b")
+    assert [text.get_text() for text in axes.texts] == ["5 of 30 ms", "40"]
+
+
+def test_without_matplotlib_there_are_tables(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("dsframe.tools.report.pictures.available", lambda: False)
+    monkeypatch.setattr("dsframe.tools.report.page.available", lambda: False)
+    run = write_run(tmp_path / "a", [3.0, 2.0, 1.0])
+    assert main(["report", str(run)]) == 0
+    text = (run / "report.html").read_text()
+    assert "<svg" not in text
+    assert "pip install &quot;dsframe[plots]&quot;" in text
+    assert {row[0]: row[1:] for row in Reader(text).rows if row}["last training loss"] == ["1"]
+    capsys.readouterr()
+    assert main(["plan", "--config", "zero3.json", "--parameters", "1e6", "--plot", str(tmp_path / "p.svg")]) != 0
+    assert 'pip install "dsframe[plots]"' in capsys.readouterr().err
+
+
+def test_a_file_of_a_kind_that_cannot_be_drawn(tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=r"p\.xyz"):
+        write(tmp_path / "p.xyz", [Bars("t", "x", [Bar("a", 1.0, "1", 0)])])

@@ -9,8 +9,11 @@ from typing import Any
 import pytest
 import torch
 
-from dsframe import schedules
-from dsframe.errors import ConfigError
+import dsframe
+from dsframe.config import load
+from dsframe.config.schema.hf_scheduler import HF_SCHEDULERS
+from dsframe.errors import ConfigError, TaskError
+from dsframe.model import hf_schedules, schedules
 
 BASE = 0.05
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -131,7 +134,6 @@ def test_torchs_cycled_momentum_is_torchs(kind: str) -> None:
     ("kind", "params", "message"),
     [
         ("Foo", {}, "'Foo' is neither a DeepSpeed schedule nor one of torch's"),
-        ("ReduceLROnPlateau", {}, "depends on the step alone"),
         ("WarmupDecayLR", {}, "total_num_steps"),
         ("StepLR", {"step": 3}, "step"),
     ],
@@ -139,3 +141,144 @@ def test_torchs_cycled_momentum_is_torchs(kind: str) -> None:
 def test_mistakes(kind: str, params: dict[str, Any], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         schedules.build(kind, BASE, params)
+
+
+HF_CASES: list[tuple[str, dict[str, Any]]] = [
+    ("linear", {"num_warmup_steps": 5, "num_training_steps": 40}),
+    ("linear", {"num_warmup_steps": 0, "num_training_steps": 40}),
+    ("cosine", {"num_warmup_steps": 5, "num_training_steps": 40}),
+    ("cosine", {"num_warmup_steps": 5, "num_training_steps": 40, "num_cycles": 1.5}),
+    ("cosine_with_restarts", {"num_warmup_steps": 5, "num_training_steps": 40, "num_cycles": 3}),
+    ("cosine_with_min_lr", {"num_warmup_steps": 5, "num_training_steps": 40, "min_lr": 0.002}),
+    ("cosine_with_min_lr", {"num_warmup_steps": 0, "num_training_steps": 40, "min_lr_rate": 0.1}),
+    ("polynomial", {"num_warmup_steps": 5, "num_training_steps": 40, "power": 2.0, "lr_end": 1e-4}),
+    ("constant", {}),
+    ("constant_with_warmup", {"num_warmup_steps": 5}),
+    ("warmup_stable_decay", {"num_warmup_steps": 5, "num_decay_steps": 10, "num_training_steps": 40}),
+    ("warmup_stable_decay", {"num_warmup_steps": 5, "num_decay_steps": 10, "num_training_steps": 40, "warmup_type": "cosine",
+                             "decay_type": "1-sqrt", "min_lr_ratio": 0.1}),
+    ("warmup_stable_decay", {"num_warmup_steps": 5, "num_decay_steps": 10, "num_training_steps": 40, "warmup_type": "1-sqrt",
+                             "decay_type": "linear"}),
+]  # fmt: skip
+_THEIRS = {
+    "linear": "linear_schedule_with_warmup", "cosine": "cosine_schedule_with_warmup",
+    "cosine_with_restarts": "cosine_with_hard_restarts_schedule_with_warmup",
+    "cosine_with_min_lr": "cosine_with_min_lr_schedule_with_warmup",
+    "polynomial": "polynomial_decay_schedule_with_warmup", "constant": "constant_schedule",
+    "constant_with_warmup": "constant_schedule_with_warmup", "warmup_stable_decay": "wsd_schedule",
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "params"), HF_CASES)
+def test_the_names_of_hugging_face_are_theirs(kind: str, params: dict[str, Any]) -> None:
+    optimization = pytest.importorskip("transformers.optimization")
+    optimizer = torch.optim.AdamW([torch.zeros(1)], lr=BASE)
+    theirs = getattr(optimization, f"get_{_THEIRS[kind]}")(optimizer, **params)
+    ours = schedules.build(kind, BASE, params)
+    for updates in range(50):
+        assert ours(updates).learning_rate == pytest.approx(optimizer.param_groups[0]["lr"], abs=1e-15), updates
+        optimizer.step()
+        theirs.step()
+
+
+def test_every_name_of_hugging_face_is_compared_and_in_the_schema() -> None:
+    assert {kind for kind, _ in HF_CASES} | {"nanogpt"} == set(hf_schedules.FACTORS)
+    assert set(HF_SCHEDULERS) == {*hf_schedules.FACTORS, "ReduceLROnPlateau"}
+
+
+def test_nanogpts_recipe() -> None:
+    """Its get_lr, with warmup_iters 4, lr_decay_iters 20 and min_lr a tenth."""
+    ours = schedules.build("nanogpt", 1.0, {"warmup_iters": 4, "lr_decay_iters": 20, "min_lr": 0.1})
+    rates = [ours(updates).learning_rate for updates in range(30)]
+    assert rates[:4] == pytest.approx([0.2, 0.4, 0.6, 0.8])
+    assert rates[4] == 1.0
+    assert rates[12] == pytest.approx(0.55)
+    assert rates[20:] == pytest.approx([0.1] * 10)
+
+
+def half_each(updates: int) -> float:
+    return 0.5**updates
+
+
+NESTED: list[tuple[str, dict[str, Any]]] = [
+    ("SequentialLR", {"milestones": [3], "schedulers": [
+        {"type": "LinearLR", "params": {"total_iters": 3}}, {"type": "CosineAnnealingLR", "params": {"T_max": 10}}]}),
+    ("ChainedScheduler", {"schedulers": [
+        {"type": "ConstantLR", "params": {"factor": 0.1, "total_iters": 4}}, {"type": "ExponentialLR", "params": {"gamma": 0.9}}]}),
+    ("LambdaLR", {"lr_lambda": f"{__name__}:half_each"}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("kind", "params"), NESTED)
+def test_schedules_of_schedules_and_functions(kind: str, params: dict[str, Any]) -> None:
+    lr_scheduler = torch.optim.lr_scheduler
+    optimizer = torch.optim.AdamW([torch.zeros(1)], lr=BASE)
+    if kind == "LambdaLR":
+        theirs: Any = lr_scheduler.LambdaLR(optimizer, half_each)
+    else:
+        parts = [getattr(lr_scheduler, one["type"])(optimizer, **one["params"]) for one in params["schedulers"]]
+        chained = kind == "ChainedScheduler"
+        theirs = lr_scheduler.ChainedScheduler(parts) if chained else lr_scheduler.SequentialLR(optimizer, parts, [3])
+    document = {"train_batch_size": 4, "scheduler": {"type": kind, "params": params}}
+    assert load(document).deepspeed.scheduler is not None
+    ours = schedules.build(kind, BASE, params)
+    for updates in range(12):
+        assert ours(updates).learning_rate == pytest.approx(optimizer.param_groups[0]["lr"], rel=1e-12), updates
+        optimizer.step()
+        theirs.step()
+    assert ours(1).learning_rate == schedules.build(kind, BASE, params)(1).learning_rate  # and can go back
+
+
+def test_a_function_that_there_is_not() -> None:
+    with pytest.raises(ConfigError, match=r"scheduler\.params: LambdaLR: .*no_such"):
+        schedules.build("LambdaLR", BASE, {"lr_lambda": f"{__name__}:no_such"})
+
+
+def test_the_names_of_hugging_face_need_dsframe() -> None:
+    """Plain DeepSpeed raises; a file with a section for dsframe is trained by it."""
+    section = {"scheduler": {"type": "cosine", "params": {"num_training_steps": 10}}}
+    with pytest.raises(ConfigError, match='write "WarmupCosineLR"'):
+        load({"train_batch_size": 4, **section})
+    mine = load({"train_batch_size": 4, **section, "dsframe": {}})
+    assert any("works in dsframe only" in str(problem) for problem in mine.problems)
+    auto = {"scheduler": {"type": "linear", "params": {"num_training_steps": "auto"}}, "dsframe": {"steps": 30}}
+    found = load({"train_batch_size": 4, **auto}).deepspeed.scheduler
+    assert found is not None
+    assert found.params["num_training_steps"] == 30
+    with pytest.raises(ConfigError, match="num_training_stepz"):
+        load(
+            {"train_batch_size": 4, "scheduler": {"type": "linear", "params": {"num_training_stepz": 3}}, "dsframe": {}}
+        )
+
+
+class Halving(dsframe.Task):
+    def schedule(self, updates: int) -> float:
+        return 0.5**updates if updates < 5 else float("nan")
+
+
+def test_a_tasks_own_schedule() -> None:
+    document = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.8}}}
+    rates = schedules.planned(load(document), Halving(), 0.8, 4)
+    assert [rates(updates).learning_rate for updates in (0, 1, 3, 1)] == [0.8, 0.4, 0.1, 0.4]
+    with pytest.raises(TaskError, match=r"Halving\.schedule\(5\) returned nan; return a factor"):
+        rates(5)
+    both = load({**document, "scheduler": {"type": "StepLR", "params": {"step_size": 3}}})
+    with pytest.raises(TaskError, match=r'Halving\.schedule gives the rate, and the file has "scheduler" too'):
+        schedules.planned(both, Halving(), 0.8, 4)
+    assert schedules.planned(both, dsframe.Task(), 0.8, 4)(0).learning_rate == 0.8
+
+
+def test_what_is_said_of_a_schedule() -> None:
+    def said(total: int, kind: str, **params: Any) -> list[str]:
+        config = load({"train_batch_size": 4, "scheduler": {"type": kind, "params": params}, "dsframe": {}})
+        return list(schedules.notes(config, schedules.build(kind, BASE, params), total))
+
+    assert said(50, "WarmupLR", warmup_num_steps=10) == [
+        "the first two updates have the learning rate 0: DeepSpeed's warm-up counts so"
+    ]
+    assert said(50, "WarmupLR", warmup_num_steps=10, warmup_min_lr=0.1) == []
+    assert said(50, "linear", num_warmup_steps=5, num_training_steps=50) == []
+    assert said(50, "linear", num_training_steps=40) == [
+        "the schedule is for 40 updates (num_training_steps), the training has 50"
+    ]
+    assert list(schedules.notes(load({"train_batch_size": 4}), schedules.constant(0.1), 50)) == []

@@ -24,6 +24,7 @@ case "$*" in
     *"${FAIL:-nothing fails}"*) echo "No matching distribution found"; exit 1 ;;
     "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; cp "$0" "$3/bin/pip"; echo version = 3.11 >"$3/pyvenv.cfg" ;;
     *"pip wheel"*) while [ "$1" != -w ]; do shift; done; touch "$2/horovod-0.28.1-cp311-cp311-linux_x86_64.whl" ;;
+    *sysconfig*) echo "$PWD" ;;
     *" torch") echo 2.13.0+cpu ;;
 esac
 """
@@ -65,9 +66,17 @@ class Clone:
         self.calls_file = folder / "calls"
         self.home = folder / "home"
         tools = folder / "tools"
-        for path in (self.folder / "launch", self.home, tools):
+        engines = "examples/reference_engines"
+        for path in (self.folder / "launch", self.folder / engines, self.home, tools):
             path.mkdir(parents=True)
-        for name in ("launch/setup", "launch/horovod_cxx17.cmake", "constraints.txt", "pyproject.toml"):
+        files = (
+            "launch/setup",
+            "launch/horovod_cxx17.cmake",
+            "launch/torchvision_finder.py",
+            "constraints.txt",
+            "pyproject.toml",
+        )
+        for name in (*files, f"{engines}/pyproject.toml"):
             shutil.copy(REPOSITORY / name, self.folder / name)
         self.tools = tools
         for name in BASIC_TOOLS:
@@ -121,9 +130,11 @@ def test_installs_the_cpu_build_of_torch_first_then_the_rest(clone: Clone) -> No
     assert venv == "-m venv .venv"
     assert tools == "-m pip install -c constraints.txt setuptools wheel hatchling editables"
     assert torch == "-m pip install -c constraints.txt torch==2.13.0+cpu"
-    extras = "[deepspeed,vision,transformers,loggers,test,lint]"
+    extras = "[deepspeed,vision,transformers,loggers,plots,test,lint]"
     packages = f"-m pip install --no-build-isolation -c constraints.txt -c .setup/torch.txt -e .{extras}"
     assert packages in rest
+    engines = "-m pip install --no-deps --no-build-isolation -e examples/reference_engines"
+    assert rest.index(engines) > rest.index(packages)
     assert (clone.folder / ".setup" / "torch.txt").read_text() == "torch==2.13.0+cpu\n", (
         "no later step may bring another"
     )
@@ -203,7 +214,9 @@ def test_the_second_time_takes_no_time(clone: Clone) -> None:
     assert seconds < 0.3
 
 
-@pytest.mark.parametrize("name", ["constraints.txt", "launch/setup", "launch/horovod_cxx17.cmake"])
+@pytest.mark.parametrize(
+    "name", ["constraints.txt", "launch/setup", "launch/horovod_cxx17.cmake", "launch/torchvision_finder.py"]
+)
 def test_a_changed_input_sets_up_again(clone: Clone, name: str) -> None:
     clone.setup()
     clone.calls()
@@ -264,7 +277,7 @@ def test_constraints_pin_everything_that_is_installed() -> None:
     assert all(str(pin.specifier).startswith("==") for pin in pins)
     pinned = {canonicalize_name(pin.name): pin.specifier for pin in pins if pin.marker is None or pin.marker.evaluate()}
     installed = {canonicalize_name(found.name): found.version for found in distributions()}
-    own = {"dsframe", "pip", "torch"}  # torch: its local part differs
+    own = {"dsframe", "dsframe-reference-engines", "pip", "torch"}  # torch: its local part differs
     assert len(set(installed) - own) > 40
     missing = sorted(f"{name}=={version}" for name, version in installed.items() if name not in {*pinned, *own})
     other = sorted(
@@ -365,7 +378,7 @@ def test_one_machine(tmp_path: Path, arguments: str, checked: str, run: str) -> 
         (
             "deepspeed",
             "GPU-1b,GPU-2c",
-            "one-machine: CUDA_VISIBLE_DEVICES=GPU-1b,GPU-2c: deepspeed knows GPUs by number alone; write their numbers",
+            "one-machine: CUDA_VISIBLE_DEVICES=GPU-1b,GPU-2c: deepspeed accepts GPU numbers only; write their numbers",
         ),
     ],
 )

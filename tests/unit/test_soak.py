@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import signal
 import subprocess
 import sys
 import time
@@ -15,6 +16,7 @@ from benchmarks import processes
 from benchmarks.compare import plot, rows
 from benchmarks.match import Result
 from benchmarks.soak import Ends
+from tests.processes import Running, run_ranks
 
 
 def ends(ratios: list[float], growth: float) -> Ends:
@@ -75,3 +77,35 @@ def test_a_job_that_takes_too_long_leaves_no_process(tmp_path: Path) -> None:
         processes.run(["sleep", "100"], timeout=0.2)
     done = processes.run([sys.executable, "-c", "print('said')"], timeout=30)
     assert (done.returncode, done.stdout) == (0, "said\n")
+
+
+BENCHMARK = """
+import sys, time
+from benchmarks import processes
+processes.heed_sigterm()
+with processes.job([sys.executable, "-m", "torch.distributed.run", "--nproc-per-node=1", "--master-port=0", sys.argv[1]]):
+    time.sleep(100)
+"""
+RANK = """
+import os, pathlib, time
+pathlib.Path(__file__).with_name("new").write_text(str(os.getpid()))
+pathlib.Path(__file__).with_name("new").rename(pathlib.Path(__file__).with_name("pid"))
+time.sleep(100)
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGKILL])
+def test_a_benchmark_that_is_stopped_leaves_no_rank(number: signal.Signals, tmp_path: Path) -> None:
+    """By ``timeout``, which sends SIGTERM twice, and with ``-k`` SIGKILL. A second SIGTERM interrupted the end of the job."""
+    (tmp_path / "benchmark.py").write_text(BENCHMARK)
+    (tmp_path / "rank.py").write_text(RANK)
+    command = [sys.executable, str(tmp_path / "benchmark.py"), str(tmp_path / "rank.py")]
+
+    def stop(running: Running) -> None:
+        running.wait_for((tmp_path / "pid").exists, timeout_seconds=60, what="its rank ran")
+        while running.process.poll() is None:
+            running.process.send_signal(number)
+            time.sleep(0.01)
+
+    finished = run_ranks(command, timeout_seconds=100, settle_seconds=20, while_running=stop)
+    assert finished.returncode == (143 if number == signal.SIGTERM else -number), finished

@@ -9,7 +9,7 @@ import pytest
 import torch
 
 from dsframe.checkpoint.state import EngineState, ParameterState, Snapshot
-from dsframe.engines.state_flat import Piece, fill
+from dsframe.engines.deepspeed.state_flat import Piece, fill
 
 
 @pytest.mark.parametrize(

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 import torch
 
-from dsframe.config.settings import CustomTask, LanguageTask, VisionTask
+from dsframe.config.schema.settings import CustomTask, LanguageTask, VisionTask
 from dsframe.engine import measure
 from dsframe.errors import TaskError
 from dsframe.tasks import Sum, Task, build

@@ -18,8 +18,8 @@ from dsframe import cli
 from dsframe.checkpoint import export, store
 from dsframe.checkpoint.state import aliases
 from dsframe.config import load
-from dsframe.config.settings import CausalLanguageModelTask as TextSettings
-from dsframe.config.settings import ImageClassificationTask as ImageSettings
+from dsframe.config.schema.settings import CausalLanguageModelTask as TextSettings
+from dsframe.config.schema.settings import ImageClassificationTask as ImageSettings
 from dsframe.data import Loader
 from dsframe.errors import CheckpointError, DataError, TaskError
 from dsframe.tasks import _transformers, build
@@ -157,7 +157,7 @@ def test_a_folders_tokenizer_makes_the_tokens(tmp_path: Path) -> None:
     again = language(tokenizer=str(tmp_path)).train_data().batch(torch.arange(4), 0)[0]
     assert torch.equal(again, inputs)
     assert cached[0].stat().st_mtime_ns == stamp
-    with pytest.raises(TaskError, match=r"vocab_size 9 is too small, the tokenizer has 28 of them"):
+    with pytest.raises(TaskError, match=r"vocab_size 9 is too small: the tokenizer has 28 tokens"):
         language(model={**LLAMA, "vocab_size": 9}, tokenizer=str(tmp_path))
     (tmp_path / "short").write_text("abc")
     with pytest.raises(DataError, match=r"the text has 3 tokens, too few for one window of 16"):
@@ -202,14 +202,17 @@ def test_batch_norm_is_found() -> None:
         ({"model": VIT}, r'model_type "vit": transformers has no AutoModelForCausalLM for it'),
         (
             {"model": {**LLAMA, "vocab_size": 100}},
-            r"vocab_size 100 is too small, bytes are tokens without a tokenizer: 256",
+            r"vocab_size 100 is too small: without a tokenizer there are 256 tokens",
         ),
         (
             {"model": {**LLAMA, "max_position_embeddings": 8}},
             r"16 tokens, but the model's max_position_embeddings is 8",
         ),
-        ({"model": "some/model"}, r"some/model is no local folder with a model.*: hf download some/model --local-dir"),
-        ({"tokenizer": "some/model"}, r"some/model is no local folder with a tokenizer"),
+        (
+            {"model": "some/model"},
+            r"some/model is not a local folder with a model.*: hf download some/model --local-dir",
+        ),
+        ({"tokenizer": "some/model"}, r"some/model is not a local folder with a tokenizer"),
     ],
 )
 def test_models_that_cannot_be_are_refused(fields: dict[str, Any], message: str) -> None:
@@ -317,7 +320,7 @@ def test_only_what_transformers_knows_leaves_so(tmp_path: Path, capsys: pytest.C
     }
     dsframe.fit(build(load(file).settings.task, seed=0), file)
     assert cli.main(["export", str(tmp_path / "run"), "--to", "huggingface"]) == CheckpointError.exit_code
-    assert "is not known to be one of transformers'" in capsys.readouterr().err
+    assert "is not known to be a transformers model" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name[0] == "."] == []
     with pytest.raises(SystemExit):
         cli.main(["export", str(tmp_path / "run"), "--to", "huggingface", "--shard-size", "5 GiB"])

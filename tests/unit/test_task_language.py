@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dsframe.checkpoint.state import aliases
-from dsframe.config.settings import LanguageTask as Settings
+from dsframe.config.schema.settings import LanguageTask as Settings
 from dsframe.data import Loader, text
 from dsframe.errors import DataError, TaskError
 from dsframe.tasks import build

@@ -12,8 +12,8 @@ from torch import nn
 from torch.nn import functional
 
 from dsframe import Tied
-from dsframe.config import rules_pipeline
-from dsframe.config.settings import LanguageTask, VisionTask
+from dsframe.config.rules import pipeline
+from dsframe.config.schema.settings import LanguageTask, VisionTask
 from dsframe.errors import TaskError
 from dsframe.tasks import build
 from dsframe.tasks.layers import Layer, assemble, make
@@ -70,7 +70,7 @@ def test_a_tied_weight_is_one_parameter_of_both_layers() -> None:
 @pytest.mark.parametrize(
     ("layers", "message"),
     [
-        ([lambda: 3], r"layer 0 of layers\(\) is a int, neither a module nor makes one"),
+        ([lambda: 3], r"layer 0 of layers\(\) is a int, neither a module nor a function that makes one"),
         ([nn.ReLU, Tied(1, functional.linear)], "layer 1 is tied to layer 1; it has to be an earlier one"),
         ([nn.ReLU, Tied(0, functional.linear)], "weight of layer 0, whose parameters are none"),
         (
@@ -99,4 +99,4 @@ def test_the_check_knows_the_layers_of_our_own_models(section: LanguageTask | Vi
     names = [
         type(model[layer.layer if isinstance(layer, Tied) else index]).__name__ for index, layer in enumerate(layers)
     ]
-    assert rules_pipeline.layers(section) == names
+    assert pipeline.layers(section) == names

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import nn
 
-from dsframe.config.settings import VisionTask as Settings
+from dsframe.config.schema.settings import VisionTask as Settings
 from dsframe.data import Loader
 from dsframe.errors import TaskError
 from dsframe.tasks import _torchvision, build, cuts
@@ -101,7 +101,7 @@ def test_unknown_models_and_too_small_images_are_refused() -> None:
 def test_torchvision_is_imported_only_where_it_is_needed_and_then_without_a_warning() -> None:
     script = """
 import sys
-from dsframe.config.settings import VisionTask
+from dsframe.config.schema.settings import VisionTask
 from dsframe.tasks import build
 build(VisionTask(dataset="synthetic"), 0)
 assert "torchvision" not in sys.modules
@@ -184,3 +184,10 @@ def test_what_is_no_chain_has_no_layers() -> None:
 
 def test_regnet_is_probed_as_well() -> None:
     assert _torchvision.probe("regnet_y_400mf", 3, 64, 4)
+
+
+def test_users_import_torchvision_in_the_environment_of_make_setup() -> None:
+    """Not through dsframe: beside a CPU torch, PyPI's torchvision cannot be imported as it is."""
+    code = "import torchvision.transforms.v2\nfrom torchvision.models import resnet18\nprint(len(list(resnet18().parameters())))"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=False)
+    assert done.stdout == "62\n", done.stderr

@@ -11,19 +11,20 @@ from types import FrameType, SimpleNamespace
 import pytest
 import torch
 
-from dsframe.report import outcome, watchdog
-from dsframe.report.hang import Standing, diagnose, waits_in
-from dsframe.world import World
+from dsframe.cluster.world import World
+from dsframe.guard import watchdog
+from dsframe.guard.hang import RankStatus, diagnose, waits_in
+from dsframe.run_dir import outcome
 from tests.processes import REPOSITORY
 
-WAITING = Standing(4, 5, 30.0, "all_reduce", "backward, model.py:7: loss.backward()", "thread MainThread:\n  a")
-ASLEEP = Standing(4, 5, 30.0, "", "loss, task.py:9: time.sleep(99)", "thread MainThread:\n  b")
+WAITING = RankStatus(4, 5, 30.0, "all_reduce", "backward, model.py:7: loss.backward()", "thread MainThread:\n  a")
+ASLEEP = RankStatus(4, 5, 30.0, "", "loss, task.py:9: time.sleep(99)", "thread MainThread:\n  b")
 
 
 def test_the_one_that_is_missing_is_named() -> None:
     lines = diagnose({0: WAITING, 1: ASLEEP, 2: WAITING}, 3, 20.0).splitlines()
     assert lines[:4] == [
-        "dsframe: the run hangs in step 5: nothing has happened for 30 s (dsframe.hang_timeout_seconds is 20)",
+        "dsframe: error: the run hangs in step 5: no progress for 30 s (dsframe.hang_timeout_seconds is 20) [hang]",
         "  rank 0 waits in all_reduce, called by backward, model.py:7: loss.backward()",
         "  rank 1 IS MISSING there: it is in loss, task.py:9: time.sleep(99)",
         "  rank 2 waits in all_reduce, called by backward, model.py:7: loss.backward()",
@@ -63,8 +64,8 @@ PROGRAM = """
 import sys, time, threading
 from types import SimpleNamespace
 import torch
-from dsframe.report import watchdog
-from dsframe.report.watchdog import Watchdog
+from dsframe.guard import watchdog
+from dsframe.guard.watchdog import Watchdog
 seconds, rounds, watchdog.FIRST_FACTOR = 0.4, int(sys.argv[1]), 2.0
 with Watchdog(SimpleNamespace(size=1, rank=0, is_main=True), seconds) as watch:
     watch.begin(0)
@@ -88,14 +89,15 @@ def test_slow_is_not_stuck_and_stuck_ends_with_9() -> None:
     assert (slow.returncode, slow.stdout, slow.stderr) == (0, "done\n", "")
     stuck = run("3")
     assert (stuck.returncode, stuck.stdout) == (9, "")
-    assert "the run hangs in step 2: nothing has happened for" in stuck.stderr
+    assert "the run hangs in step 2: no progress for" in stuck.stderr
     assert "rank 0 is in <module>, <string>:" in stuck.stderr
 
 
 STOPPED = """
 import json, os, sys, threading, time
 from types import SimpleNamespace
-from dsframe.report import outcome, watchdog
+from dsframe.guard import watchdog
+from dsframe.run_dir import outcome
 watchdog.ANSWER_SECONDS, watchdog.FIRST_FACTOR = 0.3, 1.0
 blocks = lambda *_: threading.Event().wait()
 store = SimpleNamespace(check=blocks, set=blocks, get=blocks)
@@ -119,6 +121,25 @@ def test_a_rank_0_that_is_stopped_is_reported_and_the_launcher_hears_of_it(stder
     assert ended.stderr.startswith("[rank 1] rank 0 does not answer\n" if stderr == "open" else "")
     assert (outcome.read(report).code, outcome.read(report).rank) == (9, 1)
     assert outcome.read(report).message.startswith("the run hangs in step 1")
+
+
+def test_a_process_that_was_frozen_does_not_hang(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Ctrl-Z, a paused container, a suspended host: nobody, the watchdog neither, has run for an hour."""
+    now = [1000.0]
+    told: list[float] = []
+    naps = iter([1.0, 3600.0, 1.0, 1.0, 2.0, 2.0, 2.0, 2.0, 2.0])
+
+    def wait(seconds: float) -> bool:
+        now[0] += (nap := next(naps, 0.0))
+        return not nap
+
+    own = watchdog.Watchdog(World(), 8.0)
+    monkeypatch.setattr(own, "_over", SimpleNamespace(wait=wait))
+    own._last, own._limit = now[0], 8.0
+    monkeypatch.setattr("dsframe.guard.watchdog.time", SimpleNamespace(monotonic=lambda: now[0]))
+    monkeypatch.setattr(own, "_tell", lambda status: told.append(status.seconds))
+    own._watch()
+    assert told == [10.0]  # since it went on
 
 
 def test_over_several_hosts_the_store_is_where_others_reach_it(monkeypatch: pytest.MonkeyPatch) -> None:

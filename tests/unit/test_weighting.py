@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from dsframe import Task
-from dsframe.config.batch import Batch
+from dsframe.config.resolve.batch import Batch
 from dsframe.engine import Weighted, loss_of, measure
 from dsframe.errors import TaskError
+from dsframe.model.weighting import LossWeights, refuse
 from dsframe.trainer import Trainer
-from dsframe.weighting import LossWeights, refuse
 
 PADDING = -100
 
@@ -83,7 +83,10 @@ def test_ranks_that_read_the_same_samples_count_them_once() -> None:
 
 def test_sequences_are_not_shared() -> None:
     shared = batch(1, 1, sequence_parallel_size=2)
-    with pytest.raises(TaskError, match=r"Padded\.loss_weight: .* leave sequence_parallel_size at 1"):
+    with pytest.raises(
+        TaskError,
+        match=r"Padded\.loss_weight cannot be used with sequence parallelism: .* remove sequence_parallel_size",
+    ):
         refuse(Padded(), shared)
     refuse(Plain(), shared)
     refuse(Padded(), batch(2, 1))
@@ -92,7 +95,7 @@ def test_sequences_are_not_shared() -> None:
 @pytest.mark.parametrize(("weight", "found"), [(torch.ones(3), r"shape \[3\]"), (None, "NoneType")])
 def test_a_weight_is_one_number(weight: Any, found: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Padded, "loss_weight", lambda self, targets: weight)
-    with pytest.raises(TaskError, match=rf"Padded\.loss_weight: it returned {found}; one number"):
+    with pytest.raises(TaskError, match=rf"Padded\.loss_weight returned {found}; return one number"):
         factors([[6]], batch(1, 1), Padded())
 
 
@@ -125,7 +128,9 @@ def test_a_long_step_gives_signs_of_life() -> None:
     trainer = object.__new__(Trainer)
     trainer._weights = lambda items: iter(list(items))  # type: ignore[assignment]
     trainer._watchdog = watchdog = MagicMock()
-    for number, item in enumerate(trainer._take(iter("abc"), 3), start=1):
+    trainer._first, trainer.engine = 1, MagicMock(sample_draws=None)
+    trainer.engine.plan.batch.accumulation_steps = 3
+    for number, item in enumerate(trainer._take(iter("abc"), 2), start=1):
         assert item == "abc"[number - 1]
         assert watchdog.beat.call_count == 3
         assert watchdog.alive.call_count == number

@@ -8,11 +8,11 @@ from datetime import timedelta
 import psutil
 import pytest
 
-from dsframe import process_group, world
+from dsframe.cluster import process_group, world
+from dsframe.cluster.rendezvous import bound_to, free_port, listener, meeting_point
+from dsframe.cluster.world import World
 from dsframe.errors import WorldError
-from dsframe.rendezvous import bound_to, free_port, listener, meeting_point
 from dsframe.run import settle_threads
-from dsframe.world import World
 
 # As the launchers set them on the second of two hosts with two processes each (measured), less what is not read.
 ENVIRONMENTS = {
@@ -210,12 +210,12 @@ def test_a_meeting_is_nobodys_but_those_who_meet(monkeypatch: pytest.MonkeyPatch
     port = free_port()
     with monkeypatch.context() as patch:
         patch.setattr(process_group, "meeting_point", lambda world: (socket.gethostname(), port))
-        process_group.place.cache_clear()
-        place = process_group.place(World(0, 2, 0, 2))
+        process_group.rendezvous_address.cache_clear()
+        place = process_group.rendezvous_address(World(0, 2, 0, 2))
         patch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")  # torchrun listens, where it says
-        process_group.place.cache_clear()
-        assert process_group.place(World(0, 2, 0, 2)) == (socket.gethostname(), port)
-    process_group.place.cache_clear()
+        process_group.rendezvous_address.cache_clear()
+        assert process_group.rendezvous_address(World(0, 2, 0, 2)) == (socket.gethostname(), port)
+    process_group.rendezvous_address.cache_clear()
     assert place == ("127.0.0.1", port)
     store = process_group._store(*place, 1, True, timedelta(seconds=9))
     listening = {entry.laddr for entry in psutil.Process().net_connections() if entry.status == psutil.CONN_LISTEN}
@@ -233,7 +233,7 @@ def test_a_meeting_is_nobodys_but_those_who_meet(monkeypatch: pytest.MonkeyPatch
     store.set("there", "yes")
     assert store.get("there") == b"yes"
     own = [("127.0.0.1", "lo"), ("127.0.1.1", "lo"), ("10.0.0.5", "eth0")]
-    monkeypatch.setattr("dsframe.rendezvous.addresses", lambda: iter(own))
+    monkeypatch.setattr("dsframe.cluster.rendezvous.addresses", lambda: iter(own))
     names = {"node1": "10.0.0.5", "debian": "127.0.1.1", "elsewhere": "10.9.9.9", "localhost": "127.0.0.1"}
     monkeypatch.setattr("socket.gethostbyname", lambda name: names[name])
     assert [bound_to(name) for name in names] == ["10.0.0.5", "", "", "127.0.0.1"]

@@ -2,7 +2,7 @@
 
 The modules of this package do not use ``from __future__ import annotations``: pydantic would evaluate each annotation
 from its text, and ``dsframe check`` has 0.3 seconds. For the same reason the docstrings under the fields are read by
-``dsframe.config.docs`` only when somebody asks for them, and each section's validator is built on first use.
+``dsframe.tools.schema`` only when somebody asks for them, and each section's validator is built on first use.
 """
 
 from collections.abc import Mapping

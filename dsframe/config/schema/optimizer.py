@@ -117,6 +117,15 @@ class MupParams(Section):
     """Learning rate."""
 
 
+class OwnParams(Section):
+    """An optimizer of the user's own, ``module:Class``: arguments go to it as they are."""
+
+    open: ClassVar[bool] = True
+
+    lr: NonNegative
+    """Learning rate, on which the schedule works. Required."""
+
+
 class AdagradParams(TorchParams):
     """Adagrad: torch's, or DeepSpeed's with CPU offload."""
 
@@ -169,7 +178,8 @@ class Optimizer(Section):
     """The update rule. Without this section DeepSpeed expects an optimizer from the program; dsframe asks for one."""
 
     type: str
-    """Adam, AdamW, Adagrad, Lamb, Lion, Muon, MuAdam, MuAdamW, MuSGD, or a class of ``torch.optim`` such as SGD."""
+    """Adam, AdamW, Adagrad, Lamb, Lion, Muon, MuAdam, MuAdamW, MuSGD, a class of ``torch.optim`` such as SGD, or ``module:Class``,
+    an optimizer of your own in the form of torch's, on engines of torch and Horovod."""
     params: dict[str, Any] = {}
     """Arguments of the optimizer."""
     legacy_fusion: bool = False
@@ -182,4 +192,4 @@ class Optimizer(Section):
             return None
         if name.lower() in DEEPSPEED_OPTIMIZERS:
             return DEEPSPEED_OPTIMIZERS[name.lower()][1]
-        return TORCH_OPTIMIZERS.get(name)
+        return OwnParams if ":" in name else TORCH_OPTIMIZERS.get(name)

@@ -8,6 +8,7 @@ from collections.abc import Mapping
 from typing import Any, Literal
 
 from dsframe.config.schema.base import Count, NonNegative, Real, Section, SectionClass, Size
+from dsframe.config.schema.hf_scheduler import HF_SCHEDULERS
 from dsframe.config.schema.torch_scheduler import TORCH_SCHEDULERS
 
 
@@ -118,11 +119,7 @@ SCHEDULERS_WITHOUT_ROUTE: Mapping[str, str] = {
     "linear": 'it is a name of Hugging Face: write "WarmupDecayLR"',
     "constant": "it is a name of Hugging Face: leave the scheduler out",
     "constant_with_warmup": 'it is a name of Hugging Face: write "WarmupLR"',
-    "LambdaLR": "it needs a function, which a file cannot hold",
-    "MultiplicativeLR": "it needs a function, which a file cannot hold",
     "ReduceLROnPlateau": "it needs a metric at each step, which no engine gives it",
-    "ChainedScheduler": "it needs other schedulers as objects, which a file cannot hold",
-    "SequentialLR": "it needs other schedulers as objects, which a file cannot hold",
 }
 
 
@@ -130,7 +127,8 @@ class Scheduler(Section):
     """The learning-rate schedule, advanced once for each optimizer step."""
 
     type: str
-    """LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, or a class of ``torch.optim.lr_scheduler``."""
+    """LRRangeTest, OneCycle, WarmupLR, WarmupDecayLR, WarmupCosineLR, a class of ``torch.optim.lr_scheduler``, or with a
+    ``dsframe`` section a name of Hugging Face's Trainer (``linear``, ``cosine``, ...) or ``nanogpt``."""
     params: dict[str, Any] = {}
     """Arguments of the schedule. DeepSpeed raises when the key is absent; ``{}`` will do where nothing is required."""
 
@@ -139,4 +137,4 @@ class Scheduler(Section):
         name = raw.get("type")
         if key != "params" or not isinstance(name, str):
             return None
-        return DEEPSPEED_SCHEDULERS.get(name) or TORCH_SCHEDULERS.get(name)
+        return DEEPSPEED_SCHEDULERS.get(name) or TORCH_SCHEDULERS.get(name) or HF_SCHEDULERS.get(name)

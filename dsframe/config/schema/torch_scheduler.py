@@ -1,7 +1,9 @@
 """``scheduler.params`` for the classes of ``torch.optim.lr_scheduler``. Source: torch 2.13."""
 
 from collections.abc import Mapping
-from typing import Literal
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
 
 from dsframe.config.schema.base import Count, NonNegative, Real, Section, Size
 
@@ -154,6 +156,31 @@ class OneCycleLrParams(Section):
     """Always -1, the start: a training that goes on takes the checkpoint's step."""
 
 
+class LambdaLrParams(Section):
+    """torch: a factor of the rate by a function of the step; with MultiplicativeLR of the rate before."""
+
+    lr_lambda: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    """``module:function``. Required."""
+    last_epoch: int = -1
+    """Always -1, the start: a training that goes on takes the checkpoint's step."""
+
+
+class ChainedSchedulerParams(Section):
+    """torch: the product of several schedules."""
+
+    schedulers: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    """Each ``{"type": ..., "params": {...}}`` of torch's. Required."""
+
+
+class SequentialLrParams(ChainedSchedulerParams):
+    """torch: several schedules, one after the other."""
+
+    milestones: list[Size]
+    """Steps at which the next one begins. Required."""
+    last_epoch: int = -1
+    """Always -1, the start: a training that goes on takes the checkpoint's step."""
+
+
 TORCH_SCHEDULERS: Mapping[str, type[Section]] = {
     "StepLR": StepLrParams,
     "MultiStepLR": MultiStepLrParams,
@@ -165,4 +192,8 @@ TORCH_SCHEDULERS: Mapping[str, type[Section]] = {
     "CosineAnnealingWarmRestarts": CosineAnnealingWarmRestartsParams,
     "CyclicLR": CyclicLrParams,
     "OneCycleLR": OneCycleLrParams,
+    "LambdaLR": LambdaLrParams,
+    "MultiplicativeLR": LambdaLrParams,
+    "ChainedScheduler": ChainedSchedulerParams,
+    "SequentialLR": SequentialLrParams,
 }

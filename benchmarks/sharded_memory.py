@@ -1,0 +1,160 @@
+"""What one rank holds while a sharded model is built, set up and trained: resident memory by phase, beside its share of the state.
+
+    torchrun --nproc-per-node=2 -m benchmarks.sharded_memory --engine fsdp --millions 55
+    torchrun --nproc-per-node=2 -m benchmarks.sharded_memory --engine deepspeed --precision bf16 --folder MODEL
+
+A thread of each rank reads /proc/self/status every few milliseconds. "base" is what the rank holds before its model is built, once
+torch, the engine's library and one small step are loaded. Above it: the most at set-up, and the most in the first steps.
+"anonymous" leaves out the pages of files, which the kernel takes back when it needs them. "share" is this rank's part of weights,
+gradients, masters and moments, in bytes an element: 20 on ZeRO-3 (fp32 weights beside fp32 masters), 18 in bf16, 16 on FSDP.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import re
+import shutil
+import tempfile
+import threading
+import time
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+
+from dsframe.cluster import world as worlds
+from dsframe.config import load
+from dsframe.data import TensorSource
+from dsframe.host import phases
+from dsframe.run import execute
+from dsframe.tasks import _transformers
+from dsframe.tasks.task import Task
+
+MIB = 1 << 20
+STATUS = Path("/proc/self/status")
+SET_UP = ("data", "engine")
+"""Phases that end with the engine ready; what comes after them trains."""
+
+
+class Sampler(threading.Thread):
+    """The largest resident sets seen so far, by the phase that was running."""
+
+    def __init__(self) -> None:
+        super().__init__(daemon=True)
+        self.peaks: dict[str, dict[str, float]] = {}
+        self.ends = threading.Event()
+
+    def run(self) -> None:
+        while not self.ends.wait(0.004):
+            done = list(phases.seconds())
+            name = "base" if "engine's imports" not in done else "set-up" if "engine" not in done else "steps"
+            peak = self.peaks.setdefault(name, {})
+            for kind, value in resident().items():
+                peak[kind] = max(peak.get(kind, 0.0), value)
+
+
+def resident() -> dict[str, float]:
+    """MiB of this process: all that is resident, and what of it is in no file."""
+    found = dict(re.findall(r"(VmRSS|RssAnon):\s+(\d+) kB", STATUS.read_text()))
+    return {"resident": int(found["VmRSS"]) / 1024, "anonymous": int(found["RssAnon"]) / 1024}
+
+
+def llama(millions: int) -> dict[str, Any]:
+    """Settings of a Llama of about so many million parameters: 8 blocks, none of which is more than a tenth of the model."""
+    width = max(64, round((millions * 1e6 / 8 / 12) ** 0.5 / 64) * 64)
+    sizes = {"hidden_size": width, "intermediate_size": width * 8 // 3 // 64 * 64, "num_hidden_layers": 8}
+    heads = {"num_attention_heads": width // 64, "num_key_value_heads": width // 64}
+    return {"model_type": "llama", **sizes, **heads, "max_position_embeddings": 64}
+
+
+class Tokens(Task):
+    """Random tokens for a Llama: what they are does not matter to memory, and nothing is evaluated."""
+
+    def __init__(self, model: Mapping[str, Any] | str) -> None:
+        self._weights = model if isinstance(model, str) else None
+        self._config = _transformers.configure("AutoModelForCausalLM", model, {"vocab_size": 256})
+
+    def model(self) -> nn.Module:
+        return _transformers.build("AutoModelForCausalLM", self._config, self._weights)
+
+    def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten())
+
+    def train_data(self) -> TensorSource:
+        tokens = torch.randint(0, 256, (64, 33), generator=torch.Generator().manual_seed(1))
+        return TensorSource(tokens[:, :-1].contiguous(), tokens[:, 1:].contiguous())
+
+
+def document(options: argparse.Namespace, processes: int, run_dir: Path) -> dict[str, Any]:
+    """The file of the run."""
+    settings = {"engine": options.engine, "steps": options.steps, "seed": 1, "threads_per_rank": 1}
+    found: dict[str, Any] = {
+        "train_batch_size": processes,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
+        "dsframe": {**settings, "run_dir": str(run_dir), "log_every_steps": 1, "checkpoints": {"at_end": False}},
+    }
+    if options.engine == "deepspeed":
+        found["zero_optimization"] = {"stage": 3}
+    if options.precision == "bf16":
+        found["bf16"] = {"enabled": True}
+    for change in options.set:
+        key, _, value = change.partition("=")
+        *above, last = key.split(".")
+        place = found
+        for name in above:
+            place = place.setdefault(name, {})
+        place[last] = json.loads(value)
+    return found
+
+
+def main() -> int:
+    """Trains, and prints one line a rank."""
+    parser = argparse.ArgumentParser(prog="benchmarks.sharded_memory", description=(__doc__ or "").splitlines()[0])
+    parser.add_argument("--engine", default="deepspeed", choices=("deepspeed", "fsdp"))
+    parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
+    parser.add_argument("--millions", type=int, default=55, help="parameters of the Llama, in millions")
+    parser.add_argument("--folder", type=Path, help="a model folder, instead of a Llama from settings")
+    parser.add_argument("--steps", type=int, default=2)
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="change the file")
+    options = parser.parse_args()
+    world = worlds.here()
+    run_dir = (
+        Path(tempfile.gettempdir()) / f"dsframe-memory-{os.environ.get('MASTER_PORT', '')}"
+    )  # the same on every rank
+    sampler = Sampler()
+    sampler.start()
+    began = time.perf_counter()
+    try:
+        task = Tokens(str(options.folder) if options.folder else llama(options.millions))
+        summary = execute(load(document(options, world.size, run_dir)), task=task, world=world, quiet=True)
+    finally:
+        sampler.ends.set()
+        if world.is_main:
+            shutil.rmtree(run_dir, ignore_errors=True)
+    sampler.join()
+    print(line(world.rank, sampler.peaks, phases.seconds(), summary.loss, time.perf_counter() - began), flush=True)
+    return 0
+
+
+def line(
+    rank: int, peaks: Mapping[str, Mapping[str, float]], seconds: Mapping[str, float], loss: float, whole: float
+) -> str:
+    """One rank's figures, in MiB above its base."""
+    base = peaks["base"]
+    above = "  ".join(
+        f"{name} +{peaks[name]['resident'] - base['resident']:,.0f} ({peaks[name]['anonymous'] - base['anonymous']:,.0f} anonymous)"
+        for name in ("set-up", "steps")
+        if name in peaks
+    )
+    return (
+        f"rank {rank}: base {base['resident']:,.0f} MiB  {above}  set-up {seconds.get('engine', 0.0):.1f} s  "
+        f"{whole:.1f} s in all  last loss {loss:.7f}"
+    )
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())

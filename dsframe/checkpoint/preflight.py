@@ -1,0 +1,112 @@
+"""Checks before training that every rank sees and can write the run's folder: a host may lack it."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import socket
+from collections.abc import Callable, Collection
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsframe.checkpoint import store
+from dsframe.checkpoint.portable import DTYPES, catch_io_error
+from dsframe.cluster.exchange import Ranks, all_gather_text
+from dsframe.errors import CheckpointError
+
+if TYPE_CHECKING:
+    from dsframe.engine import Engine
+
+
+def preflight(engine: Engine, folder: Path) -> None:
+    """**Collective.** Tries what a save needs: rank 0 creates a folder beside ``folder`` (in the target, if that is a link),
+    every other rank writes into it, and it is removed. Raises CheckpointError, on every rank, if one cannot.
+
+    Otherwise the first save would fail, which by default is at the end of training. Not in the folder itself: it may be renamed to
+    make way, and hosts would remember the old one by its name (NFS).
+    """
+    wanted, world = engine.plan.config.settings.checkpoints, engine.plan.world
+    if not wanted.at_end and wanted.every_steps is None:
+        return
+    odd = [f"{name} ({one.dtype})" for name, one in engine.state().buffers.items() if one.dtype not in DTYPES]
+    if odd := sorted({name for text in all_gather_text(engine, json.dumps(odd)) for name in json.loads(text)}):
+        raise CheckpointError(
+            f"this run cannot be saved: checkpoints do not support the buffer {', '.join(odd)}; register it with "
+            "persistent=False, or use another dtype"
+        )
+    # A name that no host has asked for before: it cannot be remembered as missing.
+    own = f"{folder.name if folder.is_symlink() else '.'}/.{os.urandom(8).hex()}.partial" if world.is_main else ""
+    trial = folder.parent / all_gather_text(engine, own)[0]
+    failure = catch_io_error(lambda: _begin(trial)) if world.is_main else ""
+    said = all_gather_text(engine, failure)
+    if not world.is_main and not said[0]:
+        failure = catch_io_error(lambda: _join(trial, world.rank))
+    said = all_gather_text(engine, failure)
+    if world.is_main:
+        shutil.rmtree(trial, ignore_errors=True)
+    if any(said):
+        raise CheckpointError(
+            f"this run cannot be saved: {'; '.join(named(engine, said))}; every host needs this folder, shared (NFS) and "
+            'writable: choose another with --run-dir, or write "checkpoints": {"at_end": false} to save nothing'
+        )
+
+
+def _begin(trial: Path) -> None:
+    trial.mkdir(parents=True)
+    (trial / "0").write_bytes(b"0")
+
+
+def _join(trial: Path, rank: int) -> None:
+    (trial / "0").read_bytes()
+    (trial / str(rank)).write_bytes(b"0")
+    (trial / str(rank)).unlink()  # here, where it is known at once
+
+
+def examine(ranks: Ranks, path: Path, sign_of_life: Callable[[], None] = lambda: None) -> list[str]:
+    """**Collective.** Returns what is damaged in a checkpoint, of which each rank reads its share; none where it is whole.
+
+    A file is damaged only if every rank says so. Raises CheckpointError, on every rank, if only some ranks cannot read it: then
+    their hosts have the problem, and the checkpoint may be complete.
+    """
+    suspects = sorted({name for one in _look(ranks, path, None, sign_of_life) for name in one})
+    if not suspects:
+        return []
+    found = _look(ranks, path, suspects, sign_of_life)
+    if damaged := sorted(set(suspects).intersection(*found)):
+        return [found[0][name] for name in damaged]
+    raise _unread(path, ["; ".join(one.values()) for one in found], ranks)
+
+
+def _look(
+    ranks: Ranks, path: Path, names: Collection[str] | None, sign_of_life: Callable[[], None]
+) -> list[dict[str, str]]:
+    """**Collective.** Returns what each rank finds damaged among ``names``, or in its share of all files."""
+    world = ranks.plan.world
+    damage: dict[str, str] = {}
+    failure = ""
+    try:
+        own = sorted(store.read_manifest(path)["files"])[world.rank :: world.size] if names is None else names
+        damage = store.damage(path, own, sign_of_life)
+    except store.UnreadableError as error:
+        failure = str(error)
+    except CheckpointError as error:
+        damage = {store.MANIFEST: str(error)}
+    told = [json.loads(text) for text in all_gather_text(ranks, json.dumps({"damage": damage, "failure": failure}))]
+    if any(one["failure"] for one in told):
+        raise _unread(path, [one["failure"] for one in told], ranks)
+    return [one["damage"] for one in told]
+
+
+def _unread(path: Path, said: list[str], ranks: Ranks) -> CheckpointError:
+    """**Collective.** The same error on every rank; ``said``: by each of them, empty where all is well."""
+    return CheckpointError(
+        f"not every rank can read {path}: {'; '.join(named(ranks, said))}; nothing was renamed; every host needs this "
+        "folder, shared (NFS) and readable"
+    )
+
+
+def named(ranks: Ranks, said: list[str]) -> list[str]:
+    """**Collective.** Returns what each rank ``said``, with its number and host; not those that said nothing."""
+    hosts = all_gather_text(ranks, socket.gethostname())
+    return [f"rank {rank} on {host}: {text}" for rank, (host, text) in enumerate(zip(hosts, said, strict=True)) if text]

@@ -1,0 +1,1 @@
+"""Which process this is, where the processes of a run meet, and how they open torch.distributed."""

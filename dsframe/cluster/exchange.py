@@ -1,0 +1,61 @@
+"""Gathers text from all ranks, by the one collective that all engines have."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from typing import Any, Protocol
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from dsframe.errors import WorldError
+
+
+class Ranks(Protocol):
+    """The part of an engine that is needed here."""
+
+    plan: Any
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor: ...
+
+
+def all_gather_text(ranks: Ranks, text: str) -> list[str]:
+    """**Collective.** ``text`` of every rank, in rank order; also a barrier. For kilobytes: the whole table is summed.
+
+    Four bytes travel in each float64, which holds whole numbers below 2 ** 53 exactly.
+    """
+    world, device = ranks.plan.world, ranks.plan.device
+    content = text.encode()
+    words = np.frombuffer(content + bytes(-len(content) % 4), np.uint32).astype(np.float64)
+    sizes = torch.zeros(world.size, dtype=torch.float64, device=device)
+    sizes[world.rank] = len(content)
+    lengths = [int(size) for size in ranks.sum_over_ranks(sizes).tolist()]
+    width = -(-max(lengths) // 4)
+    if width == 0:
+        return [""] * world.size
+    table = torch.zeros(world.size, width, dtype=torch.float64, device=device)
+    table[world.rank, : len(words)] = torch.from_numpy(words).to(device)
+    rows = ranks.sum_over_ranks(table.reshape(-1)).reshape(world.size, width).cpu().numpy()
+    return [row.astype(np.uint32).tobytes()[:length].decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+def failures(ranks: Ranks, failure: str) -> list[str]:
+    """**Collective.** Returns what went wrong, as ``rank R: ...``, for every rank that says something; none where all is well."""
+    return [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_text(ranks, failure)) if text]
+
+
+def assert_same_on_all_ranks(ranks: Ranks, facts: Mapping[str, str]) -> None:
+    """**Collective.** Raises WorldError, naming the ranks that differ from rank 0 and in what."""
+    told = [json.loads(text) for text in all_gather_text(ranks, json.dumps(dict(facts)))]
+    wrong = [
+        f"{name} is {theirs.get(name)} on rank {rank} and {told[0][name]} on rank 0"
+        for rank, theirs in enumerate(told)
+        for name in told[0]
+        if theirs.get(name) != told[0][name]
+    ]
+    if wrong:
+        raise WorldError(
+            f"the processes of this run differ: {'; '.join(wrong)}; install the same versions and files on every host"
+        )

@@ -1,0 +1,208 @@
+"""torch.distributed for the engines that use it: opened from any launcher, closed in every case."""
+
+from __future__ import annotations
+
+import errno
+import functools
+import itertools
+import os
+import socket
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from datetime import timedelta
+
+import torch
+import torch.distributed as dist
+from torch.distributed import PrefixStore, Store, TCPStore  # type: ignore[attr-defined]
+
+from dsframe.cluster.rendezvous import interface_to, listener, meeting_point
+from dsframe.cluster.world import World
+from dsframe.errors import WorldError
+from dsframe.host import phases
+
+MEETING_SECONDS = 300.0
+"""Time that ranks wait for each other at the start: hosts differ in how fast they import torch, or compile an operator."""
+LIMIT_VARIABLE = "DSFRAME_MEETING_SECONDS"
+
+_closed: list[object] = []
+"""The groups that this process has left, until it opens others.
+
+A group's destructor waits for its worker threads, and one of those may be about to let go of a tensor, for which it needs
+Python's lock. Python's own reference to a group gives the lock up meanwhile; DDP's, in C++, does not, and a run that was
+complete never ended (seen once in a while with torch 2.13 and Gloo). So the last reference is this one.
+"""
+_meetings = itertools.count()
+"""Number of rendezvous of this process; the same on every rank, because a rendezvous is collective."""
+
+
+def device_of(world: World) -> torch.device:
+    """This process's device: the GPU of its local rank among those that are visible, else the CPU.
+
+    Raises WorldError where this host has GPUs, but fewer than processes.
+    """
+    if not torch.cuda.is_available():
+        return torch.device("cpu")
+    if torch.cuda.device_count() == 1 and world.launcher in ("srun", "mpirun"):
+        return torch.device("cuda", 0)  # they can show each process a GPU of its own
+    if world.local_size > torch.cuda.device_count():
+        visible = os.environ.get("CUDA_VISIBLE_DEVICES", "all")
+        raise WorldError(
+            f"{world.local_size} processes on this host, but {torch.cuda.device_count()} GPUs (CUDA_VISIBLE_DEVICES: {visible}); "
+            "start as many processes as GPUs, or hide all GPUs (CUDA_VISIBLE_DEVICES=) to train on the CPU"
+        )
+    device = torch.device("cuda", world.local_rank)
+    torch.cuda.set_device(device)
+    return device
+
+
+def open_process_group(world: World, device: torch.device) -> None:
+    """**Collective.** Initialises torch.distributed (NCCL on GPUs, Gloo on CPUs) and the variables libraries read.
+
+    Raises WorldError where the port is taken or rank 0 cannot be reached.
+    """
+    _closed.clear()
+    address, port = rendezvous_address(world)
+    os.environ.update(
+        RANK=str(world.rank),
+        WORLD_SIZE=str(world.size),
+        LOCAL_RANK=str(world.local_rank),
+        LOCAL_SIZE=str(world.local_size),
+        MASTER_ADDR=address,
+        MASTER_PORT=str(port),
+    )
+    # torch asks for the interface of the host's name, which on many machines does not resolve to an address of its own.
+    one_host = world.size == world.local_size
+    if device.type == "cpu" and (interface := "lo" if one_host else interface_to(address)):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
+    store = meet(world, address, port)
+    with explained(world, address, port):
+        dist.init_process_group(
+            "nccl" if device.type == "cuda" else "gloo",
+            store=PrefixStore("dsframe/group", store),
+            rank=world.rank,
+            world_size=world.size,
+            device_id=device if device.type == "cuda" else None,
+        )
+    phases.done("process group")
+
+
+@functools.cache
+def rendezvous_address(world: World) -> tuple[str, int]:
+    """``meeting_point``, asked once in a process: in a second run of it a rank could read rank 0's answer to the first.
+
+    On one host it is the loopback, whatever name the launcher gives, unless the launcher itself is who listens there.
+    """
+    address, port = meeting_point(world)
+    return ("127.0.0.1" if world.size == world.local_size and not _agent_serves() else address), port
+
+
+def _agent_serves() -> bool:
+    """True if torchrun serves a store itself, which it keeps when it starts the workers again."""
+    return os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+
+
+@functools.cache
+def _store(address: str, port: int, size: int, serves: bool, limit: timedelta) -> TCPStore:
+    """One store for all meetings of a process: rank 0's server of an earlier one would be found by those who come first.
+
+    torch's own listens on every interface, IPv6 among them: so it does where ``address`` is none that this host knows as its
+    own, such as ``::1`` or a name that is 127.0.1.1 to itself.
+    """
+    listening = listener(address, port) if serves else None
+    descriptor = listening.detach() if listening else None
+    return TCPStore(address, port, size, serves, timeout=limit, wait_for_workers=False, master_listen_fd=descriptor)
+
+
+def meet(world: World, address: str, port: int, line: timedelta | None = None) -> Store:
+    """**Collective.** A store that all ranks share and nobody has used, when all have arrived.
+
+    ``line``: over a connection of its own and with this limit, for a thread that cannot wait until others are done with theirs.
+    Raises WorldError on every rank where one does not come in time, naming it; where the port is taken or rank 0 cannot be reached.
+    """
+    limit = _limit()
+    serves = world.is_main and not _agent_serves()
+    # Where torchrun is told to keep no store (TORCH_DISABLE_SHARE_RDZV_TCP_STORE=1) each start has a port of its own, and its
+    # count must not matter: a node that joins later counts from 0 (torch 2.13, measured).
+    attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0") if _agent_serves() else "0"
+    with explained(world, address, port):
+        tcp = _store(address, port, world.size, serves, limit)
+        prefix = f"dsframe/{attempt}/{next(_meetings)}"
+        store = PrefixStore(prefix, tcp)
+        store.set(f"here/{world.rank}", socket.gethostname())
+        if world.is_main:
+            store.set("absent", _absent(store, world, limit))
+        store.wait(["absent"], 2 * limit)
+        absent = store.get("absent").decode()
+        if line is not None:
+            store = PrefixStore(
+                prefix, TCPStore(address, port, world.size, False, timeout=line, wait_for_workers=False)
+            )
+    if absent:
+        time.sleep(2.0 * serves)  # the others have yet to read it from this process
+        raise WorldError(
+            f"{absent} of {world.size} did not arrive within {limit.total_seconds():.0f} s; did the launcher start it, and can "
+            f"its host reach {address}:{port}? {LIMIT_VARIABLE} sets another limit, in seconds"
+        )
+    return store
+
+
+def _limit() -> timedelta:
+    text = os.environ.get(LIMIT_VARIABLE, str(MEETING_SECONDS))
+    try:
+        limit = timedelta(seconds=float(text))
+    except (ValueError, OverflowError):
+        limit = timedelta(0)
+    if limit <= timedelta(0):
+        raise WorldError(f"{LIMIT_VARIABLE}={text!r} is not a number of seconds; write for example 300")
+    return limit
+
+
+def _absent(store: Store, world: World, limit: timedelta) -> str:
+    """The ranks that are not there when the time is over: ``rank 1`` or ``ranks 1, 3``; empty where all are."""
+    missing = list(range(world.size))
+    end = time.monotonic() + limit.total_seconds()
+    while missing and time.monotonic() < end:
+        missing = [rank for rank in missing if not store.check([f"here/{rank}"])]
+        time.sleep(0.01 if missing else 0.0)
+    return f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}" if missing else ""
+
+
+@contextmanager
+def explained(world: World, address: str, port: int) -> Iterator[None]:
+    """Wraps a rendezvous at ``address``: raises WorldError, with the remedy, if torch's store fails."""
+    taken = (
+        f"port {port} on {address} is in use, perhaps by another job; choose another: "
+        "deepspeed --master_port=..., torchrun --master_port=..., or MASTER_PORT"
+    )
+    try:
+        yield
+    except dist.DistNetworkError as error:
+        if "EADDRINUSE" in str(error) or "address already in use" in str(error).lower():
+            raise WorldError(taken) from None
+        raise WorldError(f"rank {world.rank} cannot reach rank 0 at {address}:{port}: {error}") from None
+    except dist.DistStoreError as error:
+        raise WorldError(
+            f"rank {world.rank}: not all {world.size} processes met at {address}:{port}: {error}"
+        ) from None
+    except OSError as error:  # of this process's own listener
+        why = (
+            taken if error.errno == errno.EADDRINUSE else f"rank 0 cannot listen at {address}:{port}: {error.strerror}"
+        )
+        raise WorldError(why) from None
+
+
+def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+    """**Collective.** Element-wise sum over all ranks; ``values`` itself is left as it is."""
+    total = values.clone()
+    if dist.is_initialized():
+        dist.all_reduce(total)
+    return total
+
+
+def close_process_group() -> None:
+    """**Collective.** Waits for the others and leaves; without this some runs end in SIGABRT (facts, section 10)."""
+    if dist.is_initialized():
+        dist.barrier()
+        _closed.extend(dist.distributed_c10d._world.pg_map)
+        dist.destroy_process_group()

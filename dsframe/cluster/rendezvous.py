@@ -1,0 +1,146 @@
+"""The rendezvous of a run's processes: one address and port for torch.distributed, under any launcher.
+
+``deepspeed``, ``torchrun`` and ``srun`` (through the job's own numbers) say it themselves. ``horovodrun`` runs a small
+key-value server that every process knows; rank 0 leaves a free port there. ``mpirun`` gives its job's name to all.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import socket
+import time
+import urllib.error
+import urllib.request
+import zlib
+from collections.abc import Iterator, Mapping
+
+import psutil
+
+from dsframe.cluster.world import World
+from dsframe.errors import WorldError
+
+_MEETING_SECONDS = 120.0
+
+
+def free_port() -> int:
+    """A TCP port that nobody on this host listens on at this moment."""
+    with socket.socket() as probe:
+        probe.bind(("", 0))
+        return int(probe.getsockname()[1])
+
+
+def interface_to(host: str) -> str | None:
+    """The network interface through which this machine reaches ``host``, its own where ``host`` is itself.
+
+    None where the name does not resolve, or only to the loopback.
+    """
+    try:
+        with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+            probe.connect((host, 9))  # sends nothing: it only asks for the route
+            own = probe.getsockname()[0]
+    except OSError:
+        return None
+    return next((interface for address, interface in addresses() if address == own and interface != "lo"), None)
+
+
+def addresses() -> Iterator[tuple[str, str]]:
+    """This machine's addresses, each with the name of its interface."""
+    for interface, entries in psutil.net_if_addrs().items():
+        for entry in entries:
+            yield entry.address, interface
+
+
+def bound_to(address: str) -> str:
+    """Returns where a server binds so that others reach ``address``: there, or "" (all interfaces) if it is not known.
+
+    The name of a host often is 127.0.1.1 to itself (Debian), and another address to others.
+    """
+    with contextlib.suppress(OSError):
+        own = socket.gethostbyname(address)
+        if own in {one for one, _ in addresses()} and (not own.startswith("127.") or address in ("localhost", own)):
+            return own
+    return ""
+
+
+def listener(address: str, port: int) -> socket.socket | None:
+    """A socket that listens at ``address`` and at no other; None where it is not known what that is here. Raises OSError.
+
+    Then the caller listens everywhere, for IPv6 too, as torch's own server does and this socket would not.
+    """
+    own = bound_to(address)
+    if not own:
+        return None
+    listening = socket.socket()
+    listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listening.bind((own, port))
+        listening.listen(1024)
+    except OSError:
+        listening.close()
+        raise
+    return listening
+
+
+def meeting_point(world: World, environ: Mapping[str, str] | None = None) -> tuple[str, int]:
+    """Address and port of rank 0 for torch.distributed. **Collective** under ``horovodrun``: all ranks wait for rank 0.
+
+    Raises WorldError where the launcher gives no address and none can be found out.
+    """
+    environ = os.environ if environ is None else environ
+    if world.master_address and world.master_port:
+        return world.master_address, world.master_port
+    if world.size == 1:
+        return "127.0.0.1", free_port()
+    if "HOROVOD_GLOO_RENDEZVOUS_ADDR" in environ:
+        return _through_horovod(world, environ)
+    if "OMPI_COMM_WORLD_RANK" in environ or "PMI_RANK" in environ:
+        return _through_mpi(world, environ)
+    raise WorldError(f"{world.launcher} gives no rendezvous address; set MASTER_ADDR and MASTER_PORT")
+
+
+def _through_mpi(world: World, environ: Mapping[str, str]) -> tuple[str, int]:
+    """On one host, a port that follows from the job's name, which every process of Open MPI knows."""
+    if world.local_size < world.size:
+        raise WorldError(
+            f"{world.launcher} gives no rendezvous address for {world.size} processes on several hosts; set MASTER_ADDR to the "
+            "first host's name and MASTER_PORT to a free port there (mpirun -x MASTER_ADDR=... -x MASTER_PORT=...)"
+        )
+    job = environ.get("PMIX_NAMESPACE") or environ.get("OMPI_MCA_ess_base_jobid")
+    if not world.master_port and not job:  # MPICH's and Intel's Hydra names nothing that all its processes share
+        raise WorldError(
+            f"{world.launcher} gives no rendezvous port for {world.size} processes; set MASTER_PORT to a free one "
+            "(mpirun -genv MASTER_PORT 29500 ..., Open MPI: mpirun -x MASTER_PORT=29500 ...)"
+        )
+    return "127.0.0.1", world.master_port or 20000 + zlib.crc32(str(job).encode()) % 20000
+
+
+def _through_horovod(world: World, environ: Mapping[str, str]) -> tuple[str, int]:
+    """Rank 0 leaves its address in horovodrun's key-value store (HTTP PUT and GET of /scope/key), the others read it.
+
+    Source: horovod 0.28.1, runner/http/http_server.py (KVStoreHandler).
+    """
+    url = f"http://{environ['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{environ.get('HOROVOD_GLOO_RENDEZVOUS_PORT')}/dsframe/meeting_point"
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
+    if world.is_main:
+        own = "127.0.0.1" if world.local_size == world.size else environ.get("HOROVOD_HOSTNAME", socket.gethostname())
+        point = f"{own} {free_port()}"
+        opener.open(urllib.request.Request(url, data=point.encode(), method="PUT"), timeout=_MEETING_SECONDS).close()
+    else:
+        point = _read_when_there(opener, url)
+    address, port = point.split()
+    return address, int(port)
+
+
+def _read_when_there(opener: urllib.request.OpenerDirector, url: str) -> str:
+    deadline = time.monotonic() + _MEETING_SECONDS
+    while True:
+        try:
+            with opener.open(url, timeout=_MEETING_SECONDS) as response:
+                return str(response.read().decode())
+        except urllib.error.HTTPError as error:
+            if error.code != 404:
+                raise
+        if time.monotonic() > deadline:
+            raise WorldError(f"rank 0 did not say where to meet within {_MEETING_SECONDS:.0f} seconds; did it start?")
+        time.sleep(0.05)

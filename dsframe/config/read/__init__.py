@@ -1,0 +1,1 @@
+"""From a file's text to typed sections: positions, overrides, old spellings, hints."""

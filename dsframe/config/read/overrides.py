@@ -1,0 +1,65 @@
+"""``--set dotted.key=value``: changes to the file from the command line."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from typing import Any
+
+from dsframe.config.read.findings import Findings
+from dsframe.config.read.reader import Path
+
+_EXCLUSIVE: dict[Path, Path] = {
+    ("dsframe", "steps"): ("dsframe", "epochs"),
+    ("dsframe", "epochs"): ("dsframe", "steps"),
+}
+
+
+def split(override: str) -> tuple[Path, str] | None:
+    """The path and the written value; None when there is no ``=`` or no key."""
+    key, equals, value = override.partition("=")
+    parts = tuple(part.strip() for part in key.split("."))
+    return (parts, value.strip()) if equals and all(parts) else None
+
+
+def paths(overriding: Sequence[str]) -> list[Path]:
+    """The paths that overrides set."""
+    return [parsed[0] for parsed in map(split, overriding) if parsed]
+
+
+def value_of(text: str) -> Any:
+    """The value that ``text`` stands for: JSON, else the text itself."""
+
+    def reject(constant: str) -> Any:
+        raise ValueError(constant)
+
+    try:
+        return json.loads(text, parse_constant=reject)
+    except (ValueError, RecursionError):
+        return text
+
+
+def apply(raw: dict[str, Any], overriding: Sequence[str], findings: Findings) -> None:
+    """Set each value in ``raw``. Later ones win. Whether the keys are legal is checked with the rest of the file."""
+    for override in overriding:
+        parsed = split(override)
+        if parsed is None:
+            findings.overridden.add((override,))
+            findings.error(
+                (override,),
+                "does not have the form dotted.key=value",
+                'write for example "dsframe.steps=50"',
+                code="override",
+            )
+            continue
+        path, text = parsed
+        owner: dict[str, Any] = raw
+        for part in path[:-1]:
+            below: Any = owner.get(str(part))
+            if not isinstance(below, dict):
+                below = owner[str(part)] = {}
+            owner = below
+        owner[str(path[-1])] = value_of(text)
+        other = _EXCLUSIVE.get(path)
+        if other and other not in paths(overriding):
+            owner.pop(str(other[-1]), None)  # the command line replaces what the file says about the length

@@ -1,0 +1,83 @@
+"""Keys of accounts, such as ``comet.api_key``, and what stands before the host of an address, ``//user:password@``: nothing that
+dsframe writes or prints has them. What runs does, of course."""
+
+from __future__ import annotations
+
+import json
+import re
+from collections.abc import Sequence
+from typing import Any
+
+from dsframe.config.read.overrides import value_of
+
+HIDDEN = "***"
+_NAME = re.compile(
+    r"(^|_)(token|(api|access|account|auth|client|deploy|encryption|hf|hub|license|private|secret|service|signing|ssh|wandb)?_?key)$"
+    r"|_key$|secret|passw(or)?d|passphrase|(^|_)pwd$|credential",
+    re.IGNORECASE,
+)
+_HARMLESS = re.compile(
+    r"^key$|(^|_)(eos|bos|pad|unk|sep|cls|mask|image|audio|video|boi|eoi|start|end|stop|special|prefix|suffix|new|next)_token$"
+    r"|^(experiment|image|audio|label|text|input|output|target|metric|prompt|answer|messages?|sort|primary|group|feature)_key$",
+    re.IGNORECASE,
+)
+"""Known names of other things: tokens of a tokenizer, columns of a table, and Comet's ``experiment_key``."""
+_ACCOUNT = re.compile(r'(?<=://)[^/\s"]+@')
+_PARAMETER = re.compile(r"""(?P<start>[?&;](?P<key>[\w.~-]+)=)[^&;#\s"']+""")
+_SIGNATURE = re.compile(r"^(sig|signature|x-amz-.*|x-goog-.*|key|code|auth|jwt|awsaccesskeyid)$", re.IGNORECASE)
+"""Query parameters with which an address opens by itself."""
+_SETTING = re.compile(r"(?P<start>(?:--set=)?(?P<key>[\w.\s-]+)=)(?P<value>.*)", re.DOTALL)
+
+
+def is_secret(key: str) -> bool:
+    """True if a value of that name, the last part of a dotted one, is nobody else's business."""
+    name = key.strip().lstrip("-").rpartition(".")[2].strip().replace("-", "_")
+    return _NAME.search(name) is not None and _HARMLESS.search(name) is None
+
+
+def without(content: Any) -> Any:
+    """A copy of ``content``, of JSON's kinds, that lacks the secrets in it: ``--config`` reads it as the same training.
+
+    A secret is text, or an object that stands below such a name; numbers are none.
+    """
+    if isinstance(content, dict):
+        return {
+            key: without(value)
+            for key, value in content.items()
+            if value is None or isinstance(value, (bool, int, float)) or not is_secret(str(key))
+        }
+    if isinstance(content, str):
+        return anonymous(content)
+    return [without(item) for item in content] if isinstance(content, list) else content
+
+
+def anonymous(text: str) -> str:
+    """``text`` with addresses that open nothing: ``https://user:password@host/path?token=V`` is ``https://host/path?token=***``."""
+    return _PARAMETER.sub(_hidden_parameter, _ACCOUNT.sub("", text)) if "://" in text else text
+
+
+def _hidden_parameter(found: re.Match[str]) -> str:
+    secret = is_secret(found["key"]) or _SIGNATURE.match(found["key"])
+    return found["start"] + HIDDEN if secret else found[0]
+
+
+def redact(command: Sequence[str]) -> list[str]:
+    """The words of a command with ``***`` for what is secret: in ``--set a.api_key=V``, ``--api-key=V``, ``--api-key V``.
+
+    Addresses lose what stands before the host."""
+    return [
+        HIDDEN if before.startswith("--") and "=" not in before and is_secret(before) else _word(word)
+        for before, word in zip(["", *command], command, strict=False)
+    ]
+
+
+def _word(word: str) -> str:
+    word = anonymous(word)
+    found = _SETTING.fullmatch(word)
+    if found is None:
+        return word
+    if is_secret(found["key"]):
+        return found["start"] + HIDDEN
+    value = value_of(found["value"])
+    kept = without(value)
+    return word if kept == value else found["start"] + json.dumps(kept)

@@ -1,0 +1,210 @@
+"""Rules about the optimizer and the schedule of its rates."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from dsframe.config.features import needs_cpu_adam, own_adam
+from dsframe.config.read.findings import show
+from dsframe.config.read.suggest import closest
+from dsframe.config.rules.context import RuleContext
+from dsframe.config.schema.hf_scheduler import HF_SCHEDULERS
+from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, MUP, WITHOUT_ROUTE, Optimizer, muon_rates
+from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, SCHEDULERS_WITHOUT_ROUTE, Scheduler
+from dsframe.config.schema.torch_optimizer import TORCH_OPTIMIZERS
+from dsframe.config.schema.torch_scheduler import TORCH_SCHEDULERS
+
+_TORCH_ADAM_ONLY = ("foreach", "maximize", "fused", "capturable", "differentiable")
+_DEEPSPEED_ADAM_ONLY = ("bias_correction", "set_grad_none")
+_OWN_RATES = frozenset({"WarmupDecayLR", "LRRangeTest", "OneCycle", "OneCycleLR", "CyclicLR"})
+"""Schedules with rates of their own, which replace the optimizer's."""
+_A_RATE = ("warmup_min_lr", "warmup_max_lr", "eta_min")
+"""Keys with which the other schedules set rates of their own."""
+
+
+def check(context: RuleContext) -> None:
+    """Report what is wrong with the optimizer and the schedule."""
+    _optimizer(context)
+    _scheduler(context)
+
+
+def _unknown_name(
+    context: RuleContext, section: str, name: str, known: Iterable[str], excluded: dict[str, str], torch_home: str
+) -> None:
+    path = (section, "type")
+    reason = excluded.get(name) or excluded.get(name.lower())
+    if reason:
+        context.findings.error(path, f"{show(name)} cannot be used: {reason}", code="value", at_value=True)
+        return
+    similar = next((other for other in known if other.lower() == name.lower()), None) or closest(name, known, 3)
+    remedy = f'did you mean "{similar}"?' if similar else ""
+    context.findings.error(
+        path, f"{show(name)} is neither in DeepSpeed nor in {torch_home}", remedy, code="value", at_value=True
+    )
+
+
+def _optimizer(context: RuleContext) -> None:
+    optimizer = context.file.optimizer
+    if optimizer is None:
+        return
+    name = optimizer.type
+    if ":" in name:
+        if context.by_deepspeed:
+            context.conflict(
+                ("optimizer", "type"), "an optimizer of your own is not possible with DeepSpeed, which shards known ones",
+                "choose an engine of torch or Horovod, or one of DeepSpeed's optimizers",
+            )  # fmt: skip
+        return
+    if name.lower() not in DEEPSPEED_OPTIMIZERS and name not in TORCH_OPTIMIZERS:
+        known = [spelling for spelling, _ in DEEPSPEED_OPTIMIZERS.values()] + list(TORCH_OPTIMIZERS)
+        _unknown_name(context, "optimizer", name, known, dict(WITHOUT_ROUTE), "torch.optim")
+        return
+    kind, stage = name.lower(), context.file.zero_optimization.stage
+    if kind in ("adam", "adamw"):
+        _adam(context)
+    _cpu_adam(context, optimizer)
+    if kind == "muon" and stage == 3 and context.file.zero_optimization.reduce_scatter:
+        context.conflict(
+            ("optimizer", "type"), "Muon at stage 3 is not possible with reduce-scatter: DeepSpeed raises",
+            'write "reduce_scatter": false under "zero_optimization"',
+        )  # fmt: skip
+    if (
+        kind == "muon"
+        and stage in (1, 2)
+        and context.file.zero_optimization.optimizer_device == "none"
+        and context.by_deepspeed
+    ):
+        context.conflict(
+            ("optimizer", "type"), "dsframe cannot save Muon's momentum at stages 1 and 2",
+            'write "stage": 3 and "reduce_scatter": false under "zero_optimization", or offload the optimizer to the CPU',
+        )  # fmt: skip
+    if kind == "lamb" and context.file.fp16.loss_scale != 0:
+        context.conflict(
+            ("optimizer", "type"), "Lamb needs dynamic loss scaling: DeepSpeed raises", 'write "loss_scale": 0'
+        )
+    untested = kind in ("lamb", *MUP) or (kind not in DEEPSPEED_OPTIMIZERS)
+    if kind == "adafactor" and stage and context.by_deepspeed:
+        context.conflict(
+            ("optimizer", "type"),
+            "not possible with ZeRO, which flattens matrices, so Adafactor would compute other updates",
+            "set the stage to 0, or choose another optimizer",
+        )  # fmt: skip
+    elif stage and untested and not context.file.zero_allow_untested_optimizer:
+        context.conflict(
+            ("optimizer", "type"), f"{name} is untested with ZeRO: DeepSpeed raises",
+            'add "zero_allow_untested_optimizer": true',
+        )  # fmt: skip
+    params = optimizer.params
+    if kind == "sgd" and params.get("nesterov") is True and (not params.get("momentum") or params.get("dampening")):
+        path = ("optimizer", "params", "nesterov")
+        context.conflict(path, "needs momentum above 0 and dampening 0: torch raises", "set both")
+
+
+def _adam(context: RuleContext) -> None:
+    """Report arguments that the chosen Adam does not have: FusedAdam, CPUAdam and torch's AdamW differ."""
+    params = context.file.optimizer.params if context.file.optimizer else {}
+    torch_adam = params.get("torch_adam") is True
+    path = ("optimizer", "params")
+    own, on_cpu = own_adam(context.file), context.file.zero_optimization.optimizer_device != "none"
+    if params.get("bias_correction") is False and own and not context.by_deepspeed:
+        message = f"torch's Adam, which engine {context.engine} uses, always corrects the bias"
+        context.conflict((*path, "bias_correction"), message, 'remove it, or use engine "deepspeed"')
+    if "set_grad_none" in params and own and on_cpu:
+        context.conflict((*path, "set_grad_none"), "not an argument of DeepSpeed's CPU Adam, which raises", "remove it")
+    if not torch_adam:
+        for key in _TORCH_ADAM_ONLY:
+            if key in params:
+                context.conflict(
+                    (*path, key), "an argument of torch's Adam only: DeepSpeed's Adam raises", 'add "torch_adam": true'
+                )
+        if params.get("amsgrad") is True:
+            context.conflict(
+                (*path, "amsgrad"), "not supported by DeepSpeed's Adam, which raises", 'add "torch_adam": true'
+            )
+        return
+    for key in _DEEPSPEED_ADAM_ONLY:
+        if key in params:
+            context.conflict(
+                (*path, key), 'not an argument of torch\'s Adam: "torch_adam": true raises', "remove one of them"
+            )
+
+
+def _cpu_adam(context: RuleContext, optimizer: Optimizer) -> None:
+    """Report keys that work only with DeepSpeed's CPU Adam; ZenFlow works with Muon too."""
+    path, kind = needs_cpu_adam(context.file), optimizer.type.lower()
+    if path is None or not context.by_deepspeed or (kind == "muon" and path[-1] == "zenflow"):
+        return
+    adam = kind in ("adam", "adamw")
+    if not adam or optimizer.params.get("torch_adam") is True:
+        given, remedy = ("torch's", 'remove "torch_adam"') if adam else (optimizer.type, 'write "type": "AdamW"')
+        message = f"needs DeepSpeed's CPU Adam, but the optimizer is {given}: DeepSpeed raises"
+        context.conflict(path, message, f'{remedy} under "optimizer"')
+
+
+def _scheduler(context: RuleContext) -> None:
+    scheduler = context.file.scheduler
+    if scheduler is None:
+        return
+    name, path = scheduler.type, ("scheduler", "type")
+    if name in HF_SCHEDULERS and "dsframe" in context.raw:
+        context.findings.warning(
+            path, f"works in dsframe only: plain DeepSpeed, which does not have {name}, raises",
+            "for plain DeepSpeed choose one of its own, such as WarmupCosineLR", code="portability", at_value=True,
+        )  # fmt: skip
+    elif name in TORCH_SCHEDULERS:
+        if context.file.zero_optimization.stage:
+            context.findings.warning(
+                path, f"works in dsframe only: torch's {name} does not accept a ZeRO optimizer, so plain DeepSpeed raises",
+                "for plain DeepSpeed choose one of its own, such as WarmupLR",
+                code="portability", at_value=True,
+            )  # fmt: skip
+    elif name not in DEEPSPEED_SCHEDULERS:
+        known = [*DEEPSPEED_SCHEDULERS, *TORCH_SCHEDULERS]
+        _unknown_name(context, "scheduler", name, known, dict(SCHEDULERS_WITHOUT_ROUTE), "torch.optim.lr_scheduler")
+        return
+    if "params" not in context.raw["scheduler"] and not context.findings.fails(("scheduler",)):
+        context.findings.error(
+            ("scheduler",), '"params" is required: DeepSpeed raises', 'add "params": {}', code="missing"
+        )
+    _rates(context, scheduler)
+    total, warmup = scheduler.params.get("total_num_steps"), scheduler.params.get("warmup_num_steps", 1000)
+    if isinstance(total, int) and isinstance(warmup, int) and total < warmup:
+        written = "warmup_num_steps" in scheduler.params
+        default = "" if written else ", its default"
+        context.findings.warning(
+            ("scheduler", "params", "warmup_num_steps" if written else "total_num_steps"),
+            f"total_num_steps {total} is less than warmup_num_steps {warmup}{default}: training ends during the warm-up",
+            "raise the first or lower the second", code="schedule", at_value=True,
+        )  # fmt: skip
+
+
+def _rates(context: RuleContext, scheduler: Scheduler) -> None:
+    """Report a start inside the schedule, and one rate for parameters whose rates differ.
+
+    dsframe's schedules have one rate, which all parameter groups follow in proportion.
+    """
+    for key in ("last_batch_iteration", "last_epoch"):
+        start = scheduler.params.get(key, -1)
+        if start != -1:
+            context.conflict(
+                ("scheduler", "params", key), f"{start} has no meaning here: the schedule starts at the checkpoint's step",
+                "remove it, and continue with --resume",
+            )  # fmt: skip
+    for key, value in scheduler.params.items():
+        if isinstance(value, list) and len(value) != 1 and key not in ("milestones", "schedulers"):
+            message = f"{len(value)} rates, but the schedule has one for all parameters"
+            context.conflict(("scheduler", "params", key), message, "write one number")
+    optimizer = context.file.optimizer
+    if optimizer is None or not (scheduler.type in _OWN_RATES or any(scheduler.params.get(key) for key in _A_RATE)):
+        return
+    kind, lost = optimizer.type.lower(), ""
+    if kind == "muon":
+        muon, adam = muon_rates(optimizer.params)
+        lost = f"Muon's two halves have {muon:g} and {adam:g}" if muon != adam else ""
+    elif kind in MUP:
+        lost = f"{optimizer.type}'s rates differ by the layers' widths"
+    if lost:
+        context.conflict(
+            ("scheduler", "type"), f"{scheduler.type} sets one rate for all parameters here, but {lost}",
+            'write one "lr" under "optimizer", or choose WarmupCosineLR' if kind == "muon" else "choose WarmupCosineLR",
+        )  # fmt: skip

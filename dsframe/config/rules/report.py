@@ -1,0 +1,124 @@
+"""Rules about profilers and loggers."""
+
+from __future__ import annotations
+
+from dsframe.config.read.findings import Findings
+from dsframe.config.rules.context import RuleContext
+from dsframe.config.schema.file import File
+from dsframe.config.schema.settings_report import Profile
+
+KINDS = (
+    "all-reduce",
+    "all-gather",
+    "reduce-scatter",
+    "all-to-all",
+    "broadcast",
+    "reduce",
+    "gather",
+    "scatter",
+    "send",
+    "receive",
+)
+"""Kinds of collectives that are counted."""
+_OTHER_NAMES = {
+    "isend": "send",
+    "irecv": "receive",
+    "recv": "receive",
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+}
+
+
+def kind_of(operation: str) -> str | None:
+    """Return the kind of an operation by DeepSpeed's name: ``all_gather_into_tensor`` is an all-gather."""
+    name = operation.strip().lower()
+    name = _OTHER_NAMES.get(name, name).replace("_", "-")
+    return next((kind for kind in KINDS if name == kind or name.startswith(f"{kind}-")), None)
+
+
+def check(context: RuleContext) -> None:
+    """Report what is wrong with profilers and loggers. Files without a ``dsframe`` section are for DeepSpeed, which differs."""
+    if not context.wrote("dsframe"):
+        return
+    _operations(context)
+    flops = context.file.flops_profiler
+    if flops.enabled and flops.recompute_fwd_factor:
+        context.no_effect(
+            ("flops_profiler", "recompute_fwd_factor"), "has no effect: dsframe counts recomputation when it happens"
+        )
+    horovod = context.file.dsframe.horovod
+    if horovod.timeline_mark_cycles and not horovod.timeline:
+        context.no_effect(
+            ("dsframe", "horovod", "timeline_mark_cycles"), "has no effect without a timeline", 'add "timeline": true'
+        )
+    if horovod.autotune and None not in (horovod.fusion_threshold_bytes, horovod.cycle_time_milliseconds):
+        context.no_effect(
+            ("dsframe", "horovod", "autotune"),
+            "has no effect: fusion_threshold_bytes and cycle_time_milliseconds are both fixed",
+            "remove it, or one of the two",
+        )
+    mlflow = context.file.dsframe.mlflow
+    written = sorted(mlflow.model_fields_set - {"enabled"})
+    if written and not mlflow.enabled:
+        context.no_effect(
+            ("dsframe", "mlflow", written[0]), "has no effect while mlflow.enabled is false", 'add "enabled": true'
+        )
+
+
+def _operations(context: RuleContext) -> None:
+    section = context.file.comms_logger
+    if section is None or not section.enabled:
+        return
+    where = ("comms_logger", "prof_ops")
+    if section.prof_all and section.prof_ops:
+        context.no_effect(where, "has no effect while prof_all is true", 'add "prof_all": false')
+        return
+    if not section.prof_all and not section.prof_ops:
+        context.no_effect(
+            ("comms_logger", "prof_all"), "false, and prof_ops is empty: no operation is counted", "write true"
+        )
+    unknown = [name for name in section.prof_ops if not isinstance(name, str) or kind_of(name) is None]
+    if unknown and not section.prof_all:
+        known = ", ".join(kind.replace("-", "_") for kind in KINDS)
+        context.findings.error(
+            where, f"{unknown[0]!r} is no collective", f"choose from {known}", code="value", at_value=True
+        )
+
+
+def check_world(file: File, world_size: int | None, total_steps: int | None, findings: Findings) -> None:
+    """Report what depends on the number of processes or steps."""
+    profile = file.dsframe.profile
+    steps = total_steps or file.dsframe.steps
+    if profile is not None:
+        _check_profile(profile, world_size, steps, findings)
+    flops = file.flops_profiler
+    if flops.enabled and steps is not None and flops.profile_step >= steps:
+        findings.error(
+            ("flops_profiler", "profile_step"),
+            f"the profile comes after {flops.profile_step} steps, but the run has only {steps}",
+            f"write at most {steps - 1}",
+            code="conflict",
+            at_value=True,
+        )
+
+
+def _check_profile(profile: Profile, world_size: int | None, steps: int | None, findings: Findings) -> None:
+    path = ("dsframe", "profile")
+    if steps is not None and profile.steps > steps:
+        parts = f"({profile.wait} + {profile.warmup} + {profile.active}) x {profile.repeat}"
+        findings.error(
+            path, f"takes {parts} = {profile.steps} steps, but the run has only {steps}", "shorten it", code="conflict"
+        )
+    if profile.ranks == "all":
+        return
+    if not profile.ranks:
+        findings.error((*path, "ranks"), "the list is empty", 'write [0] or "all"', code="value", at_value=True)
+    absent = [rank for rank in profile.ranks if world_size is not None and rank >= world_size]
+    if absent:
+        findings.error(
+            (*path, "ranks"),
+            f"there is no rank {absent[0]} among {world_size} processes",
+            'ranks are counted from 0; write [0] or "all"',
+            code="world",
+            at_value=True,
+        )

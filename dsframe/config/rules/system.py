@@ -1,0 +1,121 @@
+"""Rules about data efficiency, checkpoints, I/O, monitors, and what this machine lacks."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+from dsframe.config.features import logger_packages
+from dsframe.config.rules.context import RuleContext
+
+NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
+"""Exists while the driver is loaded: tells without torch whether this machine has CUDA devices."""
+
+
+def check(context: RuleContext) -> None:
+    """Report what is wrong with the sections around the training."""
+    _data(context)
+    _system(context)
+
+
+def _data(context: RuleContext) -> None:
+    data = context.file.data_efficiency
+    base = ("data_efficiency",)
+    sampling, routing = data.data_sampling, data.data_routing
+    curriculum = sampling.curriculum_learning if sampling else None
+    batching = sampling.dynamic_batching if sampling else None
+    dropping = routing.random_ltd if routing else None
+    if curriculum is not None and curriculum.enabled and curriculum.curriculum_metrics is None:
+        context.conflict(
+            (*base, "data_sampling", "curriculum_learning"),
+            "curriculum_metrics is required: DeepSpeed raises",
+            "add it",
+        )
+    if batching is not None and batching.enabled and batching.max_tokens is None:
+        context.conflict(
+            (*base, "data_sampling", "dynamic_batching"), "max_tokens is required: DeepSpeed raises", "add it"
+        )
+    if (
+        context.wrote(*base, "data_sampling", "dynamic_batching", "max_batch_size")
+        and batching
+        and batching.max_batch_size is None
+    ):
+        context.conflict(
+            (*base, "data_sampling", "dynamic_batching", "max_batch_size"),
+            "null makes DeepSpeed raise",
+            "remove the key",
+        )
+    if (
+        dropping is not None
+        and dropping.layer_token_lr_schedule is not None
+        and dropping.layer_token_lr_schedule.enabled
+    ):
+        context.conflict(
+            (*base, "data_routing", "random_ltd", "layer_token_lr_schedule", "enabled"), "not yet supported: DeepSpeed raises",
+            "write false",
+        )  # fmt: skip
+    inner = [(*base, "data_sampling"), (*base, "data_routing")]
+    for path, section in zip(inner, (sampling, routing), strict=True):
+        if section is not None and section.enabled and not data.enabled:
+            context.no_effect(path, "has no effect while data_efficiency.enabled is false", 'add "enabled": true')
+    switches = (
+        ("data_sampling", "curriculum_learning", sampling, curriculum),
+        ("data_routing", "random_ltd", routing, dropping),
+    )
+    for outer, name, section, part in switches:
+        if section is not None and part is not None and part.enabled and not section.enabled:
+            context.no_effect(
+                (*base, outer, name), f"has no effect while {outer}.enabled is false", 'add "enabled": true there'
+            )
+
+
+def _system(context: RuleContext) -> None:
+    file = context.file
+    checkpointing = file.activation_checkpointing
+    if checkpointing.contiguous_memory_optimization and not context.findings.fails(("activation_checkpointing",)):
+        missing = [key for key in ("partition_activations", "number_checkpoints") if not getattr(checkpointing, key)]
+        if missing:
+            context.findings.note(
+                ("activation_checkpointing", "contiguous_memory_optimization"),
+                f"needs {' and '.join(missing)}, in the file or from the program: else deepspeed.checkpointing.configure raises",
+                code="conflict",
+                at_value=True,
+            )
+    if file.aio.use_gds and not NVIDIA_DRIVER.exists():
+        where = ("aio", "use_gds")
+        context.conflict(where, "needs CUDA, which this machine does not have: DeepSpeed raises", "write false")
+    if file.checkpoint.writer is not None and file.checkpoint.writer.type == "PYTHON":
+        path = ("checkpoint", "writer", "type")
+        context.findings.warning(
+            path,
+            "the writer PYTHON of DeepSpeed 0.19.8 fails when it saves",
+            "remove the writer",
+            code="broken",
+            at_value=True,
+        )
+    _packages(context)
+    if file.disable_allgather:
+        context.no_effect(("disable_allgather",), "has no effect: DeepSpeed 0.19 reads it and never uses it")
+    if file.autotuning.enabled:
+        context.findings.note(("autotuning",), "has no effect without deepspeed --autotuning", code="no-effect")
+    for key in ("results_dir", "exps_dir"):
+        if getattr(file.autotuning, key) == "":
+            context.conflict(("autotuning", key), "must not be empty: DeepSpeed raises", "name a folder")
+    if file.weight_quantization is not None and file.weight_quantization.enabled:
+        context.findings.note(
+            ("weight_quantization",), "has no effect on training, only on inference", code="no-effect"
+        )
+
+
+def _packages(context: RuleContext) -> None:
+    """Report packages that a section needs. Without them rank 0 alone raises, and the others wait for it."""
+    wanted = list(logger_packages(context.file, context.file.dsframe))
+    if context.file.datastates_ckpt is not False and context.wrote("datastates_ckpt"):
+        wanted.append((("datastates_ckpt",), "datastates"))  # any value but false turns it on
+    if not wanted:
+        return
+    from importlib.util import find_spec
+
+    for path, package in wanted:
+        if find_spec(package) is None:
+            message = f"switched on, but the package {package} is not installed here: DeepSpeed raises"
+            context.findings.warning(path, message, "install it, or write false", code="not-installed", at_value=True)

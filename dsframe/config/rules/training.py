@@ -1,0 +1,158 @@
+"""Rules about number formats and dsframe's own section."""
+
+from __future__ import annotations
+
+from dsframe.config.features import MADE_HERE, may_be_fp16
+from dsframe.config.read.findings import show
+from dsframe.config.rules.context import RuleContext
+from dsframe.engines.table import BUILT_IN
+
+
+def check(context: RuleContext) -> None:
+    """Report what is wrong with the rest of the file."""
+    _precision(context)
+    _dsframe(context)
+
+
+def _precision(context: RuleContext) -> None:
+    file = context.file
+    fp16, bf16, stage = file.fp16, file.bf16, file.zero_optimization.stage
+    if fp16.enabled and bf16.enabled:
+        context.conflict(("bf16", "enabled"), "fp16 is enabled as well: DeepSpeed raises", "enable one of them")
+    if fp16.enabled and fp16.loss_scale == 0:
+        for key in ("loss_scale_window", "min_loss_scale"):
+            value = getattr(fp16, key)
+            if value <= 0:
+                context.conflict(
+                    ("fp16", key), f"{value} must be above 0 with dynamic loss scaling: DeepSpeed raises", "raise it"
+                )
+    for section, key in (
+        ("fp16", "fp16_master_weights_and_grads"),
+        ("bf16", "bf16_master_weights_and_grads"),
+        ("bf16", "bf16_optimizer_states"),
+    ):
+        if getattr(getattr(file, section), key) and stage == 0:
+            context.conflict((section, key), "needs ZeRO: DeepSpeed raises", "set the stage to 1, 2 or 3")
+    if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
+        context.conflict(
+            ("bf16", "bf16_optimizer_states"), "needs bf16_master_weights_and_grads: DeepSpeed raises", "enable both"
+        )
+    if (
+        fp16.enabled
+        and fp16.fp16_master_weights_and_grads
+        and file.zero_optimization.optimizer_device == "none"
+        and stage
+    ):
+        context.conflict(
+            ("fp16", "fp16_master_weights_and_grads"), "needs optimizer offload with DeepSpeed's CPU Adam: DeepSpeed raises",
+            'add "offload_optimizer": {"device": "cpu"}',
+        )  # fmt: skip
+    if (
+        context.by_deepspeed
+        and bf16.bf16_master_weights_and_grads
+        and not bf16.bf16_optimizer_states
+        and file.zero_optimization.optimizer_device == "none"
+        and stage
+    ):
+        context.conflict(
+            ("bf16", "bf16_master_weights_and_grads"),
+            "needs optimizer offload with DeepSpeed's CPU Adam, or bf16_optimizer_states: DeepSpeed raises",
+            'add "offload_optimizer": {"device": "cpu"}, or "bf16_optimizer_states": true',
+        )
+    _types(context)
+
+
+_SHORT = {
+    "torch.float16": "fp16", "float16": "fp16", "half": "fp16", "torch.bfloat16": "bf16", "bfloat16": "bf16",
+    "torch.float32": "fp32", "float32": "fp32", "float": "fp32", "torch.int8": "int8",
+}  # fmt: skip
+
+
+def _types(context: RuleContext) -> None:
+    file = context.file
+    model = "fp16" if file.fp16.enabled else "bf16" if file.bf16.enabled else "fp32"
+    asked = file.data_types.param_dtype
+    if asked is not None and _SHORT.get(asked, asked) != model:
+        context.conflict(
+            ("data_types", "param_dtype"), f'"{asked}" contradicts fp16 and bf16, which make parameters {model}: DeepSpeed raises',
+            "remove it",
+        )  # fmt: skip
+    gradients = file.data_types.grad_accum_dtype
+    if gradients is not None and file.zero_optimization.stage == 0 and _SHORT.get(gradients, gradients) != model:
+        if (model, _SHORT.get(gradients, gradients)) == ("bf16", "fp32"):
+            return
+        context.conflict(
+            ("data_types", "grad_accum_dtype"), f'"{gradients}" with {model} parameters needs ZeRO: DeepSpeed raises',
+            "remove it, or set the stage to 1, 2 or 3",
+        )  # fmt: skip
+
+
+def _dsframe(context: RuleContext) -> None:
+    settings = context.file.dsframe
+    for name in settings.pass_through:
+        section = name.partition(".")[0]
+        if section in MADE_HERE:
+            message = f"{show(name)} is not forwarded: dsframe builds the {section} itself"
+            context.conflict(("dsframe", "pass_through"), message, "remove it")
+    meant = {"average": "mean", "sum": "sum"}.get(settings.horovod.op or "")
+    if meant and meant != context.file.gradient_allreduce_op:
+        context.conflict(
+            ("dsframe", "horovod", "op"),
+            f'{show(settings.horovod.op)} contradicts gradient_allreduce_op "{context.file.gradient_allreduce_op}"',
+            f'set gradient_allreduce_op to "{meant}", which every engine follows',
+        )
+    if settings.epochs is not None and settings.steps is not None:
+        context.conflict(("dsframe", "steps"), "epochs is given as well", "keep one of them")
+    task = settings.task
+    name = getattr(task, "name", "")
+    if ":" in name:
+        context.findings.note(
+            ("dsframe", "task", "name"),
+            f"imports and runs code: {name.partition(':')[0]}",
+            code="imports",
+            at_value=True,
+        )
+    heads, width = getattr(task, "heads", None), getattr(task, "width", None)
+    if isinstance(heads, int) and isinstance(width, int) and width % heads:
+        context.conflict(("dsframe", "task", "heads"), f"{heads} does not divide width {width}", "choose another")
+    if getattr(task, "name", "") == "vision":
+        dataset = getattr(task, "dataset", "")
+        for key, homes in (
+            ("classes", ("synthetic",)),
+            ("image_size", ("synthetic", "image-folder")),
+            ("workers", ("image-folder",)),
+        ):
+            if context.wrote("dsframe", "task", key) and dataset not in homes:
+                context.no_effect(("dsframe", "task", key), f'has no effect with dataset "{dataset}"')
+    _engines(context)
+    for name in BUILT_IN:
+        if context.wrote("dsframe", name) and settings.engine not in ("auto", name):
+            context.findings.note(("dsframe", name), f'has no effect with engine "{settings.engine}"', code="no-effect")
+    if context.wrote("dsframe", "engine_options") and not context.entry.options:
+        context.no_effect(("dsframe", "engine_options"), f'has no effect: engine "{context.engine}" takes none')
+
+
+def _engines(context: RuleContext) -> None:
+    file, ddp, fsdp = context.file, context.file.dsframe.ddp, context.file.dsframe.fsdp
+    path: tuple[str, ...] = ("dsframe", "ddp", "communication")
+    if ddp.communication == "power_sgd":
+        message = "PowerSGD's error feedback would spread one NaN step to all later ones"
+        unsaid = file.torch_autocast.dtype is None
+        if may_be_fp16(file) and unsaid:
+            context.findings.warning(
+                path, "torch_autocast without a dtype is float16 on GPUs, and then the run is refused: " + message,
+                'add "dtype": "bfloat16" to torch_autocast', code="portability", at_value=True,
+            )  # fmt: skip
+        if file.fp16.enabled or (may_be_fp16(file) and not unsaid) or file.dsframe.on_nonfinite == "skip":
+            remedy = 'use bf16 ("torch_autocast": "dtype": "bfloat16") or fp32, "on_nonfinite": "stop", or another communication'
+            context.conflict(path, message, remedy)
+        context.findings.warning(
+            path,
+            "a resumed run will not continue exactly: PowerSGD's error feedback is not in checkpoints",
+            "choose another communication for runs that you resume", code="resume", at_value=True,
+        )  # fmt: skip
+    for key in ("power_sgd_rank", "power_sgd_start_step"):
+        if context.wrote("dsframe", "ddp", key) and ddp.communication != "power_sgd":
+            context.no_effect(("dsframe", "ddp", key), f'has no effect with communication "{ddp.communication}"')
+    if context.wrote("dsframe", "fsdp", "shard_size") and fsdp.sharding == "full":
+        context.no_effect(("dsframe", "fsdp", "shard_size"), 'has no effect with sharding "full"')

@@ -1,0 +1,263 @@
+"""What a run of each engine holds, sends and waits for: the facts behind ``dsframe plan`` and ``dsframe check --gpu-memory``.
+
+An engine's entry names its class (``Entry.costs``). ``Costs`` is that of full replicas; others say what is different with them.
+The planner (``dsframe.tools.plan``) does the arithmetic, and asks for no engine by name. Imports nothing heavy.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+from dsframe.config.resolve.memory import Cost, moments
+from dsframe.config.schema.deepspeed import DeepSpeed
+from dsframe.config.schema.settings import Settings
+
+Overlap = Literal["none", "buckets", "backward"]
+"""What exchanges of gradients hide behind: nothing; each bucket behind what the backward pass has still to do when its last
+gradient is there; all behind the whole backward pass."""
+
+
+class Costs:
+    """Full replicas, whose gradients are all-reduced in buckets while the backward pass runs. One object for each file."""
+
+    copies_buckets = False
+    """True if gradients are copied into buckets, which stay in memory, in fp32."""
+    gathers_blocks = False
+    """True if sharded parameters are gathered block by block, each with buffers of its own; else module by module."""
+
+    def __init__(self, file: DeepSpeed, settings: Settings) -> None:
+        self.file, self.settings = file, settings
+
+    @property
+    def short(self) -> bool:
+        """True if the model's own number format has 16 bits."""
+        return self.file.fp16.enabled or self.file.bf16.enabled
+
+    @property
+    def stage(self) -> int:
+        """Returns what data-parallel ranks shard, by ZeRO stage: 0 nothing, 1 optimizer state, 2 gradients, 3 parameters."""
+        return 0
+
+    @property
+    def model_ranks(self) -> int:
+        """Ranks that together hold one model."""
+        return 1
+
+    def overlap(self, width: int) -> Overlap:
+        """Returns what the exchange of gradients overlaps with. ``width``: bytes of a parameter."""
+        return "buckets"
+
+    @property
+    def accumulates_whole(self) -> bool:
+        """True if gradients that end in shares are whole until the last micro-batch, and reduced once."""
+        return False
+
+    @property
+    def flattens(self) -> bool:
+        """True if gradients and state lie in flat tensors, to and from which each step copies."""
+        return False
+
+    @property
+    def prefetches(self) -> bool:
+        """True if the next sharded parameters are on their way while a module computes."""
+        return False
+
+    @property
+    def scatters(self) -> bool:
+        """True if gradients are reduced to the rank that needs them, which sends half as much as an all-reduce."""
+        return False
+
+    @property
+    def fetches(self) -> bool:
+        """True if sharded parameters lie on the host until they are needed."""
+        return False
+
+    def held(self, ranks: int) -> Cost:
+        """Bytes of each parameter that a rank's pipeline stage and tensor slice hold, among ``ranks`` data-parallel ones.
+
+        16-bit gradients become fp32 before the update, which is made on a copy of the weights in fp32.
+        """
+        optimizer = (4.0 if self.short else 0.0) + 4.0 * moments(self.file)
+        return Cost(2.0 if self.short else 4.0, 4.0, optimizer)
+
+    def cost(self, world_size: int) -> Cost:
+        """Bytes on the device for each parameter of the model, from the end of a backward pass to the update.
+
+        Of a model that is cut evenly among the ranks that share one. ``python -m tests.footprint`` measures them.
+        """
+        one = self.held(max(1, world_size // self.model_ranks))
+        return Cost(*(value / self.model_ranks for value in (one.parameter, one.gradient, one.optimizer, one.host)))
+
+    def gradient_bytes(self, width: int) -> float:
+        """Bytes of one gradient element as it is sent. ``width``: bytes of a parameter."""
+        return 4.0
+
+    def bucket_bytes(self, parameters: int, width: int, *, on_cpu: bool) -> float:
+        """Bytes of one bucket as it is sent."""
+        from dsframe.engines.buckets import usual_bytes  # imports torch
+
+        # The limit is for gradients as they are, before they are rounded to be sent.
+        return usual_bytes(width * parameters) * self.gradient_bytes(width) / width
+
+    def keeps(self, parameters: int) -> bool:
+        """True if so many sharded parameters are all kept whole between steps."""
+        return False
+
+    def gathers(self, parameters: float, passes: int) -> int:
+        """Returns how often the sharded parameters are gathered in a micro-batch of ``passes`` forward and backward passes."""
+        return passes
+
+
+class DdpCosts(Costs):
+    """PyTorch DDP: its communication hooks and its bucket's size."""
+
+    def gradient_bytes(self, width: int) -> float:
+        """The model's own number format, unless a communication hook rounds."""
+        return 2.0 if self.settings.ddp.communication in ("fp16", "bf16") else float(width)
+
+    def bucket_bytes(self, parameters: int, width: int, *, on_cpu: bool) -> float:
+        """As the file says, else the usual."""
+        megabytes = self.settings.ddp.bucket_cap_megabytes
+        if megabytes is None:
+            return super().bucket_bytes(parameters, width, on_cpu=on_cpu)
+        return megabytes * 2**20 * self.gradient_bytes(width) / width
+
+
+class HorovodCosts(Costs):
+    """Horovod: fp32 gradients in buckets of their own, which may be rounded to be sent."""
+
+    copies_buckets = True
+
+    def overlap(self, width: int) -> Overlap:
+        """The gradients of fp32 masters are there when all of the model's are."""
+        return "none" if width < 4 else "buckets"
+
+    def gradient_bytes(self, width: int) -> float:
+        """After its compression."""
+        return 2.0 if self.settings.horovod.compression == "fp16" else 4.0
+
+    def bucket_bytes(self, parameters: int, width: int, *, on_cpu: bool) -> float:
+        """By groups, by the threshold of fusion, else the usual."""
+        given, groups = self.settings.horovod.fusion_threshold_bytes, self.settings.horovod.groups
+        if not groups and given is None:
+            return super().bucket_bytes(parameters, 4, on_cpu=on_cpu)
+        full = 4 * parameters / groups if groups else max(given or 0, 1)
+        return full * self.gradient_bytes(width) / 4
+
+
+class FsdpCosts(Costs):
+    """PyTorch FSDP: everything in fp32 shares, gathered block by block in the format it computes in."""
+
+    gathers_blocks = True
+
+    @property
+    def prefetches(self) -> bool:
+        """The next block."""
+        return True
+
+    @property
+    def stage(self) -> int:
+        """All is shared out."""
+        return 3
+
+    def overlap(self, width: int) -> Overlap:
+        """While the backward pass goes on to the next block."""
+        return "backward"
+
+    @property
+    def accumulates_whole(self) -> bool:
+        """As the file says."""
+        return self.settings.fsdp.accumulate == "whole"
+
+    def held(self, ranks: int) -> Cost:
+        """It computes in 16 bits from fp32 shares, and has no copy."""
+        return Cost(*(value / ranks for value in (4.0, 4.0, 4.0 * moments(self.file))))
+
+    def gathers(self, parameters: float, passes: int) -> int:
+        """In each pass, or once and kept until the backward pass has ended."""
+        return passes if self.settings.fsdp.reshard_after_forward else 1
+
+
+class ZeroCosts(Costs):
+    """DeepSpeed 0.19.8, stages 0 to 3, its offload, pipeline and tensor parallelism."""
+
+    @property
+    def stage(self) -> int:
+        """As the file says."""
+        return self.file.zero_optimization.stage
+
+    @property
+    def model_ranks(self) -> int:
+        """Pipeline stages, each cut into tensor slices."""
+        return self.file.pipeline.stages * max(1, self.file.tensor_parallel.autotp_size)
+
+    @property
+    def flattens(self) -> bool:
+        """From stage 1 on."""
+        return self.stage > 0
+
+    def overlap(self, width: int) -> Overlap:
+        """By ``overlap_comm``, which stage 3 has by default. Stage 0 reduces when all gradients are there."""
+        wanted = self.file.zero_optimization.overlap_comm
+        hides = wanted is not False if self.stage == 3 else bool(wanted) and self.stage > 0
+        return "backward" if hides else "none"
+
+    @property
+    def prefetches(self) -> bool:
+        """True if the prefetch bucket has room."""
+        return self.file.zero_optimization.stage3_prefetch_bucket_size > 0
+
+    @property
+    def scatters(self) -> bool:
+        """It all-reduces gradients at stages 1 and 2 by default, where the paper scatters."""
+        return self.stage > 0 and not self.file.zero_optimization.use_multi_rank_bucket_allreduce
+
+    @property
+    def fetches(self) -> bool:
+        """True if parameters are offloaded."""
+        return self.file.zero_optimization.parameter_device != "none"
+
+    @property
+    def accumulates_whole(self) -> bool:
+        """True if gradients are sharded and the file asks for it."""
+        return self.stage >= 2 and self.settings.deepspeed.accumulate == "whole"
+
+    def held(self, ranks: int) -> Cost:
+        """In fp32 stages 1 to 3 keep a copy of the weights to update, so that K is 12 there too (deepspeed 0.19.8,
+        ``runtime/zero/stage_1_and_2.py``: single_partition_of_fp32_groups; ``stage3.py``: fp32_partitioned_groups_flat), where
+        a plain optimizer has 8."""
+        zero, stage = self.file.zero_optimization, self.stage
+        parameter = gradient = 2.0 if self.short else 4.0
+        optimizer = (4.0 if self.short or stage >= 1 else 0.0) + 4.0 * moments(self.file)
+        offloaded, host = zero.optimizer_device != "none", 0.0
+        if stage >= 1:
+            if zero.optimizer_device == "cpu" or (zero.optimizer_device == "nvme" and stage < 3):
+                # with the gradients, in fp32, and a buffer in the model's own format (stage3.py: grad_partitions_flat_buffer;
+                # stage_1_and_2.py: param_buffer_of_bit16_for_cpu_offload_groups)
+                host = (optimizer + 4.0 + parameter) / ranks
+            optimizer = 0.0 if offloaded else optimizer / ranks
+        if stage >= 2:
+            gradient = 0.0 if offloaded else gradient / ranks
+        if stage >= 3:
+            host += parameter / ranks if zero.parameter_device == "cpu" else 0.0
+            parameter = 0.0 if zero.parameter_device != "none" else parameter / ranks
+        return Cost(parameter, gradient, optimizer, host)
+
+    def gradient_bytes(self, width: int) -> float:
+        """As ``communication_data_type`` says, else in the model's own format."""
+        kind = self.file.communication_data_type
+        return float(width) if kind is None else 4.0 if "32" in kind else 2.0
+
+    def bucket_bytes(self, parameters: int, width: int, *, on_cpu: bool) -> float:
+        """By ``reduce_bucket_size``."""
+        size = self.file.zero_optimization.bucket_elements(parameters, on_cpu=on_cpu)
+        return max(1.0, size * self.gradient_bytes(width))
+
+    def keeps(self, parameters: int) -> bool:
+        """True if all parameters are below the threshold (``dsframe.engines.deepspeed.engine``)."""
+        return self.file.zero_optimization.keeps_whole(parameters) and self.settings.model.tiling is None
+
+    def gathers(self, parameters: float, passes: int) -> int:
+        """Once where parameters may stay until the backward pass."""
+        zero = self.file.zero_optimization
+        return 1 if parameters <= min(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance) else passes

@@ -1,0 +1,276 @@
+"""DeepSpeed ZeRO 0 to 3, with offload to CPU and NVMe (Rajbhandari et al. 2020, arXiv 1910.02054; 2021, arXiv 2104.07857).
+
+``handover`` says what DeepSpeed gets of the user's file: all of it, with changes that keep one meaning on every engine (the
+``scheduler`` stays with dsframe, the batch sizes are spelled out, Adam is torch's) or that make ZeRO-3 faster.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import logging
+import warnings
+from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING, Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dsframe.checkpoint.state import EngineState, SavedState, persistent_buffers
+from dsframe.cluster import process_group
+from dsframe.config.features import shares_activations
+from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, loss_of, measure, without_dimensions
+from dsframe.engines import precision
+from dsframe.engines.deepspeed import jit, patches, state, versions
+from dsframe.engines.deepspeed.handover import handover
+from dsframe.engines.deepspeed.imports import deepspeed, logger, set_z3_leaf_module
+from dsframe.engines.deepspeed.swap import SwapFolders
+from dsframe.errors import EngineError
+from dsframe.model import schedules, switches
+from dsframe.model.spill import Spill, on_disk
+from dsframe.tasks.task import Sum
+
+if TYPE_CHECKING:
+    from dsframe.engines.deepspeed.sequence import Slices
+    from dsframe.engines.deepspeed.state_tensor import Cut
+    from dsframe.engines.deepspeed.tiling import Tiles
+
+
+class ZeroEngine(Engine):
+    """DeepSpeed's engine: optimizer state, gradients and parameters sharded as ``zero_optimization`` says."""
+
+    def __init__(self, plan: Plan) -> None:
+        """**Collective.** Raises EngineError where this machine lacks what the file asks for (fp16, libaio)."""
+        versions.check(patches.version(), speaks=plan.world.is_main)
+        patches.check_later_ones()
+        self.plan = plan
+        self._stage = plan.config.deepspeed.zero_optimization.stage
+        self._whole = (
+            plan.config.settings.deepspeed.accumulate == "whole"
+            and self._stage >= 2
+            and plan.batch.accumulation_steps > 1
+        )
+        self._tiles: Tiles | None = None
+        self._spill: Spill | None = None
+        self._slices: Slices | None = None
+        self._dtype = precision.parameter_dtype(plan.config)
+        self._refuse_what_the_machine_lacks()
+        if plan.config.deepspeed.log_level is None and not plan.verbose:
+            logger.setLevel(logging.ERROR)
+        patches.leave_out_shm_comm()
+        jit.prepare(jit.needed_ops(plan.config, plan.optimizer), plan.world)
+        process_group.open_process_group(plan.world, plan.device)
+        self._swap = SwapFolders(plan.config.written().get("zero_optimization", {}), plan.world, plan.device)
+        if not plan.verbose:
+            patches.silence_torch_warnings()
+        with contextlib.nullcontext() if plan.verbose else _quiet():
+            patches.leave_out_nvtx()
+            if self._stage == 3:
+                patches.use_torch_linear()
+            if self._stage or plan.optimizer.kind.lower() == "muon":
+                patches.compile_muon_when_called()
+            module, self._model = self._build()
+            refuse_scalars(self._model)
+            self._elements = sum(parameter.numel() for parameter in module.parameters())
+            self._kept = self._tiles is None and plan.config.deepspeed.zero_optimization.keeps_whole(self._elements)
+            self._shares = self._initialize(module)
+        if shares_activations(plan.config.deepspeed, plan.config.settings):
+            from dsframe.engines.deepspeed import partition
+
+            to_host = plan.config.deepspeed.activation_checkpointing.cpu_checkpointing
+            partition.share_out(module, self._tensor_group(), to_host=to_host)
+        self._rate_shares = schedules.shares(self._engine.basic_optimizer.param_groups, plan.optimizer.learning_rate)
+        patches.undo_hidden_step(self._engine)
+        patches.keep_norm(self._engine)
+        patches.scale_until_updated(self._engine.optimizer)
+        if plan.config.settings.on_nonfinite == "skip":
+            patches.look_before_each_step(self._engine)
+        self._updates = 0
+
+    def _build(self) -> tuple[nn.Module, nn.Module]:
+        """**Collective.** The module that DeepSpeed trains, and the one that knows its parameters by the names of the state."""
+        shards = self._stage == 3 and self.plan.world.size > 1
+        self._spill = on_disk(self.plan.directory) if shards else None
+        model = build_model(self, self._spill)
+        if self.plan.batch.sequence_parallel_size > 1:
+            from dsframe.engines.deepspeed.sequence import Slices
+
+            self._slices = Slices(self.plan, model)
+        # A block that is recomputed while it is differentiated needs all its parameters the whole time: ZeRO-3 shall gather and
+        # release it as one, not module by module, which would release under autograd's feet (measured: shapes of 0). And one
+        # that is compiled would fall apart at each hook.
+        for block in switches.units(model):
+            set_z3_leaf_module(block, True)
+        if self._stage == 3 and self.plan.config.settings.model.tiling is not None:
+            from dsframe.engines.deepspeed.imports import TiledLinear
+            from dsframe.engines.deepspeed.tiling import tile
+
+            tiles = tile(model, self.plan.config.settings.model.tiling, TiledLinear)
+            self._tiles = tiles if tiles.pieces else None
+        return model, model
+
+    def _initialize(self, module: nn.Module) -> dict[str, Cut]:
+        """**Collective.** Starts DeepSpeed's engine on ``module``. Returns how its parameters are cut, by name."""
+        if self.plan.batch.tensor_parallel_size == 1:
+            self._start(module)
+            return {}
+        from dsframe.engines.deepspeed import tensor
+
+        self._start(module, tensor.completed(self.plan.config.written()["tensor_parallel"], module, self.plan))
+        return tensor.cuts(self._model)
+
+    def _start(self, module: nn.Module, tensor_parallel: Mapping[str, Any] | None = None) -> None:
+        document = handover(
+            self.plan,
+            elements=self._elements,
+            keeps_weights=self._kept,
+            swap_paths=self._swap.paths,
+            tensor_parallel=tensor_parallel,
+        )
+        if self._spill is not None:
+            for parameter in module.parameters():  # as DeepSpeed would: it converts all before it shards the first
+                self._spill.move(parameter, self._dtype)
+            self._spill.close()  # DeepSpeed shards parameter by parameter, and lets go of each file
+        self._engine, *_ = deepspeed.initialize(model=module, config=document, dist_init_required=False)
+        patches.coalesce_gathers(self._engine)
+
+    def _tensor_group(self) -> dist.ProcessGroup:
+        """The ranks among which this rank's layers are cut."""
+        from dsframe.engines.deepspeed import tensor
+
+        return tensor.group()
+
+    def _refuse_what_the_machine_lacks(self) -> None:
+        accelerator = deepspeed.get_accelerator()
+        if self._dtype == torch.float16 and not accelerator.is_fp16_supported():
+            raise EngineError("fp16: DeepSpeed does not run it on this processor; use bf16, or torch_autocast")
+        if precision.autocast_dtype(self.plan.config, self.plan.device) == torch.float16:  # where the file names none
+            raise EngineError('torch_autocast: float16 here, with losses not scaled; write "dtype": "bfloat16"')
+
+    @property
+    def description(self) -> str:
+        """For the first line of a run."""
+        zero = self.plan.config.deepspeed.zero_optimization
+        parts = [f"DeepSpeed ZeRO-{self._stage}"]
+        for what, section in (("optimizer", zero.offload_optimizer), ("parameters", zero.offload_param)):
+            if section is not None and section.device != "none":
+                parts.append(f"{what} on {section.device.upper() if section.device == 'cpu' else 'NVMe'}")
+        if self._kept:
+            parts.append("weights not resharded")
+        if self.plan.batch.tensor_parallel_size > 1:
+            parts.append(f"tensor parallel, {self.plan.batch.tensor_parallel_size} ranks")
+        if self.plan.batch.sequence_parallel_size > 1:
+            parts.append(f"sequence parallel, {self.plan.batch.sequence_parallel_size} ranks")
+        return ", ".join(parts)
+
+    @property
+    def _tensor_rank(self) -> int:
+        """Which share of each layer is this rank's."""
+        return self.plan.world.rank % self.plan.batch.tensor_parallel_size
+
+    def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
+        """**Collective.** One optimizer update through DeepSpeed's forward, backward and step."""
+        rates = self.plan.schedule(self._updates)
+        rates.apply(self._engine.basic_optimizer.param_groups, self._rate_shares)
+        if self._slices is not None:
+            micro_batches = map(self._slices.cut, micro_batches)
+        total = self._accumulate_whole(micro_batches) if self._whole else self._accumulate(micro_batches)
+        applied = bool(self._engine.was_step_applied())
+        self._updates += applied
+        loss = (total / self.plan.batch.accumulation_steps).float()
+        if self._slices is not None:
+            loss = self._slices.mean(loss)
+        return StepResult(loss, rates.learning_rate, self._engine.get_global_grad_norm(), not applied)
+
+    def _accumulate(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> Tensor:
+        """DeepSpeed's own way: reduces once in a step at stages 0 and 1, after each micro-batch at 2 and 3. The losses' sum."""
+        losses = []
+        for inputs, targets in micro_batches:
+            loss = loss_of(self.plan.task, self._forward(inputs), targets)
+            self._engine.backward(loss)
+            self._engine.step()
+            losses.append(loss.detach())
+        return sum(losses[1:], losses[0])
+
+    def _accumulate_whole(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> Tensor:
+        """Reduces once in a step at stages 2 and 3 too. DeepSpeed has no key for it, and leaves it to us to say when to step."""
+        losses = []
+        with self._engine.coalesce_grad_reduction():
+            for inputs, targets in micro_batches:
+                loss = loss_of(self.plan.task, self._forward(inputs), targets)
+                self._engine.backward(loss)
+                losses.append(loss.detach())
+        self._engine.set_gradient_accumulation_boundary(True)
+        self._engine.step()
+        self._engine.set_gradient_accumulation_boundary(None)
+        return sum(losses[1:], losses[0])
+
+    def _forward(self, inputs: Inputs) -> Any:
+        return precision.cast_outputs(call(self._engine, precision.cast_inputs(inputs, self._dtype)))
+
+    @torch.no_grad()
+    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
+        """**Collective.** The task's metrics; at stage 3 every rank's forward pass gathers the others' parameters."""
+        inputs, targets = batch if self._slices is None else self._slices.cut(batch)
+        self._engine.eval()
+        outputs = self._forward(inputs)
+        self._engine.train()
+        if self._stage == 3:
+            patches.forget_evaluation(self._engine)
+        return measure(self.plan.task, outputs, targets, valid if self._tensor_rank == 0 else 0)
+
+    def buffers(self) -> dict[str, Tensor]:
+        """This rank's, of its own stage in a pipeline."""
+        return persistent_buffers(self._model)
+
+    def state(self) -> EngineState:
+        """**Collective** to read to its end; at stages 1 to 3 each parameter is gathered when its turn comes."""
+        found = state.state(self._engine, self._model, self._updates)
+        if self._tiles is not None:
+            found = self._tiles.join(found)
+        if not self._shares:
+            return found
+        from dsframe.engines.deepspeed import state_tensor
+
+        return state_tensor.whole(found, self._shares, self._tensor_group())
+
+    def load_state(self, saved: SavedState) -> None:
+        """**Collective.** Each rank takes its shares out of the whole parameters."""
+        updates, batch = saved.updates, self.plan.batch
+        if self._shares:
+            from dsframe.engines.deepspeed import state_tensor
+
+            saved = state_tensor.Shares(saved, state.shapes(self._model), self._shares, self._tensor_rank)
+        if self._tiles is not None:
+            saved = self._tiles.cut(saved)
+        state.load_state(self._engine, self._model, saved, batch.accumulation_steps, batch.train_batch_size)
+        self._updates = updates
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """**Collective.** Element-wise sum over the ranks."""
+        return process_group.sum_over_ranks(values)
+
+    def close(self) -> None:
+        """**Collective.** Frees DeepSpeed's buffers and hooks, and leaves the process group."""
+        self._engine.destroy()
+        process_group.close_process_group()
+        patches.release_groups()
+        self._swap.remove()
+
+
+def refuse_scalars(model: nn.Module) -> None:
+    """DeepSpeed 0.19.8 sends parameters as bytes when it starts (``runtime/engine.py``, _broadcast_model)."""
+    if names := without_dimensions(model):
+        raise EngineError(
+            f"DeepSpeed cannot send a parameter without dimensions, as {names} is: make its shape [1], or choose "
+            'engine "ddp", "horovod" or "single"'
+        )
+
+
+@contextlib.contextmanager
+def _quiet() -> Iterator[None]:
+    """DeepSpeed's set-up warns about its own use of torch, and a pipeline's prints its layers; none of it is for the user."""
+    with warnings.catch_warnings(), contextlib.redirect_stdout(io.StringIO()):
+        warnings.simplefilter("ignore")
+        yield

@@ -1,0 +1,87 @@
+"""The dictionary that ``deepspeed.initialize`` gets: the file, and what dsframe adds to it or takes away.
+
+All of it happens in one function, which reads and changes nothing but the dictionary that it makes. What touches the machine
+(the folders to swap to) or the model (its layers and its size) is found out before and comes as an argument.
+"""
+
+from __future__ import annotations
+
+import copy
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any
+
+from dsframe.config.features import WATCHING
+from dsframe.config.schema.zero import PERSISTENCE, SMALL
+
+if TYPE_CHECKING:
+    from dsframe.engine import Plan
+
+_NEVER = 2**62
+
+
+def handover(
+    plan: Plan,
+    *,
+    elements: int = 0,
+    keeps_weights: bool = False,
+    swap_paths: Mapping[str, str] | None = None,
+    tensor_parallel: Mapping[str, Any] | None = None,
+) -> dict[str, Any]:
+    """What DeepSpeed is told. Pure: the same arguments give the same dictionary, and stay as they are.
+
+    Args:
+        plan: With the resolved configuration.
+        elements: Of the model's parameters, for the sizes of buckets that the file does not name.
+        keeps_weights: ZeRO-3 does not reshard weights after use (``Zero.keeps_whole``).
+        swap_paths: ``offload_optimizer`` or ``offload_param`` -> this run's own folder.
+        tensor_parallel: The section as ``tensor.completed`` returns it; None where the model is not split so.
+
+    Raises:
+        ConfigError: as ``Config.batch``.
+    """
+    document = plan.config.for_deepspeed(plan.world.size)
+    for section in (*WATCHING, "scheduler"):  # dsframe does these itself, the same on every engine
+        document.pop(section, None)
+    document["optimizer"] = plan.optimizer.for_deepspeed()
+    for section, folder in (swap_paths or {}).items():
+        document["zero_optimization"][section]["nvme_path"] = folder
+    if plan.config.deepspeed.zero_optimization.stage == 3:
+        _stage_3(document["zero_optimization"], plan, elements, keeps_weights)
+    if plan.config.deepspeed.pipeline.stages > 1:
+        _pipeline(document, plan)
+    else:
+        _split(document, plan, tensor_parallel)
+    return copy.deepcopy(document)  # DeepSpeed writes into it, and parts of it are the task's and the optimizer's
+
+
+def _stage_3(section: dict[str, Any], plan: Plan, elements: int, keeps_weights: bool) -> None:
+    if keeps_weights:
+        section.update(dict.fromkeys(PERSISTENCE, SMALL))
+    # Gradients stay where they are until they are sent, which copies them anyway. The bucket that they would be copied to first
+    # is against holes in a GPU's memory; what is sent, and when, is the same. But without reduce_scatter the bucket itself is
+    # sent. Source: deepspeed 0.19.8, runtime/zero/stage3.py (__add_grad_to_ipg_bucket, __avg_scatter_grads).
+    if plan.device.type == "cpu" and section.get("reduce_scatter", True):
+        section["contiguous_gradients"] = False
+    zero = plan.config.deepspeed.zero_optimization
+    size = zero.bucket_elements(elements, on_cpu=plan.device.type == "cpu")
+    if size != zero.reduce_bucket_size:
+        section["reduce_bucket_size"] = size
+
+
+def _pipeline(document: dict[str, Any], plan: Plan) -> None:
+    if document.pop("tensor_parallel", None):  # dsframe has split the stage's layers before
+        document["train_batch_size"] = plan.batch.train_batch_size
+    # Reentrant checkpointing fails where a stage's inputs are integers or need no gradient, as the first stage's do.
+    document["pipeline"] = {**document.get("pipeline", {}), "use_reentrant": False}
+    if not plan.verbose:
+        document["steps_per_print"] = _NEVER  # the pipeline engine prints, whatever the log level, and divides by it
+
+
+def _split(document: dict[str, Any], plan: Plan, tensor_parallel: Mapping[str, Any] | None) -> None:
+    if plan.batch.sequence_parallel_size > 1:  # DeepSpeed would divide by ranks that it need not know of
+        for key in ("train_batch_size", "sequence_parallel_size", "data_parallel_size"):
+            document.pop(key, None)
+    if tensor_parallel is not None:
+        document["tensor_parallel"] = dict(tensor_parallel)
+        # DeepSpeed counts ranks that share layers in the batch size, but not at stage 3.
+        document.pop("train_batch_size", None)

@@ -1,0 +1,109 @@
+"""DeepSpeed's ops that are compiled at first use: which ones a file needs, and a way past the locks of dead processes.
+
+A cold build takes one to five minutes (measured), so it is announced. torch guards a build with an empty lock file; a process
+killed while it holds one leaves it behind, and every later run waits for it for ever without a word. A lock that no living
+process has open is such a remnant.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import sys
+import sysconfig
+import tempfile
+import zlib
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsframe.errors import EngineError
+from dsframe.host.leftovers import host, is_shared, stale_locks
+
+if TYPE_CHECKING:
+    from dsframe.cluster.world import World
+    from dsframe.config import Config
+    from dsframe.model.optimizers import OptimizerSpec
+
+
+def needed_ops(config: Config, optimizer: OptimizerSpec) -> tuple[str, ...]:
+    """Names of the ops that DeepSpeed will load for this file; empty on the default path."""
+    zero = config.deepspeed.zero_optimization
+    kind = optimizer.kind.lower()
+    ops = []
+    offloaded = zero.offload_optimizer is not None and zero.offload_optimizer.device != "none"
+    if kind == "adagrad" and offloaded:
+        ops.append("cpu_adagrad")
+    if optimizer.cls is None and kind in ("adam", "adamw", "lamb", "lion"):
+        ops.append(f"{'cpu' if offloaded else 'fused'}_{kind.removesuffix('w')}")
+    if any(
+        section is not None and section.device == "nvme" for section in (zero.offload_optimizer, zero.offload_param)
+    ):
+        ops.append("async_io")
+    return tuple(ops)
+
+
+def prepare(ops: tuple[str, ...], world: World) -> None:
+    """Chooses the cache, removes dead locks and says what will be compiled. Raises EngineError where it cannot be."""
+    if not ops:
+        return
+    cache = extensions_directory()
+    os.environ["TORCH_EXTENSIONS_DIR"] = str(cache)
+    missing = [op for op in ops if not list(cache.glob(f"{op}/*.so"))]
+    if missing and shutil.which("c++") is None and shutil.which("g++") is None:
+        raise EngineError(
+            f"the file asks for {', '.join(missing)}, which DeepSpeed compiles at first use, and there is no C++ compiler (g++)"
+        )
+    if "async_io" in missing and not _has_libaio():
+        raise EngineError(
+            "NVMe offload needs libaio's header and library, which are not installed (Debian: apt-get install libaio-dev)"
+        )
+    if world.local_rank == 0:
+        for lock in remove_stale_locks(cache):
+            print(f"dsframe: removed {lock}, left by a process that was killed", file=sys.stderr)
+        for lock in (cache / op / "lock" for op in ops if is_shared(cache)):
+            if lock.exists():
+                print(
+                    f"dsframe: waiting for another process to compile {lock.parent.name}; if none does on any host, remove {lock}",
+                    file=sys.stderr,
+                    flush=True,
+                )
+        if missing:
+            print(
+                f"dsframe: compiling {', '.join(missing)} once, as the file asks for it; this takes minutes",
+                file=sys.stderr,
+                flush=True,
+            )
+
+
+def extensions_directory() -> Path:
+    """$TORCH_EXTENSIONS_DIR, or a cache of this Python environment's own: two that share one rebuild each other's ops.
+
+    And of this host's own where a home is shared: what is compiled is for its processor, and its locks are those of processes
+    whose end can be seen.
+    """
+    given = os.environ.get("TORCH_EXTENSIONS_DIR")
+    home = Path(os.environ.get("XDG_CACHE_HOME", Path.home() / ".cache"))
+    if not os.access(home if home.exists() else home.parent, os.W_OK):
+        home = Path(tempfile.gettempdir())
+    if given:
+        return Path(given)
+    cache = home / "dsframe" / "torch_extensions" / f"{zlib.crc32(sys.prefix.encode()):08x}"
+    return cache / host() if is_shared(cache) else cache
+
+
+def remove_stale_locks(cache: Path) -> list[Path]:
+    """Removes and returns the build locks under ``cache`` that no living process of this host holds open."""
+    locks = stale_locks(cache)
+    for lock in locks:
+        lock.unlink(missing_ok=True)
+    return locks
+
+
+def _has_libaio() -> bool:
+    directories = [
+        "/usr/include",
+        "/usr/local/include",
+        sysconfig.get_path("include"),
+        *os.environ.get("CPATH", "").split(":"),
+    ]
+    return any((Path(directory) / "libaio.h").exists() for directory in directories if directory)

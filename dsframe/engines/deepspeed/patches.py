@@ -1,0 +1,431 @@
+"""Every place where dsframe changes what DeepSpeed does, each with its reason and the upstream code. No other file does so.
+
+``PATCHES`` lists them. Each has a test (``tests/engines/test_patches.py``) that shows the fault without the patch and fails with
+"no longer needed" once DeepSpeed does right. ``_upstream`` is the guard: where the code that a patch changes has gone, the engine
+does not start, and the message names the patch.
+
+This module imports nothing of DeepSpeed by itself: two of the patches are for its import.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import importlib
+import importlib.metadata
+import math
+import sys
+import warnings
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+from unittest import mock
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dsframe.engines import precision
+from dsframe.errors import EngineError
+from dsframe.model import switches
+
+
+@dataclass(frozen=True)
+class Patch:
+    """One change of DeepSpeed's behaviour."""
+
+    reason: str
+    """What goes wrong without it."""
+    upstream: str
+    """Files and functions in DeepSpeed's package."""
+    versions: str = "0.19.6 to 0.19.8"
+    """The releases in which the fault was seen."""
+
+
+PATCHES: dict[str, Patch] = {
+    "mlflow": Patch(
+        "the autotuner, which no training uses, imports mlflow at start: 1.7 s", "autotuning/autotuner.py (top)"
+    ),
+    "muon": Patch(
+        "every ZeRO optimizer imports Muon, and its decorators torch's compiler: 0.8 s",
+        "runtime/zero/muon/original_muon.py (compiler.compile)",
+        "0.19.8 (0.19.6 and 0.19.7 import it with DeepSpeed itself)",
+    ),
+    "shm_comm": Patch(
+        "on CPUs an op that no training uses is compiled at start, and leaves 66 MiB a rank in /dev/shm",
+        "comm/torch.py (build_shm_op)",
+    ),
+    "torch_warnings": Patch(
+        "collectives are called by names that torch 2.13 deprecates, in every step",
+        "comm/torch.py (get_all_gather_function, get_reduce_scatter_function)",
+    ),
+    "norm": Patch(
+        "at stage 0 in fp32 the gradients' norm is not kept, and not computed where nothing is clipped",
+        "runtime/engine.py (_take_model_step, clip_fp32_gradients)",
+    ),
+    "loss_scale": Patch(
+        "where fp16's loss scale has just grown, gradients are divided by the new scale, not by their own",
+        "runtime/zero/stage_1_and_2.py, stage3.py (step, unscale_and_clip_grads)",
+    ),
+    "nonfinite": Patch(
+        "at stage 0 in fp32 the update is made whatever the gradients are; all other stages leave it out",
+        "runtime/engine.py (_take_model_step)",
+    ),
+    "hidden_step": Patch(
+        "at stage 0 in 16 bits the optimizer has made a step with zero gradients before training starts",
+        "runtime/fp16/unfused_optimizer.py, fused_optimizer.py (initialize_optimizer_states)",
+    ),
+    "linear": Patch(
+        "ZeRO-3's linear layer adds the bias in a second pass over the output",
+        "runtime/zero/linear.py (LinearFunctionForZeroStage3.forward)",
+    ),
+    "nvtx": Patch(
+        "a thousand calls a step open and close ranges that only an NVIDIA GPU's profiler sees",
+        "utils/nvtx.py (instrument_w_nvtx)",
+    ),
+    "gathers": Patch(
+        "after each ZeRO-3 update every persistent parameter is gathered by a collective of its own",
+        "runtime/zero/stage3.py (_post_step), partition_parameters.py (_allgather_params_coalesced)",
+    ),
+    "evaluation": Patch(
+        "an evaluation before step 1 makes ZeRO-3 gather parameters twice in every later step",
+        "runtime/zero/partitioned_param_coordinator.py (reset_step, __params_to_release)",
+    ),
+    "groups": Patch(
+        "groups of a process group that has ended stay, and a second training in the process uses them",
+        "utils/groups.py (_release_process_group_references)",
+        "0.19.8 (0.19.6 and 0.19.7 cannot release them)",
+    ),
+    "pipeline_bounds": Patch(
+        "a pipeline module takes a method's name and builds every layer to count its weights; here bounds are settled",
+        "runtime/pipe/module.py (_partition_layers)",
+    ),
+    "pipeline_ties": Patch(
+        "tied weights are broadcast in sight of autograd, which warns in the backward pass",
+        "runtime/pipe/module.py (_synchronize_tied_weights)",
+    ),
+    "pipeline_recompute": Patch(
+        "recomputed layers count a BatchNorm batch twice, and any other checkpoint function is taken for a reentrant one",
+        "runtime/pipe/engine.py (__init__, _reentrant_activation_checkpointing)",
+    ),
+    "pipeline_clipping": Patch(
+        "without ZeRO, clipping counts a later stage's parameters only where they carry a mark",
+        "runtime/utils.py (clip_grad_norm_: is_model_parallel_parameter)",
+    ),
+    "pipeline_evaluation": Patch(
+        "eval_batch keeps the shapes of training batches, and takes the loss function's mean for the result",
+        "runtime/pipe/engine.py (eval_batch)",
+        "0.19.8 (0.19.6 and 0.19.7 forget the shapes, and lack what it calls)",
+    ),
+    "stage_splits": Patch(
+        "AutoTP in a pipeline stage uses groups that know nothing of stages", "module_inject/auto_tp.py (AutoTP)"
+    ),
+}
+
+
+def version() -> str:
+    """DeepSpeed's, as installed."""
+    return importlib.metadata.version("deepspeed")
+
+
+def _upstream(patch: str, module: str, *path: str) -> Any:
+    """An object of DeepSpeed's. Raises EngineError, naming the patch, where it has gone."""
+    try:
+        found: Any = importlib.import_module(f"deepspeed.{module}")
+        for name in path:
+            found = getattr(found, name)
+    except (ImportError, AttributeError):
+        where = ".".join((f"deepspeed.{module}", *path))
+        raise EngineError(
+            f'DeepSpeed {version()} has no {where}, which the patch "{patch}" changes ({PATCHES[patch].reason}); '
+            "install deepspeed==0.19.8"
+        ) from None
+    return found
+
+
+# At import and start.
+
+
+@contextlib.contextmanager
+def without_mlflow() -> Iterator[None]:
+    """ "mlflow": within, its import raises ImportError, unless somebody has imported it already."""
+    if "mlflow" in sys.modules:
+        yield
+        return
+    sys.modules["mlflow"] = None  # type: ignore[assignment]  # how Python writes it down
+    try:
+        yield
+    finally:
+        del sys.modules["mlflow"]
+
+
+def compile_muon_when_called() -> None:
+    """ "muon": its functions are compiled at their first call."""
+    _upstream("muon", "runtime.compiler", "compile")
+    with mock.patch("deepspeed.runtime.compiler.compile", return_value=_compile_when_called):
+        _upstream("muon", "runtime.zero.muon.original_muon", "muon_update")
+
+
+def _compile_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
+    @functools.wraps(function)
+    def first(*arguments: Any, **keywords: Any) -> Any:
+        return compiled()(*arguments, **keywords)
+
+    compiled = functools.cache(lambda: torch.compile(function))
+    return first
+
+
+def leave_out_shm_comm() -> None:
+    """ "shm_comm": DeepSpeed takes the op for one that this machine cannot build."""
+    _upstream("shm_comm", "ops", "__compatible_ops__")["deepspeed_shm_comm"] = False
+
+
+def silence_torch_warnings() -> None:
+    """ "torch_warnings": for the rest of the process."""
+    warnings.filterwarnings("ignore", r".*torch\.distributed\.\w+_tensor.* is deprecated", FutureWarning)
+    # And a pipeline's stages whose layers are split send inside of a backward pass, which torch takes for a mistake.
+    warnings.filterwarnings("ignore", r"c10d::\w+: an autograd kernel was not registered", UserWarning)
+
+
+_LATER = (
+    ("groups", "utils.groups", ("_release_process_group_references",)),
+    (
+        "evaluation",
+        "runtime.zero.partitioned_param_coordinator",
+        ("PartitionedParameterCoordinator", "_invalidate_trace"),
+    ),
+    (
+        "evaluation",
+        "runtime.zero.partitioned_param_coordinator",
+        ("PartitionedParameterCoordinator", "is_record_trace"),
+    ),
+    ("pipeline_evaluation", "runtime.pipe.engine", ("PipelineEngine", "set_dataiterator")),
+    ("pipeline_evaluation", "runtime.pipe.engine", ("PipelineEngine", "reset_activation_shape")),
+    ("pipeline_evaluation", "runtime.pipe.engine", ("PipelineEngine", "_exec_schedule")),
+    ("pipeline_evaluation", "runtime.pipe.engine", ("PipelineEngine", "_inference_schedule")),
+)
+"""What is called in the middle of a training or at its end."""
+
+
+def check_later_ones() -> None:
+    """At start, so that no training breaks off. Raises EngineError where something has gone."""
+    for patch, module, path in _LATER:
+        _upstream(patch, module, *path)
+
+
+def release_groups() -> None:
+    """ "groups": after the process group has ended."""
+    _upstream("groups", "utils.groups", "_release_process_group_references")()
+
+
+# The step.
+
+
+def keep_norm(engine: Any) -> None:
+    """ "norm": clips by a limit that nothing reaches where the file does not clip."""
+    if engine.fp16_enabled() or engine.bfloat16_enabled() or engine.zero_optimization():
+        return
+    _upstream("norm", "runtime.engine", "DeepSpeedEngine", "clip_fp32_gradients")
+    clip_grad_norm_ = _upstream("norm", "runtime.utils", "clip_grad_norm_")
+    limit = engine.gradient_clipping() or math.inf  # of which nothing is clipped, and every gradient times 1.0
+
+    def clip() -> None:
+        engine._global_grad_norm = clip_grad_norm_(engine.module.parameters(), max_norm=limit, mpu=engine.mpu)
+
+    engine.gradient_clipping, engine.clip_fp32_gradients = lambda: limit, clip
+
+
+def scale_until_updated(optimizer: Any) -> None:
+    """ "loss_scale": the scale moves when the update is done, as on every other engine."""
+    if not getattr(optimizer, "dynamic_loss_scale", False):
+        return
+    for module, name in (("stage_1_and_2", "DeepSpeedZeroOptimizer"), ("stage3", "DeepSpeedZeroOptimizer_Stage3")):
+        _upstream("loss_scale", f"runtime.zero.{module}", name, "_update_scale")
+    move, update, told = optimizer._update_scale, optimizer.step, list[bool]()
+
+    def step(*arguments: Any, **keywords: Any) -> Any:
+        result = update(*arguments, **keywords)
+        while told:
+            move(told.pop())
+        return result
+
+    optimizer._update_scale, optimizer.step = told.append, step
+
+
+def look_before_each_step(engine: Any) -> None:
+    """ "nonfinite": DeepSpeed's engine asks its optimizer for ``overflow`` after each step, so it gets one."""
+    _upstream("nonfinite", "runtime.engine", "DeepSpeedEngine", "_take_model_step")
+    optimizer = engine.optimizer
+    if hasattr(optimizer, "overflow"):
+        return
+    update = optimizer.step
+
+    def guarded(*arguments: Any, **keywords: Any) -> Any:
+        gradients = precision.gradients_of([p for group in optimizer.param_groups for p in group["params"]])
+        norm = precision.clip(gradients, 0.0, always=True)
+        if engine.mpu is not None and norm is not None:
+            # Ranks that split one model have other gradients, and one answer.
+            dist.all_reduce(norm, group=engine.mpu.get_model_parallel_group())
+        optimizer.overflow = not precision.finite(norm)
+        return None if optimizer.overflow else update(*arguments, **keywords)
+
+    optimizer.step = guarded
+
+
+@torch.no_grad()
+def undo_hidden_step(engine: Any) -> None:
+    """ "hidden_step": masters are the model's weights again, and the optimizer has no state.
+
+    Adam's bias correction would be one step ahead and weight decay have shrunk the masters: another training than at any
+    other stage.
+    """
+    _upstream("hidden_step", "runtime.fp16.unfused_optimizer", "FP16_UnfusedOptimizer", "initialize_optimizer_states")
+    optimizer = engine.optimizer
+    for flat, masters in zip(
+        getattr(optimizer, "fp16_groups_flat", ()), getattr(optimizer, "fp32_groups_flat", ()), strict=False
+    ):
+        masters.copy_(flat)
+    for group, masters in zip(
+        getattr(optimizer, "fp16_groups", ()), getattr(optimizer, "fp32_groups", ()), strict=False
+    ):
+        torch._foreach_copy_(list(masters), list(group))
+    if hasattr(optimizer, "fp32_groups") or hasattr(optimizer, "fp32_groups_flat"):
+        engine.basic_optimizer.state.clear()
+
+
+# ZeRO-3. DeepSpeed 0.19.8 takes a fifth longer than DDP for a GPT of 4.8 million parameters on two CPU ranks. Measured there:
+# after each update every parameter that is kept is gathered by a collective of its own (59 in a step); linear layers add their
+# bias in a second pass; and about a thousand calls a step open and close NVTX ranges.
+
+
+@functools.cache
+def linear_function() -> Callable[..., Any]:
+    """ "linear": what DeepSpeed puts in the place of ``torch.nn.functional.linear``, with torch's own forward pass.
+
+    DeepSpeed's layer keeps no view of a weight that is to be released, and so does this one.
+    """
+    theirs: Any = _upstream("linear", "runtime.zero.linear", "LinearFunctionForZeroStage3")
+    one_kernel = torch._C._nn.linear  # torch.nn.functional.linear may be DeepSpeed's by now
+
+    class Linear(theirs):  # type: ignore[misc]  # DeepSpeed has no types
+        @staticmethod
+        def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # DeepSpeed's name
+            output: Tensor = one_kernel(input, weight, bias)
+            return output
+
+    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # torch's name
+        return Linear.apply(input, weight, bias)
+
+    return linear
+
+
+def use_torch_linear() -> None:
+    """ "linear": before DeepSpeed's engine is made."""
+    _upstream("linear", "runtime.zero.partition_parameters", "zero3_linear_wrap")
+    _upstream("linear", "runtime.zero.partition_parameters").zero3_linear_wrap = linear_function()
+
+
+def leave_out_nvtx() -> None:
+    """ "nvtx": ranges are opened on NVIDIA's GPUs alone."""
+    _upstream("nvtx", "utils.nvtx", "enable_nvtx")
+    _upstream("nvtx", "utils.nvtx").enable_nvtx = torch.cuda.is_available()
+
+
+def coalesce_gathers(engine: Any) -> None:
+    """ "gathers": what is kept is gathered by one collective after each update, instead of one for each parameter."""
+    kept = getattr(engine.optimizer, "persistent_parameters", None)
+    if not kept:
+        return
+    absent_status = _upstream("gathers", "runtime.zero.partition_parameters", "ZeroParamStatus", "NOT_AVAILABLE")
+    first = kept[0]
+    one_by_one = first.all_gather
+
+    def gather(param_list: Any = None, *more: Any, **options: Any) -> Any:  # named as DeepSpeed's callers name it
+        if param_list is not kept or more or options:
+            return one_by_one(param_list, *more, **options)
+        absent = [one for one in kept if one.ds_status is absent_status]
+        if any(_elsewhere(one) for one in absent):
+            return one_by_one(kept)
+        if absent:
+            first.all_gather_coalesced(absent).wait()
+        return None
+
+    first.all_gather = gather
+
+
+def _elsewhere(parameter: Any) -> bool:
+    """Whether the two ways of gathering read different things: a secondary copy (hpZ), which at this moment is that of before the
+    update and which ``all_gather_coalesced`` alone takes; or a quantized share, which it looks for in its own way."""
+    return parameter.ds_secondary_tensor is not None or hasattr(parameter.ds_tensor, "ds_quant_scale")
+
+
+def forget_evaluation(engine: Any) -> None:
+    """ "evaluation": one before the first training step leaves no trace.
+
+    DeepSpeed decides from the order of modules, once and for good, what it gathers again in the backward pass: from a forward pass
+    alone it would release everything after it, and send half as much again in every step (seen in its count of bytes).
+    """
+    coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
+    if coordinator.is_record_trace():
+        coordinator._invalidate_trace()
+
+
+# Pipelines.
+
+
+class StagePatches:
+    """ "pipeline_bounds" and "pipeline_ties": to be inherited from before DeepSpeed's ``PipelineModule``."""
+
+    parts: list[int]
+    stage_id: int
+    _set_bounds: Callable[[int, int], None]
+
+    def __init_subclass__(cls) -> None:
+        for name in ("_partition_layers", "_set_bounds"):
+            _upstream("pipeline_bounds", "runtime.pipe.module", "PipelineModule", name)
+        _upstream("pipeline_ties", "runtime.pipe.module", "PipelineModule", "_synchronize_tied_weights")
+
+    def _partition_layers(self, method: Iterable[int] = ()) -> None:
+        self.parts = list(method)
+        self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
+
+    @torch.no_grad()
+    def _synchronize_tied_weights(self) -> None:
+        super()._synchronize_tied_weights()  # type: ignore[misc]  # of PipelineModule
+
+
+def recompute_once(engine: Any, stage: Any) -> None:
+    """ "pipeline_recompute": torch's function, which counts a batch once and computes again under the same autocast."""
+    _upstream("pipeline_recompute", "runtime.pipe.engine", "PipelineEngine", "_reentrant_activation_checkpointing")
+    stage.activation_checkpoint_func = switches.checkpoint_function(stage)
+    engine._reentrant_activation_checkpointing = lambda: False  # DeepSpeed knows its own function by name alone
+
+
+def count_for_clipping(stage: nn.Module, *, first: bool) -> None:
+    """ "pipeline_clipping": marks what is no copy. ``first``: of the ranks that share the stage's layers."""
+    _upstream("pipeline_clipping", "runtime.utils", "is_model_parallel_parameter")
+    parameter: Any
+    for parameter in stage.parameters():
+        parameter.model_parallel = first and not parameter.ds_pipe_replicated
+
+
+def run_forward(engine: Any, micro_batch: Any) -> None:
+    """ "pipeline_evaluation". **Collective.** One micro-batch through the stages; the loss function gets the outputs."""
+    engine.set_dataiterator(iter([micro_batch]))
+    engine._compute_loss = True
+    # Evaluation may have other batches than training, and DeepSpeed keeps the shapes of parts that tensor ranks send.
+    engine.reset_activation_shape()
+    engine._exec_schedule(engine._inference_schedule(1))
+    engine.reset_activation_shape()
+
+
+def split_by(auto: Any, group: dist.ProcessGroup, size: int, stage: Any) -> None:
+    """ "stage_splits": AutoTP splits ``stage`` among the ranks of ``group``, in place."""
+    _upstream("stage_splits", "module_inject.auto_tp", "AutoTP", "_replace_module")
+    auto.mp_group, auto.mp_size = group, size
+    auto.update_linear_policies()
+    before = dict(stage.named_children())
+    auto._replace_module(stage)
+    # What a stage runs is a list of its own: a layer that is itself one that was split has to be exchanged there too.
+    exchanged = {id(layer): stage.get_submodule(name) for name, layer in before.items()}
+    stage.forward_funcs = [exchanged.get(id(function), function) for function in stage.forward_funcs]

@@ -1,0 +1,149 @@
+"""DeepSpeed's pipeline: each stage holds some layers, and micro-batches follow one another through the stages.
+
+One forward, one backward (1F1B), as in PipeDream-Flush (Narayanan et al. 2021, arXiv 2006.09503); with m micro-batches and p
+stages, a stage waits (p - 1) / (m + p - 1) of the time (Huang et al. 2019, arXiv 1811.06965). ``gradient_accumulation_steps``
+is m. Optimizer state may be sharded among the ranks of a stage (ZeRO-1), and offloaded to the CPU.
+
+Ranks are numbered as DeepSpeed does it: all ranks of stage 0, then all of stage 1.
+"""
+
+from __future__ import annotations
+
+import itertools
+import json
+from collections.abc import Iterator, Mapping
+from typing import Any, cast
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dsframe.checkpoint.state import EngineState, SavedState, compare
+from dsframe.cluster.exchange import all_gather_text
+from dsframe.engine import Inputs, Plan, StepResult, loss_of, measure
+from dsframe.engines import precision
+from dsframe.engines.deepspeed import patches, state, state_tensor, tensor
+from dsframe.engines.deepspeed.engine import ZeroEngine
+from dsframe.engines.deepspeed.imports import deepspeed
+from dsframe.engines.deepspeed.stages import Cut, Stage
+from dsframe.engines.deepspeed.state_pipeline import Column, Share
+from dsframe.errors import TaskError
+from dsframe.model import formats
+from dsframe.tasks.task import Sum
+
+
+class PipelineEngine(ZeroEngine):
+    """DeepSpeed's pipeline engine; everything but the step and the state is as without a pipeline."""
+
+    def __init__(self, plan: Plan) -> None:
+        """**Collective.** Raises TaskError and EngineError where the model makes no such stages, before processes meet."""
+        self._cut = Cut(plan)
+        self._evaluated: Any = None
+        self._evaluating = False
+        super().__init__(plan)
+        if plan.batch.tensor_parallel_size > 1:  # a stage may have nothing to cut, but not all of them
+            tensor.refuse_nothing(any(all_gather_text(self, "cut" if self._shares else "")))
+        grid = self._engine.grid
+        self._column = Column(grid.get_pipe_parallel_group(), grid.pp_group, plan.world.rank, plan.device)
+
+    def _build(self) -> tuple[nn.Module, nn.Module]:
+        # PipelineModule speaks through it before initialize() would.
+        deepspeed.init_distributed(dist_init_required=False)
+        self._stage_module: Stage = self._cut.build(self._judge)
+        self.depends = self._cut.depends
+        formats.own_dtype(self.plan.config, self.plan.task, self._stage_module.model, keeps_float64=False)
+        return self._stage_module, self._stage_module.model
+
+    def _initialize(self, module: nn.Module) -> dict[str, state_tensor.Cut]:
+        self._start(module)
+        patches.recompute_once(self._engine, self._stage_module)
+        return state_tensor.cuts(self._model)
+
+    def _tensor_group(self) -> dist.ProcessGroup:
+        return cast(dist.ProcessGroup, self._engine.grid.get_slice_parallel_group())
+
+    @property
+    def description(self) -> str:
+        """For the first line of a run."""
+        stages, ranks = self._cut.stages, self.data_size
+        return f"{super().description}, a pipeline of {stages} stages x {ranks} rank{'s' if ranks > 1 else ''}"
+
+    def _judge(self, outputs: Any, labels: dict[str, Any]) -> Tensor:
+        """The loss of one micro-batch, on the last stage; while evaluating, the outputs themselves are wanted."""
+        outputs = precision.cast_outputs(outputs)
+        if self._evaluating:
+            self._evaluated = outputs
+            return torch.zeros((), device=self.plan.device)
+        return loss_of(self.plan.task, outputs, labels["targets"])
+
+    def _micro_batch(self, batch: tuple[Inputs, Any]) -> tuple[Tensor, dict[str, Any]]:
+        """As DeepSpeed takes it. Targets travel in a dict, which it hands to the loss as it is. Raises TaskError."""
+        inputs, targets = batch
+        if isinstance(inputs, (tuple, list)) and len(inputs) == 1:
+            inputs = inputs[0]
+        if not isinstance(inputs, Tensor):
+            raise TaskError(
+                f"a pipeline's first layer takes one tensor, and this task's inputs are a {type(inputs).__name__}; "
+                "pack them into one tensor, or train without a pipeline"
+            )
+        return precision.cast_inputs(inputs, self._dtype), {"targets": targets}
+
+    def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
+        """**Collective.** All micro-batches go through the stages, one behind the other; then one update."""
+        rates = self.plan.schedule(self._updates)
+        rates.apply(self._engine.basic_optimizer.param_groups, self._rate_shares)
+        # By which layers with seeds draw: of this step, whatever was evaluated before it and wherever the run began.
+        self._stage_module.micro_offset = self._updates * self.plan.batch.accumulation_steps
+        # Before anybody waits for anybody: every rank sees what is wrong with it.
+        first = self._micro_batch(next(micro_batches))
+        batches = itertools.chain([first], map(self._micro_batch, micro_batches))
+        self._engine.train_batch(batches)
+        for _ in batches:  # stages in the middle have read none: all ranks' loaders stay together
+            pass
+        applied = bool(self._engine.was_step_applied())
+        self._updates += applied
+        # Of this column, from the last stage; what train_batch returns is the mean of all columns.
+        loss = self._engine.dp_group_loss.detach().float().reshape(()).clone()
+        return StepResult(loss, rates.learning_rate, self._engine.get_global_grad_norm(), not applied)
+
+    @torch.no_grad()
+    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
+        """**Collective.** The task's metrics, on the last stage; the others have none."""
+        engine = self._engine
+        engine.module.eval()
+        self._evaluating = True
+        patches.run_forward(engine, self._micro_batch(batch))
+        self._evaluating, outputs, self._evaluated = False, self._evaluated, None
+        engine.module.train()
+        speaks = engine.is_last_stage() and self._tensor_rank == 0
+        return measure(self.plan.task, outputs, batch[1], valid) if speaks else {}
+
+    def state(self) -> EngineState:
+        """**Collective.** Every stage's parameters on every rank; sent when their turn comes."""
+        own = super().state()
+        stage, column = self._stage_module, self._column
+        buffers = column.buffers(own.buffers)
+        parameters = column.parameters(own.parameters, stage.borrowed)
+        return EngineState(own.updates, own.loss_scale, buffers, stage.further_names, parameters)
+
+    def load_state(self, saved: SavedState) -> None:
+        """**Collective.** Each stage takes its layers out of the whole, each rank its shares of those."""
+        own = state.shapes(self._model)
+        shapes = {
+            name: list(self._shares[name].shape if name in self._shares else shape) for name, shape in own.items()
+        }
+        buffers = self.buffers()
+        kinds = {name: list(buffer.shape) for name, buffer in buffers.items()}
+        told = [json.loads(text) for text in all_gather_text(self, json.dumps([shapes, kinds]))]
+        everywhere: list[dict[str, Any]] = [{}, {}]
+        for one in told:
+            for part, names in zip(everywhere, one, strict=True):
+                part.update(names)
+        compare("parameter", everywhere[0], saved.shapes)
+        compare("buffer", everywhere[1], {name: tuple(buffer.shape) for name, buffer in saved.buffers().items()})
+        batch = self.plan.batch
+        mine: SavedState = Share(saved, shapes, buffers)
+        if self._shares:
+            mine = state_tensor.Shares(mine, own, self._shares, self._tensor_rank)
+        state.load_state(self._engine, self._model, mine, batch.accumulation_steps, batch.train_batch_size)
+        self._updates = saved.updates

@@ -1,0 +1,66 @@
+"""Sequence parallelism: ranks that read the same samples share them along time (Ulysses; Jacobs et al. 2023, arXiv 2309.14509).
+
+Each rank of a group computes its slice of the positions with the whole model. Only attention looks across positions: for it
+the ranks exchange slices of all heads for all positions of some heads, and back. DeepSpeed's engine is told nothing of it: the
+mean over a sequence is the mean over its equal slices, so that averaging gradients over all ranks, as for data parallelism,
+gives the gradients of the whole batch at every stage.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._pytree import tree_map_only
+
+from dsframe.engine import Plan
+from dsframe.engines.deepspeed.imports import DistributedAttention
+from dsframe.errors import EngineError
+from dsframe.tasks.task import Attention
+
+
+class Slices:
+    """This rank's slice of each sequence, and the ranks that have the others."""
+
+    def __init__(self, plan: Plan, model: nn.Module) -> None:
+        """**Collective.** Tells ``model`` about its slice. Raises TaskError where the task's model cannot be shared so."""
+        self._size = plan.batch.sequence_parallel_size
+        self._rank = plan.world.rank % self._size
+        self._group, _ = dist.new_subgroups(self._size)  # type: ignore[no-untyped-call]
+        plan.task.share_sequences(model, self._rank, self._size, self._exchanged)
+
+    def cut(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
+        """This rank's slice of inputs and targets, ``[rows, time, ...]`` each. Raises EngineError where it would not be equal."""
+
+        def slice_of(tensor: Tensor) -> Tensor:
+            if tensor.ndim < 2 or tensor.shape[1] % self._size:
+                shape = list(tensor.shape)
+                raise EngineError(
+                    f"sequence_parallel_size: {self._size} ranks cannot slice a tensor of shape {shape} along time"
+                )
+            return tensor.chunk(self._size, dim=1)[self._rank].contiguous()
+
+        cut: tuple[Any, Any] = tree_map_only(Tensor, slice_of, batch)
+        return cut
+
+    def mean(self, loss: Tensor) -> Tensor:
+        """**Collective.** Over the ranks that share sequences: the loss of the whole ones."""
+        loss = loss.clone()
+        dist.all_reduce(loss, group=self._group)
+        return loss / self._size
+
+    def _exchanged(self, attention: Attention) -> Attention:
+        return _Exchanged(attention, self._group)
+
+
+class _Exchanged:
+    """Attention of slices, by DeepSpeed's exchange. No module, so that a model's parameters keep their names and places."""
+
+    def __init__(self, attention: Attention, group: dist.ProcessGroup) -> None:
+        self._distributed = DistributedAttention(attention, group, scatter_idx=2, gather_idx=1)
+
+    def __call__(self, query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+        """``[rows, slice of the time, heads, head size]`` each, and of the outcome."""
+        mixed: Tensor = self._distributed(query, key, value, 0)
+        return mixed

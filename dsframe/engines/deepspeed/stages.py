@@ -1,0 +1,252 @@
+"""Cutting a model into pipeline stages: which layers there are, which stage has which, and by what names their state is known.
+
+A task's ``layers()`` are built one by one, each stage its own. A model that comes whole (an ``nn.Sequential``, or what the task
+itself can cut) is built on every stage, and all but the stage's own layers are dropped.
+
+Source: deepspeed 0.19.8, ``runtime/pipe/module.py`` (PipelineModule).
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsframe.checkpoint.state import aliases
+from dsframe.engine import Plan, dependences
+from dsframe.engines.deepspeed import patches, tensor
+from dsframe.engines.deepspeed.engine import refuse_scalars
+from dsframe.engines.deepspeed.imports import (
+    PipelineModule,
+    PipeModelDataParallelTopology,
+    TiedLayerSpec,
+    partition_balanced,
+    partition_uniform,
+)
+from dsframe.errors import EngineError, TaskError
+from dsframe.model import switches
+from dsframe.tasks.layers import Layer, Tied, check_ties, make, seed_generators, tied_weight
+
+Loss = Callable[[Any, Any], Tensor]
+
+
+class Cut:
+    """A model as a list of layers, and the layers at which its stages begin."""
+
+    def __init__(self, plan: Plan) -> None:
+        """Cuts the plan's model; the same on every rank, and without a word between them.
+
+        Raises TaskError where the model is not made of layers, EngineError where they make no such stages or have a parameter
+        without dimensions.
+        """
+        self._plan = plan
+        self._whole: nn.Module | None = None
+        seed_generators(plan.seed)
+        with plan.device:
+            self.layers = self._find()
+        probes = [self._probe(index) for index in range(len(self.layers))]
+        self._probes = nn.Sequential(*probes)
+        refuse_scalars(self._probes)  # every rank here, before they meet; a stage knows no other's layers
+        self.depends = dependences(plan.task, self._probes.train())
+        """``Engine.depends``, of all stages' layers."""
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, Tied):
+                tied_weight(self.layers, index, probes[index])
+        self.sizes = [sum(p.numel() for p in probe.parameters() if p.requires_grad) for probe in probes]
+        """Trainable parameters of each layer; a tied one counts with its weight, which is used there too."""
+        self.names = [type(probe).__name__ for probe in probes]
+        self.bounds = self._partition()
+        """Stage s has the layers from ``bounds[s]`` to ``bounds[s + 1]`` - 1."""
+        self._refuse_weights_in_two_stages()
+
+    @property
+    def stages(self) -> int:
+        """Number of stages."""
+        return self._plan.config.deepspeed.pipeline.stages
+
+    def _find(self) -> Sequence[Layer]:
+        task = self._plan.task
+        layers = task.layers()
+        if layers is not None:
+            check_ties(layers)
+            return layers
+        self._whole = task.model()
+        modules = task.cut(self._whole)
+        if modules is None:
+            raise TaskError(
+                f"a pipeline needs a model made of layers, and {type(self._whole).__name__} of {type(task).__name__} is one piece; "
+                "give its layers: layers(), or model() that returns an nn.Sequential, or cut(model); "
+                'or train it with "zero_optimization" instead of "pipeline"'
+            )
+        return modules
+
+    def _probe(self, index: int) -> nn.Module:
+        """The layer for its size and class alone: without memory where it can be made so. A tie stands for its weight's owner."""
+        layer = self.layers[index]
+        if isinstance(layer, nn.Module):
+            return layer
+        if isinstance(layer, Tied):
+            return self._probe(layer.layer)
+        try:
+            with torch.device("meta"):
+                return make(layer, index, self._plan.seed)
+        except (RuntimeError, NotImplementedError):  # its initialisation looks at numbers
+            return make(layer, index, self._plan.seed)
+
+    def _partition(self) -> list[int]:
+        pipeline, count = self._plan.config.deepspeed.pipeline, len(self.layers)
+        if pipeline.stages > count:
+            raise EngineError(f"pipeline.stages: {pipeline.stages} stages, but the model has {count} layers; use fewer")
+        method = pipeline.partition
+        if method == "uniform":
+            bounds = partition_uniform(count, pipeline.stages)
+        elif method.lower().startswith("type:"):
+            pattern = method.partition(":")[2]
+            marked = [int(re.search(pattern, name, re.IGNORECASE) is not None) for name in self.names]
+            if sum(marked) < pipeline.stages:
+                known = ", ".join(sorted(set(self.names)))
+                raise EngineError(
+                    f'pipeline.partition: "{method}" matches {sum(marked)} layers, too few for {pipeline.stages} stages; '
+                    f"the layers' classes are {known}"
+                )
+            bounds = partition_balanced(marked, pipeline.stages)
+        else:
+            bounds = partition_balanced(self.sizes, pipeline.stages)
+        found = [int(bound) for bound in bounds]
+        for stage, (first, end) in enumerate(pairwise(found)):
+            if not sum(self.sizes[first:end]):
+                what = f"layers {first} to {end - 1}" if end > first else "no layers"
+                raise EngineError(
+                    f"pipeline: stage {stage} of {pipeline.stages} would have {what} and nothing to train; "
+                    "use fewer stages, or another partition"
+                )
+        return found
+
+    def _refuse_weights_in_two_stages(self) -> None:
+        seen: dict[int, int] = {}
+        for stage, (first, end) in enumerate(pairwise(self.bounds)):
+            for index in range(first, end):
+                # A tie is what such a layer should be. Functions may return one module, or modules that share, as well.
+                tied = isinstance(self.layers[index], Tied)
+                for parameter in () if tied else self._probes[index].parameters():
+                    if seen.setdefault(id(parameter), stage) != stage:
+                        raise TaskError(
+                            f"layer {index}, {self.names[index]}, shares a weight with a layer of another stage; "
+                            "give the model as layers(), with a dsframe.Tied for the second use"
+                        )
+
+    def build(self, loss: Loss) -> Stage:
+        """**Collective.** This rank's stage. torch.distributed and deepspeed.comm must be initialised."""
+        plan = self._plan
+        rank, size = plan.world.rank, plan.world.size
+        stage = rank // (size // self.stages)
+        own = range(self.bounds[stage], self.bounds[stage + 1])
+        ties = {layer.layer: layer for layer in self.layers if isinstance(layer, Tied)}
+        with plan.device:
+            specs = [self._spec(index, ties, index in own) for index in range(len(self.layers))]
+        pipeline = plan.config.deepspeed.pipeline
+        module = Stage(
+            specs,
+            topology=PipeModelDataParallelTopology(
+                self.stages, plan.batch.tensor_parallel_size, plan.batch.data_parallel_size
+            ),
+            loss_fn=loss,
+            partition_method=self.bounds,
+            activation_checkpoint_interval=pipeline.activation_checkpoint_interval,
+            # Activations of another shape than before need no announcement: evaluation may have other batches than training.
+            dynamic_shape=True,
+            # DeepSpeed's meaning: at each forward pass, a layer's random numbers follow from its index. Its own default
+            # for the function fails on Python 3.11, where random.seed takes no NumPy integers.
+            seed_layers=pipeline.seed_layers,
+            seed_fn=lambda seed: seed_generators(int(seed)),
+            base_seed=plan.seed + 1 + plan.data_rank,
+        )
+        switches.apply(module, plan.config, plan.device, self._probes)
+        if plan.batch.tensor_parallel_size > 1:
+            section = plan.config.written()["tensor_parallel"]
+            tensor.cut_stage(module, section, plan, module.mpu().get_slice_parallel_group())
+        module.name(self._whole, self.layers, own)
+        # What is whole on all ranks that split the layers is the first one's.
+        patches.count_for_clipping(module, first=plan.world.rank % plan.batch.tensor_parallel_size == 0)
+        seed_generators(plan.seed + 1 + plan.data_rank)  # dropout, as on every engine
+        self.layers, self._whole, self._probes = [], None, nn.Sequential()
+        return module
+
+    def _spec(self, index: int, ties: dict[int, Tied], own: bool) -> Any:
+        """What DeepSpeed is told of a layer. Of another stage's, only what its parameters are tied to."""
+        layer, seed = self.layers[index], self._plan.seed
+        if isinstance(layer, Tied):
+            owner, weight, function = layer.layer, layer.weight, layer.function
+            return _Tie(
+                owner, weight, self._maker(owner), lambda module, inputs: function(inputs, getattr(module, weight))
+            )
+        if index in ties:
+            return _Tie(index, ties[index].weight, self._maker(index), None)
+        return make(layer, index, seed) if own else None
+
+    def _maker(self, index: int) -> Callable[[], nn.Module]:
+        layer, seed, device = self.layers[index], self._plan.seed, self._plan.device
+
+        def built() -> nn.Module:
+            with device:
+                return make(layer, index, seed)
+
+        return built
+
+
+class _Tie(TiedLayerSpec):  # type: ignore[misc]  # DeepSpeed has no types
+    """A layer whose weight several stages hold: each builds it from the same seed, and DeepSpeed adds up its gradients."""
+
+    def __init__(self, owner: int, weight: str, build: Callable[[], nn.Module], forward: Any) -> None:
+        super().__init__(str(owner), nn.Module, forward_fn=forward, tied_weight_attr=weight)
+        self._build = build
+
+    def build(self, log: bool = False) -> nn.Module:
+        return self._build()
+
+
+class Stage(patches.StagePatches, PipelineModule):  # type: ignore[misc]
+    """One stage as DeepSpeed runs it, and as its state is known."""
+
+    model: nn.Module
+    """The stage's modules under the names that they have in the whole model."""
+    borrowed: frozenset[str]
+    """Names of the weights that are an earlier stage's, of which this one has a copy."""
+    further_names: dict[str, str]
+    """Further names of shared parameters of the whole model -> the name they are kept under."""
+
+    def name(self, whole: nn.Module | None, layers: Sequence[Layer], own: range) -> None:
+        """Settles ``model`` and the rest. ``whole``: the model, where it was built whole; other stages' weights leave it."""
+        self.borrowed = frozenset()
+        if whole is not None:
+            self.further_names = aliases(whole)
+            _keep(whole, self)
+            names: nn.Module = whole
+        else:
+            names = nn.Module()
+            ties = {index: layer for index, layer in enumerate(layers) if isinstance(layer, Tied)}
+            owners = {tie.layer for tie in ties.values()}
+            for index in own:
+                owner = ties[index].layer if index in ties else index
+                shared = owner in owners
+                names.add_module(str(owner), self.tied_modules[str(owner)] if shared else self._modules[str(index)])
+                if shared and owner not in own:
+                    self.borrowed |= {f"{owner}.{ties[index].weight}"}
+            self.further_names = {f"{index}.{tie.weight}": f"{tie.layer}.{tie.weight}" for index, tie in ties.items()}
+        object.__setattr__(self, "model", names)  # not a submodule: DeepSpeed would count its parameters twice
+
+
+def _keep(whole: nn.Module, stage: nn.Module) -> None:
+    """Drops from ``whole`` every parameter and buffer that is not also the stage's."""
+    modules = {id(module) for module in stage.modules()}
+    tensors = {id(tensor) for tensor in (*stage.parameters(), *stage.buffers())}
+    for module in whole.modules():
+        if id(module) not in modules:
+            for held in (module._parameters, module._buffers):
+                for name, tensor in held.items():
+                    if id(tensor) not in tensors:
+                        held[name] = None

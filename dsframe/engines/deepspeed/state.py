@@ -1,0 +1,276 @@
+"""State in and out of DeepSpeed's engine, for every ZeRO stage, offloaded or not. All of it is **collective**.
+
+DeepSpeed has public accessors for this (``deepspeed.utils.safe_get_full_fp32_param`` and its kin), but they are not enough:
+they leave out the optimizer's step count; what they set reaches the model's own weights only after further calls; on a fresh
+engine there is no optimizer state to set; and at stage 3 their setters fail for a parameter that does not divide evenly.
+Nothing of that raises by itself: the restored training is just another one. So this module goes one level deeper, and a
+round-trip test for every stage keeps it true.
+
+Source: deepspeed 0.19.8, ``runtime/zero/stage3.py``, ``runtime/zero/stage_1_and_2.py``, ``runtime/bf16_optimizer.py``,
+``runtime/fp16/{fused,unfused}_optimizer.py``, ``utils/tensor_fragment.py``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsframe.checkpoint.state import (
+    EngineState,
+    LossScaleState,
+    ParameterState,
+    SavedState,
+    aliases,
+    compare,
+    load_buffers,
+    persistent_buffers,
+    split,
+)
+from dsframe.engines import state_replica
+from dsframe.engines.deepspeed.state_flat import Piece, fill
+from dsframe.engines.state_replica import ParameterView
+
+
+def state(engine: Any, model: nn.Module, updates: int) -> EngineState:
+    """**Collective** to read to its end. ``engine``: DeepSpeed's. ``model``: what it trains, by the names of the state."""
+    parameters = _parameters(engine, model)
+    return EngineState(updates, _loss_scale(engine), persistent_buffers(model), aliases(model), parameters)
+
+
+@torch.no_grad()
+def load_state(
+    engine: Any, model: nn.Module, saved: SavedState, accumulation_steps: int, train_batch_size: int
+) -> None:
+    """**Collective.** Raises CheckpointError where the checkpoint is of another model or cannot be held by this stage."""
+    compare("parameter", shapes(model), saved.shapes)
+    load_buffers(model, saved)
+    optimizer = engine.optimizer
+    if _is_stage_3(optimizer):
+        _load_stage_3(engine, model, saved)
+    elif _flat_partitions(optimizer) is not None:
+        _load_stage_1_2(engine, model, saved)
+    else:
+        slots, frozen = _stage_0(engine, model)
+        state_replica.write(slots, frozen, engine.basic_optimizer, saved)
+        _round_masters_into_model(optimizer)
+    _put_loss_scale(engine, saved.loss_scale)
+    # What DeepSpeed's monitors and its gradient accumulation count by.
+    engine.global_steps = saved.updates
+    engine.micro_steps = saved.updates * accumulation_steps
+    engine.global_samples = saved.updates * train_batch_size
+
+
+def _parameters(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
+    optimizer = engine.optimizer
+    if _is_stage_3(optimizer):
+        return _read_stage_3(engine, model)
+    if _flat_partitions(optimizer) is not None:
+        return _read_stage_1_2(engine, model)
+    slots, frozen = _stage_0(engine, model)
+    return state_replica.read(slots, frozen, engine.basic_optimizer)
+
+
+def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
+    """Every parameter's shape, as it was before stage 3 took it apart."""
+    return {name: _shape(parameter) for name, parameter in model.named_parameters()}
+
+
+def _shape(parameter: Any) -> tuple[int, ...]:
+    return tuple(getattr(parameter, "ds_shape", parameter.shape))  # stage 3 keeps an empty tensor in its place
+
+
+# Stage 0: a plain optimizer, or one of two wrappers that keep fp32 masters beside a 16-bit model.
+
+
+def _stage_0(engine: Any, model: nn.Module) -> tuple[list[ParameterView], list[ParameterView]]:
+    optimizer = engine.optimizer
+    named = list(model.named_parameters())
+    slots_by_id: dict[int, tuple[Tensor, int | None]] = {}
+    if hasattr(optimizer, "fp32_groups_flat"):
+        for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
+            start = 0
+            for parameter in group:
+                slots_by_id[id(parameter)] = (flat, start)
+                start += parameter.numel()
+    elif hasattr(optimizer, "fp32_groups"):
+        for group, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            slots_by_id |= {id(p): (master, None) for p, master in zip(group, masters, strict=True)}
+    else:
+        slots_by_id = {id(p): (p, None) for _, p in named if p.requires_grad}
+    slots = [ParameterView(name, tuple(p.shape), *slots_by_id[id(p)]) for name, p in named if id(p) in slots_by_id]
+    return slots, [ParameterView(name, tuple(p.shape), p) for name, p in named if id(p) not in slots_by_id]
+
+
+def _round_masters_into_model(optimizer: Any) -> None:
+    if hasattr(optimizer, "fp32_groups_flat"):
+        for rounded, flat in zip(optimizer.fp16_groups_flat, optimizer.fp32_groups_flat, strict=True):
+            rounded.copy_(flat)
+    elif hasattr(optimizer, "fp32_groups"):
+        for group, masters in zip(optimizer.fp16_groups, optimizer.fp32_groups, strict=True):
+            torch._foreach_copy_([p.data for p in group], [master.data for master in masters])
+
+
+# Stages 1 and 2: each rank's optimizer has one flat fp32 tensor per parameter group, a slice of all its parameters.
+
+
+def _flat_partitions(optimizer: Any) -> list[Tensor] | None:
+    for name in ("single_partition_of_fp32_groups", "fp32_groups_flat_partition"):
+        if hasattr(optimizer, name):
+            flats: list[Tensor] = getattr(optimizer, name)
+            return flats
+    return None
+
+
+def _bit16_groups(optimizer: Any) -> list[list[nn.Parameter]]:
+    groups: list[list[nn.Parameter]] = getattr(optimizer, "bit16_groups", None) or optimizer.bf16_groups
+    return groups
+
+
+def _read_stage_1_2(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
+    optimizer = engine.optimizer
+    names = {id(p): name for name, p in model.named_parameters()}
+    flats = _flat_partitions(optimizer)
+    assert flats is not None
+    for group, flat in zip(_bit16_groups(optimizer), flats, strict=True):
+        held = optimizer.optimizer.state.get(flat, {})
+        moments, scalars = split(held, flat.shape)
+        for parameter in group:
+            # DeepSpeed looks once, after the first step: too late for Adagrad, too early for Muon, whose halves come later.
+            if (mapping := parameter._hp_mapping) is not None:  # type: ignore[attr-defined]  # DeepSpeed adds it
+                mapping.set_optim_state_fragment(flat, held)
+            name = names.pop(id(parameter))
+            weight = parameter.get_full_hp_param()  # type: ignore[attr-defined]  # DeepSpeed adds it
+            full = {key: parameter.get_full_hp_param(key) for key in moments}  # type: ignore[attr-defined]
+            yield ParameterState(name, weight, full, dict(scalars))
+    for name, parameter in model.named_parameters():
+        if id(parameter) in names:
+            yield ParameterState(name, parameter.detach().float(), {}, {})
+
+
+def _load_stage_1_2(engine: Any, model: nn.Module, saved: SavedState) -> None:
+    optimizer = engine.optimizer
+    names = {id(p): name for name, p in model.named_parameters()}
+    flats = _flat_partitions(optimizer)
+    assert flats is not None
+    for group, flat in zip(_bit16_groups(optimizer), flats, strict=True):
+        pieces = []
+        for parameter in group:
+            name = names.pop(id(parameter))
+            mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # None where another rank has all of it
+            if mapping is None:
+                pieces.append(Piece(name, 0, 0, 0))
+            else:
+                own, here = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
+                pieces.append(Piece(name, here.start, own.numel, own.start))
+        fill(optimizer.optimizer, flat, pieces, saved)
+    if any(flat in optimizer.optimizer.state for flat in flats):
+        optimizer._hp_optimizer_states_linked = False  # else a fresh engine's views of its optimizer's state stay unset
+        optimizer._lazy_init_hp_params_optimizer_state()
+    optimizer.update_lp_params()
+    for name, parameter in model.named_parameters():
+        if id(parameter) in names:
+            parameter.data.copy_(saved.parameter(name).weight)
+
+
+# Stage 3: each parameter is cut among the ranks by itself; each rank's pieces lie one after another in flat fp32 tensors,
+# one for each sub-group of parameters. With NVMe those are read from and written to files, one sub-group at a time.
+
+
+def _is_stage_3(optimizer: Any) -> bool:
+    return hasattr(optimizer, "fp32_partitioned_groups_flat")
+
+
+def _read_stage_3(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
+    optimizer = engine.optimizer
+    names = {id(p): name for name, p in model.named_parameters()}
+    for index, (group, flat) in enumerate(
+        zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+    ):
+        swapped = optimizer._swappable_optimizer_subgroup(index)
+        if swapped:
+            optimizer._optimizer_states_and_gradient_swap_in(index)
+        moments, scalars = split(optimizer.optimizer.state.get(flat, {}), flat.shape)
+        for parameter in group:
+            _, start, count = optimizer.grad_position[optimizer.get_param_id(parameter)]
+
+            def whole(tensor: Tensor, parameter: Any = parameter, start: int = start, count: int = count) -> Tensor:
+                piece = tensor.narrow(0, start, count).to(parameter.device)
+                gathered: Tensor = optimizer._fp32_state_allgather(parameter, piece)
+                return gathered.float()
+
+            full = {key: whole(moment) for key, moment in moments.items()}
+            yield ParameterState(names.pop(id(parameter)), whole(flat), full, dict(scalars))
+        if swapped:
+            optimizer._release_swap_buffers(index)
+    for name, parameter in model.named_parameters():
+        if id(parameter) in names:
+            yield _gather_frozen(name, parameter)
+
+
+def _gather_frozen(name: str, parameter: Any) -> ParameterState:
+    parameter.all_gather(param_list=[parameter])
+    weight = parameter.detach().float().clone()
+    parameter.partition(param_list=[parameter], has_been_updated=False)
+    return ParameterState(name, weight, {}, {})
+
+
+def _load_stage_3(engine: Any, model: nn.Module, saved: SavedState) -> None:
+    optimizer = engine.optimizer
+    names = {id(p): name for name, p in model.named_parameters()}
+    optimizer._partition_all_parameters()  # else small parameters that are kept whole keep their old values
+    for index, (group, flat) in enumerate(
+        zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+    ):
+        swapped = optimizer._swappable_optimizer_subgroup(index)
+        if swapped:
+            optimizer._optimizer_states_and_gradient_swap_in(index)
+        pieces = []
+        for parameter in group:
+            _, start, count = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            first = count * optimizer._get_param_partition_rank(parameter)
+            own = max(0, min(count, math.prod(_shape(parameter)) - first))  # the last rank's piece may end in padding
+            pieces.append(Piece(names.pop(id(parameter)), start, own, first))
+        fill(optimizer.optimizer, flat, pieces, saved)
+        optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        if swapped:
+            optimizer._optimizer_states_and_gradient_swap_out(index)
+    optimizer.invalidate_secondary_tensor()  # hpZ's copies of the old values, which the next forward pass would gather
+    if optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+    frozen: Any
+    for name, frozen in model.named_parameters():
+        if id(frozen) in names:
+            frozen.all_gather(param_list=[frozen])
+            frozen.data.copy_(saved.parameter(name).weight)
+            frozen.partition(param_list=[frozen], has_been_updated=True)
+
+
+# The loss scale, of whichever wrapper there is.
+
+
+def _loss_scale(engine: Any) -> LossScaleState | None:
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if scaler is not None and getattr(scaler, "dynamic", False):
+        return LossScaleState(
+            float(scaler.cur_scale), int(scaler.cur_hysteresis), int(scaler.cur_iter), int(scaler.last_overflow_iter)
+        )
+    config = getattr(engine.optimizer, "loss_scale_config", None)
+    if config is not None and config.dynamic_loss_scale:
+        return LossScaleState(float(config.cur_scale), 1, int(config.cur_iter), int(config.last_overflow_iter))
+    return None
+
+
+def _put_loss_scale(engine: Any, saved: LossScaleState | None) -> None:
+    if saved is None:
+        return
+    scaler = getattr(engine.optimizer, "loss_scaler", None)
+    if scaler is not None and getattr(scaler, "dynamic", False):
+        scaler.cur_scale, scaler.cur_hysteresis = saved.scale, saved.hysteresis_left
+        scaler.cur_iter, scaler.last_overflow_iter = saved.steps, saved.last_overflow
+    config = getattr(engine.optimizer, "loss_scale_config", None)
+    if config is not None and config.dynamic_loss_scale:
+        config.cur_scale, config.cur_iter, config.last_overflow_iter = saved.scale, saved.steps, saved.last_overflow

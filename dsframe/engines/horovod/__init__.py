@@ -1,0 +1,1 @@
+"""Horovod: ring all-reduce of full replicas."""

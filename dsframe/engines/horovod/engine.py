@@ -1,0 +1,259 @@
+"""Horovod: ring all-reduce of full replicas' gradients (Sergeev and Del Balso 2018, arXiv 1802.05799), under any launcher.
+
+Horovod's own settings come from the "horovod" part of the "dsframe" section; how gradients are combined
+(``gradient_allreduce_op``, ``gradient_predivide_factor``) from DeepSpeed's keys, so that they mean the same on every engine.
+
+What ``hvd.DistributedOptimizer`` loses on CPUs, measured with 0.28.1 over Gloo, 2 ranks on 2 cores: its background thread asks
+all ranks every millisecond what is ready, which takes 0.12 ms of processor time each; a main thread that waits does so in a loop
+of ``sched_yield`` (``mpi_ops_v2.cc``: WaitAndClear) and takes a core from the threads that it waits for; and every gradient is a
+request of its own, copied into a fusion buffer and out of it. So here gradients lie in a few buckets, rounds are rarer, and who
+waits sleeps. Adasum alone is left to Horovod's optimizer.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import threading
+import time
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
+from typing import Any, cast
+from weakref import WeakSet
+
+import torch
+from torch import Tensor
+
+from dsframe.cluster.process_group import meet, rendezvous_address
+from dsframe.cluster.rendezvous import bound_to, interface_to
+from dsframe.cluster.world import World
+from dsframe.engine import Inputs, Plan, StepResult
+from dsframe.engines import environment_scope, precision
+from dsframe.engines.buckets import Buckets
+from dsframe.engines.horovod.environment import note_start, pace, settle
+from dsframe.engines.replica import ReplicaEngine
+from dsframe.errors import EngineError
+from dsframe.host import phases
+from dsframe.tasks.task import Sum
+
+try:
+    import horovod.torch as hvd
+except ImportError as error:  # pip's wheel without torch support, or built against another torch
+    raise EngineError(
+        f"horovod is installed but cannot be loaded ({error}); rebuild it against this torch: make setup"
+    ) from error
+
+
+_living: WeakSet[Buckets] = WeakSet()
+"""Hooks of engines that were not closed, as in elastic runs when a process is lost, whose task may give the same module again."""
+_NAP_SECONDS = 2e-4
+_NAPPING_SECONDS = 1.0
+"""Time after which Horovod's own wait takes over, which the report on a run that hangs knows by name."""
+
+
+class HorovodEngine(ReplicaEngine):
+    """Full replicas; Horovod reduces gradients in the background while the backward pass runs."""
+
+    def __init__(self, plan: Plan) -> None:
+        """**Collective.** Raises EngineError where this build of Horovod cannot do what the file asks for."""
+        settings = plan.config.settings.horovod
+        self._bucket_bytes = settle(settings, plan.world, plan.device, running=hvd.is_initialized())
+        self._buckets: Buckets | None = None
+        if settings.timeline:  # rank 0 writes it
+            environment_scope.put("HOROVOD_TIMELINE", str((plan.directory / "timeline.json").absolute()))
+            environment_scope.put("HOROVOD_TIMELINE_MARK_CYCLES", str(int(settings.timeline_mark_cycles)))
+        _initialise(plan.world)
+        self._op = settings.op or {"mean": "average", "sum": "sum"}[plan.config.deepspeed.gradient_allreduce_op]
+        self.averages_gradients = self._op != "adasum"
+        if self._op == "adasum" and not hvd.mpi_built():
+            _leave()
+            raise EngineError(
+                'horovod.op "adasum" needs a Horovod with MPI, and this one has Gloo alone; rebuild it with an MPI installed'
+            )
+        looks = precision.scales_losses(plan.config, plan.device) or plan.config.settings.on_nonfinite == "skip"
+        if self._op == "adasum" and (plan.config.deepspeed.gradient_clipping > 0 or looks):
+            _leave()
+            raise EngineError(
+                'horovod.op "adasum" combines updates, not gradients: they cannot be clipped, nor checked for overflow; '
+                'set "gradient_clipping": 0, use fp32 or bf16, and leave "on_nonfinite" at "stop"'
+            )
+        # In elastic runs there may be more ranks than can share the batch. Those compute what others do and count for nothing.
+        readers, size = plan.batch.data_parallel_size, plan.world.size
+        self._counts = plan.world.rank < readers
+        self._weight = (size / readers if self._counts else 0.0) if size > readers else 1.0
+        self.gradient_factor = self._weight
+        super().__init__(plan)
+
+    def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
+        """**Collective.** As for every replica; the mean of the losses over all ranks is that of those that count."""
+        if self._buckets:
+            self._buckets.begin()
+        result = super().train_step(micro_batches)
+        return result if self._weight == 1.0 else replace(result, loss=result.loss * self._weight)
+
+    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
+        """The task's metrics over the valid rows."""
+        return super().eval_step(batch, valid if self._counts else 0)
+
+    @property
+    def description(self) -> str:
+        """Returns a few words for the first line of a run."""
+        transport = (
+            "NCCL" if self.plan.device.type == "cuda" and hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "Gloo"
+        )
+        return f"Horovod ({transport}, {self._op}{pace()})"
+
+    def _distribute(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
+        plan, settings = self.plan, self.plan.config.settings.horovod
+        hvd.broadcast_parameters(_broadcastable(self.model.state_dict()), root_rank=0)
+        if self._masters:
+            hvd.broadcast_parameters(dict(self._named_parameters()), root_rank=0)
+            self._masters.give_weights()
+        # An optimizer without state has nothing to send, and hvd.broadcast_optimizer_state would make it some by taking a
+        # step with zero gradients: Adam's bias correction moves on and weight decay shrinks the weights (measured, 0.28.1).
+        if optimizer.state:
+            hvd.broadcast_optimizer_state(optimizer, root_rank=0)
+        if self._op == "adasum":  # combines the ranks' updates, not their gradients
+            return cast(
+                torch.optim.Optimizer,
+                hvd.DistributedOptimizer(
+                    optimizer,
+                    named_parameters=self._named_parameters(),
+                    compression=hvd.Compression.fp16 if settings.compression == "fp16" else hvd.Compression.none,
+                    # Masters get their gradients after the last backward, when no hook of Horovod's fires.
+                    backward_passes_per_step=1 if self._masters else plan.batch.accumulation_steps,
+                    op=hvd.Adasum,
+                ),
+            )
+        if plan.world.size > 1:
+            for earlier in _living:
+                earlier.remove()
+            self._buckets = Buckets(
+                self._parameters,
+                self._reduce,
+                bytes_each=None if self._bucket_bytes is None else int(self._bucket_bytes),
+                groups=settings.groups,
+                overlaps=self._masters is None,  # they get their gradients when all are there
+            )
+            _living.add(self._buckets)
+        return optimizer
+
+    def _reduce(self, name: str, flat: Tensor) -> Callable[[], None]:
+        """Starts the reduction of a bucket; what is returned waits for it."""
+        sent = flat.half() if self.plan.config.settings.horovod.compression == "fp16" else flat
+        predivided = self.plan.config.deepspeed.gradient_predivide_factor if self._op == "average" else 1.0
+        handle = hvd.allreduce_async_(
+            sent,
+            name=f"dsframe.{name}",
+            op=hvd.Average if self._op == "average" else hvd.Sum,
+            prescale_factor=1.0 / predivided,
+            postscale_factor=predivided,
+        )
+
+        def wait() -> None:
+            until = time.monotonic() + (_NAPPING_SECONDS if sent.device.type == "cpu" else 0.0)
+            while time.monotonic() < until and not hvd.poll(handle):
+                time.sleep(_NAP_SECONDS)
+            hvd.synchronize(handle)
+            if sent is not flat:
+                flat.copy_(sent)
+
+        return wait
+
+    def _accumulating(self) -> AbstractContextManager[Any]:
+        return self._buckets.held() if self._buckets else nullcontext()
+
+    def _synchronize(self) -> None:
+        if self._buckets:
+            self._buckets.finish()
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """**Collective.** Element-wise sum over the ranks."""
+        return cast(Tensor, hvd.allreduce(values, op=hvd.Sum, name="dsframe.sum"))
+
+    def close(self) -> None:
+        """**Collective.** Leaves Horovod's ring when everybody has arrived."""
+        if self._buckets:
+            self._buckets.remove()
+        if self.plan.config.settings.horovod.timeline:
+            hvd.stop_timeline()  # over MPI nothing else closes the file, and the process may end in the middle of a record
+        hvd.barrier()
+        _leave()
+
+
+def _broadcastable(state: Mapping[str, Any]) -> dict[str, Any]:
+    """16-bit tensors are left out: Gloo cannot send bfloat16; their fp32 masters are sent instead and rounded.
+
+    Sparse ones too: Horovod has no such type, and each rank's model makes the same.
+    """
+    return {
+        name: value
+        for name, value in state.items()
+        if isinstance(value, Tensor)
+        and value.layout == torch.strided
+        and value.dtype not in (torch.bfloat16, torch.bool)
+    }
+
+
+def _initialise(world: World) -> None:
+    """**Collective.** ``hvd.init()``; where this build does not know the launcher with a rendezvous server on rank 0.
+
+    Measured with horovod 0.28.1: it asks only for these variables and a server that speaks its key-value protocol.
+    """
+    note_start(running=hvd.is_initialized())
+    known = world.launcher == "horovodrun" or (world.launcher == "mpirun" and hvd.mpi_built())
+    store = _meet(world) if world.size > 1 and not known else None
+    hvd.init()
+    del store  # not earlier: others may still be reading from it until everybody is in the ring
+    phases.done("process group")
+    if hvd.size() != world.size:
+        size = hvd.size()
+        _leave()
+        raise EngineError(f"Horovod sees {size} processes, but the launcher {world.launcher} started {world.size}")
+
+
+def _leave() -> None:
+    """Over MPI, which starts once in a process, nothing: a further training may come, and at its end the process leaves."""
+    if not hvd.mpi_enabled():
+        hvd.shutdown()
+
+
+def _meet(world: World) -> Any:
+    """**Collective.** Starts Horovod's rendezvous server on rank 0 and tells everybody where; returns the store to keep."""
+    from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
+    from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
+
+    address, port = rendezvous_address(world)
+    store = meet(world, address, port)
+    host = "localhost" if world.size == world.local_size else socket.gethostname()
+    store.set(f"host/{world.rank}", f"{world.node} {world.local_rank} {host}")
+    if world.is_main:
+        places = [store.get(f"host/{rank}").decode().split() for rank in range(world.size)]
+        sizes: dict[str, int] = {}
+        for _, _, name in places:
+            sizes[name] = sizes.get(name, 0) + 1
+        hosts = ",".join(f"{name}:{slots}" for name, slots in sizes.items())
+        # What its RendezvousServer does, but for the address: that one listens on every interface.
+        server = RendezvousHTTPServer((bound_to(address), 0), RendezvousHandler, 0)
+        server.init(get_host_assignments(parse_hosts(hosts), world.size))
+        threading.Thread(target=server.serve_forever, daemon=True).start()
+        store.set("server", f"{server.server_address[1]}")
+    server_port = int(store.get("server").decode())
+    nodes = -(-world.size // world.local_size)
+    os.environ.update(
+        HOROVOD_HOSTNAME=host,
+        HOROVOD_RANK=str(world.rank),
+        HOROVOD_SIZE=str(world.size),
+        HOROVOD_LOCAL_RANK=str(world.local_rank),
+        HOROVOD_LOCAL_SIZE=str(world.local_size),
+        HOROVOD_CROSS_RANK=str(world.node),
+        HOROVOD_CROSS_SIZE=str(nodes),
+        HOROVOD_CONTROLLER="gloo",
+        HOROVOD_CPU_OPERATIONS="gloo",
+        HOROVOD_GLOO_RENDEZVOUS_ADDR=address,
+        HOROVOD_GLOO_RENDEZVOUS_PORT=str(server_port),
+    )
+    if interface := "lo" if world.size == world.local_size else interface_to(address):
+        os.environ.setdefault("HOROVOD_GLOO_IFACE", interface)
+    return store

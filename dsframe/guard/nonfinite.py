@@ -1,0 +1,105 @@
+"""A loss or gradients that are no number any more: since when, on which rank, with which samples, and what of the model is left."""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from dsframe.cluster.exchange import all_gather_text
+from dsframe.data import Loader
+from dsframe.engine import Engine
+
+_SHOWN = 8
+
+
+class FirstNonFinite:
+    """Remembers the first step whose loss was not finite on this rank, and the first whose gradients were not on any, on the
+    device and without waiting for it."""
+
+    def __init__(self, device: torch.device) -> None:
+        self._none = torch.full((), torch.inf, dtype=torch.float64, device=device)
+        self._loss = self._gradients = self._none
+
+    def look(self, step: int, loss: Tensor, norm: Tensor | float | None) -> None:
+        """Called after each step; three operations on a number. ``norm``: of all gradients; None if an engine has none."""
+        self._loss = self._earliest(self._loss, step, loss)
+        if norm is not None:
+            self._gradients = self._earliest(self._gradients, step, norm)
+
+    def _earliest(self, first: Tensor, step: int, value: Tensor | float) -> Tensor:
+        finite = torch.isfinite(torch.as_tensor(value, device=first.device))
+        return torch.minimum(first, torch.where(finite, self._none, step))
+
+    def found(self) -> Tensor:
+        """1 where there is such a step, else 0: a number on the device."""
+        return torch.isfinite(torch.minimum(self._loss, self._gradients)).double()
+
+    def steps(self) -> tuple[int | None, int | None]:
+        """The step of the loss and that of the gradients, counted from 1; None where there is none. Waits for the device."""
+        loss, gradients = (None if first == torch.inf else int(first) for first in (self._loss, self._gradients))
+        return loss, gradients
+
+
+def diagnose_nonfinite(engine: Engine, loader: Loader, first: FirstNonFinite, step: int) -> str:
+    """**Collective.** Reports what is not finite after ``step``: which rank's loss since when, its samples, the first parameter."""
+    own, gradients = first.steps()
+    if own is not None and gradients is not None and gradients < own:
+        own = None  # it follows from them
+    # Where no loss was: the gradients were not finite, made of somebody's samples.
+    at = own or gradients or step
+    said = json.dumps({"since": own, "samples": _samples(loader, at), "broken": _broken(loader, at)})
+    ranks = [json.loads(text) for text in all_gather_text(engine, said)]
+    since = min((one["since"] for one in ranks if one["since"]), default=None)
+    lines = [f"the gradients are not finite at step {gradients or step}, though the loss is" if since is None else ""]
+    for rank, one in enumerate(ranks):
+        if one["since"] is not None and one["since"] == since:
+            lines.append(
+                f"the loss of rank {rank} is not finite since step {since}, made of samples {_few(one['samples'])}"
+            )
+        if one["broken"] and one["since"] == since:
+            lines.append(f"of these, {_few(one['broken'])} hold NaN or infinity themselves")
+    lines.append(_parameters(engine))
+    return "; ".join(line for line in lines if line)
+
+
+def _samples(loader: Loader, step: int) -> list[int]:
+    """This rank's samples of ``step`` (from 1), by their index in the data set."""
+    return [index for _, rows in _parts(loader, step) for index in rows.tolist()]
+
+
+def _broken(loader: Loader, step: int) -> list[int]:
+    """Returns the samples whose inputs or targets are not finite: reads them again, as in that step."""
+    return [
+        index
+        for epoch, rows in _parts(loader, step)
+        for index in rows.tolist()
+        if not all(_finite(leaf) for leaf in tree_leaves(loader.source.batch(torch.tensor([index]), epoch)))
+    ]
+
+
+def _parts(loader: Loader, step: int) -> list[tuple[int, Tensor]]:
+    size, micro_batches = loader.micro_batch_size, range(loader.accumulation_steps)
+    cut = loader.sampler.micro_batch
+    return [part for micro in micro_batches for part in cut(step - 1, micro, loader.rank, loader.ranks, size)]
+
+
+def _parameters(engine: Engine) -> str:
+    """**Collective.** Every rank sees every parameter, so all come to the same words."""
+    names = [(one.name, _finite(one.weight)) for one in engine.state().parameters]
+    bad = [name for name, finite in names if not finite]
+    if not bad:
+        return "every parameter is finite"
+    return f"{len(bad)} of {len(names)} parameters are not finite now, the first is {bad[0]}"
+
+
+def _finite(value: Any) -> bool:
+    return not (isinstance(value, Tensor) and value.is_floating_point()) or bool(torch.isfinite(value).all())
+
+
+def _few(numbers: list[int]) -> str:
+    more = f" and {len(numbers) - _SHOWN} more" if len(numbers) > _SHOWN else ""
+    return ", ".join(map(str, numbers[:_SHOWN])) + more

@@ -1,0 +1,151 @@
+"""SIGTERM, SIGHUP and SIGUSR1: finish the step, save, leave with exit code 75. Another one after 5 seconds leaves at once."""
+
+from __future__ import annotations
+
+import math
+import os
+import select
+import signal
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from types import TracebackType
+
+import torch
+
+from dsframe.cluster.exchange import Ranks
+from dsframe.data.workers import STOP_SIGNALS
+
+GRACE_SECONDS = 25.0
+"""Time for a rank to reach its next step boundary after SIGTERM; DeepSpeed's launcher and torchrun send SIGKILL 30 s after it.
+SIGUSR1 is a warning that comes as early as whoever asked for it wants: then a step may take as long as it takes."""
+ECHO_SECONDS = 5.0
+"""One signal to a launcher can arrive twice: from whoever sent it to the whole job, and passed on by the launcher."""
+AGREE_SECONDS = 2.0
+"""Interval at which the ranks ask each other if one of them was told to stop."""
+
+
+class StopRequest:
+    """Listens while it is entered. A thread waits for signals, so that the main thread may be anywhere, even in a collective.
+
+    All ranks must stop after the same step, though signals reach them at different times or only one of them. Asking after each
+    step would make every step wait for the slowest rank; so they ask with one all-reduce of two numbers about every two seconds.
+    The second number is the time since the last one: from it all compute the same next step to ask at. The third says whether
+    one of them is in ``trouble`` that the others do not know of.
+    """
+
+    def __init__(self, ranks: Ranks, first_step: int, trouble: Callable[[], bool] = lambda: False) -> None:
+        """``first_step``: the number of steps done."""
+        self._trouble = trouble
+        self.trouble = False
+        """True if a rank was in trouble when the ranks last asked each other: the same on all."""
+        self._ranks = ranks
+        self._asked_at, self._since, self._next = first_step, time.perf_counter(), first_step + 1
+        self._received: int | None = None
+        self._saving = False
+        self._saved_at = -math.inf
+        self._previous: dict[signal.Signals, object] = {}
+        self._old_descriptor = -1
+        self._pipe: tuple[int, int] | None = None
+
+    def __enter__(self) -> StopRequest:
+        if threading.current_thread() is not threading.main_thread():
+            # Python lets only the main thread handle signals: a program that trains elsewhere has its own way.
+            return self
+        read, write = self._pipe = os.pipe()
+        os.set_blocking(write, False)
+        for number in STOP_SIGNALS:
+            if number == signal.SIGHUP and signal.getsignal(number) == signal.SIG_IGN:
+                continue  # nohup: the run outlives its terminal
+            self._previous[number] = signal.signal(number, _nothing)
+        self._old_descriptor = signal.set_wakeup_fd(write, warn_on_full_buffer=False)
+        threading.Thread(target=self._listen, args=(read,), name="dsframe-signals", daemon=True).start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._pipe is None:
+            return
+        signal.set_wakeup_fd(self._old_descriptor)
+        for number, handler in self._previous.items():
+            # After a stop the launcher's second SIGTERM must not cut short the last goodbyes.
+            signal.signal(number, signal.SIG_IGN if self._received is not None else handler)  # type: ignore[arg-type]
+        os.write(self._pipe[1], b"\0")
+        os.close(self._pipe[1])
+        self._pipe = None
+
+    @contextmanager
+    def saving(self) -> Iterator[None]:
+        """Wraps the writing of a checkpoint, which is not interrupted: a signal's grace time starts at its end."""
+        before, self._saving = self._saving, True
+        try:
+            yield
+        finally:
+            self._saving, self._saved_at = before, time.monotonic()
+
+    @property
+    def name(self) -> str:
+        """The signal that came, "" where another rank got it."""
+        return "" if self._received is None else signal.Signals(self._received).name
+
+    def agreed(self, step: int) -> bool:
+        """**Collective** on the steps all ranks agree on: whether to save after ``step`` and leave."""
+        if step < self._next:
+            return False
+        now = time.perf_counter()
+        plan = self._ranks.plan
+        own = torch.tensor(
+            [float(self._received is not None), now - self._since, float(self._trouble())],
+            dtype=torch.float64,
+            device=plan.device,
+        )
+        wishes, seconds, troubles = self._ranks.sum_over_ranks(own).tolist()
+        step_seconds = seconds / plan.world.size / (step - self._asked_at)
+        self._next = step + max(1, min(int(AGREE_SECONDS / max(step_seconds, 1e-6)), 100_000))
+        self._asked_at, self._since = step, now
+        self._saving, self.trouble = wishes > 0, troubles > 0
+        return self._saving
+
+    @contextmanager
+    def between_batches(self) -> Iterator[Callable[[int], bool]]:
+        """Gives :meth:`agreed` for an evaluation, which may take long: called on all ranks with the number of batches done."""
+        kept, since, began = (self._asked_at, self._next), self._since, time.perf_counter()
+        self._asked_at, self._next, self._since = 0, 1, began
+        try:
+            yield self.agreed
+        finally:
+            (self._asked_at, self._next), self._since = kept, since + time.perf_counter() - began
+
+    def _listen(self, read: int) -> None:
+        arrived = 0.0
+        while True:
+            first = self._received
+            hurries = first in (signal.SIGTERM, signal.SIGHUP)
+            ready = select.select([read], [], [], GRACE_SECONDS if hurries else None)[0]
+            if not ready:
+                if self._saving or time.monotonic() - self._saved_at < GRACE_SECONDS:
+                    continue
+                _leave(first or signal.SIGTERM, f"no step ended within {GRACE_SECONDS:.0f} s of the signal")
+            number = os.read(read, 1)[0]
+            if number == 0:
+                os.close(read)
+                return
+            if number in STOP_SIGNALS:
+                if first is None:
+                    self._received, arrived = number, time.monotonic()
+                elif time.monotonic() - arrived > ECHO_SECONDS:
+                    _leave(number, "a second signal")
+
+
+def _nothing(number: int, frame: object) -> None:
+    """The thread does it; a handler in Python must only be there."""
+
+
+def _leave(number: int, why: str) -> None:
+    try:
+        print(f"dsframe: warning: {why}: leaving without saving", file=sys.stderr, flush=True)
+    finally:  # a closed terminal is no reason to stay
+        os._exit(128 + number)

@@ -1,0 +1,106 @@
+"""Whose mistake an exception is: the user's, in code that dsframe called, or one of dsframe and the libraries.
+
+Exceptions pass through dsframe as they are, because engines and launchers know some by their class (a lost peer, for one).
+Only where one ends a process is its traceback read, by :func:`told`.
+"""
+
+from __future__ import annotations
+
+import linecache
+import sysconfig
+import traceback
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from functools import cached_property
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+_OURS = str(Path(__file__).resolve().parent.parent)
+_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+_COMMUNICATION = ("/deepspeed/", "/horovod/", "/torch/distributed/")
+"""Where an error under the user's frames is not theirs: a hook of their model talks to other ranks there."""
+_INPUTS = (
+    "A batch's inputs reach the model as model(*inputs) where they are a tuple, as model(**inputs) where they are a dict, "
+    "else as model(inputs); here they are {kind}"
+)
+
+
+@dataclass(frozen=True)
+class _Call:
+    frame: FrameType
+    line: int
+
+    @cached_property
+    def file(self) -> str:
+        return str(Path(self.frame.f_code.co_filename).absolute())
+
+    @property
+    def ours(self) -> bool:
+        return self.file.startswith(_OURS + "/")
+
+    @property
+    def users(self) -> bool:
+        made_up = self.frame.f_code.co_filename.startswith("<")
+        return not (self.ours or made_up or self.file.startswith(_LIBRARIES))
+
+    @property
+    def source(self) -> str:
+        return linecache.getline(self.file, self.line).strip()
+
+
+def may_pass(error: Exception) -> bool:
+    """Returns whether a restart may well mend it, although the user's code raised it: a disk, a connection, memory."""
+    return isinstance(error, (OSError, MemoryError)) or type(error).__name__ == "OutOfMemoryError"
+
+
+def told(error: Exception) -> str | None:
+    """Returns what the user should read of an ``error`` that their code or their model raised; None where it is not theirs.
+
+    The user's own frames, and which call of dsframe led to them.
+    """
+    calls = [_Call(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    first = next((place for place, call in enumerate(calls) if call.ours), len(calls))
+    calls = calls[first:]
+    theirs = [place for place, call in enumerate(calls) if call.users]
+    above = calls[: theirs[0]] if theirs else calls
+    by = next((call for call in reversed(above) if call.ours), None)
+    if by is None:
+        return None
+    below = calls[(theirs[-1] if theirs else calls.index(by)) + 1 :]
+    if any(name in call.file for call in below for name in _COMMUNICATION):
+        return None
+    in_worker = "DataLoader worker process" in str(error).partition("\n")[0]
+    if not (theirs or in_worker or by.frame.f_code.co_name == "call"):
+        return None
+    return _text(error, by, [calls[place] for place in theirs])
+
+
+def _text(error: Exception, by: _Call, theirs: Sequence[_Call]) -> str:
+    whose = "the task's model" if by.frame.f_code.co_name == "call" else "the task's code"
+    lines = [f"{whose} raised {type(error).__name__}: {str(error).rstrip() or 'no message'}"]
+    for call in theirs:
+        lines.append(f'  File "{call.file}", line {call.line}, in {call.frame.f_code.co_name}')
+        if call.source:
+            lines.append(f"    {call.source}")
+    place = Path(by.file).relative_to(Path(_OURS).parent)
+    lines.append(f"called by {place}, line {by.line}, in {by.frame.f_code.co_name}: {by.source}")
+    values = by.frame.f_locals
+    if by.frame.f_code.co_name == "call" and "inputs" in values and not theirs:
+        lines.append(_INPUTS.format(kind=_kind(values["inputs"])))
+    if by.frame.f_code.co_name == "item" and "index" in values:
+        lines.append(f"The sample is number {values['index']} of its data set, counted from 0")
+    return "\n".join(lines) + "\nMend it there; --verbose prints the whole traceback"
+
+
+def _kind(inputs: Any) -> str:
+    if isinstance(inputs, Mapping):
+        return f"a dict with the keys {', '.join(map(str, inputs))}"
+    if isinstance(inputs, (tuple, list)):
+        return f"a {type(inputs).__name__} of {len(inputs)}"
+    shape = getattr(inputs, "shape", None)
+    return (
+        type(inputs).__name__
+        if shape is None
+        else f"one {type(inputs).__name__} of shape {list(shape)} in {inputs.dtype}"
+    )

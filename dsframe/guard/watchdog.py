@@ -1,0 +1,288 @@
+"""Ends a run that hangs, and says which rank waits where and which one is missing.
+
+Every rank has a thread that looks at the time of its own last sign of life. The first that has waited too long calls the
+others through a store of torch's (a small TCP server in a C++ thread of rank 0, or of torchrun, so it answers while rank 0 is
+stuck); all leave there where they are, rank 0 prints the report, and all end. The store is there before the engine is: a rank that
+hangs while the engine is set up or a checkpoint is read is named as well. No collective is involved and nothing is asked of the
+library that is stuck, so it is the same for every engine. Horovod's own stall check says nothing over Gloo (measured, 0.28.1),
+and Gloo's own limit ends a run after 30 minutes without naming anybody.
+
+Where rank 0's process is stopped or its host is cut off, the store's calls block without limit. So each is made in a thread that
+is left behind where it does not come back, and nothing that the verdict's end depends on waits for one.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import functools
+import json
+import os
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable
+from dataclasses import asdict
+from datetime import timedelta
+from typing import Any
+
+from dsframe.cluster.exchange import Ranks, all_gather_text
+from dsframe.cluster.process_group import meet, rendezvous_address
+from dsframe.cluster.rendezvous import addresses
+from dsframe.cluster.world import World
+from dsframe.errors import HangError, WorldError
+from dsframe.guard import hang
+from dsframe.guard.hang import SET_UP
+from dsframe.run_dir import outcome
+
+FIRST_FACTOR = 3.0
+"""Factor on the limit for the first step: kernels are compiled, data are read for the first time."""
+SETUP_SECONDS = 900.0
+"""Shortest limit for the engine to be set up, and a checkpoint to be read: operators are compiled, models are built."""
+ANSWER_SECONDS = 10.0
+"""Time that rank 0 waits for the others' reports, and the others for rank 0 to print them."""
+
+
+class Watchdog:
+    """Watches while it is entered, which it may be several times. :meth:`beat` costs about a tenth of a microsecond."""
+
+    def __init__(self, world: World, seconds: float) -> None:
+        """**Collective** where there are several ranks and something to watch: they meet.
+
+        ``seconds``: the longest time between two signs of life; 0: never mind. Raises WorldError where they do not meet.
+        """
+        self._world, self._seconds = world, seconds
+        self._limit = max(seconds * FIRST_FACTOR, SETUP_SECONDS)
+        self._step = SET_UP
+        self._beats = self._round = 0
+        self._last = 0.0
+        self._store: Any = _meet(world) if seconds and world.size > 1 else None
+        self._called = -1
+        """The last round that another rank has called this one to."""
+        self._over = threading.Event()
+        self._threads: list[threading.Thread] = []
+
+    def connect(self, ranks: Ranks) -> None:
+        """**Collective.** A store for ranks that could not meet before they had an engine."""
+        if self._seconds and self._world.size > 1 and self._store is None:
+            self._store = _open_store(ranks)
+
+    def __enter__(self) -> Watchdog:
+        if self._seconds:
+            self._last = time.monotonic()
+            self._over = threading.Event()
+            names = {hang.WATCHERS: self._watch} | ({f"{hang.WATCHERS}-calls": self._hear} if self._store else {})
+            self._threads = [threading.Thread(target=work, name=name, daemon=True) for name, work in names.items()]
+            for thread in self._threads:
+                thread.start()
+        return self
+
+    def __exit__(self, *exception: object) -> None:
+        self._over.set()
+        for thread in self._threads:
+            thread.join(1.0)  # not inside torch's store when the interpreter is taken down
+
+    def begin(self, step: int) -> None:
+        """Set up; training goes on after ``step``."""
+        self._step, self._limit = step, self._seconds * FIRST_FACTOR
+        self._last = time.monotonic()
+
+    def beat(self) -> None:
+        """A sign of life."""
+        self._beats += 1
+        self._last = time.monotonic()
+
+    def alive(self) -> None:
+        """A sign of life that not all ranks give equally often."""
+        self._last = time.monotonic()
+
+    def done(self, step: int) -> None:
+        """``step`` has ended."""
+        self._step, self._limit = step, self._seconds
+        self.beat()
+
+    def _watch(self) -> None:
+        over, looked = self._over, time.monotonic()
+        while not over.wait(self._interval):
+            before, looked = looked, time.monotonic()
+            if looked - before > self._interval + self._seconds / 2:
+                self._last = looked  # this process itself stood still (Ctrl-Z, a frozen container): it counts anew
+            idle = looked - self._last
+            if idle > self._limit or self._called >= self._round:
+                self._tell(hang.standing(self._step, self._beats, idle))
+                self._round, self._last = self._round + 1, time.monotonic()
+
+    def _hear(self) -> None:
+        """Asks the store whether another rank has called; alone, because the store may never answer."""
+        over = self._over
+        while not over.wait(self._interval):
+            asked = self._round
+            with contextlib.suppress(RuntimeError):  # the store is gone, with rank 0 or because the run ends
+                if self._store.check([f"hang/{asked}"]):
+                    self._called = asked
+
+    @property
+    def _interval(self) -> float:
+        return min(self._seconds / 4, 2.0)
+
+    def _tell(self, own: hang.RankStatus) -> None:
+        """Ends the process where it is a hang: said for ``dsframe launch``, printed, and told to the others. Else returns."""
+        world = self._world
+        verdict, text = "hang", ""
+        try:
+            verdict, text = self._judge(own)
+        except Exception as error:  # better a report of this rank alone than a run that hangs in silence
+            text = f"[rank {world.rank}] error: the watchdog itself failed: {error!r}\n{self._alone(own)}"
+        try:
+            if text:
+                said = f"the run hangs {hang.moment(own.step)}; the report on standard error says who waits where"
+                _within(lambda: outcome.reporter().failed(HangError.exit_code, said))
+                _within(lambda: print(f"{text}\n", end="", file=sys.stderr, flush=True))
+            if world.is_main and self._store is not None:
+                self._try(lambda: self._store.set(f"verdict/{self._round}", verdict))
+                if verdict == "hang":
+                    time.sleep(1.0)  # the store ends with this process; the others have now read from it
+        finally:
+            if verdict == "hang":
+                os._exit(HangError.exit_code)
+
+    def _judge(self, own: hang.RankStatus) -> tuple[str, str]:
+        """Compares notes with the other ranks: "hang" or (one rank moves on) "slow", and what this rank is to print."""
+        world = self._world
+        if self._store is None:
+            return "hang", self._alone(own)
+        if not self._answer(own):
+            return "hang", f"[rank {world.rank}] rank 0 does not answer\n{self._alone(own)}"
+        if world.is_main:
+            found = self._gather()
+            if any(one.seconds < self._limit / 2 for one in found.values()):
+                return "slow", ""
+            return "hang", hang.diagnose(found, world.size, self._limit)
+        if self._wait([f"verdict/{self._round}"], 2 * ANSWER_SECONDS):
+            return (self._try(lambda: self._store.get(f"verdict/{self._round}")) or b"hang").decode(), ""
+        return "hang", f"[rank {world.rank}] rank 0 says nothing\n{self._alone(own)}"
+
+    def _alone(self, own: hang.RankStatus) -> str:
+        return hang.diagnose({self._world.rank: own}, 1, self._limit)
+
+    def _answer(self, own: hang.RankStatus) -> bool:
+        def send() -> bool:
+            self._store.set(f"hang/{self._round}", "1")
+            self._store.set(f"standing/{self._round}/{self._world.rank}", json.dumps(asdict(own)))
+            return True
+
+        return bool(self._try(send))
+
+    def _gather(self) -> dict[int, hang.RankStatus]:
+        keys = {rank: f"standing/{self._round}/{rank}" for rank in range(self._world.size)}
+        self._wait(list(keys.values()), ANSWER_SECONDS)
+        there = {rank: key for rank, key in keys.items() if self._wait([key], 0.0)}
+        texts = {rank: self._try(functools.partial(self._store.get, key)) for rank, key in there.items()}
+        return {rank: hang.RankStatus(**json.loads(text)) for rank, text in texts.items() if text}
+
+    def _wait(self, keys: list[str], seconds: float) -> bool:
+        deadline = time.monotonic() + seconds
+        while not self._try(lambda: self._store.check(keys)):
+            if time.monotonic() > deadline:
+                return False
+            time.sleep(0.1)
+        return True
+
+    def _try(self, action: Callable[[], Any]) -> Any:
+        """Returns the result of ``action``; None if the store is gone (with rank 0, or at the end) or does not answer."""
+        return _within(action) if self._store is not None else None
+
+
+def _within(action: Callable[[], Any]) -> Any:
+    """Returns the result of ``action``; None if it fails, or takes over ANSWER_SECONDS: then its thread is left behind."""
+    found: list[Any] = []
+
+    def work() -> None:
+        with contextlib.suppress(RuntimeError, OSError, ValueError):  # no store, a closed pipe, a closed stream
+            found.append(action())
+
+    thread = threading.Thread(target=work, name=f"{hang.WATCHERS}-action", daemon=True)
+    thread.start()
+    thread.join(ANSWER_SECONDS)
+    return found[0] if found else None
+
+
+def _meet(world: World) -> Any:
+    """**Collective.** A store of all ranks; None where the launcher gives no address to meet at, which is the same on all."""
+    if world.elastic:  # processes that are new and those that are not have met a different number of times
+        return None
+    try:
+        address, port = rendezvous_address(world)
+    except WorldError:
+        return None
+    return meet(world, address, port, timedelta(seconds=ANSWER_SECONDS))
+
+
+def _open_store(ranks: Ranks) -> Any:
+    """**Collective.** The store that all ranks reach, listening on one address only; None on a rank that cannot reach it, and
+    on all where rank 0 cannot listen."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    world: World = ranks.plan.world
+    listening, said = None, ""
+    if world.is_main:
+        try:
+            listening = _listen(world)
+            said = json.dumps(listening.getsockname()[:2])
+        except OSError as error:
+            print(
+                f"[rank 0] dsframe: warning: the watchdogs cannot talk, so each rank is watched alone: {error}",
+                file=sys.stderr,
+                flush=True,
+            )
+    said = all_gather_text(ranks, said)[0]
+    if not said:
+        return None
+    address, port = json.loads(said)
+    descriptor = listening.detach() if listening else None
+    try:
+        return TCPStore(
+            address,
+            port,
+            is_master=world.is_main,
+            timeout=timedelta(seconds=ANSWER_SECONDS),
+            wait_for_workers=False,
+            master_listen_fd=descriptor,
+        )
+    except RuntimeError as error:
+        print(
+            f"[rank {world.rank}] dsframe: warning: the watchdog cannot reach rank 0: {error}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return None
+
+
+def _listen(world: World) -> socket.socket:
+    """A listening socket on the loopback interface where all ranks are on one host, else on an address that others reach."""
+    address = "127.0.0.1" if world.local_size == world.size else _own_address(world)
+    listening = socket.socket()
+    listening.bind((address, 0))
+    listening.listen(world.size)
+    return listening
+
+
+def _own_address(world: World) -> str:
+    """Rank 0's address for other hosts: of the interface that Gloo or Horovod were told, of its name, of the default route.
+
+    The name alone does not do: Debian writes 127.0.1.1 for it into /etc/hosts. Raises OSError where there is only the loopback.
+    """
+    told = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("HOROVOD_GLOO_IFACE") or ""
+    own = [(address, interface) for address, interface in addresses() if address.count(".") == 3]
+    usable = [address for address, interface in own if interface in told.split(",")]
+    for name in filter(None, (world.master_address, os.environ.get("HOROVOD_HOSTNAME"), socket.gethostname())):
+        with contextlib.suppress(OSError):
+            usable.append(socket.gethostbyname(name))
+    with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
+        probe.connect(("192.0.2.1", 9))  # RFC 5737, an address of nobody's: nothing is sent, it only asks for the route
+        usable.append(probe.getsockname()[0])
+    here = {address for address, _ in own}
+    for address in usable:
+        if address in here and not address.startswith("127."):
+            return str(address)
+    raise OSError("this host has no address but the loopback's that others could reach; set GLOO_SOCKET_IFNAME")

@@ -1,0 +1,1 @@
+"""One host: cores, memory, signals to a process tree, and what killed runs leave behind."""

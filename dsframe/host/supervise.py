@@ -1,0 +1,248 @@
+"""Runs a launcher and everything it starts as one job: signals reach all of it, nothing of it is left, its exit code is true.
+
+Standard library only, and quick to import: it stands between the user's command line and every run.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import math
+import os
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
+FOR_WORKERS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
+SAVING = frozenset({signal.SIGTERM, signal.SIGHUP})  # of these, the first is a request to save and leave (`gentle`)
+LEFTOVER_SECONDS = 5.0  # what a clean end may need after the launcher: resource trackers, compile workers
+# DeepSpeed's launcher gives its workers 30 s between SIGTERM and SIGKILL. Tests have less patience.
+SHUTDOWN_SECONDS = float(os.environ.get("DSFRAME_SHUTDOWN_SECONDS", "40"))
+# What launchers set for workers and not for themselves: DeepSpeed's and torch's, Horovod's, and Open MPI's under Horovod's.
+WORKER_VARIABLES = {b"LOCAL_RANK", b"HOROVOD_LOCAL_RANK", b"OMPI_COMM_WORLD_LOCAL_RANK"}
+SET_PARENT_DEATH_SIGNAL, SET_CHILD_SUBREAPER = 1, 36  # prctl(2)
+
+
+def next_on_path(script: Path) -> str | None:
+    """The first program on PATH that has the script's name and is not the script."""
+    for folder in os.environ.get("PATH", os.defpath).split(os.pathsep):
+        candidate = Path(folder or ".", script.name)
+        if candidate.is_file() and os.access(candidate, os.X_OK) and not candidate.samefile(script):
+            return str(candidate)
+    return None
+
+
+def run(
+    program: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    *,
+    gentle: bool = False,
+    forwards: bool = False,
+    brief: bool = False,
+    received: list[int] | None = None,
+) -> int:
+    """Runs `program` to its end and returns its exit code: 128 + N when signal N ended it, 1 when it left processes behind.
+
+    INT, TERM and HUP go to every process of the job, USR1 and USR2 to its workers only (they would end the launcher).
+    Two processes do this. The one that the user sees passes signals on to the supervisor, its child. The kernel tells the
+    supervisor when the first one is killed: so even SIGKILL leaves nothing running.
+
+    `gentle`: the first TERM or HUP becomes USR1, at which dsframe's workers save and leave. Launchers end their workers within
+    seconds of a TERM (mpirun) or at once (srun), saved or not. `forwards`: the program passes USR1 and USR2 on to its workers,
+    which may be on other hosts (mpirun, srun). `brief`: the program hears INT and TERM itself and ends its workers one by one
+    (deepspeed.launcher.launch): all of it has SHUTDOWN_SECONDS from the signal on, and its code 1 becomes 128 + N.
+    `received`: gets the signals that came, which stay blocked when this returns.
+    """
+    heard = {*ENDING, *FOR_WORKERS, signal.SIGTSTP}
+    heard = {number for number in heard if signal.getsignal(number) != signal.SIG_IGN}  # nohup, background jobs
+    signal.pthread_sigmask(signal.SIG_BLOCK, {*heard, signal.SIGCHLD})  # they are waited for, below
+    adopt_orphans()
+    front = os.getpid()
+    supervisor = os.fork()
+    if supervisor == 0:
+        os.setpgid(0, 0)
+        alone = die_with_parent(front)
+        os._exit(1 if alone else supervise(program, arguments, environment, heard, gentle, forwards, brief))
+    while True:
+        number = signal.sigwait({*heard, signal.SIGCHLD})
+        if number == signal.SIGCHLD:
+            pid, status = os.waitpid(supervisor, os.WNOHANG)
+            if pid == supervisor:
+                break
+        else:
+            if received is not None:
+                received.append(number)
+            os.kill(supervisor, number)
+            if number == signal.SIGTSTP:
+                os.kill(front, signal.SIGSTOP)  # returns when the shell continues us
+                os.kill(supervisor, signal.SIGCONT)
+    if os.WIFSIGNALED(status):  # somebody killed the supervisor: its children are ours now
+        end_descendants()
+    return exit_code(status)
+
+
+def wait_for_signal(seconds: float) -> int:
+    """Waits, after a run; returns early with the number of a signal that ends all, 0 where none came."""
+    limit = time.monotonic() + seconds
+    while (left := limit - time.monotonic()) > 0:
+        arrived = signal.sigtimedwait({*ENDING, signal.SIGCHLD}, left)
+        if arrived and arrived.si_signo in ENDING:
+            return int(arrived.si_signo)
+    return 0
+
+
+def supervise(
+    program: str,
+    arguments: list[str],
+    environment: dict[str, str],
+    heard: set[signal.Signals],
+    gentle: bool,
+    forwards: bool,
+    brief: bool,
+) -> int:
+    adopt_orphans()
+    launcher = start(program, arguments, environment)
+    code: int | None = None
+    asked_to_end = 0  # the signal
+    patience = math.inf  # until when processes may outlive the launcher
+    while True:
+        for pid, status in ended_children():
+            if pid == launcher:
+                code = exit_code(status)
+                patience = time.monotonic() + (SHUTDOWN_SECONDS if asked_to_end else LEFTOVER_SECONDS)
+        if code is not None and not any(descendants()):
+            return 128 + asked_to_end if brief and asked_to_end and code == 1 else code
+        if time.monotonic() > patience:
+            if not asked_to_end:
+                said = "dsframe: warning: the launcher ended before its workers: ending them"
+                with contextlib.suppress(OSError):
+                    print(said, file=sys.stderr, flush=True)
+            end_descendants()
+            return code or (128 + asked_to_end if brief and asked_to_end else 1)
+        arrived = signal.sigtimedwait({*heard, signal.SIGCHLD}, min(3600.0, max(0.0, patience - time.monotonic())))
+        number = arrived.si_signo if arrived else 0
+        saves = gentle and number in SAVING and not asked_to_end
+        if number in ENDING and not asked_to_end:
+            asked_to_end = number
+            patience = min(patience, time.monotonic() + SHUTDOWN_SECONDS) if brief else patience
+        hearing = ([launcher] if forwards else workers()) if saves or number in FOR_WORKERS else []
+        if number in FOR_WORKERS or hearing:
+            for pid in hearing:
+                signal_process(pid, signal.SIGUSR1 if saves else number)
+        elif number in ENDING:
+            signal_descendants(number)
+        elif number == signal.SIGTSTP:
+            signal_descendants(signal.SIGSTOP)
+            os.kill(os.getpid(), signal.SIGSTOP)
+            signal_descendants(signal.SIGCONT)
+
+
+def start(program: str, arguments: list[str], environment: dict[str, str]) -> int:
+    """Starts the program in a process group of its own and returns its process id."""
+    child = os.fork()
+    if child == 0:
+        os.setpgid(0, 0)
+        signal.signal(signal.SIGPIPE, signal.SIG_DFL)  # Python ignores it, and what is ignored stays so
+        signal.pthread_sigmask(signal.SIG_SETMASK, set())
+        with contextlib.suppress(OSError):
+            os.execve(program, [program, *arguments], environment)
+        print(f"dsframe: error: {program}: cannot be run", file=sys.stderr, flush=True)
+        os._exit(126)
+    with contextlib.suppress(PermissionError):  # it has called execve already, after its own setpgid
+        os.setpgid(child, child)  # here as well: a signal may come before the child's own call
+    return child
+
+
+def die_with_parent(parent: int | None = None) -> bool:
+    """Asks Linux for SIGTERM when this process's parent dies: one killed by SIGKILL would leave it running.
+
+    Returns whether ``parent``, where it is given, had died before that.
+    """
+    if sys.platform == "linux":
+        ctypes.CDLL(None).prctl(SET_PARENT_DEATH_SIGNAL, int(signal.SIGTERM), 0, 0, 0)
+    return parent is not None and os.getppid() != parent
+
+
+def adopt_orphans() -> None:
+    """Makes every descendant whose parent dies a child of this process, which can then wait for it."""
+    ctypes.CDLL(None).prctl(SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+
+
+def ended_children() -> Iterator[tuple[int, int]]:
+    """(process, wait status) of each child that has ended and was not yet asked about."""
+    with contextlib.suppress(ChildProcessError):
+        while (ended := os.waitpid(-1, os.WNOHANG))[0]:
+            yield ended
+
+
+def descendants() -> Iterator[int]:
+    """Every process below this one, except those that have ended."""
+    parents, ended = {}, set()
+    for folder in Path("/proc").iterdir():
+        if folder.name.isdecimal():
+            state, parent = state_and_parent(int(folder.name))
+            parents[int(folder.name)] = parent
+            if state == b"Z":
+                ended.add(int(folder.name))
+    for pid in parents:
+        ancestor = parents[pid]
+        while ancestor != os.getpid() and ancestor in parents:
+            ancestor = parents[ancestor]
+        if ancestor == os.getpid() and pid not in ended:
+            yield pid
+
+
+def workers() -> list[int]:
+    """The descendants that a launcher gave a rank, without those that they have started themselves."""
+    ranked = {pid for pid in descendants() if WORKER_VARIABLES & set(variables(pid))}
+    return [pid for pid in ranked if state_and_parent(pid)[1] not in ranked]
+
+
+def state_and_parent(pid: int) -> tuple[bytes, int]:
+    """A process's state letter and its parent; (b"Z", 0) when it is gone."""
+    try:
+        state, parent = Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[:2]
+    except OSError:
+        return b"Z", 0
+    return state, int(parent)
+
+
+def variables(pid: int) -> set[bytes]:
+    """The names in a process's environment."""
+    try:
+        return {entry.partition(b"=")[0] for entry in Path(f"/proc/{pid}/environ").read_bytes().split(b"\0")}
+    except OSError:
+        return set()
+
+
+def end_descendants() -> None:
+    """Ends every process below this one: asked to first, then killed."""
+    for number, seconds in ((signal.SIGTERM, LEFTOVER_SECONDS), (signal.SIGKILL, math.inf)):
+        limit = time.monotonic() + seconds
+        signal_descendants(number)
+        while any(descendants()) and time.monotonic() < limit:
+            for _ in ended_children():
+                pass
+            time.sleep(0.05)
+            if number == signal.SIGKILL:
+                signal_descendants(number)  # those that came meanwhile
+
+
+def signal_process(pid: int, number: int) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.kill(pid, number)
+
+
+def signal_descendants(number: int) -> None:
+    """Signals each of them, not their process group: launchers put what they start into groups of their own."""
+    for pid in descendants():
+        signal_process(pid, number)
+
+
+def exit_code(status: int) -> int:
+    code = os.waitstatus_to_exitcode(status)
+    return 128 - code if code < 0 else code

@@ -1,0 +1,323 @@
+"""A run on one set of processes, in five phases: data, engine, resume, train, finish.
+
+This is the only place that knows all the parts. Where processes come and go, a run has a job for each set of them.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from xxhash import xxh3_64_hexdigest
+
+from dsframe import __version__, engines
+from dsframe.checkpoint.memory_checkpoint import MemoryCheckpoint, begin_again
+from dsframe.checkpoint.resume import Start, about, begin, refuse
+from dsframe.checkpoint.saver import Saver
+from dsframe.checkpoint.store import Retention, Store
+from dsframe.cluster import world as worlds
+from dsframe.cluster.exchange import assert_same_on_all_ranks
+from dsframe.cluster.process_group import device_of
+from dsframe.cluster.world import World
+from dsframe.config import Batch, Config, Facts
+from dsframe.config.resolve import elastic, inherit, scaling
+from dsframe.data import EvaluationLoader, Loader
+from dsframe.engine import Engine, Plan
+from dsframe.engines import precision
+from dsframe.errors import CheckpointError, EngineError, StoppedError, TaskError, TrainingError
+from dsframe.guard.watchdog import Watchdog
+from dsframe.host import allocator, cores, phases
+from dsframe.host.memory import resident_bytes
+from dsframe.model import optimizers, schedules, weighting
+from dsframe.observe.observer import Observers, Stretch
+from dsframe.run_dir import outcome, output
+from dsframe.run_dir.lock import RunLock
+from dsframe.run_dir.progress import Progress
+from dsframe.run_dir.record import Record, finished
+from dsframe.tasks.task import Task
+from dsframe.trainer import Outputs, RunSchedule, Summary, Trainer, Work
+
+
+@dataclass(frozen=True)
+class Wishes:
+    """What the command line asks for beside the file."""
+
+    resume: str
+    verbose: bool
+    quiet: bool
+
+
+@dataclass(frozen=True)
+class Host:
+    """What this process has of its host."""
+
+    threads: int
+    cores: tuple[int, ...]
+    """Those that it is bound to."""
+    began: float
+    """When the run began, by ``time.perf_counter``."""
+    lock: RunLock
+
+
+@dataclass(frozen=True)
+class Run:
+    """What does not depend on how many processes there are: it stays while they come and go."""
+
+    config: Config
+    task: Task
+    script_task: str
+    """Where a script brought its own task: its name, which no other program can rebuild. Else empty."""
+    engine: str
+    data: Callable[[], tuple[Any, Any]]
+    """For training and for evaluation; read once."""
+    lines: tuple[str, ...]
+    """To be said at the start."""
+    wishes: Wishes
+    host: Host
+
+
+@dataclass(frozen=True)
+class _Job:
+    """What these processes are going to do, before there is an engine."""
+
+    run: Run
+    plan: Plan
+    work: Work
+    progress: Progress
+    processes: int
+    """That train: an elastic job may have more."""
+    commits: MemoryCheckpoint | None
+
+    def say(self, line: str) -> None:
+        self.progress.say(f"dsframe: {line}")
+
+    @property
+    def goes_on(self) -> bool:
+        """Whether this run had other processes before."""
+        return self.commits is not None and self.commits.last is not None
+
+
+def train(run: Run, world: World, commits: MemoryCheckpoint | None) -> Summary:
+    """**Collective.** Trains: from the last commit where there is one, else as the command line says."""
+    phases.done("imports")
+    if commits:
+        worlds.move(world)
+        outcome.reporter().rank = world.rank
+    job = _plan(run, world, commits)
+    _announce(job)
+    weighting.refuse(run.task, job.plan.batch)
+    run.host.lock.take(job.plan.directory, world, job.say, takes_over=job.goes_on)
+    phases.done("data")
+    watchdog = Watchdog(world, run.config.settings.hang_timeout_seconds)
+    engine, facts = _make_engine(job, watchdog)
+    saver, start = _resume(job, engine, watchdog)
+    done = start.step if start.in_place else 0
+    complete = done == job.work.schedule.total_steps and finished(job.plan.directory, done)
+    observers = Observers(Stretch(job.plan, start.step, job.work.schedule.total_steps, job.progress.say))
+    facts |= observers.start(engine)
+    record = Record(job.plan, facts, done, say=job.say) if world.is_main and not complete else None
+    phases.done("records")
+    outputs = Outputs(job.progress, record, saver)
+    with _ending(job, engine, outputs), watchdog:
+        summary = Trainer(engine, job.work, outputs, watchdog, observers, commits).fit(start)
+    _finish(job, engine, record, summary)
+    if complete and world.is_main:
+        job.say(
+            f"{job.plan.directory} is complete: all {done:,} steps are done, and its record stays; "
+            "raise steps or epochs to train on"
+        )
+    return summary
+
+
+def _plan(run: Run, world: World, commits: MemoryCheckpoint | None) -> _Job:
+    """Shares of the data, and everything that follows from the file and the number of processes."""
+    config, task, entry, settings = run.config, run.task, engines.TABLE[run.engine], run.config.settings
+    batch = elastic.batch(config, world.size) if commits else config.batch(world.size, replicas=entry.replicas)
+    processes, device = batch.data_parallel_size if commits else world.size, device_of(world)
+    if device.type == "cpu":
+        allocator.keep_freed()
+    loader, evaluation = _loaders(run, batch, world, device)
+    refuse(config, run.wishes.resume, evaluates=evaluation is not None)
+    schedule = RunSchedule.of(settings, loader.sampler, evaluates=evaluation is not None)
+    config = config.resolve(Facts(processes, schedule.total_steps, task.hidden_size, entry.replicas))
+    optimizer = optimizers.read(config)
+    rates = schedules.planned(config, task, optimizer.learning_rate, batch.train_batch_size)
+    directory = output.directory_of(config, run.engine, type(task).__name__)
+    if section := config.deepspeed.scheduler:
+        _refuse_plateau(section.type, evaluates=evaluation is not None, elastic=commits is not None)
+    progress = Progress(
+        schedule.total_steps,
+        speaks=world.is_main and not run.wishes.quiet,
+        unit=task.unit,
+        units_per_step=batch.train_batch_size * task.units_per_sample,
+    )
+    plan = Plan(config, world, task, optimizer, rates, batch, device, run.wishes.verbose, directory)
+    return _Job(run, plan, Work(loader, evaluation, schedule), progress, processes, commits)
+
+
+def _refuse_plateau(kind: str, *, evaluates: bool, elastic: bool) -> None:
+    """Raises TaskError, EngineError where nothing decides the rates of a ReduceLROnPlateau, or nobody keeps its state."""
+    if kind == "ReduceLROnPlateau" and not evaluates:
+        raise TaskError("ReduceLROnPlateau waits for evaluations, but the task has no eval_data")
+    if kind == "ReduceLROnPlateau" and elastic:
+        raise EngineError("ReduceLROnPlateau is not possible where processes come and go; choose another schedule")
+
+
+def _announce(job: _Job) -> None:
+    """What the user should know of the machine, and what this run does to rates and cores because the file asks for it."""
+    run, plan = job.run, job.plan
+    if not job.goes_on:
+        slow = precision.emulated(plan.config, plan.device)
+        scaled = scaling.sentence(plan.config.settings.large_batch, plan.batch.train_batch_size)
+        said = inherit.sentence(plan.config.inherited)
+        rates = schedules.notes(plan.config, plan.schedule, job.work.schedule.total_steps)
+        for line in (*run.lines, said, *rates, slow, scaled, cores.sentence(run.host.cores)):
+            if line:
+                job.say(line)
+    for line in elastic.said(plan.batch, plan.world.size) if job.commits else ():
+        job.say(line)
+
+
+def _make_engine(job: _Job, watchdog: Watchdog) -> tuple[Engine, dict[str, Any]]:
+    """**Collective.** The engine, and what the run's record should say of it."""
+    run, plan, world, batch = job.run, job.plan, job.plan.world, job.plan.batch
+    make = engines.load(run.engine, plan.config)
+    phases.done("engine's imports")
+    base_bytes = resident_bytes(plan.device)
+    with watchdog:
+        engine = make(plan)
+        phases.done("engine")
+        watchdog.connect(engine)
+        assert_same_on_all_ranks(engine, _facts(plan.config, job.work))
+    output.begin_anew()  # rank 0 has come here too, so the directory is this run's
+    for what in () if job.goes_on else engine.depends:
+        job.say(f"this model's {what}")
+    job.say(
+        f"{engine.description}; {world.size} x {plan.device.type} under {world.launcher}, "
+        f"{run.host.threads} thread(s) each; "
+        f"batch {batch.train_batch_size} = {batch.micro_batch_size} x {batch.accumulation_steps} x {batch.data_parallel_size}; "
+        f"{job.work.schedule.total_steps:,} steps; {plan.directory}"
+    )
+    return engine, {
+        "engine": run.engine,
+        "description": engine.description,
+        "start_seconds": time.perf_counter() - run.host.began,
+        "script_task": run.script_task or None,
+        "training_processes": job.processes,
+        "base_bytes": base_bytes,
+    }
+
+
+def _resume(job: _Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]:
+    """**Collective.** Where training starts, and who writes the next checkpoints."""
+    run, plan, wanted = job.run, job.plan, job.plan.config.settings.checkpoints
+    checkpoints = Store(plan.directory / "checkpoints")
+    mine = about(
+        plan.config,
+        run.task,
+        plan.optimizer,
+        plan.batch,
+        samples=job.work.loader.sampler.samples,
+        world_size=plan.world.size,
+        engine=run.engine,
+        package=engines.TABLE[run.engine].package,
+    )
+    with watchdog:
+        if job.commits and job.commits.last:
+            start = begin_again(engine, job.commits.last, checkpoints, job.say)
+        else:
+            total = job.work.schedule.total_steps
+            start = begin(engine, run.wishes.resume, checkpoints, mine, total, job.say, watchdog.alive)
+    saver = Saver(
+        engine,
+        checkpoints,
+        mine,
+        every_steps=wanted.every_steps,
+        at_end=wanted.at_end,
+        asynchronous=wanted.asynchronous,
+        retention=Retention(wanted.keep_last, wanted.keep_best, wanted.keep_every),
+        say=job.progress.say,
+    )
+    saver.sign_of_life = watchdog.alive
+    if start.in_place and not job.goes_on:
+        saver.saved_step = start.step  # it may still get its evaluation
+    return saver, start
+
+
+@contextmanager
+def _ending(job: _Job, engine: Engine, outputs: Outputs) -> Iterator[None]:
+    """Around the training: closes what is open where it ends with an error."""
+    try:
+        yield
+    except Exception as error:
+        together = isinstance(error, (StoppedError, TrainingError, CheckpointError))  # all ranks raise these
+        if together or job.commits:  # else this process ends
+            outputs.saver.close(hopeless=not together)
+        job.progress.close()
+        if outputs.record:
+            outputs.record.close("KILLED" if isinstance(error, StoppedError) else "FAILED")
+        if together:
+            engine.close()
+        raise
+
+
+def _finish(job: _Job, engine: Engine, record: Record | None, summary: Summary) -> None:
+    """Closes the run's record, and says what comes next."""
+    job.progress.close()
+    engine.close()
+    if record:
+        record.finish(summary)
+        job.say(str(summary))
+        job.say(f"a page with curves and predictions: dsframe report {job.plan.directory}")
+
+
+def _loaders(run: Run, batch: Batch, world: World, device: torch.device) -> tuple[Loader, EvaluationLoader | None]:
+    """This rank's shares of the training and the held-out data."""
+    config, task = run.config, run.task
+    seed, rank, ranks = config.settings.seed, batch.data_rank(world.rank), batch.data_parallel_size
+    loader = Loader(
+        run.data()[0],
+        seed=seed,
+        micro_batch_size=batch.micro_batch_size,
+        accumulation_steps=batch.accumulation_steps,
+        rank=rank,
+        ranks=ranks,
+        drop_last=config.deepspeed.dataloader_drop_last,
+        device=device,
+        workers=task.workers,
+        order=_order(config, task),
+    )
+    held_out = run.data()[1]
+    if held_out is None:
+        return loader, None
+    size = config.settings.eval_micro_batch_size or batch.micro_batch_size
+    return loader, EvaluationLoader(
+        held_out, seed=seed, micro_batch_size=size, rank=rank, ranks=ranks, device=device, workers=task.workers
+    )
+
+
+def _order(config: Config, task: Task) -> Callable[[int, int], torch.Tensor | None]:
+    """The order of an epoch's samples: the task's, or the file's. Raises TaskError where both say one."""
+    if config.settings.order == "shuffled":
+        return task.order
+    if type(task).order is not Task.order:
+        raise TaskError(
+            f'{type(task).__name__}.order gives the order of the samples, and the file has "order" too; remove one of them'
+        )
+    return lambda epoch, samples: torch.arange(samples)
+
+
+def _facts(config: Config, work: Work) -> dict[str, str]:
+    """What has to be the same on every rank, or they would train different things."""
+    return {
+        "configuration": config.digest[:16],
+        "training samples": str(work.loader.sampler.samples),
+        "order of samples": xxh3_64_hexdigest(work.loader.sampler.global_batch(0)[0][1].numpy().data),
+        "evaluation samples": str(len(work.evaluation.source)) if work.evaluation else "none",
+        "dsframe": __version__,
+        "torch": torch.__version__,
+    }

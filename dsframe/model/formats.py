@@ -1,0 +1,38 @@
+"""Number formats of a model that the file says nothing about."""
+
+from __future__ import annotations
+
+from typing import TYPE_CHECKING
+
+import torch
+from torch import nn
+
+from dsframe.errors import EngineError, TaskError
+
+if TYPE_CHECKING:
+    from dsframe.config import Config
+    from dsframe.tasks.task import Task
+
+
+def own_dtype(config: Config, task: Task, model: nn.Module, *, keeps_float64: bool) -> torch.dtype:
+    """Returns what the masters of ``model``'s parameters are to be in; the model's own where the file names no format.
+
+    Raises TaskError for a model that is in 16 bits, or in several formats, without the file saying so; EngineError where the
+    model is in float64 and the engine cannot keep it.
+    """
+    file = config.deepspeed
+    found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if file.bf16.enabled or file.fp16.enabled or found <= {torch.float32}:
+        return torch.float32
+    if found == {torch.float64} and keeps_float64:
+        return torch.float64
+    if found == {torch.float64}:
+        raise EngineError(
+            "the model is in float64, and this engine keeps float32: every weight would be rounded; choose an engine of torch or "
+            "Horovod, or return model.float()"
+        )
+    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
+    raise TaskError(
+        f"{type(task).__name__}.model is in {names}, and the file names no number format; write "
+        '"bf16": {"enabled": true} (its masters are float32), or return model.float()'
+    )

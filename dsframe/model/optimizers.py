@@ -1,0 +1,139 @@
+"""The optimizer that the file names, the same one on every engine.
+
+DeepSpeed's ``Adam`` and ``AdamW`` compile a C++ op at first use, for about two minutes on a cold machine (measured). torch's
+own ``AdamW(fused=True)`` is the same mathematics, compiled already; it is what every engine runs unless the file asks for
+DeepSpeed's op with ``"torch_adam": false``. Where the two differ in a default, DeepSpeed's wins: weight decay is 0 when the
+file is silent (torch's AdamW would take 0.01).
+
+Source: deepspeed 0.19.8, ``runtime/engine.py`` (``_configure_basic_optimizer``) and ``ops/adam/fused_adam.py``.
+
+Where torch's cannot do what the file asks for (an Adam without bias correction, or one for 16-bit masters on the CPU), it is
+DeepSpeed's op as well.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+import torch
+
+from dsframe.config.features import own_adam
+from dsframe.config.schema.optimizer import Optimizer, muon_rates
+from dsframe.config.schema.torch_optimizer import Params
+from dsframe.errors import ConfigError, EngineError, Problem
+
+if TYPE_CHECKING:
+    from dsframe.config import Config
+
+_ADAM = frozenset({"adam", "adamw"})
+_DEEPSPEED_ONLY = frozenset({"lamb", "lion", "muon", "muadam", "muadamw", "musgd"})
+
+
+@dataclass(frozen=True)
+class OptimizerSpec:
+    """The meaning of the file's ``optimizer`` section."""
+
+    kind: str
+    """``optimizer.type`` as written."""
+    cls: type[torch.optim.Optimizer] | None
+    """torch's class; None for DeepSpeed's own optimizers, which torch lacks."""
+    arguments: Mapping[str, Any]
+    """Keyword arguments of ``cls``, or ``optimizer.params`` as written."""
+    legacy_fusion: bool = False
+    """DeepSpeed's choice between the wrappers of its fused Adam."""
+
+    @property
+    def learning_rate(self) -> float:
+        """The base rate that schedules start from: the file's, else the optimizer's own default. Of Muon's halves, the faster's."""
+        if self.kind.lower() == "muon":
+            return max(muon_rates(self.arguments))
+        if ":" in self.kind:
+            return float(self.arguments["lr"])
+        params = Optimizer.variant({"type": self.kind}, "params") or Params
+        return float(self.arguments.get("lr", params.model_fields["lr"].default))
+
+    def build(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
+        """torch's optimizer over ``parameters``.
+
+        Raises EngineError for DeepSpeed's own optimizers, ConfigError where an argument is unknown or out of range.
+        """
+        if self.cls is None:
+            raise EngineError(
+                f'optimizer "{self.kind}" exists in DeepSpeed only; use engine "deepspeed", or an optimizer of torch'
+            )
+        make: Any = self.cls
+        try:
+            optimizer: torch.optim.Optimizer = make(parameters, **self.arguments)
+        except (TypeError, ValueError, RuntimeError) as error:
+            raise _wrong("params", f"{self.cls.__name__}: {error}") from None
+        return optimizer
+
+    def for_deepspeed(self) -> dict[str, Any]:
+        """The ``optimizer`` section from which DeepSpeed builds this very optimizer."""
+        if self.cls in (torch.optim.Adam, torch.optim.AdamW):
+            decoupled = self.cls is torch.optim.AdamW
+            return {"type": "Adam", "params": {**self.arguments, "adam_w_mode": decoupled, "torch_adam": True}}
+        section = {"type": self.kind, "params": dict(self.arguments)}
+        return {**section, "legacy_fusion": True} if self.legacy_fusion else section
+
+
+def read(config: Config) -> OptimizerSpec:
+    """The file's optimizer. Raises ConfigError where there is none, or neither DeepSpeed nor torch knows it.
+
+    DeepSpeed's names are read in any case, torch's as torch writes them.
+    """
+    section = config.deepspeed.optimizer
+    if section is None:
+        remedy = 'add "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}'
+        raise ConfigError([Problem("error", "optimizer", "missing", remedy, str(config.path or ""), code="missing")])
+    if ":" in section.type:
+        return OptimizerSpec(section.type, _own(section.type), section.params)
+    name = section.type.lower()
+    if name in _ADAM:
+        if own_adam(config.deepspeed):
+            return OptimizerSpec(section.type, None, section.params, section.legacy_fusion)
+        return _adam(section.type, section.params)
+    if name in _DEEPSPEED_ONLY:
+        return OptimizerSpec(section.type, None, section.params)
+    cls = getattr(torch.optim, "Adagrad" if name == "adagrad" else section.type, None)
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)) or cls is torch.optim.LBFGS:
+        raise _wrong(
+            "type", f"{section.type!r} is neither one of DeepSpeed's optimizers nor a first-order one in torch.optim"
+        )
+    return OptimizerSpec(section.type, cls, section.params)
+
+
+def _own(name: str) -> type[torch.optim.Optimizer]:
+    """The user's class ``module:Class``. Raises ConfigError where there is none, or it is no optimizer of torch's kind."""
+    module, _, attribute = name.partition(":")
+    try:
+        cls = getattr(import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as error:
+        raise _wrong("type", f"{name!r} cannot be imported: {error}") from None
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise _wrong("type", f"{name!r} is no subclass of torch.optim.Optimizer")
+    return cls
+
+
+def _adam(kind: str, params: Mapping[str, Any]) -> OptimizerSpec:
+    arguments = dict(params)
+    # "Adam" means AdamW unless it says otherwise.
+    decoupled = arguments.pop("adam_w_mode", True) or kind.lower() == "adamw"
+    torch_adam = arguments.pop("torch_adam", None)
+    arguments.pop("bias_correction", None)  # torch's always corrects it
+    arguments.pop("set_grad_none", None)  # of no effect on what is trained
+    arguments.pop("fp32_optimizer_states", None)  # the masters are fp32, and torch's moments have their dtype
+    if torch_adam is None:
+        arguments.setdefault("weight_decay", 0.0)
+    if "betas" in arguments:
+        arguments["betas"] = tuple(arguments["betas"])
+    if not arguments.keys() & {"fused", "foreach", "capturable", "differentiable"}:
+        arguments["fused"] = True
+    return OptimizerSpec(kind, torch.optim.AdamW if decoupled else torch.optim.Adam, arguments)
+
+
+def _wrong(key: str, message: str) -> ConfigError:
+    return ConfigError([Problem("error", f"optimizer.{key}", message, code="value")])

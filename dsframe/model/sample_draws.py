@@ -1,0 +1,244 @@
+"""Random numbers of a forward pass that belong to a sample, not to a rank: "per_sample_randomness".
+
+Without it each rank draws dropout masks from a generator of its own, and another number of ranks is another training. Here
+every number is a pure function of (seed, step, row of the global batch, number of the draw within the pass): the counter-based
+generator of ``dsframe.data.source``. A draw without dimensions is the same for the whole step.
+
+torch's functions are seen where Python calls them, but not inside of one another (torch 2.13, ``torch/overrides.py``). What
+draws from torch's generator all the same is found by the generator itself, which then has moved, and is an error.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.overrides import TorchFunctionMode
+
+from dsframe.data.source import draws
+from dsframe.errors import TaskError
+
+REMEDY = (
+    'remove "per_sample_randomness", or draw with torch.rand, randn, rand_like, randn_like, bernoulli or nn.Dropout'
+)
+
+
+_STRIDES = (0x9E3779B97F4A7C1, 0x3C6EF372FE94F82B, 0x1B873593CC9E2D51, 0x2545F4914F6CDD1D, 0x27D4EB2F165667C5)
+"""Odd numbers that have nothing to do with each other: a number's place among a sample's is the sum of its coordinates times these,
+in 64 bits."""
+
+
+def _generator(device: torch.device) -> Tensor:
+    return torch.cuda.get_rng_state(device) if device.type == "cuda" else torch.get_rng_state()
+
+
+class DrawTrial:
+    """Looks whether the first forward pass in training moves torch's generator, and costs nothing after it."""
+
+    def __init__(self, model: nn.Module, device: torch.device) -> None:
+        self.found = False
+        """True once the model has drawn."""
+        self._before: Tensor | None = None
+
+        def begin(model: nn.Module, _: Any) -> None:
+            if model.training and torch.is_grad_enabled():
+                self._before = _generator(device)
+
+        def end(*_: Any) -> None:
+            if self._before is None:
+                return
+            self.found = not torch.equal(self._before, _generator(device))
+            for hook in hooks:
+                hook.remove()
+
+        hooks = [model.register_forward_pre_hook(begin), model.register_forward_hook(end)]
+
+
+class SampleDraws(TorchFunctionMode):
+    """Gives the draws of a model's forward passes in training. One per rank."""
+
+    def __init__(self, model: nn.Module, seed: int, micro_batch_size: int, device: torch.device) -> None:
+        super().__init__()
+        self._seed, self._size, self._device = seed, micro_batch_size, device
+        self._step = self._row = self._draw = 0
+        self._before: Tensor | None = None
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        model.register_forward_hook(self._end, always_call=True)
+
+    def at(self, step: int, row: int) -> None:
+        """The next forward pass is of ``step`` (from 0); its first row is number ``row`` of the global batch."""
+        self._step, self._row = step, row
+
+    def _begin(self, model: nn.Module, _: Any) -> None:
+        if model.training and torch.is_grad_enabled():
+            self._draw, self._before = 0, _generator(self._device)
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def _end(self, *_: Any) -> None:
+        if self._before is None:
+            return
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        before, self._before = self._before, None
+        if not torch.equal(before, _generator(self._device)):
+            raise TaskError(
+                f"per_sample_randomness: the model draws random numbers inside a function of torch's that dsframe cannot give "
+                f"to samples, such as the dropout of nn.LSTM or nn.MultiheadAttention; {REMEDY}"
+            )
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The draw itself where ``function`` is one; else what it gives."""
+        ours = _DRAWS.get(function)
+        if ours is None or (kwargs or {}).get("generator") is not None:
+            return function(*args, **(kwargs or {}))
+        return ours(self, *args, **(kwargs or {}))
+
+    def uniform(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Numbers in [0, 1): float32 of 24 bits, float64 of 53, other types rounded from float32.
+
+        Raises TaskError where the first dimension of ``shape`` is neither the micro-batch's nor a multiple of it.
+        """
+        _refuse_recomputation()
+        self._draw += 1
+        if not shape:
+            sample: tuple[int, ...] = ()
+            first = torch.full((1,), -1, device=device)
+        elif shape[0] and shape[0] % self._size == 0:
+            sample = (shape[0] // self._size, *shape[1:])
+            first = torch.arange(self._row, self._row + self._size, device=device)
+        else:
+            raise TaskError(
+                f"per_sample_randomness: the model draws numbers of shape {list(shape)}, whose first dimension is not that of "
+                f"the micro-batch ({self._size}), so that they belong to no sample; {REMEDY}"
+            )
+        places = draws(self._seed, self._step, first, self._draw)
+        for dimension, size in enumerate(sample):  # by coordinates, so that padding to another length changes no number
+            places = places[..., None] + torch.arange(size, device=device) * _STRIDES[dimension % len(_STRIDES)]
+        bits = draws(self._seed, 0, places, self._draw).reshape(shape)
+        if dtype == torch.float64:
+            return (bits >> 11 & (1 << 53) - 1).double() * 2.0**-53
+        return ((bits >> 40 & (1 << 24) - 1).float() * 2.0**-24).to(dtype)
+
+    def normal(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Numbers that have mean 0 and deviation 1, by Box and Muller's method."""
+        exact = dtype if dtype == torch.float64 else torch.float32
+        radius = (-2.0 * torch.log1p(-self.uniform(shape, exact, device))).sqrt()
+        return (radius * torch.cos(2.0 * math.pi * self.uniform(shape, exact, device))).to(dtype)
+
+    def like(self, tensor: Tensor, normal: bool = False) -> Tensor:
+        """Numbers of the shape, type and device of ``tensor``."""
+        return (self.normal if normal else self.uniform)(tensor.shape, tensor.dtype, tensor.device)
+
+
+def _refuse_recomputation() -> None:
+    """Raises TaskError inside a block that the backward pass computes again, when nobody gives draws.
+
+    Both kinds of ``torch.utils.checkpoint`` are known by how they run a block: without gradients, or under hooks on what it saves.
+    """
+    if not torch.is_grad_enabled() or torch._C._autograd._top_saved_tensors_default_hooks(True) is not None:
+        raise TaskError(
+            "per_sample_randomness: the model draws random numbers inside a block that is recomputed in the backward pass "
+            '(activation checkpointing), which would draw others; remove "per_sample_randomness" or the recomputation'
+        )
+
+
+def _dropout(leading: int | None = None) -> Callable[..., Tensor]:
+    """Dropout of single numbers, or of whole channels where a mask has but the ``leading`` dimensions."""
+
+    def drop(its: SampleDraws, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+        if not training or p == 0.0:
+            return input
+        shape = input.shape if leading is None else torch.Size([*input.shape[:leading], *[1] * (input.ndim - leading)])
+        kept = its.uniform(shape, torch.float32, input.device) >= p
+        scale = kept.to(input.dtype) / (1.0 - p) if p < 1.0 else torch.zeros_like(kept, dtype=input.dtype)
+        return input.mul_(scale) if inplace else input * scale
+
+    return drop
+
+
+def _factory(normal: bool) -> Callable[..., Tensor]:
+    def make(its: SampleDraws, *size: Any, dtype: Any = None, device: Any = None, **others: Any) -> Tensor:
+        shape = torch.Size(size[0] if size and not isinstance(size[0], int) else size or others.pop("size"))
+        where = torch.empty(0, dtype=dtype, device=device)
+        found = (its.normal if normal else its.uniform)(shape, where.dtype, where.device)
+        return found.requires_grad_(bool(others.get("requires_grad")))
+
+    return make
+
+
+def _like(normal: bool) -> Callable[..., Tensor]:
+    def make(its: SampleDraws, input: Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+        draw = its.normal if normal else its.uniform
+        return draw(input.shape, dtype or input.dtype, torch.device(device or input.device))
+
+    return make
+
+
+def _normal(its: SampleDraws, mean: Any = 0.0, std: Any = 1.0, *size: Any, **_: Any) -> Tensor:
+    given = [one for one in (mean, std) if isinstance(one, Tensor)]
+    like = torch.broadcast_tensors(*given)[0] if given else torch.empty(size[0])  # type: ignore[no-untyped-call]
+    drawn: Tensor = its.like(like, normal=True) * std + mean
+    return drawn
+
+
+def _bernoulli(its: SampleDraws, input: Tensor, p: float | None = None, **_: Any) -> Tensor:
+    return (its.uniform(input.shape, torch.float32, input.device) < (input if p is None else p)).to(input.dtype)
+
+
+def _attention(
+    its: SampleDraws,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attn_mask: Tensor | None = None,
+    dropout_p: float = 0.0,
+    is_causal: bool = False,
+    **named: Any,
+) -> Tensor:
+    """torch's attention, which drops weights inside a kernel: where it drops any, in the four steps of its documentation."""
+    if dropout_p == 0.0:
+        return functional.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, **named)
+    scale = named.get("scale")
+    if named.get("enable_gqa"):
+        key, value = (one.repeat_interleave(query.size(-3) // one.size(-3), -3) for one in (key, value))
+    weights = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
+    if is_causal:
+        attn_mask = torch.ones(weights.shape[-2:], dtype=torch.bool, device=weights.device).tril()
+    if attn_mask is not None:
+        boolean = attn_mask.dtype == torch.bool
+        weights = weights.masked_fill(~attn_mask, -math.inf) if boolean else weights + attn_mask
+    return _dropout()(its, weights.softmax(-1), dropout_p) @ value
+
+
+_DRAWS: dict[Any, Callable[..., Any]] = {
+    functional.dropout: _dropout(),
+    functional.dropout1d: _dropout(2),
+    functional.dropout2d: _dropout(2),
+    functional.dropout3d: _dropout(2),
+    torch.dropout: lambda its, input, p, train: _dropout()(its, input, p, train),
+    functional.scaled_dot_product_attention: _attention,
+    torch.rand: _factory(normal=False),
+    torch.randn: _factory(normal=True),
+    torch.rand_like: _like(normal=False),
+    torch.randn_like: _like(normal=True),
+    torch.normal: _normal,
+    torch.bernoulli: _bernoulli,
+    Tensor.bernoulli: _bernoulli,
+    Tensor.bernoulli_: lambda its, tensor, p=0.5, **_: tensor.copy_(
+        its.uniform(tensor.shape, torch.float32, tensor.device) < p
+    ),
+    Tensor.uniform_: lambda its, tensor, *ends, **named: _between(tensor, its.like(tensor), *ends, **named),
+    Tensor.normal_: lambda its, tensor, mean=0.0, std=1.0, **_: tensor.copy_(
+        its.like(tensor, normal=True) * std + mean
+    ),
+    Tensor.exponential_: lambda its, tensor, lambd=1.0, **_: tensor.copy_(-torch.log1p(-its.like(tensor)) / lambd),
+}
+"""torch's functions that draw, each with the one that takes its place."""
+
+
+def _between(tensor: Tensor, numbers: Tensor, low: float = 0.0, high: float = 1.0, **named: float) -> Tensor:
+    low, high = named.get("from", low), named.get("to", high)
+    return tensor.copy_(numbers * (high - low) + low)

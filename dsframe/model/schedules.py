@@ -1,0 +1,366 @@
+"""Learning-rate schedules: DeepSpeed's five, computed from the step number alone, and torch's own.
+
+Every engine, DeepSpeed included, takes its learning rate from here, so that one file means one schedule everywhere and a
+resumed run needs nothing but its step number. The formulas are DeepSpeed 0.19.8's (``runtime/lr_schedules.py``); a test
+compares them with DeepSpeed's own classes, step by step.
+
+``updates`` counts the optimizer updates that were applied; DeepSpeed's ``last_batch_iteration`` is ``updates - 1``.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, replace
+from functools import partial
+from importlib import import_module
+from typing import TYPE_CHECKING, Any
+
+from dsframe.config.resolve import scaling
+from dsframe.errors import ConfigError, Problem, TaskError
+from dsframe.model import hf_schedules
+
+if TYPE_CHECKING:
+    from torch.optim import Optimizer
+    from torch.optim.lr_scheduler import LRScheduler
+
+    from dsframe.config import Config
+    from dsframe.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The rates that a schedule sets for one update."""
+
+    learning_rate: float
+    momentum: float | None = None
+    """Adam's first beta, or SGD's momentum, where the schedule cycles it."""
+    second_beta: float | None = None
+    """Adam's second beta, where the schedule fixes it."""
+
+    def apply(self, parameter_groups: list[dict[str, Any]], of: Sequence[float] | None = None) -> None:
+        """Writes the rates into a torch optimizer's ``param_groups``, to each its share ``of`` the learning rate."""
+        for group, share in zip(parameter_groups, of or [1.0] * len(parameter_groups), strict=True):
+            group["lr"] = self.learning_rate * share
+            if self.momentum is not None and "betas" in group:
+                group["betas"] = (self.momentum, self.second_beta or group["betas"][1])
+            elif self.momentum is not None and "momentum" in group and self.second_beta is None:
+                group["momentum"] = self.momentum
+
+
+def shares(parameter_groups: list[dict[str, Any]], base: float) -> list[float]:
+    """The rate of each group as it was made, in terms of ``base``, by which it follows the schedule."""
+    return [group["lr"] / base if base else 1.0 for group in parameter_groups]
+
+
+Schedule = Callable[[int], Rates]
+"""``schedule(updates)`` gives the rates of the next update, after ``updates`` have been applied."""
+
+
+def constant(base: float) -> Schedule:
+    """The learning rate of the optimizer's params, unchanged."""
+    return lambda updates: Rates(base)
+
+
+def scaled(schedule: Schedule, factor: float, warmup_steps: int = 0) -> Schedule:
+    """``schedule`` with every rate times ``factor``, which grows from 1 over the first ``warmup_steps`` updates.
+
+    Every schedule is proportional to its rates, so this is the same as scaling the optimizer's rate and each rate among the
+    scheduler's params (least, largest, cycled) alike. The ramp is Goyal et al. 2017 (arXiv 1706.02677), section 2.2.
+    """
+
+    def at(updates: int) -> Rates:
+        rates = schedule(updates)
+        grown = min(1.0, updates / warmup_steps) if warmup_steps else 1.0
+        return replace(rates, learning_rate=rates.learning_rate * (1.0 + (factor - 1.0) * grown))
+
+    return at
+
+
+def _ramp(last: int, steps: int, kind: str) -> float:
+    """Warm-up from 0 at ``last`` = 0 to 1 at ``last`` = steps (linear) or steps - 1 (log)."""
+    return math.log(last + 1) / math.log(steps) if kind == "log" else last / steps
+
+
+def warmup(
+    base: float,
+    *,
+    warmup_min_lr: float = 0.0,
+    warmup_max_lr: float | None = None,
+    warmup_num_steps: int = 1000,
+    warmup_type: str = "log",
+    total_num_steps: int | None = None,
+) -> Schedule:
+    """WarmupLR; with ``total_num_steps`` WarmupDecayLR: then linearly down to 0 at that step."""
+    highest = base if warmup_max_lr is None else warmup_max_lr
+    steps = max(2, warmup_num_steps)
+
+    def at(updates: int) -> Rates:
+        last = updates - 1
+        if last < 0:
+            return Rates(warmup_min_lr)
+        factor = 1.0
+        if last < steps:
+            factor = _ramp(last, steps, warmup_type)
+        elif total_num_steps is not None:
+            factor = max(0.0, (total_num_steps - last) / max(1.0, total_num_steps - steps))
+        return Rates(warmup_min_lr + (highest - warmup_min_lr) * factor)
+
+    return at
+
+
+def warmup_decay(base: float, *, total_num_steps: int, warmup_max_lr: float = 0.001, **ramp: Any) -> Schedule:
+    """WarmupDecayLR. Its ``warmup_max_lr`` is 0.001 where absent, not the optimizer's rate: DeepSpeed's default."""
+    return warmup(base, total_num_steps=total_num_steps, warmup_max_lr=warmup_max_lr, **ramp)
+
+
+def warmup_cosine(
+    base: float,
+    *,
+    total_num_steps: int,
+    warmup_min_ratio: float = 0.0,
+    warmup_num_steps: int = 1000,
+    cos_min_ratio: float = 0.0001,
+    warmup_type: str = "log",
+) -> Schedule:
+    """WarmupCosineLR: ratios of the optimizer's own learning rate."""
+    steps = max(2, warmup_num_steps)
+
+    def at(updates: int) -> Rates:
+        last = updates - 1
+        if last < 0:
+            return Rates(0.0)
+        if last < steps:
+            return Rates(base * (warmup_min_ratio + (1.0 - warmup_min_ratio) * _ramp(last, steps, warmup_type)))
+        progress = min(1.0, (last - steps + 1) / max(1, total_num_steps - steps))
+        cosine = (1 + math.cos(math.pi * progress)) / 2
+        return Rates(base * max(0.0, cos_min_ratio + (1.0 - cos_min_ratio) * cosine))
+
+    return at
+
+
+def range_test(
+    base: float,
+    *,
+    lr_range_test_min_lr: float = 1e-3,
+    lr_range_test_step_size: int = 2000,
+    lr_range_test_step_rate: float = 1.0,
+    lr_range_test_staircase: bool = False,
+) -> Schedule:
+    """LRRangeTest: rising without end, to find the largest rate that still trains (Smith 2018, arXiv 1803.09820)."""
+
+    def at(updates: int) -> Rates:
+        interval = updates / lr_range_test_step_size
+        interval = math.floor(interval) if lr_range_test_staircase else interval
+        return Rates(lr_range_test_min_lr * (1 + lr_range_test_step_rate * interval))
+
+    return at
+
+
+@dataclass(frozen=True)
+class OneCycle:
+    """OneCycle: up, down, then decay; the momentum runs the other way (Smith 2018, arXiv 1803.09820)."""
+
+    cycle_min_lr: float
+    cycle_max_lr: float
+    decay_lr_rate: float = 0.0
+    cycle_first_step_size: int = 2000
+    cycle_second_step_size: int | None = None
+    cycle_first_stair_count: int = 0
+    cycle_second_stair_count: int | None = None
+    decay_step_size: int = 0
+    cycle_momentum: bool = True
+    cycle_min_mom: float = 0.8
+    cycle_max_mom: float = 0.9
+    decay_mom_rate: float = 0.0
+
+    def __call__(self, updates: int) -> Rates:
+        """The rates after ``updates``."""
+        first = float(self.cycle_first_step_size)
+        second = first if self.cycle_second_step_size is None else float(self.cycle_second_step_size)
+        last = updates - 1
+        if last < first + second:
+            if updates == 0:  # DeepSpeed starts at the lowest rate and, for once, at the lowest momentum too
+                return self._rates(self.cycle_min_lr, self.cycle_min_mom)
+            height = self._height(updates, first, second)
+            rate = self.cycle_min_lr + (self.cycle_max_lr - self.cycle_min_lr) * height
+            return self._rates(rate, self.cycle_max_mom - (self.cycle_max_mom - self.cycle_min_mom) * height)
+        rate, momentum = self.cycle_min_lr, self.cycle_max_mom
+        # As DeepSpeed has it: a zero rate of either switches its own decay off; a zero step size both.
+        if self.decay_step_size:
+            interval = (last - first - second + 1) / self.decay_step_size
+            rate /= 1 + self.decay_lr_rate * interval
+            momentum *= 1 + self.decay_mom_rate * interval
+        return self._rates(rate, momentum)
+
+    def _rates(self, rate: float, momentum: float) -> Rates:
+        if not self.cycle_momentum:
+            return Rates(rate)
+        return Rates(rate, momentum, 0.99)  # DeepSpeed fixes the second beta, and cycles nothing for SGD
+
+    def _height(self, updates: int, first: float, second: float) -> float:
+        total = first + second
+        position = 1.0 + updates / total - math.floor(1 + updates / total)
+        rising = position <= first / total
+        stairs = self.cycle_first_stair_count
+        if not rising and self.cycle_second_stair_count is not None:
+            stairs = self.cycle_second_stair_count
+        if stairs > 0:
+            inside = updates % total
+            steps = inside * stairs / first if inside <= first else (total - inside) * stairs / second
+            return math.floor(steps) / stairs
+        return position / (first / total) if rising else (position - 1) / (first / total - 1)
+
+
+class TorchSchedule:
+    """One of ``torch.optim.lr_scheduler``, run beside a stand-in optimizer and read off.
+
+    ZeRO's optimizers are no ``torch.optim.Optimizer`` and refuse these classes (measured, deepspeed 0.19.8); reading the
+    rate off a stand-in makes them work on every engine. Stepping is sequential: a resumed run replays the steps.
+    """
+
+    def __init__(self, kind: str, base: float, params: Mapping[str, Any]) -> None:
+        """Raises ConfigError where torch has no such schedule, or it needs more than a step number, or params are wrong."""
+        import torch
+
+        self._make: Callable[[Optimizer], LRScheduler] = lambda optimizer: _torchs(kind, params, optimizer)
+        self._stand_in: Callable[[], Optimizer] = lambda: torch.optim.AdamW([torch.zeros(1)], lr=base)
+        try:
+            self._restart()
+        except (TypeError, ValueError, AttributeError, ImportError) as error:
+            raise _wrong("params", f"{kind}: {error}") from None
+
+    def _restart(self) -> None:
+        self._optimizer = self._stand_in()
+        self._scheduler = self._make(self._optimizer)
+        self._updates = 0
+
+    def __call__(self, updates: int) -> Rates:
+        """The rates after ``updates``; cheap when called in order."""
+        if updates < self._updates:
+            self._restart()
+        while self._updates < updates:
+            self._optimizer.step()
+            self._scheduler.step()
+            self._updates += 1
+        group = self._optimizer.param_groups[0]
+        # OneCycleLR and CyclicLR, unless they are told not to.
+        cycles = getattr(self._scheduler, "cycle_momentum", False)
+        return Rates(float(group["lr"]), float(group["betas"][0]) if cycles else None)
+
+
+def _torchs(kind: str, params: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:
+    """torch's schedule of this name; its parts, too, where it is made of others, and functions by ``module:function``."""
+    from torch.optim import lr_scheduler
+
+    cls: Any = getattr(lr_scheduler, kind, None)
+    if cls is None or not isinstance(cls, type) or kind == "ReduceLROnPlateau":
+        raise _wrong(
+            "type", f"{kind!r} is neither a DeepSpeed schedule nor one of torch's that depends on the step alone"
+        )
+    arguments = dict(params)
+    for key in arguments.keys() & {"lr_lambda"}:
+        module, _, name = str(arguments[key]).partition(":")
+        arguments[key] = getattr(import_module(module), name)
+    if "schedulers" in arguments:
+        parts = arguments.pop("schedulers")
+        made = [_torchs(part["type"], part.get("params", {}), optimizer) for part in parts]
+        cls = partial(cls, made) if kind == "ChainedScheduler" else partial(cls, schedulers=made)
+    found: LRScheduler = cls(**arguments) if kind == "ChainedScheduler" else cls(optimizer, **arguments)
+    return found
+
+
+_SCHEDULES: dict[str, Callable[..., Schedule]] = {
+    "WarmupLR": warmup,
+    "WarmupDecayLR": warmup_decay,
+    "WarmupCosineLR": warmup_cosine,
+    "LRRangeTest": range_test,
+    "OneCycle": lambda base, **params: OneCycle(**params),
+}
+
+
+def build(kind: str | None, base: float, params: Mapping[str, Any]) -> Schedule:
+    """The schedule of the file's ``scheduler`` section (``kind`` None: constant), over the optimizer's rate ``base``.
+
+    Raises ConfigError where the name or a parameter is unknown.
+    """
+    if kind is None:
+        return constant(base)
+    if kind == "ReduceLROnPlateau":
+        from dsframe.model.plateau import Plateau  # which is made of this module
+
+        return Plateau(base, params)
+    if kind in hf_schedules.FACTORS:
+        return by_factor(kind, base, params)
+    make = _SCHEDULES.get(kind)
+    if make is None:
+        return TorchSchedule(kind, base, params)
+    given = {name: _single(value) for name, value in params.items() if name != "last_batch_iteration"}
+    try:
+        return make(base, **given)
+    except TypeError as error:
+        raise _wrong("params", f"{kind}: {error}") from None
+
+
+def by_factor(kind: str, base: float, params: Mapping[str, Any]) -> Schedule:
+    """One of Hugging Face's, or nanoGPT's. Raises ConfigError for params that it does not take."""
+    try:
+        factor = hf_schedules.FACTORS[kind](base, **params)
+    except TypeError as error:
+        raise _wrong("params", f"{kind}: {error}") from None
+    return lambda updates: Rates(base * factor(updates))
+
+
+def _single(value: Any) -> Any:
+    """A list of rates has one for each parameter group, and there is one."""
+    return value[0] if isinstance(value, list) and len(value) == 1 else value
+
+
+def _wrong(key: str, message: str) -> ConfigError:
+    return ConfigError([Problem("error", f"scheduler.{key}", message, code="value")])
+
+
+def of_task(task: Task, base: float) -> Schedule:
+    """The schedule of :meth:`dsframe.Task.schedule` over the optimizer's rate ``base``."""
+
+    def at(updates: int) -> Rates:
+        factor = task.schedule(updates)
+        if not isinstance(factor, (int, float)) or not math.isfinite(factor):
+            raise TaskError(
+                f"{type(task).__name__}.schedule({updates}) returned {factor!r}; return a factor of the optimizer's rate"
+            )
+        return Rates(base * factor)
+
+    return at
+
+
+def notes(config: Config, schedule: Schedule, total_steps: int) -> Iterator[str]:
+    """What is easily overlooked of a schedule on a training of ``total_steps`` updates."""
+    if total_steps > 1 and schedule(0).learning_rate == schedule(1).learning_rate == 0.0:
+        yield "the first two updates have the learning rate 0: DeepSpeed's warm-up counts so"
+    params = config.deepspeed.scheduler.params if config.deepspeed.scheduler else {}
+    for key in ("total_num_steps", "num_training_steps", "lr_decay_iters"):
+        if isinstance(params.get(key), int) and params[key] != total_steps:
+            yield f"the schedule is for {params[key]:,} updates ({key}), the training has {total_steps:,}"
+
+
+def planned(config: Config, task: Task, base: float, train_batch_size: int) -> Schedule:
+    """Returns the file's or the task's schedule over the optimizer's rate ``base``, scaled to the batch if the file asks for it.
+
+    Raises TaskError where both have one, or where the task's gives no number.
+    """
+    scheduler, wanted = config.deepspeed.scheduler, config.settings.large_batch
+    course = build(scheduler.type, base, scheduler.params) if scheduler else constant(base)
+    if task.schedule(0) is not None:
+        if scheduler:
+            raise TaskError(
+                f'{type(task).__name__}.schedule gives the rate, and the file has "scheduler" too; remove one of them'
+            )
+        course = of_task(task, base)
+    if wanted.lr_scaling == "none":
+        return course
+    if scheduler and scheduler.type == "ReduceLROnPlateau":
+        raise _wrong(
+            "type", "ReduceLROnPlateau is not possible with dsframe.large_batch.lr_scaling; remove one of them"
+        )
+    return scaled(course, scaling.factor(wanted, train_batch_size), wanted.warmup_steps)

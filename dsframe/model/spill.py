@@ -1,0 +1,124 @@
+"""Building a model without holding it: large parameters lie in unlinked files, whose pages the kernel takes back when told to.
+
+The user's constructor runs as it is, so that its random draws and whatever it does to a child's weights are those of a build in
+memory, to the bit. ``deepspeed.zero.Init`` around a constructor is not: a parent that fills a child's weight again sees an empty
+tensor there, and nobody says so (measured, deepspeed 0.19.8). The files have no name: nothing is left of them after a crash.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import os
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from torch.nn.modules.module import register_module_parameter_registration_hook
+
+from dsframe.errors import WorldError
+
+LEAST_BYTES = 1 << 20
+"""Smaller parameters stay in memory."""
+WINDOW_BYTES = 64 << 20
+"""After so many bytes of new parameters the pages of all are given back."""
+_DONTNEED = 4  # MADV_DONTNEED of sys/mman.h
+_IN_MEMORY = {"tmpfs", "ramfs"}
+
+
+class Spill:
+    """Parameters in files of a folder on disk; each file lives as long as a tensor uses it."""
+
+    def __init__(self, folder: Path, least_bytes: int = LEAST_BYTES, window_bytes: int = WINDOW_BYTES) -> None:
+        """``folder`` exists, on a disk (:func:`on_disk`)."""
+        self._folder, self._least, self._window = folder, least_bytes, window_bytes
+        # Held until the end: an address that was given back may be another tensor's, and DONTNEED would fill that with zeros.
+        self._mapped: dict[int, torch.UntypedStorage] = {}
+        self._fresh = 0
+
+    @contextmanager
+    def building(self) -> Iterator[None]:
+        """Modules that are made in this context have their large parameters in files."""
+        with register_module_parameter_registration_hook(self._registered):
+            yield
+        self.evict()
+
+    def move(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> None:
+        """Puts one parameter into a file, as ``dtype``; nothing happens where it is small or lies there so already."""
+        data = parameter.data
+        wanted = dtype or data.dtype
+        size = data.numel() * wanted.itemsize
+        if data.device.type != "cpu" or (wanted == data.dtype and self._holds(data)):
+            return
+        # A part of a larger tensor stays: whatever else looks at that tensor would no longer see the same numbers.
+        if size < self._least or not data.is_contiguous() or data.untyped_storage().nbytes() != data.nbytes:
+            parameter.data = data.to(wanted)
+            return
+        parameter.data = self._on_disk(data, wanted, size)
+        self.touched(size + data.nbytes)
+
+    def touched(self, size: int) -> None:
+        """Counts bytes of files that have been read or written: their pages are given back when a window is full."""
+        self._fresh += size
+        if self._fresh > self._window:
+            self.evict()
+
+    def evict(self) -> None:
+        """Gives the pages of all files back; who reads a parameter later gets them from the disk or its cache."""
+        libc = ctypes.CDLL(None, use_errno=True)
+        for start, storage in self._mapped.items():
+            libc.madvise(ctypes.c_void_p(start), ctypes.c_size_t(storage.nbytes()), _DONTNEED)
+        self._fresh = 0
+
+    def close(self) -> None:
+        """The engine has its shards: lets go of the files. One that a tensor still uses stays until that goes."""
+        self.evict()
+        self._mapped.clear()
+
+    def _registered(self, module: nn.Module, name: str, parameter: nn.Parameter | None) -> None:
+        if parameter is not None and not isinstance(parameter, nn.UninitializedParameter):
+            self.move(parameter)
+
+    def _holds(self, data: Tensor) -> bool:
+        return data.untyped_storage().data_ptr() in self._mapped
+
+    def _on_disk(self, data: Tensor, dtype: torch.dtype, size: int) -> Tensor:
+        try:
+            handle, path = tempfile.mkstemp(prefix=".building-", dir=self._folder)
+            try:
+                # Reserves the space: a disk that fills later would end this process by SIGBUS, without a word.
+                os.posix_fallocate(handle, 0, size)
+                found = torch.from_file(path, shared=True, size=data.numel(), dtype=dtype).view(data.shape)
+            finally:
+                os.close(handle)
+                Path(path).unlink()
+        except OSError as error:
+            raise WorldError(
+                f"{self._folder}: no room to build the model: {error.strerror}, {size / 2**20:,.0f} MiB more are needed. Each "
+                "rank of an engine that shards parameters builds the model in files there. Set TMPDIR to a folder on a larger disk"
+            ) from error
+        found.copy_(data)
+        self._mapped[found.data_ptr()] = found.untyped_storage()
+        return found
+
+
+def on_disk(directory: Path) -> Spill | None:
+    """Files in the folder for temporary files, else in the run's ``directory``; None if both lie in memory."""
+    return next((Spill(place) for place in (Path(tempfile.gettempdir()), directory) if is_disk(place)), None)
+
+
+def is_disk(folder: Path) -> bool:
+    """False where files in ``folder`` lie in memory (tmpfs), or where the system does not tell."""
+    place = folder.absolute()
+    while not place.exists():
+        place = place.parent
+    device = place.stat().st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    try:
+        lines = Path("/proc/self/mountinfo").read_text().splitlines()
+    except OSError:
+        return False
+    kinds = [line.partition(" - ")[2].split(" ")[0] for line in lines if line.split(" ")[2] == wanted]
+    return bool(kinds) and not set(kinds) & _IN_MEMORY

@@ -1,0 +1,258 @@
+"""Memory and speed switches of the ``model`` part of the file, applied to a model in place before any engine takes it.
+
+They change neither the names nor the values of parameters and buffers, so a checkpoint does not know of them, and every engine
+gets them for nothing. Modules are found by class name; a block is a class that the model repeats, such as a transformer's layer.
+"""
+
+from __future__ import annotations
+
+import fnmatch
+import warnings
+from collections import Counter
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
+from functools import partial, wraps
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
+
+from dsframe.config.rules.model import compiler
+from dsframe.errors import ConfigError, Problem
+
+if TYPE_CHECKING:
+    from dsframe.config import Config
+
+_CONTAINERS = (nn.Sequential, nn.ModuleList, nn.ModuleDict)
+_UNIT = "_dsframe_unit"
+"""Attribute of a module that runs as one."""
+_KEEP = "_dsframe_keep"
+"""Attribute of a module that is recomputed: where its inputs wait."""
+_CONVOLUTIONS = (nn.Conv2d, nn.ConvTranspose2d)
+_POOLS = (nn.MaxPool2d, nn.AvgPool2d, nn.AdaptiveAvgPool2d)
+
+
+def apply(model: nn.Module, config: Config, device: torch.device, whole: nn.Module | None = None) -> None:
+    """Switches on what the file's ``dsframe.model`` asks for.
+
+    ``whole``: the whole model, where ``model`` is the part of it that this rank has; without memory (device "meta") will do.
+    Raises ConfigError where the whole model has nothing that a switch could act on, or this machine cannot compile.
+    """
+    whole = model if whole is None else whole
+    for parameter in model.parameters():
+        # A weight in another layout gives gradients in that layout: Horovod refuses them, and torch's fused optimizers walk
+        # through memory without looking (moments that a checkpoint brought back are laid out plainly).
+        parameter.data = parameter.data.contiguous()
+    dense(model)
+    wanted = config.settings.model
+    chosen = wanted.activation_checkpointing
+    names = chosen if isinstance(chosen, list) else None
+    if wanted.channels_last:
+        channels_last(model, whole)
+    if wanted.compile == "blocks":
+        for block in _of(model, blocks(whole, names, "compile")):
+            compile_(block, device)
+    elif wanted.compile:  # never of a part: the check refuses it
+        compile_(model, device)
+    if chosen:
+        to_host = config.deepspeed.activation_checkpointing.cpu_checkpointing and device.type != "cpu"
+        for block in _of(model, blocks(whole, names, "activation_checkpointing")):
+            recompute(block, to_host=to_host)
+
+
+def dense(model: nn.Module) -> None:
+    """Embeddings built with ``sparse=True`` give dense gradients, which are the same numbers; says so once in a process.
+
+    Norms, flat buckets and fused optimizers have no kernels for sparse ones, nor has Adam any.
+    """
+    found = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
+    for module in found:
+        module.sparse = False
+    if found:
+        warnings.warn("embeddings with sparse=True are trained with dense gradients: the same numbers", stacklevel=1)
+
+
+# Finding modules.
+
+
+def blocks(model: nn.Module, names: Sequence[str] | None, key: str) -> set[str]:
+    """The classes of the model's blocks: ``names``; with None the one that the model repeats.
+
+    That is the class with submodules of its own (no container) that occurs at least twice and holds the most parameters.
+    Raises ConfigError, naming the classes that there are.
+    """
+    classes = Counter(type(module).__name__ for module in model.modules() if module is not model)
+    if names is None:
+        found = repeated(model)
+        if found is None:
+            raise _wrong(key, "the model has no repeated block", f"name some of its classes: {_list(classes)}")
+        names = [found]
+    for name in names:
+        if name not in classes:
+            raise _wrong(key, f"the model has no module of class {name}", f"there are {_list(classes)}")
+    return set(names)
+
+
+def _of(model: nn.Module, classes: set[str]) -> list[nn.Module]:
+    """The outermost modules of these classes, each once."""
+
+    def visit(module: nn.Module) -> Iterator[nn.Module]:
+        for child in module.children():
+            if type(child).__name__ in classes:
+                yield child
+            else:
+                yield from visit(child)
+
+    return list(dict.fromkeys(visit(model)))
+
+
+def repeated(model: nn.Module) -> str | None:
+    """The class of the model's blocks, found as :func:`blocks` says; None where it repeats none."""
+    sizes: Counter[str] = Counter()
+    for module in model.modules():
+        inside = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
+        if (
+            module is not model
+            and not isinstance(module, _CONTAINERS)
+            and any(True for _ in module.children())
+            and inside
+        ):
+            sizes[type(module).__name__] += inside
+    often = Counter(type(module).__name__ for module in model.modules())
+    return next((name for name, _ in sizes.most_common() if often[name] > 1), None)
+
+
+def _list(classes: Counter[str]) -> str:
+    return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in classes.most_common())
+
+
+def linears(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear]:
+    """The linear layers whose names match ``patterns`` (as of a shell: ``*.expand``), by name.
+
+    Raises ConfigError where a pattern matches none, naming the ones that there are.
+    """
+    there = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    for pattern in patterns:
+        if not fnmatch.filter(there, pattern):
+            known = f"there are {', '.join(there)}" if there else "the model has no linear layer"
+            raise _wrong("tiling", f"no linear layer of the model is called {pattern}", known)
+    return {name: module for name, module in there.items() if any(fnmatch.fnmatch(name, one) for one in patterns)}
+
+
+# Activation checkpointing.
+
+
+def recompute(block: nn.Module, *, to_host: bool = False) -> None:
+    """Keeps of ``block`` its inputs alone and computes the rest again in the backward pass (Chen et al. 2016, arXiv 1604.06174).
+
+    The method is replaced, not the module wrapped: names stay. ``to_host``: the inputs wait in the host's memory.
+    """
+    forward, again = block.forward, checkpoint_function(block)
+    on_host = partial(torch.autograd.graph.save_on_cpu, pin_memory=torch.cuda.is_available())
+    keep(block, on_host if to_host else nullcontext)
+
+    @wraps(forward)
+    def checkpointed(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        with getattr(block, _KEEP)():
+            return again(forward, *args, **kwargs)
+
+    block.forward = checkpointed
+    setattr(block, _UNIT, True)
+
+
+def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
+    """torch's ``checkpoint`` for functions that run parts of ``module``: under the same autocast, and counting a batch once."""
+    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]
+    return partial(checkpoint, use_reentrant=False, context_fn=partial(_contexts, norms))
+
+
+def keep(block: nn.Module, how: Callable[[], AbstractContextManager[Any]]) -> None:
+    """Sets where a recomputed ``block`` keeps its inputs: ``how`` makes the hooks for saved tensors under which it is called."""
+    setattr(block, _KEEP, how)
+
+
+def is_recomputed(module: nn.Module) -> bool:
+    """True if :func:`recompute` was called for it."""
+    return hasattr(module, _KEEP)
+
+
+def units(model: nn.Module) -> list[nn.Module]:
+    """The modules that are recomputed or compiled each by itself: all their parameters must be there while one runs."""
+    return [module for module in model.modules() if hasattr(module, _UNIT) and module is not model]
+
+
+def _contexts(norms: Sequence[Any]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+    return nullcontext(), _still(norms)
+
+
+@contextmanager
+def _still(norms: Sequence[Any]) -> Iterator[None]:
+    """Running statistics are those of the first pass: a second one would count every batch twice."""
+    held = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
+    for norm in norms:
+        norm.momentum, norm.num_batches_tracked = 0.0, None
+    try:
+        yield
+    finally:
+        for norm, momentum, counted in held:
+            norm.momentum, norm.num_batches_tracked = momentum, counted
+
+
+# Memory format and compilation.
+
+
+def channels_last(model: nn.Module, whole: nn.Module) -> None:
+    """Every 2-D convolution gets its input with the channels innermost, as processors' and GPUs' kernels like it best.
+
+    Only activations change their layout. Weights stay as they are: ZeRO flattens them, Horovod refuses gradients that are not
+    contiguous, and torch gives a gradient the layout of its weight. Raises ConfigError where the ``whole`` has no 2-D convolution.
+
+    Pooling follows in its backward pass the layout of what comes back, plain behind ``nn.Flatten``, and copies the gradient of its
+    input, which is larger, to that layout and back (torch 2.13, ``ATen/native/cpu/MaxPoolKernel.cpp``). So what comes back is
+    laid out first. A compiler does that by itself.
+    """
+    if not any(isinstance(module, _CONVOLUTIONS) for module in whole.modules()):
+        raise _wrong("channels_last", "channels_last affects 2-D convolutions only; this model has none", "remove it")
+    for module in model.modules():
+        if isinstance(module, _CONVOLUTIONS):
+            module.register_forward_pre_hook(_innermost)
+        elif isinstance(module, _POOLS):
+            module.register_forward_hook(_innermost_backward)
+
+
+def _innermost(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
+    return tuple(
+        one.to(memory_format=torch.channels_last) if isinstance(one, Tensor) and one.ndim == 4 else one
+        for one in inputs
+    )
+
+
+def _innermost_backward(module: nn.Module, inputs: tuple[Any, ...], output: Any) -> None:
+    if torch.compiler.is_compiling() or not (isinstance(output, Tensor) and output.ndim == 4 and output.requires_grad):
+        return
+    if output.is_contiguous(memory_format=torch.channels_last):
+        output.register_hook(  # type: ignore[no-untyped-call]
+            lambda gradient: gradient.contiguous(memory_format=torch.channels_last)
+        )
+
+
+def compile_(module: nn.Module, device: torch.device) -> None:
+    """torch.compile of the module's forward pass, in place. Raises ConfigError where there is no compiler.
+
+    The method and not the call: hooks that an engine puts on this module stay outside of the compiled graph.
+    """
+    if device.type == "cpu" and compiler() is None:
+        raise _wrong(
+            "compile",
+            "torch.compile needs a C++ compiler, which this machine does not have",
+            "install g++, or remove it",
+        )
+    module.forward = torch.compile(module.forward)
+    setattr(module, _UNIT, True)
+
+
+def _wrong(key: str, message: str, remedy: str) -> ConfigError:
+    return ConfigError([Problem("error", f"dsframe.model.{key}", message, remedy, code="model")])

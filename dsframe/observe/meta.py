@@ -1,0 +1,129 @@
+"""Models on torch's meta device: shapes without memory and without numbers. What MFU and ``dsframe plan`` count operations on."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  # the name that every torch program uses
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from dsframe.data.loader import as_source
+from dsframe.errors import TaskError
+from dsframe.tasks.layers import Tied, TiedLayer, check_ties, make
+from dsframe.tasks.task import Task
+
+_RANDOM = {"normal_", "uniform_", "trunc_normal_", "bernoulli_", "random_"}
+
+Stage = tuple[Any, nn.Module, int | None]
+"""Key (equal: the same layer again), module, and the layer whose weight it uses."""
+
+
+class NoNumbers(TorchFunctionMode):
+    """Skips filling with random numbers: on the meta device torch does it in Python, in seconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _RANDOM and args and isinstance(args[0], Tensor):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+class Attention(TorchFunctionMode):
+    """Runs attention by the kernel that keeps no matrix of scores, as CPUs and GPUs do; the meta device would keep one."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.calls = self.heads = 0
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        if func is not F.scaled_dot_product_attention:
+            return func(*args, **kwargs)
+        given = dict(zip(("query", "key", "value", "attn_mask", "dropout_p", "is_causal"), args, strict=False)) | kwargs
+        query, key, value = (given[name] for name in ("query", "key", "value"))
+        if key.shape[-3] != query.shape[-3]:  # grouped queries
+            key, value = (t.repeat_interleave(query.shape[-3] // key.shape[-3], -3) for t in (key, value))
+        self.calls, self.heads = self.calls + 1, int(query.shape[-3])
+        mask = given.get("attn_mask")
+        mask = mask.to(query.dtype) if mask is not None else None
+        kernel = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu
+        return kernel(query, key, value, 0.0, bool(given.get("is_causal")), attn_mask=mask)[0]
+
+
+class Loss(nn.Module):
+    """A task's loss as a last layer; outputs in fp32, as every engine hands them on."""
+
+    def __init__(self, task: Task, targets: Any) -> None:
+        super().__init__()
+        self._task, self._targets = task, targets
+
+    def forward(self, outputs: Any) -> Tensor:
+        """The loss of ``outputs``."""
+        return self._task.loss(map_floats(outputs, lambda tensor: tensor.float()), self._targets)
+
+
+@contextmanager
+def meta_device() -> Iterator[None]:
+    """Everything inside is made and run without memory. Raises TaskError where a model needs numbers."""
+    # Libraries that branch on numbers take another way while a compiler, which has none either, looks at them.
+    compiling = mock.patch("torch.compiler.is_compiling", return_value=True)
+    with torch.device("meta"), NoNumbers(), compiling, torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        except (RuntimeError, NotImplementedError) as error:
+            text = " ".join(str(error).split())
+            raise TaskError(
+                f"the model cannot be run without numbers (torch's meta device), so it cannot be planned: {text}"
+            ) from error
+
+
+def stages_of(task: Task, dtype: torch.dtype) -> tuple[list[Stage], bool]:
+    """The model with parameters of ``dtype``, and whether it is a list of layers. Layers that repeat are made once."""
+    layers = task.layers()
+    found: list[Stage] = [(None, task.model(), None)] if layers is None else _layers(layers, task.seed)
+    for _, module, _ in found:
+        for parameter in module.parameters():
+            parameter.data = parameter.data.to(dtype)
+    return found, layers is not None
+
+
+def _layers(layers: Sequence[Any], seed: int) -> list[Stage]:
+    check_ties(layers)
+    made: dict[int, nn.Module] = {}
+    found: list[Stage] = []
+    for index, layer in enumerate(layers):
+        if isinstance(layer, Tied):
+            weight = found[layer.layer][1].get_parameter(layer.weight)
+            found.append((None, TiedLayer(layer, weight), layer.layer))
+            continue
+        if id(layer) not in made:
+            made[id(layer)] = make(layer, index, seed)
+        found.append((id(layer), made[id(layer)], None))
+    return found
+
+
+def example(task: Task) -> tuple[Any, Any]:
+    """Shapes of one sample, as the task tells them, else from its training data."""
+    told = task.example()
+    return told if told is not None else as_source(task.train_data(), task.seed).batch(torch.tensor([0]), 0)
+
+
+def with_rows(batch: Any, rows: int) -> Any:
+    """``batch`` with so many samples, on the meta device."""
+
+    def resized(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return torch.empty((rows, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
+
+    return tree_map(resized, batch)
+
+
+def map_floats(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``change`` of every tensor of floating-point numbers."""
+    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch)

@@ -1,0 +1,147 @@
+"""Model FLOPs utilization: the operations that the model needs, as a share of what the machine can do (Chowdhery et al. 2022,
+arXiv 2204.02311, appendix B). Needed are those of one forward and one backward pass; what is computed again is not counted.
+
+What the machine can do is measured, not read off a data sheet: products of two large matrices, on all ranks at the same time, with
+the threads and in the number format of the training.
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import tree_leaves
+
+from dsframe.engine import Engine, call
+from dsframe.engines import precision
+from dsframe.observe.flops import OperationCounter
+from dsframe.observe.meta import Attention, Loss, example, map_floats, meta_device, stages_of, with_rows
+from dsframe.observe.observer import Batches, Observer, Stretch
+from dsframe.tasks.task import Task
+from dsframe.text import amount
+
+_BUDGET_SECONDS = 0.15
+_LONG_ENOUGH_SECONDS = 3e-3
+"""Of one product, for the largest matrices that are tried."""
+
+
+@dataclass(frozen=True)
+class Utilization:
+    """What it takes to turn a rate into a share."""
+
+    flops_per_unit: float
+    """Of the model, for one sample or token."""
+    peak_flops: float
+    """A second, of all ranks together."""
+
+    def of(self, rate: float) -> float:
+        """``rate``: units a second over all ranks."""
+        return rate * self.flops_per_unit / self.peak_flops
+
+
+def observer(stretch: Stretch) -> Observer:
+    """Measures at the start, and tells a share at every logged step."""
+    return MfuObserver(stretch.say)
+
+
+class MfuObserver(Observer):
+    """``dsframe.mfu``: the utilization at logged steps and of the whole run."""
+
+    def __init__(self, say: Callable[[str], None], known: Utilization | None = None) -> None:
+        self._say, self._known = say, known
+
+    def start(self, engine: Engine) -> Mapping[str, Any]:
+        """**Collective.** Measures, and says relative to what it is."""
+        self._known = utilization(engine, self._say)
+        if self._known is None:
+            return {}
+        return {"flops_per_unit": self._known.flops_per_unit, "peak_flops": self._known.peak_flops}
+
+    def figures(self, rate: float) -> Mapping[str, float]:
+        """Since the last logged step; nothing without a rate."""
+        return {"mfu": self._known.of(rate)} if self._known and rate else {}
+
+    def results(self, engine: Engine, rate: float, batches: Batches) -> Mapping[str, Any]:
+        """Of the run."""
+        return self.figures(rate)
+
+
+def utilization(engine: Engine, say: Callable[[str], None]) -> Utilization | None:
+    """**Collective.** Model and machine, measured; None where the model cannot be counted."""
+    plan = engine.plan
+    dtype = precision.autocast_dtype(plan.config, plan.device) or precision.parameter_dtype(plan.config)
+    each, problem = 0.0, ""
+    if plan.world.is_main:
+        try:
+            each = flops_per_sample(plan.task) / plan.task.units_per_sample
+        except Exception as error:  # no reason not to train
+            problem = " ".join(str(error).split())
+    # Behind a collective, so that all ranks measure at once, as they will compute.
+    own = engine.sum_over_ranks(torch.tensor([each], dtype=torch.float64, device=plan.device))
+    each = float(own)
+    peak = torch.tensor([peak_flops(dtype, plan.device)], dtype=torch.float64, device=plan.device)
+    found = Utilization(each, float(engine.sum_over_ranks(peak)))
+    if not each:
+        say(f"dsframe: no MFU: {problem or 'the model does no products of matrices'}")
+        return None
+    kind = str(dtype).removeprefix("torch.")
+    say(
+        f"dsframe: MFU is relative to {amount(found.peak_flops)}FLOP/s, measured now: products of {kind} matrices on "
+        f"{plan.world.size} rank(s) at once; the model needs {amount(each * plan.task.units_per_sample)}FLOP a sample"
+    )
+    return found
+
+
+def flops_per_sample(task: Task) -> float:
+    """Of one forward and one backward pass, counted on the meta device. Raises TaskError where the model needs numbers there."""
+    rows = 2  # BatchNorm refuses a single value
+    inputs, targets = example(task)
+    with meta_device(), Attention(), OperationCounter() as count:
+        stages, _ = stages_of(task, torch.float32)
+        flow = map_floats(with_rows(inputs, rows), lambda tensor: tensor.float().requires_grad_())
+        for _, module, _ in stages:
+            flow = call(module, flow)
+        loss = Loss(task, with_rows(targets, rows))(flow)
+        torch.autograd.backward([leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor)])
+    total: float = count.forward + count.backward
+    return total / rows
+
+
+def peak_flops(dtype: torch.dtype, device: torch.device) -> float:
+    """FLOP a second of this rank, the best of some products of matrices; takes about 0.2 s.
+
+    Matrices grow until a product takes a few milliseconds: where a format has no instructions of its own (fp16 on most CPUs) a
+    large product would take seconds.
+    """
+    size, largest, best = 256, 8192 if device.type == "cuda" else 1024, 0.0
+    limit = time.perf_counter() + _BUDGET_SECONDS
+    left, right = _operands(size, dtype, device)
+    _product(left, right)  # starts libraries
+    while True:
+        seconds = _product(left, right)
+        best = max(best, 2.0 * size**3 / seconds)
+        if time.perf_counter() > limit:
+            return best
+        if seconds < _LONG_ENOUGH_SECONDS and size < largest:
+            size *= 2
+            left, right = _operands(size, dtype, device)
+            _product(left, right)
+
+
+def _operands(size: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
+    return torch.full((size, size), 0.5, dtype=dtype, device=device), torch.ones(size, size, dtype=dtype, device=device)
+
+
+def _product(left: torch.Tensor, right: torch.Tensor) -> float:
+    """Seconds of one."""
+    if left.device.type == "cuda":
+        torch.cuda.synchronize(left.device)
+    began = time.perf_counter()
+    torch.mm(left, right)
+    if left.device.type == "cuda":
+        torch.cuda.synchronize(left.device)
+    return time.perf_counter() - began

@@ -1,1 +1,0 @@
-"""What a run tells: the line that moves, the lines that stay, the files that remain."""

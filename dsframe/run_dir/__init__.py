@@ -1,0 +1,1 @@
+"""The run's directory: lock, record, progress, loggers, how the run ended."""

@@ -1,0 +1,278 @@
+"""TensorBoard, Weights & Biases, CSV and Comet, as DeepSpeed's own sections ask for them, and MLflow: the same on every engine.
+
+DeepSpeed 0.19.8 writes nothing but the learning rate when the program calls backward itself. So the sections are taken off
+before DeepSpeed sees them, and rank 0 writes what ``metrics.jsonl`` has, under DeepSpeed's names (``Train/Samples/train_loss``,
+``Train/Samples/lr``), over the number of samples as there.
+
+None of them ends a training: one that fails is said once, with the reason, and gets nothing more.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import csv
+import importlib.util
+import math
+import os
+import sys
+import time
+from abc import ABC, abstractmethod
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+from dsframe.config import Config
+from dsframe.config.features import logger_packages
+from dsframe.config.read.findings import dotted
+from dsframe.config.read.secrets import anonymous, redact
+from dsframe.errors import Problem
+
+Ending = Literal["FINISHED", "FAILED", "KILLED"]
+"""How a run ended, in MLflow's words; "KILLED": by a signal, with its state saved."""
+_NAMES = {"loss": "train_loss", "learning_rate": "lr"}
+"""What DeepSpeed calls otherwise than we do."""
+_PACKAGES = {"mlflow": "mlflow-skinny"}
+"""What to install, where it is called otherwise than the module."""
+_KINDS = ("Train/Samples/", "Evaluation/")
+"""What the names of figures begin with."""
+_SUFFIX = ".dsframe"
+"""What the names of our event files end in: only those are replaced."""
+
+
+def missing(config: Config) -> list[Problem]:
+    """Sections that are on without their package."""
+    found = []
+    for path, package in logger_packages(config.deepspeed, config.settings):
+        if importlib.util.find_spec(package) is None:
+            message = f"turned on, and the package {package} is not installed"
+            remedy = f"pip install {_PACKAGES.get(package, package)}, or write false"
+            place, section = config.position(path), dotted(path[:-1])
+            found.append(
+                Problem("error", section, message, remedy, str(config.path or ""), *place, code="not-installed")
+            )
+    return found
+
+
+class Logger(ABC):
+    """One place where figures go. Only rank 0 has one."""
+
+    @abstractmethod
+    def write(self, figures: Mapping[str, float], samples: int) -> None:
+        """``figures``: finite numbers, by DeepSpeed's names."""
+
+    @abstractmethod
+    def close(self, ending: Ending) -> None:
+        """Sends what is still held."""
+
+
+class Loggers:
+    """All that a file asks for."""
+
+    def __init__(
+        self, config: Config, about: Mapping[str, Any], directory: Path, train_batch_size: int, done_steps: int
+    ) -> None:
+        """``about``: the run, for those that keep a description. ``done_steps``: of an earlier run, whose figures stay."""
+        file, mlflow = config.deepspeed, config.settings.mlflow
+        self._batch = train_batch_size
+        done = done_steps * train_batch_size
+        resumed = done_steps > 0
+        known: Mapping[str, tuple[Any, Callable[[], Logger]]] = {
+            "tensorboard": (file.tensorboard, lambda: _TensorBoard(_folder(file.tensorboard), done)),
+            "csv_monitor": (file.csv_monitor, lambda: _Csv(_folder(file.csv_monitor), done)),
+            "wandb": (file.wandb, lambda: _Wandb(file.wandb, about, directory, resumed=resumed)),
+            "comet": (file.comet, lambda: _Comet(file.comet)),
+            "mlflow": (mlflow, lambda: _Mlflow(mlflow, about, directory, resumed=resumed)),
+        }
+        self._all: dict[str, Logger] = {}
+        self._failed: set[str] = set()
+        for name, (section, make) in known.items():
+            if section.enabled:
+                with _survived(name):
+                    self._all[name] = make()
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """What a record of ``metrics.jsonl`` has; numbers that are not finite and what is no number are left out."""
+        if not self._all or "step" not in record:
+            return
+        others = {name: value for name, value in record.items() if name not in ("step", "evaluation")}
+        training, evaluation = _KINDS
+        named = {f"{training}{_NAMES.get(name, name)}": value for name, value in others.items()}
+        named |= {f"{evaluation}{name}": value for name, value in record.get("evaluation", {}).items()}
+        numbers = {name: float(value) for name, value in named.items() if isinstance(value, int | float)}
+        figures = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        for name in [name for name in self._all if name not in self._failed]:
+            self._failed.add(name)  # stays there where it fails
+            with _survived(name):
+                self._all[name].write(figures, record["step"] * self._batch)
+                self._failed.remove(name)
+
+    def close(self, ending: Ending = "FINISHED") -> None:
+        """Sends what is still held. One that has failed, which everybody knows, may still be able to say that the run is over."""
+        for name, logger in self._all.items():
+            with contextlib.suppress(Exception) if name in self._failed else _survived(name):
+                logger.close(ending)
+
+
+@contextlib.contextmanager
+def _survived(name: str) -> Iterator[None]:
+    """Around what a logger does: says what fails, without the accounts that addresses in it may name."""
+    try:
+        yield
+    except Exception as error:  # a package's own, of any kind
+        reason = anonymous(" ".join(f"{type(error).__name__}: {error}".split()))[:400]
+        print(
+            f"dsframe: {name} failed and gets no more figures; the training goes on, and metrics.jsonl has them all ({reason})",
+            file=sys.stderr,
+            flush=True,
+        )
+
+
+def _folder(section: Any) -> Path:
+    """As DeepSpeed has it: under the folder in which the run was started, where the section names none."""
+    return Path(str(section.output_path), str(section.job_name))
+
+
+class _TensorBoard(Logger):
+    def __init__(self, folder: Path, done: int) -> None:
+        from torch.utils.tensorboard import SummaryWriter
+
+        for old in [] if done else folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
+            old.unlink()
+        self._writer: Any = SummaryWriter(str(folder), purge_step=done + 1 if done else None, filename_suffix=_SUFFIX)
+
+    def write(self, figures: Mapping[str, float], samples: int) -> None:
+        for name, value in figures.items():
+            self._writer.add_scalar(name, value, samples)
+        self._writer.flush()
+
+    def close(self, ending: Ending) -> None:
+        self._writer.close()
+
+
+class _Csv(Logger):
+    """A file for each figure, with lines of samples and value, as DeepSpeed writes them. Other files there are left alone."""
+
+    def __init__(self, folder: Path, done: int) -> None:
+        folder.mkdir(parents=True, exist_ok=True)
+        self._folder = folder
+        for old in (path for kind in _KINDS for path in folder.glob(f"{_file_name(kind)}*.csv")):
+            head, *rows = old.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) or [""]
+            if head.startswith("step,"):
+                kept = [row for row in rows if (at := row.partition(",")[0]).isdecimal() and int(at) <= done]
+                old.write_text("".join([head, *kept]), encoding="utf-8")
+
+    def write(self, figures: Mapping[str, float], samples: int) -> None:
+        for name, value in figures.items():
+            path = self._folder / f"{_file_name(name)}.csv"
+            head: Sequence[Any] = [] if path.exists() else [("step", name.rpartition("/")[2])]
+            with path.open("a", newline="", encoding="utf-8") as file:
+                csv.writer(file).writerows([*head, (samples, value)])
+
+    def close(self, ending: Ending) -> None:
+        pass
+
+
+def _file_name(figure: str) -> str:
+    return figure.replace("/", "_").replace(" ", "_")
+
+
+@contextlib.contextmanager
+def _without_secrets() -> Iterator[None]:
+    """While wandb and Comet write down the command.
+
+    Another list, which stays as it is: Comet keeps the list itself (3.58, ``env_logging.get_command``), and a thread of its own
+    writes down what is in it later.
+    """
+    words, sys.argv = sys.argv, redact(sys.argv)
+    try:
+        yield
+    finally:
+        sys.argv = words
+
+
+class _Wandb(Logger):
+    def __init__(self, section: Any, about: Mapping[str, Any], directory: Path, *, resumed: bool) -> None:
+        import wandb
+
+        note = directory / "wandb-run-id"
+        known = note.read_text(encoding="utf-8").strip() if resumed and note.exists() else None
+        with _without_secrets():
+            self._run: Any = wandb.init(
+                project=section.project,
+                group=section.group,
+                entity=section.team,
+                config=dict(about),
+                dir=str(directory),
+                id=known,
+                resume="allow" if known else None,
+            )
+        note.write_text(f"{self._run.id}\n", encoding="utf-8")
+
+    def write(self, figures: Mapping[str, float], samples: int) -> None:
+        self._run.log(dict(figures), step=samples)
+
+    def close(self, ending: Ending) -> None:
+        self._run.finish(exit_code=int(ending != "FINISHED"))
+
+
+class _Comet(Logger):
+    def __init__(self, section: Any) -> None:
+        # It would log what goes to TensorBoard and MLflow once more, or warn that it came too late, and print a summary.
+        os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
+        os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")
+        import comet_ml
+
+        names = ("api_key", "project", "workspace", "experiment_key", "mode", "online")
+        with _without_secrets():
+            self._run: Any = comet_ml.start(**{name: getattr(section, name) for name in names})
+        if section.experiment_name is not None:
+            self._run.set_name(section.experiment_name)
+        self._interval, self._last = section.samples_log_interval, -math.inf
+
+    def write(self, figures: Mapping[str, float], samples: int) -> None:
+        if samples != self._last and samples - self._last < self._interval:
+            return
+        self._last = samples
+        for name, value in figures.items():
+            self._run.log_metric(name, value, step=samples)
+
+    def close(self, ending: Ending) -> None:
+        self._run.end()
+
+
+class _Mlflow(Logger):
+    """A resumed run goes on in the run that it had there; MLflow cannot take back what was written after the checkpoint."""
+
+    def __init__(self, section: Any, about: Mapping[str, Any], directory: Path, *, resumed: bool) -> None:
+        # Figures are sent while the training waits: not, as MLflow has it, up to 7 times with 120 s each.
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_MAX_RETRIES", "1")
+        os.environ.setdefault("MLFLOW_HTTP_REQUEST_TIMEOUT", "10")
+        from mlflow import MlflowClient
+
+        uri = section.tracking_uri or os.environ.get("MLFLOW_TRACKING_URI") or "mlruns"
+        if "://" not in uri or uri.startswith("file:"):
+            # MLflow 3 refuses folders unless told so, and mlflow-skinny has no database: it is the one kind that needs no server.
+            os.environ.setdefault("MLFLOW_ALLOW_FILE_STORE", "true")
+        self._client: Any = MlflowClient(tracking_uri=uri)
+        note = directory / "mlflow-run-id"
+        known = note.read_text(encoding="utf-8").strip() if resumed and note.exists() else None
+        if known:
+            self._client.update_run(known, status="RUNNING")
+        else:
+            there = self._client.get_experiment_by_name(section.experiment)
+            experiment = there.experiment_id if there else self._client.create_experiment(section.experiment)
+            run = self._client.create_run(experiment, run_name=section.run_name or directory.resolve().name)
+            known = str(run.info.run_id)
+            for name, value in about.items():
+                self._client.log_param(known, name, value)
+        self._run: str = known
+        note.write_text(f"{known}\n", encoding="utf-8")
+
+    def write(self, figures: Mapping[str, float], samples: int) -> None:
+        from mlflow.entities import Metric
+
+        now = int(time.time() * 1000)
+        self._client.log_batch(self._run, [Metric(name, value, now, samples) for name, value in figures.items()])
+
+    def close(self, ending: Ending) -> None:
+        self._client.set_terminated(self._run, ending)

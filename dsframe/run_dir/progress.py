@@ -1,0 +1,89 @@
+"""What a person sees while a run goes on: a moving line in a terminal, plain lines in a log."""
+
+from __future__ import annotations
+
+import contextlib
+import sys
+import time
+from collections.abc import Mapping
+from typing import Any
+
+from dsframe.host.streams import Surviving
+from dsframe.text import clock, mebibytes
+
+
+class Progress:
+    """Rank 0's voice. On other ranks, and with ``quiet``, it says nothing."""
+
+    def __init__(self, total_steps: int, *, speaks: bool, unit: str, units_per_step: int) -> None:
+        """``unit``: what is counted, "samples" or "tokens"; ``units_per_step``: how many make one global batch."""
+        self._speaks = speaks
+        self._unit = unit
+        self._units_per_step = units_per_step
+        self._total = total_steps
+        self._mark = (0, time.perf_counter())
+        self._pace = 0.0
+        self._bar: Any = None
+        if speaks and sys.stderr.isatty():
+            from tqdm import tqdm
+
+            self._bar = tqdm(
+                total=total_steps, unit="step", dynamic_ncols=True, leave=False, file=Surviving(sys.stderr)
+            )
+
+    def say(self, line: str) -> None:
+        """One line that stays. Where it cannot be written (a closed pipe, a full disk), training goes on."""
+        if not self._speaks:
+            return
+        if self._bar is not None:
+            self._bar.clear()
+        with contextlib.suppress(OSError):
+            print(line + "\n", end="", file=sys.stderr, flush=True)  # one write: launchers put a prefix before each
+
+    def begin(self, step: int) -> None:
+        """Rates and the moving line start from ``step`` and from now."""
+        self._mark = (step, time.perf_counter())
+        if self._bar is not None:
+            self._bar.n = step
+            self._bar.refresh()
+
+    def advance(self) -> None:
+        """One step done; costs nothing where there is no terminal."""
+        if self._bar is not None:
+            self._bar.update()
+
+    def rate(self, step: int) -> float:
+        """Units a second since the last call, which was at an earlier step."""
+        before, then = self._mark
+        now = time.perf_counter()
+        self._mark = (step, now)
+        self._pace = max(now - then, 1e-9) / (step - before)
+        return self._units_per_step / self._pace
+
+    def pause(self, seconds: float) -> None:
+        """Takes time that was spent on something else (evaluation) out of the rate."""
+        step, then = self._mark
+        self._mark = (step, then + seconds)
+
+    def log(self, step: int, values: Mapping[str, float], rate: float, memory: int, mfu: float | None = None) -> None:
+        """The state of training at ``step``: a postfix of the moving line, or a line of its own.
+
+        ``rate``: 0 where it is not known yet, after the first step. ``memory``: bytes.
+        """
+        if not self._speaks:
+            return
+        parts = [f"{name} {value:.5g}" for name, value in values.items()]
+        if rate:
+            parts += [f"{rate:,.0f} {self._unit}/s", *([] if mfu is None else [f"{mfu:.1%} MFU"])]
+        parts.append(mebibytes(memory))
+        if self._bar is not None:  # which has the time that is left
+            self._bar.set_postfix_str("  ".join(parts))
+            return
+        if rate:
+            parts.append(f"{clock(self._pace * (self._total - step))} left")
+        self.say(f"step {step:>{len(str(self._total))}}/{self._total}  {'  '.join(parts)}")
+
+    def close(self) -> None:
+        """Removes the moving line."""
+        if self._bar is not None:
+            self._bar.close()

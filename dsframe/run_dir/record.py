@@ -1,0 +1,202 @@
+"""A run's directory: ``run.json`` and ``config.json`` say what runs, ``metrics.jsonl`` is written as it happens, and
+``summary.json`` when the run has succeeded.
+
+Only rank 0 keeps a record. The files hold plain JSON and can be read while the run goes on. A disk that is full ends no training:
+lines wait until they can be written, and a file that replaces another is whole before it does.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import asdict
+from io import FileIO
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsframe.errors import DataError
+from dsframe.run_dir.loggers import Ending, Loggers
+from dsframe.run_dir.provenance import provenance
+
+if TYPE_CHECKING:
+    from dsframe.engine import Plan
+    from dsframe.trainer import Summary
+
+_METRICS = "metrics.jsonl"
+_SUMMARY = "summary.json"
+_ORIGIN = "run.json"
+"""What was started, with which versions, on which machine."""
+CONFIG = "config.json"
+"""The file that ran, with overrides, "auto" resolved: ``--config RUN/config.json`` is the same training again."""
+
+
+class Record:
+    """What rank 0 writes down. An earlier run's record in the same directory is replaced."""
+
+    def __init__(
+        self, plan: Plan, about: Mapping[str, Any], done_steps: int = 0, *, say: Callable[[str], None]
+    ) -> None:
+        """``about``: what the plan does not know of the run. ``done_steps``: steps of an earlier run to go on from."""
+        directory = plan.directory
+        self._directory, self._say, self._told = directory, say, False
+        with self.surviving():
+            (directory / _SUMMARY).unlink(missing_ok=True)
+        self._about = {
+            "config": str(plan.config.path),
+            "config_digest": plan.config.digest,
+            "launcher": plan.world.launcher,
+            "world_size": plan.world.size,
+            "device": plan.device.type,
+            "train_batch_size": plan.batch.train_batch_size,
+            **about,
+        }
+        with self.surviving():
+            _write(directory / _ORIGIN, provenance())
+            _write(directory / CONFIG, plan.config.shown())
+        before = _lines_until(directory / _METRICS, done_steps) if done_steps else []
+        self._file: FileIO | None = None
+        self._partial, self._begun = _partial(directory / _METRICS), False
+        """The name of ``metrics.jsonl`` until it has what an earlier run has left there, which waits first."""
+        self._waiting = "".join(before).encode()
+        self._loggers = Loggers(
+            plan.config, self._about, directory, plan.batch.train_batch_size, done_steps if before else 0
+        )
+        self.write({"run": self._about})
+
+    def write(self, record: Mapping[str, Any]) -> None:
+        """One line of ``metrics.jsonl``."""
+        clean = _clean(record)
+        self._add(clean)
+        self._loggers.write(clean)
+
+    def started(self, phases: Mapping[str, float]) -> None:
+        """The first step has ended. ``phases``: seconds since the process's start, by what they were spent on."""
+        self._about["startup_seconds"] = dict(phases)
+        self._add({"startup_seconds": dict(phases), "at": time.time()})
+
+    def _add(self, line: Mapping[str, Any]) -> None:
+        self._waiting += (json.dumps(line) + "\n").encode()
+        with self.surviving():
+            self._flush()
+
+    def _flush(self) -> None:
+        """Writes what waits, after the last byte that is there: half a line is made whole. Raises OSError."""
+        if self._file is None:
+            self._file = self._partial.open("wb", buffering=0)
+        while self._waiting:
+            self._waiting = self._waiting[self._file.write(self._waiting) :]
+        if not self._begun:
+            self._partial.replace(self._directory / _METRICS)
+            self._begun = True
+        self._told = False
+
+    def close(self, ending: Ending) -> None:
+        """The run ends; what was written stays."""
+        self._told = False  # what does not get there now never does
+        with self.surviving():
+            self._flush()
+        if self._file:
+            with self.surviving():
+                self._file.close()
+        self._loggers.close(ending)
+
+    @contextlib.contextmanager
+    def surviving(self) -> Iterator[None]:
+        """Around what writes into the run's directory: a disk that does not let it is named once, and ends no training."""
+        try:
+            yield
+        except (OSError, DataError) as error:
+            if not self._told:
+                self._say(
+                    f"warning: the record in {self._directory} cannot be written ({error}); the training does not depend on it, "
+                    "and metrics.jsonl is completed as soon as it can be"
+                )
+            self._told = True
+
+    def finish(self, summary: Summary) -> None:
+        """Writes ``summary.json``; its presence says that the run came to its end."""
+        self.close("FINISHED")
+        content = {**self._about, **asdict(summary)}
+        if summary.communication is None:
+            del content["communication"]
+        with self.surviving():
+            _write(self._directory / _SUMMARY, content)
+
+
+def _write(path: Path, content: Mapping[str, Any]) -> None:
+    partial = _partial(path)
+    try:
+        partial.write_text(json.dumps(_clean(content), indent=2) + "\n", encoding="utf-8")
+        partial.replace(path)
+    except OSError:
+        with contextlib.suppress(OSError):
+            partial.unlink()
+        raise
+
+
+def _partial(path: Path) -> Path:
+    return path.with_name(f"{path.name}.partial")
+
+
+def _clean(value: Any) -> Any:
+    """``value`` with null for every number that is not finite: JSON has none of those."""
+    if isinstance(value, Mapping):
+        return {key: _clean(one) for key, one in value.items()}
+    if isinstance(value, list | tuple):
+        return [_clean(one) for one in value]
+    return None if isinstance(value, float) and not math.isfinite(value) else value
+
+
+def _lines_until(path: Path, step: int) -> list[str]:
+    """What was recorded up to ``step``: the steps after it are trained again."""
+    if not path.exists():
+        return []
+    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
+    return [line for line in lines if line.endswith("\n") and json.loads(line).get("step", 0) <= step]
+
+
+def read_metrics(directory: Path) -> list[dict[str, Any]]:
+    """The records of a run, in order; a last line that a crash cut off is left out. Raises DataError where there are none."""
+    try:
+        text = (directory / _METRICS).read_text(encoding="utf-8")
+    except OSError as error:
+        raise DataError(f"{directory} holds no run: {error}") from None
+    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+
+
+def read_summary(directory: Path) -> dict[str, Any]:
+    """What a finished run came to. Raises DataError where the run did not come to its end."""
+    try:
+        summary: dict[str, Any] = json.loads((directory / _SUMMARY).read_text(encoding="utf-8"))
+    except OSError as error:
+        raise DataError(f"{directory} holds no finished run: {error}") from None
+    return summary
+
+
+def finished(directory: Path, steps: int) -> bool:
+    """Whether a run of so many steps has come to its end there."""
+    try:
+        return bool(read_summary(directory)["steps"] == steps)
+    except (DataError, ValueError):  # cut off by a full disk
+        return False
+
+
+def read_origin(directory: Path) -> dict[str, Any]:
+    """Where a run's figures come from; empty for a directory without it."""
+    return _read(directory / _ORIGIN)
+
+
+def read_config(directory: Path) -> dict[str, Any]:
+    """The file that ran; empty for a directory without it."""
+    return _read(directory / CONFIG)
+
+
+def _read(path: Path) -> dict[str, Any]:
+    try:
+        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+    except OSError:
+        return {}
+    return found

@@ -1,0 +1,1 @@
+"""Commands around training. The core imports none of them."""

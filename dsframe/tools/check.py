@@ -1,0 +1,304 @@
+"""``dsframe check``: every problem of a configuration file at once, before anything starts.
+
+Exit codes: 0 no errors, 1 warnings under ``--strict``, 2 errors (or a command line that makes no sense).
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict, replace
+from pathlib import Path
+from typing import Any
+
+from dsframe import engines
+from dsframe.config.load import Config, Examined, examine, find, read_text
+from dsframe.config.read import secrets
+from dsframe.config.resolve import inherit, memory, render
+from dsframe.config.resolve.auto import Facts
+from dsframe.config.resolve.batch import replica_size
+from dsframe.errors import ConfigError, Problem
+
+EPILOG = """\
+exit codes:
+  0  no errors (there may be warnings and notes)
+  1  warnings, with --strict
+  2  errors, or wrong usage of this command
+
+An error makes DeepSpeed fail, or silently train something else than the file says. A warning is a key without effect
+or an old spelling. A note explains a value, such as that of "auto". `dsframe explain CODE` explains the code in brackets.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(
+        prog="dsframe check",
+        description="Find every mistake in DeepSpeed configuration files.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = result.add_argument
+    add("files", nargs="+", metavar="FILE", help='a path, a name in ds_configs/, or "-" for standard input')
+    add(
+        "-np",
+        "--processes",
+        type=int,
+        metavar="N",
+        help="number of processes of the run: checks the batch sizes",
+    )
+    add("--nodes", type=int, metavar="M", help="number of hosts of the run")
+    add("--gpu-memory", metavar="80GB", help="memory of one device: tells how large a model may be")
+    add(
+        "--engine",
+        metavar="NAME",
+        help="check what this engine supports (default: the engine of the file's dsframe section)",
+    )
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override one key, as in training",
+    )
+    add("--strict", action="store_true", help="warnings are errors")
+    add(
+        "--format",
+        choices=("text", "json", "github"),
+        default="text",
+        help="output for people, editors, or GitHub annotations",
+    )
+    add(
+        "--resolved",
+        action="store_true",
+        help='print the file that would run: "auto" and sizes with their reasons',
+    )
+    add("--fix", action="store_true", help="rewrite misspelled, misplaced and deprecated keys; shows the changes")
+    add("--dry-run", action="store_true", help="with --fix: show the changes only")
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Check the files that the command line names and return the exit code."""
+    options = parser().parse_args(argv)
+    try:
+        limit = memory.parse(options.gpu_memory) if options.gpu_memory else None
+    except ValueError as error:
+        parser().error(str(error))
+    for name in ("processes", "nodes"):
+        if getattr(options, name) is not None and getattr(options, name) < 1:
+            parser().error(f"--{name} must be at least 1")
+    if options.nodes and options.processes and options.processes % options.nodes:
+        parser().error(f"{options.processes} processes are not divisible by {options.nodes} nodes")
+    worst = 0
+    reports = []
+    for name in options.files:
+        text, problem, label = _text(name)
+        if problem is not None:
+            examined = Examined((problem,), None)
+        else:
+            if options.fix:
+                text = _fix(text, name, label, options)
+            examined = _judge(text, label, options, limit)
+        severities = {found.severity for found in examined.problems}
+        code = 2 if "error" in severities else 1 if options.strict and "warning" in severities else 0
+        worst = max(worst, code)
+        reports.append((label, examined))
+    _print(reports, options)
+    return worst
+
+
+def _text(name: str) -> tuple[str, Problem | None, str]:
+    if name == "-":
+        try:
+            return sys.stdin.buffer.read().decode("utf-8"), None, "<stdin>"
+        except UnicodeDecodeError as error:
+            return (
+                "",
+                Problem("error", "", f"not UTF-8 text (byte {error.start})", "", "<stdin>", code="syntax"),
+                "<stdin>",
+            )
+    try:
+        path = find(name)
+    except ConfigError as error:
+        return "", error.problems[0], name
+    text, problem = read_text(path)
+    return text, problem, str(path)
+
+
+def _fix(text: str, name: str, label: str, options: argparse.Namespace) -> str:
+    from dsframe.tools.fix import fix
+
+    fixed, difference = fix(text, label)
+    if difference:
+        # With --format json or github standard output is for the machine.
+        print(difference, end="", file=sys.stdout if options.format == "text" else sys.stderr)
+        if name == "-" or options.dry_run:
+            return text if options.dry_run else fixed
+        try:
+            Path(label).write_bytes(fixed.encode("utf-8"))
+        except OSError as error:
+            raise ConfigError(
+                [Problem("error", "", f"cannot be written: {error.strerror}", "", label, code="missing-file")]
+            ) from None
+    return fixed
+
+
+def _judge(text: str, label: str, options: argparse.Namespace, limit: int | None) -> Examined:
+    facts = Facts(world_size=options.processes, engine=options.engine)
+    path = None if label == "<stdin>" else Path(label)
+    examined = examine(text, label, options.overrides, facts, path)
+    if examined.config is None:
+        return examined
+    if options.processes and _reads_apart(examined.config, options):
+        examined = examine(text, label, options.overrides, replace(facts, replicas=True), path)
+    config = examined.config
+    assert config is not None
+    more = _nodes(config, options, label)
+    clean = not any(problem.severity == "error" for problem in examined.problems)
+    if clean:
+        more += _engine(config, options, label)
+        if limit is not None:
+            processes = options.processes or 1
+            cost = engines.costs_of(_engine_of(config, options), config.deepspeed, config.settings).cost(processes)
+            more.append(memory.note(cost, processes, limit, label))
+    return replace(examined, problems=examined.problems + tuple(more))
+
+
+def _engine_of(config: Config, options: argparse.Namespace) -> str:
+    return engines.named(options.engine or config.settings.engine)
+
+
+def _reads_apart(config: Config, options: argparse.Namespace) -> bool:
+    """True if the file shards a model among ranks and the engine does not."""
+    if replica_size(config.deepspeed)[0] == 1:
+        return False
+    entry = engines.TABLE.get(_engine_of(config, options))
+    return entry is not None and entry.replicas
+
+
+def _nodes(config: Config, options: argparse.Namespace, label: str) -> list[Problem]:
+    if not options.nodes or not options.processes:
+        return []
+    local = options.processes // options.nodes
+    file = config.deepspeed
+    tensor, secondary = file.tensor_parallel.autotp_size, file.zero_optimization.zero_hpz_partition_size
+    found = []
+    for path, size, what in (
+        (("tensor_parallel", "autotp_size"), tensor, "a tensor-parallel group spans hosts, which is slow"),
+        (
+            ("sequence_parallel_size",),
+            file.sequence_parallel_size or 1,
+            "a sequence-parallel group spans hosts, which is slow",
+        ),
+        (
+            ("zero_optimization", "zero_hpz_partition_size"),
+            secondary,
+            "the secondary partition spans hosts, which is slow",
+        ),
+    ):
+        if size > 1 and local % size:
+            line, column = config.position(path)
+            message = f"{size} does not divide the {local} processes of a host: {what}"
+            found.append(Problem("warning", ".".join(path), message, "", label, line, column, code="world"))
+    return found
+
+
+def _engine(config: Config, options: argparse.Namespace, label: str) -> list[Problem]:
+    """Return what the engine says about the file. A file without a dsframe section is for DeepSpeed itself."""
+    if options.engine is None and "dsframe" not in config.written():
+        return []
+    name = _engine_of(config, options)
+    if name not in engines.TABLE:
+        from dsframe.config.read.suggest import closest
+
+        similar = closest(name, engines.TABLE, 3)
+        remedy = f'did you mean "{similar}"?' if similar else f"choose from {', '.join(engines.TABLE)}"
+        return [Problem("error", "", f'no engine "{name}"', remedy, "--engine", code="value")]
+    problems, lines = engines.examine(config, name, options.processes)
+    place = config.position(("dsframe", "engine"))
+    notes = [Problem("note", "dsframe.engine", text, "", label, *place, code="engine") for text in lines]
+    return [replace(problem, file=label) for problem in problems] + notes
+
+
+def _print(reports: list[tuple[str, Examined]], options: argparse.Namespace) -> None:
+    if options.format == "json":
+        content = [_report(label, examined, options) for label, examined in reports]
+        print(json.dumps(content if len(content) > 1 else content[0], indent=2))
+        return
+    for label, examined in reports:
+        if options.format == "github":
+            for problem in examined.problems:
+                print(_annotation(problem))
+        else:
+            _print_text(label, examined, options)
+
+
+def _report(label: str, examined: Examined, options: argparse.Namespace) -> dict[str, Any]:
+    report: dict[str, Any] = {"file": label, "problems": [asdict(problem) for problem in examined.problems]}
+    config = examined.config
+    if config is not None:
+        for name, values in (("auto", config.resolved), ("inherited", config.inherited)):
+            report[name] = [
+                {"path": ".".join(map(str, found.path)), "value": found.value, "reason": found.reason}
+                for found in values
+            ]
+        if not any(problem.severity == "error" for problem in examined.problems):
+            if options.processes:
+                batch = asdict(config.batch(options.processes))
+                del batch["deepspeed_ranks"]
+                report["batch"] = batch
+            if options.resolved:
+                handed = config.for_deepspeed(options.processes) if options.processes else {}
+                report["resolved"] = secrets.without(config.written() | handed)
+    return report
+
+
+def _annotation(problem: Problem) -> str:
+    """GitHub's workflow command for one problem."""
+    kind = {"error": "error", "warning": "warning", "note": "notice"}[problem.severity]
+    fields = {"file": problem.file, "line": problem.line, "col": problem.column, "title": f"dsframe {problem.code}"}
+    given = ",".join(f"{key}={_escape(str(value), ',:')}" for key, value in fields.items() if value)
+    text = ": ".join(part for part in (problem.path, problem.message) if part) + (
+        f"; {problem.remedy}" if problem.remedy else ""
+    )
+    return f"::{kind} {given}::{_escape(text)}"
+
+
+def _escape(text: str, also: str = "") -> str:
+    text = text.replace("%", "%25").replace("\r", "%0D").replace("\n", "%0A")
+    for character in also:
+        text = text.replace(character, f"%{ord(character):02X}")
+    return text
+
+
+def _print_text(label: str, examined: Examined, options: argparse.Namespace) -> None:
+    problems = examined.problems
+    # With --resolved standard output is the file that would run, and "auto" is explained in it.
+    out = sys.stderr if options.resolved else sys.stdout
+    resolved = [problem for problem in problems if problem.code == "auto" and problem.severity == "note"]
+    quiet = resolved if len(resolved) > 2 or options.resolved else []
+    for problem in problems:
+        if problem not in quiet:
+            print(str(problem), file=out)
+    if quiet and not options.resolved:
+        print(f'{label}: note: {len(quiet)} values are "auto"; --resolved shows what they become, and why')
+    count = {severity: sum(p.severity == severity for p in problems) for severity in ("error", "warning", "note")}
+    config = examined.config
+    if options.resolved and config is not None and not count["error"]:
+        print(render.resolved(config, options.processes))
+    elif options.processes and config is not None and not count["error"]:
+        print(f"{label}: {render.batch_line(config.batch(options.processes))}")
+    if (
+        config is not None
+        and not options.resolved
+        and not count["error"]
+        and (said := inherit.sentence(config.inherited))
+    ):
+        print(f"{label}: {said}")
+    parts = [f"{number} {name}{'s' * (number > 1)}" for name, number in count.items() if number and name != "note"]
+    if not options.resolved or count["error"]:
+        print(f"{label}: {', '.join(parts) if parts else 'no problems'}", file=out)

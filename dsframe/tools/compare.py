@@ -1,0 +1,173 @@
+"""``dsframe compare RUN RUN ...``: finished runs side by side; ``dsframe compare A.json B.json -np N`` makes them first."""
+
+from __future__ import annotations
+
+import argparse
+import statistics
+import sys
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from dsframe.config import find, load
+from dsframe.run_dir.record import read_metrics, read_summary
+from dsframe.text import columns
+from dsframe.tools import subprocess_runs
+from dsframe.tools.report import page, runs
+
+EPILOG = """\
+Files are trained by dsframe launch, each --repeats times and in turns, so that a machine that becomes slower does so for all.
+Differences are to the first. Speeds and times of several repeats are the median, with the slowest and the fastest.
+"collectives alone" is what a step sends, sent again by itself after the training; its share of a step is what could be hidden
+behind computation at best (--set dsframe.measure_communication=false leaves it out).
+"""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table and returns 0. Raises the subclasses of DsframeError, and what a run that failed leaves with."""
+    parser = argparse.ArgumentParser(
+        prog="dsframe compare",
+        description="Runs side by side: loss, metrics, speed, memory.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    add = parser.add_argument
+    add("runs", nargs="+", metavar="RUN|FILE.json", help="directories of finished runs, or files to train")
+    add("-np", "--processes", type=int, default=1, metavar="N", help="processes of each training (default 1)")
+    add("--engines", metavar="NAME,NAME", help="train each file on each of these")
+    add("--repeats", type=int, default=1, metavar="N", help="trainings of each (default 1)")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override one key in all files",
+    )
+    add(
+        "--out",
+        type=Path,
+        default=Path("runs/compare"),
+        metavar="DIR",
+        help="where the trainings go (default %(default)s)",
+    )
+    add("--html", type=Path, metavar="FILE.html", help="also as a page (default with files: DIR/report.html)")
+    options = parser.parse_args(argv)
+    if options.processes < 1 or options.repeats < 1:
+        parser.error("-np and --repeats must be at least 1")
+    are_runs = [Path(name).is_dir() for name in options.runs]
+    if any(are_runs) and not all(are_runs):
+        parser.error("either directories of finished runs or files to train, not both")
+    target: Path | None = options.html
+    if all(are_runs):
+        if options.engines:
+            parser.error("--engines is for files that are still to be trained")
+        groups = {str(run): [Path(run)] for run in options.runs}
+    else:
+        groups = _train(options)
+        target = target or options.out / "report.html"
+    print(table(groups))
+    if target:
+        found = [runs.read_run(first, name, repeats) for name, (first, *repeats) in groups.items()]
+        target.write_text(page.page(found), encoding="utf-8")
+        print(f"\n{target}")
+    return 0
+
+
+def _train(options: argparse.Namespace) -> dict[str, list[Path]]:
+    """Trains every file on every engine, in turns; the directories by name."""
+    engines: list[str | None] = options.engines.split(",") if options.engines else [None]
+    files = [find(name) for name in options.runs]
+    for file in files:  # all mistakes before the first training
+        for engine in engines:
+            load(file, overrides=[*options.overrides, *([f"dsframe.engine={engine}"] if engine else [])])
+    overrides = ["dsframe.measure_communication=true", *options.overrides]
+    labels = runs.names([file.with_suffix("") for file in files])
+    wanted = [
+        (" ".join(part for part in (label if len(files) > 1 or not engine else "", engine) if part), file, engine)
+        for label, file in zip(labels, files, strict=True)
+        for engine in engines
+    ]
+    groups: dict[str, list[Path]] = {name: [] for name, _, _ in wanted}
+    for repeat in range(1, options.repeats + 1):
+        for name, file, engine in wanted:
+            directory = options.out / f"{name.replace(' ', '-').replace('/', '-')}-{repeat}"
+            print(f"dsframe compare: {name}, {repeat} of {options.repeats}", file=sys.stderr, flush=True)
+            subprocess_runs.train(file, options.processes, directory, engine=engine, overrides=overrides)
+            groups[name].append(directory)
+    return groups
+
+
+def losses(directory: Path) -> dict[int, float]:
+    """Training loss by step, as logged. Raises DataError where there is no run."""
+    return {record["step"]: record["loss"] for record in read_metrics(directory) if record.get("loss") is not None}
+
+
+def table(groups: Mapping[str, Sequence[Path]]) -> str:
+    """The comparison as text, in columns: by name, the directories of one run or of its repeats.
+
+    Losses and metrics are those of the first repeat. Raises DataError where a run did not come to its end.
+    """
+    found = [runs.read_run(first, name, repeats) for name, (first, *repeats) in groups.items()]
+    summaries = [read_summary(first) for first, *_ in groups.values()]
+    for _, *repeats in groups.values():
+        for repeat in repeats:
+            read_summary(repeat)
+    curves = [dict(run.curve("loss")) for run in found]
+    rows: list[list[str]] = [["", *groups]]
+    rows.append(["engine", *(summary["description"] for summary in summaries)])
+    rows.append(["processes", *(f"{summary['world_size']} ({summary['launcher']})" for summary in summaries)])
+    common = sorted(int(step) for step in set.intersection(*(set(curve) for curve in curves)))
+    rows += [
+        _loss_row(step, curves) for step in common if str(step).rstrip("0") in ("1", "2", "5") or step == common[-1]
+    ]
+    if common and len(groups) > 1:
+        worst = [max(abs(curve[step] - curves[0][step]) for step in common) for curve in curves[1:]]
+        rows.append([f"largest of {len(common)} steps", "", *(f"{difference:+.1e}" for difference in worst)])
+    if any(run.repeats for run in found):
+        rows.append(["largest to its repeats", *(_figure(runs.noise(run), ".1e") for run in found)])
+    for name in summaries[0]["metrics"]:
+        rows.append([f"evaluation {name}", *(_figure(summary["metrics"].get(name), ".4f") for summary in summaries)])
+    units = [run.unit for run in found]
+    same = len(set(units)) == 1
+    rates = [f"{spread(run.all('rate'))}{'' if same else f' {run.unit}/s'}" for run in found]
+    rows.append([f"{units[0]}/s" if same else "speed", *rates])
+    rows.append(["training time, s", *(spread(run.all("seconds"), ".1f") for run in found)])
+    rows.append(["start to engine, s", *(spread(run.all("start_seconds"), ".1f") for run in found)])
+    rows.append(["time to first step, s", *(spread(run.first_step_after(), ".1f") for run in found)])
+    rows.append(
+        [
+            "peak memory per rank, MiB",
+            *("  ".join(f"{peak / 2**20:,.0f}" for peak in s["peak_memory_bytes"]) for s in summaries),
+        ]
+    )
+    network = [runs.communication(run) for run in found]
+    for label, key, form in (
+        ("sent by a rank a step, MB", "sent", ".4g"),
+        ("predicted to be sent, MB", "predicted", ".4g"),
+        ("collectives alone, ms", "alone", ".3g"),
+        ("share of a step", "share", ".0%"),
+    ):
+        if any(one[key] is not None for one in network):
+            rows.append([label, *(_figure(one[key], form) for one in network)])
+    head, *lines = columns(rows, left=len(rows[0]))
+    widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
+    return "\n".join([head, "  ".join("-" * width for width in widths), *lines])
+
+
+def spread(values: Sequence[float], form: str = ",.0f") -> str:
+    """The median, and of several the smallest and the largest; nothing of none."""
+    if not values:
+        return ""
+    middle = format(statistics.median(values), form)
+    return middle if len(values) == 1 else f"{middle} ({min(values):{form}} to {max(values):{form}})"
+
+
+def _loss_row(step: int, curves: Sequence[Mapping[float, float]]) -> list[str]:
+    first = curves[0][step]
+    others = [f"{curve[step]:.6f}  {curve[step] - first:+.1e}" for curve in curves[1:]]
+    return [f"loss at step {step:,}", f"{first:.6f}", *others]
+
+
+def _figure(value: Any, form: str) -> str:
+    return "" if value is None else format(value, form)

@@ -1,0 +1,145 @@
+"""``dsframe import``: goes on with dsframe from a checkpoint that a program of its own saved with DeepSpeed."""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import asdict
+from datetime import datetime, timezone
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsframe.cluster.world import World
+from dsframe.config import Facts, load
+from dsframe.errors import CheckpointError
+from dsframe.run_dir.lock import RunLock
+
+if TYPE_CHECKING:
+    from torch import nn
+
+    from dsframe.checkpoint.deepspeed_files import Found
+    from dsframe.config import Config
+    from dsframe.tasks.task import Task
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the checkpoint, says where and returns 0. Raises CheckpointError where it cannot be read or is of another model."""
+    parser = argparse.ArgumentParser(
+        prog="dsframe import",
+        description="Convert a DeepSpeed checkpoint (ZeRO 0 to 3, weights and optimizer state) into dsframe's format.",
+    )
+    parser.add_argument("directory", type=Path, help="the folder given to save_checkpoint, or one checkpoint in it")
+    parser.add_argument("--config", required=True, metavar="FILE", help="the file of the training to continue")
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="override one key of the file")
+    parser.add_argument("--tag", help="name of the checkpoint (default: the one that the file latest names)")
+    parser.add_argument(
+        "--run-dir", type=Path, help="directory of the run to continue (default: the file's, else runs/NAME-deepspeed)"
+    )
+    parser.add_argument(
+        "--trust",
+        action="store_true",
+        help="you trust the origin of the files: they are pickled (none of their code is run)",
+    )
+    options = parser.parse_args(argv)
+    if not options.trust:
+        raise CheckpointError(
+            f"{options.directory}: DeepSpeed's files are pickled, a format that can contain code; add --trust if you know "
+            "who wrote them"
+        )
+    from dsframe import tasks
+
+    config = load(options.config, overrides=options.set)
+    task = tasks.build(config.settings.task, config.settings.seed)
+    stem = config.path.stem if config.path else "run"
+    run_dir = options.run_dir or Path(config.settings.run_dir or f"runs/{stem}-deepspeed")
+    path = convert(options.directory, options.tag, config, task, run_dir)
+    print(f"{path}: go on with --config {options.config} --run-dir {run_dir} --resume auto", file=sys.stderr)
+    return 0
+
+
+def convert(directory: Path, tag: str | None, config: Config, task: Task, run_dir: Path) -> Path:
+    """Writes the portable form of a DeepSpeed checkpoint into the checkpoints of ``run_dir``; returns where.
+
+    One parameter is in memory at a time, beside what torch maps and, at stages 1 to 3, one flat tensor with its moments.
+    Raises CheckpointError; WorldError where that run goes on, ConfigError where its directory cannot be made.
+    """
+    from dsframe.checkpoint import deepspeed_files, portable, store
+    from dsframe.checkpoint.state import aliases, compare, persistent_buffers
+    from dsframe.checkpoint.store import Store
+
+    task.seed = config.settings.seed
+    found = deepspeed_files.read(deepspeed_files.find(directory, tag))
+    model = task.model()
+    own = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
+    trained = {name: shape for name, shape in shapes.items() if own[name]} if found.shapes else {}
+    compare("parameter", trained, {name: tuple(shape) for name, shape in found.shapes.items() if own.get(name, True)})
+    folder = Store(run_dir / "checkpoints")
+    manifest = {
+        "format": store.FORMAT,
+        "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "step": found.step,
+        "updates": found.updates,
+        "loss_scale": asdict(found.loss_scale) if found.loss_scale else None,
+        "learning_rate": found.learning_rate,
+        "loss": None,
+        "evaluation": {},
+        "aliases": aliases(model),
+        **_about(config, task, found),
+    }
+    buffers = _buffers(found, model, persistent_buffers(model))
+    with RunLock() as claim:
+        claim.take(run_dir, World(), lambda line: print(line, file=sys.stderr))
+        try:
+            partial = folder.begin(found.step)
+            writer = portable.PartWriter(partial, 0, 1)
+            for one in found.parameters(own, shapes):
+                compare("parameter", {one.name: shapes[one.name]}, {one.name: tuple(one.weight.shape)})
+                writer.take(one)
+            if buffers:
+                writer.put(portable.BUFFERS, buffers)
+            writer.finish()
+            writer.files[portable.RNG] = store.write(partial / portable.RNG, json.dumps([]).encode())
+            files = {name: asdict(entry) for name, entry in writer.files.items()}
+            return folder.commit(found.step, {**manifest, "parameters": writer.parameters, "files": files})
+        except OSError as error:
+            folder.abandon(found.step)
+            raise CheckpointError(f"{error.filename or folder.directory}: {error.strerror}") from None
+        except CheckpointError as error:
+            if "exists already" not in str(error):
+                folder.abandon(found.step)
+            raise
+
+
+def _buffers(found: Found, model: nn.Module, own: dict[str, Any]) -> dict[str, Any]:
+    missing = [name for name in own if name not in found.module]
+    if missing:
+        raise CheckpointError(f"{found.path} has no buffer {missing[0]}, which the model has")
+    return {name: found.module[name].clone() for name in own}
+
+
+def _about(config: Config, task: Task, found: Found) -> dict[str, Any]:
+    from dsframe.checkpoint.resume import about
+    from dsframe.data.loader import as_source
+    from dsframe.data.sampler import Sampler
+    from dsframe.model import optimizers
+
+    settings = config.settings
+    samples, batch = len(as_source(task.train_data(), settings.seed)), config.batch(found.ranks)
+    sampler = Sampler(samples, batch.train_batch_size, settings.seed, drop_last=config.deepspeed.dataloader_drop_last)
+    steps = settings.steps or sampler.total_steps(settings.epochs or 1)
+    config = config.resolve(Facts(world_size=found.ranks, total_steps=steps, hidden_size=task.hidden_size))
+    told = about(
+        config,
+        task,
+        optimizers.read(config),
+        batch,
+        samples=samples,
+        world_size=found.ranks,
+        engine="deepspeed",
+        package=None,
+    )
+    told["versions"]["deepspeed"] = found.version
+    return told

@@ -1,0 +1,99 @@
+"""``dsframe explain``: what the code at the end of a message means, and what an exit code means."""
+
+from __future__ import annotations
+
+import argparse
+import sys
+import textwrap
+from collections.abc import Sequence
+
+from dsframe.config.codes import CODES, EXITS
+from dsframe.config.read.suggest import closest
+
+_WIDTH = 100
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    result = argparse.ArgumentParser(
+        prog="dsframe explain",
+        description="Explain the code at the end of a message, such as [unknown-key], or an exit code, such as 5.",
+    )
+    result.add_argument("codes", nargs="*", metavar="CODE", help="codes or exit codes (default: list all)")
+    return result
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the explanations and return 0, or 2 if there is no such code."""
+    options = parser().parse_args(argv)
+    if not options.codes:
+        print("\n".join(listing()))
+        return 0
+    status = 0
+    for index, name in enumerate(options.codes):
+        text = explanation(name.strip("[]"))
+        if text is None:
+            print(f"dsframe: error: {_unknown(name)}", file=sys.stderr)
+            status = 2
+        else:
+            print(("\n" if index else "") + text)
+    return status
+
+
+def listing() -> list[str]:
+    """One line for each code and exit code."""
+    width = max(map(len, CODES))
+    lines = ["codes of messages about a file:"]
+    lines += [f"  {name:<{width}}  {_first(code.means)}" for name, code in sorted(CODES.items())]
+    lines += ["", "exit codes, and the code of their message:"]
+    lines += [f"  {number:<4}{found.code:<{width - 2}}{_first(found.means)}" for number, found in EXITS.items()]
+    return [*lines, "", "dsframe explain CODE says more."]
+
+
+def explanation(name: str) -> str | None:
+    """Everything about one code; None if there is no such code."""
+    if name in CODES:
+        code = CODES[name]
+        parts = [name, _wrapped(code.means), _wrapped(f"Why: {code.why}"), _wrapped(f"What to write: {code.write}")]
+        command = f"    dsframe {code.command}"
+        parts.append(f"Example:\n\n    {code.example}\n\n{command}" if code.example else f"Example:\n\n{command}")
+        return "\n\n".join(parts)
+    for number, found in EXITS.items():
+        if name == str(number) or (name == found.code and name):
+            title = f"exit code {number}" + (f" ({found.code})" if found.code else "")
+            return "\n\n".join((title, _wrapped(found.means), _wrapped(f"What to do: {found.do}")))
+    return None
+
+
+def markdown() -> str:
+    """The whole catalogue as docs/messages.md."""
+    lines = [
+        "# Messages",
+        "",
+        "Every error, warning and note of dsframe ends with a code in brackets. `dsframe explain CODE` prints what stands",
+        "here. Written by `make docs` from dsframe/config/codes.py; do not edit.",
+        "",
+    ]
+    for name, code in sorted(CODES.items()):
+        lines += [f"## {name}", "", f"{code.means} {code.why}", "", f"What to write: {code.write}", ""]
+        lines += ["```json", code.example, "```", ""] if code.example else []
+        lines += [f"`dsframe {code.command}` shows the message.", ""]
+    lines += ["## Exit codes", "", "| exit code | code | meaning | what to do |", "|---|---|---|---|"]
+    for number, found in EXITS.items():
+        name = f"`{found.code}`" if found.code else ""
+        lines.append(f"| {number} | {name} | {found.means} | {found.do} |")
+    return "\n".join(lines) + "\n"
+
+
+def _unknown(name: str) -> str:
+    known = [*CODES, *(found.code for found in EXITS.values() if found.code)]
+    similar = closest(name.strip("[]"), known, 3)
+    return f'no code "{name}"; ' + (f'did you mean "{similar}"?' if similar else "dsframe explain lists all codes")
+
+
+def _first(text: str) -> str:
+    return text.partition(". ")[0].removesuffix(".") + "."
+
+
+def _wrapped(text: str) -> str:
+    return textwrap.fill(text, _WIDTH, break_long_words=False, break_on_hyphens=False)

@@ -1,0 +1,232 @@
+"""The command line of each launcher for one job. Nothing is started here, so that ``--print`` shows exactly what would be."""
+
+from __future__ import annotations
+
+import base64
+import json
+import os
+import shlex
+import shutil
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+from dsframe.config.read.secrets import redact
+from dsframe.engines import TABLE
+from dsframe.errors import WorldError
+from dsframe.tools.launch.hosts import Host, show
+
+NAMES = ("deepspeed", "horovodrun", "torchrun", "mpirun", "srun", "python")
+
+
+@dataclass(frozen=True)
+class Elastic:
+    """Limits on the number of processes in an elastic run."""
+
+    least: int
+    most: int | None = None
+    script: str | None = None
+    """Prints the hosts of the moment, ``name:slots`` a line. None: the job's hosts, as long as they are there."""
+
+
+@dataclass(frozen=True)
+class Job:
+    """A job, for any launcher."""
+
+    processes: int
+    program: tuple[str, ...]
+    """Words after ``python``: ``-m dsframe.train``, or a script of the user's."""
+    arguments: tuple[str, ...]
+    """Arguments of the program."""
+    hosts: tuple[Host, ...] = ()
+    """Hosts with the processes of each; empty: this machine only."""
+    gpus: tuple[str, ...] = ()
+    """GPUs out of CUDA_VISIBLE_DEVICES that this machine's processes use; empty: all that they see."""
+    threads: int = 1
+    """Threads of each process."""
+    address: str = "127.0.0.1"
+    """Address of rank 0."""
+    port: int = 29500
+    """Port for torch.distributed at that address. ``dsframe launch`` takes a free one of this machine."""
+    interface: str | None = None
+    """The network interface to the other hosts, by which name all of them know it."""
+    allocation: bool = False
+    """True if ``hosts`` are those of the Slurm allocation that this runs in."""
+    elastic: Elastic | None = None
+    """Limits for ``horovodrun``; None: the number of processes is fixed."""
+
+
+@dataclass(frozen=True)
+class Launch:
+    """Commands that start a job: one, or one for each host."""
+
+    commands: tuple[tuple[str, ...], ...]
+    """The first word is the program. Several: by the order of the job's hosts."""
+    environment: Mapping[str, str] = field(default_factory=dict)
+    """Variables to add to one's own."""
+    forwards: bool = False
+    """The launcher passes USR1 on to its workers, which are not its own children."""
+
+    def show(self, hosts: tuple[Host, ...]) -> str:
+        """Returns the command as a person would type it, with ``***`` for secrets; if each host has its own command, with
+        the host before it."""
+        setting = "".join(f"{name}={shlex.quote(value)} " for name, value in self.environment.items())
+        shown = [setting + shlex.join(redact(command)) for command in self.commands]
+        if len(shown) == 1:
+            return shown[0]
+        return "\n".join(f"{host.name}$ {line}" for host, line in zip(hosts, shown, strict=True))
+
+
+def plan(launcher: str, job: Job) -> Launch:
+    """The commands of ``launcher`` for ``job``. Raises WorldError where it cannot start such a job."""
+    if job.elastic and launcher != "horovodrun":
+        raise WorldError(
+            f"--min-np, --max-np and --host-discovery-script work with horovodrun only, not with {launcher}"
+        )
+    return _PLANS[launcher](job)
+
+
+def program(name: str) -> str:
+    """Returns where a launcher is: on PATH, else beside this Python. Raises WorldError where it is not installed."""
+    folders = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+    found = shutil.which(name, path=folders)
+    if found is None:
+        raise WorldError(
+            f"{name} is not installed; dsframe doctor lists what is installed, and how to install the rest"
+        )
+    return found
+
+
+def python() -> str:
+    """This Python, by the short name where that means the same."""
+    found = shutil.which("python")
+    same = found is not None and Path(found).absolute() == Path(sys.executable).absolute()
+    return "python" if same else sys.executable
+
+
+def _threads(job: Job) -> dict[str, str]:
+    return {"OMP_NUM_THREADS": str(job.threads)}
+
+
+def _module(job: Job, option: str) -> tuple[str, ...]:
+    """The program in the words of a launcher that starts Python itself."""
+    return (option, *job.program[1:]) if job.program[0] == "-m" else job.program
+
+
+def _python(job: Job) -> Launch:
+    if job.processes != 1 or job.hosts:
+        raise WorldError(f"plain python starts one process here, not {job.processes}; name a launcher")
+    return Launch(((python(), *job.program, *job.arguments),), _threads(job), forwards=True)
+
+
+def _deepspeed(job: Job) -> Launch:
+    """DeepSpeed's. On several hosts: what its runner would start on each through pdsh, which is not needed here."""
+    words = (*_module(job, "--module"), *job.arguments)
+    if not job.hosts:
+        # With --num_gpus it drops CUDA_VISIBLE_DEVICES and takes GPUs 0 to N-1, which may be other people's.
+        mask = {"CUDA_VISIBLE_DEVICES": ",".join(job.gpus)} if job.gpus else {}
+        if not all(gpu.isdecimal() for gpu in job.gpus):
+            raise WorldError(
+                f"CUDA_VISIBLE_DEVICES={mask['CUDA_VISIBLE_DEVICES']}: deepspeed accepts GPU numbers only; write their numbers, "
+                "or choose another launcher: --launcher torchrun"
+            )
+        number = () if mask else (f"--num_gpus={job.processes}",)
+        own = ("deepspeed", *number, f"--master_port={job.port}")
+        return Launch(((*own, *words),), _threads(job) | mask)
+    devices = {host.name: list(range(host.slots)) for host in job.hosts}
+    world = base64.urlsafe_b64encode(json.dumps(devices).encode()).decode()
+    starter = (sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--quiet")
+    options = (f"--world_info={world}", f"--master_addr={job.address}", f"--master_port={job.port}")
+    commands = ((*starter, *options, f"--node_rank={node}", *words) for node in range(len(job.hosts)))
+    return Launch(tuple(commands), _threads(job))
+
+
+def _torchrun(job: Job) -> Launch:
+    words = (*_module(job, "-m"), *job.arguments)
+    meeting = (f"--master-addr={job.address}", f"--master-port={job.port}")
+    if not job.hosts:
+        return Launch((("torchrun", f"--nproc-per-node={job.processes}", *meeting, *words),), _threads(job))
+    if len({host.slots for host in job.hosts}) > 1:
+        raise WorldError(
+            f"torchrun needs the same number of processes on every host, not {show(job.hosts)}; choose another launcher"
+        )
+    options = ("torchrun", f"--nnodes={len(job.hosts)}", f"--nproc-per-node={job.hosts[0].slots}", *meeting)
+    commands = ((*options, f"--node-rank={node}", *words) for node in range(len(job.hosts)))
+    return Launch(tuple(commands), _threads(job))
+
+
+def _horovodrun(job: Job) -> Launch:
+    hosts = ("-H", show(job.hosts)) if job.hosts else ()
+    interface = ("--network-interfaces", job.interface) if job.interface and (job.hosts or job.elastic) else ()
+    changing: tuple[str, ...] = ()
+    if job.elastic:
+        changing = ("--min-np", str(job.elastic.least))
+        changing += ("--max-np", str(job.elastic.most)) if job.elastic.most else ()
+        changing += ("--host-discovery-script", job.elastic.script) if job.elastic.script else ()
+    command = (
+        "horovodrun",
+        "-np",
+        str(job.processes),
+        *hosts,
+        *changing,
+        *interface,
+        python(),
+        *job.program,
+        *job.arguments,
+    )
+    return Launch((command,), _threads(job))
+
+
+def _mpirun(job: Job) -> Launch:
+    """Open MPI's. Binding is left out: it would put both threads of two ranks on one core."""
+    environment = {**_threads(job), "MASTER_ADDR": job.address, "MASTER_PORT": str(job.port)}
+    root = ("--allow-run-as-root",) if os.getuid() == 0 else ()
+    exported = tuple(word for name in environment for word in ("-x", name))
+    hosts: tuple[str, ...] = ("--oversubscribe",)
+    if job.hosts:
+        hosts = ("--host", show(job.hosts))
+        exported += tuple(word for name in ("PATH", "PYTHONPATH") if name in os.environ for word in ("-x", name))
+        if job.interface:
+            hosts += ("--mca", "btl_tcp_if_include", job.interface, "--mca", "oob_tcp_if_include", job.interface)
+    command = ("mpirun", "-np", str(job.processes), *root, *hosts, "--bind-to", "none", *exported)
+    return Launch(((*command, python(), *job.program, *job.arguments),), environment, forwards=True)
+
+
+def _srun(job: Job) -> Launch:
+    """Inside an allocation, or asking for one. A task that fails ends all."""
+    nodes: tuple[str, ...] = (f"--nodes={len(job.hosts)}",) if job.hosts else ()
+    if job.hosts and not job.allocation:
+        nodes += ("--nodelist=" + ",".join(host.name for host in job.hosts),)
+    cpus = os.environ.get("SLURM_CPUS_PER_TASK") if job.allocation else None
+    if cpus:  # since Slurm 22.05 srun no longer inherits it from sbatch (srun's manual): each task would have one CPU
+        nodes += (f"--cpus-per-task={cpus}",)
+    command = ("srun", f"--ntasks={job.processes}", *nodes, "--kill-on-bad-exit=1")
+    environment = {**_threads(job), "MASTER_PORT": str(job.port)}
+    return Launch(((*command, python(), *job.program, *job.arguments),), environment, forwards=True)
+
+
+_PLANS: Mapping[str, Callable[[Job], Launch]] = {
+    "deepspeed": _deepspeed,
+    "horovodrun": _horovodrun,
+    "torchrun": _torchrun,
+    "mpirun": _mpirun,
+    "srun": _srun,
+    "python": _python,
+}
+
+
+def natural(engine: str, job: Job) -> str:
+    """The launcher that belongs to an engine: Horovod's, DeepSpeed's, torch's; srun in an allocation, python for one process."""
+    if job.elastic:
+        return "horovodrun"
+    if job.allocation:
+        return "srun"
+    if job.processes == 1 and not job.hosts:
+        return "python"
+    return TABLE[engine].launcher
+
+
+def with_arguments(job: Job, *arguments: str) -> Job:
+    """The job with more arguments for its program."""
+    return replace(job, arguments=(*job.arguments, *arguments))

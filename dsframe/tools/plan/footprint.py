@@ -1,0 +1,173 @@
+"""Bytes that one rank holds at its fullest."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+from dsframe.engine import LARGE
+from dsframe.tools.plan.case import Case, elements, with_frozen
+from dsframe.tools.plan.model import Segment
+
+HEAP_HOLES = 0.25
+"""On a CPU the heap keeps holes between tensors that come and go: so much of the activations on top (glibc 2.36, measured:
+a GPT of 3 million parameters, 141 MB of activations)."""
+HEAP_HOLES_OF_STAGES = 1.0
+"""The same in a pipeline, where one micro-batch's activations are made while another's are given up (measured likewise: 0.98 in
+the first of two stages of a GPT of 19 million parameters)."""
+
+
+@dataclass(frozen=True)
+class Memory:
+    """Bytes on one rank's device."""
+
+    parameters: float
+    gradients: float
+    optimizer: float
+    activations: float
+    buffers: float
+    """Buckets of collectives, gathered parameters, an operation's results."""
+    reserved: float
+    """Taken before the first tensor is made."""
+    host: float = 0.0
+    """Beside the device: in the memory of its host."""
+
+    @property
+    def states(self) -> float:
+        """What lasts from step to step: parameters, gradients and optimizer state."""
+        return self.parameters + self.gradients + self.optimizer
+
+    @property
+    def total(self) -> float:
+        return self.states + self.activations + self.buffers + self.reserved
+
+
+def footprint(case: Case, part: Sequence[Segment], number: int) -> Memory:
+    """Of a rank of pipeline stage ``number``, which holds ``part`` of the model."""
+    last = number == case.stages - 1
+    trained, cost, width = elements(part) / case.tensor, case.cost, case.model.bytes_each
+    frozen = sum(segment.frozen for segment in part) / case.tensor / (case.data if case.zero == 3 else 1)
+    training = _activations(case, part, number, last)
+    activations = max(training, _evaluation(case, part, last))
+    on_cpu = case.hardware.lazy_memory
+    # On a GPU the memory of activations is free for others when they are gone.
+    moving = max(_reduced(case, trained), _update(case, trained) - (0.0 if on_cpu else activations))
+    # Beside its share, and gathered like the rest: what _gathered counts as fetched ahead is then the collective's buffer.
+    kept = trained * width if case.kept and case.data > 1 else 0.0
+    return Memory(
+        parameters=cost.parameter * trained + (0.0 if case.fetches else frozen * width) + kept,
+        gradients=cost.gradient * trained,
+        optimizer=(cost.optimizer + (cost.host if on_cpu else 0.0)) * trained,  # offloaded or not: there is one memory
+        activations=activations,
+        buffers=_buffers(case, part, trained, last)
+        - kept
+        + moving
+        + (_heap(case, trained, training) if on_cpu else 0.0),
+        reserved=case.hardware.reserved_bytes,
+        host=0.0 if on_cpu else cost.host * trained + (frozen * width if case.fetches and not case.on_disk else 0.0),
+    )
+
+
+def _heap(case: Case, trained: float, activations: float) -> float:
+    """What a CPU's process holds and no longer uses, at its fullest.
+
+    Blocks below 32 MiB come from one heap, which gives nothing back (``dsframe.host.allocator``) and is soon full of
+    holes, so that it has room for everything small that a step makes, though not at the same time: activations
+    beside the gradients that replace them, and, where parameters lie in shares, each layer's gathered weights and whole gradients.
+    A large model whose parameters are sharded gives them back.
+    """
+    if _gives_back(case):
+        return 0.0
+    holes = (HEAP_HOLES if case.stages == 1 else HEAP_HOLES_OF_STAGES) * activations
+    if case.costs.flattens and not _in_files(
+        case
+    ):  # the weights as they were built, whole, before DeepSpeed moved them
+        holes = max(holes, trained * case.tensor * case.model.bytes_each)
+    return holes
+
+
+def _in_files(case: Case) -> bool:
+    """True if the model is built in files, from which each rank takes its shards (``dsframe.model.spill``)."""
+    return case.zero == 3 and case.data > 1
+
+
+def _gives_back(case: Case) -> bool:
+    """True if freed memory goes back to the system (``dsframe.engine.build_model``)."""
+    return _in_files(case) and case.model.parameters + case.model.frozen > LARGE
+
+
+def _activations(case: Case, part: Sequence[Segment], number: int, last: bool) -> float:
+    under_way = min(case.stages - number, case.steps)  # micro-batches whose backward pass is still to come (1F1B)
+
+    def kept(segment: Segment) -> float:
+        wide = segment.saved_wide.at(case.rows)
+        return wide + (segment.saved.at(case.rows) - wide) / case.tensor
+
+    if case.checkpointed:
+        own = under_way * sum(s.output.at(case.rows) for s in part) + max((kept(s) for s in part), default=0.0)
+    else:
+        own = under_way * sum(kept(segment) for segment in part)
+    if last:
+        own += case.model.loss.saved.at(case.rows)
+    return own + under_way * case.model.inputs.at(case.rows)
+
+
+def _evaluation(case: Case, part: Sequence[Segment], last: bool) -> float:
+    """Evaluation keeps nothing for a backward pass, but its batches may be larger (``eval_micro_batch_size``): what the operation
+    with the most reads and writes of it."""
+    rows = case.settings.eval_micro_batch_size or case.rows
+    works = [segment.forward for segment in [*part, *([case.model.loss] if last else [])]]
+    return max((float(work.table[:, 3].max(initial=0.0)) * rows for work in works), default=0.0) / case.tensor
+
+
+def _buffers(case: Case, part: Sequence[Segment], trained: float, last: bool) -> float:
+    zero, width = case.file.zero_optimization, case.model.bytes_each
+    segments = [*part, *([case.model.loss] if last else [])]
+    size = max((segment.scratch.at(case.rows) for segment in segments), default=0.0)
+    size += sum(segment.buffer_bytes for segment in part)
+    if case.costs.copies_buckets and case.data > 1:
+        size += min(case.bucket_bytes * 4 / case.gradient_bytes, 4 * trained)  # not rounded yet
+    if case.costs.flattens and zero.contiguous_gradients:
+        bucket = float(case.zero_bucket)
+        if case.hardware.lazy_memory:  # pages that nothing is written to do not exist
+            bucket = min(bucket, trained)
+        size += bucket * width * (2 if zero.overlap_comm and case.zero < 3 else 1)
+        if case.zero == 1:  # gradients that fit lie in the bucket
+            size -= min(bucket, trained) * width
+    return size + (_gathered(case, part, trained) if case.zero == 3 else 0.0)
+
+
+def _gathered(case: Case, part: Sequence[Segment], trained: float) -> float:
+    """Whole parameters of a model that lies in shares, or on the host, and what comes with them."""
+    zero, width = case.file.zero_optimization, case.model.bytes_each
+    if case.costs.gathers_blocks:
+        if case.data == 1:
+            return 0.0
+        # The next block is on its way while one computes. Each is gathered and copied to its place; its gradients are made
+        # whole, and copied in fp32 to be sent. A CPU's heap keeps all of that of every block (see _heap).
+        keeps = case.hardware.lazy_memory and not _gives_back(case)
+        return (trained if keeps else min(trained, 2 * case.block(part))) * (3 * width + 4)
+    unit = case.fetched(part)
+    held = with_frozen(part) / case.tensor
+    live = min(held, max(zero.stage3_max_live_parameters, unit)) * width
+    if case.data == 1:  # nothing to gather, but what lies on the host is copied (NoGatherHandle)
+        return live if case.fetches else 0.0
+    # Gathered; and what is fetched ahead once more, by the ranks' shares (partition_parameters.py: AllGatherCoalescedHandle).
+    ahead = max(zero.stage3_prefetch_bucket_size, unit)
+    return live + min(held, ahead) * width
+
+
+def _reduced(case: Case, trained: float) -> float:
+    """The flat copy of its bucket that ZeRO sends (stage_1_and_2.py: allreduce_bucket; stage3.py: reduce_scatter_coalesced), one
+    process or many. Gloo makes an all-reduce of a reduce-scatter, in one more copy."""
+    if not case.costs.flattens:
+        return 0.0
+    copies = 2 if case.zero == 3 and case.data > 1 and case.hardware.lazy_memory else 1
+    return copies * min(case.zero_bucket, trained) * case.gradient_bytes
+
+
+def _update(case: Case, trained: float) -> float:
+    """At the step ZeRO makes its partition's gradients flat, and then fp32 (stage_1_and_2.py, stage3.py: step)."""
+    offloaded = case.file.zero_optimization.optimizer_device != "none"
+    each = case.model.bytes_each + (4 if case.model.bytes_each < 4 else 0)
+    return each * trained / case.data if case.costs.flattens and not offloaded else 0.0

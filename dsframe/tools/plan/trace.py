@@ -1,0 +1,241 @@
+"""What one step of a model computes, keeps and exchanges, found by running it on torch's meta device: shapes without memory.
+
+Each operation's floating-point operations and bytes are affine in the number of samples of a micro-batch (weights are read once,
+activations once a sample), so two runs, of 2 and of 4 samples, give every size. Layers that are made by the same function and
+take the same shapes are run once: a GPT of 96 blocks costs as much as one of one block.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map
+
+from dsframe.engine import call
+from dsframe.engines import precision
+from dsframe.errors import TaskError
+from dsframe.observe.flops import OperationCounter
+from dsframe.observe.meta import Attention, Loss, Stage, example, map_floats, meta_device, stages_of, with_rows
+from dsframe.tasks.task import Task
+from dsframe.tools.plan.model import Affine, Linear, Model, Segment, Work, autocast
+
+if TYPE_CHECKING:
+    from dsframe.config import Config
+
+ROWS = (2, 4)
+"""Samples of the two runs. Not 1: BatchNorm refuses a single value."""
+_FREE = {"aten._unsafe_view.default", "aten.empty_like.default", "aten.empty.memory_format", "aten.detach_.default"}
+"""Neither read nor write memory, beside the views."""
+
+
+class OperationTable(OperationCounter):  # type: ignore[no-untyped-call]
+    """Of every operation that is no view: FLOPs, bytes, and whether tensor parallelism leaves it whole (1.0, else 0.0), as it does
+    with what is no product and has results as wide as the model: norms and sums of residuals, not what stands between products."""
+
+    def __init__(self, width: int | None) -> None:
+        super().__init__()
+        self.operations: list[tuple[float, float, float]] = []
+        self.largest = 0.0
+        self._width = width
+
+    def seen(self, func: Any, args: Any, kwargs: Any, out: Any, flops: float) -> None:
+        """Adds a row."""
+        if func.is_view or str(func) in _FREE:
+            return
+        results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
+        written = sum(result.nbytes for result in results)
+        read = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
+        wide = any(result.ndim and result.shape[-1] == self._width for result in results)
+        self.operations.append((flops, float(read + written), float(wide and not flops)))
+        self.largest = max(self.largest, float(written))
+
+
+def trace(task: Task, dtype: torch.dtype) -> Model:
+    """The model of ``task`` with parameters of ``dtype``. Nothing is allocated.
+
+    Raises TaskError where the model cannot run on the meta device: it reads numbers, as data-dependent branches do.
+    """
+    inputs, targets = example(task)
+    width = task.hidden_size
+    with meta_device():
+        stages, layered = stages_of(task, dtype)
+        return _run(task, stages, (inputs, targets), dtype, width, layered=layered)
+
+
+def traced(config: Config, task: Task) -> Model:
+    """The model in the number formats of a file."""
+    known = trace(task, precision.parameter_dtype(config))
+    if not config.deepspeed.torch_autocast.enabled:
+        return known
+    # the products' operands and results are 16 bits wide, and the weights are cast once a pass
+    return autocast(known, trace(task, torch.bfloat16))
+
+
+def _run(
+    task: Task,
+    stages: Sequence[Stage],
+    sample: tuple[Any, Any],
+    dtype: torch.dtype,
+    width: int | None,
+    *,
+    layered: bool,
+) -> Model:
+    inputs, targets = sample
+    flows = [map_floats(with_rows(inputs, rows), lambda tensor: tensor.to(dtype)) for rows in ROWS]
+    size = Affine(
+        0.0,
+        float(
+            sum(
+                leaf.nbytes for leaf in tree_leaves((flows[0], with_rows(targets, ROWS[0]))) if isinstance(leaf, Tensor)
+            )
+            / ROWS[0]
+        ),
+    )
+    segments: list[Segment] = []
+    known: dict[Any, tuple[Segment, list[Any]]] = {}
+    for key, module, owner in stages:
+        name = (key, str(tree_map(_shape, flows[0])))
+        if key is not None and name in known:
+            segment, flows = known[name]
+        else:
+            runs = [_pass(module, flow, width) for flow in flows]
+            segment, flows = _segment(module, runs, owner), [run.outputs for run in runs]
+            known[name] = segment, flows
+        segments.append(segment)
+    ends = []
+    for flow, rows in zip(flows, ROWS, strict=True):
+        head = Loss(task, with_rows(targets, rows))
+        ends.append(_pass(head, (flow,), width))
+    loss = _segment(nn.Identity(), ends, None)
+    return Model(tuple(segments), loss, layered, dtype.itemsize, size)
+
+
+@dataclass
+class _Pass:
+    outputs: Any
+    forward: list[tuple[float, float, float]]
+    backward: list[tuple[float, float, float]]
+    ready: list[tuple[int, int]]
+    saved: float
+    saved_wide: float
+    output: float
+    scratch: float
+    attentions: int
+    heads: int
+
+
+def _pass(module: nn.Module, inputs: Any, width: int | None) -> _Pass:
+    """One forward and one backward pass."""
+    inputs = map_floats(inputs, lambda tensor: tensor.detach().requires_grad_())
+    own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    kept: dict[int, tuple[Any, int, bool]] = {}
+    ready: list[tuple[int, int]] = []
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in own:
+            kept[storage._cdata] = storage, storage.nbytes(), bool(tensor.ndim) and tensor.shape[-1] == width
+        return tensor
+
+    def note(parameter: Tensor) -> None:
+        ready.append((len(backward.operations), parameter.numel()))
+
+    hooks = [
+        p.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
+        for p in module.parameters()
+        if p.requires_grad
+    ]
+    with (
+        Attention() as attention,
+        torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
+        OperationTable(width) as forward,
+    ):
+        outputs = call(module, inputs)
+    targets = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
+    with OperationTable(width) as backward:
+        if targets:
+            torch.autograd.backward(targets, [torch.empty_like(target) for target in targets])
+    for hook in hooks:
+        hook.remove()
+    for parameter in module.parameters():
+        parameter.grad = None
+    sizes = [leaf.nbytes for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
+    return _Pass(
+        tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs),
+        forward.operations,
+        backward.operations,
+        ready,
+        float(sum(size for _, size, _ in kept.values())),
+        float(sum(size for _, size, wide in kept.values() if wide)),
+        float(sum(sizes)),
+        max(forward.largest, backward.largest),
+        attention.calls,
+        attention.heads,
+    )
+
+
+def _segment(module: nn.Module, runs: Sequence[_Pass], owner: int | None) -> Segment:
+    first, second = runs
+    parameters, owns = list(module.parameters()), owner is None
+    linears, alone = _linears(module)
+    return Segment(
+        parameters=sum(p.numel() for p in parameters if p.requires_grad) if owns else 0,
+        frozen=sum(p.numel() for p in parameters if not p.requires_grad) if owns else 0,
+        shared=0 if owns else sum(p.numel() for p in parameters),
+        buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
+        largest=max((_own(m) for name, m in module.named_modules() if name not in alone), default=0),
+        linears=linears,
+        forward=_work(first.forward, second.forward),
+        backward=_work(first.backward, second.backward),
+        ready=tuple(first.ready),
+        saved=_affine(first.saved, second.saved),
+        saved_wide=_affine(first.saved_wide, second.saved_wide),
+        output=_affine(first.output, second.output),
+        scratch=_affine(first.scratch, second.scratch),
+        attentions=first.attentions,
+        heads=first.heads,
+        owner=owner,
+    )
+
+
+def _linears(module: nn.Module) -> tuple[tuple[Linear, ...], set[str]]:
+    """Those inside of the module, and the names of those whose weight no other module uses."""
+    uses = Counter(id(parameter) for _, parameter in module.named_parameters(remove_duplicate=False))
+    there = {name: one for name, one in module.named_modules() if name and isinstance(one, nn.Linear)}
+    alone = {name for name, one in there.items() if all(uses[id(parameter)] == 1 for parameter in one.parameters())}
+    found = (Linear(name, _own(one), one.out_features if name in alone else 0) for name, one in there.items())
+    return tuple(found), alone
+
+
+def _own(module: nn.Module) -> int:
+    """Elements of parameters that are this module's and no other's inside of it."""
+    return sum(parameter.numel() for parameter in module.parameters(recurse=False))
+
+
+def _work(first: list[tuple[float, float, float]], second: list[tuple[float, float, float]]) -> Work:
+    if len(first) != len(second):
+        raise TaskError(
+            f"the model does {len(first)} operations for {ROWS[0]} samples and {len(second)} for {ROWS[1]}: it cannot be planned"
+        )
+    table = np.zeros((len(first), 5))
+    for row, (one, two) in enumerate(zip(first, second, strict=True)):
+        for column in (0, 1):
+            found = _affine(one[column], two[column])
+            table[row, 2 * column : 2 * column + 2] = found.fixed, found.each
+        table[row, 4] = one[2]
+    return Work(table)
+
+
+def _affine(first: float, second: float) -> Affine:
+    each = (second - first) / (ROWS[1] - ROWS[0])
+    return Affine(first - each * ROWS[0], each)
+
+
+def _shape(leaf: Any) -> Any:
+    return (tuple(leaf.shape), leaf.dtype) if isinstance(leaf, Tensor) else leaf

@@ -1,0 +1,1 @@
+"""``dsframe report``: reads the directories of runs and makes a page of them."""

@@ -1,0 +1,274 @@
+"""``dsframe scale``: one file on several numbers of processes, measured, beside the ideal and beside the prediction, and beyond.
+
+Strong scaling keeps the global batch, and each process has less to do; weak scaling keeps a process's share, and the batch grows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from dataclasses import asdict, dataclass, replace
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsframe.config import DEFAULT_CONFIG, Config, load
+from dsframe.config.read import secrets
+from dsframe.engines import TABLE, named
+from dsframe.errors import ConfigError, Problem
+from dsframe.run_dir.record import read_summary
+from dsframe.text import columns
+from dsframe.tools import subprocess_runs
+from dsframe.tools.report import pictures
+from dsframe.tools.report.pictures import Axis, Chart, Line
+
+if TYPE_CHECKING:
+    from dsframe.tools.plan.hardware import Hardware
+
+
+Machines = dict[int, "Hardware"]
+"""By the number of processes with which they were measured."""
+
+
+@dataclass(frozen=True)
+class Point:
+    """One number of processes."""
+
+    processes: int
+    samples: int
+    """Of a step, on all processes."""
+    seconds: float | None
+    """Of a step, measured; None where it was not."""
+    slowest: float | None
+    predicted: float
+    """With a core or GPU for each process."""
+    crowded: bool = False
+    """Whether processes had to share this machine's cores or GPUs."""
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains, prints the tables and returns 0. Raises the subclasses of DsframeError."""
+    parser = argparse.ArgumentParser(prog="dsframe scale", description=__doc__.split("\n")[0].partition(": ")[2])
+    add = parser.add_argument
+    add("--config", default=DEFAULT_CONFIG, metavar="FILE", help="a path, or a name in ds_configs/")
+    add(
+        "-np",
+        "--processes",
+        required=True,
+        metavar="N,N,...",
+        help="processes to measure; the first is what speed-up is to",
+    )
+    add("--beyond", metavar="N,N,...", help="processes to predict as well (default: three doublings of the largest)")
+    add("--engine", help="short for --set dsframe.engine=...")
+    add("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override one key")
+    add("--kinds", choices=("strong", "weak", "both"), default="both")
+    add("--repeats", type=int, default=1, metavar="N", help="trainings of each, in turns (default 1)")
+    add("--hardware", metavar="NAME|FILE.json", help="as of dsframe plan (default: this machine, measured)")
+    add("--out", type=Path, default=Path("runs/scale"), metavar="DIR", help="where trainings, table and plot go")
+    add("--format", choices=("text", "json"), default="text")
+    options = parser.parse_args(argv)
+    try:
+        counts = [int(word) for word in options.processes.split(",")]
+        beyond = (
+            [int(word) for word in options.beyond.split(",")]
+            if options.beyond
+            else [max(counts) * 2**n for n in (1, 2, 3)]
+        )
+    except ValueError as error:
+        parser.error(str(error))
+    if min(counts + beyond) < 1 or options.repeats < 1:
+        parser.error("numbers of processes and of repeats must be at least 1")
+    overrides = [*options.overrides, *([f"dsframe.engine={options.engine}"] if options.engine else [])]
+    config = load(options.config, overrides=overrides)
+    kinds = ("strong", "weak") if options.kinds == "both" else (options.kinds,)
+    options.out.mkdir(parents=True, exist_ok=True)
+    files = {(kind, n): file_for(config, kind, counts[0], n) for kind in kinds for n in dict.fromkeys(counts)}
+    found = _measure(files, options)
+    machines: Machines = {}
+    results = {kind: _points(config, kind, counts, beyond, found, machines, options) for kind in kinds}
+    report = {kind: [asdict(point) for point in points] for kind, points in results.items()}
+    (options.out / "scale.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
+    print(
+        json.dumps(report, indent=2)
+        if options.format == "json"
+        else "\n\n".join(table(k, p) for k, p in results.items())
+    )
+    if pictures.available():
+        pictures.write(options.out / "scale.svg", draw(results))
+    print(f"\n{options.out / 'scale.svg' if pictures.available() else pictures.MISSING}", file=sys.stderr)
+    return 0
+
+
+def file_for(config: Config, kind: str, first: int, processes: int) -> dict[str, Any]:
+    """The file for so many processes: the same global batch as on ``first`` (strong), or the same share of each (weak).
+
+    Raises ConfigError where the global batch does not divide.
+    """
+    replicas = _replicas(config)
+    base = config.batch(first, replicas=replicas)
+    micro, steps = base.micro_batch_size, base.accumulation_steps
+    file = config.written()
+    for key in ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+        file.pop(key, None)
+    file |= {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": steps}
+    other = load(file).batch(processes, replicas=replicas)
+    if kind == "strong":
+        share, rest = divmod(base.train_batch_size, other.data_parallel_size)
+        while share % steps:  # fewer micro-batches where a share has fewer samples than before
+            steps -= 1
+        if rest or not share:
+            message = f"{base.train_batch_size} samples cannot be divided among {other.data_parallel_size} processes"
+            remedy = "leave that number of processes out"
+            raise ConfigError([Problem("error", "train_batch_size", message, remedy, str(config.path), code="batch")])
+        file |= {"train_micro_batch_size_per_gpu": share // steps, "gradient_accumulation_steps": steps}
+    return file
+
+
+def _replicas(config: Config) -> bool:
+    return TABLE[named(config.settings.engine)].replicas
+
+
+def _measure(
+    files: dict[tuple[str, int], dict[str, Any]], options: argparse.Namespace
+) -> dict[tuple[str, int], list[float]]:
+    """Seconds of a step, of each repeat."""
+    found: dict[tuple[str, int], list[float]] = {key: [] for key in files}
+    for repeat in range(1, options.repeats + 1):
+        for (kind, processes), file in files.items():
+            same = next((key for key in files if key[1] == processes and files[key] == file), (kind, processes))
+            if same != (kind, processes):
+                found[kind, processes] = found[same]
+                continue
+            directory = options.out / f"{kind}-np{processes}-{repeat}"
+            directory.mkdir(parents=True, exist_ok=True)
+            path = directory / "file.json"
+            path.write_text(json.dumps(secrets.without(file), indent=2) + "\n", encoding="utf-8")
+            print(
+                f"dsframe scale: {kind}, {processes} process(es), {repeat} of {options.repeats}",
+                file=sys.stderr,
+                flush=True,
+            )
+            with tempfile.TemporaryDirectory() as private:  # nobody else reads there
+                if secrets.without(file) != file:
+                    path = Path(private) / "file.json"
+                    path.write_text(json.dumps(file), encoding="utf-8")
+                subprocess_runs.train(path, processes, directory)
+            summary = read_summary(directory)
+            found[kind, processes].append(summary["units_per_step"] / summary["rate"])
+    return found
+
+
+def _points(
+    config: Config,
+    kind: str,
+    counts: Sequence[int],
+    beyond: Sequence[int],
+    found: dict[tuple[str, int], list[float]],
+    machines: Machines,
+    options: argparse.Namespace,
+) -> list[Point]:
+    """``machines``: those that are known, for both kinds of scaling the same; others are added."""
+    from dsframe import tasks
+    from dsframe.tools.plan.predict import predict
+    from dsframe.tools.plan.trace import traced
+
+    model = traced(config, tasks.build(config.settings.task, config.settings.seed))
+    engine = named(config.settings.engine)
+    most = _devices()
+    points = []
+    for processes in sorted({*counts, *beyond}):
+        try:
+            file = load(file_for(config, kind, counts[0], processes))
+        except ConfigError:
+            continue  # a batch that does not divide has no point
+        alone = min(processes, most)  # what is measured crowded says nothing about larger machines
+        if alone not in machines:
+            machines[alone] = _machine(file, model, alone, options)
+        machine = replace(machines[alone], devices=max(processes, machines[alone].devices))
+        guess = predict(file, engine, model, machine, processes)
+        times = found.get((kind, processes))
+        middle, slowest = (statistics.median(times), max(times)) if times else (None, None)
+        crowded = times is not None and processes > most
+        points.append(Point(processes, guess.batch.train_batch_size, middle, slowest, guess.seconds.step, crowded))
+    return points
+
+
+def _devices() -> int:
+    """How many processes of this host run without taking turns."""
+    import torch
+
+    return torch.cuda.device_count() or len(os.sched_getaffinity(0))
+
+
+def _machine(config: Config, model: Any, processes: int, options: argparse.Namespace) -> Hardware:
+    from dsframe.tools.plan import hardware
+    from dsframe.tools.plan.calibrate import calibrate
+
+    if options.hardware:
+        return hardware.find(options.hardware)
+    return calibrate(config, model, processes)
+
+
+def table(kind: str, points: Sequence[Point]) -> str:
+    """Time, speed-up and efficiency of each number of processes."""
+    first = next(point for point in points if point.seconds is not None)
+    heads = (
+        "processes,samples a step,ms a step,slowest,samples/s,speed-up,ideal,efficiency,predicted ms,predicted speed-up"
+    )
+    rows = [heads.split(",")]
+    for point in points:
+        times, ratios = ["", "", "", ""], [""]
+        if point.seconds is not None and point.slowest is not None:
+            ratio = speed_up(point, first)
+            values = (point.seconds * 1e3, point.slowest * 1e3, point.samples / point.seconds)
+            times = [*(f"{value:,.4g}" for value in values), f"{ratio:.2f}"]
+            ratios = [f"{ratio * first.processes / point.processes:.0%}"]
+        ideal = f"{point.processes / first.processes:.3g}"
+        guess = [f"{point.predicted * 1e3:,.4g}", f"{predicted_speed_up(point, first):.2f}"]
+        rows.append([f"{point.processes:,}{'*' * point.crowded}", f"{point.samples:,}", *times, ideal, *ratios, *guess])
+    lines = columns(rows, left=0)
+    if any(point.crowded for point in points):
+        lines.append(
+            f"* more processes than this machine's {_devices()} cores or GPUs: they take turns, and cannot be faster"
+        )
+    return "\n".join([f"{kind} scaling; predicted with a core or GPU for each process", *lines])
+
+
+def speed_up(point: Point, first: Point) -> float:
+    """Samples a second over those of ``first``, both measured."""
+    assert point.seconds is not None
+    assert first.seconds is not None
+    return point.samples / point.seconds / (first.samples / first.seconds)
+
+
+def predicted_speed_up(point: Point, first: Point) -> float:
+    """The same, both predicted."""
+    return point.samples / point.predicted / (first.samples / first.predicted)
+
+
+def draw(results: dict[str, list[Point]]) -> list[Chart]:
+    """A chart for each kind: speed-up over processes, measured, predicted and ideal."""
+    charts = []
+    for kind, points in results.items():
+        first = next(point for point in points if point.seconds is not None)
+        measured = [p for p in points if p.seconds is not None]
+        fair = [p for p in measured if not p.crowded]
+        crowded = [*fair[-1:], *(p for p in measured if p.crowded)] if len(fair) < len(measured) else []
+        lines = [
+            Line("ideal", [(p.processes, p.processes / first.processes) for p in points], dashed=True, series=4),
+            Line("predicted", [(p.processes, predicted_speed_up(p, first)) for p in points], dashed=True, series=1),
+            Line("measured, cores shared", [(p.processes, speed_up(p, first)) for p in crowded], series=3),
+            Line("measured", [(p.processes, speed_up(p, first)) for p in fair], series=0),
+        ]
+        title = (
+            "Strong scaling: the same global batch"
+            if kind == "strong"
+            else "Weak scaling: the same batch on each process"
+        )
+        label = f"samples a second, in multiples of those of {first.processes} process{'es' * (first.processes > 1)}"
+        charts.append(Chart(title, Axis("processes", log=True, whole=True), Axis(label, log=True, whole=True), lines))
+    return charts

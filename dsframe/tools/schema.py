@@ -1,0 +1,231 @@
+"""``dsframe schema``: the JSON Schema for editors, and the reference in Markdown, both from the models.
+
+The docstring under a field is its description. They are read from the source, here and only here: validation does not
+need them, and reading them through pydantic would double the time of ``dsframe check``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import ast
+import inspect
+import json
+import sys
+import types
+from collections.abc import Iterator, Mapping, Sequence
+from functools import cache
+from typing import Annotated, Any, Union, get_args, get_origin
+
+from annotated_types import Ge, Gt, Le, Lt
+
+from dsframe.config.resolve.auto import BATCH_KEYS, RULES
+from dsframe.config.schema.base import AUTO, Section
+from dsframe.config.schema.file import File, section_at, shape
+from dsframe.config.schema.hf_scheduler import HF_SCHEDULERS
+from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS
+from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS
+from dsframe.config.schema.settings import TASKS, CustomTask
+from dsframe.config.schema.torch_optimizer import TORCH_OPTIMIZERS
+from dsframe.config.schema.torch_scheduler import TORCH_SCHEDULERS
+
+
+@cache
+def _module_docs(module: str) -> dict[str, dict[str, str]]:
+    """Class name -> field -> docstring, of one module."""
+    tree = ast.parse(inspect.getsource(sys.modules[module]))
+    found: dict[str, dict[str, str]] = {}
+    for node in tree.body:
+        if isinstance(node, ast.ClassDef):
+            fields = found.setdefault(node.name, {})
+            for field, after in zip(node.body, node.body[1:], strict=False):
+                if (
+                    isinstance(field, ast.AnnAssign)
+                    and isinstance(field.target, ast.Name)
+                    and isinstance(after, ast.Expr)
+                ):
+                    text = getattr(after.value, "value", None)
+                    if isinstance(text, str):
+                        fields[field.target.id] = " ".join(text.split())
+    return found
+
+
+def describe(owner: type[Section]) -> dict[str, str]:
+    """The docstring of each field, inherited ones included."""
+    result: dict[str, str] = {}
+    for base in reversed(owner.__mro__):
+        if issubclass(base, Section) and base.__module__ in sys.modules:
+            result.update(_module_docs(base.__module__).get(base.__name__, {}))
+    return {name: result[name] for name in owner.model_fields if name in result}
+
+
+def summary(owner: type[Section]) -> str:
+    """The docstring of a section."""
+    return " ".join((owner.__doc__ or "").split())
+
+
+def _names(table: Mapping[str, Any]) -> dict[str, list[str]]:
+    """Class name of parameters -> the types that take them."""
+    grouped: dict[str, list[str]] = {}
+    for name, parameters in table.items():
+        grouped.setdefault(parameters.__name__, []).append(name)
+    return grouped
+
+
+OPTIMIZER_TYPES = {**dict(DEEPSPEED_OPTIMIZERS.values()), **TORCH_OPTIMIZERS}
+SCHEDULER_TYPES = {**DEEPSPEED_SCHEDULERS, **TORCH_SCHEDULERS, **HF_SCHEDULERS}
+
+
+def sections() -> Iterator[tuple[tuple[str, ...], type[Section]]]:
+    """Every section with its path, in the order of the file."""
+
+    def visit(owner: type[Section], path: tuple[str, ...]) -> Iterator[tuple[tuple[str, ...], type[Section]]]:
+        yield path, owner
+        for key in owner.model_fields:
+            expected = shape(owner, key)
+            if path == ("dsframe",) and key == "task":
+                tasks: dict[str, type[Section]] = {**TASKS, "custom": CustomTask}
+                for name, task in tasks.items():
+                    yield (*path, f"task ({name})"), task
+            elif section := section_at(owner, key, {}):
+                yield from visit(section, (*path, key))
+            elif expected.item and expected.item.section:
+                yield from visit(expected.item.section, (*path, f"{key}[]"))
+            elif expected.entry and expected.entry.section:
+                yield from visit(expected.entry.section, (*path, f"{key}.NAME"))
+        table = {"Optimizer": OPTIMIZER_TYPES, "Scheduler": SCHEDULER_TYPES}.get(owner.__name__, {})
+        for name, kinds in _names(table).items():
+            parameters = next(cls for cls in table.values() if cls.__name__ == name)
+            yield (*path, f"params ({', '.join(kinds)})"), parameters
+
+    return visit(File, ())
+
+
+def json_schema() -> dict[str, Any]:
+    """The JSON Schema of a file."""
+    schema = File.model_json_schema()
+    definitions = schema["$defs"]
+    classes = {cls.__name__: cls for _, cls in sections()}
+    for table in (OPTIMIZER_TYPES, SCHEDULER_TYPES):
+        for parameters in table.values():
+            own = parameters.model_json_schema()
+            definitions.update(own.pop("$defs", {}))
+            definitions[parameters.__name__] = own
+    paths = {cls.__name__: path for path, cls in sections()}
+    definitions["File"] = {key: schema.pop(key) for key in ("properties", "description") if key in schema}
+    for name, definition in definitions.items():
+        if name in classes:
+            _annotate(definition, classes[name], paths[name])
+    for name, table in (("Optimizer", OPTIMIZER_TYPES), ("Scheduler", SCHEDULER_TYPES)):
+        definitions[name]["properties"]["type"]["examples"] = list(table)
+        definitions[name]["allOf"] = [
+            {
+                "if": {"properties": {"type": {"enum": types}}},
+                "then": {"properties": {"params": {"$ref": f"#/$defs/{parameters}"}}},
+            }
+            for parameters, types in _names(table).items()
+        ]
+    top = definitions.pop("File")
+    return {
+        "$schema": "http://json-schema.org/draft-07/schema#",
+        "$comment": "Written by: dsframe schema. Do not edit.",
+        "title": "ds_config.json for DeepSpeed 0.19.8 and dsframe",
+        "type": "object",
+        "additionalProperties": False,
+        "properties": {"$schema": {"type": "string", "description": "This schema, for editors."}, **top["properties"]},
+        "patternProperties": {"^(_|//|#|comments?$|description$)": {}},
+        "$defs": dict(sorted(definitions.items())),
+    }
+
+
+def _annotate(definition: dict[str, Any], owner: type[Section], path: tuple[str, ...]) -> None:
+    """Titles out, descriptions and ``"auto"`` in."""
+    definition.pop("title", None)
+    definition["description"] = summary(owner).replace("``", "`")
+    texts = describe(owner)
+    home = tuple(part.partition(" ")[0] for part in path)
+    for key, value in list(definition.get("properties", {}).items()):
+        value.pop("title", None)
+        if takes_auto(owner, (*home, key)):
+            kept = {name: value.pop(name) for name in ("default", "description") if name in value}
+            branches = value["anyOf"] if set(value) == {"anyOf"} else [value]
+            value = {"anyOf": [*branches, {"const": AUTO}], **kept}
+        if value.get("default", ...) is None:
+            del value["default"]
+        if key in texts:
+            value["description"] = texts[key].replace("``", "`")
+        definition["properties"][key] = value
+
+
+def takes_auto(owner: type[Section], path: tuple[str, ...]) -> bool:
+    """Whether ``"auto"`` may stand at ``path``."""
+    if path in RULES or (path[-1:] == path and path[0] in BATCH_KEYS):
+        return True
+    expected = shape(owner, path[-1])
+    free = expected.section or expected.kinds & {"str", "any", "list", "dict"} or AUTO in expected.literals
+    return owner.coerced and not free and path[0] != "dsframe"
+
+
+def _type(owner: type[Section], key: str) -> str:
+    expected = shape(owner, key)
+    if "any" in expected.kinds:
+        return "any"
+    text = "object" if expected.section else expected.phrase.replace(" in quotes", "").replace(" {...}", "")
+    words = {Gt: "> ", Ge: ">= ", Lt: "< ", Le: "<= "}
+    limits = []
+    field = owner.model_fields[key]
+    for constraint in (*field.metadata, *_constraints(field.annotation)):
+        for kind, sign in words.items():
+            if isinstance(constraint, kind):
+                limits.append(f"{sign}{getattr(constraint, kind.__name__.lower()):.15g}")
+    return text + (f" ({', '.join(limits)})" if limits else "")
+
+
+def _constraints(annotation: Any) -> Iterator[Any]:
+    """What ``Annotated`` says inside unions; not inside lists."""
+    if get_origin(annotation) is Annotated:
+        base, *metadata = get_args(annotation)
+        for part in metadata:
+            yield from getattr(part, "metadata", [part])
+        yield from _constraints(base)
+    elif get_origin(annotation) in (Union, types.UnionType):
+        for part in get_args(annotation):
+            yield from _constraints(part)
+
+
+def _default(owner: type[Section], key: str) -> str:
+    field = owner.model_fields[key]
+    if field.is_required():
+        return "required"
+    if shape(owner, key).section:
+        return ""
+    value = field.get_default(call_default_factory=True, validated_data={})
+    return "" if value is None else f"`{json.dumps(value)}`"
+
+
+def markdown() -> str:
+    """The reference of all keys, for the README."""
+    lines: list[str] = []
+    for path, owner in sections():
+        texts = describe(owner)
+        title = ".".join(path) if path else "Top level"
+        lines += [f"### {title}" if path else f"## {title}", "", summary(owner).replace("``", "`"), ""]
+        keys = [key for key in owner.model_fields if not (path == () and shape(owner, key).section)]
+        if keys:
+            lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        for key in keys:
+            cells = (f"`{key}`", _type(owner, key), _default(owner, key), texts.get(key, ""))
+            lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("``", "`") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the schema, or the reference."""
+    parser = argparse.ArgumentParser(
+        prog="dsframe schema",
+        description="Print the JSON Schema of ds_config files (for editors), or the reference of all keys.",
+    )
+    parser.add_argument("--markdown", action="store_true", help="the reference in Markdown")
+    options = parser.parse_args(argv)
+    print(markdown() if options.markdown else json.dumps(json_schema(), indent=1), end="" if options.markdown else "\n")
+    return 0

@@ -1,0 +1,494 @@
+"""Small scripts as people write them, each twice: as a task, and as the plain loop that it was moved from.
+
+    torchrun --nproc-per-node 2 -m tests.engines.ports ENGINE FOLDER
+
+trains every task on the engine, in one process group, and leaves the losses of every step in FOLDER/ENGINE.json.
+tests/engines/test_ports.py compares them. The scripts are of the kinds that pytorch/examples, nanoGPT, Accelerate,
+DeepSpeedExamples and Horovod's examples show.
+"""
+
+from __future__ import annotations
+
+import json
+import math
+import sys
+from collections.abc import Callable, Mapping
+from contextlib import redirect_stderr
+from dataclasses import dataclass, field
+from io import StringIO
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.optim.lr_scheduler import LambdaLR
+from torch.utils._pytree import tree_map
+
+import dsframe
+from dsframe.cluster import world
+from dsframe.data import TensorSource
+from dsframe.data.sampler import Sampler
+from dsframe.train import leave_at_once
+from tests.engines.several import one_process_group
+
+BATCH, SAMPLES, STEPS = 8, 96, 40
+
+
+def numbers(*shape: int, seed: int = 0) -> Tensor:
+    return torch.randn(*shape, generator=torch.Generator().manual_seed(seed))
+
+
+def classes(count: int, *shape: int, seed: int = 1) -> Tensor:
+    return torch.randint(count, shape, generator=torch.Generator().manual_seed(seed))
+
+
+class Port(dsframe.Task):
+    """A mean squared error, unless a port says otherwise."""
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        return functional.mse_loss(outputs, targets)
+
+
+class Classes(Port):
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        return functional.cross_entropy(outputs, targets)
+
+
+class Mlp(Classes):
+    """Three layers with dropout (pytorch/examples: mnist without its convolutions)."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 32), nn.ReLU(), nn.Dropout(0.2), nn.Linear(32, 4))
+
+    def train_data(self) -> Any:
+        return TensorSource(numbers(SAMPLES, 12), classes(4, SAMPLES))
+
+
+class Cnn(Classes):
+    """Convolutions with two kinds of dropout (pytorch/examples: mnist)."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(1, 8, 3), nn.ReLU(), nn.Dropout2d(0.25), nn.MaxPool2d(2), nn.Flatten(),
+            nn.Linear(72, 16), nn.ReLU(), nn.Dropout(0.5), nn.Linear(16, 4),
+        )  # fmt: skip
+
+    def train_data(self) -> Any:
+        return TensorSource(numbers(SAMPLES, 1, 8, 8), classes(4, SAMPLES))
+
+
+class _Siamese(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body = nn.Sequential(nn.Linear(10, 16), nn.ReLU(), nn.Linear(16, 8))
+        self.head = nn.Linear(16, 1)
+
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        return torch.sigmoid(self.head(torch.cat([self.body(first), self.body(second)], 1)))
+
+
+class Siamese(Port):
+    """Two inputs through the same layers (pytorch/examples: siamese_network)."""
+
+    def model(self) -> nn.Module:
+        return _Siamese()
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        return functional.binary_cross_entropy(outputs.squeeze(1), targets)
+
+    def train_data(self) -> Any:
+        first, second = numbers(SAMPLES, 10), numbers(SAMPLES, 10, seed=2)
+        return TensorSource((first, second), (first[:, 0] > second[:, 0]).float())
+
+
+class _Block(nn.Module):
+    def __init__(self, width: int) -> None:
+        super().__init__()
+        self.layers = nn.Sequential(
+            nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width), nn.ReLU(),
+            nn.Conv2d(width, width, 3, padding=1, bias=False), nn.BatchNorm2d(width),
+        )  # fmt: skip
+
+    def forward(self, images: Tensor) -> Tensor:
+        return functional.relu(images + self.layers(images))
+
+
+class Resnet(Classes):
+    """Residual blocks with BatchNorm, and the accuracy of the best five (pytorch/examples: imagenet)."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(
+            nn.Conv2d(3, 8, 3), _Block(8), _Block(8), nn.AdaptiveAvgPool2d(1), nn.Flatten(), nn.Linear(8, 10)
+        )
+
+    def metrics(self, outputs: Any, targets: Any) -> Mapping[str, dsframe.Sum]:
+        right = (outputs.topk(5, 1).indices == targets[:, None]).any(1)
+        return {**super().metrics(outputs, targets), "top5": dsframe.Sum(right.sum().float(), len(targets))}
+
+    def train_data(self) -> Any:
+        return TensorSource(numbers(SAMPLES, 3, 8, 8), classes(10, SAMPLES))
+
+    def eval_data(self) -> Any:
+        return TensorSource(numbers(20, 3, 8, 8, seed=5), classes(10, 20, seed=6))
+
+
+class _Gpt(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.tokens, self.places = nn.Embedding(32, 16), nn.Embedding(12, 16)
+        self.blocks = nn.ModuleList(
+            nn.ModuleList(
+                [nn.LayerNorm(16), nn.Linear(16, 48), nn.Linear(16, 16),
+                 nn.LayerNorm(16), nn.Linear(16, 64), nn.Linear(64, 16)]
+            )
+            for _ in range(2)
+        )  # fmt: skip
+        self.norm = nn.LayerNorm(16)
+        self.head = nn.Linear(16, 32, bias=False)
+        self.head.weight = self.tokens.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        found = self.tokens(tokens) + self.places.weight[: tokens.shape[1]]
+        for norm, qkv, out, norm2, up, down in self.blocks:
+            q, k, v = qkv(norm(found)).unflatten(-1, (3, 2, 8)).permute(2, 0, 3, 1, 4)
+            mixed = functional.scaled_dot_product_attention(q, k, v, is_causal=True)
+            found = found + out(mixed.transpose(1, 2).flatten(2))
+            found = found + down(functional.gelu(up(norm2(found))))
+        return self.head(self.norm(found))
+
+
+class NanoGpt(Port):
+    """Tied embeddings, clipping, warm-up and a cosine (nanoGPT)."""
+
+    def model(self) -> nn.Module:
+        return _Gpt()
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    def train_data(self) -> Any:
+        tokens = classes(32, SAMPLES, 13)
+        return TensorSource(tokens[:, :-1], tokens[:, 1:])
+
+
+class MaskedWords(NanoGpt):
+    """A loss over the masked tokens alone, which every row has another number of (Accelerate: mlm)."""
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-100)
+
+    def loss_weight(self, targets: Any) -> Tensor:
+        return (targets != -100).sum()
+
+    def train_data(self) -> Any:
+        tokens, masked = (
+            classes(31, SAMPLES, 12),
+            torch.rand(SAMPLES, 12, generator=torch.Generator().manual_seed(3)) < 0.3,
+        )
+        return TensorSource(tokens.masked_fill(masked, 31), tokens.masked_fill(~masked, -100))
+
+
+class _Graph(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(6, 16), nn.Linear(16, 3)
+        edges = (numbers(5, 5, seed=4) > 0.3).float() + torch.eye(5)
+        self.register_buffer("edges", (edges / edges.sum(1, keepdim=True)).to_sparse())
+
+    def forward(self, nodes: Tensor) -> Tensor:
+        def spread(values: Tensor) -> Tensor:
+            flat = values.transpose(0, 1).flatten(1)
+            return torch.sparse.mm(self.edges, flat).unflatten(1, (len(values), -1)).transpose(0, 1)
+
+        return spread(self.second(torch.relu(spread(self.first(nodes))))).flatten(1)
+
+
+class Graph(Port):
+    """A graph network whose edges are a sparse buffer (pytorch/examples: gcn)."""
+
+    def model(self) -> nn.Module:
+        return _Graph()
+
+    def train_data(self) -> Any:
+        return TensorSource(numbers(SAMPLES, 5, 6), numbers(SAMPLES, 15, seed=2))
+
+    def eval_data(self) -> Any:
+        return self.train_data()
+
+
+class _Vae(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.into, self.out = nn.Linear(16, 8), nn.Sequential(nn.Linear(4, 12), nn.ReLU(), nn.Linear(12, 16))
+
+    def forward(self, rows: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        mean, deviation = self.into(rows).chunk(2, 1)
+        return self.out(mean + torch.randn_like(mean) * (deviation / 2).exp()), mean, deviation
+
+
+class Vae(Port):
+    """A summed loss, and draws in the forward pass (pytorch/examples: vae)."""
+
+    loss_is = "sum"
+
+    def model(self) -> nn.Module:
+        return _Vae()
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        again, mean, deviation = outputs
+        entropy = functional.binary_cross_entropy_with_logits(again, targets, reduction="sum")
+        return entropy - (1 + deviation - mean.square() - deviation.exp()).sum() / 2
+
+    def train_data(self) -> Any:
+        rows = torch.rand(SAMPLES, 16, generator=torch.Generator().manual_seed(0))
+        return TensorSource(rows, rows)
+
+
+class Series(Port):
+    """Sine waves, in float64 (pytorch/examples: time_sequence_prediction)."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(10, 16), nn.Tanh(), nn.Linear(16, 1)).double()
+
+    def train_data(self) -> Any:
+        starts = numbers(SAMPLES, 1).double()
+        waves = torch.sin(starts * 3 + torch.arange(11, dtype=torch.float64) / 2)
+        return TensorSource(waves[:, :-1], waves[:, -1:])
+
+
+class _Carrying(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.cell, self.head = nn.LSTMCell(4, 8), nn.Linear(8, 1)
+        self.register_buffer("hidden", torch.zeros(2, BATCH, 8))
+
+    def forward(self, rows: Tensor) -> Tensor:
+        hidden, memory = self.cell(rows, tuple(self.hidden.clone()))
+        if self.training:
+            self.hidden.copy_(torch.stack([hidden, memory]).detach())
+        return self.head(hidden)
+
+
+class Carried(Port):
+    """An LSTM whose state goes on from batch to batch, in a buffer (pytorch/examples: word_language_model)."""
+
+    batch_dependent = True
+
+    def model(self) -> nn.Module:
+        return _Carrying()
+
+    def train_data(self) -> Any:
+        rows = numbers(SAMPLES, 4)
+        return TensorSource(rows, rows.cumsum(0)[:, :1] / 10)
+
+
+class Metric(Port):
+    """Distances between the rows of a batch, so that the loss belongs to the batch and not to rows (metric learning)."""
+
+    batch_dependent = True
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 4))
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        far = torch.cdist(outputs, outputs)
+        same = targets[:, None] == targets
+        return torch.where(same, far.square(), functional.relu(1.0 - far).square()).mean()
+
+    def train_data(self) -> Any:
+        return TensorSource(numbers(SAMPLES, 12), classes(3, SAMPLES))
+
+
+class Pairs:
+    """Pairs of sentences, padded to the longest of a batch."""
+
+    def __init__(self) -> None:
+        self.tokens, self.lengths, self.labels = (
+            classes(50, SAMPLES, 12),
+            classes(8, SAMPLES, seed=2) + 4,
+            classes(2, SAMPLES),
+        )
+
+    def __len__(self) -> int:
+        return SAMPLES
+
+    def batch(self, indices: Tensor, epoch: int) -> Any:
+        lengths = self.lengths[indices]
+        mask = torch.arange(int(lengths.max())) < lengths[:, None]
+        tokens = self.tokens[indices][:, : mask.shape[1]] * mask
+        parts = (torch.arange(mask.shape[1]) >= lengths[:, None] // 2).long() * mask
+        return {"input_ids": tokens, "attention_mask": mask.long(), "token_type_ids": parts}, self.labels[indices]
+
+
+class Bert(Classes):
+    """A classifier of pairs with dropout, dynamic padding and the HF Trainer's linear schedule (Accelerate: nlp_example)."""
+
+    def model(self) -> nn.Module:
+        from transformers import BertConfig, BertForSequenceClassification
+
+        return BertForSequenceClassification(
+            BertConfig(vocab_size=50, hidden_size=16, num_hidden_layers=2, num_attention_heads=2, intermediate_size=32,
+                       max_position_embeddings=16, return_dict=False)
+        )  # fmt: skip
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        return super().loss(outputs[0], targets)
+
+    def train_data(self) -> Any:
+        return Pairs()
+
+
+Parameters = list[nn.Parameter]
+
+
+@dataclass(frozen=True)
+class Case:
+    """A port: the task, what its file says, and how the plain loop says the same."""
+
+    task: type[Port]
+    optimizer: Callable[[Parameters], torch.optim.Optimizer]
+    file: Mapping[str, Any]
+    rate: Callable[[torch.optim.Optimizer], Any] | None = None
+    """The plain loop's schedule."""
+    clip: float = 0.0
+    settings: Mapping[str, Any] = field(default_factory=dict)
+    draws: bool = False
+    """Whether it draws in training: on two ranks then with per_sample_randomness."""
+    by_batch: bool = False
+    """Whether rows of a micro-batch see each other: two ranks are then one with two micro-batches."""
+    float64: bool = False
+    """Whether it is in float64, which DeepSpeed does not keep."""
+    alone: bool = False
+    """Whether what it carries belongs to the rows of one rank, so that it has one process only."""
+    bound: float = 0.0
+    """Of the losses beside the plain loop's, on one process."""
+
+
+def _file(kind: str, rate: float, **params: Any) -> dict[str, Any]:
+    return {"optimizer": {"type": kind, "params": {"lr": rate, **params}}}
+
+
+def _schedule(kind: str, **params: Any) -> dict[str, Any]:
+    return {"scheduler": {"type": kind, "params": params}}
+
+
+def _nanogpt(step: int) -> float:
+    if step < 6:
+        return (step + 1) / 7
+    if step > 30:
+        return 0.1
+    return 0.1 + 0.5 * (1.0 + math.cos(math.pi * (step - 6) / 24)) * 0.9
+
+
+def _linear(step: int) -> float:
+    return step / 4 if step < 4 else (STEPS - step) / (STEPS - 4)
+
+
+def _sgd(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+
+
+def _adamw(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, fused=True)
+
+
+SGD, ADAMW = _file("SGD", 0.1, momentum=0.9), _file("AdamW", 1e-2, weight_decay=0.1)
+
+CASES: dict[str, Case] = {
+    "mlp": Case(Mlp, _sgd, SGD, draws=True),
+    "cnn": Case(Cnn, _adamw, ADAMW, draws=True),
+    "siamese": Case(Siamese, _adamw, ADAMW),
+    "resnet": Case(Resnet, _sgd, SGD, settings={"eval_every_steps": 15}, by_batch=True),
+    "nanogpt": Case(
+        NanoGpt,
+        _adamw,
+        ADAMW | _schedule("nanogpt", warmup_iters=6, lr_decay_iters=30, min_lr=1e-3),
+        rate=lambda optimizer: LambdaLR(optimizer, _nanogpt),
+        clip=1.0,
+        bound=1e-6,
+    ),
+    "masked words": Case(MaskedWords, _adamw, ADAMW),
+    "graph": Case(Graph, _adamw, ADAMW, settings={"eval_every_steps": 15}),
+    "vae": Case(Vae, _adamw, ADAMW, draws=True),
+    "series": Case(Series, _adamw, ADAMW, float64=True),
+    "carried": Case(Carried, _adamw, ADAMW, settings={"order": "sequential"}, alone=True),
+    "metric": Case(Metric, _sgd, _file("SGD", 0.1, momentum=0.9), by_batch=True),
+    "bert": Case(
+        Bert,
+        _adamw,
+        ADAMW | _schedule("linear", num_warmup_steps=4, num_training_steps="auto"),
+        rate=lambda optimizer: LambdaLR(optimizer, _linear),
+        draws=True,
+        bound=1e-6,
+    ),
+}
+
+
+def plain(case: Case) -> list[float]:
+    """The script that the task was moved from: one process, torch alone but for the order of the samples."""
+    task = case.task()
+    torch.manual_seed(0)
+    model = task.model().train()
+    torch.manual_seed(1)  # what dsframe draws in training follows seed + 1 + rank
+    optimizer = case.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    rate = case.rate(optimizer) if case.rate else None
+    in_turn = case.settings.get("order") == "sequential"
+    order = Sampler(SAMPLES, BATCH, 0, order=(lambda epoch, samples: torch.arange(samples)) if in_turn else None)
+    data, losses = task.train_data(), []
+    for step in range(STEPS):
+        parts = [data.batch(rows, epoch) for epoch, rows in order.global_batch(step)]
+        inputs, targets = tree_map(lambda *rows: torch.cat(rows), *parts) if len(parts) > 1 else parts[0]
+
+        def loss(inputs: Any = inputs, targets: Any = targets) -> Tensor:
+            optimizer.zero_grad()
+            if isinstance(inputs, Mapping):
+                outputs = model(**inputs)
+            else:
+                outputs = model(*inputs) if isinstance(inputs, tuple) else model(inputs)
+            found = task.loss(outputs, targets)
+            found.backward()
+            if case.clip:
+                nn.utils.clip_grad_norm_(model.parameters(), case.clip)
+            return found
+
+        losses.append(float(optimizer.step(loss).detach()))
+        if rate:
+            rate.step()
+    return losses
+
+
+def moved(name: str, engine: str, folder: Path, micro: int = BATCH, *, by_sample: bool = False) -> list[float]:
+    """**Collective.** The losses of every step of the task, as the record has them; empty on ranks other than 0."""
+    case, run_dir = CASES[name], folder / f"{name}-{engine}-{micro}{'-by-sample' * by_sample}".replace(" ", "-")
+    settings = {
+        "engine": engine, "steps": STEPS, "log_every_steps": 1, "run_dir": str(run_dir), "checkpoints": {"at_end": False},
+        "per_sample_randomness": by_sample, "hang_timeout_seconds": 0, **case.settings,
+    }  # fmt: skip
+    sizes = {"train_batch_size": BATCH, "train_micro_batch_size_per_gpu": micro}
+    zero = {"zero_optimization": {"stage": 2}, "zero_allow_untested_optimizer": True} if engine == "deepspeed" else {}
+    file = {**sizes, "gradient_clipping": case.clip, **case.file, **zero, "dsframe": settings}
+    with redirect_stderr(StringIO()):
+        dsframe.fit(case.task(), file)
+    if not world.here().is_main:
+        return []
+    lines = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines())
+    return [line["loss"] for line in lines if "loss" in line]
+
+
+def main(engine: str, folder: Path) -> None:
+    """**Collective.** Every task on ``engine``."""
+    found = {}
+    with one_process_group():
+        for name, case in CASES.items():
+            if case.alone or (case.float64 and engine == "deepspeed"):
+                continue
+            found[name] = moved(name, engine, folder, BATCH // world.here().size, by_sample=case.draws)
+    if world.here().is_main:
+        (folder / f"{engine}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], Path(sys.argv[2]))
+    if sys.argv[1] != "horovod":  # which under MPI has to be taken down as a program ends
+        leave_at_once(0)

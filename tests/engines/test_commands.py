@@ -1,0 +1,104 @@
+"""Every command that the README, the documents and the Makefile name is started.
+
+Here in a short form, or by the test that is named.
+"""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from tests import portability
+from tests.processes import REPOSITORY, run_ranks, warm
+
+SHORT = {
+    "benchmarks.startup": ("--engines ddp --rounds 1 --without-hand", r"\ndsframe +\d+\.\d\d\nbounds: "),
+    "benchmarks.soak": ("--engines ddp --steps 20 --rounds 1 --block 0.1", r"\nddp( +\d+\.\d){2} +\d\.\d{3} \("),
+    "benchmarks.compare": (
+        "--models cnn --only ddp --rounds 1 --block 0.2 --no-peers --json compare.json",
+        r"\ncnn +dsframe[\s\S]*\ncnn ",
+    ),
+    "benchmarks.overhead": (
+        "--processes 1 --tensors 10 --engines ddp --rounds 1 --steps 2",
+        r"\n\| ddp \| 1 \| 10 \|",
+    ),
+    "benchmarks.checkpoint": ("--layers 1 --width 48 --rounds 1 --folder .", "torch.save"),
+    "benchmarks.data_path": ("--pairs 1", r"\nCIFAR-10 +torchvision"),
+    "benchmarks.accuracy": ("--help", "--seeds SEEDS"),
+    "benchmarks.gpu": ("--help", "--tiny"),
+    "tests.kill": ("--help", "--runs RUNS"),
+    "tests.footprint": ("--help", "--accumulation"),
+    "tests.predictions": ("--help", "--memory-only"),
+    "tests.launchers": ("--help", "--under UNDER"),
+    "tests.equivalence": ("--help", "--case CASE"),
+}
+"""Module -> options and what they print.
+
+Where that is the help, the test of the command's name calls what the command does: test_kill.py,
+test_footprint.py, test_predictions.py, test_launchers.py, test_equivalence.py. ``accuracy`` and ``gpu``
+have no form that takes less than minutes.
+"""
+ELSEWHERE = {
+    "tests.portability": "below",
+    "benchmarks.sharded_memory": "tests/engines/test_sharded_memory.py",
+    "dsframe.data.fetch": "tests/unit/test_data_files.py",
+    "dsframe.train": "tests/engines/test_launchers.py",
+}
+TARGETS = {
+    "setup": "tests/unit/test_setup.py",
+    "mpi": "tests/unit/test_setup.py",
+    "docs": "tests/unit/test_readme.py",
+    "train": "tests/engines/test_accuracy.py",
+    **dict.fromkeys(("test", "test-all", "lint"), "whoever reads this"),
+    **dict.fromkeys(("help", "format", "clean"), "below"),
+}
+"""Targets that are no ``python -m`` of a module above -> who starts what they do."""
+
+
+@pytest.mark.parametrize("module", SHORT)
+def test_it_starts(module: str, tmp_path: Path) -> None:
+    options, printed = SHORT[module]
+    finished = run_ranks(warm(1, ["-m", module, *options.split()]), cwd=tmp_path, timeout_seconds=200)
+    # 1: the bound of a time is broken, which a busy machine does.
+    assert finished.returncode in ((0,) if options == "--help" else (0, 1)), finished
+    assert re.search(printed, finished.stdout), finished
+    assert "Traceback" not in finished.output
+
+
+def test_portability_goes_on_to_the_last_bit(capsys: pytest.CaptureFixture[str]) -> None:
+    """``make portability`` in short; the whole table is of all pairs."""
+    assert portability.main(["--of", "single@1"]) == 0
+    assert re.fullmatch(r" +single@1\nsingle@1 +0\.0e\+00\n", capsys.readouterr().out)
+
+
+def named(pattern: str) -> set[str]:
+    pages = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), REPOSITORY / "Makefile"]
+    return {found for page in pages for found in re.findall(pattern, page.read_text(encoding="utf-8"))}
+
+
+def test_no_command_is_left_out() -> None:
+    modules = named(r"python -m ((?:tests|benchmarks|dsframe)(?:\.\w+)+)")
+    assert modules - {*SHORT, *ELSEWHERE} == set()
+    for path in {*ELSEWHERE.values(), *TARGETS.values()}:
+        assert (REPOSITORY / path).exists() or not path.startswith("tests/"), path
+
+
+def test_no_target_is_left_out() -> None:
+    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
+    targets = dict(re.findall(r"^([a-z-]+):.*##.*\n((?:\t.*\n)*)", makefile, re.MULTILINE))
+    assert len(targets) > 15
+    for name, recipe in targets.items():
+        started = re.findall(r"python -m ((?:tests|benchmarks)\.\w+)", recipe)
+        assert name in TARGETS or started, name
+    assert named(r"`make ([a-z-]+)`") - targets.keys() == set()
+
+
+def test_targets_that_would_change_this_checkout() -> None:
+    """Read by make alone; ``make lint`` starts the programs of ``make format``."""
+    listed = run_ranks(["make", "help"], timeout_seconds=20).check().stdout
+    assert {"setup", "test-all", "clean"} <= set(re.findall(r"^  make ([a-z-]+) ", listed, re.MULTILINE))
+    recipes = run_ranks(["make", "-n", "format", "clean"], timeout_seconds=20).check().stdout
+    assert "ruff format .\n" in recipes
+    assert "rm -rf .venv " in recipes

@@ -1,0 +1,76 @@
+"""Each patch of DeepSpeed: the fault is there without it, and dsframe patches DeepSpeed in one file only."""
+
+from __future__ import annotations
+
+import json
+import os
+
+import pytest
+
+from dsframe.engines.deepspeed import patches, versions
+from dsframe.errors import EngineError
+from tests.contract import make
+from tests.engines import unpatched
+from tests.processes import run_ranks, torchrun
+
+
+@pytest.fixture(scope="module")
+def findings() -> dict[str, str]:
+    command = torchrun(2, ["-m", "tests.engines.unpatched"])
+    environment = {"OMP_NUM_THREADS": "1", "PYTHONPATH": os.environ.get("PYTHONPATH", "")}
+    output = run_ranks(command, timeout_seconds=200, env=environment).check().stdout
+    line = next(line for line in output.splitlines() if line.startswith('{"mlflow"'))
+    found: dict[str, str] = json.loads(line)
+    return found
+
+
+@pytest.mark.parametrize("name", patches.PATCHES)
+def test_the_fault_is_there_without_the_patch(name: str, findings: dict[str, str]) -> None:
+    assert findings[name] == ""
+
+
+def test_each_check_has_its_patch() -> None:
+    assert {check.__name__ for check in (*unpatched.EARLY, *unpatched.LATER)} == set(patches.PATCHES)
+
+
+def test_a_patch_whose_place_has_gone_is_named() -> None:
+    with pytest.raises(EngineError) as caught:
+        patches._upstream("gathers", "runtime.zero.partition_parameters", "Gone")
+    version = patches.version()
+    assert str(caught.value).startswith(
+        f'DeepSpeed {version} has no deepspeed.runtime.zero.partition_parameters.Gone, which the patch "gathers" changes'
+    )
+    with pytest.raises(EngineError, match=r"has no deepspeed\.gone, which the patch \"nvtx\" changes"):
+        patches._upstream("nvtx", "gone")
+
+
+@pytest.mark.parametrize("name", patches.PATCHES)
+def test_a_patch_says_why_and_where(name: str) -> None:
+    patch = patches.PATCHES[name]
+    assert ".py (" in patch.upstream
+    assert patch.reason
+    assert patch.versions
+
+
+def test_a_release_that_is_known_not_to_work_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "version", lambda: "0.19.7")
+    file = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    with pytest.raises(EngineError, match=r"^DeepSpeed 0\.19\.7 does not work here: .*; install deepspeed==0\.19\.8$"):
+        make(file, "deepspeed")
+
+
+def test_a_release_that_nobody_tried_is_warned_of_once(capsys: pytest.CaptureFixture[str]) -> None:
+    versions.check("0.19.9", speaks=True)
+    versions.check("0.19.9", speaks=False)
+    said = capsys.readouterr().err
+    assert said == "dsframe: warning: DeepSpeed 0.19.9 was never tested with this dsframe, which knows 0.19.8\n"
+    for version in versions.HOLDS:
+        versions.check(version, speaks=True)
+    assert capsys.readouterr().err == ""
+    assert patches.version() in versions.HOLDS
+
+
+def test_what_is_called_late_is_looked_for_at_start(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(patches, "_LATER", (("groups", "utils.groups", ("gone",)),))
+    with pytest.raises(EngineError, match=r'has no deepspeed\.utils\.groups\.gone, which the patch "groups" changes'):
+        patches.check_later_ones()

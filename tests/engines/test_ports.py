@@ -1,0 +1,63 @@
+"""Scripts that were moved to dsframe are the same training: beside the plain loop on one process, and on two ranks."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dsframe
+from tests.engines.ports import BATCH, CASES, STEPS, Carried, moved, plain
+from tests.processes import horovodrun, run_ranks, warm
+
+BOUND = 1e-5
+
+
+def farthest(one: list[float], other: list[float]) -> float:
+    """In terms of the loss where that is above 1: sums are."""
+    assert len(one) == len(other) == STEPS
+    return max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_one_process_is_the_plain_loop(name: str, tmp_path: Path) -> None:
+    losses = plain(CASES[name])
+    assert farthest(moved(name, "single", tmp_path), losses) <= CASES[name].bound
+    assert losses[-1] != losses[0]
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+    """What two ranks are measured by: one process with the same rows in a micro-batch where they see each other."""
+    folder = tmp_path_factory.mktemp("alone")
+    return {
+        name: moved(name, "single", folder, BATCH // 2 if case.by_batch else BATCH, by_sample=case.draws)
+        for name, case in CASES.items()
+        if not case.alone
+    }
+
+
+def test_what_a_model_carries_is_in_checkpoints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A run that goes on, from the hidden state of the step that was saved."""
+    monkeypatch.chdir(tmp_path)
+    file: dict[str, Any] = {"train_batch_size": BATCH, **CASES["carried"].file}
+    settings = {"engine": "single", "order": "sequential", "run_dir": "run"}
+    whole = dsframe.fit(Carried(), file | {"dsframe": settings | {"steps": 20, "run_dir": "whole"}})
+    dsframe.fit(Carried(), file | {"dsframe": settings | {"steps": 9}})
+    parts = dsframe.fit(Carried(), file | {"dsframe": settings | {"steps": 20}}, resume="auto")
+    assert parts.loss == whole.loss
+
+
+@pytest.mark.parametrize("engine", ["ddp", "deepspeed", "fsdp", "horovod"])
+def test_two_ranks_are_one_process(engine: str, alone: dict[str, list[float]], tmp_path: Path) -> None:
+    command = ["-m", "tests.engines.ports", engine, str(tmp_path)]
+    ranks = horovodrun(2, command) if engine == "horovod" else warm(2, command)
+    run_ranks(ranks, cwd=tmp_path, timeout_seconds=300).check()
+    found = json.loads((tmp_path / f"{engine}.json").read_text())
+    off = {name: farthest(found[name], alone[name]) for name in found}
+    assert found.keys() == {
+        name for name, case in CASES.items() if not (case.alone or (case.float64 and engine == "deepspeed"))
+    }
+    assert {name: distance for name, distance in off.items() if distance > BOUND} == {}, off

@@ -1,0 +1,410 @@
+"""What test_patches.py runs on two ranks: DeepSpeed without and with each of dsframe's patches.
+
+torchrun --nproc-per-node=2 -m tests.engines.unpatched    # rank 0 prints {patch: what is wrong, or ""} as JSON
+
+Each function is called like its patch, shows the fault in DeepSpeed alone, and then, where it can, that the patch mends it.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+import inspect
+import itertools
+import json
+import os
+import sys
+import tempfile
+import warnings
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest import mock
+
+NOT_NEEDED = "no longer needed: DeepSpeed does right by itself"
+
+
+def mlflow() -> None:
+    folder = Path(tempfile.mkdtemp())
+    (folder / "mlflow").mkdir()
+    (folder / "mlflow" / "__init__.py").write_text("")
+    sys.path.insert(0, str(folder))
+    os.environ["DS_ACCELERATOR"] = "cpu"
+    warnings.simplefilter("ignore")
+    import deepspeed
+
+    assert deepspeed.autotuning.autotuner.has_mlflow, NOT_NEEDED
+
+
+def muon() -> None:
+    assert "torch._dynamo.config" not in sys.modules, "torch's compiler was there before"
+    importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
+    assert "torch._dynamo.config" in sys.modules, NOT_NEEDED
+
+
+def shm_comm() -> None:
+    import deepspeed
+
+    from dsframe.engines.deepspeed import patches
+
+    assert deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"], NOT_NEEDED
+    patches.leave_out_shm_comm()
+    assert not deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"]
+
+
+def started(model: Any, zero: dict[str, Any], optimizer: str = "SGD", **changes: Any) -> Any:
+    import deepspeed
+
+    params = {"lr": 1.0} if optimizer == "SGD" else {"lr": 1.0, "torch_adam": True}
+    config = {
+        "train_micro_batch_size_per_gpu": 1,
+        "gradient_clipping": 0.0,
+        "optimizer": {"type": optimizer, "params": params},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": zero,
+        "log_level": "error",
+        **changes,
+    }
+    engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
+    return engine
+
+
+def linear_model() -> Any:
+    import torch
+
+    torch.manual_seed(0)
+    return torch.nn.Sequential(*(torch.nn.Linear(4, 4) for _ in range(4)))
+
+
+def step(engine: Any, factor: float = 1.0) -> None:
+    import torch
+
+    dtype = next(engine.module.parameters()).dtype
+    engine.backward(engine(torch.ones(1, 4, dtype=dtype)).float().sum() * factor)
+    engine.step()
+
+
+def torch_warnings() -> None:
+    from dsframe.engines.deepspeed import patches
+
+    def deprecated() -> list[str]:
+        with warnings.catch_warnings(record=True) as caught:
+            warnings.resetwarnings()
+            warnings.simplefilter("always")
+            if silent:
+                patches.silence_torch_warnings()
+            step(started(linear_model(), {"stage": 1}))
+        return [str(one.message) for one in caught if issubclass(one.category, FutureWarning)]
+
+    silent = False
+    assert any("_tensor" in text and "is deprecated" in text for text in deprecated()), NOT_NEEDED
+    silent = True
+    assert deprecated() == []
+
+
+def norm() -> None:
+    from dsframe.engines.deepspeed import patches
+
+    engine = started(linear_model(), {"stage": 0})
+    step(engine)
+    assert not engine.get_global_grad_norm(), NOT_NEEDED
+    engine = started(linear_model(), {"stage": 0})
+    patches.keep_norm(engine)
+    step(engine)
+    assert engine.get_global_grad_norm() > 0
+
+
+def loss_scale() -> None:
+    import torch
+
+    from dsframe.engines.deepspeed import patches
+
+    class One(torch.nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.weight = torch.nn.Parameter(torch.zeros(4))
+
+        def forward(self, inputs: torch.Tensor) -> torch.Tensor:
+            return (self.weight * inputs).sum()
+
+    def updates(patch: Callable[[Any], None]) -> set[float]:
+        fp16 = {"enabled": True, "initial_scale_power": 2, "loss_scale_window": 2}
+        engine = started(One(), {"stage": 1}, fp16=fp16)
+        patch(engine.optimizer)
+        weights = [0.0]
+        for _ in range(6):
+            step(engine)
+            weights.append(float(engine.module.weight[0]))
+        return {before - after for before, after in itertools.pairwise(weights)}
+
+    assert updates(lambda _: None) != {1.0}, NOT_NEEDED
+    assert updates(patches.scale_until_updated) == {1.0}
+
+
+def nonfinite() -> None:
+    import torch
+
+    from dsframe.engines.deepspeed import patches
+
+    engine = started(linear_model(), {"stage": 0})
+    step(engine, float("nan"))
+    assert engine.was_step_applied(), NOT_NEEDED
+    assert not torch.isfinite(engine.module[0].weight).all(), NOT_NEEDED
+    engine = started(linear_model(), {"stage": 0})
+    patches.look_before_each_step(engine)
+    step(engine, float("nan"))
+    assert not engine.was_step_applied()
+    assert torch.isfinite(engine.module[0].weight).all()
+
+
+def hidden_step() -> None:
+    from dsframe.engines.deepspeed import patches
+
+    engine = started(linear_model(), {"stage": 0}, "Adam", bf16={"enabled": True})
+    assert engine.basic_optimizer.state, NOT_NEEDED
+    patches.undo_hidden_step(engine)
+    assert not engine.basic_optimizer.state
+
+
+def linear() -> None:
+    import torch
+    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
+    from torch.utils._python_dispatch import TorchDispatchMode
+
+    from dsframe.engines.deepspeed import patches
+
+    class Names(TorchDispatchMode):
+        def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+            names.append(call.name())
+            return call(*args, **(kwargs or {}))
+
+    given = torch.ones(1, 2, 4), torch.ones(3, 4), torch.ones(3)
+    names: list[str] = []
+    with Names():
+        theirs = LinearFunctionForZeroStage3.apply(*given)
+    assert any(name.startswith("aten::add") and "addmm" not in name for name in names), NOT_NEEDED
+    names.clear()
+    with Names():
+        ours = patches.linear_function()(*given)
+    assert not any(name.startswith("aten::add") and "addmm" not in name for name in names)
+    assert torch.equal(ours, theirs)
+
+
+def nvtx() -> None:
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.utils import nvtx as module
+
+    from dsframe.engines.deepspeed import patches
+
+    decorated = module.instrument_w_nvtx(lambda: None)
+    with mock.patch.object(type(get_accelerator()), "range_push") as opened:
+        module.enable_nvtx = (
+            inspect.getsource(module).find("enable_nvtx = True") > 0
+        )  # a test before may have patched it
+        decorated()
+        assert opened.called, NOT_NEEDED
+        opened.reset_mock()
+        patches.leave_out_nvtx()
+        decorated()
+        assert not opened.called
+
+
+@contextlib.contextmanager
+def gathers_counted() -> Iterator[list[str]]:
+    """One entry for each collective by which ZeRO-3 gathers parameters."""
+    from deepspeed.runtime.zero import partition_parameters
+
+    called: list[str] = []
+
+    def counted(name: str) -> Callable[..., Any]:
+        original = getattr(partition_parameters.dist, name)
+
+        def call(*arguments: Any, **options: Any) -> Any:
+            called.append(name)
+            return original(*arguments, **options)
+
+        return call
+
+    names = ("all_gather", "all_gather_into_tensor", "allgather_fn")
+    with mock.patch.multiple(partition_parameters.dist, **{name: counted(name) for name in names}):
+        yield called
+
+
+def gathers() -> None:
+    from dsframe.engines.deepspeed import patches
+
+    def collectives(patch: Callable[[Any], None]) -> int:
+        engine = started(linear_model(), {"stage": 3})
+        patch(engine)
+        step(engine)
+        kept = engine.optimizer.persistent_parameters
+        assert len(kept) == 8
+        for parameter in kept:
+            parameter.partition()
+        with gathers_counted() as called:
+            kept[0].all_gather(kept)
+        return len(called)
+
+    assert collectives(lambda _: None) == 8, NOT_NEEDED
+    assert collectives(patches.coalesce_gathers) == 1
+
+
+def evaluation() -> None:
+    import torch
+
+    from dsframe.engines.deepspeed import patches
+
+    def sent(patch: Callable[[Any], None]) -> int:
+        zero = {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_prefetch_bucket_size": 0}
+        engine = started(linear_model(), zero)
+        engine.eval()
+        with torch.no_grad():
+            engine(torch.ones(1, 4))
+        engine.train()
+        patch(engine)
+        step(engine)
+        step(engine)
+        with gathers_counted() as called:
+            step(engine)
+        return len(called)
+
+    assert sent(lambda _: None) > sent(patches.forget_evaluation), NOT_NEEDED
+
+
+def pipeline_bounds() -> None:
+    from deepspeed.runtime.pipe.module import PipelineModule
+
+    topology = SimpleNamespace(get_dim=lambda _: 2, get_coord=lambda _: SimpleNamespace(pipe=0))
+    module = SimpleNamespace(_topo=topology, global_rank=1, stage_id=0)
+    try:
+        PipelineModule._partition_layers(module, [0, 1, 2])
+    except AttributeError:
+        return
+    raise AssertionError(NOT_NEEDED)
+
+
+def pipeline_ties() -> None:
+    import torch
+    from deepspeed.runtime.pipe import module as upstream
+
+    from dsframe.engines.deepspeed.stages import Stage
+
+    class Held:
+        tied_comms = {"0": {"weight_attr": ["weight"], "module": torch.nn.Linear(1, 1), "ranks": [0], "group": None}}  # noqa: RUF012
+        _recursive_getattr = staticmethod(getattr)
+
+    seen: list[bool] = []
+
+    def broadcast(*_: Any, **__: Any) -> None:
+        seen.append(torch.is_grad_enabled())
+
+    with mock.patch.object(upstream.dist, "broadcast", broadcast):
+        upstream.PipelineModule._synchronize_tied_weights(Held())
+        assert seen == [True], NOT_NEEDED
+        stage = Stage.__new__(Stage)
+        object.__setattr__(stage, "tied_comms", Held.tied_comms)
+        object.__setattr__(stage, "_recursive_getattr", getattr)
+        stage._synchronize_tied_weights()
+        assert seen == [True, False]
+
+
+def pipeline_recompute() -> None:
+    import torch
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    from dsframe.engines.deepspeed import patches
+
+    stage = torch.nn.Sequential(torch.nn.Linear(2, 2))
+    engine = SimpleNamespace(module=stage)
+    stage.activation_checkpoint_interval = 1  # type: ignore[assignment]
+    patches.recompute_once(engine, stage)  # torch's function, which is not reentrant
+    assert PipelineEngine._reentrant_activation_checkpointing(engine), NOT_NEEDED
+    assert not engine._reentrant_activation_checkpointing()
+
+
+def pipeline_clipping() -> None:
+    import torch
+    from deepspeed.runtime.utils import is_model_parallel_parameter
+
+    from dsframe.engines.deepspeed import patches
+
+    stage = torch.nn.Linear(2, 2)
+    assert not is_model_parallel_parameter(stage.weight), NOT_NEEDED
+    stage.weight.ds_pipe_replicated = stage.bias.ds_pipe_replicated = False  # type: ignore[union-attr]
+    patches.count_for_clipping(stage, first=True)
+    assert is_model_parallel_parameter(stage.weight)
+
+
+def pipeline_evaluation() -> None:
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    assert "reset_activation_shape" not in inspect.getsource(PipelineEngine.eval_batch), NOT_NEEDED
+
+
+def stage_splits() -> None:
+    from deepspeed.module_inject import auto_tp
+
+    auto = SimpleNamespace()
+    with (
+        mock.patch.object(auto_tp, "is_autotp_training_mode", return_value=True),
+        mock.patch.object(auto_tp.groups, "get_tensor_model_parallel_group", return_value="everybody's"),
+        mock.patch.object(auto_tp.groups, "get_tensor_model_parallel_world_size", return_value=4),
+    ):
+        auto_tp.AutoTP.set_tensor_parallel_config(auto, 2, "the stage's")
+    assert auto.mp_group == "everybody's", NOT_NEEDED
+
+
+def groups() -> None:
+    from deepspeed.utils import groups as module
+    from torch import distributed as dist
+
+    from dsframe.engines.deepspeed import patches
+
+    engine = started(linear_model(), {"stage": 1})
+    held = module._get_data_parallel_group()
+    assert held is not None
+    engine.destroy()
+    dist.destroy_process_group()
+    assert module._WORLD_GROUP is not None, NOT_NEEDED
+    patches.release_groups()
+    assert module._WORLD_GROUP is None
+
+
+EARLY = (mlflow, muon, shm_comm)
+"""Before anything else is imported, in this order."""
+LATER = (
+    torch_warnings, norm, loss_scale, nonfinite, hidden_step, linear, nvtx, gathers, evaluation, pipeline_bounds,
+    pipeline_ties, pipeline_recompute, pipeline_clipping, pipeline_evaluation, stage_splits, groups,
+)  # fmt: skip
+"""``groups`` last: it ends the process group."""
+
+
+def main() -> None:
+    found = {}
+    for check in (*EARLY, *LATER):
+        if check is LATER[0]:
+            meet()
+        try:
+            check()
+            found[check.__name__] = ""
+        except Exception as error:  # any is this patch's finding, and must not hide the others'
+            found[check.__name__] = f"{type(error).__name__}: {error}"
+    if os.environ["RANK"] == "0":
+        print(json.dumps(found))
+    sys.stdout.flush()
+    os._exit(0)
+
+
+def meet() -> None:
+    """The ranks meet; and fp16 where this processor would refuse it."""
+    import deepspeed
+    import torch.distributed as dist
+
+    dist.init_process_group("gloo")
+    deepspeed.init_distributed(dist_init_required=False)
+    deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,81 @@
+"""A model trains in the number format that it is made in, or there is an error; nothing is cast in silence."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dsframe
+from dsframe.checkpoint.export import read
+from dsframe.config import load
+from dsframe.data import TensorSource
+from dsframe.errors import EngineError, TaskError
+from dsframe.model.formats import own_dtype
+
+
+class Line(dsframe.Task):
+    def __init__(self, dtype: torch.dtype, inputs: torch.dtype | None = None) -> None:
+        self.dtype, self.inputs = dtype, inputs or dtype
+
+    def model(self) -> nn.Module:
+        return nn.Linear(3, 1).to(self.dtype)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        assert outputs.dtype == self.dtype
+        return (outputs - targets).square().mean()
+
+    def train_data(self) -> Any:
+        numbers = torch.Generator().manual_seed(0)
+        return TensorSource(
+            torch.randn(32, 3, generator=numbers).to(self.inputs), torch.randn(32, 1, generator=numbers).to(self.inputs)
+        )
+
+
+def file(steps: int) -> dict[str, Any]:
+    optimizer = {"type": "AdamW", "params": {"lr": 0.01}}
+    return {"train_batch_size": 8, "optimizer": optimizer, "dsframe": {"engine": "single", "steps": steps}}
+
+
+@pytest.fixture(autouse=True)
+def _here(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+
+
+def weights(folder: str) -> dict[str, Tensor]:
+    return dict(read(max((Path("runs") / folder / "checkpoints").glob("step-*")), "float64"))
+
+
+def test_float64_trains_and_goes_on_in_float64() -> None:
+    whole = dsframe.fit(Line(torch.float64), {**file(6), "dsframe": {**file(6)["dsframe"], "run_dir": "runs/whole"}})
+    dsframe.fit(Line(torch.float64), file(3))
+    parts = dsframe.fit(Line(torch.float64), file(6), resume="auto")
+    assert parts.loss == whole.loss
+    assert parts.loss != torch.tensor(parts.loss).item()  # not rounded to float32
+    one, other = weights("whole"), weights("Line-single")
+    assert all(torch.equal(one[name], other[name]) for name in one)
+    assert any((tensor != tensor.float()).any() for tensor in one.values())
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_16_bits_that_no_file_asks_for_are_an_error(dtype: torch.dtype) -> None:
+    with pytest.raises(TaskError, match=r"Line\.model is in b?float16, and the file names no number format; write"):
+        dsframe.fit(Line(dtype), file(1))
+
+
+def test_what_keeps_float32_refuses_float64() -> None:
+    task, config = Line(torch.float64), load(file(1))
+    with pytest.raises(EngineError, match="the model is in float64, and this engine keeps float32"):
+        own_dtype(config, task, nn.Linear(2, 2).double(), keeps_float64=False)
+    mixed = nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2).double())
+    with pytest.raises(TaskError, match="is in float32, float64"):
+        own_dtype(config, task, mixed, keeps_float64=True)
+    assert own_dtype(load({**file(1), "bf16": {"enabled": True}}), task, mixed, keeps_float64=False) == torch.float32
+
+
+def test_inputs_are_not_cast() -> None:
+    with pytest.raises(RuntimeError, match="must have the same dtype"):
+        dsframe.fit(Line(torch.float32, torch.float64), file(1))

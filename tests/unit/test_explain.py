@@ -1,0 +1,144 @@
+"""The catalogue of codes: complete, used, true of each example, and printed by ``dsframe explain``."""
+
+from __future__ import annotations
+
+import ast
+import json
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from dsframe import errors
+from dsframe.cli import main
+from dsframe.config.codes import CODES, EXITS
+from dsframe.tools.explain import markdown
+from tests.processes import REPOSITORY
+
+STARTS = [name for name, code in CODES.items() if code.command.startswith("train ")]
+CHECKS = [name for name in CODES if name not in STARTS]
+TASK = """
+import dsframe, torch
+
+class Mine(dsframe.Task):
+    def model(self): return torch.nn.Linear(2, 2)
+    def loss(self, outputs, targets): return outputs.sum()
+    def train_data(self): return torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8))
+"""
+START = """
+import json, sys
+from dsframe.config import load
+from dsframe.errors import ConfigError
+from dsframe.run import execute
+
+said = {}
+for name, arguments in json.load(sys.stdin).items():
+    try:
+        execute(load(f"{name}.json", overrides=arguments))
+    except ConfigError as error:
+        said[name] = error.printed
+print(json.dumps(said))
+"""
+
+
+def used() -> Iterator[str]:
+    """Every ``code="..."`` of the package, and that of each class of error."""
+    for path in (REPOSITORY / "dsframe").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            given = node.value if isinstance(node, ast.keyword) and node.arg == "code" else None
+            if isinstance(given, ast.Constant) and isinstance(given.value, str):
+                yield given.value
+
+
+def classes() -> list[type[errors.DsframeError]]:
+    return [errors.DsframeError, *errors.DsframeError.__subclasses__()]
+
+
+def test_the_catalogue_has_every_code_that_is_used_and_no_other() -> None:
+    found = set(used())
+    assert len(found) > 30
+    assert found == set(CODES)
+
+
+def test_every_class_of_error_has_its_exit_code_explained() -> None:
+    assert len(classes()) == 10
+    for kind in classes():
+        assert EXITS[kind.exit_code].code == kind.code
+    own = {found.code for found in EXITS.values() if found.code}
+    assert own == {kind.code for kind in classes()}
+    assert not own & set(CODES)
+
+
+@pytest.mark.parametrize("name", CHECKS)
+def test_each_example_gets_its_code(
+    name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    Path("FILE").write_text(CODES[name].example)
+    main(CODES[name].command.split())
+    said = "".join(capsys.readouterr())
+    lines = [line for line in said.splitlines() if line.endswith(f"[{name}]")]
+    assert lines, said
+    assert all(any(f"{label}: " in line for label in ("error", "warning", "note")) for line in lines)
+
+
+def test_each_example_of_a_start_gets_its_code(tmp_path: Path) -> None:
+    (tmp_path / "mine.py").write_text(TASK)
+    options = {}
+    for name in STARTS:
+        words = CODES[name].command.split()
+        assert words[:5] == ["train", "--config", "FILE", "--engine", "single"]
+        options[name] = ["dsframe.engine=single", *(f"dsframe.run_dir={words[6]}" for _ in words[5:6])]
+        (tmp_path / f"{name}.json").write_text(CODES[name].example)
+    done = subprocess.run(
+        [sys.executable, "-c", START], input=json.dumps(options), cwd=tmp_path, timeout=120, capture_output=True, text=True
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr[-2000:]
+    said = json.loads(done.stdout.splitlines()[-1])
+    assert {name: text[text.rindex("[") :] for name, text in said.items()} == {name: f"[{name}]" for name in STARTS}
+
+
+def test_explain_one(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "unknown-key"]) == 0
+    text = capsys.readouterr().out
+    code = CODES["unknown-key"]
+    assert text.startswith("unknown-key\n")
+    assert "Why: " in text
+    assert "What to write: " in text
+    assert code.example in text
+    assert main(["explain", "[unknown-key]"]) == 0
+    assert capsys.readouterr().out == text
+
+
+@pytest.mark.parametrize("name", ["5", "task"])
+def test_explain_an_exit_code(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", name]) == 0
+    assert capsys.readouterr().out.startswith("exit code 5 (task)\n")
+
+
+def test_explain_lists_all(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain"]) == 0
+    words = [line.split() for line in capsys.readouterr().out.splitlines()]
+    first = {line[0] for line in words if line}
+    assert first >= {*CODES, *map(str, EXITS)}
+
+
+def test_explain_suggests(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "unkown-key", "zzzzzz"]) == 2
+    assert capsys.readouterr().err.splitlines() == [
+        'dsframe: error: no code "unkown-key"; did you mean "unknown-key"?',
+        'dsframe: error: no code "zzzzzz"; dsframe explain lists all codes',
+    ]
+
+
+def test_the_written_page_is_up_to_date() -> None:
+    assert (REPOSITORY / "docs" / "messages.md").read_text() == markdown(), "run: make docs"
+
+
+def test_an_error_is_printed_with_label_and_code() -> None:
+    assert errors.TaskError("no model").printed == "error: no model [task]"
+    assert errors.StoppedError("saved").printed == "note: saved [stopped]"
+    problem = errors.Problem("error", "a.b", "is wrong", "write 1", "f.json", 2, 3, code="value")
+    assert errors.ConfigError([problem]).printed == "f.json:2:3: error: a.b: is wrong; write 1 [value]"

@@ -1,0 +1,127 @@
+"""Checkpoints that no dsframe has written: names and numbers of a manifest are data, whatever its checksum says."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+
+from dsframe.checkpoint import export, store
+from dsframe.checkpoint.store import MANIFEST, dump, read_manifest, verify
+from dsframe.cli import main
+from dsframe.errors import CheckpointError
+from tests.unit.test_checkpoint_portable import write
+
+
+@pytest.fixture
+def checkpoint(tmp_path: Path) -> Path:
+    return write(tmp_path / "checkpoints", 1, 1 << 20)
+
+
+def forge(checkpoint: Path, **changes: Any) -> dict[str, Any]:
+    """The manifest with changes and a checksum that fits: ``a__b=value`` is the key b of a."""
+    manifest = read_manifest(checkpoint)
+    for key, value in changes.items():
+        *above, last = key.split("__")
+        place = manifest
+        for name in above:
+            place = place[name]
+        place[last] = value
+    (checkpoint / MANIFEST).write_bytes(dump(manifest))
+    return manifest
+
+
+def renamed(checkpoint: Path, old: str, new: str) -> None:
+    """One parameter has another name, in the manifest and in the file, so that everything but the name is as it should be."""
+    from safetensors.torch import load_file, save_file
+
+    manifest = copy.deepcopy(read_manifest(checkpoint))
+    manifest["parameters"][new] = one = manifest["parameters"].pop(old)
+    manifest["aliases"] = {}
+    file = checkpoint / one["file"]
+    save_file({key.replace(f"/{old}", f"/{new}"): tensor for key, tensor in load_file(file).items()}, file)
+    manifest["files"][file.name] = {"bytes": file.stat().st_size, "xxh3_128": store.checksum(file)}
+    (checkpoint / MANIFEST).write_bytes(dump(manifest))
+
+
+@pytest.mark.parametrize("name", ["../../../outside", "a/../../../../outside", "/outside", "./x"])
+def test_an_export_stays_in_its_folder(name: str, checkpoint: Path, tmp_path: Path) -> None:
+    name = name.replace("/outside", f"{tmp_path}/outside") if name.startswith("/") else name
+    renamed(checkpoint, "c", name)
+    assert verify(checkpoint) == []
+    before = set(tmp_path.rglob("*"))
+    with pytest.raises(CheckpointError, match="its name is no place below"):
+        export.export(checkpoint, "universal", out=tmp_path / "out")
+    assert set(tmp_path.rglob("*")) == before
+
+
+FORGED: dict[str, tuple[dict[str, Any], str]] = {
+    "text for a number": ({"step": "42"}, "'step': Input should be a valid integer"),
+    "a negative number": ({"updates": -1}, "'updates'"),
+    "another step": ({"step": 41}, "is of step 41"),
+    "a control character": ({"aliases": {"a\n\u001b[2J": "a.weight"}}, "'aliases"),
+    "a list for a mapping": ({"parameters": [1]}, "'parameters'"),
+    "a parameter without a shape": ({"parameters__c": {"file": "x"}}, "'parameters.c.shape'"),
+    "a file that is not there": (
+        {"parameters__c": {"file": "../x", "shape": [1], "moments": [], "scalars": {}}},
+        "which is no file of it",
+    ),
+    "a name of nothing": ({"aliases": {"a": "b"}}, "another name of a parameter that is not there"),
+}
+
+
+@pytest.mark.parametrize("case", FORGED)
+def test_what_is_forged_is_one_line(case: str, checkpoint: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    changes, message = FORGED[case]
+    forge(checkpoint, **changes)
+    with pytest.raises(CheckpointError) as caught:
+        read_manifest(checkpoint)
+    assert message in str(caught.value)
+    assert main(["export", str(checkpoint)]) == 8
+    told = capsys.readouterr().err
+    assert told.count("\n") == 1
+    assert "Traceback" not in told
+    assert "\x1b" not in told
+
+
+def test_no_link_leads_out(checkpoint: Path, tmp_path: Path) -> None:
+    file = checkpoint / "rng.json" if (checkpoint / "rng.json").exists() else next(checkpoint.glob("*.safetensors"))
+    file.rename(tmp_path / "elsewhere")
+    file.symlink_to(tmp_path / "elsewhere")
+    assert verify(checkpoint) == [f"{file.name} is a symbolic link, not a file"]
+
+
+JSON = st.recursive(
+    st.none()
+    | st.booleans()
+    | st.integers(-(10**12), 10**12)
+    | st.floats(allow_nan=False, allow_infinity=False)
+    | st.text(max_size=8),
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(st.text(max_size=8), inner, max_size=3),
+    max_leaves=6,
+)
+
+
+@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(
+    key=st.sampled_from(
+        ["step", "updates", "parameters", "aliases", "files", "loss_scale", "run", "evaluation", "format"]
+    ),
+    value=JSON,
+)
+def test_any_value_is_read_or_refused(key: str, value: Any, checkpoint: Path) -> None:
+    whole = (checkpoint / MANIFEST).read_bytes()
+    try:
+        manifest = json.loads(whole)["manifest"] | {key: value}
+        (checkpoint / MANIFEST).write_bytes(dump(manifest))
+        try:
+            read_manifest(checkpoint)
+        except CheckpointError as error:
+            assert "\n" not in str(error)  # noqa: PT017
+    finally:
+        (checkpoint / MANIFEST).write_bytes(whole)

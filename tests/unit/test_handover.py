@@ -1,0 +1,145 @@
+"""What ``deepspeed.initialize`` gets: the file in, the exact dictionary out, and nothing else touched."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import pytest
+import torch
+
+import dsframe
+from dsframe.cluster.world import World
+from dsframe.config import load
+from dsframe.engine import Plan
+from dsframe.engines.deepspeed.handover import handover
+from dsframe.model import optimizers, schedules
+
+FILE: dict[str, Any] = {
+    "train_batch_size": 16,
+    "gradient_accumulation_steps": 2,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+    "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}},
+    "tensorboard": {"enabled": False},
+    "flops_profiler": {"enabled": True},
+    "dsframe": {"steps": 3},
+}
+ADAM = {
+    "type": "Adam",
+    "params": {"lr": 0.01, "weight_decay": 0.0, "fused": True, "adam_w_mode": True, "torch_adam": True},
+}
+BATCH = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+KEPT = {"stage3_param_persistence_threshold": 1 << 23, "stage3_model_persistence_threshold": 1 << 23}
+SPLIT = {"autotp_size": 2, "vocab_parallel_lm_head": False}
+NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/somewhere"}}
+
+
+def plan(changes: dict[str, Any], ranks: int = 2, *, verbose: bool = False) -> Plan:
+    config = load({**FILE, **changes})
+    return Plan(
+        config,
+        World(0, ranks, 0, ranks),
+        dsframe.Task(),
+        optimizers.read(config),
+        schedules.constant(0.01),
+        config.batch(ranks),
+        torch.device("cpu"),
+        verbose,
+    )
+
+
+CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
+    "only what the file says": ({}, {}, BATCH),
+    "zero 1": ({"zero_optimization": {"stage": 1}}, {}, {**BATCH, "zero_optimization": {"stage": 1}}),
+    "gradients are copied once": (
+        {"zero_optimization": {"stage": 3}},
+        {},
+        {**BATCH, "zero_optimization": {"stage": 3, "contiguous_gradients": False}},
+    ),
+    "but not where the bucket is sent": (
+        {"zero_optimization": {"stage": 3, "reduce_scatter": False}},
+        {},
+        {**BATCH, "zero_optimization": {"stage": 3, "reduce_scatter": False}},
+    ),
+    "weights not resharded": (
+        {"zero_optimization": {"stage": 3}},
+        {"keeps_weights": True},
+        {**BATCH, "zero_optimization": {"stage": 3, "contiguous_gradients": False, **KEPT}},
+    ),
+    "a large model's gradients are reduced in parts": (
+        {"zero_optimization": {"stage": 3}},
+        {"elements": 1 << 26},
+        {**BATCH, "zero_optimization": {"stage": 3, "contiguous_gradients": False, "reduce_bucket_size": 1 << 22}},
+    ),
+    "but not where the file says how": (
+        {"zero_optimization": {"stage": 3, "reduce_bucket_size": 10**9}},
+        {"elements": 1 << 26},
+        {**BATCH, "zero_optimization": {"stage": 3, "contiguous_gradients": False, "reduce_bucket_size": 10**9}},
+    ),
+    "nor at other stages": (
+        {"zero_optimization": {"stage": 2}},
+        {"elements": 1 << 26},
+        {**BATCH, "zero_optimization": {"stage": 2}},
+    ),
+    "a folder of its own": (
+        {"zero_optimization": NVME},
+        {"swap_paths": {"offload_optimizer": "/somewhere/else"}},
+        {
+            **BATCH,
+            "zero_optimization": {
+                "stage": 3,
+                "offload_optimizer": {"device": "nvme", "nvme_path": "/somewhere/else"},
+                "contiguous_gradients": False,
+            },
+        },
+    ),
+    "tensor parallel": (
+        {"tensor_parallel": {"autotp_size": 2}},
+        {"tensor_parallel": SPLIT},
+        {"train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2, "tensor_parallel": SPLIT},
+    ),
+    "sequence parallel": (
+        {"sequence_parallel_size": 2, "dsframe": {"task": {"name": "language"}}},
+        {},
+        {"train_micro_batch_size_per_gpu": 8, "gradient_accumulation_steps": 2},
+    ),
+    "pipeline": (
+        {"pipeline": {"stages": 2, "partition": "uniform"}},
+        {},
+        {
+            **BATCH,
+            "train_micro_batch_size_per_gpu": 8,
+            "pipeline": {"stages": 2, "partition": "uniform", "use_reentrant": False},
+            "steps_per_print": 2**62,
+        },
+    ),
+}
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_handover(case: str) -> None:
+    changes, arguments, expected = CASES[case]
+    made, given = plan(changes), copy.deepcopy(arguments)
+    before = copy.deepcopy((made.config.written(), made.config.deepspeed, dict(made.optimizer.arguments)))
+    found = handover(made, **arguments)
+    assert found == {**expected, "optimizer": ADAM}
+    assert found == handover(made, **arguments)
+    _spoil(found)
+    assert (made.config.written(), made.config.deepspeed, dict(made.optimizer.arguments)) == before
+    assert arguments == given
+
+
+def _spoil(value: Any) -> None:
+    """Changes everything in ``value``, as DeepSpeed may: it writes into the dictionary."""
+    for one in list(value.values()):
+        if isinstance(one, dict):
+            _spoil(one)
+    value.clear()
+
+
+def test_a_pipeline_whose_stages_are_split_before() -> None:
+    changes = {"pipeline": {"stages": 2}, "tensor_parallel": {"autotp_size": 2}}
+    found = handover(plan(changes, 4, verbose=True))
+    assert "tensor_parallel" not in found
+    assert "steps_per_print" not in found
+    assert found["train_batch_size"] == 8  # the file's 16 counts each of two ranks that read the same samples

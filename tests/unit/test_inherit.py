@@ -1,0 +1,128 @@
+"""Defaults that a file inherits: the right ones, said before training, and torch's on request, on every engine."""
+
+from __future__ import annotations
+
+import inspect
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dsframe
+from dsframe import cli
+from dsframe.config import load
+from dsframe.config.resolve import inherit
+from dsframe.config.schema.optimizer import Optimizer
+from dsframe.data import TensorSource
+from dsframe.model import optimizers
+
+
+def file(kind: str = "Adam", inherits: str | None = None, **params: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {"engine": "single", "steps": 3, "checkpoints": {"at_end": False}}
+    return {
+        "train_batch_size": 4,
+        "optimizer": {"type": kind, "params": params},
+        "dsframe": settings | ({"inherit": inherits} if inherits else {}),
+    }
+
+
+def found(document: dict[str, Any]) -> dict[str, Any]:
+    return {str(one.path[-1]): one.value for one in load(document).inherited}
+
+
+def test_deepspeeds_defaults_are_deepspeeds() -> None:
+    from deepspeed.ops.adam import FusedAdam
+    from deepspeed.runtime import config, constants
+
+    says = found(file("Adam"))
+    arguments = inspect.signature(FusedAdam.__init__).parameters
+    for key in ("lr", "betas", "eps", "weight_decay", "bias_correction"):
+        expected = arguments[key].default
+        assert says[key] == (list(expected) if isinstance(expected, tuple) else expected), key
+    assert says["adam_w_mode"] is config.ADAM_W_MODE_DEFAULT
+    assert says["gradient_clipping"] == constants.GRADIENT_CLIPPING_DEFAULT
+    assert says["weight_decay"] == optimizers.read(load(file("AdamW"))).arguments["weight_decay"] == 0.0
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW", "SGD", "RMSprop", "Adagrad", "NAdam"])
+def test_torchs_defaults_are_torchs(kind: str) -> None:
+    cls = getattr(torch.optim, kind)
+    spec = optimizers.read(load(file(kind, "torch")))
+    assert spec.cls is cls
+    made, usual = spec.build([nn.Parameter(torch.ones(2))]), cls([nn.Parameter(torch.ones(2))])
+    differ = {key for key, value in usual.defaults.items() if made.defaults[key] != value}
+    assert differ <= {"fused", "decoupled_weight_decay"}
+    assert load(file(kind, "torch")).deepspeed.gradient_clipping == 0
+    says = found(file(kind, "torch"))
+    assert says.pop("gradient_clipping") == 0
+    says = {key: tuple(value) if isinstance(value, list) else value for key, value in says.items()}
+    assert says.pop("adam_w_mode", False) is False
+    assert says.pop("bias_correction", True) is True
+    assert says.items() <= usual.defaults.items()
+    assert set(says) == {"lr", "momentum", "betas", "eps", "weight_decay"} & usual.defaults.keys()
+
+
+@pytest.mark.parametrize("kind", ["Adam", "AdamW"])
+def test_deepspeed_is_handed_torchs(kind: str) -> None:
+    handed = optimizers.read(load(file(kind, "torch"))).for_deepspeed()["params"]
+    assert handed["adam_w_mode"] == (kind == "AdamW")
+    assert handed["weight_decay"] == (0.01 if kind == "AdamW" else 0.0)
+    assert load(file(kind, "torch")).for_deepspeed(1)["gradient_clipping"] == 0
+
+
+def test_what_the_file_says_is_not_inherited() -> None:
+    document = file("AdamW", None, lr=0.1, weight_decay=0.3, betas=[0.8, 0.9], eps=1e-6, bias_correction=True)
+    assert found(document | {"gradient_clipping": 2.0}) == {}
+    assert inherit.sentence(load(document | {"gradient_clipping": 2.0}).inherited) == ""
+    kept = load(document | {"dsframe": {"inherit": "torch"}})
+    assert optimizers.read(kept).arguments["weight_decay"] == 0.3
+    assert found(file("AdamW", None, torch_adam=True))["weight_decay"] == 0.01  # torch's own, as DeepSpeed makes it
+    assert found({"train_batch_size": 4}) == {"gradient_clipping": 1.0}
+    assert found({"train_batch_size": 4, "optimizer": {"type": "AdamW"}})["weight_decay"] == 0.0
+
+
+class Line(dsframe.Task):
+    def model(self) -> nn.Module:
+        return nn.Linear(3, 1)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return 100 * (outputs - targets).square().mean()
+
+    def train_data(self) -> Any:
+        return TensorSource(torch.ones(16, 3), torch.arange(16.0)[:, None])
+
+
+def test_it_is_said_at_the_start_and_by_check(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    said = (
+        "the file does not say, so inherited: gradient_clipping 1.0, betas [0.9, 0.999], eps 1e-08, weight_decay 0.0, "
+    )
+    said += 'bias_correction true, adam_w_mode true ("Adam" is AdamW); DeepSpeed\'s defaults'
+    dsframe.fit(Line(), file("Adam", lr=0.1))
+    assert f"dsframe: {said}\n" in capsys.readouterr().err
+    path = tmp_path / "x.json"
+    path.write_text(json.dumps(file("Adam", lr=0.1)))
+    assert cli.main(["check", str(path)]) == 0
+    assert f"{path}: {said}\n" in capsys.readouterr().out
+    assert cli.main(["check", "--resolved", str(path)]) == 0
+    shown = capsys.readouterr().out
+    assert '"gradient_clipping": 1.0' in shown
+    assert "// inherited, DeepSpeed's default" in shown
+
+
+def test_torchs_defaults_are_a_plain_loop_of_torch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One that clips nothing and takes torch.optim.AdamW as it is."""
+    monkeypatch.chdir(tmp_path)
+    task = Line()
+    losses = {kind: dsframe.fit(task, file("AdamW", kind, lr=0.1)).loss for kind in ("torch", "deepspeed")}
+    written = file("AdamW", None, lr=0.1, weight_decay=0.01) | {"gradient_clipping": 0}
+    assert losses["torch"] == dsframe.fit(task, written).loss != losses["deepspeed"]
+
+
+def test_every_type_that_has_other_defaults_is_one_of_the_schemas() -> None:
+    assert all(Optimizer.variant({"type": kind}, "params") for kind in inherit.TORCH)

@@ -1,0 +1,78 @@
+"""A loss that cannot train is named in one line, and who ends the process in the middle of a training is no success."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dsframe
+from dsframe.data import TensorSource
+from dsframe.errors import TaskError
+from tests.processes import REPOSITORY
+
+FILE = {"train_batch_size": 4, "optimizer": {"type": "Adam"}, "dsframe": {"engine": "single", "steps": 2}}
+
+
+class Lossy(dsframe.Task):
+    """A line through points, with the loss under test."""
+
+    def __init__(self, kind: Callable[[Tensor], Any]) -> None:
+        self._kind = kind
+
+    def model(self) -> nn.Module:
+        return nn.Linear(2, 1)
+
+    def train_data(self) -> TensorSource:
+        return TensorSource(torch.randn(16, 2), torch.randn(16, 1))
+
+    def loss(self, outputs: Any, targets: Any) -> Any:
+        return self._kind((outputs - targets).square())
+
+
+KINDS: dict[str, tuple[Callable[[Tensor], Any], str]] = {
+    "int": (lambda errors: 3, "returned int, not a tensor"),
+    "None": (lambda errors: None, "returned NoneType, not a tensor"),
+    "a vector": (lambda errors: errors, r"returned a tensor of shape \[4, 1\], not a scalar; return its mean"),
+    "detached": (
+        lambda errors: errors.mean().detach(),
+        "returned a tensor without a gradient, so nothing would be trained",
+    ),
+    "a number": (lambda errors: errors.mean().item(), "returned float, not a tensor"),
+}
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_what_is_no_loss(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    loss, message = KINDS[kind]
+    with pytest.raises(TaskError, match=rf"Lossy\.loss: {message}"):
+        dsframe.fit(Lossy(loss), FILE)
+
+
+def test_one_element_is_a_scalar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert dsframe.fit(Lossy(lambda errors: errors.mean().reshape(1)), FILE).steps == 2
+
+
+def test_who_leaves_early_has_not_succeeded(tmp_path: Path) -> None:
+    code = f"""
+import sys, torch, dsframe
+sys.path.insert(0, {str(REPOSITORY)!r})
+from tests.unit.test_loss_kinds import Lossy
+dsframe.main(Lossy(lambda errors: sys.exit(0)), ["--config", "x.json"])
+"""
+    (tmp_path / "x.json").write_text(json.dumps(FILE))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == TaskError.exit_code, done.stderr
+    assert "sys.exit(0); the training is not complete" in done.stderr
+    assert "Traceback" not in done.stderr

@@ -1,0 +1,132 @@
+"""Orders of samples: from the file, from the task, with weights and by length; none depends on ranks, and each can go on."""
+
+from __future__ import annotations
+
+from collections import Counter
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dsframe
+from dsframe.data import Sampler, orders
+from dsframe.data.source import TensorSource
+from dsframe.errors import CheckpointError, DataError, TaskError
+
+
+def test_weights_decide_how_often() -> None:
+    weights = torch.tensor([0.0, 1.0, 3.0, 0.0]).repeat(1000)
+    found = Counter((orders.weighted(weights, 0, 0) % 4).tolist())
+    assert set(found) == {1, 2}
+    assert found[2] / found[1] == pytest.approx(3, rel=0.1)
+    assert not torch.equal(orders.weighted(weights, 0, 0), orders.weighted(weights, 0, 1))
+    assert not torch.equal(orders.weighted(weights, 0, 0), orders.weighted(weights, 1, 0))
+    assert torch.equal(orders.weighted(weights, 0, 5), orders.weighted(weights.tolist(), 0, 5))
+    for wrong in ([0.0, 0.0], [1.0, -1.0], [1.0, float("nan")], [[1.0]], []):
+        with pytest.raises(DataError, match="weights of samples must be"):
+            orders.weighted(torch.tensor(wrong), 0, 0)
+
+
+def test_classes_are_balanced() -> None:
+    labels = torch.tensor([0] * 900 + [7] * 90 + [9] * 10)
+    found = Counter(labels[orders.balanced(labels, 0, 0)].tolist())
+    assert all(count == pytest.approx(1000 / 3, rel=0.15) for count in found.values())
+    assert len(found) == 3
+
+
+def test_batches_of_equal_lengths() -> None:
+    lengths = torch.randint(1, 100, (205,), generator=torch.Generator().manual_seed(0))
+    order = orders.by_length(lengths, 10, 0, 0)
+    assert sorted(order.tolist()) == list(range(205))
+    spread = [int(lengths[batch].max() - lengths[batch].min()) for batch in order.split(10)[:-1]]
+    assert sum(spread) / len(spread) < 15
+    assert len({int(lengths[batch][0]) // 20 for batch in order.split(10)[:5]}) > 1  # batches are shuffled
+
+
+def test_the_order_cuts_batches_as_ever() -> None:
+    sampler = Sampler(6, 4, 0, order=lambda epoch, samples: (torch.arange(samples) + epoch) % samples)
+    assert [[rows.tolist() for _, rows in sampler.global_batch(step)] for step in range(3)] == [
+        [[0, 1, 2, 3]], [[4, 5], [1, 2]], [[3, 4, 5, 0]],
+    ]  # fmt: skip
+    assert [rows.tolist() for _, rows in sampler.micro_batch(0, 0, 1, 2, 2)] == [[2, 3]]
+
+
+WRONG: dict[str, Any] = {
+    "shape \\[3\\]": torch.arange(3),
+    "torch.float32 on cpu": torch.ones(6),
+    "list": [0, 1, 2, 3, 4, 5],
+    "indices from 1 to 6": torch.arange(1, 7),
+    "indices from -1 to 4": torch.arange(-1, 5),
+}
+
+
+@pytest.mark.parametrize("what", WRONG)
+def test_an_order_that_is_none(what: str) -> None:
+    with pytest.raises(DataError, match=f"the order of epoch 0 has {what}; give 6 indices from 0 to 5"):
+        Sampler(6, 4, 0, order=lambda epoch, samples: WRONG[what]).global_batch(0)
+
+
+class Counting(dsframe.Task):
+    """Whose loss is the number of the sample."""
+
+    def model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.mean() * 0 + targets.mean()
+
+    def train_data(self) -> Any:
+        return TensorSource(torch.ones(12, 1), torch.arange(12.0)[:, None])
+
+
+class Backwards(Counting):
+    def order(self, epoch: int, samples: int) -> Tensor:
+        return torch.arange(samples - 1, -1, -1)
+
+
+def losses(task: dsframe.Task, steps: int = 3, resume: str = "never", **settings: Any) -> float:
+    more = {"engine": "single", "steps": steps, "run_dir": "runs/x", **settings}
+    optimizer = {"type": "SGD", "params": {"lr": 0.0}}
+    return dsframe.fit(task, {"train_batch_size": 2, "optimizer": optimizer, "dsframe": more}, resume=resume).loss
+
+
+def test_the_file_and_the_task_say_the_order(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert losses(Backwards()) == 6.5
+    assert losses(Backwards(), 5, "auto") == 2.5
+    assert losses(Counting(), order="sequential") == 4.5
+    assert losses(Counting(), 5, "auto", order="sequential") == 8.5
+    with pytest.raises(CheckpointError, match="order"):
+        losses(Counting(), 6, "auto")
+    with pytest.raises(
+        TaskError, match=r'Backwards\.order gives the order of the samples, and the file has "order" too'
+    ):
+        losses(Backwards(), order="sequential")
+
+
+class Noise(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(1, 1)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.layer(rows + torch.randn_like(rows))
+
+
+class Drawing(Counting):
+    def model(self) -> nn.Module:
+        return Noise()
+
+
+def test_draws_in_forward_are_announced_after_the_first_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    losses(Drawing())
+    said = "this model draws random numbers in training, others on each rank, so the training depends on the number of processes"
+    assert capsys.readouterr().err.count(said) == 1
+    losses(Drawing(), per_sample_randomness=True)
+    losses(Counting())
+    assert said not in capsys.readouterr().err

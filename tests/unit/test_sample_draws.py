@@ -1,0 +1,180 @@
+"""Random numbers that belong to a sample: the same whatever the micro-batch, the accumulation and the rank that draws them."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional
+from torch.utils.checkpoint import checkpoint
+
+import dsframe
+from dsframe.config import load
+from dsframe.data import TensorSource
+from dsframe.errors import ConfigError, TaskError
+from dsframe.model.sample_draws import SampleDraws
+
+CPU = torch.device("cpu")
+
+
+class Drawing(nn.Module):
+    def __init__(self, draw: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.draw = draw
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return self.draw(rows)
+
+
+DRAWS: dict[str, Callable[[Tensor], Tensor]] = {
+    "dropout": functional.dropout,
+    "dropout2d": functional.dropout2d,
+    "nn.Dropout": nn.Dropout(0.3),
+    "rand_like": torch.rand_like,
+    "randn_like": torch.randn_like,
+    "rand": lambda rows: torch.rand(rows.shape),
+    "randn": lambda rows: torch.randn(*rows.shape, dtype=torch.float64),
+    "normal": lambda rows: torch.normal(rows, 2.0),
+    "Normal": lambda rows: torch.distributions.Normal(rows, 1.0).rsample(),
+    "bernoulli": lambda rows: torch.bernoulli(torch.full_like(rows, 0.3)),
+    "bernoulli_": lambda rows: torch.empty_like(rows).bernoulli_(0.3),
+    "uniform_": lambda rows: torch.empty_like(rows).uniform_(-1, 1),
+    "normal_": lambda rows: torch.empty_like(rows).normal_(1.0, 3.0),
+    "attention": lambda rows: functional.scaled_dot_product_attention(rows, rows, rows, dropout_p=0.5, is_causal=True),
+    "a row each": lambda rows: rows * torch.rand(len(rows), 1, 1, 1),
+    "rows times heads": lambda rows: functional.dropout(rows.flatten(0, 1)).unflatten(0, rows.shape[:2]),
+    "one for all": lambda rows: rows * torch.rand(()),
+}
+
+
+def drawn(draw: Callable[[Tensor], Tensor], rows: Tensor, size: int, step: int = 3) -> Tensor:
+    model = Drawing(draw)
+    its, found = SampleDraws(model, 7, size, CPU), []
+    for first in range(0, len(rows), size):
+        its.at(step, first)
+        found.append(model(rows[first : first + size]))
+    return torch.cat(found)
+
+
+@pytest.mark.parametrize("name", DRAWS)
+def test_a_draw_does_not_depend_on_the_micro_batch(name: str) -> None:
+    rows = torch.ones(4, 3, 5, 5)
+    whole = drawn(DRAWS[name], rows, 4)
+    assert torch.equal(drawn(DRAWS[name], rows, 2), whole)
+    assert torch.equal(drawn(DRAWS[name], rows, 1), whole)
+    assert not torch.equal(drawn(DRAWS[name], rows, 4, step=4), whole)
+    if name != "one for all":
+        assert not (whole == whole[0]).all()
+
+
+def test_padding_to_another_length_changes_no_number() -> None:
+    short, long = (drawn(torch.rand_like, torch.ones(2, 3, size, size), 2) for size in (4, 7))
+    assert torch.equal(short, long[:, :, :4, :4])
+
+
+def test_the_numbers_are_random() -> None:
+    rows = torch.zeros(8, 50_000)
+    uniform = drawn(torch.rand_like, rows, 8)
+    assert uniform.min() >= 0
+    assert uniform.max() < 1
+    assert abs(float(uniform.mean()) - 0.5) < 3e-3
+    assert abs(float(uniform.var()) - 1 / 12) < 1e-3
+    assert abs(float(torch.corrcoef(uniform)[0, 1])) < 0.02
+    assert abs(float(torch.corrcoef(torch.stack([uniform[0, 1:], uniform[0, :-1]]))[0, 1])) < 0.02
+    normal = drawn(torch.randn_like, rows, 8)
+    assert abs(float(normal.mean())) < 6e-3
+    assert abs(float(normal.var()) - 1) < 1e-2
+    assert abs(float((normal.abs() < 1).double().mean()) - 0.6827) < 3e-3
+    kept = drawn(lambda x: functional.dropout(x + 1, 0.25), rows, 8)
+    assert kept.unique().tolist() == pytest.approx([0.0, 4 / 3])
+    assert abs(float(kept.mean()) - 1) < 5e-3
+
+
+def test_two_draws_of_a_pass_differ_and_evaluation_draws_as_ever() -> None:
+    model = Drawing(lambda rows: torch.stack([torch.rand_like(rows), torch.rand_like(rows)]))
+    SampleDraws(model, 0, 2, CPU)
+    first, second = model(torch.ones(2, 3))
+    assert not torch.equal(first, second)
+    model.eval()
+    torch.manual_seed(1)
+    found = model(torch.ones(2, 3))
+    torch.manual_seed(1)
+    assert torch.equal(found, torch.stack([torch.rand(2, 3), torch.rand(2, 3)]))
+
+
+NOBODYS: dict[str, tuple[Callable[[Tensor], Tensor], str]] = {
+    "another shape": (lambda rows: rows * torch.rand(3), r"of shape \[3\], whose first dimension is not that of"),
+    "one inside another": (functional.gumbel_softmax, "inside a function of torch's"),
+    "an LSTM's": (lambda rows: nn.LSTM(4, 4, 2, dropout=0.5)(rows[:, 0])[0], "inside a function of torch's"),
+    "recomputed": (
+        lambda rows: checkpoint(functional.dropout, rows, use_reentrant=False),
+        "recomputed in the backward pass",
+    ),
+    "recomputed, the old way": (
+        lambda rows: checkpoint(functional.dropout, rows, use_reentrant=True),
+        "recomputed in the backward pass",
+    ),
+}
+
+
+@pytest.mark.parametrize("name", NOBODYS)
+def test_what_cannot_be_given_to_samples_is_an_error(name: str) -> None:
+    draw, message = NOBODYS[name]
+    with pytest.raises(TaskError, match=message):
+        drawn(draw, torch.ones(4, 2, 4, 4, requires_grad=True), 4)
+    assert torch.rand(3).shape == (3,)  # and nothing is left behind
+    assert not torch.overrides._get_current_function_mode_stack()
+
+
+class Noisy(dsframe.Task):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 8), nn.ReLU(), nn.Dropout(0.5), nn.Linear(8, 1))
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().mean()
+
+    def train_data(self) -> Any:
+        numbers = torch.Generator().manual_seed(0)
+        return TensorSource(torch.randn(32, 3, generator=numbers), torch.randn(32, 1, generator=numbers))
+
+
+def test_dropout_no_longer_depends_on_accumulation(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    def loss(size: int) -> float:
+        settings = {"engine": "single", "steps": 6, "per_sample_randomness": True}
+        file = {
+            "train_batch_size": 8,
+            "train_micro_batch_size_per_gpu": size,
+            "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        }
+        run_dir = {"run_dir": str(tmp_path / str(size)), "checkpoints": {"at_end": False}}
+        return dsframe.fit(Noisy(), file | {"dsframe": settings | run_dir}).loss
+
+    assert loss(8) == pytest.approx(loss(2), abs=1e-6)
+    assert "dropout draws other masks" not in capsys.readouterr().err
+
+
+def test_attention_is_torchs() -> None:
+    query, key = torch.randn(2, 4, 5, 8), torch.randn(2, 2, 5, 8)
+    mask = torch.randn(5, 5)
+    for named in ({"is_causal": True}, {"attn_mask": mask}, {"attn_mask": mask > 0, "scale": 0.3}):
+        attention = partial(functional.scaled_dot_product_attention, key=key, value=key, enable_gqa=True, **named)
+        model = Drawing(partial(attention, dropout_p=1e-30))
+        SampleDraws(model, 0, 2, CPU)
+        torch.testing.assert_close(model(query), attention(query))
+
+
+@pytest.mark.parametrize(
+    "other",
+    [{"dsframe": {"model": {"activation_checkpointing": ["Linear"]}}}, {"dsframe": {"model": {"compile": True}}},
+     {"sequence_parallel_size": 2}, {"pipeline": {"stages": 2}}],
+)  # fmt: skip
+def test_what_excludes_it(other: dict[str, Any]) -> None:
+    settings = {"engine": "deepspeed", "per_sample_randomness": True, **other.pop("dsframe", {})}
+    document = {"train_batch_size": 8, "optimizer": {"type": "Adam"}, **other, "dsframe": settings}
+    with pytest.raises(ConfigError, match="per_sample_randomness: not possible with"):
+        load(document)

@@ -1,0 +1,100 @@
+"""An evaluation that fails, or is stopped, costs no training: the state before it is on the disk."""
+
+from __future__ import annotations
+
+import os
+import signal
+import time
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsframe import run
+from dsframe.checkpoint.store import Store, read_manifest, verify
+from dsframe.errors import StoppedError
+from tests.engines.odd_task import Odd
+
+
+class Disturbed(Odd):
+    """Something happens in each evaluation, and evaluation draws random numbers."""
+
+    def __init__(self, happens: Callable[[], None], **options: Any) -> None:
+        super().__init__(**options)
+        self.happens, self.calls = happens, 0
+
+    def eval_data(self) -> Any:
+        return self.train_data()
+
+    def metrics(self, outputs: Any, targets: Any) -> Any:
+        torch.rand(3)
+        self.calls += 1
+        if self.calls > 1:  # the first is the trial before training
+            self.happens()
+        return super().metrics(outputs, targets)
+
+
+def fit(folder: Path, happens: Callable[[], None], **settings: Any) -> Any:
+    file = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "dsframe": {
+            "engine": "single",
+            "steps": 6,
+            "eval_every_steps": 2,
+            "run_dir": str(folder),
+            "checkpoints": {"every_steps": 2, "keep_last": 1, "keep_best": "loss:min"},
+            **settings.pop("dsframe", {}),
+        },
+    }
+    return run.fit(Disturbed(happens), file, **settings)
+
+
+def fail() -> None:
+    raise MemoryError("the evaluation is too large")
+
+
+def stop() -> None:
+    os.kill(os.getpid(), signal.SIGTERM)
+    time.sleep(0.3)
+
+
+def weights(folder: Path) -> Any:
+    return {name: entry for name, entry in read_manifest(folder)["files"].items() if name.startswith("part")}
+
+
+@pytest.mark.filterwarnings("ignore::pytest.PytestUnraisableExceptionWarning")  # where the process would end
+@pytest.mark.parametrize(("happens", "error"), [(fail, MemoryError), (stop, StoppedError)])
+def test_the_step_before_an_evaluation_is_saved(happens: Callable[[], None], error: Any, tmp_path: Path) -> None:
+    with pytest.raises(error):
+        fit(tmp_path / "a", happens)
+    store = Store(tmp_path / "a" / "checkpoints")
+    assert [path.name for path in store.newest_first()] == ["step-00000002"]
+    whole = fit(tmp_path / "b", lambda: None)
+    with pytest.raises(StoppedError):
+        fit(tmp_path / "a", stop, resume="auto")  # stopped again in the evaluation that is made up for
+    again = fit(tmp_path / "a", lambda: None, resume="auto")  # the evaluation that is missing is made up for
+    assert again.metrics == whole.metrics
+    assert again.loss == whole.loss
+    for name in ("a", "b"):
+        newest = Store(tmp_path / name / "checkpoints").newest_first()[0]
+        assert verify(newest) == []
+        assert read_manifest(newest)["evaluation"] == whole.metrics
+    assert weights(tmp_path / "a/checkpoints/step-00000006") == weights(tmp_path / "b/checkpoints/step-00000006")
+
+
+def test_a_signal_in_an_evaluation_saves_where_no_checkpoint_was_due(tmp_path: Path) -> None:
+    with pytest.raises(StoppedError, match="after step 2"):
+        fit(tmp_path, stop, dsframe={"checkpoints": {"every_steps": 100}})
+    assert [path.name for path in Store(tmp_path / "checkpoints").newest_first()] == ["step-00000002"]
+
+
+def test_the_best_is_kept_by_figures_that_come_later(tmp_path: Path) -> None:
+    for name, more in (("now", {}), ("background", {"asynchronous": True})):
+        checkpoint = {"every_steps": 2, "keep_last": 1, "keep_best": "loss:min", **more}
+        fit(tmp_path / name, lambda: None, dsframe={"checkpoints": checkpoint})
+        found = {p.name: read_manifest(p)["evaluation"] for p in Store(tmp_path / name / "checkpoints").newest_first()}
+        assert found, name
+        assert all(found.values()), found

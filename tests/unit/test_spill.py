@@ -1,0 +1,148 @@
+"""A model that is built in files is the model that is built in memory, to the bit, and leaves nothing behind."""
+
+from __future__ import annotations
+
+import copy
+import errno
+import os
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from dsframe.errors import WorldError
+from dsframe.model import spill
+from dsframe.model.spill import Spill, is_disk
+
+
+class Tied(nn.Module):
+    """What constructors do: apply, ties, buffers, a frozen parameter, a child's weight filled again by its parent, deep copies."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(64, 32)
+        self.body = nn.Sequential(nn.Linear(32, 32), nn.LayerNorm(32), nn.Linear(32, 32))
+        self.copies = nn.ModuleList(copy.deepcopy(self.body) for _ in range(2))
+        self.head = nn.Linear(32, 64, bias=False)
+        self.register_buffer("positions", torch.randn(8, 32))
+        self.apply(self._init)
+        nn.init.orthogonal_(self.body[0].weight)  # type: ignore[arg-type]
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.randn(32, 32), requires_grad=False)
+
+    def _init(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+
+
+def lstm() -> nn.Module:
+    return nn.LSTM(16, 32, num_layers=2)
+
+
+def attention() -> nn.Module:
+    return nn.TransformerEncoder(nn.TransformerEncoderLayer(32, 4, 64), 2, enable_nested_tensor=False)
+
+
+def normed() -> nn.Module:
+    return nn.utils.parametrizations.weight_norm(nn.Linear(32, 32))
+
+
+def convolutions() -> nn.Module:
+    return nn.Sequential(nn.Conv2d(3, 16, 3), nn.BatchNorm2d(16), nn.ConvTranspose2d(16, 8, 3))
+
+
+@pytest.mark.parametrize("constructor", [Tied, lstm, attention, normed, convolutions])
+def test_the_model_is_the_same_to_the_bit(constructor: Callable[[], nn.Module], tmp_path: Path) -> None:
+    torch.manual_seed(3)
+    whole = constructor()
+    after = torch.rand(1)
+    torch.manual_seed(3)
+    files = Spill(tmp_path, least_bytes=1, window_bytes=1 << 12)
+    with files.building():
+        built = constructor()
+    assert torch.equal(torch.rand(1), after), "the generator stands elsewhere"
+    for parameter in built.parameters():
+        files.move(parameter)
+    files.evict()
+    expected, found = dict(whole.named_parameters()), dict(built.named_parameters())
+    assert list(expected) == list(found)
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+    assert [p.requires_grad for p in found.values()] == [p.requires_grad for p in expected.values()]
+    assert len(files._mapped) >= len(found)  # every one lies in a file
+    assert list(tmp_path.iterdir()) == []  # without a name
+    files.close()
+    assert all(torch.equal(found[name], expected[name]) for name in expected)
+
+
+def test_what_is_freed_is_never_zeroed(tmp_path: Path) -> None:
+    """An address that was unmapped is soon another tensor's: madvise on it would fill that with zeros."""
+    files = Spill(tmp_path, least_bytes=1)
+    others: list[Tensor] = []
+    for _ in range(20):
+        parameter = nn.Parameter(torch.ones(1 << 18))
+        files.move(parameter)
+        parameter.data = torch.empty(0)
+        others.append(torch.full((1 << 18,), 7.0))
+        files.evict()
+    assert all(bool((other == 7).all()) for other in others)
+
+
+def test_pages_are_given_back(tmp_path: Path) -> None:
+    if not is_disk(tmp_path):
+        pytest.skip("the temporary folder lies in memory")
+    files = Spill(tmp_path)
+    parameters = [nn.Parameter(torch.ones(1 << 22)) for _ in range(4)]  # 16 MiB each
+    for parameter in parameters:
+        files.move(parameter)
+    files.evict()
+    before = resident_file_bytes()
+    assert all(float(parameter.detach().sum()) == 1 << 22 for parameter in parameters)
+    read = resident_file_bytes()
+    files.evict()
+    assert read - before > 60 << 20
+    assert resident_file_bytes() - before < 8 << 20
+
+
+def resident_file_bytes() -> int:
+    status = Path("/proc/self/status").read_text()
+    return sum(int(line.split()[1]) << 10 for line in status.splitlines() if line.startswith(("RssFile", "RssShmem")))
+
+
+def test_a_part_of_a_larger_tensor_stays_one(tmp_path: Path) -> None:
+    both = torch.zeros(2, 64)
+    first = nn.Parameter(both[0])
+    Spill(tmp_path, least_bytes=1).move(first)
+    both += 1
+    assert bool((first == 1).all())
+
+
+def test_another_number_format(tmp_path: Path) -> None:
+    files = Spill(tmp_path, least_bytes=1)
+    parameter = nn.Parameter(torch.randn(64, 64))
+    expected = parameter.detach().bfloat16()
+    files.move(parameter, torch.bfloat16)
+    assert parameter.dtype == torch.bfloat16
+    assert torch.equal(parameter.detach(), expected)
+
+
+def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def full(*_: int) -> None:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    monkeypatch.setattr(os, "posix_fallocate", full)
+    with pytest.raises(WorldError, match=r"no room to build the model: No space left on device, 4 MiB more.*TMPDIR"):
+        Spill(tmp_path, least_bytes=1).move(nn.Parameter(torch.ones(1 << 20)))
+    assert list(tmp_path.iterdir()) == []
+
+
+def test_memory_is_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert is_disk(Path("/dev/shm")) is False
+    assert is_disk(tmp_path / "not" / "there" / "yet") == is_disk(tmp_path)
+    monkeypatch.setattr(spill, "is_disk", lambda folder: folder == tmp_path)
+    found = spill.on_disk(tmp_path)
+    assert found is not None
+    assert found._folder == tmp_path
+    monkeypatch.setattr(spill, "is_disk", lambda folder: False)
+    assert spill.on_disk(tmp_path) is None

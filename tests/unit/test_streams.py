@@ -1,0 +1,89 @@
+"""Words never end a training: a log on a full disk, a closed pipe, a closed terminal."""
+
+from __future__ import annotations
+
+import errno
+import io
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsframe.host import streams
+from dsframe.run_dir.progress import Progress
+from tests.processes import REPOSITORY
+
+
+class Broken(io.StringIO):
+    """Every write fails, as on a full disk."""
+
+    name = "<stderr>"
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        self._number = number
+
+    def write(self, text: str) -> int:
+        raise OSError(self._number, os.strerror(self._number))
+
+    def flush(self) -> None:
+        raise OSError(self._number, os.strerror(self._number))
+
+
+@pytest.mark.parametrize("number", [errno.EPIPE, errno.ENOSPC, errno.EIO])
+def test_words_that_cannot_be_written_are_dropped_and_noted_once(
+    number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("stdout", "stderr"):
+        monkeypatch.setattr(sys, name, Broken(number))
+    streams.survive()
+    print("before the directory is known", file=sys.stderr, flush=True)
+    streams.survive(tmp_path)
+    for _ in range(3):
+        print("a line", file=sys.stderr, flush=True)
+    sys.stderr.writelines(["one\n", "two\n"])
+    (line,) = (tmp_path / streams.NOTE).read_text().splitlines()
+    assert os.strerror(number) in line
+    streams.survive(tmp_path / "gone")
+    print("neither can it be noted", flush=True)
+
+
+def test_progress_survives_without_help(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A program that calls dsframe as a library has streams of its own."""
+    monkeypatch.setattr(sys, "stderr", Broken(errno.EPIPE))
+    progress = Progress(3, speaks=True, unit="samples", units_per_step=8)
+    progress.say("a line")
+    progress.log(1, {"loss": 1.0}, 2.0, 2**20)
+    progress.close()
+
+
+def test_the_moving_line_survives(monkeypatch: pytest.MonkeyPatch) -> None:
+    broken: Any = Broken(errno.EIO)
+    broken.isatty = lambda: True
+    monkeypatch.setattr(sys, "stderr", broken)
+    progress = Progress(3, speaks=True, unit="samples", units_per_step=8)
+    progress.begin(0)
+    for _ in range(3):
+        progress.advance()
+    progress.log(3, {"loss": 1.0}, 2.0, 2**20)
+    progress.say("a line")
+    progress.close()
+
+
+@pytest.mark.parametrize("end", [">/dev/full 2>&1", "2>&1 | head -1", "2>&- >&-"])
+def test_a_training_whose_words_are_lost_comes_to_its_end(end: str, tmp_path: Path) -> None:
+    config = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "dsframe": {"engine": "single", "task": {"name": "tests.engines.odd_task:Odd"}, "steps": 60},
+    }
+    (tmp_path / "c.json").write_text(json.dumps(config))
+    command = f"set -o pipefail; {sys.executable} -m dsframe.train --config {tmp_path}/c.json --run-dir {tmp_path}/run"
+    done = subprocess.run(["bash", "-c", f"{command} {end}"], cwd=REPOSITORY, timeout=120, capture_output=True)
+    assert done.returncode == 0, done
+    assert json.loads((tmp_path / "run" / "summary.json").read_text())["steps"] == 60
+    assert (tmp_path / "run" / streams.NOTE).exists() == ("full" in end or "head" in end)

@@ -1,0 +1,118 @@
+"""An exception of the user's code is told with their frames and the call of dsframe that led to them, and ends with code 5."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import dsframe
+from dsframe.guard import user_code
+from tests.processes import REPOSITORY
+
+FILE = {"train_batch_size": 4, "optimizer": {"type": "Adam"}, "dsframe": {"engine": "single", "steps": 4}}
+
+
+class Rows(Dataset[Any]):
+    def __init__(self, bad: int = -1) -> None:
+        self.bad = bad
+
+    def __len__(self) -> int:
+        return 16
+
+    def __getitem__(self, index: int) -> tuple[Tensor, Tensor]:
+        if index == self.bad:
+            raise KeyError("no such picture")
+        return torch.ones(2), torch.ones(1)
+
+
+class Broken(dsframe.Task):
+    """Raises where ``where`` says."""
+
+    def __init__(self, where: str) -> None:
+        self.where = where
+
+    def model(self) -> nn.Module:
+        if self.where == "model":
+            raise ZeroDivisionError("no layers")
+        return {"pair": _Pair(2, 1), "shapes": nn.Linear(3, 1)}.get(self.where) or nn.Linear(2, 1)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if self.where == "loss":
+            return torch.cat([outputs, torch.ones(3, 7)]).mean()
+        return (outputs - targets).square().mean()
+
+    def train_data(self) -> Rows:
+        if self.where == "disk":
+            raise OSError(5, "Input/output error")
+        return Rows(3 if self.where == "row" else -1)
+
+
+class _Pair(nn.Linear):
+    def forward(self, first: Tensor, second: Tensor) -> Tensor:
+        return super().forward(first) + second
+
+
+CASES = {
+    "model": ("the task's code raised ZeroDivisionError: no layers", "in model", "in build_model: "),
+    "loss": ("the task's code raised RuntimeError: Sizes of tensors must match", "in loss\n", "loss_of: "),
+    "row": ("the task's code raised KeyError: 'no such picture'", "in __getitem__", "The sample is number 3 of its data set"),
+    "pair": ("missing 1 required positional argument: 'second'", "in call: ", "here they are one Tensor of shape [4, 2]"),
+    "shapes": ("the task's model raised RuntimeError: mat1 and mat2", "in call: ", "model(*inputs) where they are a tuple"),
+    "disk": ("the task's code raised OSError: [Errno 5] Input/output error", "in train_data", "called by dsframe/"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("where", CASES)
+def test_who_raised_is_told(where: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(Exception) as raised:  # noqa: PT011 - each case its own, untouched
+        dsframe.fit(Broken(where), FILE)
+    told = user_code.told(raised.value)
+    assert told
+    for words in CASES[where]:
+        assert words in told
+    assert "in test_who_raised_is_told" not in told
+    assert "torch/nn/modules" not in told
+    assert user_code.may_pass(raised.value) == (where == "disk")
+
+
+def test_an_error_of_dsframe_or_of_communication_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
+    def raised(work: Callable[[], Any]) -> Exception:
+        try:
+            work()
+        except Exception as error:
+            return error
+        raise AssertionError
+
+    assert user_code.told(raised(lambda: 1 / 0)) is None
+    assert user_code.told(raised(lambda: dsframe.data.sampler.Sampler(0, 1, 0))) is None
+    layer = nn.Linear(2, 1)
+    layer.register_forward_pre_hook(lambda *_: torch.distributed.all_reduce(torch.ones(1)))
+    assert user_code.told(raised(lambda: dsframe.engine.call(layer, torch.ones(2)))) is None
+
+
+def test_it_ends_with_the_code_of_a_task(tmp_path: Path) -> None:
+    code = f"""
+import sys, dsframe
+sys.path.insert(0, {str(REPOSITORY)!r})
+from tests.unit.test_user_code import Broken
+dsframe.main(Broken("loss"), ["--config", "x.json"])
+"""
+    (tmp_path / "x.json").write_text(json.dumps(FILE))
+    done = subprocess.run(
+        [sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False
+    )
+    assert done.returncode == dsframe.errors.TaskError.exit_code, done.stderr
+    assert "Traceback" not in done.stderr
+    assert "[rank 0] error: the task's code raised RuntimeError: Sizes of tensors must match" in done.stderr
+    assert "return torch.cat([outputs, torch.ones(3, 7)]).mean()" in done.stderr
+    assert "[task]" in done.stderr
