@@ -173,9 +173,7 @@ def _announce(job: _Job) -> None:
     if not job.goes_on:
         slow = precision.emulated(plan.config, plan.device)
         scaled = scaling.sentence(plan.config.settings.large_batch, plan.batch.train_batch_size)
-        said = inherit.sentence(plan.config.inherited)
-        rates = schedules.notes(plan.config, plan.schedule, job.work.schedule.total_steps)
-        for line in (*run.lines, said, *rates, slow, scaled, cores.sentence(run.host.cores)):
+        for line in (*run.lines, slow, scaled, cores.sentence(run.host.cores)):
             if line:
                 job.say(line)
     for line in elastic.said(plan.batch, plan.world.size) if job.commits else ():
@@ -194,8 +192,8 @@ def _make_engine(job: _Job, watchdog: Watchdog) -> tuple[Engine, dict[str, Any]]
         watchdog.connect(engine)
         assert_same_on_all_ranks(engine, _facts(plan.config, job.work))
     output.begin_anew()  # rank 0 has come here too, so the directory is this run's
-    for what in () if job.goes_on else engine.depends:
-        job.say(f"this model's {what}")
+    if not job.goes_on:
+        _describe(job, engine)
     job.say(
         f"{engine.description}; {world.size} x {plan.device.type} under {world.launcher}, "
         f"{run.host.threads} thread(s) each; "
@@ -210,6 +208,17 @@ def _make_engine(job: _Job, watchdog: Watchdog) -> tuple[Engine, dict[str, Any]]
         "training_processes": job.processes,
         "base_bytes": base_bytes,
     }
+
+
+def _describe(job: _Job, engine: Engine) -> None:
+    """Says what the training does though neither the file nor the model says so."""
+    config = job.plan.config
+    if inherited := inherit.sentence(config.inherited):
+        job.say(inherited)
+    for line in schedules.notes(config, job.plan.schedule, job.work.schedule.total_steps):
+        job.say(line)
+    for what in engine.depends:
+        job.say(f"this model's {what}")
 
 
 def _resume(job: _Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]:

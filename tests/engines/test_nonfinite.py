@@ -163,7 +163,8 @@ def test_gradients_alone_end_the_run_before_they_are_saved(
 
     def loss(self: OneBrokenSample, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
         number = outputs.square().mean()
-        return number + (outputs * 0.0).sqrt().sum() if next(calls) == 3 else number
+        trains = torch.is_grad_enabled()  # not the look at the kind of loss
+        return number + (outputs * 0.0).sqrt().sum() if trains and next(calls) == 3 else number
 
     monkeypatch.setattr(OneBrokenSample, "loss", loss)
     task = OneBrokenSample(broken=64)  # which is none of them

@@ -32,7 +32,7 @@ class BrokenTask(Task):
         return TensorDataset(torch.ones(512, 4), torch.ones(512, 1))
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
-        self.calls += 1
+        self.calls += torch.is_grad_enabled()  # the look at the kind of loss does not count
         time.sleep(0.05)  # trains until a test ends it, and leaves the processor to others
         if self.calls == 5 and self._rank() == "1":
             if os.environ["FAULT"] == "raise":

@@ -330,6 +330,10 @@ def lost(step: int) -> dict[str, object]:
         ),
         pytest.param([says(1, lost(4))] * 4, 7, [False] * 3, "failed 3 times in a row after step 4", id="kills at one step"),
         pytest.param([says(1, failed(0, "no such key", 2))], 2, [False], "would not change that", id="a mistake in the file"),
+        pytest.param([says(1, BEGAN, failed(0, "odd", 5))], 5, [False], "would not change that", id="the task's own, at once"),
+        pytest.param(
+            [says(1, BEGAN, failed(7, "timeout", 5), saved=5), says(0, DONE)], 0, [False, True], "timeout", id="the task's own, later"
+        ),
         pytest.param([says(1, failed(6, "stopped after step 6", 75), saved=6)], 75, [False], "", id="stopped and saved"),
     ],
 )  # fmt: skip

@@ -37,6 +37,8 @@ class Failure:
     """Empty where no process could say one."""
     rank: int | None
     code: int
+    moved: bool = False
+    """Steps were done before it, so that the task's code works in general."""
 
     def repeats(self, other: Failure) -> bool:
         """True if it is the same as ``other``, whichever rank was the first to say it."""
@@ -112,7 +114,8 @@ class Attempts:
         same = 0
         while same < len(self._failures) and self._failures[-1 - same].repeats(last):
             same += 1
-        if self._restarts and last.reason and last.code in NEVER_AGAIN:
+        hopeless = last.code in NEVER_AGAIN and not (last.code == TaskError.exit_code and last.moved)
+        if self._restarts and last.reason and hopeless:
             return f"failed {last}; a restart would not change that"
         passing = last.code == WorldError.exit_code  # a port in use, a host away: may be over the next time
         if self._restarts and not passing and same >= (2 if last.reason else SILENT_REPEATS):
@@ -135,7 +138,7 @@ def _failure(found: Outcome, code: int, newest: int | None) -> Failure:
     reason = found.message
     if not reason and not code and found.code is None:
         reason = "the launcher ended with 0, but no process said that training is complete"
-    return Failure(step, reason, found.rank, found.code or code or 1)
+    return Failure(step, reason, found.rank, found.code or code or 1, step > (newest or 0))
 
 
 def clean() -> None:
