@@ -332,7 +332,8 @@ def lost(step: int) -> dict[str, object]:
         pytest.param([says(1, failed(0, "no such key", 2))], 2, [False], "would not change that", id="a mistake in the file"),
         pytest.param([says(1, BEGAN, failed(0, "odd", 5))], 5, [False], "would not change that", id="the task's own, at once"),
         pytest.param(
-            [says(1, BEGAN, failed(7, "timeout", 5), saved=5), says(0, DONE)], 0, [False, True], "timeout", id="the task's own, later"
+            [says(1, BEGAN, failed(7, "timeout", 5), saved=5), says(0, DONE)],
+            0, [False, True], "timeout", id="the task's own, later",
         ),
         pytest.param([says(1, failed(6, "stopped after step 6", 75), saved=6)], 75, [False], "", id="stopped and saved"),
     ],
