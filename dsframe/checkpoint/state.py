@@ -214,11 +214,15 @@ def put_scalars(
     group: Mapping[str, Any],
     device: torch.device,
 ) -> None:
-    """Writes numbers as the optimizer keeps them: torch as 0-d float32 tensors, DeepSpeed's own as whole numbers.
+    """Writes numbers as the optimizer keeps them: torch as 0-d float32 tensors, others as plain numbers.
 
     torch keeps them on the CPU unless the update is fused or capturable.
     """
     torchs_own = any(cls.__module__.startswith("torch.optim") for cls in type(optimizer).__mro__[:-2])
     place = device if group.get("fused") or group.get("capturable") else torch.device("cpu")
     for key, value in scalars.items():
-        held[key] = torch.tensor(value, dtype=torch.float32, device=place) if torchs_own else int(value)
+        held[key] = torch.tensor(value, dtype=torch.float32, device=place) if torchs_own else _plain(value)
+
+
+def _plain(value: float) -> int | float:
+    return int(value) if float(value).is_integer() else value  # DeepSpeed's Adam counts its steps in whole numbers

@@ -201,6 +201,8 @@ def _optimizer(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
             ("optimizer", "type"),
             f"{kind.capitalize()}, which computes updates from full parameters,",
         )
+    if kind == "lbfgs":
+        yield "closure", ("optimizer", "type"), "LBFGS, which evaluates a batch several times,"
     if kind in MUP:
         yield "muadam", ("optimizer", "type"), "an optimizer of the package mup"
 

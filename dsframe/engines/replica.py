@@ -6,7 +6,7 @@ rest of an optimizer step is here.
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
@@ -16,6 +16,7 @@ from torch import Tensor, nn
 from dsframe.checkpoint.state import EngineState, SavedState, aliases, load_buffers, persistent_buffers
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, loss_of, measure
 from dsframe.engines import precision, state_replica
+from dsframe.model import lbfgs
 from dsframe.model.spill import Spill
 from dsframe.tasks.task import Sum
 
@@ -118,11 +119,18 @@ class ReplicaEngine(Engine):
 
     def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
         """**Collective.** Forward and backward over the micro-batches, synchronize, clip, update."""
-        steps = self.plan.batch.accumulation_steps
         scale = self._loss_scale.scale if self._loss_scale else 1.0
-        factor = scale * self.gradient_factor / steps
         rates = self.plan.schedule(self._updates)
         rates.apply(self.optimizer.param_groups)  # before the backward pass: Horovod's adasum updates inside it
+        if lbfgs.needs_closure(self.optimizer):
+            return self._step_with_closure(list(micro_batches), rates.learning_rate)
+        loss = self._gradients(micro_batches, scale)
+        return self._update(loss, rates.learning_rate, scale)
+
+    def _gradients(self, micro_batches: Iterable[tuple[Inputs, Any]], scale: float) -> Tensor:
+        """**Collective.** The global gradients, times ``scale``; returns this rank's mean loss."""
+        steps = self.plan.batch.accumulation_steps
+        factor = scale * self.gradient_factor / steps
         total: Tensor | None = None
         for index, (inputs, targets) in enumerate(micro_batches, start=1):
             with nullcontext() if index == steps else self._accumulating():
@@ -132,7 +140,32 @@ class ReplicaEngine(Engine):
         if self._masters:
             self._masters.take_gradients()
         self._synchronize()
-        return self._update(total / steps, rates.learning_rate, scale)
+        for parameter in self._parameters:
+            if parameter.grad is None:  # took no part in the loss: ZeRO's flat buffers hold zeros for it, and so do we
+                parameter.grad = torch.zeros_like(parameter)
+        return total / steps
+
+    def _step_with_closure(self, batches: Sequence[tuple[Inputs, Any]], learning_rate: float) -> StepResult:
+        """**Collective.** A step of an optimizer that evaluates the same batch several times; figures are the first's."""
+        found: list[tuple[Tensor, Tensor | None]] = []
+
+        def closure() -> float:
+            if self._masters:
+                self._masters.give_weights()
+            self.optimizer.zero_grad()
+            loss = self._gradients(batches, 1.0)
+            norm = self._clip(1.0, always=True)
+            found.append((loss, norm))
+            # All ranks search along the line by the same number.
+            return float(self.sum_over_ranks(loss.reshape(1).double())) / self.plan.world.size
+
+        self.optimizer.step(closure)
+        self._updates += 1
+        if self._masters:
+            self._masters.give_weights()
+        self.optimizer.zero_grad()
+        loss, norm = found[0]
+        return StepResult(loss.to(self.dtype), learning_rate, norm, False)
 
     def _pass(self, inputs: Inputs, targets: Any, factor: float) -> Tensor:
         """Forward and backward of one micro-batch, whose loss counts ``factor`` times; the loss itself, detached."""
@@ -140,18 +173,14 @@ class ReplicaEngine(Engine):
         (loss * factor if factor != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
+    def _clip(self, scale: float, *, always: bool) -> Tensor | None:
+        """**Collective.** Clips the gradients, which are ``scale`` times too large; returns their norm before."""
+        clipping = self.plan.config.deepspeed.gradient_clipping
+        return precision.clip(self._pieces(), clipping, scale, self._norm, always=always)
+
     def _update(self, loss: Tensor, learning_rate: float, scale: float) -> StepResult:
-        for parameter in self._parameters:
-            if parameter.grad is None:  # took no part in the loss: ZeRO's flat buffers hold zeros for it, and so do we
-                parameter.grad = torch.zeros_like(parameter)
         looks = self._loss_scale is not None or self.plan.config.settings.on_nonfinite == "skip"
-        norm = precision.clip(
-            self._pieces(),
-            self.plan.config.deepspeed.gradient_clipping,
-            scale,
-            self._norm,
-            always=looks or self.averages_gradients,
-        )
+        norm = self._clip(scale, always=looks or self.averages_gradients)
         overflow = looks and not precision.finite(norm)
         if not overflow:
             self._apply()
@@ -183,13 +212,16 @@ class ReplicaEngine(Engine):
 
     def state(self) -> EngineState:
         """Yields, by the model's own names, views of this rank's own state if it holds all; a subclass adds the other ranks'."""
-        parameters = state_replica.read(self._slots(), self._frozen(), self.optimizer)
+        parameters = state_replica.read(self._slots(), self._frozen(), lbfgs.by_parameter(self.optimizer))
         loss_scale = self._loss_scale.state if self._loss_scale else None
         return EngineState(self._updates, loss_scale, self.buffers(), aliases(self.model), parameters)
 
     def load_state(self, saved: SavedState) -> None:
         """Every rank reads the same; nothing is sent."""
-        state_replica.write(self._slots(), self._frozen(), self.optimizer, saved)
+        held = lbfgs.by_parameter(self.optimizer)
+        state_replica.write(self._slots(), self._frozen(), held, saved)
+        if isinstance(held, lbfgs.ByParameter):
+            held.put_back()
         load_buffers(self.model, saved)
         if self._masters:
             self._masters.give_weights()

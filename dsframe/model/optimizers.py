@@ -99,10 +99,8 @@ def read(config: Config) -> OptimizerSpec:
     if name in _DEEPSPEED_ONLY:
         return OptimizerSpec(section.type, None, section.params)
     cls = getattr(torch.optim, "Adagrad" if name == "adagrad" else section.type, None)
-    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)) or cls is torch.optim.LBFGS:
-        raise _wrong(
-            "type", f"{section.type!r} is neither one of DeepSpeed's optimizers nor a first-order one in torch.optim"
-        )
+    if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
+        raise _wrong("type", f"{section.type!r} is neither one of DeepSpeed's optimizers nor in torch.optim")
     return OptimizerSpec(section.type, cls, section.params)
 
 

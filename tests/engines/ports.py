@@ -359,10 +359,17 @@ class Case:
     """Whether rows of a micro-batch see each other: two ranks are then one with two micro-batches."""
     float64: bool = False
     """Whether it is in float64, which DeepSpeed does not keep."""
+    closure: bool = False
+    """Whether a step evaluates its batch several times, which engines of shards do not."""
     alone: bool = False
     """Whether what it carries belongs to the rows of one rank, so that it has one process only."""
     bound: float = 0.0
     """Of the losses beside the plain loop's, on one process."""
+
+    def runs_on(self, engine: str) -> bool:
+        """Whether two ranks of this engine train it."""
+        excluded = {"deepspeed"} if self.float64 else set()
+        return not (self.alone or engine in excluded | ({"deepspeed", "fsdp"} if self.closure else set()))
 
 
 def _file(kind: str, rate: float, **params: Any) -> dict[str, Any]:
@@ -393,6 +400,10 @@ def _adamw(parameters: Parameters) -> torch.optim.Optimizer:
     return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, fused=True)
 
 
+def _lbfgs(parameters: Parameters) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(parameters, lr=0.5, max_iter=4, history_size=5)
+
+
 SGD, ADAMW = _file("SGD", 0.1, momentum=0.9), _file("AdamW", 1e-2, weight_decay=0.1)
 
 CASES: dict[str, Case] = {
@@ -412,6 +423,7 @@ CASES: dict[str, Case] = {
     "graph": Case(Graph, _adamw, ADAMW, settings={"eval_every_steps": 15}),
     "vae": Case(Vae, _adamw, ADAMW, draws=True),
     "series": Case(Series, _adamw, ADAMW, float64=True),
+    "series lbfgs": Case(Series, _lbfgs, _file("LBFGS", 0.5, max_iter=4, history_size=5), float64=True, closure=True),
     "carried": Case(Carried, _adamw, ADAMW, settings={"order": "sequential"}, alone=True),
     "metric": Case(Metric, _sgd, _file("SGD", 0.1, momentum=0.9), by_batch=True),
     "bert": Case(
@@ -481,9 +493,8 @@ def main(engine: str, folder: Path) -> None:
     found = {}
     with one_process_group():
         for name, case in CASES.items():
-            if case.alone or (case.float64 and engine == "deepspeed"):
-                continue
-            found[name] = moved(name, engine, folder, BATCH // world.here().size, by_sample=case.draws)
+            if case.runs_on(engine):
+                found[name] = moved(name, engine, folder, BATCH // world.here().size, by_sample=case.draws)
     if world.here().is_main:
         (folder / f"{engine}.json").write_text(json.dumps(found))
 

@@ -265,7 +265,15 @@ MISTAKES = [
     (
         "optimizer with a closure",
         '{"train_batch_size": 8, "optimizer": {"type": "LBFGS", "params": {}}}',
-        'f.json:1:47: error: optimizer.type: "LBFGS" cannot be used: it needs a closure, which no engine gives it [value]',
+        "f.json:1:47: error: optimizer.type: LBFGS evaluates a batch several times, which DeepSpeed cannot; "
+        'write "engine": "ddp", "horovod" or "single" in the "dsframe" section [conflict]',
+    ),
+    (
+        "a closure and draws by sample",
+        '{"train_batch_size": 8, "gradient_clipping": 0, "optimizer": {"type": "LBFGS", "params": {}}, '
+        '"dsframe": {"engine": "ddp", "per_sample_randomness": true}}',
+        "f.json:1:149: error: dsframe.per_sample_randomness: not possible with LBFGS, which draws once for each batch; "
+        "remove it, or choose another optimizer [conflict]",
     ),
     (
         "no type",

@@ -58,6 +58,8 @@ class Cost:
 def moments(file: DeepSpeed) -> int:
     """fp32 numbers that the optimizer keeps for each parameter."""
     kind = file.optimizer.type.lower() if file.optimizer else "adamw"
+    if file.optimizer and kind == "lbfgs":
+        return 2 * int(file.optimizer.params.get("history_size", 100)) + 2  # updates, a direction and a gradient
     return _MOMENTS.get(
         kind, 0 if kind == "sgd" and not (file.optimizer and file.optimizer.params.get("momentum")) else 1
     )

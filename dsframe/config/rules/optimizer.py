@@ -94,10 +94,35 @@ def _optimizer(context: RuleContext) -> None:
             ("optimizer", "type"), f"{name} is untested with ZeRO: DeepSpeed raises",
             'add "zero_allow_untested_optimizer": true',
         )  # fmt: skip
+    if kind == "lbfgs":
+        _lbfgs(context)
     params = optimizer.params
     if kind == "sgd" and params.get("nesterov") is True and (not params.get("momentum") or params.get("dampening")):
         path = ("optimizer", "params", "nesterov")
         context.conflict(path, "needs momentum above 0 and dampening 0: torch raises", "set both")
+
+
+def _lbfgs(context: RuleContext) -> None:
+    """Report what evaluating one batch several times excludes."""
+    file, settings = context.file, context.file.dsframe
+    if context.by_deepspeed and settings.engine == "auto":  # named, it is refused as what it does not support
+        context.conflict(
+            ("optimizer", "type"), "LBFGS evaluates a batch several times, which DeepSpeed cannot",
+            'write "engine": "ddp", "horovod" or "single" in the "dsframe" section',
+        )  # fmt: skip
+    found = (
+        (settings.per_sample_randomness, ("dsframe", "per_sample_randomness"), "which draws once for each batch"),
+        (settings.on_nonfinite == "skip", ("dsframe", "on_nonfinite"), "whose updates cannot be left out"),
+        (file.fp16.enabled is True, ("fp16", "enabled"), "whose search along a line knows no loss scale"),
+        (file.torch_autocast.dtype == "float16", ("torch_autocast", "dtype"), "whose search knows no loss scale"),
+        (file.gradient_allreduce_op == "sum", ("gradient_allreduce_op",), "which needs the gradient of the mean loss"),
+        (settings.ddp.communication == "power_sgd", ("dsframe", "ddp", "communication"), "which needs exact gradients"),
+        (settings.horovod.op == "adasum", ("dsframe", "horovod", "op"), "which needs the gradient of the mean loss"),
+        (settings.horovod.op == "sum", ("dsframe", "horovod", "op"), "which needs the gradient of the mean loss"),
+    )
+    for wrong, path, why in found:
+        if wrong:
+            context.conflict(path, f"not possible with LBFGS, {why}", "remove it, or choose another optimizer")
 
 
 def _adam(context: RuleContext) -> None:

@@ -159,7 +159,6 @@ DEEPSPEED_OPTIMIZERS: Mapping[str, tuple[str, type[Section]]] = {
 """Lower-case name -> usual spelling and parameters: DeepSpeed ignores the case of these."""
 
 WITHOUT_ROUTE: Mapping[str, str] = {
-    "lbfgs": "it needs a closure, which no engine gives it",
     "sparseadam": "it takes sparse gradients only",
     "fusedadam": 'DeepSpeed picks it itself: write "AdamW"',
     "deepspeedcpuadam": 'DeepSpeed picks it itself with optimizer offload: write "AdamW"',

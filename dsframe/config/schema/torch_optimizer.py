@@ -2,7 +2,7 @@
 """``optimizer.params`` for the classes of ``torch.optim``. Source: torch 2.13."""
 
 from collections.abc import Mapping
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
@@ -159,6 +159,25 @@ class AdafactorParams(Section):
     """Go up the gradient, not down."""
 
 
+class LbfgsParams(Section):
+    """torch's L-BFGS, which evaluates a step's batch several times; on engines of full replicas."""
+
+    lr: NonNegative = 1.0
+    """Length of a step, or the first one that the line search tries."""
+    max_iter: Count = 20
+    """Iterations in one step, at most."""
+    max_eval: Count | None = None
+    """Evaluations of the loss in one step, at most. Default: 1.25 times ``max_iter``."""
+    tolerance_grad: NonNegative = 1e-7
+    """The step ends where no gradient is larger."""
+    tolerance_change: NonNegative = 1e-9
+    """The step ends where loss and weights change by less."""
+    history_size: Count = 100
+    """Number of earlier updates that are kept: two numbers for each weight and update."""
+    line_search_fn: Literal["strong_wolfe"] | None = None
+    """Search along the line."""
+
+
 TORCH_OPTIMIZERS: Mapping[str, type[Section]] = {
     "SGD": SgdParams,
     "RMSprop": RmspropParams,
@@ -169,5 +188,6 @@ TORCH_OPTIMIZERS: Mapping[str, type[Section]] = {
     "ASGD": AsgdParams,
     "Rprop": RpropParams,
     "Adafactor": AdafactorParams,
+    "LBFGS": LbfgsParams,
 }
-"""Classes of ``torch.optim`` that work without a closure. The case counts."""
+"""Classes of ``torch.optim``. The case counts."""

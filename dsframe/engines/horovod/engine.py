@@ -16,9 +16,8 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import replace
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -28,7 +27,7 @@ from torch import Tensor
 from dsframe.cluster.process_group import meet, rendezvous_address
 from dsframe.cluster.rendezvous import bound_to, interface_to
 from dsframe.cluster.world import World
-from dsframe.engine import Inputs, Plan, StepResult
+from dsframe.engine import Inputs, Plan
 from dsframe.engines import environment_scope, precision
 from dsframe.engines.buckets import Buckets
 from dsframe.engines.horovod.environment import note_start, pace, settle
@@ -85,12 +84,12 @@ class HorovodEngine(ReplicaEngine):
         self.gradient_factor = self._weight
         super().__init__(plan)
 
-    def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
-        """**Collective.** As for every replica; the mean of the losses over all ranks is that of those that count."""
+    def _gradients(self, micro_batches: Iterable[tuple[Inputs, Any]], scale: float) -> Tensor:
+        """The mean of the losses over all ranks is that of those that count."""
         if self._buckets:
             self._buckets.begin()
-        result = super().train_step(micro_batches)
-        return result if self._weight == 1.0 else replace(result, loss=result.loss * self._weight)
+        loss = super()._gradients(micro_batches, scale)
+        return loss if self._weight == 1.0 else loss * self._weight
 
     def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
         """The task's metrics over the valid rows."""
