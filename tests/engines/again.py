@@ -1,6 +1,7 @@
 """What test_again.py runs on every rank: several trainings in one process, one after another.
 
 torchrun --nproc-per-node=2 -m tests.engines.again ENGINE[:STAGE] ...
+horovodrun -np 2 python -m tests.engines.again TIMES
 """
 
 from __future__ import annotations
@@ -37,7 +38,22 @@ def train(number: int, engine: str, stage: str) -> float:
     return execute(load(file), quiet=True).loss
 
 
+def start_again(times: int) -> None:
+    """Horovod alone, quickly: ranks do not leave its rings in one order."""
+    import horovod.torch as hvd
+
+    from dsframe.engines.horovod import engine
+
+    for _ in range(times):
+        engine._initialise(here())
+        hvd.barrier()
+        engine._leave()
+
+
 if __name__ == "__main__":
+    if sys.argv[1].isdigit():
+        start_again(int(sys.argv[1]))
+        leave_at_once(0)
     losses = []
     for number, wanted in enumerate(sys.argv[1:]):
         name, _, level = wanted.partition(":")

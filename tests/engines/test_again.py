@@ -19,3 +19,7 @@ def test_under_horovodrun(tmp_path: Path) -> None:
     And Horovod itself starts again, with other buckets, and would crash if all of its numbers were fixed."""
     command = horovodrun(2, ["-m", "tests.engines.again", "ddp", "horovod", "ddp", "horovod"])
     assert "4 trainings, one loss" in run_ranks(command, timeout_seconds=120, cwd=tmp_path).check().stdout
+
+
+def test_horovod_finds_no_addresses_of_the_training_before(tmp_path: Path) -> None:
+    run_ranks(horovodrun(2, ["-m", "tests.engines.again", "60"]), timeout_seconds=120, cwd=tmp_path).check()

@@ -12,6 +12,7 @@ waits sleeps. Adasum alone is left to Horovod's optimizer.
 
 from __future__ import annotations
 
+import itertools
 import os
 import socket
 import threading
@@ -46,6 +47,8 @@ except ImportError as error:  # pip's wheel without torch support, or built agai
 
 _living: WeakSet[Buckets] = WeakSet()
 """Hooks of engines that were not closed, as in elastic runs when a process is lost, whose task may give the same module again."""
+_starts = itertools.count()
+"""Counts Horovod's starts under horovodrun in this process."""
 _NAP_SECONDS = 2e-4
 _NAPPING_SECONDS = 1.0
 """Time after which Horovod's own wait takes over, which the report on a run that hangs knows by name."""
@@ -201,7 +204,10 @@ def _initialise(world: World) -> None:
     Measured with horovod 0.28.1: it asks only for these variables and a server that speaks its key-value protocol.
     """
     note_start(running=hvd.is_initialized())
-    known = world.launcher == "horovodrun" or (world.launcher == "mpirun" and hvd.mpi_built())
+    # horovodrun's server keeps addresses of the training before: it forgets them only where all ranks leave every ring in one
+    # order (``runner/http/http_server.py``: do_DELETE clears the lists of all scopes, 0.28.1), else peers are not reachable.
+    own = world.launcher == "horovodrun" and (world.elastic or not next(_starts))
+    known = own or (world.launcher == "mpirun" and hvd.mpi_built())
     store = _meet(world) if world.size > 1 and not known else None
     hvd.init()
     del store  # not earlier: others may still be reading from it until everybody is in the ring
