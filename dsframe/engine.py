@@ -231,6 +231,8 @@ def measure(task: Task, outputs: Any, targets: Any, valid: int) -> Mapping[str, 
     outputs, targets = tree_map_only(
         Tensor, lambda tensor: tensor[:valid] if tensor.ndim else tensor, (outputs, targets)
     )
+    for metric in task.metric_objects.values():
+        task.update_metric(metric, outputs, targets)
     return sums(task.metrics(outputs, targets), f"{type(task).__name__}.metrics")
 
 

@@ -1,8 +1,10 @@
-"""Gathers text from all ranks, by the one collective that all engines have."""
+"""Gathers text and tensors from all ranks, by the one collective that all engines have."""
 
 from __future__ import annotations
 
+import itertools
 import json
+import math
 from collections.abc import Mapping
 from typing import Any, Protocol
 
@@ -39,6 +41,46 @@ def all_gather_text(ranks: Ranks, text: str) -> list[str]:
     table[world.rank, : len(words)] = torch.from_numpy(words).to(device)
     rows = ranks.sum_over_ranks(table.reshape(-1)).reshape(world.size, width).cpu().numpy()
     return [row.astype(np.uint32).tobytes()[:length].decode() for row, length in zip(rows, lengths, strict=True)]
+
+
+_WORD_BYTES = 4
+"""Bytes of a row that travel in one float64: whole numbers of so many bytes, and their sum with zeros, are exact."""
+_PIECE_BYTES = 4 << 20
+"""Bytes of a row that are sent at once."""
+
+
+def aligned(size: int) -> int:
+    """Returns ``size`` bytes rounded up to what a part of a row for :func:`sum_rows` takes."""
+    return -(-size // _WORD_BYTES) * _WORD_BYTES
+
+
+def sum_rows(ranks: Ranks, row: Tensor) -> None:
+    """**Collective.** Fills ``row`` (uint8, on the CPU, aligned parts), of which each rank has other parts and zeros elsewhere."""
+    for piece in torch.split(row, _PIECE_BYTES):
+        words = ranks.sum_over_ranks(piece.view(torch.int32).to(ranks.plan.device).double())
+        piece.copy_(words.to(torch.int32).cpu().view(torch.uint8))
+
+
+def all_gather_tensor(ranks: Ranks, tensor: Tensor) -> list[Tensor]:
+    """**Collective.** ``tensor`` of every rank, in rank order, on the CPU; to the bit, and of any shape and dtype on each.
+
+    For megabytes: every rank gets all. A tensor without elements takes the dtype of the others.
+    """
+    own = tensor.detach().cpu().contiguous()
+    fact = {"dtype": str(own.dtype).removeprefix("torch."), "shape": list(own.shape)}
+    told = [json.loads(text) for text in all_gather_text(ranks, json.dumps(fact))]
+    dtypes = [getattr(torch, one["dtype"]) for one in told]
+    sizes = [dtype.itemsize * math.prod(one["shape"]) for dtype, one in zip(dtypes, told, strict=True)]
+    starts = [0, *itertools.accumulate(map(aligned, sizes))]
+    row = torch.zeros(starts[-1], dtype=torch.uint8)
+    rank = ranks.plan.world.rank
+    row[starts[rank] : starts[rank] + sizes[rank]] = own.reshape(-1).view(torch.uint8)
+    sum_rows(ranks, row)
+    filled = next((dtype for dtype, size in zip(dtypes, sizes, strict=True) if size), dtypes[0])
+    return [
+        row[start : start + size].clone().view(dtype if size else filled).reshape(one["shape"])
+        for start, size, dtype, one in zip(starts, sizes, dtypes, told, strict=False)
+    ]
 
 
 def failures(ranks: Ranks, failure: str) -> list[str]:

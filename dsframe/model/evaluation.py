@@ -12,19 +12,16 @@ from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from dsframe.checkpoint import generators
-from dsframe.cluster.exchange import all_gather_text
+from dsframe.cluster.exchange import aligned, all_gather_text, sum_rows
 from dsframe.data import EvaluationLoader
 from dsframe.data.source import Batch
 from dsframe.engine import Engine
 from dsframe.errors import TaskError
+from dsframe.model import metric_objects
 from dsframe.tasks.task import Sum, Task
 
-_WORD_BYTES = 4
-"""Bytes of a buffer that travel in one float64: whole numbers of so many bytes, and their sum with zeros, are exact."""
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 """BatchNorm's, which training does not use (``dsframe.engine.dependences`` announces it)."""
-_PIECE_BYTES = 4 << 20
-"""Bytes of buffers that are sent at once."""
 
 
 class Evaluation:
@@ -46,7 +43,7 @@ class Evaluation:
         device = self._engine.plan.device
         kept = generators.capture(device)
         found = self._of(self._loader, stops)
-        results = None if found is None else finalized(self._engine.plan.task, found)
+        results = None if found is None else self._results(found)
         generators.restore(kept, device)
         return results
 
@@ -64,15 +61,21 @@ class Evaluation:
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
             found = self._of([self._loader.first()])
         with suppress(ArithmeticError, ValueError):  # of a few samples there may be nothing to divide by
-            metrics = finalized(plan.task, found or {})
+            metrics = self._results(found or {})
             if plan.plateau:
                 plan.plateau.check(metrics)
         generators.restore(kept, device)
+
+    def _results(self, found: Mapping[str, Sum]) -> dict[str, float]:
+        """**Collective.** Returns what the task makes of its sums, and what its metric objects do."""
+        computed = metric_objects.compute(self._engine)
+        return {**finalized(self._engine.plan.task, found), **computed}
 
     def _of(
         self, batches: Iterable[tuple[Batch, int]], stops: Callable[[int], bool] = lambda batches: False
     ) -> dict[str, Sum] | None:
         sums: dict[str, Sum] = {}
+        metric_objects.reset(self._engine)
         with self._one_model():
             for number, (batch, valid) in enumerate(batches):
                 if number and stops(number):
@@ -138,7 +141,7 @@ def _take_over(engine: Engine, kept: Mapping[str, Tensor]) -> Collection[str]:
 
     Returns the names of those that differed.
     """
-    world, device = engine.plan.world, engine.plan.device
+    world = engine.plan.world
     if world.size == 1:
         return ()
     contents = {name: buffer.contiguous().reshape(-1).view(torch.uint8) for name, buffer in kept.items()}
@@ -150,9 +153,7 @@ def _take_over(engine: Engine, kept: Mapping[str, Tensor]) -> Collection[str]:
     for name, place in places.items():
         if place.source == world.rank:
             row[place.bytes] = contents[name]
-    for piece in torch.split(row, _PIECE_BYTES):
-        words = engine.sum_over_ranks(piece.view(torch.int32).to(device).double())
-        piece.copy_(words.to(torch.int32).cpu().view(torch.uint8))
+    sum_rows(engine, row)
     for name, buffer in engine.buffers().items():
         if name in places and places[name].source != world.rank:
             content = row[places[name].bytes].clone()
@@ -189,5 +190,5 @@ def _row_spans(told: Sequence[Mapping[str, tuple[int, str]]]) -> tuple[dict[str,
         source, (size, _) = next(iter(holders.items()))
         if len({*holders.values()}) > 1 and {each for each, _ in holders.values()} == {size}:
             places[name] = _RowSpan(source, slice(end, end + size))
-            end += -(-size // _WORD_BYTES) * _WORD_BYTES
+            end += aligned(size)
     return places, end

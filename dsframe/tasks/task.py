@@ -22,6 +22,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from types import MappingProxyType
 from typing import Any, NoReturn, cast
 
 import torch
@@ -82,6 +83,10 @@ class Task:
     """What :meth:`loss` gives: the ``"mean"`` over the samples of a micro-batch, or their ``"sum"``.
 
     Of a sum, a step takes the sum over the global batch, on any number of ranks. The first step looks whether it is so."""
+    metric_objects: Mapping[str, Any] = MappingProxyType({})
+    """torchmetrics objects by name, such as ``{"auroc": AUROC(task="binary")}``, in evaluations beside :meth:`metrics`.
+
+    They see each sample once, on any number of ranks: their states are gathered. Set them in ``__init__``."""
     hidden_size: int | None = None
     """Width of the model, from which the ``"auto"`` sizes of ``zero_optimization`` follow."""
 
@@ -172,6 +177,10 @@ class Task:
             return {"loss": Sum(loss, items)}
         total = torch.where(items > 0, loss * items, torch.zeros_like(loss))  # a mean over nothing is NaN
         return {"loss": Sum(total, items)}
+
+    def update_metric(self, metric: Any, outputs: Any, targets: Any) -> None:
+        """Gives one of :attr:`metric_objects` a batch: ``metric.update(outputs, targets)``. Only rows that count arrive here."""
+        metric.update(outputs, targets)
 
     def finalize(self, sums: Mapping[str, Sum]) -> Mapping[str, float]:
         """Returns what an evaluation reports, of the ``sums`` of :meth:`metrics` over all samples. By default each one's mean.

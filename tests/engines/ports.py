@@ -89,7 +89,19 @@ class _Siamese(nn.Module):
 
 
 class Siamese(Port):
-    """Two inputs through the same layers (pytorch/examples: siamese_network)."""
+    """Two inputs through the same layers, evaluated by torchmetrics (pytorch/examples: siamese_network)."""
+
+    def __init__(self) -> None:
+        from torchmetrics.classification import BinaryAUROC, BinaryF1Score
+
+        self.metric_objects = {"auroc": BinaryAUROC(), "f1": BinaryF1Score()}
+
+    def update_metric(self, metric: Any, outputs: Any, targets: Any) -> None:
+        metric.update(outputs.squeeze(1), targets.long())
+
+    def eval_data(self) -> Any:  # of which one rank has fewer rows, and no row in the last batch
+        first, second = numbers(17, 10, seed=7), numbers(17, 10, seed=8)
+        return TensorSource((first, second), (first[:, 0] > second[:, 0]).float())
 
     def model(self) -> nn.Module:
         return _Siamese()
@@ -409,7 +421,7 @@ SGD, ADAMW = _file("SGD", 0.1, momentum=0.9), _file("AdamW", 1e-2, weight_decay=
 CASES: dict[str, Case] = {
     "mlp": Case(Mlp, _sgd, SGD, draws=True),
     "cnn": Case(Cnn, _adamw, ADAMW, draws=True),
-    "siamese": Case(Siamese, _adamw, ADAMW),
+    "siamese": Case(Siamese, _adamw, ADAMW, settings={"eval_every_steps": 15}),
     "resnet": Case(Resnet, _sgd, SGD, settings={"eval_every_steps": 15}, by_batch=True),
     "nanogpt": Case(
         NanoGpt,
@@ -470,8 +482,11 @@ def plain(case: Case) -> list[float]:
     return losses
 
 
-def moved(name: str, engine: str, folder: Path, micro: int = BATCH, *, by_sample: bool = False) -> list[float]:
-    """**Collective.** The losses of every step of the task, as the record has them; empty on ranks other than 0."""
+Found = dict[str, Any]
+
+
+def moved(name: str, engine: str, folder: Path, micro: int = BATCH, *, by_sample: bool = False) -> Found:
+    """**Collective.** The losses of every step and the last evaluation, as the record has them; empty on ranks other than 0."""
     case, run_dir = CASES[name], folder / f"{name}-{engine}-{micro}{'-by-sample' * by_sample}".replace(" ", "-")
     settings = {
         "engine": engine, "steps": STEPS, "log_every_steps": 1, "run_dir": str(run_dir), "checkpoints": {"at_end": False},
@@ -483,9 +498,10 @@ def moved(name: str, engine: str, folder: Path, micro: int = BATCH, *, by_sample
     with redirect_stderr(StringIO()):
         dsframe.fit(case.task(), file)
     if not world.here().is_main:
-        return []
-    lines = (json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines())
-    return [line["loss"] for line in lines if "loss" in line]
+        return {}
+    lines = [json.loads(line) for line in (run_dir / "metrics.jsonl").read_text().splitlines()]
+    evaluations = [line["evaluation"] for line in lines if "evaluation" in line]
+    return {"losses": [line["loss"] for line in lines if "loss" in line], "evaluation": (evaluations or [{}])[-1]}
 
 
 def main(engine: str, folder: Path) -> None:

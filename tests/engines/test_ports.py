@@ -9,27 +9,34 @@ from typing import Any
 import pytest
 
 import dsframe
-from tests.engines.ports import BATCH, CASES, STEPS, Carried, moved, plain
+from tests.engines.ports import BATCH, CASES, STEPS, Carried, Found, moved, plain
 from tests.processes import horovodrun, run_ranks, warm
 
 BOUND = 1e-5
 
 
 def farthest(one: list[float], other: list[float]) -> float:
-    """In terms of the loss where that is above 1: sums are."""
-    assert len(one) == len(other) == STEPS
+    """In terms of the number where that is above 1: sums are."""
     return max(abs(a - b) / max(1.0, abs(b)) for a, b in zip(one, other, strict=True))
+
+
+def off(one: Found, other: Found) -> float:
+    """Losses, and evaluations if there are any."""
+    assert len(one["losses"]) == len(other["losses"]) == STEPS
+    assert one["evaluation"].keys() == other["evaluation"].keys()
+    figures = [[*found["losses"], *found["evaluation"].values()] for found in (one, other)]
+    return farthest(*figures)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_one_process_is_the_plain_loop(name: str, tmp_path: Path) -> None:
     losses = plain(CASES[name])
-    assert farthest(moved(name, "single", tmp_path), losses) <= CASES[name].bound
+    assert farthest(moved(name, "single", tmp_path)["losses"], losses) <= CASES[name].bound
     assert losses[-1] != losses[0]
 
 
 @pytest.fixture(scope="module")
-def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, list[float]]:
+def alone(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Found]:
     """What two ranks are measured by: one process with the same rows in a micro-batch where they see each other."""
     folder = tmp_path_factory.mktemp("alone")
     return {
@@ -51,11 +58,14 @@ def test_what_a_model_carries_is_in_checkpoints(tmp_path: Path, monkeypatch: pyt
 
 
 @pytest.mark.parametrize("engine", ["ddp", "deepspeed", "fsdp", "horovod"])
-def test_two_ranks_are_one_process(engine: str, alone: dict[str, list[float]], tmp_path: Path) -> None:
+def test_two_ranks_are_one_process(engine: str, alone: dict[str, Found], tmp_path: Path) -> None:
     command = ["-m", "tests.engines.ports", engine, str(tmp_path)]
     ranks = horovodrun(2, command) if engine == "horovod" else warm(2, command)
     run_ranks(ranks, cwd=tmp_path, timeout_seconds=300).check()
     found = json.loads((tmp_path / f"{engine}.json").read_text())
-    off = {name: farthest(found[name], alone[name]) for name in found}
+    distances = {name: off(found[name], alone[name]) for name in found if not CASES[name].by_batch}
+    distances |= {
+        name: farthest(found[name]["losses"], alone[name]["losses"]) for name in found if CASES[name].by_batch
+    }  # whose statistics each rank has of its own rows
     assert found.keys() == {name for name, case in CASES.items() if case.runs_on(engine)}
-    assert {name: distance for name, distance in off.items() if distance > BOUND} == {}, off
+    assert {name: distance for name, distance in distances.items() if distance > BOUND} == {}, distances

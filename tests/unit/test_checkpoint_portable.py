@@ -32,7 +32,7 @@ from dsframe.checkpoint.state import (
     split,
 )
 from dsframe.checkpoint.store import Store
-from dsframe.cluster.exchange import all_gather_text, failures
+from dsframe.cluster.exchange import all_gather_tensor, all_gather_text, failures
 from dsframe.config import load
 from dsframe.config.rules import checkpoints
 from dsframe.data import Loader
@@ -235,6 +235,17 @@ class Room:
 def test_all_ranks_hear_all(texts: list[str]) -> None:
     heard = Room(len(texts)).run(lambda ranks: all_gather_text(ranks, texts[ranks.plan.world.rank]))
     assert heard == [texts] * len(texts)
+
+
+def test_all_ranks_get_all_tensors() -> None:
+    """Of other shapes and dtypes, to the bit; one without elements takes the dtype of the others."""
+    own = [torch.tensor([[1, -2], [3, 2**40]]), torch.tensor([]), torch.tensor([[7, 8]])]
+    heard = Room(3).run(lambda ranks: all_gather_tensor(ranks, own[ranks.plan.world.rank]))
+    for found in heard:
+        assert [one.dtype for one in found] == [torch.int64] * 3
+        assert [one.tolist() for one in found] == [one.tolist() for one in own]
+    scalars = [torch.tensor(True), torch.tensor(False)]
+    assert Room(2).run(lambda ranks: all_gather_tensor(ranks, scalars[ranks.plan.world.rank])) == [scalars] * 2
 
 
 def test_a_failure_of_one_is_known_to_all() -> None:
