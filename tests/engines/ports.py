@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import LambdaLR
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
 from torch.utils._pytree import tree_map
 
 import dsframe
@@ -283,7 +283,7 @@ class _Carrying(nn.Module):
 
 
 class Carried(Port):
-    """An LSTM whose state goes on from batch to batch, in a buffer (pytorch/examples: word_language_model)."""
+    """An LSTM whose state goes on, and a rate that falls on a plateau (pytorch/examples: word_language_model)."""
 
     batch_dependent = True
 
@@ -292,6 +292,10 @@ class Carried(Port):
 
     def train_data(self) -> Any:
         rows = numbers(SAMPLES, 4)
+        return TensorSource(rows, rows.cumsum(0)[:, :1] / 10)
+
+    def eval_data(self) -> Any:
+        rows = numbers(BATCH, 4, seed=9)
         return TensorSource(rows, rows.cumsum(0)[:, :1] / 10)
 
 
@@ -363,6 +367,8 @@ class Case:
     file: Mapping[str, Any]
     rate: Callable[[torch.optim.Optimizer], Any] | None = None
     """The plain loop's schedule."""
+    plateau: int = 0
+    """Steps between evaluations, on which ReduceLROnPlateau looks."""
     clip: float = 0.0
     settings: Mapping[str, Any] = field(default_factory=dict)
     draws: bool = False
@@ -436,7 +442,14 @@ CASES: dict[str, Case] = {
     "vae": Case(Vae, _adamw, ADAMW, draws=True),
     "series": Case(Series, _adamw, ADAMW, float64=True),
     "series lbfgs": Case(Series, _lbfgs, _file("LBFGS", 0.5, max_iter=4, history_size=5), float64=True, closure=True),
-    "carried": Case(Carried, _adamw, ADAMW, settings={"order": "sequential"}, alone=True),
+    "carried": Case(
+        Carried,
+        _adamw,
+        ADAMW | _schedule("ReduceLROnPlateau", factor=0.5, patience=0),
+        plateau=4,
+        settings={"order": "sequential", "eval_every_steps": 4},
+        alone=True,
+    ),
     "metric": Case(Metric, _sgd, _file("SGD", 0.1, momentum=0.9), by_batch=True),
     "bert": Case(
         Bert,
@@ -449,6 +462,15 @@ CASES: dict[str, Case] = {
 }
 
 
+def held_out(task: Port, model: nn.Module) -> float:
+    """The loss on the held-out rows, which are one batch."""
+    inputs, targets = task.eval_data().batch(torch.arange(BATCH), 0)
+    with torch.no_grad():
+        found = float(task.loss(model.eval()(inputs), targets))
+    model.train()
+    return found
+
+
 def plain(case: Case) -> list[float]:
     """The script that the task was moved from: one process, torch alone but for the order of the samples."""
     task = case.task()
@@ -457,6 +479,7 @@ def plain(case: Case) -> list[float]:
     torch.manual_seed(1)  # what dsframe draws in training follows seed + 1 + rank
     optimizer = case.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
     rate = case.rate(optimizer) if case.rate else None
+    plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0) if case.plateau else None
     in_turn = case.settings.get("order") == "sequential"
     order = Sampler(SAMPLES, BATCH, 0, order=(lambda epoch, samples: torch.arange(samples)) if in_turn else None)
     data, losses = task.train_data(), []
@@ -479,6 +502,8 @@ def plain(case: Case) -> list[float]:
         losses.append(float(optimizer.step(loss).detach()))
         if rate:
             rate.step()
+        if plateau and (step + 1) % case.plateau == 0:
+            plateau.step(held_out(task, model))
     return losses
 
 
