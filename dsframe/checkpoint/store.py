@@ -172,20 +172,25 @@ class Store:
         return target
 
     def make_way(self, after: int | None = None) -> Path | None:
-        """Moves an earlier run's checkpoints into ``checkpoints.1`` (2, ...), so that a new one does not mix with them.
+        """Moves an earlier run's checkpoints into ``checkpoints.1`` (2, ...), so that a new one does not mix with them. Where
+        ``checkpoints`` is a link, to another disk perhaps, it stays one: they go into ``checkpoints/earlier.1``.
 
         ``after``: only whole ones of later steps. Returns where to, None where there are none. Raises OSError.
         """
         found = [path for path in self.newest_first() if after is None or (step_of(path) or 0) > after]
         if not found and (after is not None or not self.damaged()):
             return None
+        linked = self.directory.is_symlink()
+        base = self.directory / "earlier" if linked else self.directory
         number = 1
-        while (target := self.directory.with_name(f"{self.directory.name}.{number}")).exists():
+        while (target := base.with_name(f"{base.name}.{number}")).exists():
             number += 1
-        if after is None:
+        if after is None and not linked:
             self.directory.rename(target)
             return target
         target.mkdir()
+        if after is None:
+            found = [path for path in self.directory.iterdir() if path.name.startswith(("step-", "latest"))]
         for path in found:
             path.rename(target / path.name)
         return target

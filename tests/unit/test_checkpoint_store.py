@@ -185,6 +185,22 @@ def test_an_earlier_run_is_moved_out_of_the_way(folder: Store) -> None:
         (Retention(last=1, best="unknown:max"), {60}),
     ],
 )
+def test_a_link_to_another_disk_stays_one(folder: Store, tmp_path: Path) -> None:
+    elsewhere = tmp_path / "other-disk"
+    elsewhere.mkdir()
+    folder.directory.parent.mkdir()
+    folder.directory.symlink_to(elsewhere)
+    save(folder, 7)
+    assert folder.make_way() == folder.directory / "earlier.1"
+    assert folder.newest_first() == []
+    save(folder, 3)
+    save(folder, 9)
+    assert folder.make_way(after=5) == folder.directory / "earlier.2"
+    assert folder.directory.is_symlink()
+    kept = {path.relative_to(elsewhere).as_posix() for path in elsewhere.rglob("step-*")}
+    assert kept == {"earlier.1/step-00000007", "earlier.2/step-00000009", "step-00000003"}
+
+
 def test_retention(folder: Store, retention: Retention, kept: set[int]) -> None:
     evaluations = {
         10: {"loss": 3.0, "accuracy": 0.1},
