@@ -173,18 +173,6 @@ def test_an_earlier_run_is_moved_out_of_the_way(folder: Store) -> None:
     assert folder.newest_first() == [folder.path(5)]
 
 
-@pytest.mark.parametrize(
-    ("retention", "kept"),
-    [
-        (Retention(), {50, 60}),
-        (Retention(last=1), {60}),
-        (Retention(last=99), {10, 20, 30, 40, 50, 60}),
-        (Retention(last=1, every=20), {20, 40, 60}),
-        (Retention(last=1, best="loss:min"), {30, 60}),
-        (Retention(last=1, best="accuracy:max"), {20, 60}),
-        (Retention(last=1, best="unknown:max"), {60}),
-    ],
-)
 def test_a_link_to_another_disk_stays_one(folder: Store, tmp_path: Path) -> None:
     elsewhere = tmp_path / "other-disk"
     elsewhere.mkdir()
@@ -201,6 +189,18 @@ def test_a_link_to_another_disk_stays_one(folder: Store, tmp_path: Path) -> None
     assert kept == {"earlier.1/step-00000007", "earlier.2/step-00000009", "step-00000003"}
 
 
+@pytest.mark.parametrize(
+    ("retention", "kept"),
+    [
+        (Retention(), {50, 60}),
+        (Retention(last=1), {60}),
+        (Retention(last=99), {10, 20, 30, 40, 50, 60}),
+        (Retention(last=1, every=20), {20, 40, 60}),
+        (Retention(last=1, best="loss:min"), {30, 60}),
+        (Retention(last=1, best="accuracy:max"), {20, 60}),
+        (Retention(last=1, best="unknown:max"), {60}),
+    ],
+)
 def test_retention(folder: Store, retention: Retention, kept: set[int]) -> None:
     evaluations = {
         10: {"loss": 3.0, "accuracy": 0.1},
