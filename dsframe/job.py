@@ -9,6 +9,7 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 from dataclasses import dataclass
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -61,6 +62,8 @@ class Host:
     began: float
     """When the run began, by ``time.perf_counter``."""
     lock: RunLock
+    home: Path
+    """The working directory at the start: a task may change it."""
 
 
 @dataclass(frozen=True)
@@ -146,7 +149,7 @@ def _plan(run: Run, world: World, commits: MemoryCheckpoint | None) -> _Job:
     config = config.resolve(Facts(processes, schedule.total_steps, task.hidden_size, entry.replicas))
     optimizer = optimizers.read(config)
     rates = schedules.planned(config, task, optimizer.learning_rate, batch.train_batch_size)
-    directory = output.directory_of(config, run.engine, type(task).__name__)
+    named = output.directory_of(config, run.engine, type(task).__name__)
     if section := config.deepspeed.scheduler:
         _refuse_plateau(section.type, evaluates=evaluation is not None, elastic=commits is not None)
     progress = Progress(
@@ -154,7 +157,9 @@ def _plan(run: Run, world: World, commits: MemoryCheckpoint | None) -> _Job:
         speaks=world.is_main and not run.wishes.quiet,
         unit=task.unit,
         units_per_step=batch.train_batch_size * task.units_per_sample,
+        home=None if named.is_absolute() else run.host.home,
     )
+    directory = run.host.home / named
     plan = Plan(config, world, task, optimizer, rates, batch, device, run.wishes.verbose, directory)
     return _Job(run, plan, Work(loader, evaluation, schedule), progress, processes, commits)
 
@@ -252,6 +257,7 @@ def _resume(job: _Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start
         say=job.progress.say,
     )
     saver.sign_of_life = watchdog.alive
+    saver.claim = lambda: run.host.lock.renew(job.progress.say)
     if start.in_place and not job.goes_on:
         saver.saved_step = start.step  # it may still get its evaluation
     return saver, start

@@ -72,7 +72,7 @@ def execute(
     ``task``: the user's own, instead of the file's. ``resume``: "never", "auto" (the run's newest whole checkpoint, if there
     is one) or a path to a checkpoint. ``verbose``: let the libraries speak; ``quiet``: say nothing at all.
     """
-    began = time.perf_counter()
+    began, home = time.perf_counter(), Path.cwd()
     phases.begin()
     world = world or worlds.here()
     engine, lines = choice or choose(config, world)
@@ -91,7 +91,7 @@ def execute(
     data = cache(lambda: (task.train_data(), task.eval_data()))
     with RunLock() as lock:
         wishes = job.Wishes(resume, verbose=verbose, quiet=quiet)
-        host = job.Host(threads, bound, began, lock)
+        host = job.Host(threads, bound, began, lock, home)
         run = job.Run(config, task, "" if ours else _name(task), engine, data, lines, wishes, host)
         phases.done("data")
         if not world.elastic:

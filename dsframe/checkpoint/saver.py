@@ -56,10 +56,17 @@ class Saver:
         self.sign_of_life: Callable[[], None] = lambda: None
         """Called after each parameter: a large checkpoint may take longer than a hang is allowed to."""
 
+        self.claim: Callable[[], None] = lambda: None
+        """Called by rank 0 before each save. Raises CheckpointError where the run's directory is another run's."""
+
     def due(self, step: int, total_steps: int) -> bool:
         """True if a checkpoint is to be written after ``step``."""
         regular = self._every is not None and step % self._every == 0
         return step != self.saved_step and (regular or (self._at_end and step == total_steps))
+
+    def _begin(self, step: int) -> None:
+        self.claim()
+        self._store.begin(step)
 
     def save(self, step: int, *, loss: float | None, evaluation: Mapping[str, float]) -> float:
         """**Collective.** Saves a checkpoint after ``step``; returns the seconds that training stood still.
@@ -70,7 +77,7 @@ class Saver:
         self.settle()
         self._look_for_metric(evaluation)
         engine, world = self._engine, self._engine.plan.world
-        begun = portable.catch_io_error(lambda: self._store.begin(step)) if world.is_main else ""
+        begun = portable.catch_io_error(lambda: self._begin(step)) if world.is_main else ""
         self._check(step, begun)
         state = engine.state()
         folder = self._store.partial(step)

@@ -17,7 +17,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from dsframe.cluster.world import World
-from dsframe.errors import ConfigError, Problem, WorldError
+from dsframe.errors import CheckpointError, ConfigError, DsframeError, Problem, WorldError
 
 PATIENCE_SECONDS = 10.0
 """How long a run that was killed may take until its process is gone."""
@@ -30,6 +30,8 @@ class RunLock:
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
+        self._take_again: Callable[[], None] = lambda: None
+        self._directory: tuple[Path, tuple[int, int] | None] = (Path(), None)
 
     @property
     def held(self) -> bool:
@@ -73,11 +75,32 @@ class RunLock:
         if not locked:
             return
         self._descriptor = descriptor
+        self._directory = directory, _identity(directory)
+        self._take_again = lambda: self.take(directory, world, say)
         with contextlib.suppress(OSError):  # a full disk: it is held all the same
             os.ftruncate(descriptor, 0)
             os.pwrite(
                 descriptor, f"{socket.gethostname()} {os.getpid()} {os.environ.get('SLURM_JOB_ID', '')}\n".encode(), 0
             )
+
+    def renew(self, say: Callable[[str], None]) -> None:
+        """Looks whether the directory's name still leads to the one that this process holds, and else claims the new one.
+
+        Raises CheckpointError where another run is there.
+        """
+        directory, held = self._directory
+        if self._descriptor is None or held is None or _identity(directory) == held:
+            return
+        say(
+            f"warning: {directory} was moved, deleted or replaced while this run went on; what comes next is in a new one"
+        )
+        earlier, self._descriptor = self._descriptor, None
+        try:
+            self._take_again()
+        except DsframeError as error:
+            self._descriptor = earlier
+            raise CheckpointError(f"{directory} is not this run's any more: {error}") from None
+        os.close(earlier)
 
     def release(self) -> None:
         """For the next run, also of this process."""
@@ -86,6 +109,15 @@ class RunLock:
                 os.ftruncate(self._descriptor, 0)
             os.close(self._descriptor)
             self._descriptor = None
+
+
+def _identity(directory: Path) -> tuple[int, int] | None:
+    """Device and inode; None where nothing can be found out."""
+    try:
+        found = directory.stat()
+    except OSError:
+        return None
+    return found.st_dev, found.st_ino
 
 
 def _holder(descriptor: int) -> tuple[str, str, str]:

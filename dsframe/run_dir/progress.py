@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import sys
 import time
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 from dsframe.host.streams import Surviving
@@ -15,8 +17,12 @@ from dsframe.text import clock, mebibytes
 class Progress:
     """Rank 0's voice. On other ranks, and with ``quiet``, it says nothing."""
 
-    def __init__(self, total_steps: int, *, speaks: bool, unit: str, units_per_step: int) -> None:
-        """``unit``: what is counted, "samples" or "tokens"; ``units_per_step``: how many make one global batch."""
+    def __init__(
+        self, total_steps: int, *, speaks: bool, unit: str, units_per_step: int, home: Path | None = None
+    ) -> None:
+        """``unit``: what is counted, "samples" or "tokens"; ``units_per_step``: how many make one global batch; ``home``: the
+        folder that paths in it are relative to."""
+        self._prefix = f"{home}{os.sep}" if home else ""
         self._speaks = speaks
         self._unit = unit
         self._units_per_step = units_per_step
@@ -35,6 +41,8 @@ class Progress:
         """One line that stays. Where it cannot be written (a closed pipe, a full disk), training goes on."""
         if not self._speaks:
             return
+        if self._prefix:
+            line = line.replace(self._prefix, "")
         if self._bar is not None:
             self._bar.clear()
         with contextlib.suppress(OSError):

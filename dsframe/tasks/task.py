@@ -99,6 +99,8 @@ class Task:
     def model(self) -> nn.Module:
         """A new model, initialised from torch's global random generator, such that ``outputs = model(inputs)``.
 
+        Inputs that are a dict reach it as ``model(**inputs)``, a tuple or list as ``model(*inputs)``.
+
         Initialise each parameter inside the ``__init__`` of the module that owns it (``reset_parameters``): ZeRO-3
         splits a module's parameters among the ranks as soon as its ``__init__`` returns.
 

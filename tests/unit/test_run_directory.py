@@ -1,0 +1,96 @@
+"""A run's directory: one place from the start to the end, whatever a task or somebody else does to it."""
+
+from __future__ import annotations
+
+import os
+import shutil
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dsframe
+from dsframe.cluster.world import World
+from dsframe.data import TensorSource
+from dsframe.errors import CheckpointError
+from dsframe.run_dir.lock import RunLock
+
+
+class Wanders(dsframe.Task):
+    """Does something at the third loss."""
+
+    def __init__(self, does: Any) -> None:
+        self.does, self.calls = does, 0
+
+    def model(self) -> nn.Module:
+        return nn.Linear(2, 1)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.calls += torch.is_grad_enabled()
+        if self.calls == 3 and torch.is_grad_enabled():
+            self.does()
+        return (outputs - targets).square().mean()
+
+    def train_data(self) -> Any:
+        return TensorSource(torch.ones(16, 2), torch.ones(16, 1))
+
+
+def train(does: Any, run_dir: str = "run") -> None:
+    settings = {"engine": "single", "steps": 4, "run_dir": run_dir, "checkpoints": {"every_steps": 2}}
+    file = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "dsframe": settings}
+    dsframe.fit(Wanders(does), file)
+
+
+def steps(run: Path) -> list[str]:
+    return sorted(path.name for path in (run / "checkpoints").glob("step-*"))
+
+
+def test_a_task_that_changes_the_folder(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "elsewhere").mkdir()
+    train(lambda: os.chdir("elsewhere"))
+    assert steps(tmp_path / "run") == ["step-00000002", "step-00000004"]
+    assert not list((tmp_path / "elsewhere").iterdir())
+    assert "; run\n" in capsys.readouterr().err  # as the file says, not the absolute path
+
+
+def test_a_directory_that_was_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run = tmp_path / "run"
+    train(lambda: run.rename(tmp_path / "moved"), str(run))
+    assert (steps(tmp_path / "moved"), steps(run)) == (["step-00000002"], ["step-00000004"])
+    assert f"warning: {run} was moved, deleted or replaced" in capsys.readouterr().err
+
+
+def test_a_directory_that_was_deleted(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    train(lambda: shutil.rmtree(run), str(run))
+    assert steps(run) == ["step-00000004"]
+
+
+def test_another_run_in_its_place(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process of another run holds the new directory: nothing is written there."""
+    monkeypatch.setattr("dsframe.run_dir.lock.PATIENCE_SECONDS", 0.0)
+    run, children = tmp_path / "run", []
+
+    def replaced() -> None:
+        run.rename(tmp_path / "moved")
+        ready, told = os.pipe()
+        if not (child := os.fork()):
+            RunLock().take(run, World(), print)
+            os.write(told, b"1")
+            os.read(os.pipe()[0], 1)  # until it is killed
+        children.append(child)
+        os.read(ready, 1)
+
+    try:
+        with pytest.raises(CheckpointError, match="is not this run's any more"):
+            train(replaced, str(run))
+    finally:
+        for child in children:
+            os.kill(child, 9)
+            os.waitpid(child, 0)
+    assert steps(run) == []
