@@ -11,9 +11,10 @@ import atexit
 import os
 import re
 import sys
+import threading
 import time
 import traceback
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING, NoReturn
 
 from dsframe.cluster import world as worlds
@@ -124,7 +125,23 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
         leave(TaskError(f"{ended}. Raise an error instead, or leave out the call"), world, verbose=options.verbose)
     except Exception as error:
         crash(error, world, verbose=options.verbose)
+    for line in _lingering() if task is not None else ():  # a script ends as Python does; python -m dsframe.train leaves at once
+        print(f"[rank {world.rank}] dsframe: note: {line}", file=sys.stderr, flush=True)
     return 0
+
+
+def _lingering() -> Iterator[str]:
+    """Yields a line for each thread that Python will wait for."""
+    frames = sys._current_frames()
+    for thread in threading.enumerate():
+        if thread is threading.current_thread() or thread.daemon:
+            continue
+        stack = traceback.extract_stack(frames.get(thread.ident or 0))
+        here = next((frame for frame in reversed(stack) if not user_code.in_library(frame.filename)), None)
+        where = f" ({here.filename}:{here.lineno}, {here.name})" if here else ""
+        yield (
+            f"training is complete, but the thread {thread.name}{where} keeps this process alive; end it, or make it a daemon"
+        )
 
 
 def crash(error: Exception, world: World, *, verbose: bool) -> NoReturn:

@@ -49,6 +49,11 @@ class _Call:
         return linecache.getline(self.file, self.line).strip()
 
 
+def in_library(file: str) -> bool:
+    """Returns whether the file belongs to Python or to an installed package."""
+    return file.startswith(_LIBRARIES)
+
+
 def may_pass(error: Exception) -> bool:
     """Returns whether a restart may well mend it, although the user's code raised it: a disk, a connection, memory."""
     return isinstance(error, (OSError, MemoryError)) or type(error).__name__ == "OutOfMemoryError"
