@@ -24,7 +24,7 @@ from dsframe.cluster.exchange import assert_same_on_all_ranks
 from dsframe.cluster.process_group import device_of
 from dsframe.cluster.world import World
 from dsframe.config import Batch, Config, Facts
-from dsframe.config.resolve import elastic, inherit, scaling
+from dsframe.config.resolve import elastic, epochs, inherit, scaling
 from dsframe.data import EvaluationLoader, Loader
 from dsframe.engine import Engine, Plan
 from dsframe.engines import precision
@@ -143,7 +143,8 @@ def _plan(run: Run, world: World, commits: MemoryCheckpoint | None) -> _Job:
     loader, evaluation = _loaders(run, batch, world, device)
     refuse(config, run.wishes.resume, evaluates=evaluation is not None)
     schedule = RunSchedule.of(settings, loader.sampler, evaluates=evaluation is not None)
-    config = config.resolve(Facts(processes, schedule.total_steps, task.hidden_size, entry.replicas))
+    epoch_steps = loader.sampler.epoch_steps
+    config = config.resolve(Facts(processes, schedule.total_steps, epoch_steps, task.hidden_size, entry.replicas))
     optimizer = optimizers.read(config)
     rates = schedules.planned(config, task, optimizer.learning_rate, batch.train_batch_size)
     directory = output.directory_of(config, run.engine, type(task).__name__)
@@ -173,9 +174,12 @@ def _announce(job: _Job) -> None:
     if not job.goes_on:
         slow = precision.emulated(plan.config, plan.device)
         scaled = scaling.sentence(plan.config.settings.large_batch, plan.batch.train_batch_size)
-        said = inherit.sentence(plan.config.inherited)
+        said, became = (
+            inherit.sentence(plan.config.inherited),
+            epochs.sentence(plan.config.resolved, plan.config.facts.epoch_steps),
+        )
         rates = schedules.notes(plan.config, plan.schedule, job.work.schedule.total_steps)
-        for line in (*run.lines, said, *rates, slow, scaled, cores.sentence(run.host.cores)):
+        for line in (*run.lines, said, became, *rates, slow, scaled, cores.sentence(run.host.cores)):
             if line:
                 job.say(line)
     for line in elastic.said(plan.batch, plan.world.size) if job.commits else ():
@@ -215,6 +219,10 @@ def _make_engine(job: _Job, watchdog: Watchdog) -> tuple[Engine, dict[str, Any]]
 def _resume(job: _Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]:
     """**Collective.** Where training starts, and who writes the next checkpoints."""
     run, plan, wanted = job.run, job.plan, job.plan.config.settings.checkpoints
+    epoch_steps = job.work.loader.sampler.epoch_steps
+    every, keep_every = (
+        epochs.steps(often, epoch_steps) if often else None for often in (wanted.every_steps, wanted.keep_every)
+    )
     checkpoints = Store(plan.directory / "checkpoints")
     mine = about(
         plan.config,
@@ -236,10 +244,10 @@ def _resume(job: _Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start
         engine,
         checkpoints,
         mine,
-        every_steps=wanted.every_steps,
+        every_steps=every,
         at_end=wanted.at_end,
         asynchronous=wanted.asynchronous,
-        retention=Retention(wanted.keep_last, wanted.keep_best, wanted.keep_every),
+        retention=Retention(wanted.keep_last, wanted.keep_best, keep_every),
         say=job.progress.say,
     )
     saver.sign_of_life = watchdog.alive

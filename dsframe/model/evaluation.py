@@ -118,7 +118,7 @@ class Evaluation:
 
 
 def finalized(task: Task, sums: Mapping[str, Sum]) -> dict[str, float]:
-    """What the task makes of the sums over all samples. Raises TaskError where that is no mapping from names to numbers."""
+    """Returns what the task makes of the sums over all samples. Raises TaskError where that is no mapping from names to numbers."""
     found = task.finalize(sums)
     if not isinstance(found, Mapping):
         raise TaskError(f"{type(task).__name__}.finalize returned {type(found).__name__}; return numbers by name")

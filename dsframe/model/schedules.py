@@ -335,7 +335,7 @@ def of_task(task: Task, base: float) -> Schedule:
 
 
 def notes(config: Config, schedule: Schedule, total_steps: int) -> Iterator[str]:
-    """What is easily overlooked of a schedule on a training of ``total_steps`` updates."""
+    """Yield what is easily overlooked of a schedule on a training of ``total_steps`` updates."""
     if total_steps > 1 and schedule(0).learning_rate == schedule(1).learning_rate == 0.0:
         yield "the first two updates have the learning rate 0: DeepSpeed's warm-up counts so"
     params = config.deepspeed.scheduler.params if config.deepspeed.scheduler else {}
@@ -363,4 +363,5 @@ def planned(config: Config, task: Task, base: float, train_batch_size: int) -> S
         raise _wrong(
             "type", "ReduceLROnPlateau is not possible with dsframe.large_batch.lr_scaling; remove one of them"
         )
+    assert isinstance(wanted.warmup_steps, int)  # the steps of an epoch are known
     return scaled(course, scaling.factor(wanted, train_batch_size), wanted.warmup_steps)
