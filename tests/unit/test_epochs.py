@@ -165,6 +165,11 @@ def test_mistakes_are_named(written: Any, message: str) -> None:
         load(scheduler("SequentialLR", milestones=[3], schedulers=inside))
 
 
+def test_a_list_says_what_it_may_hold() -> None:
+    with pytest.raises(ConfigError, match=r"milestones: 3 must be a list of whole numbers or \{\"epochs\": 1\}"):
+        load(scheduler("MultiStepLR", milestones=3))
+
+
 def test_where_it_has_no_meaning_it_is_refused() -> None:
     file = scheduler("WarmupLR", warmup_num_steps={"epochs": 1})
     with pytest.raises(ConfigError, match=r"the training data has no length.*write steps"):

@@ -63,7 +63,7 @@ class Shape:
         """What is expected of list items, in words."""
         for kind, text in (("float", "numbers"), ("int", "whole numbers"), ("str", "texts"), ("dict", "objects")):
             if kind in self.kinds:
-                return text
+                return f'{text} or {{"epochs": 1}}' if self.unit else text
         return "values"
 
 
