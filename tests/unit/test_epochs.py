@@ -83,6 +83,30 @@ def test_schedules_inside_of_schedules() -> None:
     assert 'schedulers[1].params.schedulers[1].params.T_max {"epochs": 3} is 6 steps' in said
 
 
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (
+            {"type": "StepLRR", "params": {"step_size": 3}},
+            r'\.type: "StepLRR" is not in torch.* did you mean "StepLR"\?',
+        ),
+        ({"type": "WarmupLR", "params": {}}, r'\.type: "WarmupLR" is not in torch.*, as each part must be'),
+        (
+            {"type": "StepLR", "params": {"step_sizee": 3}},
+            r'params\.step_sizee: unknown key; did you mean "step_size"\?',
+        ),
+        ({"type": "StepLR"}, r'params: "step_size" is required'),
+        ({"params": {}}, r"\.type: is required"),
+        (3, r": 3 must be "),
+    ],
+)
+def test_mistakes_inside_of_schedules(part: Any, message: str) -> None:
+    inner = {"type": "ChainedScheduler", "params": {"schedulers": [part]}}
+    outer = [{"type": "ExponentialLR", "params": {"gamma": 0.9}}, inner]
+    with pytest.raises(ConfigError, match=r"schedulers\[1\]\.params\.schedulers\[0\]\.?" + message):
+        load(scheduler("SequentialLR", milestones=[3], schedulers=outer))
+
+
 def test_the_batch_decides_and_accumulation_does_not() -> None:
     for sizes in (
         {"train_batch_size": 8},
