@@ -39,6 +39,8 @@ def pages() -> dict[Path, str]:
     _, _, after = rest.partition(END)
     title = (
         "# Configuration\n\nEvery key that a file may have. Written by `make docs` from the schema; do not edit.\n\n"
+        'Where a type has `{"epochs": 1}`, a number of epochs may stand for the number of steps that they take\n'
+        "([Moving a script](porting.md#schedules)).\n\n"
     )
     return {
         ROOT / "docs" / "configuration.md": title + whole.strip() + "\n",

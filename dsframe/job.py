@@ -25,7 +25,7 @@ from dsframe.cluster.exchange import assert_same_on_all_ranks
 from dsframe.cluster.process_group import device_of
 from dsframe.cluster.world import World
 from dsframe.config import Batch, Config, Facts
-from dsframe.config.resolve import elastic, inherit, scaling
+from dsframe.config.resolve import elastic, epochs, inherit, scaling
 from dsframe.data import EvaluationLoader, Loader
 from dsframe.engine import Engine, Plan
 from dsframe.engines import precision
@@ -146,7 +146,8 @@ def _plan(run: Run, world: World, commits: MemoryCheckpoint | None) -> _Job:
     loader, evaluation = _loaders(run, batch, world, device)
     refuse(config, run.wishes.resume, evaluates=evaluation is not None)
     schedule = RunSchedule.of(settings, loader.sampler, evaluates=evaluation is not None)
-    config = config.resolve(Facts(processes, schedule.total_steps, task.hidden_size, entry.replicas))
+    epoch_steps = loader.sampler.epoch_steps
+    config = config.resolve(Facts(processes, schedule.total_steps, epoch_steps, task.hidden_size, entry.replicas))
     optimizer = optimizers.read(config)
     rates = schedules.planned(config, task, optimizer.learning_rate, batch.train_batch_size)
     named = output.directory_of(config, run.engine, type(task).__name__)
@@ -220,6 +221,8 @@ def _describe(job: _Job, engine: Engine) -> None:
     config = job.plan.config
     if inherited := inherit.sentence(config.inherited):
         job.say(inherited)
+    if became := epochs.sentence(config.resolved, config.facts.epoch_steps):
+        job.say(became)
     for line in schedules.notes(config, job.plan.schedule, job.work.schedule.total_steps):
         job.say(line)
     for what in engine.depends:
@@ -229,6 +232,10 @@ def _describe(job: _Job, engine: Engine) -> None:
 def _resume(job: _Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]:
     """**Collective.** Where training starts, and who writes the next checkpoints."""
     run, plan, wanted = job.run, job.plan, job.plan.config.settings.checkpoints
+    epoch_steps = job.work.loader.sampler.epoch_steps
+    every, keep_every = (
+        epochs.steps(often, epoch_steps) if often else None for often in (wanted.every_steps, wanted.keep_every)
+    )
     checkpoints = Store(plan.directory / "checkpoints")
     mine = about(
         plan.config,
@@ -250,10 +257,10 @@ def _resume(job: _Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start
         engine,
         checkpoints,
         mine,
-        every_steps=wanted.every_steps,
+        every_steps=every,
         at_end=wanted.at_end,
         asynchronous=wanted.asynchronous,
-        retention=Retention(wanted.keep_last, wanted.keep_best, wanted.keep_every),
+        retention=Retention(wanted.keep_last, wanted.keep_best, keep_every),
         say=job.progress.say,
     )
     saver.sign_of_life = watchdog.alive

@@ -9,6 +9,7 @@ import math
 import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, replace
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -16,6 +17,8 @@ import torch
 from dsframe.checkpoint.memory_checkpoint import MemoryCheckpoint
 from dsframe.checkpoint.resume import Start
 from dsframe.checkpoint.saver import Saver
+from dsframe.config.resolve import epochs
+from dsframe.config.schema.base import Interval
 from dsframe.data import EvaluationLoader, Loader
 from dsframe.engine import ON_RANKS, Engine, StepResult
 from dsframe.engines import precision
@@ -47,7 +50,7 @@ class RunSchedule:
     """How long to train and how often to speak, in steps."""
 
     total_steps: int
-    log_every: int
+    log_every: Fraction
     eval_steps: frozenset[int]
     """Evaluate after these steps, counted from 1."""
     regular: frozenset[int]
@@ -57,15 +60,16 @@ class RunSchedule:
     def of(settings: Settings, sampler: Sampler, *, evaluates: bool) -> RunSchedule:
         """As the file says: evaluated after every so many steps or at each epoch's end, and always at the end."""
         total = settings.steps or sampler.total_steps(settings.epochs or 1)
-        every, regular = settings.eval_every_steps, frozenset[int]()
+        wanted, regular = settings.eval_every_steps or Interval(epochs=1), frozenset[int]()
         if evaluates:
-            ends = range(every, total + 1, every) if every else sampler.epoch_end_steps(int(sampler.epoch(total)))
-            regular = frozenset(step for step in ends if step <= total)
-        return RunSchedule(total, settings.log_every_steps, regular | ({total} if evaluates else set()), regular)
+            every = epochs.steps(wanted, sampler.epoch_steps)
+            regular = frozenset(epochs.first(every, total // every))
+        log_every = epochs.steps(settings.log_every_steps, sampler.epoch_steps)
+        return RunSchedule(total, log_every, regular | ({total} if evaluates else set()), regular)
 
     def logs(self, step: int) -> bool:
         """Whether ``step`` is logged: 1, 2, 5, 10, 20, 50 ... where things go wrong first, every ``log_every``-th, the last."""
-        return str(step).rstrip("0") in ("1", "2", "5") or step % self.log_every == 0 or step == self.total_steps
+        return str(step).rstrip("0") in ("1", "2", "5") or epochs.due(step, self.log_every) or step == self.total_steps
 
 
 @dataclass(frozen=True)

@@ -15,12 +15,14 @@ import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
+from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dsframe.checkpoint import generators, portable, store
 from dsframe.checkpoint.background import Writing
 from dsframe.checkpoint.store import Retention, Store
 from dsframe.cluster.exchange import all_gather_text, failures
+from dsframe.config.resolve import epochs
 from dsframe.errors import CheckpointError
 
 if TYPE_CHECKING:
@@ -37,7 +39,7 @@ class Saver:
         folder: Store,
         about: Mapping[str, Any],
         *,
-        every_steps: int | None,
+        every_steps: Fraction | None,
         at_end: bool,
         retention: Retention,
         asynchronous: bool = False,
@@ -61,7 +63,7 @@ class Saver:
 
     def due(self, step: int, total_steps: int) -> bool:
         """True if a checkpoint is to be written after ``step``."""
-        regular = self._every is not None and step % self._every == 0
+        regular = self._every is not None and epochs.due(step, self._every)
         return step != self.saved_step and (regular or (self._at_end and step == total_steps))
 
     def _begin(self, step: int) -> None:

@@ -19,12 +19,14 @@ import re
 import shutil
 from collections.abc import Callable, Collection, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
 import xxhash
 from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
 
+from dsframe.config.resolve import epochs
 from dsframe.errors import CheckpointError
 
 MANIFEST = "manifest.json"
@@ -61,7 +63,7 @@ class Retention:
     """Number of newest checkpoints to keep."""
     best: str | None = None
     """``METRIC:min`` or ``METRIC:max``: also keep the best by that metric of the evaluation."""
-    every: int | None = None
+    every: Fraction | None = None
     """Keep also those at multiples of so many steps."""
 
     def keeps(self, evaluations: Mapping[int, Mapping[str, float]]) -> set[int]:
@@ -69,7 +71,7 @@ class Retention:
         steps = sorted(evaluations)
         kept = set(steps[-self.last :])
         if self.every:
-            kept |= {step for step in steps if step % self.every == 0}
+            kept |= {step for step in steps if epochs.due(step, self.every)}
         if self.best:
             metric, _, direction = self.best.partition(":")
             sign = 1.0 if direction == "max" else -1.0

@@ -14,7 +14,7 @@ from dsframe.config import rules
 from dsframe.config.read import overrides, repair, secrets, validate
 from dsframe.config.read.findings import Findings, Fix, Resolved
 from dsframe.config.read.reader import Document, ReadError, read
-from dsframe.config.resolve import auto, inherit, scaling
+from dsframe.config.resolve import auto, epochs, inherit, scaling
 from dsframe.config.resolve.auto import Facts
 from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN, Batch, check_groups, missing, solve
 from dsframe.config.rules import report
@@ -68,9 +68,9 @@ class Config:
     problems: tuple[Problem, ...]
     """Warnings and notes."""
     resolved: tuple[Resolved, ...] = ()
-    """The values of ``"auto"``, and why."""
+    """The values of ``"auto"`` and of ``{"epochs": n}``, and why."""
     facts: Facts = _NOTHING
-    """The facts by which ``"auto"`` was resolved."""
+    """The facts by which they were resolved."""
     _raw: dict[str, Any] = field(default_factory=dict, repr=False)
     _overrides: tuple[str, ...] = field(default=(), repr=False)
     _findings: Findings = field(default_factory=lambda: Findings(_EMPTY, ""), repr=False, compare=False)
@@ -256,6 +256,7 @@ def _judge(document: Document, name: str, overriding: Sequence[str], facts: Fact
     passed = repair.repair(raw, findings)
     inherited = inherit.fill(raw)
     auto.resolve(raw, facts, findings)
+    epochs.resolve(raw, facts, findings)
     file = validate.validate(raw, findings)
     rules.check(file, raw, findings, facts.engine, facts.world_size)
     _check_facts(file, facts, findings)

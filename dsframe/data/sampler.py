@@ -7,8 +7,10 @@ processes and every accumulation. There is no state: the step number alone says 
 
 from __future__ import annotations
 
+import math
 from collections import OrderedDict
 from collections.abc import Callable, Iterator
+from fractions import Fraction
 
 import torch
 from torch import Tensor
@@ -59,6 +61,8 @@ class Sampler:
                 f"{samples:,}; lower train_batch_size to {samples} or less"
             )
         self.samples, self.global_batch_size, self.seed, self.drop_last = samples, global_batch_size, seed, drop_last
+        self.epoch_steps = Fraction(samples // global_batch_size if drop_last else Fraction(samples, global_batch_size))
+        """Steps of an epoch: no whole number where its last batch takes samples of the next one."""
         self._own = order
         self._orders: OrderedDict[int, Tensor] = OrderedDict()
 
@@ -67,19 +71,11 @@ class Sampler:
 
         The last step may already take its last few samples from the epoch after: batches are never cut short.
         """
-        if self.drop_last:
-            return epochs * (self.samples // self.global_batch_size)
-        return -(-epochs * self.samples // self.global_batch_size)
-
-    def epoch_end_steps(self, epochs: int) -> list[int]:
-        """Returns for each of the first ``epochs`` epochs the number of steps after which it is complete."""
-        return [self.total_steps(epoch + 1) for epoch in range(epochs)]
+        return math.ceil(epochs * self.epoch_steps)
 
     def epoch(self, step: int) -> float:
         """Returns how many epochs have been seen after ``step`` steps; not a whole number in the middle of one."""
-        if self.drop_last:
-            return step / (self.samples // self.global_batch_size)
-        return step * self.global_batch_size / self.samples
+        return float(step / self.epoch_steps)
 
     def global_batch(self, step: int) -> list[Part]:
         """The samples of step ``step`` (from 0), in order; in two parts where an epoch ends inside the batch."""

@@ -338,7 +338,12 @@ def notes(config: Config, schedule: Schedule, total_steps: int) -> Iterator[str]
     """Yields what is easily overlooked of a schedule on a training of ``total_steps`` updates."""
     if total_steps > 1 and schedule(0).learning_rate == schedule(1).learning_rate == 0.0:
         yield "the first two updates have the learning rate 0: DeepSpeed's warm-up counts so"
-    params = config.deepspeed.scheduler.params if config.deepspeed.scheduler else {}
+    scheduler = config.deepspeed.scheduler
+    params = scheduler.params if scheduler else {}
+    usual = {"warmup_num_steps": 1000} if scheduler and scheduler.type.startswith("Warmup") else {}
+    for key, steps in (usual | params).items():
+        if key in ("warmup_num_steps", "num_warmup_steps", "warmup_iters") and steps >= total_steps:
+            yield f"the training ends in the schedule's warm-up: that takes {steps:,} updates ({key})"
     for key in ("total_num_steps", "num_training_steps", "lr_decay_iters"):
         if isinstance(params.get(key), int) and params[key] != total_steps:
             yield f"the schedule is for {params[key]:,} updates ({key}), the training has {total_steps:,}"
@@ -363,4 +368,5 @@ def planned(config: Config, task: Task, base: float, train_batch_size: int) -> S
         raise _wrong(
             "type", "ReduceLROnPlateau is not possible with dsframe.large_batch.lr_scaling; remove one of them"
         )
+    assert isinstance(wanted.warmup_steps, int)  # the steps of an epoch are known
     return scaled(course, scaling.factor(wanted, train_batch_size), wanted.warmup_steps)

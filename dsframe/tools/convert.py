@@ -130,7 +130,8 @@ def _about(config: Config, task: Task, found: Found) -> dict[str, Any]:
     samples, batch = len(as_source(task.train_data(), settings.seed)), config.batch(found.ranks)
     sampler = Sampler(samples, batch.train_batch_size, settings.seed, drop_last=config.deepspeed.dataloader_drop_last)
     steps = settings.steps or sampler.total_steps(settings.epochs or 1)
-    config = config.resolve(Facts(world_size=found.ranks, total_steps=steps, hidden_size=task.hidden_size))
+    facts = Facts(found.ranks, steps, sampler.epoch_steps, task.hidden_size)
+    config = config.resolve(facts)
     told = about(
         config,
         task,

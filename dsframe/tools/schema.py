@@ -19,14 +19,14 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 
 from dsframe.config.resolve.auto import BATCH_KEYS, RULES
-from dsframe.config.schema.base import AUTO, Section
+from dsframe.config.schema.base import AUTO, Epochs, Interval, Section
 from dsframe.config.schema.file import File, section_at, shape
 from dsframe.config.schema.hf_scheduler import HF_SCHEDULERS
 from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS
 from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS
 from dsframe.config.schema.settings import TASKS, CustomTask
 from dsframe.config.schema.torch_optimizer import TORCH_OPTIMIZERS
-from dsframe.config.schema.torch_scheduler import TORCH_SCHEDULERS
+from dsframe.config.schema.torch_scheduler import TORCH_SCHEDULERS, SchedulePart
 
 
 @cache
@@ -104,25 +104,27 @@ def json_schema() -> dict[str, Any]:
     """The JSON Schema of a file."""
     schema = File.model_json_schema()
     definitions = schema["$defs"]
-    classes = {cls.__name__: cls for _, cls in sections()}
+    classes: dict[str, type[Section]] = {"Epochs": Epochs, "Interval": Interval, "SchedulePart": SchedulePart}
+    classes |= {cls.__name__: cls for _, cls in sections()}
     for table in (OPTIMIZER_TYPES, SCHEDULER_TYPES):
         for parameters in table.values():
             own = parameters.model_json_schema()
             definitions.update(own.pop("$defs", {}))
             definitions[parameters.__name__] = own
-    paths = {cls.__name__: path for path, cls in sections()}
+    paths = dict.fromkeys(classes, ("",)) | {cls.__name__: path for path, cls in sections()}
     definitions["File"] = {key: schema.pop(key) for key in ("properties", "description") if key in schema}
     for name, definition in definitions.items():
         if name in classes:
             _annotate(definition, classes[name], paths[name])
-    for name, table in (("Optimizer", OPTIMIZER_TYPES), ("Scheduler", SCHEDULER_TYPES)):
-        definitions[name]["properties"]["type"]["examples"] = list(table)
+    choices = {"Optimizer": OPTIMIZER_TYPES, "Scheduler": SCHEDULER_TYPES, "SchedulePart": dict(TORCH_SCHEDULERS)}
+    for name, types_of in choices.items():
+        definitions[name]["properties"]["type"]["examples"] = list(types_of)
         definitions[name]["allOf"] = [
             {
                 "if": {"properties": {"type": {"enum": types}}},
                 "then": {"properties": {"params": {"$ref": f"#/$defs/{parameters}"}}},
             }
-            for parameters, types in _names(table).items()
+            for parameters, types in _names(types_of).items()
         ]
     top = definitions.pop("File")
     return {
@@ -170,6 +172,8 @@ def _type(owner: type[Section], key: str) -> str:
     if "any" in expected.kinds:
         return "any"
     text = "object" if expected.section else expected.phrase.replace(" in quotes", "").replace(" {...}", "")
+    unit = ' or {"epochs": 1}' if expected.unit else ""
+    text = text.removesuffix(unit)
     words = {Gt: "> ", Ge: ">= ", Lt: "< ", Le: "<= "}
     limits = []
     field = owner.model_fields[key]
@@ -177,7 +181,7 @@ def _type(owner: type[Section], key: str) -> str:
         for kind, sign in words.items():
             if isinstance(constraint, kind):
                 limits.append(f"{sign}{getattr(constraint, kind.__name__.lower()):.15g}")
-    return text + (f" ({', '.join(limits)})" if limits else "")
+    return text + (f" ({', '.join(limits)})" if limits else "") + unit
 
 
 def _constraints(annotation: Any) -> Iterator[Any]:

@@ -11,6 +11,7 @@ from pathlib import Path
 import pytest
 
 from dsframe.config import find, load
+from dsframe.model import schedules
 from dsframe.run_dir.record import read_summary
 from dsframe.tools.compare import losses
 from tests.processes import COMPILING_SECONDS, REPOSITORY, deepspeed, horovodrun, run_ranks, torchrun, warm
@@ -44,6 +45,15 @@ def test_it_trains(name: str, tmp_path: Path) -> None:
     assert seconds < 60
     assert "Warning" not in finished.output
     assert "Traceback" not in finished.output
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_its_schedule_ends_with_its_training(name: str) -> None:
+    config = load(name)
+    steps = config.settings.steps or math.ceil(
+        (config.settings.epochs or 1) * 60_000 / config.batch(2).train_batch_size
+    )
+    assert [*schedules.notes(config, schedules.constant(1.0), steps)] == []
 
 
 @pytest.mark.parametrize("name", FILES)

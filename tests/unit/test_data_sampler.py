@@ -43,7 +43,7 @@ def test_the_stream_is_one_permutation_per_epoch_after_another(samples: int, siz
     stream = [row for step in range(steps) for row in rows(sampler.global_batch(step))]
     expected = [(epoch, index) for epoch in range(4) for index in permutation(samples, 1, epoch).tolist()]
     assert stream == expected[: steps * size]
-    for epoch, end in enumerate(sampler.epoch_end_steps(3)):
+    for epoch, end in enumerate(sampler.total_steps(epochs) for epochs in (1, 2, 3)):
         assert [row for row in stream[: end * size] if row[0] == epoch] == expected[epoch * samples :][:samples]
         assert end * size - (epoch + 1) * samples < size  # complete, and not a step later than needed
         assert sampler.epoch(end) == pytest.approx(end * size / samples)
@@ -51,7 +51,7 @@ def test_the_stream_is_one_permutation_per_epoch_after_another(samples: int, siz
 
 def test_drop_last_takes_whole_batches_of_each_epoch() -> None:
     sampler = Sampler(10, 4, seed=1, drop_last=True)
-    assert sampler.epoch_end_steps(3) == [2, 4, 6]
+    assert [sampler.total_steps(epochs) for epochs in (1, 2, 3)] == [2, 4, 6]
     assert sampler.epoch(5) == 2.5
     for step in range(6):
         assert rows(sampler.global_batch(step)) == [

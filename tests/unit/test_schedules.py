@@ -281,4 +281,10 @@ def test_what_is_said_of_a_schedule() -> None:
     assert said(50, "linear", num_training_steps=40) == [
         "the schedule is for 40 updates (num_training_steps), the training has 50"
     ]
+    assert said(5, "linear", num_warmup_steps=5, num_training_steps=5) == [
+        "the training ends in the schedule's warm-up: that takes 5 updates (num_warmup_steps)"
+    ]
+    assert said(60, "WarmupLR", warmup_min_lr=0.1) == [
+        "the training ends in the schedule's warm-up: that takes 1,000 updates (warmup_num_steps)"
+    ]
     assert list(schedules.notes(load({"train_batch_size": 4}), schedules.constant(0.1), 50)) == []

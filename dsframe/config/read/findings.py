@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from dsframe.config.read.reader import Document, Path
+from dsframe.config.schema.base import AUTO
 from dsframe.errors import Problem, Severity
 
 OVERRIDE = "--set"
@@ -36,6 +37,8 @@ class Resolved:
     path: Path
     value: Any
     reason: str
+    was: Any = AUTO
+    """What the file says."""
 
 
 def dotted(path: Path) -> str:
@@ -66,7 +69,7 @@ class Findings:
         self.fixes: list[Fix] = []
         self.resolved: list[Resolved] = []
         self.pending: set[Path] = set()
-        """Members whose "auto" waits for the model or the data."""
+        """Members that wait for the model or the data, as "auto" does."""
         self._moved: dict[Path, Path] = {}
 
     def anew(self) -> Findings:

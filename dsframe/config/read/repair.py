@@ -12,7 +12,7 @@ from dsframe.config.read.findings import Findings, Fix, dotted
 from dsframe.config.read.legacy import MEANT, REMOVED, RENAMED, SYNONYMS, modernise
 from dsframe.config.read.reader import Path
 from dsframe.config.read.suggest import closest, containing
-from dsframe.config.schema.base import Section
+from dsframe.config.schema.base import Epochs, Section
 from dsframe.config.schema.file import File, children, places, section_at, shape
 
 _LEGACY = frozenset({*REMOVED, *RENAMED, *SYNONYMS})
@@ -96,6 +96,9 @@ class _Repair:
             return
         value = raw.pop(key)
         if dotted(here) in self.passed:
+            return
+        if issubclass(owner, Epochs):
+            self.findings.error(here, "unknown key", 'write a number of steps, or {"epochs": 1}', code="unknown-key")
             return
         if not path and is_comment(key):
             if key != "$schema":

@@ -15,7 +15,7 @@ from dsframe.config.read.reader import NOT_JSON, Path, number_of
 from dsframe.config.read.suggest import closest
 from dsframe.config.schema.base import AUTO, Section
 from dsframe.config.schema.deepspeed import Scalars
-from dsframe.config.schema.file import File, Shape, section_at, shape
+from dsframe.config.schema.file import File, Shape, children, section_at, shape
 from dsframe.config.schema.settings import TASKS
 from dsframe.config.schema.zero import LeafModule
 from dsframe.engines.table import TABLE
@@ -76,6 +76,8 @@ def _parameters(section: type[Section], raw: dict[str, Any], path: Path, finding
         if chosen is not None and isinstance(parameters, dict):
             known = {key: value for key, value in parameters.items() if key in chosen.model_fields}
             _check(chosen, known, (*path, free), findings)
+            for inner, part, value in children(chosen, known):
+                _parameters(part, value, (*path, free, *inner), findings)
         elif chosen is not None and parameters is None:
             needed = [name for name, field in chosen.model_fields.items() if field.is_required()]
             for name in needed:
@@ -183,9 +185,9 @@ def _expected(section: type[Section], inner: Path, raw: Any) -> Shape:
         for step in inner[:index]:
             value = value[step]
         if owner is not None and isinstance(part, str) and part in owner.model_fields:
-            owner = section_at(owner, part, value)
+            owner = section_at(owner, part, value) or found.unit
         else:
-            owner = found.section
+            owner = found.section or found.unit
     return found
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
+from fractions import Fraction
 from typing import Any
 
 from dsframe.config.read.findings import Findings
@@ -31,6 +32,8 @@ class Facts:
     """Processes of the run."""
     total_steps: int | None = None
     """Optimizer steps of the whole training."""
+    epoch_steps: Fraction | None = None
+    """Optimizer steps of an epoch: no whole number where the last batch takes samples of the next epoch."""
     hidden_size: int | None = None
     """Hidden size of the model."""
     replicas: bool | None = None

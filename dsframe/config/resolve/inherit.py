@@ -18,6 +18,7 @@ TORCH: Mapping[str, Mapping[str, Any]] = {
 }
 """Where torch.optim's classes (torch 2.13) have another default than DeepSpeed 0.19.8 for the same ``optimizer.type``."""
 _SAID = ("lr", "momentum", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode")
+_TOLD = ("gradient_clipping", "lr", "weight_decay", "adam_w_mode")
 
 
 def fill(raw: dict[str, Any]) -> tuple[Resolved, ...]:
@@ -67,10 +68,11 @@ def _optimizer(raw: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def sentence(found: tuple[Resolved, ...]) -> str:
-    """One line; empty where the file says everything."""
-    if not found:
+    """One line about the rate and what DeepSpeed and torch have different defaults for; empty where the file says all of it."""
+    told = [one for one in found if one.path[-1] in _TOLD]
+    if not told:
         return ""
-    values = ", ".join(f"{one.path[-1]} {show(one.value)}" for one in found)
-    decoupled = any(one.path[-1] == "adam_w_mode" and one.value for one in found)
+    values = ", ".join(f"{one.path[-1]} {show(one.value)}" for one in told)
+    decoupled = any(one.path[-1] == "adam_w_mode" and one.value for one in told)
     what = ' ("Adam" is AdamW)' if decoupled else ""
-    return f"the file does not say, so inherited: {values}{what}; {found[0].reason.removeprefix('inherited, ')}s"
+    return f"the file does not say, so inherited: {values}{what}; {told[0].reason.removeprefix('inherited, ')}s"

@@ -23,7 +23,11 @@ def batch_line(batch: Batch) -> str:
 def resolved(config: Config, world_size: int | None) -> str:
     """The file as JSON with comments. With a world size the batch sizes are explicit."""
     raw = config.shown()
-    comments = {found.path: f'"auto": {found.reason}' for found in config.resolved}
+    comments: dict[Path, str] = {}
+    for found in config.resolved:
+        line = next((found.path[:index] for index, part in enumerate(found.path) if isinstance(part, int)), found.path)
+        before = f"{comments[line]}; " if line in comments else ""
+        comments[line] = f"{before}{json.dumps(found.was)}: {found.reason}"
     for found in config.inherited:
         owner = raw
         for part in found.path[:-1]:

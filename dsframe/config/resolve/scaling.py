@@ -23,6 +23,8 @@ def sentence(wanted: LargeBatch, batch: int) -> str | None:
     """``learning rates x 4 (linear: batch 1,024 / reference 256)``; None where the file asks for no scaling."""
     if wanted.lr_scaling == "none" or wanted.reference_batch_size is None:
         return None
-    ramp = f", growing from x 1 over {wanted.warmup_steps:,} steps" if wanted.warmup_steps else ""
+    steps = wanted.warmup_steps
+    over = f"{steps:,} steps" if isinstance(steps, int) else f"{steps.epochs:g} epochs"
+    ramp = f", growing from x 1 over {over}" if steps else ""
     how = f"{wanted.lr_scaling}: batch {batch:,} / reference {wanted.reference_batch_size:,}"
     return f"learning rates x {factor(wanted, batch):.4g} ({how}){ramp}"

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from math import lcm
+from fractions import Fraction
 
+from dsframe.config.resolve import epochs
 from dsframe.config.rules.context import RuleContext
+from dsframe.config.schema.base import Interval
 
 METRICS = {
     "vision": ("loss", "accuracy"),
@@ -30,12 +32,19 @@ def check(context: RuleContext) -> None:
     if known and metric not in known:
         remedy = f"choose one of {', '.join(known)}"
         context.conflict((*base, "keep_best"), f"the task's evaluation has no metric {metric}", remedy)
-    if wanted.every_steps and settings.eval_every_steps:
-        both, saved = lcm(wanted.every_steps, settings.eval_every_steps), wanted.every_steps
-        if both != saved:
+    saved, evaluated = wanted.every_steps, settings.eval_every_steps
+    if isinstance(saved, Interval) and evaluated is None:
+        evaluated = Interval(epochs=1)  # its default
+    if saved and evaluated and type(saved) is type(evaluated):
+        ratio = epochs.steps(saved, Fraction(1)) / epochs.steps(evaluated, Fraction(1))
+        if ratio.denominator != 1:
             context.findings.warning(
                 (*base, "keep_best"),
-                f"only 1 of {both // saved} checkpoints is evaluated, and only those can be the best",
-                f"make every_steps ({saved}) a multiple of eval_every_steps ({settings.eval_every_steps})",
+                f"only 1 of {ratio.denominator} checkpoints is evaluated, and only those can be the best",
+                f"make every_steps ({_show(saved)}) a multiple of eval_every_steps ({_show(evaluated)})",
                 code="no-effect",
             )
+
+
+def _show(every: int | Interval) -> str:
+    return f"{every}" if isinstance(every, int) else f'{{"epochs": {every.epochs:g}}}'

@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 from collections.abc import Iterable
+from typing import Any
 
 from dsframe.config.features import needs_cpu_adam, own_adam
 from dsframe.config.read.findings import show
+from dsframe.config.read.reader import Path
 from dsframe.config.read.suggest import closest
 from dsframe.config.rules.context import RuleContext
 from dsframe.config.schema.hf_scheduler import HF_SCHEDULERS
@@ -191,6 +193,7 @@ def _scheduler(context: RuleContext) -> None:
         context.findings.error(
             ("scheduler",), '"params" is required: DeepSpeed raises', 'add "params": {}', code="missing"
         )
+    _parts(context, scheduler.params, ("scheduler", "params"))
     _rates(context, scheduler)
     total, warmup = scheduler.params.get("total_num_steps"), scheduler.params.get("warmup_num_steps", 1000)
     if isinstance(total, int) and isinstance(warmup, int) and total < warmup:
@@ -201,6 +204,22 @@ def _scheduler(context: RuleContext) -> None:
             f"total_num_steps {total} is less than warmup_num_steps {warmup}{default}: training ends during the warm-up",
             "raise the first or lower the second", code="schedule", at_value=True,
         )  # fmt: skip
+
+
+def _parts(context: RuleContext, params: dict[str, Any], path: Path) -> None:
+    """Report schedules inside of schedules that are not torch's."""
+    parts = params.get("schedulers")
+    for index, part in enumerate(parts if isinstance(parts, list) else ()):
+        if not isinstance(part, dict):
+            continue  # said already
+        name, here = part.get("type"), (*path, "schedulers", index)
+        if isinstance(name, str) and name not in TORCH_SCHEDULERS:
+            similar = closest(name, TORCH_SCHEDULERS, 3)
+            remedy = f'did you mean "{similar}"?' if similar else "choose one of torch's"
+            message = f"{show(name)} is not in torch.optim.lr_scheduler, as each part must be"
+            context.findings.error((*here, "type"), message, remedy, code="value", at_value=True)
+        if isinstance(part.get("params"), dict):
+            _parts(context, part["params"], (*here, "params"))
 
 
 def _rates(context: RuleContext, scheduler: Scheduler) -> None:

@@ -46,5 +46,23 @@ class Section(BaseModel):
         return None
 
 
+class Epochs(Section):
+    """Epochs in place of steps: as many steps as they take, rounded up."""
+
+    epochs: Positive
+    """How many; 0.5 is half of one."""
+
+
+class Interval(Epochs):
+    """Epochs in place of steps, between two of them: an interval ends with the step in which its epochs end."""
+
+
+Steps = Count | Epochs
+"""1, 2, 3, ... optimizer steps, or ``{"epochs": 1}``."""
+StepsOrNone = Size | Epochs
+"""0 too."""
+Every = Count | Interval
+"""So many steps, again and again."""
+
 SectionClass: TypeAlias = type[Section]
 """A class of sections."""

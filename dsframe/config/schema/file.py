@@ -10,7 +10,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import Field
 
-from dsframe.config.schema.base import Section
+from dsframe.config.schema.base import Epochs, Section
 from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.optimizer import AdamParams, Optimizer
 from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, Scheduler
@@ -38,6 +38,8 @@ class Shape:
     kinds: frozenset[str] = frozenset()
     """Of: int, float, bool, str, list, dict, null, any."""
     literals: tuple[Any, ...] = ()
+    unit: type[Epochs] | None = None
+    """An object of this class may stand for the number: the same in another unit."""
 
     @property
     def phrase(self) -> str:
@@ -49,6 +51,7 @@ class Shape:
             "list": "a list", "dict": "an object {...}",
         }  # fmt: skip
         words += [text for kind, text in names.items() if kind in self.kinds and kind not in spelled]
+        words += ['{"epochs": 1}'] if self.unit else []
         if self.item and self.item.kinds:
             words = [w if w != "a list" else f"a list of {self.item.plural}" for w in words]
         if len(words) > 1:
@@ -60,7 +63,7 @@ class Shape:
         """What is expected of list items, in words."""
         for kind, text in (("float", "numbers"), ("int", "whole numbers"), ("str", "texts"), ("dict", "objects")):
             if kind in self.kinds:
-                return text
+                return f'{text} or {{"epochs": 1}}' if self.unit else text
         return "values"
 
 
@@ -85,9 +88,12 @@ def _shape(annotation: Any) -> Shape:
         values = get_args(annotation)
         return Shape(kinds=frozenset(_KINDS[type(value)] for value in values), literals=values)
     if origin in (Union, types.UnionType):
-        parts = [_shape(part) for part in get_args(annotation)]
+        every = [_shape(part) for part in get_args(annotation)]
+        unit = next((part.section for part in every if part.section and issubclass(part.section, Epochs)), None)
+        parts = [part for part in every if not unit or part.section is not unit]
         sections = [part.section for part in parts if part.section]
         return Shape(
+            unit=unit,
             section=sections[0] if sections else None,
             item=next((part.item for part in parts if part.item), None),
             entry=next((part.entry for part in parts if part.entry), None),
@@ -115,13 +121,14 @@ def children(owner: type[Section], raw: dict[str, Any]) -> Iterator[tuple[tuple[
     """Each object below ``raw`` that has a schema, with its path relative to it."""
     for key in [key for key in raw if key in owner.model_fields]:
         value, expected = raw[key], shape(owner, key)
-        section = section_at(owner, key, raw)
+        section = section_at(owner, key, raw) or expected.unit
+        inside = expected.item and (expected.item.section or expected.item.unit)
         if section is not None and isinstance(value, dict):
             yield (key,), section, value
-        elif expected.item is not None and expected.item.section and isinstance(value, list):
+        elif inside and isinstance(value, list):
             for index, item in enumerate(value):
                 if isinstance(item, dict):
-                    yield (key, index), expected.item.section, item
+                    yield (key, index), inside, item
         elif expected.entry is not None and expected.entry.section and isinstance(value, dict):
             for name, item in value.items():
                 if isinstance(item, dict):

@@ -8,7 +8,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dsframe.config.schema.base import Count, NonNegative, Real, Section, Size
+from dsframe.config.schema.base import Count, NonNegative, Real, Section, Size, Steps, StepsOrNone
 
 
 class HfConstantParams(Section):
@@ -18,14 +18,14 @@ class HfConstantParams(Section):
 class HfConstantWithWarmupParams(Section):
     """Hugging Face: a straight line from 0, then the optimizer's rate."""
 
-    num_warmup_steps: Size = 0
+    num_warmup_steps: StepsOrNone = 0
     """Steps of warm-up."""
 
 
 class HfLinearParams(HfConstantWithWarmupParams):
     """Hugging Face: warm-up, then a straight line to 0."""
 
-    num_training_steps: Count
+    num_training_steps: Steps
     """Steps until the end. Required; ``"auto"`` is the whole training."""
 
 
@@ -64,11 +64,11 @@ class HfPolynomialParams(HfLinearParams):
 class HfWarmupStableDecayParams(Section):
     """Hugging Face: warm-up, a constant rate, then down."""
 
-    num_warmup_steps: Size
+    num_warmup_steps: StepsOrNone
     """Steps of warm-up. Required."""
-    num_decay_steps: Count
+    num_decay_steps: Steps
     """Steps down, at the end. Required."""
-    num_training_steps: Count
+    num_training_steps: Steps
     """Steps until the end. Required; ``"auto"`` is the whole training."""
     warmup_type: Literal["linear", "cosine", "1-sqrt"] = "linear"
     """Shape of the way up."""
@@ -83,9 +83,9 @@ class HfWarmupStableDecayParams(Section):
 class NanoGptParams(Section):
     """nanoGPT: a warm-up that does not begin at 0, then a cosine down to ``min_lr``, which stays."""
 
-    warmup_iters: Size = 0
+    warmup_iters: StepsOrNone = 0
     """Steps of warm-up."""
-    lr_decay_iters: Count
+    lr_decay_iters: Steps
     """Steps until the lowest rate. Required; ``"auto"`` is the whole training."""
     min_lr: NonNegative
     """Lowest rate. Required."""

@@ -7,7 +7,7 @@ Source: ``deepspeed/runtime/lr_schedules.py`` of DeepSpeed 0.19.8 and ``torch.op
 from collections.abc import Mapping
 from typing import Any, Literal
 
-from dsframe.config.schema.base import Count, NonNegative, Real, Section, SectionClass, Size
+from dsframe.config.schema.base import NonNegative, Real, Section, SectionClass, Size, Steps, StepsOrNone
 from dsframe.config.schema.hf_scheduler import HF_SCHEDULERS
 from dsframe.config.schema.torch_scheduler import TORCH_SCHEDULERS
 
@@ -17,7 +17,7 @@ class LrRangeTestParams(Section):
 
     lr_range_test_min_lr: NonNegative | list[NonNegative] = 1e-3
     """First learning rate."""
-    lr_range_test_step_size: Count = 2000
+    lr_range_test_step_size: Steps = 2000
     """Steps in one interval."""
     lr_range_test_step_rate: Real = 1.0
     """Growth in one interval."""
@@ -36,15 +36,15 @@ class OneCycleParams(Section):
     """Learning rate at its peak. Required."""
     decay_lr_rate: Real = 0.0
     """Decay after the cycle."""
-    cycle_first_step_size: Count = 2000
+    cycle_first_step_size: Steps = 2000
     """Steps up."""
-    cycle_second_step_size: Size | None = None
+    cycle_second_step_size: StepsOrNone | None = None
     """Steps down. Default: as many as up."""
     cycle_first_stair_count: Size = 0
     """Stairs on the way up. 0: a straight line."""
     cycle_second_stair_count: Size | None = None
     """Stairs on the way down. Default: as many as up."""
-    decay_step_size: Size = 0
+    decay_step_size: StepsOrNone = 0
     """Steps between decays after the cycle. 0: no decay."""
     cycle_momentum: bool = True
     """Move the momentum the other way."""
@@ -65,7 +65,7 @@ class WarmupLrParams(Section):
     """First learning rate. ``"auto"`` is 0."""
     warmup_max_lr: NonNegative | list[NonNegative] | None = None
     """Last learning rate. Default, and ``"auto"``: the optimizer's ``lr``."""
-    warmup_num_steps: Count = 1000
+    warmup_num_steps: Steps = 1000
     """Steps of warm-up. ``"auto"`` is 1, the least that DeepSpeed takes: the Trainer's default is no warm-up."""
     warmup_type: Literal["log", "linear"] = "log"
     """Shape of the warm-up."""
@@ -76,13 +76,13 @@ class WarmupLrParams(Section):
 class WarmupDecayLrParams(Section):
     """Warm-up, then linear decay to 0 at ``total_num_steps``."""
 
-    total_num_steps: Count
+    total_num_steps: Steps
     """Steps of the whole training. Required. ``"auto"`` is computed from the data and the ``dsframe`` section."""
     warmup_min_lr: NonNegative | list[NonNegative] = 0.0
     """First learning rate. ``"auto"`` is 0."""
     warmup_max_lr: NonNegative | list[NonNegative] = 1e-3
     """Learning rate after warm-up. ``"auto"`` is the optimizer's ``lr``."""
-    warmup_num_steps: Count = 1000
+    warmup_num_steps: Steps = 1000
     """Steps of warm-up. ``"auto"`` is 1."""
     warmup_type: Literal["log", "linear"] = "log"
     """Shape of the warm-up."""
@@ -93,11 +93,11 @@ class WarmupDecayLrParams(Section):
 class WarmupCosineLrParams(Section):
     """Warm-up, then cosine decay. Ratios of the optimizer's ``lr``."""
 
-    total_num_steps: Count
+    total_num_steps: Steps
     """Steps of the whole training. Required. ``"auto"`` is computed from the data and the ``dsframe`` section."""
     warmup_min_ratio: NonNegative = 0.0
     """First learning rate as a ratio."""
-    warmup_num_steps: Count = 1000
+    warmup_num_steps: Steps = 1000
     """Steps of warm-up. ``"auto"`` is 1."""
     cos_min_ratio: NonNegative = 1e-4
     """Last learning rate as a ratio."""

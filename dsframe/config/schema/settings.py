@@ -8,7 +8,7 @@ from typing import Annotated, Any, Literal
 from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from dsframe.config.schema.base import AUTO, Count, Positive, Section, Size
+from dsframe.config.schema.base import AUTO, Count, Every, Positive, Section, Size
 from dsframe.config.schema.settings_checkpoints import Checkpoints
 from dsframe.config.schema.settings_model import DeepSpeedEngine, LargeBatch, Model
 from dsframe.config.schema.settings_report import Mlflow, Profile
@@ -269,11 +269,11 @@ class Settings(Section):
     per_sample_randomness: bool = False
     """Draw what a model draws in training (dropout masks, noise) for each sample by itself, from the seed, the step and the
     sample's place in the global batch. Then the training does not depend on the number of ranks. Slower than torch's own."""
-    eval_every_steps: Count | None = None
+    eval_every_steps: Every | None = None
     """Steps between evaluations. Default: at each epoch's end. The end of training always evaluates."""
     eval_micro_batch_size: Count | None = None
     """Samples of one rank in an evaluation pass. Default: the training micro-batch size."""
-    log_every_steps: Count = 10
+    log_every_steps: Every = 10
     """Steps between two lines of progress."""
     mlflow: Mlflow = Field(default_factory=Mlflow.model_construct)
     """Figures to MLflow."""

@@ -2,7 +2,7 @@
 
 from typing import Literal
 
-from dsframe.config.schema.base import Count, Section, Size
+from dsframe.config.schema.base import Count, Section, StepsOrNone
 
 
 class Tiling(Section):
@@ -38,7 +38,7 @@ class LargeBatch(Section):
     square root."""
     reference_batch_size: Count | None = None
     """``train_batch_size`` for which the file's rates were found."""
-    warmup_steps: Size = 0
+    warmup_steps: StepsOrNone = 0
     """Steps over which that factor grows from 1, on top of what the schedule does."""
 
 

@@ -1,3 +1,4 @@
+# ruff: noqa: RUF012 - pydantic copies mutable defaults
 """``scheduler.params`` for the classes of ``torch.optim.lr_scheduler``. Source: torch 2.13."""
 
 from collections.abc import Mapping
@@ -5,13 +6,13 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
-from dsframe.config.schema.base import Count, NonNegative, Real, Section, Size
+from dsframe.config.schema.base import Count, NonNegative, Real, Section, SectionClass, Steps, StepsOrNone
 
 
 class StepLrParams(Section):
     """torch: times ``gamma`` each ``step_size`` steps."""
 
-    step_size: Count
+    step_size: Steps
     """Steps between two decays. Required."""
     gamma: Real = 0.1
     """Factor."""
@@ -22,7 +23,7 @@ class StepLrParams(Section):
 class MultiStepLrParams(Section):
     """torch: times ``gamma`` at each milestone."""
 
-    milestones: list[Size]
+    milestones: list[StepsOrNone]
     """Steps at which the rate falls. Required."""
     gamma: Real = 0.1
     """Factor."""
@@ -35,7 +36,7 @@ class ConstantLrParams(Section):
 
     factor: NonNegative = 1 / 3
     """Factor at the start."""
-    total_iters: Size = 5
+    total_iters: StepsOrNone = 5
     """Steps of it."""
     last_epoch: int = -1
     """Always -1, the start: a training that goes on takes the checkpoint's step."""
@@ -48,7 +49,7 @@ class LinearLrParams(Section):
     """Factor at the start."""
     end_factor: NonNegative = 1.0
     """Factor at the end."""
-    total_iters: Size = 5
+    total_iters: StepsOrNone = 5
     """Steps between them."""
     last_epoch: int = -1
     """Always -1, the start: a training that goes on takes the checkpoint's step."""
@@ -66,7 +67,7 @@ class ExponentialLrParams(Section):
 class PolynomialLrParams(Section):
     """torch: a polynomial down to 0."""
 
-    total_iters: Count = 5
+    total_iters: Steps = 5
     """Steps until 0."""
     power: Real = 1.0
     """Power of the polynomial."""
@@ -77,7 +78,7 @@ class PolynomialLrParams(Section):
 class CosineAnnealingLrParams(Section):
     """torch: half a cosine wave."""
 
-    T_max: Count
+    T_max: Steps
     """Steps until the lowest rate. Required."""
     eta_min: NonNegative = 0.0
     """Lowest rate."""
@@ -88,7 +89,7 @@ class CosineAnnealingLrParams(Section):
 class CosineAnnealingWarmRestartsParams(Section):
     """torch: cosine waves, each starting anew."""
 
-    T_0: Count
+    T_0: Steps
     """Steps of the first wave. Required."""
     T_mult: Count = 1
     """Each wave is so many times the one before."""
@@ -105,9 +106,9 @@ class CyclicLrParams(Section):
     """Lowest rate. Required."""
     max_lr: NonNegative | list[NonNegative]
     """Highest rate. Required."""
-    step_size_up: Count = 2000
+    step_size_up: Steps = 2000
     """Steps up."""
-    step_size_down: Count | None = None
+    step_size_down: Steps | None = None
     """Steps down. Default: as many as up."""
     mode: Literal["triangular", "triangular2", "exp_range"] = "triangular"
     """How the peaks change."""
@@ -130,11 +131,11 @@ class OneCycleLrParams(Section):
 
     max_lr: NonNegative | list[NonNegative]
     """Highest rate. Required."""
-    total_steps: Count | None = None
+    total_steps: Steps | None = None
     """Steps of the whole training."""
     epochs: Count | None = None
     """With ``steps_per_epoch``, in place of ``total_steps``."""
-    steps_per_epoch: Count | None = None
+    steps_per_epoch: Steps | None = None
     """With ``epochs``, in place of ``total_steps``."""
     pct_start: Real = 0.3
     """Share of the steps that go up."""
@@ -165,17 +166,30 @@ class LambdaLrParams(Section):
     """Always -1, the start: a training that goes on takes the checkpoint's step."""
 
 
+class SchedulePart(Section):
+    """One of torch's schedules as a part of another."""
+
+    type: str
+    """A class of ``torch.optim.lr_scheduler``. Required."""
+    params: dict[str, Any] = {}
+    """Its arguments."""
+
+    @classmethod
+    def variant(cls, raw: Mapping[str, Any], key: str) -> SectionClass | None:
+        return TORCH_SCHEDULERS.get(str(raw.get("type"))) if key == "params" else None
+
+
 class ChainedSchedulerParams(Section):
     """torch: the product of several schedules."""
 
-    schedulers: Annotated[list[dict[str, Any]], Field(min_length=1)]
+    schedulers: Annotated[list[SchedulePart], Field(min_length=1)]
     """Each ``{"type": ..., "params": {...}}`` of torch's. Required."""
 
 
 class SequentialLrParams(ChainedSchedulerParams):
     """torch: several schedules, one after the other."""
 
-    milestones: list[Size]
+    milestones: list[StepsOrNone]
     """Steps at which the next one begins. Required."""
     last_epoch: int = -1
     """Always -1, the start: a training that goes on takes the checkpoint's step."""

@@ -1,0 +1,91 @@
+"""Turns ``{"epochs": n}``, which may stand wherever a file counts steps, into steps."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Iterator, Sequence
+from fractions import Fraction
+from typing import Any
+
+from pydantic import ValidationError
+
+from dsframe.config.read.findings import Findings, Resolved, dotted
+from dsframe.config.read.reader import Path
+from dsframe.config.resolve.auto import Facts
+from dsframe.config.schema.base import Epochs, Interval, Section
+from dsframe.config.schema.file import File, children
+
+
+def resolve(raw: dict[str, Any], facts: Facts, findings: Findings) -> None:
+    """Replace every ``{"epochs": n}`` of ``raw`` by its steps, in place, where those of an epoch are known.
+
+    An interval that is no whole number of steps stays: :func:`due` says at which steps it ends.
+    """
+    epoch_steps = facts.epoch_steps
+    for path, kind, written in [*_found(File, raw, ())]:
+        try:
+            exact = steps(kind.model_validate(written), epoch_steps or Fraction(1))
+        except ValidationError:  # which validation explains
+            continue
+        if "dsframe" not in raw:
+            message = "is dsframe's way to count steps: DeepSpeed raises"
+            findings.error(path, message, 'write steps, or add a "dsframe" section', code="value", at_value=True)
+        elif epoch_steps is None and facts.total_steps is not None:
+            message = "the training data has no length, so an epoch has no number of steps"
+            findings.error(path, message, "write steps", code="value", at_value=True)
+        elif epoch_steps is None:
+            findings.pending.add(path)
+        else:
+            value: Any = math.ceil(exact)
+            reason = _known(epoch_steps)
+            if issubclass(kind, Interval) and value != exact:
+                value, reason = written, f"{reason}: after steps {', '.join(map(str, first(exact)))}, ..."
+            elif value != exact:
+                reason += ", rounded up"
+            _owner(raw, path)[path[-1]] = value
+            findings.resolved.append(Resolved(path, value, reason, was=written))
+
+
+def steps(written: int | Epochs, epoch_steps: Fraction) -> Fraction:
+    """Return the steps of what a file says; 0.1 of an epoch is a tenth of it, exactly."""
+    return Fraction(written) if isinstance(written, int) else Fraction(str(written.epochs)) * epoch_steps
+
+
+def due(step: int, every: Fraction) -> bool:
+    """True if an interval of ``every`` steps ends within ``step``, counted from 1."""
+    return step // every > (step - 1) // every
+
+
+def first(every: Fraction, count: int = 3) -> list[int]:
+    """Return the steps at whose end the first ``count`` intervals have ended."""
+    return sorted({math.ceil(number * every) for number in range(1, count + 1)})
+
+
+def sentence(resolved: Sequence[Resolved], epoch_steps: Fraction | None) -> str:
+    """Return what each became, for a run's first lines; empty where the file has none."""
+    known = _known(epoch_steps or Fraction(1))
+    parts = [known]
+    for one in resolved:
+        if isinstance(one.was, dict):
+            became = f" is {one.value:,} steps" if isinstance(one.value, int) else ""
+            parts.append(f"{dotted(one.path)} {json.dumps(one.was)}{became}{one.reason.removeprefix(known)}")
+    return "; ".join(parts) if parts[1:] else ""
+
+
+def _found(owner: type[Section], raw: dict[str, Any], path: Path) -> Iterator[tuple[Path, type[Epochs], Any]]:
+    for inner, section, value in children(owner, raw):
+        if issubclass(section, Epochs):
+            yield path + inner, section, value
+        else:
+            yield from _found(section, value, path + inner)
+
+
+def _owner(raw: Any, path: Path) -> Any:
+    for part in path[:-1]:
+        raw = raw[part]
+    return raw
+
+
+def _known(epoch_steps: Fraction) -> str:
+    return f"an epoch has {float(epoch_steps):,.6g} step{'s' * (epoch_steps != 1)}"

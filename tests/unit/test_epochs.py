@@ -1,0 +1,326 @@
+"""``{"epochs": n}`` wherever a file counts steps: what it becomes, what is refused, and that a run goes by it."""
+
+from __future__ import annotations
+
+import json
+from fractions import Fraction
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dsframe
+from dsframe.checkpoint.store import Retention
+from dsframe.cli import main
+from dsframe.config import Config, Facts, load
+from dsframe.config.resolve import epochs
+from dsframe.config.schema.base import Interval, Section
+from dsframe.config.schema.file import shape
+from dsframe.data import TensorSource
+from dsframe.data.sampler import Sampler
+from dsframe.errors import ConfigError
+from dsframe.tools.schema import json_schema, sections
+from dsframe.trainer import RunSchedule
+
+
+def known(config: Config, samples: int, *, drop_last: bool = False) -> Config:
+    """The configuration on so many samples, as a run resolves it."""
+    batch = config.batch(1).train_batch_size
+    sampler = Sampler(samples, batch, 0, drop_last=drop_last)
+    return config.resolve(Facts(1, 1000, sampler.epoch_steps))
+
+
+def scheduler(kind: str, **params: Any) -> dict[str, Any]:
+    return {"train_batch_size": 8, "scheduler": {"type": kind, "params": params}, "dsframe": {}}
+
+
+def params_of(config: Config) -> dict[str, Any]:
+    assert config.deepspeed.scheduler is not None
+    return config.deepspeed.scheduler.params
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "became"),
+    [
+        ("StepLR", {"step_size": {"epochs": 1}}, {"step_size": 3}),
+        ("WarmupLR", {"warmup_num_steps": {"epochs": 0.1}}, {"warmup_num_steps": 1}),
+        (
+            "linear",
+            {"num_warmup_steps": {"epochs": 2}, "num_training_steps": {"epochs": 90}},
+            {"num_warmup_steps": 5, "num_training_steps": 225},
+        ),
+        ("nanogpt", {"warmup_iters": 7, "lr_decay_iters": {"epochs": 4}}, {"warmup_iters": 7, "lr_decay_iters": 10}),
+        ("MultiStepLR", {"milestones": [{"epochs": 1}, 4, {"epochs": 2}]}, {"milestones": [3, 4, 5]}),
+        ("OneCycleLR", {"epochs": 4, "steps_per_epoch": {"epochs": 1}}, {"epochs": 4, "steps_per_epoch": 3}),
+    ],
+)
+def test_it_is_steps_when_the_data_are_known(kind: str, params: dict[str, Any], became: dict[str, Any]) -> None:
+    """20 samples in batches of 8: an epoch has 2.5 steps."""
+    params |= {"max_lr": 0.1} if kind == "OneCycleLR" else {"min_lr": 0.1} if kind == "nanogpt" else {}
+    before = load(scheduler(kind, **params))
+    assert params_of(before) == params
+    assert {key: params_of(known(before, 20))[key] for key in became} == became
+
+
+def test_schedules_inside_of_schedules() -> None:
+    parts = [
+        {"type": "LinearLR", "params": {"total_iters": {"epochs": 1}}},
+        {"type": "SequentialLR", "params": {"milestones": [{"epochs": 4}], "schedulers": [
+            {"type": "ConstantLR", "params": {"total_iters": {"epochs": 2}}},
+            {"type": "CosineAnnealingLR", "params": {"T_max": {"epochs": 3}}}]}},
+    ]  # fmt: skip
+    config = known(load(scheduler("SequentialLR", milestones=[{"epochs": 1}], schedulers=parts)), 16)
+    outer = params_of(config)
+    inner = outer["schedulers"][1]["params"]
+    assert outer["milestones"] == [2]
+    assert outer["schedulers"][0]["params"] == {"total_iters": 2}
+    assert inner["milestones"] == [8]
+    assert [part["params"] for part in inner["schedulers"]] == [{"total_iters": 4}, {"T_max": 6}]
+    said = epochs.sentence(config.resolved, config.facts.epoch_steps)
+    assert said.startswith('an epoch has 2 steps; scheduler.params.milestones[0] {"epochs": 1} is 2 steps; ')
+    assert 'schedulers[1].params.schedulers[1].params.T_max {"epochs": 3} is 6 steps' in said
+
+
+@pytest.mark.parametrize(
+    ("part", "message"),
+    [
+        (
+            {"type": "StepLRR", "params": {"step_size": 3}},
+            r'\.type: "StepLRR" is not in torch.* did you mean "StepLR"\?',
+        ),
+        ({"type": "WarmupLR", "params": {}}, r'\.type: "WarmupLR" is not in torch.*, as each part must be'),
+        (
+            {"type": "StepLR", "params": {"step_sizee": 3}},
+            r'params\.step_sizee: unknown key; did you mean "step_size"\?',
+        ),
+        ({"type": "StepLR"}, r'params: "step_size" is required'),
+        ({"params": {}}, r"\.type: is required"),
+        (3, r": 3 must be "),
+    ],
+)
+def test_mistakes_inside_of_schedules(part: Any, message: str) -> None:
+    inner = {"type": "ChainedScheduler", "params": {"schedulers": [part]}}
+    outer = [{"type": "ExponentialLR", "params": {"gamma": 0.9}}, inner]
+    with pytest.raises(ConfigError, match=r"schedulers\[1\]\.params\.schedulers\[0\]\.?" + message):
+        load(scheduler("SequentialLR", milestones=[3], schedulers=outer))
+
+
+def test_the_batch_decides_and_accumulation_does_not() -> None:
+    for sizes in (
+        {"train_batch_size": 8},
+        {"train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 4},
+    ):
+        file = scheduler("StepLR", step_size={"epochs": 1})
+        del file["train_batch_size"]
+        assert params_of(known(load(file | sizes), 32)) == {"step_size": 4}
+    coming_and_going = load(scheduler("StepLR", step_size={"epochs": 1}))
+    for processes in (1, 2, 4):  # as in an elastic run
+        sampler = Sampler(32, coming_and_going.batch(processes, replicas=True).train_batch_size, 0)
+        assert params_of(coming_and_going.resolve(Facts(processes, 9, sampler.epoch_steps))) == {"step_size": 4}
+    whole = load(scheduler("StepLR", step_size={"epochs": 2}))
+    assert params_of(known(whole, 20, drop_last=True)) == {"step_size": 4}
+    assert params_of(known(whole, 20)) == {"step_size": 5}
+
+
+def test_intervals_end_where_epochs_end() -> None:
+    """Evaluations, checkpoints and lines do not drift away from the ends of epochs of 2.5 steps."""
+    each = {"epochs": 1}
+    config = known(
+        load(
+            {
+                "train_batch_size": 8,
+                "dsframe": {
+                    "epochs": 6,
+                    "eval_every_steps": each,
+                    "log_every_steps": {"epochs": 2},
+                    "checkpoints": {"every_steps": each, "keep_every": {"epochs": 4}, "keep_best": "loss:min"},
+                    "large_batch": {"lr_scaling": "linear", "reference_batch_size": 8, "warmup_steps": each},
+                },
+            }
+        ),
+        20,
+    )
+    settings = config.settings
+    assert settings.eval_every_steps == settings.checkpoints.every_steps == Interval(epochs=1)
+    assert (settings.log_every_steps, settings.checkpoints.keep_every) == (5, 10)
+    assert settings.large_batch.warmup_steps == 3
+    said = epochs.sentence(config.resolved, config.facts.epoch_steps)
+    assert 'dsframe.eval_every_steps {"epochs": 1}: after steps 3, 5, 8, ...; ' in said
+    assert 'dsframe.large_batch.warmup_steps {"epochs": 1} is 3 steps, rounded up' in said
+    sampler = Sampler(20, 8, 0)
+    schedule = RunSchedule.of(settings, sampler, evaluates=True)
+    ends = {sampler.total_steps(count) for count in range(1, 7)}
+    assert schedule.eval_steps == {3, 5, 8, 10, 13, 15} == ends
+    default = load({"train_batch_size": 8, "dsframe": {"epochs": 6}}).settings
+    assert RunSchedule.of(default, sampler, evaluates=True).eval_steps == ends
+    every = epochs.steps(Interval(epochs=1), sampler.epoch_steps)
+    assert {step for step in range(1, 16) if epochs.due(step, every)} == ends
+    assert Retention(last=1, every=every).keeps({step: {} for step in (2, 3, 4, 5, 6, 7)}) == {3, 5, 7}
+    assert [step for step in range(11, 16) if schedule.logs(step)] == [15]
+
+
+def test_a_tenth_of_an_epoch_is_a_tenth() -> None:
+    tenth = epochs.steps(Interval(epochs=0.1), Fraction(30))
+    assert tenth == 3
+    assert [step for step in range(1, 10) if epochs.due(step, tenth)] == [3, 6, 9]
+    assert epochs.first(Fraction(1, 2), 6) == [1, 2, 3]
+
+
+@pytest.mark.parametrize(
+    ("written", "message"),
+    [
+        ({"epoch": 1}, r"step_size\.epoch: unknown key; did you mean \"epochs\"\?"),
+        ({"steps": 3}, r"step_size\.steps: unknown key; write a number of steps"),
+        ({"epochs": 0}, r"step_size\.epochs: 0 must be above 0"),
+        ({"epochs": -1}, r"step_size\.epochs: -1 must be above 0"),
+        ({"epochs": "1"}, r"step_size\.epochs: \"1\" must be a number; write 1 without quotes"),
+        ({"epochs": True}, r"step_size\.epochs: true must be a number"),
+        ({}, r"step_size\.epochs: is required"),
+        ("1", r"step_size: \"1\" must be a whole number or \{\"epochs\": 1\}"),
+    ],
+)
+def test_mistakes_are_named(written: Any, message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load(scheduler("StepLR", step_size=written))
+    inside = [{"type": "StepLR", "params": {"step_size": written}}, {"type": "ExponentialLR", "params": {"gamma": 0.9}}]
+    with pytest.raises(ConfigError, match=r"schedulers\[0\]\.params\." + message):
+        load(scheduler("SequentialLR", milestones=[3], schedulers=inside))
+
+
+def test_a_list_says_what_it_may_hold() -> None:
+    with pytest.raises(ConfigError, match=r"milestones: 3 must be a list of whole numbers or \{\"epochs\": 1\}"):
+        load(scheduler("MultiStepLR", milestones=3))
+
+
+def test_where_it_has_no_meaning_it_is_refused() -> None:
+    file = scheduler("WarmupLR", warmup_num_steps={"epochs": 1})
+    with pytest.raises(ConfigError, match=r"the training data has no length.*write steps"):
+        load(file).resolve(Facts(1, 1000))
+    del file["dsframe"]
+    with pytest.raises(ConfigError, match="is dsframe's way to count steps: DeepSpeed raises"):
+        load(file)
+    with pytest.raises(ConfigError, match=r"commit_every_steps: .* must be a whole number"):
+        load({"train_batch_size": 8, "dsframe": {"horovod": {"commit_every_steps": {"epochs": 1}}}})
+    rare = {"eval_every_steps": {"epochs": 2}, "checkpoints": {"every_steps": {"epochs": 1}, "keep_best": "loss:min"}}
+    warned = load({"train_batch_size": 8, "dsframe": rare}).problems
+    assert "only 1 of 2 checkpoints is evaluated" in str(warned[0])
+    assert 'make every_steps ({"epochs": 1}) a multiple of eval_every_steps ({"epochs": 2})' in str(warned[0])
+
+
+def test_check_resolves_what_the_file_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    file = scheduler("MultiStepLR", milestones=[{"epochs": 30}, {"epochs": 60}])
+    file |= {"train_batch_size": 64, "dsframe": {"eval_every_steps": {"epochs": 1}}}
+    path = tmp_path / "file.json"
+    for task, expected in (({}, '[{"epochs": 30}, {"epochs": 60}],'), ({"name": "vision"}, "[28125, 56250]  //")):
+        file["dsframe"] |= {"task": task} if task else {}
+        path.write_text(json.dumps(file))
+        assert main(["check", str(path), "--resolved"]) == 0
+        printed = capsys.readouterr().out
+        assert expected.rstrip(",") in printed
+        assert ("after steps 938, 1875, 2813, ..." in printed) is bool(task)
+        path.write_text("\n".join(line.partition("//")[0] for line in printed.splitlines()))
+        load(path)  # what is printed is a file
+
+
+def test_the_editors_schema_has_it_wherever_steps_are_counted() -> None:
+    definitions = json_schema()["$defs"]
+    text = json.dumps(definitions["StepLrParams"]["properties"]["step_size"])
+    assert '"#/$defs/Epochs"' in text
+    assert definitions["Epochs"]["required"] == ["epochs"]
+    owners: dict[str, type[Section]] = {".".join(path): owner for path, owner in sections()}
+    for path, owner in owners.items():
+        if path.startswith("scheduler.params") and "ReduceLROnPlateau" not in path:
+            for key in owner.model_fields:
+                expected = shape(owner, key)
+                counts = "step" in key and "rate" not in key and "int" in expected.kinds
+                assert bool(expected.unit) or not counts, (path, key)
+
+
+class Line(dsframe.Task):
+    """A line through 20 points."""
+
+    def model(self) -> nn.Module:
+        self.line = nn.Linear(2, 1)
+        with torch.no_grad():
+            self.line.weight.fill_(0.5)
+            self.line.bias.zero_()
+        return self.line
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().mean()
+
+    def train_data(self) -> Any:
+        numbers = torch.Generator().manual_seed(0)
+        return TensorSource(torch.randn(20, 2, generator=numbers), torch.randn(20, 1, generator=numbers))
+
+    def eval_data(self) -> Any:
+        return self.train_data()
+
+
+def lines(run: str) -> list[dict[str, Any]]:
+    return [json.loads(line) for line in (Path(run) / "metrics.jsonl").read_text().splitlines()]
+
+
+def test_step_lr_by_epochs_is_torchs_stepped_once_an_epoch(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    task = Line()
+    file = {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 0,
+        "dataloader_drop_last": True,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "scheduler": {"type": "StepLR", "params": {"step_size": {"epochs": 1}, "gamma": 0.5}},
+        "dsframe": {"engine": "single", "epochs": 5, "order": "sequential", "run_dir": "run", "log_every_steps": 1},
+    }
+    summary = dsframe.fit(task, file)
+    inputs, targets = task.train_data().batch(torch.arange(20), 0)
+    model = Line().model()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+    schedule = torch.optim.lr_scheduler.StepLR(optimizer, 1, gamma=0.5)
+    losses, rates = [], []
+    for _ in range(5):
+        for start in (0, 8):
+            rates.append(optimizer.param_groups[0]["lr"])
+            optimizer.zero_grad()
+            parts = []
+            for micro in (start, start + 4):
+                loss = task.loss(model(inputs[micro : micro + 4]), targets[micro : micro + 4]) / 2
+                loss.backward()
+                parts.append(loss.item())
+            losses.append(sum(parts))
+            optimizer.step()
+        schedule.step()
+    found = [line for line in lines("run") if "learning_rate" in line]
+    assert [line["learning_rate"] for line in found] == rates
+    assert [line["loss"] for line in found] == pytest.approx(losses, abs=1e-7)
+    assert summary.steps == 10
+    assert len(set(rates)) == 5
+
+
+def test_a_run_goes_by_epochs_and_says_what_they_are(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    each = {"epochs": 1}
+    kept = {"every_steps": each, "keep_last": 9, "keep_best": "loss:min"}
+    file = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "scheduler": {"type": "linear", "params": {"num_training_steps": {"epochs": 4}}},
+        "dsframe": {"engine": "single", "epochs": 4, "run_dir": "run", "eval_every_steps": each, "checkpoints": kept},
+    }
+    whole = dsframe.fit(Line(), file)
+    said = capsys.readouterr().err
+    assert 'an epoch has 2.5 steps; scheduler.params.num_training_steps {"epochs": 4} is 10 steps;' in said
+    assert 'dsframe.checkpoints.every_steps {"epochs": 1}: after steps 3, 5, 8, ...' in said
+    assert "the schedule is for" not in said
+    assert sorted(int(path.name[-8:]) for path in Path("run/checkpoints").glob("step-*")) == [3, 5, 8, 10]
+    assert [line["step"] for line in lines("run") if "evaluation" in line] == [3, 5, 8, 10]
+    again = dsframe.fit(
+        Line(), "run/config.json", overrides=["dsframe.run_dir=again"]
+    )  # the record is the same training
+    assert again.loss == whole.loss
+    assert again.metrics == whole.metrics
