@@ -100,8 +100,8 @@ def test_it_is_said_at_the_start_and_by_check(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     said = (
-        "the file does not say, so inherited: gradient_clipping 1.0, weight_decay 0.0, "
-        'adam_w_mode true ("Adam" is AdamW); DeepSpeed\'s defaults'
+        "the file does not say, so inherited: gradient_clipping 1.0, betas [0.9, 0.999], eps 1e-08, weight_decay 0.0, "
+        'bias_correction true, adam_w_mode true ("Adam" is AdamW); DeepSpeed\'s defaults'
     )
     dsframe.fit(Line(), file("Adam", lr=0.1))
     assert f"dsframe: {said}\n" in capsys.readouterr().err

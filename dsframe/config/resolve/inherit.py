@@ -18,7 +18,8 @@ TORCH: Mapping[str, Mapping[str, Any]] = {
 }
 """Where torch.optim's classes (torch 2.13) have another default than DeepSpeed 0.19.8 for the same ``optimizer.type``."""
 _SAID = ("lr", "momentum", "betas", "eps", "weight_decay", "bias_correction", "adam_w_mode")
-_TOLD = ("gradient_clipping", "lr", "weight_decay", "adam_w_mode")
+_TOLD = frozenset({"gradient_clipping", "lr", "weight_decay", "adam_w_mode"})
+"""The rate, and where DeepSpeed and torch differ. The others are said beside them, not alone: both libraries agree."""
 
 
 def fill(raw: dict[str, Any]) -> tuple[Resolved, ...]:
@@ -68,11 +69,10 @@ def _optimizer(raw: Mapping[str, Any]) -> tuple[str, Any]:
 
 
 def sentence(found: tuple[Resolved, ...]) -> str:
-    """One line about the rate and what DeepSpeed and torch have different defaults for; empty where the file says all of it."""
-    told = [one for one in found if one.path[-1] in _TOLD]
-    if not told:
+    """Returns one line; empty where the file says the rate and everything that DeepSpeed and torch have other defaults for."""
+    if not any(one.path[-1] in _TOLD for one in found):
         return ""
-    values = ", ".join(f"{one.path[-1]} {show(one.value)}" for one in told)
-    decoupled = any(one.path[-1] == "adam_w_mode" and one.value for one in told)
+    values = ", ".join(f"{one.path[-1]} {show(one.value)}" for one in found)
+    decoupled = any(one.path[-1] == "adam_w_mode" and one.value for one in found)
     what = ' ("Adam" is AdamW)' if decoupled else ""
-    return f"the file does not say, so inherited: {values}{what}; {told[0].reason.removeprefix('inherited, ')}s"
+    return f"the file does not say, so inherited: {values}{what}; {found[0].reason.removeprefix('inherited, ')}s"
