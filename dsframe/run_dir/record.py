@@ -54,8 +54,10 @@ class Record:
             **about,
         }
         with self.surviving():
-            _write(directory / _ORIGIN, provenance())
-            _write(directory / CONFIG, plan.config.shown())
+            _write(
+                directory / _ORIGIN, provenance(), mode=0o600
+            )  # secrets are hidden; what a command line holds is open
+            _write(directory / CONFIG, plan.config.shown(), mode=0o600)
         before = _lines_until(directory / _METRICS, done_steps) if done_steps else []
         self._file: FileIO | None = None
         self._partial, self._begun = _partial(directory / _METRICS), False
@@ -126,9 +128,11 @@ class Record:
             _write(self._directory / _SUMMARY, content)
 
 
-def _write(path: Path, content: Mapping[str, Any]) -> None:
+def _write(path: Path, content: Mapping[str, Any], mode: int = 0o666) -> None:
     partial = _partial(path)
     try:
+        partial.unlink(missing_ok=True)
+        partial.touch(mode)
         partial.write_text(json.dumps(_clean(content), indent=2) + "\n", encoding="utf-8")
         partial.replace(path)
     except OSError:

@@ -264,11 +264,18 @@ def test_rule(keys: dict[str, Any], expected: list[str], monkeypatch: pytest.Mon
 
 
 def test_a_file_that_names_code_says_so() -> None:
-    problems = examine('{"train_batch_size": 8, "dsframe": {"task": {"name": "circles:Circles"}}}', "x.json").problems
-    said = [problem for problem in problems if problem.code == "imports"]
-    assert [(p.severity, p.path, p.message) for p in said] == [
-        ("note", "dsframe.task.name", "imports and runs code: circles")
-    ]
+    content = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "mine:Fast", "params": {"lr": 0.1}},
+        "scheduler": {"type": "LambdaLR", "params": {"lr_lambda": "mine:rate"}},
+        "dsframe": {"engine": "single", "task": {"name": "circles:Circles"}},
+    }
+    said = [problem for problem in examine(json.dumps(content), "x.json").problems if problem.code == "imports"]
+    assert {(p.severity, p.path, p.message) for p in said} == {
+        ("note", "dsframe.task.name", "imports and runs code: circles"),
+        ("note", "optimizer.type", "imports and runs code: mine"),
+        ("note", "scheduler.params.lr_lambda", "imports and runs code: mine"),
+    }
 
 
 def test_gpu_direct_storage_needs_cuda(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -113,3 +113,10 @@ def test_a_run_that_is_complete_stays_as_it_is(tmp_path: Path, capsys: pytest.Ca
     run.execute(load(file), task=Odd(), world=World(), resume="auto", quiet=True)
     assert read_summary(tmp_path)["steps"] == 5
     assert steps(tmp_path)[-1] == 5
+
+
+def test_what_may_hold_accounts_is_the_owners(tmp_path: Path) -> None:
+    (tmp_path / "run.json").write_text("of an earlier run, open to all")
+    record(tmp_path, []).close("FAILED")
+    for name in ("run.json", "config.json"):
+        assert (tmp_path / name).stat().st_mode & 0o777 == 0o600

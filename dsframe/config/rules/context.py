@@ -48,3 +48,9 @@ class RuleContext:
     def no_effect(self, path: tuple[str, ...], message: str, remedy: str = "remove it") -> None:
         """Report a key without effect."""
         self.findings.warning(path, message, remedy, code="no-effect")
+
+    def imports(self, path: tuple[str | int, ...], name: object) -> None:
+        """Say that a ``module:name`` runs code; a name of dsframe's own or of a library does not."""
+        if isinstance(name, str) and ":" in name:
+            text = f"imports and runs code: {name.partition(':')[0]}"
+            self.findings.note(path, text, code="imports", at_value=True)

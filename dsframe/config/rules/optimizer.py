@@ -51,6 +51,7 @@ def _optimizer(context: RuleContext) -> None:
         return
     name = optimizer.type
     if ":" in name:
+        context.imports(("optimizer", "type"), name)
         if context.by_deepspeed:
             context.conflict(
                 ("optimizer", "type"), "an optimizer of your own is not possible with DeepSpeed, which shards known ones",
@@ -207,7 +208,8 @@ def _scheduler(context: RuleContext) -> None:
 
 
 def _parts(context: RuleContext, params: dict[str, Any], path: Path) -> None:
-    """Report schedules inside of schedules that are not torch's."""
+    """Report schedules inside of schedules that are not torch's, and the code that they name."""
+    context.imports((*path, "lr_lambda"), params.get("lr_lambda"))
     parts = params.get("schedulers")
     for index, part in enumerate(parts if isinstance(parts, list) else ()):
         if not isinstance(part, dict):

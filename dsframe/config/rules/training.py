@@ -105,13 +105,7 @@ def _dsframe(context: RuleContext) -> None:
         context.conflict(("dsframe", "steps"), "epochs is given as well", "keep one of them")
     task = settings.task
     name = getattr(task, "name", "")
-    if ":" in name:
-        context.findings.note(
-            ("dsframe", "task", "name"),
-            f"imports and runs code: {name.partition(':')[0]}",
-            code="imports",
-            at_value=True,
-        )
+    context.imports(("dsframe", "task", "name"), name)
     heads, width = getattr(task, "heads", None), getattr(task, "width", None)
     if isinstance(heads, int) and isinstance(width, int) and width % heads:
         context.conflict(("dsframe", "task", "heads"), f"{heads} does not divide width {width}", "choose another")
