@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import time
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -14,6 +16,8 @@ from torch.utils.data import Dataset, TensorDataset
 from dsframe.data import Loader, fingerprint
 from dsframe.data.fingerprint import assert_same_samples, digest
 from dsframe.errors import DataError
+from tests import portability
+from tests.processes import run_ranks, warm
 from tests.unit.test_checkpoint_portable import Room
 
 
@@ -137,3 +141,47 @@ def test_sources_and_workers_are_read_alike() -> None:
     told = of_ranks(loader(Source()), loader(Source(), workers=2))
     assert told[0] == told[1]
     assert list(told[0]) == ["0", "3", "6", "2"]
+
+
+TASK = """
+import os
+import torch
+from torch import nn
+import dsframe
+
+class Drawing:
+    def __len__(self):
+        return 64
+
+    def batch(self, indices, epoch):
+        if len(indices) == 1 and "DRAWS" in os.environ:  # what is read before training
+            torch.rand(3)
+        return indices[:, None] / 64, indices[:, None] / 64
+
+class Dropping(dsframe.Task):
+    def model(self):
+        return nn.Sequential(nn.Linear(1, 32), nn.Dropout(0.5), nn.Linear(32, 1))
+
+    def loss(self, outputs, targets):
+        return nn.functional.mse_loss(outputs, targets)
+
+    def train_data(self):
+        return Drawing()
+
+if __name__ == "__main__":
+    dsframe.main(Dropping())
+"""
+
+
+def test_reading_leaves_the_random_numbers_of_training_alone(tmp_path: Path) -> None:
+    """Or dropout would draw other masks."""
+    (tmp_path / "task.py").write_text(TASK)
+    file = {"train_batch_size": 8, "optimizer": {"type": "AdamW"}, "dsframe": {"engine": "single", "steps": 5}}
+    (tmp_path / "my.json").write_text(json.dumps(file))
+    losses = []
+    for draws in (None, "1"):
+        command = warm(1, ["task.py", "--config", "my.json", "--run-dir", f"run-{draws}"])
+        run_ranks(command, cwd=tmp_path, env={"DRAWS": draws}, timeout_seconds=90).check()
+        losses.append(portability.losses(tmp_path / f"run-{draws}"))
+    assert losses[0] == losses[1]
+    assert len(losses[0]) >= 3
