@@ -18,9 +18,11 @@ from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dsframe.checkpoint.state import EngineState, SavedState
+from dsframe.checkpoint.state import EngineState, SavedState, aliases
+from dsframe.cluster.exchange import by_value, first_difference
 from dsframe.errors import TaskError
 from dsframe.host import allocator
 from dsframe.model import formats, switches
@@ -261,8 +263,39 @@ def dependences(task: Task, model: nn.Module, *, per_sample: bool = False) -> tu
     return tuple(found)
 
 
+def assert_same_model(engine: Engine, *models: nn.Module) -> None:
+    """**Collective.** Raises TaskError, on every rank, where ``models`` are not made alike: names, order, shapes, dtypes, what is
+    trained. Before a library sees them: engines match parameters by their place, and fail inside or mix them up.
+    """
+    told = first_difference(engine, [entry for model in models for entry in _entries(model)])
+    if told:
+        first = by_value([text or "nothing more" for text in told])
+        raise TaskError(
+            f"{type(engine.plan.task).__name__}: the model differs between ranks. The first difference: {first}. Every rank has to "
+            "build the same model: sort what comes out of a set, whose order is another in each process, and decide nothing by the "
+            "rank or the host"
+        )
+
+
+def _entries(model: nn.Module) -> Iterator[str]:
+    further = aliases(model)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in further:
+            yield f"parameter {name}, which is {further[name]}"
+        else:
+            yield f"parameter {name} {_form(parameter)}{'' if parameter.requires_grad else ' frozen'}"
+    for name, buffer in model.named_buffers():
+        yield f"buffer {name} {_form(buffer)}"
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{'' if is_lazy(tensor) else f'{list(tensor.shape)} '}{str(tensor.dtype).removeprefix('torch.')}"
+
+
 def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
-    """The task's model, the same on every rank and engine; ``engine.depends`` is set.
+    """**Collective.** The task's model, the same on every rank and engine; ``engine.depends`` is set.
+
+    Raises TaskError where it is not the same on every rank; the engine can sum over ranks already.
 
     Built on the CPU and then moved to the plan's device, so that initial weights depend on neither the engine nor the kind of
     device: CUDA's generator gives other numbers on other GPUs. (A task's layers have a seed each.)
@@ -277,6 +310,7 @@ def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
         allocator.give_back()
     with torch.device("cpu"), nullcontext() if spill is None else spill.building():
         model = plan.task.model()
+    assert_same_model(engine, model)
     engine.dtype = formats.own_dtype(plan.config, plan.task, model, keeps_float64=engine.keeps_float64)
     if spill is None:
         model.to(plan.device)

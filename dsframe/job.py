@@ -16,8 +16,10 @@ import torch
 from xxhash import xxh3_64_hexdigest
 
 from dsframe import __version__, engines
+from dsframe.checkpoint import generators
+from dsframe.checkpoint.changes import about
 from dsframe.checkpoint.memory_checkpoint import MemoryCheckpoint, begin_again
-from dsframe.checkpoint.resume import Start, about, begin, refuse
+from dsframe.checkpoint.resume import Start, begin, refuse
 from dsframe.checkpoint.saver import Saver
 from dsframe.checkpoint.store import Retention, Store
 from dsframe.cluster import world as worlds
@@ -27,6 +29,7 @@ from dsframe.cluster.world import World
 from dsframe.config import Batch, Config, Facts
 from dsframe.config.resolve import elastic, epochs, inherit, scaling
 from dsframe.data import EvaluationLoader, Loader
+from dsframe.data.fingerprint import assert_same_samples
 from dsframe.engine import Engine, Plan
 from dsframe.engines import precision
 from dsframe.errors import CheckpointError, EngineError, StoppedError, TaskError, TrainingError
@@ -248,6 +251,9 @@ def _resume(job: _Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start
         package=engines.TABLE[run.engine].package,
     )
     with watchdog:
+        kept = generators.capture(plan.device)  # reading may draw
+        mine["data"] = assert_same_samples(engine, job.work.loader)
+        generators.restore(kept, plan.device)
         if job.commits and job.commits.last:
             start = begin_again(engine, job.commits.last, checkpoints, job.say)
         else:

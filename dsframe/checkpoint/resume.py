@@ -5,29 +5,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
-from importlib import metadata
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dsframe.checkpoint import generators, store
+from dsframe.checkpoint.changes import differences, new_batch, place
 from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.preflight import examine, preflight
 from dsframe.checkpoint.state import ParameterState, SavedView
 from dsframe.checkpoint.store import Store
 from dsframe.cluster.exchange import all_gather_text, failures
-from dsframe.config.read import secrets
 from dsframe.errors import CheckpointError, ConfigError, Problem
 
 if TYPE_CHECKING:
-    from dsframe.config import Batch, Config
+    from dsframe.config import Config
     from dsframe.engine import Engine
-    from dsframe.model.optimizers import OptimizerSpec
-    from dsframe.tasks.task import Task
-
-_ELSEWHERE = {"data_dir", "workers"}
-"""Settings of a task that say where its data are and how they are read, not what they are."""
 
 
 @dataclass(frozen=True)
@@ -42,63 +36,6 @@ class Start:
     """The evaluation after that step, where there was one."""
     in_place: bool = False
     """True if the checkpoint is the run's own, so that its record of figures goes on too."""
-
-
-def about(
-    config: Config,
-    task: Task,
-    optimizer: OptimizerSpec,
-    batch: Batch,
-    *,
-    samples: int,
-    world_size: int,
-    engine: str,
-    package: str | None,
-) -> dict[str, Any]:
-    """Returns what the manifest tells of a run: ``training`` must be the same to go on, ``course`` may change and is pointed out.
-
-    ``samples``: training samples. ``engine``: its name in the table; ``package``: what it needs beyond torch.
-    """
-    cls, own = type(task), config.settings.task
-    kind = (optimizer.cls.__name__ if optimizer.cls else optimizer.kind).lower()
-    if optimizer.cls is None and kind == "adam" and optimizer.arguments.get("adam_w_mode", True):
-        kind = "adamw"  # DeepSpeed's Adam decouples weight decay unless told otherwise
-    sections = ("gradient_clipping", "scheduler", "bf16", "fp16", "torch_autocast")
-    found = json.loads(config.deepspeed.model_dump_json(include=set(sections)))
-    return {
-        "training": {
-            "task": f"{cls.__module__}:{cls.__qualname__}",
-            "task settings": secrets.without(json.loads(own.model_dump_json(exclude=_ELSEWHERE))),
-            "optimizer": kind,
-            "train_batch_size": batch.train_batch_size,
-            "training samples": samples,
-            "seed": config.settings.seed,
-            "dataloader_drop_last": config.deepspeed.dataloader_drop_last,
-            **({"order": "sequential"} if config.settings.order == "sequential" else {}),
-        },
-        "course": {
-            "optimizer.params": {
-                key: value for key, value in optimizer.arguments.items() if key not in ("fused", "torch_adam", "lr")
-            },
-            **{name: found[name] for name in sections},
-        },
-        "run": {
-            "engine": engine,
-            "world_size": world_size,
-            "micro_batch_size": batch.micro_batch_size,
-            "config": config.shown(),
-            "config_digest": config.digest,
-        },
-        "pretrained": task.pretrained(),
-        "versions": {name: _version(name) for name in ("dsframe", "torch", *([package] if package else []))},
-    }
-
-
-def _version(package: str) -> str | None:
-    try:
-        return metadata.version(package)
-    except metadata.PackageNotFoundError:
-        return None
 
 
 def refuse(config: Config, wanted: str, *, evaluates: bool) -> None:
@@ -144,24 +81,38 @@ def begin(
     checkpoint = Checkpoint(path, engine.plan.world.rank if same_ranks else 0)
     for line in differences(checkpoint.manifest, mine):
         say(f"resuming with a change: {line}")
-    if checkpoint.step > total_steps:
-        raise CheckpointError(
-            f"{path} was saved after step {checkpoint.step}, but the run ends at step {total_steps}; raise steps or epochs"
-        )
+    # A link among the run's checkpoints is one of them, and so is what a link elsewhere leads to.
+    in_place = folder.directory.resolve() in (path.parent.resolve(), path.resolve().parent)
+    step = _first_step(checkpoint, mine, total_steps, in_place=in_place)
     engine.load_state(_Watched(checkpoint, sign_of_life))
     _restore_generators(engine, checkpoint)
     manifest = checkpoint.manifest
     if engine.plan.plateau and manifest.get("schedule"):
         engine.plan.plateau.restore(manifest["schedule"])
+        if engine.plan.plateau.observed == checkpoint.step:
+            engine.plan.plateau.observed = step
     for line in _next_rate(engine, manifest, checkpoint.updates):
         say(f"resuming with a change: {line}")
     checkpoint.close()
-    # A link among the run's checkpoints is one of them, and so is what a link elsewhere leads to.
-    in_place = folder.directory.resolve() in (path.parent.resolve(), path.resolve().parent)
-    make_way(engine, folder, checkpoint.step if in_place else None, say)
+    make_way(engine, folder, step if in_place else None, say)
     run = manifest["run"]
-    say(f"going on after step {checkpoint.step} from {path}, written by {run['engine']} on {run['world_size']} rank(s)")
-    return Start(checkpoint.step, manifest["loss"], manifest["evaluation"], in_place)
+    say(f"going on after step {step} from {path}, written by {run['engine']} on {run['world_size']} rank(s)")
+    return Start(step, manifest["loss"], manifest["evaluation"], in_place)
+
+
+def _first_step(checkpoint: Checkpoint, mine: Mapping[str, Any], total_steps: int, *, in_place: bool) -> int:
+    """Returns after which step of this run training goes on. Raises CheckpointError if there is no such step."""
+    step = place(checkpoint.manifest, mine)
+    if new_batch(checkpoint.manifest, mine) and in_place:
+        raise CheckpointError(
+            f"train_batch_size has changed, so that step {checkpoint.step} of {checkpoint.path} is step {step} now, and the run's "
+            "record and checkpoints would have two counts; train on in another directory: --run-dir NEW --resume PATH"
+        )
+    if step > total_steps:
+        raise CheckpointError(
+            f"{checkpoint.path} was saved after step {step}, but the run ends at step {total_steps}; raise steps or epochs"
+        )
+    return step
 
 
 class _Watched(SavedView):
@@ -174,27 +125,6 @@ class _Watched(SavedView):
     def parameter(self, name: str) -> ParameterState:
         self._sign_of_life()
         return super().parameter(name)
-
-
-def differences(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
-    """Returns the changed settings that may change, one line each.
-
-    Raises CheckpointError, naming every difference, where the checkpoint is of another training.
-    """
-    saved, own = manifest["training"], json.loads(json.dumps(mine["training"]))
-    wrong = [
-        f"{key} was {_show(saved.get(key))}, is {_show(own.get(key))}"
-        for key in {**own, **saved}
-        if own.get(key) != saved.get(key)
-    ]
-    if wrong:
-        raise CheckpointError(f"the checkpoint is of another training: {'; '.join(wrong)}")
-    before, now = manifest["course"], json.loads(json.dumps(mine["course"]))
-    changed = [
-        f"{key} was {_show(before.get(key))}, is {_show(now[key])}" for key in now if now[key] != before.get(key)
-    ]
-    micro = manifest["run"]["micro_batch_size"], mine["run"]["micro_batch_size"]
-    return changed + ([f"the micro-batch size was {micro[0]}, is {micro[1]}"] if micro[0] != micro[1] else [])
 
 
 def _next_rate(engine: Engine, manifest: Mapping[str, Any], updates: int) -> list[str]:
@@ -305,7 +235,3 @@ def _quietly(action: Callable[[], Any]) -> Any:
         return action()
     except OSError:
         return None
-
-
-def _show(value: Any) -> str:
-    return json.dumps(value)

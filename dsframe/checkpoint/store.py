@@ -265,6 +265,9 @@ class _Known(BaseModel):
     training: dict[str, Any] = {}
     course: dict[str, Any] = {}
     run: dict[str, Any] = {}
+    versions: dict[str, str | None] = {}
+    source: dict[str, str] = {}
+    data: dict[str, str] = {}
 
 
 class _Parameter(BaseModel):

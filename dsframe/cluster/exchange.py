@@ -5,12 +5,14 @@ from __future__ import annotations
 import itertools
 import json
 import math
-from collections.abc import Mapping
+from bisect import bisect_left
+from collections.abc import Mapping, Sequence
 from typing import Any, Protocol
 
 import numpy as np
 import torch
 from torch import Tensor
+from xxhash import xxh3_128_hexdigest
 
 from dsframe.errors import WorldError
 
@@ -86,6 +88,41 @@ def all_gather_tensor(ranks: Ranks, tensor: Tensor) -> list[Tensor]:
 def failures(ranks: Ranks, failure: str) -> list[str]:
     """**Collective.** Returns what went wrong, as ``rank R: ...``, for every rank that says something; none where all is well."""
     return [f"rank {rank}: {text}" for rank, text in enumerate(all_gather_text(ranks, failure)) if text]
+
+
+def first_difference(ranks: Ranks, entries: Sequence[str]) -> list[str]:
+    """**Collective.** Returns what each rank has at the first place at which ``entries`` are not the same on all; none where
+    they are. A rank with fewer entries has "" there.
+
+    One exchange of a digest where all is well, else one more for each halving of the list: a list of a large model's
+    parameters from each of a thousand ranks would be gigabytes.
+    """
+    if ranks.plan.world.size == 1:
+        return []
+
+    def differ(count: int | None = None) -> bool:
+        digest = xxh3_128_hexdigest(json.dumps(entries[:count]).encode())
+        return len(set(all_gather_text(ranks, digest))) > 1
+
+    if not differ():
+        return []
+    longest = max(map(int, all_gather_text(ranks, str(len(entries)))))
+    place = bisect_left(range(longest), True, key=lambda place: differ(place + 1))
+    return all_gather_text(ranks, entries[place] if place < len(entries) else "")
+
+
+def by_value(told: Sequence[str]) -> str:
+    """Returns what the ranks told, one text per rank, as ``A on ranks 0, 2; B on rank 1``."""
+    having: dict[str, list[int]] = {}
+    for rank, text in enumerate(told):
+        having.setdefault(text, []).append(rank)
+    return "; ".join(f"{text} on {numbered(ranks)}" for text, ranks in having.items())
+
+
+def numbered(ranks: Sequence[int]) -> str:
+    """Returns ``rank 1`` or ``ranks 1, 3``; of very many, the first eight and how many more."""
+    more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"
 
 
 def assert_same_on_all_ranks(ranks: Ranks, facts: Mapping[str, str]) -> None:

@@ -315,13 +315,13 @@ EXITS: Mapping[int, Exit] = {
     ),
     5: Exit(
         "task",
-        "The task cannot be imported, or it does not implement `dsframe.Task`.",
-        "Correct the task's module: the message says what is missing.",
+        "The task cannot be imported, it does not implement `dsframe.Task`, or its model is not the same on every rank.",
+        "Correct the task's module: the message says what is missing, or what differs.",
     ),
     6: Exit(
         "data",
-        "Data are missing, damaged, or too few for one global batch.",
-        "Download them again (`python -m dsframe.data.fetch`), or make the batch smaller.",
+        "Data are missing, damaged, too few for one global batch, or not the same on every rank.",
+        "Download them again (`python -m dsframe.data.fetch`), make the batch smaller, or sort what comes out of a set.",
     ),
     7: Exit(
         "training",

@@ -244,6 +244,12 @@ class Loader:
         """Exactly the ``accumulation_steps`` micro-batches of ``step``: ``stream(step, step + 1)``."""
         return self.stream(step, step + 1)
 
+    def rows(self, indices: list[int]) -> Iterator[Batch]:
+        """Batches of one sample each, on the CPU, as they look in epoch 0. One worker reads them where there are any: a file that
+        this process opened all of them would share."""
+        fetch = _Fetcher(self.source, torch.device("cpu"), min(self._fetch.workers, 1))
+        return fetch([(0, torch.tensor([index]))] for index in indices)
+
     def _requests(self, first_step: int, last_step: int | None) -> Iterator[list[Part]]:
         step = first_step
         while last_step is None or step < last_step:

@@ -7,7 +7,6 @@ Only where one ends a process is its traceback read, by :func:`told`.
 from __future__ import annotations
 
 import linecache
-import sysconfig
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
@@ -16,8 +15,8 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
-_OURS = str(Path(__file__).resolve().parent.parent)
-_LIBRARIES = tuple({sysconfig.get_path(name) for name in ("stdlib", "platstdlib", "purelib", "platlib")})
+from dsframe.host import source_files
+
 _COMMUNICATION = ("/deepspeed/", "/horovod/", "/torch/distributed/")
 """Where an error under the user's frames is not theirs: a hook of their model talks to other ranks there."""
 _INPUTS = (
@@ -37,12 +36,12 @@ class _Call:
 
     @property
     def ours(self) -> bool:
-        return self.file.startswith(_OURS + "/")
+        return source_files.is_ours(self.file)
 
     @property
     def users(self) -> bool:
         made_up = self.frame.f_code.co_filename.startswith("<")
-        return not (self.ours or made_up or self.file.startswith(_LIBRARIES))
+        return not made_up and source_files.is_users(self.file)
 
     @property
     def source(self) -> str:
@@ -51,7 +50,7 @@ class _Call:
 
 def in_library(file: str) -> bool:
     """Returns whether the file belongs to Python or to an installed package."""
-    return file.startswith(_LIBRARIES)
+    return file.startswith(source_files.LIBRARIES)
 
 
 def may_pass(error: Exception) -> bool:
@@ -88,7 +87,7 @@ def _text(error: Exception, by: _Call, theirs: Sequence[_Call]) -> str:
         lines.append(f'  File "{call.file}", line {call.line}, in {call.frame.f_code.co_name}')
         if call.source:
             lines.append(f"    {call.source}")
-    place = Path(by.file).relative_to(Path(_OURS).parent)
+    place = Path(by.file).relative_to(Path(source_files.OURS).parent)
     lines.append(f"called by {place}, line {by.line}, in {by.frame.f_code.co_name}: {by.source}")
     values = by.frame.f_locals
     if by.frame.f_code.co_name == "call" and "inputs" in values and not theirs:

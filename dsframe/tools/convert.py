@@ -121,7 +121,7 @@ def _buffers(found: Found, model: nn.Module, own: dict[str, Any]) -> dict[str, A
 
 
 def _about(config: Config, task: Task, found: Found) -> dict[str, Any]:
-    from dsframe.checkpoint.resume import about
+    from dsframe.checkpoint.changes import about
     from dsframe.data.loader import as_source
     from dsframe.data.sampler import Sampler
     from dsframe.model import optimizers

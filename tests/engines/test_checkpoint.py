@@ -312,7 +312,8 @@ def test_another_training_is_refused_before_it_starts(tmp_path: Path) -> None:
     wrong = portability.train(setup, run_dir, "--resume", "auto", "--set", "dsframe.seed=1", steps=9)
     assert wrong.returncode == 8
     assert wrong.stderr.strip().endswith(
-        "dsframe: error: the checkpoint is of another training: seed was 0, is 1 [checkpoint]"
+        "dsframe: error: the checkpoint is of another training: seed was 0, is 1 (the order of samples follows from it). "
+        "Change it back, or start over with --resume never [checkpoint]"
     )
     again = portability.train(setup, run_dir, steps=3).check()
     assert "are now in" in again.stderr

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import shlex
 from pathlib import Path
 
+import pytest
+
 from tests.cluster import jobs
-from tests.processes import free_port, run_ranks
+from tests.processes import Finished, free_port, run_ranks, torchrun, warm
 
 
 def ranks(numbers: tuple[int, ...], size: int, changes: dict[int, str]) -> list[str]:
@@ -48,3 +51,94 @@ def test_a_rank_that_hangs_while_it_is_set_up_is_named(tmp_path: Path) -> None:
     assert "the run hangs before its first step, while it is set up: no progress for" in finished.stderr
     assert "rank 0 waits in " in finished.stderr
     assert "rank 1 IS MISSING there: it is in model, broken_task.py:" in finished.stderr
+
+
+STAGE_1 = {"zero_optimization": {"stage": 1}}
+ENGINES = {"ddp": {}, "horovod": {}, "deepspeed": STAGE_1, "fsdp": {}}
+
+
+def differing(folder: Path, how: str, engine: str, *, starts: bool = False, **more: object) -> Finished:
+    """Two ranks with a task that is another one on rank 1. ``starts``: as users do, with a hash seed of its own for each."""
+    dsframe = {"engine": engine, "steps": 2, "task": {"name": "tests.faults.differing_task:DifferingTask"}}
+    file = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.1}}, "dsframe": dsframe}
+    (folder / "my.json").write_text(json.dumps(file | ENGINES[engine] | more))
+    launch = torchrun if starts else warm
+    command = launch(2, ["-m", "dsframe.train", "--config", "my.json", "--run-dir", "run"])
+    return run_ranks(command, cwd=folder, env={"DIFFERS": how, "PYTHONHASHSEED": None}, timeout_seconds=120)
+
+
+def refused(finished: Finished, code: str) -> str:
+    """The one message."""
+    assert finished.returncode != 0, finished
+    assert "] Traceback" not in finished.output  # torchrun has its own
+    (line,) = [line for line in finished.stderr.splitlines() if "error: " in line]
+    assert line.endswith(f"[{code}]")
+    return line
+
+
+FIRST_DIFFERENCE = {
+    "shape": "parameter 1.heads.head2.weight [1, 4] float32 on rank 0; parameter 1.heads.head2.weight [2, 4] float32 on rank 1. ",
+    "frozen": "1.heads.head2.weight [1, 4] float32 on rank 0; parameter 1.heads.head2.weight [1, 4] float32 frozen on rank 1",
+    "more": "nothing more on rank 0; parameter 2.weight [1, 1] float32 on rank 1. ",
+    "tie": "parameter 1.heads.head1.weight, which is 1.heads.head0.weight on rank 0; parameter 1.heads.head1.weight [1, 4] ",
+    "buffer": "nothing more on rank 0; buffer scale [3] float32 on rank 1. ",
+}
+OFTEN = [("shape", "horovod"), ("shape", "ddp"), ("frozen", "deepspeed"), ("frozen", "fsdp")]
+"""With what remains for ``make test-all``: every difference on every engine."""
+
+
+@pytest.mark.parametrize(
+    ("how", "engine"),
+    [
+        pytest.param(how, engine, marks=[] if (how, engine) in OFTEN else [pytest.mark.long])
+        for how in FIRST_DIFFERENCE
+        for engine in ENGINES
+    ],
+)
+def test_ranks_with_another_model_are_named(tmp_path: Path, how: str, engine: str) -> None:
+    finished = differing(tmp_path, how, engine)
+    message = refused(finished, "task")
+    assert "DifferingTask: the model differs between ranks. The first difference: " in message
+    assert FIRST_DIFFERENCE[how] in message
+    assert finished.returncode == 5
+
+
+@pytest.mark.parametrize(
+    "engine", ["ddp", *(pytest.param(one, marks=pytest.mark.long) for one in ENGINES if one != "ddp")]
+)
+def test_names_from_a_set_are_another_model(tmp_path: Path, engine: str) -> None:
+    """The optimizers of ZeRO and Horovod would take one parameter's moments for another's, in silence."""
+    message = refused(differing(tmp_path, "names from a set", engine, starts=True), "task")
+    assert "The first difference: parameter 1.heads.head" in message
+
+
+def test_a_stage_with_another_model_is_named(tmp_path: Path) -> None:
+    """A pipeline's ranks hold different layers, but know all of them."""
+    finished = differing(tmp_path, "frozen", "deepspeed", zero_optimization={"stage": 0}, pipeline={"stages": 2})
+    assert "head2.weight [1, 4] float32 frozen on rank 1" in refused(finished, "task")
+
+
+@pytest.mark.parametrize(
+    "engine", ["ddp", *(pytest.param(one, marks=pytest.mark.long) for one in ENGINES if one != "ddp")]
+)
+@pytest.mark.parametrize("how", ["last sample", "types"])
+def test_ranks_with_other_data_are_named(tmp_path: Path, how: str, engine: str) -> None:
+    finished = differing(tmp_path, how, engine)
+    where = "sample 63, " if how == "last sample" else "sample 0, "
+    said = refused(finished, "data")
+    assert (
+        f"the training data differ between ranks: {where}counted from 0, is another one on rank 1 than on rank 0"
+        in said
+    )
+    assert ("torch.int64" in said) == (how == "types")
+    assert finished.returncode == 6
+
+
+def test_samples_from_a_set_are_other_data(tmp_path: Path) -> None:
+    refused(differing(tmp_path, "samples from a set", "ddp", starts=True), "data")
+
+
+def test_samples_that_are_drawn_anew_at_each_reading_are_no_difference(tmp_path: Path) -> None:
+    assert "2 steps in" in differing(tmp_path, "augmented", "ddp").check().stderr
+    manifest = json.loads((tmp_path / "run/checkpoints/step-00000002/manifest.json").read_bytes())["manifest"]
+    assert manifest["data"] == {}

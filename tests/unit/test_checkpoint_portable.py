@@ -20,8 +20,9 @@ from torch import Tensor, nn
 
 from dsframe import tasks
 from dsframe.checkpoint import export, generators, portable, store
+from dsframe.checkpoint.changes import differences
 from dsframe.checkpoint.portable import Checkpoint
-from dsframe.checkpoint.resume import differences, refuse
+from dsframe.checkpoint.resume import refuse
 from dsframe.checkpoint.state import (
     EngineState,
     LossScaleState,
@@ -273,12 +274,16 @@ def test_another_training_is_named_and_changes_are_pointed_out() -> None:
         "run": {"micro_batch_size": 8},
     }
     own = {**saved, "course": {"gradient_clipping": 0.5, "scheduler": None}, "run": {"micro_batch_size": 4}}
-    assert differences(saved, own) == ["gradient_clipping was 1.0, is 0.5", "the micro-batch size was 8, is 4"]
+    assert differences(saved, own) == [
+        "gradient_clipping was 1.0, is 0.5: the next update uses it",
+        "micro-batch size was 8, is 4: the same global batches, cut otherwise",
+    ]
     own = {**saved, "training": {"optimizer": "sgd", "seed": 1, "train_batch_size": 8}}
     with pytest.raises(CheckpointError) as raised:
         differences(saved, own)
     assert str(raised.value) == (
-        'the checkpoint is of another training: optimizer was "adamw", is "sgd"; seed was 0, is 1'
+        'the checkpoint is of another training: optimizer was "adamw", is "sgd" (the saved moments are of this kind); seed was 0, '
+        "is 1 (the order of samples follows from it). Change it back, or start over with --resume never"
     )
 
 

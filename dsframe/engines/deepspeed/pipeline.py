@@ -20,7 +20,7 @@ from torch import Tensor, nn
 
 from dsframe.checkpoint.state import EngineState, SavedState, compare
 from dsframe.cluster.exchange import all_gather_text
-from dsframe.engine import Inputs, Plan, StepResult, loss_of, measure
+from dsframe.engine import Inputs, Plan, StepResult, assert_same_model, loss_of, measure
 from dsframe.engines import precision
 from dsframe.engines.deepspeed import patches, state, state_tensor, tensor
 from dsframe.engines.deepspeed.engine import ZeroEngine
@@ -49,6 +49,7 @@ class PipelineEngine(ZeroEngine):
     def _build(self) -> tuple[nn.Module, nn.Module]:
         # PipelineModule speaks through it before initialize() would.
         deepspeed.init_distributed(dist_init_required=False)
+        assert_same_model(self, *self._cut.models)  # of all stages: ranks that cut otherwise would wait for each other
         self._stage_module: Stage = self._cut.build(self._judge)
         self.depends = self._cut.depends
         formats.own_dtype(self.plan.config, self.plan.task, self._stage_module.model, keeps_float64=False)

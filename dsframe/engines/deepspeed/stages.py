@@ -64,6 +64,11 @@ class Cut:
         self._refuse_weights_in_two_stages()
 
     @property
+    def models(self) -> list[nn.Module]:
+        """Returns the layers of all stages as one, and the model where it was built whole."""
+        return [self._probes] if self._whole is None else [self._whole, self._probes]
+
+    @property
     def stages(self) -> int:
         """Number of stages."""
         return self._plan.config.deepspeed.pipeline.stages

@@ -1,0 +1,196 @@
+"""What a checkpoint tells of its run, and what may change until a run goes on from it: each change is said, with what follows."""
+
+from __future__ import annotations
+
+import json
+import platform
+import sys
+from collections.abc import Mapping
+from contextlib import suppress
+from importlib import metadata
+from typing import TYPE_CHECKING, Any
+
+from dsframe.config.read import secrets
+from dsframe.errors import CheckpointError
+from dsframe.tasks.sources import sources
+
+if TYPE_CHECKING:
+    from dsframe.config import Batch, Config
+    from dsframe.model.optimizers import OptimizerSpec
+    from dsframe.tasks.task import Task
+
+FOLLOWS = {
+    "optimizer.params": "the next update uses it, and the moments go on as saved",
+    "gradient_clipping": "the next update uses it",
+    "scheduler": "the new schedule goes on at the saved number of updates",
+    "bf16": "the saved fp32 weights go on in the new number format",
+    "fp16": "the saved fp32 weights go on in the new number format",
+    "torch_autocast": "the saved fp32 weights go on in the new number format",
+    "per_sample_randomness": "the model draws other random numbers",
+    "train_batch_size": "optimizer and schedule go on at the saved number of updates",
+    "engine": "the same samples and state, sums in another order",
+    "number of ranks": "the same samples and state, sums in another order; new ranks draw random numbers of their own",
+    "micro-batch size": "the same global batches, cut otherwise",
+    "training data": "the new samples are read from the saved place in their order on",
+    "source": "the new code goes on from the saved state",
+    "versions": "results may differ in the last digits, or more where a release changes what it computes",
+}
+"""What may change between two starts, by the beginning of its name -> what follows; docs/resuming.md has the table."""
+FIXED = {
+    "task": "another task has another model",
+    "task settings": "they make the model and its data",
+    "optimizer": "the saved moments are of this kind",
+    "training samples": "the order of samples is drawn for this number",
+    "seed": "the order of samples follows from it",
+    "dataloader_drop_last": "it decides where an epoch ends",
+    "order": "the saved place is one in this order",
+}
+"""What must not change -> why."""
+BATCH = "train_batch_size"
+_ELSEWHERE = {"data_dir", "workers"}
+"""Settings of a task that say where its data are and how they are read, not what they are."""
+
+
+def about(
+    config: Config,
+    task: Task,
+    optimizer: OptimizerSpec,
+    batch: Batch,
+    *,
+    samples: int,
+    world_size: int,
+    engine: str,
+    package: str | None,
+) -> dict[str, Any]:
+    """Returns what the manifest tells of a run: ``training`` must be the same to go on, the rest may change and is pointed out.
+
+    ``samples``: training samples. ``engine``: its name in the table; ``package``: what it needs beyond torch.
+    """
+    cls, own = type(task), config.settings.task
+    kind = (optimizer.cls.__name__ if optimizer.cls else optimizer.kind).lower()
+    if optimizer.cls is None and kind == "adam" and optimizer.arguments.get("adam_w_mode", True):
+        kind = "adamw"  # DeepSpeed's Adam decouples weight decay unless told otherwise
+    sections = ("gradient_clipping", "scheduler", "bf16", "fp16", "torch_autocast")
+    found = json.loads(config.deepspeed.model_dump_json(include=set(sections)))
+    return {
+        "training": {
+            "task": f"{cls.__module__}:{cls.__qualname__}",
+            "task settings": secrets.without(json.loads(own.model_dump_json(exclude=_ELSEWHERE))),
+            "optimizer": kind,
+            "train_batch_size": batch.train_batch_size,
+            "training samples": samples,
+            "seed": config.settings.seed,
+            "dataloader_drop_last": config.deepspeed.dataloader_drop_last,
+            **({"order": "sequential"} if config.settings.order == "sequential" else {}),
+        },
+        "course": {
+            "optimizer.params": {
+                key: value for key, value in optimizer.arguments.items() if key not in ("fused", "torch_adam", "lr")
+            },
+            **{name: found[name] for name in sections},
+            "per_sample_randomness": config.settings.per_sample_randomness,
+        },
+        "run": {
+            "engine": engine,
+            "world_size": world_size,
+            "micro_batch_size": batch.micro_batch_size,
+            "config": config.shown(),
+            "config_digest": config.digest,
+        },
+        "pretrained": task.pretrained(),
+        "versions": {"python": platform.python_version(), **_versions(package)},
+        "source": sources(),
+    }
+
+
+def _versions(engines: str | None) -> dict[str, str | None]:
+    """Returns the versions of what computes: dsframe, torch, what the engine needs, and what the task has imported."""
+    found: dict[str, str | None] = {}
+    for name in (
+        "dsframe",
+        "torch",
+        engines,
+        *(name for name in ("torchvision", "transformers") if name in sys.modules),
+    ):
+        if name is not None:
+            with suppress(metadata.PackageNotFoundError):
+                found[name] = metadata.version(name)
+    return found
+
+
+def differences(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
+    """Returns what has changed and may change, one line each, with what follows. Says nothing of what an older checkpoint lacks.
+
+    Raises CheckpointError, naming every difference, where the checkpoint is of another training.
+    """
+    own = json.loads(json.dumps(mine))
+    wrong = [
+        f"{line} ({FIXED.get(key, 'it must stay')})"
+        for key in {**own["training"], **manifest["training"]}
+        if key != BATCH
+        for line in _changes(key, manifest["training"].get(key), own["training"].get(key))
+    ]
+    if wrong:
+        raise CheckpointError(
+            f"the checkpoint is of another training: {'; '.join(wrong)}. Change it back, or start over with --resume never"
+        )
+    found = []
+    if new_batch(manifest, own):
+        line = _changes(BATCH, manifest["training"][BATCH], own["training"][BATCH])[0]
+        steps = f"step {manifest['step']} is step {place(manifest, own)} now, and less than a batch is read once more"
+        found.append(f"{line}: {steps}; {FOLLOWS[BATCH]}")
+    found += _told(manifest["course"], own["course"])
+    found += _told(_of_run(manifest), _of_run(own))
+    found += _told(manifest.get("versions", {}), own.get("versions", {}), "versions")
+    if modules := _unlike(manifest.get("source", {}), own.get("source", {})):
+        found.append(f"the source of {', '.join(sorted(modules))} was changed: {FOLLOWS['source']}")
+    if samples := _unlike(manifest.get("data", {}), own.get("data", {})):
+        found.append(f"the training data: sample {samples[0]} was another one: {FOLLOWS['training data']}")
+    return found
+
+
+def _of_run(manifest: Mapping[str, Any]) -> dict[str, Any]:
+    names = {"engine": "engine", "world_size": "number of ranks", "micro_batch_size": "micro-batch size"}
+    return {name: manifest["run"][key] for key, name in names.items() if key in manifest["run"]}
+
+
+def _told(before: Mapping[str, Any], now: Mapping[str, Any], follows: str = "") -> list[str]:
+    return [
+        f"{line}: {FOLLOWS[follows or key]}"
+        for key in _unlike(before, now)
+        for line in _changes(key, before[key], now[key])
+    ]
+
+
+def _unlike(before: Mapping[str, Any], now: Mapping[str, Any]) -> list[str]:
+    return [key for key in now if key in before and before[key] != now[key]]
+
+
+def _changes(name: str, before: Any, now: Any) -> list[str]:
+    """Returns ``name was A, is B``; of sections, for each key that differs."""
+    if before == now:
+        return []
+    if isinstance(before, dict) and isinstance(now, dict):
+        both = {**now, **before}
+        return [line for key in both for line in _changes(f"{name}.{key}", before.get(key), now.get(key))]
+    return [f"{name} was {json.dumps(before)}, is {json.dumps(now)}"]
+
+
+def new_batch(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
+    """True if this run has another global batch than the saved one."""
+    return bool(manifest["training"].get(BATCH) != mine["training"].get(BATCH))
+
+
+def place(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> int:
+    """Returns the step at which this run stands in the data where the saved one stood: the number of its own batches that fit into
+    what had been read. Less than a batch is read once more.
+    """
+    step = manifest["step"]
+    if not new_batch(manifest, mine):
+        return int(step)
+    before, now = manifest["training"][BATCH], mine["training"][BATCH]
+    if not mine["training"]["dataloader_drop_last"]:
+        return int(step * before // now)
+    samples = mine["training"]["training samples"]
+    epoch, batches = divmod(step, samples // before)
+    return int(epoch * (samples // now) + batches * before // now)

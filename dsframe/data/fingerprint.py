@@ -1,0 +1,90 @@
+"""Digests of a few training samples: are these the data of the other ranks, and of the run that saved a checkpoint?
+
+The number of samples says little: ``list(set(...))`` has another order in each process, a listing of files another on each
+host, and a file may be another one tomorrow. What is read is few rows, the first, the middle one, the last and two of the first
+batch, and no more of them than fit into a second.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_leaves_with_path
+from xxhash import xxh3_64
+
+from dsframe.cluster.exchange import Ranks, all_gather_text, by_value, numbered
+from dsframe.data.loader import Loader
+from dsframe.data.source import Batch
+from dsframe.errors import DataError
+
+BUDGET_SECONDS = 1.0
+"""No further row is read after that time. The first is read whatever it takes."""
+_READINGS = 16
+"""A sample that comes flipped or not is the same in so many readings once in 65,536 runs."""
+
+
+def assert_same_samples(ranks: Ranks, loader: Loader) -> dict[str, str]:
+    """**Collective.** Returns digests of a few training samples, by index. Raises DataError where ranks have other samples.
+
+    Samples that look otherwise each time they are read have no digest: of those only the structure is compared, and nothing
+    is returned. May draw random numbers, if the data do.
+    """
+    own = {str(index): digest(row) for index, row in _rows(loader, _chosen(loader))}
+    told = [json.loads(text) for text in all_gather_text(ranks, json.dumps(own))]
+    common = [index for index in told[0] if all(index in one for one in told)]
+    index = next((index for index in common if len({one[index] for one in told}) > 1), None)
+    if index is None:
+        return {index: own[index] for index in common}
+    rows = [row for _, row in _rows(loader, [int(index)] * _READINGS)]
+    again = json.dumps({"random": len({own[index], *map(digest, rows)}) > 1, "kind": _kind(rows[0])})
+    said = [json.loads(text) for text in all_gather_text(ranks, again)]
+    kinds = [one["kind"] for one in said]
+    if any(one["random"] for one in said) and len(set(kinds)) == 1:
+        return {}
+    others = [rank for rank, one in enumerate(told) if one[index] != told[0][index]]
+    what = f": {by_value(kinds)}" if len(set(kinds)) > 1 else ""
+    raise DataError(
+        f"the training data differ between ranks: sample {index}, counted from 0, is another one on {numbered(others)} than on "
+        f"rank 0{what}. Every rank needs the same samples in the same order: sort what comes out of a set or from a listing of "
+        "files, seed what is drawn, and give every host the same files"
+    )
+
+
+def digest(row: Batch) -> str:
+    """Returns a digest of everything in ``row``: names, types, shapes and values."""
+    found = xxh3_64()
+    for path, leaf in tree_leaves_with_path(row):
+        found.update(keystr(path).encode())
+        if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
+            found.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
+            found.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+        else:
+            found.update(repr(leaf).encode())
+    return found.hexdigest()
+
+
+def _kind(row: Batch) -> str:
+    """Returns names, types and numbers of dimensions: the sizes of what is random may be so too."""
+    leaves = [
+        f"{keystr(path)} {f'{leaf.dtype}, {leaf.ndim} dimensions' if isinstance(leaf, Tensor) else type(leaf).__name__}"
+        for path, leaf in tree_leaves_with_path(row)
+    ]
+    return "; ".join(leaves)
+
+
+def _chosen(loader: Loader) -> list[int]:
+    last = loader.sampler.samples - 1
+    first_batch = loader.sampler.global_batch(0)[0][1][:2].tolist()
+    return list(dict.fromkeys([0, last // 2, last, *first_batch]))
+
+
+def _rows(loader: Loader, indices: list[int]) -> Iterator[tuple[int, Batch]]:
+    until = time.monotonic() + BUDGET_SECONDS
+    for index, row in zip(indices, loader.rows(indices), strict=False):
+        yield index, row
+        if time.monotonic() > until:
+            return

@@ -1,0 +1,34 @@
+"""The user's source files as digests: has the code changed since a checkpoint was written?"""
+
+from __future__ import annotations
+
+import sys
+from contextlib import suppress
+from pathlib import Path
+from types import ModuleType
+
+from xxhash import xxh3_64_hexdigest
+
+from dsframe.host.source_files import is_users
+
+
+def sources() -> dict[str, str]:
+    """Returns a digest of each module of the user's that this process has imported: the task's, its model's, the script's.
+
+    All of them, because what a task takes from where cannot be seen: a constant does not know its module.
+    """
+    found = {}
+    for name, module in sorted(sys.modules.items()):
+        file = getattr(module, "__file__", None)
+        alias = name == "__mp_main__"  # multiprocessing's, of __main__
+        if not alias and isinstance(file, str) and is_users(str(Path(file).absolute())):
+            with suppress(OSError):  # in an archive, or gone since
+                found[_name(name, module, file)] = xxh3_64_hexdigest(Path(file).read_bytes())
+    return found
+
+
+def _name(name: str, module: ModuleType, file: str) -> str:
+    """Returns a name that is the same whether the file is started as a script, by ``-m``, or imported."""
+    if name != "__main__":
+        return name
+    return module.__spec__.name if module.__spec__ else Path(file).stem

@@ -1,0 +1,187 @@
+"""A few training samples as digests: which are read, what they notice, and what they cost."""
+
+from __future__ import annotations
+
+import json
+import time
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+from torch.utils.data import Dataset, TensorDataset
+
+from dsframe.data import Loader, fingerprint
+from dsframe.data.fingerprint import assert_same_samples, digest
+from dsframe.errors import DataError
+from tests import portability
+from tests.processes import run_ranks, warm
+from tests.unit.test_checkpoint_portable import Room
+
+
+def loader(data: Any, **options: Any) -> Loader:
+    return Loader(data, seed=0, micro_batch_size=2, **options)
+
+
+class Words(Dataset[Any]):
+    """Samples with text in them; says what is read, and takes its time."""
+
+    def __init__(self, words: list[str], seconds: float = 0.0) -> None:
+        self.words, self.seconds, self.read = words, seconds, list[int]()
+
+    def __len__(self) -> int:
+        return len(self.words)
+
+    def __getitem__(self, index: int) -> tuple[dict[str, Any], int]:
+        self.read.append(index)
+        time.sleep(self.seconds)
+        return {"word": self.words[index], "length": len(self.words[index])}, index
+
+
+class Flipped(Dataset[Any]):
+    """Each sample comes as it is or negated, by a generator that dsframe does not seed."""
+
+    def __init__(self, seed: int) -> None:
+        self.random = np.random.default_rng(seed)
+
+    def __len__(self) -> int:
+        return 9
+
+    def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        return torch.tensor(index + 1.0) * self.random.choice([-1.0, 1.0]), 0
+
+
+def of_ranks(*loaders: Loader) -> list[Any]:
+    """What each rank gets, or its error."""
+
+    def one(ranks: Any) -> Any:
+        try:
+            return assert_same_samples(ranks, loaders[ranks.plan.world.rank])
+        except DataError as error:
+            return str(error)
+
+    return Room(len(loaders)).run(one)
+
+
+def test_five_samples_are_read_once() -> None:
+    data = [Words([f"word {index}" for index in range(100)]) for _ in range(2)]
+    told = of_ranks(*map(loader, data))
+    first, second = loader(data[0]).sampler.global_batch(0)[0][1].tolist()
+    assert data[0].read == data[1].read == [0, 49, 99, first, second]
+    assert told[0] == told[1]
+    assert list(told[0]) == [str(index) for index in data[0].read]
+
+
+def test_a_data_set_of_two_is_enough() -> None:
+    (told,) = of_ranks(loader(Words(["a", "b"])))
+    assert list(told) == ["0", "1"]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_sample_and_the_ranks_are_named(workers: int) -> None:
+    words = [f"word {index}" for index in range(100)]
+    three = [loader(Words([*words[:-1], end]), workers=workers) for end in ("word 99", "other", "word 99", "other")]
+    for said in of_ranks(*three):
+        assert said.startswith(
+            "the training data differ between ranks: sample 99, counted from 0, is another one on ranks 1, 3 than on rank 0. "
+        )
+
+
+def test_what_is_drawn_anew_at_each_reading_has_no_digest() -> None:
+    """Of 20 pairs of ranks none is refused, although a sample is the same in half of all second readings."""
+    pairs = [of_ranks(loader(Flipped(2 * seed)), loader(Flipped(2 * seed + 1))) for seed in range(20)]
+    assert [told for pair in pairs for told in pair if isinstance(told, str)] == []
+    assert sum(told == {} for pair in pairs for told in pair) > 30
+
+
+def test_reading_ends_after_a_second(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The ranks need not be equally fast: what all have read is compared."""
+    monkeypatch.setattr(fingerprint, "BUDGET_SECONDS", 0.05)
+    words = [f"word {index}" for index in range(100)]
+    quick, slow, slower = Words(words), Words(words, 0.03), Words(words, 0.2)
+    told = of_ranks(loader(quick), loader(slow), loader(slower))
+    assert len(quick.read) == 5
+    assert slow.read == [0, 49]
+    assert slower.read == [0]
+    assert told == [{"0": told[0]["0"]}] * 3
+
+
+def test_a_digest_is_of_names_types_shapes_and_values() -> None:
+    rows: list[Any] = [
+        (torch.zeros(1, 4), torch.zeros(1)),
+        (torch.zeros(1, 4, dtype=torch.float64), torch.zeros(1)),
+        (torch.zeros(1, 2, 2), torch.zeros(1)),
+        (torch.ones(1, 4), torch.zeros(1)),
+        ({"a": torch.zeros(1, 4)}, torch.zeros(1)),
+        ({"b": torch.zeros(1, 4)}, torch.zeros(1)),
+        (["text"], torch.zeros(1)),
+        (["other"], torch.zeros(1)),
+        (torch.zeros(1, 4, dtype=torch.bfloat16), torch.tensor(0)),
+    ]
+    assert len({digest(row) for row in rows}) == len(rows)
+    assert digest((torch.arange(8.0).view(2, 4).T, 0)) == digest((torch.arange(8.0).view(2, 4).T.contiguous(), 0))
+
+
+def test_the_same_samples_have_the_same_digest_tomorrow() -> None:
+    """Checkpoints keep them."""
+    (told,) = of_ranks(loader(TensorDataset(torch.arange(6.0).view(3, 2), torch.arange(3))))
+    assert told == {"0": "b454b1cfde2d9ae3", "1": "66a90fcbdb72e09e", "2": "fb81c4c9284a257e"}
+
+
+def test_sources_and_workers_are_read_alike() -> None:
+    class Source:
+        def __len__(self) -> int:
+            return 7
+
+        def batch(self, indices: Tensor, epoch: int) -> Any:
+            return indices * (epoch + 1.0), indices
+
+    told = of_ranks(loader(Source()), loader(Source(), workers=2))
+    assert told[0] == told[1]
+    assert list(told[0]) == ["0", "3", "6", "2"]
+
+
+TASK = """
+import os
+import torch
+from torch import nn
+import dsframe
+
+class Drawing:
+    def __len__(self):
+        return 64
+
+    def batch(self, indices, epoch):
+        if len(indices) == 1 and "DRAWS" in os.environ:  # what is read before training
+            torch.rand(3)
+        return indices[:, None] / 64, indices[:, None] / 64
+
+class Dropping(dsframe.Task):
+    def model(self):
+        return nn.Sequential(nn.Linear(1, 32), nn.Dropout(0.5), nn.Linear(32, 1))
+
+    def loss(self, outputs, targets):
+        return nn.functional.mse_loss(outputs, targets)
+
+    def train_data(self):
+        return Drawing()
+
+if __name__ == "__main__":
+    dsframe.main(Dropping())
+"""
+
+
+def test_reading_leaves_the_random_numbers_of_training_alone(tmp_path: Path) -> None:
+    """Or dropout would draw other masks."""
+    (tmp_path / "task.py").write_text(TASK)
+    file = {"train_batch_size": 8, "optimizer": {"type": "AdamW"}, "dsframe": {"engine": "single", "steps": 5}}
+    (tmp_path / "my.json").write_text(json.dumps(file))
+    losses = []
+    for draws in (None, "1"):
+        command = warm(1, ["task.py", "--config", "my.json", "--run-dir", f"run-{draws}"])
+        run_ranks(command, cwd=tmp_path, env={"DRAWS": draws}, timeout_seconds=90).check()
+        losses.append(portability.losses(tmp_path / f"run-{draws}"))
+    assert losses[0] == losses[1]
+    assert len(losses[0]) >= 3

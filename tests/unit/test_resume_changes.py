@@ -1,0 +1,284 @@
+"""What may change between two starts: each line of the tables of docs/resuming.md, as a run says it."""
+
+from __future__ import annotations
+
+import copy
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsframe.checkpoint.changes import FIXED, FOLLOWS, differences, place
+from dsframe.checkpoint.store import Store, read_manifest
+from dsframe.errors import CheckpointError
+from tests.processes import REPOSITORY, Finished, run_ranks, warm
+
+PAGE = (REPOSITORY / "docs" / "resuming.md").read_text()
+MANIFEST: dict[str, Any] = {
+    "step": 100,
+    "training": {
+        "task": "circles:Circles",
+        "task settings": {"name": "circles:Circles", "options": {"width": 4}},
+        "optimizer": "adamw",
+        "train_batch_size": 64,
+        "training samples": 1000,
+        "seed": 0,
+        "dataloader_drop_last": False,
+    },
+    "course": {
+        "optimizer.params": {"betas": [0.9, 0.999], "weight_decay": 0.0},
+        "gradient_clipping": 1.0,
+        "scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 10}},
+        "bf16": {"enabled": False},
+        "fp16": {"enabled": False},
+        "torch_autocast": None,
+        "per_sample_randomness": False,
+    },
+    "run": {"engine": "ddp", "world_size": 2, "micro_batch_size": 8},
+    "versions": {"torch": "2.12.0", "python": "3.11.7", "deepspeed": "0.19.8"},
+    "source": {"circles": "aa", "nets": "bb"},
+    "data": {"0": "aa", "17": "bb", "99": "cc"},
+}
+CHANGES: dict[str, list[tuple[str, Any, str]]] = {
+    "optimizer.params": [
+        ("course/optimizer.params/weight_decay", 0.1, "optimizer.params.weight_decay was 0.0, is 0.1: "),
+        ("course/optimizer.params/betas", [0.8, 0.9], "optimizer.params.betas was [0.9, 0.999], is [0.8, 0.9]: "),
+    ],
+    "gradient_clipping": [("course/gradient_clipping", 0.5, "gradient_clipping was 1.0, is 0.5: ")],
+    "scheduler": [
+        ("course/scheduler/params/warmup_num_steps", 20, "scheduler.params.warmup_num_steps was 10, is 20: "),
+        ("course/scheduler", None, "scheduler was {"),
+    ],
+    "bf16": [("course/bf16/enabled", True, "bf16.enabled was false, is true: ")],
+    "fp16": [("course/fp16/enabled", True, "fp16.enabled was false, is true: ")],
+    "torch_autocast": [("course/torch_autocast", {"enabled": True}, 'torch_autocast was null, is {"enabled": true}: ')],
+    "per_sample_randomness": [("course/per_sample_randomness", True, "per_sample_randomness was false, is true: ")],
+    "train_batch_size": [
+        (
+            "training/train_batch_size",
+            128,
+            "train_batch_size was 64, is 128: step 100 is step 50 now, and less than a batch is read once more; ",
+        )
+    ],
+    "engine": [("run/engine", "fsdp", 'engine was "ddp", is "fsdp": ')],
+    "number of ranks": [("run/world_size", 4, "number of ranks was 2, is 4: ")],
+    "micro-batch size": [("run/micro_batch_size", 4, "micro-batch size was 8, is 4: ")],
+    "training data": [("data/17", "dd", "the training data: sample 17 was another one: ")],
+    "source": [("source/nets", "dd", "the source of nets was changed: ")],
+    "versions": [
+        ("versions/torch", "2.13.0", 'torch was "2.12.0", is "2.13.0": '),
+        ("versions/python", "3.12.1", 'python was "3.11.7", is "3.12.1": '),
+    ],
+}
+STAYS = {
+    "task": ("other:Circles", 'task was "circles:Circles", is "other:Circles" ('),
+    "optimizer": ("sgd", 'optimizer was "adamw", is "sgd" ('),
+    "training samples": (1001, "training samples was 1000, is 1001 ("),
+    "seed": (1, "seed was 0, is 1 ("),
+    "dataloader_drop_last": (True, "dataloader_drop_last was false, is true ("),
+    "order": ("sequential", 'order was null, is "sequential" ('),
+    "task settings": (
+        {"name": "circles:Circles", "options": {"width": 5}},
+        "task settings.options.width was 4, is 5 (",
+    ),
+}
+
+
+def changed(path: str, value: Any) -> dict[str, Any]:
+    """What a run tells of itself that differs there."""
+    found = copy.deepcopy(MANIFEST)
+    *above, last = path.split("/")
+    section = found
+    for key in above:
+        section = section[key]
+    section[last] = value
+    return found
+
+
+def rows(after: str) -> dict[str, str]:
+    """The first table of docs/resuming.md after these words."""
+    table = PAGE[PAGE.index(after) :].partition("|---|---|\n")[2].partition("\n\n")[0]
+    found = {}
+    for line in table.splitlines():
+        names, text = re.fullmatch(r"\| (.+?) \| (.+?) \|", line).groups()  # type: ignore[union-attr]
+        found |= dict.fromkeys(names.split(", "), text)
+    return found
+
+
+def test_the_page_has_each_change_and_what_follows() -> None:
+    said = rows("| change |")
+    rates = ("learning rate", "`Task.schedule`")
+    assert {name: text for name, text in said.items() if name not in rates} == FOLLOWS
+    assert said.keys() - FOLLOWS.keys() == set(rates)
+    assert CHANGES.keys() == FOLLOWS.keys()
+
+
+def test_the_page_has_what_must_stay_and_why() -> None:
+    assert rows("| setting |") == FIXED
+    assert STAYS.keys() == FIXED.keys()
+
+
+@pytest.mark.parametrize(
+    ("name", "path", "value", "says"), [(name, *change) for name, changes in CHANGES.items() for change in changes]
+)
+def test_a_change_is_said_with_what_follows(name: str, path: str, value: Any, says: str) -> None:
+    (line,) = differences(MANIFEST, changed(path, value))
+    assert line.startswith(says)
+    assert line.endswith(FOLLOWS[name])
+
+
+@pytest.mark.parametrize("name", STAYS)
+def test_what_must_stay_is_refused_with_the_reason(name: str) -> None:
+    value, says = STAYS[name]
+    with pytest.raises(CheckpointError) as raised:
+        differences(MANIFEST, changed(f"training/{name}", value))
+    assert str(raised.value) == (
+        f"the checkpoint is of another training: {says}{FIXED[name]}). Change it back, or start over with --resume never"
+    )
+
+
+def test_nothing_is_said_of_what_an_older_checkpoint_lacks() -> None:
+    older = {key: value for key, value in MANIFEST.items() if key not in ("versions", "source", "data")}
+    older["course"] = {key: value for key, value in MANIFEST["course"].items() if key != "per_sample_randomness"}
+    assert differences(older, changed("course/per_sample_randomness", True)) == []
+
+
+def test_nothing_is_said_of_what_only_one_of_them_has() -> None:
+    """Another engine's library, a module that was added, a sample that there was no time to read."""
+    other = copy.deepcopy(MANIFEST)
+    other["versions"] = {"torch": "2.12.0", "horovod": "0.28.1"}
+    other["source"] = {"circles": "aa", "more": "ee"}
+    other["data"] = {"0": "aa"}
+    assert differences(MANIFEST, other) == []
+
+
+@pytest.mark.parametrize(
+    ("before", "now", "drop_last", "step", "stands_at"),
+    [
+        (64, 64, False, 100, 100),
+        (64, 128, False, 101, 50),
+        (64, 32, False, 101, 202),
+        (64, 48, False, 100, 133),
+        (100, 300, True, 25, 7),  # epochs of 10 steps: two of them and 5 steps; now of 3 steps: 2 * 3 + 500 // 300
+        (300, 100, True, 7, 23),
+        (300, 100, True, 3, 10),  # the end of an epoch is the end of it
+    ],
+)
+def test_a_new_batch_stands_where_the_samples_do(
+    before: int, now: int, drop_last: bool, step: int, stands_at: int
+) -> None:
+    saved, own = copy.deepcopy(MANIFEST), copy.deepcopy(MANIFEST)
+    for one, batch in ((saved, before), (own, now)):
+        one["training"] |= {"train_batch_size": batch, "dataloader_drop_last": drop_last}
+    saved["step"] = step
+    assert place(saved, own) == stands_at
+
+
+TASK = """
+import torch
+from torch import nn
+import dsframe
+from nets import net
+
+class Counting(dsframe.Task):
+    def model(self):
+        return net()
+
+    def loss(self, outputs, targets):
+        return nn.functional.mse_loss(outputs, targets)
+
+    def train_data(self):
+        numbers = torch.arange(64.0)[:, None]
+        return torch.utils.data.TensorDataset(numbers / 64, numbers)
+
+if __name__ == "__main__":
+    dsframe.main(Counting())
+"""
+NETS = """
+from torch import nn
+
+class net(nn.Linear):
+    def __init__(self):
+        super().__init__(1, 1)
+
+    def forward(self, inputs):
+        print("samples", *(inputs[:, 0] * 64).long().tolist())
+        return super().forward(inputs)
+"""
+FILE = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+
+
+def train(folder: Path, run: str, *arguments: str, batch: int = 8, steps: int = 8) -> Finished:
+    file = FILE | {"train_batch_size": batch, "dsframe": {"engine": "single", "steps": steps}}
+    (folder / "my.json").write_text(json.dumps(file))
+    command = [str(folder / "task.py"), "--config", "my.json", "--run-dir", run, *arguments]
+    return run_ranks(warm(1, command), cwd=folder, env={"PYTHONPATH": f"{folder}:{REPOSITORY}"}, timeout_seconds=90)
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    (tmp_path / "task.py").write_text(TASK)
+    (tmp_path / "nets.py").write_text(NETS)
+    return tmp_path
+
+
+def samples(finished: Finished) -> list[int]:
+    """Those that the loss has seen, in order."""
+    return [
+        int(word) for line in finished.check().stdout.splitlines() for word in line.split()[1:] if "samples" in line
+    ]
+
+
+def changes(finished: Finished) -> list[str]:
+    return [line.partition("a change: ")[2] for line in finished.check().stderr.splitlines() if "a change: " in line]
+
+
+def test_code_rate_and_data_that_changed_are_said_by_a_run(folder: Path) -> None:
+    train(folder, "run", steps=2).check()
+    assert changes(train(folder, "run", "--resume", "auto", steps=3)) == []
+    (folder / "nets.py").write_text(NETS + "# changed\n")
+    (folder / "task.py").write_text(TASK.replace("arange(64.0)[:, None]", "arange(64.0)[:, None] * 2"))
+    said = changes(train(folder, "run", "--resume", "auto", "--set", "optimizer.params.lr=0.02", steps=4))
+    assert said == [
+        "the source of nets, task was changed: the new code goes on from the saved state",
+        f"the training data: sample 31 was another one: {FOLLOWS['training data']}",
+        "the learning rate continues at 0.02; with the saved settings it would be 0.01",
+    ]
+
+
+def test_a_manifest_without_the_new_fields_is_gone_on_from(folder: Path) -> None:
+    from dsframe.checkpoint.store import MANIFEST as NAME
+    from dsframe.checkpoint.store import dump
+
+    train(folder, "run", steps=2).check()
+    (path,) = Store(folder / "run" / "checkpoints").newest_first()
+    manifest = read_manifest(path)
+    assert {"nets", "task"} <= manifest["source"].keys()
+    assert {"dsframe", "python", "torch"} <= manifest["versions"].keys()
+    assert len(manifest["data"]) in (4, 5)
+    for key in ("source", "data"):
+        del manifest[key]
+    del manifest["course"]["per_sample_randomness"]
+    manifest["versions"] = {key: manifest["versions"][key] for key in ("dsframe", "torch")}
+    (path / NAME).write_bytes(dump(manifest))
+    assert changes(train(folder, "run", "--resume", "auto", steps=3)) == []
+
+
+def test_a_new_batch_goes_on_with_the_samples_that_come_next(folder: Path) -> None:
+    whole = samples(train(folder, "whole", steps=8))
+    assert sorted(whole) == list(range(64))
+    first = samples(train(folder, "run", steps=3))
+    (path,) = Store(folder / "run" / "checkpoints").newest_first()
+    refused = train(folder, "run", "--resume", "auto", batch=16, steps=4)
+    assert refused.returncode == 8
+    assert "train on in another directory: --run-dir NEW --resume PATH" in refused.stderr
+    more = train(folder, "more", "--resume", str(path), batch=16, steps=4)
+    assert first == whole[:24]
+    assert samples(more) == whole[16:], "8 of them once more"
+    (line,) = [line for line in changes(more) if line.startswith("train_batch_size")]
+    assert "was 8, is 16: step 3 is step 1 now" in line
+    assert "going on after step 1 from" in more.stderr
+    (newest,) = Store(folder / "more" / "checkpoints").newest_first()
+    assert (read_manifest(newest)["step"], read_manifest(newest)["updates"]) == (4, 6)
