@@ -23,7 +23,8 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dsframe.checkpoint.state import EngineState, SavedState
 from dsframe.errors import TaskError
 from dsframe.host import allocator
-from dsframe.model import formats, switches
+from dsframe.model import formats, groups, switches
+from dsframe.model.groups import ParameterGroups
 from dsframe.model.plateau import Plateau
 from dsframe.model.sample_draws import DrawTrial, SampleDraws
 from dsframe.model.spill import Spill
@@ -104,6 +105,8 @@ class Engine(ABC):
     """Gives the model's random numbers to samples where the file asks for it; the loop tells it which ones come next."""
     draws: DrawTrial | None = None
     """Knows after the first step whether the model draws random numbers in training."""
+    groups = ParameterGroups()
+    """Which parameters are trained otherwise than the optimizer says."""
     depends: tuple[str, ...] = ()
     """Dependencies of the result that the file does not show, such as the micro-batch size; printed at start."""
 
@@ -262,7 +265,7 @@ def dependences(task: Task, model: nn.Module, *, per_sample: bool = False) -> tu
 
 
 def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
-    """The task's model, the same on every rank and engine; ``engine.depends`` is set.
+    """The task's model, the same on every rank and engine; ``engine.depends`` and ``engine.groups`` are set.
 
     Built on the CPU and then moved to the plan's device, so that initial weights depend on neither the engine nor the kind of
     device: CUDA's generator gives other numbers on other GPUs. (A task's layers have a seed each.)
@@ -278,6 +281,7 @@ def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
     with torch.device("cpu"), nullcontext() if spill is None else spill.building():
         model = plan.task.model()
     engine.dtype = formats.own_dtype(plan.config, plan.task, model, keeps_float64=engine.keeps_float64)
+    engine.groups = groups.settle(plan.config, plan.task, model)
     if spill is None:
         model.to(plan.device)
     else:

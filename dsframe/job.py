@@ -217,7 +217,7 @@ def _make_engine(job: _Job, watchdog: Watchdog) -> tuple[Engine, dict[str, Any]]
 
 
 def _describe(job: _Job, engine: Engine) -> None:
-    """Says what the training does though neither the file nor the model says so."""
+    """Says what the training does though neither the file nor the model says so, and who is in which parameter group."""
     config = job.plan.config
     if inherited := inherit.sentence(config.inherited):
         job.say(inherited)
@@ -227,6 +227,8 @@ def _describe(job: _Job, engine: Engine) -> None:
         job.say(line)
     for what in engine.depends:
         job.say(f"this model's {what}")
+    for line in engine.groups.lines:
+        job.say(f"parameter group: {line}")
 
 
 def _resume(job: _Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]:
@@ -247,6 +249,7 @@ def _resume(job: _Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start
         engine=run.engine,
         package=engines.TABLE[run.engine].package,
     )
+    mine["course"].update(engine.groups.asked)
     with watchdog:
         if job.commits and job.commits.last:
             start = begin_again(engine, job.commits.last, checkpoints, job.say)

@@ -191,7 +191,9 @@ def differences(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> list[st
         raise CheckpointError(f"the checkpoint is of another training: {'; '.join(wrong)}")
     before, now = manifest["course"], json.loads(json.dumps(mine["course"]))
     changed = [
-        f"{key} was {_show(before.get(key))}, is {_show(now[key])}" for key in now if now[key] != before.get(key)
+        f"{key} was {_show(before.get(key))}, is {_show(now.get(key))}"
+        for key in {**now, **before}
+        if now.get(key) != before.get(key)
     ]
     micro = manifest["run"]["micro_batch_size"], mine["run"]["micro_batch_size"]
     return changed + ([f"the micro-batch size was {micro[0]}, is {micro[1]}"] if micro[0] != micro[1] else [])
