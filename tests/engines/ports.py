@@ -450,8 +450,8 @@ def _fine_tunes(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1, fused=True)
 
 
-def _lbfgs(parameters: Parameters) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(parameters, lr=0.5, max_iter=4, history_size=5)
+def _lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, history_size=5)
 
 
 SGD, ADAMW = _file("SGD", 0.1, momentum=0.9), _file("AdamW", 1e-2, weight_decay=0.1)
