@@ -19,10 +19,10 @@ from torch import Tensor, nn
 from dsframe.config.read.suggest import closest
 from dsframe.config.schema.settings_model import ParameterGroup
 from dsframe.errors import ConfigError, DsframeError, Problem, TaskError
+from dsframe.tasks.task import Task
 
 if TYPE_CHECKING:
     from dsframe.config import Config
-    from dsframe.tasks.task import Task
 
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)")
 """Names without weight decay. Source: transformers 5.23, ``trainer.py`` (get_decay_parameter_names)."""
@@ -89,6 +89,13 @@ class _Wanted:
         place = self._config.position(("dsframe", "parameter_groups", index))
         where, file = f"dsframe.parameter_groups[{index}]", str(self._config.path or "")
         return ConfigError([Problem("error", where, message, remedy, file, *place, code="model")])
+
+
+def are_asked(config: Config, task: Task) -> bool:
+    """True if :func:`settle` may find groups."""
+    settings = config.settings
+    own = type(task).parameter_groups is not Task.parameter_groups
+    return bool(settings.parameter_groups) or settings.no_decay != "none" or own
 
 
 def settle(config: Config, task: Task, model: nn.Module) -> ParameterGroups:

@@ -29,7 +29,7 @@ from dsframe.engines.deepspeed.imports import (
 )
 from dsframe.errors import EngineError, TaskError
 from dsframe.model import groups, switches
-from dsframe.tasks.layers import Layer, Tied, check_ties, make, seed_generators, tied_weight
+from dsframe.tasks.layers import Layer, Tied, TiedLayer, check_ties, make, seed_generators, tied_weight
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -55,10 +55,7 @@ class Cut:
         refuse_scalars(self._probes)  # every rank here, before they meet; a stage knows no other's layers
         self.depends = dependences(plan.task, self._probes.train())
         """``Engine.depends``, of all stages' layers."""
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, Tied):
-                tied_weight(self.layers, index, probes[index])
-        self.groups = groups.settle(plan.config, plan.task, self._whole or self._named(probes))
+        self.groups = groups.settle(plan.config, plan.task, self._named(probes) if self._whole is None else self._whole)
         """``Engine.groups``, of all stages."""
         self.sizes = [sum(p.numel() for p in probe.parameters() if p.requires_grad) for probe in probes]
         """Trainable parameters of each layer; a tied one counts with its weight, which is used there too."""
@@ -90,12 +87,12 @@ class Cut:
 
     def _named(self, probes: Sequence[nn.Module]) -> nn.Module:
         """The layers' parameters by the names that they have in the state; a tie's is a further name."""
-        model = nn.Module()
-        for index, (layer, probe) in enumerate(zip(self.layers, probes, strict=True)):
-            if isinstance(layer, Tied):
-                probe = nn.ParameterDict({layer.weight: tied_weight(self.layers, index, probe)})
-            model.add_module(str(index), probe)
-        return model
+        return nn.Sequential(
+            *(
+                TiedLayer(layer, tied_weight(self.layers, index, probe)) if isinstance(layer, Tied) else probe
+                for index, (layer, probe) in enumerate(zip(self.layers, probes, strict=True))
+            )
+        )
 
     def _probe(self, layer: Any, index: int) -> nn.Module:
         """The layer for its size and class alone: without memory where it can be made so."""
