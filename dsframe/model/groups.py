@@ -26,6 +26,8 @@ if TYPE_CHECKING:
 
 _UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)")
 """Names without weight decay. Source: transformers 5.23, ``trainer.py`` (get_decay_parameter_names)."""
+_FROZEN = "_dsframe_frozen"
+"""Attribute of a parameter that a group has frozen. A later training of the same module may have other groups."""
 Options = Mapping[str, float]
 """Settings of a parameter that are not the optimizer's own: ``weight_decay`` and ``lr_scale``."""
 
@@ -46,8 +48,9 @@ class ParameterGroups:
     def freeze(self, model: nn.Module) -> None:
         """Freezes what the groups say, of all or a part of the model."""
         for name, parameter in model.named_parameters():
-            if name in self.frozen:
+            if name in self.frozen and parameter.requires_grad:
                 parameter.requires_grad_(False)
+                setattr(parameter, _FROZEN, True)
 
     def split(self, named: Iterable[tuple[str, Tensor]]) -> list[Any]:
         """Returns what torch's optimizers take: the tensors themselves where all are alike, else one dict for each group."""
@@ -104,6 +107,9 @@ def settle(config: Config, task: Task, model: nn.Module) -> ParameterGroups:
     Looks at names, sizes and classes alone, so a model without numbers (device "meta") will do. Raises ConfigError, or TaskError
     where the task has the groups, for a pattern that matches nothing, a parameter in two groups, and a model with nothing to train.
     """
+    for parameter in model.parameters():
+        if vars(parameter).pop(_FROZEN, False):
+            parameter.requires_grad_(True)
     wanted, preset = _Wanted(config, task, model), config.settings.no_decay
     own = {name: {"weight_decay": 0.0} for name in (without_decay(model) if preset != "none" else ())}
     frozen = set()

@@ -96,6 +96,17 @@ def test_frozen_parameters_need_no_gradient() -> None:
     )
 
 
+def test_a_module_that_is_trained_again_is_frozen_anew() -> None:
+    """As in a program that trains the head first, and everything after it. What the model froze itself stays."""
+    model = Net()
+    model.norm.bias.requires_grad_(False)
+    wanted = {"parameter_groups": [{"match": ["embed*", "norm.*"], "freeze": True}]}
+    groups.settle(load(FILE | {"dsframe": wanted}), Tokens(), model)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["body.weight", "body.bias"]
+    groups.settle(load(FILE), Tokens(), model)
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["norm.bias"]
+
+
 def test_the_preset_goes_along_with_groups_whose_own_decay_comes_first() -> None:
     found = settled(
         {"match": ["body.*"], "lr_scale": 2}, {"match": ["norm.bias"], "weight_decay": 0.3}, no_decay="norms-and-biases"
