@@ -25,7 +25,8 @@ from dsframe.checkpoint.state import EngineState, SavedState, aliases
 from dsframe.cluster.exchange import by_value, first_difference
 from dsframe.errors import TaskError
 from dsframe.host import allocator
-from dsframe.model import formats, switches
+from dsframe.model import formats, groups, switches
+from dsframe.model.groups import ParameterGroups
 from dsframe.model.plateau import Plateau
 from dsframe.model.sample_draws import DrawTrial, SampleDraws
 from dsframe.model.spill import Spill
@@ -106,6 +107,8 @@ class Engine(ABC):
     """Gives the model's random numbers to samples where the file asks for it; the loop tells it which ones come next."""
     draws: DrawTrial | None = None
     """Knows after the first step whether the model draws random numbers in training."""
+    groups = ParameterGroups()
+    """Which parameters are trained otherwise than the optimizer says."""
     depends: tuple[str, ...] = ()
     """Dependencies of the result that the file does not show, such as the micro-batch size; printed at start."""
 
@@ -293,7 +296,7 @@ def _form(tensor: Tensor) -> str:
 
 
 def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
-    """**Collective.** The task's model, the same on every rank and engine; ``engine.depends`` is set.
+    """**Collective.** The task's model, the same on every rank and engine; ``engine.depends`` and ``engine.groups`` are set.
 
     Raises TaskError where it is not the same on every rank; the engine can sum over ranks already.
 
@@ -312,6 +315,7 @@ def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
         model = plan.task.model()
     assert_same_model(engine, model)
     engine.dtype = formats.own_dtype(plan.config, plan.task, model, keeps_float64=engine.keeps_float64)
+    engine.groups = groups.settle(plan.config, plan.task, model)
     if spill is None:
         model.to(plan.device)
     else:

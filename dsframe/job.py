@@ -220,7 +220,7 @@ def _make_engine(job: _Job, watchdog: Watchdog) -> tuple[Engine, dict[str, Any]]
 
 
 def _describe(job: _Job, engine: Engine) -> None:
-    """Says what the training does though neither the file nor the model says so."""
+    """Says what the training does though neither the file nor the model says so, and who is in which parameter group."""
     config = job.plan.config
     if inherited := inherit.sentence(config.inherited):
         job.say(inherited)
@@ -230,6 +230,8 @@ def _describe(job: _Job, engine: Engine) -> None:
         job.say(line)
     for what in engine.depends:
         job.say(f"this model's {what}")
+    for line in engine.groups.lines:
+        job.say(f"parameter group: {line}")
 
 
 def _resume(job: _Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]:
@@ -250,6 +252,7 @@ def _resume(job: _Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start
         engine=run.engine,
         package=engines.TABLE[run.engine].package,
     )
+    mine["course"].update({"parameter_groups": [], "no_decay": None, **engine.groups.asked})
     with watchdog:
         kept = generators.capture(plan.device)  # reading may draw
         mine["data"] = assert_same_samples(engine, job.work.loader)

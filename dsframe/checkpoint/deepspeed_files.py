@@ -259,7 +259,11 @@ def _stage_1_2(found: Found, own: Mapping[str, bool], shapes: Shapes) -> Iterato
         ):
             raise CheckpointError(f"{found.path}: parameters are padded one by one, which dsframe does not support")
         flat = torch.cat([one["single_partition_of_fp32_groups"][number].flatten() for one in found.optimizers])
-        moments = {key: torch.cat([parts[key].flatten() for parts, _ in held if key in parts]) for key in held[0][0]}
+        # Weights are saved without the padding at the end of a group, moments with it.
+        moments = {
+            key: torch.cat([parts[key].flatten() for parts, _ in held if key in parts])[: flat.numel()]
+            for key in held[0][0]
+        }
         yield from _cut(list(group), group, flat, moments, held[0][1])
 
 

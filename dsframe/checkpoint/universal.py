@@ -75,6 +75,10 @@ def write(checkpoint: Checkpoint, out: Path, dtype: torch.dtype, say: Callable[[
             f'model.load_state_dict(torch.load(".../{folder.name}/{UNTRAINED}"), strict=False)'
         )
     module |= {alias: module[name] for alias, name in checkpoint.manifest["aliases"].items()}
+    if any(checkpoint.manifest["course"].get(key) for key in ("parameter_groups", "no_decay")):
+        say(
+            "DeepSpeed 0.19.8 counts the optimizer's steps wrong at stage 3 with parameter groups: load it at stage 1 or 2"
+        )
     _write_states(checkpoint, folder, module, shapes, step)
     (out / "latest_universal").write_text(folder.name)
 
@@ -99,10 +103,13 @@ def _write_states(
     step: float,
 ) -> None:
     manifest = checkpoint.manifest
-    groups = [{"lr": manifest["learning_rate"], "params": [0]}]
+    scaled = any("lr_scale" in group for group in manifest["course"].get("parameter_groups", ()))
+    groups = [{**({} if scaled else {"lr": manifest["learning_rate"]}), "params": [0]}]
     inner = {"state": {0: {"step": torch.tensor(step)}}, "param_groups": groups}
+    # At stages 1 and 2 the loader goes through these and the program's groups at once: what is left over stays as it was made.
+    enough = groups * len(shapes)
     _save(
-        {"ds_version": LAYOUT, "param_groups": groups, "optimizer_state_dict": inner, **_loss_scaler(checkpoint)},
+        {"ds_version": LAYOUT, "param_groups": enough, "optimizer_state_dict": inner, **_loss_scaler(checkpoint)},
         folder / "zero" / "optimizer_state.pt",
     )
     buffers = list(checkpoint.buffers())

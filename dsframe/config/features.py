@@ -104,6 +104,14 @@ def own_adam(file: DeepSpeed) -> bool:
     return not by_torch
 
 
+def makes_groups(file: DeepSpeed) -> str:
+    """Who makes groups of parameters inside DeepSpeed, so that nobody else can; empty: nobody."""
+    kind = file.optimizer.type if file.optimizer else ""
+    if kind.lower() in ("muon", *MUP):
+        return kind
+    return "ZenFlow" if file.zero_optimization.zenflow is not None else ""
+
+
 def shares_activations(file: DeepSpeed, settings: Settings) -> bool:
     """True if ``partition_activations`` is on, and there are recomputed blocks and ranks that have the same inputs to them."""
     shared = file.activation_checkpointing.partition_activations and file.tensor_parallel.autotp_size > 1
@@ -188,6 +196,9 @@ def _optimizer(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
         yield "adasum", ("dsframe", "horovod", "op"), "adasum"
     if settings.horovod.compression == "fp16":
         yield "fp16_compression", ("dsframe", "horovod", "compression"), "fp16 compression"
+    for key in ("parameter_groups", "no_decay"):
+        if getattr(settings, key) not in ([], "none"):
+            yield "parameter_groups", ("dsframe", key), "groups of parameters"
     if settings.on_nonfinite == "skip":
         yield "skip_nonfinite", ("dsframe", "on_nonfinite"), "skipping updates that are not finite"
     if settings.ddp.communication != "none":

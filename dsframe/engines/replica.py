@@ -46,7 +46,7 @@ class ReplicaEngine(Engine):
             [p for p in self.model.parameters() if p.requires_grad] if self._masters is None else self._masters.masters
         )
         self._loss_scale = self._make_loss_scale()
-        self.optimizer = self._distribute(plan.optimizer.build(self._parameters))
+        self.optimizer = self._distribute(plan.optimizer.build(self.groups.split(self._named_parameters())))
         self.module = self._wrap(self.model)
         self._updates = 0
 

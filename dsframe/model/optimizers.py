@@ -13,7 +13,7 @@ DeepSpeed's op as well.
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
@@ -55,8 +55,8 @@ class OptimizerSpec:
         params = Optimizer.variant({"type": self.kind}, "params") or Params
         return float(self.arguments.get("lr", params.model_fields["lr"].default))
 
-    def build(self, parameters: Iterable[torch.nn.Parameter]) -> torch.optim.Optimizer:
-        """torch's optimizer over ``parameters``.
+    def build(self, parameters: list[Any]) -> torch.optim.Optimizer:
+        """torch's optimizer over ``parameters``, or groups of them.
 
         Raises EngineError for DeepSpeed's own optimizers, ConfigError where an argument is unknown or out of range.
         """
@@ -69,6 +69,7 @@ class OptimizerSpec:
             optimizer: torch.optim.Optimizer = make(parameters, **self.arguments)
         except (TypeError, ValueError, RuntimeError) as error:
             raise _wrong("params", f"{self.cls.__name__}: {error}") from None
+        refuse_decay(optimizer)
         return optimizer
 
     def for_deepspeed(self) -> dict[str, Any]:
@@ -78,6 +79,13 @@ class OptimizerSpec:
             return {"type": "Adam", "params": {**self.arguments, "adam_w_mode": decoupled, "torch_adam": True}}
         section = {"type": self.kind, "params": dict(self.arguments)}
         return {**section, "legacy_fusion": True} if self.legacy_fusion else section
+
+
+def refuse_decay(optimizer: torch.optim.Optimizer) -> None:
+    """Raises ConfigError where parameters have a weight decay of their own, of which this optimizer knows nothing."""
+    if "weight_decay" not in optimizer.defaults and any("weight_decay" in group for group in optimizer.param_groups):
+        message = f"{type(optimizer).__name__} has no weight_decay, and parameter groups have one"
+        raise ConfigError([Problem("error", "optimizer.type", message, "choose another optimizer", code="value")])
 
 
 def read(config: Config) -> OptimizerSpec:

@@ -10,7 +10,7 @@ compares them with DeepSpeed's own classes, step by step.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
 from functools import partial
 from importlib import import_module
@@ -38,19 +38,20 @@ class Rates:
     second_beta: float | None = None
     """Adam's second beta, where the schedule fixes it."""
 
-    def apply(self, parameter_groups: list[dict[str, Any]], of: Sequence[float] | None = None) -> None:
-        """Writes the rates into a torch optimizer's ``param_groups``, to each its share ``of`` the learning rate."""
-        for group, share in zip(parameter_groups, of or [1.0] * len(parameter_groups), strict=True):
-            group["lr"] = self.learning_rate * share
+    def apply(self, parameter_groups: list[dict[str, Any]]) -> None:
+        """Writes the rates into a torch optimizer's ``param_groups``, to each the learning rate times its ``lr_scale``."""
+        for group in parameter_groups:
+            group["lr"] = self.learning_rate * group.get("lr_scale", 1.0)
             if self.momentum is not None and "betas" in group:
                 group["betas"] = (self.momentum, self.second_beta or group["betas"][1])
             elif self.momentum is not None and "momentum" in group and self.second_beta is None:
                 group["momentum"] = self.momentum
 
 
-def shares(parameter_groups: list[dict[str, Any]], base: float) -> list[float]:
-    """The rate of each group as it was made, in terms of ``base``, by which it follows the schedule."""
-    return [group["lr"] / base if base else 1.0 for group in parameter_groups]
+def keep_ratios(parameter_groups: list[dict[str, Any]], base: float) -> None:
+    """Gives each group of an optimizer that has made groups itself its rate in terms of ``base`` as its ``lr_scale``."""
+    for group in parameter_groups:
+        group.setdefault("lr_scale", group["lr"] / base if base else 1.0)
 
 
 Schedule = Callable[[int], Rates]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from typing import Any
+from typing import TYPE_CHECKING, Any
 from unittest import mock
 
 import torch
@@ -15,8 +15,12 @@ from torch.utils._pytree import tree_map
 
 from dsframe.data.loader import as_source
 from dsframe.errors import TaskError
+from dsframe.model import groups
 from dsframe.tasks.layers import Tied, TiedLayer, check_ties, make
 from dsframe.tasks.task import Task
+
+if TYPE_CHECKING:
+    from dsframe.config import Config
 
 _RANDOM = {"normal_", "uniform_", "trunc_normal_", "bernoulli_", "random_"}
 
@@ -82,17 +86,29 @@ def meta_device() -> Iterator[None]:
             ) from error
 
 
-def stages_of(task: Task, dtype: torch.dtype) -> tuple[list[Stage], bool]:
-    """The model with parameters of ``dtype``, and whether it is a list of layers. Layers that repeat are made once."""
+def stages_of(task: Task, dtype: torch.dtype, config: Config | None = None) -> tuple[list[Stage], bool]:
+    """The model with parameters of ``dtype``, and whether it is a list of layers. Layers that repeat are made once.
+
+    ``config``: whose frozen groups need no gradient. Raises ConfigError and TaskError as ``groups.settle``.
+    """
     layers = task.layers()
-    found: list[Stage] = [(None, task.model(), None)] if layers is None else _layers(layers, task.seed)
-    for _, module, _ in found:
+    grouped = config is not None and groups.are_asked(config, task)
+    found: list[Stage] = [(None, task.model(), None)] if layers is None else _layers(layers, task.seed, apart=grouped)
+    modules = [module for _, module, _ in found]
+    if config is not None and grouped:
+        groups.settle(config, task, modules[0] if layers is None else nn.Sequential(*modules))
+        found = [(key and (key, *_trained(module)), module, owner) for key, module, owner in found]
+    for module in modules:
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)
     return found, layers is not None
 
 
-def _layers(layers: Sequence[Any], seed: int) -> list[Stage]:
+def _trained(module: nn.Module) -> list[bool]:
+    return [parameter.requires_grad for parameter in module.parameters()]
+
+
+def _layers(layers: Sequence[Any], seed: int, *, apart: bool) -> list[Stage]:
     check_ties(layers)
     made: dict[int, nn.Module] = {}
     found: list[Stage] = []
@@ -101,7 +117,7 @@ def _layers(layers: Sequence[Any], seed: int) -> list[Stage]:
             weight = found[layer.layer][1].get_parameter(layer.weight)
             found.append((None, TiedLayer(layer, weight), layer.layer))
             continue
-        if id(layer) not in made:
+        if apart or id(layer) not in made:
             made[id(layer)] = make(layer, index, seed)
         found.append((id(layer), made[id(layer)], None))
     return found

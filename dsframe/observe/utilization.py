@@ -10,7 +10,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor
@@ -23,6 +23,9 @@ from dsframe.observe.meta import Attention, Loss, example, map_floats, meta_devi
 from dsframe.observe.observer import Batches, Observer, Stretch
 from dsframe.tasks.task import Task
 from dsframe.text import amount
+
+if TYPE_CHECKING:
+    from dsframe.config import Config
 
 _BUDGET_SECONDS = 0.15
 _LONG_ENOUGH_SECONDS = 3e-3
@@ -77,7 +80,7 @@ def utilization(engine: Engine, say: Callable[[str], None]) -> Utilization | Non
     each, problem = 0.0, ""
     if plan.world.is_main:
         try:
-            each = flops_per_sample(plan.task) / plan.task.units_per_sample
+            each = flops_per_sample(plan.task, plan.config) / plan.task.units_per_sample
         except Exception as error:  # no reason not to train
             problem = " ".join(str(error).split())
     # Behind a collective, so that all ranks measure at once, as they will compute.
@@ -96,12 +99,12 @@ def utilization(engine: Engine, say: Callable[[str], None]) -> Utilization | Non
     return found
 
 
-def flops_per_sample(task: Task) -> float:
+def flops_per_sample(task: Task, config: Config) -> float:
     """Of one forward and one backward pass, counted on the meta device. Raises TaskError where the model needs numbers there."""
     rows = 2  # BatchNorm refuses a single value
     inputs, targets = example(task)
     with meta_device(), Attention(), OperationCounter() as count:
-        stages, _ = stages_of(task, torch.float32)
+        stages, _ = stages_of(task, torch.float32, config)
         flow = map_floats(with_rows(inputs, rows), lambda tensor: tensor.float().requires_grad_())
         for _, module, _ in stages:
             flow = call(module, flow)

@@ -208,6 +208,15 @@ class Task:
         """
         return None
 
+    def parameter_groups(self, model: nn.Module) -> Sequence[Mapping[str, Any]]:
+        """Returns groups of parameters with a weight decay or a rate of their own, or frozen; by default none.
+
+        Dicts as in the file's ``parameter_groups``, in place of those: ``{"match": [names or patterns], "weight_decay": 0}``.
+        ``model``: of :meth:`model`, for names, shapes and classes; in a pipeline it may have no numbers. A function of its argument
+        alone: the same on every rank.
+        """
+        return ()
+
     def train_data(self) -> Source | Dataset[Any]:
         """Training data: a :class:`dsframe.data.Source`, or a map-style torch ``Dataset`` of ``(input, target)``.
 

@@ -68,10 +68,12 @@ def convert(directory: Path, tag: str | None, config: Config, task: Task, run_di
     from dsframe.checkpoint import deepspeed_files, portable, store
     from dsframe.checkpoint.state import aliases, compare, persistent_buffers
     from dsframe.checkpoint.store import Store
+    from dsframe.model import groups
 
     task.seed = config.settings.seed
     found = deepspeed_files.read(deepspeed_files.find(directory, tag))
     model = task.model()
+    asked = groups.settle(config, task, model).asked
     own = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     trained = {name: shape for name, shape in shapes.items() if own[name]} if found.shapes else {}
@@ -89,6 +91,7 @@ def convert(directory: Path, tag: str | None, config: Config, task: Task, run_di
         "aliases": aliases(model),
         **_about(config, task, found),
     }
+    manifest["course"].update(asked)
     buffers = _buffers(found, model, persistent_buffers(model))
     with RunLock() as claim:
         claim.take(run_dir, World(), lambda line: print(line, file=sys.stderr))

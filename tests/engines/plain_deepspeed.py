@@ -63,13 +63,27 @@ class Plain(Task):
         return TensorDataset(*data())
 
 
+GROUPS = [{"match": ["*.bias"], "weight_decay": 0}, {"match": ["last.weight"], "lr_scale": 3}]
+
+
+def in_groups(model: Net, rate: float) -> list[dict[str, Any]]:
+    """:data:`GROUPS`, by hand."""
+    layers = (model.first, model.middle, model.last)
+    return [
+        {"params": [model.first.weight, model.middle.weight]},
+        {"params": [layer.bias for layer in layers], "weight_decay": 0.0},
+        {"params": [model.last.weight], "lr": 3 * rate},
+    ]
+
+
 def main(file: str, what: str, folder: str) -> None:
     import deepspeed
     import deepspeed.ops
 
     deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False  # else it compiles, which takes a minute
     config = json.loads(Path(file).read_text())
-    frozen = config.pop("dsframe")["task"]["options"]["frozen"]
+    settings = config.pop("dsframe")
+    frozen = settings["task"]["options"]["frozen"]
     deepspeed.init_distributed("gloo")
     rank, ranks = torch.distributed.get_rank(), torch.distributed.get_world_size()
     torch.manual_seed(99)
@@ -79,7 +93,8 @@ def main(file: str, what: str, folder: str) -> None:
         model.load_state_dict(torch.load(Path(folder, tag, "untrained.pt"), weights_only=True), strict=False)
     # DeepSpeed allows fp16 where it is fast; for a small model it need not be.
     deepspeed.accelerator.get_accelerator().is_fp16_supported = lambda: True
-    engine, *_ = deepspeed.initialize(model=model, config=config, dist_init_required=False)
+    groups = in_groups(model, config["optimizer"]["params"]["lr"]) if "parameter_groups" in settings else None
+    engine, *_ = deepspeed.initialize(model=model, model_parameters=groups, config=config, dist_init_required=False)
     (inputs, targets), sampler = data(), Sampler(64, 8, seed=0)
     dtype = next(engine.module.parameters()).dtype
 

@@ -22,7 +22,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
-from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau
+from torch.optim.lr_scheduler import LambdaLR, ReduceLROnPlateau, StepLR
 from torch.utils._pytree import tree_map
 
 import dsframe
@@ -114,6 +114,10 @@ class Siamese(Port):
         return TensorSource((first, second), (first[:, 0] > second[:, 0]).float())
 
 
+class FineTuned(Siamese):
+    """A layer that is frozen, and a head that learns ten times faster (torchvision's references: detection)."""
+
+
 class _Block(nn.Module):
     def __init__(self, width: int) -> None:
         super().__init__()
@@ -171,10 +175,13 @@ class _Gpt(nn.Module):
 
 
 class NanoGpt(Port):
-    """Tied embeddings, clipping, warm-up and a cosine (nanoGPT)."""
+    """Tied embeddings, no decay for vectors, clipping, warm-up and a cosine (nanoGPT)."""
 
     def model(self) -> nn.Module:
         return _Gpt()
+
+    def parameter_groups(self, model: nn.Module) -> Any:
+        return [{"match": [name for name, p in model.named_parameters() if p.dim() < 2], "weight_decay": 0}]
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
@@ -185,7 +192,11 @@ class NanoGpt(Port):
 
 
 class MaskedWords(NanoGpt):
-    """A loss over the masked tokens alone, which every row has another number of (Accelerate: mlm)."""
+    """A loss over the masked tokens alone, which every row has another number of; norms and biases do not decay (Accelerate:
+    mlm)."""
+
+    def parameter_groups(self, model: nn.Module) -> Any:
+        return ()
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         return functional.cross_entropy(outputs.flatten(0, 1), targets.flatten(), ignore_index=-100)
@@ -355,7 +366,7 @@ class Bert(Classes):
         return Pairs()
 
 
-Parameters = list[nn.Parameter]
+Make = Callable[[nn.Module], torch.optim.Optimizer]
 
 
 @dataclass(frozen=True)
@@ -363,7 +374,7 @@ class Case:
     """A port: the task, what its file says, and how the plain loop says the same."""
 
     task: type[Port]
-    optimizer: Callable[[Parameters], torch.optim.Optimizer]
+    optimizer: Make
     file: Mapping[str, Any]
     rate: Callable[[torch.optim.Optimizer], Any] | None = None
     """The plain loop's schedule."""
@@ -410,16 +421,37 @@ def _linear(step: int) -> float:
     return step / 4 if step < 4 else (STEPS - step) / (STEPS - 4)
 
 
-def _sgd(parameters: Parameters) -> torch.optim.Optimizer:
-    return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
+def _sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
 
 
-def _adamw(parameters: Parameters) -> torch.optim.Optimizer:
-    return torch.optim.AdamW(parameters, lr=1e-2, weight_decay=0.1, fused=True)
+def _adamw(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.AdamW(model.parameters(), lr=1e-2, weight_decay=0.1, fused=True)
 
 
-def _lbfgs(parameters: Parameters) -> torch.optim.Optimizer:
-    return torch.optim.LBFGS(parameters, lr=0.5, max_iter=4, history_size=5)
+def _matrices_decay(model: nn.Module) -> torch.optim.Optimizer:
+    """nanoGPT's configure_optimizers."""
+    parameters = list(model.parameters())
+    groups = [
+        {"params": [p for p in parameters if p.dim() >= 2], "weight_decay": 0.1},
+        {"params": [p for p in parameters if p.dim() < 2], "weight_decay": 0.0},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-2, fused=True)
+
+
+def _fine_tunes(model: nn.Module) -> torch.optim.Optimizer:
+    assert isinstance(model, _Siamese)
+    model.body[0].requires_grad_(False)
+    groups = [
+        {"params": [model.body[2].weight]},
+        {"params": [model.body[2].bias], "weight_decay": 0.0},
+        {"params": list(model.head.parameters()), "lr": 1e-2},
+    ]
+    return torch.optim.AdamW(groups, lr=1e-3, weight_decay=0.1, fused=True)
+
+
+def _lbfgs(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.LBFGS(model.parameters(), lr=0.5, max_iter=4, history_size=5)
 
 
 SGD, ADAMW = _file("SGD", 0.1, momentum=0.9), _file("AdamW", 1e-2, weight_decay=0.1)
@@ -431,13 +463,26 @@ CASES: dict[str, Case] = {
     "resnet": Case(Resnet, _sgd, SGD, settings={"eval_every_steps": 15}, by_batch=True),
     "nanogpt": Case(
         NanoGpt,
-        _adamw,
+        _matrices_decay,
         ADAMW | _schedule("nanogpt", warmup_iters=6, lr_decay_iters=30, min_lr=1e-3),
         rate=lambda optimizer: LambdaLR(optimizer, _nanogpt),
         clip=1.0,
         bound=1e-6,
     ),
-    "masked words": Case(MaskedWords, _adamw, ADAMW),
+    "masked words": Case(MaskedWords, _matrices_decay, ADAMW, settings={"no_decay": "norms-and-biases"}),
+    "fine-tuned": Case(
+        FineTuned,
+        _fine_tunes,
+        _file("AdamW", 1e-3, weight_decay=0.1) | _schedule("StepLR", step_size=9, gamma=0.5),
+        rate=lambda optimizer: StepLR(optimizer, step_size=9, gamma=0.5),
+        settings={
+            "parameter_groups": [
+                {"match": ["body.0.*"], "freeze": True},
+                {"match": ["body.2.bias"], "weight_decay": 0},
+                {"match": ["head.*"], "lr_scale": 10},
+            ]
+        },
+    ),
     "graph": Case(Graph, _adamw, ADAMW, settings={"eval_every_steps": 15}),
     "vae": Case(Vae, _adamw, ADAMW, draws=True),
     "series": Case(Series, _adamw, ADAMW, float64=True),
@@ -477,7 +522,7 @@ def plain(case: Case) -> list[float]:
     torch.manual_seed(0)
     model = task.model().train()
     torch.manual_seed(1)  # what dsframe draws in training follows seed + 1 + rank
-    optimizer = case.optimizer([parameter for parameter in model.parameters() if parameter.requires_grad])
+    optimizer = case.optimizer(model)
     rate = case.rate(optimizer) if case.rate else None
     plateau = ReduceLROnPlateau(optimizer, factor=0.5, patience=0) if case.plateau else None
     in_turn = case.settings.get("order") == "sequential"

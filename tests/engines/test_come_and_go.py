@@ -11,14 +11,14 @@ import pytest
 from dsframe.checkpoint import store
 from dsframe.cli import main as dsframe
 from dsframe.errors import CheckpointError
-from tests.engines.plain_deepspeed import SAVED, STEPS
+from tests.engines.plain_deepspeed import GROUPS, SAVED, STEPS
 from tests.portability import losses
 from tests.processes import REPOSITORY, run_ranks, warm
 
 SCRIPT = str(REPOSITORY / "tests" / "engines" / "plain_deepspeed.py")
 
 
-def configuration(stage: int, *, frozen: bool = True, **more: Any) -> dict[str, Any]:
+def configuration(stage: int, *, frozen: bool = True, groups: bool = False, **more: Any) -> dict[str, Any]:
     return {
         "train_batch_size": 8,
         "steps_per_print": 1_000_000,
@@ -29,6 +29,7 @@ def configuration(stage: int, *, frozen: bool = True, **more: Any) -> dict[str, 
             "log_every_steps": 1,
             "threads_per_rank": 1,
             "task": {"name": "tests.engines.plain_deepspeed:Plain", "options": {"frozen": frozen}},
+            **({"parameter_groups": GROUPS} if groups else {}),
         },
         **more,
     }
@@ -57,8 +58,10 @@ def resumed(folder: Path) -> list[float]:
         (2, {}, 1e-6),
         (3, {}, 1e-6),
         (0, {"bf16": {"enabled": True}}, 5e-3),
+        (2, {"groups": True}, 1e-6),
+        (3, {"groups": True}, 1e-6),
     ],
-    ids=["zero0", "zero2", "zero3", "zero0-bf16"],
+    ids=["zero0", "zero2", "zero3", "zero0-bf16", "zero2-groups", "zero3-groups"],
 )
 def test_a_deepspeed_run_goes_on_in_dsframe(
     stage: int, more: dict[str, Any], tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -80,8 +83,13 @@ FP16: dict[str, Any] = {"fp16": {"enabled": True, "initial_scale_power": 6, "los
 
 @pytest.mark.parametrize(
     ("stage", "more", "tolerance"),
-    [pytest.param(2, {}, 1e-6, marks=pytest.mark.long), (3, {}, 1e-6), (1, FP16, 5e-3)],
-    ids=["zero2", "zero3", "zero1-fp16"],
+    [
+        pytest.param(2, {}, 1e-6, marks=pytest.mark.long),
+        (3, {}, 1e-6),
+        (1, FP16, 5e-3),
+        (2, {"groups": True}, 1e-6),
+    ],
+    ids=["zero2", "zero3", "zero1-fp16", "zero2-groups"],
 )
 def test_a_dsframe_run_goes_on_in_deepspeed(
     stage: int, more: dict[str, Any], tolerance: float, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
@@ -105,7 +113,7 @@ def test_a_dsframe_run_goes_on_in_deepspeed(
     assert dsframe(export) == CheckpointError.exit_code  # is there
     found = plain(tmp_path, 2, "continue", "theirs")
     assert max(abs(a - b) for a, b in zip(found, expected, strict=True)) < tolerance
-    if more:
+    if "fp16" in more:
         scale = store.read_manifest(tmp_path / checkpoint)["loss_scale"]["scale"]
         assert scale > 64.0  # it has grown
         assert json.loads((tmp_path / "scale.json").read_text()) == scale

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 import json
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+from tests.engines.ports import moved
 from tests.processes import run_ranks, warm
 
 
@@ -60,6 +62,11 @@ def test_the_asynchronous_server_trains_in_its_own_way(report: dict[str, Any], c
     steps = {key: value for _, _, scalars in mine["names"] for key, value in scalars.items()}
     assert steps["step"] == 2 * 5, "each of two workers made five updates before the state was taken"
     assert mine["read_back"] == 0.0
+
+
+def test_the_servers_own_optimizer_has_the_parameter_groups(tmp_path: Path) -> None:
+    """One worker waits for nobody, and is one process."""
+    assert moved("fine-tuned", "reference-async-parameter-server", tmp_path) == moved("fine-tuned", "single", tmp_path)
 
 
 def test_nobody_waits_for_a_worker(report: dict[str, Any]) -> None:

@@ -130,6 +130,24 @@ def test_a_model_of_175_billion_parameters_in_seconds(tmp_path: Path) -> None:
     assert again.memory.total == pytest.approx(first["memory_bytes"]["total"])
 
 
+@pytest.mark.parametrize(
+    ("task", "layer"),
+    [({"name": "language", "layers": 2}, "2."), ({"name": "vision", "dataset": "synthetic"}, "0.")],
+    ids=["layers", "whole"],
+)
+def test_frozen_groups_have_neither_gradients_nor_moments(task: dict[str, Any], layer: str) -> None:
+    """Layers that are the same but for that are told apart."""
+    settings = {"task": task, "parameter_groups": [{"match": [f"{layer}*"], "freeze": True}]}
+    config = load({"train_batch_size": 2, "dsframe": settings})
+    built = tasks.build(config.settings.task, 0)
+    sizes = {name: parameter.numel() for name, parameter in built.model().named_parameters()}
+    frozen = sum(size for name, size in sizes.items() if name.startswith(layer))
+    known, whole = trace.traced(config, built), trace.trace(built, torch.float32)
+    assert (known.frozen, known.parameters) == (frozen, sum(sizes.values()) - frozen)
+    assert (whole.frozen, whole.parameters) == (0, sum(sizes.values()))
+    assert known.flops(1) < whole.flops(1)
+
+
 def test_what_a_block_keeps_is_what_torch_keeps() -> None:
     """Activations counted without memory, and by torch's own hooks on real tensors."""
     task = tasks.build(

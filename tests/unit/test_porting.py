@@ -30,6 +30,8 @@ def test_its_programs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     assert names["summary"].steps == 20
     task = names["Balanced"]()
     assert len(task.order(0, 64)) == 64
+    file = names["file"] | {"dsframe": {"engine": "single", "steps": 1, "run_dir": "groups"}}
+    assert names["dsframe"].fit(names["NoDecay"](), file).steps == 1
     assert names["Measured"]().finalize({"loss": names["dsframe"].Sum(torch.tensor(8.0), 2)}) == {
         "loss": 4.0,
         "rmse": 2.0,

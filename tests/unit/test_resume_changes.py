@@ -35,6 +35,8 @@ MANIFEST: dict[str, Any] = {
         "fp16": {"enabled": False},
         "torch_autocast": None,
         "per_sample_randomness": False,
+        "parameter_groups": [],
+        "no_decay": None,
     },
     "run": {"engine": "ddp", "world_size": 2, "micro_batch_size": 8},
     "versions": {"torch": "2.12.0", "python": "3.11.7", "deepspeed": "0.19.8"},
@@ -46,6 +48,10 @@ CHANGES: dict[str, list[tuple[str, Any, str]]] = {
         ("course/optimizer.params/weight_decay", 0.1, "optimizer.params.weight_decay was 0.0, is 0.1: "),
         ("course/optimizer.params/betas", [0.8, 0.9], "optimizer.params.betas was [0.9, 0.999], is [0.8, 0.9]: "),
     ],
+    "parameter_groups": [
+        ("course/parameter_groups", [{"match": ["a"]}], 'parameter_groups was [], is [{"match": ["a"]}]: ')
+    ],
+    "no_decay": [("course/no_decay", "norms-and-biases", 'no_decay was null, is "norms-and-biases": ')],
     "gradient_clipping": [("course/gradient_clipping", 0.5, "gradient_clipping was 1.0, is 0.5: ")],
     "scheduler": [
         ("course/scheduler/params/warmup_num_steps", 20, "scheduler.params.warmup_num_steps was 10, is 20: "),

@@ -91,19 +91,23 @@ def test_groups_keep_the_proportion_of_their_rates(kind: str, params: dict[str, 
     theirs, ours = (
         torch.optim.SGD([{"params": [torch.zeros(1)], "lr": lr} for lr in (0.02, 3e-4)], lr=BASE) for _ in range(2)
     )
-    shares = schedules.shares(ours.param_groups, 0.02)
+    schedules.keep_ratios(ours.param_groups, 0.02)
     make = getattr(lr_schedules, kind, None) or getattr(torch.optim.lr_scheduler, kind)
     scheduler, course = make(theirs, **params), schedules.build(kind, 0.02, params)
     for updates in range(12):
-        course(updates).apply(ours.param_groups, shares)
+        course(updates).apply(ours.param_groups)
         for mine, original in zip(ours.param_groups, theirs.param_groups, strict=True):
             assert mine["lr"] == pytest.approx(original["lr"], rel=1e-12, abs=1e-18), updates
         theirs.step()
         scheduler.step()
 
 
-def test_groups_without_a_rate_share_nothing() -> None:
-    assert schedules.shares([{"lr": 0.0}, {"lr": 0.0}], 0.0) == [1.0, 1.0]
+def test_groups_have_one_rate_where_it_is_0_and_keep_the_files_ratio() -> None:
+    groups: list[dict[str, Any]] = [{"lr": 0.0}, {"lr": 0.0, "lr_scale": 10.0}]
+    schedules.keep_ratios(groups, 0.0)
+    assert [group["lr_scale"] for group in groups] == [1.0, 10.0]
+    schedules.Rates(0.5).apply(groups)
+    assert [group["lr"] for group in groups] == [0.5, 5.0]
 
 
 def test_a_list_of_one_rate_is_that_rate() -> None:

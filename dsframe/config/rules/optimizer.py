@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 from typing import Any
 
-from dsframe.config.features import needs_cpu_adam, own_adam
+from dsframe.config.features import makes_groups, needs_cpu_adam, own_adam
 from dsframe.config.read.findings import show
 from dsframe.config.read.reader import Path
 from dsframe.config.read.suggest import closest
@@ -25,8 +25,9 @@ _A_RATE = ("warmup_min_lr", "warmup_max_lr", "eta_min")
 
 
 def check(context: RuleContext) -> None:
-    """Report what is wrong with the optimizer and the schedule."""
+    """Report what is wrong with the optimizer, the groups of its parameters and the schedule."""
     _optimizer(context)
+    _groups(context)
     _scheduler(context)
 
 
@@ -167,6 +168,29 @@ def _cpu_adam(context: RuleContext, optimizer: Optimizer) -> None:
         given, remedy = ("torch's", 'remove "torch_adam"') if adam else (optimizer.type, 'write "type": "AdamW"')
         message = f"needs DeepSpeed's CPU Adam, but the optimizer is {given}: DeepSpeed raises"
         context.conflict(path, message, f'{remedy} under "optimizer"')
+
+
+def _groups(context: RuleContext) -> None:
+    settings, file = context.file.dsframe, context.file
+    path: tuple[str | int, ...] = ("dsframe", "parameter_groups")
+    for index, group in enumerate(settings.parameter_groups):
+        if group.contradiction:
+            context.findings.error((*path, index), *group.contradiction, code="conflict")
+    decays = settings.no_decay != "none"
+    who = makes_groups(file) if context.by_deepspeed else ""
+    if who and (decays or not all(group.freeze for group in settings.parameter_groups)):
+        where = ("dsframe", "no_decay") if decays else ("dsframe", "parameter_groups")
+        message = f"not possible with {who}, for which DeepSpeed makes the groups of parameters"
+        context.conflict(where, message, "remove one of them")
+    adam = file.optimizer is not None and file.optimizer.type.lower() in ("adam", "adamw")
+    params = file.optimizer.params if file.optimizer else {}
+    own = params.get("weight_decay") or any(group.weight_decay for group in settings.parameter_groups)
+    if decays and adam and not own and params.get("torch_adam") is not True:
+        context.no_effect(
+            ("dsframe", "no_decay"),
+            "has no effect: the optimizer's weight_decay is 0",
+            "write it under optimizer.params",
+        )
 
 
 def _scheduler(context: RuleContext) -> None:

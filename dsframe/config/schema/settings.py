@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from dsframe.config.schema.base import AUTO, Count, Every, Positive, Section, Size
 from dsframe.config.schema.settings_checkpoints import Checkpoints
-from dsframe.config.schema.settings_model import DeepSpeedEngine, LargeBatch, Model
+from dsframe.config.schema.settings_model import DeepSpeedEngine, LargeBatch, Model, ParameterGroup
 from dsframe.config.schema.settings_report import Mlflow, Profile
 from dsframe.engines.table import BUILT_IN, TABLE
 
@@ -309,6 +309,13 @@ class Settings(Section):
     bind_cores: bool = False
     """Bind each rank to its share of the host's cores, under every launcher. Then ``threads_per_rank`` is that share's size
     where nothing else says so."""
+    parameter_groups: list[ParameterGroup] = []
+    """Parameters with a weight decay or a rate of their own, and frozen ones. One belongs to one group at most. Refused with Muon,
+    MuP and ZenFlow, which make groups themselves. ``Task.parameter_groups`` gives the same from a program."""
+    no_decay: Literal["none", "norms-and-biases"] = "none"
+    """Parameters without weight decay, whatever group they are in, unless it has a ``weight_decay``: ``norms-and-biases``, those
+    that Hugging Face's Trainer leaves out (inside ``nn.LayerNorm``, or with ``bias``, ``layernorm``, ``rmsnorm``, or a part that
+    is or ends in ``norm`` in the name)."""
     large_batch: LargeBatch = Field(default_factory=LargeBatch.model_construct)
     """Scaling of the learning rate with the batch size."""
     model: Model = Field(default_factory=Model.model_construct)

@@ -1,8 +1,10 @@
 """Parts of the ``dsframe`` section about the model, the rates for its batch, and what DeepSpeed has no keys for."""
 
-from typing import Literal
+from typing import Annotated, Literal
 
-from dsframe.config.schema.base import Count, Section, StepsOrNone
+from pydantic import Field
+
+from dsframe.config.schema.base import Count, NonNegative, Positive, Section, StepsOrNone
 
 
 class Tiling(Section):
@@ -28,6 +30,27 @@ class Model(Section):
     """Channels innermost in the activations of 2-D convolutions."""
     compile: bool | Literal["blocks"] = False
     """torch.compile: the whole model, or each repeated block by itself."""
+
+
+class ParameterGroup(Section):
+    """Parameters of the model, by name, and what is different for them."""
+
+    match: Annotated[list[str], Field(min_length=1)]
+    """Names of parameters; ``*`` stands for anything: ``*.bias``. Each must match something."""
+    weight_decay: NonNegative | None = None
+    """Their weight decay. Default: as ``no_decay`` says, else the optimizer's."""
+    lr_scale: Positive | None = None
+    """Factor of the schedule's rate for them, at each step."""
+    freeze: bool = False
+    """Train none of them."""
+
+    @property
+    def contradiction(self) -> tuple[str, str] | None:
+        """What is wrong with the group by itself, and the remedy."""
+        given = [key for key in ("weight_decay", "lr_scale") if getattr(self, key) is not None]
+        if self.freeze and given:
+            return f"{given[0]} has no effect on frozen parameters", "keep one of them"
+        return None if self.freeze or given else ("changes nothing", "add weight_decay, lr_scale or freeze")
 
 
 class LargeBatch(Section):

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 
 from dsframe.checkpoint.state import EngineState, SavedState, persistent_buffers
 from dsframe.cluster import process_group
-from dsframe.config.features import shares_activations
+from dsframe.config.features import makes_groups, shares_activations
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, loss_of, measure, without_dimensions
 from dsframe.engines import precision
 from dsframe.engines.deepspeed import jit, patches, state, versions
@@ -27,7 +27,7 @@ from dsframe.engines.deepspeed.handover import handover
 from dsframe.engines.deepspeed.imports import deepspeed, logger, set_z3_leaf_module
 from dsframe.engines.deepspeed.swap import SwapFolders
 from dsframe.errors import EngineError
-from dsframe.model import schedules, switches
+from dsframe.model import optimizers, schedules, switches
 from dsframe.model.spill import Spill, on_disk
 from dsframe.tasks.task import Sum
 
@@ -80,7 +80,7 @@ class ZeroEngine(Engine):
 
             to_host = plan.config.deepspeed.activation_checkpointing.cpu_checkpointing
             partition.share_out(module, self._tensor_group(), to_host=to_host)
-        self._rate_shares = schedules.shares(self._engine.basic_optimizer.param_groups, plan.optimizer.learning_rate)
+        schedules.keep_ratios(self._engine.basic_optimizer.param_groups, plan.optimizer.learning_rate)
         patches.undo_hidden_step(self._engine)
         patches.keep_norm(self._engine)
         patches.scale_until_updated(self._engine.optimizer)
@@ -132,8 +132,26 @@ class ZeroEngine(Engine):
             for parameter in module.parameters():  # as DeepSpeed would: it converts all before it shards the first
                 self._spill.move(parameter, self._dtype)
             self._spill.close()  # DeepSpeed shards parameter by parameter, and lets go of each file
-        self._engine, *_ = deepspeed.initialize(model=module, config=document, dist_init_required=False)
+        self._engine, *_ = deepspeed.initialize(
+            model=module, model_parameters=self._split(), config=document, dist_init_required=False
+        )
+        optimizers.refuse_decay(self._engine.basic_optimizer)
         patches.coalesce_gathers(self._engine)
+
+    def _split(self) -> list[Any] | None:
+        """The parameters in groups; None where all are alike, and DeepSpeed looks for them itself. Raises EngineError."""
+        if not self.groups.options:
+            return None
+        if who := makes_groups(self.plan.config.deepspeed):
+            raise EngineError(
+                f"parameter groups: {who} makes its own in DeepSpeed; use another optimizer, or no groups"
+            )
+        pieces = self._tiles.pieces if self._tiles is not None else {}
+        return self.groups.split(
+            (pieces[name].whole if name in pieces else name, parameter)
+            for name, parameter in self._model.named_parameters()
+            if parameter.requires_grad
+        )
 
     def _tensor_group(self) -> dist.ProcessGroup:
         """The ranks among which this rank's layers are cut."""
@@ -172,7 +190,7 @@ class ZeroEngine(Engine):
     def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
         """**Collective.** One optimizer update through DeepSpeed's forward, backward and step."""
         rates = self.plan.schedule(self._updates)
-        rates.apply(self._engine.basic_optimizer.param_groups, self._rate_shares)
+        rates.apply(self._engine.basic_optimizer.param_groups)
         if self._slices is not None:
             micro_batches = map(self._slices.cut, micro_batches)
         total = self._accumulate_whole(micro_batches) if self._whole else self._accumulate(micro_batches)

@@ -51,7 +51,7 @@ class PipelineEngine(ZeroEngine):
         deepspeed.init_distributed(dist_init_required=False)
         assert_same_model(self, *self._cut.models)  # of all stages: ranks that cut otherwise would wait for each other
         self._stage_module: Stage = self._cut.build(self._judge)
-        self.depends = self._cut.depends
+        self.depends, self.groups = self._cut.depends, self._cut.groups
         formats.own_dtype(self.plan.config, self.plan.task, self._stage_module.model, keeps_float64=False)
         return self._stage_module, self._stage_module.model
 
@@ -92,7 +92,7 @@ class PipelineEngine(ZeroEngine):
     def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
         """**Collective.** All micro-batches go through the stages, one behind the other; then one update."""
         rates = self.plan.schedule(self._updates)
-        rates.apply(self._engine.basic_optimizer.param_groups, self._rate_shares)
+        rates.apply(self._engine.basic_optimizer.param_groups)
         # By which layers with seeds draw: of this step, whatever was evaluated before it and wherever the run began.
         self._stage_module.micro_offset = self._updates * self.plan.batch.accumulation_steps
         # Before anybody waits for anybody: every rank sees what is wrong with it.

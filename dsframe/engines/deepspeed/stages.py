@@ -28,8 +28,8 @@ from dsframe.engines.deepspeed.imports import (
     partition_uniform,
 )
 from dsframe.errors import EngineError, TaskError
-from dsframe.model import switches
-from dsframe.tasks.layers import Layer, Tied, check_ties, make, seed_generators, tied_weight
+from dsframe.model import groups, switches
+from dsframe.tasks.layers import Layer, Tied, TiedLayer, check_ties, make, seed_generators, tied_weight
 
 Loss = Callable[[Any, Any], Tensor]
 
@@ -48,14 +48,15 @@ class Cut:
         seed_generators(plan.seed)
         with plan.device:
             self.layers = self._find()
-        probes = [self._probe(index) for index in range(len(self.layers))]
+        probes: list[nn.Module] = []
+        for index, layer in enumerate(self.layers):  # a tie stands for its weight's owner
+            probes.append(probes[layer.layer] if isinstance(layer, Tied) else self._probe(layer, index))
         self._probes = nn.Sequential(*probes)
         refuse_scalars(self._probes)  # every rank here, before they meet; a stage knows no other's layers
         self.depends = dependences(plan.task, self._probes.train())
         """``Engine.depends``, of all stages' layers."""
-        for index, layer in enumerate(self.layers):
-            if isinstance(layer, Tied):
-                tied_weight(self.layers, index, probes[index])
+        self.groups = groups.settle(plan.config, plan.task, self._named(probes) if self._whole is None else self._whole)
+        """``Engine.groups``, of all stages."""
         self.sizes = [sum(p.numel() for p in probe.parameters() if p.requires_grad) for probe in probes]
         """Trainable parameters of each layer; a tied one counts with its weight, which is used there too."""
         self.names = [type(probe).__name__ for probe in probes]
@@ -89,13 +90,19 @@ class Cut:
             )
         return modules
 
-    def _probe(self, index: int) -> nn.Module:
-        """The layer for its size and class alone: without memory where it can be made so. A tie stands for its weight's owner."""
-        layer = self.layers[index]
+    def _named(self, probes: Sequence[nn.Module]) -> nn.Module:
+        """The layers' parameters by the names that they have in the state; a tie's is a further name."""
+        return nn.Sequential(
+            *(
+                TiedLayer(layer, tied_weight(self.layers, index, probe)) if isinstance(layer, Tied) else probe
+                for index, (layer, probe) in enumerate(zip(self.layers, probes, strict=True))
+            )
+        )
+
+    def _probe(self, layer: Any, index: int) -> nn.Module:
+        """The layer for its size and class alone: without memory where it can be made so."""
         if isinstance(layer, nn.Module):
             return layer
-        if isinstance(layer, Tied):
-            return self._probe(layer.layer)
         try:
             with torch.device("meta"):
                 return make(layer, index, self._plan.seed)
@@ -175,6 +182,7 @@ class Cut:
             section = plan.config.written()["tensor_parallel"]
             tensor.cut_stage(module, section, plan, module.mpu().get_slice_parallel_group())
         module.name(self._whole, self.layers, own)
+        self.groups.freeze(module.model)
         # What is whole on all ranks that split the layers is the first one's.
         patches.count_for_clipping(module, first=plan.world.rank % plan.batch.tensor_parallel_size == 0)
         seed_generators(plan.seed + 1 + plan.data_rank)  # dropout, as on every engine

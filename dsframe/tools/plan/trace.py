@@ -56,25 +56,25 @@ class OperationTable(OperationCounter):  # type: ignore[no-untyped-call]
         self.largest = max(self.largest, float(written))
 
 
-def trace(task: Task, dtype: torch.dtype) -> Model:
-    """The model of ``task`` with parameters of ``dtype``. Nothing is allocated.
+def trace(task: Task, dtype: torch.dtype, config: Config | None = None) -> Model:
+    """The model of ``task`` with parameters of ``dtype``, frozen as a ``config`` says. Nothing is allocated.
 
     Raises TaskError where the model cannot run on the meta device: it reads numbers, as data-dependent branches do.
     """
     inputs, targets = example(task)
     width = task.hidden_size
     with meta_device():
-        stages, layered = stages_of(task, dtype)
+        stages, layered = stages_of(task, dtype, config)
         return _run(task, stages, (inputs, targets), dtype, width, layered=layered)
 
 
 def traced(config: Config, task: Task) -> Model:
     """The model in the number formats of a file."""
-    known = trace(task, precision.parameter_dtype(config))
+    known = trace(task, precision.parameter_dtype(config), config)
     if not config.deepspeed.torch_autocast.enabled:
         return known
     # the products' operands and results are 16 bits wide, and the weights are cast once a pass
-    return autocast(known, trace(task, torch.bfloat16))
+    return autocast(known, trace(task, torch.bfloat16, config))
 
 
 def _run(

@@ -30,6 +30,7 @@ from dsframe.engine import Inputs, Plan
 from dsframe.engines import state_replica
 from dsframe.engines.deepspeed.state_pipeline import Column
 from dsframe.errors import TrainingError
+from dsframe.model.groups import ParameterGroups
 from dsframe.tasks.task import Sum
 from reference_engines.common import ReferenceEngine
 
@@ -51,7 +52,7 @@ class AsyncParameterServerEngine(ReferenceEngine):
         self._line = dist.new_group(
             backend="gloo", timeout=_FOR_EVER
         )  # its messages wait for no collective of the others
-        self._server = Server(plan, self._parameters, self._line) if plan.world.is_main else None
+        self._server = Server(plan, self._named_parameters(), self.groups, self._line) if plan.world.is_main else None
 
     @property
     def description(self) -> str:
@@ -130,10 +131,17 @@ class AsyncParameterServerEngine(ReferenceEngine):
 class Server(Thread):
     """The weights and the optimizer, on the CPU, and who answers the workers on other ranks."""
 
-    def __init__(self, plan: Plan, parameters: Sequence[Tensor], line: dist.ProcessGroup | None) -> None:
+    def __init__(
+        self,
+        plan: Plan,
+        named: Sequence[tuple[str, Tensor]],
+        groups: ParameterGroups,
+        line: dist.ProcessGroup | None,
+    ) -> None:
         super().__init__(name="parameter server", daemon=True)
-        self.parameters = [nn.Parameter(parameter.detach().to("cpu", copy=True)) for parameter in parameters]
-        self.optimizer = plan.optimizer.build(self.parameters)
+        self.parameters = [nn.Parameter(parameter.detach().to("cpu", copy=True)) for _, parameter in named]
+        names = [name for name, _ in named]
+        self.optimizer = plan.optimizer.build(groups.split(zip(names, self.parameters, strict=True)))
         self.updates = 0
         self._plan, self._line = plan, line
         self._lock = Lock()

@@ -1,0 +1,183 @@
+"""Groups of parameters: which of them decay otherwise, learn faster, or are frozen; the same on every engine.
+
+They are settled by names, when the model is built and before an engine changes it. What an engine trains in the end, such as its
+masters, shards or a stage's layers, it looks up here by the names of the model.
+"""
+
+from __future__ import annotations
+
+import re
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from fnmatch import fnmatchcase
+from typing import TYPE_CHECKING, Any
+
+from pydantic import ValidationError
+from torch import Tensor, nn
+
+from dsframe.config.read.suggest import closest
+from dsframe.config.schema.settings_model import ParameterGroup
+from dsframe.errors import ConfigError, DsframeError, Problem, TaskError
+from dsframe.tasks.task import Task
+
+if TYPE_CHECKING:
+    from dsframe.config import Config
+
+_UNDECAYED = re.compile(r"bias|layernorm|rmsnorm|(^|\.)norm(\.|$)|_norm(\.|$)")
+"""Names without weight decay. Source: transformers 5.23, ``trainer.py`` (get_decay_parameter_names)."""
+_FROZEN = "_dsframe_frozen"
+"""Attribute of a parameter that a group has frozen. A later training of the same module may have other groups."""
+Options = Mapping[str, float]
+"""Settings of a parameter that are not the optimizer's own: ``weight_decay`` and ``lr_scale``."""
+
+
+@dataclass(frozen=True)
+class ParameterGroups:
+    """What is different for which parameters, by the model's names."""
+
+    options: Mapping[str, Options] = field(default_factory=dict)
+    """Only of parameters that have some."""
+    frozen: frozenset[str] = frozenset()
+    """Parameters that a group freezes; the model may have frozen others."""
+    asked: Mapping[str, Any] = field(default_factory=dict)
+    """The file's or the task's groups as written, for a checkpoint's record."""
+    lines: tuple[str, ...] = ()
+    """The groups and their sizes, for the first lines of a run."""
+
+    def freeze(self, model: nn.Module) -> None:
+        """Freezes what the groups say, of all or a part of the model."""
+        for name, parameter in model.named_parameters():
+            if name in self.frozen and parameter.requires_grad:
+                parameter.requires_grad_(False)
+                setattr(parameter, _FROZEN, True)
+
+    def split(self, named: Iterable[tuple[str, Tensor]]) -> list[Any]:
+        """Returns what torch's optimizers take: the tensors themselves where all are alike, else one dict for each group."""
+        found: dict[tuple[Any, ...], dict[str, Any]] = {}
+        for name, tensor in named:
+            options = self.options.get(name, {})
+            found.setdefault(tuple(sorted(options.items())), {"params": [], **options})["params"].append(tensor)
+        if not self.options:
+            return [tensor for group in found.values() for tensor in group["params"]]
+        return list(found.values())
+
+
+class _Wanted:
+    """The groups that the file or the task asks for, and how a mistake in them is said."""
+
+    def __init__(self, config: Config, task: Task, model: nn.Module) -> None:
+        """Raises TaskError where both have some, or the task's are none."""
+        self._config, self._whose = config, ""
+        self.groups: Sequence[ParameterGroup] = config.settings.parameter_groups
+        given = task.parameter_groups(model)
+        if not given:
+            return
+        self._whose = f"{type(task).__name__}.parameter_groups"
+        if self.groups:
+            raise TaskError(f'{self._whose} gives groups, and the file has "parameter_groups" too; remove one of them')
+        try:
+            self.groups = [ParameterGroup.model_validate(dict(one)) for one in given]
+        except (TypeError, ValueError) as error:
+            text = "; ".join(str(error).split("\n")[1:3]) if isinstance(error, ValidationError) else str(error)
+            raise TaskError(f"{self._whose}: {text}; give dicts as in the file's parameter_groups") from None
+        for index, group in enumerate(self.groups):
+            if group.contradiction:
+                raise self.wrong(index, *group.contradiction)
+
+    def wrong(self, index: int, message: str, remedy: str) -> DsframeError:
+        """An error about one group."""
+        if self._whose:
+            return TaskError(f"{self._whose}[{index}]: {message}; {remedy}")
+        place = self._config.position(("dsframe", "parameter_groups", index))
+        where, file = f"dsframe.parameter_groups[{index}]", str(self._config.path or "")
+        return ConfigError([Problem("error", where, message, remedy, file, *place, code="model")])
+
+
+def are_asked(config: Config, task: Task) -> bool:
+    """True if :func:`settle` may find groups."""
+    settings = config.settings
+    own = type(task).parameter_groups is not Task.parameter_groups
+    return bool(settings.parameter_groups) or settings.no_decay != "none" or own
+
+
+def settle(config: Config, task: Task, model: nn.Module) -> ParameterGroups:
+    """The file's and the task's groups for ``model``, whose parameters of frozen groups no longer need a gradient.
+
+    Looks at names, sizes and classes alone, so a model without numbers (device "meta") will do. Raises ConfigError, or TaskError
+    where the task has the groups, for a pattern that matches nothing, a parameter in two groups, and a model with nothing to train.
+    """
+    for parameter in model.parameters():
+        if vars(parameter).pop(_FROZEN, False):
+            parameter.requires_grad_(True)
+    wanted, preset = _Wanted(config, task, model), config.settings.no_decay
+    own = {name: {"weight_decay": 0.0} for name in (without_decay(model) if preset != "none" else ())}
+    frozen = set()
+    for name, (index, _) in _claims(wanted, model).items():
+        group = wanted.groups[index]
+        given = {"weight_decay": group.weight_decay, "lr_scale": group.lr_scale}
+        own[name] = own.get(name, {}) | {key: value for key, value in given.items() if value is not None}
+        if group.freeze:
+            frozen.add(name)
+    asked = {
+        "parameter_groups": [group.model_dump(exclude_defaults=True) for group in wanted.groups],
+        "no_decay": None if preset == "none" else preset,
+    }
+    found = ParameterGroups(
+        {name: options for name, options in own.items() if options},
+        frozenset(frozen),
+        {key: value for key, value in asked.items() if value},
+    )
+    found.freeze(model)
+    if frozen and not any(parameter.requires_grad for parameter in model.parameters()):
+        raise wanted.wrong(len(wanted.groups) - 1, "with it all parameters are frozen", "leave some to train")
+    return replace(found, lines=tuple(_lines(found, model)) if found.asked else ())
+
+
+def without_decay(model: nn.Module) -> list[str]:
+    """Names of the parameters that Hugging Face's Trainer does not decay."""
+    normed = [f"{name}." for name, module in model.named_modules() if isinstance(module, nn.LayerNorm)]
+    return [
+        name
+        for name, _ in model.named_parameters()
+        if _UNDECAYED.search(name.lower()) or name.startswith(tuple(normed))
+    ]
+
+
+def _claims(wanted: _Wanted, model: nn.Module) -> dict[str, tuple[int, str]]:
+    """The group and the pattern that match each parameter, under whichever of its names."""
+    first: dict[int, str] = {}
+    every = {name: first.setdefault(id(p), name) for name, p in model.named_parameters(remove_duplicate=False)}
+    claims: dict[str, tuple[int, str]] = {}
+    for index, group in enumerate(wanted.groups):
+        for pattern in group.match:
+            matched = [name for name in every if fnmatchcase(name, pattern)]
+            if not matched:
+                raise wanted.wrong(index, f'"{pattern}" matches no parameter of the model', _remedy(pattern, every))
+            for name in matched:
+                other, its = claims.setdefault(every[name], (index, pattern))
+                if other != index:
+                    message = f'"{pattern}" matches {name}, and so does "{its}" of group {other}'
+                    raise wanted.wrong(index, message, "change one of them: a parameter belongs to one group")
+    return claims
+
+
+def _remedy(pattern: str, names: Iterable[str]) -> str:
+    """A pattern like this one that matches something; else some of the names."""
+    names, word = list(names), pattern.strip("*.")
+    parts = {part for name in names for part in (name, name.rpartition(".")[0], *name.split("."))}
+    similar = pattern.replace(word, closest(word, parts - {""}) or word) if word else pattern
+    if any(fnmatchcase(name, similar) for name in names):
+        return f'did you mean "{similar}"?'
+    return f"there are {len(names)} parameters, such as {', '.join(names[:: max(1, len(names) // 4)])}"
+
+
+def _lines(groups: ParameterGroups, model: nn.Module) -> Iterator[str]:
+    counts, elements = Counter[str](), Counter[str]()
+    for name, parameter in model.named_parameters():
+        options = groups.options.get(name, {}) if parameter.requires_grad else {"frozen": 1.0}
+        kind = ", ".join(key if key == "frozen" else f"{key} {value:g}" for key, value in options.items())
+        counts[kind] += 1
+        elements[kind] += parameter.numel()
+    for kind, count in counts.items():
+        yield f"{kind or 'as the optimizer says'}: {count:,} parameter{'s' * (count > 1)}, {elements[kind]:,} elements"

@@ -1,0 +1,67 @@
+"""What test_groups.py runs on both ranks: parameter groups beside one process with the same.
+
+    torchrun --nproc-per-node=2 -m tests.engines.groups REPORT.json CASE...
+
+Each case as in tests/engines/tensor.py: losses, states with every parameter's moments, and going on from the other's state.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsframe.engines.deepspeed.imports import groups
+from dsframe.train import leave_at_once
+from tests.engines.several import one_process_group
+from tests.engines.tensor import BF16, CUT, STAGES, TASKS, measure, zero
+
+GROUPS: dict[str, Any] = {
+    "no_decay": "norms-and-biases",
+    "parameter_groups": [
+        {"match": ["5.weight"], "lr_scale": 3.0},  # the output layer: the tokens' embedding by its further name
+        {"match": ["1.*"], "freeze": True},
+        {"match": ["3.expand.*", "2.norm_1.weight"], "weight_decay": 2.0, "lr_scale": 0.5},
+    ],
+}
+CPU = {"offload_optimizer": {"device": "cpu"}}
+TILES = {"tiling": {"modules": ["*.expand"], "out_splits": 2}}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "ddp": ("ddp", {}, {}),
+    "fsdp": ("fsdp", {}, {}),
+    "zero0": ("deepspeed", zero(0), {}),
+    "zero0 bf16": ("deepspeed", {**zero(0), **BF16}, {}),
+    "zero1": ("deepspeed", zero(1), {}),
+    "zero1 bf16": ("deepspeed", {**zero(1), **BF16}, {}),
+    "zero2": ("deepspeed", zero(2), {}),
+    "zero2 cpu": ("deepspeed", zero(2, **CPU), {}),
+    "zero3": ("deepspeed", zero(3, stage3_param_persistence_threshold=0), {}),
+    "zero3 cpu": ("deepspeed", zero(3, **CPU), {}),
+    "zero3 tiles": ("deepspeed", zero(3), TILES),
+    "tensor parallel zero0": ("deepspeed", {**CUT, **zero(0)}, {}),
+    "tensor parallel zero2": ("deepspeed", {**CUT, **zero(2)}, {}),
+    "tensor parallel zero3": ("deepspeed", {**CUT, **zero(3)}, {}),
+    "pipeline": ("deepspeed", STAGES, {}),
+    "pipeline zero1": ("deepspeed", {**STAGES, **zero(1)}, {}),
+}
+
+
+def main(path: str, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    report = {}
+    with one_process_group():
+        for case in cases:
+            engine, changes, model = CASES[case]
+            settings = {"task": TASKS["gpt"], "model": model, **GROUPS}
+            report[case] = measure("gpt", engine, {**changes, "dsframe": settings})
+            groups._release_process_group_references()
+        if torch.distributed.get_rank() == 0:
+            Path(path).write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:] or list(CASES))
+    leave_at_once(0)

@@ -1,0 +1,38 @@
+"""Parameter groups are the same on every engine: losses, norms, every parameter's state, and the way to and from one process.
+
+Beside torch's own groups: tests/engines/test_ports.py.
+"""
+
+from __future__ import annotations
+
+import json
+from typing import Any
+
+import pytest
+
+from tests.engines.groups import CASES
+from tests.engines.test_tensor import BF16_NOISE, NOISE, distance
+from tests.processes import run_ranks, warm
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    path = tmp_path_factory.mktemp("groups") / "report.json"
+    run_ranks(warm(2, ["-m", "tests.engines.groups", str(path)]), timeout_seconds=300).check()
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text())
+    return found
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_groups_are_those_of_one_process(case: str, reports: dict[str, dict[str, Any]]) -> None:
+    report = reports[case]
+    noise = BF16_NOISE if "bf16" in case else NOISE
+    assert report["before"] == 0.0
+    assert distance(report["alone"], report["cut"], 0) < noise["loss"]
+    assert distance(report["alone"], report["cut"], 1) < noise["norm"]
+    assert report["alone"][-1][0] < 0.9 * report["alone"][0][0], "it has learned something"
+    assert report["state"] < noise["state"]
+    assert report["read_back"] == 0.0
+    assert distance(report["on"], report["on from the single"], 0) < noise["loss"]
+    assert distance(report["on"], report["single on from it"], 0) < noise["loss"]
+    assert report["again"], "its own state, put back, goes on to the last bit"

@@ -1,0 +1,294 @@
+"""Parameter groups: which parameter is in which, what is refused, and what a run says of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from types import SimpleNamespace
+from typing import Any, cast
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dsframe
+from dsframe.config import load
+from dsframe.data import TensorSource
+from dsframe.engine import Plan
+from dsframe.engines.deepspeed.stages import Cut
+from dsframe.errors import ConfigError, DsframeError, TaskError
+from dsframe.model import groups, optimizers
+from dsframe.model.groups import ParameterGroups
+from tests.unit.test_task_huggingface import LLAMA
+
+FILE: dict[str, Any] = {
+    "train_batch_size": 4,
+    "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+}
+
+
+class Net(nn.Module):
+    """Its output layer is the embedding, by a further name."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed, self.body, self.norm = nn.Embedding(8, 4), nn.Linear(4, 4), nn.LayerNorm(4)
+        self.head = nn.Linear(4, 8, bias=False)
+        self.head.weight = self.embed.weight
+
+    def forward(self, tokens: Tensor) -> Tensor:
+        outputs: Tensor = self.head(self.norm(self.body(self.embed(tokens))))
+        return outputs
+
+
+class Tokens(dsframe.Task):
+    """With groups of its own, where it is given some."""
+
+    def __init__(self, given: Sequence[Mapping[str, Any]] = ()) -> None:
+        self.given = given
+
+    def model(self) -> nn.Module:
+        return Net()
+
+    def parameter_groups(self, model: nn.Module) -> Sequence[Mapping[str, Any]]:
+        return self.given
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.cross_entropy(outputs, targets)
+
+    def train_data(self) -> TensorSource:
+        tokens = torch.arange(16) % 8
+        return TensorSource(tokens, tokens.flip(0))
+
+
+def settled(*wanted: Mapping[str, Any], task: dsframe.Task | None = None, **more: Any) -> ParameterGroups:
+    config = load(FILE | {"dsframe": {"parameter_groups": list(wanted), **more}})
+    return groups.settle(config, task or Tokens(), Net())
+
+
+def test_patterns_choose_parameters_by_any_of_their_names() -> None:
+    found = settled({"match": ["head.*"], "lr_scale": 10}, {"match": ["body.bias", "norm*"], "weight_decay": 0})
+    assert found.options == {
+        "embed.weight": {"lr_scale": 10.0},
+        **{name: {"weight_decay": 0.0} for name in ("body.bias", "norm.weight", "norm.bias")},
+    }
+    model = Net()
+    embed, body, head, norm = model.embed.weight, model.body.weight, model.body.bias, model.norm.weight
+    assert found.split(
+        [("embed.weight", embed), ("body.weight", body), ("body.bias", head), ("norm.weight", norm)]
+    ) == [
+        {"params": [embed], "lr_scale": 10.0},
+        {"params": [body]},
+        {"params": [head, norm], "weight_decay": 0.0},
+    ]
+    assert ParameterGroups().split([("embed.weight", embed), ("body.weight", body)]) == [embed, body]
+
+
+def test_frozen_parameters_need_no_gradient() -> None:
+    model = Net()
+    config = load(FILE | {"dsframe": {"parameter_groups": [{"match": ["embed*", "norm.bias"], "freeze": True}]}})
+    found = groups.settle(config, Tokens(), model)
+    assert {name for name, p in model.named_parameters() if not p.requires_grad} == {"embed.weight", "norm.bias"}
+    assert found.frozen == {"embed.weight", "norm.bias"}
+    assert found.lines == (
+        "frozen: 2 parameters, 36 elements",
+        "as the optimizer says: 3 parameters, 24 elements",
+    )
+
+
+def test_a_module_that_is_trained_again_is_frozen_anew() -> None:
+    """As in a program that trains the head first, and everything after it. What the model froze itself stays."""
+    model = Net()
+    model.norm.bias.requires_grad_(False)
+    wanted = {"parameter_groups": [{"match": ["embed*", "norm.*"], "freeze": True}]}
+    groups.settle(load(FILE | {"dsframe": wanted}), Tokens(), model)
+    assert [name for name, p in model.named_parameters() if p.requires_grad] == ["body.weight", "body.bias"]
+    groups.settle(load(FILE), Tokens(), model)
+    assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["norm.bias"]
+
+
+def test_the_preset_goes_along_with_groups_whose_own_decay_comes_first() -> None:
+    found = settled(
+        {"match": ["body.*"], "lr_scale": 2}, {"match": ["norm.bias"], "weight_decay": 0.3}, no_decay="norms-and-biases"
+    )
+    assert found.options == {
+        "body.weight": {"lr_scale": 2.0},
+        "body.bias": {"lr_scale": 2.0, "weight_decay": 0.0},
+        "norm.weight": {"weight_decay": 0.0},
+        "norm.bias": {"weight_decay": 0.3},
+    }
+
+
+BERT = {"hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 2, "intermediate_size": 32}
+
+
+@pytest.mark.parametrize("kind", ["llama", "bert", "vit", "gpt2"])
+def test_the_preset_is_the_trainers_rule(kind: str) -> None:
+    from transformers import AutoConfig, AutoModel, Trainer
+
+    small = {"n_embd": 16, "n_layer": 2, "n_head": 2} if kind == "gpt2" else LLAMA if kind == "llama" else BERT
+    model = AutoModel.from_config(AutoConfig.for_model(**{**small, "model_type": kind}))
+    decayed = Trainer.get_decay_parameter_names(cast(Any, None), model)
+    names = [name for name, _ in model.named_parameters()]
+    assert set(groups.without_decay(model)) == set(names) - set(decayed) != set()
+
+
+@pytest.mark.parametrize(
+    ("wanted", "says"),
+    [
+        ([{"match": ["haed.*"], "lr_scale": 2}], r'parameter_groups\[0\]: "haed\.\*" matches no parameter.*mean "head\.\*"\?'),
+        ([{"match": ["*.bais"], "weight_decay": 0}], r'did you mean "\*\.bias"\?'),
+        ([{"match": ["nothing"], "lr_scale": 2}], r"there are 6 parameters, such as embed\.weight, "),
+        (
+            [{"match": ["*.bias"], "weight_decay": 0}, {"match": ["body.*"], "lr_scale": 2}],
+            r'parameter_groups\[1\]: "body\.\*" matches body\.bias, and so does "\*\.bias" of group 0',
+        ),
+        (
+            [{"match": ["embed.*"], "weight_decay": 0}, {"match": ["head.*"], "lr_scale": 2}],
+            r'"head\.\*" matches head\.weight, and so does "embed\.\*" of group 0',
+        ),
+        ([{"match": ["*"], "freeze": True}], "all parameters are frozen"),
+        ([{"match": ["*"]}], r"parameter_groups\[0\]: changes nothing"),
+        ([{"match": ["*"], "freeze": True, "lr_scale": 2}], "lr_scale has no effect on frozen parameters"),
+    ],
+)  # fmt: skip
+@pytest.mark.parametrize("by_task", [False, True])
+def test_what_is_wrong_is_said_before_training(wanted: list[Any], says: str, by_task: bool) -> None:
+    with pytest.raises(TaskError if by_task else ConfigError, match=says):
+        settled(task=Tokens(wanted)) if by_task else settled(*wanted)
+
+
+@pytest.mark.parametrize(
+    ("given", "says"),
+    [
+        (
+            [{"match": ["body.*"], "lr": 2}],
+            r"Tokens\.parameter_groups: lr; +Extra inputs are not permitted.*give dicts",
+        ),
+        ([3], r"Tokens\.parameter_groups: 'int' object is not iterable; give dicts"),
+    ],
+)
+def test_a_task_gives_what_a_file_would(given: Any, says: str) -> None:
+    with pytest.raises(TaskError, match=says):
+        settled(task=Tokens(given))
+
+
+def test_groups_come_from_one_place() -> None:
+    with pytest.raises(TaskError, match='the file has "parameter_groups" too; remove one of them'):
+        settled({"match": ["*"], "lr_scale": 2}, task=Tokens([{"match": ["*"], "lr_scale": 2}]))
+
+
+def test_an_optimizer_without_decay_cannot_have_it_by_groups() -> None:
+    spec = optimizers.read(load(FILE | {"optimizer": {"type": "Rprop", "params": {"lr": 0.01}}}))
+    with pytest.raises(ConfigError, match="Rprop has no weight_decay, and parameter groups have one"):
+        spec.build([{"params": [nn.Parameter(torch.zeros(2))], "weight_decay": 0.0}])
+
+
+def test_lbfgs_has_one_group() -> None:
+    spec = optimizers.read(
+        load(FILE | {"optimizer": {"type": "LBFGS", "params": {"lr": 1}}, "dsframe": {"engine": "single"}})
+    )
+    with pytest.raises(ConfigError, match="LBFGS doesn't support per-parameter options"):
+        spec.build(
+            [{"params": [nn.Parameter(torch.zeros(2))], "lr_scale": 2.0}, {"params": [nn.Parameter(torch.zeros(2))]}]
+        )
+
+
+def problems(file: Mapping[str, Any], **settings: Any) -> str:
+    try:
+        return "\n".join(str(one) for one in load({**FILE, **file, "dsframe": settings}).problems)
+    except DsframeError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(("kind", "zero"), [("Muon", {"stage": 3, "reduce_scatter": False}), ("MuAdamW", {"stage": 0})])
+def test_who_makes_groups_takes_no_others(kind: str, zero: Mapping[str, Any]) -> None:
+    file = {"optimizer": {"type": kind, "params": {"lr": 0.01}}, "zero_optimization": zero}
+    slower = [{"match": ["*"], "lr_scale": 0.1}]
+    says = f"not possible with {kind}, for which DeepSpeed makes the groups of parameters"
+    assert f"dsframe.parameter_groups: {says}" in problems(file, parameter_groups=slower)
+    assert f"dsframe.no_decay: {says}" in problems(file, no_decay="norms-and-biases")
+    assert says not in problems(file, parameter_groups=[{"match": ["embed*"], "freeze": True}])
+
+
+def test_no_decay_where_nothing_decays_is_a_warning() -> None:
+    silent = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    says = "dsframe.no_decay: has no effect: the optimizer's weight_decay is 0"
+    assert says in problems(silent, no_decay="norms-and-biases")
+    torchs = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "torch_adam": True}}}  # whose default is 0.01
+    assert says not in problems(torchs, no_decay="norms-and-biases")
+    assert says not in problems(silent, no_decay="norms-and-biases", inherit="torch")
+    assert says not in problems({}, no_decay="norms-and-biases")
+
+
+def test_an_engine_that_does_not_know_groups_refuses_them(monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsframe import engines
+    from dsframe.engines.table import TABLE, Entry
+
+    config = load(FILE | {"dsframe": {"no_decay": "norms-and-biases"}})
+    (problem,) = engines.examine(config, "single")[0] or [None]
+    assert problem is None
+    monkeypatch.setattr(engines, "TABLE", {**TABLE, "vendor-engine": Entry("vendor:Engine")})
+    (problem,) = engines.examine(config, "vendor-engine")[0]
+    assert problem is not None
+    assert problem.path == "dsframe.no_decay"
+
+
+# In a pipeline every stage knows all names.
+
+
+def cut(*wanted: Mapping[str, Any], **more: Any) -> Cut:
+    task = Tokens()
+    task.layers = lambda: LAYERS  # type: ignore[method-assign]
+    settings = {"parameter_groups": list(wanted), **more}
+    config = load({**FILE, "pipeline": {"stages": 2}, "dsframe": settings})
+    plan = SimpleNamespace(config=config, task=task, seed=0, device=torch.device("cpu"))
+    return Cut(cast(Plan, plan))
+
+
+LAYERS = [
+    partial(nn.Embedding, 8, 4),
+    partial(nn.Linear, 4, 4),
+    partial(nn.LayerNorm, 4),
+    dsframe.Tied(0, nn.functional.linear),
+]
+
+
+def test_layers_are_known_by_the_names_of_the_state() -> None:
+    found = cut({"match": ["3.weight"], "lr_scale": 2}, no_decay="norms-and-biases")
+    none = {"weight_decay": 0.0}
+    assert found.groups.options == {"0.weight": {"lr_scale": 2.0}, "1.bias": none, "2.weight": none, "2.bias": none}
+    assert found.groups.lines[0] == "lr_scale 2: 1 parameter, 32 elements"
+    with pytest.raises(ConfigError, match=r'"4\.weight" matches no parameter of the model'):
+        cut({"match": ["4.weight"], "lr_scale": 2})
+
+
+def test_frozen_layers_do_not_count_where_stages_are_balanced() -> None:
+    assert cut({"match": ["3.weight"], "freeze": True}).sizes == [0, 20, 8, 0]
+
+
+# In a run.
+
+
+def test_a_run_says_its_groups_and_a_change_of_them(
+    tmp_path: Any, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.chdir(tmp_path)
+
+    def run(resume: str, steps: int, **more: Any) -> str:
+        dsframe.fit(
+            Tokens(), FILE | {"dsframe": {"engine": "single", "steps": steps, "run_dir": "run", **more}}, resume=resume
+        )
+        return capsys.readouterr().err
+
+    first = [{"match": ["embed.*"], "freeze": True}]
+    said = run("never", 2, parameter_groups=first)
+    assert "dsframe: parameter group: frozen: 1 parameter, 32 elements\n" in said
+    assert "dsframe: parameter group: as the optimizer says: 4 parameters, 28 elements\n" in said
+    assert "change" not in run("auto", 3, parameter_groups=first)
+    said = run("auto", 4, no_decay="norms-and-biases")
+    assert (
+        'with a change: parameter_groups was [{"freeze": true, "match": ["embed.*"]}], is []: the next update' in said
+    )
+    assert 'with a change: no_decay was null, is "norms-and-biases": the next' in said
+    assert 'with a change: no_decay was "norms-and-biases", is null: the next update' in run("auto", 5)
