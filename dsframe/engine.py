@@ -9,6 +9,7 @@ times. And nothing waits for the device unless it says so: a loss stays a tensor
 
 from __future__ import annotations
 
+import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
@@ -314,6 +315,7 @@ def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
     with torch.device("cpu"), nullcontext() if spill is None else spill.building():
         model = plan.task.model()
     assert_same_model(engine, model)
+    plan.task.ranks = weakref.proxy(engine)
     engine.dtype = formats.own_dtype(plan.config, plan.task, model, keeps_float64=engine.keeps_float64)
     engine.groups = groups.settle(plan.config, plan.task, model)
     if spill is None:

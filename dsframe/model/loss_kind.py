@@ -50,7 +50,7 @@ class LossTrial:
         votes = dict(zip(_KINDS, engine.sum_over_ranks(own.to(engine.plan.device)).tolist(), strict=True))
         kind = max(votes, key=lambda name: votes[name]) if any(votes.values()) else ""
         if kind == "neither":
-            told = task.batch_dependent  # has been said
+            told = task.batch_dependent or task.gathers_rows  # has been said, or is not so
             return (
                 ""
                 if told

@@ -30,8 +30,10 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 from torch.utils.data import Dataset
 
+from dsframe.cluster.exchange import Ranks
 from dsframe.data.source import Source
 from dsframe.errors import TaskError
+from dsframe.tasks.global_batch import all_rows
 from dsframe.tasks.layers import Layer, assemble
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
@@ -87,6 +89,10 @@ class Task:
     """torchmetrics objects by name, such as ``{"auroc": AUROC(task="binary")}``, in evaluations beside :meth:`metrics`.
 
     They see each sample once, on any number of ranks: their states are gathered. Set them in ``__init__``."""
+    ranks: Ranks | None = None
+    """The engine that trains the task, set when the model is built."""
+    gathers_rows: bool = False
+    """True when :meth:`all_rows` has been called."""
     hidden_size: int | None = None
     """Width of the model, from which the ``"auto"`` sizes of ``zero_optimization`` follow."""
 
@@ -157,6 +163,18 @@ class Task:
         the number of ranks and on accumulation.
         """
         raise TaskError(f"{type(self).__name__} must define loss(outputs, targets)")
+
+    def all_rows(self, rows: Tensor) -> Tensor:
+        """**Collective.** For a loss over the global batch: returns ``rows`` (outputs or targets) of all ranks, in rank order, with
+        gradients such that the training is that of one process. In an evaluation, and on one process, ``rows`` themselves.
+
+        Call it in :meth:`loss`, the same times on every rank. Raises TaskError where a step has several micro-batches, and
+        with a pipeline, tensor or sequence parallelism.
+        """
+        self.gathers_rows = True
+        if self.ranks is None or not torch.is_grad_enabled():
+            return rows
+        return all_rows(self.ranks, rows)
 
     def loss_weight(self, targets: Any) -> Tensor | float:
         """Returns how many items the loss of a micro-batch is a mean over: ``(targets != -100).sum()`` for tokens without padding.

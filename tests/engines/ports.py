@@ -311,14 +311,13 @@ class Carried(Port):
 
 
 class Metric(Port):
-    """Distances between the rows of a batch, so that the loss belongs to the batch and not to rows (metric learning)."""
-
-    batch_dependent = True
+    """Distances between all rows of the global batch (metric learning)."""
 
     def model(self) -> nn.Module:
         return nn.Sequential(nn.Linear(12, 16), nn.Tanh(), nn.Linear(16, 4))
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
+        outputs, targets = self.all_rows(outputs), self.all_rows(targets)
         far = torch.cdist(outputs, outputs)
         same = targets[:, None] == targets
         return torch.where(same, far.square(), functional.relu(1.0 - far).square()).mean()
@@ -495,7 +494,7 @@ CASES: dict[str, Case] = {
         settings={"order": "sequential", "eval_every_steps": 4},
         alone=True,
     ),
-    "metric": Case(Metric, _sgd, _file("SGD", 0.1, momentum=0.9), by_batch=True),
+    "metric": Case(Metric, _sgd, _file("SGD", 0.1, momentum=0.9)),
     "bert": Case(
         Bert,
         _adamw,

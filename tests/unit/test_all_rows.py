@@ -1,0 +1,62 @@
+"""A loss over the rows of all ranks: the gradients of one process, and where it is refused. (Engines: test_ports.py, "metric".)"""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsframe import Task
+from dsframe.errors import TaskError
+from dsframe.tasks.global_batch import all_rows
+from tests.unit.test_checkpoint_portable import Room
+
+WHOLE = torch.randn(6, 3, generator=torch.Generator().manual_seed(0), dtype=torch.float64)
+
+
+def loss(rows: torch.Tensor) -> torch.Tensor:
+    return torch.cdist(rows, rows + 1.0).logsumexp(1).mean()
+
+
+def engine(ranks: Any, readers: int = 3, accumulation: int = 1) -> Any:
+    ranks.plan.batch = SimpleNamespace(data_parallel_size=readers, accumulation_steps=accumulation)
+    return ranks
+
+
+def test_the_mean_of_the_ranks_gradients_is_that_of_one_process() -> None:
+    alone = WHOLE.clone().requires_grad_()
+    loss(alone).backward()
+
+    def one(ranks: Any) -> Any:
+        own = WHOLE[2 * ranks.plan.world.rank :][:2].clone().requires_grad_()
+        found = loss(all_rows(engine(ranks), own))
+        found.backward()
+        return float(found.detach()), own.grad
+
+    found = Room(3).run(one)
+    assert [value for value, _ in found] == pytest.approx([float(loss(WHOLE))] * 3)
+    assert torch.cat([gradient for _, gradient in found]) / 3 == pytest.approx(alone.grad)
+
+
+@pytest.mark.parametrize("dtype", [torch.int64, torch.bool, torch.float16, torch.bfloat16])
+def test_dtypes_stay(dtype: torch.dtype) -> None:
+    rows = torch.tensor([[0, 1], [1, 1], [0, 0]]).to(dtype)
+    for found in Room(3).run(lambda ranks: all_rows(engine(ranks), rows[ranks.plan.world.rank][None])):
+        assert found.dtype == dtype
+        assert torch.equal(found, rows)
+
+
+def test_where_it_cannot_be() -> None:
+    ranks = SimpleNamespace(plan=SimpleNamespace(world=SimpleNamespace(size=3, rank=0)))
+    with pytest.raises(TaskError, match=r"a step has 2; write \"gradient_accumulation_steps\": 1"):
+        all_rows(engine(ranks, accumulation=2), WHOLE)
+    with pytest.raises(TaskError, match="not possible with a pipeline"):
+        all_rows(engine(ranks, readers=1), WHOLE)
+
+
+def test_an_evaluation_sees_its_own_rows() -> None:
+    task = Task()
+    with torch.no_grad():
+        assert task.all_rows(WHOLE) is WHOLE
