@@ -23,6 +23,22 @@ from dsframe.errors import EngineError
 _HOOKS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 
 
+class _Reached(torch.autograd.Function):
+    """The loss as a function of all parameters: the gradient of those that it does not depend on is none, which is a zero.
+
+    DDP waits until the backward pass has come to each parameter. Only C++ goes through them, and nothing is computed.
+    """
+
+    @staticmethod
+    def forward(ctx: Any, loss: Tensor, *parameters: Tensor) -> Tensor:
+        ctx.nothing = (None,) * len(parameters)
+        return loss.view_as(loss)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Any:
+        return gradient, *ctx.nothing
+
+
 class DdpEngine(ReplicaEngine):
     """Full replicas; gradients are averaged in buckets while the backward pass still runs."""
 
@@ -52,7 +68,10 @@ class DdpEngine(ReplicaEngine):
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         settings = self.plan.config.settings.ddp
-        whole = sum(parameter.nbytes for parameter in model.parameters() if parameter.requires_grad)
+        trained = [parameter for parameter in model.parameters() if parameter.requires_grad]
+        whole = sum(parameter.nbytes for parameter in trained)
+        # DDP's own look for unused parameters says of the same ones that they are ready: twice is an error.
+        self._reached = [] if settings.find_unused_parameters else trained
         torch_patches.skip_sparse_buffers(model)
         wrapped = DistributedDataParallel(
             model,
@@ -103,18 +122,17 @@ class DdpEngine(ReplicaEngine):
             self._power_sgd = self._fresh_power_sgd(saved.updates)
 
     def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
-        """**Collective.** As for every replica. Raises EngineError where a parameter takes no part in the loss."""
-        try:
-            result = super().train_step(micro_batches)
-            self._graph_known = True
-            return result
-        except RuntimeError as error:
-            if "Expected to have finished reduction" not in str(error):
-                raise
-            raise EngineError(
-                "some parameters do not contribute to the loss, but DDP waits for their gradients; "
-                'set "ddp": {"find_unused_parameters": true} in the "dsframe" section'
-            ) from error
+        """**Collective.** As for every replica."""
+        result = super().train_step(micro_batches)
+        self._graph_known = True
+        return result
+
+    def _reach(self, loss: Tensor) -> Tensor:
+        if not self._reached:
+            return loss
+        # The C++ function below torch.autograd.Function's, which looks at each argument in Python, for functorch.
+        reached: Any = super(torch.autograd.Function, _Reached)
+        return cast(Tensor, reached.apply(loss, *self._reached))
 
     def _accumulating(self) -> AbstractContextManager[Any]:
         # torch 2.13 learns a static graph from the first backward pass, and fails where that pass sends nothing. Sending more

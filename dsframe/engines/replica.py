@@ -96,6 +96,10 @@ class ReplicaEngine(Engine):
         """Wraps the micro-batches that are not the last of a step: no communication."""
         return nullcontext()
 
+    def _reach(self, loss: Tensor) -> Tensor:
+        """Returns ``loss`` as the library wants it for the backward pass."""
+        return loss
+
     def _synchronize(self) -> None:
         """**Collective.** After the last backward: every rank's gradients are the global ones when it returns."""
 
@@ -169,7 +173,7 @@ class ReplicaEngine(Engine):
 
     def _pass(self, inputs: Inputs, targets: Any, factor: float) -> Tensor:
         """Forward and backward of one micro-batch, whose loss counts ``factor`` times; the loss itself, detached."""
-        loss = loss_of(self.plan.task, self._forward(self.module, inputs), targets)
+        loss = self._reach(loss_of(self.plan.task, self._forward(self.module, inputs), targets))
         (loss * factor if factor != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 

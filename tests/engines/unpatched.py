@@ -158,6 +158,39 @@ def nonfinite() -> None:
     assert torch.isfinite(engine.module[0].weight).all()
 
 
+def order() -> None:
+    import torch
+
+    from dsframe.engines.deepspeed import patches
+
+    class First(torch.nn.Module):
+        """Layers of which one is called."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers = linear_model()
+
+        def forward(self, inputs: Any) -> Any:
+            return self.layers[0](inputs)
+
+    def reduced(patch: Callable[[Any], None]) -> list[int]:
+        engine, came = started(First(), {"stage": 2}), []
+        original = engine.optimizer.reduce_independent_p_g_buckets_and_remove_grads
+
+        def reduce(parameter: Any, group: int) -> None:
+            came.append(places[parameter])
+            original(parameter, group)
+
+        engine.optimizer.reduce_independent_p_g_buckets_and_remove_grads = reduce
+        places = {parameter: place for place, parameter in enumerate(engine.module.parameters())}
+        patch(engine)
+        step(engine)
+        return came
+
+    assert len(reduced(lambda _: None)) == 2, NOT_NEEDED
+    assert reduced(patches.reduce_in_order) == [7, 6, 5, 4, 3, 2, 1, 0]
+
+
 def hidden_step() -> None:
     from dsframe.engines.deepspeed import patches
 
@@ -374,7 +407,7 @@ def groups() -> None:
 EARLY = (mlflow, muon, shm_comm)
 """Before anything else is imported, in this order."""
 LATER = (
-    torch_warnings, norm, loss_scale, nonfinite, hidden_step, linear, nvtx, gathers, evaluation, pipeline_bounds,
+    torch_warnings, norm, loss_scale, nonfinite, order, hidden_step, linear, nvtx, gathers, evaluation, pipeline_bounds,
     pipeline_ties, pipeline_recompute, pipeline_clipping, pipeline_evaluation, stage_splits, groups,
 )  # fmt: skip
 """``groups`` last: it ends the process group."""

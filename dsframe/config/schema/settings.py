@@ -201,7 +201,8 @@ class Ddp(Section):
     gradient_as_bucket_view: bool = True
     """Gradients live in the buckets: less memory."""
     find_unused_parameters: bool = False
-    """Look, at each step, for parameters that take no part in the loss. Slower; without it such a model is refused."""
+    """DDP's own way with parameters that take no part in a loss: it reads the graph at each step. Without it they have zero
+    gradients too, at less cost."""
     communication: Literal["none", "fp16", "bf16", "power_sgd"] = "none"
     """How gradients are sent: as they are; rounded to 16 bits and added up so (``fp16`` ends at 65,504); or by ``power_sgd``,
     as products of two narrow matrices, with what that leaves out added to the next step's (Vogels et al. 2019,

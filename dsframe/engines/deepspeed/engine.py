@@ -83,6 +83,7 @@ class ZeroEngine(Engine):
         schedules.keep_ratios(self._engine.basic_optimizer.param_groups, plan.optimizer.learning_rate)
         patches.undo_hidden_step(self._engine)
         patches.keep_norm(self._engine)
+        patches.reduce_in_order(self._engine)
         patches.scale_until_updated(self._engine.optimizer)
         if plan.config.settings.on_nonfinite == "skip":
             patches.look_before_each_step(self._engine)

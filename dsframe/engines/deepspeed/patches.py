@@ -71,6 +71,10 @@ PATCHES: dict[str, Patch] = {
         "at stage 0 in fp32 the update is made whatever the gradients are; all other stages leave it out",
         "runtime/engine.py (_take_model_step)",
     ),
+    "order": Patch(
+        "stages 1 and 2 reduce gradients as they come, so ranks whose losses depend on other parameters add up unlike ones",
+        "runtime/zero/stage_1_and_2.py (reduce_gradients, process_gradients)",
+    ),
     "hidden_step": Patch(
         "at stage 0 in 16 bits the optimizer has made a step with zero gradients before training starts",
         "runtime/fp16/unfused_optimizer.py, fused_optimizer.py (initialize_optimizer_states)",
@@ -270,6 +274,55 @@ def look_before_each_step(engine: Any) -> None:
         return None if optimizer.overflow else update(*arguments, **keywords)
 
     optimizer.step = guarded
+
+
+def reduce_in_order(engine: Any) -> None:
+    """ "order": stages 1 and 2 reduce all parameters in one order on all ranks, with zeros for gradients that are not there.
+
+    A gradient that comes before its turn waits, to the end of the backward pass if one before it never comes.
+    """
+    optimizer = engine.optimizer
+    if not hasattr(optimizer, "reduce_ready_partitions_and_remove_grads") or hasattr(optimizer, "fp16_groups"):
+        return  # stage 0 fills in zeros, stage 3 gathers in an order of its own
+    if optimizer.zenflow:
+        return
+    for name in ("reduce_ready_partitions_and_remove_grads", "independent_gradient_partition_epilogue"):
+        _upstream("order", "runtime.zero.stage_1_and_2", "DeepSpeedZeroOptimizer", name)
+    reduce = optimizer.reduce_ready_partitions_and_remove_grads
+    finish = optimizer.independent_gradient_partition_epilogue
+    order = [
+        (one, group) for group, members in enumerate(optimizer.bit16_groups) for one in members if one.requires_grad
+    ]
+    if optimizer.partition_gradients or optimizer.overlap_comm:  # as the backward pass comes to them, not after it
+        order.reverse()
+    arrived, turn = set[Tensor](), 0
+
+    def come(parameter: Tensor, group: int) -> None:
+        nonlocal turn
+        if not (optimizer.partition_gradients or optimizer.is_gradient_accumulation_boundary()):
+            return
+        if not getattr(parameter, "ds_grad_is_ready", True):  # a part of it
+            return
+        arrived.add(parameter)
+        while turn < len(order) and order[turn][0] in arrived:
+            reduce(*order[turn])
+            turn += 1
+
+    def close() -> None:
+        nonlocal turn
+        optimizer.setup_buckets()
+        for parameter, group in order[turn:]:
+            if optimizer.get_gradient_for_reduction(parameter) is None:
+                parameter.grad = torch.zeros_like(parameter)
+                if optimizer.use_grad_accum_attribute:
+                    optimizer._fill_param_grad_accum_attribute(parameter)
+            reduce(parameter, group)
+        arrived.clear()
+        turn = 0
+        finish()
+
+    optimizer.reduce_ready_partitions_and_remove_grads = come
+    optimizer.independent_gradient_partition_epilogue = close
 
 
 @torch.no_grad()

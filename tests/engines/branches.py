@@ -1,0 +1,116 @@
+"""Models of which not every parameter takes part in every loss, on one engine after another, in one process group.
+
+    torchrun --nproc-per-node 2 -m tests.engines.branches FOLDER CASE ...        a case: ENGINE[:STAGE[:whole]]
+
+leaves the losses and the last weights of each training in FOLDER/CASE.json. tests/engines/test_branches.py compares them.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import dsframe
+from dsframe.cluster import world
+from dsframe.train import leave_at_once
+from tests.engines.several import one_process_group, prepare
+
+STEPS, ROWS, WIDTH = 8, 8, 6
+
+
+class Network(nn.Module):
+    """Layers ``left`` and ``right`` of one size, of which the inputs or the rank decide, and one that nobody calls."""
+
+    def __init__(self, way: str) -> None:
+        super().__init__()
+        self.way = way
+        self.first, self.left = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.idle, self.right = nn.Linear(3, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.last = nn.Linear(WIDTH, 1)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = torch.tanh(self.first(inputs))
+        if self.way == "rows":
+            lefts, rights = inputs[:, :1] > 1.0, inputs[:, :1] < -1.0
+            for kind, layer in ((lefts, self.left), (rights, self.right)):
+                if kind.any():
+                    hidden = torch.where(kind, layer(hidden), hidden)
+        elif self.way == "ranks":
+            hidden = (self.left, self.right)[world.here().rank](hidden)
+        else:
+            hidden = self.right(self.left(hidden))
+        output: Tensor = self.last(hidden)
+        return output
+
+
+class Branches(dsframe.Task):
+    def __init__(self, way: str = "idle") -> None:
+        self.way = way
+
+    def model(self) -> nn.Module:
+        return Network(self.way)
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        return nn.functional.mse_loss(outputs, targets)
+
+    def train_data(self) -> TensorDataset:
+        inputs = torch.randn(64, WIDTH, generator=torch.Generator().manual_seed(3))
+        return TensorDataset(inputs, torch.sin(inputs[:, :1]))
+
+
+def file(case: str, way: str, accumulation: int) -> dict[str, Any]:
+    engine, _, how = case.partition(":")
+    stage, _, whole = how.partition(":")
+    return {
+        "train_batch_size": ROWS,
+        "gradient_accumulation_steps": accumulation,
+        "optimizer": {"type": "SGD", "params": {"lr": 1e-1, "momentum": 0.9, "weight_decay": 0.01}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {
+            "stage": int(stage or 0),
+            "reduce_bucket_size": 60,
+        },  # several buckets, of 42 elements a layer
+        "dsframe": {
+            "engine": engine,
+            "task": {"name": "tests.engines.branches:Branches", "options": {"way": way}},
+            **({"deepspeed": {"accumulate": "whole"}} if whole else {}),
+        },
+    }
+
+
+def train(case: str, way: str, accumulation: int) -> dict[str, Any]:
+    """Losses of the global batch, and each parameter's last weights."""
+    make, loader = prepare(file(case, way, accumulation), case.partition(":")[0])
+    engine = make()
+    try:
+        losses = []
+        for step in range(STEPS):
+            loss = engine.train_step(loader.micro_batches(step)).loss.reshape(1).double()
+            losses.append(float(engine.sum_over_ranks(loss)) / engine.plan.world.size)
+        weights = {one.name: one.weight.double().flatten().tolist() for one in engine.state().parameters}
+        return {"losses": losses, "weights": weights}
+    finally:
+        engine.close()
+
+
+def main(folder: str, cases: list[str]) -> None:
+    ways = ("idle", "rows", "ranks") if world.here().size > 1 else ("idle", "rows")
+    with one_process_group():
+        for case in cases:
+            told = (
+                ways[:1] if case == "deepspeed:3" else ways
+            )  # where ranks of ZeRO-3 call different layers, they wait for ever
+            found = {f"{way}, accumulation {n}": train(case, way, n) for way in told for n in (1, 2)}
+            if world.here().is_main:
+                Path(folder, f"{case}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
+    leave_at_once(0)
