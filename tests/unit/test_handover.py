@@ -51,6 +51,11 @@ def plan(changes: dict[str, Any], ranks: int = 2, *, verbose: bool = False) -> P
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "only what the file says": ({}, {}, BATCH),
     "zero 1": ({"zero_optimization": {"stage": 1}}, {}, {**BATCH, "zero_optimization": {"stage": 1}}),
+    "gradients in turns would spoil checkpoints": (
+        {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
+        {},
+        {**BATCH, "zero_optimization": {"stage": 2}},
+    ),
     "gradients are copied once": (
         {"zero_optimization": {"stage": 3}},
         {},

@@ -80,10 +80,8 @@ def _raises(context: RuleContext) -> None:
         elif zero.zenflow is not None:
             context.conflict(path, "false is not possible with ZenFlow: DeepSpeed raises", "remove one of them")
     if zero.round_robin_gradients and zero.stage in (1, 2) and context.by_deepspeed:
-        message = (
-            "checkpoints would hold wrong weights: DeepSpeed 0.19.8 looks for each parameter where it lies without it"
-        )
-        context.conflict((ZERO, "round_robin_gradients"), message, "remove it")
+        message = "is left off: with it DeepSpeed 0.19.8 puts wrong weights into checkpoints; the training is the same"
+        context.findings.note((ZERO, "round_robin_gradients"), message, code="no-effect")
     offload = zero.offload_optimizer
     if offload is not None and offload.ratio < 1.0 and zero.stage != 3:
         context.conflict(

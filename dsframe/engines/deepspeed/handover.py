@@ -45,6 +45,10 @@ def handover(
     document["optimizer"] = plan.optimizer.for_deepspeed()
     for section, folder in (swap_paths or {}).items():
         document["zero_optimization"][section]["nvme_path"] = folder
+    if "zero_optimization" in document:
+        # It changes where gradients lie, and DeepSpeed 0.19.8 looks for each parameter's part as if it did not
+        # (``runtime/zero/stage_1_and_2.py``: round_robin_bit16_groups beside tensor_fragment's mapping).
+        document["zero_optimization"].pop("round_robin_gradients", None)
     if plan.config.deepspeed.zero_optimization.stage == 3:
         _stage_3(document["zero_optimization"], plan, elements, keeps_weights)
     if plan.config.deepspeed.pipeline.stages > 1:
