@@ -53,7 +53,7 @@ format: setup ## rewrites the sources as `make lint` wants them
 	ruff format .
 	ruff check --fix .
 
-equivalence: setup ## every engine beside one process, losses and weights: the table of the README
+equivalence: setup ## every engine beside one process, losses and weights: the table of docs/promise.md
 	python -m tests.equivalence
 
 footprint: setup ## what every engine holds and sends, beside theory: the tables of docs/measurements.md (10 minutes)
@@ -73,7 +73,7 @@ startup: setup ## from the command to the first step, warm and without compiled 
 soak: setup ## 5,000 steps on four engines: memory, and the speed beside a run that has just begun (15 minutes)
 	python -m benchmarks.soak
 
-docs: setup ## rewrites docs/configuration.md, the table in the README and the editors' schema
+docs: setup ## rewrites docs/configuration.md, docs/messages.md and the editors' schema
 	python docs/generate.py
 
 clean: ## takes away everything that setup, tests and runs have made here, but not your runs

@@ -36,7 +36,7 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser = argparse.ArgumentParser(
         prog="dsframe.train",
         description='Train as a DeepSpeed configuration file with a "dsframe" section says.',
-        epilog="Start it with deepspeed, horovodrun, torchrun, mpirun, srun or plain python. The README has the whole story.",
+        epilog="Start it with deepspeed, horovodrun, torchrun, mpirun, srun or plain python. README.md leads on.",
     )
     parser.add_argument(
         "--config",

@@ -207,7 +207,7 @@ def _default(owner: type[Section], key: str) -> str:
 
 
 def markdown() -> str:
-    """The reference of all keys, for the README."""
+    """Returns the reference of all keys, for docs/configuration.md."""
     lines: list[str] = []
     for path, owner in sections():
         texts = describe(owner)

@@ -1,4 +1,4 @@
-"""The README says what is so: its example runs, its commands exist, its reference is the schema's."""
+"""The README and the documents say what is so: the example runs, commands and links exist, references are the schema's."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from dsframe.cli import COMMANDS
 from tests.processes import REPOSITORY, run_ranks, torchrun
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
+PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted(REPOSITORY.glob("docs/*.md"))]
 
 
 def test_generated_pages_are_up_to_date() -> None:
@@ -37,9 +38,27 @@ def test_every_command_is_named() -> None:
         assert re.search(rf"^{target}:", targets, re.MULTILINE), target
 
 
-@pytest.mark.parametrize("link", sorted(set(re.findall(r"\]\(([^)#:]+)\)", README))))
-def test_links_lead_somewhere(link: str) -> None:
-    assert (REPOSITORY / link).exists()
+def anchors(page: Path) -> set[str]:
+    """Of its headings, as GitHub makes them."""
+    headings = re.findall(r"^#+ (.*)$", page.read_text(encoding="utf-8"), re.MULTILINE)
+    return {re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
+def test_links_lead_somewhere(page: Path) -> None:
+    for link in set(re.findall(r"\]\(([^)\s]+)\)", page.read_text(encoding="utf-8"))):
+        path, _, anchor = link.partition("#")
+        if ":" in path:
+            continue
+        target = page.parent / path if path else page
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target), link
+
+
+def test_the_first_page_is_short_and_leads_to_all_others() -> None:
+    assert len(README.splitlines()) <= 150
+    for page in (REPOSITORY / "docs").glob("*.md"):
+        assert f"(docs/{page.name})" in README, page.name
 
 
 def test_nothing_is_left_to_fill_in() -> None:
