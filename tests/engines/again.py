@@ -53,6 +53,7 @@ def start_again(times: int) -> None:
 if __name__ == "__main__":
     if sys.argv[1].isdigit():
         start_again(int(sys.argv[1]))
+        atexit._run_exitfuncs()  # as below
         leave_at_once(0)
     losses = []
     for number, wanted in enumerate(sys.argv[1:]):

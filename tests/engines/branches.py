@@ -7,6 +7,7 @@ leaves the losses and the last weights of each training in FOLDER/CASE.json. tes
 
 from __future__ import annotations
 
+import atexit
 import json
 import sys
 from pathlib import Path
@@ -113,4 +114,5 @@ def main(folder: str, cases: list[str]) -> None:
 
 if __name__ == "__main__":
     main(sys.argv[1], sys.argv[2:])
+    atexit._run_exitfuncs()  # as dsframe.train does: Horovod over MPI leaves here
     leave_at_once(0)
