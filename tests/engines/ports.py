@@ -466,7 +466,7 @@ CASES: dict[str, Case] = {
         ADAMW | _schedule("nanogpt", warmup_iters=6, lr_decay_iters=30, min_lr=1e-3),
         rate=lambda optimizer: LambdaLR(optimizer, _nanogpt),
         clip=1.0,
-        bound=1e-6,
+        bound=1e-7,
     ),
     "masked words": Case(MaskedWords, _matrices_decay, ADAMW, settings={"no_decay": "norms-and-biases"}),
     "fine-tuned": Case(
@@ -501,7 +501,7 @@ CASES: dict[str, Case] = {
         ADAMW | _schedule("linear", num_warmup_steps=4, num_training_steps="auto"),
         rate=lambda optimizer: LambdaLR(optimizer, _linear),
         draws=True,
-        bound=1e-6,
+        bound=1e-7,
     ),
 }
 
