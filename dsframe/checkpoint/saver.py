@@ -97,20 +97,7 @@ class Saver:
         report = {"failure": failure, "random": random, "files": {k: asdict(v) for k, v in writer.files.items()}}
         reports = [json.loads(text) for text in all_gather_text(engine, json.dumps(report))]
         self._check(step, *(report["failure"] for report in reports), shared=True)
-        manifest = {
-            "format": store.FORMAT,
-            "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-            "step": step,
-            "updates": state.updates,
-            "loss_scale": asdict(state.loss_scale) if state.loss_scale else None,
-            "learning_rate": engine.plan.schedule(state.updates).learning_rate,
-            "loss": loss,
-            "evaluation": dict(evaluation),
-            "parameters": writer.parameters,
-            "aliases": dict(state.aliases),
-            **({"schedule": engine.plan.plateau.state()} if engine.plan.plateau else {}),
-            **self._about,
-        }
+        manifest = self._manifest(state, step, loss, evaluation) | {"parameters": writer.parameters}
         kept_random = [json.loads(report["random"]) for report in reports]
 
         def commit(files: Sequence[Mapping[str, Any]]) -> None:
@@ -135,6 +122,24 @@ class Saver:
         if self._asynchronous:
             self._say(f"saving step {step}: training stood still for {stall:.2f} s")
         return stall
+
+    def _manifest(
+        self, state: EngineState, step: int, loss: float | None, evaluation: Mapping[str, float]
+    ) -> dict[str, Any]:
+        plan = self._engine.plan
+        return {
+            "format": store.FORMAT,
+            "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+            "step": step,
+            "updates": state.updates,
+            "loss_scale": asdict(state.loss_scale) if state.loss_scale else None,
+            "learning_rate": plan.schedule(state.updates).learning_rate,
+            "loss": loss,
+            "evaluation": dict(evaluation),
+            "aliases": dict(state.aliases),
+            **({"schedule": plan.plateau.state()} if plan.plateau else {}),
+            **self._about,
+        }
 
     def rate(self, step: int, evaluation: Mapping[str, float]) -> None:
         """**Collective.** The evaluation of a checkpoint that was saved before it, now that there is one.

@@ -49,8 +49,10 @@ class LossTrial:
         own = torch.tensor([float(self._votes[kind]) for kind in _KINDS], dtype=torch.float64)
         votes = dict(zip(_KINDS, engine.sum_over_ranks(own.to(engine.plan.device)).tolist(), strict=True))
         kind = max(votes, key=lambda name: votes[name]) if any(votes.values()) else ""
+        if task.gathers_rows:
+            return ""  # the look, without gradients, saw one rank's rows; the loss is that of the global batch
         if kind == "neither":
-            told = task.batch_dependent or task.gathers_rows  # has been said, or is not so
+            told = task.batch_dependent  # has been said
             return (
                 ""
                 if told

@@ -168,10 +168,13 @@ class Task:
         """**Collective.** For a loss over the global batch: returns ``rows`` (outputs or targets) of all ranks, in rank order, with
         gradients such that the training is that of one process. In an evaluation, and on one process, ``rows`` themselves.
 
-        Call it in :meth:`loss`, the same times on every rank. Raises TaskError where a step has several micro-batches, and
-        with a pipeline, tensor or sequence parallelism.
+        Call it in :meth:`loss`, the same times on every rank. The loss is then that of the step, a mean or a sum. Raises TaskError
+        where a step has several micro-batches, with :attr:`loss_is` ``"sum"``, which is for the rows of one rank, and with a
+        pipeline, tensor or sequence parallelism.
         """
         self.gathers_rows = True
+        if self.loss_is == "sum":
+            raise TaskError(f'{type(self).__name__}: all_rows() has the rows of all ranks; leave out loss_is = "sum"')
         if self.ranks is None or not torch.is_grad_enabled():
             return rows
         return all_rows(self.ranks, rows)

@@ -60,3 +60,13 @@ def test_an_evaluation_sees_its_own_rows() -> None:
     task = Task()
     with torch.no_grad():
         assert task.all_rows(WHOLE) is WHOLE
+
+
+def test_a_sum_over_all_rows_is_no_sum_over_a_ranks_rows() -> None:
+    """Which would count each row once for every rank."""
+
+    class Summed(Task):
+        loss_is = "sum"
+
+    with pytest.raises(TaskError, match='leave out loss_is = "sum"'):
+        Summed().all_rows(WHOLE)

@@ -415,7 +415,7 @@ def test_nothing_large_or_compiled_is_committed() -> None:
 
 
 MOST_LINES, MOST_ARGUMENTS = 60, 7
-TOO_LONG = {"checkpoint/saver.py:Saver.save"}
+TOO_LONG: set[str] = set()
 """Still longer. Nothing is added here: what becomes short enough must be taken out."""
 TOO_MANY_ARGUMENTS = {
     "checkpoint/portable.py:write_state",
