@@ -40,6 +40,7 @@ def main() -> int:
     parser.add_argument("--layers", type=int, default=14)
     parser.add_argument("--width", type=int, default=768)
     parser.add_argument("--rounds", type=int, default=3)
+    parser.add_argument("--forms", default="portable,sharded")
     parser.add_argument("--folder", type=Path, default=Path(tempfile.gettempdir()))
     options = parser.parse_args()
     world = worlds.here()
@@ -97,9 +98,9 @@ def main() -> int:
     folder = Path(all_gather_text(engine, str(options.folder / f"dsframe-benchmark-{os.getpid()}"))[0])
     table = Table()
 
-    def saved(asynchronous: bool) -> Path:
+    def saved(asynchronous: bool, form: str = "portable") -> Path:
         """Saves once; the figures of the slowest rank."""
-        name = "in the background" if asynchronous else "at once"
+        name = f"{form}, {'in the background' if asynchronous else 'at once'}"
         all_gather_text(engine, "")  # others may still be reading
         if world.is_main:
             shutil.rmtree(folder / "ours", ignore_errors=True)
@@ -111,6 +112,7 @@ def main() -> int:
             at_end=True,
             retention=Retention(),
             asynchronous=asynchronous,
+            sharded=form == "sharded",
             say=lambda line: None,
         )
         all_gather_text(engine, "")
@@ -128,7 +130,7 @@ def main() -> int:
         table.add(f"dsframe, {name}", size(path), seconds, stall, grown)
         return path
 
-    def loaded(path: Path) -> None:
+    def loaded(path: Path, form: str) -> None:
         """Verifies and loads, each rank its own."""
         forget(path)
         all_gather_text(engine, "")
@@ -140,8 +142,8 @@ def main() -> int:
         checkpoint = Checkpoint(path, world.rank)
         engine.load_state(checkpoint)
         all_gather_text(engine, "")
-        table.add("dsframe, verify (from the disk)", size(path), verified - began)
-        table.add("dsframe, load (cached by then)", size(path), time.perf_counter() - verified)
+        table.add(f"dsframe, {form}, verify (from the disk)", size(path), verified - began)
+        table.add(f"dsframe, {form}, load (cached by then)", size(path), time.perf_counter() - verified)
         checkpoint.close()
 
     from dsframe.checkpoint import store
@@ -157,8 +159,9 @@ def main() -> int:
         if world.is_main:
             disk(folder / "disk", sum(tensor.nbytes for tensor in kept.values()), table)
             torchs(folder / "torch.pt", kept, table)
-        saved(asynchronous=False)
-        loaded(saved(asynchronous=True))
+        for form in options.forms.split(","):
+            saved(False, form)
+            loaded(saved(True, form), form)
     if world.is_main:
         print(f"{engine.description}, {world.size} rank(s), {count / 1e6:.1f} M parameters with Adam, {folder.parent}")
         table.show()

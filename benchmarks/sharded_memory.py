@@ -79,7 +79,7 @@ class Tokens(Task):
         self._config = _transformers.configure("AutoModelForCausalLM", model, {"vocab_size": 256})
 
     def model(self) -> nn.Module:
-        return _transformers.build("AutoModelForCausalLM", self._config, self._weights)
+        return _transformers.build("AutoModelForCausalLM", self._config, self._weights, self.trained_in)
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten())
@@ -114,7 +114,7 @@ def document(options: argparse.Namespace, processes: int, run_dir: Path) -> dict
 def main() -> int:
     """Trains, and prints one line a rank."""
     parser = argparse.ArgumentParser(prog="benchmarks.sharded_memory", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--engine", default="deepspeed", choices=("deepspeed", "fsdp"))
+    parser.add_argument("--engine", default="deepspeed", choices=("deepspeed", "fsdp", "ddp", "single"))
     parser.add_argument("--precision", default="fp32", choices=("fp32", "bf16"))
     parser.add_argument("--millions", type=int, default=55, help="parameters of the Llama, in millions")
     parser.add_argument("--folder", type=Path, help="a model folder, instead of a Llama from settings")

@@ -13,6 +13,9 @@ if TYPE_CHECKING:
     from dsframe.config import load as load
     from dsframe.data.source import Source as Source
     from dsframe.errors import DsframeError as DsframeError
+    from dsframe.hooks import Hooks as Hooks
+    from dsframe.hooks import RunView as RunView
+    from dsframe.inference import load_model as load_model
     from dsframe.run import fit as fit
     from dsframe.tasks.layers import Tied as Tied
     from dsframe.tasks.task import Sum as Sum
@@ -24,16 +27,34 @@ __version__ = "0.1.0"
 _HOMES = {
     "fit": "dsframe.run",
     "main": "dsframe.train",
+    "load_model": "dsframe.inference",
     "Config": "dsframe.config",
     "load": "dsframe.config",
     "Source": "dsframe.data.source",
     "DsframeError": "dsframe.errors",
+    "Hooks": "dsframe.hooks",
+    "RunView": "dsframe.hooks",
     "Sum": "dsframe.tasks.task",
     "Task": "dsframe.tasks.task",
     "Tied": "dsframe.tasks.layers",
     "Summary": "dsframe.trainer",
 }
-__all__ = ["Config", "DsframeError", "Source", "Sum", "Summary", "Task", "Tied", "__version__", "fit", "load", "main"]
+__all__ = [
+    "Config",
+    "DsframeError",
+    "Hooks",
+    "RunView",
+    "Source",
+    "Sum",
+    "Summary",
+    "Task",
+    "Tied",
+    "__version__",
+    "fit",
+    "load",
+    "load_model",
+    "main",
+]
 
 
 def __getattr__(name: str) -> Any:

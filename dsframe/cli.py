@@ -26,6 +26,9 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "compare": ("dsframe.tools.compare:main", "runs side by side: loss, metrics, speed, memory; trains files first"),
     "scale": ("dsframe.tools.scale:main", "one file on several numbers of processes: time, speed-up, efficiency"),
     "report": ("dsframe.tools.report.page:main", "a run's page, from what its directory holds: one HTML file"),
+    "evaluate": ("dsframe.tools.evaluate:main", "a checkpoint's metrics on its evaluation data, on any engine"),
+    "predict": ("dsframe.tools.evaluate:predict", "a checkpoint's outputs for each sample, in order, in a file"),
+    "generate": ("dsframe.tools.generate:main", "text from a checkpoint of a language model"),
     "export": (
         "dsframe.checkpoint.export:main",
         "a checkpoint for other programs, transformers and DeepSpeed among them",

@@ -12,7 +12,7 @@ from __future__ import annotations
 import weakref
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import nullcontext
+from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
@@ -23,16 +23,17 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dsframe.checkpoint.state import EngineState, SavedState, aliases
-from dsframe.cluster.exchange import by_value, first_difference
-from dsframe.errors import TaskError
+from dsframe.cluster.exchange import by_value, failures, first_difference
+from dsframe.errors import DsframeError, EngineError, TaskError, WorldError
 from dsframe.host import allocator
-from dsframe.model import formats, groups, switches
+from dsframe.model import formats, groups, switches, sync_batch_norm
+from dsframe.model.early_stop import EarlyStop
 from dsframe.model.groups import ParameterGroups
 from dsframe.model.plateau import Plateau
 from dsframe.model.sample_draws import DrawTrial, SampleDraws
 from dsframe.model.spill import Spill
 from dsframe.tasks.layers import seed_generators
-from dsframe.tasks.task import Sum, Task, sums
+from dsframe.tasks.task import Sum, Task, loss_and_terms, sums
 
 if TYPE_CHECKING:
     from dsframe.cluster.world import World
@@ -63,11 +64,14 @@ class Plan:
     """Let the library say all it wants to say."""
     directory: Path = Path()
     """Directory of the run's results."""
+    stop: EarlyStop | None = None
+    """Ends the training early, where the file asks for it."""
 
     @property
-    def plateau(self) -> Plateau | None:
-        """The schedule, where evaluations decide it."""
-        return self.schedule if isinstance(self.schedule, Plateau) else None
+    def followers(self) -> Mapping[str, Plateau | EarlyStop]:
+        """Returns what evaluations decide, by the key under which a checkpoint's manifest has the state."""
+        found = {"schedule": self.schedule if isinstance(self.schedule, Plateau) else None, "stop": self.stop}
+        return {key: follower for key, follower in found.items() if follower is not None}
 
     @property
     def seed(self) -> int:
@@ -110,6 +114,10 @@ class Engine(ABC):
     """Knows after the first step whether the model draws random numbers in training."""
     groups = ParameterGroups()
     """Which parameters are trained otherwise than the optimizer says."""
+    built: str = ""
+    """Where a large model was made before it was sharded; printed at start."""
+    calls: Any = None
+    """Knows which modules this rank has called, where all ranks have to call the same (``engines.call_order``)."""
     depends: tuple[str, ...] = ()
     """Dependencies of the result that the file does not show, such as the micro-batch size; printed at start."""
 
@@ -144,6 +152,14 @@ class Engine(ABC):
     def buffers(self) -> Mapping[str, Tensor]:
         """The persistent buffers that this rank holds, by name, BatchNorm's statistics among them: the tensors themselves."""
 
+    def average(self, decay: float) -> None:
+        """Moves the average of the weights towards them (:func:`dsframe.model.ema.update`); for engines with feature "ema"."""
+        raise EngineError(f'{self.description} keeps no average of the weights; remove "ema"')
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """**Collective.** The model has the averages instead of its weights inside, where there are any."""
+        raise EngineError(f'{self.description} keeps no average of the weights; remove "ema"')
+
     @abstractmethod
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """**Collective.** Element-wise sum of ``values`` (float64, any one shape) over the ranks of the world."""
@@ -153,7 +169,8 @@ class Engine(ABC):
         """**Collective** to read to its end: where training stands, each parameter by name, in full shape and fp32.
 
         Nothing is copied that is whole on this rank already; what is not is gathered one parameter at a time, so beyond
-        the engine's own memory it takes one parameter and its moments. Take no training step while reading.
+        the engine's own memory it takes one parameter and its moments. Where ranks hold flat ranges of parameters, ``parameters``
+        is a ``ShardedParameters``, which is saved without gathering. Take no training step while reading.
         """
 
     @abstractmethod
@@ -161,7 +178,7 @@ class Engine(ABC):
         """**Collective.** Goes on from ``saved``, which is the same on every rank and may come from any engine.
 
         Replaces weights, the optimizer's state, buffers, the number of updates and the loss scale. Each rank reads what it
-        holds, one parameter at a time. Raises CheckpointError where the models differ.
+        holds, one parameter at a time: ``saved.part`` reads a range alone. Raises CheckpointError where the models differ.
         """
 
     @property
@@ -214,8 +231,18 @@ def loss_of(task: Task, outputs: Any, targets: Any) -> Tensor:
     return kept(_checked(task, task.loss(outputs, targets.targets)) * targets.factor)
 
 
-def _checked(task: Task, loss: Any) -> Tensor:
+def _checked(task: Task, found: Any) -> Tensor:
+    """The loss alone; what a task returned beside it is added to ``task.terms``. Raises TaskError for what is no loss."""
     whose = f"{type(task).__name__}.loss"
+    loss, more = loss_and_terms(found)
+    if more and torch.is_grad_enabled():
+        new = {name: Sum(one.total.detach(), one.count) for name, one in sums(more, whose).items()}
+        if "loss" in new:
+            raise TaskError(f'{whose}: "loss" is the loss itself; give what is returned beside it another name')
+        task.terms = {
+            **task.terms,
+            **{name: task.terms[name] + one if name in task.terms else one for name, one in new.items()},
+        }
     if not isinstance(loss, Tensor):
         raise TaskError(
             f"{whose}: returned {type(loss).__name__}, not a tensor; return the mean loss of the micro-batch"
@@ -247,16 +274,16 @@ def without_dimensions(model: nn.Module) -> str:
     return ", ".join(name for name, parameter in model.named_parameters() if parameter.ndim == 0)
 
 
-def dependences(task: Task, model: nn.Module, *, per_sample: bool = False) -> tuple[str, ...]:
+def dependences(task: Task, model: nn.Module, *, per_sample: bool = False, synced: bool = False) -> tuple[str, ...]:
     """Returns what the result depends on beside the file, as far as the task and ``model`` (in training mode) show it.
 
-    ``per_sample``: whether random numbers belong to samples.
+    ``per_sample``: whether random numbers belong to samples. ``synced``: whether BatchNorm uses the samples of all ranks.
     """
     training = [module for module in model.modules() if module.training]
     found = []
-    if any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in training):
+    if not synced and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in training):
         found.append("BatchNorm sees one micro-batch at a time, so the training depends on the micro batch size")
-    elif task.batch_dependent:
+    elif not synced and task.batch_dependent:
         found.append("outputs depend on the rest of a micro-batch, so the training depends on the micro batch size")
     drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in training)
     if drops and not per_sample:
@@ -299,7 +326,8 @@ def _form(tensor: Tensor) -> str:
 def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
     """**Collective.** The task's model, the same on every rank and engine; ``engine.depends`` and ``engine.groups`` are set.
 
-    Raises TaskError where it is not the same on every rank; the engine can sum over ranks already.
+    Raises TaskError where it is not the same on every rank, and on every rank what one of them could not build it for; the
+    engine can sum over ranks already.
 
     Built on the CPU and then moved to the plan's device, so that initial weights depend on neither the engine nor the kind of
     device: CUDA's generator gives other numbers on other GPUs. (A task's layers have a seed each.)
@@ -312,24 +340,29 @@ def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
     seed_generators(plan.seed)
     if spill is not None and plan.device.type == "cpu":
         allocator.give_back()
-    with torch.device("cpu"), nullcontext() if spill is None else spill.building():
-        model = plan.task.model()
+    model, failed = None, None
+    try:
+        with torch.device("cpu"), nullcontext() if spill is None else spill.building():
+            model = plan.task.model()
+    except DsframeError as error:
+        failed = error
+    told = failures(engine, str(failed or ""))
+    if failed is not None:
+        raise failed
+    if model is None or told:
+        raise WorldError(f"the model could not be built: {'; '.join(told)}")
     assert_same_model(engine, model)
     plan.task.ranks = weakref.proxy(engine)
     engine.dtype = formats.own_dtype(plan.config, plan.task, model, keeps_float64=engine.keeps_float64)
     engine.groups = groups.settle(plan.config, plan.task, model)
-    if spill is None:
-        model.to(plan.device)
-    else:
-        if plan.device.type == "cpu" and sum(parameter.numel() for parameter in model.parameters()) <= LARGE:
-            allocator.keep_freed()
-        for parameter in model.parameters():  # what a constructor put there without registering it, such as deep copies
-            spill.move(parameter)
-        spill.evict()
+    _settle(engine, model, spill)
     # As every training loop begins, and as evaluation leaves it: a model that was loaded comes in evaluation mode.
     model.train()
     per_sample = plan.config.settings.per_sample_randomness
-    engine.depends = dependences(plan.task, model, per_sample=per_sample)
+    synced = plan.config.settings.model.sync_batch_norm
+    if synced:
+        sync_batch_norm.share_statistics(model, weakref.proxy(engine))
+    engine.depends = dependences(plan.task, model, per_sample=per_sample, synced=synced)
     # A task may give the same module again, with gradients of a training before or of a step that lost a process.
     for parameter in model.parameters():
         parameter.grad = None
@@ -340,3 +373,23 @@ def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
     # Dropout differs between ranks that see different samples, as it must.
     torch.manual_seed(plan.seed + 1 + plan.data_rank)
     return model
+
+
+def _settle(engine: Engine, model: nn.Module, spill: Spill | None) -> None:
+    """Moves the model to the device; where there is ``spill``, what did not pass through it into files."""
+    plan = engine.plan
+    if spill is None:
+        dtype = formats.parameter_dtype(plan.config)
+        for parameter in model.parameters():  # rounded first: the device never holds all of it in fp32
+            if dtype.itemsize < 4 and parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype)
+            parameter.data = parameter.data.to(plan.device)
+        model.to(plan.device)  # its buffers
+    else:
+        large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
+        engine.built = spill.description if large else ""
+        if plan.device.type == "cpu" and not large:
+            allocator.keep_freed()
+        for parameter in model.parameters():  # what a constructor put there without registering it, such as deep copies
+            spill.move(parameter)
+        spill.evict()

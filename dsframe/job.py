@@ -28,15 +28,17 @@ from dsframe.cluster.process_group import device_of
 from dsframe.cluster.world import World
 from dsframe.config import Batch, Config, Facts
 from dsframe.config.resolve import elastic, epochs, inherit, scaling
-from dsframe.data import EvaluationLoader, Loader
+from dsframe.data import EvaluationLoader, Loader, as_source
 from dsframe.data.fingerprint import assert_same_samples
 from dsframe.engine import Engine, Plan
 from dsframe.engines import precision
 from dsframe.errors import CheckpointError, EngineError, StoppedError, TaskError, TrainingError
 from dsframe.guard.watchdog import Watchdog
+from dsframe.hooks import Called
 from dsframe.host import allocator, cores, phases
 from dsframe.host.memory import resident_bytes
 from dsframe.model import optimizers, schedules, weighting
+from dsframe.model.early_stop import EarlyStop
 from dsframe.observe.observer import Observers, Stretch
 from dsframe.run_dir import outcome, output
 from dsframe.run_dir.lock import RunLock
@@ -80,6 +82,8 @@ class Run:
     engine: str
     data: Callable[[], tuple[Any, Any]]
     """For training and for evaluation; read once."""
+    hooks: Called
+    """The file's, then the task's."""
     lines: tuple[str, ...]
     """To be said at the start."""
     wishes: Wishes
@@ -87,7 +91,7 @@ class Run:
 
 
 @dataclass(frozen=True)
-class _Job:
+class Job:
     """What these processes are going to do, before there is an engine."""
 
     run: Run
@@ -113,37 +117,39 @@ def train(run: Run, world: World, commits: MemoryCheckpoint | None) -> Summary:
     if commits:
         worlds.move(world)
         outcome.reporter().rank = world.rank
-    job = _plan(run, world, commits)
+    job = prepare(run, world, commits)
     _announce(job)
     weighting.refuse(run.task, job.plan.batch)
     run.host.lock.take(job.plan.directory, world, job.say, takes_over=job.goes_on)
     phases.done("data")
     watchdog = Watchdog(world, run.config.settings.hang_timeout_seconds)
-    engine, facts = _make_engine(job, watchdog)
+    engine, facts = make_engine(job, watchdog)
     saver, start = _resume(job, engine, watchdog)
     done = start.step if start.in_place else 0
-    complete = done == job.work.schedule.total_steps and finished(job.plan.directory, done)
+    over = done == job.work.schedule.total_steps or (job.plan.stop is not None and job.plan.stop.reached != "")
+    complete = over and finished(job.plan.directory, done)
     observers = Observers(Stretch(job.plan, start.step, job.work.schedule.total_steps, job.progress.say))
     facts |= observers.start(engine)
     record = Record(job.plan, facts, done, say=job.say) if world.is_main and not complete else None
     phases.done("records")
-    outputs = Outputs(job.progress, record, saver)
+    outputs = Outputs(job.progress, record, saver, run.hooks)
     with _ending(job, engine, outputs), watchdog:
         summary = Trainer(engine, job.work, outputs, watchdog, observers, commits).fit(start)
     _finish(job, engine, record, summary)
     if complete and world.is_main:
         job.say(
-            f"{job.plan.directory} is complete: all {done:,} steps are done, and its record stays; "
-            "raise steps or epochs to train on"
+            f"{job.plan.directory} is complete: {summary.stopped or f'all {done:,} steps are done'}, and its record stays; "
+            f"raise {'dsframe.stop.patience' if summary.stopped else 'steps or epochs'} to train on"
         )
     return summary
 
 
-def _plan(run: Run, world: World, commits: MemoryCheckpoint | None) -> _Job:
+def prepare(run: Run, world: World, commits: MemoryCheckpoint | None) -> Job:
     """Shares of the data, and everything that follows from the file and the number of processes."""
     config, task, entry, settings = run.config, run.task, engines.TABLE[run.engine], run.config.settings
     batch = elastic.batch(config, world.size) if commits else config.batch(world.size, replicas=entry.replicas)
     processes, device = batch.data_parallel_size if commits else world.size, device_of(world)
+    task.trained_in = precision.parameter_dtype(config)
     if device.type == "cpu":
         allocator.keep_freed()
     loader, evaluation = _loaders(run, batch, world, device)
@@ -154,8 +160,7 @@ def _plan(run: Run, world: World, commits: MemoryCheckpoint | None) -> _Job:
     optimizer = optimizers.read(config)
     rates = schedules.planned(config, task, optimizer.learning_rate, batch.train_batch_size)
     named = output.directory_of(config, run.engine, type(task).__name__)
-    if section := config.deepspeed.scheduler:
-        _refuse_plateau(section.type, evaluates=evaluation is not None, elastic=commits is not None)
+    _refuse_followers(config, evaluates=evaluation is not None, elastic=commits is not None)
     progress = Progress(
         schedule.total_steps,
         speaks=world.is_main and not run.wishes.quiet,
@@ -164,19 +169,25 @@ def _plan(run: Run, world: World, commits: MemoryCheckpoint | None) -> _Job:
         home=None if named.is_absolute() else run.host.home,
     )
     directory = run.host.home / named
-    plan = Plan(config, world, task, optimizer, rates, batch, device, run.wishes.verbose, directory)
-    return _Job(run, plan, Work(loader, evaluation, schedule), progress, processes, commits)
+    early = EarlyStop(settings.stop) if settings.stop else None
+    plan = Plan(config, world, task, optimizer, rates, batch, device, run.wishes.verbose, directory, early)
+    return Job(run, plan, Work(loader, evaluation, schedule), progress, processes, commits)
 
 
-def _refuse_plateau(kind: str, *, evaluates: bool, elastic: bool) -> None:
-    """Raises TaskError, EngineError where nothing decides the rates of a ReduceLROnPlateau, or nobody keeps its state."""
-    if kind == "ReduceLROnPlateau" and not evaluates:
-        raise TaskError("ReduceLROnPlateau waits for evaluations, but the task has no eval_data")
-    if kind == "ReduceLROnPlateau" and elastic:
-        raise EngineError("ReduceLROnPlateau is not possible where processes come and go; choose another schedule")
+def _refuse_followers(config: Config, *, evaluates: bool, elastic: bool) -> None:
+    """Raises TaskError, EngineError where nothing decides what evaluations are to decide, or nobody keeps its state."""
+    section = config.deepspeed.scheduler
+    for what, asked, remedy in (
+        ("ReduceLROnPlateau", section and section.type == "ReduceLROnPlateau", "choose another schedule"),
+        ("dsframe.stop", config.settings.stop, "remove it"),
+    ):
+        if asked and not evaluates:
+            raise TaskError(f"{what} waits for evaluations, but the task has no eval_data")
+        if asked and elastic:
+            raise EngineError(f"{what} is not possible where processes come and go; {remedy}")
 
 
-def _announce(job: _Job) -> None:
+def _announce(job: Job) -> None:
     """What the user should know of the machine, and what this run does to rates and cores because the file asks for it."""
     run, plan = job.run, job.plan
     if not job.goes_on:
@@ -189,7 +200,7 @@ def _announce(job: _Job) -> None:
         job.say(line)
 
 
-def _make_engine(job: _Job, watchdog: Watchdog) -> tuple[Engine, dict[str, Any]]:
+def make_engine(job: Job, watchdog: Watchdog) -> tuple[Engine, dict[str, Any]]:
     """**Collective.** The engine, and what the run's record should say of it."""
     run, plan, world, batch = job.run, job.plan, job.plan.world, job.plan.batch
     make = engines.load(run.engine, plan.config)
@@ -219,7 +230,7 @@ def _make_engine(job: _Job, watchdog: Watchdog) -> tuple[Engine, dict[str, Any]]
     }
 
 
-def _describe(job: _Job, engine: Engine) -> None:
+def _describe(job: Job, engine: Engine) -> None:
     """Says what the training does though neither the file nor the model says so, and who is in which parameter group."""
     config = job.plan.config
     if inherited := inherit.sentence(config.inherited):
@@ -228,13 +239,15 @@ def _describe(job: _Job, engine: Engine) -> None:
         job.say(became)
     for line in schedules.notes(config, job.plan.schedule, job.work.schedule.total_steps):
         job.say(line)
+    if engine.built:
+        job.say(engine.built)
     for what in engine.depends:
         job.say(f"this model's {what}")
     for line in engine.groups.lines:
         job.say(f"parameter group: {line}")
 
 
-def _resume(job: _Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]:
+def _resume(job: Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]:
     """**Collective.** Where training starts, and who writes the next checkpoints."""
     run, plan, wanted = job.run, job.plan, job.plan.config.settings.checkpoints
     epoch_steps = job.work.loader.sampler.epoch_steps
@@ -256,12 +269,17 @@ def _resume(job: _Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start
     with watchdog:
         kept = generators.capture(plan.device)  # reading may draw
         mine["data"] = assert_same_samples(engine, job.work.loader)
+        if job.work.evaluation:
+            assert_same_samples(engine, job.work.evaluation)
         generators.restore(kept, plan.device)
         if job.commits and job.commits.last:
             start = begin_again(engine, job.commits.last, checkpoints, job.say)
         else:
             total = job.work.schedule.total_steps
             start = begin(engine, run.wishes.resume, checkpoints, mine, total, job.say, watchdog.alive)
+    for follower in plan.followers.values():
+        if start.evaluation and start.step in job.work.schedule.regular and follower.observed != start.step:
+            follower.observe(start.step, start.evaluation)  # which joined the checkpoint after it had been written
     saver = Saver(
         engine,
         checkpoints,
@@ -269,6 +287,7 @@ def _resume(job: _Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start
         every_steps=every,
         at_end=wanted.at_end,
         asynchronous=wanted.asynchronous,
+        sharded=wanted.form == "sharded",
         retention=Retention(wanted.keep_last, wanted.keep_best, keep_every),
         say=job.progress.say,
     )
@@ -280,7 +299,7 @@ def _resume(job: _Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start
 
 
 @contextmanager
-def _ending(job: _Job, engine: Engine, outputs: Outputs) -> Iterator[None]:
+def _ending(job: Job, engine: Engine, outputs: Outputs) -> Iterator[None]:
     """Around the training: closes what is open where it ends with an error."""
     try:
         yield
@@ -296,7 +315,7 @@ def _ending(job: _Job, engine: Engine, outputs: Outputs) -> Iterator[None]:
         raise
 
 
-def _finish(job: _Job, engine: Engine, record: Record | None, summary: Summary) -> None:
+def _finish(job: Job, engine: Engine, record: Record | None, summary: Summary) -> None:
     """Closes the run's record, and says what comes next."""
     job.progress.close()
     engine.close()
@@ -311,7 +330,7 @@ def _loaders(run: Run, batch: Batch, world: World, device: torch.device) -> tupl
     config, task = run.config, run.task
     seed, rank, ranks = config.settings.seed, batch.data_rank(world.rank), batch.data_parallel_size
     loader = Loader(
-        run.data()[0],
+        as_source(run.data()[0], seed, task.collate),
         seed=seed,
         micro_batch_size=batch.micro_batch_size,
         accumulation_steps=batch.accumulation_steps,
@@ -326,6 +345,7 @@ def _loaders(run: Run, batch: Batch, world: World, device: torch.device) -> tupl
     if held_out is None:
         return loader, None
     size = config.settings.eval_micro_batch_size or batch.micro_batch_size
+    held_out = as_source(held_out, seed, task.collate)
     return loader, EvaluationLoader(
         held_out, seed=seed, micro_batch_size=size, rank=rank, ranks=ranks, device=device, workers=task.workers
     )

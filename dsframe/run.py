@@ -8,7 +8,8 @@ from __future__ import annotations
 
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
+from contextlib import contextmanager
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -24,6 +25,7 @@ from dsframe.run_dir import loggers, output
 from dsframe.run_dir.lock import RunLock
 
 if TYPE_CHECKING:
+    from dsframe.job import Run
     from dsframe.tasks.task import Task
     from dsframe.trainer import Summary
 
@@ -72,16 +74,38 @@ def execute(
     ``task``: the user's own, instead of the file's. ``resume``: "never", "auto" (the run's newest whole checkpoint, if there
     is one) or a path to a checkpoint. ``verbose``: let the libraries speak; ``quiet``: say nothing at all.
     """
+    world = world or worlds.here()
+    with prepared(config, task, world, resume=resume, verbose=verbose, quiet=quiet, choice=choice) as run:
+        from dsframe import job
+
+        if not world.elastic:
+            return job.train(run, world, None)
+        run.data()  # not while others wait for this process
+        summary: Summary = engines.elastic(run.engine)(partial(job.train, run), config)
+        return summary
+
+
+@contextmanager
+def prepared(
+    config: Config,
+    task: Task | None,
+    world: World,
+    *,
+    resume: str = "never",
+    verbose: bool = False,
+    quiet: bool = False,
+    choice: tuple[str, tuple[str, ...]] | None = None,
+) -> Iterator[Run]:
+    """This process, ready for what ``config`` says: threads, cores, torch, the task. Arguments as for :func:`execute`."""
     began, home = time.perf_counter(), Path.cwd()
     phases.begin()
-    world = world or worlds.here()
     engine, lines = choice or choose(config, world)
     bound = cores.bind(world) if config.settings.bind_cores else ()
     threads = settle_threads(world, config.settings.threads_per_rank, bound)
     output.silence(config.settings.profile, verbose=verbose, quiet=quiet)
     import torch  # reads OMP_NUM_THREADS
 
-    from dsframe import job, tasks
+    from dsframe import hooks, job, tasks
 
     phases.done("imports")
     torch.set_num_threads(threads)  # for a program that had imported torch already
@@ -89,16 +113,12 @@ def execute(
     task = task or tasks.build(config.settings.task, config.settings.seed)
     task.seed = config.settings.seed
     data = cache(lambda: (task.train_data(), task.eval_data()))
+    called = hooks.Called((*hooks.from_names(config.settings.hooks), *task.hooks))
     with RunLock() as lock:
         wishes = job.Wishes(resume, verbose=verbose, quiet=quiet)
         host = job.Host(threads, bound, began, lock, home)
-        run = job.Run(config, task, "" if ours else _name(task), engine, data, lines, wishes, host)
         phases.done("data")
-        if not world.elastic:
-            return job.train(run, world, None)
-        data()  # not while others wait for this process
-        summary: Summary = engines.elastic(engine)(partial(job.train, run), config)
-        return summary
+        yield job.Run(config, task, "" if ours else _name(task), engine, data, called, lines, wishes, host)
 
 
 def choose(config: Config, world: World) -> tuple[str, tuple[str, ...]]:

@@ -35,3 +35,8 @@ def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
         return "  ".join(cell.ljust(w) if at < left else cell.rjust(w) for at, (cell, w) in enumerate(cells)).rstrip()
 
     return [line(row) for row in rows]
+
+
+def printable(text: str) -> str:
+    """``text`` with a mark for each control character: names out of files must not move a terminal's cursor."""
+    return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)

@@ -20,7 +20,7 @@ from typing import TYPE_CHECKING, NoReturn
 from dsframe.cluster import world as worlds
 from dsframe.cluster.world import World
 from dsframe.config import DEFAULT_CONFIG, load
-from dsframe.errors import ConfigError, DsframeError, StoppedError, TaskError, TrainingError
+from dsframe.errors import ConfigError, DataError, DsframeError, StoppedError, TaskError, TrainingError
 from dsframe.guard import user_code
 from dsframe.host import streams, supervise
 from dsframe.run_dir import outcome, output
@@ -148,6 +148,10 @@ def _lingering() -> Iterator[str]:
 
 def crash(error: Exception, world: World, *, verbose: bool) -> NoReturn:
     """Ends this process after an exception: the user's frames, or its traceback, or that another process is gone."""
+    if isinstance(error, RuntimeError) and re.search(r"DataLoader worker \(pid", str(error)):
+        # torch raises it wherever this process is at that moment, in the task's code perhaps.
+        what = f"a process that reads data has ended, perhaps because memory was short: {str(error).strip()}"
+        leave(DataError(f"{what}; go on with --resume auto, and with fewer workers"), world, verbose=verbose)
     if verbose or not lost_a_peer(error):
         theirs = user_code.told(error)
         passing = theirs is None or user_code.may_pass(error)

@@ -8,7 +8,7 @@ from __future__ import annotations
 import math
 import time
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NoReturn
 
@@ -26,9 +26,10 @@ from dsframe.errors import StoppedError, TrainingError
 from dsframe.guard.nonfinite import FirstNonFinite, diagnose_nonfinite
 from dsframe.guard.signals import StopRequest
 from dsframe.guard.watchdog import Watchdog
+from dsframe.hooks import Called, RunView
 from dsframe.host import phases
 from dsframe.host.memory import peak_memory_bytes
-from dsframe.model.evaluation import Evaluation
+from dsframe.model.evaluation import Evaluation, totals
 from dsframe.model.loss_kind import LossTrial
 from dsframe.model.weighting import LossWeights
 from dsframe.observe.observer import Observers
@@ -98,6 +99,8 @@ class Summary:
     """Model FLOPs utilization over the same steps as ``rate``, where the file asks for it: a share of what was measured."""
     communication: Mapping[str, Any] | None = None
     """What a step sends and what that takes by itself (:mod:`dsframe.observe.replay`), where the file asks for it."""
+    stopped: str = ""
+    """Why training ended before the last step of the file, where it did."""
 
     def __str__(self) -> str:
         figures = "".join(f"  {name} {value:.4f}" for name, value in self.metrics.items())
@@ -126,6 +129,7 @@ class Outputs:
     record: Record | None
     """None on every rank but 0, and where an earlier run has done all steps."""
     saver: Saver
+    hooks: Called = field(default_factory=Called)
 
 
 class Trainer:
@@ -143,12 +147,14 @@ class Trainer:
         """``watchdog``: entered by the caller. ``commits``: who keeps the state in memory, where ranks may come and go."""
         self.engine, self.loader, self.schedule = engine, work.loader, work.schedule
         self.progress, self.record, self.saver = outputs.progress, outputs.record, outputs.saver
+        self._hooks = outputs.hooks
         self.evaluation = (
             Evaluation(engine, work.evaluation, watchdog.beat, self.progress.say) if work.evaluation else None
         )
         self._watchdog, self._observers = watchdog, observers
         self._commits, self._weights, self._trial = commits, LossWeights(engine), LossTrial(engine)
-        self._first = 1
+        self._first, self._last = 1, self.schedule.total_steps
+        self._result: StepResult | None = None
         self._loss = math.nan
         self._results: Mapping[str, float] = {}
         self._evaluated = 0
@@ -178,7 +184,7 @@ class Trainer:
                 self._commits.keep(self.engine, replace(start, in_place=True))
             if start.step in self.schedule.eval_steps and not start.evaluation:
                 self._evaluate(start.step, stop)  # the run before has saved, and ended before it was through
-            for step in range(self._first, total + 1):
+            for step in range(self._first, self._last + 1):
                 self._train_step(step, stream)
                 if step == self._first:
                     first_done = self._first_step_done(step)
@@ -186,6 +192,8 @@ class Trainer:
                 self._save_if_due(step, stop)  # before the evaluation, which may fail
                 if step in self.schedule.eval_steps:
                     self._evaluate(step, stop)
+                    if self._ends_early(step, stop):
+                        break
                 if step < total and stop.agreed(step):
                     self._save_and_stop(step, stop)
                 if stop.trouble:
@@ -199,29 +207,59 @@ class Trainer:
         ended = time.perf_counter()
         self._pause(ended - waiting)
         self._observers.finish(self.engine)
-        return self._summary(began, first_done, ended)
+        summary = self._summary(began, first_done, ended)
+        self._hooks("on_end", lambda: self._view(self._last), summary)
+        return summary
 
     def _begin(self, start: Start) -> None:
         self._first, self._results = start.step + 1, start.evaluation
         self._loss = math.nan if start.loss is None else start.loss
         outcome.reporter().step = start.step
-        plateau = self.engine.plan.plateau
-        if plateau and start.evaluation and start.step in self.schedule.regular and plateau.observed != start.step:
-            plateau.observe(start.step, start.evaluation)  # which joined the checkpoint after it had been written
+        if (early := self.engine.plan.stop) and early.reached:
+            self._last = start.step
         resumed_in_memory = self._commits is not None and self._commits.last is not None
-        if self.evaluation and self._first <= self.schedule.total_steps and not resumed_in_memory:
+        if self.evaluation and self._first <= self._last and not resumed_in_memory:
             self.evaluation.try_out()
             phases.done("trial of evaluation")
 
+    def _ends_early(self, step: int, stop: StopRequest) -> bool:
+        """**Collective.** Whether the evaluation after ``step`` was the last one; the state is saved then, where the end is."""
+        early = self.engine.plan.stop
+        if early is None or not early.reached or step == self.schedule.total_steps:
+            return False
+        self._last = step
+        self.progress.say(f"dsframe: training ends after step {step:,}: {early.reached}")
+        self._save_if_due(step, stop, step)
+        return True
+
+    def _view(self, step: int) -> RunView:
+        """The training as hooks see it."""
+        plan, result = self.engine.plan, self._result
+        rate = result.learning_rate if result else 0.0
+        return RunView(
+            step=step,
+            total_steps=self.schedule.total_steps,
+            epoch=self.loader.sampler.epoch(step),
+            learning_rate=rate,
+            loss=result.loss.detach() if result else None,
+            rank=plan.world.rank,
+            world_size=plan.world.size,
+            directory=plan.directory,
+        )
+
     def _train_step(self, step: int, stream: Iterator[Any]) -> None:
+        self.engine.plan.task.terms = {}
         with self._observers.step(step):
-            result = self.engine.train_step(self._take(stream, step))
+            result = self._result = self.engine.train_step(self._take(stream, step))
         self._watchdog.done(step)
+        if (average := self.engine.plan.config.settings.ema) and not result.skipped and step % average.every_steps == 0:
+            self.engine.average(average.decay)
         self._look(step, result)
         self.progress.advance()
         outcome.reporter().step = step
         if self.schedule.logs(step):
             self._loss = self._log(step, result)
+        self._hooks("on_step", lambda: self._view(step))
 
     def _first_step_done(self, step: int) -> float:
         """**Collective.** Raises TaskError where the loss is of another kind than the task says: nothing is saved yet."""
@@ -237,8 +275,8 @@ class Trainer:
         self.progress.begin(step)
         return now
 
-    def _save_if_due(self, step: int, stop: StopRequest) -> None:
-        if self.saver.due(step, self.schedule.total_steps):
+    def _save_if_due(self, step: int, stop: StopRequest, last_step: int | None = None) -> None:
+        if self.saver.due(step, last_step or self.schedule.total_steps):
             with stop.saving():
                 self._save(step)
 
@@ -253,7 +291,7 @@ class Trainer:
         )
 
     def _summary(self, began: float, first_done: float, ended: float) -> Summary:
-        task, batch, total = self.engine.plan.task, self.engine.plan.batch, self.schedule.total_steps
+        task, batch, total = self.engine.plan.task, self.engine.plan.batch, self._last
         units_per_step = batch.train_batch_size * task.units_per_sample
         units = units_per_step * max(total - self._first, 0)
         rate = units / max(ended - first_done - self._pausing, 1e-9)
@@ -272,20 +310,28 @@ class Trainer:
             skipped_steps=self._skipped,
             mfu=found.get("mfu"),
             communication=found.get("communication"),
+            stopped=self.engine.plan.stop.reached if self.engine.plan.stop else "",
         )
 
     def _last_batches(self) -> Iterator[Any]:
         """The last step's micro-batches again."""
-        total = self.schedule.total_steps
-        return self._take(self.loader.stream(total - 1, total), total)
+        return self._take(self.loader.stream(self._last - 1, self._last), self._last)
 
     def _mean(self, value: torch.Tensor) -> float:
         """**Collective.** Mean over the data-parallel ranks, in float64."""
         world = self.engine.plan.world.size
         return float(self.engine.sum_over_ranks(value.detach().reshape(1).double())) / world
 
+    def _figures(self, result: StepResult) -> tuple[float, dict[str, float]]:
+        """**Collective.** The loss over the global batch, and the means of what the task's loss returned beside it."""
+        terms = self.engine.plan.task.terms
+        own = torch.stack([result.loss.detach().reshape(()).double(), result.loss.new_tensor(len(terms)).double()])
+        loss, told = self.engine.sum_over_ranks(own).tolist()
+        more = {name: one.mean for name, one in totals(self.engine, terms).items()} if told else {}
+        return loss / self.engine.plan.world.size, more
+
     def _log(self, step: int, result: StepResult) -> float:
-        loss = self._mean(result.loss)
+        loss, terms = self._figures(result)
         rate = self.progress.rate(step) if step > self._first else 0.0
         norm = None if result.gradient_norm is None else float(result.gradient_norm)
         if not (math.isfinite(loss) and math.isfinite(norm or 0.0)) and not result.skipped:
@@ -296,9 +342,19 @@ class Trainer:
         if self.record:
             values = {"loss": loss, "learning_rate": result.learning_rate, "gradient_norm": norm, "rate": rate}
             self.record.write(
-                {"step": step, "epoch": epoch, **values, "memory_bytes": memory, **more, "skipped": result.skipped}
+                {
+                    **terms,
+                    "step": step,
+                    "epoch": epoch,
+                    **values,
+                    "memory_bytes": memory,
+                    **more,
+                    "skipped": result.skipped,
+                }
             )
-        self.progress.log(step, {"loss": loss, "lr": result.learning_rate}, rate, memory, more.get("mfu"))
+        self.progress.log(step, {"loss": loss, **terms, "lr": result.learning_rate}, rate, memory, more.get("mfu"))
+        figures = {"loss": loss, "learning_rate": result.learning_rate, **terms}
+        self._hooks("on_log", lambda: self._view(step), figures)
         return loss
 
     def _look(self, step: int, result: StepResult) -> None:
@@ -335,9 +391,9 @@ class Trainer:
         if found is None:
             self._save_and_stop(step, stop)
         self._results, self._evaluated = found, step
-        plateau = self.engine.plan.plateau
-        if plateau and step in self.schedule.regular and (said := plateau.observe(step, found)):
-            self.progress.say(f"step {step}: {said}")
+        for follower in self.engine.plan.followers.values():
+            if step in self.schedule.regular and (said := follower.observe(step, found)):
+                self.progress.say(f"step {step}: {said}")
         if step == self.saver.saved_step:
             self.saver.rate(step, self._finite_results(step))
         self.progress.say(
@@ -345,6 +401,7 @@ class Trainer:
         )
         if self.record:
             self.record.write({"step": step, "epoch": self.loader.sampler.epoch(step), "evaluation": self._results})
+        self._hooks("on_evaluation", lambda: self._view(step), dict(found))
 
     def _save(self, step: int) -> None:
         if step == self.saver.saved_step:
@@ -354,6 +411,7 @@ class Trainer:
         logged = self.schedule.logs(step) and math.isfinite(self._loss)
         evaluation = self._finite_results(step)
         self._pause(self.saver.save(step, loss=self._loss if logged else None, evaluation=evaluation))
+        self._hooks("on_checkpoint", lambda: self._view(step), self.saver.path(step))
 
     def _finite_results(self, step: int) -> dict[str, float]:
         """The evaluation after ``step``, if there was one: JSON has no other numbers."""

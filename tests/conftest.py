@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,21 +17,6 @@ os.environ.setdefault("OMP_NUM_THREADS", "1")
 for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
     if signal.getsignal(_number) == signal.SIG_IGN:
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
-
-
-_RENDEZVOUS = ("RANK", "WORLD_SIZE", "LOCAL_RANK", "LOCAL_SIZE", "MASTER_ADDR", "MASTER_PORT")
-_before = {name: os.environ.get(name) for name in _RENDEZVOUS}
-
-
-@pytest.fixture(autouse=True)
-def no_rendezvous_is_left() -> Iterator[None]:
-    """A training in this process tells libraries where ranks meet; the processes of later tests would go there."""
-    yield
-    for name, value in _before.items():
-        if value is None:
-            os.environ.pop(name, None)
-        else:
-            os.environ[name] = value
 
 
 @pytest.hookimpl(optionalhook=True)

@@ -2,11 +2,13 @@
 
     make kill-test                                # 100 runs, about half an hour
     python -m tests.kill --runs 9 --seed 7
+    python -m tests.kill --runs 9 --form sharded
 
 Each run trains under ``dsframe launch --restarts``, on DeepSpeed, Horovod and DDP in turn, with checkpoints at once and in the
-background. One rank gets SIGKILL: two of three times while a checkpoint is being written (its hidden folder is there), else
-anywhere from the start of its process on. The losses of all steps must be those of the undisturbed run, bit for bit; no process
-and no buffer in shared memory may be left, and every checkpoint must be whole.
+background, three runs in the portable form and three in the sharded one, half of them with an evaluation after each save that takes
+longer than a step. One rank gets SIGKILL: two of three times while a checkpoint is being written (its hidden folder is there), else
+anywhere from the start of its process on, or in an evaluation. The losses of all steps must be those of the undisturbed run, bit
+for bit; no process and no buffer in shared memory may be left, and every checkpoint must be whole.
 """
 
 from __future__ import annotations
@@ -36,6 +38,9 @@ ENGINES = {
 }
 
 
+FORMS = ("portable", "sharded")
+
+
 @dataclass
 class Kill:
     """One blow, and what it met."""
@@ -50,6 +55,8 @@ class Kill:
     rank: int
     met: str = "nothing: the run had ended"
     leaked: tuple[str, ...] = ()
+    evaluates: bool = False
+    """After each save, for longer than a step: a blow that is in no save is then in an evaluation, mostly."""
 
     def __call__(self, running: Running, run_dir: Path) -> None:
         """Waits for the moment, kills, waits until everything has ended."""
@@ -60,6 +67,10 @@ class Kill:
                 step = max(1, round(self.after * self.steps / EVERY)) * EVERY
                 running.wait_for(lambda: _writing(checkpoints, step), timeout_seconds=120, what="a save")
                 time.sleep(self.delay)
+            elif self.evaluates:
+                step = min(int(self.after), self.steps // EVERY - 1) * EVERY or EVERY
+                running.wait_for(lambda: Store(checkpoints).path(step).is_dir(), timeout_seconds=120, what="a save")
+                time.sleep(10 * self.delay)
             else:
                 running.wait_for(lambda: self.rank in running.ranks(), timeout_seconds=120, what="a rank")
                 time.sleep(self.after)
@@ -83,7 +94,9 @@ def _writing(checkpoints: Path, step: int) -> bool:
     return any(int(path.name[6:14]) >= step for path in checkpoints.glob(".step-*.partial"))
 
 
-def train(engine: str, run_dir: Path, steps: int, *, asynchronous: bool, kill: Kill | None = None) -> Finished:
+def train(
+    engine: str, run_dir: Path, steps: int, *, asynchronous: bool, form: str = "portable", kill: Kill | None = None
+) -> Finished:
     """One run under ``dsframe launch``."""
     config = run_dir.parent / "kill.json"
     config.write_text(CONFIG)
@@ -91,7 +104,10 @@ def train(engine: str, run_dir: Path, steps: int, *, asynchronous: bool, kill: K
         "dsframe.steps": steps,
         "dsframe.checkpoints.every_steps": EVERY,
         "dsframe.checkpoints.asynchronous": str(asynchronous).lower(),
+        "dsframe.checkpoints.form": form,
     }
+    if kill is not None and kill.evaluates:
+        settings |= {"dsframe.eval_every_steps": EVERY, "dsframe.eval_micro_batch_size": 1}
     command = ["python", "-m", "dsframe.cli", "launch", "-np", "2", "--restarts", "3", "--restart-wait", "0.1"]
     command += ["--config", str(config), "--run-dir", str(run_dir), *ENGINES[engine]]
     for key, value in settings.items():
@@ -121,7 +137,10 @@ def plan(seed: int, number: int, steps: int, seconds: float) -> tuple[str, bool,
     engine = list(ENGINES)[number % len(ENGINES)]
     in_save = chance.random() < 2 / 3
     after = chance.random() * (1.0 if in_save else seconds)
-    return engine, chance.random() < 0.5, Kill(steps, in_save, after, chance.random() * 0.03, chance.randrange(2))
+    asynchronous = chance.random() < 0.5
+    kill = Kill(steps, in_save, after, chance.random() * 0.03, chance.randrange(2))
+    kill.evaluates = chance.random() < 0.5
+    return engine, asynchronous, kill
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -133,6 +152,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("--seed", type=int, default=20261120)
     parser.add_argument("--steps", type=int, default=120, help="of each run (default: %(default)s)")
+    parser.add_argument("--form", choices=FORMS, help="of the checkpoints (default: one and the other in turn)")
     options = parser.parse_args(argv)
     steps = options.steps
     wrong = hits = in_saves = 0
@@ -148,9 +168,10 @@ def main(argv: Sequence[str] | None = None) -> int:
                 print(f"{engine}: undisturbed, {seconds:.0f} s, loss {whole[engine][0][steps]:.9f}", flush=True)
             expected, seconds = whole[engine]
             engine, asynchronous, kill = plan(options.seed, number, steps, seconds)
+            form = options.form or FORMS[number // len(ENGINES) % len(FORMS)]
             run_dir = Path(name) / f"run-{number}"
             try:
-                finished = train(engine, run_dir, steps, asynchronous=asynchronous, kill=kill)
+                finished = train(engine, run_dir, steps, asynchronous=asynchronous, form=form, kill=kill)
                 problem = verdict(run_dir, finished, kill, expected)
                 again = finished.output.count("going on after step")
             except (AssertionError, psutil.Error) as error:
@@ -159,7 +180,8 @@ def main(argv: Sequence[str] | None = None) -> int:
             hits += not kill.met.startswith("nothing")
             in_saves += kill.met.startswith("in the save")
             how = "background" if asynchronous else "at once"
-            what = f"{number:>4} {engine:<10} saves {how:<10} rank {kill.rank} killed: {kill.met}; resumed {again} x"
+            how += ", evaluates" if kill.evaluates else ""
+            what = f"{number:>4} {engine:<10} saves {form:<8} {how:<21} rank {kill.rank} killed: {kill.met}; resumed {again} x"
             print(f"{what}: {problem or 'same losses'}", flush=True)
     print(f"{options.runs} runs, {hits} hit, {in_saves} of them inside a save; {wrong} wrong", flush=True)
     required = -(-2 * options.runs // 3)

@@ -1,6 +1,7 @@
 """One checkpoint's files, written by a thread while training goes on.
 
-What is written was copied first, so training may change it. Threads take part in no collective: each rank's leaves word in a
+What is written was copied first, so training may change it. Threads take part in no collective of training's: what one rank writes
+of another's goes over a process group of their own (``transfer``), each rank's thread leaves word in a
 file of the checkpoint's folder when its own files are on the disk, and rank 0's waits for all of them before it commits. The
 folder is hidden until then, and what ends a process in between leaves it as a save that was cut off.
 """
@@ -15,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 from dsframe.checkpoint.portable import PartWriter, catch_io_error
+from dsframe.checkpoint.transfer import ShardWriter
 
 _POLL_SECONDS = 0.05
 
@@ -24,7 +26,7 @@ class Writing:
 
     def __init__(
         self,
-        writer: PartWriter,
+        writer: PartWriter | ShardWriter,
         folder: Path,
         rank: int,
         ranks: int,

@@ -4,6 +4,9 @@ A part file holds ``weight/NAME`` and one ``KEY/NAME`` for each tensor that the 
 (``exp_avg/NAME``); ``buffers.safetensors`` the model's buffers; ``rng.json`` every rank's random generators. Which parameter
 is in which file, its shape, the optimizer's numbers and everything else that is small is in the manifest (``store``).
 
+In the sharded form a parameter of which ranks held ranges stays as they lay: each range is a tensor of one dimension under the same
+names, in ``shard-RANK-NUMBER.safetensors``, and the manifest says which is where (``"pieces": [[file, first element, elements]]``).
+
 safetensors: https://huggingface.co/docs/safetensors, the length of a JSON header (8 bytes, little-endian), the header with names,
 dtypes, shapes and offsets, and then the bytes.
 """
@@ -13,6 +16,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 import json
+import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
@@ -23,14 +27,14 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dsframe.checkpoint import store
-from dsframe.checkpoint.state import EngineState, LossScaleState, ParameterState, full_precision
+from dsframe.checkpoint.layout import Dealer
+from dsframe.checkpoint.state import WEIGHT, EngineState, LossScaleState, ParameterState, full_precision, narrowed
 from dsframe.checkpoint.store import FileEntry
 from dsframe.errors import CheckpointError
 
 PART_BYTES = 64 << 20
 BUFFERS = "buffers.safetensors"
 RNG = "rng.json"
-_WEIGHT = "weight"
 DTYPES = {
     torch.float64: "F64",
     torch.float32: "F32",
@@ -69,10 +73,9 @@ class PartWriter:
         """Files of this rank."""
         self.parameters: dict[str, dict[str, Any]] = {}
         """The manifest's entry of every parameter, whoever wrote it."""
-        self._folder, self._rank, self._part_bytes = folder, rank, part_bytes
-        self._dealt = [0] * ranks
-        self._part = [0] * ranks
-        self._in_part = [0] * ranks
+        self._folder, self._rank = folder, rank
+        self._dealer = Dealer(ranks, part_bytes)
+        self._name = ""
         self._held: dict[str, Tensor] = {}
         self._keeps = keeps
         self._kept: list[tuple[str, dict[str, Tensor]]] = []
@@ -82,22 +85,20 @@ class PartWriter:
 
     def take(self, one: ParameterState) -> None:
         """The next parameter; keeps it if it is this rank's. Raises OSError where it cannot be written."""
-        owner = self._dealt.index(min(self._dealt))
-        if self._in_part[owner] and self._in_part[owner] + one.bytes > self._part_bytes:
-            if owner == self._rank:
+        owner = self._dealer.owner()
+        name = self._dealer.file(owner, one.bytes)
+        if owner == self._rank and name != self._name:
+            if self._held:
                 self._write()
-            self._part[owner] += 1
-            self._in_part[owner] = 0
-        self._dealt[owner] += one.bytes
-        self._in_part[owner] += one.bytes
+            self._name = name
         self.parameters[one.name] = {
-            "file": _part_name(owner, self._part[owner]),
+            "file": name,
             "shape": list(one.weight.shape),
             "moments": sorted(one.moments),
             "scalars": dict(one.scalars),
         }
         if owner == self._rank:
-            for key, tensor in ((_WEIGHT, one.weight), *one.moments.items()):
+            for key, tensor in ((WEIGHT, one.weight), *one.moments.items()):
                 self._held[f"{key}/{one.name}"] = (
                     tensor.detach().to("cpu", full_precision(tensor.dtype), copy=self._keeps).contiguous()
                 )
@@ -141,11 +142,7 @@ class PartWriter:
 
     def _write(self) -> None:
         held, self._held = self._held, {}
-        self.put(_part_name(self._rank, self._part[self._rank]), held)
-
-
-def _part_name(rank: int, part: int) -> str:
-    return f"part-{rank:05}-{part:03}.safetensors"
+        self.put(self._name, held)
 
 
 def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileEntry:
@@ -155,19 +152,29 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     the file. ``safetensors.save_file`` makes no checksum on the way and takes no views. Raises OSError, and CheckpointError for a
     dtype that the format does not have.
     """
-    header: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
-    contents: list[memoryview] = []
+    ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
+    begin, _ = header({name: (tensor.dtype, tensor.shape) for name, tensor in ordered}, metadata)
+    contents = [tensor.contiguous().flatten().view(torch.uint8).numpy().data for _, tensor in ordered]
+    return store.write(path, begin, *contents)
+
+
+def header(
+    tensors: Mapping[str, tuple[torch.dtype, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> tuple[bytes, int]:
+    """Returns the first bytes of a safetensors file whose ``tensors`` (name -> dtype, shape) follow in this order, and their size.
+
+    Raises CheckpointError for a dtype that the format does not have.
+    """
+    told: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
-    for name, tensor in sorted(tensors.items(), key=lambda item: -item[1].element_size()):
-        if tensor.dtype not in DTYPES:
-            raise CheckpointError(f"{name}: checkpoints do not support {tensor.dtype}")
-        content = tensor.contiguous().flatten().view(torch.uint8).numpy().data
-        begin, end = end, end + len(content)
-        header[name] = {"dtype": DTYPES[tensor.dtype], "shape": list(tensor.shape), "data_offsets": [begin, end]}
-        contents.append(content)
-    text = json.dumps(header, separators=(",", ":")).encode()
+    for name, (dtype, shape) in tensors.items():
+        if dtype not in DTYPES:
+            raise CheckpointError(f"{name}: checkpoints do not support {dtype}")
+        begin, end = end, end + math.prod(shape) * dtype.itemsize
+        told[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(told, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
-    return store.write(path, len(text).to_bytes(8, "little"), text, *contents)
+    return len(text).to_bytes(8, "little") + text, end
 
 
 def buffers_name(rank: int) -> str:
@@ -207,10 +214,14 @@ def write_state(
             failure = catch_io_error(lambda one=one: writer.take(one))
         sign_of_life()
     if not failure and buffers and state.buffers:
-        tensors = {name: tensor.detach().cpu().contiguous().clone() for name, tensor in state.buffers.items()}
-        failure = catch_io_error(lambda: writer.put(buffers, tensors))
+        failure = catch_io_error(lambda: writer.put(buffers, copied(state.buffers)))
     unfinished = catch_io_error(writer.finish)  # in any case: nothing writes on when this returns
     return writer, failure or unfinished
+
+
+def copied(tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Copies on the CPU."""
+    return {name: tensor.detach().cpu().contiguous().clone() for name, tensor in tensors.items()}
 
 
 def catch_io_error(action: Any) -> str:
@@ -260,6 +271,10 @@ class Checkpoint:
         """Every parameter's full shape."""
         return {name: tuple(entry["shape"]) for name, entry in self._parameters.items()}
 
+    def keeps(self, key: str) -> bool:
+        """Returns whether the optimizer's state has tensors of this name."""
+        return key in self._moments
+
     def buffers(self) -> Mapping[str, Tensor]:
         """The model's buffers: this rank's own where it had others, else rank 0's."""
         name = next((name for name in (buffers_name(self.rank), BUFFERS) if name in self.manifest["files"]), None)
@@ -271,24 +286,68 @@ class Checkpoint:
     def parameter(self, name: str) -> ParameterState:
         """One parameter, in fp32, on the CPU. Raises CheckpointError where the file does not hold it."""
         entry = self._parameters[name]
-        file = self._file(entry["file"])
+        if entry.get("pieces"):
+            flat = self.part(name, 0, math.prod(entry["shape"]))
+            moments = {key: moment.view(entry["shape"]) for key, moment in flat.moments.items()}
+            return ParameterState(name, flat.weight.view(entry["shape"]), moments, flat.scalars)
         # An earlier dsframe wrote the moments of a weight without dimensions as numbers.
         numbers: set[str] = set() if entry["shape"] else self._moments & entry["scalars"].keys()
-        try:
-            return ParameterState(
-                name,
-                file.get_tensor(f"{_WEIGHT}/{name}"),
-                {key: file.get_tensor(f"{key}/{name}") for key in entry["moments"]}
-                | {key: torch.tensor(float(entry["scalars"][key])) for key in numbers},
-                {key: value for key, value in entry["scalars"].items() if key not in numbers},
+        weight = self._tensor(entry["file"], WEIGHT, name)
+        if list(weight.shape) != entry["shape"]:
+            raise CheckpointError(
+                f"{self.path}/{entry['file']}: weight/{name} has shape {list(weight.shape)} instead of {entry['shape']}"
             )
-        except SafetensorError as error:
-            raise CheckpointError(f"{self.path}/{entry['file']}: {name}: {error}") from None
+        return ParameterState(
+            name,
+            weight,
+            {key: self._tensor(entry["file"], key, name) for key in entry["moments"]}
+            | {key: torch.tensor(float(entry["scalars"][key])) for key in numbers},
+            {key: value for key, value in entry["scalars"].items() if key not in numbers},
+        )
 
-    def weights(self) -> Iterator[tuple[str, Tensor]]:
-        """Parameters and then buffers, one at a time, as in the model's ``state_dict``."""
+    def part(self, name: str, first: int, size: int) -> ParameterState:
+        """A range of one flattened parameter: maps and reads its own pages of the files alone.
+
+        Raises CheckpointError where a file does not hold it, and where a moment has another shape than the weight.
+        """
+        entry = self._parameters[name]
+        if not entry.get("pieces"):
+            return narrowed(self.parameter(name), first, size)
+        moments = {key: self._range(name, key, first, size) for key in entry["moments"]}
+        return ParameterState(name, self._range(name, WEIGHT, first, size), moments, dict(entry["scalars"]))
+
+    def _range(self, name: str, key: str, first: int, size: int) -> Tensor:
+        """Elements of one tensor that lies in pieces; a view where they are all in one."""
+        found = []
+        for file, begin, count in self._parameters[name]["pieces"]:
+            low, high = max(first, begin), min(first + size, begin + count)
+            if low < high:
+                piece = self._tensor(file, key, name)
+                if piece.shape != (count,):
+                    raise CheckpointError(
+                        f"{self.path}/{file}: {key}/{name} has shape {list(piece.shape)} instead of [{count}]"
+                    )
+                found.append(piece[low - begin : high - begin])
+        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.zeros(0)
+
+    def _tensor(self, file: str, key: str, name: str) -> Tensor:
+        try:
+            tensor: Tensor = self._file(file).get_tensor(f"{key}/{name}")
+        except SafetensorError as error:
+            raise CheckpointError(f"{self.path}/{file}: {name}: {error}") from None
+        return tensor
+
+    def weights(self, instead: str = WEIGHT) -> Iterator[tuple[str, Tensor]]:
+        """Parameters and then buffers, one at a time, as in the model's ``state_dict``.
+
+        ``instead``: the optimizer's tensors of this name in the place of the weights, where there are some.
+        """
         for name, entry in self._parameters.items():
-            yield name, self._file(entry["file"]).get_tensor(f"{_WEIGHT}/{name}")
+            key = instead if instead in entry["moments"] else WEIGHT
+            if entry.get("pieces"):
+                yield name, self._range(name, key, 0, math.prod(entry["shape"])).view(entry["shape"])
+            else:
+                yield name, self._tensor(entry["file"], key, name)
         yield from self.buffers().items()
 
     def generators(self) -> list[dict[str, Any]]:

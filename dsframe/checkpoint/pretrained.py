@@ -9,12 +9,23 @@ from __future__ import annotations
 import json
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Annotated, Any
 
+from pydantic import BaseModel, ConfigDict, Field
 from torch import Tensor
 
 from dsframe.errors import CheckpointError, TaskError
 from dsframe.tasks import _transformers
+
+
+class _Told(BaseModel):
+    """What a manifest says of the model: data, whoever wrote it."""
+
+    model_config = ConfigDict(strict=True)
+
+    config: str
+    tokenizer: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")] | None
+    tokenizer_sha256: str | None
 
 
 def write(
@@ -35,16 +46,22 @@ def write(
             f"the model of {manifest['training']['task']} is not known to be a transformers model (Task.pretrained returns "
             "None, or the checkpoint is from before it existed): use --to safetensors"
         )
-    _transformers.write(json.loads(told["config"]), weights, dtype, out, shard_size)
-    if told["tokenizer"] is None:
+    try:
+        known = _Told.model_validate(told)
+        config = json.loads(known.config)
+    except (ValueError, RecursionError) as error:
+        why = " ".join(str(error).split())
+        raise CheckpointError(f"the manifest's 'pretrained' is not what dsframe has written: {why}") from None
+    _transformers.write(config, weights, dtype, out, shard_size)
+    if known.tokenizer is None:
         return
     try:
-        found = _transformers.tokenizer(told["tokenizer"], {})
+        found = _transformers.tokenizer(known.tokenizer, {})
     except TaskError as error:
         say(f"no tokenizer is written: {error}")
         return
     assert found is not None  # a folder was named
-    if found[1] != told["tokenizer_sha256"]:
-        say(f"no tokenizer is written: {told['tokenizer']} has changed since the training")
+    if found[1] != known.tokenizer_sha256:
+        say(f"no tokenizer is written: {known.tokenizer} has changed since the training")
         return
     found[0].save_pretrained(out)

@@ -14,10 +14,11 @@ from dsframe.checkpoint import generators, store
 from dsframe.checkpoint.changes import differences, new_batch, place
 from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.preflight import examine, preflight
-from dsframe.checkpoint.state import ParameterState, SavedView
+from dsframe.checkpoint.state import ParameterState, SavedState, SavedView
 from dsframe.checkpoint.store import Store
 from dsframe.cluster.exchange import all_gather_text, failures
 from dsframe.errors import CheckpointError, ConfigError, Problem
+from dsframe.model import ema
 
 if TYPE_CHECKING:
     from dsframe.config import Config
@@ -84,13 +85,18 @@ def begin(
     # A link among the run's checkpoints is one of them, and so is what a link elsewhere leads to.
     in_place = folder.directory.resolve() in (path.parent.resolve(), path.resolve().parent)
     step = _first_step(checkpoint, mine, total_steps, in_place=in_place)
-    engine.load_state(_Watched(checkpoint, sign_of_life))
+    saved: SavedState = _Watched(checkpoint, sign_of_life)
+    if checkpoint.keeps(ema.KEY) != (engine.plan.config.settings.ema is not None):
+        how = "is dropped" if checkpoint.keeps(ema.KEY) else "begins with the loaded weights"
+        say(f"resuming with a change: dsframe.ema; the average of the weights {how}")
+        saved = _WithoutAverages(saved)
+    engine.load_state(saved)
     _restore_generators(engine, checkpoint)
     manifest = checkpoint.manifest
-    if engine.plan.plateau and manifest.get("schedule"):
-        engine.plan.plateau.restore(manifest["schedule"])
-        if engine.plan.plateau.observed == checkpoint.step:
-            engine.plan.plateau.observed = step
+    for key, follower in engine.plan.followers.items():
+        if manifest.get(key):
+            follower.restore(manifest[key])
+            follower.observed = step if follower.observed == checkpoint.step else follower.observed
     for line in _next_rate(engine, manifest, checkpoint.updates):
         say(f"resuming with a change: {line}")
     checkpoint.close()
@@ -122,9 +128,18 @@ class _Watched(SavedView):
         super().__init__(saved)
         self._sign_of_life = sign_of_life
 
-    def parameter(self, name: str) -> ParameterState:
+    def seen(self, one: ParameterState) -> ParameterState:
         self._sign_of_life()
-        return super().parameter(name)
+        return one
+
+
+class _WithoutAverages(SavedView):
+    """A saved state without the averages, which a training that keeps none would carry along for ever."""
+
+    def seen(self, one: ParameterState) -> ParameterState:
+        """The parameter without its average."""
+        moments = {key: value for key, value in one.moments.items() if key != ema.KEY}
+        return ParameterState(one.name, one.weight, moments, one.scalars)
 
 
 def _next_rate(engine: Engine, manifest: Mapping[str, Any], updates: int) -> list[str]:

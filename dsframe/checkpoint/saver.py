@@ -1,8 +1,9 @@
 """Writing: all ranks write one checkpoint together.
 
-Every rank gathers and writes its share of the parameters (``portable``); rank 0 makes the folder, writes what is small, and
-when all have said that their files are on the disk, the manifest, the rename and the pointer. What one rank cannot write, all
-learn: then nothing is renamed, what was written is taken away, and the checkpoint before stays as it is.
+Every rank writes its share of the parameters, which it gets from those that hold it (``transfer``) or gathers (``portable``);
+rank 0 makes the folder, writes what is small, and when all have said that their files are on the disk, the manifest, the rename
+and the pointer. What one rank cannot write, all learn: then nothing is renamed, what was written is taken away, and the checkpoint
+before stays as it is.
 
 Asynchronously, each rank copies its share and training goes on while threads write (``background``). At most one checkpoint is
 under way: the next save waits for it, and says what went wrong with it.
@@ -16,11 +17,16 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
 from datetime import datetime, timezone
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 from dsframe.checkpoint import generators, portable, store
 from dsframe.checkpoint.background import Writing
+from dsframe.checkpoint.portable import PartWriter
+from dsframe.checkpoint.state import ShardedParameters
 from dsframe.checkpoint.store import Retention, Store
+from dsframe.checkpoint.transfer import ShardWriter
+from dsframe.cluster import process_group
 from dsframe.cluster.exchange import all_gather_text, failures
 from dsframe.config.resolve import epochs
 from dsframe.errors import CheckpointError
@@ -31,7 +37,7 @@ if TYPE_CHECKING:
 
 
 class Saver:
-    """Writes a run's checkpoints. Every method but :meth:`due` is **collective**."""
+    """Writes a run's checkpoints. Every method but :meth:`due` and :meth:`path` is **collective**."""
 
     def __init__(
         self,
@@ -43,12 +49,15 @@ class Saver:
         at_end: bool,
         retention: Retention,
         asynchronous: bool = False,
+        sharded: bool = False,
         say: Callable[[str], None],
     ) -> None:
-        """``about``: what the manifest tells of the run, beyond what changes from step to step; plain JSON values."""
+        """``about``: what the manifest tells of the run, beyond what changes from step to step; plain JSON values.
+        ``sharded``: where ranks hold ranges of parameters, they stay as they lie."""
         self._engine, self._store, self._about = engine, folder, about
         self._every, self._at_end, self._retention, self._say = every_steps, at_end, retention, say
-        self._asynchronous = asynchronous
+        self._asynchronous, self._sharded = asynchronous, sharded
+        self._group: Any = None
         self._told = False
         self._writing: tuple[int, Writing] | None = None
         self._ratings: dict[int, Mapping[str, float]] = {}
@@ -60,6 +69,10 @@ class Saver:
 
         self.claim: Callable[[], None] = lambda: None
         """Called by rank 0 before each save. Raises CheckpointError where the run's directory is another run's."""
+
+    def path(self, step: int) -> Path:
+        """Returns where the checkpoint of ``step`` is, or will be."""
+        return self._store.path(step)
 
     def due(self, step: int, total_steps: int) -> bool:
         """True if a checkpoint is to be written after ``step``."""
@@ -83,21 +96,14 @@ class Saver:
         self._check(step, begun)
         state = engine.state()
         folder = self._store.partial(step)
-        buffers = self._buffers_file(state)
-        writer, failure = portable.write_state(
-            state,
-            folder,
-            world.rank,
-            world.size,
-            buffers,
-            sign_of_life=self.sign_of_life,
-            keeps=self._asynchronous,
-        )
+        writer, failure = self._write(state, folder)
         random = json.dumps(generators.capture(engine.plan.device))
         report = {"failure": failure, "random": random, "files": {k: asdict(v) for k, v in writer.files.items()}}
         reports = [json.loads(text) for text in all_gather_text(engine, json.dumps(report))]
         self._check(step, *(report["failure"] for report in reports), shared=True)
         manifest = self._manifest(state, step, loss, evaluation) | {"parameters": writer.parameters}
+        if any("pieces" in entry for entry in writer.parameters.values()):
+            manifest["format"] = store.SHARDED_FORMAT
         kept_random = [json.loads(report["random"]) for report in reports]
 
         def commit(files: Sequence[Mapping[str, Any]]) -> None:
@@ -123,6 +129,29 @@ class Saver:
             self._say(f"saving step {step}: training stood still for {stall:.2f} s")
         return stall
 
+    def _write(self, state: EngineState, folder: Path) -> tuple[PartWriter | ShardWriter, str]:
+        """**Collective.** Writes this rank's files, or copies what is to be in them. Returns also what went wrong, or ""."""
+        world, buffers = self._engine.plan.world, self._buffers_file(state)
+        if not isinstance(state.parameters, ShardedParameters):
+            return portable.write_state(
+                state,
+                folder,
+                world.rank,
+                world.size,
+                buffers,
+                sign_of_life=self.sign_of_life,
+                keeps=self._asynchronous,
+            )
+        writer = ShardWriter(self._engine, state.parameters.shards, folder, sharded=self._sharded)
+        if buffers and state.buffers:
+            writer.add(buffers, portable.copied(state.buffers))
+        if not self._asynchronous:
+            return writer, portable.catch_io_error(lambda: writer.flush(self.sign_of_life))
+        if writer.exchanges and self._group is None:
+            self._group = process_group.of_its_own()
+        writer.keep(self._group, self.sign_of_life)
+        return writer, ""
+
     def _manifest(
         self, state: EngineState, step: int, loss: float | None, evaluation: Mapping[str, float]
     ) -> dict[str, Any]:
@@ -137,7 +166,7 @@ class Saver:
             "loss": loss,
             "evaluation": dict(evaluation),
             "aliases": dict(state.aliases),
-            **({"schedule": plan.plateau.state()} if plan.plateau else {}),
+            **{key: follower.state() for key, follower in plan.followers.items()},
             **self._about,
         }
 

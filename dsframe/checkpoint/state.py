@@ -6,7 +6,7 @@ computes in 16 bits), and for each tensor the optimizer keeps about it one of th
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -35,6 +35,54 @@ class ParameterState:
         return sum(tensor.nbytes for tensor in (self.weight, *self.moments.values()))
 
 
+WEIGHT = "weight"
+"""The key of a parameter's weight among its tensors, beside those of the moments."""
+
+
+@dataclass(frozen=True)
+class TensorShard:
+    """The range that this rank holds of one tensor, flattened: ``size`` elements from ``first`` on."""
+
+    shape: tuple[int, ...]
+    """The whole tensor's."""
+    dtype: torch.dtype
+    """In which it is saved: float32, or float64."""
+    first: int
+    size: int
+    read: Callable[[], Tensor]
+    """Returns the range, flat, on any device: a view of living state where it can, which holds until the next training step."""
+    in_order: bool = False
+    """True if every rank that lists it has to read it, in the order of the list, once: it is gathered or swapped in."""
+
+
+@dataclass(frozen=True)
+class ParameterShard:
+    """What this rank holds of one parameter."""
+
+    name: str
+    tensors: Mapping[str, TensorShard]
+    """The weight under ``WEIGHT``, first, and then the moments by their keys."""
+    scalars: Mapping[str, float]
+
+
+def range_of(shape: Sequence[int], first: int, flat: Tensor) -> TensorShard:
+    """A range that lies in memory: ``flat`` is the view of it, ``first`` its first element in the tensor of ``shape``."""
+    return TensorShard(tuple(shape), full_precision(flat.dtype), first, flat.numel(), lambda: flat)
+
+
+class ShardedParameters:
+    """Parameters of which each rank holds ranges: to be iterated whole, or to be saved shard by shard."""
+
+    def __init__(self, shards: Sequence[ParameterShard], whole: Iterable[ParameterState]) -> None:
+        """``shards``: this rank's, in the order of training's own lists; ranks that list the same do so in the same order.
+        ``whole``: as ``EngineState.parameters``."""
+        self.shards, self._whole = shards, whole
+
+    def __iter__(self) -> Iterator[ParameterState]:
+        """**Collective.**"""
+        return iter(self._whole)
+
+
 @dataclass(frozen=True)
 class LossScaleState:
     """Dynamic loss scaling of fp16, DeepSpeed's meaning (``runtime/fp16/loss_scaler.py``)."""
@@ -57,7 +105,8 @@ class EngineState:
     aliases: Mapping[str, str]
     """Further names of shared parameters -> the name that is saved."""
     parameters: Iterable[ParameterState]
-    """**Collective** to iterate: every rank gets every parameter, in the same order, one at a time."""
+    """**Collective** to iterate: every rank gets every parameter, in the same order, one at a time. Where ranks hold flat ranges
+    of them it is a :class:`ShardedParameters`, which nobody need gather to save."""
 
 
 class SavedState(Protocol):
@@ -77,6 +126,12 @@ class SavedState(Protocol):
 
     def parameter(self, name: str) -> ParameterState:
         """One parameter, read anew each time, on the CPU. Not collective."""
+
+    def part(self, name: str, first: int, size: int) -> ParameterState:
+        """Elements ``first`` to ``first + size`` of one flattened parameter and of its moments; nothing else is read.
+
+        Raises CheckpointError where a moment has another shape than the weight.
+        """
 
 
 class SavedView:
@@ -106,7 +161,15 @@ class SavedView:
 
     def parameter(self, name: str) -> ParameterState:
         """One visible parameter."""
-        return self._saved.parameter(name)
+        return self.seen(self._saved.parameter(name))
+
+    def part(self, name: str, first: int, size: int) -> ParameterState:
+        """A range of one visible parameter."""
+        return self.seen(self._saved.part(name, first, size))
+
+    def seen(self, one: ParameterState) -> ParameterState:
+        """Returns a parameter, or a range of one, as this view has it."""
+        return one
 
 
 class Snapshot:
@@ -138,6 +201,23 @@ class Snapshot:
     def parameter(self, name: str) -> ParameterState:
         """One parameter."""
         return self._parameters[name]
+
+    def part(self, name: str, first: int, size: int) -> ParameterState:
+        """A range of one parameter."""
+        return narrowed(self._parameters[name], first, size)
+
+
+def narrowed(one: ParameterState, first: int, size: int) -> ParameterState:
+    """The range of a whole parameter as :meth:`SavedState.part` returns it: views."""
+    for key, moment in one.moments.items():
+        if moment.shape != one.weight.shape:
+            raise CheckpointError(
+                f"{one.name}: the optimizer's {key} has shape {list(moment.shape)}, the weight {list(one.weight.shape)}: such "
+                "state cannot be sharded; resume where each rank holds the whole model, such as in one process"
+            )
+    cut: Callable[[Tensor], Tensor] = lambda tensor: tensor.flatten().narrow(0, first, size)  # noqa: E731
+    moments = {key: cut(moment) for key, moment in one.moments.items()}
+    return ParameterState(one.name, cut(one.weight), moments, one.scalars)
 
 
 def full_precision(dtype: torch.dtype) -> torch.dtype:

@@ -12,28 +12,35 @@ process or the machine. Nothing here is collective, and nothing imports torch.
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import json
+import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Callable, Collection, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
 from typing import Annotated, Any
 
 import xxhash
-from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, ValidationError
 
 from dsframe.config.resolve import epochs
 from dsframe.errors import CheckpointError
 
 MANIFEST = "manifest.json"
 FORMAT = 2
+"""The portable form's number."""
+SHARDED_FORMAT = 3
+"""The sharded form's: the portable one with parameters in pieces. A dsframe that knows only that refuses it by the number."""
 _NAME = re.compile(r"step-(\d{8,})")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CHUNK = 1 << 20
+_AHEAD = 8 << 20
+"""Bytes after which a file's writing to the disk begins, before all of it is there."""
 _Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
 """The name of a parameter or a moment: anything that can be printed in one line."""
 
@@ -218,6 +225,24 @@ def locate(path: Path) -> list[Path]:
     raise CheckpointError(f"{path} {what}")
 
 
+def complete(path: Path) -> Path:
+    """The newest complete checkpoint that ``path`` means. Raises CheckpointError."""
+    found = next((one for one in locate(path) if not verify(one)), None)
+    if found is None:
+        raise CheckpointError(f"{path}: damaged: {'; '.join(verify(locate(path)[0]))}")
+    return found
+
+
+def config_of(checkpoint: Path) -> Path:
+    """The file of the run that wrote a ``checkpoint``. Raises CheckpointError where it is not beside it."""
+    found = checkpoint.resolve().parent.parent / "config.json"
+    if not found.is_file():
+        raise CheckpointError(
+            f"{checkpoint} is not in a run's directory, which has its config.json; give --config FILE"
+        )
+    return found
+
+
 def read_manifest(path: Path) -> dict[str, Any]:
     """A checkpoint's manifest. Raises CheckpointError where it is missing or damaged; OtherFormatError, UnreadableError."""
     try:
@@ -230,15 +255,15 @@ def read_manifest(path: Path) -> dict[str, Any]:
         manifest: dict[str, Any] = outer["manifest"]
         whole = dump(manifest) == content  # every byte is accounted for: numbers print as they were read
         written = int(manifest["format"]) if whole else FORMAT
-        entries = manifest["files"].items() if written == FORMAT else ()
+        entries = manifest["files"].items() if written in (FORMAT, SHARDED_FORMAT) else ()
         files = {str(name): FileEntry(**entry) for name, entry in entries}
     except (ValueError, KeyError, TypeError, AttributeError):
         whole = False
     if not whole:
         raise CheckpointError(f"{path}: {MANIFEST} is damaged")
-    if written != FORMAT:
+    if written not in (FORMAT, SHARDED_FORMAT):
         raise OtherFormatError(
-            f"{path} has format {written}, this dsframe reads {FORMAT}; it was written by dsframe "
+            f"{path} has format {written}, this dsframe reads {FORMAT} and {SHARDED_FORMAT}; it was written by dsframe "
             f"{manifest.get('versions', {}).get('dsframe', 'of another version')}"
         )
     for name in files:
@@ -260,6 +285,7 @@ class _Known(BaseModel):
     evaluation: dict[str, float] | None = None
     loss_scale: dict[str, float] | None = None
     schedule: dict[str, float | None] | None = None
+    stop: dict[str, float | str | None] | None = None
     parameters: dict[_Name, _Parameter] = {}
     aliases: dict[_Name, _Name] = {}
     training: dict[str, Any] = {}
@@ -273,10 +299,27 @@ class _Known(BaseModel):
 class _Parameter(BaseModel):
     model_config = ConfigDict(strict=True)
 
-    file: str
+    file: str | None = None
+    pieces: list[Annotated[tuple[str, NonNegativeInt, PositiveInt], Field(strict=False)]] = []
     shape: list[NonNegativeInt]
     moments: list[_Name]
     scalars: dict[str, float]
+
+    def wrong(self, files: Collection[str]) -> str:
+        """Returns what is wrong with where it lies; "" where nothing is."""
+        if (self.file is None) != bool(self.pieces):
+            return "lies neither in a file nor in pieces" if self.file is None else "lies in a file and in pieces"
+        for file in [self.file] if self.file is not None else [piece[0] for piece in self.pieces]:
+            if file not in files:
+                return f"is in {file!r}, which is no file of it"
+        end = 0
+        for _, first, size in sorted(self.pieces, key=lambda piece: piece[1]):
+            if first != end:
+                return f"has pieces that {'overlap' if first < end else 'leave a gap'} at element {min(first, end)}"
+            end += size
+        if self.pieces and end != math.prod(self.shape):
+            return f"has pieces of {end} elements, and {math.prod(self.shape)} by its shape"
+        return ""
 
 
 def _check_content(path: Path, manifest: Mapping[str, Any]) -> None:
@@ -293,8 +336,8 @@ def _check_content(path: Path, manifest: Mapping[str, Any]) -> None:
             f"{path}: {MANIFEST} is of step {known.step}; a folder was renamed, or the file was copied"
         )
     for name, one in known.parameters.items():
-        if one.file not in manifest["files"]:
-            raise CheckpointError(f"{path}: {MANIFEST}: parameter {name!r} is in {one.file!r}, which is no file of it")
+        if wrong := one.wrong(manifest["files"]):
+            raise CheckpointError(f"{path}: {MANIFEST}: parameter {name!r} {wrong}")
     if lost := [alias for alias, name in known.aliases.items() if name not in known.parameters]:
         raise CheckpointError(f"{path}: {MANIFEST}: {lost[0]!r} is another name of a parameter that is not there")
 
@@ -349,17 +392,52 @@ def dump(manifest: Mapping[str, Any]) -> bytes:
 
 def write(path: Path, *pieces: bytes | memoryview) -> FileEntry:
     """A new file of these ``pieces``, on the disk when this returns; the checksum is of what is in memory. Raises OSError."""
-    found = xxhash.xxh3_128()
-    try:
-        with path.open("xb") as file:
-            for piece in pieces:
-                found.update(piece)
-                file.write(piece)
-            file.flush()
-            os.fsync(file.fileno())
-    except OSError as error:
-        raise OSError(error.errno, error.strerror, str(path)) from None  # a write's error does not name the file
-    return FileEntry(sum(len(piece) for piece in pieces), found.hexdigest())
+    with FileWriter(path) as file:
+        for piece in pieces:
+            file.write(piece)
+        return file.finish()
+
+
+class FileWriter:
+    """A new file, written piece by piece; the checksum is of what is in memory. Every method raises OSError."""
+
+    def __init__(self, path: Path) -> None:
+        self._path, self._found, self._size, self._begun = path, xxhash.xxh3_128(), 0, 0
+        self._file = path.open("xb")
+
+    def __enter__(self) -> FileWriter:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        with contextlib.suppress(OSError):  # what did not come to finish() is no file
+            self._file.close()
+
+    def write(self, piece: bytes | memoryview) -> None:
+        """Adds ``piece``."""
+        self._found.update(piece)
+        self._size += len(piece)
+        with self._named():
+            self._file.write(piece)
+            if self._size - self._begun >= _AHEAD:
+                # Linux begins to write these pages to the disk now, and drops none before: fsync finds little left to do.
+                os.posix_fadvise(self._file.fileno(), self._begun, self._size - self._begun, os.POSIX_FADV_DONTNEED)
+                self._begun = self._size
+
+    def finish(self) -> FileEntry:
+        """All of it is on the disk when this returns."""
+        with self._named():
+            self._file.flush()
+            os.fsync(self._file.fileno())
+        return FileEntry(self._size, self._found.hexdigest())
+
+    @contextlib.contextmanager
+    def _named(self) -> Iterator[None]:
+        try:
+            yield
+        except OSError as error:
+            raise OSError(
+                error.errno, error.strerror, str(self._path)
+            ) from None  # a write's error does not name the file
 
 
 def checksum(path: Path) -> str:

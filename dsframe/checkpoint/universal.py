@@ -37,10 +37,13 @@ UNTRAINED = "untrained.pt"
 """Frozen parameters and buffers."""
 
 
-def write(checkpoint: Checkpoint, out: Path, dtype: torch.dtype, say: Callable[[str], None]) -> None:
+def write(
+    checkpoint: Checkpoint, out: Path, convert: Callable[[torch.Tensor], torch.Tensor], say: Callable[[str], None]
+) -> None:
     """Writes the folder ``out``, one parameter at a time. Raises OSError, and CheckpointError for optimizers other than Adam.
 
-    ``dtype``: of the model's copy; masters and moments are float32. ``say``: hears what DeepSpeed will not load by itself.
+    ``convert``: to the dtype of the model's copy; masters and moments are float32. ``say``: hears what DeepSpeed will not
+    load by itself.
     """
     entries = checkpoint.manifest["parameters"]
     kept = {tuple(entry["moments"]) for entry in entries.values()} - {()}
@@ -58,7 +61,7 @@ def write(checkpoint: Checkpoint, out: Path, dtype: torch.dtype, say: Callable[[
         one = checkpoint.parameter(name)
         place = _inside(folder / "zero", name)
         place.mkdir(parents=True)
-        module[name] = one.weight.to(dtype)
+        module[name] = convert(one.weight)
         torch.save({"cat_dim": 0, "param": one.weight}, place / "fp32.pt")
         if not one.moments:
             untrained[name] = one.weight

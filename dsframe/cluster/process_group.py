@@ -32,6 +32,8 @@ A group's destructor waits for its worker threads, and one of those may be about
 Python's lock. Python's own reference to a group gives the lock up meanwhile; DDP's, in C++, does not, and a run that was
 complete never ended (seen once in a while with torch 2.13 and Gloo). So the last reference is this one.
 """
+_before: dict[str, str | None] = {}
+"""Values of the variables that this module sets for libraries, until they are restored: a program may start others after it."""
 _meetings = itertools.count()
 """Number of rendezvous of this process; the same on every rank, because a rendezvous is collective."""
 
@@ -63,17 +65,20 @@ def open_process_group(world: World, device: torch.device) -> None:
     """
     _closed.clear()
     address, port = rendezvous_address(world)
-    os.environ.update(
-        RANK=str(world.rank),
-        WORLD_SIZE=str(world.size),
-        LOCAL_RANK=str(world.local_rank),
-        LOCAL_SIZE=str(world.local_size),
-        MASTER_ADDR=address,
-        MASTER_PORT=str(port),
-    )
+    said = {
+        "RANK": str(world.rank),
+        "WORLD_SIZE": str(world.size),
+        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_SIZE": str(world.local_size),
+        "MASTER_ADDR": address,
+        "MASTER_PORT": str(port),
+    }
+    for name, value in said.items():
+        _before.setdefault(name, os.environ.get(name))
+        os.environ[name] = value
     # torch asks for the interface of the host's name, which on many machines does not resolve to an address of its own.
     one_host = world.size == world.local_size
-    if device.type == "cpu" and (interface := "lo" if one_host else interface_to(address)):
+    if interface := "lo" if one_host else interface_to(address):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", interface)
     store = meet(world, address, port)
     with explained(world, address, port):
@@ -192,6 +197,12 @@ def explained(world: World, address: str, port: int) -> Iterator[None]:
         raise WorldError(why) from None
 
 
+def of_its_own() -> dist.ProcessGroup:
+    """**Collective.** All ranks once more, over Gloo: for a thread, whose collectives have no order among those of training."""
+    group: dist.ProcessGroup = dist.new_group(backend="gloo")
+    return group
+
+
 def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
     """**Collective.** Element-wise sum over all ranks; ``values`` itself is left as it is."""
     total = values.clone()
@@ -206,3 +217,9 @@ def close_process_group() -> None:
         dist.barrier()
         _closed.extend(dist.distributed_c10d._world.pg_map)
         dist.destroy_process_group()
+    for name, value in _before.items():
+        if value is None:
+            os.environ.pop(name, None)
+        else:
+            os.environ[name] = value
+    _before.clear()

@@ -11,11 +11,13 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
+    from dsframe.data.collate import Pad
     from dsframe.data.loader import EvaluationLoader, Loader, as_source
     from dsframe.data.sampler import Sampler, evaluation_rows, permutation
     from dsframe.data.source import Batch, ImageSource, Source, TensorSource, draws
 
 _HOMES = {
+    "dsframe.data.collate": ("Pad",),
     "dsframe.data.loader": ("EvaluationLoader", "Loader", "as_source"),
     "dsframe.data.sampler": ("Sampler", "evaluation_rows", "permutation"),
     "dsframe.data.source": ("Batch", "ImageSource", "Source", "TensorSource", "draws"),
@@ -26,6 +28,7 @@ __all__ = [
     "EvaluationLoader",
     "ImageSource",
     "Loader",
+    "Pad",
     "Sampler",
     "Source",
     "TensorSource",

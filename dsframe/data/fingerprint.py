@@ -1,8 +1,8 @@
-"""Digests of a few training samples: are these the data of the other ranks, and of the run that saved a checkpoint?
+"""Digests of a few samples: are these the data of the other ranks, and of the run that saved a checkpoint?
 
 The number of samples says little: ``list(set(...))`` has another order in each process, a listing of files another on each
 host, and a file may be another one tomorrow. What is read is few rows, the first, the middle one, the last and two of the first
-batch, and no more of them than fit into a second.
+batch of a training, and no more of them than fit into a second.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 from xxhash import xxh3_64
 
 from dsframe.cluster.exchange import Ranks, all_gather_text, by_value, numbered
-from dsframe.data.loader import Loader
+from dsframe.data.loader import EvaluationLoader, Loader
 from dsframe.data.source import Batch
 from dsframe.errors import DataError
 
@@ -27,8 +27,8 @@ _READINGS = 16
 """A sample that comes flipped or not is the same in so many readings once in 65,536 runs."""
 
 
-def assert_same_samples(ranks: Ranks, loader: Loader) -> dict[str, str]:
-    """**Collective.** Returns digests of a few training samples, by index. Raises DataError where ranks have other samples.
+def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader) -> dict[str, str]:
+    """**Collective.** Returns digests of a few samples, by index. Raises DataError where ranks have other samples.
 
     Samples that look otherwise each time they are read have no digest: of those only the structure is compared, and nothing
     is returned. May draw random numbers, if the data do.
@@ -47,8 +47,9 @@ def assert_same_samples(ranks: Ranks, loader: Loader) -> dict[str, str]:
         return {}
     others = [rank for rank, one in enumerate(told) if one[index] != told[0][index]]
     what = f": {by_value(kinds)}" if len(set(kinds)) > 1 else ""
+    which = "training" if isinstance(loader, Loader) else "evaluation"
     raise DataError(
-        f"the training data differ between ranks: sample {index}, counted from 0, is another one on {numbered(others)} than on "
+        f"the {which} data differ between ranks: sample {index}, counted from 0, is another one on {numbered(others)} than on "
         f"rank 0{what}. Every rank needs the same samples in the same order: sort what comes out of a set or from a listing of "
         "files, seed what is drawn, and give every host the same files"
     )
@@ -76,13 +77,13 @@ def _kind(row: Batch) -> str:
     return "; ".join(leaves)
 
 
-def _chosen(loader: Loader) -> list[int]:
-    last = loader.sampler.samples - 1
-    first_batch = loader.sampler.global_batch(0)[0][1][:2].tolist()
+def _chosen(loader: Loader | EvaluationLoader) -> list[int]:
+    last = len(loader.source) - 1
+    first_batch = loader.sampler.global_batch(0)[0][1][:2].tolist() if isinstance(loader, Loader) else []
     return list(dict.fromkeys([0, last // 2, last, *first_batch]))
 
 
-def _rows(loader: Loader, indices: list[int]) -> Iterator[tuple[int, Batch]]:
+def _rows(loader: Loader | EvaluationLoader, indices: list[int]) -> Iterator[tuple[int, Batch]]:
     until = time.monotonic() + BUDGET_SECONDS
     for index, row in zip(indices, loader.rows(indices), strict=False):
         yield index, row

@@ -8,14 +8,16 @@ from __future__ import annotations
 
 import random
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
 from typing import Any, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
-from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset, default_collate
+from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
+from dsframe.data.collate import Collate, collated
 from dsframe.data.sampler import Part, Sampler, evaluation_rows
 from dsframe.data.source import Batch, Source, TensorSource, draws
 from dsframe.data.workers import held, outlive_signals
@@ -26,8 +28,10 @@ _ITEM = 0x6974656D  # the stream of draws that seeds the random generators befor
 Item = TypeVar("Item")
 
 
-def as_source(data: Any, seed: int) -> Source:
-    """``data`` itself if it is a source; a map-style torch ``Dataset`` of ``(input, target)`` pairs wrapped as one.
+def as_source(data: Any, seed: int, collate: Collate | None = None) -> Source:
+    """``data`` itself if it is a source; a map-style torch ``Dataset`` of pairs or dicts wrapped as one.
+
+    ``collate``: makes a batch of a list of rows (:func:`dsframe.data.collate.collated`).
 
     Before ``dataset[i]`` the generators of torch, NumPy and ``random`` are seeded from ``(seed, epoch, i)``, so that
     random transforms give a sample the same look on every rank, in every worker and after every restart.
@@ -39,20 +43,24 @@ def as_source(data: Any, seed: int) -> Source:
             f"{type(data).__name__} is an IterableDataset: it cannot be shuffled, sharded among ranks and resumed "
             "exactly; give a map-style Dataset (__len__ and __getitem__) or a dsframe.data.Source"
         )
-    if type(data) is TensorDataset and len(data.tensors) == 2:
+    if type(data) is TensorDataset and len(data.tensors) == 2 and collate is None:
         return TensorSource(*data.tensors)
     if isinstance(data, Source):
+        if collate is not None:
+            raise DataError(
+                f"{type(data).__name__} makes its own batches, so the task's collate would not be called; leave it out"
+            )
         return data
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
-        return DatasetSource(data, seed)
+        return DatasetSource(data, seed, collate)
     raise DataError(f"{type(data).__name__} is neither a map-style torch Dataset nor a dsframe.data.Source")
 
 
 class DatasetSource:
-    """A map-style torch ``Dataset`` as a source: ``dataset[i]`` one by one, then torch's ``default_collate``."""
+    """A map-style torch ``Dataset`` as a source: ``dataset[i]`` one by one, then ``collate``, or torch's ``default_collate``."""
 
-    def __init__(self, dataset: Dataset[Any], seed: int) -> None:
-        self.dataset, self.seed = dataset, seed
+    def __init__(self, dataset: Dataset[Any], seed: int, collate: Collate | None = None) -> None:
+        self.dataset, self.seed, self.collate = dataset, seed, collate
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # Dataset promises no length, a map-style one has it
@@ -64,12 +72,12 @@ class DatasetSource:
         """The samples of all parts, collated once: batches with strings or lists in them cannot be put together afterwards."""
         before = torch.get_rng_state(), np.random.get_state(), random.getstate()
         try:
-            items = [self.item(epoch, index) for epoch, rows in parts for index in rows.tolist()]
+            items = [(index, self.item(epoch, index)) for epoch, rows in parts for index in rows.tolist()]
+            return collated(items, self.collate)
         finally:  # training's own generators, which dropout uses, go on as if nothing had happened
             torch.set_rng_state(before[0])
             np.random.set_state(before[1])
             random.setstate(before[2])
-        return collate(items)
 
     def item(self, epoch: int, index: int) -> Any:
         """Sample ``index`` in ``epoch``. Leaves the global random generators seeded from the two."""
@@ -78,41 +86,6 @@ class DatasetSource:
         np.random.seed(bits & 0xFFFF_FFFF)
         random.seed(bits)
         return self.dataset[index]
-
-
-def collate(items: list[Any]) -> Batch:
-    """One batch of ``(input, target)`` pairs. Raises DataError for items that are not pairs, or that do not fit each other."""
-    for item in items:
-        if not (isinstance(item, (tuple, list)) and len(item) == 2):
-            raise DataError(
-                f"a data set must give (input, target) pairs; got {_kind(item)}; where a model takes several inputs, "
-                "give them as one: ((first, second), target), which reach it as model(first, second)"
-            )
-    try:
-        inputs, targets = default_collate(items)
-    except (RuntimeError, TypeError, KeyError) as error:
-        raise DataError(f"the rows of a batch do not fit each other: {_misfit(items) or error}") from error
-    return inputs, targets
-
-
-def _kind(item: Any) -> str:
-    if isinstance(item, (tuple, list)):
-        return f"a {type(item).__name__} of {len(item)}"
-    return type(item).__name__
-
-
-def _misfit(items: list[Any]) -> str:
-    """Names the first row whose tensors differ in shape or number from those of the first one."""
-
-    def told(item: Any) -> str:
-        leaves = [leaf if isinstance(leaf, Tensor) else np.asarray(leaf) for leaf in tree_leaves(item)]
-        return ", ".join(str(list(leaf.shape)) for leaf in leaves)
-
-    first = told(items[0])
-    for row, item in enumerate(items[1:], start=1):
-        if (other := told(item)) != first:
-            return f"row 0 has shapes {first}, but row {row} has {other}; pad them to one size, or cut them"
-    return ""
 
 
 def _pair(batch: Any, source: Source) -> Batch:
@@ -133,8 +106,8 @@ class _Keyed(Dataset[Any]):
     def __init__(self, source: DatasetSource) -> None:
         self.source = source
 
-    def __getitem__(self, key: tuple[int, int]) -> Any:
-        return self.source.item(*key)
+    def __getitem__(self, key: tuple[int, int]) -> tuple[int, Any]:
+        return key[1], self.source.item(*key)
 
 
 class _Fetcher:
@@ -150,12 +123,12 @@ class _Fetcher:
                 _Keyed(self.source),
                 batch_sampler=keys,  # any iterable of lists of keys will do
                 num_workers=self.workers,
-                collate_fn=collate,
+                collate_fn=partial(collated, collate=self.source.collate),
                 worker_init_fn=outlive_signals,
                 generator=torch.Generator(),  # else it would draw a number from training's own generator
             )
             with held():
-                batches: Iterator[Batch] = iter(loader)
+                batches: Iterator[Batch] = _in_one_line(iter(loader))
         else:
             batches = (self._fetch(parts) for parts in requests)
         if self.device.type == "cpu":
@@ -179,6 +152,12 @@ class _Fetcher:
             ) from error
         return inputs, targets
 
+    def rows(self, indices: list[int]) -> Iterator[Batch]:
+        """Batches of one sample each, on the CPU. One worker reads them where there are any: a file that this process opened all of
+        them would share."""
+        fetch = _Fetcher(self.source, torch.device("cpu"), min(self.workers, 1))
+        return fetch([(0, torch.tensor([index]))] for index in indices)
+
     def _to_device(self, batch: Batch) -> Batch:
         def move(leaf: Any) -> Any:
             if not isinstance(leaf, Tensor) or leaf.device == self.device:
@@ -188,6 +167,14 @@ class _Fetcher:
 
         inputs, targets = tree_map(move, batch)
         return inputs, targets
+
+
+def _in_one_line(batches: Iterator[Batch]) -> Iterator[Batch]:
+    """``batches`` of worker processes. torch gives a worker's error its traceback as text: what dsframe says itself needs none."""
+    try:
+        yield from batches
+    except DataError as error:
+        raise DataError(str(error).strip().rpartition("DataError: ")[2]) from None
 
 
 def _one_ahead(items: Iterator[Item], start: Callable[[Item], Item]) -> Iterator[Item]:
@@ -245,10 +232,8 @@ class Loader:
         return self.stream(step, step + 1)
 
     def rows(self, indices: list[int]) -> Iterator[Batch]:
-        """Batches of one sample each, on the CPU, as they look in epoch 0. One worker reads them where there are any: a file that
-        this process opened all of them would share."""
-        fetch = _Fetcher(self.source, torch.device("cpu"), min(self._fetch.workers, 1))
-        return fetch([(0, torch.tensor([index]))] for index in indices)
+        """Batches of one sample each, on the CPU, as they look in epoch 0."""
+        return self._fetch.rows(indices)
 
     def _requests(self, first_step: int, last_step: int | None) -> Iterator[list[Part]]:
         step = first_step
@@ -291,6 +276,14 @@ class EvaluationLoader:
         batches = self._fetch([(0, indices)] for indices, _ in evaluation_rows(*self._split))
         valid = (count for _, count in evaluation_rows(*self._split))
         return zip(batches, valid, strict=True)
+
+    def indices(self) -> Iterator[list[int]]:
+        """For each batch, which samples its valid rows are."""
+        return (indices[:valid].tolist() for indices, valid in evaluation_rows(*self._split))
+
+    def rows(self, indices: list[int]) -> Iterator[Batch]:
+        """Batches of one sample each, on the CPU."""
+        return self._fetch.rows(indices)
 
     def first(self) -> tuple[Batch, int]:
         """The first batch alone, by one worker where there are any: a file that this process opened all of them would share."""

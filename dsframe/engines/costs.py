@@ -34,6 +34,11 @@ class Costs:
         return self.file.fp16.enabled or self.file.bf16.enabled
 
     @property
+    def moments(self) -> int:
+        """fp32 numbers that are kept for each parameter beside its master: the optimizer's, and the average of the weights."""
+        return moments(self.file) + (self.settings.ema is not None)
+
+    @property
     def stage(self) -> int:
         """Returns what data-parallel ranks shard, by ZeRO stage: 0 nothing, 1 optimizer state, 2 gradients, 3 parameters."""
         return 0
@@ -77,7 +82,7 @@ class Costs:
 
         16-bit gradients become fp32 before the update, which is made on a copy of the weights in fp32.
         """
-        optimizer = (4.0 if self.short else 0.0) + 4.0 * moments(self.file)
+        optimizer = (4.0 if self.short else 0.0) + 4.0 * self.moments
         return Cost(2.0 if self.short else 4.0, 4.0, optimizer)
 
     def cost(self, world_size: int) -> Cost:
@@ -171,7 +176,7 @@ class FsdpCosts(Costs):
 
     def held(self, ranks: int) -> Cost:
         """It computes in 16 bits from fp32 shares, and has no copy."""
-        return Cost(*(value / ranks for value in (4.0, 4.0, 4.0 * moments(self.file))))
+        return Cost(*(value / ranks for value in (4.0, 4.0, 4.0 * self.moments)))
 
     def gathers(self, parameters: float, passes: int) -> int:
         """In each pass, or once and kept until the backward pass has ended."""
@@ -228,7 +233,7 @@ class ZeroCosts(Costs):
         a plain optimizer has 8."""
         zero, stage = self.file.zero_optimization, self.stage
         parameter = gradient = 2.0 if self.short else 4.0
-        optimizer = (4.0 if self.short or stage >= 1 else 0.0) + 4.0 * moments(self.file)
+        optimizer = (4.0 if self.short or stage >= 1 else 0.0) + 4.0 * self.moments
         offloaded, host = zero.optimizer_device != "none", 0.0
         if stage >= 1:
             if zero.optimizer_device == "cpu" or (zero.optimizer_device == "nvme" and stage < 3):

@@ -11,6 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -25,17 +26,18 @@ from torch.distributed.fsdp import (
     OffloadPolicy,
     fully_shard,
 )
-from torch.distributed.tensor import DTensor, distribute_tensor
+from torch.distributed.tensor import DTensor
 
-from dsframe.checkpoint.state import SavedState, full_precision
+from dsframe.checkpoint.state import EngineState, ParameterState, SavedState, ShardedParameters, full_precision
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.engine import Inputs, Plan, without_dimensions
-from dsframe.engines import precision
+from dsframe.engines import precision, state_replica
+from dsframe.engines.call_order import CallOrder
 from dsframe.engines.precision import MasterWeights, gradients_of, total_norm
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.engines.state_replica import ParameterView
-from dsframe.errors import CheckpointError, EngineError
+from dsframe.errors import EngineError
 from dsframe.model import switches
 from dsframe.model.spill import Spill, on_disk
 from dsframe.tasks.task import Sum
@@ -94,10 +96,14 @@ class FsdpEngine(ReplicaEngine):
         fully_shard(model, **options)
         # Else ranks that use different ones wait for ever.
         cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
+        if self._shards.size() > 1 and self.plan.config.settings.model.compile is not True:
+            names = {module: name for name, module in model.named_modules()}
+            self.calls = CallOrder(self, model, {names[unit]: unit for unit in units})
         return None
 
     def _spilled(self) -> Spill | None:
-        return on_disk(self.plan.directory) if self.plan.world.size > 1 else None
+        shards = self.plan.world.size > 1 or self._settings.offload == "cpu"
+        return on_disk(self.plan.directory) if shards else None
 
     def _take_from_rank_0(self, tensors: list[Tensor]) -> None:
         """**Collective.** Every rank keeps a shard of rank 0's model. What a rank has drawn otherwise is sent, and that alone."""
@@ -136,6 +142,20 @@ class FsdpEngine(ReplicaEngine):
     def _accumulating(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._settings.accumulate == "shards" else self._whole_gradients()
 
+    def _reach(self, loss: Tensor) -> Tensor:
+        if self.calls is not None:
+            self.calls.backward(loss)
+        return loss
+
+    def _synchronize(self) -> None:
+        if self.calls is not None:
+            self.calls.compare()
+
+    def _apply(self) -> None:
+        if self.calls is not None:  # on a GPU a step later, so that none waits for the device
+            self.calls.check(waits=self.plan.device.type == "cpu")
+        super()._apply()
+
     def _pieces(self) -> list[Tensor]:
         return [tensor._local_tensor for tensor in cast(list[DTensor], gradients_of(self._parameters))]
 
@@ -150,12 +170,30 @@ class FsdpEngine(ReplicaEngine):
     def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
         """**Collective.** The task's metrics; every rank's forward pass gathers the others' shards."""
         found = super().eval_step(batch, valid)
+        if self.calls is not None:
+            self.calls.compare()
+            self.calls.check()
         self._reshard()
         return found
 
+    def state(self) -> EngineState:
+        """**Collective** to read to its end: each parameter is gathered when its turn comes. This rank's shards are views.
+
+        Raises TaskError where ranks have called different units.
+        """
+        if self.calls is not None:
+            self.calls.check()
+        found = super().state()
+        shards = state_replica.shards(self._slots(), self._frozen(), self.optimizer)
+        return replace(found, parameters=ShardedParameters(shards, found.parameters))
+
     def load_state(self, saved: SavedState) -> None:
-        """**Collective.** Each rank takes its shards out of the full parameters."""
+        """**Collective.** Each rank reads its shards, and nothing else."""
         super().load_state(saved)
+        self._reshard()
+
+    def _publish(self) -> None:
+        super()._publish()
         self._reshard()
 
     def _reshard(self) -> None:
@@ -170,6 +208,8 @@ class FsdpEngine(ReplicaEngine):
 
     def close(self) -> None:
         """**Collective.** Leaves the process group."""
+        if self.calls is not None:
+            self.calls.close()
         process_group.close_process_group()
 
 
@@ -184,18 +224,27 @@ class _ShardSlot(ParameterView):
         full = DTensor.from_local(moved, mesh, piece.placements, shape=piece.shape, stride=piece.stride())
         return full.full_tensor().to(full_precision(piece.dtype))
 
-    def share(self, whole: Tensor) -> Tensor:
-        """This rank's part, cut out of its own copy; nothing is sent."""
-        master = cast(DTensor, self.master)
-        return distribute_tensor(whole, master.device_mesh, master.placements, src_data_rank=None)
+    def span(self, tensor: Tensor) -> tuple[int, int]:
+        """This rank's rows, which follow one another in the flattened parameter; as many as torch.chunk gives it."""
+        mesh, shape = cast(DTensor, tensor).device_mesh, tensor.shape
+        rows = -(-shape[0] // mesh.size(mesh.ndim - 1))
+        first = min(mesh.get_local_rank(mesh.ndim - 1) * rows, shape[0])
+        return first * shape[1:].numel(), self.flat(tensor).numel()
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """A view of them."""
+        return cast(DTensor, tensor).to_local().view(-1)
+
+    def load(self, saved: SavedState) -> ParameterState:
+        """This rank's rows, flat; nothing else is read or sent."""
+        return saved.part(self.name, *self.span(self.master))
+
+    def target(self, tensor: Tensor) -> Tensor:
+        """This rank's rows, flat."""
+        return self.flat(tensor)
 
     def moment(self, whole: Tensor) -> Tensor:
         """Zeros, cut as the parameter is."""
-        if tuple(whole.shape) != tuple(self.shape):
-            raise CheckpointError(
-                f"{self.name}: the optimizer keeps state of shape {list(whole.shape)} about a weight of {list(self.shape)}: "
-                "FSDP cannot shard it; resume on ddp, horovod or single"
-            )
         return torch.zeros_like(self.master, requires_grad=False)
 
 

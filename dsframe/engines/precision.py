@@ -19,19 +19,13 @@ from torch.utils._pytree import tree_map_only
 from dsframe.checkpoint.state import LossScaleState
 from dsframe.errors import ConfigError, Problem, TrainingError
 from dsframe.host import cores
+from dsframe.model.formats import parameter_dtype as parameter_dtype
 
 if TYPE_CHECKING:
     from dsframe.config import Config
 
 _DTYPES = {"float16": torch.float16, "bfloat16": torch.bfloat16, "float32": torch.float32}
 _SHORT = {"fp16": "float16", "half": "float16", "bf16": "bfloat16", "fp32": "float32", "float": "float32"}
-
-
-def parameter_dtype(config: Config) -> torch.dtype:
-    """Returns the dtype of the model's parameters: bfloat16, float16 or float32."""
-    if config.deepspeed.bf16.enabled:
-        return torch.bfloat16
-    return torch.float16 if config.deepspeed.fp16.enabled else torch.float32
 
 
 def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:

@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from dsframe.checkpoint.state import EngineState, SavedState, aliases, load_buffers, persistent_buffers
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, loss_of, measure
 from dsframe.engines import precision, state_replica
-from dsframe.model import lbfgs
+from dsframe.model import ema, lbfgs
 from dsframe.model.spill import Spill
 from dsframe.tasks.task import Sum
 
@@ -157,6 +157,7 @@ class ReplicaEngine(Engine):
             if self._masters:
                 self._masters.give_weights()
             self.optimizer.zero_grad()
+            self.plan.task.terms = {}  # of the last evaluation of the batch alone
             loss = self._gradients(batches, 1.0)
             norm = self._clip(1.0, always=True)
             found.append((loss, norm))
@@ -209,6 +210,19 @@ class ReplicaEngine(Engine):
         outputs = self._forward(self.model, inputs) if valid or self.forward_is_collective else None
         self.model.train()
         return measure(self.plan.task, outputs, targets, valid)
+
+    def average(self, decay: float) -> None:
+        """The average of the masters, in the optimizer's state. Sends nothing."""
+        ema.update(self.optimizer, self._parameters, decay)
+
+    def averaged(self) -> AbstractContextManager[None]:
+        """The average of the masters, rounded into the model."""
+        return ema.swapped(self.optimizer, self._parameters, self._publish)
+
+    def _publish(self) -> None:
+        """Makes the model have the masters' values, where they are not its own parameters."""
+        if self._masters:
+            self._masters.give_weights()
 
     def buffers(self) -> dict[str, Tensor]:
         """This rank's."""

@@ -6,13 +6,23 @@ Nothing here is collective: every rank holds everything, and reads everything ba
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 
 import torch
 from torch import Tensor
 
-from dsframe.checkpoint.state import ParameterState, SavedState, compare, full_precision, put_scalars, split
+from dsframe.checkpoint.state import (
+    WEIGHT,
+    ParameterShard,
+    ParameterState,
+    SavedState,
+    TensorShard,
+    compare,
+    full_precision,
+    put_scalars,
+    split,
+)
 from dsframe.errors import CheckpointError
 
 
@@ -42,9 +52,22 @@ class ParameterView:
         """Returns what ``cut`` returns, in full shape and in fp32 or wider."""
         return piece.to(full_precision(piece.dtype))
 
-    def share(self, whole: Tensor) -> Tensor:
-        """This rank's part of a tensor in full shape, to be copied into what ``cut`` returns."""
-        return whole
+    def span(self, tensor: Tensor) -> tuple[int, int]:
+        """The range that this rank holds of the master, or of one of the optimizer's tensors about it: the first element, and how
+        many."""
+        return 0, self.numel if self.start is not None else tensor.numel()
+
+    def flat(self, tensor: Tensor) -> Tensor:
+        """The range itself."""
+        return self.cut(tensor).flatten()
+
+    def load(self, saved: SavedState) -> ParameterState:
+        """The part of the saved parameter that :meth:`target` takes."""
+        return saved.parameter(self.name)
+
+    def target(self, tensor: Tensor) -> Tensor:
+        """A view of the master, or of one of the optimizer's tensors about it, in the shape of what ``load`` returns."""
+        return self.cut(tensor)
 
     def moment(self, whole: Tensor) -> Tensor:
         """Zeros, laid out as the optimizer keeps ``whole`` about this parameter. Raises CheckpointError where it cannot."""
@@ -68,6 +91,25 @@ def read(
         yield ParameterState(slot.name, slot.whole(slot.cut(slot.master.detach())), {}, {})
 
 
+def shards(
+    slots: Iterable[ParameterView], frozen: Iterable[ParameterView], optimizer: torch.optim.Optimizer
+) -> list[ParameterShard]:
+    """This rank's ranges of each parameter's state: views of the living one."""
+    found = []
+    for slot in slots:
+        moments, scalars = split(optimizer.state.get(slot.master, {}), slot.master.shape)
+        found.append(_shard(slot, {WEIGHT: slot.master.detach(), **moments}, scalars))
+    return found + [_shard(slot, {WEIGHT: slot.master.detach()}, {}) for slot in frozen]
+
+
+def _shard(slot: ParameterView, tensors: Mapping[str, Tensor], scalars: Mapping[str, float]) -> ParameterShard:
+    def one(tensor: Tensor) -> TensorShard:
+        shape = tuple(tensor.shape if slot.start is None else slot.shape)
+        return TensorShard(shape, full_precision(tensor.dtype), *slot.span(tensor), lambda: slot.flat(tensor))
+
+    return ParameterShard(slot.name, {key: one(tensor) for key, tensor in tensors.items()}, scalars)
+
+
 @torch.no_grad()
 def write(
     slots: Sequence[ParameterView], frozen: Sequence[ParameterView], optimizer: torch.optim.Optimizer, saved: SavedState
@@ -77,8 +119,8 @@ def write(
     groups = {id(master): group for group in optimizer.param_groups for master in group["params"]}
     shared: dict[int, dict[str, float]] = {}
     for slot in slots:
-        one = saved.parameter(slot.name)
-        slot.cut(slot.master.detach()).copy_(slot.share(one.weight))
+        one = slot.load(saved)
+        slot.target(slot.master.detach()).copy_(one.weight)
         if not one.moments and not one.scalars:
             if slot.start is None:
                 optimizer.state.pop(slot.master, None)
@@ -87,11 +129,11 @@ def write(
         for key, value in one.moments.items():
             if key not in held or held[key] is None:
                 held[key] = slot.moment(value)
-            slot.cut(held[key]).copy_(slot.share(value))
+            slot.target(held[key]).copy_(value)
         same_step(slot.name, shared.setdefault(id(slot.master), dict(one.scalars)), one.scalars)
         put_scalars(optimizer, held, one.scalars, groups[id(slot.master)], slot.master.device)
     for slot in frozen:
-        slot.cut(slot.master.detach()).copy_(slot.share(saved.parameter(slot.name).weight))
+        slot.target(slot.master.detach()).copy_(slot.load(saved).weight)
 
 
 def same_step(name: str, first: dict[str, float], own: object) -> None:

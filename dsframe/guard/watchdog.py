@@ -4,7 +4,8 @@ Every rank has a thread that looks at the time of its own last sign of life. The
 others through a store of torch's (a small TCP server in a C++ thread of rank 0, or of torchrun, so it answers while rank 0 is
 stuck); all leave there where they are, rank 0 prints the report, and all end. The store is there before the engine is: a rank that
 hangs while the engine is set up or a checkpoint is read is named as well. No collective is involved and nothing is asked of the
-library that is stuck, so it is the same for every engine. Horovod's own stall check says nothing over Gloo (measured, 0.28.1),
+library that is stuck, so it is the same for every engine. An engine that needs the same calls on all ranks has them compared
+there after LOOK_SECONDS, long before the limit. Horovod's own stall check says nothing over Gloo (measured, 0.28.1),
 and Gloo's own limit ends a run after 30 minutes without naming anybody.
 
 Where rank 0's process is stopped or its host is cut off, the store's calls block without limit. So each is made in a thread that
@@ -17,6 +18,7 @@ import contextlib
 import functools
 import json
 import os
+import re
 import socket
 import sys
 import threading
@@ -30,7 +32,7 @@ from dsframe.cluster.exchange import Ranks, all_gather_text
 from dsframe.cluster.process_group import meet, rendezvous_address
 from dsframe.cluster.rendezvous import addresses
 from dsframe.cluster.world import World
-from dsframe.errors import HangError, WorldError
+from dsframe.errors import HangError, TaskError, WorldError
 from dsframe.guard import hang
 from dsframe.guard.hang import SET_UP
 from dsframe.run_dir import outcome
@@ -41,6 +43,10 @@ SETUP_SECONDS = 900.0
 """Shortest limit for the engine to be set up, and a checkpoint to be read: operators are compiled, models are built."""
 ANSWER_SECONDS = 10.0
 """Time that rank 0 waits for the others' reports, and the others for rank 0 to print them."""
+LOOK_SECONDS = 10.0
+"""Ranks that have all stood still so long compare the modules that they have called."""
+_MIXED_UP = re.compile(r"preamble|Detected a disagreement|[Mm]ismatch.*collective|collective.*[Mm]ismatch")
+"""In the messages of libraries whose ranks have met in different collectives."""
 
 
 class Watchdog:
@@ -57,15 +63,19 @@ class Watchdog:
         self._beats = self._round = 0
         self._last = 0.0
         self._store: Any = _meet(world) if seconds and world.size > 1 else None
+        self._calls: Any = None
         self._called = -1
         """The last round that another rank has called this one to."""
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
 
     def connect(self, ranks: Ranks) -> None:
-        """**Collective.** A store for ranks that could not meet before they had an engine."""
+        """**Collective.** A store for ranks that could not meet before they had an engine; and what the engine knows of calls."""
         if self._seconds and self._world.size > 1 and self._store is None:
             self._store = _open_store(ranks)
+        self._calls = getattr(ranks, "calls", None)
+        if self._calls is not None and self._store is not None:
+            self._calls.connect(self._store.clone())
 
     def __enter__(self) -> Watchdog:
         if self._seconds:
@@ -77,10 +87,16 @@ class Watchdog:
                 thread.start()
         return self
 
-    def __exit__(self, *exception: object) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._over.set()
         for thread in self._threads:
             thread.join(1.0)  # not inside torch's store when the interpreter is taken down
+        if isinstance(error, RuntimeError) and _MIXED_UP.search(str(error)):
+            limit = time.monotonic() + 2 * self._look_seconds + ANSWER_SECONDS  # the others wait for this rank by now
+            while time.monotonic() < limit and self._calls is not None and self._store is not None:
+                if said := self._different_calls():
+                    raise TaskError(said) from None
+                time.sleep(self._interval)
 
     def begin(self, step: int) -> None:
         """Set up; training goes on after ``step``."""
@@ -108,6 +124,8 @@ class Watchdog:
             if looked - before > self._interval + self._seconds / 2:
                 self._last = looked  # this process itself stood still (Ctrl-Z, a frozen container): it counts anew
             idle = looked - self._last
+            if idle > self._look_seconds and self._calls is not None:
+                self._end_if_different()
             if idle > self._limit or self._called >= self._round:
                 self._tell(hang.standing(self._step, self._beats, idle))
                 self._round, self._last = self._round + 1, time.monotonic()
@@ -120,6 +138,27 @@ class Watchdog:
             with contextlib.suppress(RuntimeError):  # the store is gone, with rank 0 or because the run ends
                 if self._store.check([f"hang/{asked}"]):
                     self._called = asked
+
+    def _different_calls(self) -> str:
+        """Returns what ranks have called otherwise, if all stand still in one micro-batch; else, or where nothing differs, ""."""
+        return self._try(lambda: self._calls.difference(self._store, str(self._beats))) or ""
+
+    def _end_if_different(self) -> None:
+        """Ends this process where its main thread stands in a collective that the others never enter."""
+        said = self._different_calls()
+        if not said:
+            return
+        try:
+            _within(lambda: outcome.reporter().failed(TaskError.exit_code, said))
+            if self._world.is_main:
+                _within(lambda: print(f"dsframe: {TaskError(said).printed}\n", end="", file=sys.stderr, flush=True))
+            time.sleep(2 * self._interval)  # the others have to read it, and rank 0 to say it
+        finally:
+            os._exit(TaskError.exit_code)
+
+    @property
+    def _look_seconds(self) -> float:
+        return min(LOOK_SECONDS, self._seconds / 2)
 
     @property
     def _interval(self) -> float:

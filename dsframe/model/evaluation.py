@@ -41,8 +41,10 @@ class Evaluation:
         a checkpoint from before the evaluation goes on as the run itself did.
         """
         device = self._engine.plan.device
+        average = self._engine.plan.config.settings.ema
         kept = generators.capture(device)
-        found = self._of(self._loader, stops)
+        with self._engine.averaged() if average and average.evaluate else nullcontext():
+            found = self.over(self._loader, stops)
         results = None if found is None else self._results(found)
         generators.restore(kept, device)
         return results
@@ -59,11 +61,11 @@ class Evaluation:
         device, compiled = plan.device, plan.config.settings.model.compile
         kept = generators.capture(device)
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-            found = self._of([self._loader.first()])
+            found = self.over([self._loader.first()])
         with suppress(ArithmeticError, ValueError):  # of a few samples there may be nothing to divide by
             metrics = self._results(found or {})
-            if plan.plateau:
-                plan.plateau.check(metrics)
+            for follower in plan.followers.values():
+                follower.check(metrics)
         generators.restore(kept, device)
 
     def _results(self, found: Mapping[str, Sum]) -> dict[str, float]:
@@ -71,9 +73,10 @@ class Evaluation:
         computed = metric_objects.compute(self._engine)
         return {**finalized(self._engine.plan.task, found), **computed}
 
-    def _of(
+    def over(
         self, batches: Iterable[tuple[Batch, int]], stops: Callable[[int], bool] = lambda batches: False
     ) -> dict[str, Sum] | None:
+        """**Collective.** The task's sums over ``batches``, as many on each rank; None where ranks agree to stop before."""
         sums: dict[str, Sum] = {}
         metric_objects.reset(self._engine)
         with self._one_model():
@@ -83,19 +86,7 @@ class Evaluation:
                 self._sign_of_life()
                 for name, value in self._engine.eval_step(batch, valid).items():
                     sums[name] = sums[name] + value if name in sums else value
-        return self._totals(sums)
-
-    def _totals(self, sums: Mapping[str, Sum]) -> dict[str, Sum]:
-        """**Collective.** Exact sums over all ranks; a rank that did not see a metric takes part with zeros."""
-        names = sorted(
-            {name for found in all_gather_text(self._engine, json.dumps(sorted(sums))) for name in json.loads(found)}
-        )
-        table = torch.zeros(len(names), 2, dtype=torch.float64, device=self._engine.plan.device)
-        for row, name in enumerate(names):
-            if name in sums:
-                table[row, 0], table[row, 1] = sums[name].total.double(), float(sums[name].count)
-        total = self._engine.sum_over_ranks(table.reshape(-1)).reshape(len(names), 2).cpu()
-        return {name: Sum(*total[row]) for row, name in enumerate(names)}
+        return totals(self._engine, sums)
 
     @contextmanager
     @torch.no_grad()
@@ -118,6 +109,17 @@ class Evaluation:
             for name, buffer in self._engine.buffers().items():
                 if name in kept and not torch.equal(buffer.cpu(), kept[name]):
                     _put(kept[name], buffer)
+
+
+def totals(engine: Engine, sums: Mapping[str, Sum]) -> dict[str, Sum]:
+    """**Collective.** Exact sums over all ranks, float64 on the CPU; a rank that did not see a metric takes part with zeros."""
+    names = sorted({name for found in all_gather_text(engine, json.dumps(sorted(sums))) for name in json.loads(found)})
+    table = torch.zeros(len(names), 2, dtype=torch.float64, device=engine.plan.device)
+    for row, name in enumerate(names):
+        if name in sums:
+            table[row, 0], table[row, 1] = sums[name].total.double(), float(sums[name].count)
+    total = engine.sum_over_ranks(table.reshape(-1)).reshape(len(names), 2).cpu()
+    return {name: Sum(*total[row]) for row, name in enumerate(names)}
 
 
 def finalized(task: Task, sums: Mapping[str, Sum]) -> dict[str, float]:

@@ -14,6 +14,13 @@ if TYPE_CHECKING:
     from dsframe.tasks.task import Task
 
 
+def parameter_dtype(config: Config) -> torch.dtype:
+    """Returns the dtype of the model's parameters: bfloat16, float16 or float32."""
+    if config.deepspeed.bf16.enabled:
+        return torch.bfloat16
+    return torch.float16 if config.deepspeed.fp16.enabled else torch.float32
+
+
 def own_dtype(config: Config, task: Task, model: nn.Module, *, keeps_float64: bool) -> torch.dtype:
     """Returns what the masters of ``model``'s parameters are to be in; the model's own where the file names no format.
 

@@ -17,7 +17,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dsframe.checkpoint import generators
 from dsframe.engine import Engine, Weighted
 from dsframe.errors import TaskError
-from dsframe.tasks.task import Task
+from dsframe.tasks.task import Task, loss_and_terms
 
 _KINDS = ("mean", "sum", "neither")
 _TOLERANCE = 1e-3
@@ -107,7 +107,7 @@ def _kind_of(task: Task, outputs: Any, targets: Any) -> str:
     losses, items = [], []
     for part in (whole, first, second):
         some, of = tree_map_only(Tensor, partial(_rows, part), (outputs, targets))
-        losses.append(float(task.loss(some, of)))
+        losses.append(float(loss_and_terms(task.loss(some, of))[0]))
         items.append(float(task.loss_weight(of)))
     near = _TOLERANCE * max(map(abs, losses))
     mean = sum(loss * count for loss, count in zip(losses[1:], items[1:], strict=True)) / sum(items[1:])

@@ -31,12 +31,22 @@ _IN_MEMORY = {"tmpfs", "ramfs"}
 class Spill:
     """Parameters in files of a folder on disk; each file lives as long as a tensor uses it."""
 
-    def __init__(self, folder: Path, least_bytes: int = LEAST_BYTES, window_bytes: int = WINDOW_BYTES) -> None:
-        """``folder`` exists, on a disk (:func:`on_disk`)."""
-        self._folder, self._least, self._window = folder, least_bytes, window_bytes
+    def __init__(
+        self, folder: Path | None, least_bytes: int = LEAST_BYTES, window_bytes: int = WINDOW_BYTES, why: str = ""
+    ) -> None:
+        """``folder`` exists, on a disk (:func:`on_disk`); None: parameters stay in memory, because ``why``."""
+        self.folder, self.why = folder, why
+        self._least, self._window = least_bytes, window_bytes
         # Held until the end: an address that was given back may be another tensor's, and DONTNEED would fill that with zeros.
         self._mapped: dict[int, torch.UntypedStorage] = {}
         self._fresh = 0
+
+    @property
+    def description(self) -> str:
+        """Returns where the model is built, for the first lines of a run."""
+        if self.folder is None:
+            return f"the model is built in memory, whole on each rank: {self.why}; set TMPDIR to a folder on a disk"
+        return f"the model is built in files of {self.folder}, whole in no rank's memory"
 
     @contextmanager
     def building(self) -> Iterator[None]:
@@ -53,11 +63,30 @@ class Spill:
         if data.device.type != "cpu" or (wanted == data.dtype and self._holds(data)):
             return
         # A part of a larger tensor stays: whatever else looks at that tensor would no longer see the same numbers.
-        if size < self._least or not data.is_contiguous() or data.untyped_storage().nbytes() != data.nbytes:
+        part = not data.is_contiguous() or data.untyped_storage().nbytes() != data.nbytes
+        part = part and wanted == data.dtype
+        if self.folder is None or size < self._least or part:
             parameter.data = data.to(wanted)
             return
-        parameter.data = self._on_disk(data, wanted, size)
+        parameter.data = self._on_disk(self.folder, data, wanted, size)
         self.touched(size + data.nbytes)
+
+    def fetch(self, parameter: nn.Parameter, dtype: torch.dtype | None = None) -> None:
+        """Puts one parameter into memory of its own, as ``dtype``: where it lies in a file, changes would be written there."""
+        data = parameter.data
+        if self._holds(data):
+            parameter.data = data.to(dtype or data.dtype, copy=True)
+            self.touched(data.nbytes)
+        else:
+            parameter.data = data.to(dtype or data.dtype)
+
+    def converted(self, tensor: Tensor, dtype: torch.dtype) -> Tensor:
+        """The numbers of ``tensor`` as ``dtype``, in a file of their own where they are many; itself where it has that format."""
+        if tensor.dtype == dtype:
+            return tensor
+        found = nn.Parameter(tensor, requires_grad=False)
+        self.move(found, dtype)
+        return found.data
 
     def touched(self, size: int) -> None:
         """Counts bytes of files that have been read or written: their pages are given back when a window is full."""
@@ -84,9 +113,10 @@ class Spill:
     def _holds(self, data: Tensor) -> bool:
         return data.untyped_storage().data_ptr() in self._mapped
 
-    def _on_disk(self, data: Tensor, dtype: torch.dtype, size: int) -> Tensor:
+    def _on_disk(self, folder: Path, data: Tensor, dtype: torch.dtype, size: int) -> Tensor:
         try:
-            handle, path = tempfile.mkstemp(prefix=".building-", dir=self._folder)
+            folder.mkdir(parents=True, exist_ok=True)  # the run's, on a host that does not share it
+            handle, path = tempfile.mkstemp(prefix=".building-", dir=folder)
             try:
                 # Reserves the space: a disk that fills later would end this process by SIGBUS, without a word.
                 os.posix_fallocate(handle, 0, size)
@@ -96,17 +126,21 @@ class Spill:
                 Path(path).unlink()
         except OSError as error:
             raise WorldError(
-                f"{self._folder}: no room to build the model: {error.strerror}, {size / 2**20:,.0f} MiB more are needed. Each "
-                "rank of an engine that shards parameters builds the model in files there. Set TMPDIR to a folder on a larger disk"
+                f"{folder}: no room for the model: {error.strerror}, {size / 2**20:,.0f} MiB more are needed. Weights lie in "
+                "files there while a rank shards them, and while they are exported. Set TMPDIR to a folder on a larger disk"
             ) from error
         found.copy_(data)
         self._mapped[found.data_ptr()] = found.untyped_storage()
         return found
 
 
-def on_disk(directory: Path) -> Spill | None:
-    """Files in the folder for temporary files, else in the run's ``directory``; None if both lie in memory."""
-    return next((Spill(place) for place in (Path(tempfile.gettempdir()), directory) if is_disk(place)), None)
+def on_disk(directory: Path) -> Spill:
+    """Files in the folder for temporary files, else in the run's ``directory``; memory if both lie in it."""
+    places = (Path(tempfile.gettempdir()), directory)
+    for place in places:
+        if is_disk(place):
+            return Spill(place)
+    return Spill(None, why=f"{' and '.join(map(str, places))} are not on a disk")
 
 
 def is_disk(folder: Path) -> bool:

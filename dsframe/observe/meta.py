@@ -17,7 +17,7 @@ from dsframe.data.loader import as_source
 from dsframe.errors import TaskError
 from dsframe.model import groups
 from dsframe.tasks.layers import Tied, TiedLayer, check_ties, make
-from dsframe.tasks.task import Task
+from dsframe.tasks.task import Task, loss_and_terms
 
 if TYPE_CHECKING:
     from dsframe.config import Config
@@ -68,7 +68,10 @@ class Loss(nn.Module):
 
     def forward(self, outputs: Any) -> Tensor:
         """The loss of ``outputs``."""
-        return self._task.loss(map_floats(outputs, lambda tensor: tensor.float()), self._targets)
+        loss: Tensor = loss_and_terms(
+            self._task.loss(map_floats(outputs, lambda tensor: tensor.float()), self._targets)
+        )[0]
+        return loss
 
 
 @contextmanager
@@ -126,7 +129,9 @@ def _layers(layers: Sequence[Any], seed: int, *, apart: bool) -> list[Stage]:
 def example(task: Task) -> tuple[Any, Any]:
     """Shapes of one sample, as the task tells them, else from its training data."""
     told = task.example()
-    return told if told is not None else as_source(task.train_data(), task.seed).batch(torch.tensor([0]), 0)
+    return (
+        told if told is not None else as_source(task.train_data(), task.seed, task.collate).batch(torch.tensor([0]), 0)
+    )
 
 
 def with_rows(batch: Any, rows: int) -> Any:

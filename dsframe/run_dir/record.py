@@ -8,8 +8,11 @@ lines wait until they can be written, and a file that replaces another is whole 
 from __future__ import annotations
 
 import contextlib
+import errno
 import json
 import math
+import os
+import stat
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
@@ -158,26 +161,59 @@ def _lines_until(path: Path, step: int) -> list[str]:
     """What was recorded up to ``step``: the steps after it are trained again."""
     if not path.exists():
         return []
-    lines = path.read_text(encoding="utf-8").splitlines(keepends=True)
-    return [line for line in lines if line.endswith("\n") and json.loads(line).get("step", 0) <= step]
+    lines = path.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True)
+    return [line for line in lines if line.endswith("\n") and _step(line) <= step]
+
+
+def _step(line: str) -> float:
+    """Of a line of ``metrics.jsonl``; infinite where a disk has damaged it."""
+    try:
+        return float(json.loads(line).get("step", 0))
+    except (ValueError, AttributeError, TypeError):
+        return math.inf
 
 
 def read_metrics(directory: Path) -> list[dict[str, Any]]:
     """The records of a run, in order; a last line that a crash cut off is left out. Raises DataError where there are none."""
+    path = directory / _METRICS
     try:
-        text = (directory / _METRICS).read_text(encoding="utf-8")
+        text = _text(path)
     except OSError as error:
         raise DataError(f"{directory} holds no run: {error}") from None
-    return [json.loads(line) for line in text.splitlines(keepends=True) if line.endswith("\n")]
+    return [_object(path, line) for line in text.split("\n")[:-1]]
 
 
 def read_summary(directory: Path) -> dict[str, Any]:
     """What a finished run came to. Raises DataError where the run did not come to its end."""
+    path = directory / _SUMMARY
     try:
-        summary: dict[str, Any] = json.loads((directory / _SUMMARY).read_text(encoding="utf-8"))
+        return _object(path, _text(path))
     except OSError as error:
         raise DataError(f"{directory} holds no finished run: {error}") from None
-    return summary
+
+
+_LARGEST_BYTES = 1 << 30
+
+
+def _text(path: Path) -> str:
+    """A regular file's text: a directory may come from somebody else, with pipes and devices in it. Raises OSError."""
+    descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
+    with os.fdopen(descriptor, "rb") as file:
+        found = os.fstat(descriptor)
+        if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_BYTES:
+            raise OSError(errno.EINVAL, "not a file that dsframe has written", str(path))
+        return file.read().decode("utf-8", errors="replace")
+
+
+def _object(path: Path, text: str) -> dict[str, Any]:
+    """Raises DataError where ``text`` is no JSON object."""
+    try:
+        found = json.loads(text)
+    except (ValueError, RecursionError) as error:
+        raise DataError(f"{path} is damaged, or dsframe has not written it: {error}") from None
+    if not isinstance(found, dict):
+        raise DataError(f"{path} is damaged, or dsframe has not written it: {type(found).__name__} is no object")
+    return found
 
 
 def finished(directory: Path, steps: int) -> bool:
@@ -200,7 +236,6 @@ def read_config(directory: Path) -> dict[str, Any]:
 
 def _read(path: Path) -> dict[str, Any]:
     try:
-        found: dict[str, Any] = json.loads(path.read_text(encoding="utf-8"))
+        return _object(path, _text(path))
     except OSError:
         return {}
-    return found

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
 from dsframe.errors import TaskError
@@ -29,6 +30,8 @@ MAPPINGS = {
 }
 """Class that builds a model -> the configurations that it accepts."""
 
+_ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
+"""Transformers' variable: weights are read one by one."""
 _TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "special_tokens*", "added_tokens*")
 
 
@@ -105,31 +108,23 @@ def _from_folder(path: str) -> Any:
         raise TaskError(f"task.model: {place / 'config.json'}: {_one_line(error)}") from error
 
 
-def build(auto: str, config: Any, weights: str | None) -> nn.Module:
+def build(auto: str, config: Any, weights: str | None, dtype: torch.dtype = torch.float32) -> nn.Module:
     """A model in fp32 and in training mode: new, or with the weights of a local folder.
 
-    New weights, a new output layer included, are drawn from torch's global generator. Raises TaskError.
+    New weights, a new output layer included, are drawn from torch's global generator. A folder's weights are read tensor by tensor,
+    each when its turn comes. A language model whose files are all of the 16-bit ``dtype`` is made in it. Raises TaskError.
     """
     cls = getattr(transformers(), auto)
     config = copy.deepcopy(config)
     config.use_cache = False  # keys and values of earlier tokens are kept for generation, not for training
     if weights is None:
         return cls.from_config(config, dtype=torch.float32, trust_remote_code=False)  # type: ignore[no-any-return]
-    try:
-        model, told = cls.from_pretrained(
-            folder(weights),
-            config=config,
-            dtype=torch.float32,
-            local_files_only=True,
-            trust_remote_code=False,
-            use_safetensors=True,
-            ignore_mismatched_sizes=True,
-            output_loading_info=True,
-        )
-    except (ValueError, OSError) as error:
-        raise TaskError(
-            f'task.model: {weights}: {_one_line(error)}; "fresh": true takes the configuration alone'
-        ) from error
+    place = folder(weights)
+    stored = _stored(place)
+    short = auto == "AutoModelForCausalLM" and stored == {dtype}
+    model, told = _from_files(cls, place, config, dtype if short else torch.float32)
+    if short and any(buffer.dtype == dtype for buffer in model.buffers()):  # they are computed with, in fp32
+        model, told = _from_files(cls, place, config, torch.float32)
     new = {str(name) for name in told["missing_keys"]} | {str(entry[0]) for entry in told["mismatched_keys"]}
     own = {} if auto == "AutoModelForCausalLM" else dict(model.named_parameters())
     classes = config.num_labels
@@ -139,18 +134,75 @@ def build(auto: str, config: Any, weights: str | None) -> nn.Module:
     return model.train()  # type: ignore[no-any-return]  # from_pretrained hands it over in evaluation mode
 
 
+def _stored(place: Path) -> set[torch.dtype]:
+    """The number formats of a folder's weights. Raises TaskError for weights that are missing, truncated or pickled."""
+    files = sorted(place.glob("*.safetensors"))
+    if not files:
+        pickled = next((file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in place.glob(pattern)), None)
+        why = (
+            f"{pickled} is pickled, a format that can contain code; if you know who wrote it, convert it once: load it with "
+            "transformers' from_pretrained, and save_pretrained into another folder"
+            if pickled
+            else "there is no .safetensors file"
+        )
+        raise TaskError(f'task.model: {place}: {why}; "fresh": true takes the configuration alone')
+    found = set()
+    for file in files:
+        try:
+            with safe_open(file, framework="pt") as opened:
+                found |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118 - no mapping
+        except (SafetensorError, OSError) as error:
+            raise TaskError(
+                f"task.model: {file}: {_one_line(error)}; the file is truncated or damaged: copy it again"
+            ) from error
+    known = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
+    return {known.get(kind, torch.float32) for kind in found}
+
+
+def _from_files(cls: Any, place: Path, config: Any, dtype: torch.dtype) -> tuple[Any, Mapping[str, Any]]:
+    """The model and what transformers says of the loading. Raises TaskError."""
+    before = os.environ.get(_ONE_BY_ONE)
+    os.environ[_ONE_BY_ONE] = "1"  # else its threads read ahead, as far as the whole model
+    try:
+        return cls.from_pretrained(  # type: ignore[no-any-return]
+            place,
+            config=config,
+            dtype=dtype,
+            local_files_only=True,
+            trust_remote_code=False,
+            use_safetensors=True,
+            ignore_mismatched_sizes=True,
+            output_loading_info=True,
+        )
+    except (ValueError, OSError, RuntimeError, SafetensorError) as error:
+        raise TaskError(
+            f'task.model: {place}: {_one_line(error)}; "fresh": true takes the configuration alone'
+        ) from error
+    finally:
+        if before is None:
+            del os.environ[_ONE_BY_ONE]
+        else:
+            os.environ[_ONE_BY_ONE] = before
+
+
 def write(config: Mapping[str, Any], weights: Mapping[str, Tensor], dtype: str, out: Path, shard_size: str) -> None:
     """Writes a model as ``save_pretrained`` does, whose names and tied weights may differ from the model's own in memory.
 
     ``config``: of the model, with its class. ``weights``: its whole state_dict, of ``dtype``; the model around them takes no
     memory. Raises TaskError where this is no model of transformers', or where the weights are not its own.
     """
-    kind, (name, *_) = str(config.get("model_type")), config.get("architectures") or [""]
+    of_dict = config if isinstance(config, Mapping) else {}
+    kind, names = str(of_dict.get("model_type")), of_dict.get("architectures")
+    name = str(names[0]) if isinstance(names, list) and names else ""
     cls, known = getattr(transformers(), name, None), transformers().models.auto.configuration_auto.CONFIG_MAPPING
-    if cls is None or kind not in known:
-        raise TaskError(f'transformers {transformers().__version__} has no model "{name}" of model_type "{kind}"')
-    with torch.device("meta"):
-        model = cls(known[kind].from_dict({**config, "dtype": dtype}))
+    if not (isinstance(cls, type) and issubclass(cls, transformers().PreTrainedModel)) or kind not in known:
+        what = f"model {name!r} of model_type {kind!r}"
+        raise TaskError(f"transformers {transformers().__version__} has no {what}")
+    try:
+        with torch.device("meta"):
+            model = cls(known[kind].from_dict({**config, "dtype": dtype}))
+    except Exception as error:  # as above: of a configuration that this version does not know, or nobody does
+        raise TaskError(f"transformers cannot build {name}: {_one_line(error)}") from error
     try:
         model.load_state_dict(weights, assign=True)
     except RuntimeError as error:

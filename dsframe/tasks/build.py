@@ -6,12 +6,13 @@ import difflib
 import importlib
 import importlib.util
 import inspect
+import re
 import sys
 import traceback
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from dsframe.errors import DsframeError, TaskError
 from dsframe.tasks.task import Task
@@ -19,6 +20,7 @@ from dsframe.tasks.task import Task
 if TYPE_CHECKING:
     from dsframe.config.schema import settings as sections
 
+Named = TypeVar("Named")
 TABLE = {
     "vision": "dsframe.tasks.vision:VisionTask",
     "language": "dsframe.tasks.language:LanguageTask",
@@ -48,34 +50,43 @@ def build(settings: sections.Task, seed: int) -> Task:
 
 def find(path: str) -> type[Task]:
     """The Task subclass named by ``package.module:Class``. Raises TaskError."""
-    module_name, colon, class_name = path.partition(":")
-    if not (colon and module_name and class_name):
+    if not re.fullmatch(r"[^:]+:[^:]+", path):
         raise TaskError(
             f'task "{path}": not one of {", ".join(TABLE)} and not of the form "package.module:Class"'
             + _close(path, TABLE)
         )
-    module = _import(module_name, path)
+    return named_class(path, Task, "task")
+
+
+def named_class(path: str, base: type[Named], what: str) -> type[Named]:
+    """The subclass of ``base`` named by ``package.module:Class``. ``what`` it is, for messages. Raises TaskError."""
+    module_name, _, class_name = path.partition(":")
+    module = _import(module_name, f'{what} "{path}"')
     found: Any = module
     for part in class_name.split("."):
         if not hasattr(found, part):
-            tasks = [
+            known = [
                 name
                 for name, value in vars(module).items()
-                if isinstance(value, type) and issubclass(value, Task) and value is not Task
+                if isinstance(value, type) and issubclass(value, base) and value is not base
             ]
             raise TaskError(
-                f'task "{path}": module {module_name} ({module.__file__}) has no {class_name}; '
-                + (f"its tasks: {', '.join(tasks)}" if tasks else "it defines no subclass of dsframe.Task")
+                f'{what} "{path}": module {module_name} ({module.__file__}) has no {class_name}; '
+                + (
+                    f"its {what}s: {', '.join(known)}"
+                    if known
+                    else f"it defines no subclass of dsframe.{base.__name__}"
+                )
                 + _close(class_name, [name for name in vars(module) if not name.startswith("_")])
             )
         found = getattr(found, part)
-    if not (isinstance(found, type) and issubclass(found, Task)):
-        kind = f"a class that does not derive from {Task.__name__}" if isinstance(found, type) else type(found).__name__
-        raise TaskError(f'task "{path}": {class_name} is {kind}; write "class {class_name}(dsframe.Task)"')
+    if not (isinstance(found, type) and issubclass(found, base)):
+        kind = f"a class that does not derive from {base.__name__}" if isinstance(found, type) else type(found).__name__
+        raise TaskError(f'{what} "{path}": {class_name} is {kind}; write "class {class_name}(dsframe.{base.__name__})"')
     return found
 
 
-def _import(name: str, path: str) -> ModuleType:
+def _import(name: str, who: str) -> ModuleType:
     here = str(Path.cwd())
     if here not in sys.path and "" not in sys.path:
         sys.path.insert(0, here)  # console scripts (horovodrun, dsframe) start without the working directory
@@ -84,9 +95,9 @@ def _import(name: str, path: str) -> ModuleType:
     except ModuleNotFoundError as error:
         missing = error.name or name
         if missing != name and not name.startswith(missing + "."):
-            raise TaskError(f'task "{path}": {name} imports {missing}, which is not installed') from error
+            raise TaskError(f"{who}: {name} imports {missing}, which is not installed") from error
         raise TaskError(
-            f'task "{path}": no module named {missing}{_close(missing.rpartition(".")[2], _neighbours(missing))}; '
+            f"{who}: no module named {missing}{_close(missing.rpartition('.')[2], _neighbours(missing))}; "
             f"searched {', '.join(entry or here for entry in sys.path)}"
         ) from error
     except DsframeError:
@@ -96,7 +107,7 @@ def _import(name: str, path: str) -> ModuleType:
         line = getattr(error, "lineno", None) or place.lineno
         file = getattr(error, "filename", None) or place.filename
         reason = f"{file}:{line}: {type(error).__name__}: {error}"
-        raise TaskError(f'task "{path}": importing {name} failed: {reason}') from error
+        raise TaskError(f"{who}: importing {name} failed: {reason}") from error
 
 
 def _neighbours(module: str) -> list[str]:

@@ -59,7 +59,7 @@ class CausalLanguageModelTask(Task):
 
     def model(self) -> nn.Module:
         weights = self.settings.model if isinstance(self.settings.model, str) and not self.settings.fresh else None
-        return _transformers.build("AutoModelForCausalLM", self.pretrained_config, weights)
+        return _transformers.build("AutoModelForCausalLM", self.pretrained_config, weights, self.trained_in)
 
     def example(self) -> tuple[Tensor, Tensor]:
         tokens = torch.empty(1, self.settings.context, dtype=torch.int64, device="meta")

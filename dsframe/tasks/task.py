@@ -23,7 +23,7 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from types import MappingProxyType
-from typing import Any, NoReturn, cast
+from typing import TYPE_CHECKING, Any, NoReturn, cast
 
 import torch
 from torch import Tensor, nn
@@ -35,6 +35,9 @@ from dsframe.data.source import Source
 from dsframe.errors import TaskError
 from dsframe.tasks.global_batch import all_rows
 from dsframe.tasks.layers import Layer, assemble
+
+if TYPE_CHECKING:
+    from dsframe.hooks import Hooks
 
 Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of queries, keys and values, ``[rows, time, heads, head size]`` each; the result has the shape of the queries."""
@@ -71,12 +74,18 @@ class Task:
 
     seed: int = 0
     """The run's seed, set before anything else is asked of the task."""
+    trained_in: torch.dtype = torch.float32
+    """Number format that the file asks for: weights that are read from files need not be wider. Set before :meth:`model`."""
     unit: str = "samples"
     """Unit of rates: ``samples``, ``tokens``, ..."""
     units_per_sample: int = 1
     """Number of units in one sample: the context length for a language model."""
     workers: int = 0
     """Processes that read a torch ``Dataset``. A ``Source`` in memory is read in place, whatever this says."""
+    collate: Any = None
+    """Makes a batch of a list of rows of a torch ``Dataset``: ``(inputs, targets)``, or a dict with ``labels``. A method
+    ``collate(self, rows)``, :class:`dsframe.data.Pad`, or a collator of transformers; it runs where the rows are read. None: rows
+    are pairs, or dicts with ``labels``, of one size. Numbers that it draws belong to the micro-batch, not to a sample."""
     batch_dependent: bool = False
     """True when a sample's output depends on the rest of its micro-batch. (BatchNorm in training is found without it.)
 
@@ -93,6 +102,10 @@ class Task:
     """The engine that trains the task, set when the model is built."""
     gathers_rows: bool = False
     """True when :meth:`all_rows` has been called."""
+    hooks: Sequence[Hooks] = ()
+    """Called beside those that the file names: objects of :class:`dsframe.Hooks`."""
+    terms: Mapping[str, Sum] = MappingProxyType({})
+    """What :meth:`loss` returned beside the loss, of this rank's micro-batches of the step so far."""
     hidden_size: int | None = None
     """Width of the model, from which the ``"auto"`` sizes of ``zero_optimization`` follow."""
 
@@ -102,13 +115,26 @@ class Task:
     Taken where the file gives none. A model that is cut must not ask a weight for the number of its heads or for its width:
     each rank has a share (``view(batch, time, -1, head_size)``)."""
 
+    @staticmethod
+    def from_module(
+        model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], train_data: Any, eval_data: Any = None
+    ) -> Task:
+        """A task of parts: ``dsframe.fit(dsframe.Task.from_module(Net, nn.CrossEntropyLoss(), data), "zero3.json")``.
+
+        ``model``: a class or function without arguments that makes the model, so that its weights come from the file's seed.
+        ``loss(outputs, targets)``: the mean over the samples. Raises TaskError for a module that is made already.
+        """
+        if isinstance(model, nn.Module):
+            raise TaskError(
+                f"from_module: {type(model).__name__} is made already, from other random numbers on each run; give what makes it: "
+                f"{type(model).__name__}, or lambda: {type(model).__name__}(...)"
+            )
+        return _OfParts(model, loss, train_data, eval_data)
+
     def model(self) -> nn.Module:
         """A new model, initialised from torch's global random generator, such that ``outputs = model(inputs)``.
 
         Inputs that are a dict reach it as ``model(**inputs)``, a tuple or list as ``model(*inputs)``.
-
-        Initialise each parameter inside the ``__init__`` of the module that owns it (``reset_parameters``): ZeRO-3
-        splits a module's parameters among the ranks as soon as its ``__init__`` returns.
 
         Training begins with ``model.train()``, and each evaluation ends with it. A part that is to stay as in evaluation, such as a
         frozen BatchNorm, overrides ``train()``.
@@ -154,8 +180,11 @@ class Task:
         """
         return None
 
-    def loss(self, outputs: Any, targets: Any) -> Tensor:
+    def loss(self, outputs: Any, targets: Any) -> Any:
         """A scalar to minimise: the mean over the samples of the batch, or with :attr:`loss_is` ``"sum"`` their sum.
+
+        To log more than it, such as its parts, return ``(loss, {"name": dsframe.Sum(total, count)})``: a log line has the mean of
+        each over the global batch, and an evaluation over all its samples.
 
         A step takes the mean of the losses of all micro-batches of all ranks, each of the same number of samples. Where a loss is a
         mean over something else that differs between micro-batches, such as the tokens that are no padding
@@ -194,12 +223,12 @@ class Task:
 
         Only rows that count arrive here (the padding at the end of the data is cut off), and at least one.
         """
-        loss = self.loss(outputs, targets)
+        loss, terms = loss_and_terms(self.loss(outputs, targets))
         items = torch.as_tensor(self.loss_weight(targets)).to(loss.device)
         if self.loss_is == "sum":
-            return {"loss": Sum(loss, items)}
+            return {**terms, "loss": Sum(loss, items)}
         total = torch.where(items > 0, loss * items, torch.zeros_like(loss))  # a mean over nothing is NaN
-        return {"loss": Sum(total, items)}
+        return {**terms, "loss": Sum(total, items)}
 
     def update_metric(self, metric: Any, outputs: Any, targets: Any) -> None:
         """Gives one of :attr:`metric_objects` a batch: ``metric.update(outputs, targets)``. Only rows that count arrive here."""
@@ -239,7 +268,8 @@ class Task:
         return ()
 
     def train_data(self) -> Source | Dataset[Any]:
-        """Training data: a :class:`dsframe.data.Source`, or a map-style torch ``Dataset`` of ``(input, target)``.
+        """Training data: a :class:`dsframe.data.Source`, or a map-style torch ``Dataset`` of ``(input, target)`` pairs or of dicts
+        with ``labels``, as the package ``datasets`` has them; with :attr:`collate` of any rows.
 
         Called on every rank at once: it may read files but must not write where another rank reads.
         """
@@ -256,6 +286,45 @@ class Task:
     def eval_data(self) -> Source | Dataset[Any] | None:
         """Held-out data of the same kind, or None: no evaluation."""
         return None
+
+    def predict_data(self) -> Source | Dataset[Any] | None:
+        """Data for ``dsframe predict``, of the same kind; by default :meth:`eval_data`. Targets may be anything, one each."""
+        return self.eval_data()
+
+    def predictions(self, outputs: Any, targets: Any) -> Mapping[str, Any]:
+        """Returns what ``dsframe predict`` writes of a batch: tensors or lists by name, a row for each sample.
+
+        By default the outputs: under ``output``, or by their own names where they are a mapping.
+        """
+        return outputs if isinstance(outputs, Mapping) else {"output": outputs}
+
+
+class _OfParts(Task):
+    """What :meth:`Task.from_module` was given."""
+
+    def __init__(
+        self, model: Callable[[], nn.Module], loss: Callable[[Any, Any], Any], train: Any, held_out: Any
+    ) -> None:
+        self._made_by, self._loss, self._train, self._held_out = model, loss, train, held_out
+
+    def model(self) -> nn.Module:
+        return self._made_by()
+
+    def loss(self, outputs: Any, targets: Any) -> Any:
+        return self._loss(outputs, targets)
+
+    def train_data(self) -> Any:
+        return self._train
+
+    def eval_data(self) -> Any:
+        return self._held_out
+
+
+def loss_and_terms(found: Any) -> tuple[Any, Mapping[str, Any]]:
+    """Returns the two parts of what a task's loss gave: the loss, and what else is to be logged."""
+    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping):
+        return found
+    return found, {}
 
 
 def sums(found: Any, whose: str) -> Mapping[str, Sum]:

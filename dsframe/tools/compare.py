@@ -11,7 +11,7 @@ from typing import Any
 
 from dsframe.config import find, load
 from dsframe.run_dir.record import read_metrics, read_summary
-from dsframe.text import columns
+from dsframe.text import columns, printable
 from dsframe.tools import subprocess_runs
 from dsframe.tools.report import page, runs
 
@@ -66,10 +66,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     else:
         groups = _train(options)
         target = target or options.out / "report.html"
-    print(table(groups))
+    with runs.understood():
+        print(table(groups))
     if target:
-        found = [runs.read_run(first, name, repeats) for name, (first, *repeats) in groups.items()]
-        target.write_text(page.page(found), encoding="utf-8")
+        with runs.understood():
+            found = [runs.read_run(first, name, repeats) for name, (first, *repeats) in groups.items()]
+            text = page.page(found).encode("utf-8", errors="replace")
+        target.write_bytes(text)
         print(f"\n{target}")
     return 0
 
@@ -150,6 +153,7 @@ def table(groups: Mapping[str, Sequence[Path]]) -> str:
     ):
         if any(one[key] is not None for one in network):
             rows.append([label, *(_figure(one[key], form) for one in network)])
+    rows = [[printable(cell) for cell in row] for row in rows]
     head, *lines = columns(rows, left=len(rows[0]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
     return "\n".join([head, "  ".join("-" * width for width in widths), *lines])

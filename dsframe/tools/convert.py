@@ -130,7 +130,7 @@ def _about(config: Config, task: Task, found: Found) -> dict[str, Any]:
     from dsframe.model import optimizers
 
     settings = config.settings
-    samples, batch = len(as_source(task.train_data(), settings.seed)), config.batch(found.ranks)
+    samples, batch = len(as_source(task.train_data(), settings.seed, task.collate)), config.batch(found.ranks)
     sampler = Sampler(samples, batch.train_batch_size, settings.seed, drop_last=config.deepspeed.dataloader_drop_last)
     steps = settings.steps or sampler.total_steps(settings.epochs or 1)
     facts = Facts(found.ranks, steps, sampler.epoch_steps, task.hidden_size)

@@ -106,7 +106,7 @@ def main(folder: str, cases: list[str]) -> None:
         for case in cases:
             told = (
                 ways[:1] if case == "deepspeed:3" else ways
-            )  # where ranks of ZeRO-3 call different layers, they wait for ever
+            )  # where ranks of ZeRO-3 call different layers, they are told so
             found = {f"{way}, accumulation {n}": train(case, way, n) for way in told for n in (1, 2)}
             if world.here().is_main:
                 Path(folder, f"{case}.json").write_text(json.dumps(found))

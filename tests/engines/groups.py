@@ -1,4 +1,4 @@
-"""What test_groups.py runs on both ranks: parameter groups beside one process with the same.
+"""What test_groups.py runs on both ranks: parameter groups and averages beside one process with the same.
 
     torchrun --nproc-per-node=2 -m tests.engines.groups REPORT.json CASE...
 
@@ -20,6 +20,7 @@ from tests.engines.several import one_process_group
 from tests.engines.tensor import BF16, CUT, STAGES, TASKS, measure, zero
 
 GROUPS: dict[str, Any] = {
+    "ema": {"decay": 0.9},
     "no_decay": "norms-and-biases",
     "parameter_groups": [
         {"match": ["5.weight"], "lr_scale": 3.0},  # the output layer: the tokens' embedding by its further name

@@ -10,7 +10,9 @@ from __future__ import annotations
 import json
 import os
 import sys
+from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 
 from dsframe import engines, tasks
 from dsframe.cluster import world as worlds
@@ -19,12 +21,12 @@ from dsframe.model import optimizers, schedules
 from dsframe.run import settle_threads
 
 
-def main(path: str) -> None:
+def build(path: str) -> tuple[Any, Callable[[int, int], list[float]]]:
+    """The engine of a configuration, and what trains from one step to another and returns the losses."""
     world, config = worlds.here(), load(Path(path))
     settle_threads(world, 1)
     import torch
 
-    from dsframe.checkpoint.state import Snapshot
     from dsframe.cluster.process_group import device_of
     from dsframe.data import Loader
     from dsframe.engine import Plan
@@ -55,6 +57,16 @@ def main(path: str) -> None:
             losses.append(float(engine.sum_over_ranks(result.loss.reshape(1).double())) / world.size)
         return losses
 
+    return engine, steps
+
+
+def main(path: str) -> None:
+    engine, steps = build(path)
+    import torch
+
+    from dsframe.checkpoint.state import Snapshot
+
+    plan, world = engine.plan, engine.plan.world
     fresh = Snapshot(engine.state())
     first = steps(0, 5)
     generator = torch.get_rng_state()

@@ -19,6 +19,7 @@ from dsframe.cluster.process_group import device_of
 from dsframe.config import Facts, load
 from dsframe.data import Loader
 from dsframe.engine import Engine, Plan
+from dsframe.engines import precision
 from dsframe.model import optimizers, schedules
 
 _open = process_group.open_process_group
@@ -43,6 +44,7 @@ def prepare(file: dict[str, Any], name: str) -> tuple[Callable[[], Engine], Load
     replicas = engines.TABLE[name].replicas
     config = config.resolve(Facts(here.size, total_steps=10, replicas=replicas))
     task, optimizer = tasks.build(config.settings.task, config.settings.seed), optimizers.read(config)
+    task.trained_in = precision.parameter_dtype(config)
     batch, device = config.batch(here.size, replicas=replicas), device_of(here)
     loader = Loader(
         task.train_data(),

@@ -28,6 +28,7 @@ from dsframe.engines.deepspeed.imports import groups
 from dsframe.engines.deepspeed.partition import Kept, Parts
 from dsframe.errors import EngineError
 from dsframe.model import optimizers, schedules
+from dsframe.model.ema import KEY
 from dsframe.train import leave_at_once
 from tests.engines.several import one_process_group
 
@@ -119,8 +120,11 @@ def build(
 def steps(made: tuple[Engine, Loader], first: int, last: int) -> Iterator[tuple[float, float | None]]:
     """The global batch's loss and gradient norm at each step."""
     engine, loader = made
+    average = engine.plan.config.settings.ema
     for step in range(first, last):
         result = engine.train_step(loader.micro_batches(step))
+        if average:
+            engine.average(average.decay)
         norm = None if result.gradient_norm is None else float(result.gradient_norm)
         yield float(engine.sum_over_ranks(result.loss.reshape(1).double())) / engine.plan.world.size, norm
 
@@ -149,6 +153,21 @@ def apart(left: Snapshot, right: Snapshot) -> float:
     return largest
 
 
+def averaged(made: tuple[Engine, Loader]) -> tuple[bool, float]:
+    """Whether the model has its averages inside, and its weights again afterwards; and the loss of the averages."""
+    engine = made[0]
+    before = Snapshot(engine.state())
+    with engine.averaged():
+        loss, inside = evaluated(made), Snapshot(engine.state())
+    after = Snapshot(engine.state())
+    right = apart(before, after) == 0.0
+    for name in before.shapes:
+        was, held = before.parameter(name), inside.parameter(name)
+        if KEY in was.moments:
+            right &= torch.equal(held.weight, was.moments[KEY]) and torch.equal(held.moments[KEY], was.weight)
+    return right, loss
+
+
 def measure(kind: str, engine: str, changes: dict[str, Any]) -> dict[str, Any]:
     alone, cut = build(kind, changes, "single"), build(kind, changes, engine)
     report: dict[str, Any] = {"description": cut[0].description}
@@ -157,6 +176,8 @@ def measure(kind: str, engine: str, changes: dict[str, Any]) -> dict[str, Any]:
     kept_alone, kept_cut = Snapshot(alone[0].state()), Snapshot(cut[0].state())
     report["state"] = apart(kept_cut, kept_alone)
     report["evaluated"] = [evaluated(alone), evaluated(cut)]
+    if cut[0].plan.config.settings.ema:
+        report["averaged"] = [averaged(alone), averaged(cut)]
     on_alone, on_cut = list(steps(alone, 6, 9)), list(steps(cut, 6, 9))
     report["on"] = on_alone
     cut[0].load_state(kept_alone)

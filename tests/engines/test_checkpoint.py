@@ -149,6 +149,8 @@ PAIRS = [
     ("zero2@2", "pipeline@2"),
     ("pipeline@2", "ddp@2"),
     ("ddp@2", "zero3@1"),
+    ("zero3+sharded@2", "fsdp@3"),
+    ("fsdp+sharded@2", "zero3@1"),
 ]
 """Every setup saves once or goes on once, most both; ``make portability`` tries all pairs."""
 LONG_PAIRS = [("zero3@1", "ddp@2"), ("pipeline@2", "single@1")]
@@ -169,7 +171,10 @@ def test_any_engine_goes_on_where_any_other_stopped(pair: str, runs: Path) -> No
 
 
 @pytest.mark.parametrize(
-    "setup", also_long(["zero3@2", "horovod@2", "fsdp@2", "single@1", "ddp@3"], ["single@1", "ddp@3"])
+    "setup",
+    also_long(
+        ["zero3@2", "zero3+sharded@2", "horovod@2", "fsdp@2", "single@1", "ddp@3"], ["zero3@2", "single@1", "ddp@3"]
+    ),
 )
 def test_the_same_engine_goes_on_to_the_last_bit(setup: str, runs: Path) -> None:
     assert portability.difference(setup, setup, runs) == 0.0
@@ -277,10 +282,15 @@ def test_damage_is_named_set_aside_and_the_one_before_used(tmp_path: Path) -> No
     assert portability.losses(run_dir) == whole
     # One of another version is whole: neither used nor set aside.
     newest = checkpoints.path(25)
-    (newest / store.MANIFEST).write_bytes(store.dump({**store.read_manifest(newest), "format": store.FORMAT + 1}))
+    (newest / store.MANIFEST).write_bytes(
+        store.dump({**store.read_manifest(newest), "format": store.SHARDED_FORMAT + 1})
+    )
     refused = portability.train(setup, run_dir, "--resume", "auto")
     assert refused.returncode != 0
-    assert f"{newest} has format {store.FORMAT + 1}, this dsframe reads {store.FORMAT}" in refused.stderr
+    assert (
+        f"{newest} has format {store.SHARDED_FORMAT + 1}, this dsframe reads {store.FORMAT} and {store.SHARDED_FORMAT}"
+        in refused.stderr
+    )
     assert newest.is_dir()
 
 

@@ -41,6 +41,7 @@ test_footprint.py, test_predictions.py, test_launchers.py, test_equivalence.py. 
 have no form that takes less than minutes.
 """
 ELSEWHERE = {
+    "tests.attack": "tests/faults/test_attack.py",
     "tests.portability": "below",
     "benchmarks.sharded_memory": "tests/engines/test_sharded_memory.py",
     "dsframe.data.fetch": "tests/unit/test_data_files.py",

@@ -1,4 +1,5 @@
-"""Parameter groups are the same on every engine: losses, norms, every parameter's state, and the way to and from one process.
+"""Parameter groups and averages of weights are the same on every engine: losses, norms, states, and the way
+to and from one process.
 
 Beside torch's own groups: tests/engines/test_ports.py.
 """
@@ -33,6 +34,11 @@ def test_groups_are_those_of_one_process(case: str, reports: dict[str, dict[str,
     assert report["alone"][-1][0] < 0.9 * report["alone"][0][0], "it has learned something"
     assert report["state"] < noise["state"]
     assert report["read_back"] == 0.0
+    (whole, alone), (right, loss) = report["averaged"]
+    assert whole
+    assert right, "inside the averages are the weights, and afterwards everything is as it was"
+    assert abs(loss - alone) < noise["loss"]
+    assert abs(loss - report["evaluated"][1]) > 1e-3, "the averages are not the weights"
     assert distance(report["on"], report["on from the single"], 0) < noise["loss"]
     assert distance(report["on"], report["single on from it"], 0) < noise["loss"]
     assert report["again"], "its own state, put back, goes on to the last bit"

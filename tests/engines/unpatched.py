@@ -191,6 +191,35 @@ def order() -> None:
     assert reduced(patches.reduce_in_order) == [7, 6, 5, 4, 3, 2, 1, 0]
 
 
+def unused() -> None:
+    import torch
+
+    from dsframe.engines.deepspeed import patches
+
+    class Shorter(torch.nn.Module):
+        """In its second pass it leaves out its last layer."""
+
+        def __init__(self) -> None:
+            super().__init__()
+            self.layers, self.passes = linear_model(), 0
+
+        def forward(self, inputs: Any) -> Any:
+            self.passes += 1
+            return self.layers[: 5 - self.passes](inputs)
+
+    def moved(patch: Callable[[Any], None]) -> float:
+        engine = started(Shorter(), {"stage": 3})
+        patch(engine)
+        step(engine)
+        last = engine.module.layers[3].weight
+        before = last.ds_tensor.clone()
+        step(engine)
+        return float((last.ds_tensor - before).abs().sum())
+
+    assert moved(lambda engine: None) > 0, NOT_NEEDED
+    assert moved(patches.zero_unused) == 0
+
+
 def hidden_step() -> None:
     from dsframe.engines.deepspeed import patches
 
@@ -407,7 +436,7 @@ def groups() -> None:
 EARLY = (mlflow, muon, shm_comm)
 """Before anything else is imported, in this order."""
 LATER = (
-    torch_warnings, norm, loss_scale, nonfinite, order, hidden_step, linear, nvtx, gathers, evaluation, pipeline_bounds,
+    torch_warnings, norm, loss_scale, nonfinite, order, unused, hidden_step, linear, nvtx, gathers, evaluation, pipeline_bounds,
     pipeline_ties, pipeline_recompute, pipeline_clipping, pipeline_evaluation, stage_splits, groups,
 )  # fmt: skip
 """``groups`` last: it ends the process group."""

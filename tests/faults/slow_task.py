@@ -45,3 +45,14 @@ class ReadingTask(SlowTask):
 
     def train_data(self) -> Dataset[tuple[Tensor, ...]]:
         return Subset(super().train_data(), range(512))
+
+
+class GrowingTask(SlowTask):
+    """Keeps 16 MiB more in each step."""
+
+    def __init__(self) -> None:
+        self.kept: list[Tensor] = []
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        self.kept.append(torch.ones(1 << 22))
+        return super().loss(outputs, targets)

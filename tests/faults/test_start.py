@@ -134,6 +134,14 @@ def test_ranks_with_other_data_are_named(tmp_path: Path, how: str, engine: str) 
     assert finished.returncode == 6
 
 
+def test_ranks_with_other_evaluation_data_are_named(tmp_path: Path) -> None:
+    said = refused(differing(tmp_path, "evaluation sample", "ddp"), "data")
+    assert (
+        "the evaluation data differ between ranks: sample 63, counted from 0, is another one on rank 1 than on rank 0"
+        in said
+    )
+
+
 def test_samples_from_a_set_are_other_data(tmp_path: Path) -> None:
     refused(differing(tmp_path, "samples from a set", "ddp", starts=True), "data")
 

@@ -63,7 +63,11 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("the best by a metric", kept(5, every_steps=10, keep_best="bits_per_byte:min"), []),
     ("the best by no metric", kept(every_steps=10, keep_best="perplexity:min"), ["E conflict dsframe.checkpoints.keep_best"]),
     ("the best of those that are not evaluated", kept(4, every_steps=10, keep_best="loss:min"), ["W no-effect dsframe.checkpoints.keep_best"]),
+    ("an end by no metric", ours(task={"name": "language"}, stop={"metric": "perplexity:min"}), ["E conflict dsframe.stop.metric"]),
+    ("hooks of a user", ours(hooks=["mine:Hooks"]), []),
     ("kept of one", kept(keep_best="loss:min", keep_every=7), ["W no-effect dsframe.checkpoints.keep_best", "W no-effect dsframe.checkpoints.keep_every"]),
+    ("shards of nothing", kept(every_steps=10, form="sharded"), ["W no-effect dsframe.checkpoints.form"]),
+    ("shards of ZeRO-1", {**kept(every_steps=10, form="sharded"), **zero(1)}, []),
     # ZeRO and offload
     ("stage 3 keys at stage 3", zero(3, stage3_max_live_parameters=5, sub_group_size=7), []),
     ("hpz below stage 3", zero(2, zero_hpz_partition_size=2), ["W no-effect zero_optimization.zero_hpz_partition_size"]),

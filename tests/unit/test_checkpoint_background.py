@@ -32,7 +32,7 @@ class Training:
         self.plan, self.sum_over_ranks = ranks.plan, ranks.sum_over_ranks
         self.plan.world.is_main = self.plan.world.rank == 0
         self.plan.schedule = lambda updates: SimpleNamespace(learning_rate=0.1)
-        self.plan.plateau = None
+        self.plan.followers = {}
         self.weights = {name: torch.zeros(size) for name, size in SIZES.items()}
         self.moment = torch.zeros(())
         self.step = 0

@@ -29,6 +29,7 @@ from dsframe.checkpoint.state import (
     ParameterState,
     aliases,
     compare,
+    narrowed,
     persistent_buffers,
     split,
 )
@@ -390,7 +391,7 @@ def test_state_about_a_weight_without_dimensions_is_tensors_on_every_engine(tmp_
         for key in ("exp_avg", "exp_avg_sq"):
             assert sharing.state[flat][key].tolist() == pytest.approx([float(saved["scale"].moments[key])] * 4)
 
-    fill(SimpleNamespace(parameter=saved.__getitem__))
+    fill(SimpleNamespace(part=lambda name, *span: narrowed(saved[name], *span)))
     folder = Store(tmp_path)
     writer, _ = portable.write_state(EngineState(2, None, {}, {}, saved.values()), folder.begin(2), 0, 1, None)
     entry = writer.parameters["scale"]

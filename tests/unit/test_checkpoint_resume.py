@@ -31,7 +31,7 @@ class Resuming(Training):
     def __init__(self, ranks: Any, buffers: dict[str, Tensor], **checkpoints: Any) -> None:
         super().__init__(ranks)
         kept = SimpleNamespace(**{"every_steps": None, "at_end": True, **checkpoints})
-        self.plan.config = SimpleNamespace(settings=SimpleNamespace(checkpoints=kept))
+        self.plan.config = SimpleNamespace(settings=SimpleNamespace(checkpoints=kept, ema=None))
         self.plan.batch = SimpleNamespace(sharing=1)
         self.buffers = buffers
 

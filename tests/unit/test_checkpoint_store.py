@@ -89,7 +89,9 @@ def test_a_manifest_cannot_point_outside(folder: Store) -> None:
 def test_another_format_says_who_wrote_it(folder: Store) -> None:
     folder.begin(1)
     path = folder.commit(1, {**manifest({}), "format": 99, "versions": {"dsframe": "7.5"}})
-    with pytest.raises(CheckpointError, match=r"has format 99, this dsframe reads 2; it was written by dsframe 7\.5"):
+    with pytest.raises(
+        CheckpointError, match=r"has format 99, this dsframe reads 2 and 3; it was written by dsframe 7\.5"
+    ):
         store.read_manifest(path)
 
 

@@ -138,7 +138,9 @@ def test_an_iterable_data_set_is_refused() -> None:
 
 @pytest.mark.parametrize("workers", [0, 1])
 def test_samples_that_are_not_pairs_are_refused(workers: int) -> None:
-    with pytest.raises(DataError, match=r"must give \(input, target\) pairs; got Tensor"):
+    with pytest.raises(
+        DataError, match=r"^a data set must give \(input, target\) pairs, or dicts with labels; got Tensor for row \d"
+    ):
         next(Loader(list(torch.zeros(4, 2)), seed=0, micro_batch_size=2, workers=workers).stream())
 
 

@@ -8,13 +8,17 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from dsframe.checkpoint import export, store
+from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.store import MANIFEST, dump, read_manifest, verify
 from dsframe.cli import main
-from dsframe.errors import CheckpointError
+from dsframe.errors import CheckpointError, DsframeError
+from dsframe.tools import compare
+from dsframe.tools.report import runs
 from tests.unit.test_checkpoint_portable import write
 
 
@@ -107,7 +111,7 @@ JSON = st.recursive(
 )
 
 
-@settings(max_examples=300, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
 @given(
     key=st.sampled_from(
         ["step", "updates", "parameters", "aliases", "files", "loss_scale", "run", "evaluation", "format"]
@@ -125,3 +129,65 @@ def test_any_value_is_read_or_refused(key: str, value: Any, checkpoint: Path) ->
             assert "\n" not in str(error)  # noqa: PT017
     finally:
         (checkpoint / MANIFEST).write_bytes(whole)
+
+
+def tampered(content: bytes, edits: list[tuple[int, bytes]]) -> bytes:
+    for place, piece in edits:
+        at = place % len(content)
+        content = content[:at] + piece + content[at + len(piece) :]
+    return content
+
+
+@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(edits=st.lists(st.tuples(st.integers(0, 400), st.binary(min_size=1, max_size=6)), min_size=1, max_size=3))
+def test_any_header_is_read_or_refused(edits: list[tuple[int, bytes]], checkpoint: Path) -> None:
+    """Of a part file whose checksum is forged to fit, so that it is the header that has to be looked at."""
+    manifest = read_manifest(checkpoint)
+    file = checkpoint / next(one["file"] for one in manifest["parameters"].values())
+    whole, before = file.read_bytes(), (checkpoint / MANIFEST).read_bytes()
+    try:
+        file.write_bytes(tampered(whole, edits))
+        entry = {"bytes": file.stat().st_size, "xxh3_128": store.checksum(file)}
+        (checkpoint / MANIFEST).write_bytes(dump({**manifest, "files": {**manifest["files"], file.name: entry}}))
+        found = Checkpoint(checkpoint)
+        try:
+            for name, shape in found.shapes.items():
+                assert found.parameter(name).weight.shape == torch.Size(shape)
+        except CheckpointError as error:
+            assert "\n" not in str(error)  # noqa: PT017
+        finally:
+            found.close()
+    finally:
+        file.write_bytes(whole)
+        (checkpoint / MANIFEST).write_bytes(before)
+
+
+RUN_FILES = ("run.json", "config.json", "metrics.jsonl", "summary.json")
+
+
+@settings(max_examples=2000, deadline=None, suppress_health_check=[HealthCheck.function_scoped_fixture])
+@given(name=st.sampled_from(RUN_FILES), content=JSON, cut=st.integers(0, 40))
+def test_any_run_directory_is_read_or_refused(name: str, content: Any, cut: int, tmp_path: Path) -> None:
+    step = {"step": 1, "loss": 2.0, "learning_rate": 0.1, "rate": 3.0, "epoch": 0.5, "memory_bytes": 1}
+    summary = {
+        "steps": 1,
+        "seconds": 1.0,
+        "rate": 3.0,
+        "unit": "samples",
+        "units_per_step": 4,
+        "metrics": {},
+        "loss": 2.0,
+    }
+    usual = {"run.json": {}, "config.json": {}, "metrics.jsonl": step, "summary.json": summary}
+    for file in RUN_FILES:
+        value = usual[file] if file != name else {**usual[file], **content} if isinstance(content, dict) else content
+        text = json.dumps(value) + "\n"
+        (tmp_path / file).write_text(text[: max(1, len(text) - cut)] if file == name and cut < 20 else text)
+    try:
+        with runs.understood():
+            run = runs._read(tmp_path)
+            for _ in (run.curve("loss"), run.step_seconds(), run.first_step_after(), run.collectives()):
+                pass
+            compare.losses(tmp_path)
+    except DsframeError as error:
+        assert "\n" not in str(error)  # noqa: PT017

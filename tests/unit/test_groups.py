@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -242,7 +243,7 @@ def cut(*wanted: Mapping[str, Any], **more: Any) -> Cut:
     task.layers = lambda: LAYERS  # type: ignore[method-assign]
     settings = {"parameter_groups": list(wanted), **more}
     config = load({**FILE, "pipeline": {"stages": 2}, "dsframe": settings})
-    plan = SimpleNamespace(config=config, task=task, seed=0, device=torch.device("cpu"))
+    plan = SimpleNamespace(config=config, task=task, seed=0, device=torch.device("cpu"), directory=Path())
     return Cut(cast(Plan, plan))
 
 

@@ -29,6 +29,11 @@ ADAM = {
     "params": {"lr": 0.01, "weight_decay": 0.0, "fused": True, "adam_w_mode": True, "torch_adam": True},
 }
 BATCH = {"train_batch_size": 16, "train_micro_batch_size_per_gpu": 4, "gradient_accumulation_steps": 2}
+FETCHED = {
+    "stage3_prefetch_bucket_size": 1 << 22,
+    "stage3_max_live_parameters": 1 << 23,
+    "stage3_max_reuse_distance": 0,
+}
 KEPT = {"stage3_param_persistence_threshold": 1 << 23, "stage3_model_persistence_threshold": 1 << 23}
 SPLIT = {"autotp_size": 2, "vocab_parallel_lm_head": False}
 NVME = {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/somewhere"}}
@@ -74,12 +79,31 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "a large model's gradients are reduced in parts": (
         {"zero_optimization": {"stage": 3}},
         {"elements": 1 << 26},
-        {**BATCH, "zero_optimization": {"stage": 3, "contiguous_gradients": False, "reduce_bucket_size": 1 << 22}},
+        {
+            **BATCH,
+            "zero_optimization": {"stage": 3, "contiguous_gradients": False, "reduce_bucket_size": 1 << 22, **FETCHED},
+        },
+    ),
+    "and its weights gathered in turn, where the file does not say how": (
+        {"zero_optimization": {"stage": 3, "stage3_max_live_parameters": 10**9}},
+        {"elements": 1 << 26},
+        {
+            **BATCH,
+            "zero_optimization": {
+                "stage": 3,
+                "contiguous_gradients": False,
+                "reduce_bucket_size": 1 << 22,
+                "stage3_max_live_parameters": 10**9,
+            },
+        },
     ),
     "but not where the file says how": (
         {"zero_optimization": {"stage": 3, "reduce_bucket_size": 10**9}},
         {"elements": 1 << 26},
-        {**BATCH, "zero_optimization": {"stage": 3, "contiguous_gradients": False, "reduce_bucket_size": 10**9}},
+        {
+            **BATCH,
+            "zero_optimization": {"stage": 3, "contiguous_gradients": False, "reduce_bucket_size": 10**9, **FETCHED},
+        },
     ),
     "nor at other stages": (
         {"zero_optimization": {"stage": 2}},

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from functools import partial
+from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -36,7 +37,9 @@ class Given(Task):
 
 def cut(task: Task, **pipeline: Any) -> Cut:
     config = load({"train_batch_size": 8, "pipeline": {"stages": 2, **pipeline}})
-    return Cut(cast(Plan, SimpleNamespace(config=config, task=task, seed=0, device=torch.device("cpu"))))
+    return Cut(
+        cast(Plan, SimpleNamespace(config=config, task=task, seed=0, device=torch.device("cpu"), directory=Path()))
+    )
 
 
 class Own(nn.Sequential):

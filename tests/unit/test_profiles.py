@@ -191,7 +191,7 @@ def test_what_watched_a_run_is_kept_where_a_signal_stops_it(
     world = SimpleNamespace(rank=0, size=1, is_main=True)
     task = Task()
     plan: Any = SimpleNamespace(
-        config=load(file), device=CPU, batch=batch, world=world, task=task, directory=tmp_path, plateau=None
+        config=load(file), device=CPU, batch=batch, world=world, task=task, directory=tmp_path, followers={}, stop=None
     )
     engine = MagicMock(plan=plan)
     engine.train_step.return_value = StepResult(torch.tensor(1.0), 0.1, None, False)

@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 
 from dsframe.cli import COMMANDS
-from tests.processes import REPOSITORY, run_ranks, torchrun
+from tests.processes import REPOSITORY, python, run_ranks, torchrun
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 PAGES = [*sorted(REPOSITORY.glob("*.md")), *sorted(REPOSITORY.glob("docs/*.md"))]
@@ -28,6 +28,17 @@ def test_the_example_has_twelve_lines_and_trains(tmp_path: Path) -> None:
     assert "randn(60_000, " in code[1]  # as many as Fashion-MNIST, for which the file's schedule is made
     command = torchrun(2, ["circles.py", "--config", "zero3.json", "--run-dir", "run", "--set", "dsframe.steps=160"])
     assert "160 steps in" in run_ranks(command, cwd=tmp_path, timeout_seconds=150).check().stderr
+
+
+def test_the_example_of_hooks_runs(tmp_path: Path) -> None:
+    code = re.search(
+        r"```python\n(.*?)```", (REPOSITORY / "docs" / "watching.md").read_text(encoding="utf-8"), re.DOTALL
+    )
+    assert code
+    (tmp_path / "line.py").write_text(code[1])
+    output = run_ranks(python(["line.py"]), cwd=tmp_path, timeout_seconds=150).check().output
+    assert "step 10 of 200: " in output
+    assert "loss is not better in 2 evaluation(s); the best was " in output
 
 
 def test_every_command_is_named() -> None:
@@ -59,6 +70,14 @@ def test_the_first_page_is_short_and_leads_to_all_others() -> None:
     assert len(README.splitlines()) <= 150
     for page in (REPOSITORY / "docs").glob("*.md"):
         assert f"(docs/{page.name})" in README, page.name
+
+
+def test_the_walk_names_what_there_is() -> None:
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text(encoding="utf-8")
+    steps = re.findall(r"^\d+\. `([\w/]+\.py)`, `(?:\w+\.)?(\w+)`", text, re.MULTILINE)
+    assert len(steps) == 9
+    for file, name in steps:
+        assert re.search(rf"^ *def {name}\(", (REPOSITORY / "dsframe" / file).read_text(), re.MULTILINE), name
 
 
 def test_nothing_is_left_to_fill_in() -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import copy
 import errno
 import os
+import re
 from collections.abc import Callable
 from pathlib import Path
 
@@ -132,7 +133,7 @@ def test_a_full_disk_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     monkeypatch.setattr(os, "posix_fallocate", full)
-    with pytest.raises(WorldError, match=r"no room to build the model: No space left on device, 4 MiB more.*TMPDIR"):
+    with pytest.raises(WorldError, match=r"no room for the model: No space left on device, 4 MiB more.*TMPDIR"):
         Spill(tmp_path, least_bytes=1).move(nn.Parameter(torch.ones(1 << 20)))
     assert list(tmp_path.iterdir()) == []
 
@@ -142,7 +143,26 @@ def test_memory_is_no_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> N
     assert is_disk(tmp_path / "not" / "there" / "yet") == is_disk(tmp_path)
     monkeypatch.setattr(spill, "is_disk", lambda folder: folder == tmp_path)
     found = spill.on_disk(tmp_path)
-    assert found is not None
-    assert found._folder == tmp_path
+    assert found.folder == tmp_path
+    assert f"in files of {tmp_path}" in found.description
     monkeypatch.setattr(spill, "is_disk", lambda folder: False)
-    assert spill.on_disk(tmp_path) is None
+    found = spill.on_disk(tmp_path)
+    assert found.folder is None
+    assert re.search("in memory, whole on each rank: .* are not on a disk; set TMPDIR", found.description)
+    parameter = nn.Parameter(torch.ones(1 << 20))
+    found.move(parameter, torch.bfloat16)
+    assert parameter.dtype == torch.bfloat16
+
+
+def test_what_is_fetched_lies_in_memory(tmp_path: Path) -> None:
+    """Else training would write each update into the file."""
+    files = Spill(tmp_path, least_bytes=1)
+    parameter = nn.Parameter(torch.ones(64, 64))
+    files.move(parameter)
+    mapped = parameter.data
+    files.fetch(parameter)
+    parameter.data += 1
+    assert bool((mapped == 1).all())
+    files.fetch(parameter, torch.bfloat16)
+    assert parameter.dtype == torch.bfloat16
+    assert bool((parameter.detach() == 2).all())

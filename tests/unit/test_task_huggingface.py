@@ -224,7 +224,10 @@ def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=r"has no config.json; name the folder that save_pretrained wrote"):
         language(model=str(tmp_path))
     (tmp_path / "config.json").write_text(json.dumps(LLAMA))
-    with pytest.raises(TaskError, match=r'"fresh": true takes the configuration alone'):
+    with pytest.raises(TaskError, match=r'no .safetensors file; "fresh": true takes the configuration alone'):
+        language(model=str(tmp_path), context=8).model()
+    (tmp_path / "pytorch_model.bin").write_bytes(b"never unpickled")
+    with pytest.raises(TaskError, match=r"pytorch_model.bin is pickled, a format that can contain code; .* convert it"):
         language(model=str(tmp_path), context=8).model()
     with pytest.raises(TaskError, match=r"has no tokenizer.json; without a tokenizer a token is a byte"):
         language(tokenizer=str(tmp_path))
@@ -233,6 +236,48 @@ def test_folders_that_hold_no_model_are_refused(tmp_path: Path) -> None:
     (folder / "config.json").write_text(json.dumps({**LLAMA, "vocab_size": 256, "num_hidden_layers": 3}))
     with pytest.raises(TaskError, match=r"has no weights, or of another shape, for model.layers.2"):
         language(model=str(folder)).model()
+
+
+def test_folders_with_damaged_weights_are_refused(tmp_path: Path) -> None:
+    """Of several files, one is cut off, one is missing; a tensor has another shape; the weights are another architecture's."""
+    whole = tmp_path / "whole"
+    made(language(), 5).save_pretrained(whole, max_shard_size="20KB")
+    files = sorted(whole.glob("*.safetensors"))
+    assert len(files) > 2
+    for what, harm in {
+        "truncated or damaged: copy it again": lambda file: file.write_bytes(file.read_bytes()[:-10]),
+        "model-00002": lambda file: file.unlink(),
+    }.items():
+        folder = tmp_path / what[:9]
+        shutil.copytree(whole, folder)
+        harm(folder / files[1].name)
+        with pytest.raises(TaskError, match=what):
+            language(model=str(folder)).model()
+    config = json.loads((whole / "config.json").read_text())
+    for name, other in {
+        "wider": {"intermediate_size": 64},
+        "gpt2": {"model_type": "gpt2", "architectures": ["GPT2LMHeadModel"], "n_embd": 32, "n_layer": 2, "n_head": 4},
+    }.items():
+        shutil.copytree(whole, tmp_path / name)
+        (tmp_path / name / "config.json").write_text(json.dumps(config | other))
+        with pytest.raises(TaskError, match=r"has no weights, or of another shape, for"):
+            language(model=str(tmp_path / name)).model()
+
+
+def test_a_folders_weights_keep_their_16_bits(tmp_path: Path) -> None:
+    """Where the training has the same; else fp32 as ever, also where one tensor is wider."""
+    kept = made(language(), 5).to(torch.bfloat16)
+    kept.save_pretrained(tmp_path, max_shard_size="20KB")
+    task = language(model=str(tmp_path))
+    assert {parameter.dtype for parameter in made(task).parameters()} == {torch.float32}
+    task.trained_in = torch.bfloat16
+    model = made(task)
+    assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
+    assert all(torch.equal(a, b) for a, b in zip(kept.parameters(), model.parameters(), strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(made(language()).buffers(), model.buffers(), strict=True))
+    kept.model.norm.float()
+    kept.save_pretrained(tmp_path, max_shard_size="20KB")
+    assert {parameter.dtype for parameter in made(task).parameters()} == {torch.float32}
 
 
 def test_images_that_do_not_fit_are_refused(tmp_path: Path) -> None:

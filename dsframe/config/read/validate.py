@@ -282,9 +282,8 @@ class _Converter:
             )
         elif expected.section is not None:
             del raw[key]
-            self.findings.error(
-                here, "null is not an object: DeepSpeed raises", "remove the key", code="type", at_value=True
-            )
+            why = "" if here[0] == "dsframe" else ": DeepSpeed raises"
+            self.findings.error(here, f"null is not an object{why}", "remove the key", code="type", at_value=True)
 
     def value(self, owner: type[Section], value: Any, expected: Shape, here: Path) -> Any:
         kinds = expected.kinds

@@ -1,4 +1,4 @@
-"""Rules about which of a run's own checkpoints stay."""
+"""Rules about which of a run's own checkpoints stay, and about the metrics that decide it or the run's end."""
 
 from __future__ import annotations
 
@@ -26,12 +26,17 @@ def check(context: RuleContext) -> None:
             context.no_effect(
                 (*base, key), "has no effect: only the last step is saved", "write how often to save: every_steps"
             )
+    zero = context.file.zero_optimization.stage
+    shards = "zero3" in context.entry.supports and (
+        zero or context.file.pipeline.stages > 1 or not context.by_deepspeed
+    )
+    if wanted.form == "sharded" and not shards:
+        why = "has no effect: every rank holds all parameters, so each is written whole, by one rank"
+        context.no_effect((*base, "form"), why)
+    _metric(context, (*base, "keep_best"), wanted.keep_best)
+    _metric(context, ("dsframe", "stop", "metric"), settings.stop.metric if settings.stop else None)
     if wanted.keep_best is None:
         return
-    metric, known = wanted.keep_best.partition(":")[0], METRICS.get(str(getattr(settings.task, "name", "")))
-    if known and metric not in known:
-        remedy = f"choose one of {', '.join(known)}"
-        context.conflict((*base, "keep_best"), f"the task's evaluation has no metric {metric}", remedy)
     saved, evaluated = wanted.every_steps, settings.eval_every_steps
     if isinstance(saved, Interval) and evaluated is None:
         evaluated = Interval(epochs=1)  # its default
@@ -44,6 +49,13 @@ def check(context: RuleContext) -> None:
                 f"make every_steps ({_show(saved)}) a multiple of eval_every_steps ({_show(evaluated)})",
                 code="no-effect",
             )
+
+
+def _metric(context: RuleContext, path: tuple[str, ...], wanted: str | None) -> None:
+    """Report a metric, such as ``loss:min``, that the task's evaluation does not have."""
+    metric, known = (wanted or "").partition(":")[0], METRICS.get(str(getattr(context.file.dsframe.task, "name", "")))
+    if wanted and known and metric not in known:
+        context.conflict(path, f"the task's evaluation has no metric {metric}", f"choose one of {', '.join(known)}")
 
 
 def _show(every: int | Interval) -> str:

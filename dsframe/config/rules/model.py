@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+from collections.abc import Mapping
 
 from dsframe.config.rules.context import RuleContext
 
@@ -27,6 +28,49 @@ def check(context: RuleContext) -> None:
     _accumulation(context)
     _large_batch(context)
     _random_numbers(context)
+    _average(context)
+    _batch_norm(context)
+
+
+def _exclude(context: RuleContext, path: tuple[str, ...], excluded: Mapping[str, bool]) -> None:
+    """Report what is on and excludes the key at ``path``."""
+    for what, on in excluded.items():
+        if on:
+            context.conflict(path, f"not possible with {what}", "remove one of them")
+
+
+def _batch_norm(context: RuleContext) -> None:
+    file, path = context.file, (*_MODEL, "sync_batch_norm")
+    if not file.dsframe.model.sync_batch_norm:
+        return
+    steps = file.gradient_accumulation_steps
+    excluded = {
+        "several micro-batches in a step, which have statistics of their own": isinstance(steps, int) and steps > 1,
+        "dsframe.model.activation_checkpointing: a block that is recomputed would count twice": bool(
+            file.dsframe.model.activation_checkpointing
+        ),
+        "dsframe.model.compile": bool(file.dsframe.model.compile),
+        "a pipeline, whose stages have other layers": context.by_deepspeed and file.pipeline.stages > 1,
+        "tensor parallelism": context.by_deepspeed and file.tensor_parallel.autotp_size > 1,
+        "sequence parallelism": context.by_deepspeed and (file.sequence_parallel_size or 1) > 1,
+    }
+    _exclude(context, path, excluded)
+
+
+def _average(context: RuleContext) -> None:
+    file = context.file
+    if file.dsframe.ema is None:
+        return
+    excluded = {
+        "LBFGS, whose state is not kept by parameter": file.optimizer is not None
+        and file.optimizer.type.lower() == "lbfgs",
+        "an optimizer on NVMe": context.by_deepspeed
+        and file.zero_optimization.stage == 3
+        and file.zero_optimization.optimizer_device == "nvme",
+        "ZenFlow, which updates parameters between steps": context.by_deepspeed
+        and file.zero_optimization.zenflow is not None,
+    }
+    _exclude(context, ("dsframe", "ema"), excluded)
 
 
 def _random_numbers(context: RuleContext) -> None:
@@ -42,9 +86,7 @@ def _random_numbers(context: RuleContext) -> None:
         "tensor parallelism, which splits what is drawn": context.by_deepspeed and file.tensor_parallel.autotp_size > 1,
         "sequence parallelism, which splits samples": context.by_deepspeed and (file.sequence_parallel_size or 1) > 1,
     }
-    for what, on in excluded.items():
-        if on:
-            context.conflict(path, f"not possible with {what}", "remove one of them")
+    _exclude(context, path, excluded)
 
 
 def _recomputation(context: RuleContext) -> None:

@@ -106,6 +106,8 @@ def _dsframe(context: RuleContext) -> None:
     task = settings.task
     name = getattr(task, "name", "")
     context.imports(("dsframe", "task", "name"), name)
+    for number, hook in enumerate(context.file.dsframe.hooks):
+        context.imports(("dsframe", "hooks", number), hook)
     heads, width = getattr(task, "heads", None), getattr(task, "width", None)
     if isinstance(heads, int) and isinstance(width, int) and width % heads:
         context.conflict(("dsframe", "task", "heads"), f"{heads} does not divide width {width}", "choose another")

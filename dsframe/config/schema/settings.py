@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from dsframe.config.schema.base import AUTO, Count, Every, Positive, Section, Size
 from dsframe.config.schema.settings_checkpoints import Checkpoints
-from dsframe.config.schema.settings_model import DeepSpeedEngine, LargeBatch, Model, ParameterGroup
+from dsframe.config.schema.settings_model import DeepSpeedEngine, Ema, LargeBatch, Model, ParameterGroup, Stop
 from dsframe.config.schema.settings_report import Mlflow, Profile
 from dsframe.engines.table import BUILT_IN, TABLE
 
@@ -297,6 +297,12 @@ class Settings(Section):
     """Folder of the run's results. Default: ``runs/NAME-ENGINE`` after the config file's name."""
     checkpoints: Checkpoints = Field(default_factory=Checkpoints.model_construct)
     """When the run saves its state, and what it keeps."""
+    hooks: list[Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]] = []
+    """Classes of your own that are called in the middle of the training, ``package.module:Class`` (``dsframe.Hooks``)."""
+    ema: Ema | None = None
+    """Keeps an average of the weights."""
+    stop: Stop | None = None
+    """Ends the training where an evaluation's metric no longer gets better."""
     threads_per_rank: Count | None = None
     """CPU threads of a rank. Default: OMP_NUM_THREADS, else the host's usable cores shared among its ranks."""
     on_nonfinite: Literal["stop", "skip"] = "stop"

@@ -1,10 +1,13 @@
 """The ``dsframe.checkpoints`` section."""
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 from pydantic import Field
 
 from dsframe.config.schema.base import Count, Every, Section
+
+METRIC = r"^[^:\s]+:(min|max)$"
+"""A metric of the evaluation, and what is better."""
 
 
 class Checkpoints(Section):
@@ -17,9 +20,13 @@ class Checkpoints(Section):
     asynchronous: bool = False
     """Copy the state and write it while training goes on, instead of waiting. Each rank holds its share of the state once more in
     host memory meanwhile: with Adam 12 bytes times parameters divided by ranks."""
+    form: Literal["portable", "sharded"] = "portable"
+    """portable: each parameter whole, in one file that other programs read too. sharded: where ranks hold ranges of parameters
+    (ZeRO 1 to 3, FSDP), each writes its own as they lie, and nothing is sent: for states of terabytes. From both, any engine and
+    number of ranks goes on, and ``dsframe export`` reads both."""
     keep_last: Count = 2
     """So many of the newest checkpoints stay."""
-    keep_best: Annotated[str, Field(pattern=r"^[^:\s]+:(min|max)$")] | None = None
+    keep_best: Annotated[str, Field(pattern=METRIC)] | None = None
     """Keep also the best by this metric of the evaluation: ``loss:min`` or ``accuracy:max``."""
     keep_every: Every | None = None
     """Keep also those at multiples of so many steps."""

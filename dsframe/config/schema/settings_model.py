@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field
 
 from dsframe.config.schema.base import Count, NonNegative, Positive, Section, StepsOrNone
+from dsframe.config.schema.settings_checkpoints import METRIC
 
 
 class Tiling(Section):
@@ -28,6 +29,9 @@ class Model(Section):
     """Cut large linear layers, at ZeRO stage 3."""
     channels_last: bool = False
     """Channels innermost in the activations of 2-D convolutions."""
+    sync_batch_norm: bool = False
+    """BatchNorm uses the samples of all ranks, so that the training does not depend on how many there are. Refused with several
+    micro-batches in a step, with recomputed blocks, a compiled model, and where ranks split a model or its samples."""
     compile: bool | Literal["blocks"] = False
     """torch.compile: the whole model, or each repeated block by itself."""
 
@@ -51,6 +55,30 @@ class ParameterGroup(Section):
         if self.freeze and given:
             return f"{given[0]} has no effect on frozen parameters", "keep one of them"
         return None if self.freeze or given else ("changes nothing", "add weight_decay, lr_scale or freeze")
+
+
+class Stop(Section):
+    """When training ends before its last step."""
+
+    metric: Annotated[str, Field(pattern=METRIC)]
+    """A metric of the evaluation, and what is better: ``loss:min`` or ``accuracy:max``."""
+    patience: Count = 3
+    """So many evaluations one after the other without a better value end the training. What counts are those at
+    ``eval_every_steps``."""
+    min_delta: NonNegative = 0.0
+    """A value is better only by more than this."""
+
+
+class Ema(Section):
+    """An exponential moving average of the weights, kept beside them and in checkpoints. It takes as much memory as
+    the fp32 weights of a rank."""
+
+    decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.999
+    """The share of the old average that stays at each update."""
+    every_steps: Count = 1
+    """Steps between two updates of the average. The first one takes the weights."""
+    evaluate: bool = False
+    """Evaluate the average instead of the weights."""
 
 
 class LargeBatch(Section):

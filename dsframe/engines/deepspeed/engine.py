@@ -7,10 +7,11 @@
 from __future__ import annotations
 
 import contextlib
+import copy
 import io
 import logging
 import warnings
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -22,12 +23,13 @@ from dsframe.cluster import process_group
 from dsframe.config.features import makes_groups, shares_activations
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, loss_of, measure, without_dimensions
 from dsframe.engines import precision
+from dsframe.engines.call_order import CallOrder
 from dsframe.engines.deepspeed import jit, patches, state, versions
 from dsframe.engines.deepspeed.handover import handover
-from dsframe.engines.deepspeed.imports import deepspeed, logger, set_z3_leaf_module
+from dsframe.engines.deepspeed.imports import deepspeed, groups, logger, set_z3_leaf_module, z3_leaf_module
 from dsframe.engines.deepspeed.swap import SwapFolders
 from dsframe.errors import EngineError
-from dsframe.model import optimizers, schedules, switches
+from dsframe.model import ema, optimizers, schedules, switches
 from dsframe.model.spill import Spill, on_disk
 from dsframe.tasks.task import Sum
 
@@ -84,15 +86,37 @@ class ZeroEngine(Engine):
         patches.undo_hidden_step(self._engine)
         patches.keep_norm(self._engine)
         patches.reduce_in_order(self._engine)
+        patches.zero_unused(self._engine)
         patches.scale_until_updated(self._engine.optimizer)
         if plan.config.settings.on_nonfinite == "skip":
             patches.look_before_each_step(self._engine)
+        self.calls = self._watch_calls(module) if self._stage == 3 and plan.world.size > 1 else None
         self._updates = 0
+
+    def _watch_calls(self, model: nn.Module) -> CallOrder | None:
+        """What gathers weights when it is called; None where the compiler sees to the calls."""
+        if self.plan.config.settings.model.compile is True:
+            return None
+        modules, parameters = {}, {}
+        inside: set[nn.Module] = set()
+        for name, module in model.named_modules():
+            own = [*module.parameters(recurse=False)]
+            if module in inside or not (own or z3_leaf_module(module)):
+                continue
+            modules[name] = module
+            if z3_leaf_module(module):  # gathered as one, and gradients that are missing there are zeros
+                inside.update(module.modules())
+            else:
+                named = module.named_parameters(name, recurse=False)
+                parameters.update({full: parameter for full, parameter in named if parameter.requires_grad})
+        return CallOrder(self, model, modules, parameters)
 
     def _build(self) -> tuple[nn.Module, nn.Module]:
         """**Collective.** The module that DeepSpeed trains, and the one that knows its parameters by the names of the state."""
-        shards = self._stage == 3 and self.plan.world.size > 1
-        self._spill = on_disk(self.plan.directory) if shards else None
+        # Alone, a rank has the whole model on its device, unless that is fetched from the host.
+        zero = self.plan.config.deepspeed.zero_optimization
+        if self._stage == 3 and (self.plan.world.size > 1 or zero.parameter_device != "none"):
+            self._spill = on_disk(self.plan.directory)
         model = build_model(self, self._spill)
         if self.plan.batch.sequence_parallel_size > 1:
             from dsframe.engines.deepspeed.sequence import Slices
@@ -130,14 +154,32 @@ class ZeroEngine(Engine):
             tensor_parallel=tensor_parallel,
         )
         if self._spill is not None:
-            for parameter in module.parameters():  # as DeepSpeed would: it converts all before it shards the first
-                self._spill.move(parameter, self._dtype)
-            self._spill.close()  # DeepSpeed shards parameter by parameter, and lets go of each file
+            self._shard(module, document, self._spill)
         self._engine, *_ = deepspeed.initialize(
             model=module, model_parameters=self._split(), config=document, dist_init_required=False
         )
         optimizers.refuse_decay(self._engine.basic_optimizer)
         patches.coalesce_gathers(self._engine)
+
+    def _shard(self, module: nn.Module, document: dict[str, Any], spill: Spill) -> None:
+        """**Collective.** Shards ``module``, parameter by parameter: it is never whole on the device, nor in memory.
+
+        ``initialize`` would move all of a module that is not sharded to the device first, and send all of it from rank 0 once
+        more (deepspeed 0.19.8, ``runtime/engine.py``: _configure_distributed_model).
+        """
+        if self.plan.batch.tensor_parallel_size > 1:  # its layers are split first, by initialize
+            for parameter in module.parameters():
+                spill.fetch(parameter, self._dtype)
+            module.to(self.plan.device)
+        else:
+            deepspeed.init_distributed(dist_init_required=False)
+            in_turn = _InTurn(module, lambda parameter: spill.fetch(parameter, self._dtype))
+            # hpZ's ranks, where an engine before this one has made their group.
+            known = groups._get_zero_param_intra_parallel_group()
+            settings = copy.deepcopy(document)
+            deepspeed.zero.Init(module=in_turn, config_dict_or_path=settings, zero_param_parallel_group=known)
+            module.to(self.plan.device)  # its buffers
+        spill.close()
 
     def _split(self) -> list[Any] | None:
         """The parameters in groups; None where all are alike, and DeepSpeed looks for them itself. Raises EngineError."""
@@ -195,6 +237,8 @@ class ZeroEngine(Engine):
         if self._slices is not None:
             micro_batches = map(self._slices.cut, micro_batches)
         total = self._accumulate_whole(micro_batches) if self._whole else self._accumulate(micro_batches)
+        if self.calls is not None:
+            self.calls.check(waits=self.plan.device.type == "cpu")
         applied = bool(self._engine.was_step_applied())
         self._updates += applied
         loss = (total / self.plan.batch.accumulation_steps).float()
@@ -204,10 +248,10 @@ class ZeroEngine(Engine):
 
     def _accumulate(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> Tensor:
         """DeepSpeed's own way: reduces once in a step at stages 0 and 1, after each micro-batch at 2 and 3. The losses' sum."""
-        losses = []
+        losses: list[Tensor] = []
         for inputs, targets in micro_batches:
             loss = loss_of(self.plan.task, self._forward(inputs), targets)
-            self._engine.backward(loss)
+            self._backward(loss, last=len(losses) + 1 == self.plan.batch.accumulation_steps)
             self._engine.step()
             losses.append(loss.detach())
         return sum(losses[1:], losses[0])
@@ -218,12 +262,23 @@ class ZeroEngine(Engine):
         with self._engine.coalesce_grad_reduction():
             for inputs, targets in micro_batches:
                 loss = loss_of(self.plan.task, self._forward(inputs), targets)
-                self._engine.backward(loss)
+                self._backward(loss)
                 losses.append(loss.detach())
+        if self.calls is not None:
+            self.calls.compare()
         self._engine.set_gradient_accumulation_boundary(True)
         self._engine.step()
         self._engine.set_gradient_accumulation_boundary(None)
         return sum(losses[1:], losses[0])
+
+    def _backward(self, loss: Tensor, *, last: bool = False) -> None:
+        if self.calls is None:
+            self._engine.backward(loss)
+            return
+        self.calls.backward(loss)
+        self._engine.backward(loss)
+        if last:
+            self.calls.compare()
 
     def _forward(self, inputs: Inputs) -> Any:
         return precision.cast_outputs(call(self._engine, precision.cast_inputs(inputs, self._dtype)))
@@ -235,9 +290,21 @@ class ZeroEngine(Engine):
         self._engine.eval()
         outputs = self._forward(inputs)
         self._engine.train()
+        if self.calls is not None:
+            self.calls.compare()
+            self.calls.check()
         if self._stage == 3:
             patches.forget_evaluation(self._engine)
         return measure(self.plan.task, outputs, targets, valid if self._tensor_rank == 0 else 0)
+
+    def average(self, decay: float) -> None:
+        """The average of this rank's shards, in the optimizer's state. Sends nothing."""
+        ema.update(*state.masters(self._engine, self._model), decay)
+
+    def averaged(self) -> contextlib.AbstractContextManager[None]:
+        """**Collective.** The average of the shards, in the model of every rank."""
+        optimizer, masters = state.masters(self._engine, self._model)
+        return ema.swapped(optimizer, masters, lambda: state.publish(self._engine))
 
     def buffers(self) -> dict[str, Tensor]:
         """This rank's, of its own stage in a pipeline."""
@@ -272,10 +339,25 @@ class ZeroEngine(Engine):
 
     def close(self) -> None:
         """**Collective.** Frees DeepSpeed's buffers and hooks, and leaves the process group."""
+        if self.calls is not None:
+            self.calls.close()
         self._engine.destroy()
         process_group.close_process_group()
         patches.release_groups()
         self._swap.remove()
+
+
+class _InTurn(nn.Module):
+    """A model whose parameters are made ready one by one, each when it is asked for."""
+
+    def __init__(self, model: nn.Module, ready: Callable[[nn.Parameter], None]) -> None:
+        super().__init__()
+        self.model, self._ready = model, ready
+
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        for parameter in super().parameters(recurse):
+            self._ready(parameter)
+            yield parameter
 
 
 def refuse_scalars(model: nn.Module) -> None:

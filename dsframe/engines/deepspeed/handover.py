@@ -70,6 +70,7 @@ def _stage_3(section: dict[str, Any], plan: Plan, elements: int, keeps_weights: 
     size = zero.bucket_elements(elements, on_cpu=plan.device.type == "cpu")
     if size != zero.reduce_bucket_size:
         section["reduce_bucket_size"] = size
+    section.update(zero.fetched_elements(elements, on_cpu=plan.device.type == "cpu"))
 
 
 def _pipeline(document: dict[str, Any], plan: Plan) -> None:

@@ -24,6 +24,7 @@ with warnings.catch_warnings(), without_mlflow():
     from deepspeed.utils import groups as groups
     from deepspeed.utils import logger as logger
     from deepspeed.utils.z3_leaf_module import set_z3_leaf_module as set_z3_leaf_module
+    from deepspeed.utils.z3_leaf_module import z3_leaf_module as z3_leaf_module
 
 _BY_FEATURE = {
     "AutoTP": "module_inject.auto_tp",

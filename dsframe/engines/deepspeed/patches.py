@@ -75,6 +75,11 @@ PATCHES: dict[str, Patch] = {
         "stages 1 and 2 reduce gradients as they come, so ranks whose losses depend on other parameters add up unlike ones",
         "runtime/zero/stage_1_and_2.py (reduce_gradients, process_gradients)",
     ),
+    "unused": Patch(
+        "stage 3 keeps the gradient of an earlier step for a parameter that takes no part in this one",
+        "runtime/zero/stage3.py (partition_grads, independent_gradient_partition_epilogue)",
+        "0.19.8",
+    ),
     "hidden_step": Patch(
         "at stage 0 in 16 bits the optimizer has made a step with zero gradients before training starts",
         "runtime/fp16/unfused_optimizer.py, fused_optimizer.py (initialize_optimizer_states)",
@@ -323,6 +328,37 @@ def reduce_in_order(engine: Any) -> None:
 
     optimizer.reduce_ready_partitions_and_remove_grads = come
     optimizer.independent_gradient_partition_epilogue = close
+
+
+def zero_unused(engine: Any) -> None:
+    """ "unused": at the end of a backward pass the rest of the parameters have zero gradients, as on every other engine."""
+    optimizer = engine.optimizer
+    if not hasattr(optimizer, "grad_partitions_flat_buffer"):
+        return
+    for name in ("partition_grads", "independent_gradient_partition_epilogue", "clear_backward_seen_flag"):
+        _upstream("unused", "runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", name)
+    partition, finish = optimizer.partition_grads, optimizer.independent_gradient_partition_epilogue
+    begin = optimizer.clear_backward_seen_flag
+    trained = [one for group in optimizer.fp16_groups for one in group if one.requires_grad]
+    arrived = set[int]()
+
+    def come(parameters: Any, partitions: Any) -> Any:
+        arrived.update(one.ds_id for one in parameters)
+        return partition(parameters, partitions)
+
+    def close() -> None:
+        finish()
+        unused = [] if optimizer._coalesce_grad_reduction else [one for one in trained if one.ds_id not in arrived]
+        if unused:  # a gradient that comes later in this pass takes the place of the zeros
+            dtype = optimizer.gradient_accumulation_dtype
+            partition(unused, [torch.zeros_like(one.ds_tensor, dtype=dtype, device=engine.device) for one in unused])
+
+    def forget() -> None:
+        arrived.clear()
+        begin()
+
+    optimizer.partition_grads, optimizer.independent_gradient_partition_epilogue = come, close
+    optimizer.clear_backward_seen_flag = forget
 
 
 @torch.no_grad()

@@ -11,14 +11,14 @@ from __future__ import annotations
 
 import itertools
 import json
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsframe.checkpoint.state import EngineState, SavedState, compare
+from dsframe.checkpoint.state import EngineState, ParameterState, SavedState, ShardedParameters, compare
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.engine import Inputs, Plan, StepResult, assert_same_model, loss_of, measure
 from dsframe.engines import precision
@@ -124,7 +124,10 @@ class PipelineEngine(ZeroEngine):
         own = super().state()
         stage, column = self._stage_module, self._column
         buffers = column.buffers(own.buffers)
-        parameters = column.parameters(own.parameters, stage.borrowed)
+        parameters: Iterable[ParameterState] = column.parameters(own.parameters, stage.borrowed)
+        if isinstance(own.parameters, ShardedParameters):
+            shards = [one for one in own.parameters.shards if one.name not in stage.borrowed]
+            parameters = ShardedParameters(shards, parameters)
         return EngineState(own.updates, own.loss_scale, buffers, stage.further_names, parameters)
 
     def load_state(self, saved: SavedState) -> None:

@@ -28,7 +28,8 @@ from dsframe.engines.deepspeed.imports import (
     partition_uniform,
 )
 from dsframe.errors import EngineError, TaskError
-from dsframe.model import groups, switches
+from dsframe.model import formats, groups, switches
+from dsframe.model.spill import on_disk
 from dsframe.tasks.layers import Layer, Tied, TiedLayer, check_ties, make, seed_generators, tied_weight
 
 Loss = Callable[[Any, Any], Tensor]
@@ -45,8 +46,11 @@ class Cut:
         """
         self._plan = plan
         self._whole: nn.Module | None = None
+        # On the CPU, as every engine builds it: initial weights depend on no kind of device. A model that comes whole lies in
+        # files, of which this rank reads its stage's.
+        self._spill = on_disk(plan.directory)
         seed_generators(plan.seed)
-        with plan.device:
+        with torch.device("cpu"), self._spill.building():
             self.layers = self._find()
         probes: list[nn.Module] = []
         for index, layer in enumerate(self.layers):  # a tie stands for its weight's owner
@@ -158,7 +162,7 @@ class Cut:
         stage = rank // (size // self.stages)
         own = range(self.bounds[stage], self.bounds[stage + 1])
         ties = {layer.layer: layer for layer in self.layers if isinstance(layer, Tied)}
-        with plan.device:
+        with torch.device("cpu"):
             specs = [self._spec(index, ties, index in own) for index in range(len(self.layers))]
         pipeline = plan.config.deepspeed.pipeline
         module = Stage(
@@ -187,6 +191,7 @@ class Cut:
         patches.count_for_clipping(module, first=plan.world.rank % plan.batch.tensor_parallel_size == 0)
         seed_generators(plan.seed + 1 + plan.data_rank)  # dropout, as on every engine
         self.layers, self._whole, self._probes = [], None, nn.Sequential()
+        self._spill.close()
         return module
 
     def _spec(self, index: int, ties: dict[int, Tied], own: bool) -> Any:
@@ -199,14 +204,21 @@ class Cut:
             )
         if index in ties:
             return _Tie(index, ties[index].weight, self._maker(index), None)
-        return make(layer, index, seed) if own else None
+        return self._ready(make(layer, index, seed)) if own else None
+
+    def _ready(self, layer: nn.Module) -> nn.Module:
+        """A layer of this stage, in memory and on its device."""
+        dtype = formats.parameter_dtype(self._plan.config)
+        for parameter in layer.parameters():
+            self._spill.fetch(parameter, dtype if dtype.itemsize < 4 and parameter.is_floating_point() else None)
+        return layer.to(self._plan.device)
 
     def _maker(self, index: int) -> Callable[[], nn.Module]:
-        layer, seed, device = self.layers[index], self._plan.seed, self._plan.device
+        layer, seed = self.layers[index], self._plan.seed
 
         def built() -> nn.Module:
-            with device:
-                return make(layer, index, seed)
+            with torch.device("cpu"):
+                return self._ready(make(layer, index, seed))
 
         return built
 

@@ -13,21 +13,28 @@ Source: deepspeed 0.19.8, ``runtime/zero/stage3.py``, ``runtime/zero/stage_1_and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
+from functools import partial
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
 from dsframe.checkpoint.state import (
+    WEIGHT,
     EngineState,
     LossScaleState,
+    ParameterShard,
     ParameterState,
     SavedState,
+    ShardedParameters,
+    TensorShard,
     aliases,
     compare,
+    full_precision,
     load_buffers,
     persistent_buffers,
+    range_of,
     split,
 )
 from dsframe.engines import state_replica
@@ -64,14 +71,17 @@ def load_state(
     engine.global_samples = saved.updates * train_batch_size
 
 
-def _parameters(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
+def _parameters(engine: Any, model: nn.Module) -> ShardedParameters:
     optimizer = engine.optimizer
+    whole: Iterable[ParameterState]
     if _is_stage_3(optimizer):
-        return _read_stage_3(engine, model)
-    if _flat_partitions(optimizer) is not None:
-        return _read_stage_1_2(engine, model)
-    slots, frozen = _stage_0(engine, model)
-    return state_replica.read(slots, frozen, engine.basic_optimizer)
+        shards, whole = _shards_stage_3(engine, model), _read_stage_3(engine, model)
+    elif _flat_partitions(optimizer) is not None:
+        shards, whole = _shards_stage_1_2(engine, model), _read_stage_1_2(engine, model)
+    else:
+        views = *_stage_0(engine, model), engine.basic_optimizer
+        shards, whole = state_replica.shards(*views), state_replica.read(*views)
+    return ShardedParameters(shards, whole)
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -151,21 +161,42 @@ def _read_stage_1_2(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
             yield ParameterState(name, parameter.detach().float(), {}, {})
 
 
+def _shards_stage_1_2(engine: Any, model: nn.Module) -> list[ParameterShard]:
+    optimizer = engine.optimizer
+    names = {id(p): name for name, p in model.named_parameters()}
+    flats = _flat_partitions(optimizer)
+    assert flats is not None
+    found = []
+    for group, flat in zip(_bit16_groups(optimizer), flats, strict=True):
+        moments, scalars = split(optimizer.optimizer.state.get(flat, {}), flat.shape)
+        for parameter in group:
+            piece = _piece(names.pop(id(parameter)), parameter)
+            tensors = {
+                key: range_of(parameter.shape, piece.first, one.detach().narrow(0, piece.start, piece.size))
+                for key, one in ((WEIGHT, flat), *moments.items())
+            }
+            found.append(ParameterShard(piece.name, tensors, scalars))
+    frozen = [(name, parameter.detach()) for name, parameter in model.named_parameters() if id(parameter) in names]
+    return found + [
+        ParameterShard(name, {WEIGHT: TensorShard(p.shape, full_precision(p.dtype), 0, p.numel(), p.flatten)}, {})
+        for name, p in frozen
+    ]
+
+
+def _piece(name: str, parameter: Any) -> Piece:
+    if (mapping := parameter._hp_mapping) is None:  # another rank has all of it
+        return Piece(name, 0, 0, 0)
+    own, here = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
+    return Piece(name, here.start, own.numel, own.start)
+
+
 def _load_stage_1_2(engine: Any, model: nn.Module, saved: SavedState) -> None:
     optimizer = engine.optimizer
     names = {id(p): name for name, p in model.named_parameters()}
     flats = _flat_partitions(optimizer)
     assert flats is not None
     for group, flat in zip(_bit16_groups(optimizer), flats, strict=True):
-        pieces = []
-        for parameter in group:
-            name = names.pop(id(parameter))
-            mapping = parameter._hp_mapping  # type: ignore[attr-defined]  # None where another rank has all of it
-            if mapping is None:
-                pieces.append(Piece(name, 0, 0, 0))
-            else:
-                own, here = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
-                pieces.append(Piece(name, here.start, own.numel, own.start))
+        pieces = [_piece(names.pop(id(parameter)), parameter) for parameter in group]
         fill(optimizer.optimizer, flat, pieces, saved)
     if any(flat in optimizer.optimizer.state for flat in flats):
         optimizer._hp_optimizer_states_linked = False  # else a fresh engine's views of its optimizer's state stay unset
@@ -211,6 +242,57 @@ def _read_stage_3(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
             yield _gather_frozen(name, parameter)
 
 
+def _shards_stage_3(engine: Any, model: nn.Module) -> list[ParameterShard]:
+    optimizer = engine.optimizer
+    names = {id(p): name for name, p in model.named_parameters()}
+    found: list[ParameterShard] = []
+    for index, (group, flat) in enumerate(
+        zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
+    ):
+        moments, scalars = split(optimizer.optimizer.state.get(flat, {}), flat.shape)
+        every = {WEIGHT: flat, **moments}
+        swapped = optimizer._swappable_optimizer_subgroup(index)
+        for parameter in group:
+            piece, shape = _piece_stage_3(optimizer, names.pop(id(parameter)), parameter), _shape(parameter)
+            tensors = {}
+            for key, one in every.items():
+                if swapped:
+                    at = parameter is group[0] and key == WEIGHT, parameter is group[-1] and key == list(every)[-1]
+                    read = partial(_swapped_in, optimizer, index, one, piece, at)
+                else:
+                    read = partial(one.detach().narrow, 0, piece.start, piece.size)
+                dtype = full_precision(one.dtype)
+                tensors[key] = TensorShard(shape, dtype, piece.first, piece.size, read, in_order=swapped)
+            found.append(ParameterShard(piece.name, tensors, scalars))
+    return found + [_shard_frozen(name, p) for name, p in model.named_parameters() if id(p) in names]
+
+
+def _piece_stage_3(optimizer: Any, name: str, parameter: Any) -> Piece:
+    _, start, count = optimizer.grad_position[optimizer.get_param_id(parameter)]
+    first = count * optimizer._get_param_partition_rank(parameter)
+    whole = math.prod(_shape(parameter))
+    own = max(0, min(count, whole - first))  # the last rank's piece may end in padding
+    return Piece(name, start, own, min(first, whole))
+
+
+def _shard_frozen(name: str, parameter: Any) -> ParameterShard:
+    shape = _shape(parameter)
+    gather = lambda: _gather_frozen(name, parameter).weight.flatten()  # noqa: E731
+    return ParameterShard(
+        name, {WEIGHT: TensorShard(shape, torch.float32, 0, math.prod(shape), gather, in_order=True)}, {}
+    )
+
+
+def _swapped_in(optimizer: Any, index: int, one: Tensor, piece: Piece, at: tuple[bool, bool]) -> Tensor:
+    """A copy of a piece on NVMe; ``at``: whether it is the first, and the last, of its sub-group's, in memory in between."""
+    if at[0]:
+        optimizer._optimizer_states_and_gradient_swap_in(index)
+    own = one.detach().narrow(0, piece.start, piece.size).clone()
+    if at[1]:
+        optimizer._release_swap_buffers(index)
+    return own
+
+
 def _gather_frozen(name: str, parameter: Any) -> ParameterState:
     parameter.all_gather(param_list=[parameter])
     weight = parameter.detach().float().clone()
@@ -228,25 +310,55 @@ def _load_stage_3(engine: Any, model: nn.Module, saved: SavedState) -> None:
         swapped = optimizer._swappable_optimizer_subgroup(index)
         if swapped:
             optimizer._optimizer_states_and_gradient_swap_in(index)
-        pieces = []
-        for parameter in group:
-            _, start, count = optimizer.grad_position[optimizer.get_param_id(parameter)]
-            first = count * optimizer._get_param_partition_rank(parameter)
-            own = max(0, min(count, math.prod(_shape(parameter)) - first))  # the last rank's piece may end in padding
-            pieces.append(Piece(names.pop(id(parameter)), start, own, first))
+        pieces = [_piece_stage_3(optimizer, names.pop(id(parameter)), parameter) for parameter in group]
         fill(optimizer.optimizer, flat, pieces, saved)
         optimizer._reassign_or_swap_out_partitioned_parameters(index)
         if swapped:
             optimizer._optimizer_states_and_gradient_swap_out(index)
-    optimizer.invalidate_secondary_tensor()  # hpZ's copies of the old values, which the next forward pass would gather
-    if optimizer.persistent_parameters:
-        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
+    _gather_kept(optimizer)
     frozen: Any
     for name, frozen in model.named_parameters():
         if id(frozen) in names:
             frozen.all_gather(param_list=[frozen])
             frozen.data.copy_(saved.parameter(name).weight)
             frozen.partition(param_list=[frozen], has_been_updated=True)
+
+
+# The masters alone, of every stage that keeps them in memory.
+
+
+def masters(engine: Any, model: nn.Module) -> tuple[torch.optim.Optimizer, list[Tensor]]:
+    """The optimizer that updates, and what it updates: parameters, their fp32 masters, or this rank's flat shards of them."""
+    optimizer = engine.optimizer
+    if _is_stage_3(optimizer):
+        return optimizer.optimizer, list(optimizer.fp32_partitioned_groups_flat)
+    flats = _flat_partitions(optimizer)
+    if flats is not None:
+        return optimizer.optimizer, list(flats)
+    own = {id(slot.master): slot.master for slot in _stage_0(engine, model)[0]}
+    return engine.basic_optimizer, list(own.values())
+
+
+@torch.no_grad()
+def publish(engine: Any) -> None:
+    """**Collective.** Makes the model on every rank have the values of the masters."""
+    optimizer = engine.optimizer
+    if _is_stage_3(optimizer):
+        optimizer._partition_all_parameters()
+        for index in range(len(optimizer.fp16_groups)):
+            optimizer._reassign_or_swap_out_partitioned_parameters(index)
+        _gather_kept(optimizer)
+    elif _flat_partitions(optimizer) is not None:
+        optimizer.update_lp_params()
+    else:
+        _round_masters_into_model(optimizer)
+
+
+def _gather_kept(optimizer: Any) -> None:
+    """**Collective.** Stage 3: what is kept in full shape, and hpZ's copies, are of the new values."""
+    optimizer.invalidate_secondary_tensor()  # hpZ's copies of the old values, which the next forward pass would gather
+    if optimizer.persistent_parameters:
+        optimizer.persistent_parameters[0].all_gather(optimizer.persistent_parameters)
 
 
 # The loss scale, of whichever wrapper there is.

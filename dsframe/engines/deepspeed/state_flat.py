@@ -1,4 +1,4 @@
-"""Filling one of ZeRO's flat tensors, and the optimizer state that goes with it, from whole parameters."""
+"""Filling one of ZeRO's flat tensors, and the optimizer state that goes with it, from a saved state."""
 
 from __future__ import annotations
 
@@ -9,7 +9,6 @@ from torch import Tensor
 
 from dsframe.checkpoint.state import ParameterState, SavedState, put_scalars, split
 from dsframe.engines.state_replica import same_step
-from dsframe.errors import CheckpointError
 
 
 class Piece(NamedTuple):
@@ -24,18 +23,17 @@ class Piece(NamedTuple):
 
 
 def fill(optimizer: torch.optim.Optimizer, flat: Tensor, pieces: list[Piece], saved: SavedState) -> None:
-    """Weights, moments and step count of one flat tensor, from whole parameters that are read one at a time."""
+    """Weights, moments and step count of one flat tensor, from the saved ranges of its pieces, read one at a time."""
     held = optimizer.state[flat]
     common: dict[str, float] | None = None
     for name, start, size, first in pieces:
-        one = saved.parameter(name)
+        one = saved.part(name, first, size)
         _make_moments(optimizer, held, one, flat)
         if one.moments or one.scalars:
             common = dict(one.scalars) if common is None else common
             same_step(one.name, common, one.scalars)
-        _put(flat, start, size, one.weight, first)
-        for key, moment in one.moments.items():
-            _put(held[key], start, size, moment, first)
+        for target, source in ((flat, one.weight), *((held[key], moment) for key, moment in one.moments.items())):
+            target.detach().narrow(0, start, size).copy_(source)
     _settle(optimizer, flat, common)
 
 
@@ -43,20 +41,9 @@ def _make_moments(optimizer: torch.optim.Optimizer, held: dict[str, Any], one: P
     """A fresh optimizer has no state yet: makes the tensors it would make at its first step."""
     # DeepSpeed's CPU Adam keeps moments in fp32 beside masters of 16 bits, unless it is told not to.
     dtype = torch.float32 if getattr(optimizer, "fp32_optimizer_states", False) else flat.dtype
-    for key, moment in one.moments.items():
-        if moment.shape != one.weight.shape:
-            raise CheckpointError(
-                f"{one.name}: the optimizer's {key} has shape {list(moment.shape)}, the weight {list(one.weight.shape)}: "
-                "ZeRO cannot share such state among ranks; resume on ddp, horovod or single"
-            )
+    for key in one.moments:
         if not isinstance(held.get(key), Tensor):
             held[key] = torch.zeros_like(flat.detach(), dtype=dtype)
-
-
-def _put(target: Tensor, start: int, count: int, source: Tensor, first: int) -> None:
-    """Elements ``first`` to ``first + count`` of ``source`` into a flat ``target`` at ``start``."""
-    if count:
-        target.detach().narrow(0, start, count).copy_(source.flatten().narrow(0, first, count))
 
 
 def _settle(optimizer: torch.optim.Optimizer, flat: Tensor, scalars: dict[str, float] | None) -> None:

@@ -16,7 +16,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsframe.checkpoint.state import EngineState, ParameterState, SavedState, SavedView, compare
+from dsframe.checkpoint.state import EngineState, ParameterState, SavedState, SavedView, compare, narrowed
 from dsframe.errors import CheckpointError
 
 _NOTE = "ds_autotp_universal_checkpoint_meta"
@@ -130,3 +130,9 @@ class Shares(SavedView):
         share: Callable[[Tensor], Tensor] = lambda whole: self._cut[name].own(whole, self._rank, self._own[name])  # noqa: E731
         moments = {key: share(m) if m.shape == one.weight.shape else m for key, m in one.moments.items()}
         return ParameterState(name, share(one.weight), moments, one.scalars)
+
+    def part(self, name: str, first: int, size: int) -> ParameterState:
+        """A range of this rank's share."""
+        if name not in self._cut:
+            return self._saved.part(name, first, size)
+        return narrowed(self.parameter(name), first, size)

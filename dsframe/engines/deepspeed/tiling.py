@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsframe.checkpoint.state import EngineState, ParameterState, SavedState, SavedView
+from dsframe.checkpoint.state import EngineState, ParameterState, SavedState, SavedView, narrowed
 from dsframe.config.schema.settings_model import Tiling
 from dsframe.errors import ConfigError, Problem
 from dsframe.model import switches
@@ -98,6 +98,11 @@ class _Cut(SavedView):
         one = self._last
         moments = {key: moment[tile.place].contiguous() for key, moment in one.moments.items()}
         return ParameterState(name, one.weight[tile.place].contiguous(), moments, one.scalars)
+
+    def part(self, name: str, first: int, size: int) -> ParameterState:
+        if name not in self._tiles.pieces:
+            return self._saved.part(name, first, size)
+        return narrowed(self.parameter(name), first, size)
 
 
 def tile(model: nn.Module, wanted: Tiling | None, make: Callable[..., Any]) -> Tiles:

@@ -31,6 +31,7 @@ from dsframe.engines import precision
 from dsframe.host import allocator
 from dsframe.host.memory import resident_bytes
 from dsframe.observe.meta import example
+from dsframe.tasks.task import loss_and_terms
 from dsframe.tools import collectives
 from dsframe.tools.plan.choose import engine_of
 from dsframe.tools.plan.hardware import TABLE, Hardware
@@ -197,7 +198,7 @@ def _passes(config: Config, rows: int, device: torch.device) -> Callable[[], Non
     def once() -> None:
         with precision.autocast(config, device):
             outputs = call(model, inputs)
-        task.loss(precision.cast_outputs(outputs), targets).backward()  # type: ignore[no-untyped-call]
+        loss_and_terms(task.loss(precision.cast_outputs(outputs), targets))[0].backward()
         model.zero_grad()
 
     return once

@@ -55,7 +55,10 @@ class Case:
                     )
                 ]
             )  # fmt: skip
-        return cls(config.deepspeed, config.settings, engine, model, hardware, world_size, batch, seconds_each)
+        zero = config.deepspeed.zero_optimization
+        chosen = zero.fetched_elements(model.parameters + model.frozen, on_cpu=hardware.on_cpu)
+        file = config.deepspeed.model_copy(update={"zero_optimization": zero.model_copy(update=chosen)})
+        return cls(file, config.settings, engine, model, hardware, world_size, batch, seconds_each)
 
     @property
     def replicas(self) -> bool:

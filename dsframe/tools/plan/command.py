@@ -26,7 +26,8 @@ EPILOG = f"""\
 Nothing is started and nothing allocated: the model runs on torch's meta device. Times are a roofline and rings at
 {machines.COMPUTE_SHARE:.0%} of a device's peak and {machines.TRANSFER_SHARE:.0%} of its bandwidths, an assumption;
 --calibrate replaces it by a measurement.
-Memory is that of the rank that needs most. A GB is 10 to the 9 bytes. "tight" has less than a tenth to spare.
+Memory is that of the rank that needs most: "total" at the fullest moment of a step, "set-up" before the first one, "host"
+in either. A GB is 10 to the 9 bytes. "tight" has less than a tenth to spare.
 
 exit codes: 0 the file as it is written fits; 1 it does not; others as in training
 """
@@ -153,18 +154,16 @@ def _lack(others: Sequence[Strategy], machine: Hardware) -> str:
     closest = others[0]
     held = closest.prediction.memory
     text = f"nothing fits: {closest.name} comes closest"
-    if held.total > machine.memory_bytes:
-        text += f", and needs {held.total / 1e9:.3g} GB of a device's {machine.memory_bytes / 1e9:.3g}"
-    if held.host > machine.host_memory_bytes:
-        text += (
-            f", and needs {held.host / 1e9:.3g} GB of the {machine.host_memory_bytes / 1e9:.3g} GB of a process's host"
-        )
+    if held.peak > machine.memory_bytes:
+        text += f", and needs {held.peak / 1e9:.3g} GB of a device's {machine.memory_bytes / 1e9:.3g}"
+    if held.host_peak > machine.host_memory_bytes:
+        text += f", and needs {held.host_peak / 1e9:.3g} GB of the {machine.host_memory_bytes / 1e9:.3g} GB of a process's host"
     return f"{text}; take more processes, larger devices, or offload to NVMe"
 
 
 _HEADS = (
-    ",,GB a rank:,,,,,,,sent;,ms a step:,,,,",
-    ",fits,params,grads,optim,activ,buffers,total,host,GB,compute,wait,bubble,update,samples/s",
+    ",,GB a rank:,,,,,,,,sent;,ms a step:,,,,",
+    ",fits,params,grads,optim,activ,buffers,total,set-up,host,GB,compute,wait,bubble,update,samples/s",
 )
 
 
@@ -175,7 +174,9 @@ def _table(strategies: Sequence[Strategy]) -> list[str]:
         held, time = p.memory, p.seconds
         name = f"{strategy.name} ({p.engine}), {p.batch.micro_batch_size} x {p.batch.accumulation_steps}"
         sizes = (held.parameters, held.gradients, held.optimizer, held.activations, held.buffers + held.reserved)
-        values = [f"{size / 1e9:.3g}" for size in (*sizes, held.total, held.host, sum(p.sent.values()))]
+        values = [
+            f"{size / 1e9:.3g}" for size in (*sizes, held.total, held.setup, held.host_peak, sum(p.sent.values()))
+        ]
         times = [f"{value * 1e3:,.4g}" for value in (time.compute, time.waiting, time.bubble, time.update)]
         rows.append([name, "tight" if p.tight else "yes" if p.fits else "NO", *values, *times, f"{p.rate:,.4g}"])
     return columns(rows, left=1)

@@ -31,6 +31,12 @@ class Memory:
     """Taken before the first tensor is made."""
     host: float = 0.0
     """Beside the device: in the memory of its host."""
+    setup: float = 0.0
+    """On the device at the fullest moment of the set-up, ``reserved`` included."""
+    setup_host: float = 0.0
+    """Beside the device at that time. Pages of files are not counted: the system takes them back when it needs them."""
+    disk: float = 0.0
+    """Files in which a model is built that is sharded; gone when the set-up ends."""
 
     @property
     def states(self) -> float:
@@ -39,7 +45,18 @@ class Memory:
 
     @property
     def total(self) -> float:
+        """On the device at the fullest moment of a step."""
         return self.states + self.activations + self.buffers + self.reserved
+
+    @property
+    def peak(self) -> float:
+        """On the device, at the fullest moment of the run."""
+        return max(self.total, self.setup)
+
+    @property
+    def host_peak(self) -> float:
+        """Beside the device."""
+        return max(self.host, self.setup_host)
 
 
 def footprint(case: Case, part: Sequence[Segment], number: int) -> Memory:
@@ -65,7 +82,38 @@ def footprint(case: Case, part: Sequence[Segment], number: int) -> Memory:
         + (_heap(case, trained, training) if on_cpu else 0.0),
         reserved=case.hardware.reserved_bytes,
         host=0.0 if on_cpu else cost.host * trained + (frozen * width if case.fetches and not case.on_disk else 0.0),
+        **_set_up(case, part, trained, frozen),
     )
+
+
+def _set_up(case: Case, part: Sequence[Segment], trained: float, frozen: float) -> dict[str, float]:
+    """What building the model takes: ``setup``, ``setup_host``, ``disk``.
+
+    The model is built on the CPU in fp32. Where parameters are sharded it lies in files, and each is sharded by itself, with
+    one layer's whole weights and their copy in memory. Else each goes to the device by itself, in the format that it is trained
+    in. Then the engine adds fp32 masters and the gradients that it keeps; the optimizer's moments are made in the first step.
+    """
+    cost, width, on_cpu = case.cost, case.model.bytes_each, case.hardware.lazy_memory
+    files = _in_files(case)
+    masters = 4.0 / case.data if case.costs.flattens else 4.0 if width < 4 and not case.costs.gathers_blocks else 0.0
+    engine = masters * trained
+    if case.file.zero_optimization.optimizer_device != "none" and not on_cpu:
+        engine = 0.0
+    elif case.costs.flattens:  # flat gradients, and of 16-bit weights one more flat copy while masters are made of them
+        engine += cost.gradient * trained + (width * trained / case.data if width < 4 else 0.0)
+    own = (0.0 if case.fetches else cost.parameter * trained + frozen * width) + engine
+    one = 4 * (case.block(part) if case.costs.gathers_blocks and not on_cpu else case.fetched(part))
+    whole = 4.0 * (trained * case.tensor + frozen)
+    if files:
+        own += 2 * one
+    elif on_cpu:  # built in fp32, and flattened once more
+        own = max(own, whole * (2 if case.costs.flattens else 1))
+    host = cost.host * trained + one if files else whole
+    return {
+        "setup": own + case.hardware.reserved_bytes,
+        "setup_host": 0.0 if on_cpu else host,
+        "disk": whole if files else 0.0,
+    }
 
 
 def _heap(case: Case, trained: float, activations: float) -> float:
@@ -88,12 +136,12 @@ def _heap(case: Case, trained: float, activations: float) -> float:
 
 def _in_files(case: Case) -> bool:
     """True if the model is built in files, from which each rank takes its shards (``dsframe.model.spill``)."""
-    return case.zero == 3 and case.data > 1
+    return case.zero == 3 and (case.data > 1 or case.costs.fetches)
 
 
 def _gives_back(case: Case) -> bool:
     """True if freed memory goes back to the system (``dsframe.engine.build_model``)."""
-    return _in_files(case) and case.model.parameters + case.model.frozen > LARGE
+    return _in_files(case) and case.data > 1 and case.model.parameters + case.model.frozen > LARGE
 
 
 def _activations(case: Case, part: Sequence[Segment], number: int, last: bool) -> float:
@@ -143,10 +191,11 @@ def _gathered(case: Case, part: Sequence[Segment], trained: float) -> float:
     if case.costs.gathers_blocks:
         if case.data == 1:
             return 0.0
-        # The next block is on its way while one computes. Each is gathered and copied to its place; its gradients are made
-        # whole, and copied in fp32 to be sent. A CPU's heap keeps all of that of every block (see _heap).
-        keeps = case.hardware.lazy_memory and not _gives_back(case)
-        return (trained if keeps else min(trained, 2 * case.block(part))) * (3 * width + 4)
+        # The next block is on its way while one computes, and gradients of one are whole and once more in fp32, to be sent.
+        # A CPU's heap keeps of every block what was gathered, its copy in its place, and both of its gradients (see _heap).
+        if case.hardware.lazy_memory and not _gives_back(case):
+            return trained * (3 * width + 4)
+        return min(trained, 2 * case.block(part)) * (width + 4)
     unit = case.fetched(part)
     held = with_frozen(part) / case.tensor
     live = min(held, max(zero.stage3_max_live_parameters, unit)) * width

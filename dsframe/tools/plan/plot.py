@@ -25,7 +25,7 @@ def pictures(found: Sequence[tuple[int, Strategy, Sequence[Strategy]]], hardware
     if len(found) == 1:
         return _at_one(found[0][0], {name: points[0][1] for name, points in chosen.items()}, hardware)
     across = Axis("processes", log=True, whole=True)
-    held = [Line(n, [(c, s.prediction.memory.total / 1e9) for c, s in points]) for n, points in chosen.items()]
+    held = [Line(n, [(c, s.prediction.memory.peak / 1e9) for c, s in points]) for n, points in chosen.items()]
     times = [Line(n, [(c, s.prediction.seconds.step) for c, s in points]) for n, points in chosen.items()]
     limit = (f"{hardware.name}: {hardware.memory_bytes / 1e9:g} GB", hardware.memory_bytes / 1e9)
     return [
@@ -38,7 +38,7 @@ def _at_one(processes: int, chosen: Mapping[str, Strategy], hardware: Hardware) 
     """Bars, the same strategy in the same place of both pictures."""
     held, times = [], []
     for place, (name, strategy) in enumerate(chosen.items()):
-        total, step = strategy.prediction.memory.total / 1e9, strategy.prediction.seconds.step
+        total, step = strategy.prediction.memory.peak / 1e9, strategy.prediction.seconds.step
         held.append(Bar(name, total, f"{total:,.3g} GB", place))
         times.append(Bar(name, step, f"{step:,.3g} s", place))
     many = f"{processes:,} process{'es' * (processes > 1)}"

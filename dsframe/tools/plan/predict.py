@@ -54,7 +54,7 @@ class Prediction:
             "train_batch_size": self.batch.train_batch_size,
             "micro_batch_size": self.batch.micro_batch_size,
             "accumulation_steps": self.batch.accumulation_steps,
-            "memory_bytes": vars(memory) | {"states": memory.states, "total": memory.total},
+            "memory_bytes": vars(memory) | {"states": memory.states, "total": memory.total, "peak": memory.peak},
             "sent_bytes_per_step": dict(self.sent),
             "seconds_per_step": vars(time) | {"step": time.step},
             "samples_per_second": self.rate,
@@ -81,8 +81,8 @@ def predict(
         seconds_each = hardware.known.get(model.key)
     case = Case.of(config, engine, model, hardware, world_size, seconds_each)
     cuts = cut(model.segments, case.stages)
-    held = max((footprint(case, part, number) for number, part in enumerate(cuts)), key=lambda memory: memory.total)
-    device, host = held.total / hardware.memory_bytes, held.host / hardware.host_memory_bytes
+    held = max((footprint(case, part, number) for number, part in enumerate(cuts)), key=lambda memory: memory.peak)
+    device, host = held.peak / hardware.memory_bytes, held.host_peak / hardware.host_memory_bytes
     return Prediction(
         engine,
         world_size,

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import stat
 from collections.abc import Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -25,6 +27,9 @@ def predicted(directory: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     if "base_bytes" not in summary:
         return {"problem": "the run was made by an earlier version of dsframe"}
     try:
+        config = (directory / CONFIG).stat()
+        if config.st_uid != os.getuid() or not stat.S_ISREG(config.st_mode):
+            return {"problem": f"{CONFIG} is another user's, and a prediction runs the code that it names"}
         return _predicted(directory, summary)
     except Exception as error:  # the user's own modules are run here: the page is written all the same
         return {"problem": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
@@ -41,7 +46,7 @@ def _predicted(directory: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     found = predict(config, summary["engine"], model, machine, summary["training_processes"])
     memory, known = found.memory, machine.name != machines.UNKNOWN
     return {
-        "memory_bytes": round(memory.total - memory.reserved + summary["base_bytes"]),
+        "memory_bytes": round(memory.peak - memory.reserved + summary["base_bytes"]),
         "base_bytes": summary["base_bytes"],
         "states_bytes": round(memory.states),
         "activation_bytes": round(memory.activations),

@@ -7,14 +7,16 @@ import json
 import math
 import shlex
 import statistics
+import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
 
+from dsframe.text import printable
 from dsframe.tools.plan.report_prediction import format_prediction
 from dsframe.tools.report.pictures import COLOURS, MISSING, Axis, Bar, Bars, Chart, Line, available, inline
-from dsframe.tools.report.runs import Figure, Figures, Run, apart, figures, largest, names, read_run
+from dsframe.tools.report.runs import Figure, Figures, Run, apart, figures, largest, names, read_run, understood
 
 _STYLE = """
 :root{color-scheme:light dark;--ink:#16181c;--soft:#555b66;--paper:#fff;--rule:#e4e6ea;--tint:#f4f5f7}
@@ -41,13 +43,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="default: RUN/report.html")
     options = parser.parse_args(argv)
     target = options.output or options.runs[0] / "report.html"
-    found = [read_run(run, name) for run, name in zip(options.runs, names(options.runs), strict=True)]
-    target.write_text(page(found), encoding="utf-8")
-    for run in found:
-        if run.summary:
-            print(f"{run.name}: {format_prediction(run.summary, run.predicted)}")
-    print(target)
+    with understood():
+        found = [read_run(run, name) for run, name in zip(options.runs, names(options.runs), strict=True)]
+        text = page(found).encode("utf-8", errors="replace")
+        lines = [f"{run.name}: {format_prediction(run.summary, run.predicted)}" for run in found if run.summary]
+    if options.output:
+        target.write_bytes(text)
+    else:
+        _replace(target, text)
+    for line in [*lines, str(target)]:
+        print(printable(line))
     return 0
+
+
+def _replace(target: Path, content: bytes) -> None:
+    """Writes a file in a directory that may be another's: a link there is not followed."""
+    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
+        file.write(content)
+    Path(file.name).chmod(0o644)
+    Path(file.name).replace(target)
 
 
 def page(runs: Sequence[Run]) -> str:

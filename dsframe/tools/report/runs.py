@@ -13,6 +13,7 @@ from typing import Any
 from dsframe.checkpoint.store import Store
 from dsframe.errors import DataError
 from dsframe.run_dir.record import read_config, read_metrics, read_origin, read_summary
+from dsframe.text import printable
 from dsframe.tools.plan import report_prediction
 
 Figure = float | str | None
@@ -79,6 +80,16 @@ class Run:
         return [found for found in self.all("communication") if "seconds" in found]
 
 
+@contextlib.contextmanager
+def understood() -> Iterator[None]:
+    """Around what takes records for dsframe's own: raises DataError where they are of other kinds, as somebody else's may be."""
+    try:
+        yield
+    except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
+        why = printable(" ".join(f"{type(error).__name__}: {error}".split())[:200])
+        raise DataError(f"the runs' records are damaged, or dsframe has not written them: {why}") from error
+
+
 def read_run(directory: Path, name: str | None = None, repeats: Sequence[Path] = ()) -> Run:
     """A run with its prediction, which takes seconds: its model is run without memory. Raises DataError where there is no run."""
     found = _read(directory)
@@ -98,7 +109,7 @@ def _read(directory: Path) -> Run:
 
 def _checkpoints(directory: Path) -> Iterator[tuple[str, int]]:
     for folder in Store(directory / "checkpoints").newest_first():
-        with contextlib.suppress(FileNotFoundError):  # a run that goes on removes old ones meanwhile
+        with contextlib.suppress(OSError):  # a run that goes on removes old ones meanwhile
             yield folder.name, sum(file.stat().st_size for file in folder.iterdir())
 
 

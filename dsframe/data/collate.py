@@ -1,0 +1,158 @@
+"""From rows of a data set to a batch: pairs, dicts as Hugging Face's data sets have them, or what a task's ``collate`` makes."""
+
+from __future__ import annotations
+
+import traceback
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+from torch.utils._pytree import keystr, tree_leaves_with_path
+from torch.utils.data import default_collate
+
+from dsframe.data.source import Batch
+from dsframe.errors import DataError
+
+Collate = Callable[[list[Any]], Any]
+"""Makes a batch of a list of rows: ``(inputs, targets)``, or a dict with ``labels``, as the collators of transformers do."""
+LABELS = ("labels", "label")
+"""Names of what is the target in a row that is a dict."""
+
+
+def collated(numbered: Sequence[tuple[int, Any]], collate: Collate | None = None) -> Batch:
+    """One batch of rows, each with its number in the data set. Without ``collate`` a row is an ``(input, target)`` pair, or a dict
+    with ``labels``, and all rows have one size.
+
+    Raises DataError, with the numbers of rows, where rows are of another kind or do not fit each other.
+    """
+    rows = [row for _, row in numbered]
+    if collate is None:
+        return _by_default(numbered, rows)
+    whose = getattr(collate, "__qualname__", type(collate).__qualname__)
+    try:
+        found = collate(rows)
+    except Exception as error:  # a collator of any library's
+        numbers = ", ".join(str(number) for number, _ in numbered[:8]) + (" ..." if len(numbered) > 8 else "")
+        last = traceback.extract_tb(error.__traceback__)[-1]
+        reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+        raise DataError(
+            f"{whose} makes no batch of rows {numbers}: {reason} ({last.filename}:{last.lineno})"
+        ) from error
+    return _split(found, f"{whose} returned {_kind(found)}")
+
+
+def _by_default(numbered: Sequence[tuple[int, Any]], rows: list[Any]) -> Batch:
+    as_dicts = all(isinstance(row, Mapping) for row in rows)
+    for number, row in numbered:
+        if not (as_dicts or (isinstance(row, (tuple, list)) and len(row) == 2)):
+            raise DataError(
+                f"a data set must give (input, target) pairs, or dicts with labels; got {_kind(row)} for row {number}; where a "
+                "model takes several inputs, give them as one: ((first, second), target), which reach it as model(first, "
+                "second), or write collate(rows) in the task"
+            )
+    if as_dicts:
+        rows = [{name: _tensor(value) for name, value in row.items()} for row in rows]
+    try:
+        found = default_collate(rows)
+    except (RuntimeError, TypeError, KeyError) as error:
+        what = _misfit([number for number, _ in numbered], rows) or error
+        raise DataError(f"the rows of a batch do not fit each other: {what}") from error
+    return _split(found, f"a data set gave dicts with {', '.join(map(repr, found))}" if as_dicts else "")
+
+
+def _split(found: Any, what: str) -> Batch:
+    """Inputs and targets. ``what`` there is instead, for the message."""
+    if isinstance(found, Mapping):
+        names = [name for name in LABELS if name in found]
+        if not names:
+            raise DataError(
+                f"{what}: a dict without labels has no target; name one of them labels, or return (inputs, targets) from the "
+                "task's collate(rows)"
+            )
+        return {name: value for name, value in found.items() if name not in LABELS}, found[names[0]]
+    if isinstance(found, (tuple, list)) and len(found) == 2:
+        return found[0], found[1]
+    raise DataError(f"{what}, not (inputs, targets) or a dict with labels")
+
+
+def _tensor(value: Any) -> Any:
+    """A list of numbers, as rows read from files have them, as a tensor; anything else as it is."""
+    if isinstance(value, (list, tuple)):
+        try:
+            return torch.tensor(value)
+        except (TypeError, ValueError):
+            return value
+    return value
+
+
+def _kind(row: Any) -> str:
+    if isinstance(row, (tuple, list)):
+        return f"a {type(row).__name__} of {len(row)}"
+    return type(row).__name__
+
+
+def _misfit(numbers: list[int], rows: list[Any]) -> str:
+    """Names the first row whose leaves differ from those of the first one in shape, dtype, or number."""
+
+    def told(row: Any) -> list[str]:
+        found = []
+        for path, leaf in tree_leaves_with_path(row):
+            tensor = leaf if isinstance(leaf, Tensor) else np.asarray(leaf)
+            found.append(f"{keystr(path)} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}")
+        return found
+
+    first = told(rows[0])
+    for number, row in zip(numbers[1:], rows[1:], strict=True):
+        if (other := told(row)) != first:
+            mine = [one for one in first if one not in other] or first
+            theirs = [one for one in other if one not in first] or other
+            return (
+                f"row {numbers[0]} has {', '.join(mine)}, but row {number} has {', '.join(theirs)}; pad them to one size "
+                "(collate = dsframe.data.Pad() in the task), or cut them"
+            )
+    return ""
+
+
+@dataclass(frozen=True)
+class Pad:
+    """A ``collate`` for rows that are dicts of sequences: pads each to the longest of the micro-batch.
+
+    How far depends on which rows share a micro-batch, so on the number of ranks, and so do the last bits of a loss.
+    Its value does not where padding is masked: an ``attention_mask`` is added where rows have ``input_ids`` and none,
+    and ``labels`` are filled with -100. With ``length`` every batch has one size.
+    """
+
+    fill: Mapping[str, float] = field(default_factory=dict)
+    """What to fill with, by name; by default -100 for labels, else 0."""
+    multiple: int = 1
+    """The padded length is a multiple of it."""
+    length: int | None = None
+    """Pad to so many always. A longer row is an error."""
+
+    def __call__(self, rows: list[Mapping[str, Any]]) -> dict[str, Tensor]:
+        """The rows as one tensor for each name, ``[rows, longest, ...]``. Raises DataError where a row is too long."""
+        found: dict[str, Tensor] = {}
+        masks = all("input_ids" in row and "attention_mask" not in row for row in rows)
+        for name in rows[0]:
+            tensors = [torch.as_tensor(row[name]) for row in rows]
+            if tensors[0].ndim == 0:
+                found[name] = torch.stack(tensors)
+                continue
+            longest = max(len(tensor) for tensor in tensors)
+            size = self.length or -(-longest // self.multiple) * self.multiple
+            if longest > size:
+                raise DataError(
+                    f"{name} has a row of {longest}, longer than length={size}; cut the rows, or raise length"
+                )
+            value = self.fill.get(name, -100 if name in LABELS else 0)
+            padded = tensors[0].new_full((len(rows), size, *tensors[0].shape[1:]), value)
+            for row, tensor in zip(padded, tensors, strict=True):
+                row[: len(tensor)] = tensor
+            found[name] = padded
+            if name == "input_ids" and masks:
+                lengths = torch.tensor([len(tensor) for tensor in tensors])
+                found["attention_mask"] = (torch.arange(size) < lengths[:, None]).long()
+        return found

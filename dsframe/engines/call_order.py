@@ -1,0 +1,224 @@
+"""Which modules each rank calls, and in which order.
+
+An engine that gathers a module's weights when the module is called needs the same calls on all ranks. Where they differ, ranks wait
+for ever, a library ends the process, or weights of modules of equal size are mixed up in silence. So each rank keeps a list of
+its calls:
+
+- In the first step, and where a call is another than in the step before, ranks meet in a store before anything is gathered.
+- At the end of a step they compare a number that is made of the list, over a collective that runs while the step goes on.
+- Where a step does not end, the watchdog compares the lists (:mod:`dsframe.guard.watchdog`).
+"""
+
+from __future__ import annotations
+
+import json
+import time
+import zlib
+from array import array
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils.hooks import RemovableHandle
+
+from dsframe.cluster.exchange import by_value, first_difference
+from dsframe.engine import Engine
+from dsframe.errors import TaskError
+
+MOST_RANKS = 256
+"""More do not meet in the store, which one process serves."""
+MOST_MEETINGS = 20_000
+"""A model whose calls change all the time, on all ranks alike, does without from then on."""
+_PASS, _BACKWARD = 0, 1
+_LOOK_SECONDS = 2.0
+"""Ranks that have waited so long for each other look whether the others are elsewhere."""
+
+
+@dataclass
+class _Step:
+    """A step whose comparison is under way."""
+
+    calls: list[int]
+    gradients: list[int]
+    sent: Tensor
+    """The numbers to compare; on the CPU when ``arrived`` says so."""
+    work: Any = None
+    arrived: Any = None
+    """On a GPU, the event after which ``sent`` holds."""
+
+
+class CallOrder:
+    """The calls of this rank, from the first micro-batch of a step on."""
+
+    def __init__(
+        self,
+        engine: Engine,
+        model: nn.Module,
+        modules: Mapping[str, nn.Module],
+        parameters: Mapping[str, nn.Parameter] | None = None,
+    ) -> None:
+        """``modules``: those whose calls have to be the same on all ranks, by name. ``parameters``: those that have to have
+        gradients on all ranks or on none."""
+        self._engine, self._model = engine, model
+        self._names = ["a forward pass", "a backward pass", *modules]
+        self._parameters = list(parameters or ())
+        self._numbers = {id(parameter): number for number, parameter in enumerate((parameters or {}).values())}
+        self._calls: list[int] = []
+        self._gradients: list[int] = []
+        self._passes = self._meetings = 0
+        self._known: dict[bool, list[int]] = {}
+        """The calls of the last step that was the same on all ranks: of training, and of evaluation."""
+        self._under_way: list[_Step] = []
+        self._store: Any = None
+        self._stream: Any = None
+        self._hooks: list[RemovableHandle] = []
+        for number, parameter in enumerate((parameters or {}).values()):
+            hook = parameter.register_post_accumulate_grad_hook(partial(self._reduced, number))  # type: ignore[no-untyped-call]
+            self._hooks.append(hook)
+        for number, module in [(_PASS, model), *enumerate(modules.values(), start=_BACKWARD + 1)]:
+            self._hooks.append(module.register_forward_pre_hook(partial(self._called, number), prepend=True))
+
+    def connect(self, store: Any) -> None:
+        """``store``: of torch's, shared by all ranks, over a connection of its own."""
+        if self._engine.plan.world.size <= MOST_RANKS:
+            self._store = store
+
+    def close(self) -> None:
+        """Leaves the model as it was: a task may give it to the next engine."""
+        for hook in self._hooks:
+            hook.remove()
+
+    # One step.
+
+    def _called(self, number: int, *_: object) -> None:
+        place, known = len(self._calls), self._known.get(self._model.training, ())
+        self._calls.append(number)
+        if (place >= len(known) or known[place] != number) and self._store is not None:
+            self._meet(number)
+
+    def _reduced(self, number: int, *_: object) -> None:
+        self._gradients.append(self._passes * len(self._parameters) + number)
+
+    def backward(self, loss: Tensor) -> None:
+        """**Collective** in the first step. The backward pass from ``loss`` begins. Raises TaskError where it would give gradients
+        of other parameters on other ranks."""
+        self._called(_BACKWARD)
+        self._passes += 1
+        if True not in self._known and self._parameters:
+            numbers = sorted(self._numbers[leaf] for leaf in _leaves(loss) if leaf in self._numbers)
+            if told := first_difference(self._engine, [self._gradient(number) for number in numbers]):
+                raise TaskError(self._described(told))
+
+    def compare(self) -> None:
+        """**Collective.** Sends what is to be compared, and does not wait for it."""
+        device = self._engine.plan.device
+        numbers = [_digest(self._calls), _digest(sorted(self._gradients))]  # which come in whatever order
+        sent = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.float64, device=device)
+        self._under_way.append(_Step(self._calls, self._gradients, sent))
+        self._calls, self._gradients, self._passes = [], [], 0
+        step = self._under_way[-1]
+        step.work = dist.all_reduce(sent, dist.ReduceOp.MAX, async_op=True)
+        if device.type == "cuda":
+            self._fetch(step)
+
+    def _fetch(self, step: _Step) -> None:
+        """Brings the numbers to the CPU on a stream of its own, so that the step's does not wait."""
+        self._stream = self._stream or torch.cuda.Stream(step.sent.device)  # type: ignore[no-untyped-call]
+        with torch.cuda.stream(self._stream):
+            step.work.wait()
+            step.sent.record_stream(self._stream)
+            step.sent = torch.empty(4, dtype=torch.float64, pin_memory=True).copy_(step.sent, non_blocking=True)
+            step.arrived = torch.cuda.Event()  # type: ignore[no-untyped-call]
+            step.arrived.record(self._stream)
+
+    def check(self, *, waits: bool = True) -> None:
+        """**Collective.** Raises TaskError on all ranks where their calls differed. ``waits``: for the last step's comparison
+        too; on a GPU a step is looked at two steps later, all ranks at the same one, so that none waits for the device."""
+        while len(self._under_way) > (0 if waits else 2):
+            step = self._under_way[0]
+            if step.arrived is None:
+                step.work.wait()
+            else:
+                step.arrived.synchronize()
+            if not torch.equal(step.sent[:2], -step.sent[2:]):
+                calls = [self._names[number] for number in step.calls]
+                arrived = [self._gradient(number) for number in sorted(step.gradients)]
+                raise TaskError(self._described(first_difference(self._engine, [*calls, *arrived])))
+            self._known[_BACKWARD in step.calls] = step.calls
+            del self._under_way[0]
+
+    # Where ranks do not come together.
+
+    def _meet(self, number: int) -> None:
+        """**Collective** through the store. Raises TaskError where others are about to call something else."""
+        self._meetings += 1
+        if self._meetings > MOST_MEETINGS:
+            return
+        store, size, began = self._store, self._engine.plan.world.size, time.monotonic()
+        key, looked, pause = f"meet/{self._meetings}/{number}", began, 1e-4
+        if store.add(key, 1) == size:
+            store.set(f"{key}/all", "")
+            return
+        while not store.check([f"{key}/all"]):
+            time.sleep(pause)
+            pause = min(2 * pause, 0.02)
+            if time.monotonic() - looked > _LOOK_SECONDS:
+                looked = time.monotonic()
+                if said := self.difference(store, f"meet/{self._meetings}"):
+                    time.sleep(_LOOK_SECONDS)  # the others read it too
+                    raise TaskError(said)
+
+    def difference(self, store: Any, moment: str) -> str:
+        """Tells the others through ``store`` where this rank stands at ``moment``, a name that is the same on all. Returns what
+        is to be said if all have told it and have called different modules; else ""."""
+        world = self._engine.plan.world
+        place = f"calls/{moment}"
+        store.set(f"{place}/{world.rank}", json.dumps(list(self._told())))
+        keys = [f"{place}/{rank}" for rank in range(world.size)]
+        if not store.check(keys):
+            return ""
+        for told in zip(*(json.loads(store.get(key)) for key in keys), strict=False):
+            if len(set(told)) > 1:
+                return self._described(told)
+        return ""
+
+    def _told(self) -> Iterator[str]:
+        for calls in (*(step.calls for step in self._under_way), self._calls):
+            yield from (self._names[number] for number in calls[:])
+
+    def _gradient(self, number: int) -> str:
+        return f"a gradient of {self._parameters[number % len(self._parameters)]}"
+
+    def _described(self, told: Sequence[str]) -> str:
+        """Returns the message. ``told``: what each rank called at the first place at which they differ, in rank order."""
+        plan = self._engine.plan
+        first = by_value([text or "nothing more" for text in told])
+        return (
+            f"{type(plan.task).__name__}: ranks call different modules of the model. The first difference: {first}. "
+            f"{self._engine.description} gathers a module's weights from all ranks when it is called, so every rank has to call "
+            "the same modules, and the same outputs have to take part in the loss. Call every branch on every rank and choose "
+            "by torch.where, or take an engine that keeps whole weights on each rank"
+        )
+
+
+def _digest(numbers: Sequence[int]) -> float:
+    """Returns a whole number that a float64 holds exactly."""
+    return float(zlib.crc32(array("I", numbers).tobytes()))
+
+
+def _leaves(loss: Tensor) -> set[int]:
+    """Returns the ids of the parameters that ``loss`` depends on."""
+    found, seen, ahead = set[int](), set[Any](), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if (variable := getattr(node, "variable", None)) is not None:
+            found.add(id(variable))
+        ahead += [following for following, _ in node.next_functions]
+    return found

@@ -1,0 +1,103 @@
+"""What a user calls in the middle of a training: at each step, log line, evaluation, checkpoint, and at the end.
+
+Hooks look on: what they are given cannot be changed through it, and what they return is not looked at. They
+are called on all ranks together, so they may communicate. One that raises ends the run with the file and line
+of the mistake; one that hangs is found by the watchdog, as any other code of the user's.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from torch import Tensor
+
+from dsframe.errors import TaskError
+from dsframe.tasks.build import named_class
+
+if TYPE_CHECKING:
+    from dsframe.trainer import Summary
+
+
+@dataclass(frozen=True)
+class RunView:
+    """Where the training stands."""
+
+    step: int
+    """Optimizer steps that have been made, counted from 1."""
+    total_steps: int
+    epoch: float
+    """Passes over the data so far."""
+    learning_rate: float
+    """The rate of the last update."""
+    loss: Tensor | None
+    """0-d, on the device: mean over this rank's micro-batches of the last step. Reading it waits for the device. None before the
+    first step of this process."""
+    rank: int
+    world_size: int
+    directory: Path
+    """The run's directory. Rank 0 alone should write there."""
+
+
+class Hooks:
+    """Override what you need; what is not overridden costs nothing. Every method is called on all ranks, in the same order."""
+
+    def on_step(self, run: RunView) -> None:
+        """After each optimizer step."""
+
+    def on_log(self, run: RunView, figures: Mapping[str, float]) -> None:
+        """After each step that is logged: ``loss``, ``learning_rate``, and what the loss returned beside itself."""
+
+    def on_evaluation(self, run: RunView, metrics: Mapping[str, float]) -> None:
+        """After each evaluation. The metrics are of all held-out samples, the same on every rank."""
+
+    def on_checkpoint(self, run: RunView, path: Path) -> None:
+        """After each save. With ``"asynchronous": true`` the checkpoint may still be on its way to ``path``."""
+
+    def on_end(self, run: RunView, summary: Summary) -> None:
+        """After the last step, its evaluation and its checkpoint. Not after an error."""
+
+
+_EVENTS = tuple(name for name in vars(Hooks) if name.startswith("on_"))
+
+
+class Called:
+    """The hooks of a run, by event."""
+
+    def __init__(self, hooks: Sequence[Hooks] = ()) -> None:
+        """Raises TaskError for what is no Hooks."""
+        self._of: dict[str, list[Callable[..., None]]] = {name: [] for name in _EVENTS}
+        for one in hooks:
+            if not isinstance(one, Hooks):
+                raise TaskError(
+                    f'hooks: {type(one).__name__} is no Hooks; write "class {type(one).__name__}(dsframe.Hooks)"'
+                )
+            for name, methods in self._of.items():
+                if getattr(type(one), name) is not getattr(Hooks, name):
+                    methods.append(getattr(one, name))
+
+    def __call__(self, event: str, view: Callable[[], RunView], *more: Any) -> None:
+        """Calls every hook that listens to ``event``. ``view`` is asked only where there is one."""
+        if methods := self._of[event]:
+            seen = view()
+            for method in methods:
+                method(seen, *more)
+
+
+def from_names(names: Sequence[str]) -> list[Hooks]:
+    """The hooks that a file names, each ``package.module:Class`` without arguments. Raises TaskError."""
+    found = []
+    for name in names:
+        cls = named_class(name, Hooks, "hook")
+        needed = [
+            one.name for one in inspect.signature(cls).parameters.values() if one.default is one.empty and one.kind < 2
+        ]
+        if needed:
+            raise TaskError(
+                f'hook "{name}": its class needs {", ".join(needed)}; give them defaults, or give fit() an object'
+            )
+        found.append(cls())
+    return found

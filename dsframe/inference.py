@@ -1,0 +1,282 @@
+"""A checkpoint's weights on any engine and any number of processes: evaluated, or asked for predictions; and as a plain module.
+
+No optimizer state is read. Evaluations are those of a training: the same code on the same engine. Predictions are
+in the order of the samples, each sample once, and a file of them has its name only when it is complete.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import heapq
+import json
+import os
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+
+from dsframe import tasks
+from dsframe.checkpoint import store
+from dsframe.checkpoint.portable import Checkpoint, write_tensors
+from dsframe.checkpoint.state import ParameterState, SavedView
+from dsframe.cluster.exchange import all_gather_text, failures
+from dsframe.data.source import Batch
+from dsframe.errors import CheckpointError, DataError, TaskError
+from dsframe.guard.watchdog import Watchdog
+from dsframe.job import make_engine, prepare
+from dsframe.model import ema
+from dsframe.model.evaluation import Evaluation
+
+if TYPE_CHECKING:
+    from dsframe.cluster.world import World
+    from dsframe.engine import Engine
+    from dsframe.job import Job, Run
+    from dsframe.tasks.task import Task
+
+
+class Weights(SavedView):
+    """A checkpoint without its optimizer: the weights, or their averages in the place of them."""
+
+    def __init__(self, checkpoint: Checkpoint, *, averages: bool = False) -> None:
+        """Raises CheckpointError where there are no averages."""
+        super().__init__(checkpoint)
+        self._averages = averages
+        if averages and not checkpoint.keeps(ema.KEY):
+            raise CheckpointError(f'{checkpoint.path} has no averages: its training had no "ema"; leave out --average')
+
+    def seen(self, one: ParameterState) -> ParameterState:
+        """The parameter without the optimizer's state; a frozen one has no average."""
+        weight = one.moments.get(ema.KEY, one.weight) if self._averages else one.weight
+        return ParameterState(one.name, weight, {}, {})
+
+
+def evaluate(run: Run, world: World, path: Path, *, averages: bool = False) -> dict[str, float]:
+    """**Collective.** The task's metrics over its evaluation data. Raises TaskError where there are none, CheckpointError."""
+    with _loaded(run, world, path, averages=averages) as (job, engine, watchdog):
+        if job.work.evaluation is None:
+            raise TaskError(f"{type(run.task).__name__} has no eval_data, so there is nothing to evaluate")
+        found = Evaluation(engine, job.work.evaluation, watchdog.beat, job.say).run()
+        assert found is not None
+        return found
+
+
+def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool = False) -> int:
+    """**Collective.** Writes :meth:`Task.predictions` of all of :meth:`Task.predict_data` to ``out``; returns the number of rows.
+
+    ``out``: ``.jsonl``, ``.parquet`` or ``.safetensors``, in a folder that all ranks share. Raises DataError where it is there
+    already or cannot be written.
+    """
+    kind = out.suffix.removeprefix(".")
+    if kind not in _WRITERS:
+        raise DataError(f"{out}: predictions are written as .{', .'.join(_WRITERS)}; choose one of these endings")
+    with _loaded(run, world, path, averages=averages) as (job, engine, watchdog):
+        loader = job.work.evaluation
+        if job.plan.batch.sequence_parallel_size > 1:
+            raise TaskError(
+                "predict: not possible with sequence parallelism, where a rank has a slice of each row; choose another engine"
+            )
+        if loader is None:
+            raise TaskError(
+                f"{type(run.task).__name__} has neither predict_data nor eval_data, so there are no samples"
+            )
+        parts = [out.with_name(f".{out.name}.{rank:05}.partial") for rank in range(world.size)]
+        _together(engine, lambda: _begin(out) if world.is_main else None)
+        written = _together(engine, lambda: _write_own(job, engine, watchdog, parts[world.rank]))
+        rows = sum(int(text) for text in all_gather_text(engine, str(written)))
+        samples = len(loader.source)
+        wrong = "" if rows == samples else f"{rows:,} rows came of {samples:,} samples"
+
+        def finish() -> None:
+            if wrong:
+                raise TaskError(f"{type(run.task).__name__}.predictions: {wrong}; return one row for each sample")
+            if missing := [part for part in parts if not part.exists()]:
+                raise DataError(f"{missing[0]} is not on this host; give --out a folder that all hosts share")
+            with contextlib.ExitStack() as files:
+                each = [(json.loads(line) for line in files.enter_context(part.open())) for part in parts]
+                _WRITERS[kind](out, (row for _, row in heapq.merge(*each, key=lambda pair: pair[0])))
+
+        try:
+            _together(engine, lambda: finish() if world.is_main else None)
+        finally:
+            parts[world.rank].unlink(missing_ok=True)
+        return rows
+
+
+def load_model(path: str | Path, task: Task | None = None, *, averages: bool = False) -> nn.Module:
+    """A checkpoint's model on the CPU, in evaluation mode: what the task builds, with the saved weights and buffers.
+
+    ``path``: a checkpoint, or a run's directory (its newest complete one). ``task``: needed where a script brought
+    its own; else it is the one of the run's ``config.json``. Raises CheckpointError, TaskError.
+    """
+    from dsframe.config import load
+
+    found = store.complete(Path(path))
+    if task is None:
+        config = load(store.config_of(found))
+        task = tasks.build(config.settings.task, config.settings.seed)
+    model = task.model()
+    checkpoint = Checkpoint(found)
+    weights = Weights(checkpoint, averages=averages)
+    state = {name: weights.parameter(name).weight for name in weights.shapes} | dict(weights.buffers())
+    state |= {alias: state[name] for alias, name in checkpoint.manifest["aliases"].items()}
+    try:
+        missing, unexpected = model.load_state_dict(state, strict=False)
+    except RuntimeError as error:
+        raise CheckpointError(f"{found} belongs to another model: {error}") from None
+    lost = [name for name in missing if name in dict(model.named_parameters())]
+    if lost or unexpected:
+        raise CheckpointError(f"{found} belongs to another model: {', '.join([*lost, *unexpected][:5])}")
+    checkpoint.close()
+    return model.eval()
+
+
+@contextlib.contextmanager
+def _loaded(run: Run, world: World, path: Path, *, averages: bool) -> Iterator[tuple[Job, Engine, Watchdog]]:
+    """**Collective.** The engine of the run's file, with the weights."""
+    job = prepare(run, world, None)
+    watchdog = Watchdog(world, run.config.settings.hang_timeout_seconds)
+    engine, _ = make_engine(job, watchdog)
+    with watchdog:
+        checkpoint = Checkpoint(path)
+        engine.load_state(Weights(checkpoint, averages=averages))
+        checkpoint.close()
+        try:
+            yield job, engine, watchdog
+        finally:
+            job.progress.close()
+    engine.close()
+
+
+def _together(engine: Engine, action: Any) -> Any:
+    """**Collective.** Calls ``action`` and returns its result. Raises DataError, TaskError on every rank where one rank failed."""
+    result, failure = None, ""
+    kind: type[DataError] | type[TaskError] = DataError
+    try:
+        result = action()
+    except (DataError, TaskError, OSError) as error:
+        kind, failure = (TaskError if isinstance(error, TaskError) else DataError), str(error)
+    if wrong := failures(engine, failure):
+        raise kind("; ".join(wrong))
+    return result
+
+
+def _begin(out: Path) -> None:
+    """Makes sure that ``out`` can be written, and removes what a killed run has left."""
+    if out.exists():
+        raise DataError(f"{out} exists already; remove it, or choose another name")
+    if not out.parent.is_dir():
+        raise DataError(f"{out}: there is no folder {out.parent}")
+    for old in out.parent.glob(f".{out.name}.*partial"):
+        old.unlink()
+
+
+def _write_own(job: Job, engine: Engine, watchdog: Watchdog, path: Path) -> int:
+    """**Collective.** This rank's rows, each with the number of its sample, in order; returns how many. Raises TaskError."""
+    task, loader = engine.plan.task, job.work.evaluation
+    assert loader is not None
+    indices: Iterator[int] = iter(())
+    count = 0
+    with path.open("w", encoding="utf-8") as file:
+
+        def take(outputs: Any, targets: Any) -> Mapping[str, Any]:
+            nonlocal count
+            found = rows_of(task, outputs, targets)
+            for index, row in zip(indices, found, strict=False):
+                file.write(json.dumps([index, row]) + "\n")
+            count += len(found)
+            return {}
+
+        def noted() -> Iterator[tuple[Batch, int]]:
+            nonlocal indices
+            for (batch, valid), own in zip(loader, loader.indices(), strict=True):
+                indices = iter(own)
+                yield batch, valid
+
+        kept = task.metric_objects
+        task.metrics, task.metric_objects = take, {}  # type: ignore[method-assign]  # engines hand it what counts
+        try:
+            Evaluation(engine, loader, watchdog.beat, job.say).over(noted())
+        finally:
+            del task.metrics
+            task.metric_objects = kept
+        file.flush()
+        os.fsync(file.fileno())
+    return count
+
+
+def rows_of(task: Task, outputs: Any, targets: Any) -> list[dict[str, Any]]:
+    """Returns what the task predicts for a batch, a dict for each sample, as JSON has it. Raises TaskError."""
+    whose = f"{type(task).__name__}.predictions"
+    found = task.predictions(outputs, targets)
+    if not isinstance(found, Mapping):
+        raise TaskError(
+            f"{whose} returned {type(found).__name__}; return tensors or lists by name, a row for each sample"
+        )
+    columns: dict[str, Sequence[Any]] = {}
+    for name, values in found.items():
+        plain = values.detach().cpu().tolist() if isinstance(values, Tensor) else values
+        if not isinstance(plain, (list, tuple)):
+            raise TaskError(
+                f"{whose}: {name!r} is {type(values).__name__}, not a tensor or a list with a row for each sample"
+            )
+        columns[str(name)] = plain
+    if len({len(values) for values in columns.values()}) > 1:
+        sizes = ", ".join(f"{name} {len(values)}" for name, values in columns.items())
+        raise TaskError(f"{whose}: rows differ in number: {sizes}")
+    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
+
+
+def _write_jsonl(out: Path, rows: Iterator[Mapping[str, Any]]) -> None:
+    with _complete(out) as partial, partial.open("w", encoding="utf-8") as file:
+        for row in rows:
+            file.write(json.dumps(row) + "\n")
+        file.flush()
+        os.fsync(file.fileno())
+
+
+def _write_safetensors(out: Path, rows: Iterator[Mapping[str, Any]]) -> None:
+    columns: dict[str, list[Any]] = {}
+    for row in rows:
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
+    try:
+        tensors = {name: torch.tensor(values) for name, values in columns.items()}
+    except (ValueError, TypeError) as error:
+        raise DataError(f"{out}: not all predictions are tensors of one shape ({error}); write .jsonl") from None
+    with _complete(out) as partial:
+        write_tensors(partial, tensors)
+
+
+def _write_parquet(out: Path, rows: Iterator[Mapping[str, Any]]) -> None:
+    try:
+        import pyarrow as arrow
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError(f"{out}: .parquet needs pyarrow, which is not installed: pip install pyarrow") from None
+    with _complete(out) as partial:
+        writer = None
+        while chunk := [row for row, _ in zip(rows, range(_ROWS), strict=False)]:
+            table = arrow.Table.from_pylist([dict(row) for row in chunk])
+            writer = writer or parquet.ParquetWriter(partial, table.schema)
+            writer.write_table(table)
+        if writer:
+            writer.close()
+
+
+_ROWS = 4096
+"""Rows of a parquet file that are in memory at once."""
+_WRITERS = {"jsonl": _write_jsonl, "parquet": _write_parquet, "safetensors": _write_safetensors}
+
+
+@contextlib.contextmanager
+def _complete(out: Path) -> Iterator[Path]:
+    """Gives a file to write, which becomes ``out`` when it is complete."""
+    partial = out.with_name(f".{out.name}.partial")
+    try:
+        yield partial
+        partial.rename(out)
+        store.sync_folder(out.parent)
+    finally:
+        partial.unlink(missing_ok=True)

@@ -1,0 +1,129 @@
+"""``dsframe evaluate``, ``dsframe predict``: a checkpoint on its held-out data, and its predictions, on any engine and world size.
+
+On several processes under any launcher: ``torchrun --nproc-per-node=2 -m dsframe.tools.evaluate CHECKPOINT``, and ``-m
+dsframe.tools.evaluate predict CHECKPOINT --out FILE``.
+"""
+
+from __future__ import annotations
+
+import argparse
+import atexit
+import json
+import sys
+from collections.abc import Sequence
+from dataclasses import replace
+from functools import cache
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsframe.cluster import world as worlds
+from dsframe.cluster.world import World
+from dsframe.config import load
+from dsframe.engines import TABLE
+from dsframe.errors import ConfigError, DsframeError
+from dsframe.host import supervise
+from dsframe.run import choose, prepared
+from dsframe.train import crash, leave, leave_at_once
+
+if TYPE_CHECKING:
+    from dsframe.config import Config
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the metrics as one line of JSON, or writes them to ``--out``, and returns 0. A mistake ends the process."""
+    return _main("evaluate", argv)
+
+
+def predict(argv: Sequence[str] | None = None) -> int:
+    """Writes predictions and returns 0. A mistake ends the process with its exit code."""
+    return _main("predict", argv)
+
+
+def _options(what: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    known = {
+        "evaluate": "Evaluate a checkpoint.",
+        "predict": "Write a checkpoint's predictions, in the order of the samples.",
+    }
+    parser = argparse.ArgumentParser(prog=f"dsframe {what}", description=known[what])
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest complete one)")
+    parser.add_argument("--config", help="the file, which says engine, task and data (default: that of the run)")
+    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="override one key of it")
+    parser.add_argument("--engine", help="short for --set dsframe.engine=...")
+    parser.add_argument("--average", action="store_true", help='the average of the weights ("ema") instead of them')
+    needed = "file to write: .jsonl, .parquet or .safetensors"
+    parser.add_argument(
+        "--out",
+        type=Path,
+        required=what == "predict",
+        help=needed if what == "predict" else "JSON file for the metrics",
+    )
+    parser.add_argument("--verbose", action="store_true", help="let the libraries say everything, and show tracebacks")
+    parser.add_argument("--quiet", action="store_true", help="say nothing but the result")
+    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    options = parser.parse_args(argv)
+    if options.engine:
+        options.set.append(f"dsframe.engine={options.engine}")
+    return options
+
+
+def _main(what: str, argv: Sequence[str] | None) -> int:
+    options = _options(what, argv)
+    world = World()
+    try:
+        world = worlds.here()
+        if world.launcher != "python":
+            supervise.die_with_parent()
+        _run(what, options, world)
+    except DsframeError as error:
+        leave(error, world, verbose=options.verbose)
+    except KeyboardInterrupt:
+        leave_at_once(130)
+    except Exception as error:
+        crash(error, world, verbose=options.verbose)
+    return 0
+
+
+def _run(what: str, options: argparse.Namespace, world: World) -> None:
+    from dsframe.checkpoint import store
+
+    file = options.config or store.config_of(store.locate(options.checkpoint)[0])
+    with prepared(_fitting(file, options.set, world), None, world, verbose=options.verbose, quiet=options.quiet) as run:
+        from dsframe import inference
+
+        path = store.complete(options.checkpoint)
+        if what == "predict":
+            run = replace(run, data=cache(lambda: (run.task.train_data(), run.task.predict_data())))
+            rows = inference.predict(run, world, path, options.out, averages=options.average)
+            if world.is_main:
+                print(f"dsframe: {rows:,} rows of {path}: {options.out}", file=sys.stderr)
+            return
+        metrics = inference.evaluate(run, world, path, averages=options.average)
+    if world.is_main:
+        line = json.dumps({"checkpoint": str(path), "step": store.step_of(path), "metrics": metrics})
+        print(line, flush=True)
+        if options.out:
+            options.out.write_text(line + "\n", encoding="utf-8")
+
+
+def _fitting(file: Path | str, overrides: Sequence[str], world: World) -> Config:
+    """The configuration, with another batch where the file's is not possible on so many processes: it is not trained with."""
+    overrides = [*overrides, "dsframe.hooks=[]"]
+    config = load(file, overrides=overrides)
+    replicas = TABLE[choose(config, world)[0]].replicas
+    try:
+        config.batch(world.size, replicas=replicas)
+    except ConfigError:
+        written = config.deepspeed.train_micro_batch_size_per_gpu or config.deepspeed.train_batch_size
+        micro = written if isinstance(written, int) else 1
+        sizes = {"train_micro_batch_size_per_gpu": micro, "gradient_accumulation_steps": 1}
+        sharing = 1 if replicas else config.deepspeed.pipeline.stages * config.deepspeed.tensor_parallel.autotp_size
+        sizes["train_batch_size"] = micro * max(1, world.size // sharing)
+        config = load(file, overrides=[*overrides, *(f"{key}={value}" for key, value in sizes.items())])
+    return config
+
+
+if __name__ == "__main__":
+    wants = sys.argv[1:]
+    done = predict(wants[1:]) if wants[:1] == ["predict"] else main(wants)
+    atexit._run_exitfuncs()
+    leave_at_once(done)

@@ -1,0 +1,90 @@
+"""``dsframe generate``: text from a checkpoint of a language model, in one process.
+
+Models of transformers generate by their own ``generate``, with its cache; the built-in GPT token by token.
+"""
+
+from __future__ import annotations
+
+import argparse
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+from dsframe.config import load
+from dsframe.errors import TaskError
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints each prompt with its continuation and returns 0. Raises TaskError where the checkpoint is no language model's."""
+    parser = argparse.ArgumentParser(prog="dsframe generate", description="Text from a checkpoint of a language model.")
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest complete one)")
+    parser.add_argument(
+        "--prompt", action="append", required=True, help="text to go on from; may be given several times"
+    )
+    parser.add_argument("--tokens", type=int, default=64, help="tokens to add (default: %(default)s)")
+    parser.add_argument("--sample", action="store_true", help="draw tokens; without it always the likeliest one")
+    parser.add_argument("--temperature", type=float, default=1.0, help="with --sample (default: %(default)s)")
+    parser.add_argument("--top-k", type=int, default=0, help="with --sample: among so many likeliest; 0: among all")
+    parser.add_argument("--seed", type=int, default=0, help="with --sample (default: %(default)s)")
+    parser.add_argument("--config", help="the file (default: that of the run)")
+    parser.add_argument("--average", action="store_true", help='the average of the weights ("ema") instead of them')
+    options = parser.parse_args(argv)
+    if options.tokens < 1 or not options.temperature > 0 or options.top_k < 0:
+        parser.error("--tokens is at least 1, --temperature above 0, --top-k at least 0")
+    from dsframe import tasks
+    from dsframe.checkpoint import store
+    from dsframe.inference import load_model
+    from dsframe.tasks.huggingface import CausalLanguageModelTask
+    from dsframe.tasks.language import LanguageTask
+
+    path = store.complete(options.checkpoint)
+    config = load(options.config or store.config_of(path))
+    task = tasks.build(config.settings.task, config.settings.seed)
+    if not isinstance(task, (LanguageTask, CausalLanguageModelTask)):
+        known = "language, causal-language-model"
+        raise TaskError(
+            f"{path} is of the task {config.settings.task.name}, which makes no text; generate is for {known}"
+        )
+    model = load_model(path, task, averages=options.average)
+    for prompt in options.prompt:
+        print(continued(task, model, prompt, options))
+    return 0
+
+
+def continued(task: Any, model: Any, prompt: str, options: argparse.Namespace) -> str:
+    """``prompt`` and ``options.tokens`` more tokens, fewer where the tokenizer's end comes first."""
+    import torch
+
+    tokenizer = getattr(task, "tokenizer", None)
+    words = list(prompt.encode()) if tokenizer is None else tokenizer(prompt)["input_ids"]
+    if not words:
+        raise TaskError("--prompt is empty; give at least one character")
+    tokens = torch.tensor([words])
+    torch.manual_seed(options.seed)
+    with torch.no_grad():
+        if hasattr(model, "generate"):
+            how: dict[str, Any] = {"do_sample": False}
+            if options.sample:
+                how = {"do_sample": True, "temperature": options.temperature, "top_k": options.top_k}
+            tokens = model.generate(
+                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=options.tokens, pad_token_id=0, **how
+            )
+        else:
+            for _ in range(options.tokens):
+                logits = model(tokens[:, -task.units_per_sample :])[:, -1]
+                tokens = torch.cat([tokens, _next(logits, options)], 1)
+    found = tokens[0].tolist()
+    return bytes(found).decode(errors="replace") if tokenizer is None else str(tokenizer.decode(found))
+
+
+def _next(logits: Any, options: argparse.Namespace) -> Any:
+    """The next token of each row, int64 ``[rows, 1]``, of ``logits`` ``[rows, vocabulary]``."""
+    import torch
+
+    if not options.sample:
+        return logits.argmax(-1, keepdim=True)
+    logits = logits / options.temperature
+    if options.top_k:
+        lowest = logits.topk(min(options.top_k, logits.shape[-1])).values[:, -1:]
+        logits = logits.masked_fill(logits < lowest, float("-inf"))
+    return torch.multinomial(logits.softmax(-1), 1)

@@ -1,0 +1,155 @@
+"""What every attack needs: a short training, its undisturbed losses, and what it means that something is lost."""
+
+from __future__ import annotations
+
+import atexit
+import functools
+import json
+import os
+import random
+import re
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from dsframe.checkpoint import store
+from dsframe.checkpoint.store import Store
+from tests.portability import losses
+from tests.processes import Finished, Running, free_port, python, run_ranks
+
+STEPS, EVERY = 24, 4
+Attack = Callable[[Path, random.Random], str]
+"""Is given an empty folder and its chance; returns what it tried. Raises LostError, UntriedError, AssertionError where a process
+hangs or stays."""
+
+
+class LostError(AssertionError):
+    """Saved state is gone or differs, a file is outside its folder, or a mistake is not said in one line."""
+
+
+class UntriedError(Exception):
+    """This machine cannot be attacked so; with the reason."""
+
+
+def kept() -> Path:
+    """A folder that is there until this process ends."""
+    folder = Path(tempfile.mkdtemp(prefix="dsframe-attack-"))
+    atexit.register(shutil.rmtree, folder, ignore_errors=True)
+    return folder
+
+
+def held(condition: object, what: str, finished: object = "") -> None:
+    """Raises LostError unless ``condition``."""
+    if not condition:
+        raise LostError(f"{what}\n{finished}")
+
+
+def write(folder: Path, *, ranks: int = 2, **settings: object) -> None:
+    """The training's file; ``settings`` go into its dsframe section."""
+    dsframe = {
+        "engine": "ddp" if ranks > 1 else "single",
+        "steps": STEPS,
+        "log_every_steps": 1,
+        "checkpoints": {"every_steps": EVERY, "keep_last": 9},
+        "hang_timeout_seconds": 20,
+        "task": {"name": "tests.faults.slow_task:SlowTask"},
+        **settings,
+    }
+    file = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}, "dsframe": dsframe}
+    (folder / "attack.json").write_text(json.dumps(file))
+
+
+def train(
+    folder: Path,
+    *arguments: str,
+    ranks: int = 1,
+    launch: tuple[str, ...] = (),
+    env: Mapping[str, str | None] | None = None,
+    during: Callable[[Running], None] | None = None,
+    seconds: float = 120.0,
+    **settings: object,
+) -> Finished:
+    """One run in ``folder/run``, by python or torchrun; ``launch``: by ``dsframe launch`` with these options."""
+    write(folder, ranks=ranks, **settings)
+    training = ["--config", "attack.json", "--run-dir", "run", *arguments]
+    if launch:
+        command = python(["-m", "dsframe.cli", "launch", "-np", str(ranks), *launch, *training])
+    elif ranks > 1:
+        command = ["bash", "-c", started(ranks, " ".join(training))]
+    else:
+        command = python(["-m", "dsframe.train", *training])
+    variables = {"STEP_SECONDS": "0.02", "DSFRAME_SHUTDOWN_SECONDS": "10", **(env or {})}
+    return run_ranks(command, cwd=folder, env=variables, timeout_seconds=seconds, while_running=during)
+
+
+def started(ranks: int, training: str, wrap: str = "") -> str:
+    """A shell's lines that start ranks without a launcher: what they print is theirs alone, and none is ended for another."""
+    port, lines = free_port(), []
+    for rank in range(ranks):
+        place = f"RANK={rank} WORLD_SIZE={ranks} LOCAL_RANK={rank} LOCAL_WORLD_SIZE={ranks} MASTER_ADDR=127.0.0.1"
+        lines.append(f'{place} MASTER_PORT={port} {wrap} python -m dsframe.train {training} & pids="$pids $!"')
+    return "\n".join([*lines, "for pid in $pids; do wait $pid || code=$?; done", "exit $code"])
+
+
+@functools.cache
+def expected(ranks: int) -> dict[int, float]:
+    """The losses of a run that nobody attacks."""
+    with tempfile.TemporaryDirectory() as name:
+        train(Path(name), ranks=ranks).check()
+        return losses(Path(name, "run"))
+
+
+def whole(folder: Path, ranks: int = 1, *, run: str = "run") -> None:
+    """The run came to its end as if nothing had happened."""
+    found, wanted = losses(folder / run), expected(ranks)
+    held(found == wanted, f"losses differ: {sorted(set(found.items()) ^ set(wanted.items()))[:4]}")
+    checkpoints = Store(folder / run / "checkpoints")
+    damaged = [path.name for path in checkpoints.newest_first() if store.verify(path)] + checkpoints.damaged()
+    held(not damaged, f"damaged: {damaged}")
+
+
+def told(finished: Finished, *codes: int) -> None:
+    """It ended with one of ``codes`` (any but 0, where there are none), and said so without a traceback."""
+    held(finished.returncode in codes if codes else finished.returncode, f"exit code {finished.returncode}", finished)
+    traceback = re.search(r"^(\[rank \d+\] )?Traceback .*(?:\n(?!\[rank).*){0,60}", finished.output, re.MULTILINE)
+    held(not traceback or "torch.distributed.elastic" in traceback[0], "a traceback instead of a line", finished)
+
+
+def goes_on(folder: Path, ranks: int = 1, **settings: object) -> None:
+    """What was saved is there: going on from it is the undisturbed training."""
+    saved = [path.name for path in Store(folder / "run" / "checkpoints").newest_first()]
+    finished = train(folder, "--resume", "auto", ranks=ranks, **settings)  # type: ignore[arg-type]
+    held(finished.returncode == 0, f"does not go on after {saved}", finished)
+    whole(folder, ranks)
+
+
+@functools.cache
+def interposed() -> str:
+    """The library of interpose.c. Raises UntriedError where there is no compiler."""
+    compiler = shutil.which("gcc") or shutil.which("cc")
+    if compiler is None:
+        raise UntriedError("no C compiler")
+    target = kept() / "interpose.so"
+    source = Path(__file__).with_name("interpose.c")
+    done = subprocess.run(
+        [compiler, "-shared", "-fPIC", "-O1", "-o", target, source, "-ldl", "-lpthread"],
+        capture_output=True,
+        text=True,
+        check=False,
+    )
+    if done.returncode:
+        raise UntriedError(f"interpose.c cannot be compiled: {done.stderr.strip()[:200]}")
+    return str(target)
+
+
+def disk(order: str) -> dict[str, str]:
+    """The environment of processes whose disk fails as ``order`` says (interpose.c)."""
+    return {"LD_PRELOAD": interposed(), "ATTACK_DISK": order}
+
+
+def needs_root() -> None:
+    """Raises UntriedError for who may not mount."""
+    if os.getuid() != 0:
+        raise UntriedError("needs root")

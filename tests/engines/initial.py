@@ -1,0 +1,147 @@
+"""Initial weights of several models, on one engine after another, in one process group.
+
+    torchrun --nproc-per-node 2 -m tests.engines.initial FOLDER CASE ...        a case: ENGINE[:STAGE|pipeline]
+
+leaves a digest of each parameter and buffer in FOLDER/CASE.json. tests/engines/test_initial.py compares them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import hashlib
+import json
+import sys
+from pathlib import Path
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import dsframe
+from dsframe.cluster import world
+from dsframe.train import leave_at_once
+from tests.engines.several import one_process_group, prepare
+
+WORDS, WIDTH = 1200, 256
+
+
+class Own(nn.Module):
+    """What users write: ``apply``, a parent that fills a child's weight again, tied weights, buffers, a frozen parameter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.embedding = nn.Embedding(WORDS, WIDTH)
+        self.body = nn.Sequential(nn.Linear(WIDTH, 4 * WIDTH), nn.GELU(), nn.Linear(4 * WIDTH, WIDTH))
+        self.attention = nn.MultiheadAttention(WIDTH, 4, batch_first=True)
+        self.head = nn.Linear(WIDTH, WORDS, bias=False)
+        self.register_buffer("positions", torch.randn(8, WIDTH))
+        self.apply(self._init)
+        nn.init.orthogonal_(self.body[0].weight)  # type: ignore[arg-type]
+        self.head.weight = self.embedding.weight
+        self.scale = nn.Parameter(torch.randn(WIDTH), requires_grad=False)
+
+    def _init(self, module: nn.Module) -> None:
+        if isinstance(module, nn.Linear):
+            nn.init.trunc_normal_(module.weight, std=0.02)
+
+    def forward(self, words: Tensor) -> Tensor:
+        hidden = self.embedding(words) + self.positions
+        hidden = hidden + self.attention(hidden, hidden, hidden, need_weights=False)[0]
+        scores: Tensor = self.head(self.body(hidden) * self.scale)
+        return scores
+
+
+class OwnTask(dsframe.Task):
+    def model(self) -> nn.Module:
+        return Own()
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        return nn.functional.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    def train_data(self) -> TensorDataset:
+        words = torch.randint(0, WORDS, (8, 8), generator=torch.Generator().manual_seed(1))
+        return TensorDataset(words, words)
+
+
+TASKS: dict[str, dict[str, Any]] = {
+    "gpt": {
+        "name": "language", "layers": 2, "heads": 4, "width": WIDTH, "context": 16, "corpus": "synthetic", "samples": 8,
+    },
+    "resnet": {"model": "resnet18", "dataset": "synthetic", "image_size": 32, "samples": 8},
+    "llama": {
+        "name": "causal-language-model", "context": 16, "corpus": "synthetic", "samples": 8,
+        "model": {
+            "model_type": "llama", "hidden_size": WIDTH, "intermediate_size": 1024, "num_hidden_layers": 2,
+            "num_attention_heads": 4, "num_key_value_heads": 2, "vocab_size": WORDS,
+        },
+    },
+    "own": {"name": "tests.engines.initial:OwnTask"},
+}  # fmt: skip
+LAYERED = ("gpt", "resnet", "gpt in bf16")
+"""Models that a pipeline can cut."""
+FOLDER = "llama-folder"
+"""The Llama as a folder in FOLDER, in bf16, in several files."""
+
+
+def file(case: str, task: dict[str, Any], short: bool) -> dict[str, Any]:
+    engine, _, how = case.partition(":")
+    found: dict[str, Any] = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "dsframe": {"engine": engine, "task": task, "seed": 7},
+    }
+    if how == "pipeline":
+        found["pipeline"] = {"stages": 2}
+        found["zero_optimization"] = {"stage": 1}
+    elif how:
+        found["zero_optimization"] = {"stage": int(how)}
+    return found | ({"bf16": {"enabled": True}} if short else {})
+
+
+def digests(case: str, task: dict[str, Any], short: bool) -> dict[str, str]:
+    """Each parameter's and buffer's, as ``engine.state`` has them before the first step."""
+    make, _ = prepare(file(case, task, short), case.partition(":")[0])
+    moved = []
+
+    def seen(module: nn.Module, *arguments: Any, **options: Any) -> Any:
+        moved.append(sum(parameter.numel() for parameter in module.parameters()))
+        return to(module, *arguments, **options)
+
+    to = nn.Module.to
+    with mock.patch.object(nn.Module, "to", seen):
+        engine = make()
+    try:
+        state = engine.state()
+        found = {one.name: digest(one.weight) for one in state.parameters}
+        found |= {f"buffer {name}": digest(buffer) for name, buffer in state.buffers.items()}
+        if case == "deepspeed:3":  # on a GPU, what is moved at once is on the device at once
+            assert max(moved) == 0, f"{max(moved)} elements were moved to the device at once"
+    finally:
+        engine.close()
+    return found
+
+
+def digest(tensor: Tensor) -> str:
+    tensor = tensor.detach().cpu().contiguous()
+    content = tensor.flatten().view(torch.uint8).numpy().tobytes()
+    return f"{list(tensor.shape)} {tensor.dtype} {hashlib.sha256(content).hexdigest()[:16]}"
+
+
+def main(folder: str, cases: list[str]) -> None:
+    llama = {**TASKS["llama"], "model": str(Path(folder, FOLDER))}
+    models = {name: (task, False) for name, task in TASKS.items()}
+    models |= {"gpt in bf16": (TASKS["gpt"], True), FOLDER: (llama, False), f"{FOLDER} in bf16": (llama, True)}
+    with one_process_group():
+        for case in cases:
+            told = LAYERED if case.endswith("pipeline") else models
+            found = {name: digests(case, *models[name]) for name in told}
+            if world.here().is_main:
+                Path(folder, f"{case}.json").write_text(json.dumps(found))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
+    atexit._run_exitfuncs()  # as dsframe.train does: Horovod over MPI leaves here
+    leave_at_once(0)

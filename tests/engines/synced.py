@@ -1,0 +1,82 @@
+"""A network with BatchNorm over the global batch, on one engine after another, in one process group.
+
+torchrun --nproc-per-node 2 -m tests.engines.synced REPORT.json CASE ...        a case: ENGINE[:STAGE]
+"""
+
+from __future__ import annotations
+
+import atexit
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import dsframe
+from dsframe.cluster import world
+from dsframe.train import leave_at_once
+from tests.engines.several import one_process_group, prepare
+
+
+class Picture(dsframe.Task):
+    def model(self) -> nn.Module:
+        inner = nn.Sequential(nn.Conv2d(2, 6, 3), nn.BatchNorm2d(6, momentum=None), nn.ReLU(), nn.Flatten())
+        return nn.Sequential(inner, nn.Linear(6 * 16, 8), nn.BatchNorm1d(8), nn.Tanh(), nn.Linear(8, 2))
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        return nn.functional.mse_loss(outputs, targets)
+
+    def train_data(self) -> TensorDataset:
+        inputs = torch.randn(96, 2, 6, 6, generator=torch.Generator().manual_seed(3)) + 4.0
+        return TensorDataset(inputs, torch.sin(inputs.mean((2, 3))))
+
+
+def file(case: str, synced: bool) -> dict[str, Any]:
+    engine, _, stage = case.partition(":")
+    return {
+        "train_batch_size": 12,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1, "momentum": 0.9}},
+        "zero_allow_untested_optimizer": True,
+        "zero_optimization": {"stage": int(stage or 0), "stage3_param_persistence_threshold": 0},
+        "dsframe": {
+            "engine": engine,
+            "model": {"sync_batch_norm": synced},
+            "task": {"name": "tests.engines.synced:Picture"},
+        },
+    }
+
+
+def train(case: str, synced: bool = True) -> dict[str, Any]:
+    """Losses of the global batch; the last weights and buffers; what the run would announce."""
+    make, loader = prepare(file(case, synced), case.partition(":")[0])
+    engine = make()
+    try:
+        losses = []
+        for step in range(8):
+            loss = engine.train_step(loader.micro_batches(step)).loss.reshape(1).double()
+            losses.append(float(engine.sum_over_ranks(loss)) / engine.plan.world.size)
+        state = engine.state()
+        found = {name: buffer.double().flatten().tolist() for name, buffer in state.buffers.items()}
+        found |= {one.name: one.weight.double().flatten().tolist() for one in state.parameters}
+        return {"losses": losses, "state": found, "depends": engine.depends}
+    finally:
+        engine.close()
+
+
+def main(path: str, cases: list[str]) -> None:
+    report = {}
+    with one_process_group():
+        for case in cases:
+            report[case] = train(case)
+        report["own"] = train(cases[0], synced=False)
+    if world.here().is_main:
+        Path(path).write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:])
+    atexit._run_exitfuncs()  # as dsframe.train does: Horovod over MPI leaves here
+    leave_at_once(0)

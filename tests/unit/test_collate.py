@@ -1,0 +1,179 @@
+"""Rows of any kind become batches: pairs, dicts with labels, what a collator makes; and what does not fit is named by its row."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import Dataset
+
+import dsframe
+from dsframe.data import Loader, Pad, TensorSource, as_source
+from dsframe.data.collate import collated
+from dsframe.errors import DataError
+
+LLAMA = {"hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "vocab_size": 64}
+
+
+class Texts(Dataset[Any]):
+    """Rows of different lengths, as a tokenised data set has them: lists of numbers in dicts."""
+
+    def __init__(self, rows: int = 96) -> None:
+        numbers = random.Random(0)
+        self.rows = [[numbers.randrange(1, 64) for _ in range(numbers.randrange(3, 20))] for _ in range(rows)]
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> dict[str, Any]:
+        return {"input_ids": self.rows[index], "labels": self.rows[index]}
+
+
+class Llama(dsframe.Task):
+    """Next tokens of padded rows; a step is the mean over the tokens that are no padding."""
+
+    def __init__(self, collate: Any = None, workers: int = 0) -> None:
+        self.collate, self.workers = collate or Pad(), workers
+
+    def model(self) -> nn.Module:
+        from transformers import LlamaConfig, LlamaForCausalLM
+
+        return LlamaForCausalLM(LlamaConfig(**LLAMA, use_cache=False))  # type: ignore[arg-type]
+
+    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
+        logits = outputs.logits[:, :-1].flatten(0, 1)
+        return nn.functional.cross_entropy(logits, targets[:, 1:].flatten(), ignore_index=-100)
+
+    def loss_weight(self, targets: Tensor) -> Tensor:
+        return (targets[:, 1:] != -100).sum()
+
+    def train_data(self) -> Texts:
+        return Texts()
+
+    def eval_data(self) -> Texts:
+        return Texts(21)
+
+
+class Fixed(Llama):
+    """Padded to one size: the same numbers on any number of ranks."""
+
+    def __init__(self) -> None:
+        super().__init__(Pad(length=24))
+
+
+def fit(tmp_path: Path, task: Llama) -> tuple[float, float]:
+    settings = {"engine": "single", "steps": 5, "run_dir": str(tmp_path / "run")}
+    file = {"train_batch_size": 16, "gradient_accumulation_steps": 2, "dsframe": settings}
+    file["optimizer"] = {"type": "AdamW", "params": {"lr": 0.01}}
+    summary = dsframe.fit(task, file)
+    return summary.loss, summary.metrics["loss"]
+
+
+def test_padding_does_not_change_the_training(tmp_path: Path) -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import DataCollatorForSeq2Seq, PreTrainedTokenizerFast
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")), pad_token="a")
+    plain = fit(tmp_path, Llama())
+    for collate in (Pad(multiple=8), Pad(length=32), DataCollatorForSeq2Seq(tokenizer)):
+        assert fit(tmp_path, Llama(collate)) == pytest.approx(plain, abs=1e-6), collate
+    assert fit(tmp_path, Llama(workers=2)) == plain  # collated where the rows are read
+
+
+def test_collators_of_transformers_work_as_they_are() -> None:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import DataCollatorWithPadding, PreTrainedTokenizerFast, default_data_collator
+
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=Tokenizer(WordLevel({"a": 0}, "a")), pad_token="a")
+    rows = [{"input_ids": [1, 2, 3], "label": 1}, {"input_ids": [4], "label": 0}]
+    inputs, targets = collated(list(enumerate(rows)), DataCollatorWithPadding(tokenizer))
+    assert inputs["input_ids"].tolist() == [[1, 2, 3], [4, 0, 0]]
+    assert inputs["attention_mask"].tolist() == [[1, 1, 1], [1, 0, 0]]
+    assert targets.tolist() == [1, 0]
+    even = [{"input_ids": [1, 2], "label": 1}, {"input_ids": [3, 4], "label": 0}]
+    assert collated(list(enumerate(even)), default_data_collator)[1].tolist() == [1, 0]
+    ours, theirs = collated(list(enumerate(even))), collated(list(enumerate(even)), default_data_collator)
+    assert torch.equal(ours[0]["input_ids"], theirs[0]["input_ids"])
+
+
+def test_a_method_of_the_task_makes_batches_of_strings() -> None:
+    class Words(Dataset[str]):
+        def __len__(self) -> int:
+            return 8
+
+        def __getitem__(self, index: int) -> str:
+            return "ab" * (index + 1)
+
+    def collate(rows: list[str]) -> tuple[Tensor, Tensor]:
+        return torch.tensor([len(row) for row in rows]), torch.zeros(len(rows))
+
+    loader = Loader(as_source(Words(), 0, collate), seed=0, micro_batch_size=8)
+    ((lengths, _),) = loader.micro_batches(0)
+    assert sorted(lengths.tolist()) == list(range(2, 18, 2))
+
+
+class Rows(Dataset[Any]):
+    def __init__(self, *rows: Any) -> None:
+        self.rows = rows
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+def broken(rows: list[Any]) -> Any:
+    raise ValueError("no such column")
+
+
+@pytest.mark.parametrize(
+    ("rows", "collate", "message"),
+    [
+        (({"x": 1}, {"x": 2}), None, "a data set gave dicts with 'x': a dict without labels has no target"),
+        ((1, 2), None, r"pairs, or dicts with labels; got int for row \d"),
+        (
+            ({"x": [1, 2], "labels": 0}, {"x": [1], "labels": 0}),
+            None,
+            r"row \d has \['x'\] \[\d\] int64, but row \d has .*Pad\(\)",
+        ),
+        (
+            ((torch.ones(2), 0), (torch.ones(3), 0)),
+            None,
+            r"row \d has \[0\] \[\d\] float32, but row \d has \[0\] \[\d\] float32",
+        ),
+        (((torch.ones(2), 0), (torch.ones(2).double(), 0)), None, ""),
+        (
+            ({"x": 1}, {"x": 2}),
+            broken,
+            r"broken makes no batch of rows \d, \d: ValueError: no such column \(.*test_collate.py:\d+\)",
+        ),
+        (({"x": 1}, {"x": 2}), list, "list returned a list of 2"),
+        (({"x": 1}, {"x": 2}), lambda rows: 3, r"returned int, not \(inputs, targets\) or a dict with labels"),
+        (({"x": [1] * 9, "labels": 0},) * 2, Pad(length=4), "x has a row of 9, longer than length=4"),
+    ],
+)
+def test_what_does_not_fit_is_named(rows: Any, collate: Any, message: str) -> None:
+    def read() -> Mapping[str, Any]:
+        ((batch, _),) = Loader(as_source(Rows(*rows), 0, collate), seed=0, micro_batch_size=2).micro_batches(0)
+        return batch  # type: ignore[no-any-return]
+
+    if collate is list or not message:
+        read()
+        return
+    with pytest.raises(DataError, match=message):
+        read()
+
+
+def test_a_source_makes_its_own_batches() -> None:
+    with pytest.raises(
+        DataError, match="TensorSource makes its own batches, so the task's collate would not be called"
+    ):
+        as_source(TensorSource(torch.ones(2), torch.ones(2)), 0, Pad())

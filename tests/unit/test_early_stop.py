@@ -1,0 +1,180 @@
+"""Early stopping: where it ends, in checkpoints, and over restarts at any step."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dsframe
+from dsframe.config import load
+from dsframe.config.schema.settings_model import Stop
+from dsframe.data import TensorSource
+from dsframe.errors import CheckpointError, ConfigError, TaskError
+from dsframe.model.early_stop import EarlyStop
+from dsframe.run_dir.record import read_metrics, read_summary
+from dsframe.tasks.task import Sum
+
+VALUES = [5.0, 4.0, 4.5, 3.95, float("nan"), 4.1, 1.0]
+
+
+def stop(**more: Any) -> EarlyStop:
+    return EarlyStop(Stop.model_validate({"metric": "loss:min", "patience": 3, **more}))
+
+
+@pytest.mark.parametrize(("more", "last"), [({}, None), ({"min_delta": 0.1}, 5), ({"patience": 2}, 6)])
+def test_it_waits_for_a_better_value(more: dict[str, Any], last: int | None) -> None:
+    one, ended = stop(**more), None
+    for step, value in enumerate(VALUES, start=1):
+        assert not one.reached
+        one.observe(step, {"loss": value})
+        again = stop(**more)  # a run that goes on
+        again.restore(json.loads(json.dumps(one.state(), allow_nan=False)))
+        assert again.state() == one.state()
+        one = again
+        if one.reached:
+            ended = step
+            break
+    assert ended == last
+    if more.get("min_delta"):
+        assert one.reached == "loss is not better in 3 evaluation(s); the best was 4 after step 2"
+
+
+def test_what_is_wrong_is_said() -> None:
+    with pytest.raises(TaskError, match=r"dsframe.stop.metric: no metric 'loss' in the evaluation; it has accuracy"):
+        stop().check({"accuracy": 1.0})
+    for state in ({}, {**stop().state(), "waited": "x"}, {**stop().state(), "best": "x"}):
+        with pytest.raises(CheckpointError, match="no state of early stopping"):
+            stop().restore(state)
+    other = stop(metric="accuracy:max")
+    other.restore({**stop().state(), "waited": 3})
+    assert not other.reached  # another metric begins anew
+
+
+class Falling(dsframe.Task):
+    """Whose evaluation gets better until its fourth."""
+
+    held_out = True
+
+    def __init__(self) -> None:
+        self.seen = 0.0
+
+    def model(self) -> nn.Module:
+        return nn.Linear(2, 1)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Any:
+        errors = (outputs - targets).square()
+        return errors.mean(), {"largest": Sum(errors.max(), 1), "errors": Sum(errors.sum(), errors.numel())}
+
+    def train_data(self) -> Any:
+        numbers = torch.Generator().manual_seed(0)
+        return TensorSource(torch.randn(64, 2, generator=numbers), torch.randn(64, 1, generator=numbers))
+
+    def eval_data(self) -> Any:
+        return self.train_data() if self.held_out else None
+
+
+class Noted(dsframe.Hooks):
+    """Writes down what it is called with."""
+
+    def __init__(self) -> None:
+        self.calls: list[tuple[Any, ...]] = []
+
+    def on_step(self, run: dsframe.RunView) -> None:
+        assert run.loss is not None
+        assert (run.loss.ndim, run.rank, run.total_steps) == (0, 0, 20)
+        self.calls.append(("step", run.step))
+
+    def on_log(self, run: dsframe.RunView, figures: Any) -> None:
+        self.calls.append(("log", run.step, dict(figures)))
+
+    def on_evaluation(self, run: dsframe.RunView, metrics: Any) -> None:
+        self.calls.append(("evaluation", run.step, dict(metrics)))
+
+    def on_checkpoint(self, run: dsframe.RunView, path: Path) -> None:
+        assert (path / "manifest.json").exists()
+        self.calls.append(("checkpoint", run.step))
+
+    def on_end(self, run: dsframe.RunView, summary: dsframe.Summary) -> None:
+        self.calls.append(("end", run.step, summary.stopped))
+
+
+def file(run: str, **more: Any) -> dict[str, Any]:
+    settings = {
+        "engine": "single",
+        "steps": 20,
+        "eval_every_steps": 2,
+        "log_every_steps": 1,
+        "run_dir": run,
+        "stop": {"metric": "loss:min", "patience": 2, "min_delta": 0.5},
+        "checkpoints": {"every_steps": 2, "keep_last": 20},
+        **more,
+    }
+    return {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}, "dsframe": settings}
+
+
+def test_a_run_ends_early_and_stays_ended(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    run, hooks, task = str(tmp_path / "run"), Noted(), Falling()
+    task.hooks = [hooks]
+    summary = dsframe.fit(task, file(run))
+    assert summary.steps == 6  # better at 2, not at 4, not at 6
+    assert summary.stopped.startswith("loss is not better in 2 evaluation(s); the best was ")
+    assert "training ends after step 6: loss is not better" in capsys.readouterr().err
+    assert read_summary(Path(run))["stopped"] == summary.stopped
+    assert [call[1] for call in hooks.calls if call[0] == "step"] == list(range(1, 7))
+    assert [call[1] for call in hooks.calls if call[0] == "checkpoint"] == [2, 4, 6]
+    assert hooks.calls[-1] == ("end", 6, summary.stopped)
+    logged = [call[2] for call in hooks.calls if call[0] == "log"]
+    assert all(one["errors"] == pytest.approx(one["loss"], rel=1e-6) and one["largest"] > one["loss"] for one in logged)
+    lines = [line for line in read_metrics(Path(run)) if "loss" in line]
+    assert [line["errors"] for line in lines] == [one["errors"] for one in logged]
+    evaluated = [call[2] for call in hooks.calls if call[0] == "evaluation"]
+    assert all(one["errors"] == pytest.approx(one["loss"], rel=1e-6) for one in evaluated)
+
+    before = (Path(run) / "metrics.jsonl").read_bytes()
+    again = dsframe.fit(Falling(), file(run), resume="auto")
+    assert (again.steps, again.stopped) == (6, summary.stopped)
+    assert "is complete: loss is not better" in capsys.readouterr().err
+    assert (Path(run) / "metrics.jsonl").read_bytes() == before  # its record stays
+
+    part = str(tmp_path / "part")  # from each checkpoint the same end
+    for step in (2, 4):
+        later = dsframe.fit(Falling(), file(part + str(step)), resume=f"{run}/checkpoints/step-{step:08}")
+        assert (later.steps, later.stopped) == (6, summary.stopped)
+    longer = file(run, stop={"metric": "loss:min", "patience": 3, "min_delta": 0.5})
+    assert dsframe.fit(Falling(), longer, resume="auto").steps == 8
+
+
+def test_refusals(tmp_path: Path) -> None:
+    task = Falling()
+    task.held_out = False
+    with pytest.raises(TaskError, match=r"dsframe.stop waits for evaluations, but the task has no eval_data"):
+        dsframe.fit(task, file(str(tmp_path)))
+    with pytest.raises(TaskError, match="no metric 'accuracy' in the evaluation"):
+        dsframe.fit(Falling(), file(str(tmp_path), stop={"metric": "accuracy:max"}))
+    with pytest.raises(ConfigError, match="metric"):
+        load(file(str(tmp_path), stop={"metric": "accuracy"}))
+    with pytest.raises(
+        TaskError,
+        match=r'hook "tests.unit.test_early_stop:Falling": Falling is a class that does not derive from Hooks',
+    ):
+        dsframe.fit(Falling(), file(str(tmp_path), hooks=["tests.unit.test_early_stop:Falling"]))
+    task = Falling()
+    task.hooks = [3]  # type: ignore[list-item]
+    with pytest.raises(TaskError, match="hooks: int is no Hooks"):
+        dsframe.fit(task, file(str(tmp_path)))
+
+
+class Wrong(Falling):
+    def loss(self, outputs: Tensor, targets: Tensor) -> Any:
+        loss, _ = super().loss(outputs, targets)
+        return loss, {"loss": Sum(loss, 1)}
+
+
+def test_what_a_loss_returns_beside_itself_has_a_name_of_its_own(tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=r'Wrong.loss: "loss" is the loss itself'):
+        dsframe.fit(Wrong(), file(str(tmp_path), steps=2))

@@ -1,0 +1,149 @@
+"""The average of the weights is torch's AveragedModel, in checkpoints, over restarts, and evaluated on request.
+
+On other engines: tests/engines/test_groups.py.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import load_file
+from torch import Tensor, nn
+from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
+
+import dsframe
+from dsframe.checkpoint import export
+from dsframe.checkpoint.portable import Checkpoint
+from dsframe.config import load
+from dsframe.data import Loader, TensorSource
+from dsframe.engines.costs import Costs, FsdpCosts, ZeroCosts
+from dsframe.errors import CheckpointError, ConfigError
+
+
+class Line(dsframe.Task):
+    def model(self) -> nn.Module:
+        return nn.Linear(3, 2)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().mean()
+
+    def train_data(self) -> Any:
+        numbers = torch.Generator().manual_seed(0)
+        return TensorSource(torch.randn(64, 3, generator=numbers), torch.randn(64, 2, generator=numbers))
+
+    def eval_data(self) -> Any:
+        return self.train_data()
+
+
+def file(run: Path, kind: str = "AdamW", ema: dict[str, Any] | None = None, **more: Any) -> dict[str, Any]:
+    settings: dict[str, Any] = {"engine": "single", "steps": 6, "run_dir": str(run), "inherit": "torch", **more}
+    settings |= {} if ema is None else {"ema": ema}
+    return {"train_batch_size": 8, "optimizer": {"type": kind, "params": {"lr": 0.1}}, "dsframe": settings}
+
+
+def by_hand(kind: str, decay: float, every: int) -> tuple[dict[str, Tensor], float]:
+    """The averages after six steps, and their mean loss over all samples."""
+    torch.manual_seed(0)
+    task = Line()
+    model = task.model()
+    average = AveragedModel(model, multi_avg_fn=get_ema_multi_avg_fn(decay))  # type: ignore[no-untyped-call]
+    optimizer = getattr(torch.optim, kind)(model.parameters(), lr=0.1)
+    loader = Loader(task.train_data(), seed=0, micro_batch_size=8)
+    for step in range(6):
+        inputs, targets = next(iter(loader.micro_batches(step)))
+        task.loss(model(inputs), targets).backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        if (step + 1) % every == 0:
+            average.update_parameters(model)
+    inputs, targets = task.train_data().batch(torch.arange(64), 0)
+    with torch.no_grad():
+        return dict(average.module.named_parameters()), float(task.loss(average(inputs), targets))
+
+
+def averages(checkpoint: Path) -> dict[str, Tensor]:
+    found = Checkpoint(checkpoint)
+    return {name: found.parameter(name).moments["ema"].clone() for name in found.shapes}
+
+
+@pytest.mark.parametrize(("kind", "every"), [("AdamW", 1), ("AdamW", 2), ("SGD", 1), ("Adagrad", 1)])
+def test_it_is_torchs(kind: str, every: int, tmp_path: Path) -> None:
+    wanted = {"decay": 0.9, "every_steps": every, "evaluate": True}
+    summary = dsframe.fit(Line(), file(tmp_path / "run", kind, wanted))
+    expected, loss = by_hand(kind, 0.9, every)
+    found = averages(tmp_path / "run" / "checkpoints" / "step-00000006")
+    for name, value in expected.items():  # the optimizer is fused here, which rounds otherwise
+        torch.testing.assert_close(found[name], value.detach(), rtol=1e-6, atol=1e-7)
+    assert summary.metrics["loss"] == pytest.approx(loss, rel=1e-6)
+
+
+def test_averages_are_exported_on_request(tmp_path: Path) -> None:
+    dsframe.fit(Line(), file(tmp_path / "run", ema={"decay": 0.9}))
+    wanted = averages(tmp_path / "run" / "checkpoints" / "step-00000006")
+    out = tmp_path / "weights.safetensors"
+    assert export.main([str(tmp_path / "run"), "--average", "--out", str(out)]) == 0
+    found = load_file(out)
+    assert found.keys() == wanted.keys()
+    assert all(torch.equal(found[name], wanted[name]) for name in wanted)
+    dsframe.fit(Line(), file(tmp_path / "none"))
+    with pytest.raises(CheckpointError, match="has no averages"):
+        export.main([str(tmp_path / "none"), "--average"])
+
+
+def test_training_does_not_see_it_and_a_restart_goes_on(tmp_path: Path) -> None:
+    plain = dsframe.fit(Line(), file(tmp_path / "plain"))
+    every = {"eval_every_steps": 2, "checkpoints": {"every_steps": 3, "keep_last": 9}}
+    whole = dsframe.fit(Line(), file(tmp_path / "whole", ema={"evaluate": True}, **every))
+    assert plain.loss == whole.loss
+    later = file(tmp_path / "later", ema={"evaluate": True}, **every)
+    middle = str(tmp_path / "whole" / "checkpoints" / "step-00000003")
+    again = dsframe.fit(Line(), later, resume=middle)
+    assert (again.loss, again.metrics) == (whole.loss, whole.metrics)
+    ends = [averages(tmp_path / name / "checkpoints" / "step-00000006") for name in ("whole", "later")]
+    assert all(torch.equal(ends[0][name], ends[1][name]) for name in ends[0])
+
+
+def test_what_changes_at_a_restart_is_said(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dsframe.fit(Line(), file(tmp_path / "with", ema={}))
+    dsframe.fit(Line(), file(tmp_path / "none"))
+    capsys.readouterr()
+    dsframe.fit(Line(), file(tmp_path / "a", steps=8), resume=str(tmp_path / "with"))
+    assert "resuming with a change: dsframe.ema; the average of the weights is dropped" in capsys.readouterr().err
+    assert not Checkpoint(tmp_path / "a" / "checkpoints" / "step-00000008").keeps("ema")
+    dsframe.fit(Line(), file(tmp_path / "b", ema={}, steps=8), resume=str(tmp_path / "none"))
+    assert "the average of the weights begins with the loaded weights" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("more", "message"),
+    [
+        ({"optimizer": {"type": "LBFGS"}}, "not possible with LBFGS"),
+        (
+            {
+                "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/tmp"}},
+                "dsframe": {"engine": "deepspeed", "ema": {}},
+            },
+            "not possible with an optimizer on NVMe",
+        ),
+        ({"dsframe": {"engine": "single", "ema": {"decay": 1.0}}}, "decay"),
+    ],
+)
+def test_refusals(more: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load({**file(tmp_path, ema={}), **more})
+
+
+def test_the_plan_counts_it() -> None:
+    """4 bytes a parameter, shared out as the optimizer's state is."""
+    plain, averaged = (load(file(Path("x"), ema=ema)) for ema in (None, {}))
+    for kind, ranks, more in ((Costs, 2, 4.0), (FsdpCosts, 2, 2.0), (FsdpCosts, 4, 1.0)):
+        costs = [kind(one.deepspeed, one.settings).held(ranks).optimizer for one in (plain, averaged)]
+        assert costs[1] - costs[0] == more
+    zero = {"zero_optimization": {"stage": 3}}
+    stages = [
+        ZeroCosts(one.deepspeed, one.settings) for one in (load({**file(Path("x"), ema=e), **zero}) for e in (None, {}))
+    ]
+    assert stages[1].held(4).optimizer - stages[0].held(4).optimizer == 1.0

@@ -1,0 +1,91 @@
+"""An export holds one file's worth of the weights; a disk that fills is one error, and leaves nothing that looks whole."""
+
+from __future__ import annotations
+
+import re
+import resource
+import sys
+import threading
+from pathlib import Path
+
+import pytest
+
+import dsframe
+from dsframe.checkpoint import export, store
+from dsframe.config import load
+from dsframe.errors import DsframeError
+from dsframe.model.spill import is_disk
+from dsframe.tasks import build
+from tests.processes import python, run_ranks
+
+FORMATS = ("safetensors", "torch", "huggingface", "universal")
+LLAMA = {
+    "model_type": "llama", "hidden_size": 512, "intermediate_size": 2048, "num_hidden_layers": 5,
+    "num_attention_heads": 8, "num_key_value_heads": 8,
+}  # fmt: skip
+MOST_MIB = 20
+"""Anonymous memory that an export may take: the weights are 42 MiB in bf16."""
+
+
+def anonymous() -> float:
+    """MiB of this process that lie in no file."""
+    return int(re.findall(r"RssAnon:\s+(\d+)", Path("/proc/self/status").read_text())[0]) / 1024
+
+
+def growth(checkpoint: Path, to: str, out: Path) -> float:
+    """MiB at the fullest moment of an export, above what there was before."""
+    before, highest, ended = anonymous(), 0.0, threading.Event()
+
+    def look() -> None:
+        nonlocal highest
+        while not ended.wait(0.002):
+            highest = max(highest, anonymous())
+
+    watch = threading.Thread(target=look)
+    watch.start()
+    export.export(checkpoint, to, "bfloat16", out, shard_size="5MB", say=lambda line: None)
+    ended.set()
+    watch.join()
+    return highest - before
+
+
+def main(folder: Path) -> None:
+    (checkpoint,) = store.locate(folder / "run")
+    for to in FORMATS:
+        growth(checkpoint, to, folder / f"warm-{to}")  # what is imported stays
+        print(f"{to}: {growth(checkpoint, to, folder / to):.1f} MiB")
+    before = sorted(folder.iterdir())
+    resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))  # as a disk that fills
+    for to in FORMATS:
+        for dtype in ("float32", "bfloat16"):
+            try:
+                export.export(checkpoint, to, dtype, folder / "full", shard_size="5MB", say=lambda line: None)
+            except DsframeError as error:
+                print(f"{to} {dtype} full: {error}")
+            assert sorted(folder.iterdir()) == before, to
+
+
+def test_memory_and_a_full_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    if not is_disk(tmp_path):
+        pytest.skip("the temporary folder lies in memory")
+    section = {"name": "causal-language-model", "model": LLAMA, "context": 16, "corpus": "synthetic", "samples": 4}
+    file = {
+        "train_batch_size": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "dsframe": {"engine": "single", "steps": 1, "task": section, "run_dir": str(tmp_path / "run")},
+    }
+    monkeypatch.setenv("DSFRAME_DATA", str(tmp_path / "cache"))
+    task = build(load(file).settings.task, seed=0)
+    monkeypatch.setattr(type(task), "eval_data", lambda self: None)
+    dsframe.fit(task, file)
+    told = run_ranks(python(["-m", "tests.unit.test_export", str(tmp_path)]), cwd=tmp_path, timeout_seconds=120).check()
+    took = dict(re.findall(r"^(\w+): (-?[\d.]+) MiB", told.stdout, re.MULTILINE))
+    assert took.keys() == set(FORMATS)
+    assert all(float(size) < MOST_MIB for size in took.values()), took
+    full = re.findall(r"^(\w+ \w+) full: (.*)$", told.stdout, re.MULTILINE)
+    assert len(full) == 2 * len(FORMATS), told.stdout
+    assert all("cannot be written" in error or "no room" in error for _, error in full), full
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]))

@@ -1,0 +1,46 @@
+"""A task of a plain model, a loss and data, in one call."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import TensorDataset
+
+import dsframe
+from dsframe.errors import TaskError
+
+FILE = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+
+
+class Net(nn.Sequential):
+    def __init__(self, hidden: int = 8) -> None:
+        super().__init__(nn.Linear(3, hidden), nn.ReLU(), nn.Linear(hidden, 2))
+
+
+def test_three_lines_are_a_training(tmp_path: Path) -> None:
+    numbers = torch.Generator().manual_seed(0)
+    data = TensorDataset(torch.randn(64, 3, generator=numbers), torch.randint(2, (64,), generator=numbers))
+    file = {**FILE, "dsframe": {"engine": "single", "epochs": 4, "run_dir": str(tmp_path)}}
+    task = dsframe.Task.from_module(Net, nn.CrossEntropyLoss(), data, data)
+    first, again = dsframe.fit(task, file), dsframe.fit(task, file)
+    assert first.metrics["loss"] < 0.7
+    assert first.metrics == again.metrics  # made anew from the seed
+
+
+def test_a_module_that_is_made_already_is_refused() -> None:
+    with pytest.raises(TaskError, match=r"Net is made already, .* give what makes it: Net, or lambda: Net\(...\)"):
+        dsframe.Task.from_module(Net(), nn.CrossEntropyLoss(), None)  # type: ignore[arg-type]
+
+
+def test_a_training_leaves_the_environment_as_it_was(tmp_path: Path) -> None:
+    """Else the processes that a program starts afterwards would take themselves for ranks of this training."""
+    data = TensorDataset(torch.ones(16, 3), torch.ones(16, dtype=torch.int64))
+    file = {**FILE, "dsframe": {"engine": "ddp", "steps": 1, "run_dir": str(tmp_path)}}
+    before = {name: os.environ.get(name) for name in ("RANK", "WORLD_SIZE", "LOCAL_RANK", "MASTER_ADDR", "MASTER_PORT")}
+    for _ in range(2):
+        dsframe.fit(dsframe.Task.from_module(Net, nn.CrossEntropyLoss(), data), file)
+        assert {name: os.environ.get(name) for name in before} == before

@@ -1,0 +1,183 @@
+"""dsframe evaluate, dsframe predict and load_model, on one process. On several: tests/engines/test_inference.py."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from pyarrow import parquet
+from safetensors.torch import load_file
+from torch import Tensor, nn
+
+import dsframe
+from dsframe import cli
+from dsframe.data import TensorSource
+from dsframe.errors import CheckpointError, TaskError
+from dsframe.inference import load_model, rows_of
+from tests.processes import python, run_ranks
+
+SAMPLES = 37
+
+
+class Plane(dsframe.Task):
+    """A network with BatchNorm and a buffer, on a ragged set."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 8), nn.BatchNorm1d(8), nn.ReLU(), nn.Linear(8, 2))
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return (outputs - targets).square().mean()
+
+    def train_data(self) -> Any:
+        numbers = torch.Generator().manual_seed(0)
+        return TensorSource(torch.randn(64, 3, generator=numbers), torch.randn(64, 2, generator=numbers))
+
+    def eval_data(self) -> Any:
+        numbers = torch.Generator().manual_seed(1)
+        return TensorSource(torch.randn(SAMPLES, 3, generator=numbers), torch.randn(SAMPLES, 2, generator=numbers))
+
+    def predictions(self, outputs: Tensor, targets: Tensor) -> Any:
+        return {
+            "output": outputs,
+            "wrong": (outputs - targets).abs().sum(1),
+            "sign": [f"{x:+.0f}" for x in outputs[:, 0].sign()],
+        }
+
+
+def file(run: Path, **more: Any) -> dict[str, Any]:
+    settings = {"engine": "single", "steps": 6, "run_dir": str(run), "task": {"name": f"{__name__}:Plane"}, **more}
+    return {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 0.05}}, "dsframe": settings}
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, dsframe.Summary]:
+    run = tmp_path_factory.mktemp("inference") / "run"
+    config = dsframe.load(file(run, ema={"decay": 0.8}))
+    from dsframe.run import execute
+
+    return run, execute(config)
+
+
+def expected(run: Path, *, averages: bool = False) -> Tensor:
+    model = load_model(run, averages=averages)
+    assert not model.training
+    with torch.no_grad():
+        found: Tensor = model(Plane().eval_data().batch(torch.arange(SAMPLES), 0)[0])
+    return found
+
+
+def test_evaluate_gives_the_runs_last_evaluation(trained: tuple[Path, dsframe.Summary], tmp_path: Path) -> None:
+    run, summary = trained
+    out = tmp_path / "metrics.json"
+    finished = run_ranks(
+        python(["-m", "dsframe.cli", "evaluate", str(run), "--out", str(out)]), timeout_seconds=100
+    ).check()
+    line = next(line for line in finished.output.splitlines() if line.startswith("{"))
+    found = json.loads(line)
+    assert found["metrics"] == dict(summary.metrics)
+    assert found["step"] == 6
+    assert json.loads(out.read_text()) == found
+
+
+@pytest.mark.parametrize("suffix", ["jsonl", "parquet", "safetensors"])
+def test_predict_writes_each_sample_once_in_order(
+    trained: tuple[Path, dsframe.Summary], tmp_path: Path, suffix: str
+) -> None:
+    out = tmp_path / f"rows.{suffix}"
+    if suffix == "safetensors":  # which holds no text
+        import tests.unit.test_inference as here
+
+        kept = here.Plane.predictions
+        here.Plane.predictions = dsframe.Task.predictions  # type: ignore[method-assign]
+    try:
+        write(trained[0], out)
+    finally:
+        if suffix == "safetensors":
+            here.Plane.predictions = kept  # type: ignore[method-assign]
+    wanted = expected(trained[0])
+    if suffix == "jsonl":
+        rows = [json.loads(line) for line in out.read_text().splitlines()]
+    elif suffix == "parquet":
+        rows = parquet.read_table(out).to_pylist()
+    else:
+        rows = [{"output": row} for row in load_file(out)["output"].tolist()]
+    assert len(rows) == SAMPLES
+    torch.testing.assert_close(torch.tensor([row["output"] for row in rows]), wanted, rtol=1e-6, atol=1e-6)
+    if suffix != "safetensors":
+        assert {row["sign"] for row in rows} <= {"+1", "-1"}
+    assert [path.name for path in tmp_path.iterdir()] == [out.name], "nothing else is left"
+
+
+def write(run: Path, out: Path, *, averages: bool = False) -> int:
+    from dataclasses import replace
+    from functools import cache
+
+    from dsframe import inference
+    from dsframe.checkpoint import store
+    from dsframe.cluster.world import World
+    from dsframe.run import prepared
+
+    path = store.complete(run)
+    config = dsframe.load(store.config_of(path))
+    with prepared(config, None, World()) as made:
+        made = replace(made, data=cache(lambda: (made.task.train_data(), made.task.predict_data())))
+        return inference.predict(made, World(), path, out, averages=averages)
+
+
+def test_averages_are_predicted_on_request(trained: tuple[Path, dsframe.Summary], tmp_path: Path) -> None:
+    write(trained[0], tmp_path / "a.jsonl", averages=True)
+    rows = torch.tensor([json.loads(line)["output"] for line in (tmp_path / "a.jsonl").read_text().splitlines()])
+    torch.testing.assert_close(rows, expected(trained[0], averages=True), rtol=1e-6, atol=1e-6)
+    assert not torch.allclose(rows, expected(trained[0]))
+
+
+@pytest.mark.parametrize(
+    ("words", "message"),
+    [
+        (["predict", "RUN", "--out", "OUT/x.txt"], "predictions are written as .jsonl, .parquet, .safetensors"),
+        (["predict", "RUN", "--out", "OUT/none/x.jsonl"], "there is no folder"),
+        (["predict", "RUN", "--out", "OUT/there.jsonl"], "exists already"),
+        (["evaluate", "OUT"], "is neither a checkpoint nor a folder that holds one"),
+        (["evaluate", "RUN", "--config", "none.json"], "none.json"),
+    ],
+)
+def test_what_is_wrong_is_one_line(
+    trained: tuple[Path, dsframe.Summary], tmp_path: Path, words: list[str], message: str
+) -> None:
+    (tmp_path / "there.jsonl").touch()
+    given = [word.replace("RUN", str(trained[0])).replace("OUT", str(tmp_path)) for word in words]
+    finished = run_ranks(python(["-m", "dsframe.cli", *given]), timeout_seconds=100)
+    assert finished.returncode != 0
+    assert message in finished.output
+    assert "Traceback" not in finished.output
+
+
+def test_predictions_have_a_row_for_each_sample() -> None:
+    class Odd(Plane):
+        given: Any = None
+
+        def predictions(self, outputs: Any, targets: Any) -> Any:
+            return self.given
+
+    task = Odd()
+    for given, message in (
+        (3, "returned int"),
+        ({"a": 3}, "'a' is int, not a tensor or a list"),
+        ({"a": torch.ones(2), "b": torch.ones(3)}, "rows differ in number: a 2, b 3"),
+    ):
+        task.given = given
+        with pytest.raises(TaskError, match=message):
+            rows_of(task, None, None)
+
+
+def test_load_model_names_another_model(trained: tuple[Path, dsframe.Summary]) -> None:
+    class Other(Plane):
+        def model(self) -> nn.Module:
+            return nn.Linear(3, 2)
+
+    with pytest.raises(CheckpointError, match="belongs to another model"):
+        load_model(trained[0], Other())
+    assert "evaluate" in cli.COMMANDS
