@@ -22,9 +22,15 @@ PROCESSES = $(shell gpus=$$(launch/gpus); echo $$((gpus == 1 ? 1 : 2)))
 train: setup ## one file, two engines: trains ds_configs/zero3.json with DeepSpeed and with Horovod and compares the two
 	python -m dsframe.data.fetch fashion-mnist
 	deepspeed --num_gpus=$(PROCESSES) -m dsframe.train --config zero3.json --run-dir runs/deepspeed
-	horovodrun -np $(PROCESSES) python -m dsframe.train --config zero3.json --run-dir runs/horovod
-	dsframe report runs/deepspeed runs/horovod -o runs/report.html
-	dsframe compare runs/deepspeed runs/horovod
+	@second=$$(launch/second-engine); case $$second in \
+		horovod) run="horovodrun -np $(PROCESSES) python -m dsframe.train" ;; \
+		*) run="torchrun --standalone --nproc-per-node=$(PROCESSES) -m dsframe.train --engine ddp" ;; \
+	esac; \
+	for command in "$$run --config zero3.json --run-dir runs/$$second" \
+		"dsframe report runs/deepspeed runs/$$second -o runs/report.html" \
+		"dsframe compare runs/deepspeed runs/$$second"; do \
+		echo "$$command"; $$command; \
+	done
 
 test: lint ## lint, then a test of every promise, two at a time; `make test WORKERS=0` takes them one after another
 	$(PYTEST) -m "not long"

@@ -24,6 +24,7 @@ from typing import Any, Literal
 import psutil
 
 from dsframe.host.leftovers import stale_locks, unused_buffers, unused_swap
+from dsframe.tools.launch import devices
 
 PROBE_SECONDS = 120.0
 TORCH = """
@@ -150,7 +151,7 @@ def machine(torch: Library | None) -> Iterator[Finding]:
         yield Finding("ok", f"GPU {name}, {_gib(size)} GiB")
     if torch and torch.facts and not torch.facts["gpus"]:
         why = "this torch is a build for CPUs" if torch.facts["cuda"] is None else "torch finds none"
-        has_device = any(Path("/dev").glob("nvidia[0-9]*"))
+        has_device = devices.installed() > 0
         yield Finding("broken" if has_device else "absent", f"no GPU: {why}{', but there is one' * has_device}")
 
 

@@ -11,6 +11,7 @@ import pytest
 
 from dsframe.host.leftovers import host, stale_locks, unused_buffers
 from dsframe.tools import doctor
+from dsframe.tools.launch import devices
 
 
 def lock_in(cache: Path) -> Path:
@@ -78,9 +79,10 @@ def test_what_is_absent_comes_with_what_installs_it(monkeypatch: pytest.MonkeyPa
     assert "  --  CPU optimizers (offload without torch_adam): no g++ (apt-get install g++)" in lines
 
 
-def test_a_gpu_that_torch_cannot_use_is_broken(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_gpu_that_torch_cannot_use_is_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     torch = doctor.Library("torch", "2.13.0+cpu", {"gloo": True, "nccl": False, "cuda": None, "gpus": []})
-    monkeypatch.setattr(Path, "glob", lambda self, pattern: [Path("/dev/nvidia0")] if self == Path("/dev") else [])
+    (tmp_path / "nvidia0").touch()
+    monkeypatch.setattr(devices, "FOLDER", tmp_path)
     lines = [str(line) for line in doctor.machine(torch)]
     assert "  !!  no GPU: this torch is a build for CPUs, but there is one" in lines
 

@@ -184,6 +184,22 @@ def test_gpus_are_those_that_cuda_would_show(visible: str | None, gpus: list[str
     assert counted.stdout == f"{len(gpus)}\n"
 
 
+def test_gpus_of_wsl_are_counted_by_nvidia_smi(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """WSL2 has /dev/dxg in place of a file for each GPU."""
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\necho 'GPU 0: NVIDIA GeForce RTX 4090 (UUID: GPU-1b)'\n")
+    (tmp_path / "nvidia-smi").chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}:{os.environ['PATH']}")
+    for expected in (0, 1):
+        assert devices.installed(tmp_path) == expected
+        command = [str(REPOSITORY / "launch" / "gpus"), str(tmp_path)]
+        environment = {"PATH": os.environ["PATH"]}
+        counted = subprocess.run(command, env=environment, capture_output=True, text=True, timeout=30, check=True)
+        assert counted.stdout == f"{expected}\n"
+        (tmp_path / "dxg").touch()
+    (tmp_path / "nvidia-smi").write_text("#!/bin/sh\nexit 9\n")  # no driver on Windows' side
+    assert devices.installed(tmp_path) == 0
+
+
 def test_cuda_visible_devices_are_what_a_run_takes(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
@@ -202,8 +218,10 @@ def test_cuda_visible_devices_are_what_a_run_takes(
     with pytest.raises(WorldError, match=r"^CUDA_VISIBLE_DEVICES=GPU-1b,GPU-2c: deepspeed accepts GPU numbers only"):
         shown(capsys, monkeypatch, "--config zero3.json")
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
-    (line,) = shown(capsys, monkeypatch, "--config zero3.json -np 3")
-    assert "deepspeed --num_gpus=3" in line, "on the CPU"
+    with pytest.raises(WorldError, match=r"^CUDA_VISIBLE_DEVICES hides all GPUs\. deepspeed sets that variable anew"):
+        shown(capsys, monkeypatch, "--config zero3.json -np 3")
+    (line,) = shown(capsys, monkeypatch, "--config zero3.json -np 3 --launcher torchrun")
+    assert "--nproc-per-node=3" in line, "on the CPU"
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     (line,) = shown(capsys, monkeypatch, "--config zero3.json")
     assert "deepspeed --num_gpus=8" in line

@@ -11,6 +11,7 @@ import importlib.machinery
 import importlib.util
 import json
 import os
+import re
 import resource
 import shutil
 import signal
@@ -205,9 +206,26 @@ def test_visible_devices_choose_the_gpus() -> None:
     assert rewritten("--num_gpus 1 t.py", gpus=True, visible="7") == "--master_port=1234 --include=localhost:7 t.py"
 
 
-@pytest.mark.parametrize("visible", ["", "2", "GPU-1b,GPU-2c", None])
-def test_visible_devices_that_cannot_choose_are_left_to_deepspeed(visible: str | None) -> None:
-    assert rewritten("--num_gpus=2 t.py", gpus=True, visible=visible) == "--num_gpus=2 --master_port=1234 t.py"
+@pytest.mark.parametrize(
+    ("visible", "said"),
+    [
+        ("", "CUDA_VISIBLE_DEVICES= hides all GPUs"),
+        ("-1", "CUDA_VISIBLE_DEVICES=-1 hides all GPUs"),
+        ("2", "--num_gpus=2, but CUDA_VISIBLE_DEVICES=2 shows 1"),
+        ("GPU-1b,GPU-2c", "CUDA_VISIBLE_DEVICES=GPU-1b,GPU-2c: deepspeed accepts GPU numbers only"),
+    ],
+)
+def test_gpus_that_the_user_hid_are_not_taken(visible: str, said: str) -> None:
+    """DeepSpeed drops the variable where ``--num_gpus`` is given, and takes GPUs 0 to N-1."""
+    with pytest.raises(ValueError, match=f"^{re.escape(said)}"):
+        rewritten("--num_gpus=2 t.py", gpus=True, visible=visible)
+    assert rewritten("--num_gpus=2 t.py", visible=visible) == "--num_gpus=2 --master_port=1234 t.py"
+
+
+def test_deepspeed_without_a_number_takes_what_is_visible() -> None:
+    for visible in (None, "2,3"):
+        assert rewritten("t.py", gpus=True, visible=visible) == "--master_port=1234 t.py"
+    assert rewritten("--num_gpus=2 t.py", gpus=True) == "--num_gpus=2 --master_port=1234 t.py"
 
 
 def test_a_host_file_where_deepspeed_looks_for_one_means_several_machines() -> None:

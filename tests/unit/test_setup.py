@@ -25,7 +25,10 @@ case "$*" in
     "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; cp "$0" "$3/bin/pip"; echo version = 3.11 >"$3/pyvenv.cfg" ;;
     *"pip wheel"*) while [ "$1" != -w ]; do shift; done; touch "$2/horovod-0.28.1-cp311-cp311-linux_x86_64.whl" ;;
     *sysconfig*) echo "$PWD" ;;
-    *" torch") echo 2.13.0+cpu ;;
+    *"pip install"*torch==2.13.0+cpu) echo 2.13.0+cpu >"$HOME/torch" ;;
+    *"pip install"*torch==2.13.0) [ -e "$HOME/torch" ] || echo 2.13.0 >"$HOME/torch" ;;
+    *"pip uninstall -y torch") rm "$HOME/torch" ;;
+    *" torch") cat "$HOME/torch" ;;
 esac
 """
 
@@ -54,8 +57,17 @@ BASIC_TOOLS = [
     "tail",
     "touch",
     "uname",
+    "wc",
 ]
 """All that there is besides the stand-ins: what else the machine has (MPI, nvcc) must not decide what is tested."""
+
+
+MACHINES_TOOLS = {
+    "nvcc": "#!/bin/sh\necho release 13.0\necho '#$ TOP=/' >&2\n",
+    "mpicxx": "#!/bin/sh\n",
+    "mpirun": "#!/bin/sh\necho mpirun 4.1\n",
+    "nvidia-smi": "#!/bin/sh\nexit 9\n",
+}
 
 
 class Clone:
@@ -71,7 +83,8 @@ class Clone:
             path.mkdir(parents=True)
         files = (
             "launch/setup",
-            "launch/horovod_cxx17.cmake",
+            "launch/gpus",
+            "launch/horovod.cmake",
             "launch/torchvision_finder.py",
             "constraints.txt",
             "pyproject.toml",
@@ -89,11 +102,27 @@ class Clone:
             "HOME": str(self.home),
             "CALLS": str(self.calls_file),
             "DSFRAME_APT": "0",
+            "DSFRAME_DEV": str(folder / "dev"),
         }
+        (folder / "dev").mkdir()
 
     def tool(self, name: str, text: str) -> None:
         (self.tools / name).write_text(text)
         (self.tools / name).chmod(0o755)
+
+    def machine(self, gpus: int, *tools: str, wsl: bool = False) -> None:
+        """Makes this a machine with so many GPUs and these tools. ``wsl``: GPUs without files, counted by nvidia-smi."""
+        dev = Path(self.environment["DSFRAME_DEV"])
+        shutil.rmtree(dev)
+        dev.mkdir()
+        for name in ["dxg"] if wsl else [f"nvidia{number}" for number in range(gpus)]:
+            (dev / name).touch()
+        for name, text in MACHINES_TOOLS.items():
+            (self.tools / name).unlink(missing_ok=True)
+            if name in tools:
+                self.tool(name, text)
+        if wsl:
+            self.tool("nvidia-smi", "#!/bin/sh\n" + "echo 'GPU 0: x'\n" * gpus)
 
     def setup(self, **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
@@ -122,7 +151,6 @@ gpu = any(Path("/dev").glob("nvidia[0-9]*"))
 without_gpu = pytest.mark.skipif(gpu, reason="decides for machines without a GPU, and this one has one")
 
 
-@without_gpu
 def test_installs_the_cpu_build_of_torch_first_then_the_rest(clone: Clone) -> None:
     finished = clone.setup()
     assert finished.returncode == 0, finished.stdout + finished.stderr
@@ -140,7 +168,6 @@ def test_installs_the_cpu_build_of_torch_first_then_the_rest(clone: Clone) -> No
     )
 
 
-@without_gpu
 def test_a_machine_without_the_cpu_build_hears_what_to_do(clone: Clone) -> None:
     finished = clone.setup(FAIL="torch==2.13.0+cpu")
     assert finished.returncode == 1
@@ -151,7 +178,6 @@ def test_a_machine_without_the_cpu_build_hears_what_to_do(clone: Clone) -> None:
     assert calls[-1].endswith("torch==2.13.0+cpu"), f"nothing is installed after that: {calls}"
 
 
-@without_gpu
 def test_torch_index_is_one_more_index_for_torch_alone(clone: Clone) -> None:
     clone.setup(TORCH_INDEX="https://example.org/cpu")
     with_index = [call for call in clone.calls() if "example.org" in call]
@@ -215,7 +241,7 @@ def test_the_second_time_takes_no_time(clone: Clone) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["constraints.txt", "launch/setup", "launch/horovod_cxx17.cmake", "launch/torchvision_finder.py"]
+    "name", ["constraints.txt", "launch/setup", "launch/horovod.cmake", "launch/torchvision_finder.py"]
 )
 def test_a_changed_input_sets_up_again(clone: Clone, name: str) -> None:
     clone.setup()
@@ -258,6 +284,118 @@ def test_another_mpi_is_another_horovod(clone: Clone) -> None:
     finished = clone.setup()
     assert "GLOO+MPI" in finished.stdout
     assert any("pip wheel" in call for call in clone.calls())
+
+
+CPU, CUDA = "torch==2.13.0+cpu", "torch==2.13.0"
+
+
+@pytest.mark.parametrize(
+    ("gpus", "wsl", "tools", "variables", "torch", "horovod"),
+    [
+        (0, False, (), {}, CPU, "GLOO"),
+        (0, False, ("nvcc",), {}, CPU, "GLOO"),
+        (1, False, (), {}, CUDA, "GLOO"),
+        (1, False, ("nvcc",), {}, CUDA, "GLOO+NCCL"),
+        (8, False, ("nvcc",), {}, CUDA, "GLOO+NCCL"),
+        (8, False, ("nvcc", "mpicxx", "mpirun"), {}, CUDA, "GLOO+MPI+NCCL"),
+        (8, False, ("nvcc",), {"CUDA_VISIBLE_DEVICES": ""}, CUDA, "GLOO+NCCL"),
+        (1, True, (), {}, CUDA, "GLOO"),
+        (0, True, (), {}, CPU, "GLOO"),
+        (0, False, ("nvcc",), {"DSFRAME_TORCH": "cuda"}, CUDA, "GLOO+NCCL"),
+        (1, False, ("nvcc",), {"DSFRAME_TORCH": "cpu"}, CPU, "GLOO"),
+    ],
+)
+def test_what_a_machine_gets(  # type: ignore[no-untyped-def]
+    clone: Clone, gpus: int, wsl: bool, tools: tuple[str, ...], variables: dict[str, str], torch: str, horovod: str
+) -> None:
+    clone.machine(gpus, *tools, wsl=wsl)
+    finished = clone.setup(HOROVOD_NCCL_HOME="/", **variables)
+    assert finished.returncode == 0, finished.stdout + finished.stderr
+    assert [call.split()[-1] for call in clone.calls() if "torch==2" in call] == [torch]
+    assert f"building Horovod 0.28.1 ({horovod})" in finished.stdout
+    assert clone.setup(HOROVOD_NCCL_HOME="/", **variables).stdout == ""
+
+
+def test_an_environment_with_cuda_stays_one_on_a_login_node(clone: Clone) -> None:
+    """One folder, two kinds of machine: any make target on the login node took CUDA, NCCL and MPI away."""
+    clone.machine(4, "nvcc", "mpicxx", "mpirun")
+    assert clone.setup(HOROVOD_NCCL_HOME="/").returncode == 0
+    clone.calls()
+    clone.machine(0)
+    for _ in range(2):
+        finished = clone.setup()
+        assert (finished.returncode, finished.stdout, clone.calls()) == (0, "", [])
+    with (clone.folder / "constraints.txt").open("a") as file:
+        file.write("# another commit\n")
+    finished = clone.setup()
+    assert finished.returncode == 1
+    assert "this environment was built with nccl, and this machine lacks what that takes" in finished.stderr
+    assert clone.calls() == [], "nothing was changed"
+
+
+def test_cuda_stays_where_nothing_was_compiled(clone: Clone) -> None:
+    clone.machine(1)
+    assert clone.setup().returncode == 0
+    clone.calls()
+    clone.machine(0)
+    with (clone.folder / "constraints.txt").open("a") as file:
+        file.write("# another commit\n")
+    finished = clone.setup()
+    assert finished.returncode == 0, finished.stderr
+    assert "no GPU here; torch with CUDA stays (DSFRAME_TORCH=cpu exchanges it)" in finished.stdout
+    assert [call.split()[-1] for call in clone.calls() if "torch==2" in call] == [CUDA]
+    finished = clone.setup(DSFRAME_TORCH="cpu")
+    assert [call.split()[-1] for call in clone.calls() if "torch==2" in call] == [CPU]
+
+
+def test_a_gpu_node_exchanges_the_build_of_a_login_node(clone: Clone) -> None:
+    """To pip, 2.13.0+cpu is 2.13.0: it would keep it."""
+    assert clone.setup().returncode == 0
+    clone.calls()
+    clone.machine(1)
+    finished = clone.setup()
+    assert finished.returncode == 0, finished.stderr
+    assert "a GPU, and torch without CUDA: it is exchanged for the build with CUDA (3 GB)" in finished.stdout
+    assert "-m pip uninstall -y torch" in clone.calls()
+    assert (clone.folder / ".setup" / "torch.txt").read_text() == "torch==2.13.0\n"
+
+
+def test_a_build_of_torch_that_does_not_exist(clone: Clone) -> None:
+    finished = clone.setup(DSFRAME_TORCH="rocm")
+    assert (finished.returncode, finished.stderr) == (1, "setup: DSFRAME_TORCH=rocm: write cpu or cuda\n")
+
+
+@pytest.mark.parametrize(
+    ("gpus", "built", "cuda", "engine", "said"),
+    [
+        (0, "cpu", 1, "horovod", ""),
+        (1, "nccl", 0, "horovod", ""),
+        (1, "cpu", 1, "horovod", ""),  # torch for CPUs trains on the CPU
+        (1, "cpu", 0, "ddp", "Horovod was compiled without NCCL and cannot train on GPUs"),
+        (0, "", 1, "ddp", "Horovod is not installed"),
+    ],
+)
+def test_make_train_ends_well_without_a_horovod_that_can(  # type: ignore[no-untyped-def]
+    tmp_path: Path, gpus: int, built: str, cuda: int, engine: str, said: str
+) -> None:
+    """``cuda``: the exit code of whether torch has CUDA. ``built``: what Horovod says of itself, empty where it is not there."""
+    python = tmp_path / "python"
+    answers = f'*horovod*) [ -n "{built}" ] && echo {built} ;; *is_available*) exit {cuda} ;;'
+    python.write_text(f'#!/bin/sh\ncase "$*" in {answers} esac\n')
+    python.chmod(0o755)
+    for number in range(gpus):
+        (tmp_path / f"nvidia{number}").touch()
+    finished = subprocess.run(
+        [REPOSITORY / "launch" / "second-engine"],
+        env={"PATH": os.environ["PATH"], "PYTHON": str(python), "DSFRAME_DEV": str(tmp_path)},
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert finished.stdout == f"{engine}\n"
+    assert said in finished.stderr
+    assert bool(finished.stderr) == bool(said)
 
 
 def test_horovod_can_be_left_out(clone: Clone) -> None:
@@ -429,7 +567,14 @@ def test_one_machine_without_a_launcher_says_how(tmp_path: Path) -> None:
 def test_scripts_are_sound() -> None:
     scripts = [
         REPOSITORY / name
-        for name in ("launch/setup", "launch/activate", "launch/gpus", "launch/one-machine", ".ci/run")
+        for name in (
+            "launch/setup",
+            "launch/activate",
+            "launch/gpus",
+            "launch/second-engine",
+            "launch/one-machine",
+            ".ci/run",
+        )
     ]
     for script in scripts:
         subprocess.run(["bash", "-n", script], check=True, timeout=30)

@@ -198,7 +198,7 @@ def _job(options: argparse.Namespace, config: Config, training: Sequence[str]) -
     if mask is not None and processes > len(gpus):
         raise WorldError(
             f"-np {processes}, but CUDA_VISIBLE_DEVICES={mask} shows {len(gpus)}: start no more, name more GPUs there, or "
-            "hide all of them (CUDA_VISIBLE_DEVICES=) to train on the CPU"
+            "hide all of them (CUDA_VISIBLE_DEVICES= ... --launcher torchrun) to train on the CPU"
         )
     local = max((host.slots for host in hosts), default=processes)
     given = os.environ.get("OMP_NUM_THREADS", "")

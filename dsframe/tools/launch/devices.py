@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
@@ -9,12 +11,28 @@ from pathlib import Path
 FOLDER = Path("/dev")
 
 
+def installed(folder: Path | None = None) -> int:
+    """How many GPUs this machine has, by their files. On WSL2 they have none, and Windows' own nvidia-smi counts them."""
+    folder = folder or FOLDER
+    count = len(list(folder.glob("nvidia[0-9]*")))
+    if count or not (folder / "dxg").exists():
+        return count
+    environ = os.environ | {"PATH": os.environ.get("PATH", os.defpath) + ":/usr/lib/wsl/lib"}
+    try:
+        told = subprocess.run(
+            ["nvidia-smi", "-L"], env=environ, capture_output=True, text=True, timeout=20, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return 0
+    return sum(line.startswith("GPU ") for line in told.stdout.splitlines())
+
+
 def visible(environ: Mapping[str, str], folder: Path | None = None) -> tuple[str, ...]:
     """All, by number, or those of CUDA_VISIBLE_DEVICES up to the first that is none, as CUDA reads it.
 
     ``launch/gpus`` counts the same for the scripts beside it.
     """
-    count = len(list((folder or FOLDER).glob("nvidia[0-9]*")))
+    count = installed(folder)
     given = environ.get("CUDA_VISIBLE_DEVICES")
     if given is None or not count:
         return tuple(map(str, range(count)))
@@ -23,3 +41,8 @@ def visible(environ: Mapping[str, str], folder: Path | None = None) -> tuple[str
         return name.startswith(("GPU-", "MIG-")) or (name.isdecimal() and int(name) < count)
 
     return tuple(takewhile(is_one, map(str.strip, given.split(","))))
+
+
+def hidden(environ: Mapping[str, str], folder: Path | None = None) -> bool:
+    """True if this machine has GPUs and CUDA_VISIBLE_DEVICES shows none of them."""
+    return "CUDA_VISIBLE_DEVICES" in environ and installed(folder) > 0 and not visible(environ, folder)

@@ -15,6 +15,7 @@ from pathlib import Path
 from dsframe.config.read.secrets import redact
 from dsframe.engines import TABLE
 from dsframe.errors import WorldError
+from dsframe.tools.launch import devices
 from dsframe.tools.launch.hosts import Host, show
 
 NAMES = ("deepspeed", "horovodrun", "torchrun", "mpirun", "srun", "python")
@@ -125,6 +126,11 @@ def _deepspeed(job: Job) -> Launch:
     words = (*_module(job, "--module"), *job.arguments)
     if not job.hosts:
         # With --num_gpus it drops CUDA_VISIBLE_DEVICES and takes GPUs 0 to N-1, which may be other people's.
+        if devices.hidden(os.environ):
+            raise WorldError(
+                "CUDA_VISIBLE_DEVICES hides all GPUs. deepspeed sets that variable anew for its processes, which would use the "
+                "GPUs. To train on the CPU: --launcher torchrun"
+            )
         mask = {"CUDA_VISIBLE_DEVICES": ",".join(job.gpus)} if job.gpus else {}
         if not all(gpu.isdecimal() for gpu in job.gpus):
             raise WorldError(
@@ -134,8 +140,8 @@ def _deepspeed(job: Job) -> Launch:
         number = () if mask else (f"--num_gpus={job.processes}",)
         own = ("deepspeed", *number, f"--master_port={job.port}")
         return Launch(((*own, *words),), _threads(job) | mask)
-    devices = {host.name: list(range(host.slots)) for host in job.hosts}
-    world = base64.urlsafe_b64encode(json.dumps(devices).encode()).decode()
+    slots = {host.name: list(range(host.slots)) for host in job.hosts}
+    world = base64.urlsafe_b64encode(json.dumps(slots).encode()).decode()
     starter = (sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--quiet")
     options = (f"--world_info={world}", f"--master_addr={job.address}", f"--master_port={job.port}")
     commands = ((*starter, *options, f"--node_rank={node}", *words) for node in range(len(job.hosts)))
