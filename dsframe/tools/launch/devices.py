@@ -12,7 +12,7 @@ FOLDER = Path("/dev")
 
 
 def installed(folder: Path | None = None) -> int:
-    """How many GPUs this machine has, by their files. On WSL2 they have none, and Windows' own nvidia-smi counts them."""
+    """Returns how many GPUs this machine has, by their files. On WSL2 they have none, and Windows' own nvidia-smi counts them."""
     folder = folder or FOLDER
     count = len(list(folder.glob("nvidia[0-9]*")))
     if count or not (folder / "dxg").exists():
