@@ -30,7 +30,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "predict": ("dsframe.tools.evaluate:predict", "a checkpoint's outputs for each sample, in order, in a file"),
     "generate": ("dsframe.tools.generate:main", "text from a checkpoint of a language model"),
     "export": (
-        "dsframe.checkpoint.export:main",
+        "dsframe.tools.export:main",
         "a checkpoint for other programs, transformers and DeepSpeed among them",
     ),
     "import": ("dsframe.tools.convert:main", "a checkpoint of DeepSpeed's own, to go on from"),

@@ -23,10 +23,12 @@ from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dsframe.checkpoint.state import EngineState, SavedState, aliases
-from dsframe.cluster.exchange import by_value, failures, first_difference
+from dsframe.cluster.exchange import all_gather_text, by_value, failures, first_difference
 from dsframe.errors import DsframeError, EngineError, TaskError, WorldError
 from dsframe.host import allocator
+from dsframe.model import adapter as adapters
 from dsframe.model import formats, groups, switches, sync_batch_norm
+from dsframe.model.adapter import Adapter
 from dsframe.model.early_stop import EarlyStop
 from dsframe.model.groups import ParameterGroups
 from dsframe.model.plateau import Plateau
@@ -114,6 +116,8 @@ class Engine(ABC):
     """Knows after the first step whether the model draws random numbers in training."""
     groups = ParameterGroups()
     """Which parameters are trained otherwise than the optimizer says."""
+    adapter: Adapter | None = None
+    """What trains beside a frozen base, where the file asks for it."""
     built: str = ""
     """Where a large model was made before it was sharded; printed at start."""
     calls: Any = None
@@ -340,10 +344,11 @@ def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
     seed_generators(plan.seed)
     if spill is not None and plan.device.type == "cpu":
         allocator.give_back()
-    model, failed = None, None
+    model, peft, failed = None, "", None
     try:
         with torch.device("cpu"), nullcontext() if spill is None else spill.building():
             model = plan.task.model()
+            peft = adapters.add(plan.config, model)
     except DsframeError as error:
         failed = error
     told = failures(engine, str(failed or ""))
@@ -355,6 +360,11 @@ def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
     plan.task.ranks = weakref.proxy(engine)
     engine.dtype = formats.own_dtype(plan.config, plan.task, model, keeps_float64=engine.keeps_float64)
     engine.groups = groups.settle(plan.config, plan.task, model)
+    if peft:
+        share, touched = (plan.world.rank, plan.world.size), (lambda size: None) if spill is None else spill.touched
+        engine.adapter = adapters.settle(
+            plan.config, model, peft, share, lambda text: all_gather_text(engine, text), touched
+        )
     _settle(engine, model, spill)
     # As every training loop begins, and as evaluation leaves it: a model that was loaded comes in evaluation mode.
     model.train()

@@ -26,11 +26,13 @@ from dsframe.data.source import Batch
 from dsframe.errors import CheckpointError, DataError, TaskError
 from dsframe.guard.watchdog import Watchdog
 from dsframe.job import make_engine, prepare
-from dsframe.model import ema
+from dsframe.model import adapter, ema
 from dsframe.model.evaluation import Evaluation
+from dsframe.tasks.layers import seed_generators
 
 if TYPE_CHECKING:
     from dsframe.cluster.world import World
+    from dsframe.config import Config
     from dsframe.engine import Engine
     from dsframe.job import Job, Run
     from dsframe.tasks.task import Task
@@ -113,11 +115,12 @@ def load_model(path: str | Path, task: Task | None = None, *, averages: bool = F
     from dsframe.config import load
 
     found = store.complete(Path(path))
-    if task is None:
-        config = load(store.config_of(found))
-        task = tasks.build(config.settings.task, config.settings.seed)
+    config = load(store.config_of(found))
+    task = task or tasks.build(config.settings.task, config.settings.seed)
+    seed_generators(config.settings.seed)
     model = task.model()
     checkpoint = Checkpoint(found)
+    base = _adapted(config, model, checkpoint)
     weights = Weights(checkpoint, averages=averages)
     state = {name: weights.parameter(name).weight for name in weights.shapes} | dict(weights.buffers())
     state |= {alias: state[name] for alias, name in checkpoint.manifest["aliases"].items()}
@@ -125,11 +128,21 @@ def load_model(path: str | Path, task: Task | None = None, *, averages: bool = F
         missing, unexpected = model.load_state_dict(state, strict=False)
     except RuntimeError as error:
         raise CheckpointError(f"{found} belongs to another model: {error}") from None
-    lost = [name for name in missing if name in dict(model.named_parameters())]
+    lost = [name for name in missing if name in dict(model.named_parameters()) and name not in base]
     if lost or unexpected:
         raise CheckpointError(f"{found} belongs to another model: {', '.join([*lost, *unexpected][:5])}")
     checkpoint.close()
     return model.eval()
+
+
+def _adapted(config: Config, model: nn.Module, checkpoint: Checkpoint) -> set[str]:
+    """Puts the training's adapter into ``model``; returns the names of the base, under each of its names, without an adapter none.
+
+    Raises CheckpointError where this is another base."""
+    if not adapter.add(config, model):
+        return set()
+    adapter.compare(checkpoint.manifest, adapter.digest_of(model), checkpoint.path)
+    return {name for name, one in model.named_parameters(remove_duplicate=False) if not one.requires_grad}
 
 
 @contextlib.contextmanager
@@ -140,6 +153,8 @@ def _loaded(run: Run, world: World, path: Path, *, averages: bool) -> Iterator[t
     engine, _ = make_engine(job, watchdog)
     with watchdog:
         checkpoint = Checkpoint(path)
+        if engine.adapter is not None:
+            adapter.compare(checkpoint.manifest, engine.adapter.digest, path)
         engine.load_state(Weights(checkpoint, averages=averages))
         checkpoint.close()
         try:

@@ -241,6 +241,8 @@ def _describe(job: Job, engine: Engine) -> None:
         job.say(line)
     if engine.built:
         job.say(engine.built)
+    if engine.adapter is not None:
+        job.say(engine.adapter.line)
     for what in engine.depends:
         job.say(f"this model's {what}")
     for line in engine.groups.lines:
@@ -265,6 +267,9 @@ def _resume(job: Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]
         engine=run.engine,
         package=engines.TABLE[run.engine].package,
     )
+    if engine.adapter is not None:
+        mine["training"].update(engine.adapter.training)
+        mine["adapter"] = engine.adapter.peft
     mine["course"].update({"parameter_groups": [], "no_decay": None, **engine.groups.asked})
     with watchdog:
         kept = generators.capture(plan.device)  # reading may draw

@@ -46,6 +46,8 @@ FIXED = {
     "seed": "the order of samples follows from it",
     "dataloader_drop_last": "it decides where an epoch ends",
     "order": "the saved place is one in this order",
+    "adapter": "the saved weights are of this one",
+    "adapter's base": "the digest of its weights: the adapter was trained beside them",
 }
 """What must not change -> why."""
 BATCH = "train_batch_size"

@@ -7,11 +7,9 @@ shared parameters under each of their names.
 
 from __future__ import annotations
 
-import argparse
-import re
 import shutil
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING
 
@@ -22,58 +20,22 @@ if TYPE_CHECKING:
 
     from dsframe.model.spill import Spill
 
-_SUFFIX = {"safetensors": ".safetensors", "torch": ".pt", "huggingface": "-huggingface", "universal": "-universal"}
-_DTYPES = ("float32", "bfloat16", "float16")
+SUFFIX = {
+    "safetensors": ".safetensors",
+    "torch": ".pt",
+    "huggingface": "-huggingface",
+    "peft": "-peft",
+    "universal": "-universal",
+}
+DTYPES = ("float32", "bfloat16", "float16")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the file, says so and returns 0. Raises CheckpointError where there is no whole checkpoint, or no room."""
-    parser = argparse.ArgumentParser(
-        prog="dsframe export", description="Write a checkpoint's weights into one file, or all of it for DeepSpeed."
-    )
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest complete one)")
-    parser.add_argument(
-        "--to",
-        choices=sorted(_SUFFIX),
-        default="safetensors",
-        help="format; huggingface: a folder for transformers' from_pretrained, with configuration and tokenizer; universal: a "
-        "folder for DeepSpeed's load_universal, with the optimizer's state (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--dtype",
-        choices=_DTYPES,
-        default="float32",
-        help="dtype of floating-point tensors; universal: of the model's copy, the rest is float32 (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--shard-size",
-        default="5GB",
-        metavar="SIZE",
-        help="huggingface: largest size of a weights file, such as 5GB or 200MB (default: %(default)s)",
-    )
-    parser.add_argument(
-        "--average", action="store_true", help='the average of the weights ("ema") instead of them; not for universal'
-    )
-    parser.add_argument(
-        "--out", type=Path, help="file or folder to write (default: beside the checkpoint, named after it)"
-    )
-    options = parser.parse_args(argv)
-    from dsframe.checkpoint.state import WEIGHT
-    from dsframe.model import ema
-
-    if not re.fullmatch(r"[1-9]\d*[KMG]B", options.shard_size):
-        parser.error(f"--shard-size: {options.shard_size!r} is not a size; write for example 5GB or 200MB")
-    if options.average and options.to == "universal":
-        parser.error("--average: a universal checkpoint is to go on from, with the weights and the optimizer's state")
-    key = ema.KEY if options.average else WEIGHT
-    path, to, size = options.checkpoint, options.to, options.shard_size
-    out = export(path, to, options.dtype, options.out, shard_size=size, key=key, say=_say)
-    files = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
-    _say(f"{out}: {sum(path.stat().st_size for path in files) / 1e6:,.1f} MB")
-    return 0
+Weights = Callable[[Path, str, "Spill | None"], "dict[str, Tensor]"]
+"""Gives the weights of a checkpoint in a dtype; as :func:`read`."""
 
 
-def _say(line: str) -> None:
+def say_aloud(line: str) -> None:
+    """Writes a line on standard error."""
     print(line, file=sys.stderr)
 
 
@@ -84,48 +46,38 @@ def export(
     out: Path | None = None,
     *,
     shard_size: str = "5GB",
-    key: str = "weight",
-    say: Callable[[str], None] = _say,
+    weights: Weights | None = None,
+    say: Callable[[str], None] = say_aloud,
 ) -> Path:
     """Writes the weights of the newest whole checkpoint that ``path`` means; returns the file.
 
     They are read from the checkpoint's files as they are written. In 16 bits they lie in files meanwhile, so that memory holds no
     more than the largest tensor; for ``to`` "huggingface", than one of its files (``shard_size``).
 
-    ``to`` "universal": a folder with everything. ``key``: ``ema`` for the averages of the weights. ``say`` hears what could
-    not be taken along. Raises CheckpointError where there is no checkpoint or no averages, where the file exists already, or where
-    it cannot be written; TaskError where transformers is missing.
+    ``to`` "universal": a folder with everything. ``weights``: gives others, such as the averages, or an adapter's with the model's.
+    ``say`` hears what could not be taken along. Raises CheckpointError where there is no checkpoint, where the file exists already,
+    or where it cannot be written; TaskError where transformers is missing.
     """
-    import torch
     from safetensors import SafetensorError
 
-    from dsframe.checkpoint import portable, pretrained, store, universal
-    from dsframe.checkpoint.portable import Checkpoint
+    from dsframe.checkpoint import store
     from dsframe.model.spill import on_disk
 
     found = store.complete(path)
-    target = _target(out or found.with_name(found.name + _SUFFIX[to]))
-    kept = {one for entry in store.read_manifest(found)["parameters"].values() for one in entry["moments"]}
-    if key not in {"weight", *kept}:
-        raise CheckpointError(f'{found} has no averages: its training had no "ema"; leave out --average')
+    target = _target(out or found.with_name(found.name + SUFFIX[to]))
+    if weights in (None, averages) and to != "peft" and "adapter" in store.read_manifest(found):
+        raise CheckpointError(
+            f"{found} has an adapter alone, without the model that it was trained beside: write --to peft, or --merge to add it to "
+            "that model, which is built again"
+        )
     partial = target.with_name(f".{target.name}.partial")
     spill = on_disk(target.parent)
     try:
+        shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
         if to == "universal":
-            shutil.rmtree(partial, ignore_errors=True)
-            checkpoint = Checkpoint(found)
-            universal.write(checkpoint, partial, lambda weight: spill.converted(weight, getattr(torch, dtype)), say)
-            checkpoint.close()
-        elif to == "huggingface":
-            shutil.rmtree(partial, ignore_errors=True)
-            pretrained.write(
-                store.read_manifest(found), read(found, dtype, spill, key), dtype, partial, shard_size, say
-            )
-        elif to == "torch":
-            torch.save(read(found, dtype, spill, key), partial)
+            _universal(found, dtype, partial, spill, say)
         else:
-            partial.unlink(missing_ok=True)
-            portable.write_tensors(partial, read(found, dtype, spill, key), {"format": "pt"})
+            _write(found, to, dtype, partial, (weights or read)(found, dtype, spill), shard_size, say)
         partial.rename(target)
     except (OSError, RuntimeError, SafetensorError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or error
@@ -134,6 +86,35 @@ def export(
         spill.close()
         shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
     return target
+
+
+def _universal(found: Path, dtype: str, out: Path, spill: Spill, say: Callable[[str], None]) -> None:
+    import torch
+
+    from dsframe.checkpoint import universal
+    from dsframe.checkpoint.portable import Checkpoint
+
+    checkpoint = Checkpoint(found)
+    universal.write(checkpoint, out, lambda weight: spill.converted(weight, getattr(torch, dtype)), say)
+    checkpoint.close()
+
+
+def _write(
+    found: Path, to: str, dtype: str, out: Path, weights: dict[str, Tensor], shard_size: str, say: Callable[[str], None]
+) -> None:
+    import torch
+
+    from dsframe.checkpoint import portable, pretrained, store
+    from dsframe.model import adapter
+
+    if to == "huggingface":
+        pretrained.write(store.read_manifest(found), weights, dtype, out, shard_size, say)
+    elif to == "peft":
+        adapter.write(store.read_manifest(found), weights, out)
+    elif to == "torch":
+        torch.save(weights, out)
+    else:
+        portable.write_tensors(out, weights, {"format": "pt"})
 
 
 def _target(target: Path) -> Path:
@@ -148,7 +129,7 @@ def _target(target: Path) -> Path:
 def read(path: Path, dtype: str = "float32", spill: Spill | None = None, key: str = "weight") -> dict[str, Tensor]:
     """A checkpoint's weights as a ``state_dict``; shared parameters are one tensor. Raises CheckpointError.
 
-    ``key``: as for :func:`export`. ``spill``: where weights of another format than the checkpoint's lie, instead of in memory.
+    ``key``: among a parameter's tensors. ``spill``: where weights of another format than the checkpoint's lie, not in memory.
     """
     import torch
     from torch import Tensor
@@ -164,3 +145,13 @@ def read(path: Path, dtype: str = "float32", spill: Spill | None = None, key: st
     }
     checkpoint.close()
     return tensors | {alias: tensors[name] for alias, name in checkpoint.manifest["aliases"].items()}
+
+
+def averages(path: Path, dtype: str = "float32", spill: Spill | None = None) -> dict[str, Tensor]:
+    """As :func:`read`: the averages of the weights. Raises CheckpointError where there are none."""
+    from dsframe.checkpoint import store
+    from dsframe.model import ema
+
+    if not any(ema.KEY in entry["moments"] for entry in store.read_manifest(path)["parameters"].values()):
+        raise CheckpointError(f'{path} has no averages: its training had no "ema"; leave out --average')
+    return read(path, dtype, spill, ema.KEY)

@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dsframe.errors import CheckpointError
+from dsframe.model.adapter import left_out
 
 
 @dataclass(frozen=True)
@@ -238,11 +239,19 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
     return found
 
 
+def saved_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
+    """``model.named_parameters()`` without those that checkpoints leave out."""
+    without = left_out(model)
+    return ((name, parameter) for name, parameter in model.named_parameters() if name not in without)
+
+
 def aliases(model: nn.Module) -> dict[str, str]:
     """The second and further names of parameters that the model has under several, such as tied embeddings."""
     first: dict[int, str] = {}
     every = model.named_parameters(remove_duplicate=False)
-    return {name: first[id(p)] for name, p in every if first.setdefault(id(p), name) != name}
+    without = left_out(model)
+    found = {name: first[id(p)] for name, p in every if first.setdefault(id(p), name) != name}
+    return {name: kept for name, kept in found.items() if kept not in without}
 
 
 @torch.no_grad()

@@ -199,6 +199,8 @@ def _optimizer(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
     for key in ("parameter_groups", "no_decay"):
         if getattr(settings, key) not in ([], "none"):
             yield "parameter_groups", ("dsframe", key), "groups of parameters"
+    if settings.adapter is not None:
+        yield "adapter", ("dsframe", "adapter"), "an adapter beside frozen weights"
     if settings.ema is not None:
         yield "ema", ("dsframe", "ema"), "an average of the weights"
     if settings.on_nonfinite == "skip":

@@ -124,10 +124,13 @@ class FsdpEngine(ReplicaEngine):
         """16-bit training starts from rounded weights on every engine; shards are in fp32."""
         if precision.is_short(self._dtype):
             parameter.data.copy_(parameter.data.to(self._dtype))
+        # What an adapter stands beside needs no masters.
+        base = self.adapter is not None and not parameter.requires_grad
+        wanted = self._dtype if base and precision.is_short(self._dtype) else self.dtype
         if self._spill is None:
-            parameter.data = parameter.data.to(self.dtype)
+            parameter.data = parameter.data.to(wanted)
         else:
-            self._spill.move(parameter, self.dtype)
+            self._spill.move(parameter, wanted)
 
     @contextmanager
     def _whole_gradients(self) -> Iterator[None]:

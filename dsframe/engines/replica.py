@@ -13,7 +13,14 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsframe.checkpoint.state import EngineState, SavedState, aliases, load_buffers, persistent_buffers
+from dsframe.checkpoint.state import (
+    EngineState,
+    SavedState,
+    aliases,
+    load_buffers,
+    persistent_buffers,
+    saved_parameters,
+)
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, loss_of, measure
 from dsframe.engines import precision, state_replica
 from dsframe.model import ema, lbfgs
@@ -251,7 +258,7 @@ class ReplicaEngine(Engine):
         return [self._slot(name, parameter) for name, parameter in self._named_parameters()]
 
     def _frozen(self) -> list[state_replica.ParameterView]:
-        return [self._slot(name, p) for name, p in self.model.named_parameters() if not p.requires_grad]
+        return [self._slot(name, p) for name, p in saved_parameters(self.model) if not p.requires_grad]
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """One process is its own sum."""

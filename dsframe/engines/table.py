@@ -30,7 +30,7 @@ PLACEMENT = frozenset(
 MODELS_OWN = frozenset({"activation_checkpointing"})
 # Features that make ranks leave updates out: all ranks have to leave out the same ones.
 OVERFLOWS = frozenset({"fp16", "fp16_stage0", "autocast_fp16", "autocast_unsaid"})
-REPLICA = frozenset({"bf16", "autocast", "whole_parameters", "parameter_groups", "ema"}) | OVERFLOWS
+REPLICA = frozenset({"bf16", "autocast", "whole_parameters", "parameter_groups", "ema", "adapter"}) | OVERFLOWS
 # Features that shard one model, or its samples, among ranks: placement as well, but such ranks read the same samples.
 CUTS = frozenset({"pipeline", "tensor_parallel", "sequence_parallel"})
 # Features that DeepSpeed 0.19.8 accepts and then trains another way. Source: ``runtime/engine.py`` (backward),

@@ -15,7 +15,7 @@ from torch.utils._pytree import tree_map
 
 from dsframe.data.loader import as_source
 from dsframe.errors import TaskError
-from dsframe.model import groups
+from dsframe.model import adapter, groups
 from dsframe.tasks.layers import Tied, TiedLayer, check_ties, make
 from dsframe.tasks.task import Task, loss_and_terms
 
@@ -94,10 +94,13 @@ def stages_of(task: Task, dtype: torch.dtype, config: Config | None = None) -> t
 
     ``config``: whose frozen groups need no gradient. Raises ConfigError and TaskError as ``groups.settle``.
     """
-    layers = task.layers()
+    adapted = config is not None and config.settings.adapter is not None
+    layers = None if adapted else task.layers()
     grouped = config is not None and groups.are_asked(config, task)
     found: list[Stage] = [(None, task.model(), None)] if layers is None else _layers(layers, task.seed, apart=grouped)
     modules = [module for _, module, _ in found]
+    if config is not None and adapted:
+        adapter.add(config, modules[0])
     if config is not None and grouped:
         groups.settle(config, task, modules[0] if layers is None else nn.Sequential(*modules))
         found = [(key and (key, *_trained(module)), module, owner) for key, module, owner in found]

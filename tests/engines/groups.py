@@ -1,4 +1,4 @@
-"""What test_groups.py runs on both ranks: parameter groups and averages beside one process with the same.
+"""What test_groups.py runs on both ranks: parameter groups, adapters and averages beside one process with the same.
 
     torchrun --nproc-per-node=2 -m tests.engines.groups REPORT.json CASE...
 
@@ -48,6 +48,11 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "pipeline": ("deepspeed", STAGES, {}),
     "pipeline zero1": ("deepspeed", {**STAGES, **zero(1)}, {}),
 }
+ADAPTER: dict[str, Any] = {"ema": {"decay": 0.9}, "adapter": {"r": 4, "lora_alpha": 16}}
+ADAPTED = ("ddp", "fsdp", "zero0", "zero1 bf16", "zero2", "zero3", "zero3 cpu")
+CASES |= {f"adapter {case}": CASES[case] for case in ADAPTED}
+CASES["adapter fsdp bf16"] = ("fsdp", BF16, {})
+CASES["adapter zero3 bf16"] = ("deepspeed", {**zero(3, stage3_param_persistence_threshold=0), **BF16}, {})
 
 
 def main(path: str, cases: list[str]) -> None:
@@ -56,7 +61,7 @@ def main(path: str, cases: list[str]) -> None:
     with one_process_group():
         for case in cases:
             engine, changes, model = CASES[case]
-            settings = {"task": TASKS["gpt"], "model": model, **GROUPS}
+            settings = {"task": TASKS["gpt"], "model": model, **(ADAPTER if "adapter" in case else GROUPS)}
             report[case] = measure("gpt", engine, {**changes, "dsframe": settings})
             groups._release_process_group_references()
         if torch.distributed.get_rank() == 0:

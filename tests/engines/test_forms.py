@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dsframe.checkpoint import export
 from dsframe.checkpoint.store import read_manifest
+from dsframe.tools import export
 from tests.engines.test_checkpoint import BF16, CPU, PIPELINE, also_long, configuration, zero
 from tests.processes import COMPILING_SECONDS, run_ranks, warm
 from tests.unit.test_generate import TASKS

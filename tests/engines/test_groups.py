@@ -1,4 +1,4 @@
-"""Parameter groups and averages of weights are the same on every engine: losses, norms, states, and the way
+"""Parameter groups, adapters and averages of weights are the same on every engine: losses, norms, states, and the way
 to and from one process.
 
 Beside torch's own groups: tests/engines/test_ports.py.
@@ -30,8 +30,11 @@ def test_groups_are_those_of_one_process(case: str, reports: dict[str, dict[str,
     noise = BF16_NOISE if "bf16" in case else NOISE
     assert report["before"] == 0.0
     assert distance(report["alone"], report["cut"], 0) < noise["loss"]
-    assert distance(report["alone"], report["cut"], 1) < noise["norm"]
-    assert report["alone"][-1][0] < 0.9 * report["alone"][0][0], "it has learned something"
+    # An adapter has learned what it can after four steps; in bf16 the gradients that are left are rounding.
+    steps = 4 if case.startswith("adapter") and "bf16" in case else 6
+    assert distance(report["alone"][:steps], report["cut"][:steps], 1) < noise["norm"]
+    learned = 0.99 if "adapter" in case else 0.9  # which begins as nothing
+    assert report["alone"][-1][0] < learned * report["alone"][0][0], "it has learned something"
     assert report["state"] < noise["state"]
     assert report["read_back"] == 0.0
     (whole, alone), (right, loss) = report["averaged"]

@@ -10,8 +10,8 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dsframe.checkpoint import export
 from dsframe.errors import TaskError
+from dsframe.tools import export
 from dsframe.tools.compare import losses
 from tests.engines.norm_task import Normed
 from tests.processes import horovodrun, run_ranks, warm

@@ -300,7 +300,7 @@ def test_optimizer_entries_are_tensors_and_numbers() -> None:
 def test_weights_leave_in_one_file(tmp_path: Path, to: str, dtype: str) -> None:
     write(tmp_path, 2, 5000)
     out = tmp_path / "out.bin"
-    assert export.main([str(tmp_path), "--to", to, "--dtype", dtype, "--out", str(out)]) == 0
+    assert export_command.main([str(tmp_path), "--to", to, "--dtype", dtype, "--out", str(out)]) == 0
     found = load_file(out) if to == "safetensors" else torch.load(out, weights_only=True)
     assert set(found) == {*SIZES, "mean", "running", "tied"}
     for one in states(SIZES):

@@ -10,7 +10,7 @@ import pytest
 import torch
 from safetensors.torch import load_file
 
-from dsframe.checkpoint import export, layout, portable, store
+from dsframe.checkpoint import layout, portable, store
 from dsframe.checkpoint.layout import Dealer, agree, plan
 from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.state import WEIGHT, ParameterShard, ParameterState, range_of
@@ -18,6 +18,7 @@ from dsframe.checkpoint.store import MANIFEST, Store, dump, read_manifest, verif
 from dsframe.checkpoint.transfer import ShardWriter
 from dsframe.cli import main
 from dsframe.errors import CheckpointError
+from dsframe.tools import export
 from tests.unit.test_checkpoint_portable import SIZES, Room, states
 
 

@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from torch.optim.swa_utils import AveragedModel, get_ema_multi_avg_fn
 
 import dsframe
-from dsframe.checkpoint import export
 from dsframe.checkpoint.portable import Checkpoint
 from dsframe.config import load
 from dsframe.data import Loader, TensorSource
 from dsframe.engines.costs import Costs, FsdpCosts, ZeroCosts
 from dsframe.errors import CheckpointError, ConfigError
+from dsframe.tools import export
 
 
 class Line(dsframe.Task):

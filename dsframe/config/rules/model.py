@@ -28,6 +28,7 @@ def check(context: RuleContext) -> None:
     _accumulation(context)
     _large_batch(context)
     _random_numbers(context)
+    _adapter(context)
     _average(context)
     _batch_norm(context)
 
@@ -53,6 +54,24 @@ def _batch_norm(context: RuleContext) -> None:
         "a pipeline, whose stages have other layers": context.by_deepspeed and file.pipeline.stages > 1,
         "tensor parallelism": context.by_deepspeed and file.tensor_parallel.autotp_size > 1,
         "sequence parallelism": context.by_deepspeed and (file.sequence_parallel_size or 1) > 1,
+    }
+    _exclude(context, path, excluded)
+
+
+def _adapter(context: RuleContext) -> None:
+    file, path = context.file, ("dsframe", "adapter")
+    wanted = file.dsframe.adapter
+    if wanted is None:
+        return
+    others = [key for key in wanted.model_fields_set if key not in ("type", "folder")]
+    if wanted.folder is not None and others:
+        context.conflict((*path, sorted(others)[0]), "the adapter of the folder says it", "remove one of them")
+    excluded = {
+        "a pipeline, whose stages have layers without the model's names": context.by_deepspeed
+        and file.pipeline.stages > 1,
+        "tensor parallelism, which replaces the layers": context.by_deepspeed and file.tensor_parallel.autotp_size > 1,
+        "dsframe.model.tiling, which replaces the layers": context.by_deepspeed
+        and file.dsframe.model.tiling is not None,
     }
     _exclude(context, path, excluded)
 

@@ -10,7 +10,7 @@ from pydantic_core import PydanticCustomError
 
 from dsframe.config.schema.base import AUTO, Count, Every, Positive, Section, Size
 from dsframe.config.schema.settings_checkpoints import Checkpoints
-from dsframe.config.schema.settings_model import DeepSpeedEngine, Ema, LargeBatch, Model, ParameterGroup, Stop
+from dsframe.config.schema.settings_model import Adapter, DeepSpeedEngine, Ema, LargeBatch, Model, ParameterGroup, Stop
 from dsframe.config.schema.settings_report import Mlflow, Profile
 from dsframe.engines.table import BUILT_IN, TABLE
 
@@ -299,6 +299,8 @@ class Settings(Section):
     """When the run saves its state, and what it keeps."""
     hooks: list[Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]] = []
     """Classes of your own that are called in the middle of the training, ``package.module:Class`` (``dsframe.Hooks``)."""
+    adapter: Adapter | None = None
+    """Trains an adapter (LoRA) instead of the model's own weights."""
     ema: Ema | None = None
     """Keeps an average of the weights."""
     stop: Stop | None = None

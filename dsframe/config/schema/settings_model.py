@@ -1,6 +1,6 @@
 """Parts of the ``dsframe`` section about the model, the rates for its batch, and what DeepSpeed has no keys for."""
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
@@ -55,6 +55,35 @@ class ParameterGroup(Section):
         if self.freeze and given:
             return f"{given[0]} has no effect on frozen parameters", "keep one of them"
         return None if self.freeze or given else ("changes nothing", "add weight_decay, lr_scale or freeze")
+
+
+class Adapter(Section):
+    """A few new weights that are trained beside the model's own, which are frozen and in no checkpoint. By the library peft,
+    whose names these keys have."""
+
+    type: Literal["lora"] = "lora"
+    """``lora``: two narrow matrices beside a layer, whose product is added to its weight (Hu et al. 2021, arXiv 2106.09685)."""
+    r: Count | None = None
+    """Width of the narrow matrices. Default: 8."""
+    lora_alpha: Positive | None = None
+    """The product counts ``lora_alpha / r`` times. Default: 8."""
+    lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
+    """Share of the layer's inputs that the adapter does not see. Default: 0."""
+    use_rslora: bool | None = None
+    """Divide by the square root of ``r`` instead of ``r``. Default: false."""
+    target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] | None = None
+    """Layers that get one, by the end of their names: ``["q_proj", "v_proj"]``. Default: ``all-linear``, all but the one that
+    gives a transformers model's logits."""
+    modules_to_save: Annotated[list[str], Field(min_length=1)] | None = None
+    """Modules that are trained whole, by the end of their names, such as a new head."""
+    folder: str | None = None
+    """Folder of an adapter that peft has written, or ``dsframe export --to peft``: its training goes on from there. It says all
+    that the other keys say."""
+
+    def peft(self) -> dict[str, Any]:
+        """Arguments of peft's ``LoraConfig``."""
+        given = self.model_dump(exclude_none=True, exclude={"type", "folder"})
+        return {"target_modules": "all-linear", **given}
 
 
 class Stop(Section):

@@ -35,6 +35,7 @@ from dsframe.checkpoint.state import (
     load_buffers,
     persistent_buffers,
     range_of,
+    saved_parameters,
     split,
 )
 from dsframe.engines import state_replica
@@ -86,7 +87,7 @@ def _parameters(engine: Any, model: nn.Module) -> ShardedParameters:
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
     """Every parameter's shape, as it was before stage 3 took it apart."""
-    return {name: _shape(parameter) for name, parameter in model.named_parameters()}
+    return {name: _shape(parameter) for name, parameter in saved_parameters(model)}
 
 
 def _shape(parameter: Any) -> tuple[int, ...]:
@@ -98,7 +99,7 @@ def _shape(parameter: Any) -> tuple[int, ...]:
 
 def _stage_0(engine: Any, model: nn.Module) -> tuple[list[ParameterView], list[ParameterView]]:
     optimizer = engine.optimizer
-    named = list(model.named_parameters())
+    named = list(saved_parameters(model))
     slots_by_id: dict[int, tuple[Tensor, int | None]] = {}
     if hasattr(optimizer, "fp32_groups_flat"):
         for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_groups_flat, strict=True):
@@ -142,7 +143,7 @@ def _bit16_groups(optimizer: Any) -> list[list[nn.Parameter]]:
 
 def _read_stage_1_2(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
     optimizer = engine.optimizer
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in saved_parameters(model)}
     flats = _flat_partitions(optimizer)
     assert flats is not None
     for group, flat in zip(_bit16_groups(optimizer), flats, strict=True):
@@ -156,14 +157,14 @@ def _read_stage_1_2(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
             weight = parameter.get_full_hp_param()  # type: ignore[attr-defined]  # DeepSpeed adds it
             full = {key: parameter.get_full_hp_param(key) for key in moments}  # type: ignore[attr-defined]
             yield ParameterState(name, weight, full, dict(scalars))
-    for name, parameter in model.named_parameters():
+    for name, parameter in saved_parameters(model):
         if id(parameter) in names:
             yield ParameterState(name, parameter.detach().float(), {}, {})
 
 
 def _shards_stage_1_2(engine: Any, model: nn.Module) -> list[ParameterShard]:
     optimizer = engine.optimizer
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in saved_parameters(model)}
     flats = _flat_partitions(optimizer)
     assert flats is not None
     found = []
@@ -176,7 +177,7 @@ def _shards_stage_1_2(engine: Any, model: nn.Module) -> list[ParameterShard]:
                 for key, one in ((WEIGHT, flat), *moments.items())
             }
             found.append(ParameterShard(piece.name, tensors, scalars))
-    frozen = [(name, parameter.detach()) for name, parameter in model.named_parameters() if id(parameter) in names]
+    frozen = [(name, parameter.detach()) for name, parameter in saved_parameters(model) if id(parameter) in names]
     return found + [
         ParameterShard(name, {WEIGHT: TensorShard(p.shape, full_precision(p.dtype), 0, p.numel(), p.flatten)}, {})
         for name, p in frozen
@@ -192,7 +193,7 @@ def _piece(name: str, parameter: Any) -> Piece:
 
 def _load_stage_1_2(engine: Any, model: nn.Module, saved: SavedState) -> None:
     optimizer = engine.optimizer
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in saved_parameters(model)}
     flats = _flat_partitions(optimizer)
     assert flats is not None
     for group, flat in zip(_bit16_groups(optimizer), flats, strict=True):
@@ -202,7 +203,7 @@ def _load_stage_1_2(engine: Any, model: nn.Module, saved: SavedState) -> None:
         optimizer._hp_optimizer_states_linked = False  # else a fresh engine's views of its optimizer's state stay unset
         optimizer._lazy_init_hp_params_optimizer_state()
     optimizer.update_lp_params()
-    for name, parameter in model.named_parameters():
+    for name, parameter in saved_parameters(model):
         if id(parameter) in names:
             parameter.data.copy_(saved.parameter(name).weight)
 
@@ -217,7 +218,7 @@ def _is_stage_3(optimizer: Any) -> bool:
 
 def _read_stage_3(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
     optimizer = engine.optimizer
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in saved_parameters(model)}
     for index, (group, flat) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     ):
@@ -237,14 +238,14 @@ def _read_stage_3(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
             yield ParameterState(names.pop(id(parameter)), whole(flat), full, dict(scalars))
         if swapped:
             optimizer._release_swap_buffers(index)
-    for name, parameter in model.named_parameters():
+    for name, parameter in saved_parameters(model):
         if id(parameter) in names:
             yield _gather_frozen(name, parameter)
 
 
 def _shards_stage_3(engine: Any, model: nn.Module) -> list[ParameterShard]:
     optimizer = engine.optimizer
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in saved_parameters(model)}
     found: list[ParameterShard] = []
     for index, (group, flat) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
@@ -264,7 +265,7 @@ def _shards_stage_3(engine: Any, model: nn.Module) -> list[ParameterShard]:
                 dtype = full_precision(one.dtype)
                 tensors[key] = TensorShard(shape, dtype, piece.first, piece.size, read, in_order=swapped)
             found.append(ParameterShard(piece.name, tensors, scalars))
-    return found + [_shard_frozen(name, p) for name, p in model.named_parameters() if id(p) in names]
+    return found + [_shard_frozen(name, p) for name, p in saved_parameters(model) if id(p) in names]
 
 
 def _piece_stage_3(optimizer: Any, name: str, parameter: Any) -> Piece:
@@ -302,7 +303,7 @@ def _gather_frozen(name: str, parameter: Any) -> ParameterState:
 
 def _load_stage_3(engine: Any, model: nn.Module, saved: SavedState) -> None:
     optimizer = engine.optimizer
-    names = {id(p): name for name, p in model.named_parameters()}
+    names = {id(p): name for name, p in saved_parameters(model)}
     optimizer._partition_all_parameters()  # else small parameters that are kept whole keep their old values
     for index, (group, flat) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
@@ -317,7 +318,7 @@ def _load_stage_3(engine: Any, model: nn.Module, saved: SavedState) -> None:
             optimizer._optimizer_states_and_gradient_swap_out(index)
     _gather_kept(optimizer)
     frozen: Any
-    for name, frozen in model.named_parameters():
+    for name, frozen in saved_parameters(model):
         if id(frozen) in names:
             frozen.all_gather(param_list=[frozen])
             frozen.data.copy_(saved.parameter(name).weight)

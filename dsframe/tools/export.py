@@ -1,0 +1,85 @@
+"""``dsframe export``: the command."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from functools import partial
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsframe.checkpoint.export import DTYPES, SUFFIX, averages, export, say_aloud
+
+if TYPE_CHECKING:
+    from torch import Tensor
+
+    from dsframe.model.spill import Spill
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the file, says so and returns 0. Raises CheckpointError where there is no whole checkpoint, or no room."""
+    parser = _parser()
+    options = parser.parse_args(argv)
+    to = options.to
+    if options.merge and to in ("peft", "universal"):
+        parser.error(f"--merge: {to} holds no merged model; choose huggingface, safetensors or torch")
+    if not re.fullmatch(r"[1-9]\d*[KMG]B", options.shard_size):
+        parser.error(f"--shard-size: {options.shard_size!r} is not a size; write for example 5GB or 200MB")
+    if options.average and options.to == "universal":
+        parser.error("--average: a universal checkpoint is to go on from, with the weights and the optimizer's state")
+    weights = partial(merged, average=options.average) if options.merge else averages if options.average else None
+    out = export(options.checkpoint, to, options.dtype, options.out, shard_size=options.shard_size, weights=weights)
+    files = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
+    say_aloud(f"{out}: {sum(path.stat().st_size for path in files) / 1e6:,.1f} MB")
+    return 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser(
+        prog="dsframe export", description="Write a checkpoint's weights into one file, or all of it for DeepSpeed."
+    )
+    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest complete one)")
+    parser.add_argument(
+        "--to",
+        choices=sorted(SUFFIX),
+        default="safetensors",
+        help="format; huggingface: a folder for transformers' from_pretrained, with configuration and tokenizer; peft: a "
+        "folder with the adapter alone, for peft's from_pretrained; universal: a "
+        "folder for DeepSpeed's load_universal, with the optimizer's state (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--dtype",
+        choices=DTYPES,
+        default="float32",
+        help="dtype of floating-point tensors; universal: of the model's copy, the rest is float32 (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--shard-size",
+        default="5GB",
+        metavar="SIZE",
+        help="huggingface: largest size of a weights file, such as 5GB or 200MB (default: %(default)s)",
+    )
+    parser.add_argument(
+        "--average", action="store_true", help='the average of the weights ("ema") instead of them; not for universal'
+    )
+    parser.add_argument(
+        "--merge",
+        action="store_true",
+        help="add the adapter to the model that it was trained beside, which is built again",
+    )
+    parser.add_argument(
+        "--out", type=Path, help="file or folder to write (default: beside the checkpoint, named after it)"
+    )
+    return parser
+
+
+def merged(path: Path, dtype: str, spill: Spill | None, *, average: bool = False) -> dict[str, Tensor]:
+    """The whole model of a checkpoint that has an adapter alone: built again, in memory. Raises CheckpointError, TaskError."""
+    import torch
+
+    from dsframe.inference import load_model
+    from dsframe.model import adapter
+
+    found = adapter.merge(load_model(path, averages=average)).to(getattr(torch, dtype))
+    return dict(found.state_dict())

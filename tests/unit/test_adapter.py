@@ -1,0 +1,199 @@
+"""An adapter trains as peft's by hand does, lies alone in checkpoints, and goes to peft and comes from it.
+
+On other engines: tests/engines/test_groups.py.
+"""
+
+from __future__ import annotations
+
+import sys
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+from safetensors.torch import load_file, save_file
+from transformers import AutoModelForCausalLM
+
+import dsframe
+from dsframe import tasks
+from dsframe.checkpoint import store
+from dsframe.config import load
+from dsframe.data import Loader, as_source
+from dsframe.errors import CheckpointError, ConfigError
+from dsframe.tasks.layers import seed_generators
+from dsframe.tools import export
+from tests.portability import losses
+
+LLAMA = {
+    "model_type": "llama",
+    "hidden_size": 32,
+    "intermediate_size": 64,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+    "vocab_size": 256,
+    "tie_word_embeddings": True,
+}
+LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
+STEPS = 20
+pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft 0.21.2 asks transformers 5.23
+
+
+def file(run: Path, adapter: Any = LORA, model: Any = LLAMA, **more: Any) -> dict[str, Any]:
+    task = {"name": "causal-language-model", "corpus": "synthetic", "context": 16, "samples": 256, "model": model}
+    settings = {"engine": "single", "steps": STEPS, "run_dir": str(run), "inherit": "torch", "log_every_steps": 1}
+    settings |= {"task": task, "adapter": adapter, **more}
+    return {
+        "train_batch_size": 8,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-2, "weight_decay": 0.1}},
+        "dsframe": settings,
+    }
+
+
+def fit(given: dict[str, Any], **more: Any) -> Any:
+    config = load(given)
+    return dsframe.fit(tasks.build(config.settings.task, 0), given, **more)
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    run = tmp_path_factory.mktemp("trained") / "run"
+    fit(file(run, checkpoints={"every_steps": 10, "keep_last": 9}))
+    return run
+
+
+def test_losses_are_those_of_peft_by_hand(trained: Path) -> None:
+    config = load(trained / "config.json")
+    task = tasks.build(config.settings.task, 0)
+    seed_generators(0)
+    model = peft.get_peft_model(task.model(), peft.LoraConfig(**LORA))  # type: ignore[arg-type]
+    optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2, weight_decay=0.1)
+    loader = Loader(as_source(task.train_data(), 0), seed=0, micro_batch_size=8)
+    found = []
+    for step in range(STEPS):
+        inputs, targets = next(iter(loader.micro_batches(step)))
+        loss = task.loss(model(inputs), targets)
+        assert isinstance(loss, torch.Tensor)
+        loss.backward()  # type: ignore[no-untyped-call]
+        optimizer.step()
+        optimizer.zero_grad()
+        found.append(float(loss.detach()))
+    assert list(losses(trained).values()) == pytest.approx(found, rel=1e-6)
+    assert found[-1] < found[0]
+
+
+def test_a_checkpoint_has_the_adapter_alone(trained: Path) -> None:
+    (path,) = store.locate(trained)[:1]
+    manifest = store.read_manifest(path)
+    names = list(manifest["parameters"])
+    assert len(names) == 8  # two matrices of two layers in two blocks
+    assert all(".lora_" in name for name in names)
+    assert manifest["aliases"] == {}
+    numbers = sum(torch.Size(entry["shape"]).numel() for entry in manifest["parameters"].values())
+    assert sum(one.stat().st_size for one in path.iterdir()) <= 12 * numbers + 1_000_000
+
+
+def test_a_restart_goes_on_to_the_bit(trained: Path, tmp_path: Path) -> None:
+    half = trained / "checkpoints" / "step-00000010"
+    fit(file(tmp_path / "on"), resume=str(half))
+    first, on = losses(trained), losses(tmp_path / "on")
+    assert on == {step: first[step] for step in range(11, STEPS + 1)}
+
+
+def test_another_base_is_refused(trained: Path, tmp_path: Path) -> None:
+    half = str(trained / "checkpoints" / "step-00000010")
+    other = {**LLAMA, "intermediate_size": 96}
+    given = file(tmp_path / "on", model=other)
+    given["dsframe"]["task"]["name"] = "causal-language-model"
+    with pytest.raises(CheckpointError, match="task settings"):
+        fit(given, resume=half)
+    # The same settings, and other numbers in the folder.
+    folders = [tmp_path / "a", tmp_path / "b"]
+    for seed, folder in enumerate(folders):
+        torch.manual_seed(seed)
+        tasks.build(load(trained / "config.json").settings.task, 0).model().save_pretrained(folder)
+    place = tmp_path / "model"
+    place.symlink_to(folders[0])
+    fit(file(tmp_path / "run", model=str(place), steps=2))
+    assert dsframe.load_model(tmp_path / "run")
+    place.unlink()
+    place.symlink_to(folders[1])
+    with pytest.raises(CheckpointError, match=r"adapter's base was .* the adapter was trained beside them"):
+        fit(file(tmp_path / "run", model=str(place), steps=4), resume="auto")
+    with pytest.raises(CheckpointError, match="has an adapter that was trained beside another base model"):
+        dsframe.load_model(tmp_path / "run")
+
+
+def test_to_peft_and_merged(trained: Path, tmp_path: Path) -> None:
+    model = dsframe.load_model(trained)
+    tokens = torch.arange(32).reshape(2, 16)
+    with torch.no_grad():
+        logits = model(tokens).logits
+    assert export.main([str(trained), "--to", "peft", "--out", str(tmp_path / "peft")]) == 0
+    assert export.main([str(trained), "--to", "huggingface", "--merge", "--out", str(tmp_path / "merged")]) == 0
+    seed_generators(0)
+    base = tasks.build(load(trained / "config.json").settings.task, 0).model().eval()
+    theirs = peft.PeftModel.from_pretrained(base, tmp_path / "peft").eval()
+    merged = AutoModelForCausalLM.from_pretrained(tmp_path / "merged").eval()
+    with torch.no_grad():
+        torch.testing.assert_close(theirs(tokens).logits, logits, rtol=0, atol=0)
+        torch.testing.assert_close(merged(tokens).logits, logits, rtol=1e-5, atol=1e-5)
+    for to in ("safetensors", "universal"):
+        with pytest.raises(CheckpointError, match="has an adapter alone"):
+            export.main([str(trained), "--to", to, "--out", str(tmp_path / to)])
+
+
+def test_training_goes_on_from_pefts_folder(trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert export.main([str(trained), "--to", "peft", "--out", str(tmp_path / "peft")]) == 0
+    summary = fit(file(tmp_path / "run", {"folder": str(tmp_path / "peft")}, steps=1))
+    first = store.read_manifest(trained / "checkpoints" / "step-00000020")["evaluation"]["loss"]
+    assert summary.metrics["loss"] == pytest.approx(first, abs=0.05)
+    assert summary.metrics["loss"] != first
+    assert "dsframe: 896 parameters of an adapter (lora) train beside 26,784 frozen ones" in capsys.readouterr().err
+    saved = load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    del saved[next(iter(saved))]
+    save_file(saved, tmp_path / "peft" / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match=r"is an adapter of another model: base_model\.model\..* differs"):
+        fit(file(tmp_path / "other", {"folder": str(tmp_path / "peft")}, steps=1))
+
+
+@pytest.mark.parametrize(
+    ("adapter", "said"),
+    [
+        ({"target_modules": ["q_proj", "v_prj"]}, 'target_modules: the model has no module "v_prj"; write "v_proj"'),
+        (
+            {"target_modules": ["attention"]},
+            r'no module "attention"; linear layers of this model are down_proj, gate_proj',
+        ),
+        ({"modules_to_save": ["classifier"]}, 'modules_to_save: the model has no module "classifier"'),
+        ({"folder": "/nowhere"}, "/nowhere has no adapter_config.json and adapter_model.safetensors"),
+        ({"folder": "/nowhere", "r": 4}, r"dsframe\.adapter\.r: the adapter of the folder says it"),
+        ({"rank": 4}, r"adapter\.rank: unknown key"),
+        ({"target_modules": ["act_fn"]}, "peft refuses it"),
+    ],
+)
+def test_mistakes(adapter: dict[str, Any], said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        fit(file(tmp_path / "run", adapter))
+    assert not list(tmp_path.rglob("step-*"))
+
+
+def test_without_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(sys.modules, "peft", None)
+    with pytest.raises(ConfigError, match=r"needs the library peft.*pip install 'dsframe\[adapters\]'"):
+        fit(file(tmp_path / "run"))
+
+
+def test_a_new_head_is_trained_whole(tmp_path: Path) -> None:
+    """``modules_to_save``; and the file's engine has a pipeline, whose layers have other names."""
+    given = file(tmp_path / "run", {**LORA, "modules_to_save": ["model.norm"]}, steps=3)
+    fit(given)
+    (path,) = store.locate(tmp_path / "run")
+    names = list(store.read_manifest(path)["parameters"])
+    assert "model.norm.modules_to_save.default.weight" in names
+    assert len(names) == 9
+    assert export.main([str(path), "--to", "peft", "--out", str(tmp_path / "peft")]) == 0
+    assert "base_model.model.model.norm.weight" in load_file(tmp_path / "peft" / "adapter_model.safetensors")
+    with pytest.raises(ConfigError, match="not possible with a pipeline"):
+        load({**given, "pipeline": {"stages": 2}, "dsframe": {**given["dsframe"], "engine": "deepspeed"}})
