@@ -41,6 +41,7 @@ from dsframe.data import Loader
 from dsframe.engines import state_replica
 from dsframe.engines.deepspeed import state_flat
 from dsframe.errors import CheckpointError, ConfigError
+from dsframe.tools import export as export_command
 
 
 def states(sizes: dict[str, tuple[int, ...]]) -> list[ParameterState]:
