@@ -270,7 +270,7 @@ def _resume(job: Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]
     if engine.adapter is not None:
         mine["training"].update(engine.adapter.training)
         mine["adapter"] = engine.adapter.peft
-    mine["course"].update({"parameter_groups": [], "no_decay": None, **engine.groups.asked})
+    mine["course"].update({"parameter_groups": [], "no_decay": None, "layer_decay": None, **engine.groups.asked})
     with watchdog:
         kept = generators.capture(plan.device)  # reading may draw
         mine["data"] = assert_same_samples(engine, job.work.loader)

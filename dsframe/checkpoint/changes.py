@@ -23,6 +23,7 @@ FOLLOWS = {
     "optimizer.params": "the next update uses it, and the moments go on as saved",
     "parameter_groups": "the next update uses them, and the moments go on as saved",
     "no_decay": "the next update uses it, and the moments go on as saved",
+    "layer_decay": "the next update uses it, and the moments go on as saved",
     "gradient_clipping": "the next update uses it",
     "scheduler": "the new schedule goes on at the saved number of updates",
     "bf16": "the saved fp32 weights go on in the new number format",

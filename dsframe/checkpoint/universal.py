@@ -78,7 +78,7 @@ def write(
             f'model.load_state_dict(torch.load(".../{folder.name}/{UNTRAINED}"), strict=False)'
         )
     module |= {alias: module[name] for alias, name in checkpoint.manifest["aliases"].items()}
-    if any(checkpoint.manifest["course"].get(key) for key in ("parameter_groups", "no_decay")):
+    if any(checkpoint.manifest["course"].get(key) for key in ("parameter_groups", "no_decay", "layer_decay")):
         say(
             "DeepSpeed 0.19.8 counts the optimizer's steps wrong at stage 3 with parameter groups: load it at stage 1 or 2"
         )

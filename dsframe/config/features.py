@@ -196,8 +196,8 @@ def _optimizer(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
         yield "adasum", ("dsframe", "horovod", "op"), "adasum"
     if settings.horovod.compression == "fp16":
         yield "fp16_compression", ("dsframe", "horovod", "compression"), "fp16 compression"
-    for key in ("parameter_groups", "no_decay"):
-        if getattr(settings, key) not in ([], "none"):
+    for key in ("parameter_groups", "no_decay", "layer_decay"):
+        if getattr(settings, key) not in ([], "none", None):
             yield "parameter_groups", ("dsframe", key), "groups of parameters"
     if settings.adapter is not None:
         yield "adapter", ("dsframe", "adapter"), "an adapter beside frozen weights"

@@ -19,6 +19,7 @@ from torch import Tensor, nn
 from dsframe.config.read.suggest import closest
 from dsframe.config.schema.settings_model import ParameterGroup
 from dsframe.errors import ConfigError, DsframeError, Problem, TaskError
+from dsframe.model import switches
 from dsframe.tasks.task import Task
 
 if TYPE_CHECKING:
@@ -98,7 +99,7 @@ def are_asked(config: Config, task: Task) -> bool:
     """True if :func:`settle` may find groups."""
     settings = config.settings
     own = type(task).parameter_groups is not Task.parameter_groups
-    return bool(settings.parameter_groups) or settings.no_decay != "none" or own
+    return bool(settings.parameter_groups) or settings.no_decay != "none" or settings.layer_decay is not None or own
 
 
 def settle(config: Config, task: Task, model: nn.Module) -> ParameterGroups:
@@ -112,16 +113,20 @@ def settle(config: Config, task: Task, model: nn.Module) -> ParameterGroups:
             parameter.requires_grad_(True)
     wanted, preset = _Wanted(config, task, model), config.settings.no_decay
     own = {name: {"weight_decay": 0.0} for name in (without_decay(model) if preset != "none" else ())}
+    for name, factor in _by_layer(config, model).items():
+        own[name] = own.get(name, {}) | {"lr_scale": factor}
     frozen = set()
     for name, (index, _) in _claims(wanted, model).items():
         group = wanted.groups[index]
-        given = {"weight_decay": group.weight_decay, "lr_scale": group.lr_scale}
+        scale = None if group.lr_scale is None else group.lr_scale * own.get(name, {}).get("lr_scale", 1.0)
+        given = {"weight_decay": group.weight_decay, "lr_scale": scale}
         own[name] = own.get(name, {}) | {key: value for key, value in given.items() if value is not None}
         if group.freeze:
             frozen.add(name)
     asked = {
         "parameter_groups": [group.model_dump(exclude_defaults=True) for group in wanted.groups],
         "no_decay": None if preset == "none" else preset,
+        "layer_decay": config.settings.layer_decay,
     }
     found = ParameterGroups(
         {name: options for name, options in own.items() if options},
@@ -142,6 +147,36 @@ def without_decay(model: nn.Module) -> list[str]:
         for name, _ in model.named_parameters()
         if _UNDECAYED.search(name.lower()) or name.startswith(tuple(normed))
     ]
+
+
+def _by_layer(config: Config, model: nn.Module) -> dict[str, float]:
+    """The factors of ``layer_decay``: as in BEiT and MAE (He et al. 2021, arXiv 2111.06377), whose blocks are counted from 1."""
+    decay = config.settings.layer_decay
+    if decay is None:
+        return {}
+    kind = switches.repeated(model)
+    blocks = [(name, module) for name, module in model.named_modules() if type(module).__name__ == kind]
+    inside = {id(p): number for number, (_, block) in enumerate(blocks, start=1) for p in block.parameters()}
+    if not inside:
+        path = ("dsframe", "layer_decay")
+        problem = Problem(
+            "error",
+            ".".join(path),
+            "the model repeats no block, so it has no layers to count",
+            "remove it, or write parameter_groups with lr_scale",
+            str(config.path or ""),
+            *config.position(path),
+            code="model",
+        )
+        raise ConfigError([problem])
+    found, number = {}, 0
+    for name, parameter in model.named_parameters():
+        at = inside.get(id(parameter))
+        number = max(number, at or 0)
+        layer = at if at is not None else 0 if number == 0 else len(blocks) + 1
+        if layer <= len(blocks) and decay != 1.0:
+            found[name] = decay ** (len(blocks) + 1 - layer)
+    return found
 
 
 def _claims(wanted: _Wanted, model: nn.Module) -> dict[str, tuple[int, str]]:

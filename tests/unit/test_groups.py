@@ -293,3 +293,40 @@ def test_a_run_says_its_groups_and_a_change_of_them(
     )
     assert 'with a change: no_decay was null, is "norms-and-biases": the next' in said
     assert 'with a change: no_decay was "norms-and-biases", is null: the next update' in run("auto", 5)
+
+
+class Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(4, 4), nn.LayerNorm(4)
+
+
+class Blocks(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.token = nn.Parameter(torch.zeros(1, 4))
+        self.embed = nn.Linear(4, 4)
+        self.blocks = nn.ModuleList([Block(), Block()])
+        self.norm, self.head = nn.LayerNorm(4), nn.Linear(4, 2)
+
+
+def test_layer_decay_is_that_of_mae() -> None:
+    """``layer_scales = [decay ** (n + 1 - i)]``, and layer 0 is what comes before the blocks."""
+    given = {"layer_decay": 0.5, "no_decay": "norms-and-biases"}
+    given |= {"parameter_groups": [{"match": ["blocks.1.layer.weight"], "lr_scale": 3.0}]}
+    found = groups.settle(load({**FILE, "dsframe": given}), Tokens(), Blocks())
+    scales = {name: options["lr_scale"] for name, options in found.options.items() if "lr_scale" in options}
+    first = dict.fromkeys(("token", "embed.weight", "embed.bias"), 0.125)
+    blocks = {
+        f"blocks.{i}.{part}": 0.25 * 2**i
+        for i in (0, 1)
+        for part in ("layer.weight", "layer.bias", "norm.weight", "norm.bias")
+    }
+    assert scales == {**first, **blocks, "blocks.1.layer.weight": 1.5}
+    assert found.options["blocks.0.layer.bias"] == {"weight_decay": 0.0, "lr_scale": 0.25}
+    assert found.asked["layer_decay"] == 0.5
+
+
+def test_layer_decay_needs_blocks() -> None:
+    with pytest.raises(ConfigError, match="layer_decay: the model repeats no block"):
+        groups.settle(load({**FILE, "dsframe": {"layer_decay": 0.5}}), Tokens(), nn.Linear(2, 2))

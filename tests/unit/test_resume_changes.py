@@ -37,6 +37,7 @@ MANIFEST: dict[str, Any] = {
         "per_sample_randomness": False,
         "parameter_groups": [],
         "no_decay": None,
+        "layer_decay": None,
     },
     "run": {"engine": "ddp", "world_size": 2, "micro_batch_size": 8},
     "versions": {"torch": "2.12.0", "python": "3.11.7", "deepspeed": "0.19.8"},
@@ -52,6 +53,7 @@ CHANGES: dict[str, list[tuple[str, Any, str]]] = {
         ("course/parameter_groups", [{"match": ["a"]}], 'parameter_groups was [], is [{"match": ["a"]}]: ')
     ],
     "no_decay": [("course/no_decay", "norms-and-biases", 'no_decay was null, is "norms-and-biases": ')],
+    "layer_decay": [("course/layer_decay", 0.75, "layer_decay was null, is 0.75: ")],
     "gradient_clipping": [("course/gradient_clipping", 0.5, "gradient_clipping was 1.0, is 0.5: ")],
     "scheduler": [
         ("course/scheduler/params/warmup_num_steps", 20, "scheduler.params.warmup_num_steps was 10, is 20: "),
@@ -85,6 +87,8 @@ STAYS = {
     "seed": (1, "seed was 0, is 1 ("),
     "dataloader_drop_last": (True, "dataloader_drop_last was false, is true ("),
     "order": ("sequential", 'order was null, is "sequential" ('),
+    "adapter": ({"type": "lora", "r": 8}, 'adapter was null, is {"type": "lora", "r": 8} ('),
+    "adapter's base": ("aa", 'adapter\'s base was null, is "aa" ('),
     "task settings": (
         {"name": "circles:Circles", "options": {"width": 5}},
         "task settings.options.width was 4, is 5 (",

@@ -325,6 +325,10 @@ class Settings(Section):
     """Parameters without weight decay, whatever group they are in, unless it has a ``weight_decay``: ``norms-and-biases``, those
     that Hugging Face's Trainer leaves out (inside ``nn.LayerNorm``, or with ``bias``, ``layernorm``, ``rmsnorm``, or a part that
     is or ends in ``norm`` in the name)."""
+    layer_decay: Annotated[float, Field(gt=0.0, le=1.0)] | None = None
+    """Lower rates for the first layers, as for fine-tuning a vision transformer: of n repeated blocks the last one has this factor,
+    each block before it once more, and what comes before the blocks n + 1 times; what comes after them has none. A group's
+    ``lr_scale`` is multiplied with it. Default: 1."""
     large_batch: LargeBatch = Field(default_factory=LargeBatch.model_construct)
     """Scaling of the learning rate with the batch size."""
     model: Model = Field(default_factory=Model.model_construct)
