@@ -244,10 +244,24 @@ def warm(processes: int, arguments: Iterable[str], *, standin: bool = False) -> 
     standin: with the stand-in for GPUs (tests/standin), which can.
     """
     if standin:
-        return [sys.executable, "-S", str(REPOSITORY / "tests" / "warm.py"), _warm_server("standin"), str(processes), *arguments]
+        return [
+            sys.executable,
+            "-S",
+            str(REPOSITORY / "tests" / "warm.py"),
+            _warm_server("standin"),
+            str(processes),
+            *arguments,
+        ]
     if HAS_GPUS:
         return torchrun(processes, arguments) if processes > 1 else python(arguments)
-    return [sys.executable, "-S", str(REPOSITORY / "tests" / "warm.py"), _warm_server("plain"), str(processes), *arguments]
+    return [
+        sys.executable,
+        "-S",
+        str(REPOSITORY / "tests" / "warm.py"),
+        _warm_server("plain"),
+        str(processes),
+        *arguments,
+    ]
 
 
 @functools.cache

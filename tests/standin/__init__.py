@@ -22,15 +22,11 @@ from pathlib import Path
 from tests.standin import build
 
 SITE = Path(__file__).with_name("site")
-DEVICES, LIMIT = "DSFRAME_STANDIN_DEVICES", "DSFRAME_STANDIN_BYTES"
 
 
-def environment(*, devices: int = 2, limit_bytes: int | None = None) -> dict[str, str]:
-    """The variables that switch the stand-in on in a process and in those that it starts."""
-    limit = {} if limit_bytes is None else {LIMIT: str(limit_bytes)}
+def environment() -> dict[str, str]:
+    """The variables that switch the stand-in on in a process and in those that it starts: two devices, which programs may change."""
     return {
         "DSFRAME_STANDIN": str(build.build()),
-        DEVICES: str(devices),
         "PYTHONPATH": os.pathsep.join([str(SITE), str(SITE.parents[2])]),
-        **limit,
     }

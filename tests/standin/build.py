@@ -52,7 +52,12 @@ def build() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             # In a process of its own, which loads what it has built.
-            subprocess.run([sys.executable, "-m", "tests.standin.build", str(made)], cwd=SOURCES.parents[2], check=True, capture_output=True)
+            subprocess.run(
+                [sys.executable, "-m", "tests.standin.build", str(made)],
+                cwd=SOURCES.parents[2],
+                check=True,
+                capture_output=True,
+            )
     return library
 
 

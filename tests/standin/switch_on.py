@@ -1,4 +1,4 @@
-"""Gives ``torch.cuda`` the stand-in's devices: imported right after torch (``site/sitecustomize.py``), before anybody asks for GPUs."""
+"""Gives ``torch.cuda`` the stand-in's devices: imported right after torch (``site/``), before anybody asks for GPUs."""
 
 from __future__ import annotations
 

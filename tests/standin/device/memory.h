@@ -15,15 +15,17 @@
 namespace standin {
 
 constexpr auto kDevice = c10::DeviceType::CUDA;
-constexpr size_t kRegionBytes = size_t{1} << 35;  // of addresses, for each device
+constexpr int kMostDevices = 8;
+constexpr size_t kRegionBytes = size_t{1} << 34;  // of addresses, for each device
 constexpr size_t kGrain = 512;                    // blocks of CUDA's allocator are multiples of it
 
-inline int device_count() {
-  static const int count = [] {
-    const char* text = std::getenv("DSFRAME_STANDIN_DEVICES");
-    return text ? std::atoi(text) : 2;
-  }();
-  return count;
+inline int devices = 2;
+
+inline int device_count() { return devices; }
+
+inline void set_device_count(int count) {
+  TORCH_CHECK(count > 0 && count <= kMostDevices, "stand-in: 1 to ", kMostDevices, " devices, not ", count);
+  devices = count;
 }
 
 inline thread_local c10::DeviceIndex current_device = 0;
@@ -100,16 +102,14 @@ class Memory {
   }
 
  private:
-  Memory() : usage_(device_count()), tops_(device_count()) {
-    const size_t bytes = kRegionBytes * device_count();
+  Memory() : usage_(kMostDevices), tops_(kMostDevices) {
+    const size_t bytes = kRegionBytes * kMostDevices;
     const int flags = MAP_PRIVATE | MAP_ANONYMOUS | MAP_NORESERVE;
     void* untouchable = mmap(nullptr, bytes, PROT_NONE, flags, -1, 0);
     void* shadow = mmap(nullptr, bytes, PROT_READ | PROT_WRITE, flags, -1, 0);
     TORCH_CHECK(untouchable != MAP_FAILED && shadow != MAP_FAILED, "stand-in: no address space");
     device_ = static_cast<char*>(untouchable);
     distance_ = static_cast<char*>(shadow) - device_;
-    const char* limit = std::getenv("DSFRAME_STANDIN_BYTES");
-    for (auto& use : usage_) use.limit = limit ? std::strtoull(limit, nullptr, 10) : SIZE_MAX;
   }
 
   char* device_;

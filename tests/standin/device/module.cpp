@@ -39,6 +39,7 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   *reinterpret_cast<void**>(made) = *reinterpret_cast<void**>(static_cast<at::CUDAHooksInterface*>(&hooks));
 
   m.def("device_count", &device_count);
+  m.def("set_device_count", &set_device_count);
   m.def("current_device", [] { return int(current_device); });
   m.def("set_device", [](int index) {
     check_device(index);

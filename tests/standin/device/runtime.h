@@ -95,7 +95,7 @@ struct DeviceGenerator final : c10::GeneratorImpl {
 inline const at::Generator& default_generator(c10::DeviceIndex device = -1) {
   static auto* all = [] {
     auto* made = new std::vector<at::Generator>;
-    for (int index = 0; index < device_count(); index++) made->push_back(at::make_generator<DeviceGenerator>(index));
+    for (int index = 0; index < kMostDevices; index++) made->push_back(at::make_generator<DeviceGenerator>(index));
     return made;
   }();
   if (device < 0) device = current_device;

@@ -1,4 +1,4 @@
-"""Switches the stand-in on in every Python process that has this folder on PYTHONPATH and DSFRAME_STANDIN set: right after torch."""
+"""Switches the stand-in on in every process that has this folder on PYTHONPATH, and DSFRAME_STANDIN: right after torch."""
 
 import importlib.abc
 import importlib.util
