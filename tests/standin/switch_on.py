@@ -261,7 +261,9 @@ def _patch_distributed() -> None:
     ours.ProcessGroupNCCL = ours.distributed_c10d.ProcessGroupNCCL = ProcessGroupNCCL
     ours.distributed_c10d._NCCL_AVAILABLE = True
     ours.distributed_c10d.is_nccl_available = ours.is_nccl_available = lambda: True
-    torch._C._distributed_c10d.Backend._set_sequence_number_for_group = lambda self: None  # type: ignore[attr-defined]
+    backend: Any = torch._C._distributed_c10d.Backend
+    backend._set_sequence_number_for_group = lambda self: None
+    backend._set_default_timeout = lambda self, limit: device.set_timeout(self, limit.total_seconds())
     core: Any = torch._C
     core._nccl_version = lambda: (2 << 32) | (27 << 16) | 5
     core._nccl_version_suffix = lambda: b""

@@ -1,8 +1,8 @@
 """``dsframe.train`` on the stand-in: ``python -m tests.standin.train FOLDER [WORDS...] -- ARGUMENTS...``
 
-It leaves ``FOLDER/rank-N.json``: each event with the phase in which it happened ("set-up", "step 3", and in a step "log 3"; "save 3",
-"evaluation 3"), and the device's bytes when a phase ended. Words before ``--`` change something first: a launcher to imitate (``srun``,
-``mpirun``), or a mistake to make (``MISTAKES``), of which the tests show that the stand-in sees it.
+It leaves ``FOLDER/rank-N.json``: each event with the phase in which it happened ("set-up", "step 3", and in a step "log 3";
+"save 3", "evaluation 3"), and the device's bytes when a phase ended. Words before ``--`` change something first: a launcher to
+imitate (``srun``, ``mpirun``), or a mistake to make (``MISTAKES``), of which the tests show that the stand-in sees it.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ def in_phase(owner: Any, name: str, phase: Callable[..., str]) -> None:
 
     @functools.wraps(original)
     def noting(*arguments: Any, **named: Any) -> Any:
+        peaks[f"before {name}"] = switch_on.usage()
         before, switch_on.phase = switch_on.phase, phase(*arguments)
         try:
             return original(*arguments, **named)
@@ -43,9 +44,17 @@ def in_phase(owner: Any, name: str, phase: Callable[..., str]) -> None:
 def record(folder: Path) -> None:
     """Notes phases, and writes everything when the process ends."""
     from dsframe import job
+    from dsframe.data.loader import EvaluationLoader, as_source
+    from dsframe.engines.deepspeed.imports import deepspeed
     from dsframe.trainer import Trainer
+    from tests.engines.briefly import First
 
+    full = EvaluationLoader.__init__
+    EvaluationLoader.__init__ = lambda self, data, *, seed, **more: full(  # type: ignore[method-assign]
+        self, First(as_source(data, seed)), seed=seed, **more
+    )
     switch_on.phase = "set-up"
+    in_phase(deepspeed, "initialize", lambda *_: "set-up")
     in_phase(job, "make_engine", lambda *_: "set-up")
     in_phase(Trainer, "fit", lambda *_: "training")
     in_phase(Trainer, "_train_step", lambda _, step, *__: f"step {step}")
@@ -65,12 +74,17 @@ def record(folder: Path) -> None:
 # What a launcher says.
 
 
-def srun() -> None:
-    """As ``srun --gpus-per-task=1``: a task sees one GPU."""
+def forget_torchrun() -> tuple[str, str]:
+    """Takes torchrun's variables away; returns rank and size."""
     switch_on.device.set_device_count(1)
-    rank, size = os.environ.pop("RANK"), os.environ.pop("WORLD_SIZE")
     for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
         del os.environ[name]
+    return os.environ.pop("RANK"), os.environ.pop("WORLD_SIZE")
+
+
+def srun() -> None:
+    """As ``srun --gpus-per-task=1``: a task sees one GPU."""
+    rank, size = forget_torchrun()
     os.environ.update(
         SLURM_PROCID=rank, SLURM_STEP_NUM_TASKS=size, SLURM_LOCALID=rank, SLURM_STEP_TASKS_PER_NODE=size, SLURM_NODEID="0",
         SLURM_JOB_ID="7", SLURM_STEP_ID="0", SLURM_STEP_NODELIST="localhost",
@@ -79,12 +93,10 @@ def srun() -> None:
 
 def mpirun() -> None:
     """As Open MPI where a process sees one GPU."""
-    switch_on.device.set_device_count(1)
-    rank, size = os.environ.pop("RANK"), os.environ.pop("WORLD_SIZE")
-    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
-        del os.environ[name]
+    rank, size = forget_torchrun()
     os.environ.update(
         OMPI_COMM_WORLD_RANK=rank, OMPI_COMM_WORLD_SIZE=size, OMPI_COMM_WORLD_LOCAL_RANK=rank, OMPI_COMM_WORLD_LOCAL_SIZE=size,
+        PMIX_NAMESPACE=os.environ["DSFRAME_TEST_ID"],
     )  # fmt: skip
 
 
@@ -123,9 +135,9 @@ def model_on_the_host() -> None:
 
 def device_of_another_host() -> None:
     """A rank takes the GPU of its rank, not of its local rank."""
-    switch_on.device.set_device_count(1)
     from dsframe import job
 
+    switch_on.device.set_device_count(1)
     job.device_of = lambda world: torch.device("cuda", world.rank)
 
 

@@ -55,6 +55,9 @@ PYBIND11_MODULE(TORCH_EXTENSION_NAME, m) {
   m.def("reset_peak", [](int device) { Memory::get().reset_peak(device); });
   m.def("set_limit", [](int device, size_t bytes) { Memory::get().set_limit(device, bytes); });
   m.def("resize_storage", [](const at::Tensor& tensor, size_t bytes) { resize_storage(tensor.storage(), bytes); });
+  m.def("set_timeout", [](c10::intrusive_ptr<c10d::Backend> backend, double seconds) {
+    backend->setTimeout(std::chrono::milliseconds(static_cast<int64_t>(seconds * 1000)));
+  });
   m.def("over_gloo", [](c10::intrusive_ptr<c10d::Backend> gloo, std::string name) -> c10::intrusive_ptr<c10d::Backend> {
     return c10::make_intrusive<DeviceBackend>(std::move(gloo), std::move(name));
   });
