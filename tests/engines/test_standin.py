@@ -1,5 +1,5 @@
-"""The code that only runs on GPUs, on the stand-in for them (``tests/standin``): engines train as on the CPU, do not wait where they
-need not, and copy as they should; and the stand-in sees the mistakes that it is there for.
+"""The code that only runs on GPUs, on the stand-in for them (``tests/standin``): engines train as on the CPU, do not wait where
+they need not, and copy as they should; and the stand-in sees the mistakes that it is there for.
 
 No GPU is involved: what the stand-in cannot see is in its docstring.
 """
@@ -218,7 +218,7 @@ def test_zero_3_never_holds_the_model_whole() -> None:
     whole = 4 * sum(parameter.numel() for parameter in tasks.build(task, 0).model().parameters())
     bytes_of = [record["usage"]["before initialize"][1] for record in trained("zero3").records]
     assert max(bytes_of) < 0.8 * whole
-    wrong = train(case, "whole-model-at-stage-3", steps=1, eval_every_steps=0, checkpoints={"at_end": False})
+    wrong = train(case, "whole-model-at-stage-3", steps=1, eval_every_steps=50, checkpoints={"at_end": False})
     assert max(record["usage"]["before initialize"][1] for record in wrong.records) >= whole
 
 
@@ -235,7 +235,9 @@ def test_a_checkpoint_goes_on_under_other_engines() -> None:
 @pytest.mark.parametrize("launcher", ["srun", "mpirun"])
 def test_every_task_may_see_one_gpu_alone(launcher: str) -> None:
     """DeepSpeed takes LOCAL_RANK for a device number (and asserts that Open MPI says the same): rank 1's was 1 of one device."""
-    run = train(CASES["zero1"], launcher, steps=2, log_every_steps=2, eval_every_steps=0, checkpoints={"at_end": False})
+    run = train(
+        CASES["zero1"], launcher, steps=2, log_every_steps=2, eval_every_steps=50, checkpoints={"at_end": False}
+    )
     run.finished.check()
     assert abs(run.losses[2] - reference()[2]) < BOUND
 
@@ -250,15 +252,19 @@ def test_a_horovod_without_nccl_is_refused() -> None:
 @pytest.mark.parametrize(
     ("mistake", "engine", "message"),
     [
-        ("host-tensor-in-a-collective", "ddp", "nccl takes tensors of the device alone"),
+        (
+            "host-tensor-in-a-collective",
+            "ddp",
+            "No backend type associated with device type cpu|nccl takes tensors of the device alone",
+        ),
         ("batch-on-the-host", "single", "on the same device|must be on the device"),
         ("model-on-the-host", "single", "on the same device|must be on the device"),
-        ("device-of-another-host", "ddp", "invalid device ordinal 1: there are 1 devices"),
-        ("reads-before-it-arrived", "single", "loss is nan"),
+        ("device-of-another-host", "ddp", "cuda:1 is out of range|invalid device ordinal 1: there are 1 devices"),
+        ("reads-before-it-arrived", "single", "leave such updates out"),
     ],
 )
 def test_a_mistake_is_refused(mistake: str, engine: str, message: str) -> None:
-    run = train(CASES[engine], mistake, steps=2, log_every_steps=1, eval_every_steps=0, checkpoints={"at_end": False})
+    run = train(CASES[engine], mistake, steps=2, log_every_steps=1, eval_every_steps=50, checkpoints={"at_end": False})
     assert run.finished.returncode != 0
     assert re.search(message, run.finished.output), run.finished
 
@@ -271,6 +277,6 @@ def test_a_mistake_is_refused(mistake: str, engine: str, message: str) -> None:
     ],
 )
 def test_a_mistake_is_recorded(mistake: str, what: str, detail: str, where: str) -> None:
-    run = train(CASES["single"], mistake, eval_every_steps=0, checkpoints={"at_end": False})
+    run = train(CASES["single"], mistake, eval_every_steps=50, checkpoints={"at_end": False})
     found = run.events(*(f"step {step}" for step in QUIET))
     assert any(event[0] == what and detail in event[1] and where in event[2] for event in found), found

@@ -25,7 +25,7 @@ SITE = Path(__file__).with_name("site")
 
 
 def environment() -> dict[str, str]:
-    """The variables that switch the stand-in on in a process and in those that it starts: two devices, which programs may change."""
+    """The variables that switch the stand-in on in a process and in those that it starts: two devices at first."""
     return {
         "DSFRAME_STANDIN": str(build.build()),
         "PYTHONPATH": os.pathsep.join([str(SITE), str(SITE.parents[2])]),

@@ -148,7 +148,9 @@ def _functions() -> dict[str, Any]:
     def reset(given: Any = None) -> None:
         device.reset_peak(_index(given))
 
-    every = range(device.device_count())
+    def every() -> range:
+        return range(device.device_count())
+
     return {
         "_lazy_init": lambda: None,
         "init": lambda: None,
@@ -186,10 +188,10 @@ def _functions() -> dict[str, Any]:
         "ipc_collect": lambda: None,
         "get_rng_state": lambda given="cuda": _generator(given).get_state(),
         "set_rng_state": lambda state, given="cuda": _generator(given).set_state(state),
-        "get_rng_state_all": lambda: [_generator(index).get_state() for index in every],
+        "get_rng_state_all": lambda: [_generator(index).get_state() for index in every()],
         "set_rng_state_all": lambda states: [_generator(index).set_state(one) for index, one in enumerate(states)],
         "manual_seed": lambda seed: _generator().manual_seed(seed),
-        "manual_seed_all": lambda seed: [_generator(index).manual_seed(seed) for index in every],
+        "manual_seed_all": lambda seed: [_generator(index).manual_seed(seed) for index in every()],
         "seed": lambda: _generator().seed(),
         "initial_seed": lambda: _generator().initial_seed(),
         "get_device_name": lambda given=None: "Stand-in",
