@@ -222,6 +222,16 @@ def test_zero_3_never_holds_the_model_whole() -> None:
     assert max(record["usage"]["before initialize"][1] for record in wrong.records) >= whole
 
 
+def test_the_peak_of_training_is_its_own() -> None:
+    """What the set-up took for a moment is not in the record."""
+    run = trained("ddp")
+    live, peak = run.records[0]["usage"]["before fit"]
+    assert live == peak
+    assert run.records[0]["usage"]["set-up"][1] > live
+    summary = json.loads((run.folder / "run" / "summary.json").read_text())
+    assert summary["peak_memory_bytes"] == [record["usage"]["training"][1] for record in run.records]
+
+
 def test_a_checkpoint_goes_on_under_other_engines() -> None:
     """DDP's on ZeRO-3, and that one's on FSDP."""
     first = train(CASES["zero3"], resume=trained("ddp").folder / "run", checkpoints={"every_steps": 5, "at_end": False})

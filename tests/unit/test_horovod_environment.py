@@ -149,8 +149,10 @@ def test_over_mpi_it_starts_once() -> None:
 
 def test_on_gpus_buckets_are_handed_over_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(environment.ASYNC_COMPLETION, raising=False)
-    settle(Horovod(), World(), torch.device("cpu"), running=False)
+    settle(Horovod(), HERE, CPU, running=False)
     assert environment.ASYNC_COMPLETION not in os.environ
-    settle(Horovod(), World(), torch.device("cuda", 0), running=False)
+    settle(Horovod(), HERE, torch.device("cuda", 0), running=False)
     assert os.environ[environment.ASYNC_COMPLETION] == "1"
-    environment_scope.take_back()
+    monkeypatch.setenv(environment.ASYNC_COMPLETION, "0")
+    settle(Horovod(), HERE, torch.device("cuda", 0), running=False)
+    assert os.environ[environment.ASYNC_COMPLETION] == "0", "what the user has set stays"
