@@ -18,8 +18,6 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-import torch
-
 from dsframe.errors import EngineError
 from dsframe.host.leftovers import host, is_shared, stale_locks
 
@@ -86,7 +84,11 @@ def _cuda_problem(ops: list[str]) -> str:
     needing = [
         op for op in ops if op.startswith("fused_") or op == "async_io"
     ]  # the CPU's optimizers need a C++ compiler alone
-    if not needing or torch.version.cuda is None or not torch.cuda.is_available():
+    if not needing:
+        return ""
+    import torch
+
+    if torch.version.cuda is None or not torch.cuda.is_available():
         return ""
     what = f"the file asks for {', '.join(needing)}, which DeepSpeed compiles at first use with CUDA's toolkit"
     wanted = torch.version.cuda.partition(".")[0]
