@@ -23,7 +23,7 @@ def chosen(*, deterministic: bool, tf32: bool) -> Iterator[None]:
     """
     cuda, cudnn, variable = torch.backends.cuda, torch.backends.cudnn, os.environ.get(CUBLAS)
     algorithms = torch.are_deterministic_algorithms_enabled(), torch.is_deterministic_algorithms_warn_only_enabled()
-    attention = cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()
+    attention = cuda.mem_efficient_sdp_enabled(), cuda.cudnn_sdp_enabled()  # type: ignore[no-untyped-call]
     benchmark, on_gpu = cudnn.benchmark, torch.cuda.is_available()
     formats = (cuda.matmul.allow_tf32, cudnn.allow_tf32) if on_gpu else ()
     try:
