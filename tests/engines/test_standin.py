@@ -229,7 +229,11 @@ def test_an_engine_trains_as_on_the_cpu_and_waits_nowhere(name: str) -> None:
     quiet = run.events(*(f"step {step}" for step in QUIET))
     copies = {event for event in quiet if event[0] == "to device" and "dsframe/data/" in event[2]}
     assert copies, "a step takes its batches"
-    assert all(detail.endswith("non-blocking pinned contiguous") for _, detail, _ in copies), copies
+    assert all(detail.endswith("non-blocking pinned contiguous side-stream") for _, detail, _ in copies), copies
+    before_pauses = run.events(f"evaluation {STEPS}") & run.events(f"save {SAVED}")
+    assert any(what == "wait" and "dsframe/trainer.py" in where for what, _, where in before_pauses), (
+        "a pause begins afterwards"
+    )
     if case.offloads:
         return
     waits = {where for what, _, where in quiet if what == "wait"}

@@ -52,12 +52,10 @@ def build() -> Path:
         fcntl.flock(lock, fcntl.LOCK_EX)
         if not library.exists():
             # In a process of its own, which loads what it has built.
-            subprocess.run(
-                [sys.executable, "-m", "tests.standin.build", str(made)],
-                cwd=SOURCES.parents[2],
-                check=True,
-                capture_output=True,
-            )
+            command = [sys.executable, "-m", "tests.standin.build", str(made)]
+            done = subprocess.run(command, cwd=SOURCES.parents[2], capture_output=True, text=True, check=False)
+            if done.returncode:
+                raise RuntimeError(f"the stand-in cannot be built:\n{done.stdout[-5000:]}\n{done.stderr[-5000:]}")
     return library
 
 

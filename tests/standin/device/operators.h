@@ -226,7 +226,7 @@ inline at::Tensor empty_strided(c10::IntArrayRef size, c10::IntArrayRef stride, 
 
 inline void tell_copy(const char* where, const at::Tensor& host, bool non_blocking) {
   tell(where, c10::str(host.nbytes(), " bytes", non_blocking ? " non-blocking" : " blocking", host.is_pinned() ? " pinned" : " pageable",
-                       host.is_contiguous() ? " contiguous" : " strided"));
+                       host.is_contiguous() ? " contiguous" : " strided", current_streams[current_device] ? " side-stream" : ""));
 }
 
 inline at::Tensor& copy(at::Tensor& self, const at::Tensor& source, bool non_blocking) {
