@@ -14,6 +14,7 @@ from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
+from datetime import timedelta
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, ClassVar
 
@@ -24,6 +25,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dsframe.checkpoint.state import EngineState, SavedState, aliases
 from dsframe.cluster.exchange import all_gather_text, by_value, failures, first_difference
+from dsframe.cluster.process_group import collective_limit
 from dsframe.errors import DsframeError, EngineError, TaskError, WorldError
 from dsframe.host import allocator
 from dsframe.model import adapter as adapters
@@ -79,6 +81,11 @@ class Plan:
     def seed(self) -> int:
         """The run's seed."""
         return self.config.settings.seed
+
+    @property
+    def collective_limit(self) -> timedelta:
+        """Returns how long a collective may wait for other ranks."""
+        return collective_limit(self.config.settings.hang_timeout_seconds)
 
     @property
     def data_rank(self) -> int:

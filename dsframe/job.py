@@ -24,7 +24,7 @@ from dsframe.checkpoint.saver import Saver
 from dsframe.checkpoint.store import Retention, Store
 from dsframe.cluster import world as worlds
 from dsframe.cluster.exchange import assert_same_on_all_ranks
-from dsframe.cluster.process_group import device_of
+from dsframe.cluster.process_group import device_of, extend_limits
 from dsframe.cluster.world import World
 from dsframe.config import Batch, Config, Facts
 from dsframe.config.resolve import elastic, epochs, inherit, scaling
@@ -36,7 +36,7 @@ from dsframe.errors import CheckpointError, EngineError, StoppedError, TaskError
 from dsframe.guard.watchdog import Watchdog
 from dsframe.hooks import Called
 from dsframe.host import allocator, cores, phases
-from dsframe.host.memory import resident_bytes
+from dsframe.host.memory import reset_peak, resident_bytes
 from dsframe.model import optimizers, schedules, weighting
 from dsframe.model.early_stop import EarlyStop
 from dsframe.observe.observer import Observers, Stretch
@@ -133,6 +133,7 @@ def train(run: Run, world: World, commits: MemoryCheckpoint | None) -> Summary:
     record = Record(job.plan, facts, done, say=job.say) if world.is_main and not complete else None
     phases.done("records")
     outputs = Outputs(job.progress, record, saver, run.hooks)
+    reset_peak(job.plan.device)
     with _ending(job, engine, outputs), watchdog:
         summary = Trainer(engine, job.work, outputs, watchdog, observers, commits).fit(start)
     _finish(job, engine, record, summary)
@@ -209,6 +210,7 @@ def make_engine(job: Job, watchdog: Watchdog) -> tuple[Engine, dict[str, Any]]:
     with watchdog:
         engine = make(plan)
         phases.done("engine")
+        extend_limits(plan.collective_limit)
         watchdog.connect(engine)
         assert_same_on_all_ranks(engine, _facts(plan.config, job.work))
     output.begin_anew()  # rank 0 has come here too, so the directory is this run's

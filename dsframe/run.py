@@ -106,6 +106,7 @@ def prepared(
     import torch  # reads OMP_NUM_THREADS
 
     from dsframe import hooks, job, tasks
+    from dsframe.host import numerics
 
     phases.done("imports")
     torch.set_num_threads(threads)  # for a program that had imported torch already
@@ -114,7 +115,8 @@ def prepared(
     task.seed = config.settings.seed
     data = cache(lambda: (task.train_data(), task.eval_data()))
     called = hooks.Called((*hooks.from_names(config.settings.hooks), *task.hooks))
-    with RunLock() as lock:
+    settings = config.settings
+    with RunLock() as lock, numerics.chosen(deterministic=settings.deterministic, tf32=settings.tf32):
         wishes = job.Wishes(resume, verbose=verbose, quiet=quiet)
         host = job.Host(threads, bound, began, lock, home)
         phases.done("data")

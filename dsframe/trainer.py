@@ -384,6 +384,7 @@ class Trainer:
         """The evaluation after ``step``, whose figures join its checkpoint. Raises StoppedError where a signal comes first."""
         if self.evaluation is None:
             return
+        self._finish_steps()
         began = time.perf_counter()
         with stop.between_batches() as stops:
             found = self.evaluation.run(stops)
@@ -408,10 +409,16 @@ class Trainer:
             return
         if self._stops and self._mean(self._nonfinite.found()) > 0:
             self._refuse(step)  # a checkpoint of NaN would push good ones out
+        self._finish_steps()
         logged = self.schedule.logs(step) and math.isfinite(self._loss)
         evaluation = self._finite_results(step)
         self._pause(self.saver.save(step, loss=self._loss if logged else None, evaluation=evaluation))
         self._hooks("on_checkpoint", lambda: self._view(step), self.saver.path(step))
+
+    def _finish_steps(self) -> None:
+        """Waits until a GPU has done the steps that it was given: the time that they take belongs to training's rate."""
+        if self.engine.plan.device.type == "cuda":
+            torch.cuda.synchronize(self.engine.plan.device)
 
     def _finite_results(self, step: int) -> dict[str, float]:
         """The evaluation after ``step``, if there was one: JSON has no other numbers."""

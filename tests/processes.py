@@ -237,27 +237,56 @@ def python(arguments: Iterable[str]) -> list[str]:
     return ["python", *arguments]
 
 
-def warm(processes: int, arguments: Iterable[str]) -> list[str]:
+def warm(processes: int, arguments: Iterable[str], *, standin: bool = False) -> list[str]:
     """The command line of a run whose ranks begin with everything imported (tests/warm.py); torchrun's variables, if several.
 
     torchrun's own, or python's, where there are GPUs: torch looks for them when it is imported, and then cannot be forked.
+    standin: with the stand-in for GPUs (tests/standin), which can.
     """
+    if standin:
+        return [
+            sys.executable,
+            "-S",
+            str(REPOSITORY / "tests" / "warm.py"),
+            _warm_server("standin"),
+            str(processes),
+            *arguments,
+        ]
     if HAS_GPUS:
         return torchrun(processes, arguments) if processes > 1 else python(arguments)
-    return [sys.executable, "-S", str(REPOSITORY / "tests" / "warm.py"), _warm_server(), str(processes), *arguments]
+    return [
+        sys.executable,
+        "-S",
+        str(REPOSITORY / "tests" / "warm.py"),
+        _warm_server("plain"),
+        str(processes),
+        *arguments,
+    ]
 
 
 @functools.cache
-def _warm_server() -> str:
-    """The socket of a server that ends with this process."""
-    path, said = WARM / "socket", WARM / "said"
+def _warm_folder() -> Path:
     shutil.rmtree(WARM, ignore_errors=True)  # of another process that had this one's number
     WARM.mkdir()
+    atexit.register(shutil.rmtree, WARM, ignore_errors=True)
+    return WARM
+
+
+@functools.cache
+def _warm_server(kind: str) -> str:
+    """The socket of a server that ends with this process: "plain", or one with the stand-in for GPUs."""
+    folder = _warm_folder()
+    path, said = folder / f"socket-{kind}", folder / f"said-{kind}"
+    variables = environment("warm")
+    if kind == "standin":
+        from tests import standin
+
+        variables |= standin.environment()
     with said.open("wb") as log:
         server = subprocess.Popen(
             [sys.executable, "-m", "tests.warm", str(path)],
             cwd=REPOSITORY,
-            env=environment("warm"),
+            env=variables,
             stdin=subprocess.PIPE,  # which closes with this process
             stdout=log,
             stderr=log,
@@ -271,7 +300,6 @@ def _warm_server() -> str:
             server.wait(timeout=10)
         server.kill()  # one that still imports
         server.wait()
-        shutil.rmtree(WARM, ignore_errors=True)
 
     atexit.register(close)
     limit = time.monotonic() + 120.0

@@ -24,6 +24,13 @@ from dsframe.host import phases
 MEETING_SECONDS = 300.0
 """Time that ranks wait for each other at the start: hosts differ in how fast they import torch, or compile an operator."""
 LIMIT_VARIABLE = "DSFRAME_MEETING_SECONDS"
+COLLECTIVE_SECONDS = 3600.0
+"""Shortest time that a collective may wait for other ranks. NCCL's own default is 600 s and Gloo's 1800 s: both would end a run
+before the watchdog does, which waits 900 s while an engine is set up, and neither names the rank that is missing."""
+UNWATCHED_SECONDS = 30 * 24 * 3600.0
+"""The same where the file switches the watchdog off."""
+
+_OPEN_MPI_LOCAL_RANK = "OMPI_COMM_WORLD_LOCAL_RANK"
 
 _closed: list[object] = []
 """The groups that this process has left, until it opens others.
@@ -58,17 +65,29 @@ def device_of(world: World) -> torch.device:
     return device
 
 
-def open_process_group(world: World, device: torch.device) -> None:
+def collective_limit(hang_timeout_seconds: float) -> timedelta:
+    """The time that a collective may wait for other ranks: longer than any limit of the watchdog, whose report names them."""
+    from_file = 6.0 * hang_timeout_seconds if hang_timeout_seconds else UNWATCHED_SECONDS
+    return timedelta(seconds=max(from_file, COLLECTIVE_SECONDS))
+
+
+def open_process_group(world: World, device: torch.device, limit: timedelta | None = None) -> None:
     """**Collective.** Initialises torch.distributed (NCCL on GPUs, Gloo on CPUs) and the variables libraries read.
 
+    ``limit``: the longest time of a collective (:func:`collective_limit`); without it the backend's own.
     Raises WorldError where the port is taken or rank 0 cannot be reached.
     """
     _closed.clear()
     address, port = rendezvous_address(world)
+    # DeepSpeed takes LOCAL_RANK for the number of this process's GPU, which is 0 for every task of a host where each sees one alone
+    # (srun --gpus-per-task=1). Under mpirun it asserts that Open MPI's variable says the same.
+    on_gpu = device.type == "cuda" and device.index is not None
+    local_rank = str(device.index if on_gpu else world.local_rank)
     said = {
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),
-        "LOCAL_RANK": str(world.local_rank),
+        "LOCAL_RANK": local_rank,
+        **({_OPEN_MPI_LOCAL_RANK: local_rank} if _OPEN_MPI_LOCAL_RANK in os.environ else {}),
         "LOCAL_SIZE": str(world.local_size),
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
@@ -87,7 +106,9 @@ def open_process_group(world: World, device: torch.device) -> None:
             store=PrefixStore("dsframe/group", store),
             rank=world.rank,
             world_size=world.size,
-            device_id=device if device.type == "cuda" else None,
+            timeout=limit,
+            # Alone it has nobody to connect to, and NCCL's start has failed there (DeepSpeed's issue 8248).
+            device_id=device if on_gpu and world.size > 1 else None,
         )
     phases.done("process group")
 
@@ -195,6 +216,13 @@ def explained(world: World, address: str, port: int) -> Iterator[None]:
             taken if error.errno == errno.EADDRINUSE else f"rank 0 cannot listen at {address}:{port}: {error.strerror}"
         )
         raise WorldError(why) from None
+
+
+def extend_limits(limit: timedelta) -> None:
+    """Gives all groups of this process ``limit``: those that libraries have made have the backend's own."""
+    if dist.is_initialized():
+        for group in list(dist.distributed_c10d._world.pg_map):
+            dist.distributed_c10d._set_pg_timeout(limit, group)
 
 
 def of_its_own() -> dist.ProcessGroup:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
-from typing import Any, TypeVar
+from typing import Any
 
 import numpy as np
 import torch
@@ -24,8 +24,6 @@ from dsframe.data.workers import held, outlive_signals
 from dsframe.errors import DataError
 
 _ITEM = 0x6974656D  # the stream of draws that seeds the random generators before dataset[i]
-
-Item = TypeVar("Item")
 
 
 def as_source(data: Any, seed: int, collate: Collate | None = None) -> Source:
@@ -131,9 +129,10 @@ class _Fetcher:
                 batches: Iterator[Batch] = _in_one_line(iter(loader))
         else:
             batches = (self._fetch(parts) for parts in requests)
-        if self.device.type == "cpu":
-            return batches
-        return _one_ahead(batches, self._to_device)
+        return self._to_device(batches)
+
+    def _to_device(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        return batches if self.device.type == "cpu" else _Ahead(self.device)(batches)
 
     def _fetch(self, parts: list[Part]) -> Batch:
         if isinstance(self.source, DatasetSource):
@@ -158,16 +157,6 @@ class _Fetcher:
         fetch = _Fetcher(self.source, torch.device("cpu"), min(self.workers, 1))
         return fetch([(0, torch.tensor([index]))] for index in indices)
 
-    def _to_device(self, batch: Batch) -> Batch:
-        def move(leaf: Any) -> Any:
-            if not isinstance(leaf, Tensor) or leaf.device == self.device:
-                return leaf
-            # Pinned memory is what makes the copy asynchronous; torch keeps it alive until the copy is done.
-            return (leaf.pin_memory() if self.device.type == "cuda" else leaf).to(self.device, non_blocking=True)
-
-        inputs, targets = tree_map(move, batch)
-        return inputs, targets
-
 
 def _in_one_line(batches: Iterator[Batch]) -> Iterator[Batch]:
     """``batches`` of worker processes. torch gives a worker's error its traceback as text: what dsframe says itself needs none."""
@@ -177,14 +166,57 @@ def _in_one_line(batches: Iterator[Batch]) -> Iterator[Batch]:
         raise DataError(str(error).strip().rpartition("DataError: ")[2]) from None
 
 
-def _one_ahead(items: Iterator[Item], start: Callable[[Item], Item]) -> Iterator[Item]:
-    """``map(start, items)``, but each item is started before the one ahead of it is handed out."""
-    held: list[Item] = []
-    for item in items:
-        held.append(start(item))
-        if len(held) == 2:
-            yield held.pop(0)
-    yield from held
+class _Ahead:
+    """Batches on a device, each on its way before the one ahead of it is handed out.
+
+    On a GPU copies run on a stream of their own, beside the step that is under way.
+    """
+
+    def __init__(self, device: torch.device) -> None:
+        self._device = device
+        self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
+
+    def __call__(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        held: list[tuple[Batch, Any]] = []
+        for batch in batches:
+            held.append(self._start(batch))
+            if len(held) == 2:
+                yield self._arrived(*held.pop(0))
+        for waiting in held:
+            yield self._arrived(*waiting)
+
+    def _start(self, batch: Batch) -> tuple[Batch, Any]:
+        """The batch on the device, and the event that follows its copies."""
+        if self._stream is None:
+            return _moved(batch, lambda leaf: leaf.to(self._device, non_blocking=True)), None
+        with torch.cuda.stream(self._stream):
+            # Pinned memory is what makes the copy asynchronous; torch keeps it alive until the copy is done. A tensor with holes
+            # would go through pageable memory all the same.
+            moved = _moved(batch, lambda leaf: _dense(leaf).pin_memory().to(self._device, non_blocking=True))
+            return moved, self._stream.record_event()
+
+    def _arrived(self, batch: Batch, copied: Any) -> Batch:
+        if copied is None:
+            return batch
+        current = torch.cuda.current_stream(self._device)
+        current.wait_event(copied)
+        for leaf in tree_leaves(batch):
+            if isinstance(leaf, Tensor):
+                leaf.record_stream(current)  # whose memory nobody takes before this stream has done with it
+        return batch
+
+
+def _moved(batch: Batch, move: Callable[[Tensor], Tensor]) -> Batch:
+    def of_host(leaf: Any) -> Any:
+        return move(leaf) if isinstance(leaf, Tensor) and leaf.device.type == "cpu" else leaf
+
+    inputs, targets = tree_map(of_host, batch)
+    return inputs, targets
+
+
+def _dense(leaf: Tensor) -> Tensor:
+    """``leaf``, contiguous where it is so in no order of its dimensions (channels last is one)."""
+    return leaf if torch.ops.aten.is_non_overlapping_and_dense(leaf) else leaf.contiguous()
 
 
 class Loader:

@@ -117,7 +117,9 @@ class CallOrder:
         """**Collective.** Sends what is to be compared, and does not wait for it."""
         device = self._engine.plan.device
         numbers = [_digest(self._calls), _digest(sorted(self._gradients))]  # which come in whatever order
-        sent = torch.tensor([*numbers, *(-number for number in numbers)], dtype=torch.float64, device=device)
+        both = [*numbers, *(-number for number in numbers)]
+        # From pinned memory, else a GPU's copy waits for the host's.
+        sent = torch.tensor(both, dtype=torch.float64, pin_memory=device.type == "cuda").to(device, non_blocking=True)
         self._under_way.append(_Step(self._calls, self._gradients, sent))
         self._calls, self._gradients, self._passes = [], [], 0
         step = self._under_way[-1]

@@ -51,7 +51,7 @@ class DdpEngine(ReplicaEngine):
                 'ddp.communication "power_sgd": error feedback would spread one NaN step to all later ones; use bf16 or fp32 (for '
                 'torch_autocast "dtype": "bfloat16"), and leave "on_nonfinite" at "stop"'
             )
-        process_group.open_process_group(plan.world, plan.device)
+        process_group.open_process_group(plan.world, plan.device, plan.collective_limit)
         if plan.config.deepspeed.gradient_allreduce_op == "sum":
             self.gradient_factor = float(plan.world.size)  # DDP averages
         self._graph_known = not plan.config.settings.ddp.static_graph

@@ -51,7 +51,7 @@ class FsdpEngine(ReplicaEngine):
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises EngineError if the model cannot be sharded as the file says, WorldError as DDP does."""
         self._settings = plan.config.settings.fsdp
-        process_group.open_process_group(plan.world, plan.device)
+        process_group.open_process_group(plan.world, plan.device, plan.collective_limit)
         if plan.config.deepspeed.gradient_allreduce_op == "sum":
             self.gradient_factor = float(plan.world.size)  # FSDP averages
         self._mesh = _mesh(plan)

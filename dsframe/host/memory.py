@@ -22,6 +22,12 @@ def peak_memory_bytes(device: torch.device) -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
+def reset_peak(device: torch.device) -> None:
+    """Has a GPU's peak begin anew, after the set-up: what training takes shall not hide behind it."""
+    if device.type == "cuda":
+        torch.cuda.reset_peak_memory_stats(device)
+
+
 def resident_bytes(device: torch.device) -> int:
     """Returns this process's resident set before training on a CPU, after one step of one weight, so that what
     torch loads at its first step is included. 0 on a GPU, whose peak counts torch's own tensors alone."""

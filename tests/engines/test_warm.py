@@ -60,4 +60,4 @@ def test_what_ranks_leave_behind_is_seen_and_ended(tmp_path: Path) -> None:
 def test_imports_warn_of_nothing(script: str, tmp_path: Path) -> None:
     """What libraries say when they are imported is the server's to hear, and no job's."""
     run_ranks(warm(2, [script]), cwd=tmp_path, timeout_seconds=60)
-    assert "arning" not in (WARM / "said").read_text()
+    assert "arning" not in (WARM / "said-plain").read_text()

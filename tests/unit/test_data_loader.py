@@ -14,7 +14,7 @@ from torch import Tensor
 from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from dsframe.data import EvaluationLoader, ImageSource, Loader, TensorSource, as_source
-from dsframe.data.loader import DatasetSource, _one_ahead
+from dsframe.data.loader import DatasetSource, _Ahead, _dense
 from dsframe.errors import DataError
 
 
@@ -197,19 +197,29 @@ def test_evaluation_sees_every_sample_once_in_equal_batches(size: int, ranks: in
     assert len(lengths) == 1
 
 
-def test_one_ahead_starts_the_next_item_before_it_gives_one() -> None:
-    started: list[int] = []
+def test_the_next_batch_is_on_its_way_before_one_is_given() -> None:
+    taken: list[int] = []
 
-    def start(item: int) -> int:
-        started.append(item)
-        return item * 10
+    def batches(count: int) -> Iterator[tuple[Tensor, Tensor]]:
+        for number in range(count):
+            taken.append(number)
+            yield torch.full((2,), number), torch.zeros(2)
 
-    items = _one_ahead(iter(range(4)), start)
-    assert started == []
-    assert next(items) == 0
-    assert started == [0, 1]
-    assert list(items) == [10, 20, 30]
-    assert list(_one_ahead(iter([1]), start)) == [10]
+    ahead = _Ahead(torch.device("meta"))
+    items = ahead(batches(4))
+    assert taken == []
+    assert next(items)[0].device.type == "meta"
+    assert taken == [0, 1]
+    assert len(list(items)) == 3
+    assert len(list(ahead(batches(1)))) == 1
+
+
+def test_a_batch_with_holes_is_made_dense_before_it_is_pinned() -> None:
+    windows = torch.arange(10).reshape(2, 5)[:, :-1]
+    assert not windows.is_contiguous()
+    assert _dense(windows).is_contiguous()
+    images = torch.zeros(2, 3, 4, 4).to(memory_format=torch.channels_last)
+    assert _dense(images) is images
 
 
 def test_batches_arrive_on_the_device() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+import dataclasses
 from typing import Any
 
 import pytest
@@ -164,6 +165,16 @@ def _spoil(value: Any) -> None:
         if isinstance(one, dict):
             _spoil(one)
     value.clear()
+
+
+@pytest.mark.parametrize("stage", [1, 2, 3])
+def test_on_a_gpu_nothing_is_timed_and_the_bucket_is_no_larger_than_the_model(stage: int) -> None:
+    on_gpu = dataclasses.replace(plan({"zero_optimization": {"stage": stage}}), device=torch.device("cuda", 0))
+    document = handover(on_gpu, elements=1000)
+    assert document["timers"] == {"throughput": {"enabled": False}}
+    assert document["zero_optimization"] == {"stage": stage, "reduce_bucket_size": 1000}
+    timed = dataclasses.replace(on_gpu, config=load({**FILE, "timers": {"throughput": {"enabled": True}}}))
+    assert handover(timed, elements=1000)["timers"] == {"throughput": {"enabled": True}}
 
 
 def test_a_pipeline_whose_stages_are_split_before() -> None:

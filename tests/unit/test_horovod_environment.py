@@ -145,3 +145,14 @@ def test_over_mpi_it_starts_once() -> None:
     settle(Horovod(cycle_time_milliseconds=1), HERE, CPU, running=True)
     with pytest.raises(EngineError, match="HOROVOD_CYCLE_TIME cannot change; train in a new process"):
         note_start(running=True)
+
+
+def test_on_gpus_buckets_are_handed_over_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(environment.ASYNC_COMPLETION, raising=False)
+    settle(Horovod(), HERE, CPU, running=False)
+    assert environment.ASYNC_COMPLETION not in os.environ
+    settle(Horovod(), HERE, torch.device("cuda", 0), running=False)
+    assert os.environ[environment.ASYNC_COMPLETION] == "1"
+    monkeypatch.setenv(environment.ASYNC_COMPLETION, "0")
+    settle(Horovod(), HERE, torch.device("cuda", 0), running=False)
+    assert os.environ[environment.ASYNC_COMPLETION] == "0", "what the user has set stays"

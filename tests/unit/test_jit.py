@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -75,6 +76,38 @@ def test_what_cannot_be_compiled_is_said_first(tmp_path: Path, monkeypatch: pyte
     monkeypatch.setattr("shutil.which", lambda name: None)
     with pytest.raises(EngineError, match=r"asks for cpu_adam, .* no C\+\+ compiler"):
         jit.prepare(("cpu_adam",), World())
+
+
+def nvcc(folder: Path, release: str) -> None:
+    program = folder / "bin" / "nvcc"
+    program.parent.mkdir(parents=True, exist_ok=True)
+    program.write_text(f"#!/bin/sh\necho 'Cuda compilation tools, release {release}, V{release}.1'\n")
+    program.chmod(0o755)
+
+
+@pytest.mark.parametrize(
+    ("op", "release", "message"),
+    [
+        ("fused_adam", None, r"asks for fused_adam, .* there is no .*nvcc; install .* CUDA 12 .*\"torch_adam\": false"),
+        ("async_io", None, r"asks for async_io, .* there is no .*nvcc; install the toolkit of CUDA 12"),
+        ("fused_adam", "13.0", r"nvcc is of CUDA 13 while torch is built for 12"),
+        ("fused_adam", "12.4", ""),
+        ("cpu_adam", None, ""),
+    ],
+)
+def test_what_cudas_compiler_is_needed_for(
+    op: str, release: str | None, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """DeepSpeed 0.19.8 ends in a TypeError without CUDA_HOME."""
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path / "cache"))
+    monkeypatch.setenv("CUDA_HOME", str(tmp_path))
+    monkeypatch.setattr("torch.version.cuda", "12.8")
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    monkeypatch.setattr(jit, "_has_libaio", lambda: True)
+    if release:
+        nvcc(tmp_path, release)
+    with pytest.raises(EngineError, match=message) if message else nullcontext():
+        jit.prepare((op,), World())
 
 
 def test_every_environment_has_its_own_cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:

@@ -267,6 +267,13 @@ class Settings(Section):
     """Seed of the weights, the order of samples and the augmentation."""
     order: Literal["shuffled", "sequential"] = "shuffled"
     """Order of the training samples in each epoch: shuffled from the seed, or as they lie. ``Task.order`` gives any other."""
+    deterministic: bool = False
+    """Take torch's deterministic algorithms alone, on every engine: on GPUs a run repeats itself, and goes on from a checkpoint, to
+    the last bit only with them. An operator that has none raises an error that names it. Slower. Sums over ranks have the order of
+    the library that makes them."""
+    tf32: bool = False
+    """On GPUs, compute fp32 matrix products and convolutions by TF32 (10 bits of mantissa), on every engine; else both in fp32,
+    where torch's own default takes TF32 for convolutions. CPUs have none."""
     per_sample_randomness: bool = False
     """Draw what a model draws in training (dropout masks, noise) for each sample by itself, from the seed, the step and the
     sample's place in the global batch. Then the training does not depend on the number of ranks. Slower than torch's own."""

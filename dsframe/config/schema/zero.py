@@ -229,9 +229,14 @@ class Zero(Section):
         On CPUs stage 3 takes a sixteenth of the model where the file does not say: with DeepSpeed's default a model of less than
         5e8 elements holds every gradient whole until its backward pass has ended. A rank's peak was 1,261 MiB with it and 1,011
         with 5e6 (a Llama of 57 M parameters, ``benchmarks.sharded_memory``, 2 ranks).
+
+        On GPUs DeepSpeed allocates the bucket whole, 2 GB in fp32, whatever the model: no more elements than that has are used.
         """
-        said = self.stage < 3 or "reduce_bucket_size" in self.model_fields_set
-        if said or not on_cpu or elements <= SMALL:
+        if "reduce_bucket_size" in self.model_fields_set:
+            return self.reduce_bucket_size
+        if not on_cpu:
+            return min(elements or self.reduce_bucket_size, self.reduce_bucket_size)
+        if self.stage < 3 or elements <= SMALL:
             return self.reduce_bucket_size
         return min(max(elements // 16, SMALL // 4), self.reduce_bucket_size)
 

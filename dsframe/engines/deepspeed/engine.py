@@ -62,7 +62,7 @@ class ZeroEngine(Engine):
             logger.setLevel(logging.ERROR)
         patches.leave_out_shm_comm()
         jit.prepare(jit.needed_ops(plan.config, plan.optimizer), plan.world)
-        process_group.open_process_group(plan.world, plan.device)
+        process_group.open_process_group(plan.world, plan.device, plan.collective_limit)
         self._swap = SwapFolders(plan.config.written().get("zero_optimization", {}), plan.world, plan.device)
         if not plan.verbose:
             patches.silence_torch_warnings()

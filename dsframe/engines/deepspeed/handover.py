@@ -45,12 +45,18 @@ def handover(
     document["optimizer"] = plan.optimizer.for_deepspeed()
     for section, folder in (swap_paths or {}).items():
         document["zero_optimization"][section]["nvme_path"] = folder
+    if plan.device.type != "cpu" and not plan.verbose:
+        # DeepSpeed 0.19.8 waits for the device twice in a micro-batch to time it (``utils/timer.py``: ThroughputTimer). dsframe has
+        # its own rate, and nobody reads this one.
+        document.setdefault("timers", {"throughput": {"enabled": False}})
     if "zero_optimization" in document:
         # It changes where gradients lie, and DeepSpeed 0.19.8 looks for each parameter's part as if it did not
         # (``runtime/zero/stage_1_and_2.py``: round_robin_bit16_groups beside tensor_fragment's mapping).
         document["zero_optimization"].pop("round_robin_gradients", None)
     if plan.config.deepspeed.zero_optimization.stage == 3:
         _stage_3(document["zero_optimization"], plan, elements, keeps_weights)
+    elif plan.config.deepspeed.zero_optimization.stage:
+        _bucket(document["zero_optimization"], plan, elements)
     if plan.config.deepspeed.pipeline.stages > 1:
         _pipeline(document, plan)
     else:
@@ -66,11 +72,16 @@ def _stage_3(section: dict[str, Any], plan: Plan, elements: int, keeps_weights: 
     # sent. Source: deepspeed 0.19.8, runtime/zero/stage3.py (__add_grad_to_ipg_bucket, __avg_scatter_grads).
     if plan.device.type == "cpu" and section.get("reduce_scatter", True):
         section["contiguous_gradients"] = False
+    _bucket(section, plan, elements)
+    zero = plan.config.deepspeed.zero_optimization
+    section.update(zero.fetched_elements(elements, on_cpu=plan.device.type == "cpu"))
+
+
+def _bucket(section: dict[str, Any], plan: Plan, elements: int) -> None:
     zero = plan.config.deepspeed.zero_optimization
     size = zero.bucket_elements(elements, on_cpu=plan.device.type == "cpu")
     if size != zero.reduce_bucket_size:
         section["reduce_bucket_size"] = size
-    section.update(zero.fetched_elements(elements, on_cpu=plan.device.type == "cpu"))
 
 
 def _pipeline(document: dict[str, Any], plan: Plan) -> None:

@@ -8,7 +8,9 @@ process has open is such a remnant.
 from __future__ import annotations
 
 import os
+import re
 import shutil
+import subprocess
 import sys
 import sysconfig
 import tempfile
@@ -53,6 +55,8 @@ def prepare(ops: tuple[str, ...], world: World) -> None:
         raise EngineError(
             f"the file asks for {', '.join(missing)}, which DeepSpeed compiles at first use, and there is no C++ compiler (g++)"
         )
+    if problem := _cuda_problem(missing):
+        raise EngineError(problem)
     if "async_io" in missing and not _has_libaio():
         raise EngineError(
             "NVMe offload needs libaio's header and library, which are not installed (Debian: apt-get install libaio-dev)"
@@ -73,6 +77,33 @@ def prepare(ops: tuple[str, ...], world: World) -> None:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _cuda_problem(ops: list[str]) -> str:
+    """Why a build of torch for CUDA cannot compile ``ops`` here; empty where it can. DeepSpeed itself ends in a TypeError then."""
+    needing = [
+        op for op in ops if op.startswith("fused_") or op == "async_io"
+    ]  # the CPU's optimizers need a C++ compiler alone
+    if not needing:
+        return ""
+    import torch
+
+    if torch.version.cuda is None or not torch.cuda.is_available():
+        return ""
+    what = f"the file asks for {', '.join(needing)}, which DeepSpeed compiles at first use with CUDA's toolkit"
+    wanted = torch.version.cuda.partition(".")[0]
+    home = next(filter(None, (os.environ.get(name) for name in ("CUDA_HOME", "CUDA_PATH"))), None)
+    nvcc = Path(home, "bin", "nvcc") if home else Path(shutil.which("nvcc") or "/usr/local/cuda/bin/nvcc")
+    remedy = f"install the toolkit of CUDA {wanted} and set CUDA_HOME to its folder"
+    if any(op.startswith("fused_") for op in needing):
+        remedy += ', or leave out "torch_adam": false'
+    if not nvcc.exists():
+        return f"{what}, and there is no {nvcc}; {remedy}"
+    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    found = re.search(r"release (\d+)", said)
+    if found and found[1] != wanted and not os.environ.get("DS_SKIP_CUDA_CHECK"):
+        return f"{what}, and {nvcc} is of CUDA {found[1]} while torch is built for {wanted}; {remedy}"
+    return ""
 
 
 def extensions_directory() -> Path:

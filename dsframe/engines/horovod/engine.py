@@ -60,6 +60,7 @@ class HorovodEngine(ReplicaEngine):
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises EngineError where this build of Horovod cannot do what the file asks for."""
         settings = plan.config.settings.horovod
+        _refuse_gpus_without_nccl(plan.device)
         self._bucket_bytes = settle(settings, plan.world, plan.device, running=hvd.is_initialized())
         self._buckets: Buckets | None = None
         if settings.timeline:  # rank 0 writes it
@@ -182,6 +183,15 @@ class HorovodEngine(ReplicaEngine):
             hvd.stop_timeline()  # over MPI nothing else closes the file, and the process may end in the middle of a record
         hvd.barrier()
         _leave()
+
+
+def _refuse_gpus_without_nccl(device: torch.device) -> None:
+    """A build for CPUs takes tensors of a GPU all the same, and ends, or waits for ever, in its background thread."""
+    if device.type == "cuda" and not hvd.nccl_built():
+        raise EngineError(
+            "this Horovod was built without NCCL, so it cannot reduce on GPUs; rebuild it where there is a CUDA toolkit "
+            '(HOROVOD_GPU_OPERATIONS=NCCL, docs/gpu.md), choose engine "ddp", or hide the GPUs (CUDA_VISIBLE_DEVICES=)'
+        )
 
 
 def _broadcastable(state: Mapping[str, Any]) -> dict[str, Any]:

@@ -24,6 +24,7 @@ THRESHOLD, ROUNDS, TUNES = "HOROVOD_FUSION_THRESHOLD", "HOROVOD_CYCLE_TIME", "HO
 APART = "HOROVOD_DISABLE_GROUP_FUSION"
 """Buckets that happen to be ready in the same round are reduced one by one. Fused, a number's place in the message, and with it
 from three ranks on the order in which the ranks' summands are added, would depend on the moment: no two runs would be the same."""
+ASYNC_COMPLETION = "HOROVOD_ENABLE_ASYNC_COMPLETION"
 
 _READ_ONCE = (THRESHOLD, ROUNDS, APART, TUNES, "HOROVOD_TIMELINE")
 _started: dict[str, str | None] = {}
@@ -51,6 +52,8 @@ def settle(settings: Horovod, world: World, device: torch.device, *, running: bo
     # No default for what is to be tuned; nor beside a threshold, for both would be fixed.
     default = device.type == "cpu" and not tunes() and THRESHOLD not in os.environ
     environment_scope.number(ROUNDS, settings.cycle_time_milliseconds, CPU_ROUND_MILLISECONDS if default else None)
+    if device.type == "cuda":  # the host hands buckets over and goes on; else it waits for each
+        environment_scope.number(ASYNC_COMPLETION, None, 1)
     if world.elastic or (_started and not running):
         _refuse_another_start(world.elastic)
     return bucket_bytes

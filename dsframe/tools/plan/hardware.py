@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 from collections.abc import Mapping
 from dataclasses import asdict, dataclass, field, replace
 from pathlib import Path
@@ -124,6 +125,20 @@ def find(name: str) -> Hardware:
     except (OSError, ValueError, TypeError) as error:
         problem = Problem("error", "", f"cannot be read as hardware: {error}", "", str(path), code="hardware")
         raise ConfigError([problem]) from None
+
+
+def of_gpu(name: str) -> Hardware | None:
+    """The entry of TABLE for a GPU by the name that its driver gives it ("NVIDIA A100-SXM4-40GB"); None where there is none.
+
+    A share of a GPU (MIG) is none of them: its name ends with its size ("NVIDIA A100-SXM4-80GB MIG 1g.10gb").
+    """
+    words = re.split(r"[^a-z0-9.]+", name.lower())
+    if "mig" in words:
+        return None
+    for machine in sorted(TABLE.values(), key=lambda one: -len(one.name)):  # "a100-40gb" before "a100"
+        if all(part in words for part in machine.name.split("-")):
+            return machine
+    return None
 
 
 def write(hardware: Hardware, path: Path) -> None:

@@ -68,9 +68,7 @@ def machine_of(config: Config, gpus: list[str] | None) -> machines.Hardware:
         return machines.find(config.settings.hardware)
     if gpus is None:
         return machines.unknown(on_gpu=False)
-    words = gpus[0].lower().replace("-", "").split() if gpus else []
-    known = [machine for machine in machines.TABLE.values() if machine.name in words]
-    return known[0] if known else machines.unknown(on_gpu=True)
+    return (machines.of_gpu(gpus[0]) if gpus else None) or machines.unknown(on_gpu=True)
 
 
 def format_prediction(summary: Mapping[str, Any], guess: Mapping[str, Any]) -> str:

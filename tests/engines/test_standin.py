@@ -1,0 +1,328 @@
+"""The code that only runs on GPUs, on the stand-in for them (``tests/standin``): engines train as on the CPU, do not wait where
+they need not, and copy as they should; and the stand-in sees the mistakes that it is there for.
+
+No GPU is involved: what the stand-in cannot see is in its docstring.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import re
+import shutil
+import signal
+import tempfile
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsframe import tasks
+from dsframe.config import load
+from dsframe.tools.compare import losses
+from tests.processes import Finished, run_ranks, warm
+from tests.standin import build
+
+if reason := build.reason_against():
+    pytest.skip(reason, allow_module_level=True)
+
+pytestmark = pytest.mark.timeout(600)
+
+STEPS, SAVED = 6, 4
+QUIET = (4, 5)
+"""Steps that neither log nor evaluate, and come after those in which ranks first compare what they have called."""
+BOUND = 1e-5
+BF16_BOUND = 5e-3
+"""Against fp32: a rounding to bf16 is 2**16 times larger than one to fp32."""
+_CPU = {"device": "cpu", "pin_memory": True}
+_BF16 = {"bf16": {"enabled": True}}
+
+
+def zero(stage: int, **more: Any) -> dict[str, Any]:
+    return {"zero_optimization": {"stage": stage, **more}}
+
+
+@dataclass(frozen=True)
+class Case:
+    """An engine, and what it adds to the file."""
+
+    engine: str
+    file: Mapping[str, Any]
+    ranks: int = 2
+    waits: tuple[str, ...] = ()
+    """Where DeepSpeed 0.19.8 itself waits in every step, by file and function's line; nothing switches it off."""
+    offloads: bool = False
+    """Gradients and weights pass through the host by the file's wish: copies and waits are DeepSpeed's."""
+
+    @property
+    def bound(self) -> float:
+        return BF16_BOUND if "bf16" in self.file else BOUND
+
+
+_NORM = "deepspeed/runtime/utils.py"
+"""``is_invalid_grad_norm``: at stages 1 to 3 the host looks whether the norm is a number before it updates."""
+_EPILOGUE = "runtime/zero/stage3.py"
+"""``independent_gradient_partition_epilogue`` waits for its stream of reductions."""
+_OVERFLOW = "runtime/zero/stage_1_and_2.py"
+"""``has_overflow``: in bf16 and fp16 the host looks whether gradients are numbers."""
+_SHAPES = "runtime/pipe/engine.py"
+"""``_recv_tensor_meta``: a stage reads the shape of each activation that it receives (``dynamic_shape``)."""
+_TWO_STEPS_AGO = "dsframe/engines/call_order.py"
+"""Engines whose ranks must call the same compare what they called two steps ago: that has long arrived."""
+
+CASES: dict[str, Case] = {
+    "single": Case("single", {}, ranks=1),
+    "ddp": Case("ddp", {}),
+    "fsdp": Case("fsdp", {}),
+    "zero0": Case("deepspeed", zero(0)),
+    "zero1": Case("deepspeed", zero(1), waits=(_NORM,)),
+    "zero2": Case("deepspeed", zero(2), waits=(_NORM,)),
+    "zero3": Case("deepspeed", zero(3), waits=(_NORM, _EPILOGUE)),
+    "zero2 offloaded": Case("deepspeed", zero(2, offload_optimizer=_CPU), offloads=True),
+    "zero3 offloaded": Case("deepspeed", zero(3, offload_optimizer=_CPU, offload_param=_CPU), offloads=True),
+    "zero2 bf16": Case("deepspeed", {**zero(2), **_BF16}, waits=(_NORM, _OVERFLOW)),
+    "zero3 bf16": Case("deepspeed", {**zero(3), **_BF16}, waits=(_NORM, _EPILOGUE)),
+    "ddp bf16": Case("ddp", _BF16),
+    "pipeline": Case("deepspeed", {"pipeline": {"stages": 2}}, waits=(_SHAPES,)),
+    "tensor": Case("deepspeed", {"train_batch_size": 16, "tensor_parallel": {"autotp_size": 2}}),
+    "sequence": Case("deepspeed", {"sequence_parallel_size": 2, **zero(1)}, waits=(_NORM,)),
+}
+ALWAYS = ("ddp", "zero1", "zero3", "pipeline")
+
+
+def document(case: Case, **section: Any) -> dict[str, Any]:
+    return {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 2,
+        "gradient_clipping": 1.0,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        **case.file,
+        "dsframe": {
+            "task": {"name": "language", "layers": 2, "heads": 4, "width": 64, "context": 32, "samples": 200},
+            "engine": case.engine,
+            "steps": STEPS,
+            "log_every_steps": 3,
+            "eval_every_steps": STEPS,
+            "eval_micro_batch_size": 32,
+            "threads_per_rank": 1,
+            "checkpoints": {"every_steps": SAVED, "at_end": False},
+            **section,
+        },
+    }
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a training on the stand-in left."""
+
+    finished: Finished
+    folder: Path
+    records: list[dict[str, Any]]
+    """Each rank's events and bytes."""
+
+    @property
+    def losses(self) -> dict[int, float]:
+        return losses(self.folder / "run")
+
+    def events(self, *phases: str) -> set[tuple[str, str, str]]:
+        """What happened in these phases on any rank: what, how, where."""
+        return {
+            (what, detail, where)
+            for record in self.records
+            for what, detail, where, phase in record["events"]
+            if phase in phases
+        }
+
+
+@functools.cache
+def scratch() -> Path:
+    """A folder for this module's runs, which share them."""
+    return Path(tempfile.mkdtemp(prefix="dsframe-standin-"))
+
+
+@pytest.fixture(scope="module", autouse=True)
+def _remove_runs() -> Any:
+    yield
+    shutil.rmtree(scratch(), ignore_errors=True)
+    scratch.cache_clear()
+
+
+def train(
+    case: Case, *words: str, resume: Path | None = None, file: Mapping[str, Any] | None = None, **section: Any
+) -> Run:
+    """``words``: as ``tests.standin.train`` takes them."""
+    folder = Path(tempfile.mkdtemp(dir=scratch()))
+    path = folder / "file.json"
+    path.write_text(json.dumps({**document(case, **section), **(file or {})}))
+    arguments = ["-m", "tests.standin.train", str(folder / "records"), *words, "--", "--config", str(path)]
+    arguments += ["--run-dir", str(folder / "run")] + (["--resume", str(resume)] if resume else [])
+    finished = run_ranks(warm(case.ranks, arguments, standin=True), timeout_seconds=300)
+    records = [json.loads(one.read_text()) for one in sorted((folder / "records").glob("rank-*.json"))]
+    return Run(finished, folder, records)
+
+
+@functools.cache
+def trained(name: str) -> Run:
+    run = train(CASES[name])
+    run.finished.check()
+    return run
+
+
+@functools.cache
+def reference() -> dict[int, float]:
+    """One process on the CPU."""
+    folder = Path(tempfile.mkdtemp(dir=scratch()))
+    path = folder / "file.json"
+    path.write_text(json.dumps(document(CASES["single"], log_every_steps=1)))
+    arguments = ["-m", "tests.engines.briefly", "--config", str(path), "--run-dir", str(folder / "run")]
+    run_ranks(warm(1, arguments), timeout_seconds=300).check()
+    return losses(folder / "run")
+
+
+def assert_same(found: Mapping[int, float], bound: float = BOUND) -> None:
+    expected = reference()
+    assert STEPS in found
+    assert {step: loss for step, loss in found.items() if abs(loss - expected[step]) > bound} == {}, expected
+
+
+def test_it_refuses_and_records_what_it_says() -> None:
+    """One by one, without dsframe."""
+    found = json.loads(
+        run_ranks(warm(1, ["-m", "tests.standin.refusals"], standin=True), timeout_seconds=60).check().stdout
+    )
+    errors = {name: one["error"] for name, one in found.items() if "error" in one}
+    for name, message in {
+        "two places": "on the same device|must be on the device",
+        "two devices": "on the same device|tensors of two devices",
+        "no such device": "invalid device ordinal 7: there are 2 devices",
+        "numpy": "TypeError",
+        "the host's generator": "generator",
+        "memory": "out of memory on device 0: .* limit 1048576",
+    }.items():
+        assert re.search(message, errors.pop(name)), name
+    assert errors == {}
+    values = {name: one["value"] for name, one in found.items() if "value" in one}
+    assert values["a scalar of the host"] == 32.0
+    assert values["an address"] == -signal.SIGSEGV
+    assert values["an early read"] == [0.0, 16.0], "first NaN, then what was sent"
+    assert values["uninitialised"] is True
+    assert values["bytes"] == 4096, "a thousand numbers in blocks of 512 bytes"
+    events = {name: one["events"] for name, one in found.items()}
+    assert events["an early read"] == [["to host", "64 bytes non-blocking pinned contiguous"], ["wait", "device"]]
+    assert ["wait", "_local_scalar_dense"] in events["a number"]
+    assert ["wait", "index"] in events["a mask"]
+    assert events["a batch"] == [["to device", "64 bytes blocking pageable contiguous"]]
+    assert events["a good batch"] == [["to device", "64 bytes non-blocking pinned contiguous"]]
+    assert events["a batch with holes"] == [["to device", "32 bytes non-blocking pageable strided"]]
+
+
+@pytest.mark.parametrize(
+    "name", [pytest.param(name, marks=() if name in ALWAYS else pytest.mark.long) for name in CASES]
+)
+def test_an_engine_trains_as_on_the_cpu_and_waits_nowhere(name: str) -> None:
+    """Two ranks, with an evaluation and a save; the losses are those of one process on the CPU."""
+    case, run = CASES[name], trained(name)
+    assert " x cuda under " in run.finished.stderr
+    assert_same(run.losses, case.bound)
+    quiet = run.events(*(f"step {step}" for step in QUIET))
+    copies = {event for event in quiet if event[0] == "to device" and "dsframe/data/" in event[2]}
+    assert copies, "a step takes its batches"
+    assert all(detail.endswith("non-blocking pinned contiguous side-stream") for _, detail, _ in copies), copies
+    before_pauses = run.events(f"evaluation {STEPS}") & run.events(f"save {SAVED}")
+    assert any(what == "wait" and "dsframe/trainer.py" in where for what, _, where in before_pauses), (
+        "a pause begins afterwards"
+    )
+    if case.offloads:
+        return
+    waits = {where for what, _, where in quiet if what == "wait"}
+    assert {where for where in waits if where.rpartition(":")[0] not in (*case.waits, _TWO_STEPS_AGO)} == set()
+    slow = {
+        where
+        for what, detail, where in quiet
+        if what == "to device" and "dsframe/" in where and "blocking" in detail.split()
+    }
+    assert slow == set(), "dsframe's own copies wait for nothing"
+    assert any(what == "wait" for what, _, _ in run.events("log 3")), "a step that logs waits: the record works"
+
+
+def test_zero_3_never_holds_the_model_whole() -> None:
+    """A rank's device has its share and one parameter when DeepSpeed starts its engine."""
+    case = CASES["zero3"]
+    task = load(document(case)).settings.task
+    whole = 4 * sum(parameter.numel() for parameter in tasks.build(task, 0).model().parameters())
+    bytes_of = [record["usage"]["before initialize"][1] for record in trained("zero3").records]
+    assert max(bytes_of) < 0.8 * whole
+    wrong = train(case, "whole-model-at-stage-3", steps=1, eval_every_steps=50, checkpoints={"at_end": False})
+    assert max(record["usage"]["before initialize"][1] for record in wrong.records) >= whole
+
+
+def test_the_peak_of_training_is_its_own() -> None:
+    """What the set-up took for a moment is not in the record."""
+    run = trained("ddp")
+    live, peak = run.records[0]["usage"]["before fit"]
+    assert live == peak
+    assert run.records[0]["usage"]["set-up"][1] > live
+    summary = json.loads((run.folder / "run" / "summary.json").read_text())
+    assert summary["peak_memory_bytes"] == [record["usage"]["training"][1] for record in run.records]
+
+
+def test_a_checkpoint_goes_on_under_other_engines() -> None:
+    """DDP's on ZeRO-3, and that one's on FSDP."""
+    first = train(CASES["zero3"], resume=trained("ddp").folder / "run", checkpoints={"every_steps": 5, "at_end": False})
+    first.finished.check()
+    assert_same({step: loss for step, loss in first.losses.items() if step > SAVED})
+    second = train(CASES["fsdp"], resume=first.folder / "run")
+    second.finished.check()
+    assert_same({step: loss for step, loss in second.losses.items() if step > 5})
+
+
+@pytest.mark.parametrize("launcher", ["srun", "mpirun"])
+def test_every_task_may_see_one_gpu_alone(launcher: str) -> None:
+    """DeepSpeed takes LOCAL_RANK for a device number (and asserts that Open MPI says the same): rank 1's was 1 of one device."""
+    run = train(
+        CASES["zero1"], launcher, steps=2, log_every_steps=2, eval_every_steps=50, checkpoints={"at_end": False}
+    )
+    run.finished.check()
+    assert abs(run.losses[2] - reference()[2]) < BOUND
+
+
+def test_a_horovod_without_nccl_is_refused() -> None:
+    pytest.importorskip("horovod.torch")
+    run = train(Case("horovod", {}))
+    assert run.finished.returncode == 4
+    assert "this Horovod was built without NCCL" in run.finished.stderr
+
+
+@pytest.mark.parametrize(
+    ("mistake", "engine", "message"),
+    [
+        (
+            "host-tensor-in-a-collective",
+            "ddp",
+            "No backend type associated with device type cpu|nccl takes tensors of the device alone",
+        ),
+        ("batch-on-the-host", "single", "on the same device|must be on the device"),
+        ("model-on-the-host", "single", "on the same device|must be on the device"),
+        ("device-of-another-host", "ddp", "cuda:1 is out of range|invalid device ordinal 1: there are 1 devices"),
+        ("reads-before-it-arrived", "single", "leave such updates out"),
+    ],
+)
+def test_a_mistake_is_refused(mistake: str, engine: str, message: str) -> None:
+    run = train(CASES[engine], mistake, steps=2, log_every_steps=1, eval_every_steps=50, checkpoints={"at_end": False})
+    assert run.finished.returncode != 0
+    assert re.search(message, run.finished.output), run.finished
+
+
+@pytest.mark.parametrize(
+    ("mistake", "what", "detail", "where"),
+    [
+        ("item-in-every-step", "wait", "_local_scalar_dense", "standin/train.py"),
+        ("pageable-batch", "to device", "pageable", "data/loader.py"),
+    ],
+)
+def test_a_mistake_is_recorded(mistake: str, what: str, detail: str, where: str) -> None:
+    run = train(CASES["single"], mistake, eval_every_steps=50, checkpoints={"at_end": False})
+    found = run.events(*(f"step {step}" for step in QUIET))
+    assert any(event[0] == what and detail in event[1] and where in event[2] for event in found), found

@@ -1,0 +1,81 @@
+"""What the stand-in refuses and records, one by one: ``python -m tests.standin.refusals`` prints it as JSON."""
+
+from __future__ import annotations
+
+import ctypes
+import json
+import os
+from collections.abc import Callable
+from typing import Any
+
+import torch
+
+from tests.standin import switch_on
+
+
+def outcome(action: Callable[[], Any]) -> dict[str, Any]:
+    """What ``action`` came to: its value or its error, and what was recorded meanwhile."""
+    switch_on.events.clear()
+    try:
+        found = {"value": action()}
+    except (RuntimeError, TypeError) as error:
+        found = {"error": f"{type(error).__name__}: {error}"}
+    return {**found, "events": [[event.what, event.detail] for event in switch_on.events]}
+
+
+def read_address(tensor: torch.Tensor) -> int:
+    """How a process ends that reads the tensor's address, as code of the host would."""
+    child = os.fork()
+    if child == 0:
+        os.close(2)  # its stack is nobody's concern
+        ctypes.string_at(tensor.data_ptr(), 1)
+        os._exit(0)
+    return os.waitstatus_to_exitcode(os.waitpid(child, 0)[1])
+
+
+def early_read(tensor: torch.Tensor) -> list[float]:
+    """A copy to the host that does not block: its sum before and after the host has waited."""
+    host = torch.empty(tensor.shape).pin_memory()
+    host.copy_(tensor, non_blocking=True)
+    before = float(host.sum())
+    torch.cuda.synchronize()
+    return [0.0 if before != before else before, float(host.sum())]  # NaN is not itself
+
+
+def beyond_the_limit() -> None:
+    """More bytes than the device has."""
+    switch_on.device.set_limit(0, 1 << 20)
+    try:
+        torch.empty(1 << 20, device="cuda")
+    finally:
+        switch_on.device.set_limit(0, 1 << 40)
+
+
+def main() -> None:
+    there, here = torch.ones(4, 4, device="cuda"), torch.ones(4, 4)
+    grown = switch_on.usage()[0]
+    more = torch.empty(1000, device="cuda")
+    actions: dict[str, Callable[[], Any]] = {
+        "two places": lambda: (there + here).sum().item(),
+        "a scalar of the host": lambda: (there + torch.tensor(1.0)).sum().item(),
+        "two devices": lambda: there + torch.ones(4, 4, device="cuda:1"),
+        "no such device": lambda: torch.ones(1, device="cuda:7").device.index,
+        "numpy": lambda: there.numpy(),
+        "the host's generator": lambda: torch.randn(2, device="cuda", generator=torch.Generator()),
+        "an address": lambda: read_address(there),
+        "memory": beyond_the_limit,
+        "an early read": lambda: early_read(there),
+        "a number": lambda: there.sum().item(),
+        "a mask": lambda: list(there[there > 0].shape),
+        "a batch": lambda: here.to("cuda").device.type,
+        "a good batch": lambda: here.pin_memory().to("cuda", non_blocking=True).device.type,
+        "a batch with holes": lambda: here[:, :2].to("cuda", non_blocking=True).device.type,
+        "uninitialised": lambda: bool(torch.empty(3, device="cuda").isnan().all()),
+        "bytes": lambda: switch_on.usage()[0] - grown,
+    }
+    print(json.dumps({name: outcome(action) for name, action in actions.items()}))
+    del more
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,191 @@
+"""``dsframe.train`` on the stand-in: ``python -m tests.standin.train FOLDER [WORDS...] -- ARGUMENTS...``
+
+It leaves ``FOLDER/rank-N.json``: each event with the phase in which it happened ("set-up", "step 3", and in a step "log 3";
+"save 3", "evaluation 3"), and the device's bytes when a phase ended. Words before ``--`` change something first: a launcher to
+imitate (``srun``, ``mpirun``), or a mistake to make (``MISTAKES``), of which the tests show that the stand-in sees it.
+"""
+
+from __future__ import annotations
+
+import functools
+import json
+import os
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from tests.standin import switch_on
+
+peaks: dict[str, tuple[int, int]] = {}
+"""Bytes live and at peak when a phase ended."""
+
+
+def in_phase(owner: Any, name: str, phase: Callable[..., str]) -> None:
+    """Has ``owner.name`` note its phase while it runs."""
+    original = getattr(owner, name)
+
+    @functools.wraps(original)
+    def noting(*arguments: Any, **named: Any) -> Any:
+        peaks[f"before {name}"] = switch_on.usage()
+        before, switch_on.phase = switch_on.phase, phase(*arguments)
+        try:
+            return original(*arguments, **named)
+        finally:
+            peaks[switch_on.phase] = switch_on.usage()
+            switch_on.phase = before
+
+    setattr(owner, name, noting)
+
+
+def record(folder: Path) -> None:
+    """Notes phases, and writes everything when the process ends."""
+    from dsframe import job
+    from dsframe.data.loader import EvaluationLoader, as_source
+    from dsframe.engines.deepspeed.imports import deepspeed
+    from dsframe.trainer import Trainer
+    from tests.engines.briefly import First
+
+    full = EvaluationLoader.__init__
+    EvaluationLoader.__init__ = lambda self, data, *, seed, **more: full(  # type: ignore[method-assign]
+        self, First(as_source(data, seed)), seed=seed, **more
+    )
+    switch_on.phase = "set-up"
+    in_phase(deepspeed, "initialize", lambda *_: "set-up")
+    in_phase(job, "make_engine", lambda *_: "set-up")
+    in_phase(Trainer, "fit", lambda *_: "training")
+    in_phase(Trainer, "_train_step", lambda _, step, *__: f"step {step}")
+    in_phase(Trainer, "_log", lambda _, step, *__: f"log {step}")
+    in_phase(Trainer, "_save", lambda _, step, *__: f"save {step}")
+    in_phase(Trainer, "_evaluate", lambda _, step, *__: f"evaluation {step}")
+    folder.mkdir(parents=True, exist_ok=True)
+    rank, leave = os.environ.get("RANK", "0"), os._exit
+
+    def write(code: int) -> None:
+        (folder / f"rank-{rank}.json").write_text(json.dumps({"events": switch_on.events, "usage": peaks}))
+        leave(code)
+
+    os._exit = write  # type: ignore[assignment]
+
+
+# What a launcher says.
+
+
+def forget_torchrun() -> tuple[str, str]:
+    """Takes torchrun's variables away; returns rank and size."""
+    switch_on.device.set_device_count(1)
+    for name in ("LOCAL_RANK", "LOCAL_WORLD_SIZE", "GROUP_RANK"):
+        del os.environ[name]
+    return os.environ.pop("RANK"), os.environ.pop("WORLD_SIZE")
+
+
+def srun() -> None:
+    """As ``srun --gpus-per-task=1``: a task sees one GPU."""
+    rank, size = forget_torchrun()
+    os.environ.update(
+        SLURM_PROCID=rank, SLURM_STEP_NUM_TASKS=size, SLURM_LOCALID=rank, SLURM_STEP_TASKS_PER_NODE=size, SLURM_NODEID="0",
+        SLURM_JOB_ID="7", SLURM_STEP_ID="0", SLURM_STEP_NODELIST="localhost",
+    )  # fmt: skip
+
+
+def mpirun() -> None:
+    """As Open MPI where a process sees one GPU."""
+    rank, size = forget_torchrun()
+    os.environ.update(
+        OMPI_COMM_WORLD_RANK=rank, OMPI_COMM_WORLD_SIZE=size, OMPI_COMM_WORLD_LOCAL_RANK=rank, OMPI_COMM_WORLD_LOCAL_SIZE=size,
+        PMIX_NAMESPACE=os.environ["DSFRAME_TEST_ID"],
+    )  # fmt: skip
+
+
+# Mistakes that a change of dsframe could make.
+
+
+def host_tensor_in_a_collective() -> None:
+    """Sums over ranks are made on the host."""
+    from dsframe.cluster import process_group
+
+    original = process_group.sum_over_ranks
+    process_group.sum_over_ranks = lambda values: original(values.cpu())
+
+
+def item_in_every_step() -> None:
+    """A step reads its loss."""
+    from dsframe.trainer import Trainer
+
+    original = Trainer._look
+    Trainer._look = lambda self, step, result: (float(result.loss), original(self, step, result))[1]  # type: ignore[assignment,method-assign]
+
+
+def batch_on_the_host() -> None:
+    """The loader forgets the device."""
+    from dsframe.data.loader import _Fetcher
+
+    _Fetcher._to_device = lambda self, batches: batches  # type: ignore[method-assign]
+
+
+def model_on_the_host() -> None:
+    """The model is not moved."""
+    from dsframe import engine
+
+    engine._settle = lambda *_: None
+
+
+def device_of_another_host() -> None:
+    """A rank takes the GPU of its rank, not of its local rank."""
+    from dsframe import job
+
+    switch_on.device.set_device_count(1)
+    job.device_of = lambda world: torch.device("cuda", world.rank)
+
+
+def whole_model_at_stage_3() -> None:
+    """The model is moved before it is sharded."""
+    from dsframe.engines.deepspeed import engine
+
+    engine.on_disk = lambda *_: None
+
+
+def pageable_batch() -> None:
+    """Batches are not pinned."""
+    from dsframe.data import loader
+
+    loader._dense = lambda leaf: leaf.contiguous()
+    torch.Tensor.pin_memory = lambda self, *_: self  # type: ignore[method-assign]
+
+
+def reads_before_it_arrived() -> None:
+    """A number is fetched without waiting for the device, and then read."""
+    from dsframe.trainer import Trainer
+
+    def read(self: Any, value: torch.Tensor) -> float:
+        host = torch.empty(1, dtype=torch.float64).pin_memory()
+        host.copy_(self.engine.sum_over_ranks(value.detach().reshape(1).double()), non_blocking=True)
+        return float(host) / self.engine.plan.world.size
+
+    Trainer._figures = lambda self, result: (read(self, result.loss), {})  # type: ignore[assignment,method-assign]
+
+
+MISTAKES = {
+    "host-tensor-in-a-collective": host_tensor_in_a_collective,
+    "item-in-every-step": item_in_every_step,
+    "batch-on-the-host": batch_on_the_host,
+    "model-on-the-host": model_on_the_host,
+    "device-of-another-host": device_of_another_host,
+    "whole-model-at-stage-3": whole_model_at_stage_3,
+    "pageable-batch": pageable_batch,
+    "reads-before-it-arrived": reads_before_it_arrived,
+}
+CHANGES: dict[str, Callable[[], None]] = {"srun": srun, "mpirun": mpirun, **MISTAKES}
+
+
+if __name__ == "__main__":
+    from dsframe.train import leave_at_once, main
+
+    end = sys.argv.index("--")
+    own, sys.argv[1:] = sys.argv[1:end], sys.argv[end + 1 :]
+    record(Path(own[0]))
+    for word in own[1:]:
+        CHANGES[word]()
+    leave_at_once(main())

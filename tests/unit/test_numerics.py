@@ -1,0 +1,79 @@
+"""Deterministic algorithms and TF32: what a file asks for holds while it trains, and not afterwards."""
+
+from __future__ import annotations
+
+import os
+from typing import Any
+
+import pytest
+import torch
+
+import dsframe
+from dsframe import run
+from dsframe.cluster.world import World
+from dsframe.config import load
+from dsframe.host.numerics import CUBLAS, chosen
+
+
+def switches() -> tuple[Any, ...]:
+    cuda, cudnn = torch.backends.cuda, torch.backends.cudnn
+    return (
+        torch.are_deterministic_algorithms_enabled(), cudnn.benchmark, cuda.mem_efficient_sdp_enabled(),
+        cuda.cudnn_sdp_enabled(), cuda.matmul.allow_tf32, cudnn.allow_tf32, os.environ.get(CUBLAS),
+    )  # fmt: skip
+
+
+def test_deterministic_algorithms_hold_inside(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delenv(CUBLAS, raising=False)
+    monkeypatch.setattr(torch.backends.cudnn, "benchmark", True)
+    before = switches()
+    with chosen(deterministic=True, tf32=False):
+        assert switches() == (True, False, False, False, *before[4:6], ":4096:8")
+    assert switches() == before
+    with chosen(deterministic=False, tf32=True):
+        assert switches() == before, "there is no GPU"
+    monkeypatch.setenv(CUBLAS, ":16:8")
+    with chosen(deterministic=True, tf32=False):
+        assert os.environ[CUBLAS] == ":16:8", "what the user has set stays"
+    assert os.environ[CUBLAS] == ":16:8"
+
+
+@pytest.mark.parametrize("tf32", [False, True])
+def test_products_and_convolutions_are_in_one_format(tf32: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    """torch's own default has TF32 for convolutions, and not for products."""
+    before = switches()
+    monkeypatch.setattr("torch.cuda.is_available", lambda: True)
+    with chosen(deterministic=False, tf32=tf32):
+        assert switches()[4:6] == (tf32, tf32)
+    assert switches() == before
+
+
+SGD = {"type": "SGD", "params": {"lr": 0.1}}
+
+
+class Seen(dsframe.Task):
+    """A model whose loss notes what it was computed with."""
+
+    def __init__(self) -> None:
+        self.seen: list[bool] = []
+
+    def model(self) -> torch.nn.Module:
+        return torch.nn.Linear(2, 2)
+
+    def loss(self, outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        self.seen.append(torch.are_deterministic_algorithms_enabled())
+        return torch.nn.functional.cross_entropy(outputs, targets)
+
+    def train_data(self) -> torch.utils.data.TensorDataset:
+        return torch.utils.data.TensorDataset(torch.ones(8, 2), torch.arange(8) % 2)
+
+
+@pytest.mark.parametrize("deterministic", [False, True])
+def test_a_run_computes_as_its_file_says(deterministic: bool, tmp_path: Any) -> None:
+    task = Seen()
+    section = {"engine": "single", "steps": 2, "run_dir": str(tmp_path / "run"), "deterministic": deterministic}
+    run.execute(
+        load({"train_batch_size": 4, "optimizer": SGD, "dsframe": section}), task=task, world=World(), quiet=True
+    )
+    assert set(task.seen) == {deterministic}
+    assert not torch.are_deterministic_algorithms_enabled()

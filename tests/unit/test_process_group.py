@@ -1,0 +1,92 @@
+"""What torch.distributed is opened with, and what libraries find in the environment then."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator
+from contextlib import nullcontext
+from datetime import timedelta
+from typing import Any
+from unittest import mock
+
+import pytest
+import torch
+
+from dsframe.cluster import process_group
+from dsframe.cluster.world import World
+from dsframe.guard import watchdog
+
+SECOND_GPU, ONLY_GPU, CPU = torch.device("cuda", 1), torch.device("cuda", 0), torch.device("cpu")
+
+
+@pytest.fixture
+def opened(monkeypatch: pytest.MonkeyPatch) -> Iterator[list[dict[str, Any]]]:
+    """What torch is told."""
+    told: list[dict[str, Any]] = []
+    monkeypatch.setattr(process_group, "_before", {})
+    monkeypatch.setattr(process_group, "meet", lambda *_: None)
+    monkeypatch.setattr(process_group, "PrefixStore", lambda *_: None)
+    monkeypatch.setattr(process_group, "rendezvous_address", lambda _: ("127.0.0.1", 1))
+    monkeypatch.setattr(process_group, "explained", lambda *_: nullcontext())
+    monkeypatch.setattr(
+        process_group.dist, "init_process_group", lambda backend, **more: told.append({"backend": backend, **more})
+    )
+    with mock.patch.dict(os.environ):
+        yield told
+
+
+@pytest.mark.parametrize(
+    ("world", "device", "number"),
+    [
+        (World(1, 2, 1, 2), SECOND_GPU, "1"),
+        (World(1, 2, 1, 2, launcher="srun"), ONLY_GPU, "0"),
+        (World(1, 2, 1, 2), CPU, "1"),
+    ],
+)
+def test_libraries_take_the_local_rank_for_the_number_of_the_gpu(
+    world: World, device: torch.device, number: str, opened: list[dict[str, Any]]
+) -> None:
+    os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] = "1"
+    process_group.open_process_group(world, device)
+    assert os.environ["LOCAL_RANK"] == number
+    assert os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == number, "DeepSpeed asserts that they are equal"
+    process_group.close_process_group()
+    assert os.environ["OMPI_COMM_WORLD_LOCAL_RANK"] == "1"
+
+
+def test_open_mpis_variable_is_not_made_up(opened: list[dict[str, Any]]) -> None:
+    os.environ.pop("OMPI_COMM_WORLD_LOCAL_RANK", None)
+    process_group.open_process_group(World(), CPU)
+    assert "OMPI_COMM_WORLD_LOCAL_RANK" not in os.environ
+
+
+def test_one_process_binds_no_device(opened: list[dict[str, Any]]) -> None:
+    """NCCL's start has failed with it (DeepSpeed's issue 8248)."""
+    process_group.open_process_group(World(), ONLY_GPU)
+    process_group.open_process_group(World(1, 2, 1, 2), SECOND_GPU)
+    process_group.open_process_group(World(1, 2, 1, 2), CPU)
+    assert [(one["backend"], one["device_id"]) for one in opened] == [
+        ("nccl", None),
+        ("nccl", SECOND_GPU),
+        ("gloo", None),
+    ]
+
+
+@pytest.mark.parametrize("seconds", [0.0, 1.0, 300.0, 3600.0])
+def test_the_watchdog_is_first(seconds: float, opened: list[dict[str, Any]]) -> None:
+    """Its report names the rank that is missing; NCCL's ten minutes end a run without."""
+    limit = process_group.collective_limit(seconds)
+    dog = max(seconds * watchdog.FIRST_FACTOR, watchdog.SETUP_SECONDS) if seconds else 24 * 3600.0
+    assert limit.total_seconds() >= 2 * dog
+    process_group.open_process_group(World(), CPU, limit)
+    assert opened[0]["timeout"] == limit
+
+
+def test_groups_of_libraries_have_the_same_limit(monkeypatch: pytest.MonkeyPatch) -> None:
+    given: list[Any] = []
+    monkeypatch.setattr(process_group.dist, "is_initialized", lambda: True)
+    distributed = process_group.dist.distributed_c10d
+    monkeypatch.setattr(distributed, "_world", mock.Mock(pg_map={"world": 1, "another": 2}))
+    monkeypatch.setattr(distributed, "_set_pg_timeout", lambda limit, group: given.append((limit, group)))
+    process_group.extend_limits(timedelta(hours=1))
+    assert given == [(timedelta(hours=1), "world"), (timedelta(hours=1), "another")]
