@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from dsframe.data.collate import Collate, collated
+from dsframe.data.packed import RowSource
 from dsframe.data.sampler import Part, Sampler, evaluation_rows
 from dsframe.data.source import Batch, Source, TensorSource, draws
 from dsframe.data.workers import held, outlive_signals
@@ -136,7 +137,7 @@ class _Fetcher:
         return _one_ahead(batches, self._to_device)
 
     def _fetch(self, parts: list[Part]) -> Batch:
-        if isinstance(self.source, DatasetSource):
+        if isinstance(self.source, (DatasetSource, RowSource)):
             return self.source.gather(parts)
         batches = [_pair(self.source.batch(rows, epoch), self.source) for epoch, rows in parts]
         if len(batches) == 1:
