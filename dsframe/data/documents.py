@@ -109,19 +109,18 @@ def _jsonl(path: Path, columns: Sequence[str]) -> Iterator[Row]:
 
 
 def _text(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    """Yields the file in pieces, of whole characters."""
+    """Yields the file in pieces, which end with a line, or at least with a character."""
     rest, done = b"", 0
     with path.open("rb") as file:
-        while block := file.read(PIECE):
+        while len(block := file.read(PIECE)) == PIECE:
             content = rest + block
-            end = content.rfind(b"\n") + 1 or max(len(content) - 3, 0)
+            end = content.rfind(b"\n") + 1 or len(content) - 3
             while 0 < end < len(content) and content[end] & 0xC0 == 0x80:  # the middle of a character
                 end -= 1
             text, rest = content[:end], content[end:]
-            if text:
-                yield Row(str(path), _decoded(text, path, done), last=False)
+            yield Row(str(path), _decoded(text, path, done), last=False)
             done += len(text)
-    yield Row(str(path), _decoded(rest, path, done))
+    yield Row(str(path), _decoded(rest + block, path, done))
 
 
 def _decoded(content: bytes, path: Path, done: int) -> str:
