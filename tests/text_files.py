@@ -29,28 +29,9 @@ TEMPLATE = (
     "{% endfor %}"
     "{% if add_generation_prompt %}<|im_start|>assistant\n{% endif %}"
 )
-WORDS = re.findall(r"\S+", "the a cat dog sees takes gives small large house — naïve façade 東京 😀 ünïcode of with and then")
-    "the",
-    "a",
-    "cat",
-    "dog",
-    "sees",
-    "takes",
-    "gives",
-    "small",
-    "large",
-    "house",
-    "—",
-    "naïve",
-    "façade",
-    "東京",
-    "😀",
-    "ünïcode",
-    "of",
-    "with",
-    "and",
-    "then",
-]
+WORDS = re.findall(
+    r"\S+", "the a cat dog sees takes gives small large house — naïve façade 東京 😀 ünïcode of with and then"
+)
 
 
 @cache
