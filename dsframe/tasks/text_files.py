@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import math
 from collections.abc import Mapping
@@ -130,12 +131,7 @@ class RowsTask(WindowsTask):
 
     def _refuse_leaks(self) -> None:
         """Raises TaskError where a small model of this kind lets a document see the one before it in its row."""
-        config = copy.deepcopy(self.pretrained_config)
-        small = {"num_hidden_layers": 1, "vocab_size": 64, "intermediate_size": 32, "pad_token_id": None}
-        small |= {"layer_types": config.layer_types[:1]} if getattr(config, "layer_types", None) else {}
-        for name, value in small.items():
-            if getattr(config, name, None) is not None:
-                setattr(config, name, value)
+        config = _small(self.pretrained_config)
         kind = config.model_type
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
@@ -148,9 +144,10 @@ class RowsTask(WindowsTask):
                     for one in (first, other)
                 )
                 alone = model(input_ids=second).logits
-            except (TypeError, ValueError, RuntimeError, IndexError) as error:
+            except Exception as error:  # of whatever model this is
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
                 raise TaskError(
-                    f'task.data.packing: model_type "{kind}" cannot take documents that are packed ({error}); write "rows"'
+                    f'task.data.packing: model_type "{kind}" cannot take documents that are packed ({reason}); write "rows"'
                 ) from error
         difference = max(float((behind - one).abs().max()) for one in (elsewhere, alone))
         if not difference < 1e-4 * max(float(alone.abs().max()), 1e-3):
@@ -183,3 +180,15 @@ class RowsTask(WindowsTask):
         if train:  # the unit of rates: tokens that are no padding
             self.units_per_sample = max(round(found.counts.positions / found.counts.rows), 1)
         return RowSource(found, s.context, together=self.packing == "documents", samples=s.samples if train else None)
+
+
+def _small(config: Any) -> Any:
+    """A copy of the configuration with one layer of each kind, a small vocabulary and small layers between the attentions."""
+    small = copy.deepcopy(config)
+    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or [])) or None
+    changes = {"vocab_size": 64, "intermediate_size": 32, "pad_token_id": None, "layer_types": kinds}
+    for name, value in {"num_hidden_layers": len(kinds or [0]), **changes}.items():
+        if getattr(small, name, None) is not None:
+            with contextlib.suppress(AttributeError):  # it follows from another setting
+                setattr(small, name, value)
+    return small
