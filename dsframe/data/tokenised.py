@@ -49,7 +49,7 @@ class Encoder(Protocol):
     """True if a document is cut behind its first ``context`` tokens, False if what is behind becomes further rows."""
 
     def length(self, row: Row) -> int:
-        """How many characters the row has, about. Raises DataError where it is not what is needed."""
+        """Returns about how many characters the row has. Raises DataError where it is not what is needed."""
         ...
 
     def encode(self, rows: list[Row]) -> Iterator[Any]:
@@ -75,7 +75,7 @@ class Recipe:
     """What it is for, in messages: ``train``, ``eval``."""
 
     def folder(self) -> Path:
-        """Where its files are, or will be. Reads the sources, unless it has done so before. Raises DataError."""
+        """Returns where its files are, or will be. Reads the sources, unless it has done so before. Raises DataError."""
         content = documents.digest(self.sources, self.data_dir)
         size = self.context if self.packing != "concatenate" or self.encoder.whole else 0
         key = f"{FORM}\0{content}\0{self.digest}\0{self.packing}\0{size}"
@@ -106,7 +106,7 @@ class Counts:
     """Bytes of each file."""
 
     def sentences(self, recipe: Recipe) -> Iterator[str]:
-        """What is said at every start."""
+        """Yields what is said at every start."""
         rows = "" if recipe.packing == "concatenate" else f" in {self.rows:,} rows"
         yield f"{recipe.name}: {self.documents:,} documents, {self.tokens:,} tokens{rows}, {self.learned:,} of them targets"
         if self.empty:
@@ -134,7 +134,7 @@ class Tokenised:
 
 
 def find(recipe: Recipe) -> Tokenised | None:
-    """What has been made before; None where it is not there or not whole. Raises DataError."""
+    """Returns what has been made before; None where it is not there or not whole. Raises DataError."""
     return _opened(recipe.folder())
 
 

@@ -14,7 +14,7 @@ import torch
 from torch import nn
 
 from dsframe.config.schema.settings import CausalLanguageModelTask as Settings
-from dsframe.data import Loader, tokenised
+from dsframe.data import Loader, Pad, Sampler, as_source, tokenised
 from dsframe.data.packed import IGNORED
 from dsframe.errors import DataError, TaskError
 from dsframe.tasks import build
@@ -163,6 +163,36 @@ def test_the_samples_of_every_step_do_not_depend_on_the_ranks(packing: str, tmp_
     for ranks in (2, 3):
         assert identities(found, ranks) == expected
     assert identities(found, 3, first=117) == expected[117:]  # a resume at another size
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_samples_of_a_saved_data_set_do_not_depend_on_ranks_and_workers(workers: int, tmp_path: Path) -> None:
+    import datasets
+
+    rows = [
+        {"input_ids": [number] * (number % 7 + 1), "labels": [number] * (number % 7 + 1)} for number in range(1, 91)
+    ]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    saved = as_source(datasets.load_from_disk(str(tmp_path / "saved")), 1, Pad(multiple=8))
+
+    def seen(ranks: int, first: int = 0) -> list[list[int]]:
+        size = 12 // ranks
+        streams = [
+            Loader(saved, seed=1, micro_batch_size=size, rank=rank, ranks=ranks, workers=workers).stream(first, 200)
+            for rank in range(ranks)
+        ]
+        return [
+            [number for batch in batches for number in batch[0]["input_ids"][:, 0].tolist()]
+            for batches in zip(*streams, strict=True)
+        ]
+
+    expected = [
+        [index + 1 for _, indices in Sampler(90, 12, 1).global_batch(step) for index in indices.tolist()]
+        for step in range(200)
+    ]
+    for ranks in (1, 2, 3):
+        assert seen(ranks) == expected
+    assert seen(3, first=117) == expected[117:]
 
 
 def answers(batch: Any) -> list[tuple[list[int], list[int]]]:
