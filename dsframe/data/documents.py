@@ -95,7 +95,7 @@ def _jsonl(path: Path, columns: Sequence[str]) -> Iterator[Row]:
                 continue
             place = f"{path}:{number}"
             try:
-                value = json.loads(line)
+                value = json.loads(line.rstrip())
             except json.JSONDecodeError as error:
                 why = f"{error.msg}, column {error.colno}"
                 raise DataError(f"{place}: not JSON ({why}); each line is one JSON object") from None

@@ -46,7 +46,7 @@ def as_source(data: Any, seed: int, collate: Collate | None = None) -> Source:
         )
     if type(data) is TensorDataset and len(data.tensors) == 2 and collate is None:
         return TensorSource(*data.tensors)
-    if isinstance(data, Source):
+    if isinstance(data, Source) and not _of_datasets(data):
         if collate is not None:
             raise DataError(
                 f"{type(data).__name__} makes its own batches, so the task's collate would not be called; leave it out"
@@ -55,6 +55,11 @@ def as_source(data: Any, seed: int, collate: Collate | None = None) -> Source:
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return DatasetSource(data, seed, collate)
     raise DataError(f"{type(data).__name__} is neither a map-style torch Dataset nor a dsframe.data.Source")
+
+
+def _of_datasets(data: Any) -> bool:
+    """True for a data set of the library ``datasets``, which has a method ``batch`` too: another one."""
+    return any(kind.__module__ == "datasets.arrow_dataset" for kind in type(data).__mro__)
 
 
 class DatasetSource:

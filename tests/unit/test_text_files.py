@@ -290,10 +290,10 @@ def test_what_a_killed_process_left_is_neither_read_nor_kept(tmp_path: Path) -> 
         os._exit(1)
     assert os.waitpid(child, 0)[1] == 0
     cache = tmp_path / "cache" / "tokens"
-    assert [path.name.endswith(f".{child}.partial") for path in cache.iterdir()] == [True]
+    assert [path.name.endswith(f".{child}.partial") for path in cache.iterdir() if path.name != "sources"] == [True]
     assert tokenised.find(found._recipes["train"]) is None
     found.prepare(lambda line: None)
-    assert [path.name.startswith(".") for path in cache.iterdir()] == [False]
+    assert [path.name.startswith(".") for path in cache.iterdir() if path.name != "sources"] == [False]
 
 
 def bad(path: Path) -> dict[str, tuple[Any, str]]:
