@@ -52,7 +52,7 @@ def prepare(task: Task, world: World, say: Say) -> None:
     if world.size > 1 and not world.elastic:
         with contextlib.suppress(WorldError):  # the launcher gives no address: the same on all ranks
             rendezvous_address(world)
-            store = meet(world, *rendezvous_address(world), timedelta(seconds=_FAREWELL_SECONDS))
+            store = meet(world, *rendezvous_address(world), timedelta(seconds=SILENT_SECONDS))
     if store is None:
         alone(task, say)
         return
