@@ -1,11 +1,16 @@
-"""Images per second of the data path: dsframe's whole-batch augmentation beside torchvision's per-image pipeline.
+"""The data path alone: images beside torchvision, and text beside ``datasets`` with torch's DataLoader.
 
-    python benchmarks/data_path.py [--pairs 7] [--json FILE]
+    python -m benchmarks.data_path [--parts images text] [--pairs 7] [--json FILE]
 
+Images per second: dsframe's whole-batch augmentation beside torchvision's per-image pipeline.
 Both do the same to each image: a random crop after zero padding, a mirror image half of the time, conversion to float
 and normalisation. Both run in this process on one thread, alternating, on random pixels; the table gives medians.
 torchvision is measured as people use it (``transforms.Compose`` over PIL images in a ``Dataset``, then the default
 collation of the ``DataLoader``) and, as its fastest per-image form, with ``transforms.v2`` over uint8 tensors.
+
+Tokens per second, of the same tokenised documents: ``datasets`` reads its own memory-mapped Arrow files, row by row and in whole
+batches (``__getitems__``), shuffled. Documents are packed before, one after the other. No workers:
+reading is in the training process on both sides.
 """
 
 from __future__ import annotations
@@ -13,20 +18,28 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
+from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from dsframe.data import ImageSource, Loader
+from dsframe.data.documents import Row
+from dsframe.data.packed import RowSource
+from dsframe.data.text import TextSource
+from dsframe.data.tokenised import Recipe, find, make
 from dsframe.tasks._torchvision import torchvision
 
 SHAPES = {"Fashion-MNIST": (1, 28, 3), "CIFAR-10": (3, 32, 4)}
 """Channels, size and padding."""
 BATCH = 128
+CONTEXT, ROWS = 512, 16
 
 
 class PerImage(Dataset[Any]):
@@ -92,14 +105,110 @@ def measure(channels: int, size: int, padding: int, pairs: int) -> dict[str, lis
     return rates
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--pairs", type=int, default=7, help="how often each pipeline is measured")
-    parser.add_argument("--json", type=Path, help="write every measurement to this file")
-    arguments = parser.parse_args()
-    torch.set_num_threads(1)
-    results = {name: measure(*shape, arguments.pairs) for name, shape in SHAPES.items()}
-    print(f"{'data':14} {'pipeline':24} {'images/s':>10} {'lowest':>10} {'highest':>10} {'dsframe is':>11}")
+def documents(count: int) -> list[list[int]]:
+    """Documents of 1 to 400 tokens, most of them short."""
+    numbers = torch.Generator().manual_seed(0)
+    lengths = (torch.rand(count, generator=numbers) ** 2 * 400).long().add(2).tolist()
+    return [torch.randint(8000, (length,), generator=numbers).tolist() for length in lengths]
+
+
+class Given:
+    """An encoder of documents that are tokens already."""
+
+    columns, whole = ("input_ids",), False
+
+    def length(self, row: Row) -> int:
+        return 4 * len(row.value["input_ids"])
+
+    def encode(self, rows: list[Row]) -> Iterator[Any]:
+        return (np.asarray(row.value["input_ids"], np.int32) for row in rows)
+
+
+def tokens(pairs: int) -> dict[str, dict[str, list[float]]]:
+    """Tokens per second, ``pairs`` times, alternating, by packing and pipeline."""
+    import datasets
+
+    datasets.disable_progress_bars()
+    results: dict[str, dict[str, list[float]]] = {}
+    with tempfile.TemporaryDirectory(prefix="dsframe-data-path-") as name:
+        folder = Path(name)
+        ids = documents(20_000)
+        for packing in ("concatenate", "rows", "documents"):
+            ours, rows = own(folder, ids, packing), theirs(ids, packing)
+            datasets.Dataset.from_list(rows).save_to_disk(str(folder / f"saved-{packing}"))
+            saved = datasets.load_from_disk(str(folder / f"saved-{packing}"))
+            torched = saved.with_format("torch")
+            loaders = {
+                "dsframe": lambda ours=ours: Loader(ours, seed=0, micro_batch_size=ROWS).stream(),
+                "datasets, torch format": lambda data=torched: DataLoader(data, ROWS, shuffle=True, collate_fn=padded),
+                "datasets, lists": lambda data=saved: DataLoader(data, ROWS, shuffle=True, collate_fn=padded),
+            }
+            rates: dict[str, list[float]] = {name: [] for name in loaders}
+            for _ in range(pairs):
+                for pipeline, make in loaders.items():
+                    rates[pipeline].append(token_rate(make()))
+            results[packing] = rates
+    return results
+
+
+def own(folder: Path, ids: list[list[int]], packing: str) -> Any:
+    """dsframe's source of the documents."""
+    path = folder / "ids.jsonl"
+    if not path.exists():
+        path.write_text("".join(json.dumps({"input_ids": one}) + "\n" for one in ids))
+    recipe = Recipe((path,), Given(), packing, CONTEXT, 8000, "given", str(folder), "benchmark")
+    make(recipe, lambda line: None)
+    found = find(recipe)
+    assert found is not None
+    if packing == "concatenate":
+        return TextSource(torch.from_numpy(found.tokens), CONTEXT, shifted=True)
+    return RowSource(found, CONTEXT, together=packing == "documents")
+
+
+def theirs(ids: list[list[int]], packing: str) -> list[dict[str, list[int]]]:
+    """The same documents as rows of a data set: joined and cut, one by one, or packed one after the other."""
+    if packing == "rows":
+        return [{"input_ids": one[:CONTEXT]} for one in ids]
+    if packing == "concatenate":
+        joined = [token for one in ids for token in one]
+        return [{"input_ids": joined[at : at + CONTEXT]} for at in range(0, len(joined) - CONTEXT, CONTEXT)]
+    rows: list[dict[str, list[int]]] = [{"input_ids": [], "position_ids": []}]
+    for one in ids:
+        if len(rows[-1]["input_ids"]) + len(one) > CONTEXT:
+            rows.append({"input_ids": [], "position_ids": []})
+        rows[-1]["input_ids"] += one[:CONTEXT]
+        rows[-1]["position_ids"] += range(min(len(one), CONTEXT))
+    return rows
+
+
+def padded(rows: list[dict[str, Any]]) -> dict[str, Any]:
+    """A batch, with labels and, where documents are not packed, a mask, as transformers' collators make it."""
+    names = list(rows[0])
+    found = {
+        name: pad_sequence([torch.as_tensor(row[name]) for row in rows], batch_first=True, padding_value=-1)
+        for name in names
+    }
+    mask = found["input_ids"] >= 0
+    labels = found["input_ids"].masked_fill(~mask, -100)
+    found = {name: tensor.clamp(min=0) for name, tensor in found.items()}
+    return {**found, "labels": labels} | ({} if "position_ids" in found else {"attention_mask": mask.long()})
+
+
+def token_rate(batches: Any, limit: int = 60) -> float:
+    """Tokens that are no padding, per second, over ``limit`` batches after one that is not counted."""
+    iterator, count = iter(batches), 0
+    next(iterator)
+    start = time.perf_counter()
+    for _ in range(limit):
+        batch = next(iterator)
+        labels = batch["labels"] if isinstance(batch, dict) else batch[1]
+        count += labels.numel() - int((labels == -100).sum())
+    return count / (time.perf_counter() - start)
+
+
+def show(what: str, results: dict[str, dict[str, list[float]]]) -> None:
+    """Prints medians, extremes and ratios."""
+    print(f"{'data':14} {'pipeline':24} {what:>10} {'lowest':>10} {'highest':>10} {'dsframe is':>11}")
     for name, rates in results.items():
         for pipeline, values in rates.items():
             # The ratio is the median over pairs measured next to each other, so that a busy moment hits both.
@@ -108,6 +217,24 @@ def main() -> None:
                 f"{name:14} {pipeline:24} {statistics.median(values):10,.0f} {min(values):10,.0f} "
                 f"{max(values):10,.0f} {ratio:9.1f} x"
             )
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--parts", nargs="+", choices=("images", "text"), default=["images", "text"])
+    parser.add_argument("--pairs", type=int, default=7, help="how often each pipeline is measured")
+    parser.add_argument("--json", type=Path, help="write every measurement to this file")
+    arguments = parser.parse_args()
+    torch.set_num_threads(1)
+    results: dict[str, dict[str, list[float]]] = {}
+    if "images" in arguments.parts:
+        images = {name: measure(*shape, arguments.pairs) for name, shape in SHAPES.items()}
+        show("images/s", images)
+        results |= images
+    if "text" in arguments.parts:
+        text = tokens(arguments.pairs)
+        show("tokens/s", text)
+        results |= text
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -24,6 +24,8 @@ class DsframeError(Exception):
     code = "error"
     """Name of the kind of error, for ``dsframe explain``."""
     label = "error"
+    first_is_gone = False
+    """True where the host's first process has ended, which else says what is wrong."""
 
     @property
     def printed(self) -> str:

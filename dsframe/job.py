@@ -153,6 +153,8 @@ def prepare(run: Run, world: World, commits: MemoryCheckpoint | None) -> Job:
     task.trained_in = precision.parameter_dtype(config)
     if device.type == "cpu":
         allocator.keep_freed()
+    if config.deepspeed.optimizer is None:
+        optimizers.read(config)  # raises: not after hours in which the task prepares its data
     loader, evaluation = _loaders(run, batch, world, device)
     refuse(config, run.wishes.resume, evaluates=evaluation is not None)
     schedule = RunSchedule.of(settings, loader.sampler, evaluates=evaluation is not None)

@@ -7,9 +7,10 @@ Imports no torch: the number of threads has to be settled before.
 from __future__ import annotations
 
 import os
+import sys
 import time
 from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -107,13 +108,24 @@ def prepared(
 
     from dsframe import hooks, job, tasks
     from dsframe.host import numerics
+    from dsframe.tasks import preparation
 
     phases.done("imports")
     torch.set_num_threads(threads)  # for a program that had imported torch already
     ours = task is None
     task = task or tasks.build(config.settings.task, config.settings.seed)
     task.seed = config.settings.seed
-    data = cache(lambda: (task.train_data(), task.eval_data()))
+
+    def say(line: str) -> None:
+        if world.is_main and not quiet:
+            with suppress(OSError):
+                print(f"dsframe: {line}\n", end="", file=sys.stderr, flush=True)
+
+    def read() -> tuple[Any, Any]:
+        preparation.prepare(task, world, say)
+        return task.train_data(), task.eval_data()
+
+    data = cache(read)
     called = hooks.Called((*hooks.from_names(config.settings.hooks), *task.hooks))
     settings = config.settings
     with RunLock() as lock, numerics.chosen(deterministic=settings.deterministic, tf32=settings.tf32):

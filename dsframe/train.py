@@ -177,11 +177,12 @@ def leave(error: DsframeError, world: World, *, verbose: bool) -> NoReturn:
     outcome.reporter().failed(error.exit_code, str(error))
     if verbose:
         traceback.print_exception(error, file=sys.stderr)
-    if world.local_rank != 0:
+    speaker = 1 if error.first_is_gone else 0
+    if world.local_rank != speaker:
         time.sleep(_PATIENCE_SECONDS)
     if world.local_rank != 0 and isinstance(error, StoppedError):
         leave_at_once(error.exit_code)  # all ranks stop together: nobody has a mistake of its own
-    where = "" if world.local_rank == 0 else f"[rank {world.rank}] "
+    where = "" if world.local_rank == speaker else f"[rank {world.rank}] "
     # Editors make a link of file:line:column at a line's start.
     name = "" if isinstance(error, ConfigError) else "dsframe: "
     print(f"{where}{name}{error.printed}", file=sys.stderr, flush=True)

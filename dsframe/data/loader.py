@@ -18,6 +18,7 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from dsframe.data.collate import Collate, collated
+from dsframe.data.packed import RowSource
 from dsframe.data.sampler import Part, Sampler, evaluation_rows
 from dsframe.data.source import Batch, Source, TensorSource, draws
 from dsframe.data.workers import held, outlive_signals
@@ -43,7 +44,7 @@ def as_source(data: Any, seed: int, collate: Collate | None = None) -> Source:
         )
     if type(data) is TensorDataset and len(data.tensors) == 2 and collate is None:
         return TensorSource(*data.tensors)
-    if isinstance(data, Source):
+    if isinstance(data, Source) and not _of_datasets(data):
         if collate is not None:
             raise DataError(
                 f"{type(data).__name__} makes its own batches, so the task's collate would not be called; leave it out"
@@ -52,6 +53,11 @@ def as_source(data: Any, seed: int, collate: Collate | None = None) -> Source:
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return DatasetSource(data, seed, collate)
     raise DataError(f"{type(data).__name__} is neither a map-style torch Dataset nor a dsframe.data.Source")
+
+
+def _of_datasets(data: Any) -> bool:
+    """True for a data set of the library ``datasets``, which has a method ``batch`` too: another one."""
+    return any(kind.__module__ == "datasets.arrow_dataset" for kind in type(data).__mro__)
 
 
 class DatasetSource:
@@ -135,7 +141,7 @@ class _Fetcher:
         return batches if self.device.type == "cpu" else _Ahead(self.device)(batches)
 
     def _fetch(self, parts: list[Part]) -> Batch:
-        if isinstance(self.source, DatasetSource):
+        if isinstance(self.source, (DatasetSource, RowSource)):
             return self.source.gather(parts)
         batches = [_pair(self.source.batch(rows, epoch), self.source) for epoch, rows in parts]
         if len(batches) == 1:

@@ -16,6 +16,7 @@ from torch.utils._pytree import tree_map
 from dsframe.data.loader import as_source
 from dsframe.errors import TaskError
 from dsframe.model import adapter, groups
+from dsframe.tasks import preparation
 from dsframe.tasks.layers import Tied, TiedLayer, check_ties, make
 from dsframe.tasks.task import Task, loss_and_terms
 
@@ -132,9 +133,10 @@ def _layers(layers: Sequence[Any], seed: int, *, apart: bool) -> list[Stage]:
 def example(task: Task) -> tuple[Any, Any]:
     """Shapes of one sample, as the task tells them, else from its training data."""
     told = task.example()
-    return (
-        told if told is not None else as_source(task.train_data(), task.seed, task.collate).batch(torch.tensor([0]), 0)
-    )
+    if told is not None:
+        return told
+    preparation.alone(task, lambda line: None)
+    return as_source(task.train_data(), task.seed, task.collate).batch(torch.tensor([0]), 0)
 
 
 def with_rows(batch: Any, rows: int) -> Any:

@@ -24,10 +24,10 @@ Named = TypeVar("Named")
 TABLE = {
     "vision": "dsframe.tasks.vision:VisionTask",
     "language": "dsframe.tasks.language:LanguageTask",
-    "causal-language-model": "dsframe.tasks.huggingface:CausalLanguageModelTask",
+    "causal-language-model": "dsframe.tasks.huggingface:causal_language_model",
     "image-classification": "dsframe.tasks.huggingface:ImageClassificationTask",
 }
-"""Our own tasks. Each takes its settings section and the seed; a user's task takes ``options`` as keyword arguments."""
+"""Our own tasks, or what makes one. Each takes its settings section and the seed; a user's task its ``options`` by name."""
 
 
 def build(settings: sections.Task, seed: int) -> Task:

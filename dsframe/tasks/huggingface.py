@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor, nn
 
-from dsframe.data import text, tokens
+from dsframe.data import encoders, text, tokens
 from dsframe.data import vision as images
 from dsframe.errors import TaskError
 from dsframe.tasks import _transformers
@@ -23,7 +23,19 @@ if TYPE_CHECKING:
     from dsframe.config.schema import settings as sections
 
 _BYTES = 256
-"""Vocabulary without a tokenizer."""
+"""Vocabulary without a tokenizer; documents from files have one token more, for their end."""
+
+
+def causal_language_model(settings: sections.CausalLanguageModelTask, seed: int) -> CausalLanguageModelTask:
+    """The task for the settings' source of text. Raises TaskError, DataError."""
+    if settings.data is None:
+        return CausalLanguageModelTask(settings, seed)
+    from dsframe.tasks.text_files import RowsTask, WindowsTask  # they derive from the class below
+
+    joined = settings.data.packing == "concatenate" or (
+        settings.data.packing is None and settings.data.format == "text"
+    )
+    return (WindowsTask if joined else RowsTask)(settings, seed)
 
 
 class CausalLanguageModelTask(Task):
@@ -37,10 +49,11 @@ class CausalLanguageModelTask(Task):
         found = _transformers.tokenizer(settings.tokenizer, settings.model)
         self.tokenizer: Any = found[0] if found else None
         self._digest = found[1] if found else ""
-        vocabulary = len(self.tokenizer) if self.tokenizer is not None else _BYTES
-        self.pretrained_config = _transformers.configure(
-            "AutoModelForCausalLM", settings.model, {"vocab_size": vocabulary}
-        )
+        facts = {"vocab_size": len(self.tokenizer) if self.tokenizer is not None else _BYTES}
+        if settings.data is not None and self.tokenizer is None:
+            facts = {"vocab_size": _BYTES + 1, "eos_token_id": encoders.END_OF_BYTES}
+        vocabulary = facts["vocab_size"]
+        self.pretrained_config = _transformers.configure("AutoModelForCausalLM", settings.model, facts)
         self._fits(vocabulary)
         self._criterion = _transformers.loss("ForCausalLM")
         self.units_per_sample = settings.context

@@ -43,6 +43,10 @@ Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
 """Attention of queries, keys and values, ``[rows, time, heads, head size]`` each; the result has the shape of the queries."""
 
 
+Say = Callable[[str], None]
+"""Prints one line of progress, of the first process alone."""
+
+
 @dataclass(frozen=True)
 class Sum:
     """A total and the number of things it was summed over.
@@ -86,6 +90,10 @@ class Task:
     """Makes a batch of a list of rows of a torch ``Dataset``: ``(inputs, targets)``, or a dict with ``labels``. A method
     ``collate(self, rows)``, :class:`dsframe.data.Pad`, or a collator of transformers; it runs where the rows are read. None: rows
     are pairs, or dicts with ``labels``, of one size. Numbers that it draws belong to the micro-batch, not to a sample."""
+    data_dir: str | None = None
+    """Folder that :meth:`prepare` writes to. None: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
+    prepared_as: str = ""
+    """Name of what :meth:`prepare` makes, where tasks of one class prepare different things: those do not wait for each other."""
     batch_dependent: bool = False
     """True when a sample's output depends on the rest of its micro-batch. (BatchNorm in training is found without it.)
 
@@ -267,11 +275,19 @@ class Task:
         """
         return ()
 
+    def prepare(self, say: Say) -> None:
+        """Downloads, unpacks, tokenises: once, by one process of each host, before any process asks for data. By default nothing.
+
+        Where hosts share :attr:`data_dir` one of them does it. The other ranks wait, however long it takes.
+        ``say("3 of 10 files")`` prints a line. When it raises, or its process ends, all ranks end with that message. It may be
+        killed at any time: write under another name, and rename what is complete. Called at every start: look what is there.
+        """
+
     def train_data(self) -> Source | Dataset[Any]:
         """Training data: a :class:`dsframe.data.Source`, or a map-style torch ``Dataset`` of ``(input, target)`` pairs or of dicts
         with ``labels``, as the package ``datasets`` has them; with :attr:`collate` of any rows.
 
-        Called on every rank at once: it may read files but must not write where another rank reads.
+        Called on every rank at once: it may read files but must not write where another rank reads; :meth:`prepare` may.
         """
         raise TaskError(f"{type(self).__name__} must define train_data()")
 

@@ -92,7 +92,8 @@ def _run(what: str, options: argparse.Namespace, world: World) -> None:
 
         path = store.complete(options.checkpoint)
         if what == "predict":
-            run = replace(run, data=cache(lambda: (run.task.train_data(), run.task.predict_data())))
+            read, task = run.data, run.task
+            run = replace(run, data=cache(lambda: (read()[0], task.predict_data())))
             rows = inference.predict(run, world, path, options.out, averages=options.average)
             if world.is_main:
                 print(f"dsframe: {rows:,} rows of {path}: {options.out}", file=sys.stderr)

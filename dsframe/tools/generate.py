@@ -74,7 +74,11 @@ def continued(task: Any, model: Any, prompt: str, options: argparse.Namespace) -
                 logits = model(tokens[:, -task.units_per_sample :])[:, -1]
                 tokens = torch.cat([tokens, _next(logits, options)], 1)
     found = tokens[0].tolist()
-    return bytes(found).decode(errors="replace") if tokenizer is None else str(tokenizer.decode(found))
+    return (
+        bytes(token for token in found if token < 256).decode(errors="replace")
+        if tokenizer is None
+        else str(tokenizer.decode(found))
+    )
 
 
 def _next(logits: Any, options: argparse.Namespace) -> Any:

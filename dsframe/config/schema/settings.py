@@ -87,6 +87,26 @@ class LanguageTask(Section):
     """Use the embedding as the output layer."""
 
 
+class TextFiles(Section):
+    """Text or conversations from files, tokenised once and then read from a memory-mapped file."""
+
+    train: str | list[str]
+    """Files or patterns, such as ``["a/*.jsonl", "b.parquet", "c/*.txt"]``: JSON lines, parquet, text (one document a file), or
+    a folder that ``datasets.save_to_disk`` wrote."""
+    eval: str | list[str] | None = None
+    """The held-out ones. Default: none, so there is no evaluation."""
+    format: Literal["text", "conversations"] = "text"
+    """``conversations``: rows have ``messages``, or ``prompt`` and ``completion``, and the answers alone are learned."""
+    field: str = "text"
+    """Column of the text, in JSON lines, parquet and saved folders."""
+    packing: Literal["concatenate", "rows", "documents"] | None = None
+    """``concatenate``: all documents joined, cut into rows of ``context`` tokens. ``rows``: one document a row, padded to the
+    longest of its micro-batch. ``documents``: as many as fit into ``context``; they do not see each other. Default:
+    ``concatenate`` for text, ``rows`` for conversations."""
+    chat_template: str | None = None
+    """File with a chat template, in place of the tokenizer's own. It marks the answers by ``{% generation %}``."""
+
+
 class CausalLanguageModelTask(Section):
     """Language modelling with a model of Hugging Face transformers (``AutoModelForCausalLM``). Nothing is downloaded."""
 
@@ -102,7 +122,10 @@ class CausalLanguageModelTask(Section):
     context: Count = 128
     """Tokens in one sample."""
     corpus: str = "stdlib"
-    """``stdlib`` (the sources of Python's standard library), ``synthetic``, or text files: a path or a pattern."""
+    """``stdlib`` (the sources of Python's standard library), ``synthetic``, or text files: a path or a pattern. Not beside
+    ``data``."""
+    data: TextFiles | None = None
+    """Documents or conversations, instead of ``corpus``."""
     data_dir: str | None = None
     """Folder in which tokens are cached. Default: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
     samples: Count | None = None

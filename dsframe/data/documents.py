@@ -1,0 +1,222 @@
+"""Documents out of files as people have them: JSONL, parquet, plain text, and folders that the library ``datasets`` saved.
+
+They are read in order and a few at a time: memory does not depend on the size of a file. What is wrong is named by file and line.
+"""
+
+from __future__ import annotations
+
+import glob
+import json
+import os
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from xxhash import xxh3_128
+
+from dsframe.data.files import data_root, replacing
+from dsframe.errors import DataError
+
+PIECE = 1 << 20
+"""Bytes of a text file that are read at a time; a piece ends at the end of a line, where it has one."""
+_ROWS = 256
+"""Rows of parquet and of saved data sets that are in memory at once."""
+_SAVED = "dataset_info.json", "state.json"
+_SPLITS = "dataset_dict.json"
+_RECENT_NANOSECONDS = 2_000_000_000
+"""A file that has changed so shortly ago may change again within its clock's tick: its digest is not kept."""
+
+
+@dataclass(frozen=True)
+class Row:
+    """A document, or a piece of one."""
+
+    place: str
+    """``file:line``, or the file and the row's number, for messages."""
+    value: Any
+    """A mapping of columns; of a text file its text."""
+    last: bool = True
+    """False if the document goes on in the next row."""
+
+
+def find(patterns: str | Sequence[str], key: str) -> list[Path]:
+    """The files and folders that ``patterns`` name, those of a pattern by name. ``key`` of the patterns, for messages.
+
+    Raises DataError where a pattern finds nothing, where two find the same file, and for a kind of file that is not read.
+    """
+    found: dict[Path, str] = {}
+    for pattern in [patterns] if isinstance(patterns, str) else patterns:
+        expanded = os.path.expanduser(pattern)  # noqa: PTH111  # a glob is not a path
+        names = sorted(Path(name) for name in glob.glob(expanded, recursive=True))  # noqa: PTH207  # absolute ones too
+        if not names:
+            raise DataError(f"{key}: {pattern}: no such file (searched from {Path.cwd()})")
+        for path in names:
+            if path.is_dir() and len(names) > 1 and not (path / _SAVED[0]).is_file():
+                continue  # "**" finds folders too
+            _check_kind(path, key)
+            if path in found:
+                raise DataError(f"{key}: {path} is named twice, by {found[path]} and {pattern}; remove one of them")
+            found[path] = pattern
+    if not found:
+        raise DataError(f"{key}: names no file")
+    return list(found)
+
+
+def _check_kind(path: Path, key: str) -> None:
+    if path.is_dir():
+        if (path / _SPLITS).is_file():
+            names = ", ".join(str(path / name) for name in json.loads((path / _SPLITS).read_text())["splits"])
+            raise DataError(f"{key}: {path} holds several data sets; name one of them: {names}")
+        if not all((path / name).is_file() for name in _SAVED):
+            raise DataError(
+                f'{key}: {path} is a folder, but none that datasets.save_to_disk wrote; name its files: "{path}/**/*.jsonl"'
+            )
+    elif path.suffix not in _READERS:
+        raise DataError(f"{key}: {path}: files of {', '.join(_READERS)} are read, and folders of datasets.save_to_disk")
+
+
+def rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """The rows of a file or folder. Of parquet those of ``columns`` that it has are read. Raises DataError."""
+    if path.is_dir():
+        yield from _saved(path)
+    else:
+        try:
+            yield from _READERS[path.suffix](path, columns)
+        except OSError as error:
+            raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
+
+
+def _jsonl(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    with path.open("rb") as file:
+        for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
+            place = f"{path}:{number}"
+            try:
+                value = json.loads(line.rstrip())
+            except json.JSONDecodeError as error:
+                why = f"{error.msg}, column {error.colno}"
+                raise DataError(f"{place}: not JSON ({why}); each line is one JSON object") from None
+            except UnicodeDecodeError as error:
+                raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start})") from None
+            except (ValueError, RecursionError) as error:  # a number of thousands of digits; nested too deeply
+                raise DataError(f"{place}: not JSON that can be read ({error})") from None
+            if not isinstance(value, dict):
+                raise DataError(f"{place}: {type(value).__name__} in place of a JSON object with columns")
+            yield Row(place, value)
+
+
+def _text(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    """Yields the file in pieces, which end with a line, or at least with a character."""
+    rest, done = b"", 0
+    with path.open("rb") as file:
+        while len(block := file.read(PIECE)) == PIECE:
+            content = rest + block
+            end = content.rfind(b"\n") + 1 or len(content) - 3
+            while 0 < end < len(content) and content[end] & 0xC0 == 0x80:  # the middle of a character
+                end -= 1
+            text, rest = content[:end], content[end:]
+            yield Row(str(path), _decoded(text, path, done), last=False)
+            done += len(text)
+    yield Row(str(path), _decoded(rest + block, path, done))
+
+
+def _decoded(content: bytes, path: Path, done: int) -> str:
+    try:
+        return content.decode("utf-8")
+    except UnicodeDecodeError as error:
+        raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {done + error.start})") from None
+
+
+def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    try:
+        import pyarrow as arrow
+        from pyarrow import parquet
+    except ImportError:
+        raise DataError(f'{path}: needs pyarrow, which is not installed: pip install "dsframe[parquet]"') from None
+    try:
+        with parquet.ParquetFile(path, pre_buffer=False) as file:
+            there = [name for name in file.schema_arrow.names if name in columns]
+            if not there:
+                raise DataError(missing(str(path), columns, file.schema_arrow.names))
+            number = 0
+            for batch in file.iter_batches(batch_size=_ROWS, columns=there):
+                for value in batch.to_pylist():
+                    yield Row(f"{path}, row {number}", value)
+                    number += 1
+    except arrow.ArrowException as error:
+        raise DataError(f"{path}: not a parquet file, truncated, or damaged ({' '.join(str(error).split())})") from None
+
+
+def _saved(path: Path) -> Iterator[Row]:
+    try:
+        import datasets
+    except ImportError:
+        raise DataError(f'{path}: needs datasets, which is not installed: pip install "dsframe[datasets]"') from None
+    try:
+        found = datasets.load_from_disk(str(path), keep_in_memory=False)
+    except Exception as error:  # of pyarrow, of JSON, of the library
+        raise DataError(f"{path}: cannot be read by datasets ({' '.join(str(error).split())})") from error
+    for number, value in enumerate(found.with_format(None)):
+        yield Row(f"{path}, row {number}", value)
+
+
+def missing(place: str, wanted: Sequence[str], there: Sequence[str]) -> str:
+    """The message for columns that are not there."""
+    named = " or ".join(f'"{name}"' for name in wanted)
+    has = ", ".join(map(repr, there)) or "none"
+    return f'{place}: no column {named}; it has {has}; name the column of the text in "field"'
+
+
+_READERS = {".jsonl": _jsonl, ".parquet": _parquet, ".txt": _text}
+
+
+def digest(paths: Sequence[Path], data_dir: str | None) -> str:
+    """A digest of what is in the files, in their order. Raises DataError.
+
+    A file that is the same by device, inode, size, and the times of its last change is not read again: its digest is kept beside
+    the data. The time of the last change of the inode cannot be set by programs, as that of the content can.
+    """
+    files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]
+    files = [file for file in files if file.is_file()]
+    key, newest = xxh3_128(), 0
+    for file in files:
+        found = _stat(file)
+        facts = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        key.update(f"{file.absolute()}\0{file.suffix}\0{facts}\0".encode())
+        newest = max(newest, found.st_mtime_ns, found.st_ctime_ns)
+    kept = data_root(data_dir) / "tokens" / "sources" / key.hexdigest()
+    began = time.time_ns()
+    if kept.is_file() and len(known := kept.read_text()) == 32:
+        return known
+    content = xxh3_128()
+    for file in files:
+        content.update(f"{file.suffix}\0{_stat(file).st_size}\0".encode())
+        with file.open("rb") as opened:
+            while block := opened.read(8 << 20):
+                content.update(block)
+    if began - newest > _RECENT_NANOSECONDS:
+        try:
+            with replacing(kept) as out:
+                out.write(content.hexdigest().encode())
+        except OSError as error:
+            raise DataError(f"cannot write {kept} ({error.strerror}); set data_dir or $DSFRAME_DATA") from error
+    return content.hexdigest()
+
+
+def _stat(file: Path) -> os.stat_result:
+    try:
+        return file.stat()
+    except OSError as error:
+        raise DataError(f"{file}: cannot be read ({error.strerror})") from error
+
+
+def column(row: Row, name: str) -> Any:
+    """The column of a row. Raises DataError where it is not there."""
+    if not isinstance(row.value, Mapping):
+        return row.value
+    if name not in row.value:
+        raise DataError(missing(row.place, [name], list(row.value)))
+    return row.value[name]

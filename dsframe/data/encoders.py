@@ -1,0 +1,166 @@
+"""From rows to tokens: texts, and conversations of which the answers alone are learned."""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+from dsframe.data.documents import Row, column, missing
+from dsframe.errors import DataError
+
+END_OF_BYTES = 256
+"""Where bytes are the tokens: behind each document."""
+_GENERATION = re.compile(r"\{%-?\s*generation\s*-?%\}")
+
+
+class TextEncoder:
+    """Texts: the token that begins a document, where the tokenizer writes one, its tokens, and the token that ends it."""
+
+    whole = False
+
+    def __init__(self, tokenizer: Any, field: str) -> None:
+        """``tokenizer``: of transformers; None: bytes. Raises DataError where nothing would show the end of a document."""
+        self._tokenizer, self._field = tokenizer, field
+        self.columns: Sequence[str] = (field,)
+        self._within = False
+        self._begin: list[int] = []
+        self._end = END_OF_BYTES
+        if tokenizer is not None:
+            self._end = end_of(tokenizer)
+            first = tokenizer("")["input_ids"][:1]
+            self._begin = first if first and first[0] == tokenizer.bos_token_id else []
+
+    def length(self, row: Row) -> int:
+        return len(_string(column(row, self._field), row, self._field))
+
+    def encode(self, rows: list[Row]) -> Iterator[Any]:
+        texts = [column(row, self._field) for row in rows]
+        if self._tokenizer is None:
+            found: Any = [np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8) for text in texts]
+        else:
+            found = tokens_of(self._tokenizer, texts, rows)
+        for row, tokens in zip(rows, found, strict=True):
+            empty = row.last and not self._within and not len(tokens)
+            before = [] if self._within or empty else self._begin
+            behind = [self._end] if row.last and not empty else []
+            self._within = not row.last
+            yield np.concatenate([np.asarray(part, np.int32) for part in (before, tokens, behind)])
+
+
+class ConversationEncoder:
+    """Conversations by the tokenizer's chat template, ``{"messages": [...]}``, or ``{"prompt": ..., "completion": ...}``.
+
+    Learned is what the template marks as the assistant's (``{% generation %}``), and of a completion all of it.
+    """
+
+    whole = True
+    columns: Sequence[str] = ("messages", "prompt", "completion", "tools")
+
+    def __init__(self, tokenizer: Any, template: str | None) -> None:
+        """``template``: in place of the tokenizer's own."""
+        self._tokenizer, self._template = tokenizer, template or tokenizer.chat_template
+        self._end = tokenizer.eos_token_id
+
+    def length(self, row: Row) -> int:
+        return 4096  # not known before the template
+
+    def encode(self, rows: list[Row]) -> Iterator[Any]:
+        for row in rows:
+            if "messages" in row.value and row.value["messages"] is not None:
+                tokens, learned = self._conversation(row)
+            elif row.value.get("prompt") is not None and row.value.get("completion") is not None:
+                tokens, learned = self._completion(row)
+            else:
+                there = [name for name, value in row.value.items() if value is not None]
+                raise DataError(
+                    missing(row.place, ["messages", "prompt and completion"], there).partition("; name the")[0]
+                )
+            found = np.asarray(tokens, np.int32)
+            yield np.where(np.asarray(learned, bool), found, ~found)
+
+    def _conversation(self, row: Row) -> tuple[list[int], list[int]]:
+        if not isinstance(self._template, str):
+            raise DataError(
+                f"{row.place}: the tokenizer has no chat template to write messages with; name a file in chat_template"
+            )
+        if not _GENERATION.search(self._template):
+            raise DataError(
+                f"{row.place}: the chat template does not say which part is the answer; write {{% generation %}} before and "
+                "{% endgeneration %} behind what the assistant says, in a file that chat_template names"
+            )
+        messages = _messages(row.value["messages"], row, "messages")
+        found = self._applied(messages, row, return_assistant_tokens_mask=True)
+        return found["input_ids"], found["assistant_masks"]
+
+    def _completion(self, row: Row) -> tuple[list[int], list[int]]:
+        prompt, completion = row.value["prompt"], row.value["completion"]
+        if isinstance(prompt, str) and isinstance(completion, str):
+            if self._end is None:
+                end_of(self._tokenizer)
+            first = self._tokenizer("")["input_ids"][:1]
+            begin = first if first and first[0] == self._tokenizer.bos_token_id else []
+            asked, said = tokens_of(self._tokenizer, [prompt, completion], [row, row])
+            before, after = [*begin, *asked], [*said, self._end] if completion else []
+            return [*before, *after], [0] * len(before) + [1] * len(after)
+        asked = _messages(prompt, row, "prompt")
+        before = self._applied(asked, row, add_generation_prompt=True)["input_ids"]
+        tokens = self._applied([*asked, *_messages(completion, row, "completion")], row)["input_ids"]
+        if tokens[: len(before)] != before:
+            raise DataError(
+                f"{row.place}: the chat template writes the prompt otherwise when the completion follows, so that the answer "
+                "cannot be told apart; give messages and a template with {% generation %}"
+            )
+        return tokens, [0] * len(before) + [1] * (len(tokens) - len(before))
+
+    def _applied(self, messages: list[Any], row: Row, **how: Any) -> Any:
+        tools = row.value.get("tools")
+        try:
+            return self._tokenizer.apply_chat_template(
+                messages, tools=tools or None, chat_template=self._template, tokenize=True, return_dict=True, **how
+            )
+        except Exception as error:  # a template is a program, and raises what it likes
+            reason = " ".join(f"{type(error).__name__}: {error}".split())
+            raise DataError(f"{row.place}: the chat template fails: {reason}") from None
+
+
+def tokens_of(tokenizer: Any, texts: Sequence[str], rows: Sequence[Row]) -> Any:
+    """The tokens of each text, without any that begin or end a document. Raises DataError."""
+    try:
+        return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
+    except Exception as error:  # of tokenizers, such as for half of a surrogate pair
+        reason = " ".join(str(error).split())
+        raise DataError(f"{rows[0].place}, or up to {rows[-1].place}: the tokenizer fails: {reason}") from None
+
+
+def end_of(tokenizer: Any) -> int:
+    """The token that ends a document. Raises DataError where there is none."""
+    if tokenizer.eos_token_id is None:
+        raise DataError(
+            "the tokenizer has no eos_token, so nothing would show where a document ends; write one into its tokenizer_config.json"
+        )
+    return int(tokenizer.eos_token_id)
+
+
+def template_of(path: str) -> str:
+    """The text of a file with a chat template. Raises DataError."""
+    try:
+        return Path(path).expanduser().read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise DataError(f"task.data.chat_template: {path} cannot be read ({error})") from error
+
+
+def _string(value: Any, row: Row, name: str) -> str:
+    if not isinstance(value, str):
+        raise DataError(f'{row.place}: "{name}" is {type(value).__name__} in place of a text')
+    return value
+
+
+def _messages(value: Any, row: Row, name: str) -> list[Any]:
+    if not isinstance(value, (list, tuple)) or not all(isinstance(one, Mapping) and "role" in one for one in value):
+        raise DataError(f'{row.place}: "{name}" must be a list of messages, {{"role": "user", "content": "..."}}')
+    # Parquet gives every message all columns, empty where it has none.
+    return [{key: part for key, part in one.items() if part is not None} for one in value]

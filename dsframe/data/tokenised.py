@@ -1,0 +1,336 @@
+"""Tokens of a corpus in memory-mapped files: made once, in a folder whose name is a digest of all that they depend on.
+
+A folder is written under another name and renamed when it is complete, so a process that is killed leaves nothing that the next
+takes for whole. Memory does not depend on the size of the corpus: documents go through one after the other, and where they
+lie in the file is written as they go.
+
+``tokens``: int32; a token that the loss leaves out is kept as its complement, which is negative. ``pieces``: int64 pairs, the first
+token of a piece and how many it has. ``rows``: int64, behind which piece a row ends. Windows of all tokens need neither.
+"""
+
+from __future__ import annotations
+
+import bisect
+import contextlib
+import hashlib
+import json
+import os
+import shutil
+import socket
+import time
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import asdict, dataclass, field
+from pathlib import Path
+from typing import IO, Any, Protocol
+
+import numpy as np
+import psutil
+
+from dsframe.data import documents
+from dsframe.data.documents import Row
+from dsframe.data.files import data_root
+from dsframe.errors import DataError
+
+FORM = 1
+"""Version of the files' form: part of the digest."""
+SAY_SECONDS = 5.0
+_OPEN_ROWS = 64
+"""Rows that are filled at the same time: a document goes where it leaves the least room."""
+_CHARACTERS, _DOCUMENTS = 1 << 20, 1024
+"""How much is tokenised at once."""
+
+
+class Encoder(Protocol):
+    """Makes tokens of rows."""
+
+    columns: Sequence[str]
+    """Columns that it reads."""
+    whole: bool
+    """True if a document is cut behind its first ``context`` tokens, False if what is behind becomes further rows."""
+
+    def length(self, row: Row) -> int:
+        """Returns about how many characters the row has. Raises DataError where it is not what is needed."""
+        ...
+
+    def encode(self, rows: list[Row]) -> Iterator[Any]:
+        """An int32 array for each of the rows; complements of the tokens that are not learned."""
+        ...
+
+
+@dataclass(frozen=True)
+class Recipe:
+    """Everything that decides what the files hold."""
+
+    sources: tuple[Path, ...]
+    encoder: Encoder
+    packing: str
+    """``concatenate``, ``rows`` or ``documents``."""
+    context: int
+    vocabulary: int
+    """Tokens are below it."""
+    digest: str
+    """Stands for the tokenizer and how it is used."""
+    data_dir: str | None
+    name: str
+    """What it is for, in messages: ``train``, ``eval``."""
+
+    def folder(self) -> Path:
+        """Returns where its files are, or will be. Reads the sources, unless it has done so before. Raises DataError."""
+        content = documents.digest(self.sources, self.data_dir)
+        size = self.context if self.packing != "concatenate" or self.encoder.whole else 0
+        key = f"{FORM}\0{content}\0{self.digest}\0{self.packing}\0{size}"
+        return data_root(self.data_dir) / "tokens" / hashlib.sha256(key.encode()).hexdigest()[:24]
+
+
+@dataclass
+class Counts:
+    """What came of the documents."""
+
+    documents: int = 0
+    empty: int = 0
+    """Documents without a character, left out."""
+    tokens: int = 0
+    """Tokens in the file."""
+    learned: int = 0
+    """Targets of the loss."""
+    rows: int = 0
+    positions: int = 0
+    """Tokens that go into the model in an epoch, without padding."""
+    long: int = 0
+    """Documents longer than a row."""
+    cut: int = 0
+    """Tokens that were cut off."""
+    dropped: int = 0
+    """Documents without any target, left out."""
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes of each file."""
+
+    def sentences(self, recipe: Recipe) -> Iterator[str]:
+        """Yields what is said at every start."""
+        rows = "" if recipe.packing == "concatenate" else f" in {self.rows:,} rows"
+        yield f"{recipe.name}: {self.documents:,} documents, {self.tokens:,} tokens{rows}, {self.learned:,} of them targets"
+        if self.empty:
+            yield f"{recipe.name}: {self.empty:,} documents are empty and were left out"
+        if self.long and recipe.encoder.whole:
+            share = self.cut / (self.cut + self.tokens)
+            yield (
+                f"{recipe.name}: {self.long:,} documents are longer than context {recipe.context} and were cut: "
+                f"{self.cut:,} tokens, {share:.1%} of all"
+            )
+        elif self.long:
+            yield f"{recipe.name}: {self.long:,} documents are longer than context {recipe.context}: each became several rows"
+        if self.dropped:
+            yield f"{recipe.name}: {self.dropped:,} documents have no target within context {recipe.context} and were left out"
+
+
+@dataclass(frozen=True)
+class Tokenised:
+    """The files of a recipe, memory mapped."""
+
+    counts: Counts
+    tokens: Any
+    pieces: Any
+    rows: Any
+
+
+def find(recipe: Recipe) -> Tokenised | None:
+    """Returns what has been made before; None where it is not there or not whole. Raises DataError."""
+    return _opened(recipe.folder())
+
+
+def _opened(folder: Path) -> Tokenised | None:
+    try:
+        counts = Counts(**json.loads((folder / "counts.json").read_text()))
+        if any((folder / name).stat().st_size != size for name, size in counts.sizes.items()):
+            return None
+        mapped = [_mapped(folder / name, kind) for name, kind in _FILES.items()]
+    except (OSError, ValueError, TypeError):
+        return None
+    return Tokenised(counts, mapped[0], mapped[1].reshape(-1, 2), mapped[2])
+
+
+def make(recipe: Recipe, say: Callable[[str], None]) -> None:
+    """Makes the files where they are not there. Any number of processes may do so at once. Raises DataError."""
+    folder = recipe.folder()
+    if _opened(folder) is not None:
+        return
+    partial = folder.parent / f".{folder.name}.{socket.gethostname()}.{os.getpid()}.partial"
+    try:
+        folder.parent.mkdir(parents=True, exist_ok=True)
+        _clean(folder)
+        shutil.rmtree(partial, ignore_errors=True)
+        partial.mkdir()
+        try:
+            counts = _Writer(recipe, partial, say).write()
+            (partial / "counts.json").write_text(json.dumps(asdict(counts)))
+            _sync(partial)
+            if recipe.folder() != folder:
+                raise DataError(
+                    f"{recipe.name}: a file changed while it was read; start again when nobody writes to it"
+                )
+            if _opened(folder) is None:
+                shutil.rmtree(folder, ignore_errors=True)  # one that is damaged
+                with contextlib.suppress(FileExistsError):  # another process was first
+                    partial.rename(folder)
+                _sync(folder)
+        finally:
+            shutil.rmtree(partial, ignore_errors=True)
+    except OSError as error:
+        raise DataError(f"cannot write {folder} ({error.strerror}); set data_dir or $DSFRAME_DATA") from error
+    if _opened(folder) is None:
+        raise DataError(f"{folder} cannot be read after it was written; remove it, or set data_dir")
+
+
+_FILES = {"tokens": np.int32, "pieces": np.int64, "rows": np.int64}
+
+
+def _mapped(path: Path, kind: Any) -> Any:
+    if path.stat().st_size == 0:
+        return np.zeros(0, kind)
+    return np.memmap(path, kind, mode="c")  # copy on write: torch warns of arrays that cannot be written to
+
+
+def _sync(folder: Path) -> None:
+    """Has the system write the files now: after a power cut the new name must not stand for what was never written."""
+    for path in [*folder.iterdir(), folder]:
+        descriptor = os.open(path, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        finally:
+            os.close(descriptor)
+
+
+def _clean(folder: Path) -> None:
+    """Removes what killed processes of this host have left of this folder."""
+    for path in folder.parent.glob(f".{folder.name}.*.partial"):
+        host, number = path.name[len(folder.name) + 2 : -len(".partial")].rsplit(".", 1)
+        if host == socket.gethostname() and not psutil.pid_exists(int(number)):
+            shutil.rmtree(path, ignore_errors=True)
+
+
+class _Writer:
+    """Writes the three files in one pass."""
+
+    def __init__(self, recipe: Recipe, folder: Path, say: Callable[[str], None]) -> None:
+        self._recipe, self._folder, self._say = recipe, folder, say
+        self._counts = Counts()
+        self._began = self._said = time.monotonic()
+        self._out: dict[str, IO[bytes]] = {}
+        # Rooms of the rows that are open, least first, and their pieces.
+        self._open: list[tuple[int, int, list[tuple[int, int]]]] = []
+        self._opened = 0
+
+    def write(self) -> Counts:
+        recipe, counts = self._recipe, self._counts
+        with contextlib.ExitStack() as files:
+            for name in _FILES:
+                self._out[name] = files.enter_context((self._folder / name).open("wb"))
+            for number, source in enumerate(recipe.sources, 1):
+                before = counts.documents + counts.empty + counts.dropped
+                self._source(source, f"file {number} of {len(recipe.sources)}")
+                if counts.documents + counts.empty + counts.dropped == before:
+                    raise DataError(f"{source}: empty: there is no document in it")
+            for _, _, pieces in sorted(self._open, key=lambda entry: entry[1]):
+                self._row(pieces)
+            if not counts.learned:
+                why = "no document has a target" if counts.dropped else "all documents are empty"
+                raise DataError(f"{recipe.name}: nothing to learn from: {why}")
+            if recipe.packing == "concatenate":
+                counts.rows, counts.positions = counts.tokens // recipe.context, counts.tokens
+            counts.sizes = {name: out.tell() for name, out in self._out.items()}
+        return counts
+
+    def _source(self, source: Path, which: str) -> None:
+        recipe, counts = self._recipe, self._counts
+        start, learned = counts.tokens, 0
+        for batch in _batches(documents.rows(source, recipe.encoder.columns), recipe.encoder):
+            self._progress(which)
+            for row, found in zip(batch, recipe.encoder.encode(batch), strict=True):
+                tokens = found
+                self._check(row, tokens)
+                if recipe.encoder.whole and len(tokens) > recipe.context + 1:
+                    counts.long += 1
+                    counts.cut += len(tokens) - recipe.context - 1
+                    tokens = tokens[: recipe.context + 1]
+                if recipe.encoder.whole and not (tokens[1:] >= 0).any():
+                    counts.dropped += 1
+                    continue
+                if not len(tokens):
+                    counts.empty += row.last
+                    continue
+                # The first token of a document is nobody's target, unless documents are joined.
+                targets = tokens if recipe.packing == "concatenate" or counts.tokens > start else tokens[1:]
+                learned += int((targets >= 0).sum())
+                self._out["tokens"].write(tokens.tobytes())
+                counts.tokens += len(tokens)
+                if row.last:
+                    counts.documents += 1
+                    counts.learned += learned
+                    self._place(start, counts.tokens - start)
+                    start, learned = counts.tokens, 0
+
+    def _check(self, row: Row, tokens: Any) -> None:
+        if len(tokens) and (largest := int(np.maximum(tokens, ~tokens).max())) >= self._recipe.vocabulary:
+            raise DataError(
+                f"{row.place}: token {largest} is beyond the model's vocabulary of {self._recipe.vocabulary:,}; "
+                "choose the tokenizer of this model, or raise vocab_size"
+            )
+
+    def _place(self, start: int, length: int) -> None:
+        """Says where a document lies; one that is longer than a row becomes several, in which each target is once."""
+        recipe = self._recipe
+        if recipe.packing == "concatenate":
+            return
+        size = recipe.context
+        if length > size + 1:
+            self._counts.long += 1
+        for first in range(0, length - 1, size):
+            piece = start + first, min(size + 1, length - first)
+            self._row([piece]) if recipe.packing == "rows" else self._fit(piece)
+
+    def _fit(self, piece: tuple[int, int]) -> None:
+        """Puts the piece into the open row in which it leaves the least room."""
+        needed = piece[1] - 1
+        at = bisect.bisect_left(self._open, (needed, -1))
+        if at < len(self._open):
+            room, number, pieces = self._open.pop(at)
+        else:
+            room, number, pieces = self._recipe.context, self._opened, []
+            self._opened += 1
+        pieces.append(piece)
+        if room == needed:
+            self._row(pieces)
+            return
+        bisect.insort(self._open, (room - needed, number, pieces))
+        if len(self._open) > _OPEN_ROWS:
+            self._row(self._open.pop(0)[2])  # the fullest
+
+    def _row(self, pieces: list[tuple[int, int]]) -> None:
+        self._out["pieces"].write(np.asarray(pieces, np.int64).tobytes())
+        end = self._out["pieces"].tell() // 16
+        self._out["rows"].write(np.int64(end).tobytes())
+        self._counts.rows += 1
+        self._counts.positions += sum(length - 1 for _, length in pieces)
+
+    def _progress(self, which: str) -> None:
+        now = time.monotonic()
+        if now - self._said > SAY_SECONDS:
+            self._said, counts = now, self._counts
+            rate = counts.tokens / (now - self._began)
+            self._say(
+                f"tokenising {self._recipe.name}, {which}: {counts.documents:,} documents, {counts.tokens:,} tokens, {rate:,.0f}/s"
+            )
+
+
+def _batches(rows: Iterable[Row], encoder: Encoder) -> Iterator[list[Row]]:
+    """Yields as many rows as are worth a call of the tokenizer."""
+    batch: list[Row] = []
+    size = 0
+    for row in rows:
+        batch.append(row)
+        size += encoder.length(row)
+        if size >= _CHARACTERS or len(batch) == _DOCUMENTS:
+            yield batch
+            batch, size = [], 0
+    if batch:
+        yield batch

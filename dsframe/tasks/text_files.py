@@ -1,0 +1,194 @@
+"""Language models of transformers on documents and conversations from files, as the file's ``data`` section says."""
+
+from __future__ import annotations
+
+import contextlib
+import copy
+import math
+from collections.abc import Mapping
+from functools import cached_property
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_64_hexdigest
+
+from dsframe.data import documents, encoders, tokenised
+from dsframe.data.packed import IGNORED, RowSource
+from dsframe.data.text import TextSource
+from dsframe.data.tokenised import Recipe, Tokenised
+from dsframe.errors import DataError, TaskError
+from dsframe.tasks import _transformers
+from dsframe.tasks.huggingface import CausalLanguageModelTask
+from dsframe.tasks.task import Say, Sum, accuracy
+
+if TYPE_CHECKING:
+    from dsframe.config.schema import settings as sections
+
+
+class WindowsTask(CausalLanguageModelTask):
+    """All documents joined, each behind the end of the one before; every token is a target."""
+
+    packing = "concatenate"
+
+    def __init__(self, settings: sections.CausalLanguageModelTask, seed: int) -> None:
+        """Raises TaskError, DataError where the section contradicts itself, the tokenizer or the model."""
+        super().__init__(settings, seed)
+        assert settings.data is not None
+        self._files = settings.data
+        self.data_dir = settings.data_dir
+        self.prepared_as = "-" + xxh3_64_hexdigest(settings.model_dump_json().encode())
+        if "corpus" in settings.model_fields_set:
+            raise TaskError('task: "corpus" and "data" both name the text; remove one of them')
+        if settings.data.format == "conversations" and self.packing == "concatenate":
+            raise TaskError(
+                'task.data.packing: "concatenate" joins texts; write "rows" or "documents" for conversations'
+            )
+        if settings.data.format == "conversations" and self.tokenizer is None:
+            raise TaskError(
+                "task.data: conversations need a tokenizer with a chat template; name its folder in task.tokenizer"
+            )
+        if settings.data.format == "text" and settings.data.chat_template:
+            raise TaskError(
+                'task.data.chat_template: is for conversations; remove it, or write "format": "conversations"'
+            )
+
+    @cached_property
+    def _recipes(self) -> dict[str, Recipe]:
+        """For training, and for evaluation where there are files for it."""
+        files, template = self._files, ""
+        if files.chat_template:
+            template = encoders.template_of(files.chat_template)
+        how = [self._digest, files.format, files.field, template]
+        if self.tokenizer is not None:
+            how += [str(self.tokenizer.eos_token_id), _transformers.transformers().__version__]
+        found = {}
+        for name, patterns in (("train", files.train), ("eval", files.eval)):
+            if patterns is None:
+                continue
+            encoder: Any = (
+                encoders.ConversationEncoder(self.tokenizer, template or None)
+                if files.format == "conversations"
+                else encoders.TextEncoder(self.tokenizer, files.field)
+            )
+            found[name] = Recipe(
+                tuple(documents.find(patterns, f"task.data.{name}")),
+                encoder,
+                self.packing,
+                self.settings.context,
+                self.pretrained_config.vocab_size,
+                xxh3_64_hexdigest("\0".join(how).encode()),
+                self.settings.data_dir,
+                f"task.data.{name}",
+            )
+        return found
+
+    def prepare(self, say: Say) -> None:
+        for recipe in self._recipes.values():
+            tokenised.make(recipe, say)
+            opened = tokenised.find(recipe)
+            for line in opened.counts.sentences(recipe) if opened else ():
+                say(line)
+
+    def _opened(self, name: str) -> tuple[Recipe, Tokenised]:
+        recipe = self._recipes[name]
+        found = tokenised.find(recipe)
+        if found is None:  # asked by a program that has not called prepare()
+            tokenised.make(recipe, lambda line: None)
+            found = tokenised.find(recipe)
+        assert found is not None
+        return recipe, found
+
+    def train_data(self) -> Any:
+        return self._source("train")
+
+    def eval_data(self) -> Any:
+        return self._source("eval") if self._files.eval is not None else None
+
+    def _source(self, name: str) -> Any:
+        train, s = name == "train", self.settings
+        recipe, found = self._opened(name)
+        tokens = torch.from_numpy(found.tokens)
+        if train and s.samples is not None:
+            tokens = tokens[: s.samples * s.context + s.context]
+        try:
+            return TextSource(tokens, s.context, seed=self.seed, shifted=train)
+        except DataError as error:
+            raise DataError(f"{recipe.name}: {error}") from error
+
+
+class RowsTask(WindowsTask):
+    """One document a row, or several that do not see each other; the loss is the mean over the targets of the global batch."""
+
+    packing = "rows"
+
+    def __init__(self, settings: sections.CausalLanguageModelTask, seed: int) -> None:
+        assert settings.data is not None
+        self.packing = settings.data.packing or "rows"
+        super().__init__(settings, seed)
+        if self.packing == "documents":
+            self._refuse_leaks()
+
+    def _refuse_leaks(self) -> None:
+        """Raises TaskError where a small model of this kind lets a document see the one before it in its row."""
+        config = _small(self.pretrained_config)
+        kind = config.model_type
+        with torch.random.fork_rng(devices=[]), torch.no_grad():
+            torch.manual_seed(0)
+            try:
+                model = _transformers.build("AutoModelForCausalLM", config, None).eval()
+                first, other, second = torch.randint(1, 60, (3, 1, 5)).unbind(0)
+                places = torch.arange(5).repeat(2)[None]
+                behind, elsewhere = (
+                    model(input_ids=torch.cat([one, second], 1), position_ids=places).logits[:, 5:]
+                    for one in (first, other)
+                )
+                alone = model(input_ids=second).logits
+            except Exception as error:  # of whatever model this is
+                reason = " ".join(f"{type(error).__name__}: {error}".split())
+                raise TaskError(
+                    f'task.data.packing: model_type "{kind}" cannot take documents that are packed ({reason}); write "rows"'
+                ) from error
+        difference = max(float((behind - one).abs().max()) for one in (elsewhere, alone))
+        if not difference < 1e-4 * max(float(alone.abs().max()), 1e-3):
+            raise TaskError(
+                f'task.data.packing: in model_type "{kind}" packed documents see each other (outputs differ by {difference:.1g}); '
+                'write "rows"'
+            )
+
+    def example(self) -> tuple[Any, Any]:
+        tokens = torch.empty(1, self.settings.context, dtype=torch.int64, device="meta")
+        other = "position_ids" if self.packing == "documents" else "attention_mask"
+        return {"input_ids": tokens, other: tokens}, tokens
+
+    def loss_weight(self, targets: Tensor) -> Tensor:
+        return (targets != IGNORED).sum()
+
+    def metrics(self, outputs: Any, targets: Tensor) -> Mapping[str, Sum]:
+        count = self.loss_weight(targets)
+        total = self.loss(outputs, targets) * count
+        counted = targets != IGNORED
+        return {
+            "loss": Sum(total, count),
+            "bits_per_token": Sum(total / math.log(2), count),
+            "accuracy": accuracy(outputs.logits[counted], targets[counted]),
+        }
+
+    def _source(self, name: str) -> RowSource:
+        train, s = name == "train", self.settings
+        _, found = self._opened(name)
+        if train:  # the unit of rates: tokens that are no padding
+            self.units_per_sample = max(round(found.counts.positions / found.counts.rows), 1)
+        return RowSource(found, s.context, together=self.packing == "documents", samples=s.samples if train else None)
+
+
+def _small(config: Any) -> Any:
+    """A copy of the configuration with one layer of each kind, a small vocabulary and small layers between the attentions."""
+    small = copy.deepcopy(config)
+    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or [])) or None
+    changes = {"vocab_size": 64, "intermediate_size": 32, "pad_token_id": None, "layer_types": kinds}
+    for name, value in {"num_hidden_layers": len(kinds or [0]), **changes}.items():
+        if getattr(small, name, None) is not None:
+            with contextlib.suppress(AttributeError):  # it follows from another setting
+                setattr(small, name, value)
+    return small

@@ -1,0 +1,153 @@
+"""One file fine-tunes a model of a folder on conversations, offline: the same losses on every engine, and those of transformers'
+own Trainer on the same rows."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsframe.config import load
+from dsframe.data import Loader
+from dsframe.run_dir.record import read_summary
+from dsframe.tasks import build
+from dsframe.tools.compare import losses
+from tests.processes import python, run_ranks, warm
+from tests.text_files import LLAMA, conversations, jsonl, tokenizer
+
+STEPS, BATCH, RATE = 20, 8, 1e-3
+TASK = {
+    "name": "causal-language-model",
+    "model": "llama",
+    "context": 96,
+    "data_dir": "cache",
+    "data": {"train": "chats.jsonl", "eval": "held_out.jsonl", "format": "conversations"},
+}
+FILE = {
+    "train_batch_size": BATCH,
+    "gradient_accumulation_steps": 2,
+    "gradient_clipping": 1.0,
+    "zero_optimization": {"stage": 3},
+    "optimizer": {"type": "AdamW", "params": {"lr": RATE, "weight_decay": 0.1}},
+    "scheduler": {"type": "linear", "params": {"num_warmup_steps": 3, "num_training_steps": STEPS}},
+    "dsframe": {"task": TASK, "steps": STEPS, "seed": 5, "log_every_steps": 1, "no_decay": "norms-and-biases"},
+}
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """The file, the conversations, and a folder with a Llama and its tokenizer, as they are downloaded."""
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    here = tmp_path_factory.mktemp("fine_tuning")
+    torch.manual_seed(3)
+    settings = {name: value for name, value in LLAMA.items() if name != "model_type"}
+    LlamaForCausalLM(LlamaConfig(**settings, vocab_size=400)).save_pretrained(here / "llama")  # type: ignore[arg-type]
+    tokenizer(here / "llama")
+    jsonl(here / "chats.jsonl", conversations(120))
+    jsonl(here / "held_out.jsonl", conversations(19, seed=1))
+    (here / "my.json").write_text(json.dumps(FILE))
+    return here
+
+
+def trained(folder: Path, name: str, processes: int, *more: str) -> tuple[dict[int, float], dict[str, Any]]:
+    words = ["-m", "dsframe.train", "--config", "my.json", "--run-dir", name, *more]
+    command = warm(processes, words) if processes > 1 else python(words)
+    run_ranks(command, cwd=folder, timeout_seconds=150).check()
+    return losses(folder / name), read_summary(folder / name)["metrics"]
+
+
+@pytest.fixture(scope="module")
+def alone(folder: Path) -> tuple[dict[int, float], dict[str, Any]]:
+    return trained(folder, "single", 1, "--engine", "single")
+
+
+def test_every_engine_has_the_same_losses(folder: Path, alone: tuple[dict[int, float], dict[str, Any]]) -> None:
+    expected, evaluated = alone
+    assert len(expected) == STEPS
+    assert expected[STEPS] < expected[1] - 0.1
+    for engine in ("deepspeed", "fsdp", "horovod"):
+        found, metrics = trained(folder, engine, 2, "--engine", engine)
+        assert found == pytest.approx(expected, abs=2e-5), engine
+        assert metrics == pytest.approx(evaluated, abs=2e-5), engine
+
+
+def test_packed_conversations_have_the_same_losses_on_two_ranks(folder: Path) -> None:
+    packed = "--set", 'dsframe.task.data.packing="documents"', "--set", "train_batch_size=4", "--set", "dsframe.steps=6"
+    expected, _ = trained(folder, "packed-single", 1, "--engine", "single", *packed)
+    found, _ = trained(folder, "packed", 2, "--engine", "deepspeed", *packed)
+    assert found == pytest.approx(expected, abs=1e-5)
+
+
+@pytest.mark.long
+def test_every_engine_has_the_same_losses_in_bf16_to_its_precision(
+    folder: Path, alone: tuple[dict[int, float], dict[str, Any]]
+) -> None:
+    for engine in ("deepspeed", "fsdp", "horovod"):
+        found, _ = trained(folder, f"{engine}-bf16", 2, "--engine", engine, "--set", "bf16.enabled=true")
+        assert found == pytest.approx(alone[0], abs=0.05), engine
+
+
+class Rows(torch.utils.data.Dataset[Any]):
+    """The rows of the run in their order, as the Trainer takes them: labels are not moved by one."""
+
+    def __init__(self, folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+        monkeypatch.chdir(folder)
+        config = load("my.json")
+        task = build(config.settings.task, config.settings.seed)
+        self.rows = []
+        loader = Loader(task.train_data(), seed=config.settings.seed, micro_batch_size=BATCH)
+        for inputs, targets in loader.stream(0, STEPS):
+            for ids, wanted, mask in zip(inputs["input_ids"], targets, inputs["attention_mask"], strict=True):
+                length = int(mask.sum())
+                last = wanted[length - 1 : length].clamp(min=0)
+                labels = torch.cat([torch.tensor([-100]), wanted[:length]])
+                self.rows.append({"input_ids": torch.cat([ids[:length], last]).tolist(), "labels": labels.tolist()})
+
+    def __len__(self) -> int:
+        return len(self.rows)
+
+    def __getitem__(self, index: int) -> Any:
+        return self.rows[index]
+
+
+def test_the_trainer_of_transformers_has_the_same_losses(
+    folder: Path, alone: tuple[dict[int, float], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    pytest.importorskip("accelerate", reason='transformers\' Trainer needs accelerate: pip install -e ".[bench]"')
+    from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
+
+    found: list[float] = []
+
+    class Recording(Trainer):
+        def _get_train_sampler(self, *_: Any) -> Any:
+            return torch.utils.data.SequentialSampler(self.train_dataset)  # type: ignore[arg-type]
+
+        def training_step(self, *arguments: Any, **more: Any) -> Any:
+            loss = super().training_step(*arguments, **more)
+            found.append(float(loss))
+            return loss
+
+    Recording(
+        AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32),
+        TrainingArguments(
+            str(folder / "trainer"),
+            per_device_train_batch_size=BATCH,
+            max_steps=STEPS,
+            learning_rate=RATE,
+            weight_decay=0.1,
+            warmup_steps=3,
+            lr_scheduler_type="linear",
+            max_grad_norm=1.0,
+            use_cpu=True,
+            report_to="none",
+            save_strategy="no",
+        ),
+        data_collator=DataCollatorForSeq2Seq(AutoTokenizer.from_pretrained(folder / "llama")),
+        train_dataset=Rows(folder, monkeypatch),
+    ).train()
+    assert len(found) == STEPS
+    assert found == pytest.approx([alone[0][step] for step in range(1, STEPS + 1)], abs=1e-4)

@@ -1,0 +1,134 @@
+"""Task.prepare(): one process does it before anybody reads, under every launcher; a failure ends all ranks with one message."""
+
+from __future__ import annotations
+
+import json
+import os
+import shutil
+import signal
+import time
+from pathlib import Path
+
+import pytest
+
+from tests.processes import Finished, Running, deepspeed, free_port, horovodrun, python, run_ranks, torchrun, warm
+
+TASK = {"name": "tests.faults.preparing_task:Preparing"}
+FILE = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}}
+ARGUMENTS = ["-m", "dsframe.train", "--config", "my.json", "--run-dir", "run"]
+MPIRUN = ["mpirun", "--allow-run-as-root", "--oversubscribe", "-np", "2", *python(ARGUMENTS)]
+LAUNCHERS = {
+    "deepspeed": deepspeed(2, ARGUMENTS),
+    "horovodrun": horovodrun(2, ARGUMENTS),
+    "torchrun": torchrun(2, ARGUMENTS),
+    "mpirun": MPIRUN,
+}
+LONG = [pytest.param(name, marks=pytest.mark.long) for name in ("deepspeed", "mpirun")]
+
+
+def write(folder: Path) -> None:
+    settings = {"task": TASK, "steps": 2, "engine": "ddp", "threads_per_rank": 1}
+    (folder / "my.json").write_text(json.dumps(FILE | {"dsframe": settings}))
+    (folder / "data").mkdir(exist_ok=True)
+
+
+def data(folder: Path, fault: str = "") -> dict[str, str]:
+    return {"DSFRAME_DATA": str(folder / "data"), "FAULT": fault}
+
+
+def processes(hosts: tuple[int, ...], folders: tuple[str, ...] = ("data", "data")) -> list[str]:
+    """Two ranks as torchrun would start them, each on a host of its own, or both on one; ``folders``: of each rank's data."""
+    port, one = free_port(), len(set(hosts)) == 1
+    lines = []
+    for rank, host in enumerate(hosts):
+        place = f"RANK={rank} WORLD_SIZE=2 LOCAL_RANK={rank if one else 0} LOCAL_WORLD_SIZE={2 if one else 1} GROUP_RANK={host}"
+        lines.append(
+            f"{place} MASTER_ADDR=127.0.0.1 MASTER_PORT={port} DSFRAME_DATA={folders[rank]} python {' '.join(ARGUMENTS)} &"
+        )
+        lines.append('pids="$pids $!"')
+    return ["bash", "-c", "\n".join([*lines, "for pid in $pids; do wait $pid || code=$?; done", "exit $code"])]
+
+
+def calls(folder: Path, name: str = "data") -> int:
+    return len((folder / name / "calls").read_text().splitlines())
+
+
+@pytest.mark.parametrize("launcher", ["warm", "horovodrun", "torchrun", *LONG])
+def test_one_process_prepares(launcher: str, tmp_path: Path) -> None:
+    if launcher == "mpirun" and not shutil.which("mpirun"):
+        pytest.skip("no mpirun: apt-get install openmpi-bin")
+    write(tmp_path)
+    command = LAUNCHERS.get(launcher) or warm(2, ARGUMENTS)
+    finished = run_ranks(command, cwd=tmp_path, env=data(tmp_path), timeout_seconds=120).check()
+    assert calls(tmp_path) == 1
+    assert finished.stderr.count("dsframe: preparing numbers") == 1
+    assert [path.name for path in (tmp_path / "data").glob(".prepared*")] == []
+
+
+def test_hosts_that_share_the_folder_prepare_once_and_others_each(tmp_path: Path) -> None:
+    write(tmp_path)
+    run_ranks(processes((0, 1)), cwd=tmp_path, timeout_seconds=120).check()
+    assert calls(tmp_path) == 1
+    (tmp_path / "other").mkdir()
+    run_ranks(processes((0, 1), ("data", "other")), cwd=tmp_path, timeout_seconds=120).check()
+    assert (calls(tmp_path), calls(tmp_path, "other")) == (2, 1)
+
+
+def errors(finished: Finished) -> set[str]:
+    """The messages, without who said them."""
+    return {line[line.index("error: ") :] for line in finished.stderr.splitlines() if "error: " in line}
+
+
+@pytest.mark.parametrize("hosts", [(0, 0), pytest.param((0, 1), marks=pytest.mark.long)])
+def test_a_mistake_ends_all_ranks_with_one_message(hosts: tuple[int, ...], tmp_path: Path) -> None:
+    write(tmp_path)
+    finished = run_ranks(processes(hosts), cwd=tmp_path, env=data(tmp_path, "raise"), timeout_seconds=120)
+    assert finished.returncode == 6, finished
+    (line,) = errors(finished)
+    assert line.startswith("error: Preparing.prepare() failed: ValueError: no such server (")
+    assert line.endswith("preparing_task.py:35) [data]")
+    assert finished.stderr.count("no such server") == 2, finished
+    assert "Traceback" not in finished.output
+
+
+def kill(run: Running, folder: Path) -> None:
+    at = folder / "data" / "sleeps"
+    run.wait_for(lambda: at.exists() and at.read_text(), timeout_seconds=60, what="it sleeps")
+    os.kill(int(at.read_text()), signal.SIGKILL)
+
+
+def test_a_killed_process_ends_all_ranks_and_leaves_nothing_that_is_taken_for_whole(tmp_path: Path) -> None:
+    write(tmp_path)
+
+    at = []
+
+    def killed(run: Running) -> None:
+        kill(run, tmp_path)
+        at.append(time.monotonic())
+
+    command = processes((0, 0))
+    finished = run_ranks(command, cwd=tmp_path, env=data(tmp_path, "sleep"), timeout_seconds=60, while_running=killed)
+    assert finished.returncode == 6, finished  # of rank 1
+    assert time.monotonic() - at[0] < 20.0
+    (line,) = errors(finished)
+    assert line.startswith("error: the process that prepared the data (rank 0, process ")
+    assert line.endswith("what is half done is not used [data]")
+    (tmp_path / "data" / "sleeps").unlink()
+    run_ranks(processes((0, 0)), cwd=tmp_path, env=data(tmp_path), timeout_seconds=120).check()
+
+
+def test_a_broken_line_is_named_by_all_ranks_before_training(tmp_path: Path) -> None:
+    write(tmp_path)
+    file = json.loads((tmp_path / "my.json").read_text())
+    model = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 32}
+    data = {"train": "broken.jsonl", "packing": "documents"}
+    file["dsframe"]["task"] = {"name": "causal-language-model", "model": model, "data": data, "data_dir": "cache"}
+    (tmp_path / "my.json").write_text(json.dumps(file))
+    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
+    finished = run_ranks(processes((0, 0)), cwd=tmp_path, timeout_seconds=120)
+    assert finished.returncode == 6, finished
+    (line,) = errors(finished)
+    assert line.startswith("error: broken.jsonl:2: not JSON (Expecting ',' delimiter, column 13)")
+    assert finished.stderr.count("broken.jsonl:2") == 2, finished
+    assert "Traceback" not in finished.output
+    assert not [path for path in (tmp_path / "cache").rglob("*") if path.name == "tokens" and path.is_file()]

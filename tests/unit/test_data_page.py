@@ -1,0 +1,72 @@
+"""The page on data: its programs run, its files train."""
+
+from __future__ import annotations
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsframe.config import load
+from dsframe.errors import ConfigError
+from dsframe.run import execute
+from tests.processes import REPOSITORY
+from tests.text_files import LLAMA, jsonl, sentence, tokenizer
+
+PAGE = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
+
+
+def blocks(kind: str) -> list[str]:
+    found = re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
+    assert len(found) == 2
+    return found
+
+
+def test_its_programs_run_and_its_files_train(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import random
+
+    import pyarrow as arrow
+    import torch
+    from pyarrow import parquet
+    from transformers import LlamaConfig, LlamaForCausalLM
+
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("DSFRAME_DATA", str(tmp_path / "cache"))
+    names: dict[str, Any] = {"__name__": "data"}
+    for block in blocks("python"):
+        exec(compile(block, "docs/data.md", "exec"), names)
+    assert names["summary"].steps == 5
+    for folder in ("texts", "books"):
+        (tmp_path / folder).mkdir()
+    rows = [{"text": sentence(random.Random(number))} for number in range(30)]
+    jsonl(tmp_path / "texts" / "a.jsonl", rows)
+    jsonl(tmp_path / "held_out.jsonl", rows)
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "more.parquet")
+    (tmp_path / "books" / "a.txt").write_text("a book")
+    torch.manual_seed(0)
+    settings = {name: value for name, value in LLAMA.items() if name != "model_type"}
+    LlamaForCausalLM(LlamaConfig(**settings, vocab_size=400)).save_pretrained("llama")  # type: ignore[arg-type]
+    tokenizer(tmp_path / "llama")
+    short = ["dsframe.engine=single", "dsframe.steps=2", "train_batch_size=2"]
+    for number, block in enumerate(blocks("json")):
+        config = load(json.loads(block), overrides=[*short, f"dsframe.run_dir=run{number}"])
+        assert config.problems == ()
+        assert execute(config, quiet=True).steps == 2
+
+
+def test_a_misspelt_key_is_named() -> None:
+    section = {"train": "a.jsonl", "paking": "rows"}
+    task = {"name": "causal-language-model", "model": {"model_type": "llama"}, "data": section}
+    file = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "dsframe": {"task": task}}
+    with pytest.raises(ConfigError, match=r'dsframe.task.data.paking: unknown key; did you mean "packing"\?'):
+        load(file)
+    section.pop("paking")
+    section["packing"] = "document"
+    with pytest.raises(ConfigError, match=r'dsframe.task.data.packing: .*"documents"'):
+        load(file)
+
+
+def test_every_block_is_run() -> None:
+    assert len(re.findall(r"^```\w", PAGE, re.MULTILINE)) == len(blocks("python")) + len(blocks("json"))

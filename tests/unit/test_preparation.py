@@ -1,0 +1,105 @@
+"""Task.prepare() in one process, and what a rank sees of a process on another host."""
+
+from __future__ import annotations
+
+import os
+import time
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import dsframe
+from dsframe import Task
+from dsframe.errors import ConfigError, DataError, TaskError
+from dsframe.tasks import preparation
+from dsframe.tasks.preparation import _Together, _Who, alone
+from dsframe.tasks.task import Say
+
+
+class Slow(Task):
+    """Notes when it begins and ends."""
+
+    def __init__(self, folder: Path) -> None:
+        self.data_dir = str(folder)
+
+    def prepare(self, say: Say) -> None:
+        with Path(str(self.data_dir), "notes").open("a") as notes:
+            notes.write(f"begin {os.getpid()}\n")
+            notes.flush()
+            time.sleep(1.0)
+            notes.write(f"end {os.getpid()}\n")
+
+
+def test_two_jobs_do_not_prepare_the_same_at_once(tmp_path: Path) -> None:
+    child = os.fork()
+    if child == 0:
+        alone(Slow(tmp_path), lambda line: None)
+        os._exit(0)
+    while not (tmp_path / "notes").exists():
+        time.sleep(0.01)
+    said: list[str] = []
+    alone(Slow(tmp_path), said.append)
+    os.waitpid(child, 0)
+    own = os.getpid()
+    expected = [f"begin {child}", f"end {child}", f"begin {own}", f"end {own}"]
+    assert (tmp_path / "notes").read_text().split("\n")[:-1] == expected
+    (line,) = said
+    assert line.startswith(f"process {child} on ")
+    assert line.endswith(f"prepares the same data in {tmp_path}; waiting until it is done")
+
+
+def test_a_mistake_of_the_users_is_named_and_an_error_of_dsframe_stays(tmp_path: Path) -> None:
+    class Wrong(Slow):
+        error: Exception = KeyError("url")
+
+        def prepare(self, say: Say) -> None:
+            raise self.error
+
+    with pytest.raises(DataError, match=r"Wrong.prepare\(\) failed: KeyError: 'url' \(.*test_preparation.py:\d+\)"):
+        alone(Wrong(tmp_path), lambda line: None)
+    Wrong.error = TaskError("as it is")
+    with pytest.raises(TaskError, match="as it is"):
+        alone(Wrong(tmp_path), lambda line: None)
+
+
+def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    with pytest.raises(
+        DataError, match=r"cannot write .*Slow.lock \(Not a directory\); set data_dir or \$DSFRAME_DATA"
+    ):
+        alone(Slow(tmp_path / "file" / "data"), lambda line: None)
+
+
+def test_a_file_without_an_optimizer_is_refused_before(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="optimizer: missing"):
+        dsframe.fit(Slow(tmp_path), {"train_batch_size": 8, "dsframe": {"engine": "single", "run_dir": str(tmp_path)}})
+    assert not (tmp_path / "notes").exists()
+
+
+class Store(dict[str, bytes]):
+    """As torch's, for what is asked here."""
+
+    def check(self, keys: list[str]) -> bool:
+        return all(key in self for key in keys)
+
+
+def test_a_silent_process_on_another_host_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(preparation, "SILENT_SECONDS", 0.3)
+    here = _Who(1, True, "here", 1, 0.0)
+    waiting: Any = object.__new__(_Together)
+    waiting._me, waiting._store, waiting._signs = here, Store(), {}
+    waiting._first = [replace(here, rank=0, host="there", process=5)]
+    until = time.monotonic() + 0.6
+    count = 0
+    while time.monotonic() < until:  # as long as it gives signs of life
+        count += 1
+        waiting._store["sign/0"] = str(count).encode()
+        assert not waiting._is_dead(waiting._first[0])
+        time.sleep(0.05)
+    began = time.monotonic()
+    said = preparation._error(waiting._wait())
+    assert time.monotonic() - began < 2.0
+    assert "(rank 0, process 5 on there) ended before it was done" in str(said)
+    assert said.first_is_gone

@@ -1,0 +1,371 @@
+"""Language models on documents and conversations from files: what is read, how rows are made, what is learned, what is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import random
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dsframe.config.schema.settings import CausalLanguageModelTask as Settings
+from dsframe.data import Loader, Pad, Sampler, as_source, tokenised
+from dsframe.data.packed import IGNORED
+from dsframe.errors import DataError, TaskError
+from dsframe.tasks import build
+from dsframe.tasks.text_files import RowsTask, WindowsTask
+from tests.text_files import LLAMA, TEMPLATE, conversations, jsonl, sentence, tokenizer
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DSFRAME_DATA", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def task(train: Any, *, context: int = 32, model: Any = LLAMA, words: Any = None, **data: Any) -> Any:
+    section: dict[str, Any] = {"name": "causal-language-model", "model": model, "context": context}
+    if words is not None:
+        section["tokenizer"] = str(words)
+    found = build(Settings.model_validate({**section, "data": {"train": train, **data}}), seed=1)
+    assert isinstance(found, WindowsTask)
+    return found
+
+
+def texts(count: int = 40) -> list[str]:
+    numbers = random.Random(0)
+    return [sentence(numbers) for _ in range(count)]
+
+
+def tokens(found: Any) -> list[int]:
+    opened = tokenised.find(found._recipes["train"])
+    assert opened is not None
+    return [int(token) for token in opened.tokens]
+
+
+def prepared(*arguments: Any, **more: Any) -> Any:
+    found = task(*arguments, **more)
+    found.prepare(lambda line: None)
+    return found
+
+
+def test_every_kind_of_file_gives_the_same_tokens(tmp_path: Path) -> None:
+    import datasets
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    rows = texts()
+    jsonl(tmp_path / "a.jsonl", [{"id": 1, "text": row} for row in rows])
+    parquet.write_table(arrow.table({"id": [1] * len(rows), "text": rows}), tmp_path / "b.parquet")
+    datasets.Dataset.from_dict({"text": rows}).save_to_disk(str(tmp_path / "saved"))
+    for number, row in enumerate(rows):
+        (tmp_path / f"{number:03}.txt").write_text(row)
+    expected = [byte for row in rows for byte in (*row.encode(), 256)]
+    for pattern in ("a.jsonl", "b.parquet", "saved", "*.txt"):
+        assert tokens(prepared(pattern)) == expected, pattern
+    words = tokenizer(tmp_path / "words")
+    again = tokens(prepared(["a.jsonl", "b.parquet"], words=words))
+    assert again[: len(again) // 2] == again[len(again) // 2 :]
+    assert again.count(0) == 2 * len(rows)  # the end of each document
+    assert tokens(prepared("saved", words=words)) == tokens(prepared("*.txt", words=words)) == again[: len(again) // 2]
+
+
+def test_a_text_file_larger_than_a_piece_is_one_document(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("dsframe.data.documents.PIECE", 7)
+    text = "東京 is\n\nlarge é\nand naïve without an end 😀😀😀"
+    (tmp_path / "a.txt").write_text(text)
+    assert tokens(prepared("a.txt", context=4)) == [*text.encode(), 256]
+    found = prepared("a.txt", context=4, packing="rows").train_data().batch(torch.arange(2), 0)
+    assert found[0]["input_ids"].tolist()[1][:4] == [*text.encode()][4:8]
+    assert found[1].tolist()[0][:4] == [*text.encode()][1:5]
+
+
+ATTENTION = ("sdpa", "eager")
+
+
+@pytest.mark.parametrize("attention", ATTENTION)
+def test_packed_documents_have_the_losses_of_single_ones(attention: str, tmp_path: Path) -> None:
+    jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts(60)])
+    alone, packed = (prepared("a.jsonl", context=96, packing=how) for how in ("rows", "documents"))
+    alone.pretrained_config._attn_implementation = attention
+    torch.manual_seed(0)
+    network = alone.model().eval()
+    assert network.config._attn_implementation == attention
+
+    def loss(one: Any) -> tuple[float, int, Any]:
+        source, total, count = one.train_data(), torch.zeros(()), 0
+        for index in range(0, len(source), 4):
+            inputs, targets = source.batch(torch.arange(index, min(index + 4, len(source))), 0)
+            items = int(one.loss_weight(targets))
+            total, count = total + one.loss(network(**inputs), targets) * items, count + items
+        gradients = torch.autograd.grad(total / count, network.parameters())
+        return float((total / count).detach()), count, gradients
+
+    (first, items, slopes), (second, others, others_slopes) = loss(alone), loss(packed)
+    assert len(packed.train_data()) < len(alone.train_data()) * 0.7
+    assert items == others
+    assert first == pytest.approx(second, abs=1e-5)
+    for mine, theirs in zip(slopes, others_slopes, strict=True):
+        assert torch.allclose(mine, theirs, atol=1e-5)
+
+
+def test_a_model_whose_packed_documents_see_each_other_is_refused(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts()])
+    with pytest.raises(TaskError, match=r"see each other|cannot take"):
+        task(
+            "a.jsonl", packing="documents", model={"model_type": "bloom", "hidden_size": 32, "n_head": 4, "n_layer": 1}
+        )
+    from dsframe.tasks import _transformers
+
+    class Leaks(nn.Module):
+        def forward(self, input_ids: Any, position_ids: Any = None) -> Any:
+            return type("Outputs", (), {"logits": input_ids.cumsum(-1)[..., None].float()})
+
+    monkeypatch.setattr(_transformers, "build", lambda *_: Leaks())
+    with pytest.raises(TaskError, match="packed documents see each other"):
+        task("a.jsonl", packing="documents")
+
+
+def identities(found: Any, ranks: int, first: int = 0, last: int = 200) -> list[list[list[int]]]:
+    """The samples of each step's global batch, in order."""
+    loaders = [
+        Loader(
+            found.train_data(), seed=1, micro_batch_size=12 // ranks // 2, accumulation_steps=2, rank=rank, ranks=ranks
+        )
+        for rank in range(ranks)
+    ]
+    streams = [loader.stream(first, last) for loader in loaders]
+    steps = []
+    for _ in range(first, last):
+        batch: list[list[int]] = []
+        for _ in range(2):
+            for stream in streams:
+                inputs, _ = next(stream)
+                ids = inputs if isinstance(inputs, torch.Tensor) else inputs["input_ids"]
+                batch += [[token for token in row if token] for row in ids.tolist()]
+        steps.append(batch)
+    return steps
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "rows", "documents"])
+def test_the_samples_of_every_step_do_not_depend_on_the_ranks(packing: str, tmp_path: Path) -> None:
+    jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts(90)])
+    found = prepared("a.jsonl", packing=packing)
+    expected = identities(found, 1)
+    assert len({json.dumps(step) for step in expected}) > 100  # else they could be equal for another reason
+    for ranks in (2, 3):
+        assert identities(found, ranks) == expected
+    assert identities(found, 3, first=117) == expected[117:]  # a resume at another size
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_samples_of_a_saved_data_set_do_not_depend_on_ranks_and_workers(workers: int, tmp_path: Path) -> None:
+    import datasets
+
+    rows = [
+        {"input_ids": [number] * (number % 7 + 1), "labels": [number] * (number % 7 + 1)} for number in range(1, 91)
+    ]
+    datasets.Dataset.from_list(rows).save_to_disk(str(tmp_path / "saved"))
+    saved = as_source(datasets.load_from_disk(str(tmp_path / "saved")), 1, Pad(multiple=8))
+
+    def seen(ranks: int, first: int = 0) -> list[list[int]]:
+        size = 12 // ranks
+        streams = [
+            Loader(saved, seed=1, micro_batch_size=size, rank=rank, ranks=ranks, workers=workers).stream(first, 200)
+            for rank in range(ranks)
+        ]
+        return [
+            [number for batch in batches for number in batch[0]["input_ids"][:, 0].tolist()]
+            for batches in zip(*streams, strict=True)
+        ]
+
+    expected = [
+        [index + 1 for _, indices in Sampler(90, 12, 1).global_batch(step) for index in indices.tolist()]
+        for step in range(200)
+    ]
+    for ranks in (1, 2, 3):
+        assert seen(ranks) == expected
+    assert seen(3, first=117) == expected[117:]
+
+
+def answers(batch: Any) -> list[tuple[list[int], list[int]]]:
+    """Of each row the tokens, and those that are learned."""
+    inputs, targets = batch
+    lengths = inputs["attention_mask"].sum(1).tolist()
+    return [
+        (ids[:length], [token for token in learned if token != IGNORED])
+        for ids, learned, length in zip(inputs["input_ids"].tolist(), targets.tolist(), lengths, strict=True)
+    ]
+
+
+def test_the_masks_of_fifty_conversations_are_those_of_transformers(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    words, rows = tokenizer(tmp_path / "words"), conversations(50)
+    jsonl(tmp_path / "a.jsonl", rows)
+    found = prepared("a.jsonl", context=96, words=words, format="conversations")
+    theirs = AutoTokenizer.from_pretrained(words)
+    expected, said, cut = [], [], 0
+    for row in rows:
+        one = theirs.apply_chat_template(
+            row["messages"], tools=row.get("tools"), return_dict=True, return_assistant_tokens_mask=True
+        )
+        ids, mask = one["input_ids"][:97], one["assistant_masks"][:97]
+        cut += len(one["input_ids"]) > 97
+        learned = [token for token, counts in zip(ids[1:], mask[1:], strict=True) if counts]
+        if learned:
+            expected.append((ids[:-1], learned))
+            said.append(next(one["content"] for one in row["messages"] if one["role"] == "assistant"))
+    source = found.train_data()
+    assert answers(source.batch(torch.arange(len(source)), 0)) == expected
+    opened = tokenised.find(found._recipes["train"])
+    assert opened is not None
+    assert opened.counts.long == cut > 3
+    assert opened.counts.dropped == 50 - len(expected)
+    texts = [theirs.decode(learned) for _, learned in expected]
+    for text, answer in zip(texts, said, strict=True):
+        assert text.startswith(answer) or answer.startswith(text.removesuffix("�")), text
+    packed = prepared("a.jsonl", context=96, words=words, format="conversations", packing="documents").train_data()
+    learned = (packed.batch(torch.arange(len(packed)), 0)[1] != IGNORED).sum()
+    assert int(learned) == sum(len(one) for _, one in expected)
+
+
+def test_completions_are_learned_and_rows_without_an_answer_are_left_out(tmp_path: Path) -> None:
+    words = tokenizer(
+        tmp_path / "words", template=TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    )
+    ask, say = [{"role": "user", "content": "the cat"}], [{"role": "assistant", "content": "sees"}]
+    rows = [
+        {"prompt": "the cat ", "completion": "sees a dog"},
+        {"prompt": ask, "completion": say},
+        {"prompt": "a house", "completion": ""},
+        {"prompt": " ".join(["naïve"] * 120), "completion": "too late"},
+    ]
+    jsonl(tmp_path / "a.jsonl", rows)
+    found, said = task("a.jsonl", context=64, words=words, format="conversations"), []
+    found.prepare(said.append)
+    source = found.train_data()
+    learned = [found.tokenizer.decode(one) for _, one in answers(source.batch(torch.arange(len(source)), 0))]
+    assert learned == ["sees a dog<|end|>", "sees<|im_end|>"]
+    assert said[0].startswith("task.data.train: 2 documents, ")
+    assert "1 documents are longer than context 64 and were cut: " in said[1]
+    assert said[2] == "task.data.train: 2 documents have no target within context 64 and were left out"
+
+
+def test_the_second_start_reads_what_the_first_has_made(tmp_path: Path) -> None:
+    path = jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts(5000)])
+    os.utime(path, (time.time() - 100,) * 2)
+    first = prepared("a.jsonl", packing="documents")
+    folder = first._recipes["train"].folder()
+    inode = (folder / "tokens").stat().st_ino
+    began = time.perf_counter()
+    assert len(prepared("a.jsonl", packing="documents").train_data()) == len(first.train_data())
+    assert time.perf_counter() - began < 1.0
+    assert (folder / "tokens").stat().st_ino == inode
+    before = path.stat()
+    content = path.read_text()
+    path.write_text(content[:-4] + ("z" if content[-4] != "z" else "y") + content[-3:])  # the same size ...
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))  # ... and time
+    assert first._recipes["train"].folder() != folder
+    (folder / "tokens").write_bytes(b"1234")
+    path.write_text(content)
+    assert tokenised.find(first._recipes["train"]) is None  # damaged
+    assert tokens(prepared("a.jsonl", packing="documents"))[:10]
+
+
+def test_what_a_killed_process_left_is_neither_read_nor_kept(tmp_path: Path) -> None:
+    jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts()])
+    found = task("a.jsonl")
+    child = os.fork()
+    if child == 0:
+        tokenised._sync = lambda folder: os._exit(0)  # everything is written but the name
+        found.prepare(lambda line: None)
+        os._exit(1)
+    assert os.waitpid(child, 0)[1] == 0
+    cache = tmp_path / "cache" / "tokens"
+    assert [path.name.endswith(f".{child}.partial") for path in cache.iterdir() if path.name != "sources"] == [True]
+    assert tokenised.find(found._recipes["train"]) is None
+    found.prepare(lambda line: None)
+    assert [path.name.startswith(".") for path in cache.iterdir() if path.name != "sources"] == [False]
+
+
+def bad(path: Path) -> dict[str, tuple[Any, str]]:
+    """Files that are wrong, by what is wrong: the section, and the message."""
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    chat = {"format": "conversations"}
+    jsonl(path / "good.jsonl", [{"text": "a"}])
+    jsonl(path / "other.jsonl", [{"text": "a"}, {"body": "b", "id": 1}])
+    (path / "broken.jsonl").write_text('{"text": "a"}\n\n{"text": "b",}\n')
+    (path / "latin.jsonl").write_bytes(b'{"text": "a"}\n{"text": "\xe9"}\n')
+    (path / "list.jsonl").write_text("[1]\n")
+    (path / "number.jsonl").write_text('{"text": 5}\n')
+    (path / "empty.jsonl").write_text("\n")
+    (path / "blank.jsonl").write_text('{"text": ""}\n')
+    (path / "latin.txt").write_bytes(b"abc\n\xe9\xe9")
+    parquet.write_table(arrow.table({"body": ["a"], "id": [1]}), path / "other.parquet")
+    content = (path / "other.parquet").read_bytes()
+    (path / "short.parquet").write_bytes(content[: len(content) // 2])
+    jsonl(
+        path / "who.jsonl",
+        [{"messages": [{"role": "user", "content": "a"}]}, {"messages": [{"role": "x", "content": "a"}]}],
+    )
+    jsonl(path / "shape.jsonl", [{"messages": "hello"}])
+    jsonl(path / "half.jsonl", [{"prompt": "a"}])
+    (path / "folder").mkdir()
+    return {
+        "no file": ({"train": "none*.jsonl"}, "task.data.train: none*.jsonl: no such file"),
+        "a kind": ({"train": "words/tokenizer.json"}, "files of .jsonl, .parquet, .txt are read"),
+        "a folder": ({"train": "folder"}, "folder is a folder, but none that datasets.save_to_disk wrote"),
+        "twice": ({"train": ["good.jsonl", "g*.jsonl"]}, "good.jsonl is named twice, by good.jsonl and g*.jsonl"),
+        "column": ({"train": "other.jsonl"}, "other.jsonl:2: no column \"text\"; it has 'body', 'id'; name the column"),
+        "json": ({"train": "broken.jsonl"}, "broken.jsonl:3: not JSON ("),
+        "encoding": ({"train": "latin.jsonl"}, "latin.jsonl:2: not UTF-8"),
+        "text": ({"train": "latin.txt"}, "latin.txt: not UTF-8 (invalid continuation byte at byte 4)"),
+        "list": ({"train": "list.jsonl"}, "list.jsonl:1: list in place of a JSON object"),
+        "number": ({"train": "number.jsonl"}, 'number.jsonl:1: "text" is int in place of a text'),
+        "empty": ({"train": ["good.jsonl", "empty.jsonl"]}, "empty.jsonl: empty"),
+        "blank": ({"train": "blank.jsonl"}, "nothing to learn from: all documents are empty"),
+        "parquet": ({"train": "other.parquet"}, "other.parquet: no column \"text\"; it has 'body', 'id'"),
+        "truncated": ({"train": "short.parquet"}, "short.parquet: not a parquet file, truncated, or damaged ("),
+        "template": ({"train": "who.jsonl", **chat}, "who.jsonl:2: the chat template fails: TemplateError: who is x"),
+        "messages": ({"train": "shape.jsonl", **chat}, 'shape.jsonl:1: "messages" must be a list of messages'),
+        "no answer": ({"train": "half.jsonl", **chat}, 'half.jsonl:1: no column "messages" or "prompt and completion"'),
+        "unmarked": ({"train": "who.jsonl", "chat_template": "plain", **chat}, "does not say which part is the answer"),
+        "no template": ({"train": "who.jsonl", "chat_template": "none", **chat}, "chat_template: none cannot be read"),
+        "joined": ({"train": "who.jsonl", "packing": "concatenate", **chat}, '"concatenate" joins texts'),
+    }
+
+
+def test_bad_files_are_named_with_their_line(tmp_path: Path) -> None:
+    words = tokenizer(tmp_path / "words")
+    (tmp_path / "plain").write_text(TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", ""))
+    for what, (section, message) in bad(tmp_path).items():
+        with pytest.raises((DataError, TaskError)) as caught:
+            prepared(section.pop("train"), words=words, **section)
+        assert message in str(caught.value), what
+        assert "\n" not in str(caught.value), what
+    assert not list((tmp_path / "cache").rglob("*.partial"))
+
+
+def test_a_token_beyond_the_vocabulary_and_a_tokenizer_without_an_end(tmp_path: Path) -> None:
+    jsonl(tmp_path / "a.jsonl", [{"text": "a cat"}])
+    words = tokenizer(tmp_path / "words")
+    found = task("a.jsonl", words=words)
+    found.pretrained_config.vocab_size = 20  # a tokenizer whose numbers have gaps
+    with pytest.raises(DataError, match=r"a.jsonl:1: token \d+ is beyond the model's vocabulary of 20"):
+        found.prepare(lambda line: None)
+    with pytest.raises(DataError, match="has no eos_token"):
+        prepared("a.jsonl", words=tokenizer(tmp_path / "endless", end=None))
+    section = {"name": "causal-language-model", "model": LLAMA, "corpus": "synthetic", "data": {"train": "a.jsonl"}}
+    with pytest.raises(TaskError, match='"corpus" and "data" both name the text'):
+        build(Settings.model_validate(section), seed=1)
+    assert issubclass(RowsTask, WindowsTask)
