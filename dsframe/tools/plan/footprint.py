@@ -191,11 +191,12 @@ def _gathered(case: Case, part: Sequence[Segment], trained: float) -> float:
     if case.costs.gathers_blocks:
         if case.data == 1:
             return 0.0
-        # The next block is on its way while one computes, and gradients of one are whole and once more in fp32, to be sent.
+        # The next unit is on its way while one computes (or, on CPUs, a gathered one's copy), and gradients of one are whole and
+        # once more in fp32, to be sent.
         # A CPU's heap keeps of every block what was gathered, its copy in its place, and both of its gradients (see _heap).
         if case.hardware.lazy_memory and not _gives_back(case):
             return trained * (3 * width + 4)
-        return min(trained, 2 * case.block(part)) * (width + 4)
+        return min(trained, 2 * case.unit(part)) * (width + 4)
     unit = case.fetched(part)
     held = with_frozen(part) / case.tensor
     live = min(held, max(zero.stage3_max_live_parameters, unit)) * width
