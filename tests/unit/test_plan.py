@@ -268,6 +268,19 @@ def test_the_check_says_of_the_set_up_what_the_plan_says(
     assert planned.disk == pytest.approx(told.disk * known.parameters)
 
 
+def test_the_copy_of_a_save_in_the_background_counts() -> None:
+    """On the host of a GPU, and in a CPU's own memory: weights and two moments in fp32, a rank's share of them."""
+    for machine in (TABLE["a100"], TABLE["cpu"]):
+        held = []
+        for asynchronous in (False, True):
+            config, known = language(
+                zero_optimization={"stage": 3}, dsframe={"checkpoints": {"asynchronous": asynchronous}}
+            )
+            memory = predict(config, "deepspeed", known, machine, 4).memory
+            held.append(memory.total + memory.host)
+        assert held[1] - held[0] == pytest.approx(12 * known.parameters / 4)
+
+
 def test_large_batches_of_an_evaluation_count() -> None:
     """Nothing is kept for a backward pass; small ones change nothing, and large ones what the widest operation takes."""
     totals = {}

@@ -79,9 +79,13 @@ def footprint(case: Case, part: Sequence[Segment], number: int) -> Memory:
         buffers=_buffers(case, part, trained, last)
         - kept
         + moving
-        + (_heap(case, trained, training) if on_cpu else 0.0),
+        + (_heap(case, trained, training) + _saving(case, trained) if on_cpu else 0.0),
         reserved=case.hardware.reserved_bytes,
-        host=0.0 if on_cpu else cost.host * trained + (frozen * width if case.fetches and not case.on_disk else 0.0),
+        host=0.0
+        if on_cpu
+        else cost.host * trained
+        + (frozen * width if case.fetches and not case.on_disk else 0.0)
+        + _saving(case, trained),
         **_set_up(case, part, trained, frozen),
     )
 
@@ -97,6 +101,11 @@ def _set_up(case: Case, part: Sequence[Segment], trained: float, frozen: float) 
         "setup_host": 0.0 if on_cpu else found.host * trained + (one if _in_files(case) else 4.0 * frozen),
         "disk": found.disk * trained + (4.0 * frozen if _in_files(case) else 0.0),
     }
+
+
+def _saving(case: Case, trained: float) -> float:
+    """A rank's share of weights and moments once more, in fp32, where saves copy it and write it while training goes on."""
+    return 4.0 * (1 + case.costs.moments) * trained / case.data if case.settings.checkpoints.asynchronous else 0.0
 
 
 def _heap(case: Case, trained: float, activations: float) -> float:
