@@ -98,13 +98,15 @@ def main() -> int:
     folder = Path(all_gather_text(engine, str(options.folder / f"dsframe-benchmark-{os.getpid()}"))[0])
     table = Table()
 
+    savers: dict[tuple[bool, str], Saver] = {}
+
     def saved(asynchronous: bool, form: str = "portable") -> Path:
         """Saves once; the figures of the slowest rank."""
         name = f"{form}, {'in the background' if asynchronous else 'at once'}"
         all_gather_text(engine, "")  # others may still be reading
         if world.is_main:
             shutil.rmtree(folder / "ours", ignore_errors=True)
-        saver = Saver(
+        saver = savers.get((asynchronous, form)) or Saver(
             engine,
             Store(folder / "ours"),
             {"training": {}, "run": {}},
@@ -115,6 +117,9 @@ def main() -> int:
             sharded=form == "sharded",
             say=lambda line: None,
         )
+        if asynchronous and (asynchronous, form) not in savers:
+            name += ", first of a run"  # what it copies to stays for the next
+        savers[asynchronous, form] = saver
         all_gather_text(engine, "")
         before, began = settle_memory(), time.perf_counter()
         stall = saver.save(step, loss=None, evaluation={})

@@ -7,6 +7,11 @@ A thread of each rank reads /proc/self/status every few milliseconds. "base" is 
 torch, the engine's library and one small step are loaded. Above it: the most at set-up, and the most in the first steps.
 "anonymous" leaves out the pages of files, which the kernel takes back when it needs them. "share" is this rank's part of weights,
 gradients, masters and moments, in bytes an element: 20 on ZeRO-3 (fp32 weights beside fp32 masters), 18 in bf16, 16 on FSDP.
+
+``--pss`` adds rank 0's look at all ranks together, several times a second: the largest sum of what is in no file of their
+/proc/PID/smaps_rollup (Pss_Anon), and at that phase of what is in files (Pss_File and Pss_Shmem, shared pages counted once).
+
+``--make FOLDER`` writes the Llama into a folder instead, in bf16, in several safetensors files.
 """
 
 from __future__ import annotations
@@ -19,7 +24,7 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -43,17 +48,18 @@ SET_UP = ("data", "engine")
 class Sampler(threading.Thread):
     """The largest resident sets seen so far, by the phase that was running."""
 
-    def __init__(self) -> None:
+    def __init__(self, read: Callable[[], dict[str, float]], pause: float = 0.004) -> None:
         super().__init__(daemon=True)
         self.peaks: dict[str, dict[str, float]] = {}
         self.ends = threading.Event()
+        self._read, self._pause = read, pause
 
     def run(self) -> None:
-        while not self.ends.wait(0.004):
+        while not self.ends.wait(self._pause):
             done = list(phases.seconds())
             name = "base" if "engine's imports" not in done else "set-up" if "engine" not in done else "steps"
             peak = self.peaks.setdefault(name, {})
-            for kind, value in resident().items():
+            for kind, value in self._read().items():
                 peak[kind] = max(peak.get(kind, 0.0), value)
 
 
@@ -61,6 +67,30 @@ def resident() -> dict[str, float]:
     """MiB of this process: all that is resident, and what of it is in no file."""
     found = dict(re.findall(r"(VmRSS|RssAnon):\s+(\d+) kB", STATUS.read_text()))
     return {"resident": int(found["VmRSS"]) / 1024, "anonymous": int(found["RssAnon"]) / 1024}
+
+
+def proportional() -> dict[str, float]:
+    """MiB of all processes that this one's parent has started, each page divided by the number of those that share it."""
+    found = {"anonymous": 0.0, "files": 0.0}
+    for process in Path(f"/proc/{os.getppid()}/task/{os.getppid()}/children").read_text().split():
+        try:
+            lines = (Path("/proc") / process / "smaps_rollup").read_text()
+        except OSError:  # it has ended
+            continue
+        sizes = {kind: int(size) / 1024 for kind, size in re.findall(r"Pss_(Anon|File|Shmem):\s+(\d+) kB", lines)}
+        found["anonymous"] += sizes["Anon"]
+        found["files"] += sizes["File"] + sizes["Shmem"]
+    return found
+
+
+def make(folder: Path, millions: int) -> None:
+    """Writes the Llama in bf16, in files of a tenth of it at most."""
+    config = _transformers.configure("AutoModelForCausalLM", llama(millions), {"vocab_size": 256})
+    model = _transformers.build("AutoModelForCausalLM", config, None, torch.float32).to(torch.bfloat16)
+    model.save_pretrained(folder, max_shard_size=max(1, millions // 5) * 1_000_000)
+    print(
+        f"{folder}: {sum(p.numel() for p in model.parameters()):,} parameters, {len([*folder.glob('*.safetensors')])} files"
+    )
 
 
 def llama(millions: int) -> dict[str, Any]:
@@ -120,23 +150,37 @@ def main() -> int:
     parser.add_argument("--folder", type=Path, help="a model folder, instead of a Llama from settings")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="change the file")
+    parser.add_argument("--pss", action="store_true", help="rank 0 adds up the ranks' proportional shares of memory")
+    parser.add_argument("--make", type=Path, metavar="FOLDER", help="write the Llama there, and end")
     options = parser.parse_args()
+    if options.make:
+        make(options.make, options.millions)
+        return 0
     world = worlds.here()
     run_dir = (
         Path(tempfile.gettempdir()) / f"dsframe-memory-{os.environ.get('MASTER_PORT', '')}"
     )  # the same on every rank
-    sampler = Sampler()
+    sampler, together = Sampler(resident), Sampler(proportional, 0.2)
     sampler.start()
+    if options.pss and world.is_main:
+        together.start()
     began = time.perf_counter()
     try:
         task = Tokens(str(options.folder) if options.folder else llama(options.millions))
         summary = execute(load(document(options, world.size, run_dir)), task=task, world=world, quiet=True)
     finally:
         sampler.ends.set()
+        together.ends.set()
         if world.is_main:
             shutil.rmtree(run_dir, ignore_errors=True)
     sampler.join()
     print(line(world.rank, sampler.peaks, phases.seconds(), summary.loss, time.perf_counter() - began), flush=True)
+    if options.pss and world.is_main:
+        for name, peak in together.peaks.items():
+            print(
+                f"all ranks, PSS, {name}: {peak['anonymous']:,.0f} MiB anonymous, {peak['files']:,.0f} of files",
+                flush=True,
+            )
     return 0
 
 

@@ -28,6 +28,7 @@ from torch import Tensor
 
 from dsframe.checkpoint import store
 from dsframe.checkpoint.layout import Dealer
+from dsframe.checkpoint.staging import Staging
 from dsframe.checkpoint.state import WEIGHT, EngineState, LossScaleState, ParameterState, full_precision, narrowed
 from dsframe.checkpoint.store import FileEntry
 from dsframe.errors import CheckpointError
@@ -62,12 +63,12 @@ class PartWriter:
     Parameters are dealt to the ranks by size, each to the one that has fewest bytes so far; every rank sees every parameter
     pass, so all come to the same result without a word. One file is written, by a thread, while the next is gathered. Memory: a
     rank holds at most twice ``part_bytes`` plus one parameter with its moments on the host, beside the one that the engine has
-    just gathered; where it ``keeps``, a copy of its whole share (for Adam 12 bytes times parameters divided by ranks) until
-    :meth:`flush` has written it.
+    just gathered; with ``staging``, a copy there of its whole share (for Adam 12 bytes times parameters divided by ranks), which
+    :meth:`flush` writes.
     """
 
     def __init__(
-        self, folder: Path, rank: int, ranks: int, part_bytes: int = PART_BYTES, *, keeps: bool = False
+        self, folder: Path, rank: int, ranks: int, part_bytes: int = PART_BYTES, *, staging: Staging | None = None
     ) -> None:
         self.files: dict[str, FileEntry] = {}
         """Files of this rank."""
@@ -77,7 +78,7 @@ class PartWriter:
         self._dealer = Dealer(ranks, part_bytes)
         self._name = ""
         self._held: dict[str, Tensor] = {}
-        self._keeps = keeps
+        self._staging = staging
         self._kept: list[tuple[str, dict[str, Tensor]]] = []
         self._hand = ThreadPoolExecutor(1, "dsframe-part")
         self._written: tuple[str, Future[FileEntry]] | None = None
@@ -99,9 +100,13 @@ class PartWriter:
         }
         if owner == self._rank:
             for key, tensor in ((WEIGHT, one.weight), *one.moments.items()):
-                self._held[f"{key}/{one.name}"] = (
-                    tensor.detach().to("cpu", full_precision(tensor.dtype), copy=self._keeps).contiguous()
-                )
+                self._held[f"{key}/{one.name}"] = self._copied(tensor)
+
+    def _copied(self, tensor: Tensor) -> Tensor:
+        dtype = full_precision(tensor.dtype)
+        if self._staging is not None:
+            return self._staging.copy(tensor, dtype)
+        return tensor.detach().to("cpu", dtype).contiguous()
 
     def finish(self) -> None:
         """Writes what is left, and waits until it is on the disk; after a failure it only waits. Raises OSError."""
@@ -124,7 +129,7 @@ class PartWriter:
 
         Raises OSError where the file before could not be written.
         """
-        if self._keeps:
+        if self._staging is not None:
             self._kept.append((name, tensors))
         else:
             self._wait()
@@ -200,15 +205,15 @@ def write_state(
     part_bytes: int = PART_BYTES,
     sign_of_life: Callable[[], None] = lambda: None,
     *,
-    keeps: bool = False,
+    staging: Staging | None = None,
 ) -> tuple[PartWriter, str]:
     """**Collective.** Writes this rank's share of ``state``. Returns the writer and what went wrong, "" where nothing did.
 
     ``buffers``: the file to write this rank's buffers to, if it is to write them. After a failure it keeps reading to the
-    end without writing: the other ranks wait for it in each parameter's gathering. ``keeps``: nothing is written yet, the
+    end without writing: the other ranks wait for it in each parameter's gathering. ``staging``: nothing is written yet, the
     writer's ``flush`` does it, and the state may change meanwhile.
     """
-    writer, failure = PartWriter(folder, rank, ranks, part_bytes, keeps=keeps), ""
+    writer, failure = PartWriter(folder, rank, ranks, part_bytes, staging=staging), ""
     for one in state.parameters:
         if not failure:
             failure = catch_io_error(lambda one=one: writer.take(one))

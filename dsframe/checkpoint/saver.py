@@ -23,6 +23,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from dsframe.checkpoint import generators, portable, store
 from dsframe.checkpoint.background import Writing
 from dsframe.checkpoint.portable import PartWriter
+from dsframe.checkpoint.staging import Staging
 from dsframe.checkpoint.state import ShardedParameters
 from dsframe.checkpoint.store import Retention, Store
 from dsframe.checkpoint.transfer import ShardWriter
@@ -57,6 +58,7 @@ class Saver:
         self._engine, self._store, self._about = engine, folder, about
         self._every, self._at_end, self._retention, self._say = every_steps, at_end, retention, say
         self._asynchronous, self._sharded = asynchronous, sharded
+        self._staging = Staging() if asynchronous else None
         self._group: Any = None
         self._told = False
         self._writing: tuple[int, Writing] | None = None
@@ -132,6 +134,8 @@ class Saver:
     def _write(self, state: EngineState, folder: Path) -> tuple[PartWriter | ShardWriter, str]:
         """**Collective.** Writes this rank's files, or copies what is to be in them. Returns also what went wrong, or ""."""
         world, buffers = self._engine.plan.world, self._buffers_file(state)
+        if self._staging is not None:
+            self._staging.begin()
         if not isinstance(state.parameters, ShardedParameters):
             return portable.write_state(
                 state,
@@ -140,16 +144,16 @@ class Saver:
                 world.size,
                 buffers,
                 sign_of_life=self.sign_of_life,
-                keeps=self._asynchronous,
+                staging=self._staging,
             )
         writer = ShardWriter(self._engine, state.parameters.shards, folder, sharded=self._sharded)
         if buffers and state.buffers:
             writer.add(buffers, portable.copied(state.buffers))
-        if not self._asynchronous:
+        if self._staging is None:
             return writer, portable.catch_io_error(lambda: writer.flush(self.sign_of_life))
         if writer.exchanges and self._group is None:
             self._group = process_group.of_its_own()
-        writer.keep(self._group, self.sign_of_life)
+        writer.keep(self._staging, self._group, self.sign_of_life)
         return writer, ""
 
     def _manifest(

@@ -23,6 +23,7 @@ from torch import Tensor
 from dsframe.checkpoint import layout
 from dsframe.checkpoint.layout import Chunk, Content
 from dsframe.checkpoint.portable import PART_BYTES, header, write_tensors
+from dsframe.checkpoint.staging import Staging
 from dsframe.checkpoint.state import ParameterShard, TensorShard
 from dsframe.checkpoint.store import FileEntry, FileWriter
 from dsframe.cluster.exchange import Ranks
@@ -68,13 +69,13 @@ class ShardWriter:
         """One more file of this rank; ``tensors`` do not change until it is written."""
         self._more.append((name, tensors))
 
-    def keep(self, group: Any, sign_of_life: Callable[[], None]) -> None:
+    def keep(self, staging: Staging, group: Any, sign_of_life: Callable[[], None]) -> None:
         """Copies this rank's ranges, so that training may go on. ``group``: over which :meth:`flush` exchanges them later."""
         assert isinstance(self._held, _Living)
         kept = {}
         for chunk in self._plan.chunks:
             if (content := self._held.get(chunk)) is not None:
-                kept[chunk.parameter, chunk.key] = content.to("cpu", copy=True)
+                kept[chunk.parameter, chunk.key] = staging.copy(content)
             sign_of_life()
         self._held, self._group, self._device = _Kept(kept, self._rank), group, torch.device("cpu")
 
@@ -124,7 +125,7 @@ def _read(shard: TensorShard) -> Tensor:
 
 
 class _Kept:
-    """Copies of this rank's ranges, let go of one by one."""
+    """Copies of this rank's ranges."""
 
     def __init__(self, tensors: dict[Place, Tensor], rank: int) -> None:
         self._tensors, self._rank = tensors, rank

@@ -127,8 +127,9 @@ CODES: Mapping[str, Code] = {
     "memory": Code(
         "How large a model may be on a device with this much memory.",
         "Parameters, gradients and optimizer state are computed from the file (ZeRO paper, table 1). Activations and "
-        "buffers need memory as well.",
-        "Nothing.",
+        "buffers need memory as well. Before the first step the model is built: that takes memory of the device, of the host, and "
+        "where it is sharded, files on a disk. It is a warning where the set-up takes more of a device than the training.",
+        "Nothing; for the warning: larger devices, or an engine or stage that never has the whole model on a device.",
         '{"train_batch_size": 8, "zero_optimization": {"stage": 2}}',
         "check FILE --gpu-memory 80GB",
     ),

@@ -8,7 +8,7 @@ from __future__ import annotations
 
 from typing import Literal
 
-from dsframe.config.resolve.memory import Cost, moments
+from dsframe.config.resolve.memory import Cost, SetUp, moments
 from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.settings import Settings
 
@@ -46,6 +46,11 @@ class Costs:
     @property
     def model_ranks(self) -> int:
         """Ranks that together hold one model."""
+        return 1
+
+    @property
+    def tensor_ranks(self) -> int:
+        """Slices of each layer."""
         return 1
 
     def overlap(self, width: int) -> Overlap:
@@ -92,6 +97,39 @@ class Costs:
         """
         one = self.held(max(1, world_size // self.model_ranks))
         return Cost(*(value / self.model_ranks for value in (one.parameter, one.gradient, one.optimizer, one.host)))
+
+    def builds_in_files(self, ranks: int) -> bool:
+        """True if each of ``ranks`` data-parallel ranks builds the model in files and shards it from there."""
+        return self.stage == 3 and (ranks > 1 or self.fetches)
+
+    def setup(self, held: Cost, ranks: int, slices: int, *, on_cpu: bool = False) -> SetUp:
+        """Bytes of each parameter of a rank's tensor slice, one of ``slices``, at the fullest moment before the first step.
+
+        The model is built on the CPU in fp32. Where parameters are sharded it lies in files, and each is sharded by itself (with
+        tensor parallelism they are sliced first, whole on the device). Else each goes to the device by itself, in the format that
+        it is trained in. Then the engine adds fp32 masters and the gradients that it keeps; moments are made in the first step.
+
+        ``held``: what lasts, as :meth:`held` says. Not counted are the parameters that are whole at that moment, two of them.
+        """
+        width, files = 2.0 if self.short else 4.0, self.builds_in_files(ranks)
+        masters = 4.0 / ranks if self.flattens else 4.0 if width < 4 and not self.gathers_blocks else 0.0
+        if self.file.zero_optimization.optimizer_device != "none" and not on_cpu:
+            masters = 0.0
+        elif self.flattens:  # flat gradients, and of 16-bit weights one more flat copy while masters are made of them
+            masters += held.gradient + (width / ranks if width < 4 else 0.0)
+        own = (0.0 if self.fetches and self.stage == 3 and not on_cpu else held.parameter) + masters
+        whole = 4.0 * slices
+        if files and slices > 1:
+            own = max(own, width * slices)
+        elif on_cpu and not files:  # built in fp32, and flattened once more
+            own = max(own, whole * (2 if self.flattens else 1))
+        return SetUp(own, 0.0 if on_cpu else held.host if files else whole, whole if files else 0.0)
+
+    def setup_cost(self, world_size: int) -> SetUp:
+        """Bytes for each parameter of the model on a GPU, cut evenly as for :meth:`cost`."""
+        ranks = max(1, world_size // self.model_ranks)
+        one = self.setup(self.held(ranks), ranks, self.tensor_ranks)
+        return SetUp(*(value / self.model_ranks for value in (one.device, one.host, one.disk)))
 
     def gradient_bytes(self, width: int) -> float:
         """Bytes of one gradient element as it is sent. ``width``: bytes of a parameter."""
@@ -194,7 +232,12 @@ class ZeroCosts(Costs):
     @property
     def model_ranks(self) -> int:
         """Pipeline stages, each cut into tensor slices."""
-        return self.file.pipeline.stages * max(1, self.file.tensor_parallel.autotp_size)
+        return self.file.pipeline.stages * self.tensor_ranks
+
+    @property
+    def tensor_ranks(self) -> int:
+        """As the file says."""
+        return max(1, self.file.tensor_parallel.autotp_size)
 
     @property
     def flattens(self) -> bool:

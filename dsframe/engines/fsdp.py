@@ -31,14 +31,13 @@ from torch.distributed.tensor import DTensor
 from dsframe.checkpoint.state import EngineState, ParameterState, SavedState, ShardedParameters, full_precision
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import all_gather_text
-from dsframe.engine import Inputs, Plan, without_dimensions
-from dsframe.engines import precision, state_replica
+from dsframe.engine import LARGE, Inputs, Plan, without_dimensions
+from dsframe.engines import fsdp_units, precision, state_replica
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.precision import MasterWeights, gradients_of, total_norm
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError
-from dsframe.model import switches
 from dsframe.model.spill import Spill, on_disk
 from dsframe.tasks.task import Sum
 
@@ -74,7 +73,9 @@ class FsdpEngine(ReplicaEngine):
     def _place(self, model: nn.Module) -> MasterWeights | None:
         """**Collective.** Cuts the parameters, from the inside out: a unit does not hold what a unit inside it holds."""
         _refuse_scalars(model)
-        units = _units(model, self._settings.wrap)
+        large = fsdp_units.elements(model) > LARGE
+        wrap = self._settings.wrap
+        units = fsdp_units.named(model, wrap) if wrap else fsdp_units.chosen(self, model, self._shards.size())
         self._units = Counter(type(unit).__name__ for unit in units)
         dense = [buffer for buffer in model.buffers() if buffer.layout == torch.strided]
         self._take_from_rank_0([*model.parameters(), *dense])
@@ -91,6 +92,9 @@ class FsdpEngine(ReplicaEngine):
         for unit in units:
             fully_shard(unit, **options, reshard_after_forward=self._settings.reshard_after_forward)
             unit.register_forward_hook(lambda module, *_: self._ran.add(module))
+            if large and self.plan.device.type == "cpu":
+                # The next unit would be gathered ahead, as the default is: gloo hides nothing, and it is memory. Its own is there.
+                cast(FSDPModule, unit).set_modules_to_backward_prefetch([cast(FSDPModule, unit)])
             if self._spill is not None:
                 self._spill.evict()
         fully_shard(model, **options)
@@ -268,44 +272,3 @@ def _refuse_scalars(model: nn.Module) -> None:
             f"FSDP shards parameters along their first dimension, but {names} has none: make its shape [1], "
             'or choose engine "ddp"'
         )
-
-
-def _units(model: nn.Module, wanted: list[str]) -> list[nn.Module]:
-    """Returns the modules that are gathered as one, innermost first: instances of the classes ``wanted``, or the model's blocks.
-
-    What shares a parameter with another part of the model stays with the whole model: a parameter belongs to one unit.
-    Raises EngineError, with the names that there are, for a class that the model does not have.
-    """
-    inner = [module for module in model.modules() if module is not model and any(True for _ in module.parameters())]
-    inner = [
-        module for module in inner if not isinstance(module, (nn.ModuleList, nn.ModuleDict))
-    ]  # they have no forward
-    there = Counter(type(module).__name__ for module in inner)
-    missing = [name for name in wanted if name not in there]
-    if missing:
-        known = ", ".join(f"{name} ({count})" for name, count in there.most_common())
-        raise EngineError(f"fsdp.wrap: this model has no {', '.join(missing)}; it has {known}")
-    block = switches.repeated(model)
-    names = wanted or ([block] if block else _listed(model))
-    owners: dict[int, set[int]] = {}
-    for module in model.modules():
-        for parameter in module.parameters(recurse=False):
-            owners.setdefault(id(parameter), set()).add(id(module))
-
-    def alone(unit: nn.Module) -> bool:
-        inside = {id(module) for module in unit.modules()}
-        return all(owners[id(parameter)] <= inside for parameter in unit.parameters())
-
-    return [module for module in reversed(inner) if type(module).__name__ in names and alone(module)]
-
-
-def _listed(model: nn.Module) -> list[str]:
-    """Returns for models without blocks the most frequent class in their lists of layers, if it is there more than once."""
-    found = Counter(
-        type(child).__name__
-        for module in model.modules()
-        if isinstance(module, (nn.Sequential, nn.ModuleList))
-        for child in module.children()
-        if any(True for _ in child.parameters())
-    )
-    return [name for name, count in found.most_common(1) if count > 1]

@@ -2,40 +2,24 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
-from unittest import mock
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name that every torch program uses
 from torch.overrides import TorchFunctionMode
-from torch.utils._pytree import tree_map
 
-from dsframe.data.loader import as_source
-from dsframe.errors import TaskError
 from dsframe.model import adapter, groups
-from dsframe.tasks import preparation
 from dsframe.tasks.layers import Tied, TiedLayer, check_ties, make
+from dsframe.tasks.meta import map_floats
 from dsframe.tasks.task import Task, loss_and_terms
 
 if TYPE_CHECKING:
     from dsframe.config import Config
 
-_RANDOM = {"normal_", "uniform_", "trunc_normal_", "bernoulli_", "random_"}
-
 Stage = tuple[Any, nn.Module, int | None]
 """Key (equal: the same layer again), module, and the layer whose weight it uses."""
-
-
-class NoNumbers(TorchFunctionMode):
-    """Skips filling with random numbers: on the meta device torch does it in Python, in seconds."""
-
-    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        if getattr(func, "__name__", "") in _RANDOM and args and isinstance(args[0], Tensor):
-            return args[0]
-        return func(*args, **(kwargs or {}))
 
 
 class Attention(TorchFunctionMode):
@@ -73,21 +57,6 @@ class Loss(nn.Module):
             self._task.loss(map_floats(outputs, lambda tensor: tensor.float()), self._targets)
         )[0]
         return loss
-
-
-@contextmanager
-def meta_device() -> Iterator[None]:
-    """Everything inside is made and run without memory. Raises TaskError where a model needs numbers."""
-    # Libraries that branch on numbers take another way while a compiler, which has none either, looks at them.
-    compiling = mock.patch("torch.compiler.is_compiling", return_value=True)
-    with torch.device("meta"), NoNumbers(), compiling, torch.random.fork_rng(devices=[]):
-        try:
-            yield
-        except (RuntimeError, NotImplementedError) as error:
-            text = " ".join(str(error).split())
-            raise TaskError(
-                f"the model cannot be run without numbers (torch's meta device), so it cannot be planned: {text}"
-            ) from error
 
 
 def stages_of(task: Task, dtype: torch.dtype, config: Config | None = None) -> tuple[list[Stage], bool]:
@@ -128,28 +97,3 @@ def _layers(layers: Sequence[Any], seed: int, *, apart: bool) -> list[Stage]:
             made[id(layer)] = make(layer, index, seed)
         found.append((id(layer), made[id(layer)], None))
     return found
-
-
-def example(task: Task) -> tuple[Any, Any]:
-    """Shapes of one sample, as the task tells them, else from its training data."""
-    told = task.example()
-    if told is not None:
-        return told
-    preparation.alone(task, lambda line: None)
-    return as_source(task.train_data(), task.seed, task.collate).batch(torch.tensor([0]), 0)
-
-
-def with_rows(batch: Any, rows: int) -> Any:
-    """``batch`` with so many samples, on the meta device."""
-
-    def resized(leaf: Any) -> Any:
-        if not isinstance(leaf, Tensor):
-            return leaf
-        return torch.empty((rows, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
-
-    return tree_map(resized, batch)
-
-
-def map_floats(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
-    """``change`` of every tensor of floating-point numbers."""
-    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch)

@@ -19,8 +19,9 @@ from torch.utils._pytree import tree_leaves
 from dsframe.engine import Engine, call
 from dsframe.engines import precision
 from dsframe.observe.flops import OperationCounter
-from dsframe.observe.meta import Attention, Loss, example, map_floats, meta_device, stages_of, with_rows
+from dsframe.observe.meta import Attention, Loss, stages_of
 from dsframe.observe.observer import Batches, Observer, Stretch
+from dsframe.tasks.meta import example, map_floats, meta_device, with_rows
 from dsframe.tasks.task import Task
 from dsframe.text import amount
 

@@ -172,8 +172,8 @@ def _judge(text: str, label: str, options: argparse.Namespace, limit: int | None
         more += _engine(config, options, label)
         if limit is not None:
             processes = options.processes or 1
-            cost = engines.costs_of(_engine_of(config, options), config.deepspeed, config.settings).cost(processes)
-            more.append(memory.note(cost, processes, limit, label))
+            costs = engines.costs_of(_engine_of(config, options), config.deepspeed, config.settings)
+            more.append(memory.note(costs.cost(processes), costs.setup_cost(processes), processes, limit, label))
     return replace(examined, problems=examined.problems + tuple(more))
 
 

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import argparse
 import random
+import signal
 import sys
 import tempfile
 import time
@@ -35,6 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser.parse_args(argv)
     names = options.only or list(ATTACKS)
     print(f"seed {options.seed}", flush=True)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # ignored where a shell started this in the background
     counts = {name: [0, 0, 0] for name in names}
     untried: dict[str, str] = {}
     end = time.monotonic() + 60 * options.minutes

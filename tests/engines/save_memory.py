@@ -26,6 +26,7 @@ def main(path: str) -> None:
     engine, steps = build(path)
     from dsframe.checkpoint import store
     from dsframe.checkpoint.portable import Checkpoint
+    from dsframe.checkpoint.staging import Staging
     from dsframe.checkpoint.store import Store
     from dsframe.checkpoint.transfer import ShardWriter
     from dsframe.cluster.exchange import all_gather_text
@@ -50,7 +51,7 @@ def main(path: str) -> None:
         all_gather_text(engine, "")
         writer = ShardWriter(engine, shards, folder.partial(step), sharded=sharded, window_bytes=WINDOW)
         if keeps:
-            writer.keep(None, lambda: None)
+            writer.keep(Staging(), None, lambda: None)
         writer.flush(lambda: None)
         told = all_gather_text(engine, json.dumps({name: asdict(entry) for name, entry in writer.files.items()}))
         if world.is_main:

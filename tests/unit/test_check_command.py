@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+import re
 import resource
 import subprocess
 import sys
@@ -150,6 +151,35 @@ def test_gpu_memory(folder: Path, memory: str, stage: int, number: str, capsys: 
     override = f"zero_optimization.stage={stage}"
     main(["check", "clean.json", "-np", "4", "--gpu-memory", memory, "--set", "bf16.enabled=true", "--set", override])
     assert f"of at most {number} parameters on 4 processes" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("engine", "overrides", "expected"),
+    [
+        ("ddp", [], "note: 80 GB hold .* 4 bytes on the device and 4 bytes in the host's memory for each"),
+        ("fsdp", [], "note: 80 GB hold .* 1 bytes on the device and 4 bytes in files on its disk for each"),
+        # 4 bytes of weights, flat gradients and masters, divided by 4 ranks
+        (
+            "deepspeed",
+            ["zero_optimization.stage=3"],
+            "note: 80 GB hold .* 3 bytes on the device and 4 bytes in files on its",
+        ),
+        # What is sliced for 4 ranks is whole on the device before, and 20 bytes in 16 ranks are less.
+        (
+            "deepspeed",
+            ["zero_optimization.stage=3", "tensor_parallel.autotp_size=4", "train_batch_size=16"],
+            r"warning: 80 GB hold the set-up of at most 20 billion parameters on 16 processes: .* 4 bytes on the device "
+            r"and 4 bytes in files on its disk .* takes 1\.25; take devices with more memory",
+        ),
+    ],
+)
+def test_gpu_memory_of_the_set_up(
+    folder: Path, engine: str, overrides: list[str], expected: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    tensor = any("tensor" in one for one in overrides)
+    words = [word for one in overrides for word in ("--set", one)]
+    main(["check", "clean.json", "-np", "16" if tensor else "4", "--gpu-memory", "80GB", "--engine", engine, *words])
+    assert re.search(expected, printed := capsys.readouterr().out), printed
 
 
 @pytest.mark.parametrize(

@@ -13,6 +13,7 @@ from safetensors.torch import load_file
 from dsframe.checkpoint import layout, portable, store
 from dsframe.checkpoint.layout import Dealer, agree, plan
 from dsframe.checkpoint.portable import Checkpoint
+from dsframe.checkpoint.staging import Staging
 from dsframe.checkpoint.state import WEIGHT, ParameterShard, ParameterState, range_of
 from dsframe.checkpoint.store import MANIFEST, Store, dump, read_manifest, verify
 from dsframe.checkpoint.transfer import ShardWriter
@@ -41,7 +42,7 @@ def write(folder: Path, ranks: int, part_bytes: int = 1 << 30) -> Path:
         shards = [shard(one, room.plan.world.rank, ranks) for one in states(SIZES)]
         writer = ShardWriter(room, shards, partial, sharded=True, part_bytes=part_bytes)
         assert not writer.exchanges
-        writer.keep(None, lambda: None)
+        writer.keep(Staging(), None, lambda: None)
         writer.flush(lambda: None)
         return writer
 

@@ -241,6 +241,46 @@ def test_what_is_on_the_host_comes_to_the_device_layer_by_layer_or_tile_by_tile(
     assert waiting["all"] < waiting["layer"] == waiting["tile"]
 
 
+@pytest.mark.parametrize("short", [False, True])
+@pytest.mark.parametrize(
+    ("engine", "ranks", "more"),
+    [
+        ("deepspeed", 4, {"zero_optimization": {"stage": 1}}),
+        ("deepspeed", 4, {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}),
+        ("deepspeed", 1, {"zero_optimization": {"stage": 3, "offload_param": {"device": "cpu"}}}),
+        ("deepspeed", 8, {"zero_optimization": {"stage": 3}, "tensor_parallel": {"autotp_size": 4}}),
+        ("fsdp", 4, {}),
+        ("ddp", 4, {}),
+    ],
+)
+def test_the_check_says_of_the_set_up_what_the_plan_says(
+    engine: str, ranks: int, more: dict[str, Any], short: bool
+) -> None:
+    """But for two parameters, or blocks, that are whole at its fullest moment, which the check does not know."""
+    config, known = language(**more, **({"bf16": {"enabled": True}} if short else {}))
+    known = replace(known, bytes_each=2 if short else 4)
+    machine = TABLE["a100"]
+    planned = predict(config, engine, known, machine, ranks).memory
+    told = engines.costs_of(engine, config.deepspeed, config.settings).setup_cost(ranks)
+    one = 4 * known.parameters / known.attentions if told.disk else 0.0
+    assert 0 <= planned.setup - machine.reserved_bytes - told.device * known.parameters <= 2 * one
+    assert 0 <= planned.setup_host - told.host * known.parameters <= one
+    assert planned.disk == pytest.approx(told.disk * known.parameters)
+
+
+def test_the_copy_of_a_save_in_the_background_counts() -> None:
+    """On the host of a GPU, and in a CPU's own memory: weights and two moments in fp32, a rank's share of them."""
+    for machine in (TABLE["a100"], TABLE["cpu"]):
+        held = []
+        for asynchronous in (False, True):
+            config, known = language(
+                zero_optimization={"stage": 3}, dsframe={"checkpoints": {"asynchronous": asynchronous}}
+            )
+            memory = predict(config, "deepspeed", known, machine, 4).memory
+            held.append(memory.total + memory.host)
+        assert held[1] - held[0] == pytest.approx(12 * known.parameters / 4)
+
+
 def test_large_batches_of_an_evaluation_count() -> None:
     """Nothing is kept for a backward pass; small ones change nothing, and large ones what the widest operation takes."""
     totals = {}

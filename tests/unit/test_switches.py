@@ -13,7 +13,7 @@ from torch import Tensor, nn
 
 from dsframe import engines
 from dsframe.config import load
-from dsframe.engines import fsdp
+from dsframe.engines import fsdp_units
 from dsframe.errors import ConfigError
 from dsframe.model import switches
 from dsframe.tasks import layers
@@ -248,8 +248,8 @@ def test_fsdp_gathers_the_blocks_that_others_recompute() -> None:
     model = nn.ModuleDict(
         {"blocks": nn.ModuleList([Pair(), Pair()]), "heads": nn.ModuleList(nn.Linear(2, 1) for _ in range(3))}
     )
-    assert {type(unit) for unit in fsdp._units(model, [])} == {Pair}
-    assert {type(unit) for unit in fsdp._units(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [])} == {nn.Linear}
+    assert {type(unit) for unit in fsdp_units.named(model, [])} == {Pair}
+    assert {type(unit) for unit in fsdp_units.named(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [])} == {nn.Linear}
 
 
 @pytest.mark.parametrize(

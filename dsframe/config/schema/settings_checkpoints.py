@@ -19,7 +19,8 @@ class Checkpoints(Section):
     """Save after the last step."""
     asynchronous: bool = False
     """Copy the state and write it while training goes on, instead of waiting. Each rank holds its share of the state once more in
-    host memory meanwhile: with Adam 12 bytes times parameters divided by ranks."""
+    host memory, from the first save to the end of the run: with Adam 12 bytes times parameters divided by ranks. The first save
+    waits two to three times as long as later ones, for memory that is new."""
     form: Literal["portable", "sharded"] = "portable"
     """portable: each parameter whole, in one file that other programs read too. sharded: where ranks hold ranges of parameters
     (ZeRO 1 to 3, FSDP), each writes its own as they lie, and nothing is sent: for states of terabytes. From both, any engine and

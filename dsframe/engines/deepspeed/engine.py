@@ -162,14 +162,17 @@ class ZeroEngine(Engine):
         patches.coalesce_gathers(self._engine)
 
     def _shard(self, module: nn.Module, document: dict[str, Any], spill: Spill) -> None:
-        """**Collective.** Shards ``module``, parameter by parameter: it is never whole on the device, nor in memory.
+        """**Collective.** Shards ``module``, parameter by parameter: it is never whole on the device, nor in memory, unless it is
+        to be sliced for tensor parallelism.
 
         ``initialize`` would move all of a module that is not sharded to the device first, and send all of it from rank 0 once
         more (deepspeed 0.19.8, ``runtime/engine.py``: _configure_distributed_model).
         """
-        if self.plan.batch.tensor_parallel_size > 1:  # its layers are split first, by initialize
+        if self.plan.batch.tensor_parallel_size > 1:
+            # Its layers are sliced first, by initialize, which takes them whole: on the device, but one by one in memory.
             for parameter in module.parameters():
                 spill.fetch(parameter, self._dtype)
+                parameter.data = parameter.data.to(self.plan.device)
             module.to(self.plan.device)
         else:
             deepspeed.init_distributed(dist_init_required=False)

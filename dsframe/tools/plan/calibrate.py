@@ -30,7 +30,7 @@ from dsframe.engine import call
 from dsframe.engines import precision
 from dsframe.host import allocator
 from dsframe.host.memory import resident_bytes
-from dsframe.observe.meta import example
+from dsframe.tasks.meta import example
 from dsframe.tasks.task import loss_and_terms
 from dsframe.tools import collectives
 from dsframe.tools.plan.choose import engine_of

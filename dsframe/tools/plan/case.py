@@ -155,6 +155,12 @@ class Case:
             return max((segment.parameters for segment in part), default=0)
         return sum(segment.parameters for segment in part) // max(1, self.model.attentions)
 
+    def unit(self, part: Sequence[Segment]) -> int:
+        """Elements that FSDP gathers as one: a block, or the largest module alone where the engine chooses smaller units."""
+        block, whole = self.block(part), self.model.parameters + self.model.frozen
+        small = self.settings.fsdp.splits(block, whole, self.data, on_cpu=self.hardware.on_cpu)
+        return min(block, self.fetched(part)) if small else block
+
     def fetched(self, part: Sequence[Segment]) -> int:
         """Elements that ZeRO-3 needs whole at the same time: the largest module's own, tiles taken one by one; all of a block
         where that is computed again, or compiled (``switches.units``)."""

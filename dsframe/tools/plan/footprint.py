@@ -79,41 +79,33 @@ def footprint(case: Case, part: Sequence[Segment], number: int) -> Memory:
         buffers=_buffers(case, part, trained, last)
         - kept
         + moving
-        + (_heap(case, trained, training) if on_cpu else 0.0),
+        + (_heap(case, trained, training) + _saving(case, trained) if on_cpu else 0.0),
         reserved=case.hardware.reserved_bytes,
-        host=0.0 if on_cpu else cost.host * trained + (frozen * width if case.fetches and not case.on_disk else 0.0),
+        host=0.0
+        if on_cpu
+        else cost.host * trained
+        + (frozen * width if case.fetches and not case.on_disk else 0.0)
+        + _saving(case, trained),
         **_set_up(case, part, trained, frozen),
     )
 
 
 def _set_up(case: Case, part: Sequence[Segment], trained: float, frozen: float) -> dict[str, float]:
-    """What building the model takes: ``setup``, ``setup_host``, ``disk``.
-
-    The model is built on the CPU in fp32. Where parameters are sharded it lies in files, and each is sharded by itself, with
-    one layer's whole weights and their copy in memory. Else each goes to the device by itself, in the format that it is trained
-    in. Then the engine adds fp32 masters and the gradients that it keeps; the optimizer's moments are made in the first step.
-    """
-    cost, width, on_cpu = case.cost, case.model.bytes_each, case.hardware.lazy_memory
-    files = _in_files(case)
-    masters = 4.0 / case.data if case.costs.flattens else 4.0 if width < 4 and not case.costs.gathers_blocks else 0.0
-    engine = masters * trained
-    if case.file.zero_optimization.optimizer_device != "none" and not on_cpu:
-        engine = 0.0
-    elif case.costs.flattens:  # flat gradients, and of 16-bit weights one more flat copy while masters are made of them
-        engine += cost.gradient * trained + (width * trained / case.data if width < 4 else 0.0)
-    own = (0.0 if case.fetches else cost.parameter * trained + frozen * width) + engine
+    """What building the model takes (:meth:`Costs.setup`), with one layer's whole weights and their copy where it is sharded."""
+    cost, on_cpu = case.cost, case.hardware.lazy_memory
+    found = case.costs.setup(cost, case.data, case.tensor, on_cpu=on_cpu)
     one = 4 * (case.block(part) if case.costs.gathers_blocks and not on_cpu else case.fetched(part))
-    whole = 4.0 * (trained * case.tensor + frozen)
-    if files:
-        own += 2 * one
-    elif on_cpu:  # built in fp32, and flattened once more
-        own = max(own, whole * (2 if case.costs.flattens else 1))
-    host = cost.host * trained + one if files else whole
+    own = found.device * trained + (0.0 if case.fetches else frozen * case.model.bytes_each)
     return {
-        "setup": own + case.hardware.reserved_bytes,
-        "setup_host": 0.0 if on_cpu else host,
-        "disk": whole if files else 0.0,
+        "setup": own + (2 * one if _in_files(case) else 0.0) + case.hardware.reserved_bytes,
+        "setup_host": 0.0 if on_cpu else found.host * trained + (one if _in_files(case) else 4.0 * frozen),
+        "disk": found.disk * trained + (4.0 * frozen if _in_files(case) else 0.0),
     }
+
+
+def _saving(case: Case, trained: float) -> float:
+    """A rank's share of weights and moments once more, in fp32, where saves copy it and write it while training goes on."""
+    return 4.0 * (1 + case.costs.moments) * trained / case.data if case.settings.checkpoints.asynchronous else 0.0
 
 
 def _heap(case: Case, trained: float, activations: float) -> float:
@@ -136,7 +128,7 @@ def _heap(case: Case, trained: float, activations: float) -> float:
 
 def _in_files(case: Case) -> bool:
     """True if the model is built in files, from which each rank takes its shards (``dsframe.model.spill``)."""
-    return case.zero == 3 and (case.data > 1 or case.costs.fetches)
+    return case.costs.builds_in_files(case.data)
 
 
 def _gives_back(case: Case) -> bool:
@@ -191,11 +183,12 @@ def _gathered(case: Case, part: Sequence[Segment], trained: float) -> float:
     if case.costs.gathers_blocks:
         if case.data == 1:
             return 0.0
-        # The next block is on its way while one computes, and gradients of one are whole and once more in fp32, to be sent.
+        # The next unit is on its way while one computes (or, on CPUs, a gathered one's copy), and gradients of one are whole and
+        # once more in fp32, to be sent.
         # A CPU's heap keeps of every block what was gathered, its copy in its place, and both of its gradients (see _heap).
         if case.hardware.lazy_memory and not _gives_back(case):
             return trained * (3 * width + 4)
-        return min(trained, 2 * case.block(part)) * (width + 4)
+        return min(trained, 2 * case.unit(part)) * (width + 4)
     unit = case.fetched(part)
     held = with_frozen(part) / case.tensor
     live = min(held, max(zero.stage3_max_live_parameters, unit)) * width

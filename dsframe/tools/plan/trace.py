@@ -21,7 +21,8 @@ from dsframe.engine import call
 from dsframe.engines import precision
 from dsframe.errors import TaskError
 from dsframe.observe.flops import OperationCounter
-from dsframe.observe.meta import Attention, Loss, Stage, example, map_floats, meta_device, stages_of, with_rows
+from dsframe.observe.meta import Attention, Loss, Stage, stages_of
+from dsframe.tasks.meta import example, map_floats, meta_device, with_rows
 from dsframe.tasks.task import Task
 from dsframe.tools.plan.model import Affine, Linear, Model, Segment, Work, autocast
 

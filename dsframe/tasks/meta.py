@@ -1,0 +1,69 @@
+"""Torch's meta device for what tasks give: shapes without memory and without numbers."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
+from typing import Any
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_map
+
+from dsframe.data.loader import as_source
+from dsframe.errors import TaskError
+from dsframe.tasks import preparation
+from dsframe.tasks.task import Task
+
+_RANDOM = {"normal_", "uniform_", "trunc_normal_", "bernoulli_", "random_"}
+
+
+class NoNumbers(TorchFunctionMode):
+    """Skips filling with random numbers: on the meta device torch does it in Python, in seconds."""
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if getattr(func, "__name__", "") in _RANDOM and args and isinstance(args[0], Tensor):
+            return args[0]
+        return func(*args, **(kwargs or {}))
+
+
+@contextmanager
+def meta_device() -> Iterator[None]:
+    """Everything inside is made and run without memory. Raises TaskError where a model needs numbers."""
+    # Libraries that branch on numbers take another way while a compiler, which has none either, looks at them.
+    compiling = mock.patch("torch.compiler.is_compiling", return_value=True)
+    with torch.device("meta"), NoNumbers(), compiling, torch.random.fork_rng(devices=[]):
+        try:
+            yield
+        except (RuntimeError, NotImplementedError) as error:
+            text = " ".join(str(error).split())
+            raise TaskError(
+                f"the model cannot be run without numbers (torch's meta device), so it cannot be planned: {text}"
+            ) from error
+
+
+def example(task: Task) -> tuple[Any, Any]:
+    """Shapes of one sample, as the task tells them, else from its training data."""
+    told = task.example()
+    if told is not None:
+        return told
+    preparation.alone(task, lambda line: None)
+    return as_source(task.train_data(), task.seed, task.collate).batch(torch.tensor([0]), 0)
+
+
+def with_rows(batch: Any, rows: int) -> Any:
+    """``batch`` with so many samples, on the meta device."""
+
+    def resized(leaf: Any) -> Any:
+        if not isinstance(leaf, Tensor):
+            return leaf
+        return torch.empty((rows, *leaf.shape[1:]), dtype=leaf.dtype, device="meta")
+
+    return tree_map(resized, batch)
+
+
+def map_floats(batch: Any, change: Callable[[Tensor], Tensor]) -> Any:
+    """``change`` of every tensor of floating-point numbers."""
+    return tree_map(lambda leaf: change(leaf) if isinstance(leaf, Tensor) and leaf.is_floating_point() else leaf, batch)
