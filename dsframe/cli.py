@@ -33,6 +33,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "dsframe.tools.export:main",
         "a checkpoint for other programs, transformers and DeepSpeed among them",
     ),
+    "convert": (
+        "dsframe.tools.convert_config:main",
+        "a file from Accelerate's, the HF Trainer's or Lightning's settings",
+    ),
     "import": ("dsframe.tools.convert:main", "a checkpoint of DeepSpeed's own, to go on from"),
     "doctor": ("dsframe.tools.doctor:main", "what this machine can run, and what it lacks"),
     "explain": ("dsframe.tools.explain:main", "what the code of a message or an exit code means, with an example"),

@@ -71,6 +71,13 @@ CODES: Mapping[str, Code] = {
         "Keep one of the two, or add what is needed: the message says which.",
         '{"train_batch_size": 8, "fp16": {"enabled": true}, "bf16": {"enabled": true}}',
     ),
+    "convert": Code(
+        "A file of another framework cannot be converted.",
+        "It cannot be read, or it is none of those that `dsframe convert` knows.",
+        "What the message says.",
+        '{"seed": 1}',
+        "convert FILE",
+    ),
     "deprecated": Code(
         "An old spelling.",
         "This version of DeepSpeed reads it; a later one may not.",

@@ -1,0 +1,207 @@
+"""Files of Accelerate, Hugging Face's Trainer and Lightning become files of dsframe, and what is not taken is named."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsframe.config import load
+from dsframe.errors import ConfigError
+from dsframe.tools import convert_config
+from dsframe.tools.convert_config import convert
+
+
+def given(folder: Path, name: str, text: str) -> Path:
+    path = folder / name
+    path.write_text(text)
+    return path
+
+
+def reasons(path: Path) -> dict[str, str]:
+    return dict(convert(path).left)
+
+
+DEEPSPEED = """
+compute_environment: LOCAL_MACHINE
+distributed_type: DEEPSPEED
+deepspeed_config:
+  zero_stage: 3
+  gradient_accumulation_steps: 4
+  gradient_clipping: 1.0
+  offload_optimizer_device: cpu
+  offload_param_device: none
+  zero3_init_flag: true
+mixed_precision: bf16
+num_machines: 2
+num_processes: 16
+downcast_bf16: 'no'
+use_cpu: false
+megatron_lm_config: {megatron_lm_tp_degree: 2}
+"""
+FSDP = """
+distributed_type: FSDP
+fsdp_config:
+  fsdp_sharding_strategy: HYBRID_SHARD
+  fsdp_transformer_layer_cls_to_wrap: LlamaDecoderLayer,Other
+  fsdp_offload_params: true
+  fsdp_backward_prefetch: BACKWARD_PRE
+mixed_precision: bf16
+num_processes: 4
+"""
+
+
+def test_accelerate_with_deepspeed(tmp_path: Path) -> None:
+    found = convert(given(tmp_path, "a.yaml", DEEPSPEED))
+    assert found.document == {
+        "dsframe": {"engine": "deepspeed"},
+        "zero_optimization": {"stage": 3, "offload_optimizer": {"device": "cpu"}},
+        "gradient_accumulation_steps": 4,
+        "gradient_clipping": 1.0,
+        "bf16": {"enabled": True},
+        "train_micro_batch_size_per_gpu": 1,
+    }
+    assert found.processes == 16
+    left = dict(found.left)
+    assert left["megatron_lm_config"] == "no counterpart is known"
+    assert "the launcher" in left["num_machines"]
+    assert {"the batch size", "the optimizer and its schedule", "zero3_init_flag"} <= left.keys()
+    load(found.document)
+
+
+def test_accelerate_with_fsdp(tmp_path: Path) -> None:
+    found = convert(given(tmp_path, "a.yml", FSDP))
+    assert found.document["dsframe"] == {
+        "engine": "fsdp",
+        "fsdp": {"sharding": "hybrid", "wrap": ["LlamaDecoderLayer", "Other"], "offload": "cpu"},
+    }
+    assert found.document["torch_autocast"] == {"enabled": True, "dtype": "bfloat16"}
+    load(found.document)
+
+
+def test_a_ds_config_stays_as_it_is(tmp_path: Path) -> None:
+    own = {"zero_optimization": {"stage": 2}, "gradient_clipping": "auto", "train_micro_batch_size_per_gpu": 4}
+    (tmp_path / "ds.json").write_text(json.dumps(own))
+    text = DEEPSPEED.replace("  zero_stage: 3", "  deepspeed_config_file: ds.json\n  zero_stage: 3")
+    found = convert(given(tmp_path, "a.yaml", text))
+    assert found.document["zero_optimization"]["stage"] == 2
+    assert found.document["gradient_clipping"] == 1.0
+    assert dict(found.left)["zero_stage"] == "the ds_config has zero_optimization.stage = 2, which stays; it said 3"
+    with pytest.raises(ConfigError, match=r"names the ds_config gone\.json, which is not there"):
+        convert(given(tmp_path, "b.yaml", text.replace("ds.json", "gone.json")))
+
+
+CALL = """
+from transformers import TrainingArguments
+args = TrainingArguments(
+    "out", per_device_train_batch_size=16, learning_rate=2e-4, weight_decay=0.1, warmup_ratio=0.03, num_train_epochs=2,
+    lr_scheduler_type="cosine", logging_steps=5, evaluation_strategy="epoch", save_strategy="epoch", save_total_limit=3,
+    metric_for_best_model="eval_loss", bf16=True, gradient_checkpointing=True, report_to=["tensorboard", "swanlab"],
+    gradient_accumulation_steps=steps, push_to_hub=True, dataloader_num_workers=4, frobnicate=3)
+"""
+
+
+def test_the_trainers_call(tmp_path: Path) -> None:
+    found = convert(given(tmp_path, "train.py", CALL))
+    document = found.document
+    assert document["optimizer"] == {
+        "type": "AdamW",
+        "params": {"lr": 2e-4, "weight_decay": 0.1, "eps": 1e-8, "betas": [0.9, 0.999]},
+    }
+    assert document["scheduler"] == {
+        "type": "cosine",
+        "params": {"num_warmup_steps": {"epochs": 0.06}, "num_training_steps": "auto"},
+    }
+    assert document["dsframe"] == {
+        "engine": "ddp",
+        "run_dir": "out",
+        "seed": 42,
+        "epochs": 2,
+        "log_every_steps": 5,
+        "eval_every_steps": {"epochs": 1},
+        "checkpoints": {"keep_last": 3, "every_steps": {"epochs": 1}, "keep_best": "loss:min"},
+        "no_decay": "norms-and-biases",
+        "model": {"activation_checkpointing": True},
+    }
+    assert (document["train_micro_batch_size_per_gpu"], document["gradient_clipping"]) == (16, 1.0)
+    left = dict(found.left)
+    assert left["gradient_accumulation_steps"] == "its value is not written in the call; write it"
+    assert left["frobnicate"] == "no counterpart is known"
+    assert "swanlab" in left["report_to"]
+    assert "in your code" in left["dataloader_num_workers"]
+    task = {"name": "tests.faults.slow_task:SlowTask"}
+    load({**document, "dsframe": {**document["dsframe"], "task": task}})
+
+
+def test_the_trainers_defaults_are_written(tmp_path: Path) -> None:
+    document = convert(
+        given(tmp_path, "a.json", json.dumps({"output_dir": "x", "max_steps": 100, "warmup_ratio": 0.101}))
+    ).document
+    assert document["train_micro_batch_size_per_gpu"] == 8
+    assert document["optimizer"]["params"]["lr"] == 5e-5
+    assert document["scheduler"]["params"]["num_warmup_steps"] == 11
+    assert document["dsframe"]["checkpoints"] == {"every_steps": 500}
+    load(document)
+
+
+def test_a_notebook(tmp_path: Path) -> None:
+    cells: list[Any] = [
+        {"cell_type": "code", "source": ["!pip install transformers\n", "%time\n"]},
+        {"cell_type": "markdown", "source": ["# args = TrainingArguments("]},
+        {"cell_type": "code", "source": ["args = TrainingArguments(output_dir='x', max_steps=7)"]},
+    ]
+    assert convert(given(tmp_path, "a.ipynb", json.dumps({"cells": cells}))).document["dsframe"]["steps"] == 7
+
+
+def test_lightning(tmp_path: Path) -> None:
+    text = "t = L.Trainer(devices=4, num_nodes=2, max_epochs=3, precision='bf16-mixed', accumulate_grad_batches=2,\n"
+    text += (
+        "    strategy=DeepSpeedStrategy(stage=3, offload_optimizer=True, reduce_bucket_size=1000000), callbacks=[a])\n"
+    )
+    found = convert(given(tmp_path, "a.py", text))
+    assert found.document["zero_optimization"] == {
+        "stage": 3,
+        "offload_optimizer": {"device": "cpu"},
+        "reduce_bucket_size": 1000000,
+    }
+    assert found.document["dsframe"] == {"engine": "deepspeed", "epochs": 3}
+    assert (found.document["bf16"], found.processes) == ({"enabled": True}, 8)
+    load(found.document)
+    found = convert(given(tmp_path, "b.py", "Trainer(strategy='deepspeed_stage_2_offload', gradient_clip_val=0.5)"))
+    assert found.document["zero_optimization"] == {"stage": 2, "offload_optimizer": {"device": "cpu"}}
+    assert found.document["gradient_clipping"] == 0.5
+
+
+@pytest.mark.parametrize(
+    ("name", "text", "said"),
+    [
+        ("a.json", "{", "cannot be read: Expecting property name"),
+        ("a.json", "[1]", "holds list where keys and values are expected"),
+        ("a.json", '{"seed": 1}', "is neither an Accelerate configuration"),
+        ("a.yaml", "a: [", "cannot be read: while parsing"),
+        ("a.py", "x = (", "is not Python"),
+        ("a.py", "x = 1", "has no call of TrainingArguments"),
+    ],
+)
+def test_mistakes(name: str, text: str, said: str, tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match=said):
+        convert(given(tmp_path, name, text))
+    with pytest.raises(ConfigError, match="cannot be read"):
+        convert(tmp_path / "nothing.json")
+
+
+def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    out = tmp_path / "mine.json"
+    source = given(tmp_path, "a.yaml", DEEPSPEED)
+    assert convert_config.main([str(source), "--out", str(out)]) == 0
+    said = capsys.readouterr().err
+    assert "  zero_stage: zero_optimization.stage = 3\n" in said
+    assert "  zero3_init_flag: not taken; " in said
+    assert f"To start it: dsframe launch -np 16 --config {out}" in said
+    assert json.loads(out.read_text())["dsframe"]["task"] == {"name": "my_module:MyTask"}
+    with pytest.raises(ConfigError, match="exists already"):
+        convert_config.main([str(source), "--out", str(out)])
+    assert convert_config.main([str(source)]) == 0
+    assert json.loads(capsys.readouterr().out)["zero_optimization"]["stage"] == 3
