@@ -369,3 +369,16 @@ def test_only_what_transformers_knows_leaves_so(tmp_path: Path, capsys: pytest.C
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name[0] == "."] == []
     with pytest.raises(SystemExit):
         cli.main(["export", str(tmp_path / "run"), "--to", "huggingface", "--shard-size", "5 GiB"])
+
+
+def test_a_folder_is_planned_without_reading_its_weights(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """transformers loads nothing on the meta device: the plan of each model folder was an error. And beside an adapter."""
+    language().model().save_pretrained(tmp_path / "model")
+    task = {"name": "causal-language-model", "model": str(tmp_path / "model"), "context": 16, "corpus": "synthetic"}
+    whole = sum(parameter.numel() for parameter in language().model().parameters())
+    for adapter, count in ((None, whole), ({"r": 2, "target_modules": ["q_proj"]}, 2 * 2 * 2 * LLAMA["hidden_size"])):
+        settings = {"task": task} | ({"adapter": adapter} if adapter else {})
+        file = tmp_path / "file.json"
+        file.write_text(json.dumps({"train_batch_size": 2, "dsframe": settings}))
+        assert cli.main(["plan", "--config", str(file), "-np", "2"]) == 0
+        assert f"{count} parameters" in capsys.readouterr().out
