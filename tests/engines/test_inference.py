@@ -41,7 +41,8 @@ def on(launcher: Any, processes: int, *words: str, **more: Any) -> Finished:
 def metrics(finished: Finished) -> dict[str, float]:
     finished.check()
     line = next(line for line in finished.output.splitlines() if '{"checkpoint"' in line)
-    found: dict[str, float] = json.loads(line[line.index("{") :])["metrics"]
+    # mpirun's mark of an output may follow on the same line.
+    found: dict[str, float] = json.JSONDecoder().raw_decode(line[line.index("{") :])[0]["metrics"]
     return found
 
 

@@ -28,5 +28,6 @@ def environment() -> dict[str, str]:
     """The variables that switch the stand-in on in a process and in those that it starts: two devices at first."""
     return {
         "DSFRAME_STANDIN": str(build.build()),
+        "DS_ACCELERATOR": "cuda",  # a test before may have trained on the CPU in this process, and DeepSpeed's choice stays
         "PYTHONPATH": os.pathsep.join([str(SITE), str(SITE.parents[2])]),
     }
