@@ -115,12 +115,16 @@ def load_model(path: str | Path, task: Task | None = None, *, averages: bool = F
     from dsframe.config import load
 
     found = store.complete(Path(path))
-    config = load(store.config_of(found))
-    task = task or tasks.build(config.settings.task, config.settings.seed)
-    seed_generators(config.settings.seed)
-    model = task.model()
     checkpoint = Checkpoint(found)
-    base = _adapted(config, model, checkpoint)
+    adapted = "adapter" in checkpoint.manifest
+    config = load(store.config_of(found)) if adapted or task is None else None
+    if task is None:
+        assert config is not None
+        task = tasks.build(config.settings.task, config.settings.seed)
+    if adapted and config is not None:  # the base's own weights are not in the checkpoint, and may be drawn
+        seed_generators(config.settings.seed)
+    model = task.model()
+    base = _adapted(config, model, checkpoint) if adapted and config is not None else set()
     weights = Weights(checkpoint, averages=averages)
     state = {name: weights.parameter(name).weight for name in weights.shapes} | dict(weights.buffers())
     state |= {alias: state[name] for alias, name in checkpoint.manifest["aliases"].items()}
@@ -136,13 +140,14 @@ def load_model(path: str | Path, task: Task | None = None, *, averages: bool = F
 
 
 def _adapted(config: Config, model: nn.Module, checkpoint: Checkpoint) -> set[str]:
-    """Puts the training's adapter into ``model``; returns the names of the base, under each of its names, without an adapter none.
+    """Puts the training's adapter into ``model``; returns the names of the base, under each of its names.
 
-    Raises CheckpointError where this is another base."""
-    if not adapter.add(config, model):
-        return set()
+    Raises CheckpointError where this is another base.
+    """
+    adapter.add(config, model)
     adapter.compare(checkpoint.manifest, adapter.digest_of(model), checkpoint.path)
-    return {name for name, one in model.named_parameters(remove_duplicate=False) if not one.requires_grad}
+    base = set(map(id, adapter.base_of(model).values()))
+    return {name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in base}
 
 
 @contextlib.contextmanager

@@ -126,7 +126,7 @@ def called_alone(model: nn.Module, task: Task, dtype: torch.dtype) -> set[str]:
                 hooks = getattr(module, name)
                 for key in [key for key, hook in hooks.items() if _is_ours(hook)]:
                     del hooks[key]
-        inputs = map_floats(with_rows(example(task)[0], 2), lambda tensor: tensor.to(dtype))
+        inputs = map_floats(with_rows(example(task, prepared=True)[0], 2), lambda tensor: tensor.to(dtype))
         uses = _Uses(twin)
         with meta_device(), uses.watched():
             call(twin, inputs)

@@ -73,10 +73,10 @@ def add(config: Config, model: nn.Module) -> str:
                 settings = _read(config, peft, Path(section.folder))
             else:
                 settings = peft.LoraConfig(**section.peft(), task_type=_kind(model))
-                _look(config, model, settings)
+                _check_modules(config, model, settings)
             peft.inject_adapter_in_model(settings, model, NAME)
     except (ValueError, TypeError) as error:
-        raise wrong(config, f"peft refuses it: {' '.join(str(error).split())}", "change the section") from None
+        raise _wrong(config, f"peft refuses it: {' '.join(str(error).split())}", "change the section") from None
     if section.folder is not None:
         _load(config, model, Path(section.folder))
     return json.dumps(_plain(settings.to_dict()), sort_keys=True)
@@ -88,7 +88,7 @@ def settle(
     peft: str,
     share: tuple[int, int],
     exchange: Callable[[str], Sequence[str]],
-    touched: Any,
+    touched: Callable[[int], None],
 ) -> Adapter:
     """**Collective.** Leaves the base out of checkpoints; returns the adapter with the base's digest.
 
@@ -102,7 +102,7 @@ def settle(
     """
     section = config.settings.adapter
     assert section is not None
-    base = {name: parameter for name, parameter in model.named_parameters() if not parameter.requires_grad}
+    base = base_of(model)
     own: dict[str, str] = {}
     for name in sorted(base)[share[0] :: share[1]]:
         own[name] = _digest(base[name])
@@ -119,6 +119,12 @@ def settle(
     )
 
 
+def base_of(model: nn.Module) -> dict[str, nn.Parameter]:
+    """Returns what is frozen and no part of the adapter: a group may freeze some of that too, and checkpoints have it."""
+    every = model.named_parameters()
+    return {name: parameter for name, parameter in every if not (parameter.requires_grad or is_adapters(name))}
+
+
 def leave_out(model: nn.Module, names: Iterable[str]) -> None:
     """Checkpoints have none of these parameters of ``model``, which are frozen and built anew at each start."""
     setattr(model, _LEFT_OUT, frozenset(names))
@@ -132,7 +138,7 @@ def left_out(model: nn.Module) -> frozenset[str]:
 
 def digest_of(model: nn.Module) -> str:
     """The base's digest, of a model that this process has whole."""
-    return _combined({name: _digest(one) for name, one in model.named_parameters() if not one.requires_grad})
+    return _combined({name: _digest(one) for name, one in base_of(model).items()})
 
 
 def compare(manifest: Mapping[str, Any], digest: str, where: object) -> None:
@@ -192,7 +198,7 @@ def peft_name(name: str) -> str:
     return name.replace(_SAVED_MODULE, ".").replace(f".{NAME}.", ".")
 
 
-def wrong(config: Config, message: str, remedy: str) -> ConfigError:
+def _wrong(config: Config, message: str, remedy: str) -> ConfigError:
     """An error about the section."""
     where = ("dsframe", "adapter")
     problem = Problem(
@@ -205,7 +211,7 @@ def _library(config: Config) -> Any:
     try:
         import peft
     except ImportError:
-        raise wrong(
+        raise _wrong(
             config, "needs the library peft, which is not installed", "pip install 'dsframe[adapters]'"
         ) from None
     return peft
@@ -218,7 +224,7 @@ def _kind(model: nn.Module) -> str | None:
     return next((kind for ending, kind in kinds.items() if name.endswith(ending)), None)
 
 
-def _look(config: Config, model: nn.Module, settings: Any) -> None:
+def _check_modules(config: Config, model: nn.Module, settings: Any) -> None:
     """Raises ConfigError for a module that is not there: peft says nothing where another one of the list is."""
     named = [name for name, _ in model.named_modules() if name]
     if settings.target_modules == "all-linear" and not hasattr(model, "get_output_embeddings"):
@@ -231,20 +237,20 @@ def _look(config: Config, model: nn.Module, settings: Any) -> None:
             if not any(name == one or name.endswith(f".{one}") for name in named):
                 near = closest(one, {*named, *(name.rpartition(".")[2] for name in named)})
                 hint = f'write "{near}"' if near else f"linear layers of this model are {', '.join(known)}"
-                raise wrong(config, f'{key}: the model has no module "{one}"', hint)
+                raise _wrong(config, f'{key}: the model has no module "{one}"', hint)
 
 
 def _read(config: Config, peft: Any, folder: Path) -> Any:
     try:
         settings = peft.PeftConfig.from_pretrained(str(folder)) if (folder / _SETTINGS).is_file() else None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise wrong(
+        raise _wrong(
             config, f"{folder / _SETTINGS} cannot be read: {error}", "give a folder that peft has written"
         ) from None
     if settings is None or not (folder / _FILE).is_file():
-        raise wrong(config, f"{folder} has no {_SETTINGS} and {_FILE}", "give a folder that peft has written")
+        raise _wrong(config, f"{folder} has no {_SETTINGS} and {_FILE}", "give a folder that peft has written")
     if settings.peft_type != "LORA":
-        raise wrong(config, f"{folder} is an adapter of type {settings.peft_type}", "give one of type LORA")
+        raise _wrong(config, f"{folder} is an adapter of type {settings.peft_type}", "give one of type LORA")
     settings.inference_mode = False
     return settings
 
@@ -257,7 +263,7 @@ def _load(config: Config, model: nn.Module, folder: Path) -> None:
     try:
         saved = load_file(folder / _FILE)
     except (OSError, SafetensorError) as error:
-        raise wrong(
+        raise _wrong(
             config, f"{folder / _FILE} cannot be read: {error}", "give a folder that peft has written"
         ) from None
     own = {_PREFIX + peft_name(name): one for name, one in model.named_parameters() if is_adapters(name)}
@@ -265,7 +271,7 @@ def _load(config: Config, model: nn.Module, folder: Path) -> None:
         name for name, one in own.items() if one.shape != saved[name].shape
     ]
     if differing:
-        raise wrong(
+        raise _wrong(
             config,
             f"{folder} is an adapter of another model: {differing[0]} differs",
             "give the model that it was trained for",

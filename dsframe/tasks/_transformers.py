@@ -112,7 +112,8 @@ def build(auto: str, config: Any, weights: str | None, dtype: torch.dtype = torc
     """A model in fp32 and in training mode: new, or with the weights of a local folder.
 
     New weights, a new output layer included, are drawn from torch's global generator. A folder's weights are read tensor by tensor,
-    each when its turn comes; on the device "meta" none is. A language model whose files are all of the 16-bit ``dtype`` is made in it. Raises TaskError.
+    each when its turn comes; on the device "meta" none is. A language model whose files are all of the 16-bit ``dtype`` is made in
+    it. Raises TaskError.
     """
     cls = getattr(transformers(), auto)
     config = copy.deepcopy(config)

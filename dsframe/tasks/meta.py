@@ -44,12 +44,13 @@ def meta_device() -> Iterator[None]:
             ) from error
 
 
-def example(task: Task) -> tuple[Any, Any]:
-    """Shapes of one sample, as the task tells them, else from its training data."""
+def example(task: Task, *, prepared: bool = False) -> tuple[Any, Any]:
+    """Shapes of one sample, as the task tells them, else from its training data, which a run has ``prepared``."""
     told = task.example()
     if told is not None:
         return told
-    preparation.alone(task, lambda line: None)
+    if not prepared:
+        preparation.alone(task, lambda line: None)
     return as_source(task.train_data(), task.seed, task.collate).batch(torch.tensor([0]), 0)
 
 

@@ -197,3 +197,12 @@ def test_a_new_head_is_trained_whole(tmp_path: Path) -> None:
     assert "base_model.model.model.norm.weight" in load_file(tmp_path / "peft" / "adapter_model.safetensors")
     with pytest.raises(ConfigError, match="not possible with a pipeline"):
         load({**given, "pipeline": {"stages": 2}, "dsframe": {**given["dsframe"], "engine": "deepspeed"}})
+
+
+def test_what_a_group_freezes_of_the_adapter_is_saved(tmp_path: Path) -> None:
+    """It was taken for the base: an export for peft had half of the matrices."""
+    groups = [{"match": ["*.lora_A.*"], "freeze": True}]
+    fit(file(tmp_path / "run", parameter_groups=groups, steps=2))
+    assert export.main([str(tmp_path / "run"), "--to", "peft", "--out", str(tmp_path / "peft")]) == 0
+    assert len(load_file(tmp_path / "peft" / "adapter_model.safetensors")) == 8
+    assert dsframe.load_model(tmp_path / "run")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import shutil
 from pathlib import Path
 from typing import Any
 
@@ -181,3 +182,15 @@ def test_load_model_names_another_model(trained: tuple[Path, dsframe.Summary]) -
     with pytest.raises(CheckpointError, match="belongs to another model"):
         load_model(trained[0], Other())
     assert "evaluate" in cli.COMMANDS
+
+
+def test_a_checkpoint_alone_and_its_task_are_enough(trained: tuple[Path, dsframe.Summary], tmp_path: Path) -> None:
+    """The file of the run is not asked for, and the program's random numbers stay its own."""
+    (path,) = sorted((trained[0] / "checkpoints").glob("step-*"))[-1:]
+    shutil.copytree(path, tmp_path / path.name)
+    first = []
+    for seed in (1, 2):
+        torch.manual_seed(seed)
+        load_model(tmp_path / path.name, Plane())
+        first.append(float(torch.rand(1)))
+    assert first[0] != first[1]
