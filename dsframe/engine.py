@@ -408,5 +408,5 @@ def _settle(engine: Engine, model: nn.Module, spill: Spill | None) -> None:
         if plan.device.type == "cpu" and not large:
             allocator.keep_freed()
         for parameter in model.parameters():  # what a constructor put there without registering it, such as deep copies
-            spill.move(parameter)
+            spill.add(parameter)
         spill.evict()

@@ -105,9 +105,10 @@ class Costs:
     def setup(self, held: Cost, ranks: int, slices: int, *, on_cpu: bool = False) -> SetUp:
         """Bytes of each parameter of a rank's tensor slice, one of ``slices``, at the fullest moment before the first step.
 
-        The model is built on the CPU in fp32. Where parameters are sharded it lies in files, and each is sharded by itself (with
-        tensor parallelism they are sliced first, whole on the device). Else each goes to the device by itself, in the format that
-        it is trained in. Then the engine adds fp32 masters and the gradients that it keeps; moments are made in the first step.
+        The model is built on the CPU in fp32. Where parameters are sharded, a rank's part lies in memory and the rest in files, and
+        each is sharded by itself (with tensor parallelism they are sliced first, whole on the device). Else each goes to the device
+        by itself, in the format that it is trained in. Then the engine adds fp32 masters and the gradients that it keeps; moments
+        are made in the first step.
 
         ``held``: what lasts, as :meth:`held` says. Not counted are the parameters that are whole at that moment, two of them.
         """
@@ -123,7 +124,8 @@ class Costs:
             own = max(own, width * slices)
         elif on_cpu and not files:  # built in fp32, and flattened once more
             own = max(own, whole * (2 if self.flattens else 1))
-        return SetUp(own, 0.0 if on_cpu else held.host if files else whole, whole if files else 0.0)
+        kept = 4.0 / ranks if files and ranks > 1 else 0.0  # what a rank builds in memory (dsframe.model.spill)
+        return SetUp(own, 0.0 if on_cpu else held.host + kept if files else whole, whole - kept if files else 0.0)
 
     def setup_cost(self, world_size: int) -> SetUp:
         """Bytes for each parameter of the model on a GPU, cut evenly as for :meth:`cost`."""

@@ -107,7 +107,7 @@ class FsdpEngine(ReplicaEngine):
 
     def _spilled(self) -> Spill | None:
         shards = self.plan.world.size > 1 or self._settings.offload == "cpu"
-        return on_disk(self.plan.directory) if shards else None
+        return on_disk(self.plan.directory, self.plan.world.size) if shards else None
 
     def _take_from_rank_0(self, tensors: list[Tensor]) -> None:
         """**Collective.** Every rank keeps a shard of rank 0's model. What a rank has drawn otherwise is sent, and that alone."""
@@ -131,10 +131,10 @@ class FsdpEngine(ReplicaEngine):
         # What an adapter stands beside needs no masters.
         base = self.adapter is not None and not parameter.requires_grad
         wanted = self._dtype if base and precision.is_short(self._dtype) else self.dtype
-        if self._spill is None:
-            parameter.data = parameter.data.to(wanted)
-        else:
+        if self._spill is not None and wanted != parameter.dtype:
             self._spill.move(parameter, wanted)
+        else:
+            parameter.data = parameter.data.to(wanted)
 
     @contextmanager
     def _whole_gradients(self) -> Iterator[None]:

@@ -24,7 +24,7 @@ class Wide(dsframe.Task):
     def model(self) -> nn.Module:
         if world.here().rank == self.full_on:  # as a disk without room: what a file takes more is refused
             resource.setrlimit(resource.RLIMIT_FSIZE, (1 << 20, resource.RLIM_INFINITY))
-        return nn.Linear(self.width, self.width)
+        return nn.Sequential(nn.Linear(self.width, self.width), nn.Linear(self.width, self.width))
 
     def loss(self, outputs: Any, targets: Any) -> Tensor:
         return nn.functional.mse_loss(outputs, targets)

@@ -157,19 +157,23 @@ def test_gpu_memory(folder: Path, memory: str, stage: int, number: str, capsys: 
     ("engine", "overrides", "expected"),
     [
         ("ddp", [], "note: 80 GB hold .* 4 bytes on the device and 4 bytes in the host's memory for each"),
-        ("fsdp", [], "note: 80 GB hold .* 1 bytes on the device and 4 bytes in files on its disk for each"),
+        (
+            "fsdp",
+            [],
+            "note: 80 GB hold .* 1 bytes on the device, 1 bytes in the host's memory and 3 bytes in files on its disk for each",
+        ),
         # 4 bytes of weights, flat gradients and masters, divided by 4 ranks
         (
             "deepspeed",
             ["zero_optimization.stage=3"],
-            "note: 80 GB hold .* 3 bytes on the device and 4 bytes in files on its",
+            "note: 80 GB hold .* 3 bytes on the device, 1 bytes in the host's memory and 3 bytes in files on its",
         ),
         # What is sliced for 4 ranks is whole on the device before, and 20 bytes in 16 ranks are less.
         (
             "deepspeed",
             ["zero_optimization.stage=3", "tensor_parallel.autotp_size=4", "train_batch_size=16"],
-            r"warning: 80 GB hold the set-up of at most 20 billion parameters on 16 processes: .* 4 bytes on the device "
-            r"and 4 bytes in files on its disk .* takes 1\.25; take devices with more memory",
+            r"warning: 80 GB hold the set-up of at most 20 billion parameters on 16 processes: .* 4 bytes on the device, "
+            r".* takes 1\.25; take devices with more memory",
         ),
     ],
 )

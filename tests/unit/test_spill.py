@@ -77,6 +77,34 @@ def test_the_model_is_the_same_to_the_bit(constructor: Callable[[], nn.Module], 
     assert all(torch.equal(found[name], expected[name]) for name in expected)
 
 
+@pytest.mark.parametrize(("window", "share", "kept"), [(1 << 10, 0.0, 1), (4 << 10, 0.0, 4), (1 << 10, 0.5, 4)])
+def test_the_newest_stay_in_memory(window: int, share: float, kept: int, tmp_path: Path) -> None:
+    files = Spill(tmp_path, least_bytes=1, window_bytes=window, share=share)
+    with files.building():
+        model = nn.ParameterList(torch.randn(16, 16) for _ in range(8))  # 1 KiB each
+    for parameter in model:  # the engine adds what it finds in the model: nothing that is known moves
+        files.add(parameter)
+    assert [files._holds(parameter.data) for parameter in model] == [True] * (8 - kept) + [False] * kept
+
+
+def test_what_another_tensor_looks_at_stays_in_memory(tmp_path: Path) -> None:
+    """A constructor may keep a view of a weight, and fill that one later."""
+
+    class Viewed(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.first = nn.Parameter(torch.ones(16, 16))
+            half = self.first.data[:8]
+            self.others = nn.ParameterList(torch.ones(16, 16) for _ in range(4))
+            half.zero_()
+
+    files = Spill(tmp_path, least_bytes=1, window_bytes=1 << 10)
+    with files.building():
+        model = Viewed()
+    assert float(model.first.detach().sum()) == 128
+    assert files._holds(model.others[0].data)
+
+
 def test_what_is_freed_is_never_zeroed(tmp_path: Path) -> None:
     """An address that was unmapped is soon another tensor's: madvise on it would fill that with zeros."""
     files = Spill(tmp_path, least_bytes=1)

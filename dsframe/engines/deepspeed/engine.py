@@ -116,7 +116,7 @@ class ZeroEngine(Engine):
         # Alone, a rank has the whole model on its device, unless that is fetched from the host.
         zero = self.plan.config.deepspeed.zero_optimization
         if self._stage == 3 and (self.plan.world.size > 1 or zero.parameter_device != "none"):
-            self._spill = on_disk(self.plan.directory)
+            self._spill = on_disk(self.plan.directory, self.plan.world.size)
         model = build_model(self, self._spill)
         if self.plan.batch.sequence_parallel_size > 1:
             from dsframe.engines.deepspeed.sequence import Slices
