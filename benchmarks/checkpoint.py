@@ -19,6 +19,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
+from fractions import Fraction
 from pathlib import Path
 from statistics import median
 from typing import Any
@@ -30,6 +31,8 @@ from dsframe.model import optimizers, schedules
 from dsframe.run import settle_threads
 
 CHUNK = 64 << 20
+STEPS_BEFORE = 3
+"""Steps from a run's start to its first save: a thread makes memory ready meanwhile."""
 
 
 def main() -> int:
@@ -110,7 +113,7 @@ def main() -> int:
             engine,
             Store(folder / "ours"),
             {"training": {}, "run": {}},
-            every_steps=None,
+            every_steps=Fraction(1),
             at_end=True,
             retention=Retention(),
             asynchronous=asynchronous,
@@ -119,6 +122,9 @@ def main() -> int:
         )
         if asynchronous and (asynchronous, form) not in savers:
             name += ", first of a run"  # what it copies to stays for the next
+            saver.prepare()
+            for _ in range(STEPS_BEFORE):
+                train()
         savers[asynchronous, form] = saver
         all_gather_text(engine, "")
         before, began = settle_memory(), time.perf_counter()

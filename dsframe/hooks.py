@@ -79,6 +79,10 @@ class Called:
                 if getattr(type(one), name) is not getattr(Hooks, name):
                     methods.append(getattr(one, name))
 
+    def listens(self, event: str) -> bool:
+        """Returns whether a hook listens to ``event``."""
+        return bool(self._of[event])
+
     def __call__(self, event: str, view: Callable[[], RunView], *more: Any) -> None:
         """Calls every hook that listens to ``event``. ``view`` is asked only where there is one."""
         if methods := self._of[event]:

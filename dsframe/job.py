@@ -314,8 +314,10 @@ def _ending(job: Job, engine: Engine, outputs: Outputs) -> Iterator[None]:
         yield
     except Exception as error:
         together = isinstance(error, (StoppedError, TrainingError, CheckpointError))  # all ranks raise these
-        if together or job.commits:  # else this process ends
+        if together or job.commits:
             outputs.saver.close(hopeless=not together)
+        else:  # this process ends
+            outputs.saver.outlast()
         job.progress.close()
         if outputs.record:
             outputs.record.close("KILLED" if isinstance(error, StoppedError) else "FAILED")

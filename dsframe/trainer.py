@@ -272,6 +272,7 @@ class Trainer:
         phases.done("first step")
         if self.record:
             self.record.started(phases.seconds())
+        self.saver.prepare()
         self.progress.begin(step)
         return now
 
@@ -413,6 +414,8 @@ class Trainer:
         logged = self.schedule.logs(step) and math.isfinite(self._loss)
         evaluation = self._finite_results(step)
         self._pause(self.saver.save(step, loss=self._loss if logged else None, evaluation=evaluation))
+        if self._hooks.listens("on_checkpoint") and not self.saver.asynchronous:
+            self.saver.settle()  # a hook may copy the checkpoint elsewhere
         self._hooks("on_checkpoint", lambda: self._view(step), self.saver.path(step))
 
     def _finish_steps(self) -> None:

@@ -68,8 +68,16 @@ class PartWriter:
     """
 
     def __init__(
-        self, folder: Path, rank: int, ranks: int, part_bytes: int = PART_BYTES, *, staging: Staging | None = None
+        self,
+        folder: Path,
+        rank: int,
+        ranks: int,
+        part_bytes: int = PART_BYTES,
+        *,
+        staging: Staging | None = None,
+        sync: bool = True,
     ) -> None:
+        """``sync``: Files are on the disk when :meth:`finish` returns; else :meth:`flush` brings them there."""
         self.files: dict[str, FileEntry] = {}
         """Files of this rank."""
         self.parameters: dict[str, dict[str, Any]] = {}
@@ -78,7 +86,7 @@ class PartWriter:
         self._dealer = Dealer(ranks, part_bytes)
         self._name = ""
         self._held: dict[str, Tensor] = {}
-        self._staging = staging
+        self._staging, self._sync = staging, sync
         self._kept: list[tuple[str, dict[str, Tensor]]] = []
         self._hand = ThreadPoolExecutor(1, "dsframe-part")
         self._written: tuple[str, Future[FileEntry]] | None = None
@@ -118,11 +126,13 @@ class PartWriter:
             self._hand.shutdown()
 
     def flush(self, sign_of_life: Callable[[], None]) -> None:
-        """Writes what was kept, and lets go of it file by file. Raises OSError."""
+        """Writes what was kept, and lets go of it file by file; all files are on the disk when it returns. Raises OSError."""
         while self._kept:
             name, tensors = self._kept.pop(0)
             self.files[name] = write_tensors(self._folder / name, tensors)
             sign_of_life()
+        if not self._sync:
+            store.sync_files(self._folder, self.files, sign_of_life)
 
     def put(self, name: str, tensors: dict[str, Tensor]) -> None:
         """A file of this rank's, of which :meth:`finish` makes sure; ``tensors`` do not change until then.
@@ -133,7 +143,7 @@ class PartWriter:
             self._kept.append((name, tensors))
         else:
             self._wait()
-            self._written = name, self._hand.submit(write_tensors, self._folder / name, tensors)
+            self._written = name, self._hand.submit(write_tensors, self._folder / name, tensors, sync=self._sync)
 
     def _wait(self) -> None:
         if self._written is None:
@@ -150,8 +160,10 @@ class PartWriter:
         self.put(self._name, held)
 
 
-def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None) -> FileEntry:
-    """A safetensors file that is on the disk when this returns, written from the tensors' own memory, views among them.
+def write_tensors(
+    path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[str, str] | None = None, *, sync: bool = True
+) -> FileEntry:
+    """A safetensors file, written from the tensors' own memory, views among them. ``sync``: as ``store.write`` takes it.
 
     The widest elements come first, as in safetensors' own files: so every tensor is aligned to its elements, for readers that map
     the file. ``safetensors.save_file`` makes no checksum on the way and takes no views. Raises OSError, and CheckpointError for a
@@ -160,7 +172,7 @@ def write_tensors(path: Path, tensors: Mapping[str, Tensor], metadata: Mapping[s
     ordered = sorted(tensors.items(), key=lambda item: -item[1].element_size())
     begin, _ = header({name: (tensor.dtype, tensor.shape) for name, tensor in ordered}, metadata)
     contents = [tensor.contiguous().flatten().view(torch.uint8).numpy().data for _, tensor in ordered]
-    return store.write(path, begin, *contents)
+    return store.write(path, begin, *contents, sync=sync)
 
 
 def header(
@@ -206,6 +218,7 @@ def write_state(
     sign_of_life: Callable[[], None] = lambda: None,
     *,
     staging: Staging | None = None,
+    sync: bool = True,
 ) -> tuple[PartWriter, str]:
     """**Collective.** Writes this rank's share of ``state``. Returns the writer and what went wrong, "" where nothing did.
 
@@ -213,7 +226,7 @@ def write_state(
     end without writing: the other ranks wait for it in each parameter's gathering. ``staging``: nothing is written yet, the
     writer's ``flush`` does it, and the state may change meanwhile.
     """
-    writer, failure = PartWriter(folder, rank, ranks, part_bytes, staging=staging), ""
+    writer, failure = PartWriter(folder, rank, ranks, part_bytes, staging=staging, sync=sync), ""
     for one in state.parameters:
         if not failure:
             failure = catch_io_error(lambda one=one: writer.take(one))

@@ -5,8 +5,9 @@ rank 0 makes the folder, writes what is small, and when all have said that their
 and the pointer. What one rank cannot write, all learn: then nothing is renamed, what was written is taken away, and the checkpoint
 before stays as it is.
 
-Asynchronously, each rank copies its share and training goes on while threads write (``background``). At most one checkpoint is
-under way: the next save waits for it, and says what went wrong with it.
+Training goes on as soon as the files are written, which is when the system has their bytes: a thread waits until they are on the
+disk, and rank 0's then commits (``background``). Asynchronously, each rank copies its share, and threads write as well. At most
+one checkpoint is under way: the next save waits for it, and says what went wrong with it.
 """
 
 from __future__ import annotations
@@ -20,10 +21,9 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
-from dsframe.checkpoint import generators, portable, store
+from dsframe.checkpoint import generators, portable, staging, store
 from dsframe.checkpoint.background import Writing
 from dsframe.checkpoint.portable import PartWriter
-from dsframe.checkpoint.staging import Staging
 from dsframe.checkpoint.state import ShardedParameters
 from dsframe.checkpoint.store import Retention, Store
 from dsframe.checkpoint.transfer import ShardWriter
@@ -35,6 +35,9 @@ from dsframe.errors import CheckpointError
 if TYPE_CHECKING:
     from dsframe.checkpoint.state import EngineState
     from dsframe.engine import Engine
+
+
+_LAST_SECONDS = 10.0
 
 
 class Saver:
@@ -57,13 +60,15 @@ class Saver:
         ``sharded``: where ranks hold ranges of parameters, they stay as they lie."""
         self._engine, self._store, self._about = engine, folder, about
         self._every, self._at_end, self._retention, self._say = every_steps, at_end, retention, say
-        self._asynchronous, self._sharded = asynchronous, sharded
-        self._staging = Staging() if asynchronous else None
+        self._sharded = sharded
+        self._staging = staging.Staging() if asynchronous else None
         self._group: Any = None
         self._told = False
         self._writing: tuple[int, Writing] | None = None
         self._ratings: dict[int, Mapping[str, float]] = {}
         """Evaluations of checkpoints that are still being written."""
+        self.asynchronous = asynchronous
+        """True if training goes on before the files are written."""
         self.saved_step: int | None = None
         """The step of the newest checkpoint that this run wrote or went on from."""
         self.sign_of_life: Callable[[], None] = lambda: None
@@ -80,6 +85,16 @@ class Saver:
         """True if a checkpoint is to be written after ``step``."""
         regular = self._every is not None and epochs.due(step, self._every)
         return step != self.saved_step and (regular or (self._at_end and step == total_steps))
+
+    def prepare(self) -> None:
+        """**Collective**, after the first step, which makes the optimizer's state: memory for copies is taken from the system."""
+        if self._staging is None or self._every is None:
+            return
+        parameters = self._engine.state().parameters
+        if not isinstance(parameters, ShardedParameters):
+            return
+        tensors = [tensor for shard in parameters.shards for tensor in shard.tensors.values()]
+        self._staging.reserve(sum(tensor.size * tensor.dtype.itemsize + staging.ALIGN for tensor in tensors))
 
     def _begin(self, step: int) -> None:
         self.claim()
@@ -100,7 +115,7 @@ class Saver:
         folder = self._store.partial(step)
         writer, failure = self._write(state, folder)
         random = json.dumps(generators.capture(engine.plan.device))
-        report = {"failure": failure, "random": random, "files": {k: asdict(v) for k, v in writer.files.items()}}
+        report = {"failure": failure, "random": random}
         reports = [json.loads(text) for text in all_gather_text(engine, json.dumps(report))]
         self._check(step, *(report["failure"] for report in reports), shared=True)
         manifest = self._manifest(state, step, loss, evaluation) | {"parameters": writer.parameters}
@@ -113,21 +128,15 @@ class Saver:
             every = {name: entry for of_rank in files for name, entry in of_rank.items()} | {portable.RNG: asdict(own)}
             self._store.commit(step, {**manifest, "files": every})
             size = sum(entry["bytes"] for entry in every.values())
-            how = " in the background" if self._asynchronous else ""
+            how = " in the background" if self.asynchronous else ""
             seconds, removed = time.perf_counter() - began, self._prune()
             self._say(f"saved {self._store.path(step)}: {size / 1e6:,.1f} MB in {seconds:.2f} s{how}{removed}")
 
-        if self._asynchronous:
-            own = commit if world.is_main else None
-            self._writing = step, Writing(writer, folder, world.rank, world.size, own, self.sign_of_life)
-        else:
-            self._check(
-                step,
-                portable.catch_io_error(lambda: commit([one["files"] for one in reports])) if world.is_main else "",
-            )
+        own = commit if world.is_main else None
+        self._writing = step, Writing(writer, folder, world.rank, world.size, own, self.sign_of_life)
         self.saved_step = step
         stall = time.perf_counter() - began
-        if self._asynchronous:
+        if self.asynchronous:
             self._say(f"saving step {step}: training stood still for {stall:.2f} s")
         return stall
 
@@ -145,12 +154,15 @@ class Saver:
                 buffers,
                 sign_of_life=self.sign_of_life,
                 staging=self._staging,
+                sync=self.asynchronous,
             )
-        writer = ShardWriter(self._engine, state.parameters.shards, folder, sharded=self._sharded)
+        writer = ShardWriter(
+            self._engine, state.parameters.shards, folder, sharded=self._sharded, sync=self.asynchronous
+        )
         if buffers and state.buffers:
             writer.add(buffers, portable.copied(state.buffers))
         if self._staging is None:
-            return writer, portable.catch_io_error(lambda: writer.flush(self.sign_of_life))
+            return writer, portable.catch_io_error(lambda: writer.write(self.sign_of_life))
         if writer.exchanges and self._group is None:
             self._group = process_group.of_its_own()
         writer.keep(self._staging, self._group, self.sign_of_life)
@@ -214,6 +226,15 @@ class Saver:
             self._give_up(step, wrong)
         self._check(step, writing.outcome)
         self._rate()
+
+    def outlast(self) -> None:
+        """Not collective. Waits some seconds for the checkpoint that is being written: this rank's error shall not cost it."""
+        if self._writing is None:
+            return
+        step, writing = self._writing
+        until = time.monotonic() + _LAST_SECONDS
+        while time.monotonic() < until and not writing.failed and not self.path(step).is_dir():
+            time.sleep(0.02)
 
     def close(self, *, hopeless: bool = False) -> None:
         """Not collective. Lets a checkpoint that is being written be finished, whatever else went wrong. ``hopeless``: not all

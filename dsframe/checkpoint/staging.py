@@ -8,11 +8,13 @@ times as long.
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from torch import Tensor
 
 BLOCK_BYTES = 64 << 20
-_ALIGN = 64
+ALIGN = 64
 
 
 class Staging:
@@ -21,6 +23,14 @@ class Staging:
     def __init__(self) -> None:
         self._blocks: list[Tensor] = []
         self._block = self._used = 0
+        self._making: threading.Thread | None = None
+
+    def reserve(self, size: int) -> None:
+        """Takes ``size`` bytes from the system in a thread, page by page, while the steps before the first save run."""
+        block = torch.empty(size, dtype=torch.uint8)
+        self._blocks.append(block)
+        self._making = threading.Thread(target=block.zero_, name="dsframe-staging", daemon=True)
+        self._making.start()
 
     @property
     def bytes(self) -> int:
@@ -29,6 +39,8 @@ class Staging:
 
     def begin(self) -> None:
         """A save begins: no copy of the one before is needed any more."""
+        if self._making is not None:
+            self._making.join()
         self._block = self._used = 0
 
     def copy(self, tensor: Tensor, dtype: torch.dtype | None = None) -> Tensor:
@@ -40,5 +52,5 @@ class Staging:
         if self._block == len(self._blocks):
             self._blocks.append(torch.empty(max(BLOCK_BYTES, size), dtype=torch.uint8))
         place = self._blocks[self._block][self._used : self._used + size].view(wanted).view(tensor.shape)
-        self._used += -(-size // _ALIGN) * _ALIGN
+        self._used += -(-size // ALIGN) * ALIGN
         return place.copy_(tensor.detach())

@@ -19,7 +19,7 @@ import math
 import os
 import re
 import shutil
-from collections.abc import Callable, Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from pathlib import Path
@@ -390,9 +390,12 @@ def dump(manifest: Mapping[str, Any]) -> bytes:
     return (json.dumps(outer, indent=1, sort_keys=True, allow_nan=False) + "\n").encode()
 
 
-def write(path: Path, *pieces: bytes | memoryview) -> FileEntry:
-    """A new file of these ``pieces``, on the disk when this returns; the checksum is of what is in memory. Raises OSError."""
-    with FileWriter(path) as file:
+def write(path: Path, *pieces: bytes | memoryview, sync: bool = True) -> FileEntry:
+    """A new file of these ``pieces``; the checksum is of what is in memory. Raises OSError.
+
+    With ``sync`` it is on the disk when this returns, else :func:`sync_files` brings it there.
+    """
+    with FileWriter(path, sync=sync) as file:
         for piece in pieces:
             file.write(piece)
         return file.finish()
@@ -401,8 +404,9 @@ def write(path: Path, *pieces: bytes | memoryview) -> FileEntry:
 class FileWriter:
     """A new file, written piece by piece; the checksum is of what is in memory. Every method raises OSError."""
 
-    def __init__(self, path: Path) -> None:
-        self._path, self._found, self._size, self._begun = path, xxhash.xxh3_128(), 0, 0
+    def __init__(self, path: Path, *, sync: bool = True) -> None:
+        """``sync``: As :func:`write` takes it."""
+        self._path, self._found, self._size, self._begun, self._sync = path, xxhash.xxh3_128(), 0, 0, sync
         self._file = path.open("xb")
 
     def __enter__(self) -> FileWriter:
@@ -418,16 +422,17 @@ class FileWriter:
         self._size += len(piece)
         with self._named():
             self._file.write(piece)
-            if self._size - self._begun >= _AHEAD:
+            if self._sync and self._size - self._begun >= _AHEAD:
                 # Linux begins to write these pages to the disk now, and drops none before: fsync finds little left to do.
                 os.posix_fadvise(self._file.fileno(), self._begun, self._size - self._begun, os.POSIX_FADV_DONTNEED)
                 self._begun = self._size
 
     def finish(self) -> FileEntry:
-        """All of it is on the disk when this returns."""
+        """All of it is on the disk when this returns, or, without ``sync``, with the system."""
         with self._named():
             self._file.flush()
-            os.fsync(self._file.fileno())
+            if self._sync:
+                os.fsync(self._file.fileno())
         return FileEntry(self._size, self._found.hexdigest())
 
     @contextlib.contextmanager
@@ -452,6 +457,19 @@ def checksum(path: Path) -> str:
 def remove(path: Path) -> None:
     """A folder with all that is in it, a file, or a link and not what it leads to; nothing where there is none. Raises OSError."""
     shutil.rmtree(path) if path.is_dir() and not path.is_symlink() else path.unlink(missing_ok=True)
+
+
+def sync_files(folder: Path, names: Iterable[str], sign_of_life: Callable[[], None]) -> None:
+    """Waits until files that were written without ``sync`` are on the disk. Raises OSError."""
+    for name in names:
+        descriptor = os.open(folder / name, os.O_RDONLY)
+        try:
+            os.fsync(descriptor)
+        except OSError as error:
+            raise OSError(error.errno, error.strerror, str(folder / name)) from None  # which does not name the file
+        finally:
+            os.close(descriptor)
+        sign_of_life()
 
 
 def sync_folder(path: Path) -> None:

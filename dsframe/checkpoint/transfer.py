@@ -25,7 +25,7 @@ from dsframe.checkpoint.layout import Chunk, Content
 from dsframe.checkpoint.portable import PART_BYTES, header, write_tensors
 from dsframe.checkpoint.staging import Staging
 from dsframe.checkpoint.state import ParameterShard, TensorShard
-from dsframe.checkpoint.store import FileEntry, FileWriter
+from dsframe.checkpoint.store import FileEntry, FileWriter, sync_files
 from dsframe.cluster.exchange import Ranks
 
 WINDOW_BYTES = 64 << 20
@@ -49,8 +49,10 @@ class ShardWriter:
         sharded: bool,
         part_bytes: int | None = None,
         window_bytes: int = WINDOW_BYTES,
+        sync: bool = True,
     ) -> None:
-        """**Collective.** ``sharded``: each rank writes its own ranges. Raises CheckpointError as ``layout.agree`` does."""
+        """**Collective.** ``sharded``: each rank writes its own ranges. ``sync``: files are on the disk when :meth:`write` returns,
+        else :meth:`flush` brings them there. Raises CheckpointError as ``layout.agree`` does."""
         world = ranks.plan.world
         self.files: dict[str, FileEntry] = {}
         """Files of this rank, when they are written."""
@@ -61,6 +63,7 @@ class ShardWriter:
         self.exchanges = any(chunk.source != chunk.owner for chunk in self._plan.chunks)
         """True if some rank writes what another holds; the same on every rank."""
         self._folder, self._rank, self._ranks, self._window = folder, world.rank, world.size, window_bytes
+        self._sync = sync
         self._device, self._group = ranks.plan.device, None
         self._held: _Living | _Kept = _Living(shards, world.rank)
         self._more: list[tuple[str, dict[str, Tensor]]] = []
@@ -80,13 +83,23 @@ class ShardWriter:
         self._held, self._group, self._device = _Kept(kept, self._rank), group, torch.device("cpu")
 
     def flush(self, sign_of_life: Callable[[], None]) -> None:
-        """**Collective** where there is something to exchange. Writes this rank's files, and waits until they are on the disk.
+        """**Collective** where ranges were kept that are to be exchanged. Writes them; all files are on the disk when it returns.
+
+        Raises OSError.
+        """
+        if isinstance(self._held, _Kept):
+            self.write(sign_of_life)
+        if not self._sync:
+            sync_files(self._folder, self.files, sign_of_life)
+
+    def write(self, sign_of_life: Callable[[], None]) -> None:
+        """**Collective** where there is something to exchange. Writes this rank's files.
 
         After a failure it takes part to the end without writing. Raises OSError then.
         """
         plan = self._plan
         own = {self._folder / name: plan.files[name] for name, owner in plan.owners.items() if owner == self._rank}
-        sink, exchange = _Sink(own), _Exchange(self._rank, self._ranks, self._device, self._group)
+        sink, exchange = _Sink(own, self._sync), _Exchange(self._rank, self._ranks, self._device, self._group)
         try:
             for window in plan.windows(self._window):
                 sink.take(exchange.run(window, self._held))
@@ -94,7 +107,7 @@ class ShardWriter:
         finally:
             self.files |= sink.finish()
         for name, tensors in self._more:
-            self.files[name] = write_tensors(self._folder / name, tensors)
+            self.files[name] = write_tensors(self._folder / name, tensors, sync=self._sync)
 
 
 class _Living:
@@ -198,7 +211,8 @@ class _Exchange:
 class _Sink:
     """Files, written one after another by a thread from contents that come in their order."""
 
-    def __init__(self, files: Mapping[Path, Sequence[Content]]) -> None:
+    def __init__(self, files: Mapping[Path, Sequence[Content]], sync: bool) -> None:
+        self._sync = sync
         self._files = self._open(files)
         self._entries: dict[str, FileEntry] = {}
         self._writer: FileWriter | None = None
@@ -214,7 +228,7 @@ class _Sink:
             self._written = self._hand.submit(self._write, contents)
 
     def finish(self) -> dict[str, FileEntry]:
-        """Waits until all is on the disk. Raises OSError."""
+        """Waits until all is written. Raises OSError."""
         self._wait()
         if self._failure is None:
             self._written = self._hand.submit(self._rest)
@@ -234,7 +248,7 @@ class _Sink:
         """Each step ends the file before, which is full, and begins the next."""
         for path, contents in files.items():
             begin, self._left = header({one.name: (one.dtype, one.shape) for one in contents})
-            with FileWriter(path) as self._writer:
+            with FileWriter(path, sync=self._sync) as self._writer:
                 self._writer.write(begin)
                 yield
                 self._entries[path.name] = self._writer.finish()

@@ -25,7 +25,7 @@ from dsframe.errors import WorldError
 LEAST_BYTES = 1 << 20
 """Smaller parameters stay in memory."""
 WINDOW_BYTES = 64 << 20
-"""So many bytes of the newest parameters stay in memory; after so many in files, the pages of all files are given back."""
+"""The newest parameters stay in memory, up to so many bytes; after so many bytes in files, the pages of all are given back."""
 _DONTNEED = 4  # MADV_DONTNEED of sys/mman.h
 _IN_MEMORY = {"tmpfs", "ramfs"}
 
@@ -171,7 +171,7 @@ class Spill:
 
 
 def _users(parameter: nn.Parameter) -> int:
-    """How many look at the parameter's numbers; this function's own two are among them."""
+    """Returns how many tensors and views look at the parameter's numbers, this function's own two among them."""
     return int(torch._C._storage_Use_Count(parameter.data.untyped_storage()._cdata))  # torch has no public name for it
 
 

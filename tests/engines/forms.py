@@ -51,7 +51,7 @@ def main(path: str) -> None:
     new = ShardWriter(
         engine, engine.state().parameters.shards, Path("sent"), sharded=False, part_bytes=2000, window_bytes=window
     )
-    new.flush(lambda: None)
+    new.write(lambda: None)
     assert not failure
     told = [json.dumps([{k: asdict(v) for k, v in one.files.items()}, one.parameters]) for one in (old, new)]
     ways = [all_gather_text(engine, text) for text in told]

@@ -52,7 +52,7 @@ def main(path: str) -> None:
         writer = ShardWriter(engine, shards, folder.partial(step), sharded=sharded, window_bytes=WINDOW)
         if keeps:
             writer.keep(Staging(), None, lambda: None)
-        writer.flush(lambda: None)
+        writer.write(lambda: None)
         told = all_gather_text(engine, json.dumps({name: asdict(entry) for name, entry in writer.files.items()}))
         if world.is_main:
             files = {name: entry for text in told for name, entry in json.loads(text).items()}

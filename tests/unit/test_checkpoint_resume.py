@@ -61,6 +61,7 @@ def folder(tmp_path: Path) -> Store:
         for _ in range(2):
             training.train()
             saving.save(training.step, loss=None, evaluation={})
+            saving.settle()
 
     Room(2).run(train)
     return found

@@ -43,7 +43,7 @@ def write(folder: Path, ranks: int, part_bytes: int = 1 << 30) -> Path:
         writer = ShardWriter(room, shards, partial, sharded=True, part_bytes=part_bytes)
         assert not writer.exchanges
         writer.keep(Staging(), None, lambda: None)
-        writer.flush(lambda: None)
+        writer.write(lambda: None)
         return writer
 
     writers = Room(ranks).run(run)

@@ -41,3 +41,14 @@ def test_a_smaller_save_takes_no_more_memory_and_a_larger_one_only_what_lacks() 
         assert all(torch.equal(staging.copy(torch.ones(size)), torch.ones(size)) for size in sizes)
         assert staging.bytes == blocks * BLOCK_BYTES
     assert staging.copy(torch.ones(4), torch.bfloat16).dtype == torch.bfloat16
+
+
+def test_reserved_memory_is_what_the_first_save_fills() -> None:
+    staging = Staging()
+    staging.reserve(1 << 20)
+    staging.begin()  # waits until all of it is there
+    block = staging._blocks[0]
+    assert block.count_nonzero() == 0
+    copies = [staging.copy(torch.ones(1 << 17)) for _ in range(2)]
+    assert [copy.data_ptr() for copy in copies] == [block.data_ptr(), block.data_ptr() + (1 << 19)]
+    assert staging.bytes == 1 << 20

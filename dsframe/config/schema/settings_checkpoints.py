@@ -18,9 +18,9 @@ class Checkpoints(Section):
     at_end: bool = True
     """Save after the last step."""
     asynchronous: bool = False
-    """Copy the state and write it while training goes on, instead of waiting. Each rank holds its share of the state once more in
-    host memory, from the first save to the end of the run: with Adam 12 bytes times parameters divided by ranks. The first save
-    waits two to three times as long as later ones, for memory that is new."""
+    """Copy the state and write it while training goes on, instead of writing first and waiting for the disk alone meanwhile. Each
+    rank holds its share of the state once more in host memory, from the first step to the end of the run: with Adam 12 bytes
+    times parameters divided by ranks."""
     form: Literal["portable", "sharded"] = "portable"
     """portable: each parameter whole, in one file that other programs read too. sharded: where ranks hold ranges of parameters
     (ZeRO 1 to 3, FSDP), each writes its own as they lie, and nothing is sent: for states of terabytes. From both, any engine and
