@@ -357,9 +357,12 @@ def _loaders(run: Run, batch: Batch, world: World, device: torch.device) -> tupl
         return loader, None
     size = config.settings.eval_micro_batch_size or batch.micro_batch_size
     held_out = as_source(held_out, seed, task.collate)
-    return loader, EvaluationLoader(
+    evaluation = EvaluationLoader(
         held_out, seed=seed, micro_batch_size=size, rank=rank, ranks=ranks, device=device, workers=task.workers
     )
+    if config.settings.eval_samples:
+        evaluation.limit(config.settings.eval_samples)
+    return loader, evaluation
 
 
 def _order(config: Config, task: Task) -> Callable[[int, int], torch.Tensor | None]:

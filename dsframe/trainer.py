@@ -149,7 +149,7 @@ class Trainer:
         self.progress, self.record, self.saver = outputs.progress, outputs.record, outputs.saver
         self._hooks = outputs.hooks
         self.evaluation = (
-            Evaluation(engine, work.evaluation, watchdog.beat, self.progress.say) if work.evaluation else None
+            Evaluation(engine, work.evaluation, self._evaluating, self.progress.say) if work.evaluation else None
         )
         self._watchdog, self._observers = watchdog, observers
         self._commits, self._weights, self._trial = commits, LossWeights(engine), LossTrial(engine)
@@ -182,8 +182,8 @@ class Trainer:
             if self._commits and self._commits.last is None:
                 # A task may give the next engine the module that this one has trained.
                 self._commits.keep(self.engine, replace(start, in_place=True))
-            if start.step in self.schedule.eval_steps and not start.evaluation:
-                self._evaluate(start.step, stop)  # the run before has saved, and ended before it was through
+            if self._evaluates_first(start):
+                self._evaluate(start.step, stop)
             for step in range(self._first, self._last + 1):
                 self._train_step(step, stream)
                 if step == self._first:
@@ -221,6 +221,15 @@ class Trainer:
         if self.evaluation and self._first <= self._last and not resumed_in_memory:
             self.evaluation.try_out()
             phases.done("trial of evaluation")
+
+    def _evaluates_first(self, start: Start) -> bool:
+        """True before training where the file asks for it, and where the run before has saved and ended before it was through."""
+        asked = start.step == 0 and self.engine.plan.config.settings.eval_before_training
+        return not start.evaluation and (asked or start.step in self.schedule.eval_steps)
+
+    def _evaluating(self) -> None:
+        self._watchdog.beat()
+        self.progress.evaluated()
 
     def _ends_early(self, step: int, stop: StopRequest) -> bool:
         """**Collective.** Whether the evaluation after ``step`` was the last one; the state is saved then, where the end is."""
@@ -387,7 +396,7 @@ class Trainer:
             return
         self._finish_steps()
         began = time.perf_counter()
-        with stop.between_batches() as stops:
+        with stop.between_batches() as stops, self.progress.evaluation(self.evaluation.batches):
             found = self.evaluation.run(stops)
         self._pause(time.perf_counter() - began)
         if found is None:

@@ -305,6 +305,10 @@ class EvaluationLoader:
         if len(self.source) == 0:
             raise DataError("the evaluation data set is empty")
 
+    def limit(self, samples: int) -> None:
+        """From now on it has the first ``samples`` samples, if there are more."""
+        self._split = (min(len(self.source), samples), *self._split[1:])
+
     def __len__(self) -> int:
         """Number of batches, the same on every rank."""
         samples, _, ranks, size = self._split

@@ -34,6 +34,11 @@ class Evaluation:
         self._engine, self._loader, self._sign_of_life, self._say = engine, loader, sign_of_life, say
         self._told = False
 
+    @property
+    def batches(self) -> int:
+        """Batches of each rank."""
+        return len(self._loader)
+
     def run(self, stops: Callable[[int], bool] = lambda batches: False) -> dict[str, float] | None:
         """**Collective.** Means over all held-out samples, the same on every rank; None where ranks agree to stop before.
 

@@ -6,7 +6,7 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -30,12 +30,9 @@ class Progress:
         self._mark = (0, time.perf_counter())
         self._pace = 0.0
         self._bar: Any = None
+        self._evaluation: Any = None
         if speaks and sys.stderr.isatty():
-            from tqdm import tqdm
-
-            self._bar = tqdm(
-                total=total_steps, unit="step", dynamic_ncols=True, leave=False, file=Surviving(sys.stderr)
-            )
+            self._bar = _line(total_steps, "step")
 
     def say(self, line: str) -> None:
         """One line that stays. Where it cannot be written (a closed pipe, a full disk), training goes on."""
@@ -59,6 +56,24 @@ class Progress:
         """One step done; costs nothing where there is no terminal."""
         if self._bar is not None:
             self._bar.update()
+
+    @contextlib.contextmanager
+    def evaluation(self, batches: int) -> Iterator[None]:
+        """Around an evaluation of so many batches a rank: a moving line of its own, with the time that is left."""
+        if self._bar is None:
+            yield
+            return
+        self._evaluation = _line(batches, "batch", "evaluation")
+        try:
+            yield
+        finally:
+            self._evaluation.close()
+            self._evaluation = None
+
+    def evaluated(self) -> None:
+        """One more batch of an evaluation."""
+        if self._evaluation is not None:
+            self._evaluation.update()
 
     def rate(self, step: int) -> float:
         """Units a second since the last call, which was at an earlier step."""
@@ -95,3 +110,9 @@ class Progress:
         """Removes the moving line."""
         if self._bar is not None:
             self._bar.close()
+
+
+def _line(total: int, unit: str, name: str | None = None) -> Any:
+    from tqdm import tqdm
+
+    return tqdm(total=total, unit=unit, desc=name, dynamic_ncols=True, leave=False, file=Surviving(sys.stderr))

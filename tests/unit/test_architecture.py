@@ -43,6 +43,7 @@ LAYERS = (
     {"train"},
     {"tools"},
     {"cli"},
+    {"__main__"},
 )
 """Lowest first. A module imports from its own unit and from lower layers; what only type checkers read may look up.
 So nothing but the command line imports the tools."""

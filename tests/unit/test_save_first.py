@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import os
 import signal
 import time
@@ -98,3 +99,31 @@ def test_the_best_is_kept_by_figures_that_come_later(tmp_path: Path) -> None:
         found = {p.name: read_manifest(p)["evaluation"] for p in Store(tmp_path / name / "checkpoints").newest_first()}
         assert found, name
         assert all(found.values()), found
+
+
+def test_before_training_and_on_some_samples(tmp_path: Path) -> None:
+    settings = {"eval_before_training": True, "eval_samples": 5, "eval_every_steps": 4}
+    seen: list[int] = []
+
+    class Counted(Odd):
+        def eval_data(self) -> Any:
+            return self.train_data()
+
+        def metrics(self, outputs: Any, targets: Any) -> Any:
+            seen.append(len(targets))
+            return super().metrics(outputs, targets)
+
+    file = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "dsframe": {"engine": "single", "steps": 4, "run_dir": str(tmp_path), **settings},
+    }
+    run.fit(Counted(), file)
+    # the trial before training, step 0, step 4
+    assert seen == [4, 4, 1, 4, 1]
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "evaluation" in line] == [0, 4]
+    file["dsframe"]["steps"] = 8
+    run.fit(Counted(), file, resume="auto")  # what goes on has been evaluated
+    lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
+    assert [line["step"] for line in lines if "evaluation" in line] == [0, 4, 8]

@@ -311,6 +311,10 @@ class Settings(Section):
     sample's place in the global batch. Then the training does not depend on the number of ranks. Slower than torch's own."""
     eval_every_steps: Every | None = None
     """Steps between evaluations. Default: at each epoch's end. The end of training always evaluates."""
+    eval_before_training: bool = False
+    """Evaluate the model before the first step too, of a run that begins anew: the figures of step 0."""
+    eval_samples: Count | None = None
+    """Evaluate on the first so many of the held-out samples. Default: all."""
     eval_micro_batch_size: Count | None = None
     """Samples of one rank in an evaluation pass. Default: the training micro-batch size."""
     log_every_steps: Every = 10
