@@ -113,7 +113,7 @@ def test_before_training_and_on_some_samples(tmp_path: Path) -> None:
             seen.append(len(targets))
             return super().metrics(outputs, targets)
 
-    file = {
+    file: dict[str, Any] = {
         "train_batch_size": 4,
         "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
         "dsframe": {"engine": "single", "steps": 4, "run_dir": str(tmp_path), **settings},
