@@ -23,7 +23,7 @@ from dsframe.data.mixture import Mixture, MixtureOrder, MixtureSource
 from dsframe.data.packed import RowSource
 from dsframe.data.sampler import Order, Part, Sampler, evaluation_rows, sequential
 from dsframe.data.shards import Shards
-from dsframe.data.source import Batch, Source, TensorSource, draws
+from dsframe.data.source import Batch, Source, TensorSource, draw
 from dsframe.data.workers import held, outlive_signals
 from dsframe.errors import DataError
 
@@ -109,7 +109,7 @@ class DatasetSource:
 
     def item(self, epoch: int, index: int) -> Any:
         """Sample ``index`` in ``epoch``. Leaves the global random generators seeded from the two."""
-        bits = int(draws(self.seed, epoch, torch.tensor(index), _ITEM)) & 0x7FFF_FFFF_FFFF_FFFF
+        bits = draw(self.seed, epoch, index, _ITEM) & 0x7FFF_FFFF_FFFF_FFFF
         torch.default_generator.manual_seed(bits)
         np.random.seed(bits & 0xFFFF_FFFF)
         random.seed(bits)
@@ -143,7 +143,7 @@ class StreamSource(DatasetSource):
 
     def _passes(self) -> Iterator[Any]:
         for number in itertools.count():
-            bits = int(draws(self.seed, number, torch.tensor(0), _ITEM)) & 0x7FFF_FFFF
+            bits = draw(self.seed, number, 0, _ITEM) & 0x7FFF_FFFF
             torch.default_generator.manual_seed(bits)
             np.random.seed(bits)
             random.seed(bits)

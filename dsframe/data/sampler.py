@@ -54,7 +54,7 @@ class Order:
         return [(epoch, self._of(epoch)[start : start + count])]
 
     def shares(self, samples: int) -> dict[str, int]:
-        """Returns how many of the first ``samples`` of a training are of each part of the data, by its name; empty where it has none."""
+        """Returns how many of the first ``samples`` of a training are of each part of the data; empty where it has none."""
         return {}
 
     def lines(self, samples: int) -> list[str]:
@@ -133,7 +133,7 @@ class Sampler:
         return math.ceil(epochs * self.epoch_steps)
 
     def shares(self, step: int) -> dict[str, int]:
-        """Returns how many samples of each part of the data there are before ``step`` (from 0); empty where the data have no parts."""
+        """Returns how many samples of each part of the data there are before ``step`` (from 0); empty without parts."""
         first = step * self.global_batch_size
         if self.drop_last:
             epoch, batch = divmod(step, self.samples // self.global_batch_size)

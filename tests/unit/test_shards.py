@@ -94,8 +94,29 @@ def test_only_what_a_window_needs_of_row_groups_is_kept(tmp_path: Path, monkeypa
     monkeypatch.setattr(module._Parquet, "group", lambda self, number: read.append(number) or group(self, number))
     data = shards(tmp_path, "parquet", window=16)
     for _ in Loader(data, seed=0, micro_batch_size=6).stream(0, 15):
-        assert sum(table.num_rows for table in data._cache.values()) <= 16 + 2 * 7
+        assert sum(int(data.sizes[one]) for one in data._cache) <= 16 + 2 * 7
     assert len(read) == len(data.sizes)  # each is decoded once an epoch
+
+
+def test_columns_of_parquet_are_what_python_has_and_lists_of_numbers_are_arrays(tmp_path: Path) -> None:
+    lists = [[1.5] * number for number in range(9)]
+    missing = [None if number % 2 else [number] for number in range(9)]
+    more = {"lists": lists, "missing": missing, "words": [["a"]] * 9, "some": [None, *range(8)], "yes": [True] * 9}
+    parquet(tmp_path / "a.parquet", range(9), group=4, **more)
+    rows = Shards("a.parquet")
+    assert [rows[index]["lists"].tolist() for index in range(9)] == lists
+    assert rows[4]["lists"].flags.writeable
+    for index in (0, 5):
+        row = {name: value for name, value in rows[index].items() if name != "lists"}
+        assert row == {
+            "number": index,
+            "text": f"é {index}",
+            "missing": missing[index],
+            "words": ["a"],
+            "some": more["some"][index],
+            "yes": True,
+        }
+        assert type(row["number"]) is int
 
 
 def cut(path: Path, size: int) -> None:
