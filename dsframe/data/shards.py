@@ -354,7 +354,7 @@ class _Parquet(_Shard):
 
 
 def _values(column: Any) -> Callable[[int], Any]:
-    """What gives the value of a row: an array for a list of numbers, which is faster than Python's, else what Python has for it."""
+    """Returns what gives the value of a row: an array for a list of numbers, which is fast, else what Python has for it."""
     from pyarrow import types
 
     def numeric(kind: Any) -> bool:

@@ -9,8 +9,9 @@ from typing import Any
 import pytest
 import torch
 
+import dsframe
 from dsframe.data import Loader, as_source
-from tests.sources import SOURCES
+from tests.sources import SOURCES, Stream
 
 STEPS = 200
 
@@ -63,6 +64,34 @@ def test_an_epoch_of_shards_has_each_sample_once_in_another_order(tmp_path: Path
     assert numbers[:90] != numbers[90:]
     drawn = {value for step in steps for _, (_, value) in step}
     assert len(drawn) == 180  # what is random belongs to the sample and the epoch
+
+
+def test_a_stream_is_trained_on_and_gone_on_with(tmp_path: Path, capfd: pytest.CaptureFixture[str]) -> None:
+    told: list[list[int]] = []
+
+    def loss(outputs: Any, targets: Any) -> Any:
+        if len(targets) == 12 and targets.tolist() not in told:  # the first step tries what kind of loss it is
+            told.append(targets.tolist())
+        return torch.nn.functional.mse_loss(outputs, targets[:, None] / 1000)
+
+    def train(name: str, steps: int, resume: str) -> list[list[int]]:
+        told.clear()
+        task = dsframe.Task.from_module(lambda: torch.nn.Linear(2, 1), loss, Stream())
+        section = {
+            "engine": "single",
+            "steps": steps,
+            "run_dir": str(tmp_path / name),
+            "checkpoints": {"every_steps": 4},
+        }
+        file = {"train_batch_size": 12, "optimizer": {"type": "SGD", "params": {"lr": 0.01}}, "dsframe": section}
+        dsframe.fit(task, file, resume=resume)
+        return list(told)
+
+    whole = train("whole", 10, "never")
+    assert len({number for step in whole[:7] for number in step}) == 84
+    line = "Stream is an IterableDataset: each rank reads all of its rows and takes 12 of every 12; a run that goes on reads again"
+    assert line in capfd.readouterr().err
+    assert train("parts", 4, "never") + train("parts", 10, "auto") == whole
 
 
 def test_what_a_window_is(tmp_path: Path) -> None:
