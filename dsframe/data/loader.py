@@ -68,8 +68,11 @@ def as_source(data: Any, seed: int, collate: Collate | None = None, *, streams: 
 def _mixed(data: Mixture, seed: int, collate: Collate | None) -> Source:
     own = {name: isinstance(one, Source) and not _of_datasets(one) for name, one in data.sets.items()}
     if not any(own.values()):
-        for one in data.sets.values():
-            as_source(one, seed)
+        for name, one in data.sets.items():
+            if isinstance(as_source(one, seed), MixtureSource):
+                raise DataError(
+                    f"mixture: {name} is a mixture of what makes its own batches; name its parts in this one"
+                )
         return DatasetSource(data, seed, collate)  # type: ignore[arg-type]  # it has what a map-style one has
     if not all(own.values()) or collate is not None:
         makes = next(name for name, whole in own.items() if whole)

@@ -242,6 +242,13 @@ class MixtureOrder(Order):
         counts = cycle * self._sizes * self._ends + phase.before + self._counted(phase, cycle, number, block, at)
         return dict(zip(self._mixture.sets, counts.tolist(), strict=True))
 
+    def about(self) -> dict[str, Any]:
+        names, weights = self._mixture.sets, self._mixture.weights
+        return {
+            name: {"weight": str(weight), "exhausted": what, "samples": order.samples, **order.about()}
+            for name, weight, what, order in zip(names, weights, self._mixture.exhausted, self._orders, strict=True)
+        }
+
     def lines(self, samples: int) -> list[str]:
         found = []
         counts = self.shares(samples)

@@ -11,6 +11,7 @@ import math
 from collections.abc import Callable, Iterator
 from fractions import Fraction
 from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -55,6 +56,10 @@ class Order:
 
     def shares(self, samples: int) -> dict[str, int]:
         """Returns how many of the first ``samples`` of a training are of each part of the data; empty where it has none."""
+        return {}
+
+    def about(self) -> dict[str, Any]:
+        """Returns what must stay for a saved place to be one in this order, beside number and seed; as JSON has it."""
         return {}
 
     def lines(self, samples: int) -> list[str]:

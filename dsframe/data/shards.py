@@ -39,7 +39,7 @@ FORM = 1
 _GROUPS, _WINDOW = 0x67727073, 0x77696E64  # streams of draws of their own
 _OPEN_FILES = 32
 _SAY_SECONDS = 5.0
-_MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]*)$")
+_MEMBER = re.compile(r"^((?:.*/|)[^.]+)[.]([^/]+)$")
 """A sample of a tar file: members next to each other whose names are the same up to the first dot."""
 _BLOCK = 512
 _MOST_SUFFIXES = 32
@@ -125,6 +125,9 @@ class _Windows(Order):
             found.append(self._shuffled(epoch, window)[at : at + count])
             start, count = start + len(found[-1]), count - len(found[-1])
         return [(epoch, torch.cat(found))]
+
+    def about(self) -> dict[str, Any]:
+        return {"window": self._window, "groups": len(self._sizes)}
 
     @cached_property
     def _groups(self) -> Callable[[int], tuple[Tensor, Tensor]]:
@@ -228,20 +231,16 @@ class _Tar(_Shard):
                 f"{path}: samples have {len(suffixes)} different suffixes; a sample's parts are named KEY.SUFFIX, with the first "
                 "dot of the name between them"
             )
-        found = np.full(
-            len(keys),
-            -1,
-            [("__key__", f"S{max(map(len, map(str.encode, keys)), default=1)}")] + [(s, "<i8", (2,)) for s in suffixes],
-        )
-        for number, (key, sample) in enumerate(zip(keys, parts, strict=True)):
-            found[number]["__key__"] = key.encode()
-            for suffix, place in sample.items():
-                found[number][suffix] = place
+        names = np.array([os.fsencode(key) for key in keys] or [b""])[: len(keys)]
+        found = np.empty(len(keys), [("__key__", names.dtype), *((suffix, "<i8", (2,)) for suffix in suffixes)])
+        found["__key__"] = names
+        for suffix in suffixes:
+            found[suffix] = [sample.get(suffix, (-1, -1)) for sample in parts]
         return found
 
     def read(self, group: Any, number: int) -> dict[str, Any]:
         record = self.index[number]
-        sample: dict[str, Any] = {"__key__": record["__key__"].decode()}
+        sample: dict[str, Any] = {"__key__": os.fsdecode(record["__key__"])}
         for suffix in self.index.dtype.names[1:]:
             offset, size = record[suffix].tolist()
             if offset < 0 or (self.columns is not None and suffix not in self.columns):

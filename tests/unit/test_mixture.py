@@ -126,6 +126,27 @@ def test_what_is_refused(make: Any, message: str) -> None:
         make()
 
 
+def test_mixtures_of_mixtures_and_what_a_checkpoint_keeps_of_them() -> None:
+    inner = Mixture({"a": Pairs(30), "b": Pairs(60, 1000)}, {"a": 1, "b": 1})
+    one = Loader(Mixture({"inner": inner, "c": Pairs(50, 2000)}, {"inner": 2, "c": 1}), seed=0, micro_batch_size=10)
+    found = Counter(target // 1000 for target in read(one, 76))
+    assert found[2] == pytest.approx(760 / 3, abs=30)
+    assert abs(found[0] - found[1]) < 30
+    assert one.sampler.order.about() == {
+        "inner": {
+            "weight": "2",
+            "exhausted": "repeats",
+            "samples": 90,
+            "a": {"weight": "1", "exhausted": "repeats", "samples": 30},
+            "b": {"weight": "1", "exhausted": "repeats", "samples": 60},
+        },
+        "c": {"weight": "1", "exhausted": "repeats", "samples": 50},
+    }
+    whole = Mixture({"a": TensorSource(torch.ones(2), torch.ones(2))})
+    with pytest.raises(DataError, match="mixture: b is a mixture of what makes its own batches; name its parts"):
+        Loader(Mixture({"b": whole}), seed=0, micro_batch_size=1)
+
+
 def test_a_stream_cannot_be_mixed() -> None:
     class Sized(Stream):
         def __len__(self) -> int:

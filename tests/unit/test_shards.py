@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gc
 import io
 import json
 import pickle
@@ -40,6 +41,23 @@ def test_parts_of_a_sample_are_decoded_by_their_suffix(tmp_path: Path) -> None:
     assert list(Shards("a.tar", columns=["cls"])[0]) == ["__key__", "cls"]
     with pytest.raises(IndexError):
         Shards("a.tar")[3]
+
+
+def test_names_of_members_are_any_bytes_and_samples_may_lack_parts(tmp_path: Path) -> None:
+    import tarfile
+
+    with tarfile.open(tmp_path / "a.tar", "w", encoding="utf-8", errors="surrogateescape") as out:
+        for name in ("./é.cls", "./\udcff.b.c", "./\udcff.cls", "./folder/", "nothing", f"{'long/' * 60}x.cls"):
+            member = tarfile.TarInfo(name)
+            member.type = tarfile.DIRTYPE if name.endswith("/") else tarfile.REGTYPE
+            member.size = 0 if name.endswith("/") else 1
+            out.addfile(member, io.BytesIO(b"7"))
+    rows = list(Shards("a.tar"))
+    assert rows == [
+        {"__key__": "./é", "cls": 7},
+        {"__key__": "./\udcff", "b.c": b"7", "cls": 7},
+        {"__key__": f"{'long/' * 60}x", "cls": 7},
+    ]
 
 
 def test_images_of_a_tar_are_transformed_in_workers_with_draws_of_their_own(tmp_path: Path) -> None:
@@ -210,6 +228,8 @@ def test_a_shard_that_vanishes_while_it_is_needed_is_named(kind: str, what: str,
     )
     with pytest.raises(DataError, match=rf"part-\d\.{kind}: {message}"):
         list(stream)
+    del stream
+    gc.collect()  # else a worker of the next test would do it, and torch would complain there that it is not its own
 
 
 def test_lines_of_packed_files_are_documents_too(tmp_path: Path) -> None:
