@@ -209,9 +209,13 @@ def test_other_damage_is_named(tmp_path: Path) -> None:
         Shards("f.tar")[1]
 
 
-@pytest.mark.parametrize("kind", ["tar", "parquet", "jsonl", "jsonl.zst"])
-@pytest.mark.parametrize("what", ["gone", "another"])
-@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("kind", "what", "workers"),
+    [
+        *((kind, what, 0) for kind in ("tar", "parquet", "jsonl", "jsonl.zst") for what in ("gone", "another")),
+        ("tar", "gone", 1),  # torch takes five seconds to end a worker that has failed
+    ],
+)
 def test_a_shard_that_vanishes_while_it_is_needed_is_named(kind: str, what: str, workers: int, tmp_path: Path) -> None:
     data = shards(tmp_path, kind, window=1)
     stream = Loader(data, seed=0, micro_batch_size=2, workers=workers).stream()
@@ -224,7 +228,7 @@ def test_a_shard_that_vanishes_while_it_is_needed_is_named(kind: str, what: str,
     message = (
         r"cannot be read \(No such file or directory\); shards must stay"
         if what == "gone"
-        else "(was changed since its index|not a parquet file)"  # a worker may have been about to read it
+        else "was changed since its index"
     )
     with pytest.raises(DataError, match=rf"part-\d\.{kind}: {message}"):
         list(stream)
