@@ -11,6 +11,7 @@ import torch
 
 import dsframe
 from dsframe.data import Loader, as_source
+from dsframe.data.sampler import sequential
 from tests.sources import SOURCES, Stream
 
 STEPS = 200
@@ -92,6 +93,35 @@ def test_a_stream_is_trained_on_and_gone_on_with(tmp_path: Path, capfd: pytest.C
     line = "Stream is an IterableDataset: each rank reads all of its rows and takes 12 of every 12; a run that goes on reads again"
     assert line in capfd.readouterr().err
     assert train("parts", 4, "never") + train("parts", 10, "auto") == whole
+
+
+def test_a_stream_of_the_library_datasets() -> None:
+    import datasets
+
+    def data() -> Any:
+        rows = datasets.Dataset.from_dict({"x": [float(number) for number in range(90)], "labels": list(range(90))})
+        return rows.to_iterable_dataset(num_shards=3).shuffle(5, buffer_size=20)
+
+    def told(ranks: int, first: int) -> list[list[int]]:
+        streams = [
+            Loader(data(), seed=3, micro_batch_size=6 // ranks, rank=rank, ranks=ranks).stream(first, 25)
+            for rank in range(ranks)
+        ]
+        return [[number for stream in streams for number in next(stream)[1].tolist()] for _ in range(first, 25)]
+
+    whole = told(1, 0)
+    assert sorted(number for step in whole[:15] for number in step) == list(range(90))
+    assert [number for step in whole[15:] for number in step] != [number for step in whole for number in step][:60]
+    assert told(2, 7) == whole[7:]
+
+
+def test_sequential_shards_and_mixtures(tmp_path: Path) -> None:
+    for make, first in ((SOURCES["tar"][0], list(range(12))), (SOURCES["mixture"][0], None)):
+        loader = Loader(as_source(make(tmp_path), 0), seed=0, micro_batch_size=12, order=sequential)
+        numbers = [number for _, targets in loader.stream(0, 5) for number in targets.tolist()]
+        assert first is None or numbers[:12] == first
+        of_one = [number for number in numbers if number >= 1000]
+        assert of_one == [1000 + number % 20 for number in range(len(of_one))]
 
 
 def test_what_a_window_is(tmp_path: Path) -> None:

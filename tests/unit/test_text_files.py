@@ -181,6 +181,23 @@ def test_the_samples_of_a_mixture_of_files_do_not_depend_on_the_ranks(packing: s
     assert identities(found, 3, first=117) == expected[117:]
 
 
+def test_a_data_set_of_the_hub_is_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    calls: list[str] = []
+
+    def downloaded(name: str, config: Any, split: str) -> Any:
+        calls.append(f"{name} {config} {split}")
+        return datasets.Dataset.from_dict({"text": texts()})
+
+    monkeypatch.setattr(datasets, "load_dataset", downloaded)
+    jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts()])
+    found = tokens(prepared(["hub:some/words:en@test", "a.jsonl"]))
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
+    assert tokens(prepared(["hub:some/words:en@test"])) == found[: len(found) // 2]
+    assert calls == ["some/words en test"]
+
+
 def test_a_mixture_of_files_that_contradicts_the_file_is_refused(tmp_path: Path) -> None:
     jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts()])
     part = {"data": "a.jsonl", "weight": 1}
