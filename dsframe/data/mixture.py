@@ -122,7 +122,7 @@ class MixtureSource:
 
 @dataclass(frozen=True)
 class _Phase:
-    """From where on the same data sets are left."""
+    """A stretch of the training in which the same data sets are left."""
 
     begin: int
     before: Tensor
@@ -155,7 +155,7 @@ class MixtureOrder(Order):
         return [(int(epochs[cut]), rows) for cut, rows in zip([0, *cuts], indices.tensor_split(cuts), strict=True)]
 
     def _drawn(self, first: int, count: int) -> tuple[Tensor, Tensor]:
-        """Which set gives each of ``count`` samples, and the how manieth of that set it is."""
+        """Which set gives each of ``count`` samples, and how many of that set come before it in the training."""
         which, nth = [], []
         while count:
             cycle, number, block, at = self._place(first)
@@ -222,9 +222,7 @@ class MixtureOrder(Order):
         """Returns how many samples of each set a block has: the weights' ratio, as far as there are parts of 10,000."""
         weights = [weight * here for weight, here in zip(self._mixture.weights, alive.tolist(), strict=True)]
         shares = [weight / sum(weights) for weight in weights]
-        size = math.lcm(*(share.denominator for share in shares))
-        if size > _FINEST:
-            size = _FINEST
+        size = min(math.lcm(*(share.denominator for share in shares)), _FINEST)
         counts = [math.floor(share * size) for share in shares]
         largest = sorted(range(len(shares)), key=lambda one: counts[one] - shares[one] * size)
         for one in largest[: size - sum(counts)]:

@@ -114,6 +114,9 @@ def test_only_what_a_window_needs_of_row_groups_is_kept(tmp_path: Path, monkeypa
     for _ in Loader(data, seed=0, micro_batch_size=6).stream(0, 15):
         assert sum(int(data.sizes[one]) for one in data._cache) <= 16 + 2 * 7
     assert len(read) == len(data.sizes)  # each is decoded once an epoch
+    read.clear()
+    next(Loader(shards(tmp_path, "parquet", window=16), seed=0, micro_batch_size=6).stream(1007))
+    assert 0 < len(read) <= 5  # those of a window and its ends: nothing from the start
 
 
 def test_columns_of_parquet_are_what_python_has_and_lists_of_numbers_are_arrays(tmp_path: Path) -> None:

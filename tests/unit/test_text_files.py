@@ -154,10 +154,15 @@ def identities(found: Any, ranks: int, first: int = 0, last: int = 200) -> list[
     return steps
 
 
-@pytest.mark.parametrize("packing", ["concatenate", "rows", "documents"])
+@pytest.mark.parametrize("packing", ["concatenate", "rows", "documents", "conversations"])
 def test_the_samples_of_every_step_do_not_depend_on_the_ranks(packing: str, tmp_path: Path) -> None:
-    jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts(90)])
-    found = prepared("a.jsonl", packing=packing)
+    if packing == "conversations":
+        jsonl(tmp_path / "a.jsonl", conversations(90))
+        words = tokenizer(tmp_path / "words")
+        found = prepared("a.jsonl", words=words, context=256, format="conversations", packing="documents")
+    else:
+        jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts(90)])
+        found = prepared("a.jsonl", packing=packing)
     expected = identities(found, 1)
     assert len({json.dumps(step) for step in expected}) > 100  # else they could be equal for another reason
     for ranks in (2, 3):
