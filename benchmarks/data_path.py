@@ -1,6 +1,7 @@
-"""The data path alone: images beside torchvision, and text beside ``datasets`` with torch's DataLoader.
+"""The data path alone: images beside torchvision, text and parquet beside ``datasets`` with torch's DataLoader, and tar shards
+beside webdataset.
 
-    python -m benchmarks.data_path [--parts images text] [--pairs 7] [--json FILE]
+    python -m benchmarks.data_path [--parts images text tar parquet] [--pairs 7] [--workers 0] [--json FILE]
 
 Images per second: dsframe's whole-batch augmentation beside torchvision's per-image pipeline.
 Both do the same to each image: a random crop after zero padding, a mirror image half of the time, conversion to float
@@ -11,6 +12,11 @@ collation of the ``DataLoader``) and, as its fastest per-image form, with ``tran
 Tokens per second, of the same tokenised documents: ``datasets`` reads its own memory-mapped Arrow files, row by row and in whole
 batches (``__getitems__``), shuffled. Documents are packed before, one after the other. No workers:
 reading is in the training process on both sides.
+
+Samples per second of tar shards: JPEG images of 96 pixels, decoded, flipped half of the time and scaled; and the same files without
+decoding. webdataset shuffles shards and 1,000 samples, dsframe shards and a window of 1,024. Of parquet: rows of 256 tokens in
+row groups of 1,000, as tensors; ``datasets`` streams them, shuffling 1,024, or reads its own Arrow copy of them. ``--workers`` is
+for these two.
 """
 
 from __future__ import annotations
@@ -18,6 +24,7 @@ from __future__ import annotations
 import argparse
 import json
 import statistics
+import tarfile
 import tempfile
 import time
 from collections.abc import Callable, Iterator
@@ -29,7 +36,7 @@ import torch
 from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
-from dsframe.data import ImageSource, Loader
+from dsframe.data import ImageSource, Loader, Shards
 from dsframe.data.documents import Row
 from dsframe.data.packed import RowSource
 from dsframe.data.text import TextSource
@@ -206,6 +213,98 @@ def token_rate(batches: Any, limit: int = 60) -> float:
     return count / (time.perf_counter() - start)
 
 
+def shard_files(folder: Path) -> str:
+    """Writes four tar shards of 500 images; returns their pattern."""
+    import webdataset
+    from PIL import Image
+
+    noise = torch.Generator().manual_seed(0)
+    for shard in range(4):
+        with webdataset.TarWriter(str(folder / f"images-{shard}.tar")) as out:
+            for number in range(500):
+                coarse = torch.rand(1, 3, 12, 12, generator=noise)
+                pixels = torch.nn.functional.interpolate(coarse, size=96, mode="bilinear")[0].mul(255).byte()
+                image = Image.fromarray(pixels.permute(1, 2, 0).numpy())
+                out.write({"__key__": f"{shard}-{number:05}", "jpg": image, "cls": number % 10})
+    return str(folder / "images-{0..3}.tar")
+
+
+def image_row(row: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    pixels = torch.from_numpy(np.array(row["jpg"])).permute(2, 0, 1)
+    return (pixels.flip(-1) if torch.rand(()) < 0.5 else pixels).float() / 255, int(row["cls"])
+
+
+def raw_row(row: dict[str, Any]) -> tuple[int, int]:
+    return len(row["bin"]), int(row["cls"])
+
+
+def tar_rates(pairs: int, workers: int) -> dict[str, dict[str, list[float]]]:
+    """Samples per second of tar shards, decoded and not, ``pairs`` times, alternating."""
+    import webdataset
+
+    results: dict[str, dict[str, list[float]]] = {}
+    with tempfile.TemporaryDirectory(prefix="dsframe-data-path-") as name:
+        folder = Path(name)
+        pattern = shard_files(folder)
+        for shard in range(4):  # the same content under a suffix that nobody decodes
+            with (
+                tarfile.open(folder / f"images-{shard}.tar") as given,
+                tarfile.open(folder / f"raw-{shard}.tar", "w") as out,
+            ):
+                for member in given:
+                    content = given.extractfile(member)
+                    member.name = member.name.replace(".jpg", ".bin")
+                    out.addfile(member, content)
+        for what, urls, row in (("decoded", pattern, image_row), ("bytes", pattern.replace("images", "raw"), raw_row)):
+
+            def theirs(urls: str = urls, row: Any = row, what: str = what) -> Any:
+                data = webdataset.WebDataset(urls, shardshuffle=100, repeat=True, seed=0).shuffle(1000)
+                data = data.decode("pil").map(row) if what == "decoded" else data.map(row)
+                return DataLoader(data.batched(BATCH), batch_size=None, num_workers=workers)
+
+            def ours(urls: str = urls, row: Any = row) -> Any:
+                data = Shards(urls.replace("{0..3}", "*"), row, window=1024, data_dir=str(folder))
+                return Loader(data, seed=0, micro_batch_size=BATCH, workers=workers).stream()
+
+            results[f"tar, {what}"] = rates = {"dsframe": [], "webdataset": []}
+            for _ in range(pairs):
+                rates["dsframe"].append(rate(ours(), 12))
+                rates["webdataset"].append(rate(theirs(), 12))
+    return results
+
+
+def parquet_row(row: dict[str, Any]) -> tuple[torch.Tensor, int]:
+    return torch.as_tensor(row["ids"]), int(row["label"])
+
+
+def parquet_rates(pairs: int, workers: int) -> dict[str, dict[str, list[float]]]:
+    """Samples per second of parquet files, ``pairs`` times, alternating."""
+    import datasets
+    import pyarrow as arrow
+    from pyarrow import parquet
+
+    datasets.disable_progress_bars()
+    with tempfile.TemporaryDirectory(prefix="dsframe-data-path-") as name:
+        for number in range(4):
+            ids = np.random.default_rng(number).integers(8000, size=(4000, 256))
+            table = arrow.table({"ids": list(ids), "label": np.arange(4000)})
+            parquet.write_table(table, f"{name}/{number}.parquet", row_group_size=1000)
+        where = {"data_files": f"{name}/*.parquet", "split": "train", "cache_dir": f"{name}/cache"}
+        copied = datasets.load_dataset("parquet", **where).with_format("torch")
+        streamed = datasets.load_dataset("parquet", streaming=True, **where).with_format("torch")
+        ours = Shards(f"{name}/*.parquet", parquet_row, window=1024, data_dir=name)
+        loaders = {
+            "dsframe": lambda: Loader(ours, seed=0, micro_batch_size=BATCH, workers=workers).stream(),
+            "datasets, streamed": lambda: DataLoader(streamed.shuffle(0, buffer_size=1024), BATCH, num_workers=workers),
+            "datasets, Arrow copy": lambda: DataLoader(copied, BATCH, shuffle=True, num_workers=workers),
+        }
+        rates: dict[str, list[float]] = {pipeline: [] for pipeline in loaders}
+        for _ in range(pairs):
+            for pipeline, make in loaders.items():
+                rates[pipeline].append(rate(make(), 60))
+    return {"parquet": rates}
+
+
 def show(what: str, results: dict[str, dict[str, list[float]]]) -> None:
     """Prints medians, extremes and ratios."""
     print(f"{'data':14} {'pipeline':24} {what:>10} {'lowest':>10} {'highest':>10} {'dsframe is':>11}")
@@ -221,7 +320,9 @@ def show(what: str, results: dict[str, dict[str, list[float]]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--parts", nargs="+", choices=("images", "text"), default=["images", "text"])
+    parts = ("images", "text", "tar", "parquet")
+    parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
+    parser.add_argument("--workers", type=int, default=0, help="processes that read tar and parquet, on both sides")
     parser.add_argument("--pairs", type=int, default=7, help="how often each pipeline is measured")
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
     arguments = parser.parse_args()
@@ -235,6 +336,11 @@ def main() -> None:
         text = tokens(arguments.pairs)
         show("tokens/s", text)
         results |= text
+    for part, measured in (("tar", tar_rates), ("parquet", parquet_rates)):
+        if part in arguments.parts:
+            shards = measured(arguments.pairs, arguments.workers)
+            show("samples/s", shards)
+            results |= shards
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 

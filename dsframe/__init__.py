@@ -11,6 +11,8 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dsframe.config import Config as Config
     from dsframe.config import load as load
+    from dsframe.data.mixture import Mixture as Mixture
+    from dsframe.data.shards import Shards as Shards
     from dsframe.data.source import Source as Source
     from dsframe.errors import DsframeError as DsframeError
     from dsframe.hooks import Hooks as Hooks
@@ -30,6 +32,8 @@ _HOMES = {
     "load_model": "dsframe.inference",
     "Config": "dsframe.config",
     "load": "dsframe.config",
+    "Mixture": "dsframe.data.mixture",
+    "Shards": "dsframe.data.shards",
     "Source": "dsframe.data.source",
     "DsframeError": "dsframe.errors",
     "Hooks": "dsframe.hooks",
@@ -43,7 +47,9 @@ __all__ = [
     "Config",
     "DsframeError",
     "Hooks",
+    "Mixture",
     "RunView",
+    "Shards",
     "Source",
     "Sum",
     "Summary",

@@ -30,6 +30,7 @@ from dsframe.config import Batch, Config, Facts
 from dsframe.config.resolve import elastic, epochs, inherit, scaling
 from dsframe.data import EvaluationLoader, Loader, as_source
 from dsframe.data.fingerprint import assert_same_samples
+from dsframe.data.sampler import sequential
 from dsframe.engine import Engine, Plan
 from dsframe.engines import precision
 from dsframe.errors import CheckpointError, EngineError, StoppedError, TaskError, TrainingError
@@ -193,10 +194,11 @@ def _refuse_followers(config: Config, *, evaluates: bool, elastic: bool) -> None
 def _announce(job: Job) -> None:
     """What the user should know of the machine, and what this run does to rates and cores because the file asks for it."""
     run, plan = job.run, job.plan
+    of_data = job.work.loader.lines(job.work.schedule.total_steps)
     if not job.goes_on:
         slow = precision.emulated(plan.config, plan.device)
         scaled = scaling.sentence(plan.config.settings.large_batch, plan.batch.train_batch_size)
-        for line in (*run.lines, slow, scaled, cores.sentence(run.host.cores)):
+        for line in (*run.lines, slow, scaled, cores.sentence(run.host.cores), *of_data):
             if line:
                 job.say(line)
     for line in elastic.said(plan.batch, plan.world.size) if job.commits else ():
@@ -274,6 +276,8 @@ def _resume(job: Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]
     if engine.adapter is not None:
         mine["training"].update(engine.adapter.training)
         mine["adapter"] = engine.adapter.peft
+    if parts := job.work.loader.sampler.order.about():
+        mine["training"]["parts of the data"] = parts
     mine["course"].update({"parameter_groups": [], "no_decay": None, "layer_decay": None, **engine.groups.asked})
     with watchdog:
         kept = generators.capture(plan.device)  # reading may draw
@@ -341,7 +345,7 @@ def _loaders(run: Run, batch: Batch, world: World, device: torch.device) -> tupl
     config, task = run.config, run.task
     seed, rank, ranks = config.settings.seed, batch.data_rank(world.rank), batch.data_parallel_size
     loader = Loader(
-        as_source(run.data()[0], seed, task.collate),
+        as_source(run.data()[0], seed, task.collate, streams=True),
         seed=seed,
         micro_batch_size=batch.micro_batch_size,
         accumulation_steps=batch.accumulation_steps,
@@ -365,23 +369,25 @@ def _loaders(run: Run, batch: Batch, world: World, device: torch.device) -> tupl
     return loader, evaluation
 
 
-def _order(config: Config, task: Task) -> Callable[[int, int], torch.Tensor | None]:
-    """The order of an epoch's samples: the task's, or the file's. Raises TaskError where both say one."""
+def _order(config: Config, task: Task) -> Callable[[int, int], torch.Tensor | None] | None:
+    """The order of an epoch's samples: the task's, or the file's; None: the data's own. Raises TaskError where both say one."""
+    own = task.order if type(task).order is not Task.order else None
     if config.settings.order == "shuffled":
-        return task.order
-    if type(task).order is not Task.order:
+        return own
+    if own:
         raise TaskError(
             f'{type(task).__name__}.order gives the order of the samples, and the file has "order" too; remove one of them'
         )
-    return lambda epoch, samples: torch.arange(samples)
+    return sequential
 
 
 def _facts(config: Config, work: Work) -> dict[str, str]:
     """What has to be the same on every rank, or they would train different things."""
+    first = work.loader.sampler.global_batch(0)
     return {
         "configuration": config.digest[:16],
         "training samples": str(work.loader.sampler.samples),
-        "order of samples": xxh3_64_hexdigest(work.loader.sampler.global_batch(0)[0][1].numpy().data),
+        "order of samples": xxh3_64_hexdigest(torch.cat([rows for _, rows in first]).numpy().data),
         "evaluation samples": str(len(work.evaluation.source)) if work.evaluation else "none",
         "dsframe": __version__,
         "torch": torch.__version__,

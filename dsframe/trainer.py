@@ -358,6 +358,7 @@ class Trainer:
                     "epoch": epoch,
                     **values,
                     "memory_bytes": memory,
+                    **({"samples_of": shares} if (shares := self.loader.sampler.shares(step)) else {}),
                     **more,
                     "skipped": result.skipped,
                 }

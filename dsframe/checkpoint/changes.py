@@ -47,6 +47,7 @@ FIXED = {
     "seed": "the order of samples follows from it",
     "dataloader_drop_last": "it decides where an epoch ends",
     "order": "the saved place is one in this order",
+    "parts of the data": "the saved place is one in the order of these weights and windows",
     "adapter": "the saved weights are of this one",
     "adapter's base": "the digest of its weights: the adapter was trained beside them",
 }

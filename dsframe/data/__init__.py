@@ -13,13 +13,19 @@ from typing import TYPE_CHECKING, Any
 if TYPE_CHECKING:
     from dsframe.data.collate import Pad
     from dsframe.data.loader import EvaluationLoader, Loader, as_source
+    from dsframe.data.mixture import Mixture
+    from dsframe.data.preferences import Preferences
     from dsframe.data.sampler import Sampler, evaluation_rows, permutation
+    from dsframe.data.shards import Shards
     from dsframe.data.source import Batch, ImageSource, Source, TensorSource, draws
 
 _HOMES = {
     "dsframe.data.collate": ("Pad",),
     "dsframe.data.loader": ("EvaluationLoader", "Loader", "as_source"),
+    "dsframe.data.mixture": ("Mixture",),
+    "dsframe.data.preferences": ("Preferences",),
     "dsframe.data.sampler": ("Sampler", "evaluation_rows", "permutation"),
+    "dsframe.data.shards": ("Shards",),
     "dsframe.data.source": ("Batch", "ImageSource", "Source", "TensorSource", "draws"),
 }
 
@@ -28,8 +34,11 @@ __all__ = [
     "EvaluationLoader",
     "ImageSource",
     "Loader",
+    "Mixture",
     "Pad",
+    "Preferences",
     "Sampler",
+    "Shards",
     "Source",
     "TensorSource",
     "as_source",

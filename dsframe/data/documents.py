@@ -5,11 +5,18 @@ They are read in order and a few at a time: memory does not depend on the size o
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import glob
+import gzip
+import io
 import json
 import os
+import re
+import tempfile
 import time
-from collections.abc import Iterator, Mapping, Sequence
+import zlib
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -25,6 +32,8 @@ _ROWS = 256
 """Rows of parquet and of saved data sets that are in memory at once."""
 _SAVED = "dataset_info.json", "state.json"
 _SPLITS = "dataset_dict.json"
+HUB = "hub:"
+"""Begins the name of a data set of the Hugging Face hub."""
 _RECENT_NANOSECONDS = 2_000_000_000
 """A file that has changed so shortly ago may change again within its clock's tick: its digest is not kept."""
 
@@ -41,8 +50,10 @@ class Row:
     """False if the document goes on in the next row."""
 
 
-def find(patterns: str | Sequence[str], key: str) -> list[Path]:
+def find(patterns: str | Sequence[str], key: str, kinds: Sequence[str] = ()) -> list[Path]:
     """The files and folders that ``patterns`` name, those of a pattern by name. ``key`` of the patterns, for messages.
+
+    ``kinds``: the files to look for, by suffix; by default those that hold documents, and saved folders.
 
     Raises DataError where a pattern finds nothing, where two find the same file, and for a kind of file that is not read.
     """
@@ -53,9 +64,12 @@ def find(patterns: str | Sequence[str], key: str) -> list[Path]:
         if not names:
             raise DataError(f"{key}: {pattern}: no such file (searched from {Path.cwd()})")
         for path in names:
-            if path.is_dir() and len(names) > 1 and not (path / _SAVED[0]).is_file():
+            if path.is_dir() and len(names) > 1 and (kinds or not (path / _SAVED[0]).is_file()):
                 continue  # "**" finds folders too
-            _check_kind(path, key)
+            if kinds and (path.is_dir() or not kind_of(path, kinds)):
+                raise DataError(f"{key}: {path}: files of {', '.join(kinds)} are read")
+            if not kinds:
+                _check_kind(path, key)
             if path in found:
                 raise DataError(f"{key}: {path} is named twice, by {found[path]} and {pattern}; remove one of them")
             found[path] = pattern
@@ -73,8 +87,13 @@ def _check_kind(path: Path, key: str) -> None:
             raise DataError(
                 f'{key}: {path} is a folder, but none that datasets.save_to_disk wrote; name its files: "{path}/**/*.jsonl"'
             )
-    elif path.suffix not in _READERS:
+    elif not kind_of(path, _READERS):
         raise DataError(f"{key}: {path}: files of {', '.join(_READERS)} are read, and folders of datasets.save_to_disk")
+
+
+def kind_of(path: Path, kinds: Iterable[str]) -> str:
+    """Which of ``kinds``, suffixes such as ``.jsonl.zst``, the file is of by its name; empty for none."""
+    return max((kind for kind in kinds if path.name.endswith(kind)), key=len, default="")
 
 
 def rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
@@ -83,29 +102,52 @@ def rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
         yield from _saved(path)
     else:
         try:
-            yield from _READERS[path.suffix](path, columns)
+            yield from _READERS[kind_of(path, _READERS)](path, columns)
         except OSError as error:
             raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 def _jsonl(path: Path, columns: Sequence[str]) -> Iterator[Row]:
-    with path.open("rb") as file:
+    with opened(path) as file:
         for number, line in enumerate(file, 1):
-            if not line.strip():
-                continue
-            place = f"{path}:{number}"
-            try:
-                value = json.loads(line.rstrip())
-            except json.JSONDecodeError as error:
-                why = f"{error.msg}, column {error.colno}"
-                raise DataError(f"{place}: not JSON ({why}); each line is one JSON object") from None
-            except UnicodeDecodeError as error:
-                raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start})") from None
-            except (ValueError, RecursionError) as error:  # a number of thousands of digits; nested too deeply
-                raise DataError(f"{place}: not JSON that can be read ({error})") from None
-            if not isinstance(value, dict):
-                raise DataError(f"{place}: {type(value).__name__} in place of a JSON object with columns")
-            yield Row(place, value)
+            if line.strip():
+                place = f"{path}:{number}"
+                yield Row(place, parsed(line, place))
+
+
+@contextlib.contextmanager
+def opened(path: Path) -> Iterator[io.BufferedIOBase]:
+    """The file's bytes, unpacked where its name ends in ``.gz`` or ``.zst``. Raises DataError where they cannot be."""
+    try:
+        if path.suffix == ".zst":
+            arrow = _arrow(path)
+            with arrow.input_stream(str(path), compression="zstd") as file:
+                yield io.BufferedReader(file)
+        else:
+            with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+                yield file
+    except (EOFError, zlib.error, gzip.BadGzipFile) as error:
+        raise DataError(f"{path}: truncated or damaged ({error})") from None
+    except OSError as error:
+        if error.errno is not None:
+            raise
+        raise DataError(f"{path}: truncated or damaged ({' '.join(str(error).split())})") from None
+
+
+def parsed(line: bytes, place: str) -> dict[str, Any]:
+    """A line of JSON, found at ``place``. Raises DataError where it is no object."""
+    try:
+        value = json.loads(line.rstrip())
+    except json.JSONDecodeError as error:
+        why = f"{error.msg}, column {error.colno}"
+        raise DataError(f"{place}: not JSON ({why}); each line is one JSON object") from None
+    except UnicodeDecodeError as error:
+        raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start})") from None
+    except (ValueError, RecursionError) as error:  # a number of thousands of digits; nested too deeply
+        raise DataError(f"{place}: not JSON that can be read ({error})") from None
+    if not isinstance(value, dict):
+        raise DataError(f"{place}: {type(value).__name__} in place of a JSON object with columns")
+    return value
 
 
 def _text(path: Path, columns: Sequence[str]) -> Iterator[Row]:
@@ -130,31 +172,79 @@ def _decoded(content: bytes, path: Path, done: int) -> str:
         raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {done + error.start})") from None
 
 
-def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+def _arrow(path: Path) -> Any:
     try:
-        import pyarrow as arrow
-        from pyarrow import parquet
+        import pyarrow
     except ImportError:
         raise DataError(f'{path}: needs pyarrow, which is not installed: pip install "dsframe[parquet]"') from None
+    return pyarrow
+
+
+@contextlib.contextmanager
+def parquet_file(path: Path) -> Iterator[Any]:
+    """A ``pyarrow.parquet.ParquetFile``. Raises DataError where it cannot be read, also within the block."""
+    arrow = _arrow(path)
+    from pyarrow import parquet
+
     try:
         with parquet.ParquetFile(path, pre_buffer=False) as file:
-            there = [name for name in file.schema_arrow.names if name in columns]
-            if not there:
-                raise DataError(missing(str(path), columns, file.schema_arrow.names))
-            number = 0
-            for batch in file.iter_batches(batch_size=_ROWS, columns=there):
-                for value in batch.to_pylist():
-                    yield Row(f"{path}, row {number}", value)
-                    number += 1
+            yield file
     except arrow.ArrowException as error:
         raise DataError(f"{path}: not a parquet file, truncated, or damaged ({' '.join(str(error).split())})") from None
 
 
-def _saved(path: Path) -> Iterator[Row]:
+def _parquet(path: Path, columns: Sequence[str]) -> Iterator[Row]:
+    with parquet_file(path) as file:
+        there = [name for name in file.schema_arrow.names if name in columns]
+        if not there:
+            raise DataError(missing(str(path), columns, file.schema_arrow.names))
+        number = 0
+        for batch in file.iter_batches(batch_size=_ROWS, columns=there):
+            for value in batch.to_pylist():
+                yield Row(f"{path}, row {number}", value)
+                number += 1
+
+
+def _datasets(what: Path | str) -> Any:
     try:
         import datasets
     except ImportError:
-        raise DataError(f'{path}: needs datasets, which is not installed: pip install "dsframe[datasets]"') from None
+        raise DataError(f'{what}: needs datasets, which is not installed: pip install "dsframe[datasets]"') from None
+    return datasets
+
+
+def local(pattern: str, data_dir: str | None) -> str:
+    """The pattern itself; of a data set of the Hugging Face hub, ``hub:NAME:CONFIG@SPLIT``, the folder that has it.
+
+    It is downloaded where that is not there, by any number of processes at once. Raises DataError.
+    """
+    if not pattern.startswith(HUB):
+        return pattern
+    name, _, split = pattern.removeprefix(HUB).partition("@")
+    name, _, config = name.partition(":")
+    folder = data_root(data_dir) / "hub" / re.sub(r"[^\w.-]+", "--", f"{name}--{config}--{split or 'train'}")
+    if not (folder / _SAVED[0]).is_file():
+        datasets = _datasets(pattern)
+        try:
+            found = datasets.load_dataset(name, config or None, split=split or "train")
+        except Exception as error:  # of the network, of the library
+            reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
+            raise DataError(
+                f"{pattern}: cannot be downloaded ({reason}); without a network, name a folder that datasets.save_to_disk wrote"
+            ) from error
+        try:
+            folder.parent.mkdir(parents=True, exist_ok=True)
+            with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as partial:
+                found.save_to_disk(f"{partial}/whole")
+                Path(partial, "whole").rename(folder)
+        except OSError as error:
+            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else another process was first
+                raise DataError(f"cannot write {folder} ({error.strerror}); set data_dir or $DSFRAME_DATA") from error
+    return glob.escape(str(folder))
+
+
+def _saved(path: Path) -> Iterator[Row]:
+    datasets = _datasets(path)
     try:
         found = datasets.load_from_disk(str(path), keep_in_memory=False)
     except Exception as error:  # of pyarrow, of JSON, of the library
@@ -170,7 +260,7 @@ def missing(place: str, wanted: Sequence[str], there: Sequence[str]) -> str:
     return f'{place}: no column {named}; it has {has}; name the column of the text in "field"'
 
 
-_READERS = {".jsonl": _jsonl, ".parquet": _parquet, ".txt": _text}
+_READERS = {".jsonl": _jsonl, ".jsonl.zst": _jsonl, ".jsonl.gz": _jsonl, ".parquet": _parquet, ".txt": _text}
 
 
 def digest(paths: Sequence[Path], data_dir: str | None) -> str:

@@ -17,7 +17,7 @@ from torch.utils._pytree import keystr, tree_leaves_with_path
 from xxhash import xxh3_64
 
 from dsframe.cluster.exchange import Ranks, all_gather_text, by_value, numbered
-from dsframe.data.loader import EvaluationLoader, Loader
+from dsframe.data.loader import EvaluationLoader, Loader, StreamSource
 from dsframe.data.source import Batch
 from dsframe.errors import DataError
 
@@ -78,6 +78,8 @@ def _kind(row: Batch) -> str:
 
 
 def _chosen(loader: Loader | EvaluationLoader) -> list[int]:
+    if isinstance(loader.source, StreamSource):
+        return [0, 1]
     last = len(loader.source) - 1
     first_batch = loader.sampler.global_batch(0)[0][1][:2].tolist() if isinstance(loader, Loader) else []
     return list(dict.fromkeys([0, last // 2, last, *first_batch]))

@@ -41,26 +41,44 @@ def class_names(data_dir: str | None) -> list[str]:
     return names
 
 
-def test_folder(data_dir: str) -> Path:
+def test_folder(data_dir: str, dataset: str) -> Path:
     """``val``, ``test`` or ``eval`` beside ``train``, whichever comes first. Raises DataError where there is none."""
     root = Path(data_dir).expanduser()
     for name in _TEST_FOLDERS:
         if (root / name).is_dir():
             return root / name
-    raise DataError(f"image-folder: {root} has none of {', '.join(_TEST_FOLDERS)} to evaluate on")
+    raise DataError(f"{dataset}: {root} has none of {', '.join(_TEST_FOLDERS)} to evaluate on")
 
 
-class ImageFolder(Dataset[tuple[Tensor, int]]):
-    """Decoded as they are asked for: float32 ``[3, size, size]``, normalised, and the class's number.
+class Look:
+    """Makes float32 ``[3, size, size]``, normalised, of an RGB image of Pillow's.
 
     With ``augment``: a random part of the image (8 % to 100 % of its area, aspect ratio 3:4 to 4:3), resized, and
     mirrored half of the time: the usual augmentation for ImageNet. Else: the shorter side resized to 8/7 of ``size``,
     then the centre.
     """
 
-    def __init__(self, folder: Path, classes: list[str], images: Normalisation, *, augment: bool) -> None:
+    def __init__(self, images: Normalisation, *, augment: bool) -> None:
         self._size, self._augment = images.size, augment
         self._mean, self._std = (torch.tensor(values).view(-1, 1, 1) for values in (images.mean, images.std))
+
+    def __call__(self, image: Any) -> Tensor:
+        """The image as the model sees it. Draws random numbers where it augments."""
+        from PIL import Image
+
+        box = _random_box(*image.size) if self._augment else _centre_box(*image.size)
+        image = image.resize((self._size, self._size), Image.Resampling.BILINEAR, box=box)
+        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
+        if self._augment and torch.rand(()) < 0.5:
+            pixels = pixels.flip(-1)
+        return (pixels / 255 - self._mean) / self._std
+
+
+class ImageFolder(Dataset[tuple[Tensor, int]]):
+    """Decoded as they are asked for: what :class:`Look` makes of an image, and the class's number."""
+
+    def __init__(self, folder: Path, classes: list[str], look: Look) -> None:
+        self._look = look
         unknown = sorted({entry.name for entry in folder.iterdir() if entry.is_dir()} - set(classes))
         if unknown:
             raise DataError(f"image-folder: {folder} has classes that train/ has not: {', '.join(unknown)}")
@@ -87,12 +105,7 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
                 image = file.convert("RGB")
         except (OSError, SyntaxError, Image.DecompressionBombError) as error:
             raise DataError(f"{path}: cannot be read as an image ({error})") from error
-        box = _random_box(*image.size) if self._augment else _centre_box(*image.size)
-        image = image.resize((self._size, self._size), Image.Resampling.BILINEAR, box=box)
-        pixels = torch.from_numpy(np.array(image)).permute(2, 0, 1)
-        if self._augment and torch.rand(()) < 0.5:
-            pixels = pixels.flip(-1)
-        return (pixels / 255 - self._mean) / self._std, label
+        return self._look(image), label
 
 
 def _random_box(width: int, height: int) -> tuple[float, float, float, float]:
@@ -114,5 +127,5 @@ def _centre_box(width: int, height: int) -> tuple[float, float, float, float]:
 
 def load(data_dir: str, images: Any, *, train: bool, augment: bool) -> ImageFolder:
     """The training or the evaluation images under ``data_dir``. Raises DataError."""
-    folder = Path(data_dir).expanduser() / "train" if train else test_folder(data_dir)
-    return ImageFolder(folder, class_names(data_dir), images, augment=augment)
+    folder = Path(data_dir).expanduser() / "train" if train else test_folder(data_dir, "image-folder")
+    return ImageFolder(folder, class_names(data_dir), Look(images, augment=augment))

@@ -6,6 +6,7 @@
 
 from __future__ import annotations
 
+import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
 from functools import partial
@@ -18,30 +19,39 @@ from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
 from dsframe.data.collate import Collate, collated
+from dsframe.data.mixture import Mixture, MixtureOrder, MixtureSource
 from dsframe.data.packed import RowSource
-from dsframe.data.sampler import Part, Sampler, evaluation_rows
-from dsframe.data.source import Batch, Source, TensorSource, draws
+from dsframe.data.sampler import Order, Part, Sampler, evaluation_rows, sequential
+from dsframe.data.shards import Shards
+from dsframe.data.source import Batch, Source, TensorSource, draw
 from dsframe.data.workers import held, outlive_signals
 from dsframe.errors import DataError
 
 _ITEM = 0x6974656D  # the stream of draws that seeds the random generators before dataset[i]
+ENDLESS = 2**53
+"""Length of a stream that does not say how long it is."""
 
 
-def as_source(data: Any, seed: int, collate: Collate | None = None) -> Source:
-    """``data`` itself if it is a source; a map-style torch ``Dataset`` of pairs or dicts wrapped as one.
+def as_source(data: Any, seed: int, collate: Collate | None = None, *, streams: bool = False) -> Source:
+    """``data`` itself if it is a source; a map-style torch ``Dataset`` of pairs or dicts wrapped as one; and a mixture of either.
 
-    ``collate``: makes a batch of a list of rows (:func:`dsframe.data.collate.collated`).
+    ``collate``: makes a batch of a list of rows (:func:`dsframe.data.collate.collated`). ``streams``: take an ``IterableDataset``
+    too, which can only be read from its start.
 
     Before ``dataset[i]`` the generators of torch, NumPy and ``random`` are seeded from ``(seed, epoch, i)``, so that
     random transforms give a sample the same look on every rank, in every worker and after every restart.
 
-    Raises DataError for an ``IterableDataset`` (it has no indices to shuffle, share or resume by) and anything else.
+    Raises DataError for an ``IterableDataset`` elsewhere (it has no indices) and anything else.
     """
     if isinstance(data, IterableDataset):
+        if streams:
+            return StreamSource(data, seed, collate)
         raise DataError(
-            f"{type(data).__name__} is an IterableDataset: it cannot be shuffled, sharded among ranks and resumed "
-            "exactly; give a map-style Dataset (__len__ and __getitem__) or a dsframe.data.Source"
+            f"{type(data).__name__} is an IterableDataset, of which no sample can be asked for by its number: it can be trained "
+            "on, but not evaluated or mixed; give a map-style Dataset (__len__ and __getitem__) or a dsframe.data.Source"
         )
+    if isinstance(data, Mixture):
+        return _mixed(data, seed, collate)
     if type(data) is TensorDataset and len(data.tensors) == 2 and collate is None:
         return TensorSource(*data.tensors)
     if isinstance(data, Source) and not _of_datasets(data):
@@ -53,6 +63,23 @@ def as_source(data: Any, seed: int, collate: Collate | None = None) -> Source:
     if hasattr(data, "__getitem__") and hasattr(data, "__len__"):
         return DatasetSource(data, seed, collate)
     raise DataError(f"{type(data).__name__} is neither a map-style torch Dataset nor a dsframe.data.Source")
+
+
+def _mixed(data: Mixture, seed: int, collate: Collate | None) -> Source:
+    own = {name: isinstance(one, Source) and not _of_datasets(one) for name, one in data.sets.items()}
+    if not any(own.values()):
+        for name, one in data.sets.items():
+            if isinstance(as_source(one, seed), MixtureSource):
+                raise DataError(
+                    f"mixture: {name} is a mixture of what makes its own batches; name its parts in this one"
+                )
+        return DatasetSource(data, seed, collate)  # type: ignore[arg-type]  # it has what a map-style one has
+    if not all(own.values()) or collate is not None:
+        makes = next(name for name, whole in own.items() if whole)
+        raise DataError(
+            f"mixture: {makes} makes its own batches; then all have to, and the task's collate would not be called: leave it out"
+        )
+    return MixtureSource(data)
 
 
 def _of_datasets(data: Any) -> bool:
@@ -85,11 +112,51 @@ class DatasetSource:
 
     def item(self, epoch: int, index: int) -> Any:
         """Sample ``index`` in ``epoch``. Leaves the global random generators seeded from the two."""
-        bits = int(draws(self.seed, epoch, torch.tensor(index), _ITEM)) & 0x7FFF_FFFF_FFFF_FFFF
+        bits = draw(self.seed, epoch, index, _ITEM) & 0x7FFF_FFFF_FFFF_FFFF
         torch.default_generator.manual_seed(bits)
         np.random.seed(bits & 0xFFFF_FFFF)
         random.seed(bits)
         return self.dataset[index]
+
+
+class StreamSource(DatasetSource):
+    """An ``IterableDataset``: rows in its own order, numbered as they come, one pass after the other. Reading goes forward."""
+
+    def __init__(self, dataset: Any, seed: int, collate: Collate | None = None) -> None:
+        super().__init__(dataset, seed, collate)
+        self.dataset: Any = dataset
+        self._rows: Iterator[Any] = iter(())
+        self._next: int | None = None
+
+    def __len__(self) -> int:
+        try:
+            return super().__len__()
+        except TypeError:
+            return ENDLESS
+
+    def item(self, epoch: int, index: int) -> Any:
+        wanted = epoch * len(self) + index
+        if self._next is None or wanted < self._next:
+            self._rows, self._next = self._passes(), 0
+        while True:
+            row = next(self._rows)
+            self._next += 1
+            if self._next > wanted:
+                return row
+
+    def _passes(self) -> Iterator[Any]:
+        for number in itertools.count():
+            bits = draw(self.seed, number, 0, _ITEM) & 0x7FFF_FFFF
+            torch.default_generator.manual_seed(bits)
+            np.random.seed(bits)
+            random.seed(bits)
+            if hasattr(self.dataset, "set_epoch"):
+                self.dataset.set_epoch(number)
+            row = None
+            for row in self.dataset:
+                yield row
+            if row is None:
+                raise DataError(f"{type(self.dataset).__name__} gives no row")
 
 
 def _pair(batch: Any, source: Source) -> Batch:
@@ -102,6 +169,22 @@ def _pair(batch: Any, source: Source) -> Batch:
                 "leave it out, or give a map-style Dataset, whose samples may hold other things"
             )
     return batch
+
+
+def _order_of(data: Any, seed: int, chosen: Callable[[int, int], Tensor | None] | None) -> Order:
+    """The order of the samples of ``data``, a source or a part of a mixture. ``chosen``: the task's or the file's."""
+    if isinstance(data, MixtureSource):
+        data = data.mixture
+    elif isinstance(data, DatasetSource) and not isinstance(data, StreamSource):
+        data = data.dataset
+    if isinstance(data, (StreamSource, Mixture)) and chosen not in (None, sequential):
+        raise DataError(f"{type(data).__name__} gives the order of its samples itself; remove Task.order")
+    if isinstance(data, StreamSource):
+        return Order(len(data), seed, sequential)
+    if isinstance(data, Mixture):
+        orders = [_order_of(one, seed + number, chosen) for number, one in enumerate(data.sets.values())]
+        return MixtureOrder(data, orders, seed)
+    return data.order(seed) if isinstance(data, Shards) and chosen is None else Order(len(data), seed, chosen)
 
 
 class _Keyed(Dataset[Any]):
@@ -141,7 +224,7 @@ class _Fetcher:
         return batches if self.device.type == "cpu" else _Ahead(self.device)(batches)
 
     def _fetch(self, parts: list[Part]) -> Batch:
-        if isinstance(self.source, (DatasetSource, RowSource)):
+        if isinstance(self.source, (DatasetSource, RowSource, MixtureSource)):
             return self.source.gather(parts)
         batches = [_pair(self.source.batch(rows, epoch), self.source) for epoch, rows in parts]
         if len(batches) == 1:
@@ -248,13 +331,19 @@ class Loader:
         workers: int = 0,
         order: Callable[[int, int], Tensor | None] | None = None,
     ) -> None:
-        """``order``: of the samples of an epoch, as :class:`Sampler` takes it."""
-        self.source = as_source(data, seed)
+        """``order``: of the samples of an epoch, as :class:`Order` takes it."""
+        self.source = as_source(data, seed, streams=True)
         self.micro_batch_size, self.accumulation_steps = micro_batch_size, accumulation_steps
         self.rank, self.ranks = rank, ranks
         self.sampler = Sampler(
-            len(self.source), micro_batch_size * accumulation_steps * ranks, seed, drop_last=drop_last, order=order
+            len(self.source),
+            micro_batch_size * accumulation_steps * ranks,
+            seed,
+            drop_last=drop_last,
+            order=_order_of(self.source, seed, order),
         )
+        if isinstance(self.source, StreamSource):
+            workers = 1  # which reads ahead, and has its own random generators
         self._fetch = _Fetcher(self.source, torch.device(device), workers)
 
     def stream(self, first_step: int = 0, last_step: int | None = None) -> Iterator[Batch]:
@@ -268,6 +357,23 @@ class Loader:
     def micro_batches(self, step: int) -> Iterator[Batch]:
         """Exactly the ``accumulation_steps`` micro-batches of ``step``: ``stream(step, step + 1)``."""
         return self.stream(step, step + 1)
+
+    def lines(self, steps: int) -> list[str]:
+        """Returns what is to be said before a training of so many steps. Raises DataError where the data do not suffice."""
+        samples = steps * self.sampler.global_batch_size
+        found = self.sampler.order.lines(samples)
+        if isinstance(self.source, StreamSource):
+            if samples >= ENDLESS:
+                raise DataError(
+                    f'{type(self.source.dataset).__name__} does not say how many rows it has; write "steps"'
+                )
+            own, every = self.micro_batch_size * self.accumulation_steps, self.sampler.global_batch_size
+            found.append(
+                f"{type(self.source.dataset).__name__} is an IterableDataset: each rank reads all of its rows and takes {own:,} of "
+                f"every {every:,}; a run that goes on reads again from its start; that its rows are the same on every rank and at "
+                "every start is not known"
+            )
+        return found
 
     def rows(self, indices: list[int]) -> Iterator[Batch]:
         """Batches of one sample each, on the CPU, as they look in epoch 0."""

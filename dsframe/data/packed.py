@@ -38,19 +38,30 @@ class RowSource:
     def batch(self, indices: Tensor, epoch: int) -> Batch:
         return self.gather([(epoch, indices)])
 
-    def gather(self, parts: list[Part]) -> Batch:
-        """The rows of all parts as one batch: padding does not end with an epoch."""
-        chosen = np.concatenate([rows.numpy() for _, rows in parts])
+    def width(self, indices: Tensor) -> int:
+        """Returns how many positions a batch of these rows has."""
+        return self._wide(self._laid(indices.numpy())[2])
+
+    def _wide(self, filled: Any) -> int:
+        return self._context if self._together else -(-int(filled.max()) // _MULTIPLE) * _MULTIPLE
+
+    def _laid(self, chosen: Any) -> tuple[Any, Any, Any]:
+        """The pieces of all rows, the row of each, and how many positions of each row are filled."""
         begins = np.where(chosen > 0, self._ends[chosen - 1], 0)
         counts = self._ends[chosen] - begins  # pieces of each row
         pieces = self._pieces[_ranges(begins, counts)]
-        lengths = pieces[:, 1] - 1  # the last token is a target alone
         row = np.repeat(np.arange(len(chosen)), counts)
-        filled = np.bincount(row, weights=lengths, minlength=len(chosen)).astype(np.int64)
-        width = self._context if self._together else -(-int(filled.max()) // _MULTIPLE) * _MULTIPLE
+        lengths = pieces[:, 1] - 1  # the last token is a target alone
+        return pieces, row, np.bincount(row, weights=lengths, minlength=len(chosen)).astype(np.int64)
+
+    def gather(self, parts: list[Part], width: int | None = None) -> Batch:
+        """The rows of all parts as one batch: padding does not end with an epoch. ``width``: in place of their own."""
+        chosen = np.concatenate([rows.numpy() for _, rows in parts])
+        pieces, row, filled = self._laid(chosen)
+        lengths, width = pieces[:, 1] - 1, width or self._wide(filled)
         # Where each piece begins in its row: behind those before it.
         before = np.cumsum(lengths) - lengths
-        first = before - np.repeat((np.cumsum(filled) - filled), counts) + row * width
+        first = before - (np.cumsum(filled) - filled)[row] + row * width
         source, place = _ranges(pieces[:, 0], lengths), _ranges(first, lengths)
         own, after = self._tokens[source], self._tokens[source + 1]
 

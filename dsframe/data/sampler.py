@@ -8,9 +8,10 @@ processes and every accumulation. There is no state: the step number alone says 
 from __future__ import annotations
 
 import math
-from collections import OrderedDict
 from collections.abc import Callable, Iterator
 from fractions import Fraction
+from functools import cached_property, lru_cache
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -34,6 +35,70 @@ def permutation(samples: int, seed: int, epoch: int) -> Tensor:
     return torch.argsort(draws(seed, epoch, torch.arange(samples), _PERMUTATION), stable=True)
 
 
+def sequential(epoch: int, samples: int) -> Tensor:
+    """The samples as they lie, for :class:`Order`."""
+    return torch.arange(samples)
+
+
+class Order:
+    """The order of the samples of each epoch: no state, so that training can begin at any step. By default ``chosen``, else a
+    permutation."""
+
+    def __init__(self, samples: int, seed: int, chosen: Callable[[int, int], Tensor | None] | None = None) -> None:
+        """``chosen``: of (epoch, samples) gives the indices of an epoch, ``[samples]`` of them; None for a permutation."""
+        self.samples, self.seed, self._chosen = samples, seed, chosen
+
+    def take(self, epoch: int, start: int, count: int) -> list[Part]:
+        """The samples at ``count`` places of ``epoch`` from ``start`` on; there are so many."""
+        if self._chosen is sequential:  # of a stream there may be more than fit into memory
+            return [(epoch, torch.arange(start, start + count))]
+        return [(epoch, self._of(epoch)[start : start + count])]
+
+    def shares(self, samples: int) -> dict[str, int]:
+        """Returns how many of the first ``samples`` of a training are of each part of the data; empty where it has none."""
+        return {}
+
+    def about(self) -> dict[str, Any]:
+        """Returns what must stay for a saved place to be one in this order, beside number and seed; as JSON has it."""
+        return {}
+
+    def lines(self, samples: int) -> list[str]:
+        """Returns what is to be said before a training of so many ``samples``. Raises DataError where there are not enough."""
+        return []
+
+    @cached_property
+    def _of(self) -> Callable[[int], Tensor]:
+        return lru_cache(maxsize=2)(self._ordered)  # a batch reaches over the end of at most one epoch
+
+    def _ordered(self, epoch: int) -> Tensor:
+        found = self._chosen(epoch, self.samples) if self._chosen else None
+        if found is None:
+            return permutation(self.samples, self.seed, epoch)
+        what = ""
+        if not isinstance(found, Tensor) or found.dtype != torch.int64 or found.device.type != "cpu":
+            what = f"{found.dtype} on {found.device}" if isinstance(found, Tensor) else type(found).__name__
+        elif found.shape != (self.samples,):
+            what = f"shape {list(found.shape)}"
+        elif found.min() < 0 or found.max() >= self.samples:
+            what = f"indices from {int(found.min())} to {int(found.max())}"
+        if what:
+            raise DataError(
+                f"the order of epoch {epoch} has {what}; give {self.samples} indices from 0 to {self.samples - 1}, an int64 tensor "
+                "on the CPU"
+            )
+        return found
+
+
+def taken(order: Order, epoch: int, start: int, count: int) -> list[Part]:
+    """``count`` samples from place ``start`` of ``epoch`` on, reaching into as many epochs as it takes."""
+    parts = []
+    while count:
+        here = min(count, order.samples - start)
+        parts += order.take(epoch, start, here)
+        epoch, start, count = epoch + 1, 0, count - here
+    return parts
+
+
 class Sampler:
     """Cuts the stream of training samples into global batches.
 
@@ -50,9 +115,9 @@ class Sampler:
         seed: int,
         *,
         drop_last: bool = False,
-        order: Callable[[int, int], Tensor | None] | None = None,
+        order: Order | Callable[[int, int], Tensor | None] | None = None,
     ) -> None:
-        """``order``: of (epoch, samples) gives the indices of an epoch, ``[samples]`` of them; None for a permutation."""
+        """``order``: or the function that :class:`Order` takes."""
         if samples == 0:
             raise DataError("the training data set is empty")
         if global_batch_size > samples:
@@ -63,8 +128,7 @@ class Sampler:
         self.samples, self.global_batch_size, self.seed, self.drop_last = samples, global_batch_size, seed, drop_last
         self.epoch_steps = Fraction(samples // global_batch_size if drop_last else Fraction(samples, global_batch_size))
         """Steps of an epoch: no whole number where its last batch takes samples of the next one."""
-        self._own = order
-        self._orders: OrderedDict[int, Tensor] = OrderedDict()
+        self.order = order if isinstance(order, Order) else Order(samples, seed, order)
 
     def total_steps(self, epochs: int) -> int:
         """Steps until every sample has been used ``epochs`` times (``drop_last``: until the last whole batch).
@@ -72,6 +136,14 @@ class Sampler:
         The last step may already take its last few samples from the epoch after: batches are never cut short.
         """
         return math.ceil(epochs * self.epoch_steps)
+
+    def shares(self, step: int) -> dict[str, int]:
+        """Returns how many samples of each part of the data there are before ``step`` (from 0); empty without parts."""
+        first = step * self.global_batch_size
+        if self.drop_last:
+            epoch, batch = divmod(step, self.samples // self.global_batch_size)
+            first = epoch * self.samples + batch * self.global_batch_size
+        return self.order.shares(first)
 
     def epoch(self, step: int) -> float:
         """Returns how many epochs have been seen after ``step`` steps; not a whole number in the middle of one."""
@@ -91,39 +163,7 @@ class Sampler:
             start = batch * self.global_batch_size + first
         else:
             epoch, start = divmod(step * self.global_batch_size + first, self.samples)
-        parts = []
-        while count:
-            indices = self._order(epoch)[start : start + count]
-            if len(indices):
-                parts.append((epoch, indices))
-            count -= len(indices)
-            epoch, start = epoch + 1, 0
-        return parts
-
-    def _order(self, epoch: int) -> Tensor:
-        if epoch not in self._orders:
-            self._orders[epoch] = self._ordered(epoch)
-            while len(self._orders) > 2:  # a batch reaches over the end of at most one epoch
-                self._orders.popitem(last=False)
-        return self._orders[epoch]
-
-    def _ordered(self, epoch: int) -> Tensor:
-        found = self._own(epoch, self.samples) if self._own else None
-        if found is None:
-            return permutation(self.samples, self.seed, epoch)
-        what = ""
-        if not isinstance(found, Tensor) or found.dtype != torch.int64 or found.device.type != "cpu":
-            what = f"{found.dtype} on {found.device}" if isinstance(found, Tensor) else type(found).__name__
-        elif found.shape != (self.samples,):
-            what = f"shape {list(found.shape)}"
-        elif found.min() < 0 or found.max() >= self.samples:
-            what = f"indices from {int(found.min())} to {int(found.max())}"
-        if what:
-            raise DataError(
-                f"the order of epoch {epoch} has {what}; give {self.samples} indices from 0 to {self.samples - 1}, an int64 tensor "
-                "on the CPU"
-            )
-        return found
+        return taken(self.order, epoch, start, count)
 
 
 def evaluation_rows(samples: int, rank: int, ranks: int, size: int) -> Iterator[tuple[Tensor, int]]:

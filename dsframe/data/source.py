@@ -7,6 +7,7 @@ any restart.
 
 from __future__ import annotations
 
+from functools import lru_cache
 from typing import Any, Protocol, TypeAlias, runtime_checkable
 
 import torch
@@ -67,12 +68,21 @@ def draws(seed: int, epoch: int, indices: Tensor, stream: int = 0) -> Tensor:
     Another ``stream`` gives bits independent of the first. Integer arithmetic only: the same on every platform, device
     and version.
     """
-    key = _mix(_mix(_mix(seed + _GOLDEN) + epoch + _GOLDEN) + stream + _GOLDEN)
-    bits = indices * _GOLDEN_S + _signed(key)
+    bits = indices * _GOLDEN_S + _signed(_key(seed, epoch, stream))
     # torch shifts signed integers arithmetically: mask away the copies of the sign bit.
     bits = (bits ^ (bits >> 30 & (1 << 34) - 1)) * _MIX_1_S
     bits = (bits ^ (bits >> 27 & (1 << 37) - 1)) * _MIX_2_S
     return bits ^ (bits >> 31 & (1 << 33) - 1)
+
+
+@lru_cache(maxsize=64)
+def _key(seed: int, epoch: int, stream: int) -> int:
+    return _mix(_mix(_mix(seed + _GOLDEN) + epoch + _GOLDEN) + stream + _GOLDEN)
+
+
+def draw(seed: int, epoch: int, index: int, stream: int = 0) -> int:
+    """The bits that :func:`draws` has for one index, from 0 to 2**64 - 1; integers are faster than a tensor of one."""
+    return _mix(index * _GOLDEN + _key(seed, epoch, stream))
 
 
 class TensorSource:

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import glob
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -13,6 +15,7 @@ from torch.utils.data import Subset
 from dsframe.data import folder
 from dsframe.data.files import data_root, read_cifar, read_idx
 from dsframe.data.sampler import permutation
+from dsframe.data.shards import Shards
 from dsframe.data.source import ImageSource
 from dsframe.errors import DataError
 
@@ -55,11 +58,14 @@ KNOWN = {
     "image-folder": Images(
         "image-folder", 3, 224, 0, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), padding=0, mirrored=True
     ),
+    "image-shards": Images(
+        "image-shards", 3, 224, 0, (0.485, 0.456, 0.406), (0.229, 0.224, 0.225), padding=0, mirrored=True
+    ),
 }
 
 
 def describe(settings: ImageData) -> Images:
-    """The data set's facts; for an image folder, after a look at the names of its classes."""
+    """The data set's facts; for an image folder, after a look at the names of its classes. Raises DataError."""
     images = KNOWN[settings.dataset]
     if settings.dataset == "synthetic":
         return replace(images, size=settings.image_size or images.size, classes=settings.classes or images.classes)
@@ -67,11 +73,26 @@ def describe(settings: ImageData) -> Images:
         return replace(
             images, size=settings.image_size or images.size, classes=len(folder.class_names(settings.data_dir))
         )
+    if settings.dataset == "image-shards":
+        if settings.data_dir is None or settings.classes is None:
+            raise DataError(
+                'dataset "image-shards" needs data_dir, the folder of train/*.tar and val/*.tar, and classes'
+            )
+        if settings.samples is not None:
+            raise DataError('dataset "image-shards" has no "samples"; remove it, and put other shards there')
+        return replace(images, size=settings.image_size or images.size, classes=settings.classes)
     return images
 
 
-def load(settings: ImageData, images: Images, *, train: bool, seed: int) -> Any:
-    """The training or the test data: a Source, or a map-style Dataset for image folders. Raises DataError."""
+def load(
+    settings: ImageData, images: Images, *, train: bool, seed: int, say: Callable[[str], None] | None = None
+) -> Any:
+    """The training or the test data: a Source, or a map-style Dataset for image files. Raises DataError.
+
+    ``say``: prints a line of progress, where an index has to be made.
+    """
+    if settings.dataset == "image-shards":
+        return _shards(settings, images, train, say)
     if settings.dataset == "image-folder":
         dataset: Any = folder.load(str(settings.data_dir), images, train=train, augment=train and settings.augment)
         if train and settings.samples is not None:
@@ -99,6 +120,26 @@ def load(settings: ImageData, images: Images, *, train: bool, seed: int) -> Any:
         flip=augment and images.mirrored,
         seed=seed,
     )
+
+
+def _shards(settings: ImageData, images: Images, train: bool, say: Callable[[str], None] | None) -> Shards:
+    root = str(settings.data_dir)
+    place = Path(root).expanduser() / "train" if train else folder.test_folder(root, "image-shards")
+    look = folder.Look(images, augment=train and settings.augment)
+
+    def labelled(sample: dict[str, Any]) -> tuple[Tensor, int]:
+        found = [one for name, one in sample.items() if f".{name.rpartition('.')[2].lower()}" in folder.SUFFIXES]
+        if len(found) != 1 or "cls" not in sample:
+            raise DataError(
+                f"image-shards: sample {sample['__key__']} in {place} has {', '.join(list(sample)[1:])}; it needs one image and cls"
+            )
+        if not 0 <= sample["cls"] < images.classes:
+            raise DataError(
+                f"image-shards: sample {sample['__key__']} in {place} is of class {sample['cls']}, but classes is {images.classes}"
+            )
+        return look(found[0]), sample["cls"]
+
+    return Shards(f"{glob.escape(str(place))}/*.tar", labelled, say=say)
 
 
 MNIST_FILES = (

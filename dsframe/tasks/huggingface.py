@@ -17,7 +17,7 @@ from dsframe.data import encoders, text, tokens
 from dsframe.data import vision as images
 from dsframe.errors import TaskError
 from dsframe.tasks import _transformers
-from dsframe.tasks.task import Sum, Task, accuracy
+from dsframe.tasks.task import Say, Sum, Task, accuracy
 
 if TYPE_CHECKING:
     from dsframe.config.schema import settings as sections
@@ -178,6 +178,14 @@ class ImageClassificationTask(Task):
 
     def pretrained(self) -> Mapping[str, Any]:
         return {"config": self.pretrained_config.to_json_string(), "tokenizer": None, "tokenizer_sha256": ""}
+
+    @property
+    def prepares(self) -> bool:
+        return self.settings.dataset == "image-shards"
+
+    def prepare(self, say: Say) -> None:
+        for train in (True, False):
+            images.load(self.settings, self.images, train=train, seed=self.seed, say=say)
 
     def train_data(self) -> Any:
         return images.load(self.settings, self.images, train=True, seed=self.seed)

@@ -51,7 +51,7 @@ def example(task: Task, *, prepared: bool = False) -> tuple[Any, Any]:
         return told
     if not prepared:
         preparation.alone(task, lambda line: None)
-    return as_source(task.train_data(), task.seed, task.collate).batch(torch.tensor([0]), 0)
+    return as_source(task.train_data(), task.seed, task.collate, streams=True).batch(torch.tensor([0]), 0)
 
 
 def with_rows(batch: Any, rows: int) -> Any:

@@ -46,7 +46,7 @@ def prepare(task: Task, world: World, say: Say) -> None:
 
     Where ranks cannot meet (processes that come and go, an MPI that gives no address), each calls it in turn.
     """
-    if type(task).prepare is Task.prepare:
+    if not task.prepares:
         return
     store = None
     if world.size > 1 and not world.elastic:
@@ -61,7 +61,7 @@ def prepare(task: Task, world: World, say: Say) -> None:
 
 def alone(task: Task, say: Say) -> None:
     """Prepares in this process, under the lock of the folder. Raises DsframeError."""
-    if type(task).prepare is not Task.prepare:
+    if task.prepares:
         with _lock(task, say):
             _call(task, say)
 

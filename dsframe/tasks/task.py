@@ -283,9 +283,15 @@ class Task:
         killed at any time: write under another name, and rename what is complete. Called at every start: look what is there.
         """
 
+    @property
+    def prepares(self) -> bool:
+        """True if :meth:`prepare` has something to do: ranks then meet before they read."""
+        return type(self).prepare is not Task.prepare
+
     def train_data(self) -> Source | Dataset[Any]:
         """Training data: a :class:`dsframe.data.Source`, or a map-style torch ``Dataset`` of ``(input, target)`` pairs or of dicts
-        with ``labels``, as the package ``datasets`` has them; with :attr:`collate` of any rows.
+        with ``labels``, as the package ``datasets`` has them; with :attr:`collate` of any rows. Or :class:`dsframe.Shards`, a
+        :class:`dsframe.Mixture` of any of these, or an ``IterableDataset``.
 
         Called on every rank at once: it may read files but must not write where another rank reads; :meth:`prepare` may.
         """

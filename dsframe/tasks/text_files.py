@@ -14,6 +14,7 @@ from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from dsframe.data import documents, encoders, tokenised
+from dsframe.data.mixture import Mixture
 from dsframe.data.packed import IGNORED, RowSource
 from dsframe.data.text import TextSource
 from dsframe.data.tokenised import Recipe, Tokenised
@@ -40,6 +41,10 @@ class WindowsTask(CausalLanguageModelTask):
         self.prepared_as = "-" + xxh3_64_hexdigest(settings.model_dump_json().encode())
         if "corpus" in settings.model_fields_set:
             raise TaskError('task: "corpus" and "data" both name the text; remove one of them')
+        if (settings.data.train is None) == (settings.data.mixture is None):
+            raise TaskError('task.data: name the files either in "train" or in "mixture"')
+        if settings.data.mixture is not None and settings.samples is not None:
+            raise TaskError('task: "samples" is not for a mixture; name fewer files')
         if settings.data.format == "conversations" and self.packing == "concatenate":
             raise TaskError(
                 'task.data.packing: "concatenate" joins texts; write "rows" or "documents" for conversations'
@@ -63,16 +68,15 @@ class WindowsTask(CausalLanguageModelTask):
         if self.tokenizer is not None:
             how += [str(self.tokenizer.eos_token_id), _transformers.transformers().__version__]
         found = {}
-        for name, patterns in (("train", files.train), ("eval", files.eval)):
-            if patterns is None:
-                continue
+        for name, patterns in ({**self._parts, "eval": files.eval} if files.eval else self._parts).items():
             encoder: Any = (
                 encoders.ConversationEncoder(self.tokenizer, template or None)
                 if files.format == "conversations"
                 else encoders.TextEncoder(self.tokenizer, files.field)
             )
+            places = [documents.local(one, self.settings.data_dir) for one in _listed(patterns)]
             found[name] = Recipe(
-                tuple(documents.find(patterns, f"task.data.{name}")),
+                tuple(documents.find(places, f"task.data.{name}")),
                 encoder,
                 self.packing,
                 self.settings.context,
@@ -99,14 +103,32 @@ class WindowsTask(CausalLanguageModelTask):
         assert found is not None
         return recipe, found
 
+    @property
+    def _parts(self) -> dict[str, str | list[str]]:
+        """The training files, by the place of their key."""
+        if self._files.mixture is None:
+            return {"train": self._files.train or []}
+        return {f"mixture[{number}]": part.data for number, part in enumerate(self._files.mixture)}
+
     def train_data(self) -> Any:
-        return self._source("train")
+        sources = {name: self._source(name) for name in self._parts}
+        parts = self._files.mixture
+        if parts is None:
+            return sources["train"]
+        names = [part.name or _listed(part.data)[0] for part in parts]
+        if len(set(names)) < len(names):
+            raise DataError('task.data.mixture: two parts have one name; give them others by "name"')
+        return Mixture(
+            dict(zip(names, sources.values(), strict=True)),
+            {name: part.weight for name, part in zip(names, parts, strict=True)},
+            exhausted={name: part.exhausted for name, part in zip(names, parts, strict=True)},
+        )
 
     def eval_data(self) -> Any:
         return self._source("eval") if self._files.eval is not None else None
 
     def _source(self, name: str) -> Any:
-        train, s = name == "train", self.settings
+        train, s = name != "eval", self.settings
         recipe, found = self._opened(name)
         tokens = torch.from_numpy(found.tokens)
         if train and s.samples is not None:
@@ -174,12 +196,22 @@ class RowsTask(WindowsTask):
             "accuracy": accuracy(outputs.logits[counted], targets[counted]),
         }
 
+    def train_data(self) -> Any:
+        # The unit of rates: tokens that are no padding.
+        weights = [part.weight for part in self._files.mixture or ()] or [1.0]
+        counts = [self._opened(name)[1].counts for name in self._parts]
+        tokens = [weight * one.positions / one.rows for weight, one in zip(weights, counts, strict=True)]
+        self.units_per_sample = max(round(sum(tokens) / sum(weights)), 1)
+        return super().train_data()
+
     def _source(self, name: str) -> RowSource:
-        train, s = name == "train", self.settings
+        train, s = name != "eval", self.settings
         _, found = self._opened(name)
-        if train:  # the unit of rates: tokens that are no padding
-            self.units_per_sample = max(round(found.counts.positions / found.counts.rows), 1)
         return RowSource(found, s.context, together=self.packing == "documents", samples=s.samples if train else None)
+
+
+def _listed(patterns: str | list[str]) -> list[str]:
+    return [patterns] if isinstance(patterns, str) else patterns
 
 
 def _small(config: Any) -> Any:

@@ -132,7 +132,10 @@ def _about(config: Config, task: Task, found: Found) -> dict[str, Any]:
 
     settings = config.settings
     preparation.alone(task, lambda line: print(f"dsframe: {line}", file=sys.stderr))
-    samples, batch = len(as_source(task.train_data(), settings.seed, task.collate)), config.batch(found.ranks)
+    samples, batch = (
+        len(as_source(task.train_data(), settings.seed, task.collate, streams=True)),
+        config.batch(found.ranks),
+    )
     sampler = Sampler(samples, batch.train_batch_size, settings.seed, drop_last=config.deepspeed.dataloader_drop_last)
     steps = settings.steps or sampler.total_steps(settings.epochs or 1)
     facts = Facts(found.ranks, steps, sampler.epoch_steps, task.hidden_size)

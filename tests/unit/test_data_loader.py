@@ -131,9 +131,28 @@ class Stream(IterableDataset[int]):
         return iter(range(3))
 
 
-def test_an_iterable_data_set_is_refused() -> None:
-    with pytest.raises(DataError, match="Stream is an IterableDataset: it cannot be shuffled, sharded among ranks"):
+def test_an_iterable_data_set_is_trained_on_and_what_it_cannot_promise_is_said() -> None:
+    with pytest.raises(
+        DataError, match="Stream is an IterableDataset, of which no sample can be asked for by its number"
+    ):
         as_source(Stream(), 0)
+    loader = Loader(Stream(), seed=0, micro_batch_size=2, accumulation_steps=2, rank=1, ranks=3)
+    (line,) = loader.lines(10)
+    assert line.startswith(
+        "Stream is an IterableDataset: each rank reads all of its rows and takes 4 of every 12; a run that"
+    )
+    with pytest.raises(DataError, match='Stream does not say how many rows it has; write "steps"'):
+        loader.lines(loader.sampler.total_steps(1))
+
+
+class Nothing(IterableDataset[int]):
+    def __iter__(self) -> Iterator[int]:
+        return iter(())
+
+
+def test_an_iterable_data_set_that_gives_nothing_is_named() -> None:
+    with pytest.raises(DataError, match=r"^Nothing gives no row$"):
+        next(Loader(Nothing(), seed=0, micro_batch_size=1).stream())
 
 
 @pytest.mark.parametrize("workers", [0, 1])

@@ -20,7 +20,7 @@ PAGE = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
 
 def blocks(kind: str) -> list[str]:
     found = re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert len(found) == 2
+    assert len(found) == 3
     return found
 
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from dsframe.data import Sampler, draws, evaluation_rows, permutation
+from dsframe.data.source import draw
 from dsframe.errors import DataError
 
 # Global batch, then every way that is tried to cut it: (micro-batch size, accumulation, ranks).
@@ -102,6 +103,11 @@ def test_evaluation_counts_every_sample_exactly_once(samples: int, size: int, ra
 def test_evaluation_of_nothing_is_refused() -> None:
     with pytest.raises(DataError, match="the evaluation data set is empty"):
         next(evaluation_rows(0, 0, 1, 4))
+
+
+def test_one_draw_is_that_of_many() -> None:
+    for index, bits in enumerate(draws(5, 2, torch.arange(50), 7).tolist()):
+        assert draw(5, 2, index, 7) == bits % 2**64
 
 
 def splitmix64(value: int) -> int:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import time
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -11,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 from torch import Tensor
-from torch.utils.data import Dataset, TensorDataset
+from torch.utils.data import Dataset, IterableDataset, TensorDataset
 
 from dsframe.data import Loader, fingerprint
 from dsframe.data.fingerprint import assert_same_samples, digest
@@ -87,6 +88,26 @@ def test_the_sample_and_the_ranks_are_named(workers: int) -> None:
         assert said.startswith(
             "the training data differ between ranks: sample 99, counted from 0, is another one on ranks 1, 3 than on rank 0. "
         )
+
+
+class ByRank(IterableDataset[Any]):
+    """Splits itself by ranks, as many such data sets do."""
+
+    def __init__(self, rank: int) -> None:
+        self.rank = rank
+
+    def __iter__(self) -> Iterator[Any]:
+        return ((float(index), index) for index in range(self.rank, 100, 2))
+
+
+def test_a_stream_that_splits_itself_is_refused() -> None:
+    for said in of_ranks(*(loader(ByRank(rank)) for rank in range(2))):
+        assert said.startswith(
+            "the training data differ between ranks: sample 0, counted from 0, is another one on rank 1 than"
+        )
+    same = of_ranks(*(loader(ByRank(0)) for _ in range(2)))
+    assert same[0] == same[1]
+    assert list(same[0]) == ["0", "1"]
 
 
 def test_what_is_drawn_anew_at_each_reading_has_no_digest() -> None:

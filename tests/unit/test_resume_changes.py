@@ -87,6 +87,7 @@ STAYS = {
     "seed": (1, "seed was 0, is 1 ("),
     "dataloader_drop_last": (True, "dataloader_drop_last was false, is true ("),
     "order": ("sequential", 'order was null, is "sequential" ('),
+    "parts of the data": ({"window": 8}, 'parts of the data was null, is {"window": 8} ('),
     "adapter": ({"type": "lora", "r": 8}, 'adapter was null, is {"type": "lora", "r": 8} ('),
     "adapter's base": ("aa", 'adapter\'s base was null, is "aa" ('),
     "task settings": (

@@ -154,15 +154,66 @@ def identities(found: Any, ranks: int, first: int = 0, last: int = 200) -> list[
     return steps
 
 
-@pytest.mark.parametrize("packing", ["concatenate", "rows", "documents"])
+@pytest.mark.parametrize("packing", ["concatenate", "rows", "documents", "conversations"])
 def test_the_samples_of_every_step_do_not_depend_on_the_ranks(packing: str, tmp_path: Path) -> None:
-    jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts(90)])
-    found = prepared("a.jsonl", packing=packing)
+    if packing == "conversations":
+        jsonl(tmp_path / "a.jsonl", conversations(90))
+        words = tokenizer(tmp_path / "words")
+        found = prepared("a.jsonl", words=words, context=256, format="conversations", packing="documents")
+    else:
+        jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts(90)])
+        found = prepared("a.jsonl", packing=packing)
     expected = identities(found, 1)
     assert len({json.dumps(step) for step in expected}) > 100  # else they could be equal for another reason
     for ranks in (2, 3):
         assert identities(found, ranks) == expected
     assert identities(found, 3, first=117) == expected[117:]  # a resume at another size
+
+
+@pytest.mark.parametrize("packing", ["concatenate", "rows", "documents"])
+def test_the_samples_of_a_mixture_of_files_do_not_depend_on_the_ranks(packing: str, tmp_path: Path) -> None:
+    written = texts(160)
+    jsonl(tmp_path / "a.jsonl", [{"text": text.upper()} for text in written[:90]])
+    jsonl(tmp_path / "b.jsonl", [{"text": text} for text in written[90:]])
+    parts = [{"data": "a.jsonl", "weight": 1, "name": "loud"}, {"data": ["b.jsonl"], "weight": 3, "exhausted": "ends"}]
+    found = prepared(None, packing=packing, mixture=parts)
+    loader = Loader(found.train_data(), seed=1, micro_batch_size=12)
+    assert loader.lines(10)[0].startswith("mixture: loud: 25.")
+    expected = identities(found, 1)
+    assert len({json.dumps(step) for step in expected}) > 100
+    for ranks in (2, 3):
+        assert identities(found, ranks, last=60) == expected[:60]
+    assert identities(found, 3, first=117) == expected[117:]
+
+
+def test_a_data_set_of_the_hub_is_downloaded_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    import datasets
+
+    calls: list[str] = []
+
+    def downloaded(name: str, config: Any, split: str) -> Any:
+        calls.append(f"{name} {config} {split}")
+        return datasets.Dataset.from_dict({"text": texts()})
+
+    monkeypatch.setattr(datasets, "load_dataset", downloaded)
+    jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts()])
+    found = tokens(prepared(["hub:some/words:en@test", "a.jsonl"]))
+    assert found[: len(found) // 2] == found[len(found) // 2 :]
+    assert tokens(prepared(["hub:some/words:en@test"])) == found[: len(found) // 2]
+    assert calls == ["some/words en test"]
+
+
+def test_a_mixture_of_files_that_contradicts_the_file_is_refused(tmp_path: Path) -> None:
+    jsonl(tmp_path / "a.jsonl", [{"text": text} for text in texts()])
+    part = {"data": "a.jsonl", "weight": 1}
+    with pytest.raises(TaskError, match='name the files either in "train" or in "mixture"'):
+        task("a.jsonl", mixture=[part])
+    with pytest.raises(TaskError, match='name the files either in "train" or in "mixture"'):
+        task(None)
+    with pytest.raises(DataError, match=r'task\.data\.mixture: two parts have one name; give them others by "name"'):
+        prepared(None, mixture=[part, part]).train_data()
+    with pytest.raises(DataError, match=r"task\.data\.mixture\[1\]: b\.jsonl: no such file"):
+        prepared(None, mixture=[part, {"data": "b.jsonl", "weight": 1}])
 
 
 @pytest.mark.parametrize("workers", [0, 2])
@@ -323,7 +374,10 @@ def bad(path: Path) -> dict[str, tuple[Any, str]]:
     (path / "folder").mkdir()
     return {
         "no file": ({"train": "none*.jsonl"}, "task.data.train: none*.jsonl: no such file"),
-        "a kind": ({"train": "words/tokenizer.json"}, "files of .jsonl, .parquet, .txt are read"),
+        "a kind": (
+            {"train": "words/tokenizer.json"},
+            "files of .jsonl, .jsonl.zst, .jsonl.gz, .parquet, .txt are read",
+        ),
         "a folder": ({"train": "folder"}, "folder is a folder, but none that datasets.save_to_disk wrote"),
         "twice": ({"train": ["good.jsonl", "g*.jsonl"]}, "good.jsonl is named twice, by good.jsonl and g*.jsonl"),
         "column": ({"train": "other.jsonl"}, "other.jsonl:2: no column \"text\"; it has 'body', 'id'; name the column"),

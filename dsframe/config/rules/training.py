@@ -114,9 +114,9 @@ def _dsframe(context: RuleContext) -> None:
     if getattr(task, "name", "") == "vision":
         dataset = getattr(task, "dataset", "")
         for key, homes in (
-            ("classes", ("synthetic",)),
-            ("image_size", ("synthetic", "image-folder")),
-            ("workers", ("image-folder",)),
+            ("classes", ("synthetic", "image-shards")),
+            ("image_size", ("synthetic", "image-folder", "image-shards")),
+            ("workers", ("image-folder", "image-shards")),
         ):
             if context.wrote("dsframe", "task", key) and dataset not in homes:
                 context.no_effect(("dsframe", "task", key), f'has no effect with dataset "{dataset}"')

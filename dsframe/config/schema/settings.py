@@ -37,21 +37,22 @@ class ImageData(Section):
     """Kind of task."""
     model: Any = None
     """The model."""
-    dataset: Literal["fashion-mnist", "mnist", "cifar10", "image-folder", "synthetic"] = "fashion-mnist"
-    """Where images come from. ``image-folder`` reads ``data_dir/train/CLASS/*`` and ``data_dir/val/CLASS/*``."""
+    dataset: Literal["fashion-mnist", "mnist", "cifar10", "image-folder", "image-shards", "synthetic"] = "fashion-mnist"
+    """Where images come from. ``image-folder`` reads ``data_dir/train/CLASS/*`` and ``data_dir/val/CLASS/*``; ``image-shards``
+    ``data_dir/train/*.tar`` and ``data_dir/val/*.tar``, as webdataset writes them: of each sample an image and ``cls``."""
     data_dir: str | None = None
     """Folder of the data. Default: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
     augment: bool = True
     """Random crop with padding and horizontal flip, in training only."""
     image_size: Count | None = None
-    """Pixels of a side, for ``image-folder`` and ``synthetic``."""
+    """Pixels of a side, for ``image-folder``, ``image-shards`` and ``synthetic``."""
     classes: Count | None = None
-    """Number of classes, for ``synthetic``."""
+    """Number of classes, for ``synthetic`` and ``image-shards``, which needs it."""
     samples: Count | None = None
-    """Use only so many training samples: the first ones of a file, any ones of an ``image-folder``, always the same.
-    Default: all."""
+    """Use only so many training samples: the first ones of a file, any ones of an ``image-folder``, always the same; not of
+    ``image-shards``. Default: all."""
     workers: Size = 0
-    """Processes that read images, for ``image-folder``."""
+    """Processes that read images, for ``image-folder`` and ``image-shards``."""
 
 
 class VisionTask(ImageData):
@@ -87,12 +88,29 @@ class LanguageTask(Section):
     """Use the embedding as the output layer."""
 
 
+class MixturePart(Section):
+    """Files of a mixture, and what share of the rows they give."""
+
+    data: str | list[str]
+    """Files or patterns, as for ``train``."""
+    weight: Positive
+    """Its share of the rows is this, divided by the sum of all weights."""
+    name: str | None = None
+    """Name in messages and logs. Default: the first pattern."""
+    exhausted: Literal["repeats", "ends", "error"] = "repeats"
+    """When all of its rows have been read: it ``repeats`` in a new order, it ``ends`` and the others share its place, or the
+    training is refused before it begins (``error``)."""
+
+
 class TextFiles(Section):
     """Text or conversations from files, tokenised once and then read from a memory-mapped file."""
 
-    train: str | list[str]
-    """Files or patterns, such as ``["a/*.jsonl", "b.parquet", "c/*.txt"]``: JSON lines, parquet, text (one document a file), or
-    a folder that ``datasets.save_to_disk`` wrote."""
+    train: str | list[str] | None = None
+    """Files or patterns, such as ``["a/*.jsonl", "b.parquet", "c/*.txt"]``: JSON lines (also ``.zst`` and ``.gz``), parquet, text
+    (one document a file), or a folder that ``datasets.save_to_disk`` wrote. Not beside ``mixture``."""
+    mixture: list[MixturePart] | None = None
+    """In place of ``train``: several sets of files with weights. Which one gives a row follows from the seed and from the row's
+    number in the training."""
     eval: str | list[str] | None = None
     """The held-out ones. Default: none, so there is no evaluation."""
     format: Literal["text", "conversations"] = "text"

@@ -1,0 +1,50 @@
+"""Trains a line on a mixture with shards, and writes which samples each rank had; with FAULT a process that reads dies."""
+
+from __future__ import annotations
+
+import multiprocessing
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsframe import Hooks, Mixture, RunView, Task
+from tests.sources import Pairs, shards
+
+
+class Dies(Hooks):
+    """Kills a worker of rank 0 after step 5."""
+
+    def on_step(self, view: RunView) -> None:
+        if view.step == 5 and view.rank == 0 and os.environ.get("FAULT"):
+            multiprocessing.active_children()[0].kill()
+            time.sleep(30)  # torch interrupts it
+
+
+class Sources(Task):
+    """Each sample is its number."""
+
+    hooks = (Dies(),)
+
+    def __init__(self, workers: int = 0) -> None:
+        self.workers = workers
+
+    def model(self) -> nn.Module:
+        return nn.Linear(2, 1)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        if torch.is_grad_enabled():
+            with Path(f"seen-{os.environ.get('RANK', '0')}").open("a") as out:
+                out.write(",".join(map(str, targets.tolist())) + "\n")
+        return nn.functional.mse_loss(outputs, targets[:, None] / 1000)
+
+    def prepare(self, say: Any) -> None:
+        self.train_data()
+
+    def train_data(self) -> Any:
+        here = Path.cwd()
+        sets = {"tar": shards(here, "tar"), "parquet": shards(here, "parquet"), "pairs": Pairs(40, 1000)}
+        return Mixture(sets, {"tar": 2, "parquet": 1, "pairs": 1}, exhausted={"parquet": "ends"})

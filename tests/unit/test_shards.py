@@ -1,0 +1,318 @@
+"""Shards: what their rows are, and what is said of those that are damaged, changed or gone."""
+
+from __future__ import annotations
+
+import gc
+import io
+import json
+import pickle
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from dsframe.data import Loader, Shards
+from dsframe.errors import DataError
+from tests.sources import lines, parquet, shards, tar
+
+
+@pytest.fixture(autouse=True)
+def _cache(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setenv("DSFRAME_DATA", str(tmp_path / "cache"))
+    monkeypatch.chdir(tmp_path)
+
+
+def test_parts_of_a_sample_are_decoded_by_their_suffix(tmp_path: Path) -> None:
+    from PIL import Image
+
+    picture = io.BytesIO()
+    Image.new("L", (5, 4), 128).save(picture, "PNG")
+    tar(tmp_path / "a.tar", range(3), **{"seg.png": picture.getvalue(), "json": b'{"a": [1]}', "bin": b"\0\1"})
+    row = Shards("a.tar")[2]
+    assert (row["__key__"], row["cls"], row["txt"], row["json"], row["bin"]) == (
+        "some/0002",
+        2,
+        "é 2",
+        {"a": [1]},
+        b"\0\1",
+    )
+    assert (row["seg.png"].size, row["seg.png"].mode) == ((5, 4), "RGB")
+    assert list(Shards("a.tar", columns=["cls"])[0]) == ["__key__", "cls"]
+    with pytest.raises(IndexError):
+        Shards("a.tar")[3]
+
+
+def test_names_of_members_are_any_bytes_and_samples_may_lack_parts(tmp_path: Path) -> None:
+    import tarfile
+
+    with tarfile.open(tmp_path / "a.tar", "w", encoding="utf-8", errors="surrogateescape") as out:
+        for name in ("./é.cls", "./\udcff.b.c", "./\udcff.cls", "./folder/", "nothing", f"{'long/' * 60}x.cls"):
+            member = tarfile.TarInfo(name)
+            member.type = tarfile.DIRTYPE if name.endswith("/") else tarfile.REGTYPE
+            member.size = 0 if name.endswith("/") else 1
+            out.addfile(member, io.BytesIO(b"7"))
+    rows = list(Shards("a.tar"))
+    assert rows == [
+        {"__key__": "./é", "cls": 7},
+        {"__key__": "./\udcff", "b.c": b"7", "cls": 7},
+        {"__key__": f"{'long/' * 60}x", "cls": 7},
+    ]
+
+
+def test_images_of_a_tar_are_transformed_in_workers_with_draws_of_their_own(tmp_path: Path) -> None:
+    from PIL import Image
+
+    from dsframe.tasks._torchvision import torchvision
+
+    torchvision()
+    from torchvision.transforms import v2
+
+    transform = v2.Compose([v2.PILToTensor(), v2.RandomCrop(4, padding=2), v2.RandomHorizontalFlip()])
+    picture = io.BytesIO()
+    pixels = torch.randint(256, (8, 8, 3), dtype=torch.uint8)
+    Image.fromarray(pixels.numpy()).save(picture, "PNG")
+    tar(tmp_path / "a.tar", range(12), png=picture.getvalue())
+    data = Shards("a.tar", lambda row: (transform(row["png"]), row["cls"]))
+    first = list(Loader(data, seed=0, micro_batch_size=4, workers=2).stream(0, 6))
+    again = list(Loader(data, seed=0, micro_batch_size=4).stream(0, 6))
+    for (images, labels), (same_images, same_labels) in zip(first, again, strict=True):
+        assert torch.equal(images, same_images)
+        assert torch.equal(labels, same_labels)
+    looks = {bytes(image.flatten().tolist()) for images, _ in first for image in images}
+    assert len(looks) > 18  # of 24
+
+
+def test_the_index_is_made_once_and_again_for_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsframe.data import shards as module
+
+    calls: list[Path] = []
+    scan = module._Tar.scan
+    monkeypatch.setattr(
+        module._Tar, "scan", staticmethod(lambda path, columns: calls.append(path) or scan(path, columns))
+    )
+    said: list[str] = []
+    monkeypatch.setattr(module, "_SAY_SECONDS", -1.0)
+    assert len(shards(tmp_path, "tar", say=said.append)) == 90
+    assert said[0] == "indexing file 1 of 4"
+    assert len(calls) == 4
+    data = shards(tmp_path, "tar")
+    assert len(calls) == 4
+    assert len(pickle.dumps(data)) < 100_000
+    tar(tmp_path / "part-2.tar", range(45, 48))
+    assert len(shards(tmp_path, "tar")) == 92
+    assert len(calls) == 5
+
+
+def test_only_what_a_window_needs_of_row_groups_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsframe.data import shards as module
+
+    read: list[int] = []
+    group = module._Parquet.group
+    monkeypatch.setattr(module._Parquet, "group", lambda self, number: read.append(number) or group(self, number))
+    data = shards(tmp_path, "parquet", window=16)
+    for _ in Loader(data, seed=0, micro_batch_size=6).stream(0, 15):
+        assert sum(int(data.sizes[one]) for one in data._cache) <= 16 + 2 * 7
+    assert len(read) == len(data.sizes)  # each is decoded once an epoch
+    read.clear()
+    next(Loader(shards(tmp_path, "parquet", window=16), seed=0, micro_batch_size=6).stream(1007))
+    assert 0 < len(read) <= 5  # those of a window and its ends: nothing from the start
+
+
+def test_columns_of_parquet_are_what_python_has_and_lists_of_numbers_are_arrays(tmp_path: Path) -> None:
+    lists = [[1.5] * number for number in range(9)]
+    missing = [None if number % 2 else [number] for number in range(9)]
+    more = {"lists": lists, "missing": missing, "words": [["a"]] * 9, "some": [None, *range(8)], "yes": [True] * 9}
+    parquet(tmp_path / "a.parquet", range(9), group=4, **more)
+    rows = Shards("a.parquet")
+    assert [rows[index]["lists"].tolist() for index in range(9)] == lists
+    assert rows[4]["lists"].flags.writeable
+    for index in (0, 5):
+        row = {name: value for name, value in rows[index].items() if name != "lists"}
+        assert row == {
+            "number": index,
+            "text": f"é {index}",
+            "missing": missing[index],
+            "words": ["a"],
+            "some": more["some"][index],
+            "yes": True,
+        }
+        assert type(row["number"]) is int
+
+
+def cut(path: Path, size: int) -> None:
+    path.write_bytes(path.read_bytes()[:size])
+
+
+def damaged(folder: Path, what: str) -> Any:
+    good = tar(folder / "good.tar", range(4)).read_bytes()
+    bad = folder / "bad.tar"
+    if what == "tar in a member":
+        bad.write_bytes(good[:700])
+    elif what == "tar in a header":
+        bad.write_bytes(good[: 1024 + 100])
+    elif what == "tar between members":
+        bad.write_bytes(good[:1024])
+    elif what == "no tar":
+        bad.write_bytes(b"hello" * 1000)
+    elif what == "empty tar":
+        tar(bad, range(0))
+    elif what == "twice":
+        bad.write_bytes(good[:1024] + good[:1024] + bytes(1024))
+    return Shards("bad.tar")
+
+
+@pytest.mark.parametrize(
+    ("what", "message"),
+    [
+        ("tar in a member", r"^bad\.tar: no tar file, truncated, or damaged \(unexpected end of data\)"),
+        ("tar in a header", r"^bad\.tar: truncated or damaged: at byte 1,024 is neither a member nor the end"),
+        ("tar between members", r"^bad\.tar: truncated or damaged: at byte 1,024 is neither"),
+        ("no tar", r"^bad\.tar: no tar file"),
+        ("empty tar", r"^bad\.tar: empty: there is no sample in it"),
+        ("twice", r"^bad\.tar: sample some/0000 has txt twice"),
+    ],
+)
+def test_a_damaged_tar_is_named_before_training(what: str, message: str, tmp_path: Path) -> None:
+    with pytest.raises(DataError, match=message):
+        damaged(tmp_path, what)
+
+
+def test_other_damage_is_named(tmp_path: Path) -> None:
+    parquet(tmp_path / "a.parquet", range(9))
+    parquet(tmp_path / "b.parquet", range(9), extra=[1] * 9)
+    with pytest.raises(
+        DataError, match=r"^b\.parquet: has the columns .*extra \(int64\), but a\.parquet has number \(int64\), text"
+    ):
+        Shards("*.parquet")
+    assert len(Shards("*.parquet", columns=["number"])) == 18
+    assert list(Shards("*.parquet", columns=["number"])[17]) == ["number"]
+    with pytest.raises(DataError, match=r'^a\.parquet: no column "numbre"; it has \'number\', \'text\'$'):
+        Shards("a.parquet", columns=["numbre"])
+    cut(tmp_path / "b.parquet", 300)
+    with pytest.raises(DataError, match=r"^b\.parquet: not a parquet file, truncated, or damaged"):
+        Shards("b.parquet")
+    for name in ("c.jsonl.gz", "c.jsonl.zst"):
+        lines(tmp_path / name, range(3000))
+        cut(tmp_path / name, 1500)
+        with pytest.raises(DataError, match=r"^c\.jsonl\.(gz|zst): truncated or damaged"):
+            Shards(name)
+    (tmp_path / "d.jsonl").write_text('{"number": 1}\n\n{"number": }\n')
+    with pytest.raises(DataError, match=r"^d\.jsonl:3: not JSON"):
+        Shards("d.jsonl")[1]
+    with pytest.raises(DataError, match=r'^d\.jsonl:1: no column "text"; it has \'number\'$'):
+        Shards("d.jsonl", columns=["text"])[0]
+    (tmp_path / "e.txt").write_text("")
+    with pytest.raises(
+        DataError, match=r"^shards: .*\.txt: files of \.tar, \.parquet, \.jsonl, \.jsonl\.zst, \.jsonl\.gz are read"
+    ):
+        Shards("e.txt")
+    tar(tmp_path / "f.tar", range(2), json=b"{")
+    with pytest.raises(DataError, match=r"^f\.tar: some/0001\.json cannot be decoded \(JSONDecodeError: "):
+        Shards("f.tar")[1]
+
+
+@pytest.mark.parametrize(
+    ("kind", "what", "workers"),
+    [
+        *((kind, what, 0) for kind in ("tar", "parquet", "jsonl", "jsonl.zst") for what in ("gone", "another")),
+        ("tar", "gone", 1),  # torch takes five seconds to end a worker that has failed
+    ],
+)
+def test_a_shard_that_vanishes_while_it_is_needed_is_named(kind: str, what: str, workers: int, tmp_path: Path) -> None:
+    data = shards(tmp_path, kind, window=1)
+    stream = Loader(data, seed=0, micro_batch_size=2, workers=workers).stream()
+    next(stream)
+    for path in tmp_path.glob(f"part-*.{kind}"):
+        if what == "gone":
+            path.unlink()
+        else:
+            path.write_bytes(path.read_bytes() + b"\n")
+    message = (
+        r"cannot be read \(No such file or directory\); shards must stay"
+        if what == "gone"
+        else "was changed since its index"
+    )
+    with pytest.raises(DataError, match=rf"part-\d\.{kind}: {message}"):
+        list(stream)
+    del stream
+    gc.collect()  # else a worker of the next test would do it, and torch would complain there that it is not its own
+
+
+def test_lines_of_packed_files_are_documents_too(tmp_path: Path) -> None:
+    from dsframe.data import documents
+
+    for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst"):
+        lines(tmp_path / name, range(300))
+        (path,) = documents.find(name, "task.data.train")
+        found = list(documents.rows(path, ["number"]))
+        assert [row.value["number"] for row in found] == list(range(300))
+        assert found[1].place == f"{name}:3"
+
+
+def test_a_name_of_the_hub_without_a_network_is_named(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    import datasets
+
+    from dsframe.data import documents
+
+    def offline(*words: Any, **more: Any) -> Any:
+        raise ConnectionError("cannot reach the hub")
+
+    monkeypatch.setattr(datasets, "load_dataset", offline)
+    with pytest.raises(
+        DataError, match=r"^hub:some/words: cannot be downloaded \(ConnectionError: .*\); without a network, name a"
+    ):
+        documents.local("hub:some/words", None)
+    asked: list[Any] = []
+
+    def found(*words: Any, **more: Any) -> Any:
+        asked.append((words, more))
+        return datasets.Dataset.from_dict({"text": ["a", "b"]})
+
+    monkeypatch.setattr(datasets, "load_dataset", found)
+    folder = documents.local("hub:some/words:en@test", None)
+    assert documents.local("hub:some/words:en@test", None) == folder
+    assert asked == [(("some/words", "en"), {"split": "test"})]
+    (path,) = documents.find(folder, "task.data.train")
+    assert [row.value for row in documents.rows(path, ["text"])] == [{"text": "a"}, {"text": "b"}]
+    assert documents.local("a.jsonl", None) == "a.jsonl"
+
+
+def test_preference_pairs(tmp_path: Path) -> None:
+    from transformers import AutoTokenizer
+
+    from dsframe.data import Preferences, as_source
+    from tests.text_files import tokenizer
+
+    words = AutoTokenizer.from_pretrained(tokenizer(tmp_path / "words"))
+    rows = [
+        {"prompt": "the cat sees ", "chosen": "a dog", "rejected": "a small large house and then"},
+        {
+            "prompt": [{"role": "user", "content": "cat?"}],
+            "chosen": [{"role": "assistant", "content": "dog"}],
+            "rejected": [{"role": "assistant", "content": "house"}],
+        },
+    ]
+    ((inputs, targets),) = Loader(as_source(rows, 0, Preferences(words, 64)), seed=0, micro_batch_size=2).micro_batches(
+        0
+    )
+    assert inputs["input_ids"].shape == inputs["attention_mask"].shape == targets.shape == (2, 2, targets.shape[2])
+    assert targets.shape[2] % 8 == 0
+    place = next(number for number in range(2) if "sees" in words.decode(inputs["input_ids"][number, 0]))
+    learned = [words.decode(row[row >= 0]) for row in targets[place]]
+    assert learned == ["a dog<|end|>", "a small large house and then<|end|>"]
+    answers = [words.decode(row[row >= 0]) for row in targets[1 - place]]
+    assert answers == ["dog<|im_end|>", "house<|im_end|>"]
+    for row, mask, after in zip(
+        inputs["input_ids"].flatten(0, 1), inputs["attention_mask"].flatten(0, 1), targets.flatten(0, 1), strict=True
+    ):
+        size = int(mask.sum())
+        assert torch.equal(
+            row[1:size][after[: size - 1] >= 0], after[: size - 1][after[: size - 1] >= 0]
+        )  # the token after each
+    with pytest.raises(
+        DataError, match=r"Preferences makes no batch of rows \d: DataError: row 0 of the batch, chosen: nothing"
+    ):
+        next(Loader(as_source(rows, 0, Preferences(words, 3)), seed=0, micro_batch_size=1).stream())
+    with pytest.raises(DataError, match="a row needs prompt, chosen and rejected; it has 'prompt'"):
+        Preferences(words, 8)([{"prompt": json.dumps(1)}])
