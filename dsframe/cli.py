@@ -25,6 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     ),
     "compare": ("dsframe.tools.compare:main", "runs side by side: loss, metrics, speed, memory; trains files first"),
     "scale": ("dsframe.tools.scale:main", "one file on several numbers of processes: time, speed-up, efficiency"),
+    "tune": ("dsframe.tools.tune:main", "a search for values of keys: each trial an ordinary run, proposed by Optuna"),
     "report": ("dsframe.tools.report.page:main", "a run's page, from what its directory holds: one HTML file"),
     "evaluate": ("dsframe.tools.evaluate:main", "a checkpoint's metrics on its evaluation data, on any engine"),
     "predict": ("dsframe.tools.evaluate:predict", "a checkpoint's outputs for each sample, in order, in a file"),

@@ -1,0 +1,363 @@
+"""``dsframe tune``: a search for the values of some keys, each trial an ordinary run, by Optuna (extra ``tune``).
+
+Optuna proposes and prunes; its storage, an SQLite file, is beside the runs. The proposal of a trial follows from the seed, its
+number and the results of those before it, so that a search that was killed goes on to the trials of an undisturbed one: a trial
+that was cut off is tried again under its number, from its newest checkpoint if it has one. With ``--parallel`` proposals depend
+also on which trials have ended by then.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import math
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
+from pathlib import Path
+from typing import Any
+
+from dsframe.config import DEFAULT_CONFIG, load
+from dsframe.errors import DataError, TaskError
+from dsframe.host import supervise
+from dsframe.text import columns
+
+_NAME = "dsframe"
+_PLACE, _STALE, _ASKED = "place", "stale", "asked"
+"""Attributes of trials and of the study."""
+_RANGE = re.compile(r"^(?P<low>[^:,]+)\.\.(?P<high>[^:,]+?)(?::(?P<kind>log|int))?$")
+_POLL_SECONDS = 0.1
+_END_SECONDS = 60.0
+"""A run that is told to end saves first; after so long it is killed."""
+
+
+@dataclass(frozen=True)
+class Dimension:
+    """The values that one key may have: a range, or some values."""
+
+    key: str
+    low: float = 0.0
+    high: float = 0.0
+    kind: str = ""
+    """``log``, ``int`` or nothing, of a range."""
+    choices: tuple[str, ...] = ()
+    """Values as they are written after ``--set KEY=``."""
+
+    def ask(self, trial: Any) -> str:
+        """Returns what Optuna proposes for the key in ``trial``, as it is written after ``--set KEY=``."""
+        if self.choices:
+            return str(trial.suggest_categorical(self.key, self.choices))
+        if self.kind == "int":
+            return str(trial.suggest_int(self.key, int(self.low), int(self.high)))
+        return repr(float(trial.suggest_float(self.key, self.low, self.high, log=self.kind == "log")))
+
+
+def dimension(text: str) -> Dimension:
+    """Parses ``KEY=LOW..HIGH[:log|int]`` or ``KEY=VALUE,VALUE,...``. Raises ValueError."""
+    key, equals, values = text.partition("=")
+    if not key or not equals or not values:
+        raise ValueError(f"{text!r}: write KEY=LOW..HIGH, KEY=LOW..HIGH:log, KEY=LOW..HIGH:int or KEY=VALUE,VALUE")
+    if found := _RANGE.match(values):
+        try:
+            low, high = float(found["low"]), float(found["high"])
+        except ValueError:
+            raise ValueError(f"{text!r}: a range has numbers, such as {key}=1e-5..1e-2") from None
+        kind = found["kind"] or ""
+        if not low < high or not math.isfinite(high - low):
+            raise ValueError(f"{text!r}: the first number of a range is the smaller one")
+        if kind == "log" and low <= 0:
+            raise ValueError(f"{text!r}: a logarithmic range begins above 0")
+        if kind == "int" and not (low.is_integer() and high.is_integer()):
+            raise ValueError(f"{text!r}: a range of int has whole numbers")
+        return Dimension(key, low, high, kind)
+    if len(choices := tuple(dict.fromkeys(values.split(",")))) < 2:
+        raise ValueError(f"{text!r}: give a range, LOW..HIGH, or several values with commas between them")
+    return Dimension(key, choices=choices)
+
+
+@dataclass
+class Run:
+    """One trial's training, under way."""
+
+    trial: Any
+    directory: Path
+    process: subprocess.Popen[bytes]
+    reported: int = -1
+    """The step of the last evaluation that Optuna knows."""
+    value: float | None = None
+    pruned: bool = False
+    told_at: float | None = None
+    """When it was told to end, ``time.monotonic``."""
+
+
+@dataclass
+class Search:
+    """A search, as the command line asks for it."""
+
+    study: Any
+    space: Sequence[Dimension]
+    metric: str
+    options: argparse.Namespace
+    running: list[Run] = field(default_factory=list)
+
+    def done(self) -> list[Any]:
+        """Returns the trials that have ended by themselves."""
+        return [one for one in self.study.trials if one.state.is_finished() and _STALE not in one.user_attrs]
+
+    def run(self) -> None:
+        """Trains until there are as many trials as were asked for; ends all of them where it is interrupted."""
+        self._take_up()
+        try:
+            while (open_places := self.options.trials - len(self.done()) - len(self.running)) > 0 or self.running:
+                if open_places > 0 and len(self.running) < self.options.parallel:
+                    self.running.append(self._start())
+                    continue
+                for one in [*self.running]:
+                    self._look(one)
+                time.sleep(_POLL_SECONDS)
+        finally:
+            for one in self.running:
+                _end(one.process)
+
+    def _take_up(self) -> None:
+        """Trials that were cut off fail, as Optuna sees them, and their values are tried again under their number."""
+        from optuna.trial import TrialState
+
+        for one in self.study.get_trials(states=(TrialState.RUNNING,)):
+            trial = _trial(self.study, one)
+            trial.set_user_attr(_STALE, True)
+            self.study.tell(trial, state=TrialState.FAIL)
+            if one.params and _PLACE in one.user_attrs:  # else it was killed before it had begun
+                self.study.enqueue_trial(one.params, user_attrs={_PLACE: one.user_attrs[_PLACE]})
+
+    def _start(self) -> Run:
+        from optuna.samplers import TPESampler
+
+        known = [one for one in self.study.trials if _STALE not in one.user_attrs]
+        place = len(known)
+        if not any(one.state.name == "WAITING" for one in known):
+            seed = self.options.seed * 100_003 + place
+            self.study.sampler = TPESampler(seed=seed, n_startup_trials=self.options.startup)
+        trial = self.study.ask()
+        place = trial.user_attrs.get(_PLACE, place)
+        values = {one.key: one.ask(trial) for one in self.space}
+        trial.set_user_attr(_PLACE, place)
+        directory = self.options.out / f"trial-{place:04}"
+        directory.mkdir(parents=True, exist_ok=True)
+        command = [
+            sys.executable,
+            "-m",
+            "dsframe",
+            "launch",
+            "--config",
+            self.options.config,
+            "-np",
+            str(self.options.processes),
+        ]
+        for override in [*self.options.overrides, *(f"{key}={value}" for key, value in values.items())]:
+            command += ["--set", override]
+        command += ["--run-dir", str(directory), "--resume", "auto"]
+        with (directory / "log.txt").open("ab") as log:
+            process = subprocess.Popen(
+                command, stdout=log, stderr=log, start_new_session=True, preexec_fn=supervise.die_with_parent
+            )
+        print(
+            f"trial {place}: {', '.join(f'{key} {value}' for key, value in values.items())}",
+            file=sys.stderr,
+            flush=True,
+        )
+        return Run(trial, directory, process)
+
+    def _look(self, run: Run) -> None:
+        ended = run.process.poll() is not None  # asked first: what it has written by then is all
+        for step, evaluation in _evaluations(run.directory):
+            if step <= run.reported or run.pruned:
+                continue
+            if self.metric not in evaluation:
+                known = ", ".join(evaluation)
+                raise TaskError(f"--metric: the evaluation has no {self.metric!r}; choose from {known}")
+            run.reported, run.value = step, evaluation[self.metric]
+            if run.value is None or not math.isfinite(run.value):
+                continue
+            run.trial.report(run.value, step)
+            if self.options.prune and not ended and run.trial.should_prune():
+                run.pruned, run.told_at = True, time.monotonic()
+                _signal(run.process, signal.SIGTERM)
+        if run.told_at is not None and not ended and time.monotonic() - run.told_at > _END_SECONDS:
+            _signal(run.process, signal.SIGKILL)
+        if ended:
+            self._tell(run)
+
+    def _tell(self, run: Run) -> None:
+        from optuna.trial import TrialState
+
+        self.running.remove(run)
+        _end(run.process)  # what it may have left
+        place = run.trial.user_attrs[_PLACE]
+        if run.pruned:
+            self.study.tell(run.trial, state=TrialState.PRUNED)
+            print(f"trial {place}: pruned after step {run.reported}, {self.metric} {run.value:.6g}", file=sys.stderr)
+        elif run.process.returncode or run.value is None or not math.isfinite(run.value):
+            run.trial.set_user_attr("code", run.process.returncode)
+            self.study.tell(run.trial, state=TrialState.FAIL)
+            print(f"trial {place}: failed, code {run.process.returncode}; {run.directory / 'log.txt'}", file=sys.stderr)
+        else:
+            self.study.tell(run.trial, run.value)
+            print(f"trial {place}: {self.metric} {run.value:.6g}", file=sys.stderr, flush=True)
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Searches, prints the table and returns 0; 1 where no trial came to its end. Raises the subclasses of DsframeError."""
+    parser = argparse.ArgumentParser(prog="dsframe tune", description=(__doc__ or "").split("\n")[0].partition(": ")[2])
+    add = parser.add_argument
+    add("--config", default=DEFAULT_CONFIG, metavar="FILE", help="a path, or a name in ds_configs/")
+    add("-np", "--processes", type=int, default=1, metavar="N", help="processes of each trial (default 1)")
+    add(
+        "--space",
+        action="append",
+        required=True,
+        metavar="KEY=VALUES",
+        help="LOW..HIGH, LOW..HIGH:log, LOW..HIGH:int or VALUE,VALUE; once for each key",
+    )
+    add("--metric", required=True, metavar="NAME:min|max", help="of the evaluation; its last value is the trial's")
+    add("--trials", type=int, default=20, metavar="N", help="in all, those of earlier calls included (default 20)")
+    add("--parallel", type=int, default=1, metavar="N", help="trials at the same time (default 1)")
+    add("--seed", type=int, default=0, help="of the proposals (default 0)")
+    add("--startup", type=int, default=10, metavar="N", help="proposals drawn at random first (default 10)")
+    add("--no-prune", action="store_false", dest="prune", help="let every trial come to its end")
+    add(
+        "--set",
+        action="append",
+        default=[],
+        metavar="KEY=VALUE",
+        dest="overrides",
+        help="override one key in all trials",
+    )
+    add("--out", type=Path, default=Path("runs/tune"), metavar="DIR", help="where runs and study.db go")
+    add("--format", choices=("text", "json"), default="text")
+    options = parser.parse_args(argv)
+    try:
+        space = [dimension(text) for text in options.space]
+    except ValueError as error:
+        parser.error(f"--space {error}")
+    metric, _, direction = options.metric.partition(":")
+    if direction not in ("min", "max") or not metric:
+        parser.error("--metric: write NAME:min or NAME:max, such as accuracy:max")
+    if min(options.trials, options.parallel, options.processes) < 1:
+        parser.error("-np, --trials and --parallel must be at least 1")
+    for one in space:  # a value that the file cannot have is found before any trial
+        for value in one.choices or (str(int(one.high)) if one.kind == "int" else repr(one.high),):
+            load(options.config, overrides=[*options.overrides, f"{one.key}={value}"])
+    search = Search(_study(options, direction), space, metric, options)
+    with _interruptible():
+        search.run()
+    return _show(search, direction)
+
+
+def _study(options: argparse.Namespace, direction: str) -> Any:
+    """The study in ``--out``, an earlier one if it asked for the same. Raises TaskError, DataError."""
+    try:
+        import optuna
+    except ImportError:
+        raise TaskError('dsframe tune needs optuna: pip install "dsframe[tune]"') from None
+    optuna.logging.set_verbosity(optuna.logging.WARNING)
+    options.out.mkdir(parents=True, exist_ok=True)
+    place = options.out / "study.db"
+    study = optuna.create_study(
+        storage=f"sqlite:///{place}",
+        study_name=_NAME,
+        direction="maximize" if direction == "max" else "minimize",
+        pruner=optuna.pruners.MedianPruner(n_startup_trials=5),
+        load_if_exists=True,
+    )
+    asked = {
+        "config": str(load(options.config, overrides=options.overrides).digest),
+        "space": sorted(options.space),
+        "metric": options.metric,
+        "processes": options.processes,
+        "seed": options.seed,
+        "startup": options.startup,
+        "prune": options.prune,
+    }
+    before = study.user_attrs.get(_ASKED)
+    if before is not None and before != asked:
+        other = next(key for key in asked if before.get(key) != asked[key])
+        raise DataError(f"{place} holds a search with another {other}; choose another folder with --out")
+    study.set_user_attr(_ASKED, asked)
+    return study
+
+
+def _trial(study: Any, frozen: Any) -> Any:
+    from optuna.trial import Trial
+
+    return Trial(study, frozen._trial_id)  # Optuna has no public way from what it lists to what can be changed
+
+
+def _evaluations(directory: Path) -> Iterator[tuple[int, Mapping[str, float | None]]]:
+    """Each evaluation of a run's record so far, by its step; a line that is being written is left for the next call."""
+    with contextlib.suppress(OSError):
+        for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
+            with contextlib.suppress(ValueError):
+                record = json.loads(line)
+                if "evaluation" in record:
+                    yield int(record["step"]), record["evaluation"]
+
+
+def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
+    with contextlib.suppress(ProcessLookupError):
+        os.killpg(process.pid, number)
+
+
+def _end(process: subprocess.Popen[bytes]) -> None:
+    """Ends a run and all that it has started; it saves first where it can."""
+    if process.poll() is None:
+        _signal(process, signal.SIGTERM)
+        with contextlib.suppress(subprocess.TimeoutExpired):
+            process.wait(_END_SECONDS)
+    _signal(process, signal.SIGKILL)
+    process.wait()
+
+
+@contextlib.contextmanager
+def _interruptible() -> Iterator[None]:
+    """SIGTERM ends the search as Ctrl-C does: its runs first."""
+
+    def stop(number: int, frame: object) -> None:
+        raise SystemExit(128 + number)
+
+    before = signal.signal(signal.SIGTERM, stop)
+    try:
+        yield
+    finally:
+        signal.signal(signal.SIGTERM, before)
+
+
+def _show(search: Search, direction: str) -> int:
+    trials = sorted(search.done(), key=lambda one: int(one.user_attrs.get(_PLACE, one.number)))
+    rows = []
+    for one in trials:
+        value = one.value if one.value is not None else None
+        figures = {"trial": one.user_attrs.get(_PLACE), "state": one.state.name.lower(), search.metric: value}
+        rows.append({**figures, **one.params})
+    whole = [one for one in trials if one.state.name == "COMPLETE"]
+    best = (max if direction == "max" else min)(whole, key=lambda one: one.value) if whole else None
+    if search.options.format == "json":
+        print(json.dumps({"trials": rows, "best": None if best is None else best.user_attrs[_PLACE]}, indent=2))
+    else:
+        head = list(rows[0]) if rows else []
+        print("\n".join(columns([head, *([_cell(row[name]) for name in head] for row in rows)], 2)))
+        if best is not None:
+            print(
+                f"\nbest: {search.options.out / f'trial-{best.user_attrs[_PLACE]:04}'}, {search.metric} {best.value:.6g}"
+            )
+    return 0 if best is not None else 1
+
+
+def _cell(value: Any) -> str:
+    return "" if value is None else f"{value:.6g}" if isinstance(value, float) else str(value)
