@@ -21,6 +21,7 @@ if TYPE_CHECKING:
 
 FOLLOWS = {
     "optimizer.params": "the next update uses it, and the moments go on as saved",
+    "optimizers": "the next updates use them, and the moments go on as saved",
     "parameter_groups": "the next update uses them, and the moments go on as saved",
     "no_decay": "the next update uses it, and the moments go on as saved",
     "layer_decay": "the next update uses it, and the moments go on as saved",
@@ -48,6 +49,7 @@ FIXED = {
     "dataloader_drop_last": "it decides where an epoch ends",
     "order": "the saved place is one in this order",
     "adapter": "the saved weights are of this one",
+    "models": "the saved weights and moments are of these, trained in this order beside these frozen ones",
     "adapter's base": "the digest of its weights: the adapter was trained beside them",
 }
 """What must not change -> why."""
@@ -72,16 +74,13 @@ def about(
     ``samples``: training samples. ``engine``: its name in the table; ``package``: what it needs beyond torch.
     """
     cls, own = type(task), config.settings.task
-    kind = (optimizer.cls.__name__ if optimizer.cls else optimizer.kind).lower()
-    if optimizer.cls is None and kind == "adam" and optimizer.arguments.get("adam_w_mode", True):
-        kind = "adamw"  # DeepSpeed's Adam decouples weight decay unless told otherwise
     sections = ("gradient_clipping", "scheduler", "bf16", "fp16", "torch_autocast")
     found = json.loads(config.deepspeed.model_dump_json(include=set(sections)))
     return {
         "training": {
             "task": f"{cls.__module__}:{cls.__qualname__}",
             "task settings": secrets.without(json.loads(own.model_dump_json(exclude=_ELSEWHERE))),
-            "optimizer": kind,
+            "optimizer": kind_of(optimizer),
             "train_batch_size": batch.train_batch_size,
             "training samples": samples,
             "seed": config.settings.seed,
@@ -89,9 +88,7 @@ def about(
             **({"order": "sequential"} if config.settings.order == "sequential" else {}),
         },
         "course": {
-            "optimizer.params": {
-                key: value for key, value in optimizer.arguments.items() if key not in ("fused", "torch_adam", "lr")
-            },
+            "optimizer.params": course_of(optimizer),
             **{name: found[name] for name in sections},
             "per_sample_randomness": config.settings.per_sample_randomness,
         },
@@ -106,6 +103,19 @@ def about(
         "versions": {"python": platform.python_version(), **_versions(package)},
         "source": sources(),
     }
+
+
+def kind_of(optimizer: OptimizerSpec) -> str:
+    """Returns the optimizer's name in manifests."""
+    kind = (optimizer.cls.__name__ if optimizer.cls else optimizer.kind).lower()
+    if optimizer.cls is None and kind == "adam" and optimizer.arguments.get("adam_w_mode", True):
+        return "adamw"  # DeepSpeed's Adam decouples weight decay unless told otherwise
+    return kind
+
+
+def course_of(optimizer: OptimizerSpec) -> dict[str, Any]:
+    """Returns those of its arguments that may change, and are pointed out."""
+    return {key: value for key, value in optimizer.arguments.items() if key not in ("fused", "torch_adam", "lr")}
 
 
 def _versions(engines: str | None) -> dict[str, str | None]:

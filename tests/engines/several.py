@@ -19,7 +19,7 @@ from dsframe.cluster.process_group import device_of
 from dsframe.config import Facts, load
 from dsframe.data import Loader
 from dsframe.engine import Engine, Plan
-from dsframe.engines import precision
+from dsframe.engines import parts, precision
 from dsframe.model import optimizers, schedules
 
 _open = process_group.open_process_group
@@ -56,4 +56,4 @@ def prepare(file: dict[str, Any], name: str) -> tuple[Callable[[], Engine], Load
         device=device,
     )
     plan = Plan(config, here, task, optimizer, schedules.constant(optimizer.learning_rate), batch, device)
-    return partial(engines.load(name, config), plan), loader
+    return partial(parts.make, engines.load(name, config), plan), loader
