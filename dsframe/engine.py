@@ -171,11 +171,11 @@ class Engine(ABC):
         """The persistent buffers that this rank holds, by name, BatchNorm's statistics among them: the tensors themselves."""
 
     def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:
-        """**Collective.** The outputs of ``module``, a part of the model that runs, or of the model in the middle of another engine's
-        step, with gradients to the inputs; for engines with feature "several_models"."""
+        """**Collective.** In the middle of a step: the outputs of ``module``, which is a part of the running model, or those of the
+        model while another engine trains, with gradients to the inputs. For engines with ``Entry.several``."""
         raise EngineError(f"{self.description} trains one model; choose another engine for several")
 
-    def rest(self) -> None:
+    def rest(self) -> None:  # noqa: B027 - most leave nothing
         """**Collective.** After a step of another engine that has asked for :meth:`outputs`: gives up what they have left."""
 
     def average(self, decay: float) -> None:

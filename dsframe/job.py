@@ -197,9 +197,13 @@ def _refuse_several(run: Run, *, elastic: bool) -> None:
         if refused := engines.beside_several(run.config, run.engine):
             raise ConfigError(refused)
         if elastic:
-            raise EngineError("several models are not possible where processes come and go; start a fixed number of them")
+            raise EngineError(
+                "several models are not possible where processes come and go; start a fixed number of them"
+            )
     elif run.config.settings.optimizers:
-        raise TaskError(f"dsframe.optimizers: {type(run.task).__name__} has no models(), so there are none to name; remove it")
+        raise TaskError(
+            f"dsframe.optimizers: {type(run.task).__name__} has no models(), so there are none to name; remove it"
+        )
 
 
 def _announce(job: Job) -> None:

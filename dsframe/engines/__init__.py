@@ -135,7 +135,9 @@ def beside_several(config: Config, name: str) -> list[Problem]:
 
     entry, settings = TABLE[name], config.settings
     if not entry.several:
-        raise EngineError(f'engine "{name}" trains one model, and the task has several (models()); choose another engine')
+        raise EngineError(
+            f'engine "{name}" trains one model, and the task has several (models()); choose another engine'
+        )
     found = [
         (feature.path, feature.description, (feature.line, feature.column))
         for feature in features(config)

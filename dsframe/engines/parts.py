@@ -25,13 +25,20 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dsframe.checkpoint import changes
-from dsframe.checkpoint.state import EngineState, ParameterState, SavedState, SavedView, ShardedParameters
+from dsframe.checkpoint.state import (
+    EngineState,
+    ParameterState,
+    SavedState,
+    SavedView,
+    ShardedParameters,
+    persistent_buffers,
+)
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import by_value, first_difference
 from dsframe.config import Config, load
 from dsframe.config.features import features
 from dsframe.engine import Engine, Inputs, Plan, StepResult, Weighted
-from dsframe.errors import CheckpointError, EngineError, TaskError
+from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
 from dsframe.model import adapter, optimizers, schedules
 from dsframe.model.groups import ParameterGroups
 from dsframe.model.sample_draws import DrawTrial
@@ -50,13 +57,17 @@ def names(task: Task) -> list[str]:
     models, losses, whose = list(task.models()), list(task.losses()), type(task).__name__
     for name in models:
         if not name.isidentifier() or hasattr(nn.Module, name):
-            raise TaskError(f"{whose}.models: {name!r} cannot be the name of a model; take another word of letters and digits")
+            raise TaskError(
+                f"{whose}.models: {name!r} cannot be the name of a model; take another word of letters and digits"
+            )
     for name in losses:
         if name not in models:
             known = ", ".join(models) or "none"
             raise TaskError(f"{whose}.losses: there is no model {name!r} for it to train; models() has {known}")
     if models and not losses:
-        raise TaskError(f"{whose} has models() and no losses(), so nothing would be trained; say which loss trains which")
+        raise TaskError(
+            f"{whose} has models() and no losses(), so nothing would be trained; say which loss trains which"
+        )
     return models
 
 
@@ -104,19 +115,23 @@ class PartsEngine(Engine):
         for name in plan.config.settings.optimizers:
             if name not in self._losses:
                 known = ", ".join(self._losses)
-                raise TaskError(f"dsframe.optimizers: no loss trains a model {name!r}; those that are trained are {known}")
+                raise TaskError(
+                    f"dsframe.optimizers: no loss trains a model {name!r}; those that are trained are {known}"
+                )
         with process_group.shared():
             for name in every:
                 self._engines[name] = engine(self._plan_of(name, every))
         plan.task.ranks = weakref.proxy(self)
         self._trained = {name: one for name, one in self._engines.items() if name in self._losses}
-        self._learning = {name: [p for p in self._parts[name].parameters() if p.requires_grad] for name in self._trained}
+        self._learning = {
+            name: [p for p in self._parts[name].parameters() if p.requires_grad] for name in self._trained
+        }
         if told := first_difference(self, [f"{name} with digest {one}" for name, one in self._digests.items()]):
             raise TaskError(f"{type(plan.task).__name__}: a frozen model differs between ranks: {by_value(told)}")
         self._settle()
 
     def _settle(self) -> None:
-        """What is to be known of all models together."""
+        """Sets what is to be known of all models together."""
         engines = self._engines.values()
         self.dtype, self.sample_draws = self._first.dtype, None
         self.draws = _Draws([one.draws for one in engines if one.draws is not None])  # type: ignore[assignment]
@@ -129,7 +144,9 @@ class PartsEngine(Engine):
         called = {name: one.calls for name, one in self._engines.items() if one.calls is not None}
         self.calls = _Calls(called) if called else None
         specs = {name: one.plan.optimizer for name, one in self._trained.items()}
-        how = {name: f"loss {place}, {changes.kind_of(specs[name])}" for place, name in enumerate(self._losses, start=1)}
+        how = {
+            name: f"loss {place}, {changes.kind_of(specs[name])}" for place, name in enumerate(self._losses, start=1)
+        }
         how |= {name: f"frozen, digest {one}" for name, one in self._digests.items()}
         self.record = {
             "training": {"models": {name: how[name] for name in self._engines}},
@@ -163,8 +180,8 @@ class PartsEngine(Engine):
                 schedule = schedules.scaled(schedule, optimizer.learning_rate / plan.optimizer.learning_rate)
             else:
                 schedule = schedules.planned(config, whole, optimizer.learning_rate, plan.batch.train_batch_size)
-        parts = {"part": name, "frozen": name not in self._losses}
-        return replace(plan, config=config, task=task, optimizer=optimizer, schedule=schedule, **parts)
+        own = replace(plan, config=config, task=task, optimizer=optimizer, schedule=schedule)
+        return replace(own, part=name, frozen=name not in self._losses)
 
     def _build(self, name: str) -> _Part:
         task, drawn = self.plan.task, _Drawn()
@@ -175,11 +192,11 @@ class PartsEngine(Engine):
                 part = _Part(name, task.model_of(name), None)
             if found := drawn.among(part):
                 raise TaskError(
-                    f"{type(task).__name__}: no loss trains the model {name!r}, and its {found} is drawn from random numbers; load its "
-                    "weights where models() makes it, or give it a loss in losses()"
+                    f"{type(task).__name__}: no loss trains the model {name!r}, and its {found} is drawn from random numbers; "
+                    "load its weights where models() makes it, or give it a loss in losses()"
                 )
             part.requires_grad_(False)
-            self._digests[name] = adapter.digest_of(part)
+            self._digests[name] = adapter.digest({**dict(part.named_parameters()), **persistent_buffers(part)})
         self._parts[name] = part
         return part
 
@@ -189,7 +206,9 @@ class PartsEngine(Engine):
 
     def _outputs(self, name: str, runs: bool, *args: Any, **kwargs: Any) -> Any:
         if args and kwargs:
-            raise TaskError(f"{type(self.plan.task).__name__}: give the model {name!r} positional arguments or keywords, not both")
+            raise TaskError(
+                f"{type(self.plan.task).__name__}: give the model {name!r} positional arguments or keywords, not both"
+            )
         return self._engines[name].outputs(kwargs or args, self._parts[name].inner if runs else None)
 
     # The step.
@@ -312,20 +331,25 @@ def _groups_of(groups: Iterable[Mapping[str, Any]], others: Sequence[str]) -> li
 
 
 def _config_of(config: Config, name: str, others: Sequence[str], *, frozen: bool) -> Config:
-    """The file as one model's engine has it: its optimizer, and its groups. Raises EngineError for an optimizer that cannot be."""
+    """The file as one model's engine has it: its optimizer, and its groups. Raises ConfigError, EngineError for what cannot be."""
     raw = config.written()
     section = raw.get("dsframe", {})
-    if not section.keys() & {"optimizers", "parameter_groups", "layer_decay"}:
+    if not section.keys() & {"optimizers", "parameter_groups", "layer_decay", "model"}:
         return config
     own = section.pop("optimizers", {}).get(name)
     if own is not None:
         raw["optimizer"] = own
     if frozen:
         section.pop("layer_decay", None)
+        section.get("model", {}).pop("activation_checkpointing", None)
     groups = _groups_of(section.pop("parameter_groups", []), others)
     if groups and not frozen:
         section["parameter_groups"] = groups
-    found = load(raw, facts=config.facts)
+    try:
+        found = load(raw, facts=config.facts)
+    except ConfigError as error:
+        whose = f"with dsframe.optimizers.{name}: "
+        raise ConfigError([replace(one, message=whose + one.message) for one in error.problems]) from None
     known = {feature.name for feature in features(config)}
     for feature in features(found):
         if feature.name not in known:
@@ -334,7 +358,7 @@ def _config_of(config: Config, name: str, others: Sequence[str], *, frozen: bool
 
 
 class _OfPart(SavedView):
-    """Of a saved state what belongs to one model."""
+    """A saved state as one model's engine sees it."""
 
     def __init__(self, saved: SavedState, name: str) -> None:
         super().__init__(saved)
@@ -349,7 +373,7 @@ class _OfPart(SavedView):
 
 
 class _Draws:
-    """Whether any model, or loss, draws random numbers in training."""
+    """Knows whether any model, or loss, draws random numbers in training."""
 
     def __init__(self, every: Sequence[DrawTrial]) -> None:
         self._every = every
@@ -377,11 +401,11 @@ class _Calls:
         return next(filter(None, told), "")
 
 
-class _Drawn(TorchDispatchMode):
+class _Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
     """Knows which tensors have been filled with random numbers inside, and not with others since."""
 
     def __init__(self) -> None:
-        super().__init__()
+        super().__init__()  # type: ignore[no-untyped-call]
         self._filled: set[StorageWeakRef] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -399,4 +423,4 @@ class _Drawn(TorchDispatchMode):
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:
-    return StorageWeakRef(tensor.detach().untyped_storage())
+    return StorageWeakRef(tensor.detach().untyped_storage())  # type: ignore[no-untyped-call]

@@ -34,9 +34,9 @@ REPLICA = frozenset({"bf16", "autocast", "whole_parameters", "parameter_groups",
 # Features that shard one model, or its samples, among ranks: placement as well, but such ranks read the same samples.
 CUTS = frozenset({"pipeline", "tensor_parallel", "sequence_parallel"})
 # Features that mean the same where a task has several models, each with an engine of its own.
-SEVERAL = frozenset({"zero1", "zero2", "zero3", "offload_optimizer_cpu", "offload_param_cpu", "gradient_sum"}) | frozenset(
-    {"bf16", "whole_parameters", "parameter_groups", "ema", "fp16_compression"}
-)
+SEVERAL = frozenset(
+    {"zero1", "zero2", "zero3", "offload_optimizer_cpu", "offload_param_cpu", "gradient_sum"}
+) | frozenset({"bf16", "whole_parameters", "parameter_groups", "ema", "fp16_compression"})
 # Features that DeepSpeed 0.19.8 accepts and then trains another way. Source: ``runtime/engine.py`` (backward),
 # ``runtime/zero/stage_1_and_2.py`` (unscale_and_clip_grads, step) and ``runtime/zero/stage3.py`` (backup_optimizer).
 _OTHERWISE = {

@@ -179,7 +179,7 @@ class Task:
         made = models[name]
         if isinstance(made, nn.Module) or not callable(made):
             raise TaskError(
-                f"{type(self).__name__}.models: {name!r} is {type(made).__name__}, made already; give a function that makes the model"
+                f"{type(self).__name__}.models: {name!r} is {type(made).__name__}, made already; give what makes the model"
             )
         seed_generators(self.seed * 1_000_003 + list(models).index(name))
         found = made()
