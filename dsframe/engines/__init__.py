@@ -133,7 +133,7 @@ def beside_several(config: Config, name: str) -> list[Problem]:
     """Returns what engine ``name`` refuses of the file because the task has several models (``Task.models``)."""
     from dsframe.config import features
 
-    entry, settings = TABLE[name], config.settings
+    entry, settings, stage = TABLE[name], config.settings, config.deepspeed.zero_optimization.stage
     if not entry.several:
         raise EngineError(
             f'engine "{name}" trains one model, and the task has several (models()); choose another engine'
@@ -148,6 +148,11 @@ def beside_several(config: Config, name: str) -> list[Problem]:
         ("measure_communication", settings.measure_communication),
         ("per_sample_randomness", settings.per_sample_randomness),
         ("model.compile", settings.model.compile is True),
+        # A block that is gathered as one reduces its gradients when any backward pass comes to it, its model's or another's.
+        (
+            "model.activation_checkpointing",
+            bool(settings.model.activation_checkpointing) and entry.by_deepspeed and stage == 3,
+        ),
     ):
         if on:
             path = ("dsframe", *key.split("."))

@@ -19,9 +19,10 @@ from dsframe.checkpoint.store import read_manifest
 from dsframe.config import load
 from dsframe.engines import parts
 from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
+from dsframe.observe.meta import stages_of
 from dsframe.tools.compare import losses
 from tests.engines.parts import STEPS, TASKS, Distilled, Gan, file, loop, net, taught
-from tests.processes import horovodrun, python, run_ranks, warm
+from tests.processes import REPOSITORY, horovodrun, python, run_ranks, warm
 
 BOUND = 1e-5
 BF16_BOUND = 0.05
@@ -132,6 +133,18 @@ def test_a_run_that_goes_on_elsewhere(task: str, tmp_path: Path, monkeypatch: py
             dsframe.fit(Distilled(), run_file(tmp_path, "distilled 1 single", steps=9), resume="auto")
 
 
+def test_the_example_trains(tmp_path: Path) -> None:
+    """Five steps of examples/gan on two ranks."""
+    wanted = ["gan.py", "--config", "gan.json", "--run-dir", str(tmp_path / "run"), "--set", "dsframe.steps=5"]
+    more = ["--set", "dsframe.epochs=null", "--set", "dsframe.log_every_steps=1"]
+    run_ranks(warm(2, [*wanted, *more]), cwd=REPOSITORY / "examples" / "gan", timeout_seconds=120).check()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [set(row) >= {"discriminator_loss", "generator_loss", "told_right"} for row in rows if "loss" in row] == [
+        True
+    ] * 5
+    assert rows[-1]["evaluation"]["distance"] > 0.0
+
+
 # What is refused.
 
 
@@ -152,6 +165,11 @@ def test_a_run_that_goes_on_elsewhere(task: str, tmp_path: Path, monkeypatch: py
         ("single", {"dsframe": {"on_nonfinite": "skip"}}, "dsframe.on_nonfinite"),
         ("single", {"dsframe": {"per_sample_randomness": True}}, "dsframe.per_sample_randomness"),
         ("single", {"dsframe": {"model": {"compile": True}}}, "dsframe.model.compile"),
+        (
+            "deepspeed",
+            {"zero_optimization": {"stage": 3}, "dsframe": {"model": {"activation_checkpointing": ["Sequential"]}}},
+            "dsframe.model.activation_checkpointing",
+        ),
         ("single", {"dsframe": {"mfu": True}}, "dsframe.mfu"),
         ("single", {"optimizer": {"type": "LBFGS", "params": {"lr": 1.0}}}, "optimizer.type"),
     ],
@@ -162,6 +180,11 @@ def test_what_is_not_possible_is_named(engine: str, changes: dict[str, Any], pat
     (problem,) = engines.beside_several(config, engine)
     assert problem.path == path
     assert "is not possible with several models" in problem.message
+
+
+def test_a_plan_has_no_prediction() -> None:
+    with pytest.raises(TaskError, match=r"several models .*, whose steps have no prediction"):
+        stages_of(Gan(), torch.float32)
 
 
 def test_another_engine_trains_one_model(tmp_path: Path) -> None:
