@@ -161,7 +161,7 @@ def prepare(run: Run, world: World, commits: MemoryCheckpoint | None) -> Job:
     schedule = RunSchedule.of(settings, loader.sampler, evaluates=evaluation is not None)
     epoch_steps = loader.sampler.epoch_steps
     config = config.resolve(Facts(processes, schedule.total_steps, epoch_steps, task.hidden_size, entry.replicas))
-    optimizer = optimizers.read(config)
+    optimizer = optimizers.of_task(optimizers.read(config), task)
     rates = schedules.planned(config, task, optimizer.learning_rate, batch.train_batch_size)
     named = output.directory_of(config, run.engine, type(task).__name__)
     _refuse_followers(config, evaluates=evaluation is not None, elastic=commits is not None)

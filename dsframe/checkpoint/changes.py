@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from dsframe.config.read import secrets
+from dsframe.config.schema.optimizer import OF_TASK
 from dsframe.errors import CheckpointError
 from dsframe.tasks.sources import sources
 
@@ -107,7 +108,7 @@ def about(
 
 def kind_of(optimizer: OptimizerSpec) -> str:
     """Returns the optimizer's name in manifests."""
-    kind = (optimizer.cls.__name__ if optimizer.cls else optimizer.kind).lower()
+    kind = optimizer.name.lower() if optimizer.kind != OF_TASK else OF_TASK
     if optimizer.cls is None and kind == "adam" and optimizer.arguments.get("adam_w_mode", True):
         return "adamw"  # DeepSpeed's Adam decouples weight decay unless told otherwise
     return kind

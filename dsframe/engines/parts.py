@@ -175,7 +175,7 @@ class PartsEngine(Engine):
         config = _config_of(plan.config, name, others, frozen=name not in self._losses)
         optimizer, schedule = plan.optimizer, plan.schedule
         if name in plan.config.settings.optimizers:
-            optimizer = optimizers.read(config)
+            optimizer = optimizers.of_task(optimizers.read(config), whole)
             if plan.config.deepspeed.scheduler:
                 schedule = schedules.scaled(schedule, optimizer.learning_rate / plan.optimizer.learning_rate)
             else:

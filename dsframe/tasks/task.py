@@ -310,6 +310,15 @@ class Task:
         """
         return ()
 
+    def optimizer(self, groups: list[Any], **params: Any) -> torch.optim.Optimizer:
+        """The optimizer, where the file says ``"optimizer": {"type": "task", "params": {"lr": 1e-3}}``.
+
+        ``groups``: tensors, or dicts of them, as torch's optimizers take them: parameters, their fp32 masters, or at ZeRO-1 to 3
+        flat shards of many, for which the update of each number must not depend on others. ``params``: the file's; ``lr`` is set
+        before each update. Its state goes into checkpoints: tensors of a parameter's shape, and numbers.
+        """
+        raise TaskError(f"{type(self).__name__} must define optimizer(groups, **params)")
+
     def prepare(self, say: Say) -> None:
         """Downloads, unpacks, tokenises: once, by one process of each host, before any process asks for data. By default nothing.
 

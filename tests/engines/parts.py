@@ -33,6 +33,7 @@ from tests.engines.several import one_process_group, prepare
 STEPS, BATCH = 6, 12
 SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0}}
 
+SMOOTH = {"type": "task", "params": {"lr": 0.05, "decay": 0.5, "weight_decay": 0.1}}
 GROUPS = [{"match": ["discriminator.4.*"], "lr_scale": 0.5}, {"match": ["generator.*.bias"], "weight_decay": 0.0}]
 
 
@@ -61,6 +62,25 @@ def taught(norm: Callable[[int], nn.Module] = nn.BatchNorm1d) -> nn.Module:
             if name.endswith("mean"):
                 buffer.fill_(0.25)
     return model
+
+
+class Smooth(torch.optim.Optimizer):
+    """An optimizer of one's own, of which each number knows its own gradient alone."""
+
+    def __init__(self, groups: Any, lr: float, decay: float, weight_decay: float = 0.0) -> None:
+        super().__init__(groups, {"lr": lr, "decay": decay, "weight_decay": weight_decay})
+
+    @torch.no_grad()
+    def step(self, closure: Any = None) -> None:
+        for group in self.param_groups:
+            for parameter in group["params"]:
+                held = self.state[parameter]
+                if "average" not in held:
+                    held |= {"average": torch.zeros_like(parameter), "seen": 0}
+                held["seen"] += 1
+                held["average"].lerp_(parameter.grad, 1 - group["decay"])
+                corrected = held["average"] / (1 - group["decay"] ** held["seen"])
+                parameter.mul_(1 - group["lr"] * group["weight_decay"]).sub_(group["lr"] * corrected)
 
 
 class Gan(dsframe.Task):
@@ -114,7 +134,14 @@ class Rounded(Distilled):
         return {**super().models(), "teacher": partial(taught, nn.LayerNorm)}
 
 
-TASKS: dict[str, type[Gan]] = {"gan": Gan, "distilled": Distilled, "rounded": Rounded}
+class Smoothed(Gan):
+    """Its generator is trained by the optimizer that the task makes."""
+
+    def optimizer(self, groups: list[Any], **params: Any) -> torch.optim.Optimizer:
+        return Smooth(groups, **params)
+
+
+TASKS: dict[str, type[Gan]] = {"gan": Gan, "smooth": Smoothed, "distilled": Distilled, "rounded": Rounded}
 
 
 def file(case: str) -> dict[str, Any]:
@@ -127,12 +154,12 @@ def file(case: str) -> dict[str, Any]:
         zero |= {"offload_optimizer": {"device": "cpu"}} | (
             {"offload_param": {"device": "cpu"}} if stage == "3" else {}
         )
-    own = {"optimizers": {"discriminator": SGD}, "parameter_groups": GROUPS} if task == "gan" else {}
+    own = {"optimizers": {"discriminator": SGD}, "parameter_groups": GROUPS} if task in ("gan", "smooth") else {}
     return {
         "train_batch_size": BATCH,
         "gradient_accumulation_steps": int(accumulation),
         "gradient_clipping": 0.5,
-        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        "optimizer": SMOOTH if task == "smooth" else {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
         "zero_allow_untested_optimizer": True,
         "zero_optimization": zero,
         **({"bf16": {"enabled": True}} if more == "bf16" else {}),
@@ -154,7 +181,7 @@ def loop(kind: str, warm_up: int = 0) -> dict[str, Any]:
     if "teacher" in models:
         models["teacher"].requires_grad_(False).eval()
     optimizers: dict[str, torch.optim.Optimizer] = {}
-    if kind == "gan":
+    if "discriminator" in models:
         each: dict[bool, list[nn.Parameter]] = {True: [], False: []}
         for name, parameter in models["generator"].named_parameters():
             each[name.endswith(".bias")].append(parameter)
@@ -164,7 +191,10 @@ def loop(kind: str, warm_up: int = 0) -> dict[str, Any]:
             {"params": models["discriminator"][4].parameters(), "lr": 0.025},
         ]
         optimizers["discriminator"] = torch.optim.SGD(slower, lr=0.05, momentum=0.9)
-        optimizers["generator"] = torch.optim.AdamW(decayed, lr=0.01, weight_decay=0.1)
+        own = kind == "smooth"
+        optimizers["generator"] = (
+            Smooth(decayed, **SMOOTH["params"]) if own else torch.optim.AdamW(decayed, lr=0.01, weight_decay=0.1)  # type: ignore[arg-type]
+        )
     else:
         optimizers["student"] = torch.optim.AdamW(models["student"].parameters(), lr=0.01, weight_decay=0.1)
     rates = [(group, group["lr"]) for one in optimizers.values() for group in one.param_groups]

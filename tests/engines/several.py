@@ -43,7 +43,8 @@ def prepare(file: dict[str, Any], name: str) -> tuple[Callable[[], Engine], Load
     config, here = load(file), world.here()
     replicas = engines.TABLE[name].replicas
     config = config.resolve(Facts(here.size, total_steps=10, replicas=replicas))
-    task, optimizer = tasks.build(config.settings.task, config.settings.seed), optimizers.read(config)
+    task = tasks.build(config.settings.task, config.settings.seed)
+    optimizer = optimizers.of_task(optimizers.read(config), task)
     task.trained_in = precision.parameter_dtype(config)
     batch, device = config.batch(here.size, replicas=replicas), device_of(here)
     loader = Loader(

@@ -166,8 +166,13 @@ class ZeroEngine(Engine):
         if self.plan.frozen:
             del document["optimizer"]
             document["zero_optimization"].pop("offload_optimizer", None)
+        own, parameters = None, self._split()
+        if self.plan.optimizer.own and not self.plan.frozen:
+            del document["optimizer"]
+            own = self.plan.optimizer.build
+            parameters = parameters or [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._engine, *_ = deepspeed.initialize(
-            model=module, model_parameters=self._split(), config=document, dist_init_required=False
+            model=module, optimizer=own, model_parameters=parameters, config=document, dist_init_required=False
         )
         if self.plan.frozen:
             return
