@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import copy
 import weakref
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
@@ -120,7 +120,7 @@ class PartsEngine(Engine):
                 )
         with process_group.shared():
             for name in every:
-                self._engines[name] = engine(self._plan_of(name, every))
+                self._engines[name] = engine(self._plan_of(name))
         plan.task.ranks = weakref.proxy(self)
         self._trained = {name: one for name, one in self._engines.items() if name in self._losses}
         self._learning = {
@@ -138,7 +138,10 @@ class PartsEngine(Engine):
         self.depends = tuple(dict.fromkeys(what for one in engines for what in one.depends))
         trained = {name: one.groups for name, one in self._trained.items()}
         self.groups = ParameterGroups(
-            asked={key: value for one in trained.values() for key, value in one.asked.items()},
+            asked={
+                key: {name: one.asked.get(key) for name, one in trained.items()}
+                for key in dict.fromkeys(key for one in trained.values() for key in one.asked)
+            },
             lines=tuple(f"{name}, {line}" for name, one in trained.items() for line in one.lines),
         )
         called = {name: one.calls for name, one in self._engines.items() if one.calls is not None}
@@ -162,9 +165,8 @@ class PartsEngine(Engine):
 
     # What each engine is made of.
 
-    def _plan_of(self, name: str, every: Sequence[str]) -> Plan:
-        plan, whole = self.plan, self.plan.task
-        others = [other for other in every if other != name]
+    def _plan_of(self, name: str) -> Plan:
+        plan, whole, others = self.plan, self.plan.task, self._losses.keys() - {name}
         task: Any = copy.copy(whole)
         task.model, task.loss, task.terms = lambda: self._build(name), lambda outputs, targets: outputs, {}
         task.metrics = lambda outputs, targets: whole.metrics(outputs, targets)
@@ -176,7 +178,7 @@ class PartsEngine(Engine):
         optimizer, schedule = plan.optimizer, plan.schedule
         if name in plan.config.settings.optimizers:
             optimizer = optimizers.of_task(optimizers.read(config), whole)
-            if plan.config.deepspeed.scheduler:
+            if plan.config.deepspeed.scheduler and plan.optimizer.learning_rate:
                 schedule = schedules.scaled(schedule, optimizer.learning_rate / plan.optimizer.learning_rate)
             else:
                 schedule = schedules.planned(config, whole, optimizer.learning_rate, plan.batch.train_batch_size)
@@ -321,16 +323,18 @@ def _bare(targets: Any) -> Any:
     return targets.targets if isinstance(targets, Weighted) else targets
 
 
-def _groups_of(groups: Iterable[Mapping[str, Any]], others: Sequence[str]) -> list[Mapping[str, Any]]:
-    """The groups without patterns that begin with another model's name."""
-    own = [
-        {**one, "match": [pattern for pattern in one["match"] if pattern.partition(".")[0] not in others]}
-        for one in groups
-    ]
-    return [one for one in own if one["match"]]
+def _groups_of(groups: Iterable[Any], others: Collection[str]) -> list[Any]:
+    """The groups without patterns that begin with the name of another model that is trained."""
+    found = []
+    for one in groups:
+        match = one.get("match") if isinstance(one, Mapping) else None
+        own = [pattern for pattern in match or () if str(pattern).partition(".")[0] not in others]
+        if own or not match:  # what is no group is for others to say
+            found.append({**one, "match": own} if own else one)
+    return found
 
 
-def _config_of(config: Config, name: str, others: Sequence[str], *, frozen: bool) -> Config:
+def _config_of(config: Config, name: str, others: Collection[str], *, frozen: bool) -> Config:
     """The file as one model's engine has it: its optimizer, and its groups. Raises ConfigError, EngineError for what cannot be."""
     raw = config.written()
     section = raw.get("dsframe", {})

@@ -136,6 +136,36 @@ def test_a_run_that_goes_on_elsewhere(task: str, tmp_path: Path, monkeypatch: py
             dsframe.fit(Distilled(), run_file(tmp_path, "distilled 1 single", steps=9), resume="auto")
 
 
+class Normed(Gan):
+    """With statistics in what is saved."""
+
+    def models(self) -> Mapping[str, Callable[[], nn.Module]]:
+        return {**super().models(), "generator": lambda: nn.Sequential(nn.BatchNorm1d(4), net(4, 3))}
+
+    def parameter_groups(self, model: nn.Module) -> Any:
+        return [{"match": ["generator.*.bias"], "freeze": True}, {"match": ["discriminator.0.*"], "lr_scale": 0.5}]
+
+
+def test_statistics_and_groups_of_the_task(tmp_path: Path) -> None:
+    """A run that goes on is the whole one to the bit, evaluation included; frozen parameters stay."""
+    given = [run_file(tmp_path / place, "gan 1 single", steps=5, eval_every_steps=5) for place in ("whole", "parts")]
+    for one in given:
+        del one["dsframe"]["parameter_groups"]
+    whole = dsframe.fit(Normed(), given[0])
+    dsframe.fit(Normed(), {**given[1], "dsframe": {**given[1]["dsframe"], "steps": 3}})
+    again = dsframe.fit(Normed(), given[1], resume="auto")
+    assert (again.loss, again.metrics) == (whole.loss, whole.metrics)
+    model: Any = dsframe.load_model(tmp_path / "parts" / "run", Normed())
+    assert model["generator"][0].num_batches_tracked == 10, "each loss has seen the batch"
+    fresh = Normed().model_of("generator")
+    moved = {
+        name: not torch.equal(one, model["generator"].get_parameter(name)) for name, one in fresh.named_parameters()
+    }
+    assert moved == {name: not name.endswith(".bias") for name in moved}
+    course = read_manifest(store.locate(tmp_path / "parts" / "run")[0])["course"]
+    assert set(course["parameter_groups"]) == set(course["optimizers"]) == {"generator", "discriminator"}
+
+
 def test_the_example_trains(tmp_path: Path) -> None:
     """Five steps of examples/gan on two ranks."""
     wanted = ["gan.py", "--config", "gan.json", "--run-dir", str(tmp_path / "run"), "--set", "dsframe.steps=5"]
@@ -211,6 +241,9 @@ def test_optimizers_are_of_models(tmp_path: Path) -> None:
         EngineError, match=r"dsframe\.optimizers\.generator: LBFGS.* is not possible with several models"
     ):
         dsframe.fit(Gan(), given)
+    frozen = {**given["dsframe"], "optimizers": {}, "parameter_groups": [{"match": ["teacher.*"], "lr_scale": 2.0}]}
+    with pytest.raises(ConfigError, match=r'"teacher\.\*" matches no parameter'):
+        dsframe.fit(Distilled(), {**given, "dsframe": frozen})
     given["dsframe"]["optimizers"] = {"generator": {"type": "SGD", "params": {"lrr": 0.1}}}
     with pytest.raises(ConfigError, match=r"dsframe\.optimizers\.generator\.params\.lrr"):
         load(given)
