@@ -220,6 +220,8 @@ class PartsEngine(Engine):
 
         The loss is the sum of all, the norm that of all gradients, each as its own engine has it; the rate is the first loss's.
         """
+        if self.calls is not None:
+            self.calls.begin()
         batches = [(_MicroBatch(inputs, _bare(targets)), targets) for inputs, targets in micro_batches]
         results: dict[str, StepResult] = {}
         for name in self._losses:
@@ -230,8 +232,9 @@ class PartsEngine(Engine):
         norms = [one.gradient_norm for one in found]
         norm: Tensor | float | None = norms[0]
         if len(found) > 1:
-            known = [torch.as_tensor(one) for one in norms if one is not None]
-            norm = torch.stack([one.float() for one in known]).norm() if len(known) == len(norms) else None
+            place = found[0].loss.device
+            known = [torch.as_tensor(one, dtype=torch.float32, device=place) for one in norms if one is not None]
+            norm = torch.stack(known).norm() if len(known) == len(norms) else None
         loss = sum((one.loss for one in found[1:]), found[0].loss)
         return StepResult(loss, found[0].learning_rate, norm, any(one.skipped for one in found))
 
@@ -392,7 +395,13 @@ class _Calls:
     """The calls of all engines that compare them, for the watchdog."""
 
     def __init__(self, every: Mapping[str, Any]) -> None:
-        self._every = every
+        self._every, self._log = every, list[str]()
+        for one in every.values():
+            one.log = self._log
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._log.clear()
 
     def connect(self, store: Any) -> None:
         """``store``: as for each."""
@@ -400,9 +409,9 @@ class _Calls:
             one.connect(PrefixStore(name, store))
 
     def difference(self, store: Any, moment: str) -> str:
-        """Returns what the first one says whose calls are not the same on all ranks; else ""."""
-        told = [one.difference(PrefixStore(name, store), moment) for name, one in self._every.items()]
-        return next(filter(None, told), "")
+        """Returns what is to be said where the calls of the step, of all models in one order, are not the same on all ranks."""
+        told: str = next(iter(self._every.values())).difference(store, moment)
+        return told
 
 
 class _Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]

@@ -134,6 +134,15 @@ class Rounded(Distilled):
         return {**super().models(), "teacher": partial(taught, nn.LayerNorm)}
 
 
+class Uneven(Gan):
+    """One rank calls a model that others do not."""
+
+    def fool(self, models: Mapping[str, Any], noise: Tensor, real: Tensor) -> Tensor:
+        if world.here().is_main:
+            models["discriminator"](real)
+        return super().fool(models, noise, real)
+
+
 class Smoothed(Gan):
     """Its generator is trained by the optimizer that the task makes."""
 

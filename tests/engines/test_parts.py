@@ -136,6 +136,28 @@ def test_a_run_that_goes_on_elsewhere(task: str, tmp_path: Path, monkeypatch: py
             dsframe.fit(Distilled(), run_file(tmp_path, "distilled 1 single", steps=9), resume="auto")
 
 
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed:3"])
+def test_ranks_that_call_other_models(engine: str, tmp_path: Path) -> None:
+    given = run_file(tmp_path, f"gan 1 {engine}", task={"name": "tests.engines.parts:Uneven"}, hang_timeout_seconds=2)
+    (tmp_path / "file.json").write_text(json.dumps(given))
+    run = run_ranks(warm(2, ["-m", "dsframe.train", "--config", str(tmp_path / "file.json")]), timeout_seconds=100)
+    assert run.returncode != 0
+    assert "Uneven: ranks call different modules of the model. The first difference: " in run.stderr
+
+
+class Drawing(Gan):
+    """Its noise is drawn in the loss."""
+
+    def fool(self, models: Mapping[str, Any], noise: Tensor, real: Tensor) -> Tensor:
+        return super().fool(models, torch.randn_like(noise), real)
+
+
+@pytest.mark.parametrize(("task", "said"), [(Gan, False), (Drawing, True)])
+def test_losses_that_draw(task: type[Gan], said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dsframe.fit(task(), run_file(tmp_path, "gan 1 single", steps=1))
+    assert ("draws random numbers in training, others on each rank" in capsys.readouterr().err) == said
+
+
 class Normed(Gan):
     """With statistics in what is saved."""
 
