@@ -102,6 +102,13 @@ class _Part(nn.Module):
         return super().train(mode and self._trained)
 
 
+class _Pass(nn.Module):
+    """One loss as a module, whose random draws are looked for: a model also runs for other losses."""
+
+    def forward(self, loss: Callable[..., Any], models: Mapping[str, Any], batch: _MicroBatch) -> Any:
+        return loss(models, batch.inputs, batch.targets)
+
+
 class PartsEngine(Engine):
     """One engine for each model of a task, as one engine."""
 
@@ -109,6 +116,7 @@ class PartsEngine(Engine):
         """**Collective.** Raises TaskError for models and losses that do not fit each other, else as each engine does."""
         self.plan = plan
         every, self._losses = names(plan.task), plan.task.losses()
+        self._passes = {name: _Pass() for name in self._losses}
         self._digests: dict[str, str] = {}
         self._parts: dict[str, _Part] = {}
         self._engines: dict[str, Engine] = {}
@@ -134,7 +142,7 @@ class PartsEngine(Engine):
         """Sets what is to be known of all models together."""
         engines = self._engines.values()
         self.dtype, self.sample_draws = self._first.dtype, None
-        self.draws = _Draws([one.draws for one in engines if one.draws is not None])  # type: ignore[assignment]
+        self.draws = _Draws([DrawTrial(one, self.plan.device) for one in self._passes.values()])  # type: ignore[assignment]
         self.depends = tuple(dict.fromkeys(what for one in engines for what in one.depends))
         trained = {name: one.groups for name, one in self._trained.items()}
         self.groups = ParameterGroups(
@@ -204,7 +212,7 @@ class PartsEngine(Engine):
 
     def _loss(self, name: str, batch: _MicroBatch) -> Any:
         models = {other: partial(self._outputs, other, other == name) for other in self._engines}
-        return self._losses[name](models, batch.inputs, batch.targets)
+        return self._passes[name](self._losses[name], models, batch)
 
     def _outputs(self, name: str, runs: bool, *args: Any, **kwargs: Any) -> Any:
         if args and kwargs:
