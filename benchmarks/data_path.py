@@ -22,6 +22,7 @@ for these two.
 from __future__ import annotations
 
 import argparse
+import importlib.util
 import json
 import statistics
 import tarfile
@@ -337,7 +338,9 @@ def main() -> None:
         show("tokens/s", text)
         results |= text
     for part, measured in (("tar", tar_rates), ("parquet", parquet_rates)):
-        if part in arguments.parts:
+        if part == "tar" and importlib.util.find_spec("webdataset") is None:
+            print("tar: webdataset is not installed (extra bench): left out")
+        elif part in arguments.parts:
             shards = measured(arguments.pairs, arguments.workers)
             show("samples/s", shards)
             results |= shards

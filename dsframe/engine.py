@@ -16,6 +16,7 @@ from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
+from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import torch
@@ -70,6 +71,10 @@ class Plan:
     """Directory of the run's results."""
     stop: EarlyStop | None = None
     """Ends the training early, where the file asks for it."""
+    part: str = ""
+    """Name of the model that this engine holds, where a task has several and each has an engine."""
+    frozen: bool = False
+    """Nothing trains it."""
 
     @property
     def followers(self) -> Mapping[str, Plateau | EarlyStop]:
@@ -129,6 +134,8 @@ class Engine(ABC):
     """Where a large model was made before it was sharded; printed at start."""
     calls: Any = None
     """Knows which modules this rank has called, where all ranks have to call the same (``engines.call_order``)."""
+    record: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    """What a checkpoint's manifest has to tell beside the file: by its sections (``checkpoint.changes.about``)."""
     depends: tuple[str, ...] = ()
     """Dependencies of the result that the file does not show, such as the micro-batch size; printed at start."""
 
@@ -162,6 +169,14 @@ class Engine(ABC):
     @abstractmethod
     def buffers(self) -> Mapping[str, Tensor]:
         """The persistent buffers that this rank holds, by name, BatchNorm's statistics among them: the tensors themselves."""
+
+    def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:
+        """**Collective.** In the middle of a step: the outputs of ``module``, which is a part of the running model, or those of the
+        model while another engine trains, with gradients to the inputs. For engines with ``Entry.several``."""
+        raise EngineError(f"{self.description} trains one model; choose another engine for several")
+
+    def rest(self) -> None:  # noqa: B027 - most leave nothing
+        """**Collective.** After a step of another engine that has asked for :meth:`outputs`: gives up what they have left."""
 
     def average(self, decay: float) -> None:
         """Moves the average of the weights towards them (:func:`dsframe.model.ema.update`); for engines with feature "ema"."""

@@ -32,8 +32,8 @@ from dsframe.data import EvaluationLoader, Loader, as_source
 from dsframe.data.fingerprint import assert_same_samples
 from dsframe.data.sampler import sequential
 from dsframe.engine import Engine, Plan
-from dsframe.engines import precision
-from dsframe.errors import CheckpointError, EngineError, StoppedError, TaskError, TrainingError
+from dsframe.engines import parts, precision
+from dsframe.errors import CheckpointError, ConfigError, EngineError, StoppedError, TaskError, TrainingError
 from dsframe.guard.watchdog import Watchdog
 from dsframe.hooks import Called
 from dsframe.host import allocator, cores, phases
@@ -149,6 +149,7 @@ def train(run: Run, world: World, commits: MemoryCheckpoint | None) -> Summary:
 def prepare(run: Run, world: World, commits: MemoryCheckpoint | None) -> Job:
     """Shares of the data, and everything that follows from the file and the number of processes."""
     config, task, entry, settings = run.config, run.task, engines.TABLE[run.engine], run.config.settings
+    _refuse_several(run, elastic=commits is not None)
     batch = elastic.batch(config, world.size) if commits else config.batch(world.size, replicas=entry.replicas)
     processes, device = batch.data_parallel_size if commits else world.size, device_of(world)
     task.trained_in = precision.parameter_dtype(config)
@@ -161,7 +162,7 @@ def prepare(run: Run, world: World, commits: MemoryCheckpoint | None) -> Job:
     schedule = RunSchedule.of(settings, loader.sampler, evaluates=evaluation is not None)
     epoch_steps = loader.sampler.epoch_steps
     config = config.resolve(Facts(processes, schedule.total_steps, epoch_steps, task.hidden_size, entry.replicas))
-    optimizer = optimizers.read(config)
+    optimizer = optimizers.of_task(optimizers.read(config), task)
     rates = schedules.planned(config, task, optimizer.learning_rate, batch.train_batch_size)
     named = output.directory_of(config, run.engine, type(task).__name__)
     _refuse_followers(config, evaluates=evaluation is not None, elastic=commits is not None)
@@ -191,6 +192,21 @@ def _refuse_followers(config: Config, *, evaluates: bool, elastic: bool) -> None
             raise EngineError(f"{what} is not possible where processes come and go; {remedy}")
 
 
+def _refuse_several(run: Run, *, elastic: bool) -> None:
+    """Raises TaskError, ConfigError, EngineError where the task has several models and something cannot be with them."""
+    if parts.names(run.task):
+        if refused := engines.beside_several(run.config, run.engine):
+            raise ConfigError(refused)
+        if elastic:
+            raise EngineError(
+                "several models are not possible where processes come and go; start a fixed number of them"
+            )
+    elif run.config.settings.optimizers:
+        raise TaskError(
+            f"dsframe.optimizers: {type(run.task).__name__} has no models(), so there are none to name; remove it"
+        )
+
+
 def _announce(job: Job) -> None:
     """What the user should know of the machine, and what this run does to rates and cores because the file asks for it."""
     run, plan = job.run, job.plan
@@ -212,7 +228,7 @@ def make_engine(job: Job, watchdog: Watchdog) -> tuple[Engine, dict[str, Any]]:
     phases.done("engine's imports")
     base_bytes = resident_bytes(plan.device)
     with watchdog:
-        engine = make(plan)
+        engine = parts.make(make, plan)
         phases.done("engine")
         extend_limits(plan.collective_limit)
         watchdog.connect(engine)
@@ -279,6 +295,8 @@ def _resume(job: Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]
     if parts := job.work.loader.sampler.order.about():
         mine["training"]["parts of the data"] = parts
     mine["course"].update({"parameter_groups": [], "no_decay": None, "layer_decay": None, **engine.groups.asked})
+    for section, more in engine.record.items():
+        mine[section].update(more)
     with watchdog:
         kept = generators.capture(plan.device)  # reading may draw
         mine["data"] = assert_same_samples(engine, job.work.loader)

@@ -11,6 +11,7 @@ from importlib import metadata
 from typing import TYPE_CHECKING, Any
 
 from dsframe.config.read import secrets
+from dsframe.config.schema.optimizer import OF_TASK
 from dsframe.errors import CheckpointError
 from dsframe.tasks.sources import sources
 
@@ -21,6 +22,7 @@ if TYPE_CHECKING:
 
 FOLLOWS = {
     "optimizer.params": "the next update uses it, and the moments go on as saved",
+    "optimizers": "the next updates use them, and the moments go on as saved",
     "parameter_groups": "the next update uses them, and the moments go on as saved",
     "no_decay": "the next update uses it, and the moments go on as saved",
     "layer_decay": "the next update uses it, and the moments go on as saved",
@@ -49,6 +51,7 @@ FIXED = {
     "order": "the saved place is one in this order",
     "parts of the data": "the saved place is one in the order of these weights and windows",
     "adapter": "the saved weights are of this one",
+    "models": "the saved weights and moments are of these, trained in this order beside these frozen ones",
     "adapter's base": "the digest of its weights: the adapter was trained beside them",
 }
 """What must not change -> why."""
@@ -73,16 +76,13 @@ def about(
     ``samples``: training samples. ``engine``: its name in the table; ``package``: what it needs beyond torch.
     """
     cls, own = type(task), config.settings.task
-    kind = (optimizer.cls.__name__ if optimizer.cls else optimizer.kind).lower()
-    if optimizer.cls is None and kind == "adam" and optimizer.arguments.get("adam_w_mode", True):
-        kind = "adamw"  # DeepSpeed's Adam decouples weight decay unless told otherwise
     sections = ("gradient_clipping", "scheduler", "bf16", "fp16", "torch_autocast")
     found = json.loads(config.deepspeed.model_dump_json(include=set(sections)))
     return {
         "training": {
             "task": f"{cls.__module__}:{cls.__qualname__}",
             "task settings": secrets.without(json.loads(own.model_dump_json(exclude=_ELSEWHERE))),
-            "optimizer": kind,
+            "optimizer": kind_of(optimizer),
             "train_batch_size": batch.train_batch_size,
             "training samples": samples,
             "seed": config.settings.seed,
@@ -90,9 +90,7 @@ def about(
             **({"order": "sequential"} if config.settings.order == "sequential" else {}),
         },
         "course": {
-            "optimizer.params": {
-                key: value for key, value in optimizer.arguments.items() if key not in ("fused", "torch_adam", "lr")
-            },
+            "optimizer.params": course_of(optimizer),
             **{name: found[name] for name in sections},
             "per_sample_randomness": config.settings.per_sample_randomness,
         },
@@ -107,6 +105,19 @@ def about(
         "versions": {"python": platform.python_version(), **_versions(package)},
         "source": sources(),
     }
+
+
+def kind_of(optimizer: OptimizerSpec) -> str:
+    """Returns the optimizer's name in manifests."""
+    kind = optimizer.name.lower() if optimizer.kind != OF_TASK else OF_TASK
+    if optimizer.cls is None and kind == "adam" and optimizer.arguments.get("adam_w_mode", True):
+        return "adamw"  # DeepSpeed's Adam decouples weight decay unless told otherwise
+    return kind
+
+
+def course_of(optimizer: OptimizerSpec) -> dict[str, Any]:
+    """Returns those of its arguments that may change, and are pointed out."""
+    return {key: value for key, value in optimizer.arguments.items() if key not in ("fused", "torch_adam", "lr")}
 
 
 def _versions(engines: str | None) -> dict[str, str | None]:

@@ -41,8 +41,35 @@ complete never ended (seen once in a while with torch 2.13 and Gloo). So the las
 """
 _before: dict[str, str | None] = {}
 """Values of the variables that this module sets for libraries, until they are restored: a program may start others after it."""
+_sharing: int | None = None
+"""Engines that have joined those before them, inside of :func:`shared`; None outside."""
 _meetings = itertools.count()
 """Number of rendezvous of this process; the same on every rank, because a rendezvous is collective."""
+
+
+@contextmanager
+def shared() -> Iterator[None]:
+    """Engines that begin inside use what the first of them has opened; those that end inside leave it open."""
+    global _sharing
+    _sharing = 0
+    try:
+        yield
+    finally:
+        _sharing = None
+
+
+def joins() -> bool:
+    """Returns whether an engine that begins now finds open what it needs: it is not the first inside of :func:`shared`."""
+    global _sharing
+    if _sharing is None:
+        return False
+    _sharing += 1
+    return _sharing > 1
+
+
+def stays_open() -> bool:
+    """Returns whether an engine that ends now leaves the processes to others, which end after it."""
+    return _sharing is not None
 
 
 def device_of(world: World) -> torch.device:
@@ -77,6 +104,8 @@ def open_process_group(world: World, device: torch.device, limit: timedelta | No
     ``limit``: the longest time of a collective (:func:`collective_limit`); without it the backend's own.
     Raises WorldError where the port is taken or rank 0 cannot be reached.
     """
+    if joins():
+        return
     _closed.clear()
     address, port = rendezvous_address(world)
     # DeepSpeed takes LOCAL_RANK for the number of this process's GPU, which is 0 for every task of a host where each sees one alone
@@ -241,6 +270,8 @@ def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
 
 def close_process_group() -> None:
     """**Collective.** Waits for the others and leaves; without this some runs end in SIGABRT (facts, section 10)."""
+    if stays_open():
+        return
     if dist.is_initialized():
         dist.barrier()
         _closed.extend(dist.distributed_c10d._world.pg_map)

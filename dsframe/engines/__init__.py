@@ -27,6 +27,7 @@ __all__ = [
     "TABLE",
     "Choice",
     "Entry",
+    "beside_several",
     "choose",
     "costs_of",
     "elastic",
@@ -126,6 +127,48 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
             f"{name} goes without {', '.join(ignored)}: the same training; metrics.jsonl has the run's figures"
         )
     return refused, notes
+
+
+def beside_several(config: Config, name: str) -> list[Problem]:
+    """Returns what engine ``name`` refuses of the file because the task has several models (``Task.models``)."""
+    from dsframe.config import features
+
+    entry, settings, stage = TABLE[name], config.settings, config.deepspeed.zero_optimization.stage
+    if not entry.several:
+        raise EngineError(
+            f'engine "{name}" trains one model, and the task has several (models()); choose another engine'
+        )
+    found = [
+        (feature.path, feature.description, (feature.line, feature.column))
+        for feature in features(config)
+        if feature.name in (entry.supports | {"flops_profiler"}) - entry.several
+    ]
+    for key, on in (
+        ("mfu", settings.mfu),
+        ("measure_communication", settings.measure_communication),
+        ("per_sample_randomness", settings.per_sample_randomness),
+        ("model.compile", settings.model.compile is True),
+        # A block that is gathered as one reduces its gradients when any backward pass comes to it, its model's or another's.
+        (
+            "model.activation_checkpointing",
+            bool(settings.model.activation_checkpointing) and entry.by_deepspeed and stage == 3,
+        ),
+    ):
+        if on:
+            path = ("dsframe", *key.split("."))
+            found.append((".".join(path), path[-1], config.position(path)))
+    return [
+        Problem(
+            "error",
+            path,
+            f"{what} is not possible with several models (models() of the task)",
+            "take it out",
+            str(config.path or ""),
+            *place,
+            code="engine-cannot",
+        )
+        for path, what, place in found
+    ]
 
 
 def _size(config: Config, name: str, processes: int | None) -> list[Problem]:

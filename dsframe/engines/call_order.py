@@ -67,6 +67,8 @@ class CallOrder:
         self._names = ["a forward pass", "a backward pass", *modules]
         self._parameters = list(parameters or ())
         self._numbers = {id(parameter): number for number, parameter in enumerate((parameters or {}).values())}
+        self.log: list[str] | None = None
+        """The calls of all models of a step, in one order, where there are several with a ``CallOrder`` each: they share it."""
         self._calls: list[int] = []
         self._gradients: list[int] = []
         self._passes = self._meetings = 0
@@ -97,6 +99,8 @@ class CallOrder:
     def _called(self, number: int, *_: object) -> None:
         place, known = len(self._calls), self._known.get(self._model.training, ())
         self._calls.append(number)
+        if self.log is not None:
+            self.log.append(self._names[number])
         if (place >= len(known) or known[place] != number) and self._store is not None:
             self._meet(number)
 
@@ -189,6 +193,9 @@ class CallOrder:
         return ""
 
     def _told(self) -> Iterator[str]:
+        if self.log is not None:
+            yield from self.log[:]
+            return
         for calls in (*(step.calls for step in self._under_way), self._calls):
             yield from (self._names[number] for number in calls[:])
 

@@ -103,6 +103,9 @@ class FsdpEngine(ReplicaEngine):
         if self._shards.size() > 1 and self.plan.config.settings.model.compile is not True:
             names = {module: name for name, module in model.named_modules()}
             self.calls = CallOrder(self, model, {names[unit]: unit for unit in units})
+        if self.plan.part:
+            # torch's own first look, which else comes when another model is trained, and takes this one for frozen.
+            cast(Any, model)._get_fsdp_state()._lazy_init()
         return None
 
     def _spilled(self) -> Spill | None:
@@ -128,8 +131,8 @@ class FsdpEngine(ReplicaEngine):
         """16-bit training starts from rounded weights on every engine; shards are in fp32."""
         if precision.is_short(self._dtype):
             parameter.data.copy_(parameter.data.to(self._dtype))
-        # What an adapter stands beside needs no masters.
-        base = self.adapter is not None and not parameter.requires_grad
+        # What an adapter stands beside needs no masters, and a frozen model.
+        base = self.plan.frozen or (self.adapter is not None and not parameter.requires_grad)
         wanted = self._dtype if base and precision.is_short(self._dtype) else self.dtype
         if self._spill is not None and wanted != parameter.dtype:
             self._spill.move(parameter, wanted)
@@ -182,6 +185,13 @@ class FsdpEngine(ReplicaEngine):
             self.calls.check()
         self._reshard()
         return found
+
+    def rest(self) -> None:
+        """**Collective.** Gives up what was gathered; compares the calls."""
+        if self.calls is not None:
+            self.calls.compare()
+            self.calls.check(waits=self.plan.device.type == "cpu")
+        self._reshard()
 
     def state(self) -> EngineState:
         """**Collective** to read to its end: each parameter is gathered when its turn comes. This rank's shards are views.

@@ -53,9 +53,10 @@ class ReplicaEngine(Engine):
             [p for p in self.model.parameters() if p.requires_grad] if self._masters is None else self._masters.masters
         )
         self._loss_scale = self._make_loss_scale()
-        self.optimizer = self._distribute(plan.optimizer.build(self.groups.split(self._named_parameters())))
-        self.module = self._wrap(self.model)
         self._updates = 0
+        if not plan.frozen:
+            self.optimizer = self._distribute(plan.optimizer.build(self.groups.split(self._named_parameters())))
+            self.module = self._wrap(self.model)
 
     def _make_loss_scale(self) -> precision.LossScale | None:
         if (
@@ -89,7 +90,8 @@ class ReplicaEngine(Engine):
         """**Collective.** Gives the parameters their number format and their place; fp32 masters where they are 16 bits wide."""
         for parameter in model.parameters():  # buffers keep their dtype, as with DeepSpeed
             parameter.data = parameter.data.to(self._dtype)
-        return precision.MasterWeights(model) if precision.is_short(self._dtype) else None
+        short = precision.is_short(self._dtype) and not self.plan.frozen
+        return precision.MasterWeights(model) if short else None
 
     def _distribute(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
         """**Collective.** The optimizer as the library wants it, with its state and the model the same on all ranks."""
@@ -208,6 +210,10 @@ class ReplicaEngine(Engine):
         with precision.autocast(self.plan.config, self.plan.device):
             outputs = call(model, precision.cast_inputs(inputs, self._dtype))
         return precision.cast_outputs(outputs)
+
+    def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:
+        """The model's, or a part's; not through its wrapper, which would expect a backward pass."""
+        return self._forward(self.model if module is None else module, inputs)
 
     @torch.no_grad()
     def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:

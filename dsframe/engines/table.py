@@ -33,6 +33,10 @@ OVERFLOWS = frozenset({"fp16", "fp16_stage0", "autocast_fp16", "autocast_unsaid"
 REPLICA = frozenset({"bf16", "autocast", "whole_parameters", "parameter_groups", "ema", "adapter"}) | OVERFLOWS
 # Features that shard one model, or its samples, among ranks: placement as well, but such ranks read the same samples.
 CUTS = frozenset({"pipeline", "tensor_parallel", "sequence_parallel"})
+# Features that mean the same where a task has several models, each with an engine of its own.
+SEVERAL = frozenset(
+    {"zero1", "zero2", "zero3", "offload_optimizer_cpu", "offload_param_cpu", "gradient_sum"}
+) | frozenset({"bf16", "whole_parameters", "parameter_groups", "ema", "fp16_compression"})
 # Features that DeepSpeed 0.19.8 accepts and then trains another way. Source: ``runtime/engine.py`` (backward),
 # ``runtime/zero/stage_1_and_2.py`` (unscale_and_clip_grads, step) and ``runtime/zero/stage3.py`` (backup_optimizer).
 _OTHERWISE = {
@@ -77,6 +81,8 @@ class Entry:
     """``module:function``, called with the ``RuleContext`` of a file for this engine: what it refuses beyond features."""
     options: str = ""
     """``module:Class``, a ``Section``: the keys of ``engine_options`` in the file's dsframe section; none: there are none."""
+    several: frozenset[str] = frozenset()
+    """Features that mean the same where a task has several models (``Task.models``); none: this engine trains one model."""
     costs: str = "dsframe.engines.costs:Costs"
     """``module:Class``: what a run holds, sends and waits for, for the plan."""
     strategy: str = ""
@@ -118,11 +124,13 @@ BUILT_IN: dict[str, Entry] = {
         variants={"pipeline": "dsframe.engines.deepspeed.pipeline:PipelineEngine"},
         by_deepspeed=True,
         costs="dsframe.engines.costs:ZeroCosts",
+        several=SEVERAL,
     ),
     "ddp": Entry(
         "dsframe.engines.ddp:DdpEngine",
         rules="dsframe.engines.rules:ddp",
         costs="dsframe.engines.costs:DdpCosts",
+        several=SEVERAL,
         strategy="DDP",
         supports=REPLICA | {"closure", "gradient_sum", "skip_nonfinite", "gradient_hook"},
         replicates=PLACEMENT | CUTS,
@@ -135,6 +143,7 @@ BUILT_IN: dict[str, Entry] = {
         launcher="horovodrun",
         elastic="dsframe.engines.horovod.elastic:train",
         costs="dsframe.engines.costs:HorovodCosts",
+        several=SEVERAL,
         strategy="Horovod",
         supports=REPLICA | {"closure", "gradient_sum", "adasum", "fp16_compression", "skip_nonfinite"},
         replicates=PLACEMENT | CUTS,
@@ -144,6 +153,7 @@ BUILT_IN: dict[str, Entry] = {
         "dsframe.engines.fsdp:FsdpEngine",
         rules="dsframe.engines.rules:fsdp",
         costs="dsframe.engines.costs:FsdpCosts",
+        several=SEVERAL,
         strategy="FSDP",
         supports=REPLICA - {"whole_parameters"} | {"gradient_sum", "skip_nonfinite", "zero3"},
         replicates=PLACEMENT - {"zero3"} | CUTS,
@@ -154,6 +164,7 @@ BUILT_IN: dict[str, Entry] = {
     "single": Entry(
         "dsframe.engines.single:SingleEngine",
         strategy="one process",
+        several=SEVERAL,
         supports=REPLICA | {"closure", "gradient_sum", "skip_nonfinite"},
         replicates=PLACEMENT | CUTS,
         ignores=MODELS_OWN,

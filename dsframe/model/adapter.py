@@ -138,7 +138,12 @@ def left_out(model: nn.Module) -> frozenset[str]:
 
 def digest_of(model: nn.Module) -> str:
     """The base's digest, of a model that this process has whole."""
-    return _combined({name: _digest(one) for name, one in base_of(model).items()})
+    return digest(base_of(model))
+
+
+def digest(tensors: Mapping[str, Tensor]) -> str:
+    """The digest of tensors by their names, which this process has whole: of their values as float32."""
+    return _combined({name: _digest(one) for name, one in tensors.items()})
 
 
 def compare(manifest: Mapping[str, Any], digest: str, where: object) -> None:

@@ -13,17 +13,18 @@ DeepSpeed's op as well.
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, replace
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 import torch
 
 from dsframe.config.features import own_adam
-from dsframe.config.schema.optimizer import Optimizer, muon_rates
+from dsframe.config.schema.optimizer import OF_TASK, Optimizer, muon_rates
 from dsframe.config.schema.torch_optimizer import Params
-from dsframe.errors import ConfigError, EngineError, Problem
+from dsframe.errors import ConfigError, EngineError, Problem, TaskError
+from dsframe.tasks.task import Task
 
 if TYPE_CHECKING:
     from dsframe.config import Config
@@ -38,8 +39,8 @@ class OptimizerSpec:
 
     kind: str
     """``optimizer.type`` as written."""
-    cls: type[torch.optim.Optimizer] | None
-    """torch's class; None for DeepSpeed's own optimizers, which torch lacks."""
+    cls: Callable[..., torch.optim.Optimizer] | None
+    """torch's class, or what makes the user's own; None for DeepSpeed's own optimizers, which torch lacks."""
     arguments: Mapping[str, Any]
     """Keyword arguments of ``cls``, or ``optimizer.params`` as written."""
     legacy_fusion: bool = False
@@ -50,10 +51,20 @@ class OptimizerSpec:
         """The base rate that schedules start from: the file's, else the optimizer's own default. Of Muon's halves, the faster's."""
         if self.kind.lower() == "muon":
             return max(muon_rates(self.arguments))
-        if ":" in self.kind:
+        if self.own:
             return float(self.arguments["lr"])
         params = Optimizer.variant({"type": self.kind}, "params") or Params
         return float(self.arguments.get("lr", params.model_fields["lr"].default))
+
+    @property
+    def own(self) -> bool:
+        """True for an optimizer of the user's own, by class or made by the task."""
+        return ":" in self.kind or self.kind == OF_TASK
+
+    @property
+    def name(self) -> str:
+        """The class, or where the task makes it its method."""
+        return self.kind if self.cls is None else self.cls.__name__
 
     def build(self, parameters: list[Any]) -> torch.optim.Optimizer:
         """torch's optimizer over ``parameters``, or groups of them.
@@ -64,11 +75,12 @@ class OptimizerSpec:
             raise EngineError(
                 f'optimizer "{self.kind}" exists in DeepSpeed only; use engine "deepspeed", or an optimizer of torch'
             )
-        make: Any = self.cls
         try:
-            optimizer: torch.optim.Optimizer = make(parameters, **self.arguments)
+            optimizer = self.cls(parameters, **self.arguments)
         except (TypeError, ValueError, RuntimeError) as error:
-            raise _wrong("params", f"{self.cls.__name__}: {error}") from None
+            raise _wrong("params", f"{self.name}: {error}") from None
+        if not isinstance(optimizer, torch.optim.Optimizer):
+            raise TaskError(f"Task.optimizer returned {type(optimizer).__name__}; return a torch.optim.Optimizer")
         refuse_decay(optimizer)
         return optimizer
 
@@ -97,6 +109,8 @@ def read(config: Config) -> OptimizerSpec:
     if section is None:
         remedy = 'add "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}'
         raise ConfigError([Problem("error", "optimizer", "missing", remedy, str(config.path or ""), code="missing")])
+    if section.type == OF_TASK:
+        return OptimizerSpec(section.type, None, section.params)
     if ":" in section.type:
         return OptimizerSpec(section.type, _own(section.type), section.params)
     name = section.type.lower()
@@ -110,6 +124,17 @@ def read(config: Config) -> OptimizerSpec:
     if not (isinstance(cls, type) and issubclass(cls, torch.optim.Optimizer)):
         raise _wrong("type", f"{section.type!r} is neither one of DeepSpeed's optimizers nor in torch.optim")
     return OptimizerSpec(section.type, cls, section.params)
+
+
+def of_task(spec: OptimizerSpec, task: Task) -> OptimizerSpec:
+    """``spec``, with the task's method where the file's type is "task". Raises TaskError where it has none."""
+    if spec.kind != OF_TASK:
+        return spec
+    if type(task).optimizer is Task.optimizer:
+        raise TaskError(
+            f'optimizer.type is "{OF_TASK}", and {type(task).__name__} has no optimizer(groups, **params); define it'
+        )
+    return replace(spec, cls=task.optimizer)
 
 
 def _own(name: str) -> type[torch.optim.Optimizer]:

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F  # noqa: N812  # the name that every torch program uses
 from torch.overrides import TorchFunctionMode
 
+from dsframe.errors import TaskError
 from dsframe.model import adapter, groups
 from dsframe.tasks.layers import Tied, TiedLayer, check_ties, make
 from dsframe.tasks.meta import map_floats
@@ -64,6 +65,10 @@ def stages_of(task: Task, dtype: torch.dtype, config: Config | None = None) -> t
 
     ``config``: whose frozen groups need no gradient. Raises ConfigError and TaskError as ``groups.settle``.
     """
+    if task.models():
+        raise TaskError(
+            f"{type(task).__name__} has several models (models()), whose steps have no prediction; plan each by itself"
+        )
     adapted = config is not None and config.settings.adapter is not None
     layers = None if adapted else task.layers()
     grouped = config is not None and groups.are_asked(config, task)

@@ -34,7 +34,7 @@ from dsframe.cluster.exchange import Ranks
 from dsframe.data.source import Source
 from dsframe.errors import TaskError
 from dsframe.tasks.global_batch import all_rows
-from dsframe.tasks.layers import Layer, assemble
+from dsframe.tasks.layers import Layer, assemble, seed_generators
 
 if TYPE_CHECKING:
     from dsframe.hooks import Hooks
@@ -148,9 +148,44 @@ class Task:
         frozen BatchNorm, overrides ``train()``.
         """
         layers = self.layers()
-        if layers is None:
+        if layers is not None:
+            return assemble(layers, self.seed)
+        if not self.models():
             raise TaskError(f"{type(self).__name__} must define model() or layers()")
-        return assemble(layers, self.seed)
+        return nn.ModuleDict({name: self.model_of(name) for name in self.models() if name in self.losses()})
+
+    def models(self) -> Mapping[str, Callable[[], nn.Module]]:
+        """Returns several models in the place of :meth:`model`: for each name a function that makes it; by default none.
+
+        Each is trained by an optimizer of its own, with the loss that :meth:`losses` has for it; one without a loss is frozen, as a
+        teacher is, stays in evaluation mode, and is in no checkpoint: its function loads its weights at each start. Parameters are
+        named ``NAME.rest``. What is evaluated, and asked for predictions, is the first one that is trained.
+        """
+        return {}
+
+    def losses(self) -> Mapping[str, Callable[[Mapping[str, Callable[..., Any]], Any, Any], Any]]:
+        """Returns the losses of a step, in their order, by the name of the model that each trains; needed with :meth:`models`.
+
+        ``loss(models, inputs, targets)`` returns what :meth:`loss` may return, and calls the models by their names:
+        ``models["generator"](inputs)``, with positional arguments or keywords. Gradients go through all of them, to the parameters
+        of the trained one alone. Each loss sees all micro-batches of a step before the next one does, and the models before it in
+        the order are updated by then.
+        """
+        return {}
+
+    def model_of(self, name: str) -> nn.Module:
+        """One of :meth:`models`, made anew. Its random numbers depend on :attr:`seed` and its place alone. Raises TaskError."""
+        models = self.models()
+        made = models[name]
+        if isinstance(made, nn.Module) or not callable(made):
+            raise TaskError(
+                f"{type(self).__name__}.models: {name!r} is {type(made).__name__}, made already; give what makes the model"
+            )
+        seed_generators(self.seed * 1_000_003 + list(models).index(name))
+        found = made()
+        if not isinstance(found, nn.Module):
+            raise TaskError(f"{type(self).__name__}.models: {name!r} made {type(found).__name__}, which is no module")
+        return found
 
     def layers(self) -> Sequence[Layer] | None:
         """The model as a list of layers, each of which takes what the one before gives; None where it is not one.
@@ -274,6 +309,15 @@ class Task:
         alone: the same on every rank.
         """
         return ()
+
+    def optimizer(self, groups: list[Any], **params: Any) -> torch.optim.Optimizer:
+        """The optimizer, where the file says ``"optimizer": {"type": "task", "params": {"lr": 1e-3}}``.
+
+        ``groups``: tensors, or dicts of them, as torch's optimizers take them: parameters, their fp32 masters, or at ZeRO-1 to 3
+        flat shards of many, for which the update of each number must not depend on others. ``params``: the file's; ``lr`` is set
+        before each update. Its state goes into checkpoints: tensors of a parameter's shape, and numbers.
+        """
+        raise TaskError(f"{type(self).__name__} must define optimizer(groups, **params)")
 
     def prepare(self, say: Say) -> None:
         """Downloads, unpacks, tokenises: once, by one process of each host, before any process asks for data. By default nothing.

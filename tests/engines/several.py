@@ -19,7 +19,7 @@ from dsframe.cluster.process_group import device_of
 from dsframe.config import Facts, load
 from dsframe.data import Loader
 from dsframe.engine import Engine, Plan
-from dsframe.engines import precision
+from dsframe.engines import parts, precision
 from dsframe.model import optimizers, schedules
 
 _open = process_group.open_process_group
@@ -43,7 +43,8 @@ def prepare(file: dict[str, Any], name: str) -> tuple[Callable[[], Engine], Load
     config, here = load(file), world.here()
     replicas = engines.TABLE[name].replicas
     config = config.resolve(Facts(here.size, total_steps=10, replicas=replicas))
-    task, optimizer = tasks.build(config.settings.task, config.settings.seed), optimizers.read(config)
+    task = tasks.build(config.settings.task, config.settings.seed)
+    optimizer = optimizers.of_task(optimizers.read(config), task)
     task.trained_in = precision.parameter_dtype(config)
     batch, device = config.batch(here.size, replicas=replicas), device_of(here)
     loader = Loader(
@@ -56,4 +57,4 @@ def prepare(file: dict[str, Any], name: str) -> tuple[Callable[[], Engine], Load
         device=device,
     )
     plan = Plan(config, here, task, optimizer, schedules.constant(optimizer.learning_rate), batch, device)
-    return partial(engines.load(name, config), plan), loader
+    return partial(parts.make, engines.load(name, config), plan), loader

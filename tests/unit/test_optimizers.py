@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import dsframe
 from dsframe.config import load
 from dsframe.data import Sampler, TensorSource
-from dsframe.errors import ConfigError, EngineError
+from dsframe.errors import ConfigError, EngineError, TaskError
 from dsframe.model import optimizers
 
 
@@ -187,13 +187,54 @@ def test_an_optimizer_of_ones_own_trains_and_goes_on(tmp_path: Path, monkeypatch
     assert dsframe.fit(Ramp(), own(8, lr=0.01, decay=0.9), resume="auto").loss == whole.loss
 
 
+class Factory(Ramp):
+    """A task that makes its optimizer, or something else."""
+
+    def __init__(self, made: Any = Signs) -> None:
+        self.made = made
+
+    def optimizer(self, groups: list[Any], **params: Any) -> Any:
+        return self.made(groups, **params)
+
+
+def test_an_optimizer_that_the_task_makes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The training of the same class by its name; tests/engines/test_parts.py has the other engines."""
+    monkeypatch.chdir(tmp_path)
+    wanted = dsframe.fit(Ramp(), own(5, lr=0.01, decay=0.9)).loss
+    made = {**own(5, lr=0.01, decay=0.9), "optimizer": {"type": "task", "params": {"lr": 0.01, "decay": 0.9}}}
+    made["dsframe"]["run_dir"] = "made"
+    assert dsframe.fit(Factory(), made).loss == wanted
+    with pytest.raises(TaskError, match=r"Ramp has no optimizer\(groups, \*\*params\); define it"):
+        dsframe.fit(Ramp(), made)
+    with pytest.raises(TaskError, match=r"Task\.optimizer returned list; return a torch.optim.Optimizer"):
+        dsframe.fit(Factory(lambda groups, **_: groups), made)
+    with pytest.raises(ConfigError, match=r'optimizer\.params: "lr" is required'):
+        load({**made, "optimizer": {"type": "task"}})
+
+
 @pytest.mark.parametrize(
     ("document", "message"),
     [
         (own(1, "Sings", lr=0.1), "Sings' cannot be imported: .*has no attribute 'Sings'"),
         (own(1, "Ramp", lr=0.1), "Ramp' is no subclass of torch.optim.Optimizer"),
         (own(1), r"optimizer\.params\.lr: .*required"),
-        (own(1, engine="deepspeed", lr=0.1), "an optimizer of your own is not possible with DeepSpeed"),
+        (
+            own(1, engine="deepspeed", lr=0.1) | {"zero_optimization": {"stage": 1}},
+            "is not possible with DeepSpeed with shards, unless the update of each number depends on it alone",
+        ),
+        (
+            own(1, engine="deepspeed", lr=0.1)
+            | {"zero_optimization": {"offload_optimizer": {"device": "cpu"}, "stage": 2}},
+            "is not possible with DeepSpeed with optimizer offload, for which DeepSpeed has its own",
+        ),
+        (
+            own(1, engine="deepspeed", lr=0.1) | {"bf16": {"enabled": True}},
+            "is not possible with DeepSpeed in these 16 bits",
+        ),
+        (
+            own(1, engine="deepspeed", lr=0.1) | {"pipeline": {"stages": 2}},
+            "is not possible with DeepSpeed where ranks split a model",
+        ),
         (own(1, lr=0.1, dekay=1), "unexpected keyword argument 'dekay'"),
     ],
 )

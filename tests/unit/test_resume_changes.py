@@ -35,6 +35,7 @@ MANIFEST: dict[str, Any] = {
         "fp16": {"enabled": False},
         "torch_autocast": None,
         "per_sample_randomness": False,
+        "optimizers": {"actor": {"lr_decay": 0}},
         "parameter_groups": [],
         "no_decay": None,
         "layer_decay": None,
@@ -48,6 +49,9 @@ CHANGES: dict[str, list[tuple[str, Any, str]]] = {
     "optimizer.params": [
         ("course/optimizer.params/weight_decay", 0.1, "optimizer.params.weight_decay was 0.0, is 0.1: "),
         ("course/optimizer.params/betas", [0.8, 0.9], "optimizer.params.betas was [0.9, 0.999], is [0.8, 0.9]: "),
+    ],
+    "optimizers": [
+        ("course/optimizers/actor/lr_decay", 0.1, "optimizers.actor.lr_decay was 0, is 0.1: "),
     ],
     "parameter_groups": [
         ("course/parameter_groups", [{"match": ["a"]}], 'parameter_groups was [], is [{"match": ["a"]}]: ')
@@ -89,6 +93,7 @@ STAYS = {
     "order": ("sequential", 'order was null, is "sequential" ('),
     "parts of the data": ({"window": 8}, 'parts of the data was null, is {"window": 8} ('),
     "adapter": ({"type": "lora", "r": 8}, 'adapter was null, is {"type": "lora", "r": 8} ('),
+    "models": ({"teacher": "frozen, digest aa"}, 'models was null, is {"teacher": "frozen, digest aa"} ('),
     "adapter's base": ("aa", 'adapter\'s base was null, is "aa" ('),
     "task settings": (
         {"name": "circles:Circles", "options": {"width": 5}},

@@ -11,7 +11,7 @@ from dsframe.config.read.reader import Path
 from dsframe.config.read.suggest import closest
 from dsframe.config.rules.context import RuleContext
 from dsframe.config.schema.hf_scheduler import HF_SCHEDULERS
-from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, MUP, WITHOUT_ROUTE, Optimizer, muon_rates
+from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, MUP, OF_TASK, WITHOUT_ROUTE, Optimizer, muon_rates
 from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, SCHEDULERS_WITHOUT_ROUTE, Scheduler
 from dsframe.config.schema.torch_optimizer import TORCH_OPTIMIZERS
 from dsframe.config.schema.torch_scheduler import TORCH_SCHEDULERS
@@ -51,13 +51,9 @@ def _optimizer(context: RuleContext) -> None:
     if optimizer is None:
         return
     name = optimizer.type
-    if ":" in name:
+    if ":" in name or name == OF_TASK:
         context.imports(("optimizer", "type"), name)
-        if context.by_deepspeed:
-            context.conflict(
-                ("optimizer", "type"), "an optimizer of your own is not possible with DeepSpeed, which shards known ones",
-                "choose an engine of torch or Horovod, or one of DeepSpeed's optimizers",
-            )  # fmt: skip
+        _own(context)
         return
     if name.lower() not in DEEPSPEED_OPTIMIZERS and name not in TORCH_OPTIMIZERS:
         known = [spelling for spelling, _ in DEEPSPEED_OPTIMIZERS.values()] + list(TORCH_OPTIMIZERS)
@@ -104,6 +100,22 @@ def _optimizer(context: RuleContext) -> None:
     if kind == "sgd" and params.get("nesterov") is True and (not params.get("momentum") or params.get("dampening")):
         path = ("optimizer", "params", "nesterov")
         context.conflict(path, "needs momentum above 0 and dampening 0: torch raises", "set both")
+
+
+def _own(context: RuleContext) -> None:
+    """Report where DeepSpeed cannot take an optimizer of the user's own."""
+    file, zero = context.file, context.file.zero_optimization
+    found = (
+        (zero.stage and not file.zero_allow_untested_optimizer, "with shards, unless the update of each number depends on it alone",
+         'add "zero_allow_untested_optimizer": true if it does, or set the stage to 0'),
+        (zero.optimizer_device != "none", "with optimizer offload, for which DeepSpeed has its own", "remove the offload"),
+        (file.pipeline.stages > 1 or file.tensor_parallel.autotp_size > 1, "where ranks split a model", "choose another"),
+        (file.fp16.enabled is True or (file.bf16.enabled and not zero.stage), "in these 16 bits", "use fp32, or bf16 with ZeRO"),
+    )  # fmt: skip
+    for wrong, where, remedy in found if context.by_deepspeed else ():
+        if wrong:
+            message = f"an optimizer of your own is not possible with DeepSpeed {where}"
+            context.conflict(("optimizer", "type"), message, remedy)
 
 
 def _lbfgs(context: RuleContext) -> None:

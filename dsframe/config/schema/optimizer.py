@@ -173,12 +173,17 @@ WITHOUT_ROUTE: Mapping[str, str] = {
 """Lower-case names of optimizers that cannot be used, and why."""
 
 
+OF_TASK = "task"
+"""Type of an optimizer that the task makes (``Task.optimizer``)."""
+
+
 class Optimizer(Section):
     """The update rule. Without this section DeepSpeed expects an optimizer from the program; dsframe asks for one."""
 
     type: str
-    """Adam, AdamW, Adagrad, Lamb, Lion, Muon, MuAdam, MuAdamW, MuSGD, a class of ``torch.optim`` such as SGD, or ``module:Class``,
-    an optimizer of your own in the form of torch's, on engines of torch and Horovod."""
+    """Adam, AdamW, Adagrad, Lamb, Lion, Muon, MuAdam, MuAdamW, MuSGD, a class of ``torch.optim`` such as SGD; ``module:Class``, an
+    optimizer of your own in the form of torch's; or ``task``, what ``Task.optimizer`` makes. DeepSpeed takes these two at stage 0,
+    and at stages 1 to 3 with ``zero_allow_untested_optimizer``."""
     params: dict[str, Any] = {}
     """Arguments of the optimizer."""
     legacy_fusion: bool = False
@@ -191,4 +196,4 @@ class Optimizer(Section):
             return None
         if name.lower() in DEEPSPEED_OPTIMIZERS:
             return DEEPSPEED_OPTIMIZERS[name.lower()][1]
-        return OwnParams if ":" in name else TORCH_OPTIMIZERS.get(name)
+        return OwnParams if ":" in name or name == OF_TASK else TORCH_OPTIMIZERS.get(name)

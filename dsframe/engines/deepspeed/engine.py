@@ -77,6 +77,14 @@ class ZeroEngine(Engine):
             self._elements = sum(parameter.numel() for parameter in module.parameters())
             self._kept = self._tiles is None and plan.config.deepspeed.zero_optimization.keeps_whole(self._elements)
             self._shares = self._initialize(module)
+        if not plan.frozen:
+            self._prepare_steps(module)
+        self.calls = self._watch_calls(module) if self._stage == 3 and plan.world.size > 1 else None
+        self._updates = 0
+
+    def _prepare_steps(self, module: nn.Module) -> None:
+        """What DeepSpeed's engine needs beside itself to take steps."""
+        plan = self.plan
         if shares_activations(plan.config.deepspeed, plan.config.settings):
             from dsframe.engines.deepspeed import partition
 
@@ -90,8 +98,6 @@ class ZeroEngine(Engine):
         patches.scale_until_updated(self._engine.optimizer)
         if plan.config.settings.on_nonfinite == "skip":
             patches.look_before_each_step(self._engine)
-        self.calls = self._watch_calls(module) if self._stage == 3 and plan.world.size > 1 else None
-        self._updates = 0
 
     def _watch_calls(self, model: nn.Module) -> CallOrder | None:
         """What gathers weights when it is called; None where the compiler sees to the calls."""
@@ -137,6 +143,8 @@ class ZeroEngine(Engine):
 
     def _initialize(self, module: nn.Module) -> dict[str, Cut]:
         """**Collective.** Starts DeepSpeed's engine on ``module``. Returns how its parameters are cut, by name."""
+        if self.plan.frozen and self._stage < 3:
+            return {}  # nothing of it is sharded
         if self.plan.batch.tensor_parallel_size == 1:
             self._start(module)
             return {}
@@ -155,9 +163,19 @@ class ZeroEngine(Engine):
         )
         if self._spill is not None:
             self._shard(module, document, self._spill)
+        if self.plan.frozen:
+            del document["optimizer"]
+            document["zero_optimization"].pop("offload_optimizer", None)
+        own, parameters = None, self._split()
+        if self.plan.optimizer.own and not self.plan.frozen:
+            del document["optimizer"]
+            own = self.plan.optimizer.build
+            parameters = parameters or [parameter for parameter in module.parameters() if parameter.requires_grad]
         self._engine, *_ = deepspeed.initialize(
-            model=module, model_parameters=self._split(), config=document, dist_init_required=False
+            model=module, optimizer=own, model_parameters=parameters, config=document, dist_init_required=False
         )
+        if self.plan.frozen:
+            return
         optimizers.refuse_decay(self._engine.basic_optimizer)
         patches.coalesce_gathers(self._engine)
 
@@ -286,6 +304,19 @@ class ZeroEngine(Engine):
     def _forward(self, inputs: Inputs) -> Any:
         return precision.cast_outputs(call(self._engine, precision.cast_inputs(inputs, self._dtype)))
 
+    def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:
+        """**Collective** at stage 3. The model's, or a part's; not by DeepSpeed's engine, which would expect a backward pass."""
+        found = call(self._model if module is None else module, precision.cast_inputs(inputs, self._dtype))
+        return precision.cast_outputs(found)
+
+    def rest(self) -> None:
+        """**Collective** at stage 3. Compares the calls, and leaves no trace of them."""
+        if self.calls is not None:
+            self.calls.compare()
+            self.calls.check(waits=self.plan.device.type == "cpu")
+        if self._stage == 3 and not self.plan.frozen:
+            patches.forget_evaluation(self._engine)
+
     @torch.no_grad()
     def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
         """**Collective.** The task's metrics; at stage 3 every rank's forward pass gathers the others' parameters."""
@@ -344,7 +375,8 @@ class ZeroEngine(Engine):
         """**Collective.** Frees DeepSpeed's buffers and hooks, and leaves the process group."""
         if self.calls is not None:
             self.calls.close()
-        self._engine.destroy()
+        if self._stage == 3 or not self.plan.frozen:
+            self._engine.destroy()
         process_group.close_process_group()
         patches.release_groups()
         self._swap.remove()

@@ -25,7 +25,7 @@ from weakref import WeakSet
 import torch
 from torch import Tensor
 
-from dsframe.cluster.process_group import meet, rendezvous_address
+from dsframe.cluster.process_group import joins, meet, rendezvous_address, stays_open
 from dsframe.cluster.rendezvous import bound_to, interface_to
 from dsframe.cluster.world import World
 from dsframe.engine import Inputs, Plan
@@ -66,7 +66,9 @@ class HorovodEngine(ReplicaEngine):
         if settings.timeline:  # rank 0 writes it
             environment_scope.put("HOROVOD_TIMELINE", str((plan.directory / "timeline.json").absolute()))
             environment_scope.put("HOROVOD_TIMELINE_MARK_CYCLES", str(int(settings.timeline_mark_cycles)))
-        _initialise(plan.world)
+        self._joins = joins()
+        if not self._joins:
+            _initialise(plan.world)
         self._op = settings.op or {"mean": "average", "sum": "sum"}[plan.config.deepspeed.gradient_allreduce_op]
         self.averages_gradients = self._op != "adasum"
         if self._op == "adasum" and not hvd.mpi_built():
@@ -130,7 +132,7 @@ class HorovodEngine(ReplicaEngine):
                 ),
             )
         if plan.world.size > 1:
-            for earlier in _living:
+            for earlier in () if self._joins else _living:
                 earlier.remove()
             self._buckets = Buckets(
                 self._parameters,
@@ -148,7 +150,7 @@ class HorovodEngine(ReplicaEngine):
         predivided = self.plan.config.deepspeed.gradient_predivide_factor if self._op == "average" else 1.0
         handle = hvd.allreduce_async_(
             sent,
-            name=f"dsframe.{name}",
+            name=f"dsframe.{name}" if not self.plan.part else f"dsframe.{self.plan.part}.{name}",
             op=hvd.Average if self._op == "average" else hvd.Sum,
             prescale_factor=1.0 / predivided,
             postscale_factor=predivided,
@@ -179,6 +181,8 @@ class HorovodEngine(ReplicaEngine):
         """**Collective.** Leaves Horovod's ring when everybody has arrived."""
         if self._buckets:
             self._buckets.remove()
+        if stays_open():
+            return
         if self.plan.config.settings.horovod.timeline:
             hvd.stop_timeline()  # over MPI nothing else closes the file, and the process may end in the middle of a record
         hvd.barrier()

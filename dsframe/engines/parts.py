@@ -1,0 +1,447 @@
+"""Several models of one task, each in an engine of its own: GANs, distillation, a policy beside its reference.
+
+All are engines of one kind, the run's. What an engine trains is its model under its name, with the loss that trains it as the
+forward pass: a library that wraps, gathers or reduces sees one forward and one backward pass of one module. Inside of that loss
+the other models are asked for outputs, and their parameters need no gradients meanwhile. A step is one step of each engine, in the
+order of the task's losses.
+"""
+
+from __future__ import annotations
+
+import copy
+import weakref
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from dataclasses import dataclass, replace
+from functools import partial
+from itertools import chain
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.distributed import PrefixStore  # type: ignore[attr-defined]
+from torch.multiprocessing.reductions import StorageWeakRef
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from dsframe.checkpoint import changes
+from dsframe.checkpoint.state import (
+    EngineState,
+    ParameterState,
+    SavedState,
+    SavedView,
+    ShardedParameters,
+    persistent_buffers,
+)
+from dsframe.cluster import process_group
+from dsframe.cluster.exchange import by_value, first_difference
+from dsframe.config import Config, load
+from dsframe.config.features import features
+from dsframe.engine import Engine, Inputs, Plan, StepResult, Weighted
+from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
+from dsframe.model import adapter, optimizers, schedules
+from dsframe.model.groups import ParameterGroups
+from dsframe.model.sample_draws import DrawTrial
+from dsframe.tasks.task import Sum, Task
+
+Make = Callable[[Plan], Engine]
+
+
+def make(engine: Make, plan: Plan) -> Engine:
+    """**Collective.** The engine of this plan; where its task has several models, one for each behind one. Raises TaskError."""
+    return PartsEngine(plan, engine) if names(plan.task) else engine(plan)
+
+
+def names(task: Task) -> list[str]:
+    """Returns the names of the task's models, none where it has one without a name. Raises TaskError where losses are of others."""
+    models, losses, whose = list(task.models()), list(task.losses()), type(task).__name__
+    for name in models:
+        if not name.isidentifier() or hasattr(nn.Module, name):
+            raise TaskError(
+                f"{whose}.models: {name!r} cannot be the name of a model; take another word of letters and digits"
+            )
+    for name in losses:
+        if name not in models:
+            known = ", ".join(models) or "none"
+            raise TaskError(f"{whose}.losses: there is no model {name!r} for it to train; models() has {known}")
+    if models and not losses:
+        raise TaskError(
+            f"{whose} has models() and no losses(), so nothing would be trained; say which loss trains which"
+        )
+    return models
+
+
+@dataclass(frozen=True)
+class _MicroBatch:
+    """What a loss is computed from. No library looks inside."""
+
+    inputs: Inputs
+    targets: Any
+
+
+class _Part(nn.Module):
+    """One model under its name. Its forward pass is the loss that trains it, or for anything but a micro-batch the model's own."""
+
+    def __init__(self, name: str, model: nn.Module, loss: Callable[[_MicroBatch], Any] | None) -> None:
+        super().__init__()
+        self.add_module(name, model)
+        self._loss, self._trained = loss, loss is not None
+        self.size = sum(parameter.numel() for parameter in model.parameters())
+
+    @property
+    def inner(self) -> nn.Module:
+        """The model."""
+        return next(self.children())
+
+    def forward(self, *args: Any, **kwargs: Any) -> Any:
+        if self._loss is not None and args and isinstance(args[0], _MicroBatch):
+            return self._loss(args[0])
+        return self.inner(*args, **kwargs)
+
+    def train(self, mode: bool = True) -> _Part:
+        return super().train(mode and self._trained)
+
+
+class _Pass(nn.Module):
+    """One loss as a module, whose random draws are looked for: a model also runs for other losses."""
+
+    def forward(self, loss: Callable[..., Any], models: Mapping[str, Any], batch: _MicroBatch) -> Any:
+        return loss(models, batch.inputs, batch.targets)
+
+
+class PartsEngine(Engine):
+    """One engine for each model of a task, as one engine."""
+
+    def __init__(self, plan: Plan, engine: Make) -> None:
+        """**Collective.** Raises TaskError for models and losses that do not fit each other, else as each engine does."""
+        self.plan = plan
+        every, self._losses = names(plan.task), plan.task.losses()
+        self._passes = {name: _Pass() for name in self._losses}
+        self._digests: dict[str, str] = {}
+        self._parts: dict[str, _Part] = {}
+        self._engines: dict[str, Engine] = {}
+        for name in plan.config.settings.optimizers:
+            if name not in self._losses:
+                known = ", ".join(self._losses)
+                raise TaskError(
+                    f"dsframe.optimizers: no loss trains a model {name!r}; those that are trained are {known}"
+                )
+        with process_group.shared():
+            for name in every:
+                self._engines[name] = engine(self._plan_of(name))
+        plan.task.ranks = weakref.proxy(self)
+        self._trained = {name: one for name, one in self._engines.items() if name in self._losses}
+        self._learning = {
+            name: [p for p in self._parts[name].parameters() if p.requires_grad] for name in self._trained
+        }
+        if told := first_difference(self, [f"{name} with digest {one}" for name, one in self._digests.items()]):
+            raise TaskError(f"{type(plan.task).__name__}: a frozen model differs between ranks: {by_value(told)}")
+        self._settle()
+
+    def _settle(self) -> None:
+        """Sets what is to be known of all models together."""
+        engines = self._engines.values()
+        self.dtype, self.sample_draws = self._first.dtype, None
+        self.draws = _Draws([DrawTrial(one, self.plan.device) for one in self._passes.values()])  # type: ignore[assignment]
+        self.depends = tuple(dict.fromkeys(what for one in engines for what in one.depends))
+        trained = {name: one.groups for name, one in self._trained.items()}
+        self.groups = ParameterGroups(
+            asked={
+                key: {name: one.asked.get(key) for name, one in trained.items()}
+                for key in dict.fromkeys(key for one in trained.values() for key in one.asked)
+            },
+            lines=tuple(f"{name}, {line}" for name, one in trained.items() for line in one.lines),
+        )
+        called = {name: one.calls for name, one in self._engines.items() if one.calls is not None}
+        self.calls = _Calls(called) if called else None
+        specs = {name: one.plan.optimizer for name, one in self._trained.items()}
+        how = {
+            name: f"loss {place}, {changes.kind_of(specs[name])}" for place, name in enumerate(self._losses, start=1)
+        }
+        how |= {name: f"frozen, digest {one}" for name, one in self._digests.items()}
+        self.record = {
+            "training": {"models": {name: how[name] for name in self._engines}},
+            "course": {"optimizers": {name: changes.course_of(one) for name, one in specs.items()}},
+        }
+        told = [f"{name} ({self._parts[name].size:,} parameters; {how[name]})" for name in self._engines]
+        self.built = "; ".join([*(one.built for one in engines if one.built), f"models: {', '.join(told)}"])
+
+    @property
+    def _first(self) -> Engine:
+        """The engine of the model that is evaluated."""
+        return next(iter(self._trained.values()))
+
+    # What each engine is made of.
+
+    def _plan_of(self, name: str) -> Plan:
+        plan, whole, others = self.plan, self.plan.task, self._losses.keys() - {name}
+        task: Any = copy.copy(whole)
+        task.model, task.loss, task.terms = lambda: self._build(name), lambda outputs, targets: outputs, {}
+        task.metrics = lambda outputs, targets: whole.metrics(outputs, targets)
+        task.update_metric = lambda metric, outputs, targets: whole.update_metric(metric, outputs, targets)
+        task.parameter_groups = lambda model: _groups_of(whole.parameter_groups(model), others)
+        if name not in self._losses:
+            task.parameter_groups = lambda model: ()
+        config = _config_of(plan.config, name, others, frozen=name not in self._losses)
+        optimizer, schedule = plan.optimizer, plan.schedule
+        if name in plan.config.settings.optimizers:
+            optimizer = optimizers.of_task(optimizers.read(config), whole)
+            if plan.config.deepspeed.scheduler and plan.optimizer.learning_rate:
+                schedule = schedules.scaled(schedule, optimizer.learning_rate / plan.optimizer.learning_rate)
+            else:
+                schedule = schedules.planned(config, whole, optimizer.learning_rate, plan.batch.train_batch_size)
+        own = replace(plan, config=config, task=task, optimizer=optimizer, schedule=schedule)
+        return replace(own, part=name, frozen=name not in self._losses)
+
+    def _build(self, name: str) -> _Part:
+        task, drawn = self.plan.task, _Drawn()
+        if name in self._losses:
+            part = _Part(name, task.model_of(name), partial(self._loss, name))
+        else:
+            with drawn:
+                part = _Part(name, task.model_of(name), None)
+            if found := drawn.among(part):
+                raise TaskError(
+                    f"{type(task).__name__}: no loss trains the model {name!r}, and its {found} is drawn from random numbers; "
+                    "load its weights where models() makes it, or give it a loss in losses()"
+                )
+            part.requires_grad_(False)
+            self._digests[name] = adapter.digest({**dict(part.named_parameters()), **persistent_buffers(part)})
+        self._parts[name] = part
+        return part
+
+    def _loss(self, name: str, batch: _MicroBatch) -> Any:
+        models = {other: partial(self._outputs, other, other == name) for other in self._engines}
+        return self._passes[name](self._losses[name], models, batch)
+
+    def _outputs(self, name: str, runs: bool, *args: Any, **kwargs: Any) -> Any:
+        if args and kwargs:
+            raise TaskError(
+                f"{type(self.plan.task).__name__}: give the model {name!r} positional arguments or keywords, not both"
+            )
+        return self._engines[name].outputs(kwargs or args, self._parts[name].inner if runs else None)
+
+    # The step.
+
+    def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
+        """**Collective.** One update of each model that is trained, in the order of the losses; each sees all micro-batches.
+
+        The loss is the sum of all, the norm that of all gradients, each as its own engine has it; the rate is the first loss's.
+        """
+        if self.calls is not None:
+            self.calls.begin()
+        batches = [(_MicroBatch(inputs, _bare(targets)), targets) for inputs, targets in micro_batches]
+        results: dict[str, StepResult] = {}
+        for name in self._losses:
+            with self._alone(name):
+                results[name] = self._trained[name].train_step(iter(batches))
+        self._collect(results)
+        found = list(results.values())
+        norms = [one.gradient_norm for one in found]
+        norm: Tensor | float | None = norms[0]
+        if len(found) > 1:
+            place = found[0].loss.device
+            known = [torch.as_tensor(one, dtype=torch.float32, device=place) for one in norms if one is not None]
+            norm = torch.stack(known).norm() if len(known) == len(norms) else None
+        loss = sum((one.loss for one in found[1:]), found[0].loss)
+        return StepResult(loss, found[0].learning_rate, norm, any(one.skipped for one in found))
+
+    @contextmanager
+    def _alone(self, name: str) -> Iterator[None]:
+        """**Collective.** No other model's parameters get gradients inside."""
+        others = [parameter for other, own in self._learning.items() if other != name for parameter in own]
+        for parameter in others:
+            parameter.requires_grad_(False)
+        try:
+            yield
+        finally:
+            for parameter in others:
+                parameter.requires_grad_(True)
+        for other, engine in self._engines.items():
+            if other != name:
+                engine.rest()
+
+    def _collect(self, results: Mapping[str, StepResult]) -> None:
+        """Gives the task what the losses have returned beside themselves; where there are several losses, these too."""
+        found: dict[str, Sum] = {}
+        for name, result in results.items():
+            if len(results) > 1:
+                found[f"{name}_loss"] = Sum(result.loss.detach(), 1)
+            task = self._trained[name].plan.task
+            found, task.terms = {**found, **task.terms}, {}
+        self.plan.task.terms = found
+
+    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
+        """**Collective.** The task's metrics of the first model that is trained."""
+        self._first.plan.task.metric_objects = self.plan.task.metric_objects
+        return self._first.eval_step(batch, valid)
+
+    def average(self, decay: float) -> None:
+        """The averages of all models that are trained."""
+        for one in self._trained.values():
+            one.average(decay)
+
+    @contextmanager
+    def averaged(self) -> Iterator[None]:
+        """**Collective.** All of them have their averages inside."""
+        with ExitStack() as stack:
+            for one in self._trained.values():
+                stack.enter_context(one.averaged())
+            yield
+
+    # The state.
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        """Those of the models that are trained."""
+        return {name: buffer for one in self._trained.values() for name, buffer in one.buffers().items()}
+
+    def state(self) -> EngineState:
+        """**Collective** to read to its end. A frozen model is not in it."""
+        found = [one.state() for one in self._trained.values()]
+        parameters: Iterable[ParameterState] = chain.from_iterable(one.parameters for one in found)
+        sharded = [one.parameters for one in found if isinstance(one.parameters, ShardedParameters)]
+        if len(sharded) == len(found):
+            parameters = ShardedParameters([shard for one in sharded for shard in one.shards], parameters)
+        further = {name: kept for one in found for name, kept in one.aliases.items()}
+        return EngineState(found[0].updates, None, self.buffers(), further, parameters)
+
+    def load_state(self, saved: SavedState) -> None:
+        """**Collective.** Each engine reads its model."""
+        if strange := [name for name in saved.shapes if name.partition(".")[0] not in self._trained]:
+            raise CheckpointError(f"the checkpoint belongs to another model (parameters differ): {strange[0]} is gone")
+        for name, one in self._trained.items():
+            one.load_state(_OfPart(saved, name))
+
+    def sum_over_ranks(self, values: Tensor) -> Tensor:
+        """**Collective.** Element-wise sum over the ranks."""
+        return next(iter(self._engines.values())).sum_over_ranks(values)
+
+    @property
+    def description(self) -> str:
+        """Returns a few words for the first line of a run."""
+        return f"{self._first.description}, {len(self._engines)} models"
+
+    def close(self) -> None:
+        """**Collective.** Closes all, and last the one that has opened what they share."""
+        opener, *others = self._engines.values()
+        with process_group.shared():
+            for one in others:
+                one.close()
+        opener.close()
+
+
+def _bare(targets: Any) -> Any:
+    return targets.targets if isinstance(targets, Weighted) else targets
+
+
+def _groups_of(groups: Iterable[Any], others: Collection[str]) -> list[Any]:
+    """The groups without patterns that begin with the name of another model that is trained."""
+    found = []
+    for one in groups:
+        match = one.get("match") if isinstance(one, Mapping) else None
+        own = [pattern for pattern in match or () if str(pattern).partition(".")[0] not in others]
+        if own or not match:  # what is no group is for others to say
+            found.append({**one, "match": own} if own else one)
+    return found
+
+
+def _config_of(config: Config, name: str, others: Collection[str], *, frozen: bool) -> Config:
+    """The file as one model's engine has it: its optimizer, and its groups. Raises ConfigError, EngineError for what cannot be."""
+    raw = config.written()
+    section = raw.get("dsframe", {})
+    if not section.keys() & {"optimizers", "parameter_groups", "layer_decay", "model"}:
+        return config
+    own = section.pop("optimizers", {}).get(name)
+    if own is not None:
+        raw["optimizer"] = own
+    if frozen:
+        section.pop("layer_decay", None)
+        section.get("model", {}).pop("activation_checkpointing", None)
+    groups = _groups_of(section.pop("parameter_groups", []), others)
+    if groups and not frozen:
+        section["parameter_groups"] = groups
+    try:
+        found = load(raw, facts=config.facts)
+    except ConfigError as error:
+        whose = f"with dsframe.optimizers.{name}: "
+        raise ConfigError([replace(one, message=whose + one.message) for one in error.problems]) from None
+    known = {feature.name for feature in features(config)}
+    for feature in features(found):
+        if feature.name not in known:
+            raise EngineError(f"dsframe.optimizers.{name}: {feature.description} is not possible with several models")
+    return found
+
+
+class _OfPart(SavedView):
+    """A saved state as one model's engine sees it."""
+
+    def __init__(self, saved: SavedState, name: str) -> None:
+        super().__init__(saved)
+        self._prefix = f"{name}."
+
+    @property
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        return {name: shape for name, shape in self._saved.shapes.items() if name.startswith(self._prefix)}
+
+    def buffers(self) -> Mapping[str, Tensor]:
+        return {name: one for name, one in self._saved.buffers().items() if name.startswith(self._prefix)}
+
+
+class _Draws:
+    """Knows whether any model, or loss, draws random numbers in training."""
+
+    def __init__(self, every: Sequence[DrawTrial]) -> None:
+        self._every = every
+
+    @property
+    def found(self) -> bool:
+        """True once one has."""
+        return any(one.found for one in self._every)
+
+
+class _Calls:
+    """The calls of all engines that compare them, for the watchdog."""
+
+    def __init__(self, every: Mapping[str, Any]) -> None:
+        self._every, self._log = every, list[str]()
+        for one in every.values():
+            one.log = self._log
+
+    def begin(self) -> None:
+        """A step begins."""
+        self._log.clear()
+
+    def connect(self, store: Any) -> None:
+        """``store``: as for each."""
+        for name, one in self._every.items():
+            one.connect(PrefixStore(name, store))
+
+    def difference(self, store: Any, moment: str) -> str:
+        """Returns what is to be said where the calls of the step, of all models in one order, are not the same on all ranks."""
+        told: str = next(iter(self._every.values())).difference(store, moment)
+        return told
+
+
+class _Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
+    """Knows which tensors have been filled with random numbers inside, and not with others since."""
+
+    def __init__(self) -> None:
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._filled: set[StorageWeakRef] = set()
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        found = func(*args, **(kwargs or {}))
+        if torch.Tag.nondeterministic_seeded in func.tags:
+            self._filled.update(_storage(one) for one in tree_leaves(found) if isinstance(one, Tensor))
+        elif func is torch.ops.aten.copy_.default and isinstance(args[1], Tensor):
+            change = self._filled.add if _storage(args[1]) in self._filled else self._filled.discard
+            change(_storage(args[0]))
+        return found
+
+    def among(self, model: nn.Module) -> str:
+        """Returns the name of the first parameter with random numbers; "" where there is none."""
+        return next((name for name, one in model.named_parameters() if _storage(one) in self._filled), "")
+
+
+def _storage(tensor: Tensor) -> StorageWeakRef:
+    return StorageWeakRef(tensor.detach().untyped_storage())  # type: ignore[no-untyped-call]

@@ -1,0 +1,332 @@
+"""Several models of one task, each with its own optimizer or frozen: on every engine the training of a loop of plain torch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Callable, Mapping
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import dsframe
+from dsframe import engines
+from dsframe.checkpoint import store
+from dsframe.checkpoint.store import read_manifest
+from dsframe.config import load
+from dsframe.engines import parts
+from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
+from dsframe.observe.meta import stages_of
+from dsframe.tools.compare import losses
+from tests.engines.parts import STEPS, TASKS, Distilled, Gan, file, loop, net, taught
+from tests.processes import REPOSITORY, horovodrun, python, run_ranks, warm
+
+BOUND = 1e-5
+BF16_BOUND = 0.05
+TWO = [
+    *("gan 1 ddp", "gan 2 fsdp", "gan 1 deepspeed:0", "gan 2 deepspeed:1", "gan 1 deepspeed:2", "gan 2 deepspeed:3"),
+    *("distilled 2 ddp", "distilled 1 fsdp", "distilled 2 deepspeed:1", "distilled 1 deepspeed:3"),
+    *("smooth 1 ddp", "smooth 2 fsdp", "smooth 1 deepspeed:0", "smooth 1 deepspeed:1", "smooth 2 deepspeed:3"),
+    *("gan 1 deepspeed:2:cpu", "rounded 1 fsdp::bf16", "rounded 1 deepspeed:3:bf16"),
+]
+HOROVOD = ["gan 2 horovod", "distilled 1 horovod"]
+EVERY = [
+    f"{task} {accumulation} {engine}"
+    for task in ("gan", "distilled")
+    for accumulation in (1, 2)
+    for engine in ("ddp", "fsdp", *(f"deepspeed:{stage}" for stage in range(4)), "deepspeed:2:cpu", "deepspeed:3:cpu")
+]
+MORE = [
+    f"{task} 1 {engine}"
+    for task in ("gan", "rounded")
+    for engine in ("ddp::bf16", "deepspeed:1:bf16", "deepspeed:3:bf16")
+]
+
+
+@pytest.mark.parametrize(
+    ("launch", "processes", "cases"),
+    [
+        (lambda _, command: python(command), 1, ["gan 2 single", "distilled 1 single"]),
+        (warm, 2, TWO),
+        (horovodrun, 2, HOROVOD),
+        pytest.param(warm, 2, EVERY, marks=pytest.mark.long),
+        pytest.param(warm, 3, [*EVERY, *MORE], marks=pytest.mark.long),
+        pytest.param(horovodrun, 3, [*HOROVOD, "gan 1 horovod", "distilled 2 horovod"], marks=pytest.mark.long),
+    ],
+    ids=["alone", "2", "horovod", "every-2", "every-3", "horovod-3"],
+)
+def test_a_loop_by_hand(launch: Any, processes: int, cases: list[str], tmp_path: Path) -> None:
+    command = ["-m", "tests.engines.parts", str(tmp_path / "report.json"), *cases]
+    run_ranks(launch(processes, command), timeout_seconds=400).check()
+    report = json.loads((tmp_path / "report.json").read_text())
+    for case in cases:
+        task, found = case.split()[0], report[case]
+        wanted, bound = report[task], BF16_BOUND if "bf16" in case else BOUND
+        for key in ("losses", "norms", "weights", "averages", "distance"):
+            assert found[key] == like(wanted[key], bound), (case, key)
+        on = [wanted["losses"][STEPS // 2 :], wanted["norms"][STEPS // 2 :]]
+        assert found["on from the case before"] == like(on, bound), case
+        assert found["again"], f"{case}: its own state, put back, goes on to the last bit"
+        assert found["swapped"]
+        assert wanted["losses"][-1][-1] < wanted["losses"][0][-1] or "generator" in TASKS[task]().models(), (
+            "it has learned something"
+        )
+        shards = "teacher" in TASKS[task]().models() and processes > 1 and ("fsdp" in case or ":3" in case)
+        assert found.get("share", 1.0) < 0.7 if shards else found.get("share", 1.0) == 1.0
+
+
+def like(value: Any, bound: float) -> Any:
+    """Numbers of any nesting, to be compared within ``bound``."""
+    if isinstance(value, dict):
+        return {name: like(one, bound) for name, one in value.items()}
+    if isinstance(value, list):
+        return [like(one, bound) for one in value]
+    return pytest.approx(value, rel=0, abs=bound)
+
+
+# A whole run.
+
+
+def run_file(tmp_path: Path, case: str, **more: Any) -> dict[str, Any]:
+    given = file(case)
+    given["scheduler"] = {"type": "WarmupLR", "params": {"warmup_num_steps": 4, "warmup_type": "linear"}}
+    given["scheduler"]["params"] |= {"warmup_min_lr": 0.0, "warmup_max_lr": 0.01}
+    given["dsframe"] |= {"steps": STEPS, "log_every_steps": 1, "threads_per_rank": 1, "run_dir": str(tmp_path / "run")}
+    given["dsframe"] |= {"checkpoints": {"every_steps": 3}, "eval_every_steps": 6, **more}
+    return given
+
+
+@pytest.mark.parametrize("task", ["gan", "distilled"])
+def test_a_run_that_goes_on_elsewhere(task: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Checkpoints have what is trained and name what is frozen; the metrics have each loss; the module comes out."""
+    (tmp_path / "file.json").write_text(json.dumps(run_file(tmp_path, f"{task} 1 fsdp", steps=3)))
+    first = run_ranks(
+        warm(2, ["-m", "dsframe.train", "--config", str(tmp_path / "file.json")]), timeout_seconds=200
+    ).check()
+    if "generator" in TASKS[task]().models():
+        assert "generator (" in first.stderr
+        assert "parameter group: discriminator, lr_scale 0.5: 2 parameters" in first.stderr
+    else:
+        assert "teacher (163 parameters; frozen, digest " in first.stderr
+    summary = dsframe.fit(TASKS[task](), run_file(tmp_path, f"{task} 2 single"), resume="auto")
+    wanted = loop(task, warm_up=4)
+    found = losses(tmp_path / "run")
+    assert [found[step] for step in sorted(found)] == like([sum(one) for one in wanted["losses"]], BOUND)
+    assert summary.metrics["distance"] == like(wanted["distance"], BOUND)
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    logged = [row for row in rows if "loss" in row]
+    if "generator" in TASKS[task]().models():
+        assert logged[-1]["discriminator_loss"] == like(wanted["losses"][-1][0], BOUND)
+        assert 0.0 <= logged[-1]["told"] <= 1.0
+    checkpoint = store.locate(tmp_path / "run")[0]
+    assert set(read_manifest(checkpoint)["training"]["models"]) == set(TASKS[task]().models())
+    model: Any = dsframe.load_model(tmp_path / "run", TASKS[task]())
+    trained = {"gan": ["generator", "discriminator"], "distilled": ["student"]}[task]
+    assert list(model) == trained
+    inputs, targets = TASKS[task]().eval_data().tensors
+    with torch.no_grad():
+        distance = TASKS[task]().metrics(model[trained[0]](inputs), targets)["distance"].mean
+    assert distance == like(wanted["distance"], BOUND)
+    if task == "distilled":
+        monkeypatch.setattr("tests.engines.parts.taught", partial(taught, nn.LayerNorm))
+        with pytest.raises(CheckpointError, match=r'models\.teacher was "frozen, digest .*", is "frozen, digest'):
+            dsframe.fit(Distilled(), run_file(tmp_path, "distilled 1 single", steps=9), resume="auto")
+
+
+@pytest.mark.parametrize("engine", ["fsdp", "deepspeed:3"])
+def test_ranks_that_call_other_models(engine: str, tmp_path: Path) -> None:
+    given = run_file(tmp_path, f"gan 1 {engine}", task={"name": "tests.engines.parts:Uneven"}, hang_timeout_seconds=2)
+    (tmp_path / "file.json").write_text(json.dumps(given))
+    run = run_ranks(warm(2, ["-m", "dsframe.train", "--config", str(tmp_path / "file.json")]), timeout_seconds=100)
+    assert run.returncode != 0
+    assert "Uneven: ranks call different modules of the model. The first difference: " in run.stderr
+
+
+class Drawing(Gan):
+    """Its noise is drawn in the loss."""
+
+    def fool(self, models: Mapping[str, Any], noise: Tensor, real: Tensor) -> Tensor:
+        return super().fool(models, torch.randn_like(noise), real)
+
+
+@pytest.mark.parametrize(("task", "said"), [(Gan, False), (Drawing, True)])
+def test_losses_that_draw(task: type[Gan], said: bool, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    dsframe.fit(task(), run_file(tmp_path, "gan 1 single", steps=1))
+    assert ("draws random numbers in training, others on each rank" in capsys.readouterr().err) == said
+
+
+class Normed(Gan):
+    """With statistics in what is saved."""
+
+    def models(self) -> Mapping[str, Callable[[], nn.Module]]:
+        return {**super().models(), "generator": lambda: nn.Sequential(nn.BatchNorm1d(4), net(4, 3))}
+
+    def parameter_groups(self, model: nn.Module) -> Any:
+        return [{"match": ["generator.*.bias"], "freeze": True}, {"match": ["discriminator.0.*"], "lr_scale": 0.5}]
+
+
+def test_statistics_and_groups_of_the_task(tmp_path: Path) -> None:
+    """A run that goes on is the whole one to the bit, evaluation included; frozen parameters stay."""
+    given = [run_file(tmp_path / place, "gan 1 single", steps=5, eval_every_steps=5) for place in ("whole", "parts")]
+    for one in given:
+        del one["dsframe"]["parameter_groups"]
+    whole = dsframe.fit(Normed(), given[0])
+    dsframe.fit(Normed(), {**given[1], "dsframe": {**given[1]["dsframe"], "steps": 3}})
+    again = dsframe.fit(Normed(), given[1], resume="auto")
+    assert (again.loss, again.metrics) == (whole.loss, whole.metrics)
+    model: Any = dsframe.load_model(tmp_path / "parts" / "run", Normed())
+    assert model["generator"][0].num_batches_tracked == 10, "each loss has seen the batch"
+    fresh = Normed().model_of("generator")
+    moved = {
+        name: not torch.equal(one, model["generator"].get_parameter(name)) for name, one in fresh.named_parameters()
+    }
+    assert moved == {name: not name.endswith(".bias") for name in moved}
+    course = read_manifest(store.locate(tmp_path / "parts" / "run")[0])["course"]
+    assert set(course["parameter_groups"]) == set(course["optimizers"]) == {"generator", "discriminator"}
+
+
+def test_the_example_trains(tmp_path: Path) -> None:
+    """Five steps of examples/gan on two ranks."""
+    wanted = ["gan.py", "--config", "gan.json", "--run-dir", str(tmp_path / "run"), "--set", "dsframe.steps=5"]
+    more = ["--set", "dsframe.epochs=null", "--set", "dsframe.log_every_steps=1"]
+    run_ranks(warm(2, [*wanted, *more]), cwd=REPOSITORY / "examples" / "gan", timeout_seconds=120).check()
+    rows = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    assert [set(row) >= {"discriminator_loss", "generator_loss", "told_right"} for row in rows if "loss" in row] == [
+        True
+    ] * 5
+    assert rows[-1]["evaluation"]["distance"] > 0.0
+
+
+# What is refused.
+
+
+@pytest.mark.parametrize(
+    ("engine", "changes", "path"),
+    [
+        ("deepspeed", {"pipeline": {"stages": 2}}, "pipeline.stages"),
+        ("deepspeed", {"tensor_parallel": {"autotp_size": 2}}, "tensor_parallel.autotp_size"),
+        ("deepspeed", {"sequence_parallel_size": 2}, "sequence_parallel_size"),
+        (
+            "deepspeed",
+            {"zero_optimization": {"stage": 3, "offload_param": {"device": "nvme", "nvme_path": "/tmp"}}},
+            "zero_optimization.offload_param",
+        ),
+        ("ddp", {"fp16": {"enabled": True}, "zero_optimization": {"stage": 1}}, "fp16"),
+        ("horovod", {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}, "torch_autocast"),
+        ("fsdp", {"dsframe": {"adapter": {"r": 2}}}, "dsframe.adapter"),
+        ("single", {"dsframe": {"on_nonfinite": "skip"}}, "dsframe.on_nonfinite"),
+        ("single", {"dsframe": {"per_sample_randomness": True}}, "dsframe.per_sample_randomness"),
+        ("single", {"dsframe": {"model": {"compile": True}}}, "dsframe.model.compile"),
+        (
+            "deepspeed",
+            {"zero_optimization": {"stage": 3}, "dsframe": {"model": {"activation_checkpointing": ["Sequential"]}}},
+            "dsframe.model.activation_checkpointing",
+        ),
+        ("single", {"dsframe": {"mfu": True}}, "dsframe.mfu"),
+        ("single", {"optimizer": {"type": "LBFGS", "params": {"lr": 1.0}}}, "optimizer.type"),
+    ],
+)
+def test_what_is_not_possible_is_named(engine: str, changes: dict[str, Any], path: str) -> None:
+    plain = {"train_batch_size": 12, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
+    config = load({**plain, **changes, "dsframe": {"engine": engine, **changes.get("dsframe", {})}})
+    (problem,) = engines.beside_several(config, engine)
+    assert problem.path == path
+    assert "is not possible with several models" in problem.message
+
+
+def test_a_plan_has_no_prediction() -> None:
+    with pytest.raises(TaskError, match=r"several models .*, whose steps have no prediction"):
+        stages_of(Gan(), torch.float32)
+
+
+def test_another_engine_trains_one_model(tmp_path: Path) -> None:
+    with pytest.raises(EngineError, match="trains one model, and the task has several"):
+        dsframe.fit(Gan(), run_file(tmp_path, "gan 1 reference-allreduce"))
+
+
+def test_optimizers_are_of_models(tmp_path: Path) -> None:
+    given = run_file(tmp_path, "distilled 1 single", optimizers={"teacher": {"type": "SGD", "params": {"lr": 0.1}}})
+    with pytest.raises(
+        TaskError, match=r"dsframe\.optimizers: no loss trains a model 'teacher'; those that are trained are student"
+    ):
+        dsframe.fit(Distilled(), given)
+    given = run_file(tmp_path, "gan 1 single", optimizers={"generator": {"type": "LBFGS", "params": {"lr": 0.1}}})
+    with pytest.raises(
+        ConfigError, match=r"dsframe\.ema: with dsframe\.optimizers\.generator: not possible with LBFGS"
+    ):
+        dsframe.fit(Gan(), given)
+    del given["dsframe"]["ema"], given["dsframe"]["parameter_groups"]
+    with pytest.raises(
+        EngineError, match=r"dsframe\.optimizers\.generator: LBFGS.* is not possible with several models"
+    ):
+        dsframe.fit(Gan(), given)
+    frozen = {**given["dsframe"], "optimizers": {}, "parameter_groups": [{"match": ["teacher.*"], "lr_scale": 2.0}]}
+    with pytest.raises(ConfigError, match=r'"teacher\.\*" matches no parameter'):
+        dsframe.fit(Distilled(), {**given, "dsframe": frozen})
+    given["dsframe"]["optimizers"] = {"generator": {"type": "SGD", "params": {"lrr": 0.1}}}
+    with pytest.raises(ConfigError, match=r"dsframe\.optimizers\.generator\.params\.lrr"):
+        load(given)
+
+
+class Models(Gan):
+    """Whatever a test gives it."""
+
+    def __init__(self, models: Mapping[str, Any], losses: Mapping[str, Any]) -> None:
+        self._models, self._losses = models, losses
+
+    def models(self) -> Mapping[str, Callable[[], nn.Module]]:
+        return self._models
+
+    def losses(self) -> Mapping[str, Any]:
+        return self._losses
+
+
+def both(models: Mapping[str, Any], inputs: Tensor, targets: Tensor) -> Any:
+    return models["one"](inputs, targets=targets).sum()
+
+
+@pytest.mark.parametrize(
+    ("models", "losses", "message"),
+    [
+        (
+            {"one": partial(net, 4, 3)},
+            {"two": both},
+            "losses: there is no model 'two' for it to train; models.. has one",
+        ),
+        ({"one": partial(net, 4, 3)}, {}, "has models.. and no losses.., so nothing would be trained"),
+        ({"a.b": partial(net, 4, 3)}, {"a.b": both}, "'a.b' cannot be the name of a model"),
+        ({"train": partial(net, 4, 3)}, {"train": both}, "'train' cannot be the name of a model"),
+        (
+            {"one": net(4, 3)},
+            {"one": both},
+            "models: 'one' is Sequential, made already; give what makes the model",
+        ),
+        ({"one": dict}, {"one": both}, "models: 'one' made dict, which is no module"),
+        (
+            {"one": partial(net, 4, 3), "teacher": partial(net, 4, 3)},
+            {"one": both},
+            "no loss trains the model 'teacher', and its teacher.0.weight is drawn from random numbers; load its weights",
+        ),
+        ({"one": partial(net, 4, 3)}, {"one": both}, "give the model 'one' positional arguments or keywords, not both"),
+    ],
+)
+def test_bad_tasks(models: Mapping[str, Any], losses: Mapping[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=message):
+        dsframe.fit(Models(models, losses), run_file(tmp_path, "rounded 1 single"))
+
+
+def test_what_has_been_drawn_is_known() -> None:
+    """Also where it has been copied, and no longer where a file's numbers have been copied over it."""
+    with parts._Drawn() as drawn:
+        fresh, copied, loaded = nn.Linear(2, 2), nn.Linear(2, 2), nn.Linear(2, 2)
+        with torch.no_grad():
+            for parameter in loaded.parameters():
+                parameter.copy_(torch.zeros_like(parameter))
+            copied.weight = nn.Parameter(torch.empty(2, 2).copy_(fresh.weight))
+            copied.bias.zero_()
+    assert drawn.among(fresh) == drawn.among(copied) == "weight"
+    assert drawn.among(loaded) == ""
+    assert drawn.among(nn.LayerNorm(2)) == ""
