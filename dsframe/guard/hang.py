@@ -57,7 +57,11 @@ class RankStatus:
     @property
     def waits_for(self) -> str:
         """The collective that its stack waits in, else one that its device has not done; "" where there is none."""
-        pending = (f"{name} of {sizes}, which its device has not done" for _, name, sizes, done in self.calls.values() if not done)
+        pending = (
+            f"{name} of {sizes}, which its device has not done"
+            for _, name, sizes, done in self.calls.values()
+            if not done
+        )
         return self.collective or next(pending, "")
 
 
@@ -129,7 +133,9 @@ def diagnose(found: Mapping[int, RankStatus], ranks: int, limit_seconds: float) 
         if one.waits_for and one.beats == furthest:
             what = f"waits in {one.waits_for}, called by {one.place}"
         elif one.waits_for:
-            what = f"waits in {one.waits_for}, but is {furthest - one.beats} micro-batch(es) behind, called by {one.place}"
+            what = (
+                f"waits in {one.waits_for}, but is {furthest - one.beats} micro-batch(es) behind, called by {one.place}"
+            )
         elif some_wait or absent:
             what = f"IS MISSING there: it is in {one.place}"
         else:

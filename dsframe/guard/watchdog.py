@@ -238,7 +238,8 @@ def _within(action: Callable[[], Any]) -> Any:
     found: list[Any] = []
 
     def work() -> None:
-        with contextlib.suppress(RuntimeError, OSError, ValueError, LookupError):  # no store, a closed pipe or stream, other keys
+        # No store, a closed pipe, a closed stream, and records of another torch.
+        with contextlib.suppress(RuntimeError, OSError, ValueError, LookupError):
             found.append(action())
 
     thread = threading.Thread(target=work, name=f"{hang.WATCHERS}-action", daemon=True)

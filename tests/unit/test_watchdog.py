@@ -42,11 +42,15 @@ def test_who_does_not_answer_and_who_is_behind_is_named() -> None:
 
 def test_who_waits_on_its_device_is_seen_by_what_it_has_called() -> None:
     """As NCCL's ranks hang: they call collectives and go on, until they need a number from the device."""
-    reads = replace(ASLEEP, place="_figures, trainer.py:300: float(loss)")
-    waits = replace(reads, calls={"0 default_pg": [57, "nccl:all_reduce", "[[8, 4]]", False], "1 mesh": [3, "a", "", True]})
-    sleeps = replace(ASLEEP, calls={"0 default_pg": [56, "nccl:broadcast", "[[2]]", True], "1 mesh": [3, "a", "", True]})
+    reads = replace(ASLEEP, place="_log, trainer.py:3: float(loss)")
+    waits = replace(
+        reads, calls={"0 default_pg": [57, "nccl:all_reduce", "[[8, 4]]", False], "1 mesh": [3, "a", "", True]}
+    )
+    sleeps = replace(
+        ASLEEP, calls={"0 default_pg": [56, "nccl:broadcast", "[[2]]", True], "1 mesh": [3, "a", "", True]}
+    )
     assert diagnose({0: waits, 1: sleeps}, 2, 20.0).splitlines()[1:4] == [
-        "  rank 0 waits in nccl:all_reduce of [[8, 4]], which its device has not done, called by _figures, trainer.py:300: float(loss)",
+        "  rank 0 waits in nccl:all_reduce of [[8, 4]], which its device has not done, called by _log, trainer.py:3: float(loss)",
         "  rank 1 IS MISSING there: it is in loss, task.py:9: time.sleep(99)",
         "  collectives of process group 0 default_pg: rank 0 waits in number 57, nccl:all_reduce of [[8, 4]]; "
         "rank 1 has done number 56, nccl:broadcast of [[2]]",
