@@ -109,9 +109,7 @@ class PipelineEngine(ZeroEngine):
     def _settle_sizes(self, sizes: set[torch.Size]) -> None:
         """Lets stages announce an activation's size only where the inputs' ``sizes`` do not tell it: to read what is announced the
         next stage's host waits for its device, several times for each activation."""
-        self._engine.dynamic_shape = len(sizes) > 1
-        if sizes != self._sizes:
-            self._engine.reset_activation_shape()
+        patches.announce_sizes(self._engine, each=len(sizes) > 1, anew=sizes != self._sizes)
         self._sizes = sizes
 
     @torch.no_grad()

@@ -246,15 +246,15 @@ class Stage(patches.StagePatches, PipelineModule):  # type: ignore[misc]
     """Sizes of inputs in training -> of outputs."""
 
     def forward(self, forward_input: Any) -> Any:
-        """Returns what the next stage gets. Raises TaskError where its size is not the one that inputs of the same size had before in
-        training: the next stage has been told that one alone (``PipelineEngine._settle_sizes``)."""
+        """Returns what the next stage gets. Raises TaskError if, in training, inputs of the same size gave another size before,
+        which is all that the next stage has been told (``PipelineEngine._settle_sizes``)."""
         outputs = super().forward(forward_input)
         if self.training:
             given, made = ([leaf.shape for leaf in tree_leaves(value)] for value in (forward_input, outputs))
             if self._sizes.setdefault(tuple(given), made) != made:
                 raise TaskError(
-                    f"a pipeline's stage gives {made} where it gave {self._sizes[tuple(given)]} for inputs of the same size; the size "
-                    "of what layers pass on must follow from the inputs' size: pad, or train without a pipeline"
+                    f"a pipeline's stage gives {made} where it gave {self._sizes[tuple(given)]} for inputs of the same size; "
+                    "the size of what layers pass on must follow from the inputs' size: pad, or train without a pipeline"
                 )
         return outputs
 
