@@ -83,6 +83,19 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--comm", action="store_true", help="measure the collectives between two processes (about a minute)"
     )
+    parser.add_argument(
+        "--train",
+        action="store_true",
+        help="try every engine and launcher that is there in short trainings (10 minutes)",
+    )
+    parser.add_argument("--engines", metavar="NAME,NAME", help="with --train: only these engines")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/doctor"),
+        metavar="DIR",
+        help="with --train: where the trainings and doctor.json go (default %(default)s)",
+    )
     options = parser.parse_args(argv)
     torch, horovod = probe("torch", TORCH), probe("horovod", HOROVOD)
     sections = {
@@ -93,13 +106,20 @@ def main(argv: Sequence[str] | None = None) -> int:
         "left by old runs": leftovers(clean=options.clean),
     }
     broken = False
+    said: dict[str, list[str]] = {}
     for title, lines in sections.items():
         print(title)
         for finding in lines:
             broken |= finding.state == "broken"
+            said.setdefault(title, []).append(str(finding).strip())
             print(finding, flush=True)
     if options.comm:
         communication(torch, horovod)
+    if options.train and torch and torch.facts:
+        from dsframe.tools import doctor_train
+
+        engine_names = options.engines.split(",") if options.engines else []
+        broken = not doctor_train.run(torch.facts["gpus"], engine_names, options.out, said) or broken
     return int(broken)
 
 

@@ -53,6 +53,7 @@ TARGETS = {
     "mpi": "tests/unit/test_setup.py",
     "docs": "tests/unit/test_readme.py",
     "train": "tests/engines/test_accuracy.py",
+    "gpu-check": "tests/engines/test_doctor_train.py",
     **dict.fromkeys(("test", "test-all", "lint"), "whoever reads this"),
     **dict.fromkeys(("help", "format", "clean"), "below"),
 }
