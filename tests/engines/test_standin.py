@@ -21,6 +21,7 @@ import pytest
 
 from dsframe import tasks
 from dsframe.config import load
+from dsframe.data.loader import READER
 from dsframe.tools.compare import losses
 from dsframe.tools.plan import report_prediction
 from tests.processes import Finished, run_ranks, warm
@@ -146,9 +147,14 @@ class Run:
         return {
             (what, detail, where)
             for record in self.records
-            for what, detail, where, phase in record["events"]
+            for what, detail, where, phase, _ in record["events"]
             if phase in phases
         }
+
+    def readers(self) -> set[str]:
+        """The threads that send batches to the device."""
+        events = (event for record in self.records for event in record["events"])
+        return {thread for what, _, where, _, thread in events if what == "to device" and "dsframe/data/" in where}
 
 
 @functools.cache
@@ -222,6 +228,7 @@ def test_it_refuses_and_records_what_it_says() -> None:
     assert values["a scalar of the host"] == 32.0
     assert values["an address"] == -signal.SIGSEGV
     assert values["an early read"] == [0.0, 16.0], "first NaN, then what was sent"
+    assert values["a row that cannot be read"] == ["row 4 is damaged", []]
     assert values["uninitialised"] is True
     assert values["bytes"] == 4096, "a thousand numbers in blocks of 512 bytes"
     events = {name: one["events"] for name, one in found.items()}
@@ -246,6 +253,7 @@ def test_an_engine_trains_as_on_the_cpu_and_waits_nowhere(name: str) -> None:
     assert copies, "a step takes its batches"
     copies |= {event for event in run.events(f"evaluation {STEPS}") if event[0] == "to device" and "/data/" in event[2]}
     assert all(detail.endswith("non-blocking pinned contiguous side-stream") for _, detail, _ in copies), copies
+    assert {name.partition("_")[0] for name in run.readers()} == {READER}, "batches are read beside the steps"
     before_pauses = run.events(f"evaluation {STEPS}") & run.events(f"save {SAVED}")
     assert any(what == "wait" and "dsframe/trainer.py" in where for what, _, where in before_pauses), (
         "a pause begins afterwards"
