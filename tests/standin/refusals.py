@@ -94,9 +94,9 @@ def main() -> None:
         "a batch": lambda: here.to("cuda").device.type,
         "a good batch": lambda: here.pin_memory().to("cuda", non_blocking=True).device.type,
         "a batch with holes": lambda: here[:, :2].to("cuda", non_blocking=True).device.type,
-        "a row that cannot be read": damaged,
         "uninitialised": lambda: bool(torch.empty(3, device="cuda").isnan().all()),
         "bytes": lambda: switch_on.usage()[0] - grown,
+        "a row that cannot be read": damaged,
     }
     print(json.dumps({name: outcome(action) for name, action in actions.items()}))
     del more
