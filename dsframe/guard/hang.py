@@ -85,9 +85,9 @@ def last_collectives() -> dict[str, Call]:
     On GPUs a rank calls a collective and goes on: its device waits, and its stack does not show it.
     """
     core: Any = torch._C._distributed_c10d
-    dump = getattr(core, "_dump_nccl_trace_json", None) or getattr(core, "_dump_fr_trace_json", None)
+    dumps = (getattr(core, f"_dump_{kind}_trace_json", None) for kind in ("nccl", "fr"))  # the second: Gloo's
     found: dict[str, Call] = {}
-    for entry in json.loads(dump())["entries"] if dump else []:
+    for entry in (entry for dump in dumps if dump for entry in json.loads(dump()).get("entries", [])):
         group = " ".join(entry["process_group"])
         if not entry["is_p2p"] and (group not in found or found[group][3]):
             name, sizes = entry["profiling_name"], json.dumps(entry["input_sizes"])

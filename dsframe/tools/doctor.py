@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import psutil
 
+from dsframe.engines import TABLE
 from dsframe.host.leftovers import stale_locks, unused_buffers, unused_swap
 from dsframe.tools.launch import devices
 
@@ -97,6 +98,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="with --train: where the trainings and doctor.json go (default %(default)s)",
     )
     options = parser.parse_args(argv)
+    if unknown := [name for name in (options.engines or "").split(",") if name and name not in TABLE]:
+        parser.error(f"--engines: no engine {', '.join(unknown)}; there are {', '.join(TABLE)}")
     torch, horovod = probe("torch", TORCH), probe("horovod", HOROVOD)
     sections = {
         "machine": machine(torch),
@@ -115,12 +118,15 @@ def main(argv: Sequence[str] | None = None) -> int:
             print(finding, flush=True)
     if options.comm:
         communication(torch, horovod)
-    if options.train and torch and torch.facts:
-        from dsframe.tools import doctor_train
-
-        engine_names = options.engines.split(",") if options.engines else []
-        broken = not doctor_train.run(torch.facts["gpus"], engine_names, options.out, said) or broken
+    if options.train:
+        broken = not (torch and torch.facts) or not _train(torch.facts["gpus"], options, said) or broken
     return int(broken)
+
+
+def _train(gpus: list[tuple[str, int]], options: argparse.Namespace, said: dict[str, list[str]]) -> bool:
+    from dsframe.tools import doctor_train
+
+    return doctor_train.run(gpus, options.engines.split(",") if options.engines else [], options.out, said)
 
 
 def probe(name: str, code: str) -> Library | None:

@@ -7,6 +7,7 @@ table, one verdict, and one JSON file that says all of it, to be attached to a r
 
 from __future__ import annotations
 
+import contextlib
 import importlib.util
 import json
 import os
@@ -26,7 +27,7 @@ from dsframe.checkpoint.store import Store
 from dsframe.cluster import world as worlds
 from dsframe.engines import TABLE
 from dsframe.engines.table import BUILT_IN
-from dsframe.errors import DsframeError, EngineError
+from dsframe.errors import DataError, DsframeError, EngineError
 from dsframe.run_dir.record import read_origin, read_summary
 from dsframe.text import amount, columns
 from dsframe.tools import collectives, compare, subprocess_runs
@@ -42,6 +43,7 @@ micro-batch add in another order, so there is more room."""
 LONG_FACTOR = 100.0
 """Factor on the bound over LONG_STEPS: training multiplies differences. 7.4e-5 was seen on a CPU."""
 MOST_PROCESSES = 8
+FILE = "doctor.json"
 LIMIT_SECONDS = 300.0
 """Time of one training."""
 _FILE: dict[str, Any] = {
@@ -128,11 +130,11 @@ def run(gpus: Sequence[tuple[str, int]], engines: Sequence[str], folder: Path, m
     """Trains, prints the table and the verdict and writes ``folder/doctor.json``. Returns whether nothing failed.
 
     ``gpus``: names and bytes of those that torch sees. ``engines``: only these; empty: all that dsframe brings. ``folder``: where
-    the runs go; what an earlier call has left there is removed. ``machine``: what else the file is to hold.
+    the runs go; what an earlier call has left there is removed. ``machine``: what else the file is to hold. Raises DataError where
+    the folder holds something else.
     """
     processes = next(n for n in (8, 4, 2, 1) if n <= min(len(gpus) or 2, MOST_PROCESSES))
-    shutil.rmtree(folder, ignore_errors=True)
-    folder.mkdir(parents=True)
+    _clear(folder)
     bench, began = Bench(folder, processes, gpus), time.monotonic()
     found, absent = ways(engines, processes)
     single = next(name for name, entry in BUILT_IN.items() if entry.size == "one")
@@ -152,9 +154,20 @@ def run(gpus: Sequence[tuple[str, int]], engines: Sequence[str], folder: Path, m
         "origin": read_origin(folder / single),
         "rows": [asdict(row) for row in bench.rows],
     }
-    (folder / "doctor.json").write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(*table(bench.rows), text, folder / "doctor.json", sep="\n")
+    (folder / FILE).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
+    print(*table(bench.rows), text, folder / FILE, sep="\n")
     return all(row.state != "failed" for row in bench.rows)
+
+
+def _clear(folder: Path) -> None:
+    if folder.exists() and any(folder.iterdir()):
+        if not (folder / FILE).is_file():
+            raise DataError(
+                f"{folder} is not empty and holds no {FILE} of an earlier call; name another folder with --out"
+            )
+        shutil.rmtree(folder)
+    folder.mkdir(parents=True, exist_ok=True)
+    (folder / FILE).write_text('{"verdict": "not done"}\n', encoding="utf-8")
 
 
 def ways(engines: Sequence[str], processes: int) -> tuple[list[Way], list[Row]]:
@@ -288,7 +301,8 @@ def _killed(bench: Bench, way: Way) -> Row:
         while started.poll() is None and time.monotonic() < end:
             victim = victim or _rank(started.pid, bench.processes - 1, bench.processes)
             if victim and Store(directory / "checkpoints").path(SAVED_STEP).is_dir():
-                victim.kill()
+                with contextlib.suppress(psutil.NoSuchProcess):  # it had ended
+                    victim.kill()
                 break
             time.sleep(0.005)
         return started.wait(max(1.0, end - time.monotonic()))

@@ -10,6 +10,7 @@ from typing import Any
 import pytest
 
 from dsframe.engines.table import BUILT_IN
+from dsframe.errors import DataError
 from dsframe.tools import doctor, doctor_train
 from tests import standin
 from tests.standin import build
@@ -102,6 +103,23 @@ def test_what_fails_is_in_the_verdict(
     assert (late.state, late.said) == ("failed", "not done after 0 s")
     bench.rows += [row, late]
     assert doctor_train.verdict(bench, 3.0) == "FAILED on CPU, 3 s: single, late"
+
+
+def test_a_folder_of_the_users_is_left_alone(tmp_path: Path) -> None:
+    (tmp_path / "thesis.tex").touch()
+    with pytest.raises(DataError, match=r"is not empty and holds no doctor\.json of an earlier call"):
+        doctor_train.run([], ["ddp"], tmp_path, {})
+    assert (tmp_path / "thesis.tex").exists()
+    doctor_train._clear(tmp_path / "out")
+    (tmp_path / "out" / "ddp").mkdir()
+    doctor_train._clear(tmp_path / "out")
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["doctor.json"]
+
+
+def test_an_engine_that_there_is_not_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(SystemExit):
+        doctor.main(["--train", "--engines", "ddp,zero4"])
+    assert "no engine zero4; there are deepspeed, ddp" in capsys.readouterr().err
 
 
 def test_a_machine_with_one_gpu_and_without_horovod(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -250,7 +250,10 @@ class Stage(patches.StagePatches, PipelineModule):  # type: ignore[misc]
         which is all that the next stage has been told (``PipelineEngine._settle_sizes``)."""
         outputs = super().forward(forward_input)
         if self.training:
-            given, made = ([leaf.shape for leaf in tree_leaves(value)] for value in (forward_input, outputs))
+            given, made = (
+                [leaf.shape for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+                for value in (forward_input, outputs)
+            )
             if self._sizes.setdefault(tuple(given), made) != made:
                 raise TaskError(
                     f"a pipeline's stage gives {made} where it gave {self._sizes[tuple(given)]} for inputs of the same size; "
