@@ -4,7 +4,7 @@ SHELL := bash
 export PATH := $(CURDIR)/launch/bin:$(CURDIR)/.venv/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all mpi launchers portability kill-test attack lint format equivalence footprint bench predictions startup soak docs clean
+.PHONY: help setup train test test-all mpi launchers portability kill-test attack gpu-check lint format equivalence footprint bench predictions startup soak docs clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -52,6 +52,9 @@ kill-test: setup ## kills a random rank at a random moment, 100 times, and compa
 
 attack: setup ## attacks trainings, disks, clocks, ports and files for half an hour: the table of docs/attacks.md
 	python -m tests.attack
+
+gpu-check: setup ## every engine and launcher on this machine's GPUs in short trainings: a table, a verdict, a file (10 minutes)
+	dsframe doctor --train
 
 lint: setup ## format, style and types
 	ruff format --check .

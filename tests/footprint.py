@@ -78,11 +78,6 @@ def stages(ranks: int, micros: int, _: float) -> float:
     return min(ranks - 1, 2) * micros * ACTIVATION_BYTES
 
 
-def announced(ranks: int, micros: int, gradients: float) -> float:
-    """As ``stages``; DeepSpeed says each activation's shape first, in 256 int32 (runtime/pipe/engine.py, TENSOR_META_SIZE)."""
-    return stages(ranks, micros, gradients) + micros * 256 * 4
-
-
 ALL_REDUCE, TWICE = ring(step=2), ring(micro=2, step=1)
 SHARDS = options(deepspeed={"accumulate": "shards"})
 EACH_TIME = "the same for each micro-batch"
@@ -192,9 +187,7 @@ CASES: dict[str, Case] = {
     "fsdp, kept": Case(
         "fsdp", options(fsdp={"reshard_after_forward": False}), ring(micro=1, step=1), "all-gather, reduce-scatter"
     ),
-    "pipeline": Case(
-        "deepspeed", {**zero(0), **LONG}, announced, "activations, their shapes and gradients", pipeline, SEVERAL
-    ),
+    "pipeline": Case("deepspeed", {**zero(0), **LONG}, stages, "activations, their gradients", pipeline, SEVERAL),
     "tensor parallel": Case(
         "deepspeed",
         {**zero(0), **LONG},

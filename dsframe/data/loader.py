@@ -9,6 +9,7 @@ from __future__ import annotations
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from typing import Any
 
@@ -27,6 +28,8 @@ from dsframe.data.source import Batch, Source, TensorSource, draw
 from dsframe.data.workers import held, outlive_signals
 from dsframe.errors import DataError
 
+READER = "dsframe-reader"
+"""Prefix of the name of the thread that reads ahead."""
 _ITEM = 0x6974656D  # the stream of draws that seeds the random generators before dataset[i]
 ENDLESS = 2**53
 """Length of a stream that does not say how long it is."""
@@ -221,7 +224,11 @@ class _Fetcher:
         return self._to_device(batches)
 
     def _to_device(self, batches: Iterator[Batch]) -> Iterator[Batch]:
-        return batches if self.device.type == "cpu" else _Ahead(self.device)(batches)
+        if self.device.type == "cpu":
+            return batches
+        ahead = _Ahead(self.device)
+        # A data set's own items are read between seeding the global generators and giving them back, which only one thread may do.
+        return ahead(batches) if isinstance(self.source, DatasetSource) else ahead.in_thread(batches)
 
     def _fetch(self, parts: list[Part]) -> Batch:
         if isinstance(self.source, (DatasetSource, RowSource, MixtureSource)):
@@ -273,6 +280,22 @@ class _Ahead:
                 yield self._arrived(*held.pop(0))
         for waiting in held:
             yield self._arrived(*waiting)
+
+    def in_thread(self, batches: Iterator[Batch]) -> Iterator[Batch]:
+        """The same, with each batch read, pinned and sent in a thread, while this one calls the kernels of the step before."""
+        if self._stream is None:
+            yield from self(batches)
+            return
+        begin = partial(torch.cuda.set_device, self._device)  # a thread has its own, on which memory is pinned
+        with ThreadPoolExecutor(1, READER, begin) as reader:
+            coming = reader.submit(self._read, batches)
+            while (found := coming.result()) is not None:
+                coming = reader.submit(self._read, batches)
+                yield self._arrived(*found)
+
+    def _read(self, batches: Iterator[Batch]) -> tuple[Batch, Any] | None:
+        batch = next(batches, None)
+        return None if batch is None else self._start(batch)
 
     def _start(self, batch: Batch) -> tuple[Batch, Any]:
         """The batch on the device, and the event that follows its copies."""

@@ -32,7 +32,7 @@ class Source(Protocol):
         """The samples ``indices`` (int64, shape ``[n]``, on the CPU) as they look in ``epoch``.
 
         The result may depend on nothing but ``(index, epoch)`` of each row and on what the source was built with;
-        for randomness use :func:`draws`.
+        for randomness use :func:`draws`. On GPUs it is called in a thread, one batch ahead.
         """
         ...
 

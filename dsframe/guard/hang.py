@@ -2,13 +2,17 @@
 
 from __future__ import annotations
 
+import json
 import sys
 import threading
 import traceback
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
+from typing import Any
+
+import torch
 
 _COMMUNICATION = ("torch/distributed/", "deepspeed/comm/", "horovod/")
 """Folders whose functions wait for other ranks. DDP's own Python is not among them: it waits inside the backward pass."""
@@ -27,6 +31,10 @@ SET_UP = -1
 """Stands for the number of steps before training."""
 
 
+Call = Sequence[Any]
+"""Number in its process group, name, sizes, and whether it is done, of a collective."""
+
+
 @dataclass(frozen=True)
 class RankStatus:
     """Position of one rank."""
@@ -43,10 +51,22 @@ class RankStatus:
     """Its own innermost line, or the one that called the collective: ``loss, model.py:12: return f(x)``."""
     stacks: str
     """Python's stack of every thread but the watchdog's own, innermost last."""
+    calls: Mapping[str, Call] = field(default_factory=dict)
+    """Where each process group is (:func:`last_collectives`)."""
+
+    @property
+    def waits_for(self) -> str:
+        """The collective that its stack waits in, else one that its device has not done; "" where there is none."""
+        pending = (
+            f"{name} of {sizes}, which its device has not done"
+            for _, name, sizes, done in self.calls.values()
+            if not done
+        )
+        return self.collective or next(pending, "")
 
 
-def standing(step: int, beats: int, seconds: float) -> RankStatus:
-    """Returns where this process's main thread is at this moment; to be called from another thread."""
+def standing(step: int, beats: int, seconds: float, calls: Mapping[str, Call]) -> RankStatus:
+    """Returns where this process's main thread is at this moment; to be called from another thread. ``calls``: as in the result."""
     frames = sys._current_frames()
     main = frames[threading.main_thread().ident or 0]
     names = {thread.ident: thread.name for thread in threading.enumerate()}
@@ -56,7 +76,23 @@ def standing(step: int, beats: int, seconds: float) -> RankStatus:
         if ident != threading.get_ident() and not names.get(ident, "").startswith(WATCHERS)
     ]
     collective, place = waits_in(main)
-    return RankStatus(step, beats, seconds, collective, place, "\n".join(texts))
+    return RankStatus(step, beats, seconds, collective, place, "\n".join(texts), calls)
+
+
+def last_collectives() -> dict[str, Call]:
+    """Returns, by process group, the first collective that is not done, or else the last one, as torch's flight recorder has them.
+
+    On GPUs a rank calls a collective and goes on: its device waits, and its stack does not show it.
+    """
+    core: Any = torch._C._distributed_c10d
+    dumps = (getattr(core, f"_dump_{kind}_trace_json", None) for kind in ("nccl", "fr"))  # the second: Gloo's
+    found: dict[str, Call] = {}
+    for entry in (entry for dump in dumps if dump for entry in json.loads(dump()).get("entries", [])):
+        group = " ".join(entry["process_group"])
+        if not entry["is_p2p"] and (group not in found or found[group][3]):
+            name, sizes = entry["profiling_name"], json.dumps(entry["input_sizes"])
+            found[group] = (entry["collective_seq_id"], name, sizes, bool(entry["retired"]))
+    return found
 
 
 def moment(step: int) -> str:
@@ -90,14 +126,16 @@ def _in(filename: str, folders: Sequence[str]) -> bool:
 def diagnose(found: Mapping[int, RankStatus], ranks: int, limit_seconds: float) -> str:
     """The report: a line about each rank, then the stacks, equal ones once. ``found``: by rank, those that answered."""
     absent = [rank for rank in range(ranks) if rank not in found]
-    some_wait = any(one.collective for one in found.values())
+    some_wait = any(one.waits_for for one in found.values())
     furthest = max((one.beats for one in found.values()), default=0)
     lines = []
     for rank, one in sorted(found.items()):
-        if one.collective and one.beats == furthest:
-            what = f"waits in {one.collective}, called by {one.place}"
-        elif one.collective:
-            what = f"waits in {one.collective}, but is {furthest - one.beats} micro-batch(es) behind, called by {one.place}"
+        if one.waits_for and one.beats == furthest:
+            what = f"waits in {one.waits_for}, called by {one.place}"
+        elif one.waits_for:
+            what = (
+                f"waits in {one.waits_for}, but is {furthest - one.beats} micro-batch(es) behind, called by {one.place}"
+            )
         elif some_wait or absent:
             what = f"IS MISSING there: it is in {one.place}"
         else:
@@ -105,6 +143,7 @@ def diagnose(found: Mapping[int, RankStatus], ranks: int, limit_seconds: float) 
         lines.append(f"  rank {rank} {what}")
     why = "its process has ended or is stopped, or C code holds Python's lock"
     lines += [f"  rank {rank} DOES NOT ANSWER: {why}" for rank in absent]
+    lines += _collectives(found)
     step = max((one.step for one in found.values()), default=SET_UP)
     idle = max((one.seconds for one in found.values()), default=0.0)
     limit = "the limit is" if step == SET_UP else "dsframe.hang_timeout_seconds is"
@@ -114,3 +153,15 @@ def diagnose(found: Mapping[int, RankStatus], ranks: int, limit_seconds: float) 
         same.setdefault(one.stacks, []).append(rank)
     stacks = [f"--- rank {', '.join(map(str, who))}\n{text}" for text, who in same.items()]
     return "\n".join([head, *lines, *stacks])
+
+
+def _collectives(found: Mapping[int, RankStatus]) -> Iterator[str]:
+    """Yields a line for each process group in which ranks are not at the same collective, or one is not done."""
+    for group in sorted({group for one in found.values() for group in one.calls}):
+        calls = {rank: one.calls[group] for rank, one in sorted(found.items()) if group in one.calls}
+        if len({json.dumps(call) for call in calls.values()}) > 1 or not all(call[3] for call in calls.values()):
+            texts = (
+                f"rank {rank} {'has done' if done else 'waits in'} number {number}, {name} of {sizes}"
+                for rank, (number, name, sizes, done) in calls.items()
+            )
+            yield f"  collectives of process group {group}: {'; '.join(texts)}"

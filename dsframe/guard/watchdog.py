@@ -127,7 +127,8 @@ class Watchdog:
             if idle > self._look_seconds and self._calls is not None:
                 self._end_if_different()
             if idle > self._limit or self._called >= self._round:
-                self._tell(hang.standing(self._step, self._beats, idle))
+                calls = _within(hang.last_collectives) or {}
+                self._tell(hang.standing(self._step, self._beats, idle, calls))
                 self._round, self._last = self._round + 1, time.monotonic()
 
     def _hear(self) -> None:
@@ -237,7 +238,8 @@ def _within(action: Callable[[], Any]) -> Any:
     found: list[Any] = []
 
     def work() -> None:
-        with contextlib.suppress(RuntimeError, OSError, ValueError):  # no store, a closed pipe, a closed stream
+        # No store, a closed pipe, a closed stream, and records of another torch.
+        with contextlib.suppress(RuntimeError, OSError, ValueError, LookupError):
             found.append(action())
 
     thread = threading.Thread(target=work, name=f"{hang.WATCHERS}-action", daemon=True)

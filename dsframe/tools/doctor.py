@@ -23,6 +23,7 @@ from typing import Any, Literal
 
 import psutil
 
+from dsframe.engines import TABLE
 from dsframe.host.leftovers import stale_locks, unused_buffers, unused_swap
 from dsframe.tools.launch import devices
 
@@ -83,7 +84,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument(
         "--comm", action="store_true", help="measure the collectives between two processes (about a minute)"
     )
+    parser.add_argument(
+        "--train",
+        action="store_true",
+        help="try every engine and launcher that is there in short trainings (10 minutes)",
+    )
+    parser.add_argument("--engines", metavar="NAME,NAME", help="with --train: only these engines")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        default=Path("runs/doctor"),
+        metavar="DIR",
+        help="with --train: where the trainings and doctor.json go (default %(default)s)",
+    )
     options = parser.parse_args(argv)
+    if unknown := [name for name in (options.engines or "").split(",") if name and name not in TABLE]:
+        parser.error(f"--engines: no engine {', '.join(unknown)}; there are {', '.join(TABLE)}")
     torch, horovod = probe("torch", TORCH), probe("horovod", HOROVOD)
     sections = {
         "machine": machine(torch),
@@ -93,14 +109,24 @@ def main(argv: Sequence[str] | None = None) -> int:
         "left by old runs": leftovers(clean=options.clean),
     }
     broken = False
+    said: dict[str, list[str]] = {}
     for title, lines in sections.items():
         print(title)
         for finding in lines:
             broken |= finding.state == "broken"
+            said.setdefault(title, []).append(str(finding).strip())
             print(finding, flush=True)
     if options.comm:
         communication(torch, horovod)
+    if options.train:
+        broken = not (torch and torch.facts) or not _train(torch.facts["gpus"], options, said) or broken
     return int(broken)
+
+
+def _train(gpus: list[tuple[str, int]], options: argparse.Namespace, said: dict[str, list[str]]) -> bool:
+    from dsframe.tools import doctor_train
+
+    return doctor_train.run(gpus, options.engines.split(",") if options.engines else [], options.out, said)
 
 
 def probe(name: str, code: str) -> Library | None:

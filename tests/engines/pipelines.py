@@ -215,6 +215,60 @@ def not_finite() -> dict[str, Any]:
     return {"said": said, "refused": all_gather_text(engine, refused)}
 
 
+class Shrinking(nn.Module):
+    """A layer that passes on fewer rows each time."""
+
+    left = 4
+
+    def forward(self, rows: torch.Tensor) -> torch.Tensor:
+        self.left -= 1
+        return rows[: self.left]
+
+
+class Unsteady(Blobs):
+    """Whose activations have sizes that do not follow from the inputs'."""
+
+    def layers(self) -> Sequence[Layer]:
+        return [partial(nn.Linear, 2, 8), Shrinking, partial(nn.Linear, 8, 8), partial(nn.Linear, 8, 3)]
+
+
+def sizes() -> dict[str, Any]:
+    """Steps of one size and of several: losses as stages announce what they have to, and as they announce every activation; how
+    often they do, by step; and what is said of a stage that has not told the next one the size that it sends."""
+    lengths = ([8] * 4, [8] * 4, [8, 5, 8, 3], [5] * 4, [8] * 4)
+    report: dict[str, Any] = {}
+    for always in (False, True):
+        engine: Any = prepare(FILE | {"pipeline": {"stages": 2}, "dsframe": {"task": GPT}}, "deepspeed")[0]()
+        inner, draw = engine._engine, torch.Generator().manual_seed(0)
+        if always:
+            engine._settle_sizes = lambda sizes, inner=inner: setattr(inner, "dynamic_shape", True)
+        heard = mock.patch.object(inner, "_recv_tensor_meta", side_effect=inner._recv_tensor_meta)
+        found: list[list[float]] = [[], []]
+        for step in lengths:
+            rows = [torch.randint(256, (2, length + 1), generator=draw) for length in step]
+            with heard as announced:
+                result = engine.train_step(iter([(one[:, :-1].contiguous(), one[:, 1:]) for one in rows]))
+            found[0].append(float(result.loss))
+            found[1].append(announced.call_count)
+            tokens = torch.randint(256, (1, 7), generator=draw)
+            if len(found[0]) == 4:
+                engine.eval_step((tokens[:, :-1].contiguous(), tokens[:, 1:]), 1)
+        key = "always" if always else "needed"
+        report[key] = found[0]
+        report[f"announced {key}"] = json.loads(all_gather_text(engine, json.dumps(found[1]))[1])
+        inner.destroy()
+    file = FILE | {"pipeline": {"stages": 2, "partition": "uniform"}}
+    engine = prepare(file | {"dsframe": {"task": {"name": "tests.engines.pipelines:Unsteady"}}}, "deepspeed")[0]()
+    if engine.plan.world.rank == 0:  # a stage by itself: nobody waits for what it does not send
+        engine._stage_module(torch.ones(4, 2))
+        try:
+            engine._stage_module(torch.ones(4, 2))
+        except TaskError as error:
+            report["refused"] = str(error)
+    engine._engine.destroy()
+    return report
+
+
 def main(path: str) -> None:
     """Writes the report."""
     torch.set_num_threads(1)
@@ -228,6 +282,7 @@ def main(path: str) -> None:
         report["recomputed"] = recomputed()
         report["seeded"] = seeded()
         report["not finite"] = not_finite()
+        report["sizes"] = sizes()
         report["idle"] = idle_shares(WAITING(stages=2, micro_batches=4))
         speaks = torch.distributed.get_rank() == 0
         if speaks:

@@ -29,6 +29,7 @@ SHORT = {
     "benchmarks.tokenise": ("--megabytes 1 --ranks 1", r"\n +1 second +\d"),
     "benchmarks.accuracy": ("--help", "--seeds SEEDS"),
     "benchmarks.gpu": ("--help", "--tiny"),
+    "benchmarks.step_counts": ("--size tiny", r"\ntiny +0\.1 M +128( +[\d.e-]+){9}\n"),
     "tests.kill": ("--help", "--runs RUNS"),
     "tests.footprint": ("--help", "--accumulation"),
     "tests.predictions": ("--help", "--memory-only"),
@@ -53,6 +54,7 @@ TARGETS = {
     "mpi": "tests/unit/test_setup.py",
     "docs": "tests/unit/test_readme.py",
     "train": "tests/engines/test_accuracy.py",
+    "gpu-check": "tests/engines/test_doctor_train.py",
     **dict.fromkeys(("test", "test-all", "lint"), "whoever reads this"),
     **dict.fromkeys(("help", "format", "clean"), "below"),
 }

@@ -34,7 +34,6 @@ def test_a_rank_holds_what_the_formula_says(measured: dict[str, Measured], name:
 
 @pytest.mark.parametrize("name", [*NAMES, *CUT])
 def test_a_rank_sends_what_theory_says(measured: dict[str, Measured], name: str) -> None:
-    # A pipeline also tells what it will send: 1 kB beside 33 of activations.
     assert measured[name].sent == pytest.approx(measured[name].theory, rel=0.03)
     assert measured[name].received == pytest.approx(measured[name].sent)
 
@@ -46,7 +45,7 @@ def test_the_plan_says_what_is_measured(measured: dict[str, Measured], name: str
     model = traced(config, tasks.build(config.settings.task, 0))
     plan = predict(config, one.case.engine, model, TABLE["cpu"], 2)
     assert plan.memory.states / model.parameters == pytest.approx(one.total, rel=OFF)
-    assert sum(plan.sent.values()) == pytest.approx(one.sent, rel=0.04)  # and a pipeline's announcements
+    assert sum(plan.sent.values()) == pytest.approx(one.sent, rel=0.04)
 
 
 def test_memory_falls_from_stage_to_stage(measured: dict[str, Measured]) -> None:

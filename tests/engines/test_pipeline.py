@@ -77,6 +77,15 @@ def test_stages_leave_an_update_out_together_and_refuse_together(report: Any) ->
     )
 
 
+def test_stages_announce_sizes_only_where_inputs_do_not_tell_them(report: Any) -> None:
+    """To read an announcement the next stage's host waits for its device."""
+    sizes = report["sizes"]
+    assert sizes["needed"] == sizes["always"]
+    assert sizes["announced always"] == [4, 4, 4, 4, 4]
+    assert sizes["announced needed"] == [1, 0, 4, 1, 1]
+    assert "for inputs of the same size; the size of what layers pass on must follow" in sizes["refused"]
+
+
 def test_stages_wait_as_long_as_the_schedule_makes_them(report: Any) -> None:
     """On a busy machine sleeping takes longer, and so does a message; never shorter. So the least disturbed step counts."""
     assert formula(2, 4) - 0.01 < min(report["idle"]) < formula(2, 4) + 0.2

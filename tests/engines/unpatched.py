@@ -404,6 +404,22 @@ def pipeline_evaluation() -> None:
     assert "reset_activation_shape" not in inspect.getsource(PipelineEngine.eval_batch), NOT_NEEDED
 
 
+def pipeline_sizes() -> None:
+    """test_pipeline.py shows when stages announce, and that losses are the same."""
+    from deepspeed.runtime.pipe.engine import PipelineEngine
+
+    from dsframe.engines.deepspeed import patches
+
+    for name in ("_exec_send_activations", "_exec_recv_activations", "_exec_recv_grads"):
+        assert "self.dynamic_shape" in inspect.getsource(getattr(PipelineEngine, name)), NOT_NEEDED
+    asked: list[str] = []
+    engine = SimpleNamespace(reset_activation_shape=lambda: asked.append("reset"))
+    patches.announce_sizes(engine, each=False, anew=False)
+    assert (engine.dynamic_shape, asked) == (False, [])
+    patches.announce_sizes(engine, each=True, anew=True)
+    assert (engine.dynamic_shape, asked) == (True, ["reset"])
+
+
 def stage_splits() -> None:
     from deepspeed.module_inject import auto_tp
 
@@ -437,7 +453,8 @@ EARLY = (mlflow, muon, shm_comm)
 """Before anything else is imported, in this order."""
 LATER = (
     torch_warnings, norm, loss_scale, nonfinite, order, unused, hidden_step, linear, nvtx, gathers, evaluation, pipeline_bounds,
-    pipeline_ties, pipeline_recompute, pipeline_clipping, pipeline_evaluation, stage_splits, groups,
+    pipeline_ties, pipeline_recompute, pipeline_clipping, pipeline_evaluation, pipeline_sizes, stage_splits,
+    groups,
 )  # fmt: skip
 """``groups`` last: it ends the process group."""
 

@@ -5,11 +5,15 @@ from __future__ import annotations
 import ctypes
 import json
 import os
+import threading
 from collections.abc import Callable
 from typing import Any
 
 import torch
 
+from dsframe.data import Loader
+from dsframe.data.loader import READER
+from dsframe.errors import DataError
 from tests.standin import switch_on
 
 
@@ -51,6 +55,26 @@ def beyond_the_limit() -> None:
         switch_on.device.set_limit(0, 1 << 40)
 
 
+class Damaged:
+    """Eight rows, of which one cannot be read."""
+
+    def __len__(self) -> int:
+        return 8
+
+    def batch(self, indices: torch.Tensor, epoch: int) -> tuple[torch.Tensor, torch.Tensor]:
+        if 4 in indices:
+            raise DataError("row 4 is damaged")
+        return indices, indices
+
+
+def damaged() -> list[Any]:
+    """What the thread that reads ahead has met, as the training hears of it; and whether the thread is still there."""
+    try:
+        return [len(list(Loader(Damaged(), seed=0, micro_batch_size=2, device="cuda").stream()))]
+    except DataError as error:
+        return [str(error), [thread.name for thread in threading.enumerate() if thread.name.startswith(READER)]]
+
+
 def main() -> None:
     there, here = torch.ones(4, 4, device="cuda"), torch.ones(4, 4)
     grown = switch_on.usage()[0]
@@ -72,6 +96,7 @@ def main() -> None:
         "a batch with holes": lambda: here[:, :2].to("cuda", non_blocking=True).device.type,
         "uninitialised": lambda: bool(torch.empty(3, device="cuda").isnan().all()),
         "bytes": lambda: switch_on.usage()[0] - grown,
+        "a row that cannot be read": damaged,
     }
     print(json.dumps({name: outcome(action) for name, action in actions.items()}))
     del more

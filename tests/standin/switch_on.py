@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import sys
+import threading
 import types
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -39,6 +40,8 @@ class Event(NamedTuple):
     """File and line of the innermost frame that is not torch's own."""
     phase: str
     """What the process was doing: ``phase`` at that time."""
+    thread: str
+    """The name of the thread."""
 
 
 events: list[Event] = []
@@ -47,7 +50,7 @@ _OWN = (f"{os.sep}torch{os.sep}", f"{os.sep}contextlib.py", __file__)
 
 
 def _where() -> str:
-    frame = sys._getframe(2)
+    frame = sys._getframe(3)
     while frame is not None:
         name = frame.f_code.co_filename
         if not any(part in name for part in _OWN):
@@ -56,7 +59,11 @@ def _where() -> str:
     return "(a thread of torch)"
 
 
-device.observe(lambda what, detail: events.append(Event(what, detail, _where(), phase)))
+def _event_of(what: str, detail: str) -> Event:
+    return Event(what, detail, _where(), phase, threading.current_thread().name)
+
+
+device.observe(lambda what, detail: events.append(_event_of(what, detail)))
 
 
 def usage(index: int | None = None) -> tuple[int, int]:

@@ -11,6 +11,7 @@ import functools
 import json
 import os
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -167,6 +168,20 @@ def reads_before_it_arrived() -> None:
     Trainer._figures = lambda self, result: (read(self, result.loss), {})  # type: ignore[assignment,method-assign]
 
 
+def sleeping_rank() -> None:
+    """Rank 1 stands still in step 3."""
+    from dsframe.trainer import Trainer
+
+    original = Trainer._train_step
+
+    def slow(self: Any, step: int, *more: Any) -> Any:
+        if step == 3 and os.environ["RANK"] == "1":
+            time.sleep(1000)
+        return original(self, step, *more)
+
+    Trainer._train_step = slow  # type: ignore[method-assign]
+
+
 MISTAKES = {
     "host-tensor-in-a-collective": host_tensor_in_a_collective,
     "item-in-every-step": item_in_every_step,
@@ -176,6 +191,7 @@ MISTAKES = {
     "whole-model-at-stage-3": whole_model_at_stage_3,
     "pageable-batch": pageable_batch,
     "reads-before-it-arrived": reads_before_it_arrived,
+    "sleeping-rank": sleeping_rank,
 }
 CHANGES: dict[str, Callable[[], None]] = {"srun": srun, "mpirun": mpirun, **MISTAKES}
 

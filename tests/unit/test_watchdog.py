@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import json
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +14,7 @@ import torch
 
 from dsframe.cluster.world import World
 from dsframe.guard import watchdog
-from dsframe.guard.hang import RankStatus, diagnose, waits_in
+from dsframe.guard.hang import RankStatus, diagnose, last_collectives, waits_in
 from dsframe.run_dir import outcome
 from tests.processes import REPOSITORY
 
@@ -37,6 +38,37 @@ def test_who_does_not_answer_and_who_is_behind_is_named() -> None:
     assert "rank 1 DOES NOT ANSWER: its process has ended or is stopped" in text
     assert "rank 2 waits in barrier, but is 2 micro-batch(es) behind" in text
     assert "MISSING" not in diagnose({0: ASLEEP}, 1, 20.0)
+
+
+def test_who_waits_on_its_device_is_seen_by_what_it_has_called() -> None:
+    """As NCCL's ranks hang: they call collectives and go on, until they need a number from the device."""
+    reads = replace(ASLEEP, place="_log, trainer.py:3: float(loss)")
+    waits = replace(
+        reads, calls={"0 default_pg": [57, "nccl:all_reduce", "[[8, 4]]", False], "1 mesh": [3, "a", "", True]}
+    )
+    sleeps = replace(
+        ASLEEP, calls={"0 default_pg": [56, "nccl:broadcast", "[[2]]", True], "1 mesh": [3, "a", "", True]}
+    )
+    assert diagnose({0: waits, 1: sleeps}, 2, 20.0).splitlines()[1:4] == [
+        "  rank 0 waits in nccl:all_reduce of [[8, 4]], which its device has not done, called by _log, trainer.py:3: float(loss)",
+        "  rank 1 IS MISSING there: it is in loss, task.py:9: time.sleep(99)",
+        "  collectives of process group 0 default_pg: rank 0 waits in number 57, nccl:all_reduce of [[8, 4]]; "
+        "rank 1 has done number 56, nccl:broadcast of [[2]]",
+    ]
+
+
+def test_the_first_collective_that_is_not_done_is_told(monkeypatch: pytest.MonkeyPatch) -> None:
+    def entry(number: int, done: bool, *, p2p: bool = False, group: str = "0") -> dict[str, object]:
+        more = {"process_group": [group, "default_pg"], "is_p2p": p2p, "retired": done, "input_sizes": [[number]]}
+        return {"collective_seq_id": number, "profiling_name": "nccl:all_reduce", **more}
+
+    entries = [entry(1, True), entry(2, False), entry(3, False), entry(9, False, p2p=True), entry(5, True, group="1")]
+    dump = lambda: json.dumps({"entries": entries}).encode()  # noqa: E731
+    monkeypatch.setattr(torch._C._distributed_c10d, "_dump_nccl_trace_json", dump, raising=False)
+    assert last_collectives() == {
+        "0 default_pg": (2, "nccl:all_reduce", "[[2]]", False),
+        "1 default_pg": (5, "nccl:all_reduce", "[[5]]", True),
+    }
 
 
 def test_a_collective_is_found_under_its_wrappers() -> None:

@@ -126,6 +126,11 @@ PATCHES: dict[str, Patch] = {
         "runtime/pipe/engine.py (eval_batch)",
         "0.19.8 (0.19.6 and 0.19.7 forget the shapes, and lack what it calls)",
     ),
+    "pipeline_sizes": Patch(
+        "stages announce each activation's size, for which the next one's host waits, or the first one's alone, whatever follows",
+        "runtime/pipe/engine.py (dynamic_shape: _exec_send_activations, _exec_recv_activations, _exec_recv_grads)",
+        "0.19.8",
+    ),
     "stage_splits": Patch(
         "AutoTP in a pipeline stage uses groups that know nothing of stages", "module_inject/auto_tp.py (AutoTP)"
     ),
@@ -506,6 +511,14 @@ def run_forward(engine: Any, micro_batch: Any) -> None:
     engine.reset_activation_shape()
     engine._exec_schedule(engine._inference_schedule(1))
     engine.reset_activation_shape()
+
+
+def announce_sizes(engine: Any, *, each: bool, anew: bool) -> None:
+    """ "pipeline_sizes". **Collective.** In the next step stages announce ``each`` activation's size; else the first one's alone,
+    and that only ``anew``: where it is not the last step's."""
+    engine.dynamic_shape = each
+    if anew:
+        engine.reset_activation_shape()
 
 
 def split_by(auto: Any, group: dist.ProcessGroup, size: int, stage: Any) -> None:

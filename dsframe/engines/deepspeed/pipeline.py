@@ -9,7 +9,6 @@ Ranks are numbered as DeepSpeed does it: all ranks of stage 0, then all of stage
 
 from __future__ import annotations
 
-import itertools
 import json
 from collections.abc import Iterable, Iterator, Mapping
 from typing import Any, cast
@@ -40,6 +39,8 @@ class PipelineEngine(ZeroEngine):
         self._cut = Cut(plan)
         self._evaluated: Any = None
         self._evaluating = False
+        self._sizes: set[torch.Size] = set()
+        """Sizes of the inputs in the last training step."""
         super().__init__(plan)
         if plan.batch.tensor_parallel_size > 1:  # a stage may have nothing to cut, but not all of them
             tensor.refuse_nothing(any(all_gather_text(self, "cut" if self._shares else "")))
@@ -95,17 +96,21 @@ class PipelineEngine(ZeroEngine):
         rates.apply(self._engine.basic_optimizer.param_groups)
         # By which layers with seeds draw: of this step, whatever was evaluated before it and wherever the run began.
         self._stage_module.micro_offset = self._updates * self.plan.batch.accumulation_steps
-        # Before anybody waits for anybody: every rank sees what is wrong with it.
-        first = self._micro_batch(next(micro_batches))
-        batches = itertools.chain([first], map(self._micro_batch, micro_batches))
-        self._engine.train_batch(batches)
-        for _ in batches:  # stages in the middle have read none: all ranks' loaders stay together
-            pass
+        # All of them on every stage, before anybody waits for anybody: each rank sees what is wrong, and what sizes will be sent.
+        batches = [self._micro_batch(batch) for batch in micro_batches]
+        self._settle_sizes({inputs.shape for inputs, _ in batches})
+        self._engine.train_batch(iter(batches))
         applied = bool(self._engine.was_step_applied())
         self._updates += applied
         # Of this column, from the last stage; what train_batch returns is the mean of all columns.
         loss = self._engine.dp_group_loss.detach().float().reshape(()).clone()
         return StepResult(loss, rates.learning_rate, self._engine.get_global_grad_norm(), not applied)
+
+    def _settle_sizes(self, sizes: set[torch.Size]) -> None:
+        """Lets stages announce an activation's size only where the inputs' ``sizes`` do not tell it: to read what is announced the
+        next stage's host waits for its device, several times for each activation."""
+        patches.announce_sizes(self._engine, each=len(sizes) > 1, anew=sizes != self._sizes)
+        self._sizes = sizes
 
     @torch.no_grad()
     def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:

@@ -15,6 +15,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
 
 from dsframe.checkpoint.state import aliases
 from dsframe.engine import Plan, dependences
@@ -173,8 +174,6 @@ class Cut:
             loss_fn=loss,
             partition_method=self.bounds,
             activation_checkpoint_interval=pipeline.activation_checkpoint_interval,
-            # Activations of another shape than before need no announcement: evaluation may have other batches than training.
-            dynamic_shape=True,
             # DeepSpeed's meaning: at each forward pass, a layer's random numbers follow from its index. Its own default
             # for the function fails on Python 3.11, where random.seed takes no NumPy integers.
             seed_layers=pipeline.seed_layers,
@@ -243,10 +242,28 @@ class Stage(patches.StagePatches, PipelineModule):  # type: ignore[misc]
     """Names of the weights that are an earlier stage's, of which this one has a copy."""
     further_names: dict[str, str]
     """Further names of shared parameters of the whole model -> the name they are kept under."""
+    _sizes: dict[tuple[torch.Size, ...], list[torch.Size]]
+    """Sizes of inputs in training -> of outputs."""
+
+    def forward(self, forward_input: Any) -> Any:
+        """Returns what the next stage gets. Raises TaskError if, in training, inputs of the same size gave another size before,
+        which is all that the next stage has been told (``PipelineEngine._settle_sizes``)."""
+        outputs = super().forward(forward_input)
+        if self.training:
+            given, made = (
+                [leaf.shape for leaf in tree_leaves(value) if isinstance(leaf, Tensor)]
+                for value in (forward_input, outputs)
+            )
+            if self._sizes.setdefault(tuple(given), made) != made:
+                raise TaskError(
+                    f"a pipeline's stage gives {made} where it gave {self._sizes[tuple(given)]} for inputs of the same size; "
+                    "the size of what layers pass on must follow from the inputs' size: pad, or train without a pipeline"
+                )
+        return outputs
 
     def name(self, whole: nn.Module | None, layers: Sequence[Layer], own: range) -> None:
         """Settles ``model`` and the rest. ``whole``: the model, where it was built whole; other stages' weights leave it."""
-        self.borrowed = frozenset()
+        self.borrowed, self._sizes = frozenset(), {}
         if whole is not None:
             self.further_names = aliases(whole)
             _keep(whole, self)

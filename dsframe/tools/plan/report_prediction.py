@@ -48,6 +48,7 @@ def _predicted(directory: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     return {
         "memory_bytes": round(memory.peak - memory.reserved + summary["base_bytes"]),
         "base_bytes": summary["base_bytes"],
+        "setup_bytes": round(memory.setup - memory.reserved + summary["base_bytes"]),
         "states_bytes": round(memory.states),
         "activation_bytes": round(memory.activations),
         "buffer_bytes": round(memory.buffers),
