@@ -22,7 +22,7 @@ from dsframe.config.resolve.auto import BATCH_KEYS, RULES
 from dsframe.config.schema.base import AUTO, Epochs, Interval, Section
 from dsframe.config.schema.file import File, section_at, shape
 from dsframe.config.schema.hf_scheduler import HF_SCHEDULERS
-from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS
+from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, Optimizer
 from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS
 from dsframe.config.schema.settings import TASKS, CustomTask
 from dsframe.config.schema.torch_optimizer import TORCH_OPTIMIZERS
@@ -90,7 +90,7 @@ def sections() -> Iterator[tuple[tuple[str, ...], type[Section]]]:
                 yield from visit(section, (*path, key))
             elif expected.item and expected.item.section:
                 yield from visit(expected.item.section, (*path, f"{key}[]"))
-            elif expected.entry and expected.entry.section:
+            elif expected.entry and expected.entry.section not in (None, Optimizer):  # which has its place above
                 yield from visit(expected.entry.section, (*path, f"{key}.NAME"))
         table = {"Optimizer": OPTIMIZER_TYPES, "Scheduler": SCHEDULER_TYPES}.get(owner.__name__, {})
         for name, kinds in _names(table).items():

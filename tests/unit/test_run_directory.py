@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import shutil
+import time
 from pathlib import Path
 from typing import Any
 
@@ -40,7 +41,14 @@ class Wanders(dsframe.Task):
 def train(does: Any, run_dir: str = "run") -> None:
     settings = {"engine": "single", "steps": 4, "run_dir": run_dir, "checkpoints": {"every_steps": 2}}
     file = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "dsframe": settings}
-    dsframe.fit(Wanders(does), file)
+    saved = Path(run_dir).absolute() / "checkpoints" / "step-00000002"
+
+    def later() -> None:
+        while not saved.is_dir():  # a save is committed while training goes on
+            time.sleep(0.01)
+        does()
+
+    dsframe.fit(Wanders(later), file)
 
 
 def steps(run: Path) -> list[str]:
