@@ -22,6 +22,7 @@ import pytest
 from dsframe import tasks
 from dsframe.config import load
 from dsframe.data.loader import READER
+from dsframe.run_dir.record import read_metrics
 from dsframe.tools.compare import losses
 from dsframe.tools.plan import report_prediction
 from tests.processes import Finished, run_ranks, warm
@@ -104,7 +105,7 @@ CASES: dict[str, Case] = {
     "tensor": Case("deepspeed", {"train_batch_size": 16, "tensor_parallel": {"autotp_size": 2}}),
     "sequence": Case("deepspeed", {"sequence_parallel_size": 2, **zero(1)}, waits=(_NORM,)),
 }
-ALWAYS = ("ddp", "zero1", "zero3", "pipeline")
+ALWAYS = ("ddp", "fsdp", "zero1", "zero3", "pipeline")
 
 
 def document(case: Case, **section: Any) -> dict[str, Any]:
@@ -141,6 +142,11 @@ class Run:
     @property
     def losses(self) -> dict[int, float]:
         return losses(self.folder / "run")
+
+    @property
+    def norm(self) -> float:
+        """The gradient's norm at the first step, which clipping and AdamW hide from the losses."""
+        return first_norm(self.folder / "run")
 
     def events(self, *phases: str) -> set[tuple[str, str, str]]:
         """What happened in these phases on any rank: what, how, where."""
@@ -191,19 +197,23 @@ def trained(name: str) -> Run:
     return run
 
 
+def first_norm(directory: Path) -> float:
+    return next(float(line["gradient_norm"]) for line in read_metrics(directory) if line.get("loss") is not None)
+
+
 @functools.cache
-def reference(name: str = "single") -> dict[int, float]:
-    """On the CPU: one process, or a case whose training is another one."""
+def reference(name: str = "single") -> tuple[dict[int, float], float]:
+    """On the CPU: one process, or a case whose training is another one. Its losses, and the first gradient's norm."""
     folder = Path(tempfile.mkdtemp(dir=scratch()))
     path = folder / "file.json"
     path.write_text(json.dumps(document(CASES[name], log_every_steps=1)))
     arguments = ["-m", "tests.engines.briefly", "--config", str(path), "--run-dir", str(folder / "run")]
     run_ranks(warm(CASES[name].ranks, arguments), timeout_seconds=300).check()
-    return losses(folder / "run")
+    return losses(folder / "run"), first_norm(folder / "run")
 
 
 def assert_same(found: Mapping[int, float], bound: float = BOUND, of: str = "single") -> None:
-    expected = reference(of)
+    expected, _ = reference(of)
     assert STEPS in found
     assert {step: loss for step, loss in found.items() if abs(loss - expected[step]) > bound} == {}, expected
 
@@ -248,6 +258,7 @@ def test_an_engine_trains_as_on_the_cpu_and_waits_nowhere(name: str) -> None:
     case, run = CASES[name], trained(name)
     assert " x cuda under " in run.finished.stderr
     assert_same(run.losses, case.bound, name if case.section else "single")
+    assert run.norm == pytest.approx(reference(name if case.section else "single")[1], rel=20 * case.bound)
     quiet = run.events(*(f"step {step}" for step in QUIET))
     copies = {event for event in quiet if event[0] == "to device" and "dsframe/data/" in event[2]}
     assert copies, "a step takes its batches"
@@ -357,7 +368,7 @@ def test_every_task_may_see_one_gpu_alone(launcher: str) -> None:
         CASES["zero1"], launcher, steps=2, log_every_steps=2, eval_every_steps=50, checkpoints={"at_end": False}
     )
     run.finished.check()
-    assert abs(run.losses[2] - reference()[2]) < BOUND
+    assert abs(run.losses[2] - reference()[0][2]) < BOUND
 
 
 def test_a_horovod_without_nccl_is_refused() -> None:

@@ -196,7 +196,7 @@ class DeviceBackend final : public c10d::Backend {
       at::AutoDispatchBelowADInplaceOrView below;
       sum.div_(getSize());
     }
-    return under_way(work, std::move(outputs));
+    return done(std::move(outputs));  // without the work: gloo's reduce_scatter copies its sum again in each wait
   }
   WorkPtr done(Tensors outputs) { return noted(c10::make_intrusive<DeviceWork>(std::vector<WorkPtr>{}, std::move(outputs), Tensors{})); }
   // A send and a receive may each wait for the other.
