@@ -85,7 +85,7 @@ def sections() -> Iterator[tuple[tuple[str, ...], type[Section]]]:
             if path == ("dsframe",) and key == "task":
                 tasks: dict[str, type[Section]] = {**TASKS, "custom": CustomTask}
                 for name, task in tasks.items():
-                    yield (*path, f"task ({name})"), task
+                    yield from visit(task, (*path, f"task ({name})"))
             elif section := section_at(owner, key, {}):
                 yield from visit(section, (*path, key))
             elif expected.item and expected.item.section:
