@@ -11,6 +11,7 @@ import sys
 import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
+from dataclasses import fields
 from functools import cache, partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -49,15 +50,33 @@ def settle_threads(world: World, wanted: int | None, bound: tuple[int, ...] = ()
 
 
 def fit(
-    task: Task, config: str | Path | dict[str, Any], *, overrides: Sequence[str] = (), resume: str = "never"
+    task: Task,
+    config: str | Path | dict[str, Any],
+    *,
+    overrides: Sequence[str] = (),
+    resume: str = "never",
+    processes: int | None = None,
 ) -> Summary:
     """**Collective.** Trains ``task`` as ``config`` says: a path, the name of a file in ds_configs/, or the file as a dict.
 
-    ``overrides``: ``dotted.key=value``. ``resume``: as for :func:`execute`.
+    ``overrides``: ``dotted.key=value``. ``resume``: as for :func:`execute`. ``processes``: None trains in this process, which a
+    launcher may have started beside others; a number starts so many on this machine, from a notebook too, and waits for them.
+    The result's ``weights()`` are those of its last checkpoint.
     For programs that go on afterwards; a script's last line is better ``dsframe.main(task)``, which reads the command line
     and tells mistakes in one voice. Raises the subclasses of DsframeError.
     """
-    return execute(load(config, overrides=overrides), task=task, resume=resume)
+    found = load(config, overrides=overrides)
+    if processes is None:
+        return execute(found, task=task, resume=resume)
+    from dsframe import spawn
+    from dsframe.run_dir.record import read_summary
+    from dsframe.trainer import Summary
+
+    directory = spawn.train(task, found, processes, resume=resume)
+    kept = read_summary(directory)
+    names = {one.name for one in fields(Summary)} - {"directory"}
+    kept["peak_memory_bytes"] = tuple(kept["peak_memory_bytes"])
+    return Summary(**{name: value for name, value in kept.items() if name in names}, directory=str(directory))
 
 
 def execute(

@@ -10,11 +10,14 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
+from dsframe.checkpoint import store
 from dsframe.checkpoint.memory_checkpoint import MemoryCheckpoint
+from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.resume import Start
 from dsframe.checkpoint.saver import Saver
 from dsframe.config.resolve import epochs
@@ -101,6 +104,18 @@ class Summary:
     """What a step sends and what that takes by itself (:mod:`dsframe.observe.replay`), where the file asks for it."""
     stopped: str = ""
     """Why training ended before the last step of the file, where it did."""
+    directory: str = ""
+    """The run's directory."""
+
+    def weights(self) -> dict[str, torch.Tensor]:
+        """Returns parameters and buffers of the run's newest checkpoint by the model's own names: float32, on the CPU.
+
+        Raises CheckpointError where the run has saved none. ``dsframe.load_model`` gives the model with them.
+        """
+        checkpoint = Checkpoint(store.complete(Path(self.directory)))
+        found = {name: tensor.clone() for name, tensor in checkpoint.weights()}
+        checkpoint.close()
+        return found
 
     def __str__(self) -> str:
         figures = "".join(f"  {name} {value:.4f}" for name, value in self.metrics.items())
@@ -321,6 +336,7 @@ class Trainer:
             mfu=found.get("mfu"),
             communication=found.get("communication"),
             stopped=self.engine.plan.stop.reached if self.engine.plan.stop else "",
+            directory=str(self.engine.plan.directory),
         )
 
     def _last_batches(self) -> Iterator[Any]:

@@ -125,6 +125,7 @@ class Record:
         """Writes ``summary.json``; its presence says that the run came to its end."""
         self.close("FINISHED")
         content = {**self._about, **asdict(summary)}
+        del content["directory"]  # which may be moved
         if summary.communication is None:
             del content["communication"]
         with self.surviving():

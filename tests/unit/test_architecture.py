@@ -39,6 +39,7 @@ LAYERS = (
     {"trainer"},
     {"job"},
     {"inference"},
+    {"spawn"},
     {"run"},
     {"train"},
     {"tools"},
