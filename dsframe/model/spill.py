@@ -154,9 +154,10 @@ class Spill:
                 # Reserves the space: a disk that fills later would end this process by SIGBUS, without a word.
                 os.posix_fallocate(handle, 0, size)
                 # Not through the mapping, whose pages the kernel takes one by one: three times as quick (ext4, Linux 6.18).
-                numbers: Any = data.to(dtype).contiguous().flatten().view(torch.uint8).numpy()
-                with open(handle, "wb", closefd=False) as file:
-                    file.write(numbers)
+                if data.dtype == dtype:
+                    numbers: Any = data.contiguous().flatten().view(torch.uint8).numpy()
+                    with open(handle, "wb", closefd=False) as file:
+                        file.write(numbers)
                 found = torch.from_file(path, shared=True, size=data.numel(), dtype=dtype).view(data.shape)
             finally:
                 os.close(handle)
@@ -166,6 +167,8 @@ class Spill:
                 f"{folder}: no room for the model: {error.strerror}, {size / 2**20:,.0f} MiB more are needed. Weights lie in "
                 "files there while a rank shards them, and while they are exported. Set TMPDIR to a folder on a larger disk"
             ) from error
+        if data.dtype != dtype:  # without a copy of it in memory
+            found.copy_(data)
         self._mapped[found.data_ptr()] = found.untyped_storage()
         return found
 
