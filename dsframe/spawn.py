@@ -34,7 +34,7 @@ import sys
 import dsframe
 
 sys.path[:0] = {path!r}
-with open({task!r}, "rb") as file:
+with open({task!r}, "rb") as file:  # written by the program that started this, in a folder that nobody else can write to
     task = pickle.load(file)
 if __name__ == "__main__":
     dsframe.main(task)

@@ -28,7 +28,7 @@ from dsframe.cluster import world as worlds
 from dsframe.engines import TABLE
 from dsframe.engines.table import BUILT_IN
 from dsframe.errors import DataError, DsframeError, EngineError
-from dsframe.run_dir.record import read_origin, read_summary
+from dsframe.run_dir.record import read_metrics, read_origin, read_summary
 from dsframe.text import amount, columns
 from dsframe.tools import collectives, compare, subprocess_runs
 from dsframe.tools.launch import launchers
@@ -40,6 +40,8 @@ LONG_STEPS = 60
 BOUNDS = {"cpu": 1e-5, "cuda": 1e-4}
 """Largest difference of a loss to one process's, by device. On GPUs nobody has measured it yet: kernels for other sizes of a
 micro-batch add in another order, so there is more room."""
+NORM_BOUND = 1e-3
+"""Largest relative difference of the first gradient's norm to one process's."""
 LONG_FACTOR = 100.0
 """Factor on the bound over LONG_STEPS: training multiplies differences. 7.4e-5 was seen on a CPU."""
 MOST_PROCESSES = 8
@@ -113,6 +115,8 @@ class Bench:
     rows: list[Row] = field(default_factory=list)
     expected: Mapping[int, float] = field(default_factory=dict)
     """The losses of one process, by step."""
+    norm: float | None = None
+    """Norm of one process's first gradient: a gradient that is wrong by a factor is hidden from losses by clipping and AdamW."""
 
     @property
     def device(self) -> str:
@@ -244,9 +248,18 @@ def _train(
     if lacking := [step for step in wanted if step not in losses]:
         return replace(row, said=f"no loss of step {lacking[0]}")
     apart = max(abs(losses[step] - expected[step]) for step in wanted)
+    norm = None if after else _first_norm(directory)
+    bench.norm = norm if bench.norm is None else bench.norm
+    if norm is not None and bench.norm is not None and abs(norm / bench.norm - 1) > NORM_BOUND:
+        return replace(row, said=f"first gradient has norm {norm:.6g}, one process's {bench.norm:.6g}")
     close = apart <= BOUNDS[bench.device] * (LONG_FACTOR if steps > STEPS else 1.0)
     row = replace(row, steps=steps, apart=apart)
     return replace(row, state="ok") if close else replace(row, said="other losses")
+
+
+def _first_norm(directory: Path) -> float | None:
+    found = (line.get("gradient_norm") for line in read_metrics(directory) if line.get("loss") is not None)
+    return next(found, None)
 
 
 def _directory(bench: Bench, name: str) -> Path:

@@ -8,8 +8,27 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 from dsframe.errors import TrainingError
+from dsframe.host import supervise
 
 Started = subprocess.Popen[bytes]
+
+
+LOG = "log.txt"
+
+
+def start(
+    file: str | Path, processes: int, directory: Path, *, overrides: Sequence[str] = (), words: Sequence[str] = ()
+) -> Started:
+    """Starts a training of ``file`` into ``directory``; what it says is added to ``log.txt`` there. Arguments as for :func:`train`.
+
+    It ends with this process, and whatever it has started ends with it (``dsframe.host.supervise``).
+    """
+    directory.mkdir(parents=True, exist_ok=True)
+    command = [sys.executable, "-m", "dsframe.cli", "launch", "--config", str(file), "-np", str(processes), *words]
+    command += [word for override in overrides for word in ("--set", override)]
+    command += ["--run-dir", str(directory)]
+    with (directory / LOG).open("ab") as output:
+        return subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=supervise.die_with_parent)
 
 
 def train(
@@ -27,19 +46,14 @@ def train(
     ``words``: more arguments of ``dsframe launch``. ``wait``: waits for it and returns its exit code; where it raises instead,
     the training is ended. Raises TrainingError, with the end of the log, where the training fails.
     """
-    directory.mkdir(parents=True, exist_ok=True)
-    command = [sys.executable, "-m", "dsframe.cli", "launch", "--config", str(file), "-np", str(processes), *words]
-    command += ["--engine", engine] if engine else []
-    command += [word for override in overrides for word in ("--set", override)]
-    log = directory / "log.txt"
-    with (
-        log.open("wb") as output,
-        subprocess.Popen([*command, "--run-dir", str(directory)], stdout=output, stderr=output) as started,
-    ):
+    log = directory / LOG
+    log.unlink(missing_ok=True)
+    words = [*words, *(["--engine", engine] if engine else [])]
+    with start(file, processes, directory, overrides=overrides, words=words) as started:
         try:
             code = wait(started)
         except BaseException:
-            started.kill()  # nothing that it has started outlives it (dsframe.host.supervise)
+            started.kill()
             raise
     if code:
         end = "\n".join(log.read_text(encoding="utf-8", errors="replace").strip().splitlines()[-20:])

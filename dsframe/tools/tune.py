@@ -12,7 +12,6 @@ import argparse
 import contextlib
 import json
 import math
-import os
 import re
 import signal
 import subprocess
@@ -25,11 +24,12 @@ from typing import Any
 
 from dsframe.config import DEFAULT_CONFIG, load
 from dsframe.errors import DataError, TaskError
-from dsframe.host import supervise
+from dsframe.run_dir.record import read_metrics
 from dsframe.text import columns
+from dsframe.tools import subprocess_runs
 
 _NAME = "dsframe"
-_PLACE, _STALE, _ASKED = "place", "stale", "asked"
+_PLACE, _CODE, _ASKED = "place", "code", "asked"
 """Attributes of trials and of the study."""
 _RANGE = re.compile(r"^(?P<low>[^:,]+)\.\.(?P<high>[^:,]+?)(?::(?P<kind>log|int))?$")
 _POLL_SECONDS = 0.1
@@ -87,7 +87,7 @@ class Run:
 
     trial: Any
     directory: Path
-    process: subprocess.Popen[bytes]
+    process: subprocess_runs.Started
     reported: int = -1
     """The step of the last evaluation that Optuna knows."""
     value: float | None = None
@@ -108,7 +108,7 @@ class Search:
 
     def done(self) -> list[Any]:
         """Returns the trials that have ended by themselves."""
-        return [one for one in self.study.trials if one.state.is_finished() and _STALE not in one.user_attrs]
+        return [one for one in self.study.trials if one.state.is_finished() and not _cut_off(one)]
 
     def run(self) -> None:
         """Trains until there are as many trials as were asked for; ends all of them where it is interrupted."""
@@ -130,16 +130,14 @@ class Search:
         from optuna.trial import TrialState
 
         for one in self.study.get_trials(states=(TrialState.RUNNING,)):
-            trial = _trial(self.study, one)
-            trial.set_user_attr(_STALE, True)
-            self.study.tell(trial, state=TrialState.FAIL)
+            self.study.tell(one.number, state=TrialState.FAIL)
             if one.params and _PLACE in one.user_attrs:  # else it was killed before it had begun
                 self.study.enqueue_trial(one.params, user_attrs={_PLACE: one.user_attrs[_PLACE]})
 
     def _start(self) -> Run:
         from optuna.samplers import TPESampler
 
-        known = [one for one in self.study.trials if _STALE not in one.user_attrs]
+        known = [one for one in self.study.trials if not _cut_off(one)]
         place = len(known)
         if not any(one.state.name == "WAITING" for one in known):
             seed = self.options.seed * 100_003 + place
@@ -149,24 +147,11 @@ class Search:
         values = {one.key: one.ask(trial) for one in self.space}
         trial.set_user_attr(_PLACE, place)
         directory = self.options.out / f"trial-{place:04}"
-        directory.mkdir(parents=True, exist_ok=True)
-        command = [
-            sys.executable,
-            "-m",
-            "dsframe",
-            "launch",
-            "--config",
-            self.options.config,
-            "-np",
-            str(self.options.processes),
-        ]
-        for override in [*self.options.overrides, *(f"{key}={value}" for key, value in values.items())]:
-            command += ["--set", override]
-        command += ["--run-dir", str(directory), "--resume", "auto"]
-        with (directory / "log.txt").open("ab") as log:
-            process = subprocess.Popen(
-                command, stdout=log, stderr=log, start_new_session=True, preexec_fn=supervise.die_with_parent
-            )
+        overrides = [*self.options.overrides, *(f"{key}={value}" for key, value in values.items())]
+        words = ["--resume", "auto"]
+        process = subprocess_runs.start(
+            self.options.config, self.options.processes, directory, overrides=overrides, words=words
+        )
         print(
             f"trial {place}: {', '.join(f'{key} {value}' for key, value in values.items())}",
             file=sys.stderr,
@@ -188,9 +173,9 @@ class Search:
             run.trial.report(run.value, step)
             if self.options.prune and not ended and run.trial.should_prune():
                 run.pruned, run.told_at = True, time.monotonic()
-                _signal(run.process, signal.SIGTERM)
+                run.process.terminate()
         if run.told_at is not None and not ended and time.monotonic() - run.told_at > _END_SECONDS:
-            _signal(run.process, signal.SIGKILL)
+            run.process.kill()
         if ended:
             self._tell(run)
 
@@ -198,18 +183,25 @@ class Search:
         from optuna.trial import TrialState
 
         self.running.remove(run)
-        _end(run.process)  # what it may have left
         place = run.trial.user_attrs[_PLACE]
         if run.pruned:
             self.study.tell(run.trial, state=TrialState.PRUNED)
             print(f"trial {place}: pruned after step {run.reported}, {self.metric} {run.value:.6g}", file=sys.stderr)
         elif run.process.returncode or run.value is None or not math.isfinite(run.value):
-            run.trial.set_user_attr("code", run.process.returncode)
+            run.trial.set_user_attr(_CODE, run.process.returncode)
             self.study.tell(run.trial, state=TrialState.FAIL)
-            print(f"trial {place}: failed, code {run.process.returncode}; {run.directory / 'log.txt'}", file=sys.stderr)
+            print(
+                f"trial {place}: failed, code {run.process.returncode}; {run.directory / subprocess_runs.LOG}",
+                file=sys.stderr,
+            )
         else:
             self.study.tell(run.trial, run.value)
             print(f"trial {place}: {self.metric} {run.value:.6g}", file=sys.stderr, flush=True)
+
+
+def _cut_off(trial: Any) -> bool:
+    """True of a trial that has failed, as Optuna sees it, without an exit code: its search was killed."""
+    return trial.state.name == "FAIL" and _CODE not in trial.user_attrs
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -293,35 +285,22 @@ def _study(options: argparse.Namespace, direction: str) -> Any:
     return study
 
 
-def _trial(study: Any, frozen: Any) -> Any:
-    from optuna.trial import Trial
-
-    return Trial(study, frozen._trial_id)  # Optuna has no public way from what it lists to what can be changed
-
-
 def _evaluations(directory: Path) -> Iterator[tuple[int, Mapping[str, float | None]]]:
-    """Each evaluation of a run's record so far, by its step; a line that is being written is left for the next call."""
-    with contextlib.suppress(OSError):
-        for line in (directory / "metrics.jsonl").read_text(encoding="utf-8").splitlines():
-            with contextlib.suppress(ValueError):
-                record = json.loads(line)
-                if "evaluation" in record:
-                    yield int(record["step"]), record["evaluation"]
+    """Yields each evaluation of a run's record so far, with its step."""
+    with contextlib.suppress(DataError):  # there is none yet
+        for record in read_metrics(directory):
+            if "evaluation" in record:
+                yield int(record["step"]), record["evaluation"]
 
 
-def _signal(process: subprocess.Popen[bytes], number: signal.Signals) -> None:
-    with contextlib.suppress(ProcessLookupError):
-        os.killpg(process.pid, number)
-
-
-def _end(process: subprocess.Popen[bytes]) -> None:
-    """Ends a run and all that it has started; it saves first where it can."""
+def _end(process: subprocess_runs.Started) -> None:
+    """Ends a run; it saves first where it can."""
     if process.poll() is None:
-        _signal(process, signal.SIGTERM)
+        process.terminate()
         with contextlib.suppress(subprocess.TimeoutExpired):
             process.wait(_END_SECONDS)
-    _signal(process, signal.SIGKILL)
-    process.wait()
+        process.kill()
+        process.wait()
 
 
 @contextlib.contextmanager
@@ -342,8 +321,7 @@ def _show(search: Search, direction: str) -> int:
     trials = sorted(search.done(), key=lambda one: int(one.user_attrs.get(_PLACE, one.number)))
     rows = []
     for one in trials:
-        value = one.value if one.value is not None else None
-        figures = {"trial": one.user_attrs.get(_PLACE), "state": one.state.name.lower(), search.metric: value}
+        figures = {"trial": one.user_attrs.get(_PLACE), "state": one.state.name.lower(), search.metric: one.value}
         rows.append({**figures, **one.params})
     whole = [one for one in trials if one.state.name == "COMPLETE"]
     best = (max if direction == "max" else min)(whole, key=lambda one: one.value) if whole else None

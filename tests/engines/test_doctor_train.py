@@ -98,6 +98,10 @@ def test_what_fails_is_in_the_verdict(
     single = doctor_train.Way("single", "single", "python")
     row = doctor_train._train(bench, single, 1)
     assert (row.state, row.said) == ("failed", "other losses")
+    bench.expected, bench.norm = {}, 1e9
+    twice = doctor_train._train(bench, doctor_train.Way("twice", "single", "python"), 1)
+    assert twice.state == "failed"
+    assert twice.said.startswith("first gradient has norm ")
     monkeypatch.setattr(doctor_train, "LIMIT_SECONDS", 0.2)
     late = doctor_train._train(bench, doctor_train.Way("late", "single", "python"), 1)
     assert (late.state, late.said) == ("failed", "not done after 0 s")
