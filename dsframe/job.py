@@ -292,8 +292,8 @@ def _resume(job: Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]
     if engine.adapter is not None:
         mine["training"].update(engine.adapter.training)
         mine["adapter"] = engine.adapter.peft
-    if parts := job.work.loader.sampler.order.about():
-        mine["training"]["parts of the data"] = parts
+    if mixed := job.work.loader.sampler.order.about():
+        mine["training"]["parts of the data"] = mixed
     mine["course"].update({"parameter_groups": [], "no_decay": None, "layer_decay": None, **engine.groups.asked})
     for section, more in engine.record.items():
         mine[section].update(more)

@@ -76,6 +76,8 @@ class Spill:
         known, _ = self._newest.get(id(parameter), (None, 0))
         if self.folder is None or size < self._least or (known and known() is parameter) or self._holds(parameter.data):
             return
+        # One that is gone may have had the same id.
+        self._waiting -= self._newest.pop(id(parameter), (None, 0))[1]
         self._newest[id(parameter)] = (weakref.ref(parameter), size)
         self._waiting += size
         self._made += size

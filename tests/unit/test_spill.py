@@ -87,6 +87,16 @@ def test_the_newest_stay_in_memory(window: int, share: float, kept: int, tmp_pat
     assert [files._holds(parameter.data) for parameter in model] == [True] * (8 - kept) + [False] * kept
 
 
+def test_what_is_gone_counts_no_more(tmp_path: Path) -> None:
+    """Python gives ids of freed parameters to new ones."""
+    files = Spill(tmp_path, least_bytes=1, window_bytes=1 << 10)
+    for _ in range(8):
+        parameter = nn.Parameter(torch.ones(16, 16))
+        files.add(parameter)
+        assert not files._holds(parameter.data), "the newest"
+        del parameter
+
+
 def test_what_another_tensor_looks_at_stays_in_memory(tmp_path: Path) -> None:
     """A constructor may keep a view of a weight, and fill that one later."""
 
