@@ -140,6 +140,9 @@ class Chunk(NamedTuple):
     """Elements of the source's range before them."""
     size: int
     bytes: int
+    file: str
+    begin: int
+    """Bytes before them in the file, its header aside."""
 
 
 class Content(NamedTuple):
@@ -156,6 +159,8 @@ class FilePlan:
 
     files: dict[str, list[Content]] = field(default_factory=dict)
     owners: dict[str, int] = field(default_factory=dict)
+    sizes: dict[str, int] = field(default_factory=dict)
+    """Bytes of a file, its header aside."""
     chunks: list[Chunk] = field(default_factory=list)
     parameters: dict[str, dict[str, Any]] = field(default_factory=dict)
     """The manifest's entry of every parameter."""
@@ -184,7 +189,7 @@ def _cut(chunk: Chunk, limit: int) -> Iterator[Chunk]:
     step = max(1, limit // each)
     for begin in range(0, chunk.size, step):
         size = min(step, chunk.size - begin)
-        yield chunk._replace(skip=chunk.skip + begin, size=size, bytes=size * each)
+        yield chunk._replace(skip=chunk.skip + begin, size=size, bytes=size * each, begin=chunk.begin + begin * each)
 
 
 def plan(parameters: Sequence[Parameter], ranks: int, part_bytes: int, *, sharded: bool) -> FilePlan:
@@ -208,7 +213,7 @@ def _deal_whole(found: FilePlan, dealer: Dealer, one: Parameter) -> None:
         found.files[name].append(Content(f"{key}/{one.name}", entry.dtype, entry.shape))
         for (_, size), ranks in entry.holders.items():
             source = owner if owner in ranks else ranks[owner % len(ranks)]
-            found.chunks.append(Chunk(owner, source, one.name, key, 0, size, size * entry.dtype.itemsize))
+            _send(found, name, owner, source, (one.name, key, size), entry.dtype)
     found.parameters[one.name] = {"file": name, **_described(one)}
 
 
@@ -222,13 +227,22 @@ def _deal_ranges(found: FilePlan, dealer: Dealer, one: Parameter) -> None:
     for key, entry in tensors:  # ranks read tensor by tensor
         for owner, name, _, size in pieces:
             found.files[name].append(Content(f"{key}/{one.name}", entry.dtype, (size,)))
-            found.chunks.append(Chunk(owner, owner, one.name, key, 0, size, size * entry.dtype.itemsize))
+            _send(found, name, owner, owner, (one.name, key, size), entry.dtype)
     found.parameters[one.name] = {"pieces": [[*piece[1:]] for piece in pieces], **_described(one)}
+
+
+def _send(found: FilePlan, file: str, owner: int, source: int, what: tuple[str, str, int], dtype: torch.dtype) -> None:
+    """Appends elements (parameter, key, number of elements) to ``file``."""
+    parameter, key, size = what
+    begin, count = found.sizes[file], size * dtype.itemsize
+    found.chunks.append(Chunk(owner, source, parameter, key, 0, size, count, file, begin))
+    found.sizes[file] = begin + count
 
 
 def _file(found: FilePlan, dealer: Dealer, owner: int, tensors: list[tuple[str, Entry]], count: int) -> str:
     name = dealer.file(owner, count, tensors[0][1].dtype.itemsize, tensors[-1][1].dtype.itemsize)
     found.files.setdefault(name, [])
+    found.sizes.setdefault(name, 0)
     found.owners[name] = owner
     return name
 

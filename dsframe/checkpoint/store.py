@@ -13,6 +13,7 @@ process or the machine. Nothing here is collective, and nothing imports torch.
 from __future__ import annotations
 
 import contextlib
+import errno
 import hashlib
 import json
 import math
@@ -39,6 +40,7 @@ SHARDED_FORMAT = 3
 _NAME = re.compile(r"step-(\d{8,})")
 _FILE = re.compile(r"[A-Za-z0-9][A-Za-z0-9._-]*")
 _CHUNK = 1 << 20
+_BOOT = Path("/proc/sys/kernel/random/boot_id")
 _AHEAD = 8 << 20
 """Bytes after which a file's writing to the disk begins, before all of it is there."""
 _Name = Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")]
@@ -443,6 +445,40 @@ class FileWriter:
             raise OSError(
                 error.errno, error.strerror, str(self._path)
             ) from None  # a write's error does not name the file
+
+
+def write_range(path: Path, begin: int, content: bytes | memoryview) -> None:
+    """Writes ``content`` from byte ``begin`` on into a file, which is made where it is not there: for several processes that
+    write one file together. It is with the system when this returns. Raises OSError."""
+    left = memoryview(content)
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_CLOEXEC, 0o666)
+        try:
+            while left:
+                written = os.pwrite(descriptor, left, begin)
+                left, begin = left[written:], begin + written
+        finally:
+            os.close(descriptor)
+    except OSError as error:
+        raise OSError(error.errno, error.strerror, str(path)) from None  # a write's error does not name the file
+
+
+def read_entry(path: Path, size: int) -> FileEntry:
+    """The entry of a file of ``size`` bytes that several processes have written. Raises OSError, also where it is not as long."""
+    found = path.stat().st_size
+    if found != size:
+        raise OSError(errno.EIO, f"it has {found:,} bytes instead of {size:,}", str(path))
+    return FileEntry(size, checksum(path))
+
+
+def folder_id(path: Path) -> str:
+    """The same text for all processes of one kernel that see the same folder, and for no others: what one of them has written
+    into a file there, each of them reads."""
+    try:
+        kernel, found = _BOOT.read_text().strip(), path.stat()
+    except OSError:
+        return os.urandom(16).hex()  # nobody else's
+    return f"{kernel} {found.st_dev} {found.st_ino}"
 
 
 def checksum(path: Path) -> str:

@@ -4,6 +4,9 @@ A window is so many bytes that no rank sends, and none writes, more than ``WINDO
 writes the one before into files, so that beside its state a rank holds at most one window to send and two to write, on GPUs
 one more on the device. What a rank holds itself is written from where it lies.
 
+Where all ranks see the folder through one kernel, as on one host, a save at once exchanges nothing: each rank writes what it holds
+into its place in the files, whoever's they are, and their owner reads the checksum when all have written.
+
 In the background the rank's own ranges are copied first, and the exchange is the thread's, over Gloo in a process group of its own:
 collectives of training and of a save have no common order, and need none.
 """
@@ -11,7 +14,7 @@ collectives of training and of a save have no common order, and need none.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -25,8 +28,8 @@ from dsframe.checkpoint.layout import Chunk, Content
 from dsframe.checkpoint.portable import PART_BYTES, header, write_tensors
 from dsframe.checkpoint.staging import Staging
 from dsframe.checkpoint.state import ParameterShard, TensorShard
-from dsframe.checkpoint.store import FileEntry, FileWriter, sync_files
-from dsframe.cluster.exchange import Ranks
+from dsframe.checkpoint.store import FileEntry, FileWriter, folder_id, read_entry, sync_files, write_range
+from dsframe.cluster.exchange import Ranks, all_gather_text
 
 WINDOW_BYTES = 64 << 20
 """A rank's memory grows by at most four times as much in a save, 256 MiB, beside a copy of its own ranges in the background."""
@@ -52,16 +55,21 @@ class ShardWriter:
         sync: bool = True,
     ) -> None:
         """**Collective.** ``sharded``: each rank writes its own ranges. ``sync``: files are on the disk when :meth:`write` returns,
-        else :meth:`flush` brings them there. Raises CheckpointError as ``layout.agree`` does."""
+        else :meth:`flush` brings them there, when all ranks have written. Raises CheckpointError as ``layout.agree`` does."""
         world = ranks.plan.world
         self.files: dict[str, FileEntry] = {}
-        """Files of this rank, when they are written."""
+        """Files of this rank, when they are written; without ``sync``, when they are flushed."""
         size = part_bytes or (SHARD_BYTES if sharded else PART_BYTES)
         self._plan = layout.plan(layout.agree(ranks, shards), world.size, size, sharded=sharded)
         self.parameters = self._plan.parameters
         """The manifest's entry of every parameter."""
         self.exchanges = any(chunk.source != chunk.owner for chunk in self._plan.chunks)
         """True if some rank writes what another holds; the same on every rank."""
+        one_kernel = self.exchanges and not sync and len(set(all_gather_text(ranks, folder_id(folder)))) == 1
+        self._in_place: Mapping[str, bytes] | None = None
+        """File -> its first bytes, where each rank writes what it holds into its place in the files of all."""
+        if one_kernel:
+            self.exchanges, self._in_place = False, {name: _begin(of) for name, of in self._plan.files.items()}
         self._folder, self._rank, self._ranks, self._window = folder, world.rank, world.size, window_bytes
         self._sync = sync
         self._device, self._group = ranks.plan.device, None
@@ -89,6 +97,11 @@ class ShardWriter:
         """
         if isinstance(self._held, _Kept):
             self.write(sign_of_life)
+        if self._in_place is not None:
+            for name in self._own:
+                size = len(self._in_place[name]) + self._plan.sizes[name]
+                self.files[name] = read_entry(self._folder / name, size)
+                sign_of_life()
         if not self._sync:
             sync_files(self._folder, self.files, sign_of_life)
 
@@ -97,8 +110,50 @@ class ShardWriter:
 
         After a failure it takes part to the end without writing. Raises OSError then.
         """
+        if self._in_place is not None:
+            self._write_in_place(self._in_place, sign_of_life)
+        else:
+            self._write_windows(sign_of_life)
+        for name, tensors in self._more:
+            self.files[name] = write_tensors(self._folder / name, tensors, sync=self._sync)
+
+    @property
+    def _own(self) -> list[str]:
+        return [name for name, owner in self._plan.owners.items() if owner == self._rank]
+
+    def _write_in_place(self, headers: Mapping[str, bytes], sign_of_life: Callable[[], None]) -> None:
+        failure: OSError | None = None
+        for name, begin, content in self._ranges(headers):
+            try:
+                if failure is None:
+                    write_range(self._folder / name, begin, content)
+            except OSError as error:
+                failure = error
+            sign_of_life()
+        if failure is not None:
+            raise failure
+
+    def _ranges(self, headers: Mapping[str, bytes]) -> Iterator[tuple[str, int, bytes | memoryview]]:
+        """File, first byte and content of all that this rank writes. To be read to the end: where a shard's reading is
+        collective, others wait for it. A content holds until the next."""
+        for name in self._own:
+            yield name, 0, headers[name]
+        pinned: Tensor | None = None
+        for chunk in self._plan.chunks:
+            content = self._held.get(chunk)
+            if content is None:
+                continue
+            place, flat = len(headers[chunk.file]) + chunk.begin, content.view(torch.uint8)
+            for first in range(0, chunk.bytes, self._window):
+                piece = flat[first : first + self._window]
+                if piece.device.type != "cpu":
+                    pinned = torch.empty(self._window, dtype=torch.uint8, pin_memory=True) if pinned is None else pinned
+                    piece = pinned[: piece.numel()].copy_(piece)
+                yield chunk.file, place + first, piece.numpy().data
+
+    def _write_windows(self, sign_of_life: Callable[[], None]) -> None:
         plan = self._plan
-        own = {self._folder / name: plan.files[name] for name, owner in plan.owners.items() if owner == self._rank}
+        own = {self._folder / name: plan.files[name] for name in self._own}
         sink, exchange = _Sink(own, self._sync), _Exchange(self._rank, self._ranks, self._device, self._group)
         try:
             for window in plan.windows(self._window):
@@ -106,8 +161,6 @@ class ShardWriter:
                 sign_of_life()
         finally:
             self.files |= sink.finish()
-        for name, tensors in self._more:
-            self.files[name] = write_tensors(self._folder / name, tensors, sync=self._sync)
 
 
 class _Living:
@@ -131,6 +184,10 @@ class _Living:
         if self._tensor is None:
             self._tensor = _read(shard)
         return self._tensor.narrow(0, chunk.skip, chunk.size)
+
+
+def _begin(contents: Sequence[Content]) -> bytes:
+    return header({one.name: (one.dtype, one.shape) for one in contents})[0]
 
 
 def _read(shard: TensorShard) -> Tensor:

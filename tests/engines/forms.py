@@ -56,6 +56,25 @@ def main(path: str) -> None:
     told = [json.dumps([{k: asdict(v) for k, v in one.files.items()}, one.parameters]) for one in (old, new)]
     ways = [all_gather_text(engine, text) for text in told]
     report["same files"] = ways[0] == ways[1]
+    # And once more, each rank into the files of all.
+    if world.is_main:
+        Path("in place").mkdir()
+    all_gather_text(engine, "")
+    placed = ShardWriter(
+        engine,
+        engine.state().parameters.shards,
+        Path("in place"),
+        sharded=False,
+        part_bytes=2000,
+        window_bytes=window,
+        sync=False,
+    )
+    placed.write(lambda: None)
+    all_gather_text(engine, "")
+    placed.flush(lambda: None)
+    told_placed = json.dumps([{k: asdict(v) for k, v in placed.files.items()}, placed.parameters])
+    report["same files in place"] = all_gather_text(engine, told_placed) == ways[1]
+    report["in place"] = placed._in_place is not None
     report["exchanges"] = new.exchanges
 
     def go_on() -> list[float]:
@@ -117,12 +136,16 @@ def main(path: str) -> None:
 @contextmanager
 def full_disk() -> Iterator[None]:
     """Nothing can be written by this process."""
+    from dsframe.checkpoint import transfer
     from dsframe.checkpoint.store import FileWriter
 
     def full(writer: Any, piece: Any) -> None:
         raise OSError(28, "No space left on device", str(writer._path))
 
-    with mock.patch.object(FileWriter, "write", full):
+    def full_range(path: Any, begin: int, content: Any) -> None:
+        raise OSError(28, "No space left on device", str(path))
+
+    with mock.patch.object(FileWriter, "write", full), mock.patch.object(transfer, "write_range", full_range):
         yield
 
 

@@ -47,7 +47,7 @@ def test_every_form_holds_the_same_state(case: str, tmp_path: Path) -> None:
     assert sharded == [2 if case in WHOLE else 3] * 2  # whole replicas have no pieces
     # Where a rank holds all of a parameter it writes it: the same tensors, in other files.
     assert report["same files"] == (case in ("zero3", "zero3-cpu", "fsdp", "fsdp-hybrid")), report["engine"]
-    assert report["exchanges"] == (case not in WHOLE)
+    assert report["exchanges"] == report["in place"] == (case not in WHOLE)
 
 
 @pytest.mark.timeout(COMPILING_SECONDS + 60)
@@ -66,6 +66,7 @@ def forms(ranks: int, config: dict[str, Any], folder: Path, timeout_seconds: flo
     report: dict[str, Any] = json.loads((folder / "report.json").read_text())
     assert report["differences"] == {name: [] for name in report["differences"]}
     assert report["damaged"] == []
+    assert report["same files in place"]
     assert len(report["after"]) == 4
     for name, (losses, equal) in report["repeated"].items():
         assert all(losses == after for after in report["after"]), name

@@ -263,3 +263,23 @@ def test_links_are_taken_away_and_not_what_they_lead_to(folder: Store, tmp_path:
         "step-00000002",
     ]
     assert store.verify(elsewhere) == []
+
+
+def test_several_processes_write_one_file(tmp_path: Path) -> None:
+    path = tmp_path / "file"
+    store.write_range(path, 3, b"def")
+    with pytest.raises(OSError, match="it has 6 bytes instead of 7"):
+        store.read_entry(path, 7)  # a range is missing
+    store.write_range(path, 0, memoryview(b"abc"))
+    assert path.read_bytes() == b"abcdef"
+    assert store.read_entry(path, 6) == store.write(tmp_path / "other", b"abcdef")
+    with pytest.raises(OSError, match="No such file") as caught:
+        store.write_range(tmp_path / "absent" / "file", 0, b"a")
+    assert caught.value.filename == str(tmp_path / "absent" / "file")
+
+
+def test_a_folder_of_another_kernel_is_another_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "linked").symlink_to(tmp_path)
+    assert store.folder_id(tmp_path) == store.folder_id(tmp_path / "linked") != store.folder_id(tmp_path.parent)
+    monkeypatch.setattr(store, "_BOOT", tmp_path / "no kernel tells its name")
+    assert store.folder_id(tmp_path) != store.folder_id(tmp_path)
