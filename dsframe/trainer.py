@@ -5,6 +5,7 @@ Nothing here waits for the device except on steps that log: a loss stays a tenso
 
 from __future__ import annotations
 
+import json
 import math
 import time
 from collections.abc import Iterator, Mapping
@@ -20,12 +21,13 @@ from dsframe.checkpoint.memory_checkpoint import MemoryCheckpoint
 from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.resume import Start
 from dsframe.checkpoint.saver import Saver
+from dsframe.cluster.exchange import all_gather_text
 from dsframe.config.resolve import epochs
 from dsframe.config.schema.base import Interval
 from dsframe.data import EvaluationLoader, Loader
 from dsframe.engine import ON_RANKS, Engine, StepResult
 from dsframe.engines import precision
-from dsframe.errors import StoppedError, TrainingError
+from dsframe.errors import DataError, StoppedError, TrainingError
 from dsframe.guard.nonfinite import FirstNonFinite, diagnose_nonfinite
 from dsframe.guard.signals import StopRequest
 from dsframe.guard.watchdog import Watchdog
@@ -365,6 +367,7 @@ class Trainer:
         epoch = self.loader.sampler.epoch(step)
         memory = peak_memory_bytes(self.engine.plan.device)
         more = self._observers.figures(rate)
+        rows = self._rows_read()
         if self.record:
             values = {"loss": loss, "learning_rate": result.learning_rate, "gradient_norm": norm, "rate": rate}
             self.record.write(
@@ -375,6 +378,7 @@ class Trainer:
                     **values,
                     "memory_bytes": memory,
                     **({"samples_of": shares} if (shares := self.loader.sampler.shares(step)) else {}),
+                    **rows,
                     **more,
                     "skipped": result.skipped,
                 }
@@ -383,6 +387,22 @@ class Trainer:
         figures = {"loss": loss, "learning_rate": result.learning_rate, **terms}
         self._hooks("on_log", lambda: self._view(step), figures)
         return loss
+
+    def _rows_read(self) -> dict[str, Any]:
+        """**Collective** where the data are a stream: the rows that each rank has read from it, for the record. Raises DataError
+        where ranks had another number of rows in as many passes: from there on they took other samples."""
+        if not self.loader.rows_read():
+            return {}
+        told = [json.loads(text) for text in all_gather_text(self.engine, json.dumps(self.loader.rows_read()))]
+        of_passes: dict[int, tuple[int, int]] = {}
+        for rank, (_, passes, rows) in enumerate(told):  # some may have read further ahead than others
+            first, expected = of_passes.setdefault(passes, (rank, rows))
+            if rows != expected:
+                raise DataError(
+                    f"the training data differ between ranks: a stream had {expected:,} rows in its first {passes} passes on rank "
+                    f"{first}, and {rows:,} on rank {rank}. Their batches have other samples since. Give all ranks the same rows"
+                )
+        return {"rows_read": [rows for rows, _, _ in told]}
 
     def _look(self, step: int, result: StepResult) -> None:
         """Counts the updates that were left out, and ends a training that will not recover. Does not wait for the device."""

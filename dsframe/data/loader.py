@@ -19,7 +19,7 @@ from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map
 from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 
-from dsframe.data.collate import Collate, collated
+from dsframe.data.collate import Collate, Pad, collated
 from dsframe.data.mixture import Mixture, MixtureOrder, MixtureSource
 from dsframe.data.packed import RowSource
 from dsframe.data.sampler import Order, Part, Sampler, evaluation_rows, sequential
@@ -28,6 +28,8 @@ from dsframe.data.source import Batch, Source, TensorSource, draw
 from dsframe.data.workers import held, outlive_signals
 from dsframe.errors import DataError
 
+Request = tuple[list[Part], int | None]
+"""The samples of one batch, and the width that it is padded to, where that is not its own."""
 READER = "dsframe-reader"
 """Prefix of the name of the thread that reads ahead."""
 _ITEM = 0x6974656D  # the stream of draws that seeds the random generators before dataset[i]
@@ -95,19 +97,32 @@ class DatasetSource:
 
     def __init__(self, dataset: Dataset[Any], seed: int, collate: Collate | None = None) -> None:
         self.dataset, self.seed, self.collate = dataset, seed, collate
+        self._lengths: Any = None
+        self.global_width = isinstance(collate, Pad) and collate.to == "global-batch"
+        if self.global_width:
+            self._lengths = getattr(dataset, "lengths", None)
+            if self._lengths is None or len(self._lengths) != len(self):
+                raise DataError(
+                    f'Pad(to="global-batch"): {type(dataset).__name__} does not say how long each row is; give it "lengths", a '
+                    "sequence with the length of each row's longest sequence"
+                )
 
     def __len__(self) -> int:
         return len(self.dataset)  # type: ignore[arg-type]  # Dataset promises no length, a map-style one has it
 
+    def common_width(self, parts: list[Part]) -> int:
+        """The length of the longest of these rows."""
+        return max(int(self._lengths[index]) for _, rows in parts for index in rows.tolist())
+
     def batch(self, indices: Tensor, epoch: int) -> Batch:
         return self.gather([(epoch, indices)])
 
-    def gather(self, parts: list[Part]) -> Batch:
+    def gather(self, parts: list[Part], width: int | None = None) -> Batch:
         """The samples of all parts, collated once: batches with strings or lists in them cannot be put together afterwards."""
         before = torch.get_rng_state(), np.random.get_state(), random.getstate()
         try:
             items = [(index, self.item(epoch, index)) for epoch, rows in parts for index in rows.tolist()]
-            return collated(items, self.collate)
+            return collated(items, self.collate, width)
         finally:  # training's own generators, which dropout uses, go on as if nothing had happened
             torch.set_rng_state(before[0])
             np.random.set_state(before[1])
@@ -128,6 +143,7 @@ class StreamSource(DatasetSource):
     def __init__(self, dataset: Any, seed: int, collate: Collate | None = None) -> None:
         super().__init__(dataset, seed, collate)
         self.dataset: Any = dataset
+        self._read = torch.zeros(3, dtype=torch.int64).share_memory_()  # type: ignore[no-untyped-call]
         self._rows: Iterator[Any] = iter(())
         self._next: int | None = None
 
@@ -136,6 +152,11 @@ class StreamSource(DatasetSource):
             return super().__len__()
         except TypeError:
             return ENDLESS
+
+    def read(self) -> list[int]:
+        """Rows that were read from the data set so far, some of them ahead, passes that ended, and rows until the last of these
+        ended: of whichever process of this rank reads."""
+        return [int(count) for count in self._read]
 
     def item(self, epoch: int, index: int) -> Any:
         wanted = epoch * len(self) + index
@@ -148,6 +169,7 @@ class StreamSource(DatasetSource):
                 return row
 
     def _passes(self) -> Iterator[Any]:
+        self._read.zero_()
         for number in itertools.count():
             bits = draw(self.seed, number, 0, _ITEM) & 0x7FFF_FFFF
             torch.default_generator.manual_seed(bits)
@@ -157,7 +179,9 @@ class StreamSource(DatasetSource):
                 self.dataset.set_epoch(number)
             row = None
             for row in self.dataset:
+                self._read[0] += 1
                 yield row
+            self._read[1], self._read[2] = number + 1, self._read[0]
             if row is None:
                 raise DataError(f"{type(self.dataset).__name__} gives no row")
 
@@ -191,36 +215,44 @@ def _order_of(data: Any, seed: int, chosen: Callable[[int, int], Tensor | None] 
 
 
 class _Keyed(Dataset[Any]):
-    """The data set that a worker process reads: samples by ``(epoch, index)``."""
+    """The data set that a worker process reads: samples by ``(epoch, index)``, and the width of their batch with each."""
 
     def __init__(self, source: DatasetSource) -> None:
         self.source = source
 
-    def __getitem__(self, key: tuple[int, int]) -> tuple[int, Any]:
-        return key[1], self.source.item(*key)
+    def __getitem__(self, key: tuple[int, int, int | None]) -> tuple[int, Any, int | None]:
+        epoch, index, width = key
+        return index, self.source.item(epoch, index), width
+
+    def collated(self, found: list[tuple[int, Any, int | None]]) -> Batch:
+        """A batch of what ``__getitem__`` gave."""
+        return collated([(index, row) for index, row, _ in found], self.source.collate, found[0][2])
 
 
 class _Fetcher:
-    """Turns parts of a batch into batches on a device, ahead of time where that helps."""
+    """Turns requests into batches on a device, ahead of time where that helps."""
 
     def __init__(self, source: Source, device: torch.device, workers: int) -> None:
         self.source, self.device, self.workers = source, device, workers
 
-    def __call__(self, requests: Iterable[list[Part]]) -> Iterator[Batch]:
+    def __call__(self, requests: Iterable[Request]) -> Iterator[Batch]:
         if self.workers and isinstance(self.source, DatasetSource):
-            keys = ([(epoch, index) for epoch, rows in parts for index in rows.tolist()] for parts in requests)
+            keys = (
+                [(epoch, index, width) for epoch, rows in parts for index in rows.tolist()] for parts, width in requests
+            )
+            read = _Keyed(self.source)
             loader = DataLoader(
-                _Keyed(self.source),
+                read,
                 batch_sampler=keys,  # any iterable of lists of keys will do
                 num_workers=self.workers,
-                collate_fn=partial(collated, collate=self.source.collate),
+                collate_fn=read.collated,
                 worker_init_fn=outlive_signals,
                 generator=torch.Generator(),  # else it would draw a number from training's own generator
             )
             with held():
                 batches: Iterator[Batch] = _in_one_line(iter(loader))
         else:
-            batches = (self._fetch(parts) for parts in requests)
+            batches = (self._fetch(*request) for request in requests)
         return self._to_device(batches)
 
     def _to_device(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -230,9 +262,15 @@ class _Fetcher:
         # A data set's own items are read between seeding the global generators and giving them back, which only one thread may do.
         return ahead(batches) if isinstance(self.source, DatasetSource) else ahead.in_thread(batches)
 
-    def _fetch(self, parts: list[Part]) -> Batch:
+    def width(self, rows: Callable[[], list[Part]]) -> int | None:
+        """The width of all batches of a step, which has these ``rows``; None where each has its own."""
+        if isinstance(self.source, (DatasetSource, RowSource, MixtureSource)) and self.source.global_width:
+            return self.source.common_width(rows())
+        return None
+
+    def _fetch(self, parts: list[Part], width: int | None) -> Batch:
         if isinstance(self.source, (DatasetSource, RowSource, MixtureSource)):
-            return self.source.gather(parts)
+            return self.source.gather(parts, width)
         batches = [_pair(self.source.batch(rows, epoch), self.source) for epoch, rows in parts]
         if len(batches) == 1:
             return batches[0]
@@ -251,7 +289,7 @@ class _Fetcher:
         """Batches of one sample each, on the CPU. One worker reads them where there are any: a file that this process opened all of
         them would share."""
         fetch = _Fetcher(self.source, torch.device("cpu"), min(self.workers, 1))
-        return fetch([(0, torch.tensor([index]))] for index in indices)
+        return fetch(([(0, torch.tensor([index]))], None) for index in indices)
 
 
 def _in_one_line(batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -398,15 +436,20 @@ class Loader:
             )
         return found
 
+    def rows_read(self) -> list[int]:
+        """As :meth:`StreamSource.read`; empty for other data, of which all ranks have the same."""
+        return self.source.read() if isinstance(self.source, StreamSource) else []
+
     def rows(self, indices: list[int]) -> Iterator[Batch]:
         """Batches of one sample each, on the CPU, as they look in epoch 0."""
         return self._fetch.rows(indices)
 
-    def _requests(self, first_step: int, last_step: int | None) -> Iterator[list[Part]]:
+    def _requests(self, first_step: int, last_step: int | None) -> Iterator[Request]:
         step = first_step
         while last_step is None or step < last_step:
+            width = self._fetch.width(partial(self.sampler.global_batch, step))
             for micro in range(self.accumulation_steps):
-                yield self.sampler.micro_batch(step, micro, self.rank, self.ranks, self.micro_batch_size)
+                yield self.sampler.micro_batch(step, micro, self.rank, self.ranks, self.micro_batch_size), width
             step += 1
 
 
@@ -444,7 +487,9 @@ class EvaluationLoader:
         return -(-samples // (ranks * size))
 
     def __iter__(self) -> Iterator[tuple[Batch, int]]:
-        batches = self._fetch([(0, indices)] for indices, _ in evaluation_rows(*self._split))
+        batches = self._fetch(
+            self._request(number, indices) for number, (indices, _) in enumerate(evaluation_rows(*self._split))
+        )
         valid = (count for _, count in evaluation_rows(*self._split))
         return zip(batches, valid, strict=True)
 
@@ -460,4 +505,11 @@ class EvaluationLoader:
         """The first batch alone, by one worker where there are any: a file that this process opened all of them would share."""
         indices, valid = next(iter(evaluation_rows(*self._split)))
         fetch = _Fetcher(self.source, self._fetch.device, min(self._fetch.workers, 1))
-        return next(fetch([[(0, indices)]])), valid
+        return next(fetch([self._request(0, indices)])), valid
+
+    def _request(self, number: int, indices: Tensor) -> Request:
+        """The samples ``indices``, as wide as batch ``number`` of all ranks."""
+        samples, _, ranks, size = self._split
+        first = number * ranks * size
+        last = min(first + ranks * size, samples)
+        return [(0, indices)], self._fetch.width(lambda: [(0, torch.arange(first, last))])

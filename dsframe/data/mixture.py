@@ -73,6 +73,12 @@ class Mixture:
     def __len__(self) -> int:
         return self.ends[-1]
 
+    @cached_property
+    def lengths(self) -> list[int] | None:
+        """The ``lengths`` of all data sets, one after another; None where one has none."""
+        each: list[Any] = [getattr(one, "lengths", None) for one in self.sets.values()]
+        return None if any(one is None for one in each) else [int(n) for one in each for n in one]
+
     def __getitem__(self, index: int) -> Any:
         number = bisect_right(self.ends, index)
         return list(self.sets.values())[number][index - (self.ends[number - 1] if number else 0)]
@@ -85,6 +91,7 @@ class MixtureSource:
         self.mixture = mixture
         self._sources: list[Source] = list(mixture.sets.values())
         self._ends = torch.tensor(mixture.ends)
+        self.global_width = any(isinstance(one, RowSource) and one.global_width for one in self._sources)
 
     def __len__(self) -> int:
         return len(self.mixture)
@@ -92,12 +99,23 @@ class MixtureSource:
     def batch(self, indices: Tensor, epoch: int) -> Batch:
         return self.gather([(epoch, indices)])
 
-    def gather(self, parts: list[Part]) -> Batch:
-        """The rows of all parts as one batch."""
+    def common_width(self, parts: list[Part]) -> int:
+        """As :meth:`RowSource.common_width`: the widest of its sources."""
+        indices = torch.cat([rows for _, rows in parts])
+        which = torch.searchsorted(self._ends, indices, right=True)
+        widths = []
+        for number, source in enumerate(self._sources):
+            own = indices[which == number] - (self._ends[number - 1] if number else 0)
+            if isinstance(source, RowSource) and len(own):
+                widths.append(source.width(own))
+        return max(widths)
+
+    def gather(self, parts: list[Part], width: int | None = None) -> Batch:
+        """The rows of all parts as one batch. ``width``: in place of their own."""
         epochs = torch.cat([torch.full_like(rows, epoch) for epoch, rows in parts])
         indices = torch.cat([rows for _, rows in parts])
         which = torch.searchsorted(self._ends, indices, right=True)
-        width = None
+        widths = [width or 0]
         wanted: list[tuple[Source, list[Part], Tensor]] = []
         for number, source in enumerate(self._sources):
             own = indices - (self._ends[number - 1] if number else 0)
@@ -105,9 +123,9 @@ class MixtureSource:
                 here = ((which == number) & (epochs == epoch)).nonzero().flatten()
                 wanted.append((source, [(epoch, own[here])], here))
                 if isinstance(source, RowSource):
-                    width = max(width or 0, source.width(own[here]))
+                    widths.append(source.width(own[here]))
         found = [
-            source.gather(rows, width) if isinstance(source, RowSource) else source.batch(rows[0][1], rows[0][0])
+            source.gather(rows, max(widths)) if isinstance(source, RowSource) else source.batch(rows[0][1], rows[0][0])
             for source, rows, _ in wanted
         ]
         back = torch.cat([here for _, _, here in wanted]).argsort()

@@ -23,13 +23,21 @@ class RowSource:
 
     With ``together`` a row holds several documents and has ``context`` positions: ``position_ids`` start anew at each document, and
     there is no mask, by which models of transformers keep them apart. Else a row is one document, padded to the longest of the
-    micro-batch, with an ``attention_mask``.
+    micro-batch, or of the global batch, with an ``attention_mask``.
     """
 
-    def __init__(self, tokenised: Tokenised, context: int, *, together: bool, samples: int | None = None) -> None:
-        """``samples``: only so many rows."""
+    def __init__(
+        self,
+        tokenised: Tokenised,
+        context: int,
+        *,
+        together: bool,
+        samples: int | None = None,
+        global_width: bool = False,
+    ) -> None:
+        """``samples``: only so many rows. ``global_width``: pad to the longest row of the global batch."""
         self._tokens, self._pieces, self._ends = tokenised.tokens, tokenised.pieces, tokenised.rows
-        self._context, self._together = context, together
+        self._context, self._together, self.global_width = context, together, global_width
         self._length = min(len(self._ends), samples or len(self._ends))
 
     def __len__(self) -> int:
@@ -41,6 +49,10 @@ class RowSource:
     def width(self, indices: Tensor) -> int:
         """Returns how many positions a batch of these rows has."""
         return self._wide(self._laid(indices.numpy())[2])
+
+    def common_width(self, parts: list[Part]) -> int:
+        """Returns how many positions a batch of all these rows has."""
+        return self.width(torch.cat([rows for _, rows in parts]))
 
     def _wide(self, filled: Any) -> int:
         return self._context if self._together else -(-int(filled.max()) // _MULTIPLE) * _MULTIPLE

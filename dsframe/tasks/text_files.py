@@ -53,6 +53,8 @@ class WindowsTask(CausalLanguageModelTask):
             raise TaskError(
                 "task.data: conversations need a tokenizer with a chat template; name its folder in task.tokenizer"
             )
+        if "padding" in settings.data.model_fields_set and self.packing != "rows":
+            raise TaskError('task.data.padding: only "rows" are padded; remove it, or write "packing": "rows"')
         if settings.data.format == "text" and settings.data.chat_template:
             raise TaskError(
                 'task.data.chat_template: is for conversations; remove it, or write "format": "conversations"'
@@ -207,7 +209,13 @@ class RowsTask(WindowsTask):
     def _source(self, name: str) -> RowSource:
         train, s = name != "eval", self.settings
         _, found = self._opened(name)
-        return RowSource(found, s.context, together=self.packing == "documents", samples=s.samples if train else None)
+        return RowSource(
+            found,
+            s.context,
+            together=self.packing == "documents",
+            samples=s.samples if train else None,
+            global_width=self._files.padding == "global-batch",
+        )
 
 
 def _listed(patterns: str | list[str]) -> list[str]:

@@ -10,6 +10,7 @@ from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.utils.data import IterableDataset
 
 from dsframe import Hooks, Mixture, RunView, Task
 from tests.sources import Pairs, shards
@@ -48,3 +49,21 @@ class Sources(Task):
         here = Path.cwd()
         sets = {"tar": shards(here, "tar"), "parquet": shards(here, "parquet"), "pairs": Pairs(40, 1000)}
         return Mixture(sets, {"tar": 2, "parquet": 1, "pairs": 1}, exhausted={"parquet": "ends"})
+
+
+class Numbers(IterableDataset[Any]):
+    """40 rows in a pass; with SHORT one fewer on rank 1."""
+
+    def __iter__(self) -> Any:
+        short = bool(os.environ.get("SHORT")) and os.environ.get("RANK") == "1"
+        return ((torch.zeros(2), number) for number in range(40 - short))
+
+
+class Streamed(Sources):
+    """The same from a stream."""
+
+    def prepare(self, say: Any) -> None:
+        pass
+
+    def train_data(self) -> Any:
+        return Numbers()

@@ -54,3 +54,23 @@ def test_a_mixture_goes_on_with_the_same_samples_on_another_number_of_ranks(
     told = {line["step"]: line["samples_of"] for line in lines if "samples_of" in line}
     assert told[9] == loader.sampler.shares(9)
     assert set(told) == set(range(1, 10))
+
+
+def test_the_rows_of_a_stream_are_counted_and_ranks_whose_passes_differ_are_refused(tmp_path: Path) -> None:
+    task = {"name": "tests.engines.sources_task:Streamed"}
+    (tmp_path / "my.json").write_text(json.dumps({**FILE, "dsframe": {**FILE["dsframe"], "task": task}}))
+    train = ["-m", "dsframe.train", "--config", "my.json"]
+    run_ranks(warm(2, train), cwd=tmp_path, timeout_seconds=100).check()
+    lines = [json.loads(line) for line in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+    read = [line["rows_read"] for line in lines if "rows_read" in line]
+    assert len(read) == 9
+    assert all(
+        len(each) == 2 and 12 * step - 6 <= min(each) <= max(each) <= 12 * (step + 3)
+        for step, each in enumerate(read, start=1)
+    ), read
+    differing = run_ranks(
+        warm(2, [*train, "--run-dir", "other"]), cwd=tmp_path, timeout_seconds=100, env={"SHORT": "1"}
+    )
+    assert differing.returncode != 0
+    expected = "a stream had 40 rows in its first 1 passes on rank 0, and 39 on rank 1. Their batches have other samples since."
+    assert expected in differing.stderr, str(differing)

@@ -10,9 +10,10 @@ import pytest
 import torch
 
 import dsframe
-from dsframe.data import Loader, as_source
+from dsframe.data import EvaluationLoader, Loader, Pad, as_source
 from dsframe.data.sampler import sequential
-from tests.sources import SOURCES, Stream
+from dsframe.errors import DataError
+from tests.sources import SOURCES, Dicts, Pairs, Stream
 
 STEPS = 200
 
@@ -135,3 +136,76 @@ def test_what_a_window_is(tmp_path: Path) -> None:
         assert len(window.unique()) <= 3
     one = shards(tmp_path, "tar", window=1).order(0).take(0, 0, 90)[0][1]
     assert (one.diff() == 1).sum() == 86  # shards are shuffled, but not what is in them
+
+
+class Lengths(Dicts):
+    """Says how long its rows are."""
+
+    @property
+    def lengths(self) -> list[int]:
+        return [index % 7 + 1 for index in range(self.samples)]
+
+
+@pytest.mark.parametrize("workers", [0, 2])
+@pytest.mark.parametrize("mixed", [False, True])
+def test_all_batches_of_a_step_are_padded_to_the_longest_of_the_global_batch(workers: int, mixed: bool) -> None:
+    def widths(ranks: int, micro: int) -> list[set[int]]:
+        data = dsframe.Mixture({"a": Lengths(), "b": Lengths(30)}) if mixed else Lengths()
+        streams = [
+            Loader(
+                as_source(data, 3, Pad(to="global-batch", multiple=2)),
+                seed=3,
+                micro_batch_size=micro,
+                accumulation_steps=6 // ranks // micro,
+                rank=rank,
+                ranks=ranks,
+                workers=workers,
+            ).stream(0, 20)
+            for rank in range(ranks)
+        ]
+        found = [[tuple(batch["input_ids"].shape) for batch, _ in stream] for stream in streams]
+        each = 6 // ranks // micro
+        return [{shape[1] for of in found for shape in of[step * each : step * each + each]} for step in range(20)]
+
+    expected = widths(1, 6)
+    assert len(set(map(str, expected))) > 1
+    assert all(len(step) == 1 for step in expected)
+    assert widths(1, 2) == widths(2, 3) == widths(3, 1) == expected
+
+
+def test_evaluation_batches_are_padded_to_the_longest_of_all_ranks() -> None:
+    source = as_source(Lengths(17), 0, Pad(to="global-batch"))
+    shapes = [
+        [
+            tuple(inputs["input_ids"].shape)
+            for (inputs, _), _ in EvaluationLoader(source, seed=0, micro_batch_size=2, rank=rank, ranks=3)
+        ]
+        for rank in range(3)
+    ]
+    assert shapes == [[(2, 6), (2, 7), (2, 7)]] * 3
+
+
+def test_padding_to_the_global_batch_needs_the_lengths_of_rows() -> None:
+    with pytest.raises(
+        DataError, match=r'Pad\(to="global-batch"\): Dicts does not say how long each row is; give it "lengths"'
+    ):
+        as_source(Dicts(), 0, Pad(to="global-batch"))
+
+    class Wrong(Dicts):
+        lengths = [1] * 90
+
+    with pytest.raises(DataError, match="input_ids has a row of 7, but the data set's lengths say 1 at most"):
+        next(Loader(as_source(Wrong(), 0, Pad(to="global-batch")), seed=0, micro_batch_size=30).stream())
+
+
+def test_the_rows_of_a_stream_are_counted_in_the_process_that_reads() -> None:
+    loader = Loader(Stream(10), seed=0, micro_batch_size=3)
+    assert loader.rows_read() == [0, 0, 0]
+    stream = loader.stream()
+    for _ in range(8):
+        next(stream)
+    read, passes, rows = loader.rows_read()
+    assert 24 <= read <= 24 + 3 * 3  # the worker is at most two batches ahead
+    assert rows == 10 * passes
+    assert passes in (2, 3)
+    assert Loader(Pairs(), seed=0, micro_batch_size=3).rows_read() == []

@@ -122,6 +122,9 @@ class TextFiles(Section):
     """``concatenate``: all documents joined, cut into rows of ``context`` tokens. ``rows``: one document a row, padded to the
     longest of its micro-batch. ``documents``: as many as fit into ``context``; they do not see each other. Default:
     ``concatenate`` for text, ``rows`` for conversations."""
+    padding: Literal["micro-batch", "global-batch"] = "micro-batch"
+    """With ``"packing": "rows"``: rows are padded to the longest one of the micro-batch, or of the global batch. With the latter
+    the shapes of a step do not depend on the number of ranks."""
     chat_template: str | None = None
     """File with a chat template, in place of the tokenizer's own. It marks the answers by ``{% generation %}``."""
 
