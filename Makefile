@@ -67,6 +67,7 @@ format: setup ## rewrites the sources as `make lint` wants them
 
 equivalence: setup ## every engine beside one process, losses and weights: the table of docs/promise.md
 	python -m tests.equivalence
+	python -m tests.features
 
 footprint: setup ## what every engine holds and sends, beside theory: the tables of docs/measurements.md (10 minutes)
 	python -m tests.footprint
