@@ -110,7 +110,7 @@ FEATURES: Mapping[str, Feature] = {
         {
             "task": {"name": f"{_TASK}:Watched"},
             "eval_every_steps": 4,
-            "stop": {"metric": "error:min", "patience": 2, "min_delta": 0.2},
+            "stop": {"metric": "error:min", "patience": 4, "min_delta": 0.2},
         }
     ),
     "several models": Feature(

@@ -28,10 +28,11 @@ if TYPE_CHECKING:
 
 PROCESSES = 2
 LATENCY_BYTES = 8
-SIZES_BYTES = (2**20, 2**26)
-REPEATS = {LATENCY_BYTES: 100, 2**20: 30, 2**26: 7}
+SIZES_BYTES = (2**16, 2**20, 2**23, 2**26)
+REPEATS = {LATENCY_BYTES: 100, 2**16: 20, 2**20: 20, 2**23: 7, 2**26: 5}
 """Medians of so many, after a tenth as many (at least 2) that do not count."""
 LIMIT_SECONDS = 120.0
+BARRIER = "barrier"
 _QUIETLY = {"OMP_NUM_THREADS": "1", "PYTHONWARNINGS": "ignore"}
 
 
@@ -41,14 +42,24 @@ class Timing:
 
     collective: str
     seconds: dict[int, float]
-    """Median time by size in bytes of the whole tensor: what every rank ends with (all_gather) or starts with (the others)."""
+    """Median time by size in bytes of the whole tensor: what a rank ends with (all_gather, gather) or starts with (the others). A
+    barrier has none but the smallest."""
 
     def __str__(self) -> str:
-        rates = "".join(f"{size / self.seconds[size] / 1e9:>12.2f}" for size in SIZES_BYTES)
+        rates = "".join(f"{rate:>14.2f}" for rate in self.rates.values())
         return f"{self.collective:<16}{self.seconds[LATENCY_BYTES] * 1e6:>12,.0f}{rates}"
 
+    @property
+    def rates(self) -> dict[int, float]:
+        """Size in bytes -> GB/s."""
+        return {size: size / self.seconds[size] / 1e9 for size in SIZES_BYTES if size in self.seconds}
 
-HEADER = f"{'':<16}{'8 B, us':>12}{'1 MiB, GB/s':>12}{'64 MiB, GB/s':>13}"
+
+def _named(size: int) -> str:
+    return f"{size >> 20} MiB" if size >= 1 << 20 else f"{size >> 10} KiB"
+
+
+HEADER = f"{'':<16}{'8 B, us':>12}" + "".join(f"{_named(size) + ', GB/s':>14}" for size in SIZES_BYTES)
 
 
 def measure(transport: str) -> list[Timing] | str:
@@ -146,11 +157,20 @@ def open_torch(backend: str) -> Transport:
         {
             "all_reduce": lambda whole: lambda: dist.all_reduce(whole),
             "broadcast": lambda whole: lambda: dist.broadcast(whole, 0),
+            "reduce": lambda whole: lambda: dist.reduce(whole, 0),
+            "gather": lambda whole: partial(
+                dist.gather, _own_part(whole), list(whole.chunk(PROCESSES)) if rank == 0 else None
+            ),
+            "scatter": lambda whole: partial(
+                dist.scatter, _own_part(whole), list(whole.chunk(PROCESSES)) if rank == 0 else None
+            ),
+            "all_to_all": lambda whole: partial(dist.all_to_all_single, whole.clone(), whole),
             "all_gather": lambda whole: partial(dist.all_gather, list(whole.chunk(PROCESSES)), _own_part(whole)),
             "reduce_scatter": lambda whole: partial(
                 dist.reduce_scatter, _own_part(whole), list(whole.chunk(PROCESSES))
             ),
             "send, receive": lambda whole: lambda: there_and_back(whole),
+            BARRIER: lambda whole: dist.barrier,
         },
         dist.destroy_process_group,
     )
@@ -168,6 +188,8 @@ def open_horovod() -> Transport:
             "broadcast": lambda whole: lambda: hvd.broadcast_(whole, root_rank=0, name="broadcast"),
             "all_gather": lambda whole: partial(hvd.allgather, _own_part(whole), name="all_gather"),
             "reduce_scatter": lambda whole: lambda: hvd.reducescatter(whole, op=hvd.Sum, name="reduce_scatter"),
+            "all_to_all": lambda whole: partial(hvd.alltoall, whole, name="all_to_all"),
+            BARRIER: lambda whole: hvd.barrier,
         },
         hvd.shutdown,
     )
@@ -196,6 +218,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name, prepare in transport.collectives.items():
         timings[name] = {}
         for size, repeats in REPEATS.items():
+            if name == BARRIER and size > LATENCY_BYTES:
+                break
             call = prepare(torch.zeros(size // 4, device="cuda" if on_gpu else "cpu"))
             seconds = _median_seconds(call, repeats, torch.cuda.synchronize if on_gpu else lambda: None)
             timings[name][size] = seconds / PROCESSES if name == "send, receive" else seconds

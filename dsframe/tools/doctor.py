@@ -6,6 +6,7 @@ Every library is loaded in a process of its own: a build that does not fit this 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import importlib.util
 import json
 import os
@@ -15,7 +16,7 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
@@ -43,6 +44,8 @@ TORCHVISION = "from dsframe.tasks._torchvision import torchvision; torchvision()
 
 ENOUGH_SHARED_MEMORY = 2**30
 """Bytes. Containers have 64 MiB of it by default; workers of a data loader hand whole batches over in it, NCCL its messages."""
+_PLAIN = re.compile(r"\x1b\[[0-9;]*m")
+"""What colours and underlines text."""
 SYMBOLS = {"ok": "ok", "absent": "--", "broken": "!!", "note": "  "}
 
 
@@ -85,6 +88,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         "--comm", action="store_true", help="measure the collectives between two processes (about a minute)"
     )
     parser.add_argument(
+        "--plot", type=Path, metavar="FILE", help="with --comm: draw the rates by message size, as .png, .svg or .pdf"
+    )
+    parser.add_argument(
         "--train",
         action="store_true",
         help="try every engine and launcher that is there in short trainings (10 minutes)",
@@ -117,7 +123,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             said.setdefault(title, []).append(str(finding).strip())
             print(finding, flush=True)
     if options.comm:
-        communication(torch, horovod)
+        communication(torch, horovod, options.plot)
     if options.train:
         broken = not (torch and torch.facts) or not _train(torch.facts["gpus"], options, said) or broken
     return int(broken)
@@ -175,10 +181,34 @@ def machine(torch: Library | None) -> Iterator[Finding]:
         )
     for name, size in (torch.facts or {}).get("gpus", []) if torch else []:
         yield Finding("ok", f"GPU {name}, {_gib(size)} GiB")
+    yield from topology()
     if torch and torch.facts and not torch.facts["gpus"]:
         why = "this torch is a build for CPUs" if torch.facts["cuda"] is None else "torch finds none"
         has_device = devices.installed() > 0
         yield Finding("broken" if has_device else "absent", f"no GPU: {why}{', but there is one' * has_device}")
+
+
+def topology() -> Iterator[Finding]:
+    """Says what is near to what: cores of each NUMA node, network links, and GPUs as ``nvidia-smi topo -m`` has them."""
+    nodes = sorted(Path("/sys/devices/system/node").glob("node[0-9]*"), key=lambda node: int(node.name[4:]))
+    for node in nodes if len(nodes) > 1 else []:
+        with contextlib.suppress(OSError):
+            yield Finding("note", f"NUMA {node.name}: cores {(node / 'cpulist').read_text().strip()}")
+    links = psutil.net_if_stats()
+    fabric = sorted(path.name for path in Path("/sys/class/infiniband").glob("*"))
+    told = [f"{name} {one.speed / 1000:g} Gb/s" if one.speed > 0 else name for name, one in links.items() if one.isup]
+    yield Finding(
+        "note", f"network: {', '.join(sorted(told)) or 'no link is up'}{'; RDMA: ' * bool(fabric)}{', '.join(fabric)}"
+    )
+    if (command := shutil.which("nvidia-smi")) is None:
+        return
+    try:
+        found = subprocess.run([command, "topo", "-m"], capture_output=True, text=True, timeout=20, check=False)
+    except (OSError, subprocess.TimeoutExpired):
+        return
+    for line in found.stdout.partition("Legend:")[0].splitlines() if found.returncode == 0 else []:
+        if line.strip():
+            yield Finding("note", _PLAIN.sub("", line.expandtabs()).rstrip())
 
 
 def engines(torch: Library | None, horovod: Library | None) -> Iterator[Finding]:
@@ -290,8 +320,9 @@ def swap_places() -> list[Path]:
     return sorted({*named, Path(tempfile.gettempdir())})
 
 
-def communication(torch: Library | None, horovod: Library | None) -> None:
-    """Measures every transport that is there and prints a table of each."""
+def communication(torch: Library | None, horovod: Library | None, plot: Path | None = None) -> None:
+    """Measures every transport that is there and prints a table of each; draws them into ``plot``. Raises DataError where it
+    cannot be written."""
     from dsframe.tools.collectives import HEADER, PROCESSES, measure
 
     transports = []
@@ -301,6 +332,7 @@ def communication(torch: Library | None, horovod: Library | None) -> None:
         if horovod and horovod.facts:
             transports += [f"horovod-{name}" for name in ("gloo", "mpi") if horovod.facts[name]]
             transports += ["horovod-nccl"] * (horovod.facts["nccl"] and gpus)
+    rates: dict[str, dict[str, dict[int, float]]] = {}
     for transport in transports:
         result = measure(transport)
         print(f"\n{transport}, {PROCESSES} processes of one thread")
@@ -309,6 +341,26 @@ def communication(torch: Library | None, horovod: Library | None) -> None:
             continue
         print(HEADER)
         print(*result, sep="\n", flush=True)
+        rates[transport] = {one.collective: one.rates for one in result if one.rates}
+    if plot is not None:
+        _draw(rates, plot)
+        print(f"\n{plot}: the rates by message size")
+
+
+def _draw(rates: Mapping[str, Mapping[str, Mapping[int, float]]], path: Path) -> None:
+    from dsframe.tools.report.pictures import Axis, Chart, Line, write
+
+    size, rate = Axis("bytes of the whole tensor", log=True), Axis("GB/s", log=True)
+    charts = [
+        Chart(
+            f"{transport}: collectives",
+            size,
+            rate,
+            [Line(name, list(of.items()), dashed="," in name) for name, of in found.items()],
+        )
+        for transport, found in rates.items()
+    ]
+    write(path, charts)
 
 
 def _path() -> str:

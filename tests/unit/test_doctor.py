@@ -9,6 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from dsframe.errors import DataError
 from dsframe.host.leftovers import host, stale_locks, unused_buffers
 from dsframe.tools import doctor
 from dsframe.tools.launch import devices
@@ -105,3 +106,33 @@ def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     horovod = doctor.Library("horovod", "0.28.1", {"gloo": True, "mpi": True, "nccl": False})
     lines = [str(line) for line in doctor.engines(torch, horovod)]
     assert "  --  horovod on GPUs: needs NCCL; install CUDA's nvcc, then make setup" in lines
+
+
+def test_what_is_near_to_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    smi = tmp_path / "nvidia-smi"
+    smi.write_text(
+        '#!/bin/sh\nprintf "\\t\\033[4mGPU0\\tGPU1\\033[0m\\nGPU0\\t X \\tNV18\\nGPU1\\tNV18\\t X \\n\\nLegend:\\n X = Self\\n"\n'
+    )
+    smi.chmod(0o755)
+    monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
+    lines = [str(line).split() for line in doctor.topology()]
+    assert any(line[0] == "network:" for line in lines)
+    assert lines[-3:] == [["GPU0", "GPU1"], ["GPU0", "X", "NV18"], ["GPU1", "NV18", "X"]]
+    smi.write_text("#!/bin/sh\nexit 9\n")  # no driver
+    assert [str(line).split() for line in doctor.topology()] == lines[:-3]
+
+
+def test_rates_of_collectives_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    from dsframe.tools import collectives
+    from dsframe.tools.collectives import BARRIER, LATENCY_BYTES, SIZES_BYTES, Timing
+
+    sizes = dict.fromkeys((LATENCY_BYTES, *SIZES_BYTES), 0.001)
+    timings = [Timing("all_reduce", sizes), Timing(BARRIER, {LATENCY_BYTES: 0.001})]
+    monkeypatch.setattr(collectives, "measure", lambda transport: timings)
+    torch = doctor.Library("torch", "2.13.0", {"gloo": True, "nccl": False, "cuda": None, "gpus": []})
+    doctor.communication(torch, None, tmp_path / "rates.svg")
+    drawn = (tmp_path / "rates.svg").read_text()
+    assert "gloo: collectives" in drawn
+    assert BARRIER not in drawn
+    with pytest.raises(DataError, match=r"rates\.words"):
+        doctor.communication(torch, None, tmp_path / "rates.words")

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 import json
 import os
 import shutil
@@ -80,6 +81,18 @@ def shown(capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, t
     monkeypatch.setattr(command, "interface_to", lambda name: "eth0")
     assert command.main(["--print", *typed.split()]) == 0
     return capsys.readouterr().out.splitlines()
+
+
+def test_variables_of_the_network_travel_with_mpirun(
+    capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    for name in ("FI_PROVIDER", "UCX_TLS", "NCCL_DEBUG", "SECRET_OF_MINE"):
+        monkeypatch.setenv(name, "some")
+    (line,) = shown(capsys, monkeypatch, "-H node1:2,node2:2 --launcher mpirun")
+    words = line.split()
+    sent = {after for word, after in itertools.pairwise(words) if word == "-x"}
+    assert {"FI_PROVIDER", "UCX_TLS", "NCCL_DEBUG", "PATH", "MASTER_ADDR"} <= sent
+    assert "SECRET_OF_MINE" not in sent
 
 
 def test_the_command_is_shown_without_keys_of_accounts(

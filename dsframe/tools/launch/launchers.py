@@ -18,6 +18,26 @@ from dsframe.errors import WorldError
 from dsframe.tools.launch import devices
 from dsframe.tools.launch.hosts import Host, show
 
+# What another host cannot know by itself. The rest of its environment is its own.
+PASSED_ON = (
+    "DSFRAME",
+    "OMP_",
+    "GLOO_",
+    "NCCL_",
+    "FI_",
+    "UCX_",
+    "HOROVOD_",
+    "DS_",
+    "CUDA_LAUNCH",
+    "TORCH",
+    "PYTHON",
+    "LC_",
+    "HF_",
+    "MKL_",
+    "LD_LIBRARY_PATH",
+    "PATH",
+)
+
 NAMES = ("deepspeed", "horovodrun", "torchrun", "mpirun", "srun", "python")
 
 
@@ -192,7 +212,8 @@ def _mpirun(job: Job) -> Launch:
     hosts: tuple[str, ...] = ("--oversubscribe",)
     if job.hosts:
         hosts = ("--host", show(job.hosts))
-        exported += tuple(word for name in ("PATH", "PYTHONPATH") if name in os.environ for word in ("-x", name))
+        sent = (name for name in os.environ if name.startswith(PASSED_ON) and name not in environment)
+        exported += tuple(word for name in sorted(sent) for word in ("-x", name))
         if job.interface:
             hosts += ("--mca", "btl_tcp_if_include", job.interface, "--mca", "oob_tcp_if_include", job.interface)
     command = ("mpirun", "-np", str(job.processes), *root, *hosts, "--bind-to", "none", *exported)

@@ -20,6 +20,7 @@ from typing import Any
 
 from dsframe.errors import WorldError
 from dsframe.run_dir.outcome import Reporter
+from dsframe.tools.launch.launchers import PASSED_ON
 from dsframe.tools.launch.node import BEAT, BEAT_SECONDS, SIGNAL
 
 VARIABLE = "DSFRAME_SPREAD"
@@ -37,23 +38,6 @@ SSH = (
 SSH_FAILED = 255
 END_SECONDS = 60.0
 """Time for the other hosts to end if one has failed; a host that cannot be reached does not answer."""
-# What another host cannot know by itself. The rest of its environment is its own.
-PASSED_ON = (
-    "DSFRAME",
-    "OMP_",
-    "GLOO_",
-    "NCCL_",
-    "HOROVOD_",
-    "DS_",
-    "CUDA_LAUNCH",
-    "TORCH",
-    "PYTHON",
-    "LC_",
-    "HF_",
-    "MKL_",
-    "LD_LIBRARY_PATH",
-    "PATH",
-)
 
 
 def order(
