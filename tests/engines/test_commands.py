@@ -35,6 +35,7 @@ SHORT = {
     "tests.predictions": ("--help", "--memory-only"),
     "tests.launchers": ("--help", "--under UNDER"),
     "tests.equivalence": ("--help", "--case CASE"),
+    "tests.features": ("--help", "--engine ENGINE"),
 }
 """Module -> options and what they print.
 

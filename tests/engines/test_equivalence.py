@@ -12,7 +12,7 @@ import re
 import pytest
 import torch
 
-from tests import equivalence
+from tests import equivalence, features
 from tests.equivalence import CASES, EARLY_BOUND, STEPS, TASKS, Reference, Run
 from tests.processes import COMPILING_SECONDS, warm
 
@@ -70,3 +70,15 @@ def test_the_command_has_a_row_for_every_case(
     monkeypatch.setattr(equivalence, "train", lambda *_: other)
     assert equivalence.main(["--of", "gpt", "--case", "ddp"]) == 1
     assert "weights off by 1.0e+00, more than 3 x 1.0e-07" in capsys.readouterr().out
+
+
+def test_the_command_trains_a_feature(capsys: pytest.CaptureFixture[str]) -> None:
+    """The second half of ``make equivalence`` in short: one engine of a table."""
+    assert features.main(["--of", "global batch", "--engine", "zero3"]) == 0
+    printed = capsys.readouterr().out
+    rows = ("zero3 @ 1", "zero3 @ 2", "zero3 @ 3", "zero3 @ 2 > ddp @ 3")
+    assert all(re.search(rf"\n{re.escape(row)}( +\d\.\de[-+]\d\d){{4}}  \n", printed) for row in rows), printed
+    assert features.broken((2e-5, 0.0, 0.0, 1.0), (0.0, 0.0, 0.0, 1e-6)) == [
+        "2.0e-05 in the first 10 steps",
+        "weights off by 1.0e+00, more than 3 x 1.0e-06",
+    ]
