@@ -17,6 +17,7 @@ gradients, masters and moments, in bytes an element: 20 on ZeRO-3 (fp32 weights 
 from __future__ import annotations
 
 import argparse
+import importlib
 import json
 import os
 import re
@@ -160,6 +161,9 @@ def main() -> int:
     run_dir = (
         Path(tempfile.gettempdir()) / f"dsframe-memory-{os.environ.get('MASTER_PORT', '')}"
     )  # the same on every rank
+    file = document(options, world.size, run_dir)
+    if "adapter" in file["dsframe"]:
+        importlib.import_module("peft")  # a library belongs to the base
     sampler, together = Sampler(resident), Sampler(proportional, 0.2)
     sampler.start()
     if options.pss and world.is_main:
@@ -167,7 +171,7 @@ def main() -> int:
     began = time.perf_counter()
     try:
         task = Tokens(str(options.folder) if options.folder else llama(options.millions))
-        summary = execute(load(document(options, world.size, run_dir)), task=task, world=world, quiet=True)
+        summary = execute(load(file), task=task, world=world, quiet=True)
     finally:
         sampler.ends.set()
         together.ends.set()

@@ -26,7 +26,7 @@ from dsframe.config import DEFAULT_CONFIG, load
 from dsframe.errors import DataError, TaskError
 from dsframe.run_dir.record import read_metrics
 from dsframe.text import columns
-from dsframe.tools import subprocess_runs
+from dsframe.tools import subprocess_runs, tune_batch
 
 _NAME = "dsframe"
 _PLACE, _CODE, _ASKED = "place", "code", "asked"
@@ -210,14 +210,16 @@ def main(argv: Sequence[str] | None = None) -> int:
     add = parser.add_argument
     add("--config", default=DEFAULT_CONFIG, metavar="FILE", help="a path, or a name in ds_configs/")
     add("-np", "--processes", type=int, default=1, metavar="N", help="processes of each trial (default 1)")
+    add("--batch", action="store_true", help="find the largest micro-batch that fits, instead of a search")
+    add("--memory", metavar="4GB", help="with --batch: what a rank may take; default: until memory is out")
     add(
         "--space",
         action="append",
-        required=True,
+        default=[],
         metavar="KEY=VALUES",
         help="LOW..HIGH, LOW..HIGH:log, LOW..HIGH:int or VALUE,VALUE; once for each key",
     )
-    add("--metric", required=True, metavar="NAME:min|max", help="of the evaluation; its last value is the trial's")
+    add("--metric", default="", metavar="NAME:min|max", help="of the evaluation; its last value is the trial's")
     add("--trials", type=int, default=20, metavar="N", help="in all, those of earlier calls included (default 20)")
     add("--parallel", type=int, default=1, metavar="N", help="trials at the same time (default 1)")
     add("--seed", type=int, default=0, help="of the proposals (default 0)")
@@ -234,6 +236,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--out", type=Path, default=Path("runs/tune"), metavar="DIR", help="where runs and study.db go")
     add("--format", choices=("text", "json"), default="text")
     options = parser.parse_args(argv)
+    if options.batch:
+        if options.space or options.metric or options.processes < 1:
+            parser.error("--batch takes neither --space nor --metric, and at least one process")
+        return tune_batch.find(options)
+    if options.memory or not options.space:
+        parser.error("--space KEY=VALUES is missing" if not options.space else "--memory is for --batch")
     try:
         space = [dimension(text) for text in options.space]
     except ValueError as error:

@@ -16,6 +16,8 @@ import psutil
 import pytest
 
 from dsframe.cli import main
+from dsframe.errors import TaskError, TrainingError
+from dsframe.tools import subprocess_runs
 from dsframe.tools.tune import Dimension, dimension
 from tests.processes import environment
 
@@ -119,3 +121,43 @@ def test_dimensions(text: str, expected: Any) -> None:
             dimension(text)
     else:
         assert dimension(text) == expected
+
+
+def test_the_largest_micro_batch_that_fits_is_found_by_measuring(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    task = {
+        "name": "language",
+        "layers": 1,
+        "heads": 2,
+        "width": 64,
+        "context": 512,
+        "corpus": "synthetic",
+        "samples": 90,
+    }
+    file = {**FILE, "train_batch_size": 6, "dsframe": {"engine": "single", "task": task}}
+    (tmp_path / "file.json").write_text(json.dumps(file))
+    words = ["tune", "--batch", "--config", str(tmp_path / "file.json"), "--out", str(tmp_path / "out")]
+    assert main([*words, "--format", "json"]) == 0
+    tried = json.loads(capsys.readouterr().out)
+    assert [(one["micro_batch"], one["accumulation"]) for one in tried] == [(1, 6), (2, 3), (3, 2), (6, 1)]
+    assert all(one["fits"] and one["rate"] > 0 for one in tried)
+    assert tried[0]["peak_bytes"] < tried[-1]["peak_bytes"]
+
+    train, seen = subprocess_runs.train, []
+
+    def small(file: Any, processes: int, directory: Path, *, overrides: Sequence[str]) -> None:
+        seen.append(directory.name)
+        if "train_micro_batch_size_per_gpu=3" in overrides:
+            raise TrainingError("failed with exit code 1; log ends with torch.OutOfMemoryError: CUDA out of memory")
+        if len(seen) == 1:
+            train(file, processes, directory, overrides=overrides)
+
+    monkeypatch.setattr(subprocess_runs, "train", small)
+    assert main(words) == 0
+    assert seen == ["micro-batch-1", "micro-batch-2", "micro-batch-3"]
+    printed = capsys.readouterr().out
+    assert 'write "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3' in printed
+    assert main([*words, "--memory", "10MB"]) == 1
+    assert "no micro-batch fits: shard or offload more" in capsys.readouterr().out
+    assert main([*words, "--memory", "much"]) == TaskError.exit_code

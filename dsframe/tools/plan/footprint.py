@@ -95,7 +95,8 @@ def _set_up(case: Case, part: Sequence[Segment], trained: float, frozen: float) 
     cost, on_cpu = case.cost, case.hardware.lazy_memory
     found = case.costs.setup(cost, case.data, case.tensor, on_cpu=on_cpu)
     one = 4 * (case.block(part) if case.costs.gathers_blocks and not on_cpu else case.fetched(part))
-    own = found.device * trained + (0.0 if case.fetches else frozen * case.model.bytes_each)
+    in_memory = on_cpu and _in_files(case) and case.data > 1  # frozen parameters too are drawn in fp32
+    own = found.device * trained + (0.0 if case.fetches else frozen * (4.0 if in_memory else case.model.bytes_each))
     return {
         "setup": own + (2 * one if _in_files(case) else 0.0) + case.hardware.reserved_bytes,
         "setup_host": 0.0 if on_cpu else found.host * trained + (one if _in_files(case) else 4.0 * frozen),
