@@ -384,7 +384,7 @@ def _collectives(bench: Bench) -> Row:
     if isinstance(found, str):
         return replace(row, state="failed", said=found)
     size = collectives.SIZES_BYTES[-1]
-    rates = ", ".join(f"{one.collective} {size / one.seconds[size] / 1e9:.3g}" for one in found)
+    rates = ", ".join(f"{one.collective} {one.rates[size]:.3g}" for one in found if size in one.rates)
     return replace(row, state="ok", said=f"GB/s: {rates}")
 
 
