@@ -203,7 +203,8 @@ def test_what_watched_a_run_is_kept_where_a_signal_stops_it(
         said: list[str] = []
         observers = Observers(Stretch(plan, done, total, said.append))
         observers._all.append(MfuObserver(said.append, Utilization(2e6, 1e9)))
-        work = trainer.Work(MagicMock(), None, trainer.RunSchedule(total, 1, frozenset(), frozenset()))
+        loader = MagicMock(**{"rows_read.return_value": []})
+        work = trainer.Work(loader, None, trainer.RunSchedule(total, 1, frozenset(), frozenset()))
         made = trainer.Trainer(engine, work, trainer.Outputs(progress, None, saver), MagicMock(), observers)
         try:
             return made.fit(Start(done, 1.0, {}, in_place=True)), said
