@@ -8,7 +8,7 @@ Losses and metrics are computed in fp32 everywhere.
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from typing import TYPE_CHECKING, Any
 
@@ -84,12 +84,25 @@ class MasterWeights:
         """``model``: its trainable parameters are 16 bits wide."""
         self.parameters = [parameter for parameter in model.parameters() if parameter.requires_grad]
         self.masters = [nn.Parameter(parameter.detach().float()) for parameter in self.parameters]
+        self._windows = list(_windows([parameter.numel() for parameter in self.parameters]))
 
+    @torch.no_grad()
     def take_gradients(self) -> None:
-        """Moves the model's gradients into the masters', in fp32, and clears the model's."""
-        for parameter, master in zip(self.parameters, self.masters, strict=True):
-            master.grad = None if parameter.grad is None else parameter.grad.float()
-            parameter.grad = None
+        """Moves the model's gradients into the masters', in fp32, and clears the model's.
+
+        One call converts the gradients of a window; then those of 16 bits are let go of, before the next window begins.
+        """
+        for window in self._windows:
+            pairs = list(zip(self.parameters[window], self.masters[window], strict=True))
+            short = gradients_of([parameter for parameter, _ in pairs])
+            full = [torch.empty_like(gradient, dtype=torch.float32) for gradient in short]
+            if full:
+                torch._foreach_copy_(full, short)
+            del short
+            found = iter(full)
+            for parameter, master in pairs:
+                master.grad = None if parameter.grad is None else next(found)
+                parameter.grad = None
 
     @torch.no_grad()
     def take_weights(self) -> None:
@@ -100,6 +113,18 @@ class MasterWeights:
     def give_weights(self) -> None:
         """Rounds the masters into the model."""
         torch._foreach_copy_(list[Tensor](self.parameters), list[Tensor](self.masters))
+
+
+def _windows(sizes: Sequence[int], most: int = 1 << 24) -> Iterator[slice]:
+    """Returns consecutive parts of ``sizes`` of at most ``most`` elements together (32 MiB in 16 bits), or one larger one."""
+    first, total = 0, 0
+    for index, size in enumerate(sizes):
+        if index > first and total + size > most:
+            yield slice(first, index)
+            first, total = index, 0
+        total += size
+    if first < len(sizes):
+        yield slice(first, len(sizes))
 
 
 class LossScale:

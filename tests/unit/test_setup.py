@@ -26,7 +26,8 @@ case "$*" in
     *"pip wheel"*) while [ "$1" != -w ]; do shift; done; touch "$2/horovod-0.28.1-cp311-cp311-linux_x86_64.whl" ;;
     *sysconfig*) echo "$PWD" ;;
     *"pip install"*torch==2.13.0+cpu) echo 2.13.0+cpu >"$HOME/torch" ;;
-    *"pip install"*torch==2.13.0) [ -e "$HOME/torch" ] || echo 2.13.0 >"$HOME/torch" ;;
+    *"pip install"*torch==2.13.0) [ -e "$HOME/torch" ] || echo "2.13.0${PREFERS:-}" >"$HOME/torch" ;;
+    *"pip install"*torch===2.13.0) echo 2.13.0 >"$HOME/torch" ;;
     *"pip uninstall -y torch") rm "$HOME/torch" ;;
     *" torch") cat "$HOME/torch" ;;
 esac
@@ -358,6 +359,20 @@ def test_a_gpu_node_exchanges_the_build_of_a_login_node(clone: Clone) -> None:
     assert "a GPU, and torch without CUDA: it is exchanged for the build with CUDA (3 GB)" in finished.stdout
     assert "-m pip uninstall -y torch" in clone.calls()
     assert (clone.folder / ".setup" / "torch.txt").read_text() == "torch==2.13.0\n"
+
+
+def test_an_index_that_prefers_the_cpu_build_is_asked_for_the_other(clone: Clone) -> None:
+    """To pip 2.13.0+cpu is newer than 2.13.0, PyPI's build with CUDA, where some index or folder of wheels has both."""
+    finished = clone.setup(DSFRAME_TORCH="cuda", PREFERS="+cpu")
+    assert finished.returncode == 0, finished.stderr
+    assert [call.split()[-1] for call in clone.calls() if "torch==" in call] == [CUDA, "torch===2.13.0"]
+    assert (clone.folder / ".setup" / "torch.txt").read_text() == "torch==2.13.0\n"
+
+
+def test_a_machine_without_the_build_with_cuda_stops(clone: Clone) -> None:
+    finished = clone.setup(DSFRAME_TORCH="cuda", PREFERS="+cpu", FAIL="torch===2.13.0")
+    assert finished.returncode == 1
+    assert "torch 2.13.0 was not installed" in finished.stderr
 
 
 def test_a_build_of_torch_that_does_not_exist(clone: Clone) -> None:
