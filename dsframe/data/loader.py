@@ -24,7 +24,7 @@ from dsframe.data.mixture import Mixture, MixtureOrder, MixtureSource
 from dsframe.data.packed import RowSource
 from dsframe.data.sampler import Order, Part, Sampler, evaluation_rows, sequential
 from dsframe.data.shards import Shards
-from dsframe.data.source import Batch, Source, TensorSource, draw
+from dsframe.data.source import Batch, ImageSource, Source, TensorSource, draw
 from dsframe.data.workers import held, outlive_signals
 from dsframe.errors import DataError
 
@@ -234,6 +234,11 @@ class _Fetcher:
 
     def __init__(self, source: Source, device: torch.device, workers: int) -> None:
         self.source, self.device, self.workers = source, device, workers
+        self._read: Callable[[Tensor, int], Any] = source.batch
+        self._finish: Callable[[Batch], Batch] | None = None
+        # Images travel as uint8, and the device normalises them; but a subclass may have changed what a batch is.
+        if device.type != "cpu" and isinstance(source, ImageSource) and type(source).batch is ImageSource.batch:
+            self._read, self._finish = source.pixels, source.normalised
 
     def __call__(self, requests: Iterable[Request]) -> Iterator[Batch]:
         if self.workers and isinstance(self.source, DatasetSource):
@@ -258,7 +263,7 @@ class _Fetcher:
     def _to_device(self, batches: Iterator[Batch]) -> Iterator[Batch]:
         if self.device.type == "cpu":
             return batches
-        ahead = _Ahead(self.device)
+        ahead = _Ahead(self.device, self._finish)
         # A data set's own items are read between seeding the global generators and giving them back, which only one thread may do.
         return ahead(batches) if isinstance(self.source, DatasetSource) else ahead.in_thread(batches)
 
@@ -271,7 +276,7 @@ class _Fetcher:
     def _fetch(self, parts: list[Part], width: int | None) -> Batch:
         if isinstance(self.source, (DatasetSource, RowSource, MixtureSource)):
             return self.source.gather(parts, width)
-        batches = [_pair(self.source.batch(rows, epoch), self.source) for epoch, rows in parts]
+        batches = [_pair(self._read(rows, epoch), self.source) for epoch, rows in parts]
         if len(batches) == 1:
             return batches[0]
         try:
@@ -306,8 +311,9 @@ class _Ahead:
     On a GPU copies run on a stream of their own, beside the step that is under way.
     """
 
-    def __init__(self, device: torch.device) -> None:
-        self._device = device
+    def __init__(self, device: torch.device, finish: Callable[[Batch], Batch] | None = None) -> None:
+        """``finish``: what is left to do on the device."""
+        self._device, self._finish = device, finish or (lambda batch: batch)
         self._stream = torch.cuda.Stream(device) if device.type == "cuda" else None  # type: ignore[no-untyped-call]
 
     def __call__(self, batches: Iterator[Batch]) -> Iterator[Batch]:
@@ -338,12 +344,12 @@ class _Ahead:
     def _start(self, batch: Batch) -> tuple[Batch, Any]:
         """The batch on the device, and the event that follows its copies."""
         if self._stream is None:
-            return _moved(batch, lambda leaf: leaf.to(self._device, non_blocking=True)), None
+            return self._finish(_moved(batch, lambda leaf: leaf.to(self._device, non_blocking=True))), None
         with torch.cuda.stream(self._stream):
             # Pinned memory is what makes the copy asynchronous; torch keeps it alive until the copy is done. A tensor with holes
             # would go through pageable memory all the same.
             moved = _moved(batch, lambda leaf: _dense(leaf).pin_memory().to(self._device, non_blocking=True))
-            return moved, self._stream.record_event()
+            return self._finish(moved), self._stream.record_event()
 
     def _arrived(self, batch: Batch, copied: Any) -> Batch:
         if copied is None:

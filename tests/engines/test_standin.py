@@ -247,6 +247,10 @@ def test_it_refuses_and_records_what_it_says() -> None:
     assert ["wait", "index"] in events["a mask"]
     assert events["a batch"] == [["to device", "64 bytes blocking pageable contiguous"]]
     assert events["a good batch"] == [["to device", "64 bytes non-blocking pinned contiguous"]]
+    assert values["images"] == ["torch.float32", True]
+    sent = [detail for what, detail in events["images"] if what == "to device" and "side-stream" in detail]
+    assert "96 bytes non-blocking pinned contiguous side-stream" in sent, "two images of 48 bytes: uint8"
+    assert not any(detail.startswith("384 bytes") for detail in sent), "which would be fp32"
     assert events["a batch with holes"] == [["to device", "32 bytes non-blocking pageable strided"]]
 
 

@@ -11,7 +11,7 @@ from typing import Any
 
 import torch
 
-from dsframe.data import Loader
+from dsframe.data import ImageSource, Loader
 from dsframe.data.loader import READER
 from dsframe.errors import DataError
 from tests.standin import switch_on
@@ -75,6 +75,18 @@ def damaged() -> list[Any]:
         return [str(error), [thread.name for thread in threading.enumerate() if thread.name.startswith(READER)]]
 
 
+def images() -> list[Any]:
+    """A batch of images on the device: its format, and whether it is the host's to the bit."""
+    pixels = (torch.arange(6 * 3 * 4 * 4) % 256).to(torch.uint8).view(6, 3, 4, 4)
+    one = ImageSource(
+        pixels, torch.arange(6), classes=6, mean=(0.5, 0.4, 0.3), std=(0.2, 0.3, 0.4), padding=1, flip=True
+    )
+    (found, _), (expected, _) = (
+        next(Loader(one, seed=0, micro_batch_size=2, device=on).stream()) for on in ("cuda", "cpu")
+    )
+    return [str(found.dtype), torch.equal(found.cpu(), expected)]
+
+
 def main() -> None:
     there, here = torch.ones(4, 4, device="cuda"), torch.ones(4, 4)
     grown = switch_on.usage()[0]
@@ -97,6 +109,7 @@ def main() -> None:
         "uninitialised": lambda: bool(torch.empty(3, device="cuda").isnan().all()),
         "bytes": lambda: switch_on.usage()[0] - grown,
         "a row that cannot be read": damaged,
+        "images": images,
     }
     print(json.dumps({name: outcome(action) for name, action in actions.items()}))
     del more
