@@ -27,7 +27,7 @@ from dsframe.cluster.exchange import assert_same_on_all_ranks
 from dsframe.cluster.process_group import device_of, extend_limits
 from dsframe.cluster.world import World
 from dsframe.config import Batch, Config, Facts
-from dsframe.config.resolve import elastic, epochs, inherit, scaling
+from dsframe.config.resolve import auto, elastic, epochs, inherit, scaling
 from dsframe.data import EvaluationLoader, Loader, as_source
 from dsframe.data.fingerprint import assert_same_samples
 from dsframe.data.sampler import sequential
@@ -161,7 +161,10 @@ def prepare(run: Run, world: World, commits: MemoryCheckpoint | None) -> Job:
     refuse(config, run.wishes.resume, evaluates=evaluation is not None)
     schedule = RunSchedule.of(settings, loader.sampler, evaluates=evaluation is not None)
     epoch_steps = loader.sampler.epoch_steps
-    config = config.resolve(Facts(processes, schedule.total_steps, epoch_steps, task.hidden_size, entry.replicas))
+    on_gpu = device.type == "cuda"
+    config = config.resolve(
+        Facts(processes, schedule.total_steps, epoch_steps, task.hidden_size, entry.replicas, gpu=on_gpu)
+    )
     optimizer = optimizers.of_task(optimizers.read(config), task)
     rates = schedules.planned(config, task, optimizer.learning_rate, batch.train_batch_size)
     named = output.directory_of(config, run.engine, type(task).__name__)
@@ -257,6 +260,9 @@ def _describe(job: Job, engine: Engine) -> None:
     config = job.plan.config
     if inherited := inherit.sentence(config.inherited):
         job.say(inherited)
+    for found in config.resolved:
+        if found.path == auto.COMPILE and found.value:
+            job.say(f'dsframe.model.compile: "{found.value}": {found.reason}')
     if became := epochs.sentence(config.resolved, config.facts.epoch_steps):
         job.say(became)
     for line in schedules.notes(config, job.plan.schedule, job.work.schedule.total_steps):

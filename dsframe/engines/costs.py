@@ -6,6 +6,7 @@ The planner (``dsframe.tools.plan``) does the arithmetic, and asks for no engine
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Literal
 
 from dsframe.config.resolve.memory import Cost, SetUp, moments
@@ -137,6 +138,10 @@ class Costs:
         """Bytes of one gradient element as it is sent. ``width``: bytes of a parameter."""
         return 4.0
 
+    def copies_gradients(self, accumulation_steps: int) -> bool:
+        """True if a step holds every gradient twice, in the model's own format: as autograd makes it, and in its bucket."""
+        return False
+
     def bucket_bytes(self, parameters: int, width: int, *, on_cpu: bool) -> float:
         """Bytes of one bucket as it is sent."""
         from dsframe.engines.buckets import usual_bytes  # imports torch
@@ -155,6 +160,17 @@ class Costs:
 
 class DdpCosts(Costs):
     """PyTorch DDP: its communication hooks and its bucket's size."""
+
+    def setup(self, held: Cost, ranks: int, slices: int, *, on_cpu: bool = False) -> SetUp:
+        """With the buckets, which DDP makes when it wraps the model (torch 2.13.0, ``reducer.cpp``: initialize_buckets). Pages of a
+        CPU that nothing was written to do not exist."""
+        own = super().setup(held, ranks, slices, on_cpu=on_cpu)
+        width = 2.0 if self.short else 4.0
+        return own if on_cpu or ranks == 1 else replace(own, device=own.device + width)
+
+    def copies_gradients(self, accumulation_steps: int) -> bool:
+        """A first micro-batch of several makes gradients of its own; and of 16-bit ones the fp32 copies are beside the buckets."""
+        return accumulation_steps > 1 or self.short or not self.settings.ddp.gradient_as_bucket_view
 
     def gradient_bytes(self, width: int) -> float:
         """The model's own number format, unless a communication hook rounds."""

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
+from dsframe.config.resolve import auto
 from dsframe.config.rules.model import compiler
 from dsframe.errors import ConfigError, Problem
 
@@ -51,8 +52,10 @@ def apply(model: nn.Module, config: Config, device: torch.device, whole: nn.Modu
     if wanted.channels_last:
         channels_last(model, whole)
     if wanted.compile == "blocks":
-        for block in _of(model, blocks(whole, names, "compile")):
-            compile_(block, device)
+        by_auto = names is None and any(found.path == auto.COMPILE for found in config.resolved)
+        if not by_auto or repeated(whole):  # "auto" leaves a model without repeated blocks as it is
+            for block in _of(model, blocks(whole, names, "compile")):
+                compile_(block, device)
     elif wanted.compile:  # never of a part: the check refuses it
         compile_(model, device)
     if chosen:

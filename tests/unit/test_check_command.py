@@ -156,7 +156,7 @@ def test_gpu_memory(folder: Path, memory: str, stage: int, number: str, capsys: 
 @pytest.mark.parametrize(
     ("engine", "overrides", "expected"),
     [
-        ("ddp", [], "note: 80 GB hold .* 4 bytes on the device and 4 bytes in the host's memory for each"),
+        ("ddp", [], "note: 80 GB hold .* 8 bytes on the device and 4 bytes in the host's memory for each"),
         (
             "fsdp",
             [],

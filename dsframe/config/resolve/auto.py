@@ -20,6 +20,9 @@ from dsframe.config.schema.file import File, section_at, shape
 from dsframe.config.schema.optimizer import MUP, muon_rates
 from dsframe.config.schema.settings import LanguageTask
 
+COMPILE = ("dsframe", "model", "compile")
+COMPILE_STEPS = 1_000
+"""From so many steps on ``"compile": "auto"`` compiles: a choice, so that a minute of compiling is a small part of a training."""
 TRAINER_MICRO_BATCH = 8
 """``per_device_train_batch_size`` of Hugging Face's Trainer, for files whose batch sizes are all ``"auto"``."""
 
@@ -40,6 +43,8 @@ class Facts:
     """True if the engine ignores pipeline and tensor parallelism (full replicas)."""
     engine: str | None = None
     """The engine that will run, if it is not the file's."""
+    gpu: bool | None = None
+    """True if it trains on GPUs."""
 
 
 Answer = tuple[Any, str] | None
@@ -97,6 +102,28 @@ def _learning_rate(raw: dict[str, Any], facts: Facts) -> Answer:
     return 5e-5, "the default learning rate of Hugging Face's Trainer"
 
 
+def _compile(raw: dict[str, Any], facts: Facts) -> Answer:
+    """Blocks, on GPUs, where norms and residuals that are not compiled each read and write their activations once more."""
+    settings = raw["dsframe"]
+    model = settings["model"]
+    excluded = {
+        "dsframe.per_sample_randomness": settings.get("per_sample_randomness"),
+        "dsframe.model.sync_batch_norm": model.get("sync_batch_norm"),
+        "sequence_parallel_size": raw.get("sequence_parallel_size") not in (None, 1),
+    }
+    for key, is_on in excluded.items():
+        if is_on:
+            return False, f"not possible with {key}"
+    if facts.gpu is None:
+        return None
+    if not facts.gpu:
+        return False, "this training is on CPUs, where it was slower as often as faster"
+    steps = facts.total_steps or 0
+    if steps < COMPILE_STEPS:
+        return False, f"{steps:,} steps; from {COMPILE_STEPS:,} on the time to compile is a small part"
+    return "blocks", f"a training of {steps:,} steps on GPUs"
+
+
 _NO_WARMUP = "no warm-up, the default of Hugging Face's Trainer; DeepSpeed takes no less than 1"
 
 # The optimizer comes before the scheduler, whose rules look at it.
@@ -121,7 +148,10 @@ RULES: Mapping[Keys, Rule] = {
     ),
     ("zero_optimization", "stage3_param_persistence_threshold"): _from_hidden(lambda n: 10 * n, "10 x hidden size"),
     ("pipeline", "stages"): _default(1, "no pipeline unless the file asks for one"),
+    COMPILE: _compile,
 }
+_WAITS_FOR = {"zero_optimization": "hidden size", "scheduler": "number of steps", "dsframe": "device"}
+"""Section -> what of the training its ``"auto"`` may wait for."""
 
 BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
@@ -137,10 +167,9 @@ def resolve(raw: dict[str, Any], facts: Facts, findings: Findings) -> None:
         if answer is None:
             del owner[path[-1]]
             findings.pending.add(path)
-            missing = "hidden size" if path[0] == "zero_optimization" else "number of steps"
             findings.note(
                 path,
-                f'"auto" is resolved when the {missing} of the training is known',
+                f'"auto" is resolved when the {_WAITS_FOR[path[0]]} of the training is known',
                 code="auto-later",
                 at_value=True,
             )

@@ -168,6 +168,8 @@ def _buffers(case: Case, part: Sequence[Segment], trained: float, last: bool) ->
     size += sum(segment.buffer_bytes for segment in part)
     if case.costs.copies_buckets and case.data > 1:
         size += min(case.bucket_bytes * 4 / case.gradient_bytes, 4 * trained)  # not rounded yet
+    if case.costs.copies_gradients(case.steps) and case.data > 1:
+        size += trained * width
     if case.costs.flattens and zero.contiguous_gradients:
         bucket = float(case.zero_bucket)
         if case.hardware.lazy_memory:  # pages that nothing is written to do not exist
