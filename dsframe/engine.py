@@ -387,6 +387,7 @@ def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
         engine.adapter = adapters.settle(
             plan.config, model, peft, share, lambda text: all_gather_text(engine, text), touched
         )
+        adapters.quantise(plan.config, model, formats.parameter_dtype(plan.config))
     _settle(engine, model, spill)
     # As every training loop begins, and as evaluation leaves it: a model that was loaded comes in evaluation mode.
     model.train()
@@ -413,10 +414,10 @@ def _settle(engine: Engine, model: nn.Module, spill: Spill | None) -> None:
     if spill is None:
         dtype = formats.parameter_dtype(plan.config)
         for parameter in model.parameters():  # rounded first: the device never holds all of it in fp32
-            if dtype.itemsize < 4 and parameter.is_floating_point():
-                parameter.data = parameter.data.to(dtype)
-            parameter.data = parameter.data.to(plan.device)
-        model.to(plan.device)  # its buffers
+            if parameter.is_floating_point():
+                parameter.data = parameter.data.to(dtype if dtype.itemsize < 4 else parameter.dtype)
+                parameter.data = parameter.data.to(plan.device)
+        model.to(plan.device)  # its buffers, and weights in 4 bits with their scales
     else:
         large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
         engine.built = spill.description if large else ""

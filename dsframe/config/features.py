@@ -201,6 +201,8 @@ def _optimizer(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
             yield "parameter_groups", ("dsframe", key), "groups of parameters"
     if settings.adapter is not None:
         yield "adapter", ("dsframe", "adapter"), "an adapter beside frozen weights"
+        if settings.adapter.base_format is not None:
+            yield "quantized_base", ("dsframe", "adapter", "base_format"), "a base in 4 bits"
     if settings.ema is not None:
         yield "ema", ("dsframe", "ema"), "an average of the weights"
     if settings.on_nonfinite == "skip":

@@ -89,7 +89,8 @@ class ReplicaEngine(Engine):
     def _place(self, model: nn.Module) -> precision.MasterWeights | None:
         """**Collective.** Gives the parameters their number format and their place; fp32 masters where they are 16 bits wide."""
         for parameter in model.parameters():  # buffers keep their dtype, as with DeepSpeed
-            parameter.data = parameter.data.to(self._dtype)
+            if parameter.is_floating_point():  # a base in 4 bits is not
+                parameter.data = parameter.data.to(self._dtype)
         short = precision.is_short(self._dtype) and not self.plan.frozen
         return precision.MasterWeights(model) if short else None
 

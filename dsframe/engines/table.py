@@ -113,7 +113,7 @@ BUILT_IN: dict[str, Entry] = {
             "zenflow",
             "skip_nonfinite",
         }
-        | {"lamb", "lion", "muon", "muadam"},
+        | {"lamb", "lion", "muon", "muadam", "quantized_base"},
         ignores=MODELS_OWN,
         otherwise={
             **_OTHERWISE,
@@ -132,7 +132,7 @@ BUILT_IN: dict[str, Entry] = {
         costs="dsframe.engines.costs:DdpCosts",
         several=SEVERAL,
         strategy="DDP",
-        supports=REPLICA | {"closure", "gradient_sum", "skip_nonfinite", "gradient_hook"},
+        supports=REPLICA | {"closure", "gradient_sum", "skip_nonfinite", "gradient_hook", "quantized_base"},
         replicates=PLACEMENT | CUTS,
         ignores=MODELS_OWN,
     ),
@@ -145,7 +145,8 @@ BUILT_IN: dict[str, Entry] = {
         costs="dsframe.engines.costs:HorovodCosts",
         several=SEVERAL,
         strategy="Horovod",
-        supports=REPLICA | {"closure", "gradient_sum", "adasum", "fp16_compression", "skip_nonfinite"},
+        supports=REPLICA
+        | {"closure", "gradient_sum", "adasum", "fp16_compression", "skip_nonfinite", "quantized_base"},
         replicates=PLACEMENT | CUTS,
         ignores=MODELS_OWN,
     ),
@@ -165,7 +166,7 @@ BUILT_IN: dict[str, Entry] = {
         "dsframe.engines.single:SingleEngine",
         strategy="one process",
         several=SEVERAL,
-        supports=REPLICA | {"closure", "gradient_sum", "skip_nonfinite"},
+        supports=REPLICA | {"closure", "gradient_sum", "skip_nonfinite", "quantized_base"},
         replicates=PLACEMENT | CUTS,
         ignores=MODELS_OWN,
         size="one",

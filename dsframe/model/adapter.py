@@ -12,6 +12,7 @@ import hashlib
 import json
 import re
 import warnings
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
@@ -119,6 +120,35 @@ def settle(
     )
 
 
+def quantise(config: Config, model: nn.Module, dtype: torch.dtype) -> None:
+    """Replaces the frozen linear layers by layers of bitsandbytes in 4 bits, one after the other, where the file asks for it.
+
+    As transformers does, the layer that gives logits stays as it is, and so do weights that other modules use too. Products are
+    computed in ``dtype``. Raises ConfigError where bitsandbytes is missing.
+    """
+    kind = config.settings.adapter.base_format if config.settings.adapter else None
+    if kind is None:
+        return
+    bitsandbytes = _bitsandbytes(config)
+    ask: Any = getattr(model, "get_output_embeddings", None)
+    logits = ask() if ask else None
+    owners = Counter(id(one) for module in model.modules() for one in module.parameters(recurse=False))
+    for name, module in list(model.named_modules()):
+        whole = type(module) is nn.Linear and module is not logits and owners[id(module.weight)] == 1
+        if not whole or module.weight.requires_grad:
+            continue
+        layer = bitsandbytes.nn.Linear4bit(
+            module.in_features, module.out_features, bias=False, compute_dtype=dtype, quant_type=kind, device="meta"
+        )
+        layer.weight = bitsandbytes.nn.Params4bit(
+            module.weight.data, requires_grad=False, quant_type=kind, module=layer
+        )
+        layer.bias = module.bias
+        layer.support_avx512bf16_for_cpu = False  # an evaluation would repack the weights, which training then reads
+        parent, _, own = name.rpartition(".")
+        setattr(model.get_submodule(parent), own, layer.to("cpu"))  # this is where it is rounded
+
+
 def base_of(model: nn.Module) -> dict[str, nn.Parameter]:
     """Returns what is frozen and no part of the adapter: a group may freeze some of that too, and checkpoints have it."""
     every = model.named_parameters()
@@ -220,6 +250,15 @@ def _library(config: Config) -> Any:
             config, "needs the library peft, which is not installed", "pip install 'dsframe[adapters]'"
         ) from None
     return peft
+
+
+def _bitsandbytes(config: Config) -> Any:
+    try:
+        import bitsandbytes
+    except ImportError:
+        remedy = "pip install 'dsframe[quantized]'"
+        raise _wrong(config, "base_format needs the library bitsandbytes, which is not installed", remedy) from None
+    return bitsandbytes
 
 
 def _kind(model: nn.Module) -> str | None:

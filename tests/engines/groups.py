@@ -51,6 +51,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
 ADAPTER: dict[str, Any] = {"ema": {"decay": 0.9}, "adapter": {"r": 4, "lora_alpha": 16}}
 ADAPTED = ("ddp", "fsdp", "zero0", "zero1 bf16", "zero2", "zero3", "zero3 cpu")
 CASES |= {f"adapter {case}": CASES[case] for case in ADAPTED}
+CASES |= {f"adapter nf4 {case}": CASES[case] for case in ("ddp", "zero2")}
 CASES["adapter fsdp bf16"] = ("fsdp", BF16, {})
 CASES["adapter zero3 bf16"] = ("deepspeed", {**zero(3, stage3_param_persistence_threshold=0), **BF16}, {})
 
@@ -62,6 +63,8 @@ def main(path: str, cases: list[str]) -> None:
         for case in cases:
             engine, changes, model = CASES[case]
             settings = {"task": TASKS["gpt"], "model": model, **(ADAPTER if "adapter" in case else GROUPS)}
+            if "nf4" in case:
+                settings["adapter"] = {**settings["adapter"], "base_format": "nf4"}
             report[case] = measure("gpt", engine, {**changes, "dsframe": settings})
             groups._release_process_group_references()
         if torch.distributed.get_rank() == 0:

@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 from transformers import AutoModelForCausalLM
 
 import dsframe
-from dsframe import tasks
+from dsframe import engines, tasks
 from dsframe.checkpoint import store
 from dsframe.config import load
 from dsframe.data import Loader, as_source
@@ -67,7 +67,13 @@ def test_losses_are_those_of_peft_by_hand(trained: Path) -> None:
     config = load(trained / "config.json")
     task = tasks.build(config.settings.task, 0)
     seed_generators(0)
-    model = peft.get_peft_model(task.model(), peft.LoraConfig(**LORA))  # type: ignore[arg-type]
+    found = by_hand(peft.get_peft_model(task.model(), peft.LoraConfig(**LORA)), task)  # type: ignore[arg-type]
+    assert list(losses(trained).values()) == pytest.approx(found, rel=1e-6)
+    assert found[-1] < found[0]
+
+
+def by_hand(model: torch.nn.Module, task: Any) -> list[float]:
+    """The losses of a plain loop."""
     optimizer = torch.optim.AdamW((p for p in model.parameters() if p.requires_grad), lr=1e-2, weight_decay=0.1)
     loader = Loader(as_source(task.train_data(), 0), seed=0, micro_batch_size=8)
     found = []
@@ -79,8 +85,31 @@ def test_losses_are_those_of_peft_by_hand(trained: Path) -> None:
         optimizer.step()
         optimizer.zero_grad()
         found.append(float(loss.detach()))
-    assert list(losses(trained).values()) == pytest.approx(found, rel=1e-6)
-    assert found[-1] < found[0]
+    return found
+
+
+def test_a_base_in_4_bits_is_that_of_its_rounded_weights(tmp_path: Path) -> None:
+    """Beside peft and torch by hand, with the weights that bitsandbytes rounds to in fp32."""
+    from bitsandbytes import functional
+
+    run = tmp_path / "run"
+    fit(file(run, adapter={**LORA, "base_format": "nf4"}, checkpoints={"every_steps": 10, "keep_last": 9}))
+    config = load(run / "config.json")
+    task = tasks.build(config.settings.task, 0)
+    seed_generators(0)
+    plain = task.model()
+    logits = plain.get_output_embeddings()  # type: ignore[operator]
+    for module in plain.modules():
+        if isinstance(module, torch.nn.Linear) and module is not logits:
+            module.weight.data = functional.dequantize_4bit(
+                *functional.quantize_4bit(module.weight.data, quant_type="nf4", compress_statistics=True)
+            )
+    expected = by_hand(peft.get_peft_model(plain, peft.LoraConfig(**LORA)), task)  # type: ignore[arg-type]
+    assert list(losses(run).values()) == pytest.approx(expected, rel=1e-5)
+    manifest = store.read_manifest(store.locate(run)[0])
+    assert all(".lora_" in name for name in manifest["parameters"])
+    fit(file(tmp_path / "on", adapter={**LORA, "base_format": "nf4"}), resume=str(run / "checkpoints/step-00000010"))
+    assert losses(tmp_path / "on") == {step: losses(run)[step] for step in range(11, STEPS + 1)}
 
 
 def test_a_checkpoint_has_the_adapter_alone(trained: Path) -> None:
@@ -168,6 +197,7 @@ def test_training_goes_on_from_pefts_folder(trained: Path, tmp_path: Path, capsy
         ),
         ({"modules_to_save": ["classifier"]}, 'modules_to_save: the model has no module "classifier"'),
         ({"folder": "/nowhere"}, "/nowhere has no adapter_config.json and adapter_model.safetensors"),
+        ({"folder": "/nowhere", "base_format": "nf4"}, "/nowhere has no adapter_config.json"),
         ({"folder": "/nowhere", "r": 4}, r"dsframe\.adapter\.r: the adapter of the folder says it"),
         ({"rank": 4}, r"adapter\.rank: unknown key"),
         ({"target_modules": ["act_fn"]}, "peft refuses it"),
@@ -183,6 +213,20 @@ def test_without_peft(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "peft", None)
     with pytest.raises(ConfigError, match=r"needs the library peft.*pip install 'dsframe\[adapters\]'"):
         fit(file(tmp_path / "run"))
+
+
+def test_4_bits_are_refused_where_they_cannot_be(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    given = file(tmp_path / "run", adapter={**LORA, "base_format": "nf4"})
+    with pytest.raises(ConfigError, match=r"adapter\.base_format: not possible with ZeRO stage 3"):
+        load({**given, "zero_optimization": {"stage": 3}, "dsframe": {**given["dsframe"], "engine": "deepspeed"}})
+    config = load({**given, "dsframe": {**given["dsframe"], "engine": "fsdp"}})
+    refused, _ = engines.examine(config, "fsdp")
+    assert [(one.path, one.message) for one in refused] == [
+        ("dsframe.adapter.base_format", "a base in 4 bits is not supported by engine fsdp")
+    ]
+    monkeypatch.setitem(sys.modules, "bitsandbytes", None)
+    with pytest.raises(ConfigError, match=r"needs the library bitsandbytes.*pip install 'dsframe\[quantized\]'"):
+        fit(given)
 
 
 def test_a_new_head_is_trained_whole(tmp_path: Path) -> None:

@@ -63,7 +63,7 @@ def _adapter(context: RuleContext) -> None:
     wanted = file.dsframe.adapter
     if wanted is None:
         return
-    others = [key for key in wanted.model_fields_set if key not in ("type", "folder")]
+    others = [key for key in wanted.model_fields_set if key not in ("type", "folder", "base_format")]
     if wanted.folder is not None and others:
         context.conflict((*path, sorted(others)[0]), "the adapter of the folder says it", "remove one of them")
     excluded = {
@@ -74,6 +74,13 @@ def _adapter(context: RuleContext) -> None:
         and file.dsframe.model.tiling is not None,
     }
     _exclude(context, path, excluded)
+    if wanted.base_format is not None:
+        stage = file.zero_optimization.stage
+        sharded = {
+            "ZeRO stage 3, which shards parameters as numbers: bitsandbytes keeps scales beside them": context.by_deepspeed
+            and stage == 3
+        }
+        _exclude(context, (*path, "base_format"), sharded)
 
 
 def _average(context: RuleContext) -> None:

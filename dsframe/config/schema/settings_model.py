@@ -77,13 +77,17 @@ class Adapter(Section):
     gives a transformers model's logits."""
     modules_to_save: Annotated[list[str], Field(min_length=1)] | None = None
     """Modules that are trained whole, by the end of their names, such as a new head."""
+    base_format: Literal["nf4", "fp4"] | None = None
+    """Keep the frozen linear layers, but the one that gives logits, in 4 bits, by the library bitsandbytes (QLoRA, arXiv
+    2305.14314): ``nf4`` has normally distributed levels, ``fp4`` those of a 4-bit float. Default: as the training's. Not where
+    parameters are sharded (ZeRO-3, FSDP)."""
     folder: str | None = None
     """Folder of an adapter that peft has written, or ``dsframe export --to peft``: its training goes on from there. It says all
     that the other keys say."""
 
     def peft(self) -> dict[str, Any]:
         """Arguments of peft's ``LoraConfig``."""
-        given = self.model_dump(exclude_none=True, exclude={"type", "folder"})
+        given = self.model_dump(exclude_none=True, exclude={"type", "folder", "base_format"})
         return {"target_modules": "all-linear", **given}
 
 
