@@ -23,8 +23,8 @@ behind computation at best (--set dsframe.measure_communication=false leaves it 
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table and returns 0. Raises the subclasses of DsframeError, and what a run that failed leaves with."""
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="dsframe compare",
         description="Runs side by side: loss, metrics, speed, memory.",
@@ -52,16 +52,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="where the trainings go (default %(default)s)",
     )
     add("--html", type=Path, metavar="FILE.html", help="also as a page (default with files: DIR/report.html)")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table and returns 0. Raises the subclasses of DsframeError, and what a run that failed leaves with."""
+    options = parser().parse_args(argv)
     if options.processes < 1 or options.repeats < 1:
-        parser.error("-np and --repeats must be at least 1")
+        parser().error("-np and --repeats must be at least 1")
     are_runs = [Path(name).is_dir() for name in options.runs]
     if any(are_runs) and not all(are_runs):
-        parser.error("either directories of finished runs or files to train, not both")
+        parser().error("either directories of finished runs or files to train, not both")
     target: Path | None = options.html
     if all(are_runs):
         if options.engines:
-            parser.error("--engines is for files that are still to be trained")
+            parser().error("--engines is for files that are still to be trained")
         groups = {str(run): [Path(run)] for run in options.runs}
     else:
         groups = _train(options)
