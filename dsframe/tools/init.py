@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import argparse
-import shutil
+import re
 from collections.abc import Sequence
 from pathlib import Path
 
@@ -17,6 +17,8 @@ BEGINNINGS = {
     "table": ("table", "numbers in a CSV file"),
 }
 """Name -> folder in examples/, and one line of help."""
+_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+([^)#]*)[^)]*\)")
+"""A link of a README to a page that is not copied."""
 
 
 def parser() -> argparse.ArgumentParser:
@@ -46,7 +48,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     try:
         folder.mkdir(parents=True, exist_ok=True)
         for path in files:
-            shutil.copyfile(path, folder / path.name)
+            text = path.read_text(encoding="utf-8")
+            (folder / path.name).write_text(_LINK.sub(r"\1 (\2 in dsframe's repository)", text), encoding="utf-8")
     except OSError as error:
         raise DsframeError(f"{error.filename}: {error.strerror}; name another folder") from None
     names = [path.name for path in files]
