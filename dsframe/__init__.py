@@ -25,7 +25,7 @@ if TYPE_CHECKING:
     from dsframe.train import main as main
     from dsframe.trainer import Summary as Summary
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 _HOMES = {
     "fit": "dsframe.run",
     "main": "dsframe.train",

@@ -1,4 +1,4 @@
-"""The ``dsframe`` command: a table of sub-commands, each imported when it is called.
+"""The ``dsframe`` command: sub-commands, each imported when it is called.
 
 Importing this module costs nothing; ``dsframe check`` never imports torch, DeepSpeed or Horovod.
 """
@@ -11,39 +11,7 @@ import sys
 from collections.abc import Sequence
 
 from dsframe.errors import DsframeError
-
-COMMANDS: dict[str, tuple[str, str]] = {
-    "check": ("dsframe.tools.check:main", "find every mistake in configuration files, before anything starts"),
-    "plan": (
-        "dsframe.tools.plan.command:main",
-        "memory, communication and time before a run, and which strategies fit",
-    ),
-    "train": ("dsframe.train:main", "train as a configuration file says (one process; launchers start several)"),
-    "launch": (
-        "dsframe.tools.launch.command:main",
-        "train on this machine or many, with the launcher that belongs to the file",
-    ),
-    "compare": ("dsframe.tools.compare:main", "runs side by side: loss, metrics, speed, memory; trains files first"),
-    "scale": ("dsframe.tools.scale:main", "one file on several numbers of processes: time, speed-up, efficiency"),
-    "tune": ("dsframe.tools.tune:main", "a search for values of keys: each trial an ordinary run, proposed by Optuna"),
-    "report": ("dsframe.tools.report.page:main", "a run's page, from what its directory holds: one HTML file"),
-    "evaluate": ("dsframe.tools.evaluate:main", "a checkpoint's metrics on its evaluation data, on any engine"),
-    "predict": ("dsframe.tools.evaluate:predict", "a checkpoint's outputs for each sample, in order, in a file"),
-    "generate": ("dsframe.tools.generate:main", "text from a checkpoint of a language model"),
-    "export": (
-        "dsframe.tools.export:main",
-        "a checkpoint for other programs, transformers and DeepSpeed among them",
-    ),
-    "convert": (
-        "dsframe.tools.convert_config:main",
-        "a file from Accelerate's, the HF Trainer's or Lightning's settings",
-    ),
-    "import": ("dsframe.tools.convert:main", "a checkpoint of DeepSpeed's own, to go on from"),
-    "doctor": ("dsframe.tools.doctor:main", "what this machine can run, and what it lacks"),
-    "explain": ("dsframe.tools.explain:main", "what the code of a message or an exit code means, with an example"),
-    "schema": ("dsframe.tools.schema:main", "the JSON Schema of the file, or its reference in Markdown"),
-}
-"""Name -> ``module:function``, called with ``argv=``, and one line of help."""
+from dsframe.tools.commands import COMMANDS
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -53,12 +21,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage())
         return 0 if arguments else 2
     if arguments[0] == "--version":
-        from importlib.metadata import PackageNotFoundError, version
+        from dsframe import __version__
 
-        try:
-            print(f"dsframe {version('dsframe')}")
-        except PackageNotFoundError:
-            print("dsframe, not installed as a package")
+        print(f"dsframe {__version__}")
         return 0
     name, *rest = arguments
     if name not in COMMANDS:

@@ -130,6 +130,8 @@ class Engine(ABC):
     """Which parameters are trained otherwise than the optimizer says."""
     adapter: Adapter | None = None
     """What trains beside a frozen base, where the file asks for it."""
+    sizes: tuple[int, int] | None = None
+    """Numbers of trained parameters and of all; None where no rank has seen the whole model."""
     built: str = ""
     """Where a large model was made before it was sharded; printed at start."""
     calls: Any = None
@@ -379,6 +381,7 @@ def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
     if model is None or told:
         raise WorldError(f"the model could not be built: {'; '.join(told)}")
     assert_same_model(engine, model)
+    engine.sizes = _sizes(model)
     plan.task.ranks = weakref.proxy(engine)
     engine.dtype = formats.own_dtype(plan.config, plan.task, model, keeps_float64=engine.keeps_float64)
     engine.groups = groups.settle(plan.config, plan.task, model)
@@ -406,6 +409,14 @@ def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
     # Dropout differs between ranks that see different samples, as it must.
     torch.manual_seed(plan.seed + 1 + plan.data_rank)
     return model
+
+
+def _sizes(model: nn.Module) -> tuple[int, int] | None:
+    """Returns the numbers of trained parameters and of all; None where sizes are not known before the first batch."""
+    parameters = list(model.parameters())
+    if any(is_lazy(parameter) for parameter in parameters):
+        return None
+    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
 
 
 def _settle(engine: Engine, model: nn.Module, spill: Spill | None) -> None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -33,7 +33,7 @@ from dsframe.data.fingerprint import assert_same_samples
 from dsframe.data.sampler import sequential
 from dsframe.engine import Engine, Plan
 from dsframe.engines import parts, precision
-from dsframe.errors import CheckpointError, ConfigError, EngineError, StoppedError, TaskError, TrainingError
+from dsframe.errors import CheckpointError, ConfigError, DataError, EngineError, StoppedError, TaskError, TrainingError
 from dsframe.guard.watchdog import Watchdog
 from dsframe.hooks import Called
 from dsframe.host import allocator, cores, phases
@@ -41,10 +41,10 @@ from dsframe.host.memory import reset_peak, resident_bytes
 from dsframe.model import optimizers, schedules, weighting
 from dsframe.model.early_stop import EarlyStop
 from dsframe.observe.observer import Observers, Stretch
-from dsframe.run_dir import outcome, output
+from dsframe.run_dir import blocks, outcome, output
 from dsframe.run_dir.lock import RunLock
 from dsframe.run_dir.progress import Progress
-from dsframe.run_dir.record import Record, finished
+from dsframe.run_dir.record import Record, finished, read_metrics
 from dsframe.tasks.task import Task
 from dsframe.trainer import Outputs, RunSchedule, Summary, Trainer, Work
 
@@ -226,7 +226,7 @@ def _announce(job: Job) -> None:
 
 def make_engine(job: Job, watchdog: Watchdog) -> tuple[Engine, dict[str, Any]]:
     """**Collective.** The engine, and what the run's record should say of it."""
-    run, plan, world, batch = job.run, job.plan, job.plan.world, job.plan.batch
+    run, plan = job.run, job.plan
     make = engines.load(run.engine, plan.config)
     phases.done("engine's imports")
     base_bytes = resident_bytes(plan.device)
@@ -237,14 +237,20 @@ def make_engine(job: Job, watchdog: Watchdog) -> tuple[Engine, dict[str, Any]]:
         watchdog.connect(engine)
         assert_same_on_all_ranks(engine, _facts(plan.config, job.work))
     output.begin_anew()  # rank 0 has come here too, so the directory is this run's
+    held_out = job.work.evaluation
+    job.progress.block(
+        f"dsframe {__version__}",
+        blocks.header(
+            plan,
+            engine,
+            samples=job.work.loader.sampler.samples,
+            held_out=len(held_out.source) if held_out else None,
+            steps=job.work.schedule.total_steps,
+            threads=run.host.threads,
+        ),
+    )
     if not job.goes_on:
         _describe(job, engine)
-    job.say(
-        f"{engine.description}; {world.size} x {plan.device.type} under {world.launcher}, "
-        f"{run.host.threads} thread(s) each; "
-        f"batch {batch.train_batch_size} = {batch.micro_batch_size} x {batch.accumulation_steps} x {batch.data_parallel_size}; "
-        f"{job.work.schedule.total_steps:,} steps; {plan.directory}"
-    )
     return engine, {
         "engine": run.engine,
         "description": engine.description,
@@ -360,8 +366,12 @@ def _finish(job: Job, engine: Engine, record: Record | None, summary: Summary) -
     engine.close()
     if record:
         record.finish(summary)
-        job.say(str(summary))
-        job.say(f"a page with curves and predictions: dsframe report {job.plan.directory}")
+        settings = job.plan.config.settings
+        wanted = settings.stop.metric if settings.stop else settings.checkpoints.keep_best
+        best = None
+        with suppress(DataError):  # of a disk that did not take the record
+            best = blocks.best_of(read_metrics(job.plan.directory), wanted)
+        job.progress.block("dsframe: done", blocks.ending(summary, job.plan.directory, best))
 
 
 def _loaders(run: Run, batch: Batch, world: World, device: torch.device) -> tuple[Loader, EvaluationLoader | None]:

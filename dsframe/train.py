@@ -31,8 +31,8 @@ if TYPE_CHECKING:
 _PATIENCE_SECONDS = 10.0
 
 
-def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
-    """The command line. Options of ours that match a key of the file are short for ``--set``."""
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="dsframe.train",
         description='Train as a DeepSpeed configuration file with a "dsframe" section says.',
@@ -70,7 +70,12 @@ def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--report", help=argparse.SUPPRESS)  # dsframe launch reads there how the run ended
     parser.add_argument("--deepspeed", action="store_true", help=argparse.SUPPRESS)  # scripts for DeepSpeed have it
-    options = parser.parse_args(argv)
+    return parser
+
+
+def parse(argv: Sequence[str] | None = None) -> argparse.Namespace:
+    """The options. Those of ours that match a key of the file are short for ``--set``."""
+    options = parser().parse_args(argv)
     for name in ("engine", "run_dir", "rank_output"):
         value = getattr(options, name)
         if value is not None:

@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: a moving line in a terminal, plain lines in a log."""
+"""What a person sees while a run goes on: lines that stay, and in a terminal a moving line below them."""
 
 from __future__ import annotations
 
@@ -6,11 +6,12 @@ import contextlib
 import os
 import sys
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from dsframe.host.streams import Surviving
+from dsframe.run_dir import blocks
 from dsframe.text import clock, mebibytes
 
 
@@ -44,6 +45,12 @@ class Progress:
             self._bar.clear()
         with contextlib.suppress(OSError):
             print(line + "\n", end="", file=sys.stderr, flush=True)  # one write: launchers put a prefix before each
+
+    def block(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
+        """A title and labelled lines below it, which stay."""
+        colour = blocks.has_colours(self._speaks and sys.stderr.isatty())
+        for line in (title, *blocks.lines(rows, colour=colour)):
+            self.say(line)
 
     def begin(self, step: int) -> None:
         """Rates and the moving line start from ``step`` and from now."""
@@ -89,7 +96,7 @@ class Progress:
         self._mark = (step, then + seconds)
 
     def log(self, step: int, values: Mapping[str, float], rate: float, memory: int, mfu: float | None = None) -> None:
-        """The state of training at ``step``: a postfix of the moving line, or a line of its own.
+        """The state of training at ``step``: a line that stays. The moving line, where there is one, has the time that is left.
 
         ``rate``: 0 where it is not known yet, after the first step. ``memory``: bytes.
         """
@@ -99,10 +106,7 @@ class Progress:
         if rate:
             parts += [f"{rate:,.0f} {self._unit}/s", *([] if mfu is None else [f"{mfu:.1%} MFU"])]
         parts.append(mebibytes(memory))
-        if self._bar is not None:  # which has the time that is left
-            self._bar.set_postfix_str("  ".join(parts))
-            return
-        if rate:
+        if rate and self._bar is None:
             parts.append(f"{clock(self._pace * (self._total - step))} left")
         self.say(f"step {step:>{len(str(self._total))}}/{self._total}  {'  '.join(parts)}")
 

@@ -10,21 +10,24 @@ from pathlib import Path
 from typing import Any
 
 from dsframe.config import find, load
-from dsframe.run_dir.record import read_metrics, read_summary
+from dsframe.run_dir.record import read_config, read_metrics, read_summary
 from dsframe.text import columns, printable
 from dsframe.tools import subprocess_runs
 from dsframe.tools.report import page, runs
 
 EPILOG = """\
 Files are trained by dsframe launch, each --repeats times and in turns, so that a machine that becomes slower does so for all.
-Differences are to the first. Speeds and times of several repeats are the median, with the slowest and the fastest.
+Differences are to the first. "noise" is the largest difference of a loss between repeats of one run. The last lines say whether
+the first steps are those of one training. Speeds and times of several repeats are the median, with the slowest and the fastest.
 "collectives alone" is what a step sends, sent again by itself after the training; its share of a step is what could be hidden
 behind computation at best (--set dsframe.measure_communication=false leaves it out).
 """
+_EARLY, _ROUNDING, _ROUNDING_16 = 10, 1e-5, 2e-3
+"""Until this step the losses of one training differ by no more than this on any engine (docs/promise.md), in 16 bits by this."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the table and returns 0. Raises the subclasses of DsframeError, and what a run that failed leaves with."""
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="dsframe compare",
         description="Runs side by side: loss, metrics, speed, memory.",
@@ -52,16 +55,21 @@ def main(argv: Sequence[str] | None = None) -> int:
         help="where the trainings go (default %(default)s)",
     )
     add("--html", type=Path, metavar="FILE.html", help="also as a page (default with files: DIR/report.html)")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table and returns 0. Raises the subclasses of DsframeError, and what a run that failed leaves with."""
+    options = parser().parse_args(argv)
     if options.processes < 1 or options.repeats < 1:
-        parser.error("-np and --repeats must be at least 1")
+        parser().error("-np and --repeats must be at least 1")
     are_runs = [Path(name).is_dir() for name in options.runs]
     if any(are_runs) and not all(are_runs):
-        parser.error("either directories of finished runs or files to train, not both")
+        parser().error("either directories of finished runs or files to train, not both")
     target: Path | None = options.html
     if all(are_runs):
         if options.engines:
-            parser.error("--engines is for files that are still to be trained")
+            parser().error("--engines is for files that are still to be trained")
         groups = {str(run): [Path(run)] for run in options.runs}
     else:
         groups = _train(options)
@@ -118,16 +126,20 @@ def table(groups: Mapping[str, Sequence[Path]]) -> str:
             read_summary(repeat)
     curves = [dict(run.curve("loss")) for run in found]
     rows: list[list[str]] = [["", *groups]]
+    repeated = any(run.repeats for run in found)
     rows.append(["engine", *(summary["description"] for summary in summaries)])
     rows.append(["processes", *(f"{summary['world_size']} ({summary['launcher']})" for summary in summaries)])
     common = sorted(int(step) for step in set.intersection(*(set(curve) for curve in curves)))
+    noise = _noise_by_step(found) if repeated else {}
     rows += [
-        _loss_row(step, curves) for step in common if str(step).rstrip("0") in ("1", "2", "5") or step == common[-1]
+        [*_loss_row(step, curves), *([f"{noise[step]:.1e}"] if step in noise else [])]
+        for step in common
+        if str(step).rstrip("0") in ("1", "2", "5") or step == common[-1]
     ]
     if common and len(groups) > 1:
         worst = [max(abs(curve[step] - curves[0][step]) for step in common) for curve in curves[1:]]
         rows.append([f"largest of {len(common)} steps", "", *(f"{difference:+.1e}" for difference in worst)])
-    if any(run.repeats for run in found):
+    if repeated:
         rows.append(["largest to its repeats", *(_figure(runs.noise(run), ".1e") for run in found)])
     for name in summaries[0]["metrics"]:
         rows.append([f"evaluation {name}", *(_figure(summary["metrics"].get(name), ".4f") for summary in summaries)])
@@ -153,10 +165,65 @@ def table(groups: Mapping[str, Sequence[Path]]) -> str:
     ):
         if any(one[key] is not None for one in network):
             rows.append([label, *(_figure(one[key], form) for one in network)])
-    rows = [[printable(cell) for cell in row] for row in rows]
+    if noise:
+        rows[0].append("noise")
+    width = max(map(len, rows))
+    rows = [[printable(cell) for cell in (*row, *[""] * (width - len(row)))] for row in rows]
     head, *lines = columns(rows, left=len(rows[0]))
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]))]
-    return "\n".join([head, "  ".join("-" * width for width in widths), *lines])
+    short = [_in_16_bits(first) for first, *_ in groups.values()]
+    said = verdicts(list(groups), curves, max(noise.values(), default=None), in_16_bits=any(short))
+    return "\n".join([head, "  ".join("-" * width for width in widths), *lines, *([""] if said else []), *said])
+
+
+def verdicts(
+    names: Sequence[str], curves: Sequence[Mapping[float, float]], noise: float | None, *, in_16_bits: bool
+) -> list[str]:
+    """Returns a sentence for each run but the first: whether it is the same training, as far as its losses tell.
+
+    ``noise``: the largest difference of a run's losses to its repeats. The first ``_EARLY`` steps decide: later ones differ by
+    rounding that the training has multiplied.
+    """
+    bound = _ROUNDING_16 if in_16_bits else _ROUNDING
+    if noise is not None:
+        bound = max(bound, 3 * noise)
+    said = []
+    for name, curve in zip(names[1:], curves[1:], strict=True):
+        common = sorted(set(curve) & set(curves[0]))
+        steps = [step for step in common if step <= _EARLY] or common
+        if not steps:
+            said.append(f"{printable(name)}: no step was logged by both runs")
+            continue
+        differences = {step: abs(curve[step] - curves[0][step]) for step in steps}
+        largest = max(differences.values())
+        if largest <= bound:
+            what, where, why = "the same training as", f"up to step {steps[-1]:,.0f}", "as rounding does"
+        else:
+            step = next(step for step in steps if differences[step] > bound)
+            what, where, why = "not the same training as", f"at step {step:,.0f}", "which is more than rounding"
+            largest = differences[step]
+        what = f"{what} {names[0]}: {where} the losses differ by {largest:.1e}, {why}"
+        said.append(printable(f"{name}: {what} (up to {bound:.0e})"))
+    return said
+
+
+def _in_16_bits(directory: Path) -> bool:
+    config = read_config(directory)
+    return any(
+        isinstance(config.get(key), dict) and config[key].get("enabled") for key in ("bf16", "fp16", "torch_autocast")
+    )
+
+
+def _noise_by_step(found: Sequence[runs.Run]) -> dict[float, float]:
+    """The largest difference of a loss to that of a repeat, by step, over all runs that have repeats."""
+    largest: dict[float, float] = {}
+    for run in found:
+        curve = dict(run.curve("loss"))
+        for repeat in run.repeats:
+            for step, loss in repeat.curve("loss"):
+                if step in curve:
+                    largest[step] = max(largest.get(step, 0.0), abs(loss - curve[step]))
+    return largest
 
 
 def spread(values: Sequence[float], form: str = ",.0f") -> str:

@@ -24,8 +24,8 @@ if TYPE_CHECKING:
     from dsframe.tasks.task import Task
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the checkpoint, says where and returns 0. Raises CheckpointError where it cannot be read or is of another model."""
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="dsframe import",
         description="Convert a DeepSpeed checkpoint (ZeRO 0 to 3, weights and optimizer state) into dsframe's format.",
@@ -42,7 +42,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         action="store_true",
         help="you trust the origin of the files: they are pickled (none of their code is run)",
     )
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the checkpoint, says where and returns 0. Raises CheckpointError where it cannot be read or is of another model."""
+    options = parser().parse_args(argv)
     if not options.trust:
         raise CheckpointError(
             f"{options.directory}: DeepSpeed's files are pickled, a format that can contain code; add --trust if you know "

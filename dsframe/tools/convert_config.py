@@ -60,11 +60,8 @@ class Conversion:
         self.left.append((key, why))
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the file, or writes it, and says on standard error what became of each key; returns 0.
-
-    Raises ConfigError for a file that cannot be read, or that is none of these.
-    """
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="dsframe convert",
         description="Write a dsframe file from an Accelerate YAML, TrainingArguments (JSON, YAML, or a Python file or notebook "
@@ -72,7 +69,15 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     parser.add_argument("file", type=Path)
     parser.add_argument("--out", type=Path, help="file to write (default: standard output)")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the file, or writes it, and says on standard error what became of each key; returns 0.
+
+    Raises ConfigError for a file that cannot be read, or that is none of these.
+    """
+    options = parser().parse_args(argv)
     found = convert(options.file)
     found.document.setdefault("dsframe", {}).setdefault("task", {"name": TASK})
     text = json.dumps(found.document, indent=2) + "\n"

@@ -78,8 +78,8 @@ class Library:
         return Finding("broken", f"{self.name} {self.version} does not load: {self.reason}")
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the report. Returns 1 where something is installed that does not work, or an old run has left something."""
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="dsframe doctor", description="Report what this machine can run, and what it lacks."
     )
@@ -103,9 +103,14 @@ def main(argv: Sequence[str] | None = None) -> int:
         metavar="DIR",
         help="with --train: where the trainings and doctor.json go (default %(default)s)",
     )
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the report. Returns 1 where something is installed that does not work, or an old run has left something."""
+    options = parser().parse_args(argv)
     if unknown := [name for name in (options.engines or "").split(",") if name and name not in TABLE]:
-        parser.error(f"--engines: no engine {', '.join(unknown)}; there are {', '.join(TABLE)}")
+        parser().error(f"--engines: no engine {', '.join(unknown)}; there are {', '.join(TABLE)}")
     torch, horovod = probe("torch", TORCH), probe("horovod", HOROVOD)
     sections = {
         "machine": machine(torch),

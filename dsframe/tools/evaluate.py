@@ -39,7 +39,17 @@ def predict(argv: Sequence[str] | None = None) -> int:
     return _main("predict", argv)
 
 
-def _options(what: str, argv: Sequence[str] | None) -> argparse.Namespace:
+def parser() -> argparse.ArgumentParser:
+    """The command line of ``dsframe evaluate``."""
+    return _parser("evaluate")
+
+
+def predict_parser() -> argparse.ArgumentParser:
+    """The command line of ``dsframe predict``."""
+    return _parser("predict")
+
+
+def _parser(what: str) -> argparse.ArgumentParser:
     known = {
         "evaluate": "Evaluate a checkpoint.",
         "predict": "Write a checkpoint's predictions, in the order of the samples.",
@@ -60,7 +70,11 @@ def _options(what: str, argv: Sequence[str] | None) -> argparse.Namespace:
     parser.add_argument("--verbose", action="store_true", help="let the libraries say everything, and show tracebacks")
     parser.add_argument("--quiet", action="store_true", help="say nothing but the result")
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
-    options = parser.parse_args(argv)
+    return parser
+
+
+def _options(what: str, argv: Sequence[str] | None) -> argparse.Namespace:
+    options = _parser(what).parse_args(argv)
     if options.engine:
         options.set.append(f"dsframe.engine={options.engine}")
     return options

@@ -19,15 +19,14 @@ if TYPE_CHECKING:
 
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the file, says so and returns 0. Raises CheckpointError where there is no whole checkpoint, or no room."""
-    parser = _parser()
-    options = parser.parse_args(argv)
+    options = parser().parse_args(argv)
     to = options.to
     if options.merge and to in ("peft", "universal"):
-        parser.error(f"--merge: {to} holds no merged model; choose huggingface, safetensors or torch")
+        parser().error(f"--merge: {to} holds no merged model; choose huggingface, safetensors or torch")
     if not re.fullmatch(r"[1-9]\d*[KMG]B", options.shard_size):
-        parser.error(f"--shard-size: {options.shard_size!r} is not a size; write for example 5GB or 200MB")
+        parser().error(f"--shard-size: {options.shard_size!r} is not a size; write for example 5GB or 200MB")
     if options.average and options.to == "universal":
-        parser.error("--average: a universal checkpoint is to go on from, with the weights and the optimizer's state")
+        parser().error("--average: a universal checkpoint is to go on from, with the weights and the optimizer's state")
     weights = partial(merged, average=options.average) if options.merge else averages if options.average else None
     out = export(options.checkpoint, to, options.dtype, options.out, shard_size=options.shard_size, weights=weights)
     files = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
@@ -35,7 +34,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     return 0
 
 
-def _parser() -> argparse.ArgumentParser:
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="dsframe export", description="Write a checkpoint's weights into one file, or all of it for DeepSpeed."
     )

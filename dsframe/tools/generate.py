@@ -14,8 +14,8 @@ from dsframe.config import load
 from dsframe.errors import TaskError
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Prints each prompt with its continuation and returns 0. Raises TaskError where the checkpoint is no language model's."""
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="dsframe generate", description="Text from a checkpoint of a language model.")
     parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest complete one)")
     parser.add_argument(
@@ -28,9 +28,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0, help="with --sample (default: %(default)s)")
     parser.add_argument("--config", help="the file (default: that of the run)")
     parser.add_argument("--average", action="store_true", help='the average of the weights ("ema") instead of them')
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints each prompt with its continuation and returns 0. Raises TaskError where the checkpoint is no language model's."""
+    options = parser().parse_args(argv)
     if options.tokens < 1 or not options.temperature > 0 or options.top_k < 0:
-        parser.error("--tokens is at least 1, --temperature above 0, --top-k at least 0")
+        parser().error("--tokens is at least 1, --temperature above 0, --top-k at least 0")
     from dsframe import tasks
     from dsframe.checkpoint import store
     from dsframe.inference import load_model

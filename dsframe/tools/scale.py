@@ -50,8 +50,8 @@ class Point:
     """Whether processes had to share this machine's cores or GPUs."""
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Trains, prints the tables and returns 0. Raises the subclasses of DsframeError."""
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="dsframe scale", description=__doc__.split("\n")[0].partition(": ")[2])
     add = parser.add_argument
     add("--config", default=DEFAULT_CONFIG, metavar="FILE", help="a path, or a name in ds_configs/")
@@ -70,7 +70,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     add("--hardware", metavar="NAME|FILE.json", help="as of dsframe plan (default: this machine, measured)")
     add("--out", type=Path, default=Path("runs/scale"), metavar="DIR", help="where trainings, table and plot go")
     add("--format", choices=("text", "json"), default="text")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Trains, prints the tables and returns 0. Raises the subclasses of DsframeError."""
+    options = parser().parse_args(argv)
     try:
         counts = [int(word) for word in options.processes.split(",")]
         beyond = (
@@ -79,9 +84,9 @@ def main(argv: Sequence[str] | None = None) -> int:
             else [max(counts) * 2**n for n in (1, 2, 3)]
         )
     except ValueError as error:
-        parser.error(str(error))
+        parser().error(str(error))
     if min(counts + beyond) < 1 or options.repeats < 1:
-        parser.error("numbers of processes and of repeats must be at least 1")
+        parser().error("numbers of processes and of repeats must be at least 1")
     overrides = [*options.overrides, *([f"dsframe.engine={options.engine}"] if options.engine else [])]
     config = load(options.config, overrides=overrides)
     kinds = ("strong", "weak") if options.kinds == "both" else (options.kinds,)

@@ -223,13 +223,18 @@ def markdown() -> str:
     return "\n".join(lines).rstrip() + "\n"
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Print the schema, or the reference."""
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(
         prog="dsframe schema",
         description="Print the JSON Schema of ds_config files (for editors), or the reference of all keys.",
     )
     parser.add_argument("--markdown", action="store_true", help="the reference in Markdown")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Print the schema, or the reference."""
+    options = parser().parse_args(argv)
     print(markdown() if options.markdown else json.dumps(json_schema(), indent=1), end="" if options.markdown else "\n")
     return 0

@@ -204,8 +204,8 @@ def _cut_off(trial: Any) -> bool:
     return trial.state.name == "FAIL" and _CODE not in trial.user_attrs
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Searches, prints the table and returns 0; 1 where no trial came to its end. Raises the subclasses of DsframeError."""
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="dsframe tune", description=(__doc__ or "").split("\n")[0].partition(": ")[2])
     add = parser.add_argument
     add("--config", default=DEFAULT_CONFIG, metavar="FILE", help="a path, or a name in ds_configs/")
@@ -235,22 +235,27 @@ def main(argv: Sequence[str] | None = None) -> int:
     )
     add("--out", type=Path, default=Path("runs/tune"), metavar="DIR", help="where runs and study.db go")
     add("--format", choices=("text", "json"), default="text")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Searches, prints the table and returns 0; 1 where no trial came to its end. Raises the subclasses of DsframeError."""
+    options = parser().parse_args(argv)
     if options.batch:
         if options.space or options.metric or options.processes < 1:
-            parser.error("--batch takes neither --space nor --metric, and at least one process")
+            parser().error("--batch takes neither --space nor --metric, and at least one process")
         return tune_batch.find(options)
     if options.memory or not options.space:
-        parser.error("--space KEY=VALUES is missing" if not options.space else "--memory is for --batch")
+        parser().error("--space KEY=VALUES is missing" if not options.space else "--memory is for --batch")
     try:
         space = [dimension(text) for text in options.space]
     except ValueError as error:
-        parser.error(f"--space {error}")
+        parser().error(f"--space {error}")
     metric, _, direction = options.metric.partition(":")
     if direction not in ("min", "max") or not metric:
-        parser.error("--metric: write NAME:min or NAME:max, such as accuracy:max")
+        parser().error("--metric: write NAME:min or NAME:max, such as accuracy:max")
     if min(options.trials, options.parallel, options.processes) < 1:
-        parser.error("-np, --trials and --parallel must be at least 1")
+        parser().error("-np, --trials and --parallel must be at least 1")
     for one in space:  # a value that the file cannot have is found before any trial
         for value in one.choices or (str(int(one.high)) if one.kind == "int" else repr(one.high),):
             load(options.config, overrides=[*options.overrides, f"{one.key}={value}"])

@@ -64,6 +64,7 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("the best by no metric", kept(every_steps=10, keep_best="perplexity:min"), ["E conflict dsframe.checkpoints.keep_best"]),
     ("the best of those that are not evaluated", kept(4, every_steps=10, keep_best="loss:min"), ["W no-effect dsframe.checkpoints.keep_best"]),
     ("an end by no metric", ours(task={"name": "language"}, stop={"metric": "perplexity:min"}), ["E conflict dsframe.stop.metric"]),
+    ("an end by a metric of a script's own task", ours(stop={"metric": "perplexity:min"}), []),
     ("hooks of a user", ours(hooks=["mine:Hooks"]), []),
     ("kept of one", kept(keep_best="loss:min", keep_every=7), ["W no-effect dsframe.checkpoints.keep_best", "W no-effect dsframe.checkpoints.keep_every"]),
     ("shards of nothing", kept(every_steps=10, form="sharded"), ["W no-effect dsframe.checkpoints.form"]),

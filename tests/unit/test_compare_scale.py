@@ -12,7 +12,7 @@ import pytest
 
 from dsframe.cli import main
 from dsframe.errors import TrainingError
-from dsframe.tools import scale, subprocess_runs
+from dsframe.tools import compare, scale, subprocess_runs
 from dsframe.tools.plan import report_prediction
 from dsframe.tools.plan.hardware import TABLE
 from tests.unit.test_report_page import write_run
@@ -73,6 +73,9 @@ def test_files_are_trained_in_turns_and_compared(
     assert rows["share of a step"].split()[-4:] == ["25%"] * 4
     assert rows["largest to its repeats"].split()[-4:] == ["4.0e-02"] * 4
     assert measured == {True}
+    assert said.splitlines()[0].split()[-1] == "noise"
+    assert rows["loss at step 2"].split()[-1] == "4.0e-02"  # of a run to its repeat
+    assert "two ddp: the same training as one ddp: up to step 2 the losses differ by" in said
     page = (tmp_path / "out" / "report.html").read_text()
     assert all(f"{name} {engine}" in page for name in ("one", "two") for engine in ("ddp", "horovod"))
     assert main(["compare", files[0], "--engines", "nonsense", *out]) == 2
@@ -173,3 +176,23 @@ def test_a_training_that_fails_says_so(tmp_path: Path) -> None:
     with pytest.raises(TrainingError, match="exit code 2"):
         subprocess_runs.train(path, 1, tmp_path / "run")
     assert "optimizer" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_verdict_tells_rounding_from_another_training() -> None:
+    curves = [{1: 2.0, 10: 1.0, 100: 0.5}, {1: 2.0, 10: 1.0 + 1e-7, 100: 0.6}, {1: 2.0, 10: 1.01, 100: 0.5}]
+    rounded, other = compare.verdicts(["a", "b", "c"], curves, None, in_16_bits=False)
+    assert rounded == (
+        "b: the same training as a: up to step 10 the losses differ by 1.0e-07, as rounding does (up to 1e-05)"
+    )
+    assert (
+        other
+        == "c: not the same training as a: at step 10 the losses differ by 1.0e-02, which is more than rounding (up to 1e-05)"
+    )
+    (noisy,) = compare.verdicts(["a", "c"], [curves[0], curves[2]], 0.005, in_16_bits=False)
+    assert noisy.startswith("c: the same training as a: ")
+    assert noisy.endswith("(up to 1e-02)")  # three times the noise, rounded
+    (coarse,) = compare.verdicts(["a", "b"], [{1: 2.0}, {1: 2.001}], None, in_16_bits=True)
+    assert "the same training" in coarse
+    assert compare.verdicts(["a", "b"], [{1: 2.0}, {}], None, in_16_bits=False) == [
+        "b: no step was logged by both runs"
+    ]

@@ -29,7 +29,7 @@ def test_the_directory_of_a_run_is_enough(tmp_path: Path, capsys: pytest.Capture
     directory = tmp_path / "run"
     run.execute(load(file(tmp_path, task=TASK, mfu=True, measure_communication=True)), world=World())
     said = capsys.readouterr().err
-    assert f"dsframe: a page with curves and predictions: dsframe report {directory}" in said.splitlines()
+    assert f"  next        dsframe report {directory}" in said.splitlines()
     assert "predicted" not in said
     assert "MFU is relative to" in said
     assert sorted(path.name for path in directory.iterdir()) == [

@@ -41,10 +41,10 @@ class Wanders(dsframe.Task):
 def train(does: Any, run_dir: str = "run") -> None:
     settings = {"engine": "single", "steps": 4, "run_dir": run_dir, "checkpoints": {"every_steps": 2}}
     file = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "dsframe": settings}
-    saved = Path(run_dir).absolute() / "checkpoints" / "step-00000002"
+    saved = Path(run_dir).absolute() / "checkpoints" / "latest"
 
     def later() -> None:
-        while not saved.is_dir():  # a save is committed while training goes on
+        while not saved.exists():  # a save is committed while training goes on; this is its last file
             time.sleep(0.01)
         does()
 
@@ -63,7 +63,7 @@ def test_a_task_that_changes_the_folder(
     train(lambda: os.chdir("elsewhere"))
     assert steps(tmp_path / "run") == ["step-00000002", "step-00000004"]
     assert not list((tmp_path / "elsewhere").iterdir())
-    assert "; run\n" in capsys.readouterr().err  # as the file says, not the absolute path
+    assert "results     run\n" in capsys.readouterr().err  # as the file says, not the absolute path
 
 
 def test_a_directory_that_was_moved(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

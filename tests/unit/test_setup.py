@@ -159,7 +159,7 @@ def test_installs_the_cpu_build_of_torch_first_then_the_rest(clone: Clone) -> No
     assert venv == "-m venv .venv"
     assert tools == "-m pip install -c constraints.txt setuptools wheel hatchling editables"
     assert torch == "-m pip install -c constraints.txt torch==2.13.0+cpu"
-    extras = "[deepspeed,vision,transformers,adapters,quantized,loggers,plots,metrics,parquet,datasets,tune,test,lint]"
+    extras = "[deepspeed,vision,transformers,adapters,quantized,loggers,plots,metrics,parquet,datasets,tune,completion,docs,test,lint]"
     packages = f"-m pip install --no-build-isolation -c constraints.txt -c .setup/torch.txt -e .{extras}"
     assert packages in rest
     engines = "-m pip install --no-deps --no-build-isolation -e examples/reference_engines"
@@ -169,14 +169,24 @@ def test_installs_the_cpu_build_of_torch_first_then_the_rest(clone: Clone) -> No
     )
 
 
-def test_a_machine_without_the_cpu_build_hears_what_to_do(clone: Clone) -> None:
+def test_an_index_without_the_cpu_build_gives_the_plain_one(clone: Clone) -> None:
+    """Set-up says so and goes on: training on the CPU works with either."""
     finished = clone.setup(FAIL="torch==2.13.0+cpu")
+    assert finished.returncode == 0, finished.stderr
+    assert "the package index has no CPU build of torch 2.13.0: taking the plain build" in finished.stderr
+    assert "TORCH_INDEX=URL names an index that has the CPU build" in finished.stderr
+    tried = [call.split()[-1] for call in clone.calls() if "torch==2" in call]
+    assert tried == ["torch==2.13.0+cpu", "torch==2.13.0"]
+    assert (clone.folder / ".setup" / "torch.txt").read_text() == "torch==2.13.0\n"
+
+
+def test_without_any_build_of_torch_set_up_ends(clone: Clone) -> None:
+    finished = clone.setup(FAIL="torch==2.13.0")
     assert finished.returncode == 1
-    assert "the CPU build of torch 2.13.0 was not installed" in finished.stderr
-    assert "TORCH_INDEX=URL make setup" in finished.stderr
+    assert "torch 2.13.0 was not installed (TORCH_INDEX=URL make setup names one more package index)" in finished.stderr
     assert "No matching distribution found" in finished.stderr, "the end of pip's own log"
     calls = clone.calls()
-    assert calls[-1].endswith("torch==2.13.0+cpu"), f"nothing is installed after that: {calls}"
+    assert calls[-1].endswith("torch==2.13.0"), f"nothing is installed after that: {calls}"
 
 
 def test_torch_index_is_one_more_index_for_torch_alone(clone: Clone) -> None:

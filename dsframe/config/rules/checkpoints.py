@@ -52,7 +52,9 @@ def check(context: RuleContext) -> None:
 
 
 def _metric(context: RuleContext, path: tuple[str, ...], wanted: str | None) -> None:
-    """Report a metric, such as ``loss:min``, that the task's evaluation does not have."""
+    """Report a metric, such as ``loss:min``, that the evaluation of the file's task does not have. A script brings its own task."""
+    if "task" not in context.file.dsframe.model_fields_set:
+        return
     metric, known = (wanted or "").partition(":")[0], METRICS.get(str(getattr(context.file.dsframe.task, "name", "")))
     if wanted and known and metric not in known:
         context.conflict(path, f"the task's evaluation has no metric {metric}", f"choose one of {', '.join(known)}")

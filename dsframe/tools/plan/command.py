@@ -26,8 +26,8 @@ EPILOG = f"""\
 Nothing is started and nothing allocated: the model runs on torch's meta device. Times are a roofline and rings at
 {machines.COMPUTE_SHARE:.0%} of a device's peak and {machines.TRANSFER_SHARE:.0%} of its bandwidths, an assumption;
 --calibrate replaces it by a measurement.
-Memory is that of the rank that needs most: "total" at the fullest moment of a step, "set-up" before the first one, "host"
-in either. A GB is 10 to the 9 bytes. "tight" has less than a tenth to spare.
+Memory is that of the rank that needs most, at the fullest moment. With --wide: "total" in a step, "set-up" before the first
+one, "host" in either. A GB is 10 to the 9 bytes. "tight" has less than a tenth to spare.
 
 exit codes: 0 the file as it is written fits; 1 it does not; others as in training
 """
@@ -52,6 +52,7 @@ def parser() -> argparse.ArgumentParser:
     add("--rate", type=float, metavar="N", help="samples a second that one device is known to train")
     add("--parameters", type=float, metavar="N", help="only a number of parameters, such as 7.5e9, instead of the task")
     add("--all", action="store_true", help="every strategy, not the first ten")
+    add("--wide", action="store_true", help="every column: what memory and time consist of, and memory of the host")
     add("--write", type=Path, metavar="DIR", help="write a ready file for every strategy that fits")
     add("--plot", type=Path, metavar="FILE.svg|png|pdf", help="memory and time over the number of processes")
     add("--format", choices=("text", "json"), default="text")
@@ -139,7 +140,7 @@ def _text(
         lines.append("")
         lines.append(f"{count:,} {'processes' if count > 1 else 'process'}, {batch.train_batch_size:,} samples a step")
         shown = others if options.all else others[:10]
-        lines += _table([own, *shown])
+        lines += _wide([own, *shown]) if options.wide else _table([own, *shown])
         if not any(strategy.prediction.fits for strategy in others):
             lines.append(_lack(others, machine))
         if len(shown) < len(others):
@@ -161,24 +162,44 @@ def _lack(others: Sequence[Strategy], machine: Hardware) -> str:
     return f"{text}; take more processes, larger devices, or offload to NVMe"
 
 
+_SHORT = (",,GB,GB,ms,", ",fits,a rank,sent,a step,samples/s")
 _HEADS = (
     ",,GB a rank:,,,,,,,,sent;,ms a step:,,,,",
     ",fits,params,grads,optim,activ,buffers,total,set-up,host,GB,compute,wait,bubble,update,samples/s",
 )
 
 
+def _named(strategy: Strategy) -> list[str]:
+    """The strategy with its engine and its batch, and whether it fits."""
+    p = strategy.prediction
+    name = f"{strategy.name} ({p.engine}), {p.batch.micro_batch_size} x {p.batch.accumulation_steps}"
+    return [name, "tight" if p.tight else "yes" if p.fits else "NO"]
+
+
 def _table(strategies: Sequence[Strategy]) -> list[str]:
+    """What decides: the fullest moment of a device, bytes sent in a step, a step's time and the rate."""
+    rows = [head.split(",") for head in _SHORT]
+    for strategy in strategies:
+        p = strategy.prediction
+        seconds = p.batch.train_batch_size / p.rate if p.rate else 0.0
+        sizes = [f"{size / 1e9:.3g}" for size in (p.memory.peak, sum(p.sent.values()))]
+        rows.append(
+            [*_named(strategy), *sizes, f"{seconds * 1e3:,.4g}", f"{p.rate:{',.0f' if p.rate >= 1000 else '.4g'}}"]
+        )
+    return columns(rows, left=1)
+
+
+def _wide(strategies: Sequence[Strategy]) -> list[str]:
     rows = [head.split(",") for head in _HEADS]
     for strategy in strategies:
         p = strategy.prediction
         held, time = p.memory, p.seconds
-        name = f"{strategy.name} ({p.engine}), {p.batch.micro_batch_size} x {p.batch.accumulation_steps}"
         sizes = (held.parameters, held.gradients, held.optimizer, held.activations, held.buffers + held.reserved)
         values = [
             f"{size / 1e9:.3g}" for size in (*sizes, held.total, held.setup, held.host_peak, sum(p.sent.values()))
         ]
         times = [f"{value * 1e3:,.4g}" for value in (time.compute, time.waiting, time.bubble, time.update)]
-        rows.append([name, "tight" if p.tight else "yes" if p.fits else "NO", *values, *times, f"{p.rate:,.4g}"])
+        rows.append([*_named(strategy), *values, *times, f"{p.rate:,.4g}"])
     return columns(rows, left=1)
 
 

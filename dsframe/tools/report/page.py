@@ -36,12 +36,17 @@ svg{display:block;width:100%;max-width:760px;height:auto}
 """
 
 
-def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the page, prints predictions beside measurements, returns 0. Raises DataError where a directory holds no run."""
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
     parser = argparse.ArgumentParser(prog="dsframe report", description="A run's page, from what its directory holds.")
     parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory; several are overlaid")
     parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="default: RUN/report.html")
-    options = parser.parse_args(argv)
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the page, prints predictions beside measurements, returns 0. Raises DataError where a directory holds no run."""
+    options = parser().parse_args(argv)
     target = options.output or options.runs[0] / "report.html"
     with understood():
         found = [read_run(run, name) for run, name in zip(options.runs, names(options.runs), strict=True)]

@@ -1,0 +1,124 @@
+"""The two blocks of labelled lines that a person reads first and last: what is going to be trained, and what it came to."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsframe.engines import precision
+from dsframe.text import clock
+
+if TYPE_CHECKING:
+    import torch
+
+    from dsframe.config import Config
+    from dsframe.engine import Engine, Plan
+    from dsframe.trainer import Summary
+
+_WIDTH = 10
+_SHOWN = ("lr", "betas", "momentum", "weight_decay")
+"""Values of an optimizer that every reader asks for."""
+
+
+def lines(rows: Sequence[tuple[str, str]], *, colour: bool) -> list[str]:
+    """Returns a line for each row of a label and its value; the label is dim where the terminal has colours."""
+    dim, plain = ("\x1b[2m", "\x1b[0m") if colour else ("", "")
+    return [f"  {dim}{label:<{_WIDTH}}{plain}  {value}" for label, value in rows if value]
+
+
+def has_colours(terminal: bool) -> bool:
+    """Whether a terminal is to get colours: https://no-color.org, and TERM."""
+    return terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def header(
+    plan: Plan, engine: Engine, *, samples: int, held_out: int | None, steps: int, threads: int
+) -> list[tuple[str, str]]:
+    """Returns what is going to be trained. ``samples``, ``held_out``: of the data; ``threads``: of each process."""
+    world, batch, task = plan.world, plan.batch, plan.task
+    sizes = f"{batch.micro_batch_size} x {batch.accumulation_steps} x {batch.data_parallel_size}"
+    return [
+        ("model", ", ".join([type(task).__name__, *_parameters(engine.sizes)])),
+        ("data", f"{samples:,} samples" + (f", {held_out:,} to evaluate on" if held_out else ", no evaluation")),
+        ("engine", engine.description),
+        ("processes", f"{world.size} x {plan.device.type} under {world.launcher}, {threads} thread(s) each"),
+        ("batch", f"{batch.train_batch_size} = {sizes} (micro-batch x accumulation x processes)"),
+        ("precision", _precision(plan.config, plan.device)),
+        ("optimizer", _optimizer(plan)),
+        ("schedule", _schedule(plan.config)),
+        ("training", f"{steps:,} steps"),
+        ("results", str(plan.directory)),
+    ]
+
+
+def _parameters(sizes: tuple[int, int] | None) -> list[str]:
+    if sizes is None:
+        return []
+    trained, all_of_them = sizes
+    return [f"{all_of_them:,} parameters", *([f"{trained:,} of them trained"] if trained != all_of_them else [])]
+
+
+def _precision(config: Config, device: torch.device) -> str:
+    parameters = precision.parameter_dtype(config)
+    name = str(parameters).removeprefix("torch.")
+    cast = precision.autocast_dtype(config, device)
+    if cast is not None:
+        return f"{name}, products in {str(cast).removeprefix('torch.')} (autocast)"
+    return f"{name}, with fp32 masters" if precision.is_short(parameters) else name
+
+
+def _optimizer(plan: Plan) -> str:
+    """The optimizer, and the clipping: both as they are, whether the file says so or not."""
+    spec, clipping = plan.optimizer, plan.config.deepspeed.gradient_clipping
+    values = {**spec.arguments, "lr": spec.learning_rate}
+    said = [f"{key} {values[key]:g}" for key in _SHOWN if isinstance(values.get(key), int | float)]
+    inherited = any(found.path == ("gradient_clipping",) for found in plan.config.inherited)
+    clipped = f"gradients clipped to {clipping:g}" if clipping else "gradients not clipped"
+    return f"{', '.join([spec.name, *said])}; {clipped}{' (inherited)' if inherited else ''}"
+
+
+def _schedule(config: Config) -> str:
+    scheduler = config.deepspeed.scheduler
+    if scheduler is None:
+        return "constant rate"
+    counts = {key: value for key, value in scheduler.params.items() if isinstance(value, int) and key.endswith(_COUNTS)}
+    return ", ".join([scheduler.type, *(f"{key} {value:,}" for key, value in counts.items())])
+
+
+_COUNTS = ("_steps", "_iters", "T_max", "step_size")
+
+
+def ending(summary: Summary, directory: Path, best: tuple[str, float, int] | None) -> list[tuple[str, str]]:
+    """Returns what the training came to. ``best``: metric, value and step of the best evaluation."""
+    share = "" if summary.mfu is None else f", {summary.mfu:.1%} MFU"
+    peak = max(summary.peak_memory_bytes) / 2**20
+    speed = f"{summary.steps:,} steps in {clock(summary.seconds)}, {summary.rate:,.0f} {summary.unit}/s{share}"
+    checkpoint = directory / "checkpoints" / f"step-{summary.steps:08}"
+    return [
+        ("training", f"{speed}, peak {peak:,.0f} MiB a rank"),
+        ("ended by", summary.stopped),
+        ("loss", f"{summary.loss:.4f} in the last step"),
+        ("evaluation", "  ".join(f"{name} {value:.4f}" for name, value in summary.metrics.items())),
+        ("best", f"{best[0]} {best[1]:.4f} after step {best[2]:,}" if best else ""),
+        ("checkpoint", str(checkpoint) if checkpoint.is_dir() else ""),
+        ("next", f"dsframe report {directory}"),
+    ]
+
+
+def best_of(records: Sequence[Mapping[str, Any]], wanted: str | None) -> tuple[str, float, int] | None:
+    """Returns metric, value and step of the best evaluation; None where there is none, or a single one.
+
+    ``wanted``: ``NAME:min`` or ``NAME:max``, as the file says what is better. None: the smallest loss.
+    """
+    name, _, direction = (wanted or "loss:min").partition(":")
+    found = [
+        (record["evaluation"][name], record["step"])
+        for record in records
+        if isinstance(record.get("evaluation", {}).get(name), int | float)
+    ]
+    if len(found) < 2:
+        return None
+    value, step = (max if direction == "max" else min)(found, key=lambda pair: pair[0])
+    return name, float(value), int(step)

@@ -1,0 +1,55 @@
+"""``dsframe activate``: what a shell needs so that ``deepspeed ... -m`` and ``horovodrun`` work as the README types them.
+
+DeepSpeed's own launcher has no ``-m``, and neither launcher ends all of its processes after a signal. dsframe brings a program of
+each name that mends this and then runs the installed one; they work where their folder comes first on PATH.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import shlex
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+
+EPILOG = """\
+  bash, zsh:  eval "$(dsframe activate)"
+  fish:       dsframe activate --shell fish | source
+
+The printed line puts two folders first on PATH: the one with dsframe's deepspeed and horovodrun, and that of this Python. It holds
+for this shell. dsframe launch and dsframe train do not need it.
+"""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    parser = argparse.ArgumentParser(
+        prog="dsframe activate",
+        description="Print what a shell runs so that the lines deepspeed ... -m and horovodrun ... work as typed.",
+        epilog=EPILOG,
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--shell", choices=("bash", "zsh", "fish"), default="bash", help="default: %(default)s")
+    return parser
+
+
+def folder() -> Path:
+    """Returns the folder of dsframe's launchers: in the installed package, else in its repository."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "bin"
+    return installed if installed.is_dir() else package.parent / "launch" / "bin"
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the line, and returns 0."""
+    shell = parser().parse_args(argv).shell
+    first = [str(folder()), str(Path(sys.executable).parent)]
+    rest = [entry for entry in os.environ.get("PATH", os.defpath).split(os.pathsep) if entry not in first]
+    if shell == "fish":
+        print(f"set -gx PATH {shlex.join([*first, *rest])}")
+    else:
+        print(f"export PATH={shlex.quote(os.pathsep.join([*first, *rest]))}; hash -r 2>/dev/null || true")
+    if sys.stdout.isatty():
+        print('dsframe: nothing is set yet; write: eval "$(dsframe activate)"', file=sys.stderr)
+    return 0

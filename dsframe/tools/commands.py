@@ -1,0 +1,52 @@
+"""The table of sub-commands. Importing it imports none of them."""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, cast
+
+if TYPE_CHECKING:
+    import argparse
+
+COMMANDS: dict[str, tuple[str, str]] = {
+    "init": ("dsframe.tools.init:main", "a commented file and a task to begin with, for one of five beginnings"),
+    "check": ("dsframe.tools.check:main", "find every mistake in configuration files, before anything starts"),
+    "plan": (
+        "dsframe.tools.plan.command:main",
+        "memory, communication and time before a run, and which strategies fit",
+    ),
+    "train": ("dsframe.train:main", "train as a configuration file says (one process; launchers start several)"),
+    "launch": (
+        "dsframe.tools.launch.command:main",
+        "train on this machine or many, with the launcher that belongs to the file",
+    ),
+    "compare": ("dsframe.tools.compare:main", "runs side by side: loss, metrics, speed, memory; trains files first"),
+    "scale": ("dsframe.tools.scale:main", "one file on several numbers of processes: time, speed-up, efficiency"),
+    "tune": ("dsframe.tools.tune:main", "a search for values of keys: each trial an ordinary run, proposed by Optuna"),
+    "report": ("dsframe.tools.report.page:main", "a run's page, from what its directory holds: one HTML file"),
+    "evaluate": ("dsframe.tools.evaluate:main", "a checkpoint's metrics on its evaluation data, on any engine"),
+    "predict": ("dsframe.tools.evaluate:predict", "a checkpoint's outputs for each sample, in order, in a file"),
+    "generate": ("dsframe.tools.generate:main", "text from a checkpoint of a language model"),
+    "export": (
+        "dsframe.tools.export:main",
+        "a checkpoint for other programs, transformers and DeepSpeed among them",
+    ),
+    "convert": (
+        "dsframe.tools.convert_config:main",
+        "a file from Accelerate's, the HF Trainer's or Lightning's settings",
+    ),
+    "import": ("dsframe.tools.convert:main", "a checkpoint of DeepSpeed's own, to go on from"),
+    "doctor": ("dsframe.tools.doctor:main", "what this machine can run, and what it lacks"),
+    "explain": ("dsframe.tools.explain:main", "what the code of a message or an exit code means, with an example"),
+    "schema": ("dsframe.tools.schema:main", "the JSON Schema of the file, or its reference in Markdown"),
+    "activate": ("dsframe.tools.activate:main", "what a shell needs for deepspeed ... -m and horovodrun as typed"),
+    "completion": ("dsframe.tools.completion:main", "completion of commands and options for bash, zsh and tcsh"),
+}
+"""Name -> ``module:function``, called with ``argv=``, and one line of help."""
+
+
+def parser_of(name: str) -> argparse.ArgumentParser:
+    """Returns a command's parser: ``parser`` of its module, or ``FUNCTION_parser`` where the function is not ``main``."""
+    module, _, function = COMMANDS[name][0].partition(":")
+    make = getattr(importlib.import_module(module), "parser" if function == "main" else f"{function}_parser")
+    return cast("argparse.ArgumentParser", make())

@@ -1,0 +1,69 @@
+"""``dsframe init``: a commented file, and a task where one is needed, to begin with."""
+
+from __future__ import annotations
+
+import argparse
+import re
+from collections.abc import Sequence
+from pathlib import Path
+
+from dsframe.errors import DsframeError
+
+BEGINNINGS = {
+    "own": ("own_model", "a model of your own: a task of four methods"),
+    "images": ("images", "a folder of pictures, by class"),
+    "text": ("text", "a small GPT on text"),
+    "finetune": ("finetune", "a model of transformers, on conversations, by LoRA"),
+    "table": ("table", "numbers in a CSV file"),
+}
+"""Name -> folder in examples/, and one line of help."""
+_LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+([^)#]*)[^)]*\)")
+"""A link of a README to a page that is not copied."""
+
+
+def parser() -> argparse.ArgumentParser:
+    """The command line."""
+    lines = [f"  {name:<10}{text}" for name, (_, text) in BEGINNINGS.items()]
+    parser = argparse.ArgumentParser(
+        prog="dsframe init",
+        description="Write a commented file, and a task where one is needed, to begin with.",
+        epilog="\n".join(["beginnings:", *lines]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("folder", type=Path, metavar="FOLDER", help="where to write; made where it is not there")
+    parser.add_argument(
+        "--from", dest="beginning", choices=tuple(BEGINNINGS), default="own", help="default: %(default)s"
+    )
+    return parser
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Writes the files, prints what to do next and returns 0. Raises DsframeError where a file is there already."""
+    options = parser().parse_args(argv)
+    source, folder = examples() / BEGINNINGS[options.beginning][0], options.folder
+    files = [path for path in sorted(source.iterdir()) if path.is_file()]
+    there = [path.name for path in files if (folder / path.name).exists()]
+    if there:
+        raise DsframeError(f"{folder} has {', '.join(there)} already; name another folder")
+    try:
+        folder.mkdir(parents=True, exist_ok=True)
+        for path in files:
+            text = path.read_text(encoding="utf-8")
+            (folder / path.name).write_text(_LINK.sub(r"\1 (\2 in dsframe's repository)", text), encoding="utf-8")
+    except OSError as error:
+        raise DsframeError(f"{error.filename}: {error.strerror}; name another folder") from None
+    names = [path.name for path in files]
+    script = " --script train.py" if "train.py" in names else ""
+    print(f"{folder}: {', '.join(names)}\n\nnext:\n  cd {folder}")
+    if "make_data.py" in names:
+        print("  python make_data.py    # data to try it with; name your own in the file")
+    print("  dsframe check config.json -np 2")
+    print(f"  dsframe launch --config config.json{script} -np 2")
+    return 0
+
+
+def examples() -> Path:
+    """Returns the folder of examples: in the installed package, else in its repository."""
+    package = Path(__file__).resolve().parents[1]
+    installed = package / "examples"
+    return installed if installed.is_dir() else package.parent / "examples"

@@ -1,0 +1,96 @@
+"""What a newcomer types first: init, activate, completion, and what each command says of itself."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsframe.cli import main
+from dsframe.tools import activate
+from dsframe.tools.commands import COMMANDS, parser_of
+from dsframe.tools.init import BEGINNINGS
+from tests.processes import REPOSITORY
+
+
+@pytest.mark.parametrize("beginning", BEGINNINGS)
+def test_init_writes_a_commented_file_that_the_check_accepts(
+    beginning: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    folder = tmp_path / "mine"
+    assert main(["init", str(folder), "--from", beginning]) == 0
+    said = capsys.readouterr().out
+    assert f"cd {folder}" in said
+    assert ("--script train.py" in said) == (folder / "train.py").exists()
+    assert ("make_data.py" in said) == (folder / "make_data.py").exists()
+    assert (folder / "config.json").read_text().count("//") >= 2
+    assert main(["check", str(folder / "config.json"), "-np", "2", "--strict"]) == 0
+    assert "../" not in (folder / "README.md").read_text(), "a link to what is not there"
+    capsys.readouterr()
+    assert main(["init", str(folder), "--from", beginning]) != 0
+    assert "config.json" in capsys.readouterr().err, "nothing is written over"
+
+
+def test_activate_puts_the_launchers_first(tmp_path: Path) -> None:
+    """In a shell that has neither; twice changes nothing."""
+    line = f'eval "$({sys.executable} -m dsframe activate)"'
+    script = f'{line} && once=$PATH && {line} && [ "$PATH" = "$once" ] && command -v deepspeed horovodrun python && echo "$PATH"'
+    environment = {"PATH": "/usr/bin:/bin", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        ["bash", "-c", script], cwd=tmp_path, env=environment, capture_output=True, text=True, timeout=60, check=True
+    )
+    own, here = REPOSITORY / "launch" / "bin", Path(sys.executable).parent
+    assert done.stdout.splitlines() == [
+        f"{own}/deepspeed",
+        f"{own}/horovodrun",
+        f"{here}/python",
+        f"{own}:{here}:/usr/bin:/bin",
+    ]
+    assert activate.folder() == own
+
+
+def test_fish_gets_its_own_words(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["activate", "--shell", "fish"])
+    assert capsys.readouterr().out.startswith(f"set -gx PATH {REPOSITORY / 'launch' / 'bin'} ")
+
+
+def test_bash_completes_commands_and_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["completion", "bash"])
+    (tmp_path / "completion").write_text(capsys.readouterr().out)
+    ask = """
+    source ./completion; name=$(complete -p dsframe | grep -o '_shtab_dsframe')
+    compopt() { :; }
+    COMP_WORDS=(dsframe com); COMP_CWORD=1; $name; echo ${COMPREPLY[@]}
+    COMP_WORDS=(dsframe launch --rest); COMP_CWORD=2; $name; echo ${COMPREPLY[@]}
+    COMP_WORDS=(dsframe init x --from t); COMP_CWORD=4; $name; echo ${COMPREPLY[@]}
+    """
+    done = subprocess.run(["bash", "-c", ask], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True)
+    assert done.stdout.splitlines() == ["compare completion", "--restarts --restart-wait", "text table"]
+
+
+def test_every_command_has_its_parser() -> None:
+    for name in COMMANDS:
+        assert parser_of(name).prog in (f"dsframe {name}", "dsframe.train")
+        assert parser_of(name).description
+
+
+def test_the_version_has_one_place() -> None:
+    import dsframe
+
+    for path in ("pyproject.toml", "check/pyproject.toml"):
+        text = (REPOSITORY / path).read_text()
+        assert 'dynamic = ["version"]' in text
+        assert "__init__.py" in text.split("[tool.hatch.version]")[1]
+    assert f"## {dsframe.__version__} (" in (REPOSITORY / "CHANGELOG.md").read_text()
+    done = subprocess.run([sys.executable, "-m", "dsframe", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"dsframe {dsframe.__version__}\n"
+
+
+@pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
+def test_zsh_reads_its_completion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    main(["completion", "zsh"])
+    (tmp_path / "_dsframe").write_text(capsys.readouterr().out)
+    subprocess.run(["zsh", "-n", tmp_path / "_dsframe"], timeout=30, check=True)
