@@ -17,7 +17,7 @@ from dataclasses import dataclass
 from datetime import timedelta
 from pathlib import Path
 from types import MappingProxyType
-from typing import TYPE_CHECKING, Any, ClassVar
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -30,7 +30,7 @@ from dsframe.cluster.process_group import collective_limit
 from dsframe.errors import DsframeError, EngineError, TaskError, WorldError
 from dsframe.host import allocator
 from dsframe.model import adapter as adapters
-from dsframe.model import formats, groups, switches, sync_batch_norm
+from dsframe.model import formats, groups, loss_head, switches, sync_batch_norm
 from dsframe.model.adapter import Adapter
 from dsframe.model.early_stop import EarlyStop
 from dsframe.model.groups import ParameterGroups
@@ -132,6 +132,8 @@ class Engine(ABC):
     """What trains beside a frozen base, where the file asks for it."""
     sizes: tuple[int, int] | None = None
     """Numbers of trained parameters and of all; None where no rank has seen the whole model."""
+    scores: bool = False
+    """True if the model computes its loss itself, a slice of tokens at a time: then it is given targets beside the inputs."""
     built: str = ""
     """Where a large model was made before it was sharded; printed at start."""
     calls: Any = None
@@ -171,6 +173,12 @@ class Engine(ABC):
     @abstractmethod
     def buffers(self) -> Mapping[str, Tensor]:
         """The persistent buffers that this rank holds, by name, BatchNorm's statistics among them: the tensors themselves."""
+
+    def joined(self, inputs: Inputs, targets: Any) -> Inputs:
+        """Returns what the model is called with: the ``inputs``, and the ``targets`` where it computes its loss itself."""
+        if not self.scores:
+            return inputs
+        return Targeted(inputs, targets.targets if isinstance(targets, Weighted) else targets)
 
     def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:
         """**Collective.** In the middle of a step: the outputs of ``module``, which is a part of the running model, or those of the
@@ -219,8 +227,20 @@ class Engine(ABC):
         """**Collective.** Leaves the process group. Nothing else may be called afterwards."""
 
 
+class Targeted(NamedTuple):
+    """Inputs of a model that computes its loss itself (``Engine.scores``), and the targets for it."""
+
+    inputs: Inputs
+    targets: Any
+
+
 def call(model: nn.Module, inputs: Inputs) -> Any:
     """``model`` applied to ``inputs``: a dict as keyword arguments, a tuple or list as positional ones, else one argument."""
+    if isinstance(inputs, Targeted):
+        told, inputs = {loss_head.TARGETS: inputs.targets}, inputs.inputs
+        if isinstance(inputs, Mapping):
+            return model(**inputs, **told)
+        return model(*inputs, **told) if isinstance(inputs, (tuple, list)) else model(inputs, **told)
     if isinstance(inputs, Mapping):
         return model(**inputs)
     if isinstance(inputs, (tuple, list)):
@@ -403,6 +423,7 @@ def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
     for parameter in model.parameters():
         parameter.grad = None
     switches.apply(model, plan.config, plan.device)
+    engine.scores = loss_head.settle(plan.config, plan.task, model)
     engine.draws = DrawTrial(model, plan.device)
     if per_sample:
         engine.sample_draws = SampleDraws(model, plan.seed, plan.batch.micro_batch_size, plan.device)

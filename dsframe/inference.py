@@ -75,6 +75,7 @@ def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool = F
         raise DataError(f"{out}: predictions are written as .{', .'.join(_WRITERS)}; choose one of these endings")
     with _loaded(run, world, path, averages=averages) as (job, engine, watchdog):
         loader = job.work.evaluation
+        engine.scores = False  # what is wanted are the outputs
         if job.plan.batch.sequence_parallel_size > 1:
             raise TaskError(
                 "predict: not possible with sequence parallelism, where a rank has a slice of each row; choose another engine"

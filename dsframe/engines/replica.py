@@ -184,7 +184,7 @@ class ReplicaEngine(Engine):
 
     def _pass(self, inputs: Inputs, targets: Any, factor: float) -> Tensor:
         """Forward and backward of one micro-batch, whose loss counts ``factor`` times; the loss itself, detached."""
-        loss = self._reach(loss_of(self.plan.task, self._forward(self.module, inputs), targets))
+        loss = self._reach(loss_of(self.plan.task, self._forward(self.module, self.joined(inputs, targets)), targets))
         (loss * factor if factor != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -221,6 +221,7 @@ class ReplicaEngine(Engine):
         """The task's metrics over the valid rows. Waits for nobody: the bare model runs, whose wrapper may communicate."""
         inputs, targets = batch
         self.model.eval()
+        inputs = self.joined(inputs, targets)
         outputs = self._forward(self.model, inputs) if valid or self.forward_is_collective else None
         self.model.train()
         return measure(self.plan.task, outputs, targets, valid)

@@ -7,6 +7,7 @@ gets them for nothing. Modules are found by class name; a block is a class that 
 from __future__ import annotations
 
 import fnmatch
+import re
 import warnings
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
@@ -16,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
 from torch.utils.checkpoint import checkpoint
 
 from dsframe.config.resolve import auto
@@ -47,21 +49,37 @@ def apply(model: nn.Module, config: Config, device: torch.device, whole: nn.Modu
         parameter.data = parameter.data.contiguous()
     dense(model)
     wanted = config.settings.model
-    chosen = wanted.activation_checkpointing
-    names = chosen if isinstance(chosen, list) else None
+    again = wanted.recomputation
+    names = again.modules if again else None
     if wanted.channels_last:
         channels_last(model, whole)
     if wanted.compile == "blocks":
         by_auto = names is None and any(found.path == auto.COMPILE for found in config.resolved)
         if not by_auto or repeated(whole):  # "auto" leaves a model without repeated blocks as it is
-            for block in _of(model, blocks(whole, names, "compile")):
+            for block in _of(model, picked(whole, names, "compile")):
                 compile_(block, device)
     elif wanted.compile:  # never of a part: the check refuses it
         compile_(model, device)
-    if chosen:
+    if again:
         to_host = config.deepspeed.activation_checkpointing.cpu_checkpointing and device.type != "cpu"
-        for block in _of(model, blocks(whole, names, "activation_checkpointing")):
+        for block in _of(model, recomputed(whole, config)):
             recompute(block, to_host=to_host)
+    if wanted.offload_activations:
+        found = offloaded(whole, config)
+        for block in _of(model, found) if device.type != "cpu" else ():
+            offload(block)
+
+
+def recomputed(whole: nn.Module, config: Config) -> list[str]:
+    """The names of the modules that are recomputed. Raises ConfigError as :func:`apply`."""
+    wanted = config.settings.model.recomputation
+    return [] if wanted is None else picked(whole, wanted.modules, "activation_checkpointing")[:: wanted.every]
+
+
+def offloaded(whole: nn.Module, config: Config) -> list[str]:
+    """The names of the modules whose activations wait in the host's memory. Raises ConfigError as :func:`apply`."""
+    wanted = config.settings.model.offload_activations
+    return picked(whole, wanted if isinstance(wanted, list) else None, "offload_activations") if wanted else []
 
 
 def dense(model: nn.Module) -> None:
@@ -79,35 +97,45 @@ def dense(model: nn.Module) -> None:
 # Finding modules.
 
 
-def blocks(model: nn.Module, names: Sequence[str] | None, key: str) -> set[str]:
-    """The classes of the model's blocks: ``names``; with None the one that the model repeats.
+def picked(model: nn.Module, wanted: Sequence[str] | None, key: str) -> list[str]:
+    """The names of the modules that a file's ``wanted`` chooses, in the model's order; of nested ones the outermost.
 
-    That is the class with submodules of its own (no container) that occurs at least twice and holds the most parameters.
-    Raises ConfigError, naming the classes that there are.
+    An entry is the name of a class, or, with a dot or ``*``, of modules; with None it is the class of the blocks: the class with
+    submodules of its own (no container) that occurs at least twice and holds the most parameters.
+    Raises ConfigError, naming what there is, where an entry chooses nothing.
     """
-    classes = Counter(type(module).__name__ for module in model.modules() if module is not model)
-    if names is None:
+    named = [(name, module) for name, module in model.named_modules() if module is not model]
+    classes = Counter(type(module).__name__ for _, module in named)
+    if wanted is None:
         found = repeated(model)
         if found is None:
             raise _wrong(key, "the model has no repeated block", f"name some of its classes: {_list(classes)}")
-        names = [found]
-    for name in names:
-        if name not in classes:
-            raise _wrong(key, f"the model has no module of class {name}", f"there are {_list(classes)}")
-    return set(names)
+        wanted = [found]
+    chosen: set[str] = set()
+    for entry in wanted:
+        by_name = "." in entry or "*" in entry
+        own = {
+            name for name, one in named if (fnmatch.fnmatch(name, entry) if by_name else type(one).__name__ == entry)
+        }
+        if not own and by_name:
+            there = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name, _ in named))
+            raise _wrong(key, f"no module of the model is called {entry}", f"there are {', '.join(there)}")
+        if not own:
+            raise _wrong(key, f"the model has no module of class {entry}", f"there are {_list(classes)}")
+        chosen |= own
+    return [name for name, _ in named if name in chosen and not any(above in chosen for above in _above(name))]
 
 
-def _of(model: nn.Module, classes: set[str]) -> list[nn.Module]:
-    """The outermost modules of these classes, each once."""
+def _above(name: str) -> Iterator[str]:
+    while "." in name:
+        name = name.rpartition(".")[0]
+        yield name
 
-    def visit(module: nn.Module) -> Iterator[nn.Module]:
-        for child in module.children():
-            if type(child).__name__ in classes:
-                yield child
-            else:
-                yield from visit(child)
 
-    return list(dict.fromkeys(visit(model)))
+def _of(model: nn.Module, names: Sequence[str]) -> list[nn.Module]:
+    """The modules of these names, those that ``model`` has: it may be a part of what the names are from."""
+    chosen = set(names)
+    return [module for name, module in model.named_modules() if name in chosen]
 
 
 def repeated(model: nn.Module) -> str | None:
@@ -164,6 +192,54 @@ def recompute(block: nn.Module, *, to_host: bool = False) -> None:
 
     block.forward = checkpointed
     setattr(block, _UNIT, True)
+
+
+def offload(block: nn.Module) -> None:
+    """What ``block`` keeps for the backward pass waits in the host's memory; its parameters stay where they are."""
+    forward = block.forward
+
+    @wraps(forward)
+    def kept_away(*args: Any, **kwargs: Any) -> Any:
+        if not torch.is_grad_enabled():
+            return forward(*args, **kwargs)
+        away = _Away()
+        with torch.autograd.graph.saved_tensors_hooks(away.pack, away.unpack):
+            return forward(*args, **kwargs)
+
+    block.forward = kept_away
+
+
+_Held = Tensor | tuple[torch.device, Tensor]
+_SMALL = 1 << 10
+"""Elements: what has fewer stays on the device."""
+
+
+class _Away:
+    """Copies on the host of what one forward pass of a block keeps; one of each, however many operations keep it."""
+
+    def __init__(self) -> None:
+        self._known: dict[Any, tuple[StorageWeakRef, int, tuple[torch.device, Tensor]]] = {}
+
+    def pack(self, tensor: Tensor) -> _Held:
+        if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter) or tensor.numel() < _SMALL:
+            return tensor
+        storage = tensor.untyped_storage()
+        key = (storage._cdata, tensor.storage_offset(), tensor.shape, tensor.stride(), tensor.dtype)
+        if key in self._known:
+            alive, version, held = self._known[key]
+            if not alive.expired() and version == tensor._version:  # type: ignore[no-untyped-call]
+                return held
+        pinned = tensor.is_cuda
+        copy = torch.empty(tensor.shape, dtype=tensor.dtype, layout=tensor.layout, device="cpu", pin_memory=pinned)
+        held = tensor.device, copy.copy_(tensor, non_blocking=pinned)
+        self._known[key] = StorageWeakRef(storage), tensor._version, held  # type: ignore[no-untyped-call]
+        return held
+
+    def unpack(self, held: _Held) -> Tensor:
+        if isinstance(held, Tensor):
+            return held
+        device, copy = held
+        return copy.to(device, non_blocking=copy.is_pinned())
 
 
 def checkpoint_function(module: nn.Module) -> Callable[..., Any]:

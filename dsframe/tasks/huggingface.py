@@ -5,6 +5,8 @@ Parameters keep the names that transformers gives them, so a checkpoint's weight
 
 from __future__ import annotations
 
+import contextlib
+import copy
 import math
 from collections.abc import Mapping
 from pathlib import Path
@@ -15,8 +17,9 @@ from torch import Tensor, nn
 
 from dsframe.data import encoders, text, tokens
 from dsframe.data import vision as images
+from dsframe.data.packed import IGNORED
 from dsframe.errors import TaskError
-from dsframe.tasks import _transformers
+from dsframe.tasks import _transformers, chunked_loss
 from dsframe.tasks.task import Say, Sum, Task, accuracy
 
 if TYPE_CHECKING:
@@ -80,9 +83,12 @@ class CausalLanguageModelTask(Task):
 
     def loss(self, outputs: Any, targets: Tensor) -> Tensor:
         logits = outputs.logits
-        loss = self._criterion(
-            logits=logits, labels=None, vocab_size=logits.shape[-1], shift_labels=targets.contiguous()
-        )
+        if chunked_loss.is_scored(logits, targets):
+            loss = chunked_loss.mean(logits)
+        else:
+            loss = self._criterion(
+                logits=logits, labels=None, vocab_size=logits.shape[-1], shift_labels=targets.contiguous()
+            )
         if getattr(outputs, "aux_loss", None) is not None:  # how evenly a mixture's experts are used
             loss = loss + self.pretrained_config.router_aux_loss_coef * outputs.aux_loss
         return loss
@@ -92,8 +98,14 @@ class CausalLanguageModelTask(Task):
         return {
             "loss": Sum(total, targets.numel()),
             "bits_per_token": Sum(total / math.log(2), targets.numel()),
-            "accuracy": accuracy(outputs.logits, targets),
+            "accuracy": right_tokens(outputs.logits, targets),
         }
+
+    def head(self, model: nn.Module) -> nn.Module | None:
+        """Raises TaskError where the model does more with the logits than this layer gives."""
+        _refuse_changed_logits(self.pretrained_config)
+        found: nn.Module | None = model.get_output_embeddings()  # type: ignore[operator]
+        return found
 
     def pretrained(self) -> Mapping[str, Any]:
         own, model = self.settings.tokenizer, self.settings.model
@@ -122,6 +134,41 @@ class CausalLanguageModelTask(Task):
             return list(self.tokenizer(piece, add_special_tokens=False)["input_ids"])
 
         return tokens.encoded(content, tokenize, self._digest, self.settings.data_dir)
+
+
+def right_tokens(logits: Tensor, targets: Tensor) -> Sum:
+    """Returns how many of the targets that count have the largest logit."""
+    if chunked_loss.is_scored(logits, targets):
+        return Sum(logits[:, 2].sum(), logits[:, 1].sum())
+    counted = targets != IGNORED
+    return accuracy(logits[counted], targets[counted])
+
+
+def small(config: Any) -> Any:
+    """A copy of the configuration with one layer of each kind, a small vocabulary and small layers between the attentions."""
+    found = copy.deepcopy(config)
+    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or [])) or None
+    changes = {"vocab_size": 64, "intermediate_size": 32, "pad_token_id": None, "layer_types": kinds}
+    for name, value in {"num_hidden_layers": len(kinds or [0]), **changes}.items():
+        if getattr(found, name, None) is not None:
+            with contextlib.suppress(AttributeError):  # it follows from another setting
+                setattr(found, name, value)
+    return found
+
+
+def _refuse_changed_logits(config: Any) -> None:
+    """Raises TaskError where a small model of this kind changes its output layer's results, by a cap or a factor."""
+    config = small(config)
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+        model = _transformers.build("AutoModelForCausalLM", config, None).eval()
+        given: list[Tensor] = []
+        model.get_output_embeddings().register_forward_hook(lambda *call: given.append(call[-1]))  # type: ignore[operator]
+        logits = model(input_ids=torch.arange(1, 7)[None]).logits
+    if not (given and torch.equal(given[-1], logits)):
+        raise TaskError(
+            f'loss_chunk_tokens: a model of model_type "{config.model_type}" changes the logits of its output layer, by a cap or '
+            "a factor; remove loss_chunk_tokens"
+        )
 
 
 class ImageClassificationTask(Task):

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-import copy
 import math
 from collections.abc import Mapping
 from functools import cached_property
@@ -20,8 +18,8 @@ from dsframe.data.text import TextSource
 from dsframe.data.tokenised import Recipe, Tokenised
 from dsframe.errors import DataError, TaskError
 from dsframe.tasks import _transformers
-from dsframe.tasks.huggingface import CausalLanguageModelTask
-from dsframe.tasks.task import Say, Sum, accuracy
+from dsframe.tasks.huggingface import CausalLanguageModelTask, right_tokens, small
+from dsframe.tasks.task import Say, Sum
 
 if TYPE_CHECKING:
     from dsframe.config.schema import settings as sections
@@ -155,7 +153,7 @@ class RowsTask(WindowsTask):
 
     def _refuse_leaks(self) -> None:
         """Raises TaskError where a small model of this kind lets a document see the one before it in its row."""
-        config = _small(self.pretrained_config)
+        config = small(self.pretrained_config)
         kind = config.model_type
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
@@ -191,11 +189,10 @@ class RowsTask(WindowsTask):
     def metrics(self, outputs: Any, targets: Tensor) -> Mapping[str, Sum]:
         count = self.loss_weight(targets)
         total = self.loss(outputs, targets) * count
-        counted = targets != IGNORED
         return {
             "loss": Sum(total, count),
             "bits_per_token": Sum(total / math.log(2), count),
-            "accuracy": accuracy(outputs.logits[counted], targets[counted]),
+            "accuracy": right_tokens(outputs.logits, targets),
         }
 
     def train_data(self) -> Any:
@@ -220,15 +217,3 @@ class RowsTask(WindowsTask):
 
 def _listed(patterns: str | list[str]) -> list[str]:
     return [patterns] if isinstance(patterns, str) else patterns
-
-
-def _small(config: Any) -> Any:
-    """A copy of the configuration with one layer of each kind, a small vocabulary and small layers between the attentions."""
-    small = copy.deepcopy(config)
-    kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or [])) or None
-    changes = {"vocab_size": 64, "intermediate_size": 32, "pad_token_id": None, "layer_types": kinds}
-    for name, value in {"num_hidden_layers": len(kinds or [0]), **changes}.items():
-        if getattr(small, name, None) is not None:
-            with contextlib.suppress(AttributeError):  # it follows from another setting
-                setattr(small, name, value)
-    return small

@@ -46,6 +46,8 @@ def of(engine: str, accumulation: int = 2, **settings: Any) -> dict[str, Any]:
 
 
 PIPELINE = {"stages": 2}
+SOME = {"modules": ["Block", "*.expand"], "every": 2}
+"""The first of two blocks."""
 WHOLE = {"deepspeed": {"accumulate": "whole"}}
 VARIANTS: dict[str, dict[str, Any]] = {
     **{f"zero{stage} x {times}": zero(stage, times) for stage in range(4) for times in (1, 3)},
@@ -61,6 +63,10 @@ VARIANTS: dict[str, dict[str, Any]] = {
     "ddp, recomputed": of("ddp", model={"activation_checkpointing": True}),
     "ddp, compiled, recomputed": of("ddp", model={"compile": "blocks", "activation_checkpointing": True}),
     "fsdp": of("fsdp"),
+    "zero3, some recomputed": zero(3, settings={"model": {"activation_checkpointing": SOME}}),
+    "ddp, some recomputed": of("ddp", model={"activation_checkpointing": SOME}),
+    "fsdp, some recomputed": of("fsdp", model={"activation_checkpointing": SOME}),
+    "pipeline, some recomputed": zero(1, pipeline=PIPELINE, settings={"model": {"activation_checkpointing": SOME}}),
     "fsdp, recomputed": of("fsdp", model={"activation_checkpointing": True}),
     "pipeline": zero(1, pipeline=PIPELINE),
     "pipeline, recomputed": zero(1, pipeline=PIPELINE, settings={"model": {"activation_checkpointing": True}}),

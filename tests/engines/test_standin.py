@@ -101,6 +101,7 @@ CASES: dict[str, Case] = {
         section={"ddp": {"communication": "power_sgd", "power_sgd_start_step": 2}},
         waits=(_POWER_SGD,),
     ),
+    "fsdp, activations offloaded": Case("fsdp", {}, section={"model": {"offload_activations": True}}),
     "pipeline": Case("deepspeed", {"pipeline": {"stages": 2}}),
     "tensor": Case("deepspeed", {"train_batch_size": 16, "tensor_parallel": {"autotp_size": 2}}),
     "sequence": Case("deepspeed", {"sequence_parallel_size": 2, **zero(1)}, waits=(_NORM,)),
@@ -199,6 +200,13 @@ def trained(name: str) -> Run:
 
 def first_norm(directory: Path) -> float:
     return next(float(line["gradient_norm"]) for line in read_metrics(directory) if line.get("loss") is not None)
+
+
+def test_activations_wait_on_the_host() -> None:
+    """Of every block, pinned, without a wait; the device's memory falls."""
+    name = "fsdp, activations offloaded"
+    sent = {detail for what, detail, where in trained(name).events("step 4", "step 5") if "switches.py" in where}
+    assert sent
 
 
 @functools.cache

@@ -21,9 +21,10 @@ def found(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Any]:
 
 
 @pytest.mark.timeout(450)
+@pytest.mark.parametrize("how", ["recomputed", "some recomputed"])
 @pytest.mark.parametrize("engine", ["zero3", "ddp", "fsdp", "pipeline"])
-def test_recomputation_is_the_same_training_to_the_last_bit(found: dict[str, Any], engine: str) -> None:
-    plain, recomputed = found[engine], found[f"{engine}, recomputed"]
+def test_recomputation_is_the_same_training_to_the_last_bit(found: dict[str, Any], engine: str, how: str) -> None:
+    plain, recomputed = found[engine], found[f"{engine}, {how}"]
     assert recomputed["losses"] == plain["losses"]
     assert (recomputed["distance"], recomputed["names"]) == (0.0, True)
     once, again = (

@@ -529,6 +529,34 @@ def test_a_block_that_is_compiled_is_gathered_whole() -> None:
     assert held["plain"] < held["compiled"] == held["twice"]
 
 
+def test_the_plan_knows_what_is_recomputed_and_what_waits_on_the_host() -> None:
+    """Of a list of layers and of a model in one piece; all blocks keep less than every second one."""
+    llama = {"model_type": "llama", "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 4}
+    for task in (
+        {"name": "language", "layers": 4, "heads": 4, "width": 32, "context": 64},
+        {"name": "causal-language-model", "model": {**llama, "num_attention_heads": 4}, "context": 64},
+    ):
+        found = {}
+        for name, switch in {
+            "plain": {},
+            "all": {"activation_checkpointing": {"every": 1}},
+            "some": {"activation_checkpointing": {"every": 2}},
+            "offloaded": {"offload_activations": True},
+            "sliced": {"loss_chunk_tokens": 16},
+        }.items():
+            config = load({"train_batch_size": 64, "dsframe": {"task": task, "model": switch}})
+            known = trace.traced(config, tasks.build(config.settings.task, 1))
+            found[name] = predict(config, "ddp", known, TABLE["a100"], 1)
+        memory = {name: one.memory.activations for name, one in found.items()}
+        assert memory["all"] < memory["some"] < memory["plain"]
+        assert memory["offloaded"] < memory["some"]
+        assert memory["sliced"] + found["sliced"].memory.buffers < memory["plain"] + found["plain"].memory.buffers
+        host = found["offloaded"].memory.host - found["plain"].memory.host
+        assert host == pytest.approx(memory["plain"] - memory["offloaded"], rel=0.4)
+        times = {name: one.seconds.compute for name, one in found.items()}
+        assert times["plain"] < times["some"] < times["all"] < 1.5 * times["plain"]
+
+
 def test_what_is_frozen_comes_from_the_host_too_and_fsdp_has_nothing_there() -> None:
     machine = replace(TABLE["a100"], transfer_share=1.0)
     host = {"offload_param": {"device": "cpu"}, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}

@@ -79,6 +79,87 @@ def test_recomputation_keeps_less_and_changes_nothing(names: Any) -> None:
         assert torch.equal(frugal(tokens()), plain(tokens()))
 
 
+@pytest.mark.parametrize(
+    ("wanted", "units"),
+    [
+        ({"every": 2}, ["2", "4"]),
+        ({"modules": ["Block"], "every": 3}, ["2"]),
+        ({"modules": ["*.expand", "*.contract"], "every": 2}, ["2.expand", "3.expand", "4.expand"]),
+        (["*.norm_1", "3"], None),
+        (["*.norm_1", "3.*"], ["2.norm_1", "3.norm_1", "3.query_key_value", "3.projection", "3.norm_2"]),
+    ],
+)
+def test_some_of_the_blocks_or_parts_of_them_are_recomputed(wanted: Any, units: list[str] | None) -> None:
+    """A name without a dot or a star is a class."""
+    plain = language_model()
+    if units is None:
+        with pytest.raises(ConfigError, match="the model has no module of class 3"):
+            switched(plain, activation_checkpointing=wanted)
+        return
+    frugal = switched(copy.deepcopy(plain), activation_checkpointing=wanted)
+    names = [name for name, module in frugal.named_modules() if switches.is_recomputed(module)]
+    assert names[: len(units)] == units
+    expected, found = gradients(plain, tokens()), gradients(frugal, tokens())
+    assert all(torch.equal(found[name], expected[name]) for name in expected), "to the last bit"
+
+
+def test_a_name_that_no_module_has_is_refused_with_those_that_there_are() -> None:
+    with pytest.raises(ConfigError) as caught:
+        switched(language_model(), activation_checkpointing=["*.self_attn"])
+    assert "no module of the model is called *.self_attn" in str(caught.value)
+    assert "*.expand" in str(caught.value)
+
+
+def test_activations_wait_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Once for each tensor, and no parameter. On CPUs the switch does nothing, so that it is called by hand here."""
+    plain = language_model()
+    frugal = copy.deepcopy(plain)
+    names = switches.offloaded(
+        frugal, load({"train_batch_size": 4, "dsframe": {"model": {"offload_activations": True}}})
+    )
+    assert names == ["2", "3", "4"]
+    moved: list[Tensor] = []
+    pack = switches._Away.pack
+
+    def noted(self: Any, tensor: Tensor) -> Any:
+        held = pack(self, tensor)
+        if not isinstance(held, Tensor):
+            moved.append(held[1])
+        return held
+
+    monkeypatch.setattr(switches._Away, "pack", noted)
+    for name in names:
+        switches.offload(frugal.get_submodule(name))
+    expected, found = gradients(plain, tokens()), gradients(frugal, tokens())
+    assert all(torch.equal(found[name], expected[name]) for name in expected), "to the last bit"
+    shapes = {tuple(tensor.shape) for tensor in moved}
+    assert shapes >= {(4, 16, 32), (64, 128)} or shapes >= {(4, 16, 32), (4, 16, 128)}
+    assert not {tuple(parameter.shape) for parameter in plain.parameters()} & shapes
+    with torch.no_grad():
+        assert torch.equal(frugal(tokens()), plain(tokens()))
+    moved.clear()
+    wide = Pair()
+    wide.first, wide.second = nn.Linear(64, 8), nn.Linear(64, 8)
+    wide.forward = lambda inputs: wide.first(inputs) + wide.second(inputs)  # type: ignore[assignment, method-assign]
+    switches.offload(wide)
+    wide(torch.randn(32, 64)).sum().backward()
+    assert [tuple(tensor.shape) for tensor in moved] == [(32, 64), (32, 64)]
+    assert moved[0] is moved[1], "what two operations keep is there once"
+
+
+@pytest.mark.parametrize(
+    ("model", "message"),
+    [
+        ({"activation_checkpointing": True}, "not possible with activation_checkpointing"),
+        ({"compile": "blocks"}, "not possible with dsframe.model.compile"),
+        ({"offload_activations": []}, "the list is empty"),
+    ],
+)
+def test_what_excludes_offloaded_activations_is_refused(model: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        load({"train_batch_size": 4, "dsframe": {"model": {"offload_activations": True, **model}}})
+
+
 def test_inputs_may_wait_in_the_hosts_memory() -> None:
     plain = language_model()
     frugal = copy.deepcopy(plain)

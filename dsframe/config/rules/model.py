@@ -22,7 +22,9 @@ def compiler() -> str | None:
 def check(context: RuleContext) -> None:
     """Report what is wrong with the switches and with learning-rate scaling."""
     _recomputation(context)
+    _offload(context)
     _pipeline(context)
+    _chunks(context)
     _tiling(context)
     _speed(context)
     _accumulation(context)
@@ -142,12 +144,40 @@ def _recomputation(context: RuleContext) -> None:
         )  # fmt: skip
 
 
+def _offload(context: RuleContext) -> None:
+    wanted, path = context.file.dsframe.model, (*_MODEL, "offload_activations")
+    if wanted.offload_activations == []:
+        context.conflict(path, "the list is empty", "write true, or names of classes or modules")
+    if not wanted.offload_activations:
+        return
+    if wanted.activation_checkpointing:
+        context.conflict(
+            path,
+            "not possible with activation_checkpointing: recomputed blocks keep their inputs alone",
+            'remove it, and write "activation_checkpointing": {"cpu_checkpointing": true} outside of "dsframe"',
+        )
+    _exclude(context, path, {"dsframe.model.compile: a compiled block keeps by itself": bool(wanted.compile)})
+
+
 def _pipeline(context: RuleContext) -> None:
     wanted, pipeline = context.file.dsframe.model, context.file.pipeline
     if "pipeline" in context.entry.supports and pipeline.stages > 1 and wanted.compile is True:
         context.conflict(
             (*_MODEL, "compile"), "not possible in a pipeline: no stage has the whole model", 'write "blocks"'
         )
+
+
+def _chunks(context: RuleContext) -> None:
+    file, path = context.file, (*_MODEL, "loss_chunk_tokens")
+    if file.dsframe.model.loss_chunk_tokens is None:
+        return
+    if context.wrote("dsframe", "task") and file.dsframe.task.name in ("vision", "image-classification"):
+        context.conflict(path, "is for language models", "remove it")
+    excluded = {
+        "a pipeline, whose last stage hands logits to the loss": context.by_deepspeed and file.pipeline.stages > 1,
+        '"compile": true: the targets come from outside of the graph': file.dsframe.model.compile is True,
+    }
+    _exclude(context, path, excluded)
 
 
 def _tiling(context: RuleContext) -> None:

@@ -19,12 +19,41 @@ class Tiling(Section):
     """Cuts along the outputs."""
 
 
+class Recomputation(Section):
+    """Which modules keep their inputs alone, where not all of the model's blocks shall."""
+
+    modules: Annotated[list[str], Field(min_length=1)] | None = None
+    """Names of classes, or of modules, in which ``*`` stands for anything: ``["*.self_attn"]``. Default: the block that the model
+    repeats."""
+    every: Count = 1
+    """Of these the first, and then every so manieth in the model's order."""
+
+
 class Model(Section):
     """What is done to the model before it trains. None of it changes a parameter's name, or what is computed."""
 
-    activation_checkpointing: bool | list[str] = False
+    activation_checkpointing: bool | list[str] | Recomputation = False
     """Keep the inputs of blocks and compute the rest again: less memory, about a third more work. True is the block that
-    the model repeats; or class names."""
+    the model repeats; or names of classes or modules (``*`` stands for anything); or these and which of them."""
+    offload_activations: bool | list[str] = False
+    """What blocks keep for the backward pass waits in the host's memory. Names as for ``activation_checkpointing``. Nothing
+    changes where the host's memory is the device's. Refused with ``activation_checkpointing``, which has
+    ``cpu_checkpointing``, and with ``compile``."""
+
+    @property
+    def recomputation(self) -> Recomputation | None:
+        """Which modules are recomputed; None: none."""
+        chosen = self.activation_checkpointing
+        if isinstance(chosen, Recomputation):
+            return chosen
+        if isinstance(chosen, list):
+            return Recomputation.model_construct(modules=chosen, every=1)
+        return Recomputation() if chosen else None
+
+    loss_chunk_tokens: Count | Literal["auto"] | None = None
+    """A language model's loss is computed so many tokens at a time, without the logits of all of them: with a large vocabulary
+    those take the most memory of a step. ``"auto"``: slices of 128 MiB. Default: all at once. Refused in a pipeline, with
+    ``"compile": true``, and for models that change their output layer's logits."""
     tiling: Tiling | None = None
     """Cut large linear layers, at ZeRO stage 3."""
     channels_last: bool = False

@@ -271,7 +271,7 @@ class ZeroEngine(Engine):
         """DeepSpeed's own way: reduces once in a step at stages 0 and 1, after each micro-batch at 2 and 3. The losses' sum."""
         losses: list[Tensor] = []
         for inputs, targets in micro_batches:
-            loss = loss_of(self.plan.task, self._forward(inputs), targets)
+            loss = loss_of(self.plan.task, self._forward(self.joined(inputs, targets)), targets)
             self._backward(loss, last=len(losses) + 1 == self.plan.batch.accumulation_steps)
             self._engine.step()
             losses.append(loss.detach())
@@ -282,7 +282,7 @@ class ZeroEngine(Engine):
         losses = []
         with self._engine.coalesce_grad_reduction():
             for inputs, targets in micro_batches:
-                loss = loss_of(self.plan.task, self._forward(inputs), targets)
+                loss = loss_of(self.plan.task, self._forward(self.joined(inputs, targets)), targets)
                 self._backward(loss)
                 losses.append(loss.detach())
         if self.calls is not None:
@@ -322,7 +322,7 @@ class ZeroEngine(Engine):
         """**Collective.** The task's metrics; at stage 3 every rank's forward pass gathers the others' parameters."""
         inputs, targets = batch if self._slices is None else self._slices.cut(batch)
         self._engine.eval()
-        outputs = self._forward(inputs)
+        outputs = self._forward(self.joined(inputs, targets))
         self._engine.train()
         if self.calls is not None:
             self.calls.compare()

@@ -85,6 +85,7 @@ def footprint(case: Case, part: Sequence[Segment], number: int) -> Memory:
         if on_cpu
         else cost.host * trained
         + (frozen * width if case.fetches and not case.on_disk else 0.0)
+        + _away(case, part, number)
         + _saving(case, trained),
         **_set_up(case, part, trained, frozen),
     )
@@ -142,9 +143,12 @@ def _activations(case: Case, part: Sequence[Segment], number: int, last: bool) -
 
     def kept(segment: Segment) -> float:
         wide = segment.saved_wide.at(case.rows)
-        return wide + (segment.saved.at(case.rows) - wide) / case.tensor
+        here = segment.away.at(case.rows) if case.hardware.lazy_memory else 0.0
+        return wide + (segment.saved.at(case.rows) - wide + here) / case.tensor
 
-    if case.checkpointed:
+    if any(segment.switched for segment in part):
+        own = under_way * sum(map(kept, part)) + max(s.transient.at(case.rows) for s in part) / case.tensor
+    elif case.checkpointed:
         own = under_way * sum(s.output.at(case.rows) for s in part) + max((kept(s) for s in part), default=0.0)
     else:
         own = under_way * sum(kept(segment) for segment in part)
@@ -153,12 +157,23 @@ def _activations(case: Case, part: Sequence[Segment], number: int, last: bool) -
     return own + under_way * case.model.inputs.at(case.rows)
 
 
+def _away(case: Case, part: Sequence[Segment], number: int) -> float:
+    """Activations that wait on the host; where its memory is the device's they stay."""
+    return min(case.stages - number, case.steps) * sum(s.away.at(case.rows) for s in part) / case.tensor
+
+
 def _evaluation(case: Case, part: Sequence[Segment], last: bool) -> float:
     """Evaluation keeps nothing for a backward pass, but its batches may be larger (``eval_micro_batch_size``): what the operation
     with the most reads and writes of it."""
     rows = case.settings.eval_micro_batch_size or case.rows
-    works = [segment.forward for segment in [*part, *([case.model.loss] if last else [])]]
-    return max((float(work.table[:, 3].max(initial=0.0)) * rows for work in works), default=0.0) / case.tensor
+    segments = [*part, *([case.model.loss] if last else [])]
+
+    def most(segment: Segment) -> float:
+        if segment.sliced:
+            return 2 * segment.scratch.at(rows)
+        return float(segment.forward.table[:, 3].max(initial=0.0)) * rows
+
+    return max(map(most, segments), default=0.0) / case.tensor
 
 
 def _buffers(case: Case, part: Sequence[Segment], trained: float, last: bool) -> float:

@@ -87,6 +87,16 @@ class Segment:
     """Of its attention; 0 without any."""
     owner: int | None = None
     """The layer whose weight it uses, counted from 0."""
+    switched: bool = False
+    """True if ``saved`` is what stays on the device of parts that are recomputed, or whose activations wait on the host."""
+    transient: Affine = field(default_factory=Affine)
+    """Bytes that one of these parts keeps while its turn in the backward pass comes."""
+    away: Affine = field(default_factory=Affine)
+    """Bytes that wait on the host."""
+    again: float = 0.0
+    """Share of the forward pass that the backward pass computes again."""
+    sliced: bool = False
+    """True if logits are there a slice at a time, as ``scratch`` says and ``forward`` does not."""
     lent: int = 0
     """Elements of its weights that layers of later stages use, as ``case.cut`` finds."""
 

@@ -70,7 +70,12 @@ def seconds(case: Case, cuts: Sequence[tuple[Segment, ...]]) -> Seconds:
     """Of a step: the slowest stage computes, the largest one exchanges."""
     numbered = enumerate(cuts, start=1)
     forward, backward = max((_pass_seconds(case, part, number == case.stages) for number, part in numbered), key=sum)
-    if case.checkpointed:
+    switched = [segment for part in cuts for segment in part if segment.switched]
+    if switched:
+        flops = [float(segment.forward.flops(case.rows).sum()) for part in cuts for segment in part]
+        again = sum(segment.again * float(segment.forward.flops(case.rows).sum()) for segment in switched)
+        backward += forward * again / max(sum(flops), 1.0)
+    elif case.checkpointed:
         backward += forward
     part = max(cuts, key=elements)
     waiting, hidden = _data_parallel(case, part, forward, backward)

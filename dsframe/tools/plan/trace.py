@@ -7,9 +7,11 @@ take the same shapes are run once: a GPT of 96 blocks costs as much as one of on
 
 from __future__ import annotations
 
+import copy
+import sys
 from collections import Counter
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 import numpy as np
@@ -17,9 +19,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dsframe.engine import call
+from dsframe.engine import Targeted, call
 from dsframe.engines import precision
 from dsframe.errors import TaskError
+from dsframe.model import loss_head, switches
 from dsframe.observe.flops import OperationCounter
 from dsframe.observe.meta import Attention, Loss, Stage, stages_of
 from dsframe.tasks.meta import example, map_floats, meta_device, with_rows
@@ -39,11 +42,12 @@ class OperationTable(OperationCounter):  # type: ignore[no-untyped-call]
     """Of every operation that is no view: FLOPs, bytes, and whether tensor parallelism leaves it whole (1.0, else 0.0), as it does
     with what is no product and has results as wide as the model: norms and sums of residuals, not what stands between products."""
 
-    def __init__(self, width: int | None) -> None:
+    def __init__(self, width: int | None, sliced: tuple[int, int] | None = None) -> None:
+        """``sliced``: a vocabulary, and of how many tokens logits are there at a time."""
         super().__init__()
         self.operations: list[tuple[float, float, float]] = []
         self.largest = 0.0
-        self._width = width
+        self._width, self._sliced = width, sliced
 
     def seen(self, func: Any, args: Any, kwargs: Any, out: Any, flops: float) -> None:
         """Adds a row."""
@@ -54,7 +58,13 @@ class OperationTable(OperationCounter):  # type: ignore[no-untyped-call]
         read = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
         wide = any(result.ndim and result.shape[-1] == self._width for result in results)
         self.operations.append((flops, float(read + written), float(wide and not flops)))
-        self.largest = max(self.largest, float(written))
+        self.largest = max(self.largest, float(sum(map(self._there, results))))
+
+    def _there(self, result: Tensor) -> int:
+        """Bytes of a result that are there at a time."""
+        if self._sliced is None or not result.ndim or result.shape[-1] != self._sliced[0]:
+            return result.nbytes
+        return min(result.nbytes, self._sliced[0] * self._sliced[1] * result.itemsize)
 
 
 def trace(task: Task, dtype: torch.dtype, config: Config | None = None) -> Model:
@@ -66,7 +76,59 @@ def trace(task: Task, dtype: torch.dtype, config: Config | None = None) -> Model
     width = task.hidden_size
     with meta_device():
         stages, layered = stages_of(task, dtype, config)
-        return _run(task, stages, (inputs, targets), dtype, width, layered=layered)
+        sliced = None if config is None else _slice_loss(task, stages[-1][1], config, layered=layered)
+        chosen = None if config is None else _chosen(stages, config, layered=layered)
+        return _run(task, stages, (inputs, targets), dtype, width, layered=layered, sliced=sliced, chosen=chosen)
+
+
+@dataclass(frozen=True)
+class _Chosen:
+    """The modules that the file's switches are about, by their names in the whole model."""
+
+    names: Sequence[str]
+    offloads: bool
+    layered: bool
+
+    def inside(self, index: int) -> tuple[str, ...]:
+        """Names within stage ``index``; the stage itself is ""."""
+        if not self.layered:
+            return tuple(self.names)
+        first = str(index)
+        return tuple(
+            name.removeprefix(first).removeprefix(".") for name in self.names if name.split(".", 1)[0] == first
+        )
+
+
+def _chosen(stages: Sequence[Stage], config: Config, *, layered: bool) -> _Chosen | None:
+    """None where nothing is switched, and where all blocks of a list of layers are recomputed, which the planner adds up itself."""
+    wanted = config.settings.model
+    again = wanted.recomputation
+    blocks = again is not None and again.every == 1 and not any(set("*.") & set(one) for one in again.modules or ())
+    if not wanted.offload_activations and (again is None or (layered and blocks)):
+        return None
+    if not layered:
+        whole = stages[0][1]
+    else:  # each stage by its number, though one that repeats is there once
+        whole = nn.Module()
+        for index, (_, module, _) in enumerate(stages):
+            whole.add_module(str(index), copy.deepcopy(module))
+    names = switches.offloaded(whole, config) if again is None else switches.recomputed(whole, config)
+    return _Chosen(names, again is None, layered)
+
+
+def _slice_loss(task: Task, last: nn.Module, config: Config, *, layered: bool) -> tuple[int, int] | None:
+    """Makes the model's ``last`` stage compute the loss where the file asks for slices: the vocabulary, and a slice's tokens.
+
+    One slice has all tokens here, so that any number of samples takes the same operations.
+    """
+    wanted = config.settings.model.loss_chunk_tokens
+    head: Any = None if wanted is None else last if layered else task.head(last)
+    if wanted is None or head is None:
+        return None
+    loss_head.switch(head, wanted)
+    loss_head.listen(last, head)
+    tokens, head.chunk_tokens = head.chunk_tokens, sys.maxsize
+    return len(head.weight), tokens
 
 
 def traced(config: Config, task: Task) -> Model:
@@ -86,6 +148,8 @@ def _run(
     width: int | None,
     *,
     layered: bool,
+    sliced: tuple[int, int] | None = None,
+    chosen: _Chosen | None = None,
 ) -> Model:
     inputs, targets = sample
     flows = [map_floats(with_rows(inputs, rows), lambda tensor: tensor.to(dtype)) for rows in ROWS]
@@ -100,13 +164,20 @@ def _run(
     )
     segments: list[Segment] = []
     known: dict[Any, tuple[Segment, list[Any]]] = {}
-    for key, module, owner in stages:
-        name = (key, str(tree_map(_shape, flows[0])))
+    for index, (key, module, owner) in enumerate(stages):
+        parts = chosen.inside(index) if chosen else ()
+        if sliced and module is stages[-1][1]:
+            flows = [Targeted(flow, with_rows(targets, rows)) for flow, rows in zip(flows, ROWS, strict=True)]
+        name = (key, parts, str(tree_map(_shape, flows[0])))
         if key is not None and name in known:
             segment, flows = known[name]
         else:
-            runs = [_pass(module, flow, width) for flow in flows]
-            segment, flows = _segment(module, runs, owner), [run.outputs for run in runs]
+            runs = [_pass(module, flow, width, sliced) for flow in flows]
+            segment = _segment(module, runs, owner)
+            if chosen and parts:
+                segment = _switched(segment, module, parts, flows, chosen)
+            flows = [run.outputs for run in runs]
+            segment = replace(segment, sliced=sliced is not None)
             known[name] = segment, flows
         segments.append(segment)
     ends = []
@@ -115,6 +186,56 @@ def _run(
         ends.append(_pass(head, (flow,), width))
     loss = _segment(nn.Identity(), ends, None)
     return Model(tuple(segments), loss, layered, dtype.itemsize, size)
+
+
+def _switched(
+    segment: Segment, module: nn.Module, parts: Sequence[str], flows: Sequence[Any], chosen: _Chosen
+) -> Segment:
+    """The segment with its ``parts`` switched, as a copy of it that is switched shows."""
+    twin = copy.deepcopy(module)
+    inside = [_SetAside(twin.get_submodule(name)) for name in parts]
+    runs, inputs, flops = [], [], 0.0
+    for flow in flows:
+        runs.append(_pass(twin, flow, None))
+        inputs.append(0.0 if chosen.offloads else float(sum(part.inputs for part in inside)))
+        flops = flops or sum(part.flops for part in inside)
+    rest = _affine(runs[0].saved, runs[1].saved)
+    own = _affine(inputs[0], inputs[1])
+    gone, share = Affine(segment.saved.fixed - rest.fixed, segment.saved.each - rest.each), len(inside)
+    return replace(
+        segment,
+        switched=True,
+        saved=rest + own,
+        saved_wide=rest + own,  # inputs of blocks, which tensor parallelism does not cut
+        transient=Affine(gone.fixed / share, gone.each / share),
+        away=gone if chosen.offloads else Affine(),
+        again=0.0 if chosen.offloads else flops / max(float(segment.forward.flops(ROWS[0]).sum()), 1.0),
+    )
+
+
+class _SetAside:
+    """A part of a model whose activations are not counted in a pass; its inputs' bytes and its operations in the last one."""
+
+    def __init__(self, part: nn.Module) -> None:
+        self.inputs, self.flops, forward = 0, 0.0, part.forward
+
+        def hidden(*args: Any, **kwargs: Any) -> Any:
+            self.inputs = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if _has_gradient(leaf))
+            # Hooks of its own hide from those around them what is kept.
+            with torch.autograd.graph.saved_tensors_hooks(_same, _same), OperationTable(None) as table:
+                found = forward(*args, **kwargs)
+            self.flops = sum(row[0] for row in table.operations)
+            return found
+
+        part.forward = hidden
+
+
+def _has_gradient(leaf: Any) -> bool:
+    return isinstance(leaf, Tensor) and leaf.requires_grad
+
+
+def _same(tensor: Tensor) -> Tensor:
+    return tensor
 
 
 @dataclass
@@ -131,7 +252,7 @@ class _Pass:
     heads: int
 
 
-def _pass(module: nn.Module, inputs: Any, width: int | None) -> _Pass:
+def _pass(module: nn.Module, inputs: Any, width: int | None, sliced: tuple[int, int] | None = None) -> _Pass:
     """One forward and one backward pass."""
     inputs = map_floats(inputs, lambda tensor: tensor.detach().requires_grad_())
     own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
@@ -155,11 +276,11 @@ def _pass(module: nn.Module, inputs: Any, width: int | None) -> _Pass:
     with (
         Attention() as attention,
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        OperationTable(width) as forward,
+        OperationTable(width, sliced) as forward,
     ):
         outputs = call(module, inputs)
     targets = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    with OperationTable(width) as backward:
+    with OperationTable(width, sliced) as backward:
         if targets:
             torch.autograd.backward(targets, [torch.empty_like(target) for target in targets])
     for hook in hooks:
