@@ -159,7 +159,10 @@ def test_installs_the_cpu_build_of_torch_first_then_the_rest(clone: Clone) -> No
     assert venv == "-m venv .venv"
     assert tools == "-m pip install -c constraints.txt setuptools wheel hatchling editables"
     assert torch == "-m pip install -c constraints.txt torch==2.13.0+cpu"
-    extras = "[deepspeed,vision,transformers,adapters,quantized,loggers,plots,metrics,parquet,datasets,tune,completion,docs,test,lint]"
+    groups = (
+        "deepspeed,vision,transformers,adapters,quantized,loggers,plots,metrics,parquet,datasets,tune,completion,docs"
+    )
+    extras = f"[{groups},test,lint]"
     packages = f"-m pip install --no-build-isolation -c constraints.txt -c .setup/torch.txt -e .{extras}"
     assert packages in rest
     engines = "-m pip install --no-deps --no-build-isolation -e examples/reference_engines"
