@@ -25,7 +25,8 @@ import shutil
 import tempfile
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
@@ -82,6 +83,25 @@ def proportional() -> dict[str, float]:
         found["anonymous"] += sizes["Anon"]
         found["files"] += sizes["File"] + sizes["Shmem"]
     return found
+
+
+@contextmanager
+def limited(mebibytes: int | None) -> Iterator[None]:
+    """In a memory cgroup of its own, whose processes are killed beyond the limit; as root, with cgroups of version 1 or 2."""
+    if mebibytes is None:
+        yield
+        return
+    root = Path("/sys/fs/cgroup")
+    first = (root / "memory").is_dir()
+    group = (root / "memory" if first else root) / f"dsframe-{os.getpid()}"
+    group.mkdir()
+    (group / ("memory.limit_in_bytes" if first else "memory.max")).write_text(str(mebibytes << 20))
+    (group / "cgroup.procs").write_text(str(os.getpid()))
+    try:
+        yield
+    finally:
+        (group.parent / "cgroup.procs").write_text(str(os.getpid()))
+        group.rmdir()
 
 
 def make(folder: Path, millions: int) -> None:
@@ -152,6 +172,7 @@ def main() -> int:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--set", action="append", default=[], metavar="KEY=JSON", help="change the file")
     parser.add_argument("--pss", action="store_true", help="rank 0 adds up the ranks' proportional shares of memory")
+    parser.add_argument("--limit", type=int, metavar="MIB", help="kill a rank that takes more; as root")
     parser.add_argument("--make", type=Path, metavar="FOLDER", help="write the Llama there, and end")
     options = parser.parse_args()
     if options.make:
@@ -171,7 +192,8 @@ def main() -> int:
     began = time.perf_counter()
     try:
         task = Tokens(str(options.folder) if options.folder else llama(options.millions))
-        summary = execute(load(file), task=task, world=world, quiet=True)
+        with limited(options.limit):
+            summary = execute(load(file), task=task, world=world, quiet=True)
     finally:
         sampler.ends.set()
         together.ends.set()

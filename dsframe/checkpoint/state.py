@@ -305,9 +305,11 @@ def put_scalars(
 ) -> None:
     """Writes numbers as the optimizer keeps them: torch as 0-d float32 tensors, others as plain numbers.
 
-    torch keeps them on the CPU unless the update is fused or capturable.
+    torch keeps them on the CPU unless the update is fused or capturable. Of DeepSpeed's Muon, which counts nothing itself, they are
+    those of the Adam inside.
     """
-    torchs_own = any(cls.__module__.startswith("torch.optim") for cls in type(optimizer).__mro__[:-2])
+    keeper = getattr(optimizer, "aux_optimizer", None) or optimizer
+    torchs_own = any(cls.__module__.startswith("torch.optim") for cls in type(keeper).__mro__[:-2])
     place = device if group.get("fused") or group.get("capturable") else torch.device("cpu")
     for key, value in scalars.items():
         held[key] = torch.tensor(value, dtype=torch.float32, device=place) if torchs_own else _plain(value)

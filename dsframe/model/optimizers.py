@@ -2,8 +2,8 @@
 
 DeepSpeed's ``Adam`` and ``AdamW`` compile a C++ op at first use, for about two minutes on a cold machine (measured). torch's
 own ``AdamW(fused=True)`` is the same mathematics, compiled already; it is what every engine runs unless the file asks for
-DeepSpeed's op with ``"torch_adam": false``. Where the two differ in a default, DeepSpeed's wins: weight decay is 0 when the
-file is silent (torch's AdamW would take 0.01).
+DeepSpeed's op with ``"torch_adam": false``, for Muon's Adam half too. Where the two differ in a default, DeepSpeed's wins: weight decay is 0 when
+the file is silent (torch's AdamW would take 0.01).
 
 Source: deepspeed 0.19.8, ``runtime/engine.py`` (``_configure_basic_optimizer``) and ``ops/adam/fused_adam.py``.
 
@@ -118,6 +118,8 @@ def read(config: Config) -> OptimizerSpec:
         if own_adam(config.deepspeed):
             return OptimizerSpec(section.type, None, section.params, section.legacy_fusion)
         return _adam(section.type, section.params)
+    if name == "muon" and config.deepspeed.zero_optimization.zenflow is None:  # which has an Adam of its own
+        return OptimizerSpec(section.type, None, {"torch_adam": True, **section.params})
     if name in _DEEPSPEED_ONLY:
         return OptimizerSpec(section.type, None, section.params)
     cls = getattr(torch.optim, "Adagrad" if name == "adagrad" else section.type, None)

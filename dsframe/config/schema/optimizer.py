@@ -98,8 +98,8 @@ class MuonParams(Section):
     """Denominator of the Adam half."""
     adam_w_mode: bool = True
     """Decoupled weight decay in the Adam half."""
-    torch_adam: bool = False
-    """torch's Adam for the Adam half."""
+    torch_adam: bool = True
+    """torch's Adam for the Adam half, which compiles nothing. DeepSpeed's own default is its compiled one."""
     fp32_optimizer_states: bool = True
     """With CPU offload: keep the moments in fp32."""
 

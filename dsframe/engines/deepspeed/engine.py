@@ -176,7 +176,8 @@ class ZeroEngine(Engine):
         )
         if self.plan.frozen:
             return
-        optimizers.refuse_decay(self._engine.basic_optimizer)
+        if self.groups.options:  # Muon makes groups of its own, with a decay, and has no defaults
+            optimizers.refuse_decay(self._engine.basic_optimizer)
         patches.coalesce_gathers(self._engine)
 
     def _shard(self, module: nn.Module, document: dict[str, Any], spill: Spill) -> None:

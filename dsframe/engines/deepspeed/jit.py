@@ -37,6 +37,8 @@ def needed_ops(config: Config, optimizer: OptimizerSpec) -> tuple[str, ...]:
         ops.append("cpu_adagrad")
     if optimizer.cls is None and kind in ("adam", "adamw", "lamb", "lion"):
         ops.append(f"{'cpu' if offloaded else 'fused'}_{kind.removesuffix('w')}")
+    if kind == "muon" and not optimizer.arguments.get("torch_adam"):
+        ops.append("cpu_adam" if offloaded else "fused_adam")
     if any(
         section is not None and section.device == "nvme" for section in (zero.offload_optimizer, zero.offload_param)
     ):

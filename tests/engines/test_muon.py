@@ -1,0 +1,70 @@
+"""Muon for matrices beside Adam for the rest, as DeepSpeed has it: the same training at every stage that takes it, and checkpoints
+that go from one to another.
+
+Nothing else trains with it, so one process at stage 0 is the reference. Clipping is off, which hides factors.
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsframe.tools.compare import losses
+from tests.processes import run_ranks, warm
+
+STEPS, HALF = 10, 5
+BOUND = 1e-5
+_CPU = {"offload_optimizer": {"device": "cpu"}}
+CASES: Mapping[str, dict[str, Any]] = {
+    "zero0": {"stage": 0},
+    "zero1 cpu": {"stage": 1, **_CPU},
+    "zero2 cpu": {"stage": 2, **_CPU},
+    "zero3": {"stage": 3, "reduce_scatter": False},
+}
+
+
+def train(folder: Path, ranks: int, zero: dict[str, Any], *words: str) -> Path:
+    folder.mkdir()
+    params = {"muon_lr": 0.02, "adam_lr": 1e-3, "weight_decay": 0.01}
+    task = {"name": "language", "layers": 1, "heads": 2, "width": 32, "context": 32, "samples": 200}
+    file = {
+        "train_batch_size": 8,
+        "gradient_clipping": 0,
+        "optimizer": {"type": "Muon", "params": params},
+        "zero_optimization": zero,
+        "dsframe": {
+            "task": task,
+            "engine": "deepspeed",
+            "steps": STEPS,
+            "log_every_steps": 1,
+            "eval_every_steps": STEPS,
+            "threads_per_rank": 1,
+            "checkpoints": {"every_steps": HALF},
+        },
+    }
+    path = folder / "file.json"
+    path.write_text(json.dumps(file))
+    arguments = ["-m", "tests.engines.briefly", "--config", str(path), "--run-dir", str(folder / "run"), *words]
+    run_ranks(warm(ranks, arguments), timeout_seconds=300).check()
+    return folder / "run"
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    return train(tmp_path_factory.mktemp("muon") / "alone", 1, CASES["zero0"])
+
+
+@pytest.mark.parametrize(
+    "case", ["zero3", *(pytest.param(one, marks=pytest.mark.long) for one in ("zero0", "zero1 cpu", "zero2 cpu"))]
+)
+def test_two_ranks_are_one_process_and_go_on_from_it(case: str, alone: Path, tmp_path: Path) -> None:
+    expected = losses(alone)
+    assert expected[STEPS] < expected[1] - 0.5, "it has learned something"
+    found = losses(train(tmp_path / "two", 2, CASES[case]))
+    assert found == pytest.approx(expected, abs=BOUND)
+    on = train(tmp_path / "on", 2, CASES[case], "--resume", str(alone / "checkpoints" / f"step-{HALF:08}"))
+    assert losses(on) == pytest.approx({step: expected[step] for step in range(HALF + 1, STEPS + 1)}, abs=BOUND)
