@@ -2,8 +2,8 @@
 
 DeepSpeed's ``Adam`` and ``AdamW`` compile a C++ op at first use, for about two minutes on a cold machine (measured). torch's
 own ``AdamW(fused=True)`` is the same mathematics, compiled already; it is what every engine runs unless the file asks for
-DeepSpeed's op with ``"torch_adam": false``, for Muon's Adam half too. Where the two differ in a default, DeepSpeed's wins: weight decay is 0 when
-the file is silent (torch's AdamW would take 0.01).
+DeepSpeed's op with ``"torch_adam": false``, for Muon's Adam half too. Where the two differ in a default, DeepSpeed's wins: weight
+decay is 0 when the file is silent (torch's AdamW would take 0.01).
 
 Source: deepspeed 0.19.8, ``runtime/engine.py`` (``_configure_basic_optimizer``) and ``ops/adam/fused_adam.py``.
 
