@@ -415,6 +415,9 @@ def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
     if synced:
         sync_batch_norm.share_statistics(model, weakref.proxy(engine))
     engine.depends = dependences(plan.task, model, per_sample=per_sample, synced=synced)
+    if plan.task.over_micro_batches and plan.batch.accumulation_steps > 1:
+        what = plan.task.over_micro_batches
+        engine.depends += (f"{what} is over a micro-batch, so the training depends on gradient_accumulation_steps",)
     # A task may give the same module again, with gradients of a training before or of a step that lost a process.
     for parameter in model.parameters():
         parameter.grad = None

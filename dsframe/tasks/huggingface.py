@@ -19,7 +19,7 @@ from dsframe.data import encoders, text, tokens
 from dsframe.data import vision as images
 from dsframe.data.packed import IGNORED
 from dsframe.errors import TaskError
-from dsframe.tasks import _transformers, chunked_loss
+from dsframe.tasks import _transformers, chunked_loss, experts
 from dsframe.tasks.task import Say, Sum, Task, accuracy
 
 if TYPE_CHECKING:
@@ -61,7 +61,10 @@ class CausalLanguageModelTask(Task):
         self._criterion = _transformers.loss("ForCausalLM")
         self.units_per_sample = settings.context
         self.hidden_size = getattr(self.pretrained_config, "hidden_size", None)
-        self.batch_dependent = bool(getattr(self.pretrained_config, "output_router_logits", False))
+        self._balances = bool(getattr(self.pretrained_config, "output_router_logits", False))
+        if self._balances:
+            self.over_micro_batches = "the balance of a mixture's experts"
+        self._mask: Tensor | None = None
         self._sources: tuple[text.TextSource, text.TextSource] | None = None
 
     def _fits(self, vocabulary: int) -> None:
@@ -75,26 +78,38 @@ class CausalLanguageModelTask(Task):
 
     def model(self) -> nn.Module:
         weights = self.settings.model if isinstance(self.settings.model, str) and not self.settings.fresh else None
-        return _transformers.build("AutoModelForCausalLM", self.pretrained_config, weights, self.trained_in)
+        model = _transformers.build("AutoModelForCausalLM", self.pretrained_config, weights, self.trained_in)
+        if self._balances:
+            model.register_forward_pre_hook(self._note_mask, with_kwargs=True)
+        return model
+
+    def _note_mask(self, model: nn.Module, inputs: Any, named: Mapping[str, Any]) -> None:
+        """Padding is no expert's load, and the loss does not see the inputs."""
+        self._mask = named.get("attention_mask")
 
     def example(self) -> tuple[Tensor, Tensor]:
         tokens = torch.empty(1, self.settings.context, dtype=torch.int64, device="meta")
         return tokens, tokens
 
-    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        logits = outputs.logits
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        loss = self._cross_entropy(outputs.logits, targets)
+        routed = getattr(outputs, "router_logits", None)
+        if not routed or not torch.is_grad_enabled():  # an evaluation is of the language model
+            return loss
+        config = self.pretrained_config
+        weight = self.loss_weight(targets)
+        balance, loads = experts.balance(routed, config.num_experts_per_tok, self._mask, weight, self.ranks)
+        return loss + config.router_aux_loss_coef * balance, loads
+
+    def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         if chunked_loss.is_scored(logits, targets):
-            loss = chunked_loss.mean(logits)
-        else:
-            loss = self._criterion(
-                logits=logits, labels=None, vocab_size=logits.shape[-1], shift_labels=targets.contiguous()
-            )
-        if getattr(outputs, "aux_loss", None) is not None:  # how evenly a mixture's experts are used
-            loss = loss + self.pretrained_config.router_aux_loss_coef * outputs.aux_loss
-        return loss
+            return chunked_loss.mean(logits)
+        return self._criterion(
+            logits=logits, labels=None, vocab_size=logits.shape[-1], shift_labels=targets.contiguous()
+        )
 
     def metrics(self, outputs: Any, targets: Tensor) -> Mapping[str, Sum]:
-        total = self.loss(outputs, targets) * targets.numel()
+        total = self._cross_entropy(outputs.logits, targets) * targets.numel()
         return {
             "loss": Sum(total, targets.numel()),
             "bits_per_token": Sum(total / math.log(2), targets.numel()),

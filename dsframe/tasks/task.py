@@ -98,6 +98,9 @@ class Task:
     """True when a sample's output depends on the rest of its micro-batch. (BatchNorm in training is found without it.)
 
     Then the result depends on the micro-batch size and so on the number of ranks: dsframe says so before training."""
+    over_micro_batches: str = ""
+    """What of the loss is over one micro-batch of all ranks, such as a mixture's balance: the result depends on
+    ``gradient_accumulation_steps`` then, and dsframe says so where there are several."""
     loss_is: str = "mean"
     """What :meth:`loss` gives: the ``"mean"`` over the samples of a micro-batch, or their ``"sum"``.
 

@@ -188,7 +188,7 @@ class RowsTask(WindowsTask):
 
     def metrics(self, outputs: Any, targets: Tensor) -> Mapping[str, Sum]:
         count = self.loss_weight(targets)
-        total = self.loss(outputs, targets) * count
+        total = self._cross_entropy(outputs.logits, targets) * count
         return {
             "loss": Sum(total, count),
             "bits_per_token": Sum(total / math.log(2), count),
