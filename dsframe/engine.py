@@ -172,6 +172,10 @@ class Engine(ABC):
     def buffers(self) -> Mapping[str, Tensor]:
         """The persistent buffers that this rank holds, by name, BatchNorm's statistics among them: the tensors themselves."""
 
+    def own_targets(self, targets: Any) -> Any:
+        """Returns the part of a micro-batch's ``targets`` whose loss this rank computes: all of them, or its slice of sequences."""
+        return targets
+
     def joined(self, inputs: Inputs, targets: Any) -> Inputs:
         """Returns what the model is called with: the ``inputs``, and the ``targets`` where it computes its loss itself."""
         if not self.scores:

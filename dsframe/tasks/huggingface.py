@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,8 @@ from dsframe.data import encoders, text, tokens
 from dsframe.data import vision as images
 from dsframe.data.packed import IGNORED
 from dsframe.errors import TaskError
-from dsframe.tasks import _transformers, chunked_loss, experts
-from dsframe.tasks.task import Say, Sum, Task, accuracy
+from dsframe.tasks import _transformers, chunked_loss, experts, shared_sequences
+from dsframe.tasks.task import Attention, Say, Sum, Task, accuracy
 
 if TYPE_CHECKING:
     from dsframe.config.schema import settings as sections
@@ -65,6 +65,7 @@ class CausalLanguageModelTask(Task):
         if self._balances:
             self.over_micro_batches = "the balance of a mixture's experts"
         self._mask: Tensor | None = None
+        self._sequences: shared_sequences.Sequences | None = None
         self._sources: tuple[text.TextSource, text.TextSource] | None = None
 
     def _fits(self, vocabulary: int) -> None:
@@ -121,6 +122,15 @@ class CausalLanguageModelTask(Task):
         _refuse_changed_logits(self.pretrained_config)
         found: nn.Module | None = model.get_output_embeddings()  # type: ignore[operator]
         return found
+
+    def share_sequences(
+        self, model: nn.Module, part: int, parts: int, exchange: Callable[[Attention], Attention]
+    ) -> None:
+        shared_sequences.refuse(small(self.pretrained_config), parts)
+        self._sequences = shared_sequences.Sequences(model, parts, exchange)
+
+    def before_slicing(self, inputs: Any) -> Any:
+        return inputs if self._sequences is None else self._sequences.see(inputs)
 
     def pretrained(self) -> Mapping[str, Any]:
         own, model = self.settings.tokenizer, self.settings.model

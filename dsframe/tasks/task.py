@@ -221,12 +221,17 @@ class Task:
     ) -> None:
         """Makes ``model``, of :meth:`model`, compute slice ``part`` (from 0) of ``parts`` equal ones along time.
 
-        Every tensor of a batch then has its slice in dimension 1, the loss has to be the mean over positions, and metrics
-        sums over them. Where positions look at each other the model takes ``exchange(attention)`` for an attention over
-        all positions; ``parts`` has to divide the heads. Raises TaskError where it cannot be done, as for any model that
-        does not say how.
+        Every tensor of a batch then has its slice in dimension 1, the loss has to be the mean over positions, or over as many as
+        :meth:`loss_weight` says of a slice's targets, and metrics sums over them. Where positions look at each other the model
+        takes ``exchange(attention)`` for an attention over all positions; ``parts`` has to divide the heads. Raises TaskError
+        where it cannot be done, as for any model that does not say how.
         """
         raise TaskError(f"sequence_parallel_size: {type(self).__name__} has no share_sequences(), which it needs")
+
+    def before_slicing(self, inputs: Any) -> Any:
+        """Called with the whole inputs of each micro-batch before a rank takes its slice of them (:meth:`share_sequences`); returns
+        them, with what a slice has to know of its place. By default they stay as they are."""
+        return inputs
 
     def example(self) -> tuple[Any, Any] | None:
         """A batch of one sample, on any device, for ``dsframe plan``, which looks at nothing but shapes and dtypes.

@@ -188,7 +188,8 @@ class RowsTask(WindowsTask):
 
     def metrics(self, outputs: Any, targets: Tensor) -> Mapping[str, Sum]:
         count = self.loss_weight(targets)
-        total = self._cross_entropy(outputs.logits, targets) * count
+        mean = self._cross_entropy(outputs.logits, targets)
+        total = torch.where(count > 0, mean * count, torch.zeros_like(mean))  # of a slice nothing may count
         return {
             "loss": Sum(total, count),
             "bits_per_token": Sum(total / math.log(2), count),
