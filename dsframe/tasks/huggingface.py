@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,7 +19,8 @@ from dsframe.data import encoders, text, tokens
 from dsframe.data import vision as images
 from dsframe.data.packed import IGNORED
 from dsframe.errors import TaskError
-from dsframe.tasks import _transformers, chunked_loss, experts, shared_sequences
+from dsframe.tasks import _transformers, chunked_loss, decoder, experts, shared_sequences
+from dsframe.tasks.layers import Layer
 from dsframe.tasks.task import Attention, Say, Sum, Task, accuracy
 
 if TYPE_CHECKING:
@@ -93,7 +94,7 @@ class CausalLanguageModelTask(Task):
         return tokens, tokens
 
     def loss(self, outputs: Any, targets: Tensor) -> Any:
-        loss = self._cross_entropy(outputs.logits, targets)
+        loss = self._cross_entropy(logits_of(outputs), targets)
         routed = getattr(outputs, "router_logits", None)
         if not routed or not torch.is_grad_enabled():  # an evaluation is of the language model
             return loss
@@ -110,11 +111,11 @@ class CausalLanguageModelTask(Task):
         )
 
     def metrics(self, outputs: Any, targets: Tensor) -> Mapping[str, Sum]:
-        total = self._cross_entropy(outputs.logits, targets) * targets.numel()
+        total = self._cross_entropy(logits_of(outputs), targets) * targets.numel()
         return {
             "loss": Sum(total, targets.numel()),
             "bits_per_token": Sum(total / math.log(2), targets.numel()),
-            "accuracy": right_tokens(outputs.logits, targets),
+            "accuracy": right_tokens(logits_of(outputs), targets),
         }
 
     def head(self, model: nn.Module) -> nn.Module | None:
@@ -122,6 +123,11 @@ class CausalLanguageModelTask(Task):
         _refuse_changed_logits(self.pretrained_config)
         found: nn.Module | None = model.get_output_embeddings()  # type: ignore[operator]
         return found
+
+    def cut(self, model: nn.Module) -> Sequence[Layer] | None:
+        """Raises TaskError where the model is no chain of its layers."""
+        decoder.refuse(small(self.pretrained_config))
+        return decoder.cut(model)
 
     def share_sequences(
         self, model: nn.Module, part: int, parts: int, exchange: Callable[[Attention], Attention]
@@ -159,6 +165,12 @@ class CausalLanguageModelTask(Task):
             return list(self.tokenizer(piece, add_special_tokens=False)["input_ids"])
 
         return tokens.encoded(content, tokenize, self._digest, self.settings.data_dir)
+
+
+def logits_of(outputs: Any) -> Tensor:
+    """Returns the logits of a model, or of its last pipeline stage, which gives nothing else."""
+    found: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits
+    return found
 
 
 def right_tokens(logits: Tensor, targets: Tensor) -> Sum:

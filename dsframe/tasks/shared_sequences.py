@@ -95,13 +95,13 @@ def _seen(parts: list[Tensor], scale: float | None, dropout: float, window: int 
 
 
 def _lengths(begins: Tensor) -> list[int]:
-    """Of the documents of a row; ``begins``: whether one begins at each position but the first."""
+    """Returns how long the documents of a row are; ``begins``: whether one begins at each position but the first."""
     starts = [0, *(begins.nonzero()[:, 0] + 1).tolist(), len(begins) + 1]
     return [end - start for start, end in pairwise(starts)]
 
 
 def _copies(heads: int, groups: int, parts: int) -> int:
-    """How often each of ``groups`` key heads is repeated, so that ``parts`` ranks have whole ones, for the same queries."""
+    """Returns how often each of ``groups`` key heads is repeated, so that ``parts`` ranks have whole ones, for the same queries."""
     few = parts // math.gcd(groups, parts)
     return few if (heads // groups) % few == 0 else heads // groups
 
@@ -114,7 +114,7 @@ def _attention(
     attention_mask: Tensor | None = None,
     **named: Any,
 ) -> tuple[Tensor, None]:
-    """What transformers calls; ``named`` are the model's own arguments. Raises TaskError for one that is not known."""
+    """Is what transformers calls; ``named`` are the model's own arguments. Raises TaskError for one that is not known."""
     scale, dropout = named.pop("scaling", None), named.pop("dropout", 0.0)
     strange = [name for name, value in named.items() if value is not None and name not in _ALONE]
     if strange or attention_mask is not None or named.get("is_causal") is False:

@@ -199,10 +199,11 @@ class Task:
         """
         return None
 
-    def cut(self, model: nn.Module) -> Sequence[nn.Module] | None:
+    def cut(self, model: nn.Module) -> Sequence[Layer] | None:
         """The modules that, one after the other, are ``model``, which comes from :meth:`model`; None where it is one piece.
 
-        For models that are made whole: a pipeline stage then builds all of it and keeps its own part. Names stay the model's.
+        For models that are made whole: a pipeline stage then builds all of it and keeps its own part. Names stay the model's. A
+        layer that computes with an earlier one's weight is a :class:`dsframe.Tied`.
         """
         plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
         return list(cast(nn.Sequential, model)) if plain else None  # not children(): one may be there twice
