@@ -130,7 +130,7 @@ CASES: dict[str, Case] = {
     "ddp": Case("ddp", tasks=_ALL),
     "fsdp": Case("fsdp", tasks=_ALL),
     "fsdp hybrid+cpu": Case("fsdp", {"dsframe": {"fsdp": _HYBRID}}, processes=4),
-    "pipeline": Case("deepspeed", pipeline(), deepspeed),
+    "pipeline": Case("deepspeed", pipeline(), deepspeed, tasks=("cnn", "gpt", "llama")),
     "pipeline 2x2 zero1": Case(
         "deepspeed", {**pipeline(activation_checkpoint_interval=1), **zero(1)}, processes=4, tasks=("gpt",)
     ),

@@ -110,6 +110,17 @@ FEATURES: Mapping[str, Feature] = {
             "adapter": {"type": "lora", "r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]},
         }
     ),
+    "tied llama": Feature(
+        {
+            "task": {
+                "name": "causal-language-model",
+                "model": {**_LLAMA, "tie_word_embeddings": True},
+                "context": 32,
+                "samples": 500,
+            }
+        },
+        engines=("ddp", "pipeline"),
+    ),
     # Without accumulation: experts are balanced over a micro-batch of all ranks.
     "mixtral": Feature(
         {"task": {"name": "causal-language-model", "model": _MIXTRAL, "context": 32, "samples": 500}},
