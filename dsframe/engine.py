@@ -174,6 +174,10 @@ class Engine(ABC):
     def buffers(self) -> Mapping[str, Tensor]:
         """The persistent buffers that this rank holds, by name, BatchNorm's statistics among them: the tensors themselves."""
 
+    def own_targets(self, targets: Any) -> Any:
+        """Returns the part of a micro-batch's ``targets`` whose loss this rank computes: all of them, or its slice of sequences."""
+        return targets
+
     def joined(self, inputs: Inputs, targets: Any) -> Inputs:
         """Returns what the model is called with: the ``inputs``, and the ``targets`` where it computes its loss itself."""
         if not self.scores:
@@ -419,6 +423,9 @@ def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
     if synced:
         sync_batch_norm.share_statistics(model, weakref.proxy(engine))
     engine.depends = dependences(plan.task, model, per_sample=per_sample, synced=synced)
+    if plan.task.over_micro_batches and plan.batch.accumulation_steps > 1:
+        what = plan.task.over_micro_batches
+        engine.depends += (f"{what} is over a micro-batch, so the training depends on gradient_accumulation_steps",)
     # A task may give the same module again, with gradients of a training before or of a step that lost a process.
     for parameter in model.parameters():
         parameter.grad = None

@@ -130,7 +130,7 @@ CASES: dict[str, Case] = {
     "ddp": Case("ddp", tasks=_ALL),
     "fsdp": Case("fsdp", tasks=_ALL),
     "fsdp hybrid+cpu": Case("fsdp", {"dsframe": {"fsdp": _HYBRID}}, processes=4),
-    "pipeline": Case("deepspeed", pipeline(), deepspeed),
+    "pipeline": Case("deepspeed", pipeline(), deepspeed, tasks=("cnn", "gpt", "llama")),
     "pipeline 2x2 zero1": Case(
         "deepspeed", {**pipeline(activation_checkpoint_interval=1), **zero(1)}, processes=4, tasks=("gpt",)
     ),
@@ -165,7 +165,17 @@ CASES: dict[str, Case] = {
     "horovod bf16": Case("horovod", _BF16, horovodrun, tasks=("gpt",)),
     "ddp bf16": Case("ddp", _BF16, tasks=("gpt",)),
     "fsdp bf16": Case("fsdp", _BF16, tasks=("gpt",)),
-    "sequence zero1": Case("deepspeed", {"sequence_parallel_size": 2, **zero(1)}, deepspeed, tasks=("gpt",)),
+    "sequence zero1": Case("deepspeed", {"sequence_parallel_size": 2, **zero(1)}, deepspeed, tasks=("gpt", "llama")),
+    "sequence zero3 in chunks": Case(
+        "deepspeed",
+        {"sequence_parallel_size": 2, **zero(3, **_ALONE), **_CHUNKS},
+        deepspeed,
+        tasks=("gpt", "llama"),
+        in_suite=False,
+    ),
+    "sequence of 4 zero2": Case(
+        "deepspeed", {"sequence_parallel_size": 4, **zero(2)}, deepspeed, processes=4, tasks=("gpt", "llama")
+    ),
 }
 
 

@@ -31,6 +31,8 @@ from tests.equivalence import EARLY, EARLY_BOUND, NOISE_FACTOR, STEPS, pipeline,
 from tests.processes import run_ranks, warm
 
 BATCH = 24
+FIGURES = ("near", "size", "told", "expert_load/0", "expert_load/3")
+"""What losses return beside."""
 _LLAMA = {
     "model_type": "llama",
     "hidden_size": 32,
@@ -39,6 +41,9 @@ _LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+_EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+_MIXTRAL = {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, **_EXPERTS}
+_QWEN = {**_LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32, **_EXPERTS}
 _VIT = {
     "model_type": "vit",
     "hidden_size": 32,
@@ -104,6 +109,31 @@ FEATURES: Mapping[str, Feature] = {
             "task": {"name": "causal-language-model", "model": _LLAMA, "context": 32, "samples": 500},
             "adapter": {"type": "lora", "r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj", "down_proj"]},
         }
+    ),
+    "tied llama": Feature(
+        {
+            "task": {
+                "name": "causal-language-model",
+                "model": {**_LLAMA, "tie_word_embeddings": True},
+                "context": 32,
+                "samples": 500,
+            }
+        },
+        engines=("ddp", "pipeline"),
+    ),
+    # Without accumulation: experts are balanced over a micro-batch of all ranks.
+    "mixtral": Feature(
+        {"task": {"name": "causal-language-model", "model": _MIXTRAL, "context": 32, "samples": 500}},
+        accumulations=(1,),
+        cuts=(1,),
+    ),
+    "qwen3 moe in chunks": Feature(
+        {
+            "task": {"name": "causal-language-model", "model": _QWEN, "context": 32, "samples": 500},
+            "model": {"loss_chunk_tokens": 100},
+        },
+        accumulations=(1,),
+        cuts=(1,),
     ),
     "ema": Feature({"task": _GPT, "ema": {"decay": 0.9}}, engines=(*_PARALLEL, *_SPLIT)),
     "figures and stop": Feature(
@@ -201,7 +231,7 @@ def train(feature: Feature, *ways: Way) -> Run:
             for line in map(json.loads, (run_dir / "metrics.jsonl").read_text().splitlines()):
                 if "loss" in line and "learning_rate" in line:
                     losses[line["step"]] = line["loss"]
-                    figures |= {(line["step"], name): line[name] for name in ("near", "size", "told") if name in line}
+                    figures |= {(line["step"], name): line[name] for name in FIGURES if name in line}
         checkpoint = store.locate(run_dir)[0]
         tensors = dict(export.read(checkpoint))
         if "ema" in feature.settings:

@@ -195,7 +195,7 @@ def recompute(block: nn.Module, *, to_host: bool = False) -> None:
 
 
 def offload(block: nn.Module) -> None:
-    """What ``block`` keeps for the backward pass waits in the host's memory; its parameters stay where they are."""
+    """Makes what ``block`` keeps for the backward pass wait in the host's memory; its parameters stay where they are."""
     forward = block.forward
 
     @wraps(forward)

@@ -220,6 +220,12 @@ def loss(kind: str) -> Callable[..., Tensor]:
     return found
 
 
+def register_attention(name: str, function: Callable[..., Any]) -> None:
+    """Lets models ask ``function`` for their attention, under a name of its own; it is given no mask."""
+    transformers()
+    importlib.import_module("transformers.modeling_utils").ALL_ATTENTION_FUNCTIONS.register(name, function)
+
+
 def tokenizer(path: str | None, model: Mapping[str, Any] | str) -> tuple[Any, str] | None:
     """The tokenizer of folder ``path``, by default the model folder's own, and a digest of its files; None where there is none.
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import contextlib
 import copy
 import math
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -19,8 +19,9 @@ from dsframe.data import encoders, text, tokens
 from dsframe.data import vision as images
 from dsframe.data.packed import IGNORED
 from dsframe.errors import TaskError
-from dsframe.tasks import _transformers, chunked_loss
-from dsframe.tasks.task import Say, Sum, Task, accuracy
+from dsframe.tasks import _transformers, chunked_loss, decoder, experts, shared_sequences
+from dsframe.tasks.layers import Layer
+from dsframe.tasks.task import Attention, Say, Sum, Task, accuracy
 
 if TYPE_CHECKING:
     from dsframe.config.schema import settings as sections
@@ -61,7 +62,11 @@ class CausalLanguageModelTask(Task):
         self._criterion = _transformers.loss("ForCausalLM")
         self.units_per_sample = settings.context
         self.hidden_size = getattr(self.pretrained_config, "hidden_size", None)
-        self.batch_dependent = bool(getattr(self.pretrained_config, "output_router_logits", False))
+        self._balances = bool(getattr(self.pretrained_config, "output_router_logits", False))
+        if self._balances:
+            self.over_micro_batches = "the balance of a mixture's experts"
+        self._mask: Tensor | None = None
+        self._sequences: shared_sequences.Sequences | None = None
         self._sources: tuple[text.TextSource, text.TextSource] | None = None
 
     def _fits(self, vocabulary: int) -> None:
@@ -75,30 +80,42 @@ class CausalLanguageModelTask(Task):
 
     def model(self) -> nn.Module:
         weights = self.settings.model if isinstance(self.settings.model, str) and not self.settings.fresh else None
-        return _transformers.build("AutoModelForCausalLM", self.pretrained_config, weights, self.trained_in)
+        model = _transformers.build("AutoModelForCausalLM", self.pretrained_config, weights, self.trained_in)
+        if self._balances:
+            model.register_forward_pre_hook(self._note_mask, with_kwargs=True)
+        return model
+
+    def _note_mask(self, model: nn.Module, inputs: Any, named: Mapping[str, Any]) -> None:
+        """Padding is no expert's load, and the loss does not see the inputs."""
+        self._mask = named.get("attention_mask")
 
     def example(self) -> tuple[Tensor, Tensor]:
         tokens = torch.empty(1, self.settings.context, dtype=torch.int64, device="meta")
         return tokens, tokens
 
-    def loss(self, outputs: Any, targets: Tensor) -> Tensor:
-        logits = outputs.logits
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        loss = self._cross_entropy(logits_of(outputs), targets)
+        routed = getattr(outputs, "router_logits", None)
+        if not routed or not torch.is_grad_enabled():  # an evaluation is of the language model
+            return loss
+        config = self.pretrained_config
+        weight = self.loss_weight(targets)
+        balance, loads = experts.balance(routed, config.num_experts_per_tok, self._mask, weight, self.ranks)
+        return loss + config.router_aux_loss_coef * balance, loads
+
+    def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:
         if chunked_loss.is_scored(logits, targets):
-            loss = chunked_loss.mean(logits)
-        else:
-            loss = self._criterion(
-                logits=logits, labels=None, vocab_size=logits.shape[-1], shift_labels=targets.contiguous()
-            )
-        if getattr(outputs, "aux_loss", None) is not None:  # how evenly a mixture's experts are used
-            loss = loss + self.pretrained_config.router_aux_loss_coef * outputs.aux_loss
-        return loss
+            return chunked_loss.mean(logits)
+        return self._criterion(
+            logits=logits, labels=None, vocab_size=logits.shape[-1], shift_labels=targets.contiguous()
+        )
 
     def metrics(self, outputs: Any, targets: Tensor) -> Mapping[str, Sum]:
-        total = self.loss(outputs, targets) * targets.numel()
+        total = self._cross_entropy(logits_of(outputs), targets) * targets.numel()
         return {
             "loss": Sum(total, targets.numel()),
             "bits_per_token": Sum(total / math.log(2), targets.numel()),
-            "accuracy": right_tokens(outputs.logits, targets),
+            "accuracy": right_tokens(logits_of(outputs), targets),
         }
 
     def head(self, model: nn.Module) -> nn.Module | None:
@@ -106,6 +123,20 @@ class CausalLanguageModelTask(Task):
         _refuse_changed_logits(self.pretrained_config)
         found: nn.Module | None = model.get_output_embeddings()  # type: ignore[operator]
         return found
+
+    def cut(self, model: nn.Module) -> Sequence[Layer] | None:
+        """Raises TaskError where the model is no chain of its layers."""
+        decoder.refuse(small(self.pretrained_config))
+        return decoder.cut(model)
+
+    def share_sequences(
+        self, model: nn.Module, part: int, parts: int, exchange: Callable[[Attention], Attention]
+    ) -> None:
+        shared_sequences.refuse(small(self.pretrained_config), parts)
+        self._sequences = shared_sequences.Sequences(model, parts, exchange)
+
+    def before_slicing(self, inputs: Any) -> Any:
+        return inputs if self._sequences is None else self._sequences.see(inputs)
 
     def pretrained(self) -> Mapping[str, Any]:
         own, model = self.settings.tokenizer, self.settings.model
@@ -134,6 +165,12 @@ class CausalLanguageModelTask(Task):
             return list(self.tokenizer(piece, add_special_tokens=False)["input_ids"])
 
         return tokens.encoded(content, tokenize, self._digest, self.settings.data_dir)
+
+
+def logits_of(outputs: Any) -> Tensor:
+    """Returns the logits of a model, or of its last pipeline stage, which gives nothing else."""
+    found: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits
+    return found
 
 
 def right_tokens(logits: Tensor, targets: Tensor) -> Sum:

@@ -92,6 +92,20 @@ def check_ties(layers: Sequence[Layer]) -> None:
             raise TaskError(f"layer {index} is tied to layer {tie.layer}; it has to be an earlier one with a weight")
 
 
+def ready(layers: Sequence[Layer]) -> list[nn.Module]:
+    """Returns layers that are modules already, and ties, as modules. Raises TaskError for one that is to be made."""
+    check_ties(layers)
+    found: list[nn.Module] = []
+    for index, layer in enumerate(layers):
+        if isinstance(layer, Tied):
+            found.append(TiedLayer(layer, tied_weight(layers, index, found[layer.layer])))
+        elif isinstance(layer, nn.Module):
+            found.append(layer)
+        else:
+            raise TaskError(f"layer {index} of cut() is no module; cut() gives the parts of a model that is there")
+    return found
+
+
 def assemble(layers: Sequence[Layer], seed: int) -> nn.Sequential:
     """The whole model: parameter names are ``INDEX.rest``. Raises TaskError as :func:`make` does."""
     check_ties(layers)

@@ -98,6 +98,9 @@ class Task:
     """True when a sample's output depends on the rest of its micro-batch. (BatchNorm in training is found without it.)
 
     Then the result depends on the micro-batch size and so on the number of ranks: dsframe says so before training."""
+    over_micro_batches: str = ""
+    """What of the loss is over one micro-batch of all ranks, such as a mixture's balance: the result depends on
+    ``gradient_accumulation_steps`` then, and dsframe says so where there are several."""
     loss_is: str = "mean"
     """What :meth:`loss` gives: the ``"mean"`` over the samples of a micro-batch, or their ``"sum"``.
 
@@ -196,10 +199,11 @@ class Task:
         """
         return None
 
-    def cut(self, model: nn.Module) -> Sequence[nn.Module] | None:
+    def cut(self, model: nn.Module) -> Sequence[Layer] | None:
         """The modules that, one after the other, are ``model``, which comes from :meth:`model`; None where it is one piece.
 
-        For models that are made whole: a pipeline stage then builds all of it and keeps its own part. Names stay the model's.
+        For models that are made whole: a pipeline stage then builds all of it and keeps its own part. Names stay the model's. A
+        layer that computes with an earlier one's weight is a :class:`dsframe.Tied`.
         """
         plain = isinstance(model, nn.Sequential) and type(model).forward is nn.Sequential.forward
         return list(cast(nn.Sequential, model)) if plain else None  # not children(): one may be there twice
@@ -218,12 +222,17 @@ class Task:
     ) -> None:
         """Makes ``model``, of :meth:`model`, compute slice ``part`` (from 0) of ``parts`` equal ones along time.
 
-        Every tensor of a batch then has its slice in dimension 1, the loss has to be the mean over positions, and metrics
-        sums over them. Where positions look at each other the model takes ``exchange(attention)`` for an attention over
-        all positions; ``parts`` has to divide the heads. Raises TaskError where it cannot be done, as for any model that
-        does not say how.
+        Every tensor of a batch then has its slice in dimension 1, the loss has to be the mean over positions, or over as many as
+        :meth:`loss_weight` says of a slice's targets, and metrics sums over them. Where positions look at each other the model
+        takes ``exchange(attention)`` for an attention over all positions; ``parts`` has to divide the heads. Raises TaskError
+        where it cannot be done, as for any model that does not say how.
         """
         raise TaskError(f"sequence_parallel_size: {type(self).__name__} has no share_sequences(), which it needs")
+
+    def before_slicing(self, inputs: Any) -> Any:
+        """Called with the whole inputs of each micro-batch before a rank takes its slice of them (:meth:`share_sequences`); returns
+        them, with what a slice has to know of its place. By default they stay as they are."""
+        return inputs
 
     def example(self) -> tuple[Any, Any] | None:
         """A batch of one sample, on any device, for ``dsframe plan``, which looks at nothing but shapes and dtypes.

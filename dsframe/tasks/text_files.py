@@ -18,7 +18,7 @@ from dsframe.data.text import TextSource
 from dsframe.data.tokenised import Recipe, Tokenised
 from dsframe.errors import DataError, TaskError
 from dsframe.tasks import _transformers
-from dsframe.tasks.huggingface import CausalLanguageModelTask, right_tokens, small
+from dsframe.tasks.huggingface import CausalLanguageModelTask, logits_of, right_tokens, small
 from dsframe.tasks.task import Say, Sum
 
 if TYPE_CHECKING:
@@ -188,11 +188,12 @@ class RowsTask(WindowsTask):
 
     def metrics(self, outputs: Any, targets: Tensor) -> Mapping[str, Sum]:
         count = self.loss_weight(targets)
-        total = self.loss(outputs, targets) * count
+        mean = self._cross_entropy(logits_of(outputs), targets)
+        total = torch.where(count > 0, mean * count, torch.zeros_like(mean))  # of a slice nothing may count
         return {
             "loss": Sum(total, count),
             "bits_per_token": Sum(total / math.log(2), count),
-            "accuracy": right_tokens(outputs.logits, targets),
+            "accuracy": right_tokens(logits_of(outputs), targets),
         }
 
     def train_data(self) -> Any:

@@ -47,7 +47,7 @@ class VisionTask(Task):
     def example(self) -> tuple[Tensor, Tensor]:
         return self.images.example()
 
-    def cut(self, model: nn.Module) -> Sequence[nn.Module] | None:
+    def cut(self, model: nn.Module) -> Sequence[Layer] | None:
         return super().cut(model) if self.settings.model == "cnn" else cuts.classifier(model)
 
     def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 
+from tests import features
 from tests.engines.pipelines import SAME
 from tests.pipeline_bubble import formula
 from tests.processes import run_ranks, warm
@@ -89,3 +90,14 @@ def test_stages_announce_sizes_only_where_inputs_do_not_tell_them(report: Any) -
 def test_stages_wait_as_long_as_the_schedule_makes_them(report: Any) -> None:
     """On a busy machine sleeping takes longer, and so does a message; never shorter. So the least disturbed step counts."""
     assert formula(2, 4) - 0.01 < min(report["idle"]) < formula(2, 4) + 0.2
+
+
+@pytest.mark.timeout(300)
+def test_a_llama_with_tied_embeddings_is_one_training_with_and_without_stages() -> None:
+    """Its weights, too, after the second half of the training went on under DDP."""
+    feature = features.FEATURES["tied llama"]
+    alone = features.train(feature, features.Way(accumulation=2))
+    staged = features.train(feature, features.Way("pipeline", 2, 2), features.Way("ddp", 2, 2))
+    losses, _, _, weights = staged.differences(alone)
+    assert losses < 1e-5
+    assert weights < 2e-5

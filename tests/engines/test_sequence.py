@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import json
+import random
+from collections.abc import Mapping
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,17 +15,21 @@ from torch import nn
 
 from dsframe import tasks
 from dsframe.config import load
+from dsframe.engine import Weighted
 from dsframe.engines.deepspeed.sequence import Slices
 from dsframe.errors import EngineError, TaskError
 from tests import equivalence
 from tests.equivalence import SINGLE, Case, switched, zero
 from tests.processes import run_ranks, warm
+from tests.text_files import LLAMA
 
 
-def records(folder: Path, case: Case) -> list[dict[str, Any]]:
+def records(
+    folder: Path, case: Case, file: Mapping[str, Any] | None = None, section: Mapping[str, Any] | None = None
+) -> list[dict[str, Any]]:
     """metrics.jsonl of four steps and an evaluation, whose last batch is not full."""
-    file = equivalence.document("gpt", case)
-    file["dsframe"] |= {"steps": 4, "eval_micro_batch_size": 7}
+    file = {**equivalence.document("gpt", case), **(file or {})}
+    file["dsframe"] |= {"steps": 4, "eval_micro_batch_size": 7, **(section or {})}
     path, run_dir = folder / f"{case.engine}.json", folder / case.engine
     path.write_text(json.dumps(file))
     arguments = ["-m", "dsframe.train", "--config", str(path), "--run-dir", str(run_dir)]
@@ -43,11 +49,39 @@ def test_slices_are_the_whole_sequence(tmp_path: Path) -> None:
     assert two == pytest.approx(one, abs=1e-5)
 
 
+def test_packed_documents_of_a_transformers_model(tmp_path: Path) -> None:
+    """Fewer key heads than ranks, documents that do not see each other, targets that do not count, the loss in chunks, and the
+    stage that shares everything; by SGD without clipping, which hide no factor."""
+    numbers = random.Random(0)
+    lines = ("".join(numbers.choice("abcdef gh") for _ in range(numbers.randrange(3, 60))) for _ in range(200))
+    corpus = tmp_path / "corpus.jsonl"
+    corpus.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
+    data = {"train": str(corpus), "eval": str(corpus), "packing": "documents"}
+    task = {
+        "name": "causal-language-model",
+        "model": {**LLAMA, "num_key_value_heads": 1},
+        "context": 32,
+        "data": data,
+        "data_dir": str(tmp_path / "cache"),
+    }
+    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "gradient_clipping": 0.0}
+    cut = {"sequence_parallel_size": 2, **zero(3), "zero_allow_untested_optimizer": True}
+    more = {"task": task, "model": {"loss_chunk_tokens": 24}}
+    alone = records(tmp_path, SINGLE, sgd, {"task": task})
+    shared = records(tmp_path, Case("deepspeed", cut), sgd, more)
+    for key in ("loss", "gradient_norm"):
+        there = [record[key] for record in alone if key in record]
+        assert len(set(there)) == 4
+        assert [record[key] for record in shared if key in record] == pytest.approx(there, abs=5e-6)
+    (one,), (two,) = ([r["evaluation"] for r in run if "evaluation" in r] for run in (alone, shared))
+    assert two == pytest.approx(one, abs=1e-5)
+
+
 @pytest.fixture
 def slices(monkeypatch: pytest.MonkeyPatch) -> Slices:
     """Those of rank 3 of 4, in groups of 2."""
     monkeypatch.setattr("torch.distributed.new_subgroups", lambda size: (None, []))
-    task = SimpleNamespace(share_sequences=lambda *_: None)
+    task = SimpleNamespace(share_sequences=lambda *_: None, before_slicing=lambda inputs: inputs)
     batch = load({"train_batch_size": 8, "sequence_parallel_size": 2}).batch(4)
     plan = SimpleNamespace(batch=batch, world=SimpleNamespace(rank=3), task=task)
     return Slices(plan, nn.Identity())  # type: ignore[arg-type]
@@ -59,6 +93,9 @@ def test_a_rank_takes_its_slice_of_everything(slices: Slices) -> None:
     assert inputs["tokens"].tolist() == [[3, 4, 5], [9, 10, 11]]
     assert inputs["options"] == "kept"
     assert targets.shape == (2, 3, 1)
+    _, weighted = slices.cut((tokens, Weighted(tokens, 2.0)))
+    assert weighted.factor == 2.0
+    assert weighted.targets.tolist() == slices.targets(tokens).tolist() == [[3, 4, 5], [9, 10, 11]]
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 5)])

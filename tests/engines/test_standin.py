@@ -202,13 +202,6 @@ def first_norm(directory: Path) -> float:
     return next(float(line["gradient_norm"]) for line in read_metrics(directory) if line.get("loss") is not None)
 
 
-def test_activations_wait_on_the_host() -> None:
-    """Of every block, pinned, without a wait; the device's memory falls."""
-    name = "fsdp, activations offloaded"
-    sent = {detail for what, detail, where in trained(name).events("step 4", "step 5") if "switches.py" in where}
-    assert sent
-
-
 @functools.cache
 def reference(name: str = "single") -> tuple[dict[int, float], float]:
     """On the CPU: one process, or a case whose training is another one. Its losses, and the first gradient's norm."""
@@ -420,3 +413,12 @@ def test_a_mistake_is_recorded(mistake: str, what: str, detail: str, where: str)
     run = train(CASES["single"], mistake, eval_every_steps=50, checkpoints={"at_end": False})
     found = run.events(*(f"step {step}" for step in QUIET))
     assert any(event[0] == what and detail in event[1] and where in event[2] for event in found), found
+
+
+@pytest.mark.long
+def test_activations_of_every_block_wait_on_the_host() -> None:
+    """Sent without a wait from memory that is pinned, and back."""
+    found = trained("fsdp, activations offloaded").events(*map("step {}".format, QUIET))
+    ways = {what: detail for what, detail, where in found if "model/switches.py" in where}
+    assert set(ways) == {"to host", "to device"}
+    assert all("non-blocking pinned" in detail for detail in ways.values()), ways

@@ -22,7 +22,7 @@ from dsframe.config.schema.settings import CausalLanguageModelTask as TextSettin
 from dsframe.config.schema.settings import ImageClassificationTask as ImageSettings
 from dsframe.data import Loader
 from dsframe.errors import CheckpointError, DataError, TaskError
-from dsframe.tasks import _transformers, build
+from dsframe.tasks import _transformers, build, experts
 from dsframe.tasks.huggingface import CausalLanguageModelTask, ImageClassificationTask
 
 LLAMA = {
@@ -103,16 +103,67 @@ def test_the_loss_is_their_own() -> None:
     assert list(outputs) == ["logits"], "nothing is kept for generation"
 
 
+def mixture() -> Any:
+    settings = {"num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.5}
+    return language(model={**LLAMA, "model_type": "mixtral", **settings})
+
+
 def test_a_mixture_of_experts_pays_for_uneven_use() -> None:
-    mixtral = {**LLAMA, "model_type": "mixtral", "num_local_experts": 2, "output_router_logits": True}
-    task = language(model=mixtral)
+    """In training; an evaluation is of the language model. Each expert's share of the tokens is logged."""
+    task = mixture()
     model = made(task)
     windows = torch.randint(256, (2, 17))
-    assert task.batch_dependent
-    outputs = model(windows[:, :-1])
+    outputs, targets = model(windows[:, :-1]), windows[:, 1:]
     weighted = task.pretrained_config.router_aux_loss_coef * outputs.aux_loss
-    alone = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), windows[:, 1:].flatten())
-    torch.testing.assert_close(task.loss(outputs, windows[:, 1:]), alone + weighted)
+    alone = torch.nn.functional.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten())
+    loss, loads = task.loss(outputs, targets)
+    torch.testing.assert_close(loss, alone + weighted)
+    assert list(loads) == [f"expert_load/{index}" for index in range(4)]
+    assert sum(load.mean for load in loads.values()) == pytest.approx(1.0)
+    with torch.no_grad():
+        torch.testing.assert_close(task.loss(outputs, targets), alone)
+        assert task.metrics(outputs, targets)["loss"].mean == pytest.approx(alone.item())
+
+
+class Both:
+    """Two ranks, one after the other: sums are known in a second round."""
+
+    def __init__(self) -> None:
+        self.told: list[torch.Tensor] = []
+
+    def sum_over_ranks(self, values: torch.Tensor) -> torch.Tensor:
+        self.told.append(values)
+        return self.told[0] + self.told[1] if len(self.told) > 1 else values
+
+
+@pytest.mark.parametrize("padded", [False, True])
+def test_the_balance_of_experts_is_that_of_the_global_batch(padded: bool) -> None:
+    """Losses and gradients: where ranks have other numbers of tokens, too."""
+    torch.manual_seed(0)
+    layers = [torch.randn(24, 4) * 2 for _ in range(3)]
+    mask = torch.ones(4, 6, dtype=torch.int64)
+    if padded:
+        mask[0, 2:] = mask[3, 5:] = 0
+    module = importlib.import_module("transformers.models.mixtral.modeling_mixtral")
+    whole = [layer.clone().requires_grad_() for layer in layers]
+    expected = module.load_balancing_loss_func(tuple(whole), 4, 2, mask if padded else None)
+    expected.backward()
+    weights = [float(part.sum()) for part in mask.split(2)]
+    own = [[layer[first : first + 12].clone().requires_grad_() for layer in layers] for first in (0, 12)]
+    both: Any = Both()
+    for _ in range(2):  # in the second round both have been heard
+        losses = [
+            experts.balance(part, 2, mask.split(2)[rank] if padded else None, weights[rank], both)[0]
+            for rank, part in enumerate(own)
+        ]
+        both.told = both.told[:2]
+    loss = sum(one * weight for one, weight in zip(losses, weights, strict=True)) / sum(weights)
+    assert isinstance(loss, torch.Tensor)
+    torch.testing.assert_close(loss, expected)
+    loss.backward()
+    for index, layer in enumerate(whole):
+        found = torch.cat([part[index].grad for part in own])  # type: ignore[misc]
+        torch.testing.assert_close(found, layer.grad)
 
 
 def save(task: Any, folder: Path, seed: int = 5) -> Any:

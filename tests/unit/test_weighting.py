@@ -49,7 +49,8 @@ def factors(counts: list[list[int]], batch: Batch, task: Task) -> list[list[floa
         world = SimpleNamespace(rank=rank, size=len(counts))
         plan = SimpleNamespace(task=task, batch=batch, world=world, device=torch.device("cpu"))
         step = [(number, torch.arange(6).masked_fill(torch.arange(6) >= number, PADDING)) for number in counts[rank]]
-        weights = LossWeights(SimpleNamespace(plan=plan, sum_over_ranks=total))  # type: ignore[arg-type]
+        engine = SimpleNamespace(plan=plan, sum_over_ranks=total, own_targets=lambda targets: targets)
+        weights = LossWeights(engine)  # type: ignore[arg-type]
         return [t.factor.item() if isinstance(t, Weighted) else 1.0 for _, t in weights(iter(step))]
 
     def collect(value: Tensor) -> Tensor:
@@ -81,15 +82,20 @@ def test_ranks_that_read_the_same_samples_count_them_once() -> None:
     assert more_than_can_share[:2] == [[1.5], [0.5]]
 
 
-def test_sequences_are_not_shared() -> None:
-    shared = batch(1, 1, sequence_parallel_size=2)
-    with pytest.raises(
-        TaskError,
-        match=r"Padded\.loss_weight cannot be used with sequence parallelism: .* remove sequence_parallel_size",
-    ):
-        refuse(Padded(), shared)
-    refuse(Plain(), shared)
-    refuse(Padded(), batch(2, 1))
+def test_slices_of_a_sequence_count_by_what_counts_in_them() -> None:
+    """The mean over both ranks is that over all items: (1.5 x the first's mean + 0.5 x the second's) / 2."""
+    assert factors([[6], [2]], batch(1, 1, sequence_parallel_size=2), Padded()) == [[1.5], [0.5]]
+    refuse(Padded(), batch(1, 1, sequence_parallel_size=2))
+
+
+def test_sums_of_slices_are_refused() -> None:
+    class Summed(Plain):
+        loss_is = "sum"
+        loss_weight = Task.loss_weight
+
+    with pytest.raises(TaskError, match=r'Summed\.loss_is = "sum" cannot be used with sequence parallelism'):
+        refuse(Summed(), batch(1, 1, sequence_parallel_size=2))
+    refuse(Summed(), batch(2, 1))
 
 
 @pytest.mark.parametrize(("weight", "found"), [(torch.ones(3), r"shape \[3\]"), (None, "NoneType")])

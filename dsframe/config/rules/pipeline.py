@@ -5,7 +5,7 @@ from __future__ import annotations
 import re
 
 from dsframe.config.rules.context import RuleContext
-from dsframe.config.schema.settings import LanguageTask, VisionTask
+from dsframe.config.schema.settings import CausalLanguageModelTask, LanguageTask, VisionTask
 
 _NO_CHAIN = ("googlenet", "inception_v3")
 """Classifiers of torchvision that are no chain of layers."""
@@ -51,6 +51,13 @@ def check(context: RuleContext) -> None:
         _model(context)
 
 
+def _packs(task: CausalLanguageModelTask) -> bool:
+    """True if the rows are documents of their own."""
+    if task.data is None:
+        return False
+    return task.data.packing in ("rows", "documents") or (task.data.packing is None and task.data.format != "text")
+
+
 def _model(context: RuleContext) -> None:
     pipeline, settings = context.file.pipeline, context.file.dsframe
     task = settings.task
@@ -61,8 +68,13 @@ def _model(context: RuleContext) -> None:
             "keep one of them",
         )  # fmt: skip
     elsewhere = 'use "zero_optimization" or "tensor_parallel" instead, or another model'
-    if task.name in ("causal-language-model", "image-classification"):
+    if task.name == "image-classification" or (task.name == "causal-language-model" and not context.by_deepspeed):
         context.conflict(("pipeline", "stages"), "a model of transformers cannot be split into stages", elsewhere)
+    if isinstance(task, CausalLanguageModelTask) and _packs(task):
+        context.conflict(
+            ("dsframe", "task", "data"), "not possible in a pipeline, whose stages pass on one tensor: rows come with a mask",
+            'write "packing": "concatenate", or train without a pipeline',
+        )  # fmt: skip
     if isinstance(task, VisionTask) and task.model in _NO_CHAIN:
         context.conflict(
             ("pipeline", "stages"), f"{task.model} cannot be split into stages: it is no chain of layers", elsewhere

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from dsframe.config.rules.context import RuleContext
-from dsframe.config.schema.settings import LanguageTask
+from dsframe.config.schema.settings import CausalLanguageModelTask, LanguageTask
 
 _SIZE = ("sequence_parallel_size",)
 _TASK = ("dsframe", "task")
@@ -40,6 +40,14 @@ def check(context: RuleContext) -> None:
             if number % size:
                 context.conflict(
                     (*_TASK, name), f"{number} is not divisible by sequence_parallel_size {size}", "choose another"
+                )
+    elif isinstance(task, CausalLanguageModelTask):
+        heads = task.model.get("num_attention_heads") if isinstance(task.model, dict) else None
+        numbers = ((("model", "num_attention_heads"), heads), (("context",), task.context))
+        for key, count in numbers:
+            if isinstance(count, int) and count % size:
+                context.conflict(
+                    (*_TASK, *key), f"{count} is not divisible by sequence_parallel_size {size}", "choose another"
                 )
     elif ":" not in task.name:
         context.conflict(

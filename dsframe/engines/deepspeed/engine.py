@@ -268,6 +268,10 @@ class ZeroEngine(Engine):
             loss = self._slices.mean(loss)
         return StepResult(loss, rates.learning_rate, self._engine.get_global_grad_norm(), not applied)
 
+    def own_targets(self, targets: Any) -> Any:
+        """This rank's slice of them, where ranks share sequences."""
+        return targets if self._slices is None else self._slices.targets(targets)
+
     def _accumulate(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> Tensor:
         """DeepSpeed's own way: reduces once in a step at stages 0 and 1, after each micro-batch at 2 and 3. The losses' sum."""
         losses: list[Tensor] = []

@@ -8,13 +8,14 @@ gives the gradients of the whole batch at every stage.
 
 from __future__ import annotations
 
+from dataclasses import replace
 from typing import Any
 
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from dsframe.engine import Plan
+from dsframe.engine import Plan, Weighted
 from dsframe.engines.deepspeed.imports import DistributedAttention
 from dsframe.errors import EngineError
 from dsframe.tasks.task import Attention
@@ -28,6 +29,7 @@ class Slices:
         self._size = plan.batch.sequence_parallel_size
         self._rank = plan.world.rank % self._size
         self._group, _ = dist.new_subgroups(self._size)  # type: ignore[no-untyped-call]
+        self._task = plan.task
         plan.task.share_sequences(model, self._rank, self._size, self._exchanged)
 
     def cut(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
@@ -41,8 +43,15 @@ class Slices:
                 )
             return tensor.chunk(self._size, dim=1)[self._rank].contiguous()
 
-        cut: tuple[Any, Any] = tree_map_only(Tensor, slice_of, batch)
-        return cut
+        inputs, targets = batch
+        own = tree_map_only(Tensor, slice_of, self._task.before_slicing(inputs))
+        if isinstance(targets, Weighted):  # by what counts in this slice
+            return own, replace(targets, targets=tree_map_only(Tensor, slice_of, targets.targets))
+        return own, tree_map_only(Tensor, slice_of, targets)
+
+    def targets(self, targets: Any) -> Any:
+        """Returns this rank's slice of them."""
+        return tree_map_only(Tensor, lambda tensor: tensor.chunk(self._size, dim=1)[self._rank], targets)
 
     def mean(self, loss: Tensor) -> Tensor:
         """**Collective.** Over the ranks that share sequences: the loss of the whole ones."""

@@ -93,6 +93,7 @@ class Cut:
                 "give its layers: layers(), or model() that returns an nn.Sequential, or cut(model); "
                 'or train it with "zero_optimization" instead of "pipeline"'
             )
+        check_ties(modules)
         return modules
 
     def _named(self, probes: Sequence[nn.Module]) -> nn.Module:
@@ -264,13 +265,19 @@ class Stage(patches.StagePatches, PipelineModule):  # type: ignore[misc]
     def name(self, whole: nn.Module | None, layers: Sequence[Layer], own: range) -> None:
         """Settles ``model`` and the rest. ``whole``: the model, where it was built whole; other stages' weights leave it."""
         self.borrowed, self._sizes = frozenset(), {}
+        ties = {index: layer for index, layer in enumerate(layers) if isinstance(layer, Tied)}
         if whole is not None:
             self.further_names = aliases(whole)
             _keep(whole, self)
             names: nn.Module = whole
+            lent = {
+                id(self.tied_modules[str(tie.layer)].get_parameter(tie.weight))
+                for index, tie in ties.items()
+                if index in own and tie.layer not in own
+            }
+            self.borrowed = frozenset(name for name, one in whole.named_parameters() if id(one) in lent)
         else:
             names = nn.Module()
-            ties = {index: layer for index, layer in enumerate(layers) if isinstance(layer, Tied)}
             owners = {tie.layer for tie in ties.values()}
             for index in own:
                 owner = ties[index].layer if index in ties else index

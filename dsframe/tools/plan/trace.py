@@ -73,12 +73,14 @@ def trace(task: Task, dtype: torch.dtype, config: Config | None = None) -> Model
     Raises TaskError where the model cannot run on the meta device: it reads numbers, as data-dependent branches do.
     """
     inputs, targets = example(task)
-    width = task.hidden_size
     with meta_device():
         stages, layered = stages_of(task, dtype, config)
-        sliced = None if config is None else _slice_loss(task, stages[-1][1], config, layered=layered)
-        chosen = None if config is None else _chosen(stages, config, layered=layered)
-        return _run(task, stages, (inputs, targets), dtype, width, layered=layered, sliced=sliced, chosen=chosen)
+        switched = _Switched()
+        if config is not None:
+            sliced = _slice_loss(task, stages[-1][1], config, layered=layered)
+            switched = _Switched(sliced, _chosen(stages, config, layered=layered))
+        segments, loss, size = _run(task, stages, (inputs, targets), dtype, switched)
+    return Model(segments, loss, layered, dtype.itemsize, size)
 
 
 @dataclass(frozen=True)
@@ -97,6 +99,15 @@ class _Chosen:
         return tuple(
             name.removeprefix(first).removeprefix(".") for name in self.names if name.split(".", 1)[0] == first
         )
+
+
+@dataclass(frozen=True)
+class _Switched:
+    """What the file's switches change of a pass."""
+
+    sliced: tuple[int, int] | None = None
+    """The vocabulary, and of how many tokens logits are there at a time."""
+    chosen: _Chosen | None = None
 
 
 def _chosen(stages: Sequence[Stage], config: Config, *, layered: bool) -> _Chosen | None:
@@ -141,17 +152,11 @@ def traced(config: Config, task: Task) -> Model:
 
 
 def _run(
-    task: Task,
-    stages: Sequence[Stage],
-    sample: tuple[Any, Any],
-    dtype: torch.dtype,
-    width: int | None,
-    *,
-    layered: bool,
-    sliced: tuple[int, int] | None = None,
-    chosen: _Chosen | None = None,
-) -> Model:
-    inputs, targets = sample
+    task: Task, stages: Sequence[Stage], sample: tuple[Any, Any], dtype: torch.dtype, switched: _Switched
+) -> tuple[tuple[Segment, ...], Segment, Affine]:
+    """The stages, the loss, and the bytes of a micro-batch."""
+    (inputs, targets), width = sample, task.hidden_size
+    sliced, chosen = switched.sliced, switched.chosen
     flows = [map_floats(with_rows(inputs, rows), lambda tensor: tensor.to(dtype)) for rows in ROWS]
     size = Affine(
         0.0,
@@ -185,7 +190,7 @@ def _run(
         head = Loss(task, with_rows(targets, rows))
         ends.append(_pass(head, (flow,), width))
     loss = _segment(nn.Identity(), ends, None)
-    return Model(tuple(segments), loss, layered, dtype.itemsize, size)
+    return tuple(segments), loss, size
 
 
 def _switched(

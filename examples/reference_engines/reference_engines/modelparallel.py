@@ -24,6 +24,7 @@ from dsframe.engine import Inputs, Plan, StepResult, loss_of, measure
 from dsframe.engines.deepspeed.state_pipeline import Column, Share
 from dsframe.engines.precision import MasterWeights
 from dsframe.errors import EngineError, TaskError
+from dsframe.tasks.layers import ready
 from dsframe.tasks.task import Sum
 from reference_engines.common import ReferenceEngine
 
@@ -51,11 +52,12 @@ class ModelParallelEngine(ReferenceEngine):
 
     def _place(self, model: nn.Module) -> MasterWeights | None:
         """Keeps this rank's layers; the others' weights leave the model, whose names stay."""
-        parts = self.plan.task.cut(model)
-        if parts is None:
+        layers = self.plan.task.cut(model)
+        if layers is None:
             raise TaskError(
                 f"{type(model).__name__} is not made of layers; return an nn.Sequential, or define cut(model)"
             )
+        parts = ready(layers)
         self._shapes = {name: tuple(p.shape) for name, p in model.named_parameters()}
         self._buffers = {name: tuple(b.shape) for name, b in persistent_buffers(model).items()}
         self._aliases = aliases(model)

@@ -1,0 +1,86 @@
+"""Language models of transformers that are a chain, such as Llama, as layers that each take what the one before gives.
+
+The layers are the model's own modules: embeddings, blocks, norm and output layer, the last a tie where it shares the embeddings'
+weight. A block also needs the angles of the positions, which each computes for itself.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsframe.errors import TaskError
+from dsframe.tasks import _transformers
+from dsframe.tasks.layers import Layer, Tied, ready
+
+_WINDOW = 3
+"""Positions, for a small model: so few that a window is seen to be missing."""
+
+
+class DecoderBlock(nn.Module):
+    """A block of the model: ``[rows, time, width]`` to the same shape."""
+
+    def __init__(self, layer: nn.Module, angles: nn.Module) -> None:
+        super().__init__()
+        self.layer, self.angles = layer, angles
+
+    def forward(self, stream: Tensor) -> Tensor:
+        places = torch.arange(stream.shape[1], device=stream.device)[None]
+        # Without a mask attention is causal.
+        found = self.layer(
+            stream, attention_mask=None, position_ids=places, position_embeddings=self.angles(stream, places)
+        )
+        return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+
+
+def cut(model: Any) -> list[Layer] | None:
+    """The layers of ``model``; None where it does not have the parts of a Llama."""
+    inner = getattr(model, "model", None)
+    parts: list[Any] = [getattr(inner, name, None) for name in ("embed_tokens", "layers", "norm", "rotary_emb")]
+    head: Any = getattr(model, "lm_head", None)
+    if head is None or None in parts:
+        return None
+    embeddings, blocks, norm, angles = parts
+    tied = head.weight is embeddings.weight
+    last: Layer = Tied(0, nn.functional.linear) if tied and head.bias is None else head
+    return [embeddings, *(DecoderBlock(block, angles) for block in blocks), norm, last]
+
+
+def refuse(config: Any) -> None:
+    """Raises TaskError where a small model of this ``config`` is another one than the chain of its layers."""
+    kind, problem = config.model_type, ""
+    for name in ("sliding_window", "attention_chunk_size"):
+        if isinstance(getattr(config, name, None), int):
+            with contextlib.suppress(AttributeError):
+                setattr(config, name, _WINDOW)
+    if getattr(config, "output_router_logits", False):
+        problem = "no stage has the routers of all blocks, which output_router_logits needs"
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+        model: Any = _transformers.build("AutoModelForCausalLM", config, None).eval()
+        layers = cut(model)
+        if layers is None:
+            problem = problem or "it has other parts than a Llama"
+        elif not problem:
+            problem = _difference(model, layers)
+    if problem:
+        raise TaskError(
+            f'pipeline: a model of model_type "{kind}" cannot be split into stages: {problem}; use "zero_optimization" or '
+            '"tensor_parallel" instead, or another model'
+        )
+
+
+def _difference(model: Any, layers: Sequence[Layer]) -> str:
+    tokens = torch.randint(1, 60, (2, 12))
+    expected, stream = model(input_ids=tokens).logits, tokens
+    try:
+        for layer in ready(layers):
+            stream = layer(stream)
+    except Exception as error:  # of whatever model this is
+        return f"its blocks take more than the stream ({' '.join(str(error).split())})"
+    if torch.allclose(stream, expected, atol=1e-5, rtol=1e-4):
+        return ""
+    return "it does more than its layers do, one after the other"

@@ -1,0 +1,49 @@
+"""How evenly a mixture's experts are used: the router's balancing loss over the global batch, and each expert's load.
+
+The loss of Switch Transformers (Fedus et al. 2021, arXiv 2101.03961, equations 4 to 6) is a product of two means over tokens: how
+many each expert got, and the probability that the router gave it. A mean of such products over ranks is another loss than the
+product over all tokens. But the first factor has no gradient: with that of all ranks, what each rank adds is a plain mean.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from dsframe.cluster.exchange import Ranks
+from dsframe.tasks.task import Sum
+
+
+def balance(
+    router_logits: Sequence[Tensor], top_k: int, mask: Tensor | None, weight: Tensor | float, ranks: Ranks | None
+) -> tuple[Tensor, Mapping[str, Sum]]:
+    """**Collective** where there are ``ranks``. Returns the balancing loss and each expert's share of the tokens, by name.
+
+    The mean of the loss over ranks, each counted ``weight`` times, is that of their micro-batches as one; 1 times ``top_k`` where
+    experts are used evenly.
+
+    Args:
+        router_logits: Of each layer, ``[tokens, experts]``.
+        top_k: Experts of a token.
+        mask: Integers or bools of ``tokens`` elements in all, 0 for padding; None: all count.
+        weight: What the rank's loss is a mean over, as ``Task.loss_weight`` says.
+    """
+    experts = router_logits[0].shape[-1]
+    numbers = torch.arange(experts, device=router_logits[0].device)
+    tokens = router_logits[0].new_ones(len(router_logits[0])) if mask is None else mask.reshape(-1).float()
+    chosen, likely = torch.zeros(experts, device=tokens.device), torch.zeros(experts, device=tokens.device)
+    for logits in router_logits:
+        shares = logits.float().softmax(-1)
+        picks = (shares.detach().topk(top_k, dim=-1).indices[..., None] == numbers).sum(1)
+        chosen = chosen + (picks * tokens[:, None]).sum(0)
+        likely = likely + (shares * tokens[:, None]).sum(0)
+    with torch.no_grad():
+        own = tokens.sum() * len(router_logits)
+        counted = torch.as_tensor(weight, dtype=torch.float64, device=tokens.device).reshape(1)
+        told = torch.cat([chosen.double(), own.double().reshape(1), counted])
+        total = told if ranks is None else ranks.sum_over_ranks(told)
+        used, factor = total[:experts] / total[-2], total[-1] / counted / total[-2]
+    loss = experts * (used.float() * likely).sum() * factor.float()[0]
+    return loss, {f"expert_load/{index}": Sum(chosen[index], own * top_k) for index in range(experts)}

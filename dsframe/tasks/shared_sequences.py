@@ -1,0 +1,164 @@
+"""Models of transformers on slices of sequences: each rank has a slice of the positions, and attention is over all of them.
+
+transformers asks its models' attention by name. Here it has a name of its own, so that no other model of the process is changed:
+slices of all heads are exchanged for all positions of some heads (Ulysses; Jacobs et al. 2023, arXiv 2309.14509), and back. Where a
+document begins is known from the positions of the whole row, which each rank has read; documents of one row do not see each other.
+Rows are padded on the right, so that no token comes after padding and none needs a mask.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable
+from itertools import pairwise
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F  # noqa: N812  # the name that every torch program uses
+
+from dsframe.errors import TaskError
+from dsframe.tasks import _transformers
+from dsframe.tasks.task import Attention
+
+_NAME = "dsframe_shared_sequences"
+_OWNER = "_dsframe_sequences"
+"""Attribute of a model's modules: the object that computes their attention."""
+_ALONE = {"position_ids", "is_causal", "sliding_window", "cache_position", "use_cache", "output_attentions"}
+_ALONE |= {"output_hidden_states", "output_router_logits", "return_dict", "logits_to_keep"}
+"""Arguments of attention that change nothing here, or are honoured."""
+
+
+class Sequences:
+    """Attention over whole sequences for a model that has slices of them."""
+
+    def __init__(self, model: nn.Module, parts: int, exchange: Callable[[Attention], Attention]) -> None:
+        """Makes ``model`` ask it. ``exchange``: as ``Task.share_sequences`` has it; ``parts``: slices of a sequence."""
+        self._parts, self._exchange = parts, exchange
+        self._documents: list[list[int]] | None = None
+        self.calls = 0
+        _transformers.register_attention(_NAME, _attention)
+        for module in model.modules():
+            object.__setattr__(module, _OWNER, self)
+        model.set_attn_implementation(_NAME)  # type: ignore[operator]
+
+    def see(self, inputs: Any) -> dict[str, Any]:
+        """Returns whole ``inputs`` with the position of each token, after noting where documents begin."""
+        named = dict(inputs) if isinstance(inputs, dict) else {"input_ids": inputs}
+        tokens, places = named["input_ids"], named.get("position_ids")
+        self._documents = None
+        if places is None:
+            named["position_ids"] = torch.arange(tokens.shape[1], device=tokens.device).expand(tokens.shape)
+        else:
+            begins = (places[:, 1:] != places[:, :-1] + 1).cpu()
+            self._documents = [_lengths(row) for row in begins]
+        return named
+
+    def attend(
+        self, query: Tensor, key: Tensor, value: Tensor, scale: float | None, dropout: float, window: int | None
+    ) -> Tensor:
+        """``[rows, heads, slice of the time, head size]`` each, keys and values of fewer heads; ``[rows, time, heads, size]``."""
+        self.calls += 1
+        heads, groups = query.shape[1], key.shape[1]
+        copies = _copies(heads, groups, self._parts)
+        if copies > 1:  # so that each rank has whole heads
+            key, value = (one.repeat_interleave(copies, dim=1) for one in (key, value))
+
+        def whole(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
+            each = query.shape[2] // key.shape[2]
+            parts = [one.transpose(1, 2) for one in (query, key, value)]
+            if each > 1:
+                parts[1:] = [one.repeat_interleave(each, dim=1) for one in parts[1:]]
+            return self._causal(parts, scale, dropout, window).transpose(1, 2)
+
+        return self._exchange(whole)(*(one.transpose(1, 2) for one in (query, key, value)))
+
+    def _causal(self, parts: list[Tensor], scale: float | None, dropout: float, window: int | None) -> Tensor:
+        if self._documents is None:
+            return _seen(parts, scale, dropout, window)
+        rows = []
+        for row, lengths in enumerate(self._documents):
+            pieces = zip(*(torch.split(one[row : row + 1], lengths, dim=2) for one in parts), strict=True)
+            rows.append(torch.cat([_seen(list(piece), scale, dropout, window) for piece in pieces], dim=2))
+        return torch.cat(rows)
+
+
+def _seen(parts: list[Tensor], scale: float | None, dropout: float, window: int | None) -> Tensor:
+    """Attention to what came before, ``[rows, heads, time, head size]``; of a ``window`` to its last positions alone."""
+    query, key, value = parts
+    time, mask = query.shape[2], None
+    if window is not None and window < time:
+        places = torch.arange(time, device=query.device)
+        behind = places[:, None] - places
+        mask = (behind >= 0) & (behind < window)
+    return F.scaled_dot_product_attention(query, key, value, mask, dropout, is_causal=mask is None, scale=scale)
+
+
+def _lengths(begins: Tensor) -> list[int]:
+    """Returns how long the documents of a row are; ``begins``: whether one begins at each position but the first."""
+    starts = [0, *(begins.nonzero()[:, 0] + 1).tolist(), len(begins) + 1]
+    return [end - start for start, end in pairwise(starts)]
+
+
+def _copies(heads: int, groups: int, parts: int) -> int:
+    """Returns how often each of ``groups`` key heads is repeated, so that ``parts`` ranks have whole ones, for the same queries."""
+    few = parts // math.gcd(groups, parts)
+    return few if (heads // groups) % few == 0 else heads // groups
+
+
+def _attention(
+    module: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    attention_mask: Tensor | None = None,
+    **named: Any,
+) -> tuple[Tensor, None]:
+    """Is what transformers calls; ``named`` are the model's own arguments. Raises TaskError for one that is not known."""
+    scale, dropout = named.pop("scaling", None), named.pop("dropout", 0.0)
+    strange = [name for name, value in named.items() if value is not None and name not in _ALONE]
+    if strange or attention_mask is not None or named.get("is_causal") is False:
+        what = ", ".join(strange) or "a mask of its own"
+        raise TaskError(
+            f"sequence_parallel_size: this model's attention has {what}, which slices of sequences do not know"
+        )
+    owner: Sequences = getattr(module, _OWNER)
+    return owner.attend(query, key, value, scale, dropout, named.get("sliding_window")), None
+
+
+def refuse(config: Any, parts: int) -> None:
+    """Raises TaskError where ``parts`` ranks cannot share the heads of a model of this configuration, or where its positions look
+    at each other outside of attention, as a small one of its kind shows.
+
+    ``config``: of a small model, whose numbers of heads are those of the large one.
+    """
+    kind, heads = config.model_type, getattr(config, "num_attention_heads", 0)
+    if heads and heads % parts:
+        raise TaskError(
+            f"task.model: num_attention_heads {heads} is not divisible by sequence_parallel_size {parts}; choose another"
+        )
+    with torch.random.fork_rng(devices=[]), torch.no_grad(), torch.device("cpu"):
+        torch.manual_seed(0)
+        model: Any = _transformers.build("AutoModelForCausalLM", config, None).eval()
+        tokens = torch.randint(1, 60, (2, 12))
+        tokens[1, 1:] = tokens[0, 1:]
+        before, problem = model(input_ids=tokens).logits, ""
+        try:
+            shared = Sequences(model, 1, lambda attention: attention)
+            after = model(**shared.see(tokens)).logits
+            layers, shared.calls = shared.calls, 0
+            blind = Sequences(model, 1, lambda attention: lambda query, key, value: query)
+            alone = model(**blind.see(tokens)).logits
+        except (TaskError, ValueError, KeyError, AttributeError) as error:
+            problem = " ".join(str(error).split())
+        else:
+            if not layers:
+                problem = "its attention does not go through transformers' interface"
+            elif not torch.allclose(before, after, atol=1e-5, rtol=1e-4):
+                problem = f"its attention is another one (outputs differ by {float((before - after).abs().max()):.1g})"
+            elif not torch.equal(alone[0, 1:], alone[1, 1:]):
+                problem = "its positions look at each other outside of attention"
+    if problem:
+        raise TaskError(
+            f'sequence_parallel_size: not possible with model_type "{kind}": {problem}; train it without, or choose another model'
+        )

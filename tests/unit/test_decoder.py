@@ -1,0 +1,77 @@
+"""Language models of transformers as chains of layers: which are, and which are refused before anything starts."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.util
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+from dsframe import tasks
+from dsframe.config import load
+from dsframe.errors import ConfigError, TaskError
+from dsframe.tasks import decoder
+from dsframe.tasks.huggingface import small
+from dsframe.tasks.layers import Tied, ready
+from tests.text_files import LLAMA
+from tests.unit.test_shared_sequences import config
+
+if importlib.util.find_spec("transformers") is None:
+    pytest.skip("transformers is not installed", allow_module_level=True)
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_a_chain_is_the_model(tied: bool) -> None:
+    """Outputs and gradients; the names stay the model's."""
+    settings = {**LLAMA, "tie_word_embeddings": tied}
+    section = {"name": "causal-language-model", "model": settings, "context": 16}
+    task = tasks.build(load({"train_batch_size": 8, "dsframe": {"task": section}}).settings.task, 1)
+    torch.manual_seed(0)
+    model = task.model()
+    layers = task.cut(model)
+    assert layers is not None
+    assert [type(layer).__name__ for layer in layers[1:3]] == ["DecoderBlock"] * 2
+    assert isinstance(layers[-1], Tied) == tied
+    chain, tokens = nn.Sequential(*ready(layers)), torch.randint(256, (2, 16))
+    expected, found = model(tokens).logits, chain(tokens)
+    torch.testing.assert_close(found, expected)
+    task.loss(found, tokens).backward()
+    gradients = {name: one.grad for name, one in model.named_parameters()}
+    assert all(one is not None for one in gradients.values())
+    model.zero_grad()
+    task.loss(model(tokens), tokens).backward()
+    for name, parameter in model.named_parameters():
+        torch.testing.assert_close(gradients[name], parameter.grad)
+
+
+@pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma"])
+def test_kinds_that_can_be_split(kind: str) -> None:
+    decoder.refuse(small(config(kind, head_dim=8)))
+
+
+@pytest.mark.parametrize(
+    ("kind", "more", "message"),
+    [
+        ("gpt2", {}, "it has other parts than a Llama"),
+        ("gemma2", {"head_dim": 8}, "it does more than its layers do, one after the other"),
+        ("gemma3_text", {"head_dim": 8}, "its blocks take more than the stream"),
+        ("mistral", {"sliding_window": 4096}, "it does more than its layers do, one after the other"),
+        ("mixtral", {"output_router_logits": True}, "no stage has the routers of all blocks"),
+    ],
+)
+def test_kinds_that_are_refused(kind: str, more: dict[str, Any], message: str) -> None:
+    """A window is missed where it is longer than the text of the trial, too."""
+    with pytest.raises(
+        TaskError, match=f'pipeline: a model of model_type "{kind}" cannot be split into stages: {message}'
+    ):
+        decoder.refuse(small(config(kind, **more)))
+
+
+def test_rows_with_a_mask_are_refused_in_a_pipeline() -> None:
+    data = {"train": "corpus.jsonl", "packing": "documents"}
+    section = {"name": "causal-language-model", "model": LLAMA, "context": 16, "data": data}
+    with pytest.raises(ConfigError, match="not possible in a pipeline, whose stages pass on one tensor"):
+        load({"train_batch_size": 8, "pipeline": {"stages": 2}, "dsframe": {"task": section}})
