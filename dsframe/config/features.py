@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, NamedTuple
 
 from dsframe.config.read.findings import dotted
 from dsframe.config.read.reader import Path
@@ -34,14 +33,13 @@ MADE_HERE = frozenset({"optimizer", "scheduler"})
 def logger_packages(file: DeepSpeed, settings: Settings) -> Iterator[tuple[Path, str]]:
     """The switches of sections that are on and need a package, and its module."""
     for section, package in LOGGERS.items():
-        if package and getattr(file, section).enabled:
+        if package and file.on(section):
             yield (section, "enabled"), package
-    if settings.mlflow.enabled:
+    if settings.on("mlflow"):
         yield ("dsframe", "mlflow", "enabled"), "mlflow"
 
 
-@dataclass(frozen=True)
-class Feature:
+class Feature(NamedTuple):
     """One thing that the file asks for."""
 
     name: str
@@ -114,8 +112,9 @@ def makes_groups(file: DeepSpeed) -> str:
 
 def shares_activations(file: DeepSpeed, settings: Settings) -> bool:
     """True if ``partition_activations`` is on, and there are recomputed blocks and ranks that have the same inputs to them."""
-    shared = file.activation_checkpointing.partition_activations and file.tensor_parallel.autotp_size > 1
-    return shared and bool(settings.model.activation_checkpointing)
+    if not file.has("activation_checkpointing") or file.tensor_parallel.autotp_size == 1:
+        return False
+    return file.activation_checkpointing.partition_activations and bool(settings.model.activation_checkpointing)
 
 
 def _zero(file: DeepSpeed) -> Iterator[Found]:
@@ -150,11 +149,11 @@ def _parallel(file: DeepSpeed) -> Iterator[Found]:
     if (file.sequence_parallel_size or 1) > 1:
         count = file.sequence_parallel_size
         yield "sequence_parallel", ("sequence_parallel_size",), f"sequence parallelism over {count} ranks"
-    if file.expert_parallel.enabled:
+    if file.on("expert_parallel"):
         yield "expert_parallel", ("expert_parallel",), "expert parallelism"
-    if file.hybrid_engine.enabled:
+    if file.on("hybrid_engine"):
         yield "hybrid_engine", ("hybrid_engine",), "the hybrid engine"
-    if file.compile.deepcompile:
+    if file.has("compile") and file.compile.deepcompile:
         yield "deepcompile", ("compile", "deepcompile"), "DeepCompile"
 
 
@@ -192,9 +191,9 @@ def _optimizer(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
         yield "unmanaged_accumulation", ("managed_gradient_accumulation",), "managed_gradient_accumulation false"
     if file.gradient_allreduce_op == "sum":
         yield "gradient_sum", ("gradient_allreduce_op",), "adding gradients instead of averaging them"
-    if settings.horovod.op == "adasum":
+    if file.has("dsframe", "horovod") and settings.horovod.op == "adasum":
         yield "adasum", ("dsframe", "horovod", "op"), "adasum"
-    if settings.horovod.compression == "fp16":
+    if file.has("dsframe", "horovod") and settings.horovod.compression == "fp16":
         yield "fp16_compression", ("dsframe", "horovod", "compression"), "fp16 compression"
     for key in ("parameter_groups", "no_decay", "layer_decay"):
         if getattr(settings, key) not in ([], "none", None):
@@ -207,7 +206,7 @@ def _optimizer(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
         yield "ema", ("dsframe", "ema"), "an average of the weights"
     if settings.on_nonfinite == "skip":
         yield "skip_nonfinite", ("dsframe", "on_nonfinite"), "skipping updates that are not finite"
-    if settings.ddp.communication != "none":
+    if file.has("dsframe", "ddp") and settings.ddp.communication != "none":
         yield "gradient_hook", ("dsframe", "ddp", "communication"), f"communication by {settings.ddp.communication}"
     kind = file.optimizer.type.lower() if file.optimizer else ""
     if kind in ("lamb", "lion", "muon"):
@@ -225,21 +224,22 @@ def _optimizer(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
 
 
 def _rest(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
-    checkpointing = file.activation_checkpointing
     for key in ("partition_activations", "contiguous_memory_optimization", "number_checkpoints", "cpu_checkpointing"):
+        if not file.has("activation_checkpointing"):
+            break
         # What is kept goes to the CPU on every engine, once there are blocks that keep their inputs alone.
         honoured = key == "cpu_checkpointing" and settings.model.activation_checkpointing
-        if getattr(checkpointing, key) and not honoured:
+        if getattr(file.activation_checkpointing, key) and not honoured:
             shared = key == "partition_activations" and shares_activations(file, settings)
             yield key if shared else "activation_checkpointing", ("activation_checkpointing", key), key
     if settings.model.tiling is not None:
         yield "tiling", ("dsframe", "model", "tiling"), "tiled linear layers"
-    if file.data_efficiency.enabled:
+    if file.on("data_efficiency"):
         yield "data_efficiency", ("data_efficiency",), "data efficiency"
     for key in ("flops_profiler", "tensorboard", "wandb", "csv_monitor", "comet"):
-        if getattr(file, key).enabled:
+        if file.on(key):
             yield key, (key,), key
-    if file.comms_logger is not None and file.comms_logger.enabled:
+    if file.on("comms_logger"):
         yield "comms_logger", ("comms_logger",), "comms_logger"
     if file.datastates_ckpt is not False:
         yield "datastates", ("datastates_ckpt",), "DataStates checkpoints"

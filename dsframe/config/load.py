@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-import hashlib
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
@@ -11,7 +10,7 @@ from pathlib import Path
 from typing import Any
 
 from dsframe.config import rules
-from dsframe.config.read import overrides, repair, secrets, validate
+from dsframe.config.read import overrides, repair, validate
 from dsframe.config.read.findings import Findings, Fix, Resolved
 from dsframe.config.read.reader import Document, ReadError, read
 from dsframe.config.resolve import auto, epochs, inherit, scaling
@@ -44,7 +43,7 @@ _OTHER_TOOLS = (
 """Program, keys that only its files have, and the remedy."""
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Examined:
     """Result of a check: problems, and the configuration if the text can be read."""
 
@@ -107,6 +106,8 @@ class Config:
 
     def shown(self) -> dict[str, Any]:
         """A copy to be kept or printed: without passwords and keys of accounts."""
+        from dsframe.config.read import secrets
+
         found: dict[str, Any] = secrets.without(self._raw)
         return copy.deepcopy(found)
 
@@ -133,8 +134,7 @@ class Config:
         """
         known = replace(self.facts, **{key: value for key, value in vars(facts).items() if value is not None})
         found = self._findings
-        waits = found.resolved or found.pending  # an "auto" may become something else
-        if waits or known.engine != self.facts.engine or self.facts.world_size is not None:
+        if self.waits or known.engine != self.facts.engine or self.facts.world_size is not None:
             return _accept(_judge(found.document, found.file, self._overrides, known, self.path))
         findings = found.anew()
         findings.problems.extend(self.problems)
@@ -144,8 +144,15 @@ class Config:
         return _accept(Examined(problems, replace(self, facts=known, problems=_no_errors(problems))))
 
     @property
+    def waits(self) -> bool:
+        """True if what is known later may change values: an "auto", or a number of epochs in place of steps."""
+        return bool(self._findings.resolved or self._findings.pending)
+
+    @property
     def digest(self) -> str:
         """SHA-256 of what is shown of the resolved file: equal on all ranks, or they would train different things."""
+        import hashlib
+
         text = json.dumps(self.shown(), sort_keys=True, separators=(",", ":"))
         return hashlib.sha256(text.encode()).hexdigest()
 

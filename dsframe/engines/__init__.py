@@ -8,8 +8,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 from collections.abc import Callable
-from dataclasses import dataclass
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 from dsframe.engines.table import BUILT_IN, DEFAULT, TABLE, Entry, named
 from dsframe.errors import EngineError, Problem
@@ -45,8 +44,7 @@ _FALLBACKS = ("deepspeed", "horovod", "ddp")
 """Where ``engine`` is "auto": the first of these that is installed."""
 
 
-@dataclass(frozen=True)
-class Choice:
+class Choice(NamedTuple):
     """Which engine runs, and what the user is told about it."""
 
     name: str

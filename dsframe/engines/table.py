@@ -47,7 +47,7 @@ _OTHERWISE = {
 }
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Entry:
     """One engine."""
 

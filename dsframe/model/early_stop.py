@@ -10,7 +10,7 @@ import math
 from collections.abc import Mapping
 from typing import Any
 
-from dsframe.config.schema.settings_model import Stop
+from dsframe.config.schema.settings_training import Stop
 from dsframe.errors import CheckpointError, TaskError
 
 

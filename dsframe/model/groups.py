@@ -17,7 +17,7 @@ from pydantic import ValidationError
 from torch import Tensor, nn
 
 from dsframe.config.read.suggest import closest
-from dsframe.config.schema.settings_model import ParameterGroup
+from dsframe.config.schema.settings_training import ParameterGroup
 from dsframe.errors import ConfigError, DsframeError, Problem, TaskError
 from dsframe.model import switches
 from dsframe.tasks.task import Task

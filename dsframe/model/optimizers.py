@@ -22,7 +22,7 @@ import torch
 
 from dsframe.config.features import own_adam
 from dsframe.config.schema.optimizer import OF_TASK, Optimizer, muon_rates
-from dsframe.config.schema.torch_optimizer import Params
+from dsframe.config.schema.optimizer_params import Params
 from dsframe.errors import ConfigError, EngineError, Problem, TaskError
 from dsframe.tasks.task import Task
 

@@ -16,8 +16,7 @@ from typing import Any
 
 from dsframe import engines
 from dsframe.config.load import Config, Examined, examine, find, read_text
-from dsframe.config.read import secrets
-from dsframe.config.resolve import inherit, memory, render
+from dsframe.config.resolve import inherit
 from dsframe.config.resolve.auto import Facts
 from dsframe.config.resolve.batch import replica_size
 from dsframe.config.schema.settings import ImageData
@@ -89,10 +88,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the files that the command line names and return the exit code."""
     options = parser().parse_args(argv)
-    try:
-        limit = memory.parse(options.gpu_memory) if options.gpu_memory else None
-    except ValueError as error:
-        parser().error(str(error))
+    limit = _memory(options.gpu_memory) if options.gpu_memory else None
     for name in ("processes", "nodes"):
         if getattr(options, name) is not None and getattr(options, name) < 1:
             parser().error(f"--{name} must be at least 1")
@@ -114,6 +110,17 @@ def main(argv: Sequence[str] | None = None) -> int:
         reports.append((label, examined))
     _print(reports, options)
     return worst
+
+
+def _memory(written: str) -> int:
+    from dsframe.config.resolve import (
+        memory,  # here and below: what most checks do not need is imported by those that do
+    )
+
+    try:
+        return memory.parse(written)
+    except ValueError as error:
+        parser().error(str(error))
 
 
 def _text(name: str) -> tuple[str, Problem | None, str]:
@@ -163,7 +170,7 @@ def _judge(text: str, label: str, options: argparse.Namespace, limit: int | None
     config = examined.config
     assert config is not None
     clean = not any(problem.severity == "error" for problem in examined.problems)
-    if clean and (epoch_steps := _epoch_steps(config, options)):
+    if clean and config.waits and (epoch_steps := _epoch_steps(config, options)):
         examined = examine(text, label, options.overrides, replace(config.facts, epoch_steps=epoch_steps), path)
         config = examined.config
         assert config is not None
@@ -171,6 +178,8 @@ def _judge(text: str, label: str, options: argparse.Namespace, limit: int | None
     if clean:
         more += _engine(config, options, label)
         if limit is not None:
+            from dsframe.config.resolve import memory
+
             processes = options.processes or 1
             costs = engines.costs_of(_engine_of(config, options), config.deepspeed, config.settings)
             more.append(memory.note(costs.cost(processes), costs.setup_cost(processes), processes, limit, label))
@@ -273,6 +282,8 @@ def _report(label: str, examined: Examined, options: argparse.Namespace) -> dict
                 del batch["deepspeed_ranks"]
                 report["batch"] = batch
             if options.resolved:
+                from dsframe.config.read import secrets
+
                 handed = config.for_deepspeed(options.processes) if options.processes else {}
                 report["resolved"] = secrets.without(config.written() | handed)
     return report
@@ -309,10 +320,13 @@ def _print_text(label: str, examined: Examined, options: argparse.Namespace) -> 
         print(f'{label}: note: {len(quiet)} values are "auto"; --resolved shows what they become, and why')
     count = {severity: sum(p.severity == severity for p in problems) for severity in ("error", "warning", "note")}
     config = examined.config
-    if options.resolved and config is not None and not count["error"]:
-        print(render.resolved(config, options.processes))
-    elif options.processes and config is not None and not count["error"]:
-        print(f"{label}: {render.batch_line(config.batch(options.processes))}")
+    if (options.resolved or options.processes) and config is not None and not count["error"]:
+        from dsframe.config.resolve import render
+
+        if options.resolved:
+            print(render.resolved(config, options.processes))
+        else:
+            print(f"{label}: {render.batch_line(config.batch(options.processes))}")
     if (
         config is not None
         and not options.resolved

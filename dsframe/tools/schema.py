@@ -19,14 +19,12 @@ from typing import Annotated, Any, Union, get_args, get_origin
 from annotated_types import Ge, Gt, Le, Lt
 
 from dsframe.config.resolve.auto import BATCH_KEYS, RULES
-from dsframe.config.schema.base import AUTO, Epochs, Interval, Section
+from dsframe.config.schema.base import AUTO, STAND_IN, Epochs, Interval, Section
 from dsframe.config.schema.file import File, section_at, shape
-from dsframe.config.schema.hf_scheduler import HF_SCHEDULERS
-from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, Optimizer
-from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS
+from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, SPELLINGS, TORCH_OPTIMIZERS, Optimizer
+from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, HF_SCHEDULERS, TORCH_SCHEDULERS
 from dsframe.config.schema.settings import TASKS, CustomTask
-from dsframe.config.schema.torch_optimizer import TORCH_OPTIMIZERS
-from dsframe.config.schema.torch_scheduler import TORCH_SCHEDULERS, SchedulePart
+from dsframe.config.schema.torch_scheduler import SchedulePart
 
 
 @cache
@@ -71,7 +69,7 @@ def _names(table: Mapping[str, Any]) -> dict[str, list[str]]:
     return grouped
 
 
-OPTIMIZER_TYPES = {**dict(DEEPSPEED_OPTIMIZERS.values()), **TORCH_OPTIMIZERS}
+OPTIMIZER_TYPES = {**dict(zip(SPELLINGS, DEEPSPEED_OPTIMIZERS.values(), strict=True)), **TORCH_OPTIMIZERS}
 SCHEDULER_TYPES = {**DEEPSPEED_SCHEDULERS, **TORCH_SCHEDULERS, **HF_SCHEDULERS}
 
 
@@ -106,11 +104,11 @@ def json_schema() -> dict[str, Any]:
     definitions = schema["$defs"]
     classes: dict[str, type[Section]] = {"Epochs": Epochs, "Interval": Interval, "SchedulePart": SchedulePart}
     classes |= {cls.__name__: cls for _, cls in sections()}
-    for table in (OPTIMIZER_TYPES, SCHEDULER_TYPES):
-        for parameters in table.values():
-            own = parameters.model_json_schema()
+    for cls in (*classes.values(), *OPTIMIZER_TYPES.values(), *SCHEDULER_TYPES.values()):
+        if cls is not File and cls.__name__ not in definitions:
+            own = cls.model_json_schema()
             definitions.update(own.pop("$defs", {}))
-            definitions[parameters.__name__] = own
+            definitions[cls.__name__] = own
     paths = dict.fromkeys(classes, ("",)) | {cls.__name__: path for path, cls in sections()}
     definitions["File"] = {key: schema.pop(key) for key in ("properties", "description") if key in schema}
     for name, definition in definitions.items():
@@ -127,6 +125,7 @@ def json_schema() -> dict[str, Any]:
             for parameters, types in _names(types_of).items()
         ]
     top = definitions.pop("File")
+    _refer([top, definitions])
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "$comment": "Written by: dsframe schema. Do not edit.",
@@ -137,6 +136,19 @@ def json_schema() -> dict[str, Any]:
         "patternProperties": {"^(_|//|#|comments?$|description$)": {}},
         "$defs": dict(sorted(definitions.items())),
     }
+
+
+def _refer(content: Any) -> None:
+    """Turns what the stand-ins of sections say (``dsframe.config.schema.base.Later``) into references, in place."""
+    if isinstance(content, dict):
+        if STAND_IN in content and isinstance(content[STAND_IN], str):
+            others = {key: value for key, value in content.items() if key != STAND_IN}
+            name = content[STAND_IN]
+            content.clear()
+            content.update({"$ref": f"#/$defs/{name}"}, **others)
+        content = list(content.values())
+    for part in content if isinstance(content, list) else ():
+        _refer(part)
 
 
 def _annotate(definition: dict[str, Any], owner: type[Section], path: tuple[str, ...]) -> None:

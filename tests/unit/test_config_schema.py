@@ -14,27 +14,25 @@ from typing import Any, Union, get_args, get_origin
 import pytest
 
 from dsframe.config.read.legacy import REMOVED, RENAMED
-from dsframe.config.schema import data, monitor, parallel, precision, system, zero
+from dsframe.config.schema import data, expert_parallel, monitor, parallel, precision, system, zero, zero_offload
 from dsframe.config.schema.base import Section
 from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.file import File, Shape, shape
-from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, WITHOUT_ROUTE
-from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, SCHEDULERS_WITHOUT_ROUTE
-from dsframe.config.schema.torch_optimizer import TORCH_OPTIMIZERS
-from dsframe.config.schema.torch_scheduler import TORCH_SCHEDULERS
+from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, TORCH_OPTIMIZERS, WITHOUT_ROUTE
+from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, SCHEDULERS_WITHOUT_ROUTE, TORCH_SCHEDULERS
 from dsframe.tools.schema import describe, sections
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
 PAIRS: list[tuple[type[Section], str, str]] = [
     (zero.Zero, "deepspeed.runtime.zero.config", "DeepSpeedZeroConfig"),
-    (zero.OffloadParam, "deepspeed.runtime.zero.offload_config", "DeepSpeedZeroOffloadParamConfig"),
-    (zero.OffloadOptimizer, "deepspeed.runtime.zero.offload_config", "DeepSpeedZeroOffloadOptimizerConfig"),
-    (zero.ZenFlow, "deepspeed.runtime.zenflow.zenflow_config", "ZenFlowConfig"),
-    (zero.LeafModule, "deepspeed.runtime.zero.leaf_module_config", "DeepSpeedZeroLeafModuleConfig"),
+    (zero_offload.OffloadParam, "deepspeed.runtime.zero.offload_config", "DeepSpeedZeroOffloadParamConfig"),
+    (zero_offload.OffloadOptimizer, "deepspeed.runtime.zero.offload_config", "DeepSpeedZeroOffloadOptimizerConfig"),
+    (zero_offload.ZenFlow, "deepspeed.runtime.zenflow.zenflow_config", "ZenFlowConfig"),
+    (zero_offload.LeafModule, "deepspeed.runtime.zero.leaf_module_config", "DeepSpeedZeroLeafModuleConfig"),
     (precision.Fp16, "deepspeed.runtime.precision_config", "DeepSpeedFP16Config"),
     (precision.Bf16, "deepspeed.runtime.precision_config", "DeepSpeedBF16Config"),
-    (parallel.HybridEngine, "deepspeed.runtime.config", "HybridEngineConfig"),
+    (expert_parallel.HybridEngine, "deepspeed.runtime.config", "HybridEngineConfig"),
     (parallel.TensorParallel, "deepspeed.runtime.tensor_parallel.config", "TPTrainingConfig"),
     (parallel.TensorParallelGroup, "deepspeed.runtime.tensor_parallel.config", "TPConfig"),
     (monitor.TensorBoard, "deepspeed.monitor.config", "TensorBoardConfig"),
@@ -149,7 +147,7 @@ def test_plain_sections_have_their_defaults() -> None:
     autotuning = vars(DeepSpeedAutotuningConfig({}))
     same(data.Autotuning, autotuning, {"start_step", "end_step"})
     experts = {key: value for key, value in vars(parse_autoep_config({})).items() if not key.startswith("_")}
-    same(parallel.ExpertParallel, experts, {"expert_w3"})
+    same(expert_parallel.ExpertParallel, experts, {"expert_w3"})
 
 
 def test_checkpoint_writer_defaults() -> None:
@@ -254,7 +252,7 @@ def test_optimizers_are_deepspeeds_and_torchs() -> None:
     for name, parameters in TORCH_OPTIMIZERS.items():
         signature = inspect.signature(classes[name])
         assert set(parameters.model_fields) == set(signature.parameters) - {"params"}, name
-    for name, parameters in {**TORCH_OPTIMIZERS, "Adagrad": DEEPSPEED_OPTIMIZERS["adagrad"][1]}.items():
+    for name, parameters in {**TORCH_OPTIMIZERS, "Adagrad": DEEPSPEED_OPTIMIZERS["adagrad"]}.items():
         for key, parameter in inspect.signature(classes[name]).parameters.items():
             original = list(parameter.default) if isinstance(parameter.default, tuple) else parameter.default
             assert key == "params" or default(parameters.model_fields[key]) == original, f"{name}.{key}"
@@ -264,7 +262,7 @@ def test_adam_takes_what_its_kernels_take() -> None:
     import torch
     from deepspeed.ops.adam import DeepSpeedCPUAdam, FusedAdam
 
-    fields = set(DEEPSPEED_OPTIMIZERS["adam"][1].model_fields)
+    fields = set(DEEPSPEED_OPTIMIZERS["adam"].model_fields)
     accepted = {"torch_adam", "adam_w_mode", "fp32_optimizer_states"}
     for cls in (FusedAdam, DeepSpeedCPUAdam, torch.optim.AdamW):
         accepted |= set(inspect.signature(cls.__init__).parameters) - {"self", "params", "model_params", "adamw_mode"}

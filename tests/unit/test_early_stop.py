@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 import dsframe
 from dsframe.config import load
-from dsframe.config.schema.settings_model import Stop
+from dsframe.config.schema.settings_training import Stop
 from dsframe.data import TensorSource
 from dsframe.errors import CheckpointError, ConfigError, TaskError
 from dsframe.model.early_stop import EarlyStop

@@ -6,6 +6,7 @@ The real one is in tests/faults.
 
 from __future__ import annotations
 
+import ast
 import base64
 import importlib.machinery
 import importlib.util
@@ -104,7 +105,11 @@ CONSOLE_SCRIPT = (
         ("--num_gpus=2 -m pkg.train -m x", CONSOLE_SCRIPT, "--master_port=1234 --module pkg.train -m x"),
         ("--num_gpus 2 --no_local_rank t.py", CONSOLE_SCRIPT, "--no_local_rank --master_port=1234 t.py"),
         ("--num_acc=2 --master_port 5 t.py --x", CONSOLE_SCRIPT, "--master_port 5 t.py --x"),
-        ("--num_gpus=2 -m dsframe.train", CONSOLE_SCRIPT, "--master_port=1234 --quiet --module dsframe.train"),
+        (
+            "--num_gpus=2 -m dsframe.train --verbose",
+            CONSOLE_SCRIPT,
+            "--master_port=1234 --module dsframe.train --verbose",
+        ),
         # What needs the runner: it counts devices, finds hosts, tunes, and says what is wrong with a number.
         ("t.py", CONSOLE_SCRIPT, None),
         ("--num_gpus=0 t.py", CONSOLE_SCRIPT, None),
@@ -168,6 +173,39 @@ def test_it_is_started_as_the_installed_runner_would() -> None:
     )
     assert {*mine} == {*other} - defaults
     assert rest == others
+
+
+SHOW = """
+import json, os, sys
+kept = {name: value for name, value in os.environ.items() if not name.startswith(("_", "DSFRAME"))}
+os.write(1, f"\\n{json.dumps([sys.argv, kept], sort_keys=True)}\\n".encode())  # one write: two ranks share this output
+"""
+
+
+def test_ranks_find_what_deepspeeds_launcher_gives_them(tmp_path: Path) -> None:
+    """Without its log the launcher of one host's processes is ours, which imports no DeepSpeed: no rank may see which it was."""
+    (tmp_path / "show.py").write_text(SHOW)
+    installed = shutil.which("deepspeed", path=str(Path(sys.executable).parent))
+    assert installed
+    typed = ["--num_gpus=2", "--master_port=1234", str(tmp_path / "show.py"), "-x", "--y=1"]
+    theirs, ours = command.launch(installed, typed), command.launch(installed, ["--quiet", *typed])
+    assert theirs is not None
+    assert ours is not None
+    assert ours[3] == command.ranks.__file__
+    found = []
+    for words in (theirs, ours):
+        done = subprocess.run(
+            words, env=os.environ | {"DS_ACCELERATOR": "cpu"}, capture_output=True, text=True, timeout=120, check=True
+        )
+        found.append(sorted(line for line in done.stdout.splitlines() if line.startswith("[[")))
+    assert len(found[0]) == 2
+    assert found[0] == found[1]
+
+
+def test_the_short_launcher_imports_the_standard_library_alone() -> None:
+    program = f"import runpy, sys; runpy.run_path({command.ranks.__file__!r}); print([*sys.modules])"
+    done = subprocess.run([sys.executable, "-S", "-c", program], capture_output=True, text=True, timeout=60, check=True)
+    assert not {"torch", "deepspeed", "numpy", "argparse"} & set(ast.literal_eval(done.stdout))
 
 
 LIST_OPTIONS = """
@@ -341,9 +379,11 @@ sys.exit(max(map(wait, workers)))
 """
 
 
-@pytest.fixture
-def without_runner(stand_in: dict[str, str], tmp_path: Path) -> tuple[dict[str, str], list[str]]:
-    """The environment and the command of a job that needs no runner."""
+@pytest.fixture(params=["deepspeed.launcher.launch", "ranks"])
+def without_runner(
+    stand_in: dict[str, str], tmp_path: Path, request: pytest.FixtureRequest
+) -> tuple[dict[str, str], list[str]]:
+    """The environment and the command of a job that needs no runner: one with the log of DeepSpeed's launcher, one without it."""
     (tmp_path / "deepspeed").rename(tmp_path / "worker.py")
     (tmp_path / "deepspeed").write_text(CONSOLE_SCRIPT.replace("/env/bin/python3", sys.executable))
     (tmp_path / "deepspeed").chmod(0o755)
@@ -353,6 +393,8 @@ def without_runner(stand_in: dict[str, str], tmp_path: Path) -> tuple[dict[str, 
     (folder / "__init__.py").touch()
     (folder.parent / "__init__.py").touch()
     environment = stand_in | {"PYTHONPATH": str(tmp_path / "library")}
+    if request.param == "ranks":
+        return environment | {"ROLE": "worker"}, ["deepspeed", "--num_gpus=2", "--quiet", str(tmp_path / "worker.py")]
     return environment, ["deepspeed", "--num_gpus=2", str(tmp_path / "worker.py")]
 
 

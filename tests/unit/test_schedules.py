@@ -11,7 +11,7 @@ import torch
 
 import dsframe
 from dsframe.config import load
-from dsframe.config.schema.hf_scheduler import HF_SCHEDULERS
+from dsframe.config.schema.scheduler import HF_SCHEDULERS
 from dsframe.errors import ConfigError, TaskError
 from dsframe.model import hf_schedules, schedules
 

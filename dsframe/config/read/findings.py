@@ -4,8 +4,7 @@ from __future__ import annotations
 
 import json
 from collections.abc import Iterable
-from dataclasses import dataclass
-from typing import Any
+from typing import Any, NamedTuple
 
 from dsframe.config.read.reader import Document, Path
 from dsframe.config.schema.base import AUTO
@@ -15,8 +14,7 @@ OVERRIDE = "--set"
 """The file name of problems with overrides."""
 
 
-@dataclass(frozen=True)
-class Fix:
+class Fix(NamedTuple):
     """An edit that ``dsframe check --fix`` can make without changing what the file means."""
 
     path: Path
@@ -30,8 +28,7 @@ class Fix:
     """Remove the member: it has no effect or is the default."""
 
 
-@dataclass(frozen=True)
-class Resolved:
+class Resolved(NamedTuple):
     """A value that was ``"auto"`` or follows from others, and why it is what it is."""
 
     path: Path

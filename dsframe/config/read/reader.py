@@ -50,7 +50,7 @@ class ReadError(Exception):
         self.message, self.offset, self.remedy = message, offset, remedy
 
 
-@dataclass(frozen=True)
+@dataclass(frozen=True, eq=False, repr=False)
 class Document:
     """A parsed file."""
 

@@ -17,7 +17,6 @@ from dsframe.config.schema.base import AUTO, Section
 from dsframe.config.schema.deepspeed import Scalars
 from dsframe.config.schema.file import File, Shape, children, section_at, shape
 from dsframe.config.schema.settings import TASKS
-from dsframe.config.schema.zero import LeafModule
 from dsframe.engines.table import TABLE
 
 _MEANT = {
@@ -52,7 +51,7 @@ def validate(raw: dict[str, Any], findings: Findings) -> File:
             findings.error(
                 (key,), f"expected an object, found {show(value)}", f"write{expected}", code="type", at_value=True
             )
-    return File.model_construct(**{key: value for key, value in values.items() if value is not None})
+    return File.of({key: value for key, value in values.items() if value is not None})
 
 
 def _build(section: type[Section], raw: dict[str, Any], path: Path, findings: Findings) -> Section | None:
@@ -61,7 +60,7 @@ def _build(section: type[Section], raw: dict[str, Any], path: Path, findings: Fi
     if wrong:
         raw = {key: value for key, value in raw.items() if key not in wrong}
     try:
-        return section.model_validate(raw)
+        return section.checked(raw)
     except ValidationError:
         fields = section.model_fields
         return None if any(field.is_required() for field in fields.values()) else section.model_construct()
@@ -87,7 +86,7 @@ def _parameters(section: type[Section], raw: dict[str, Any], path: Path, finding
 def _check(section: type[Section], raw: dict[str, Any], path: Path, findings: Findings) -> set[str]:
     """Report what pydantic finds wrong. Returns the keys of ``raw`` that hold something wrong."""
     try:
-        section.model_validate(raw)
+        section.checked(raw)
     except ValidationError as failure:
         return _report(failure, section, raw, path, findings)
     return set()
@@ -294,7 +293,7 @@ class _Converter:
             return int(value) if "int" in kinds and "float" not in kinds else value
         if isinstance(value, int) and not isinstance(value, bool) and "bool" in kinds and value in (0, 1):
             return value if kinds & {"int", "float"} else self.converted(here, value, bool(value))
-        if owner is LeafModule and isinstance(value, str) and "list" in kinds:
+        if owner.__name__ == "LeafModule" and isinstance(value, str) and "list" in kinds:
             return [value]  # DeepSpeed takes one name for a list of one
         if not owner.coerced or not isinstance(value, str) or "str" in kinds:
             return value

@@ -10,7 +10,7 @@ from dsframe.config.schema.file import File
 from dsframe.engines.table import TABLE, Entry, named
 
 
-@dataclass(frozen=True)
+@dataclass(eq=False, repr=False)
 class RuleContext:
     """One file, as the rules see it."""
 

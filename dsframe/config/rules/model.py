@@ -127,7 +127,8 @@ def _recomputation(context: RuleContext) -> None:
             'add "model": {"activation_checkpointing": true} to "dsframe"', code="no-effect",
         )  # fmt: skip
     cut = context.file.tensor_parallel.autotp_size > 1
-    if chosen and context.by_deepspeed and context.file.activation_checkpointing.partition_activations and not cut:
+    recomputes = chosen and context.by_deepspeed and context.file.has("activation_checkpointing")
+    if recomputes and context.file.activation_checkpointing.partition_activations and not cut:
         context.no_effect(
             ("activation_checkpointing", "partition_activations"),
             "has no effect without tensor parallelism: each rank has other inputs",
@@ -249,7 +250,7 @@ def _large_batch(context: RuleContext) -> None:
         context.conflict(
             rule, 'gradient_allreduce_op "sum" already scales with the number of ranks', 'write "mean", or "none" here'
         )
-    if context.file.dsframe.horovod.op == "adasum":
+    if context.wrote("dsframe", "horovod") and context.file.dsframe.horovod.op == "adasum":
         context.conflict(rule, "not possible with adasum, which replaces learning-rate scaling", 'write "none"')
     scheduler = context.file.scheduler
     if wanted.warmup_steps and scheduler is not None and scheduler.type.startswith("Warmup"):

@@ -10,11 +10,23 @@ from dsframe.config.read.findings import show
 from dsframe.config.read.reader import Path
 from dsframe.config.read.suggest import closest
 from dsframe.config.rules.context import RuleContext
-from dsframe.config.schema.hf_scheduler import HF_SCHEDULERS
-from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, MUP, OF_TASK, WITHOUT_ROUTE, Optimizer, muon_rates
-from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, SCHEDULERS_WITHOUT_ROUTE, Scheduler
-from dsframe.config.schema.torch_optimizer import TORCH_OPTIMIZERS
-from dsframe.config.schema.torch_scheduler import TORCH_SCHEDULERS
+from dsframe.config.schema.optimizer import (
+    DEEPSPEED_OPTIMIZERS,
+    MUP,
+    OF_TASK,
+    SPELLINGS,
+    TORCH_OPTIMIZERS,
+    WITHOUT_ROUTE,
+    Optimizer,
+    muon_rates,
+)
+from dsframe.config.schema.scheduler import (
+    DEEPSPEED_SCHEDULERS,
+    HF_SCHEDULERS,
+    SCHEDULERS_WITHOUT_ROUTE,
+    TORCH_SCHEDULERS,
+    Scheduler,
+)
 
 _TORCH_ADAM_ONLY = ("foreach", "maximize", "fused", "capturable", "differentiable")
 _DEEPSPEED_ADAM_ONLY = ("bias_correction", "set_grad_none")
@@ -56,7 +68,7 @@ def _optimizer(context: RuleContext) -> None:
         _own(context)
         return
     if name.lower() not in DEEPSPEED_OPTIMIZERS and name not in TORCH_OPTIMIZERS:
-        known = [spelling for spelling, _ in DEEPSPEED_OPTIMIZERS.values()] + list(TORCH_OPTIMIZERS)
+        known = [*SPELLINGS, *TORCH_OPTIMIZERS]
         _unknown_name(context, "optimizer", name, known, dict(WITHOUT_ROUTE), "torch.optim")
         return
     kind, stage = name.lower(), context.file.zero_optimization.stage

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 from dsframe.config.read.findings import Findings
 from dsframe.config.rules.context import RuleContext
 from dsframe.config.schema.file import File
-from dsframe.config.schema.settings_report import Profile
+
+if TYPE_CHECKING:
+    from dsframe.config.schema.settings_report import Profile
 
 KINDS = (
     "all-reduce",
@@ -41,11 +45,21 @@ def check(context: RuleContext) -> None:
     if not context.wrote("dsframe"):
         return
     _operations(context)
-    flops = context.file.flops_profiler
-    if flops.enabled and flops.recompute_fwd_factor:
+    if context.file.on("flops_profiler") and context.file.flops_profiler.recompute_fwd_factor:
         context.no_effect(
             ("flops_profiler", "recompute_fwd_factor"), "has no effect: dsframe counts recomputation when it happens"
         )
+    if context.wrote("dsframe", "horovod"):
+        _horovod(context)
+    mlflow = context.file.dsframe.mlflow if context.wrote("dsframe", "mlflow") else None
+    written = sorted(mlflow.model_fields_set - {"enabled"}) if mlflow else []
+    if mlflow and written and not mlflow.enabled:
+        context.no_effect(
+            ("dsframe", "mlflow", written[0]), "has no effect while mlflow.enabled is false", 'add "enabled": true'
+        )
+
+
+def _horovod(context: RuleContext) -> None:
     horovod = context.file.dsframe.horovod
     if horovod.timeline_mark_cycles and not horovod.timeline:
         context.no_effect(
@@ -56,12 +70,6 @@ def check(context: RuleContext) -> None:
             ("dsframe", "horovod", "autotune"),
             "has no effect: fusion_threshold_bytes and cycle_time_milliseconds are both fixed",
             "remove it, or one of the two",
-        )
-    mlflow = context.file.dsframe.mlflow
-    written = sorted(mlflow.model_fields_set - {"enabled"})
-    if written and not mlflow.enabled:
-        context.no_effect(
-            ("dsframe", "mlflow", written[0]), "has no effect while mlflow.enabled is false", 'add "enabled": true'
         )
 
 
@@ -91,11 +99,10 @@ def check_world(file: File, world_size: int | None, total_steps: int | None, fin
     steps = total_steps or file.dsframe.steps
     if profile is not None:
         _check_profile(profile, world_size, steps, findings)
-    flops = file.flops_profiler
-    if flops.enabled and steps is not None and flops.profile_step >= steps:
+    if file.on("flops_profiler") and steps is not None and file.flops_profiler.profile_step >= steps:
         findings.error(
             ("flops_profiler", "profile_step"),
-            f"the profile comes after {flops.profile_step} steps, but the run has only {steps}",
+            f"the profile comes after {file.flops_profiler.profile_step} steps, but the run has only {steps}",
             f"write at most {steps - 1}",
             code="conflict",
             at_value=True,

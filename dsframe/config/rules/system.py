@@ -13,7 +13,12 @@ NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 
 def check(context: RuleContext) -> None:
     """Report what is wrong with the sections around the training."""
-    _data(context)
+    if context.file.has("data_efficiency"):
+        _data(context)
+    if context.file.has("activation_checkpointing"):
+        _recomputation(context)
+    if context.file.has("autotuning"):
+        _autotuning(context)
     _system(context)
 
 
@@ -68,9 +73,8 @@ def _data(context: RuleContext) -> None:
             )
 
 
-def _system(context: RuleContext) -> None:
-    file = context.file
-    checkpointing = file.activation_checkpointing
+def _recomputation(context: RuleContext) -> None:
+    checkpointing = context.file.activation_checkpointing
     if checkpointing.contiguous_memory_optimization and not context.findings.fails(("activation_checkpointing",)):
         missing = [key for key in ("partition_activations", "number_checkpoints") if not getattr(checkpointing, key)]
         if missing:
@@ -80,10 +84,23 @@ def _system(context: RuleContext) -> None:
                 code="conflict",
                 at_value=True,
             )
-    if file.aio.use_gds and not NVIDIA_DRIVER.exists():
+
+
+def _autotuning(context: RuleContext) -> None:
+    tuner = context.file.autotuning
+    if tuner.enabled:
+        context.findings.note(("autotuning",), "has no effect without deepspeed --autotuning", code="no-effect")
+    for key in ("results_dir", "exps_dir"):
+        if getattr(tuner, key) == "":
+            context.conflict(("autotuning", key), "must not be empty: DeepSpeed raises", "name a folder")
+
+
+def _system(context: RuleContext) -> None:
+    file = context.file
+    if file.has("aio") and file.aio.use_gds and not NVIDIA_DRIVER.exists():
         where = ("aio", "use_gds")
         context.conflict(where, "needs CUDA, which this machine does not have: DeepSpeed raises", "write false")
-    if file.checkpoint.writer is not None and file.checkpoint.writer.type == "PYTHON":
+    if file.has("checkpoint") and file.checkpoint.writer is not None and file.checkpoint.writer.type == "PYTHON":
         path = ("checkpoint", "writer", "type")
         context.findings.warning(
             path,
@@ -95,12 +112,7 @@ def _system(context: RuleContext) -> None:
     _packages(context)
     if file.disable_allgather:
         context.no_effect(("disable_allgather",), "has no effect: DeepSpeed 0.19 reads it and never uses it")
-    if file.autotuning.enabled:
-        context.findings.note(("autotuning",), "has no effect without deepspeed --autotuning", code="no-effect")
-    for key in ("results_dir", "exps_dir"):
-        if getattr(file.autotuning, key) == "":
-            context.conflict(("autotuning", key), "must not be empty: DeepSpeed raises", "name a folder")
-    if file.weight_quantization is not None and file.weight_quantization.enabled:
+    if file.on("weight_quantization"):
         context.findings.note(
             ("weight_quantization",), "has no effect on training, only on inference", code="no-effect"
         )

@@ -94,11 +94,12 @@ def _dsframe(context: RuleContext) -> None:
         if section in MADE_HERE:
             message = f"{show(name)} is not forwarded: dsframe builds the {section} itself"
             context.conflict(("dsframe", "pass_through"), message, "remove it")
-    meant = {"average": "mean", "sum": "sum"}.get(settings.horovod.op or "")
+    op = settings.horovod.op if context.wrote("dsframe", "horovod") else None
+    meant = {"average": "mean", "sum": "sum"}.get(op or "")
     if meant and meant != context.file.gradient_allreduce_op:
         context.conflict(
             ("dsframe", "horovod", "op"),
-            f'{show(settings.horovod.op)} contradicts gradient_allreduce_op "{context.file.gradient_allreduce_op}"',
+            f'{show(op)} contradicts gradient_allreduce_op "{context.file.gradient_allreduce_op}"',
             f'set gradient_allreduce_op to "{meant}", which every engine follows',
         )
     if settings.epochs is not None and settings.steps is not None:
@@ -120,7 +121,10 @@ def _dsframe(context: RuleContext) -> None:
         ):
             if context.wrote("dsframe", "task", key) and dataset not in homes:
                 context.no_effect(("dsframe", "task", key), f'has no effect with dataset "{dataset}"')
-    _engines(context)
+    if context.wrote("dsframe", "ddp"):
+        _ddp(context)
+    if context.wrote("dsframe", "fsdp"):
+        _fsdp(context)
     for name in BUILT_IN:
         if context.wrote("dsframe", name) and settings.engine not in ("auto", name):
             context.findings.note(("dsframe", name), f'has no effect with engine "{settings.engine}"', code="no-effect")
@@ -128,8 +132,8 @@ def _dsframe(context: RuleContext) -> None:
         context.no_effect(("dsframe", "engine_options"), f'has no effect: engine "{context.engine}" takes none')
 
 
-def _engines(context: RuleContext) -> None:
-    file, ddp, fsdp = context.file, context.file.dsframe.ddp, context.file.dsframe.fsdp
+def _ddp(context: RuleContext) -> None:
+    file, ddp = context.file, context.file.dsframe.ddp
     path: tuple[str, ...] = ("dsframe", "ddp", "communication")
     if ddp.communication == "power_sgd":
         message = "PowerSGD's error feedback would spread one NaN step to all later ones"
@@ -150,5 +154,8 @@ def _engines(context: RuleContext) -> None:
     for key in ("power_sgd_rank", "power_sgd_start_step"):
         if context.wrote("dsframe", "ddp", key) and ddp.communication != "power_sgd":
             context.no_effect(("dsframe", "ddp", key), f'has no effect with communication "{ddp.communication}"')
-    if context.wrote("dsframe", "fsdp", "shard_size") and fsdp.sharding == "full":
+
+
+def _fsdp(context: RuleContext) -> None:
+    if context.wrote("dsframe", "fsdp", "shard_size") and context.file.dsframe.fsdp.sharding == "full":
         context.no_effect(("dsframe", "fsdp", "shard_size"), 'has no effect with sharding "full"')

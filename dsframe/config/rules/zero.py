@@ -25,7 +25,8 @@ def check(context: RuleContext) -> None:
         _zenflow(context)
     _reduction(context)
     _split(context)
-    _compile(context)
+    if context.file.has("compile"):
+        _compile(context)
     if context.wrote("allgather_size"):
         context.no_effect(
             ("allgather_size",), 'has no effect: DeepSpeed reads it only if "zero_optimization" is true or false'
@@ -158,6 +159,7 @@ def _reduction(context: RuleContext) -> None:
     """Report what ``stage_1_and_2.py`` and ``stage3.py`` assert, and ``runtime/config.py`` about the sum."""
     file = context.file
     zero = file.zero_optimization
+    deepcompile = file.has("compile") and file.compile.deepcompile
     scattered = zero.stage >= 2 and zero.reduce_scatter
     averaged = file.gradient_allreduce_op == "mean" or zero.stage == 3
     if scattered and averaged:
@@ -175,7 +177,7 @@ def _reduction(context: RuleContext) -> None:
         for on, what in (
             (zero.stage == 3, "ZeRO stage 3"),
             (zero.zenflow is not None, "ZenFlow"),
-            (file.compile.deepcompile, "DeepCompile"),
+            (deepcompile, "DeepCompile"),
         ):
             if on:
                 context.conflict(path, f'"sum" is not possible with {what}: DeepSpeed raises', 'write "mean"')
@@ -185,7 +187,7 @@ def _reduction(context: RuleContext) -> None:
             context.conflict(
                 path, "false with overlap_comm needs stage 2: DeepSpeed raises", "set overlap_comm to false"
             )
-        for on, what in ((file.pipeline.stages > 1, "a pipeline"), (file.compile.deepcompile, "DeepCompile")):
+        for on, what in ((file.pipeline.stages > 1, "a pipeline"), (deepcompile, "DeepCompile")):
             if on:
                 context.conflict(path, f"false is not possible with {what}: DeepSpeed raises", "remove it")
 
@@ -222,14 +224,16 @@ def _split(context: RuleContext) -> None:
             ("tensor_parallel", "preset_model"), f'"{tensor.preset_model}" is not a preset: DeepSpeed ignores it',
             f"choose one of {', '.join(_PRESETS)}",
         )  # fmt: skip
+    if not file.on("expert_parallel"):
+        return
     experts = file.expert_parallel
-    if experts.enabled and experts.async_split_plan and experts.autoep_size > 1 and tensor.autotp_size > 1:
+    if experts.async_split_plan and experts.autoep_size > 1 and tensor.autotp_size > 1:
         context.conflict(
             ("expert_parallel", "async_split_plan"),
             "not possible with tensor parallelism: DeepSpeed raises",
             "remove it",
         )
-    if experts.enabled and experts.comm_backend == "deepep" and experts.comm_max_tokens_per_rank == 0:
+    if experts.comm_backend == "deepep" and experts.comm_max_tokens_per_rank == 0:
         context.conflict(
             ("expert_parallel", "comm_backend"), '"deepep" needs comm_max_tokens_per_rank: DeepSpeed raises',
             "add micro-batch size x longest sequence",

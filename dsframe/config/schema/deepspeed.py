@@ -5,19 +5,31 @@ Source: ``deepspeed/runtime/config.py`` and ``constants.py``. Which keys DeepSpe
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import TYPE_CHECKING, Any, ClassVar, Literal
 
 from pydantic import Field
 
-from dsframe.config.schema.base import Count, NonNegative, Positive, Section
-from dsframe.config.schema.data import Autotuning, DataEfficiency
-from dsframe.config.schema.monitor import Comet, CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Timers, Wandb
+from dsframe.config.schema.base import Count, NonNegative, Positive, Section, later
 from dsframe.config.schema.optimizer import Optimizer
-from dsframe.config.schema.parallel import ExpertParallel, HybridEngine, Pipeline, TensorParallel
+from dsframe.config.schema.parallel import Pipeline, TensorParallel
 from dsframe.config.schema.precision import Bf16, CommunicationType, DataTypes, Fp16, TorchAutocast
 from dsframe.config.schema.scheduler import Scheduler
-from dsframe.config.schema.system import ActivationCheckpointing, Aio, Checkpoint, Compile, WeightQuantization
 from dsframe.config.schema.zero import Zero
+
+if TYPE_CHECKING:
+    from dsframe.config.schema.data import Autotuning, DataEfficiency
+    from dsframe.config.schema.expert_parallel import ExpertParallel, HybridEngine
+    from dsframe.config.schema.monitor import Comet, CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Timers, Wandb
+    from dsframe.config.schema.system import ActivationCheckpointing, Aio, Checkpoint, Compile, WeightQuantization
+else:
+    Autotuning, DataEfficiency = later("data", "Autotuning", "DataEfficiency")
+    Comet, CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Timers, Wandb = later(
+        "monitor", "Comet", "CommsLogger", "CsvMonitor", "FlopsProfiler", "TensorBoard", "Timers", "Wandb"
+    )
+    ExpertParallel, HybridEngine = later("expert_parallel", "ExpertParallel", "HybridEngine")
+    ActivationCheckpointing, Aio, Checkpoint, Compile, WeightQuantization = later(
+        "system", "ActivationCheckpointing", "Aio", "Checkpoint", "Compile", "WeightQuantization"
+    )
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
@@ -101,7 +113,7 @@ class DeepSpeed(Scalars):
     """Mixed precision by torch."""
     data_types: DataTypes = Field(default_factory=DataTypes.model_construct)
     """Number formats of single parts."""
-    zero_optimization: Zero = Field(default_factory=Zero.model_construct)
+    zero_optimization: Zero = Field(default_factory=lambda: Zero.of({}))
     """ZeRO and offload."""
     activation_checkpointing: ActivationCheckpointing = Field(default_factory=ActivationCheckpointing.model_construct)
     """Recompute activations in the backward pass."""

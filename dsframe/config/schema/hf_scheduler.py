@@ -3,7 +3,6 @@
 Source: transformers 5.23, ``optimization.py``. The rate of the first update is the factor at 0, as there.
 """
 
-from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
@@ -114,16 +113,4 @@ class PlateauParams(Section):
     """Falls by less than this are left out."""
 
 
-HF_SCHEDULERS: Mapping[str, type[Section]] = {
-    "linear": HfLinearParams,
-    "cosine": HfCosineParams,
-    "cosine_with_restarts": HfCosineWithRestartsParams,
-    "cosine_with_min_lr": HfCosineWithMinLrParams,
-    "polynomial": HfPolynomialParams,
-    "constant": HfConstantParams,
-    "constant_with_warmup": HfConstantWithWarmupParams,
-    "warmup_stable_decay": HfWarmupStableDecayParams,
-    "nanogpt": NanoGptParams,
-    "ReduceLROnPlateau": PlateauParams,
-}
 """Names that dsframe knows and DeepSpeed does not: for files with a "dsframe" section."""

@@ -3,17 +3,34 @@
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import Annotated, Any, Literal
+from typing import TYPE_CHECKING, Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from dsframe.config.schema.base import AUTO, Count, Every, Positive, Section, Size
+from dsframe.config.schema.base import AUTO, Classes, Count, Every, Section, later
 from dsframe.config.schema.optimizer import Optimizer
 from dsframe.config.schema.settings_checkpoints import Checkpoints
-from dsframe.config.schema.settings_model import Adapter, DeepSpeedEngine, Ema, LargeBatch, Model, ParameterGroup, Stop
-from dsframe.config.schema.settings_report import Mlflow, Profile
+from dsframe.config.schema.settings_images import ImageData as ImageData
+from dsframe.config.schema.settings_model import DeepSpeedEngine, LargeBatch, Model
 from dsframe.engines.table import BUILT_IN, TABLE
+
+if TYPE_CHECKING:
+    from dsframe.config.schema.settings_engines import Ddp, Fsdp
+    from dsframe.config.schema.settings_engines import Horovod as Horovod
+    from dsframe.config.schema.settings_report import Mlflow, Profile
+    from dsframe.config.schema.settings_tasks import CausalLanguageModelTask as CausalLanguageModelTask
+    from dsframe.config.schema.settings_tasks import ImageClassificationTask as ImageClassificationTask
+    from dsframe.config.schema.settings_tasks import LanguageTask as LanguageTask
+    from dsframe.config.schema.settings_tasks import TextFiles as TextFiles
+    from dsframe.config.schema.settings_training import Adapter, Ema, ParameterGroup, Stop
+else:
+    Ddp, Fsdp, Horovod = later("settings_engines", "Ddp", "Fsdp", "Horovod")
+    Mlflow, Profile = later("settings_report", "Mlflow", "Profile")
+    Adapter, Ema, ParameterGroup, Stop = later("settings_training", "Adapter", "Ema", "ParameterGroup", "Stop")
+    CausalLanguageModelTask, ImageClassificationTask, LanguageTask, TextFiles = later(
+        "settings_tasks", "CausalLanguageModelTask", "ImageClassificationTask", "LanguageTask", "TextFiles"
+    )
 
 
 def _known(name: str) -> str:
@@ -31,31 +48,6 @@ EngineName = Annotated[
 """An engine of dsframe's or of an installed package; ``auto`` follows the launcher."""
 
 
-class ImageData(Section):
-    """Images and their classes."""
-
-    name: str = ""
-    """Kind of task."""
-    model: Any = None
-    """The model."""
-    dataset: Literal["fashion-mnist", "mnist", "cifar10", "image-folder", "image-shards", "synthetic"] = "fashion-mnist"
-    """Where images come from. ``image-folder`` reads ``data_dir/train/CLASS/*`` and ``data_dir/val/CLASS/*``; ``image-shards``
-    ``data_dir/train/*.tar`` and ``data_dir/val/*.tar``, as webdataset writes them: of each sample an image and ``cls``."""
-    data_dir: str | None = None
-    """Folder of the data. Default: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
-    augment: bool = True
-    """Random crop with padding and horizontal flip, in training only."""
-    image_size: Count | None = None
-    """Pixels of a side, for ``image-folder``, ``image-shards`` and ``synthetic``."""
-    classes: Count | None = None
-    """Number of classes, for ``synthetic`` and ``image-shards``, which needs it."""
-    samples: Count | None = None
-    """Use only so many training samples: the first ones of a file, any ones of an ``image-folder``, always the same; not of
-    ``image-shards``. Default: all."""
-    workers: Size = 0
-    """Processes that read images, for ``image-folder`` and ``image-shards``."""
-
-
 class VisionTask(ImageData):
     """Image classification."""
 
@@ -64,108 +56,6 @@ class VisionTask(ImageData):
     model: str = "cnn"
     """``cnn``, a small convolutional network, or any classification model of torchvision by name, such as
     ``resnet18``."""
-
-
-class LanguageTask(Section):
-    """Language modelling over bytes with a GPT."""
-
-    name: Literal["language"]
-    """Kind of task."""
-    layers: Count = 4
-    """Transformer blocks."""
-    heads: Count = 4
-    """Attention heads. Divides ``width``."""
-    width: Count = 256
-    """Hidden size."""
-    context: Count = 128
-    """Tokens in one sample; a token is a byte."""
-    corpus: str = "stdlib"
-    """``stdlib`` (the sources of Python's standard library), ``synthetic``, or text files: a path or a pattern."""
-    data_dir: str | None = None
-    """Folder in which tokens are cached. Default: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
-    samples: Count | None = None
-    """Use only so many training samples. Default: all."""
-    tie_embeddings: bool = True
-    """Use the embedding as the output layer."""
-
-
-class MixturePart(Section):
-    """Files of a mixture, and what share of the rows they give."""
-
-    data: str | list[str]
-    """Files or patterns, as for ``train``."""
-    weight: Positive
-    """Its share of the rows is this, divided by the sum of all weights."""
-    name: str | None = None
-    """Name in messages and logs. Default: the first pattern."""
-    exhausted: Literal["repeats", "ends", "error"] = "repeats"
-    """When all of its rows have been read: it ``repeats`` in a new order, it ``ends`` and the others share its place, or the
-    training is refused before it begins (``error``)."""
-
-
-class TextFiles(Section):
-    """Text or conversations from files, tokenised once and then read from a memory-mapped file."""
-
-    train: str | list[str] | None = None
-    """Files or patterns, such as ``["a/*.jsonl", "b.parquet", "c/*.txt"]``: JSON lines (also ``.zst`` and ``.gz``), parquet, text
-    (one document a file), or a folder that ``datasets.save_to_disk`` wrote. Not beside ``mixture``."""
-    mixture: list[MixturePart] | None = None
-    """In place of ``train``: several sets of files with weights. Which one gives a row follows from the seed and from the row's
-    number in the training."""
-    eval: str | list[str] | None = None
-    """The held-out ones. Default: none, so there is no evaluation."""
-    format: Literal["text", "conversations"] = "text"
-    """``conversations``: rows have ``messages``, or ``prompt`` and ``completion``, and the answers alone are learned."""
-    field: str = "text"
-    """Column of the text, in JSON lines, parquet and saved folders."""
-    packing: Literal["concatenate", "rows", "documents"] | None = None
-    """``concatenate``: all documents joined, cut into rows of ``context`` tokens. ``rows``: one document a row, padded to the
-    longest of its micro-batch. ``documents``: as many as fit into ``context``; they do not see each other. Default:
-    ``concatenate`` for text, ``rows`` for conversations."""
-    padding: Literal["micro-batch", "global-batch"] = "micro-batch"
-    """With ``"packing": "rows"``: rows are padded to the longest one of the micro-batch, or of the global batch. With the latter
-    the shapes of a step do not depend on the number of ranks."""
-    chat_template: str | None = None
-    """File with a chat template, in place of the tokenizer's own. It marks the answers by ``{% generation %}``."""
-
-
-class CausalLanguageModelTask(Section):
-    """Language modelling with a model of Hugging Face transformers (``AutoModelForCausalLM``). Nothing is downloaded."""
-
-    name: Literal["causal-language-model"]
-    """Kind of task."""
-    model: dict[str, Any] | str
-    """An object, ``{"model_type": "llama", "hidden_size": 64, ...}``: a new model with these settings of transformers'
-    configuration class, its own defaults for the rest. Or a local folder with a model: its weights are the first ones."""
-    fresh: bool = False
-    """Take only the configuration from the folder, and draw new weights from the seed."""
-    tokenizer: str | None = None
-    """Local folder of a tokenizer. Default: the model folder's, where it has one, else a token is a byte."""
-    context: Count = 128
-    """Tokens in one sample."""
-    corpus: str = "stdlib"
-    """``stdlib`` (the sources of Python's standard library), ``synthetic``, or text files: a path or a pattern. Not beside
-    ``data``."""
-    data: TextFiles | None = None
-    """Documents or conversations, instead of ``corpus``."""
-    data_dir: str | None = None
-    """Folder in which tokens are cached. Default: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
-    samples: Count | None = None
-    """Use only so many training samples. Default: all."""
-
-
-class ImageClassificationTask(ImageData):
-    """Image classification with a model of Hugging Face transformers (``AutoModelForImageClassification``). Nothing is
-    downloaded."""
-
-    name: Literal["image-classification"]
-    """Kind of task."""
-    model: dict[str, Any] | str
-    """An object, ``{"model_type": "vit", "hidden_size": 64, ...}``: a new model with these settings of transformers'
-    configuration class, sized for the data set. Or a local folder with a model: its weights are the first ones, and the
-    output layer is a new one where the classes differ."""
-    fresh: bool = False
-    """Take only the configuration from the folder, and draw new weights from the seed."""
 
 
 class CustomTask(Section):
@@ -177,12 +67,14 @@ class CustomTask(Section):
     """Keyword arguments of the class."""
 
 
-TASKS: Mapping[str, type[Section]] = {
-    "vision": VisionTask,
-    "language": LanguageTask,
-    "causal-language-model": CausalLanguageModelTask,
-    "image-classification": ImageClassificationTask,
-}
+TASKS: Mapping[str, type[Section]] = Classes(
+    {
+        "vision": "settings:VisionTask",
+        "language": "settings_tasks:LanguageTask",
+        "causal-language-model": "settings_tasks:CausalLanguageModelTask",
+        "image-classification": "settings_tasks:ImageClassificationTask",
+    }
+)
 
 
 def task_class(raw: Any) -> type[Section]:
@@ -203,89 +95,6 @@ Task = Annotated[
     | Annotated[CustomTask, Tag("CustomTask")],
     Discriminator(_task_tag),
 ]
-
-
-class Horovod(Section):
-    """Options of the Horovod engine."""
-
-    op: Literal["average", "sum", "adasum"] | None = None
-    """How gradients are combined. Default: by ``gradient_allreduce_op``."""
-    compression: Literal["none", "fp16"] = "none"
-    """Send gradients as they are or as fp16."""
-    fusion_threshold_bytes: Size | None = None
-    """Bytes of gradients that are reduced together. Default: HOROVOD_FUSION_THRESHOLD, else a quarter of all, but
-    1 to 64 MiB."""
-    cycle_time_milliseconds: Positive | None = None
-    """Time between two rounds of reductions. Default: HOROVOD_CYCLE_TIME, else 5 ms on CPUs and Horovod's own 1 ms on GPUs."""
-    autotune: bool = False
-    """Let Horovod try threshold and cycle time out in the first steps and keep the fastest. From three ranks on, last bits may
-    then differ from run to run, because what is reduced together depends on the moment. Refused where Horovod starts more than
-    once in a process: in a second training, and where processes come and go."""
-    groups: Size = 0
-    """Gradients are reduced in so many groups of as many parameters. 0: by ``fusion_threshold_bytes``."""
-    timeline: bool = False
-    """Write when each tensor was negotiated, fused and reduced to ``timeline.json`` in the run's directory, for
-    https://ui.perfetto.dev or chrome://tracing. Else as $HOROVOD_TIMELINE says."""
-    timeline_mark_cycles: bool = False
-    """Mark the rounds of reductions in it."""
-    commit_every_steps: Count = 50
-    """Under ``horovodrun --min-np``: steps between two copies of the state in each process's memory, which keeps the one before
-    until the next is whole. So many steps at most are trained again when a process is lost, and hosts that were added join at the
-    next copy."""
-
-
-class Ddp(Section):
-    """Options of the DDP engine."""
-
-    bucket_cap_megabytes: Positive | None = None
-    """Megabytes (2 to the 20 bytes) of gradients that are reduced together. Default: a quarter of all, 1 at least and 64 at
-    most, so that most can leave while the backward pass still runs."""
-    static_graph: bool = False
-    """The model does the same at each step. From three ranks on, a run that goes on from a checkpoint adds up the gradients of its
-    first steps in another order then, which changes last bits."""
-    gradient_as_bucket_view: bool = True
-    """Gradients live in the buckets: less memory."""
-    find_unused_parameters: bool = False
-    """DDP's own way with parameters that take no part in a loss: it reads the graph at each step. Without it they have zero
-    gradients too, at less cost."""
-    communication: Literal["none", "fp16", "bf16", "power_sgd"] = "none"
-    """How gradients are sent: as they are; rounded to 16 bits and added up so (``fp16`` ends at 65,504); or by ``power_sgd``,
-    as products of two narrow matrices, with what that leaves out added to the next step's (Vogels et al. 2019,
-    arXiv 1905.13727)."""
-    power_sgd_rank: Count = 1
-    """Columns of the two matrices."""
-    power_sgd_start_step: Annotated[int, Field(strict=True, ge=2)] = 1000
-    """Steps before the first one that is compressed: gradients change most at the beginning."""
-
-
-class Fsdp(Section):
-    """Options of the FSDP engine."""
-
-    wrap: list[str] = []
-    """Classes of the model, by name. Each instance is gathered as one, and given up before the next. Default: the class that
-    the model repeats, as for ``activation_checkpointing``, else the one that occurs most often in its lists of layers; of large
-    models on CPUs parts of it, down to single layers, if it is large beside a rank's shard. What shares a parameter with another
-    part of the model stays with the whole model."""
-    sharding: Literal["full", "hybrid"] = "full"
-    """``full``: shares for all ranks. ``hybrid``: shares within groups of ranks, and each group has a whole model."""
-    shard_size: Count | None = None
-    """Ranks of a group, for ``hybrid``. Divides the number of processes. Default: the ranks of a host."""
-    offload: Literal["none", "cpu"] = "none"
-    """``cpu``: shares of weights, gradients and optimizer state live in the host's memory, where the update is made."""
-    reshard_after_forward: bool = True
-    """Give a unit up after its forward pass and gather it again for the backward pass: less memory, half as much again is
-    sent."""
-    accumulate: Literal["whole", "shards"] = "whole"
-    """Gradients between micro-batches: ``whole`` on every rank and reduced once in a step, or reduced each time and kept in
-    ``shards``: less memory, more is sent."""
-
-    def splits(self, block: int, elements: int, ranks: int, *, on_cpu: bool) -> bool:
-        """True if units smaller than the largest ``block`` are chosen for a model of so many ``elements``, where none are named.
-
-        On CPUs, where collectives hide behind nothing and fewer, larger ones win little: of a model of 403 M parameters in 8
-        blocks on 4 ranks, whole blocks and their gradients took 770 MiB beside a share of 1,536 (``benchmarks.sharded_memory``).
-        """
-        return not self.wrap and on_cpu and elements > 1 << 24 and block > elements // (8 * ranks)
 
 
 def _options_class(engine: Any) -> type[Section] | None:

@@ -1,37 +1,12 @@
 # ruff: noqa: RUF012 - pydantic copies mutable defaults
 """``optimizer.params`` for the classes of ``torch.optim``. Source: torch 2.13."""
 
-from collections.abc import Mapping
 from typing import Annotated, Literal
 
 from pydantic import Field
 
 from dsframe.config.schema.base import Count, NonNegative, Real, Section
-
-Beta = Annotated[float, Field(ge=0.0, lt=1.0)]
-Betas = Annotated[list[Beta], Field(min_length=2, max_length=2)]
-
-
-class Params(Section):
-    """What every optimizer takes."""
-
-    lr: NonNegative = 1e-3
-    """Learning rate: the step size before the scheduler changes it. ``"auto"`` is 5e-5, as in Hugging Face's Trainer."""
-    weight_decay: NonNegative = 0.0
-    """Decay of the weights. ``"auto"`` is 0."""
-
-
-class TorchParams(Params):
-    """What most optimizers of torch take too."""
-
-    foreach: bool | None = None
-    """torch: update many tensors with one call. Default: torch decides."""
-    maximize: bool = False
-    """torch: go up the gradient, not down."""
-    differentiable: bool = False
-    """torch: let gradients flow through the step."""
-    capturable: bool = False
-    """torch: safe inside a CUDA graph."""
+from dsframe.config.schema.optimizer_params import Betas, Params, TorchParams
 
 
 class SgdParams(Params):
@@ -176,18 +151,3 @@ class LbfgsParams(Section):
     """Number of earlier updates that are kept: two numbers for each weight and update."""
     line_search_fn: Literal["strong_wolfe"] | None = None
     """Search along the line."""
-
-
-TORCH_OPTIMIZERS: Mapping[str, type[Section]] = {
-    "SGD": SgdParams,
-    "RMSprop": RmspropParams,
-    "Adamax": AdamaxParams,
-    "NAdam": NadamParams,
-    "RAdam": RadamParams,
-    "Adadelta": AdadeltaParams,
-    "ASGD": AsgdParams,
-    "Rprop": RpropParams,
-    "Adafactor": AdafactorParams,
-    "LBFGS": LbfgsParams,
-}
-"""Classes of ``torch.optim``. The case counts."""

@@ -7,6 +7,7 @@ from typing import Annotated, Any, Literal
 from pydantic import Field
 
 from dsframe.config.schema.base import Count, NonNegative, Real, Section, SectionClass, Steps, StepsOrNone
+from dsframe.config.schema.scheduler import TORCH_SCHEDULERS
 
 
 class StepLrParams(Section):
@@ -193,21 +194,3 @@ class SequentialLrParams(ChainedSchedulerParams):
     """Steps at which the next one begins. Required."""
     last_epoch: int = -1
     """Always -1, the start: a training that goes on takes the checkpoint's step."""
-
-
-TORCH_SCHEDULERS: Mapping[str, type[Section]] = {
-    "StepLR": StepLrParams,
-    "MultiStepLR": MultiStepLrParams,
-    "ConstantLR": ConstantLrParams,
-    "LinearLR": LinearLrParams,
-    "ExponentialLR": ExponentialLrParams,
-    "PolynomialLR": PolynomialLrParams,
-    "CosineAnnealingLR": CosineAnnealingLrParams,
-    "CosineAnnealingWarmRestarts": CosineAnnealingWarmRestartsParams,
-    "CyclicLR": CyclicLrParams,
-    "OneCycleLR": OneCycleLrParams,
-    "LambdaLR": LambdaLrParams,
-    "MultiplicativeLR": LambdaLrParams,
-    "ChainedScheduler": ChainedSchedulerParams,
-    "SequentialLR": SequentialLrParams,
-}

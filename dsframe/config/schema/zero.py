@@ -1,4 +1,3 @@
-# ruff: noqa: RUF012 - pydantic copies mutable defaults
 """``zero_optimization``: what is partitioned over the data-parallel ranks and what is offloaded.
 
 Source: ``deepspeed/runtime/zero/config.py``, ``offload_config.py``, ``leaf_module_config.py`` and
@@ -6,13 +5,19 @@ Source: ``deepspeed/runtime/zero/config.py``, ``offload_config.py``, ``leaf_modu
 """
 
 import sys
-from typing import Annotated, ClassVar, Literal
+from typing import TYPE_CHECKING, ClassVar, Literal
 
 from pydantic import Field
 
-from dsframe.config.schema.base import Count, Fraction, Section, Size
+from dsframe.config.schema.base import Count, Section, Size, later
 
-Device = Literal["none", "cpu", "nvme"]
+if TYPE_CHECKING:
+    from dsframe.config.schema.zero_offload import Device, LeafModule, OffloadOptimizer, OffloadParam, ZenFlow
+else:
+    LeafModule, OffloadOptimizer, OffloadParam, ZenFlow = later(
+        "zero_offload", "LeafModule", "OffloadOptimizer", "OffloadParam", "ZenFlow"
+    )
+
 
 SMALL = 1 << 23
 """Elements. Stage 3 keeps a model no larger than this whole (32 MiB in fp32) where the file does not say what to keep."""
@@ -20,97 +25,6 @@ PERSISTENCE = ("stage3_param_persistence_threshold", "stage3_model_persistence_t
 """The keys that say what to keep."""
 FETCHES = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_max_reuse_distance")
 """The keys that say what is gathered ahead, and what stays until it is needed again."""
-
-
-class OffloadParam(Section):
-    """Where stage 3 keeps the parameters that are not in use. Below stage 3 it has no effect."""
-
-    coerced: ClassVar[bool] = True
-
-    device: Device = "none"
-    """``cpu``, ``nvme``, or ``none`` for no offload."""
-    nvme_path: str | None = None
-    """Folder on the NVMe drive. Needed when ``device`` is ``nvme``."""
-    buffer_count: Size = 5
-    """Number of buffers between NVMe and the device."""
-    buffer_size: Size = 100_000_000
-    """Elements in one buffer. The largest parameter must fit."""
-    max_in_cpu: Size = 1_000_000_000
-    """Parameter elements that stay in CPU memory although ``device`` is ``nvme``."""
-    pin_memory: bool = True
-    """Page-locked CPU memory: faster copies, but it cannot be swapped out. Default true since DeepSpeed 0.19."""
-
-
-class OffloadOptimizer(Section):
-    """Where the optimizer's state lives and where its step is computed. Stages 1, 2 and 3."""
-
-    coerced: ClassVar[bool] = True
-
-    device: Device = "none"
-    """``cpu``, ``nvme`` (stage 3; stages 1 and 2 silently take ``cpu``), or ``none``. The step runs on the CPU either
-    way."""
-    nvme_path: str | None = None
-    """Folder on the NVMe drive. Needed when ``device`` is ``nvme``."""
-    buffer_count: Size = 4
-    """Number of NVMe buffers: at least one for each state of a parameter (Adam: parameter, gradient, two moments)."""
-    pin_memory: bool = True
-    """Page-locked CPU memory: faster copies, but it cannot be swapped out. Default true since DeepSpeed 0.19."""
-    pipeline_read: bool = False
-    """Read the next tile from NVMe while the current one is computed."""
-    pipeline_write: bool = False
-    """Write the previous tile to NVMe while the current one is computed."""
-    fast_init: bool = False
-    """Faster set-up of the optimizer's state on NVMe."""
-    ratio: Fraction = 1.0
-    """Share of the parameters whose step is computed on the CPU (ZeRO-Offload++). Below 1.0 only at stage 3."""
-    super_offload: bool = False
-    """SuperOffload: for superchips such as GH200. CUDA and stage 3 only."""
-    cpuadam_cores_perc: Fraction = 0.8
-    """Share of the CPU cores for SuperOffload's Adam."""
-
-
-class ZenFlow(Section):
-    """ZenFlow: update the few important gradient columns on the device, the others later on the CPU."""
-
-    coerced: ClassVar[bool] = True
-
-    topk_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """Share of the gradient columns that counts as important."""
-    select_strategy: Literal["auto", "step", "epoch"] = "auto"
-    """Unit of ``select_interval``."""
-    select_interval: Literal["auto"] | Count = "auto"
-    """Steps or epochs between two selections of the important columns."""
-    update_interval: Literal["auto"] | Count = "auto"
-    """Steps for which unimportant gradients are accumulated before they are applied."""
-    overlap_step: bool = False
-    """Compute the CPU's step beside the next forward and backward pass."""
-    offload: bool = False
-    """Keep the selected optimizer state on the CPU too."""
-    auto_ratio: Fraction = 0.99
-    """Threshold by which ``update_interval: "auto"`` decides."""
-    full_warm_up_rounds: int = 0
-    """First rounds in which every gradient is applied at once."""
-    pt_reserved_cores_perc: Fraction = 0.5
-    """Share of the CPU cores kept for PyTorch; the others work for ZenFlow."""
-    steps_per_epoch: int | None = None
-    """Filled in by DeepSpeed while it runs. Leave it out."""
-
-
-class LeafModule(Section):
-    """Modules that stage 3 fetches as one piece, for example mixtures of experts."""
-
-    coerced: ClassVar[bool] = True
-
-    classes: list[str] = [
-        "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
-        "transformers.models.qwen2_moe.modeling_qwen2_moe.Qwen2MoeSparseMoeBlock",
-        "transformers.models.qwen3_moe.modeling_qwen3_moe.Qwen3MoeSparseMoeBlock",
-    ]
-    """Class names, with or without their module."""
-    names: list[str] = []
-    """Full module names, such as ``model.layers.3.mlp``."""
-    name_suffixes: list[str] = []
-    """Ends of module names."""
 
 
 class Zero(Section):
@@ -208,7 +122,7 @@ class Zero(Section):
     """Modules to fetch as one piece at stage 3."""
 
     @property
-    def optimizer_device(self) -> Device:
+    def optimizer_device(self) -> "Device":
         """Where the optimizer's state lives: ``none`` when it is not offloaded."""
         return self.offload_optimizer.device if self.offload_optimizer else "none"
 
@@ -254,6 +168,6 @@ class Zero(Section):
         return dict(zip(FETCHES, (ahead, 2 * ahead, 0), strict=True))
 
     @property
-    def parameter_device(self) -> Device:
+    def parameter_device(self) -> "Device":
         """Where idle parameters live: ``none`` when they are not offloaded."""
         return self.offload_param.device if self.offload_param else "none"

@@ -1,0 +1,30 @@
+"""``task`` of the ``dsframe`` section: what every task with images has."""
+
+from typing import Any, Literal
+
+from dsframe.config.schema.base import Count, Section, Size
+
+
+class ImageData(Section):
+    """Images and their classes."""
+
+    name: str = ""
+    """Kind of task."""
+    model: Any = None
+    """The model."""
+    dataset: Literal["fashion-mnist", "mnist", "cifar10", "image-folder", "image-shards", "synthetic"] = "fashion-mnist"
+    """Where images come from. ``image-folder`` reads ``data_dir/train/CLASS/*`` and ``data_dir/val/CLASS/*``; ``image-shards``
+    ``data_dir/train/*.tar`` and ``data_dir/val/*.tar``, as webdataset writes them: of each sample an image and ``cls``."""
+    data_dir: str | None = None
+    """Folder of the data. Default: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
+    augment: bool = True
+    """Random crop with padding and horizontal flip, in training only."""
+    image_size: Count | None = None
+    """Pixels of a side, for ``image-folder``, ``image-shards`` and ``synthetic``."""
+    classes: Count | None = None
+    """Number of classes, for ``synthetic`` and ``image-shards``, which needs it."""
+    samples: Count | None = None
+    """Use only so many training samples: the first ones of a file, any ones of an ``image-folder``, always the same; not of
+    ``image-shards``. Default: all."""
+    workers: Size = 0
+    """Processes that read images, for ``image-folder`` and ``image-shards``."""

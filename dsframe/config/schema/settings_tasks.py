@@ -1,0 +1,108 @@
+"""``task`` of the ``dsframe`` section: tasks that few files name."""
+
+from typing import Any, Literal
+
+from dsframe.config.schema.base import Count, Positive, Section
+from dsframe.config.schema.settings_images import ImageData
+
+
+class LanguageTask(Section):
+    """Language modelling over bytes with a GPT."""
+
+    name: Literal["language"]
+    """Kind of task."""
+    layers: Count = 4
+    """Transformer blocks."""
+    heads: Count = 4
+    """Attention heads. Divides ``width``."""
+    width: Count = 256
+    """Hidden size."""
+    context: Count = 128
+    """Tokens in one sample; a token is a byte."""
+    corpus: str = "stdlib"
+    """``stdlib`` (the sources of Python's standard library), ``synthetic``, or text files: a path or a pattern."""
+    data_dir: str | None = None
+    """Folder in which tokens are cached. Default: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
+    samples: Count | None = None
+    """Use only so many training samples. Default: all."""
+    tie_embeddings: bool = True
+    """Use the embedding as the output layer."""
+
+
+class MixturePart(Section):
+    """Files of a mixture, and what share of the rows they give."""
+
+    data: str | list[str]
+    """Files or patterns, as for ``train``."""
+    weight: Positive
+    """Its share of the rows is this, divided by the sum of all weights."""
+    name: str | None = None
+    """Name in messages and logs. Default: the first pattern."""
+    exhausted: Literal["repeats", "ends", "error"] = "repeats"
+    """When all of its rows have been read: it ``repeats`` in a new order, it ``ends`` and the others share its place, or the
+    training is refused before it begins (``error``)."""
+
+
+class TextFiles(Section):
+    """Text or conversations from files, tokenised once and then read from a memory-mapped file."""
+
+    train: str | list[str] | None = None
+    """Files or patterns, such as ``["a/*.jsonl", "b.parquet", "c/*.txt"]``: JSON lines (also ``.zst`` and ``.gz``), parquet, text
+    (one document a file), or a folder that ``datasets.save_to_disk`` wrote. Not beside ``mixture``."""
+    mixture: list[MixturePart] | None = None
+    """In place of ``train``: several sets of files with weights. Which one gives a row follows from the seed and from the row's
+    number in the training."""
+    eval: str | list[str] | None = None
+    """The held-out ones. Default: none, so there is no evaluation."""
+    format: Literal["text", "conversations"] = "text"
+    """``conversations``: rows have ``messages``, or ``prompt`` and ``completion``, and the answers alone are learned."""
+    field: str = "text"
+    """Column of the text, in JSON lines, parquet and saved folders."""
+    packing: Literal["concatenate", "rows", "documents"] | None = None
+    """``concatenate``: all documents joined, cut into rows of ``context`` tokens. ``rows``: one document a row, padded to the
+    longest of its micro-batch. ``documents``: as many as fit into ``context``; they do not see each other. Default:
+    ``concatenate`` for text, ``rows`` for conversations."""
+    padding: Literal["micro-batch", "global-batch"] = "micro-batch"
+    """With ``"packing": "rows"``: rows are padded to the longest one of the micro-batch, or of the global batch. With the latter
+    the shapes of a step do not depend on the number of ranks."""
+    chat_template: str | None = None
+    """File with a chat template, in place of the tokenizer's own. It marks the answers by ``{% generation %}``."""
+
+
+class CausalLanguageModelTask(Section):
+    """Language modelling with a model of Hugging Face transformers (``AutoModelForCausalLM``). Nothing is downloaded."""
+
+    name: Literal["causal-language-model"]
+    """Kind of task."""
+    model: dict[str, Any] | str
+    """An object, ``{"model_type": "llama", "hidden_size": 64, ...}``: a new model with these settings of transformers'
+    configuration class, its own defaults for the rest. Or a local folder with a model: its weights are the first ones."""
+    fresh: bool = False
+    """Take only the configuration from the folder, and draw new weights from the seed."""
+    tokenizer: str | None = None
+    """Local folder of a tokenizer. Default: the model folder's, where it has one, else a token is a byte."""
+    context: Count = 128
+    """Tokens in one sample."""
+    corpus: str = "stdlib"
+    """``stdlib`` (the sources of Python's standard library), ``synthetic``, or text files: a path or a pattern. Not beside
+    ``data``."""
+    data: TextFiles | None = None
+    """Documents or conversations, instead of ``corpus``."""
+    data_dir: str | None = None
+    """Folder in which tokens are cached. Default: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
+    samples: Count | None = None
+    """Use only so many training samples. Default: all."""
+
+
+class ImageClassificationTask(ImageData):
+    """Image classification with a model of Hugging Face transformers (``AutoModelForImageClassification``). Nothing is
+    downloaded."""
+
+    name: Literal["image-classification"]
+    """Kind of task."""
+    model: dict[str, Any] | str
+    """An object, ``{"model_type": "vit", "hidden_size": 64, ...}``: a new model with these settings of transformers'
+    configuration class, sized for the data set. Or a local folder with a model: its weights are the first ones, and the
+    output layer is a new one where the classes differ."""
+    fresh: bool = False
+    """Take only the configuration from the folder, and draw new weights from the seed."""

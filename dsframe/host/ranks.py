@@ -1,0 +1,100 @@
+"""Starts the ranks of this host and ends with them, as ``deepspeed.launcher.launch`` does, and imports neither DeepSpeed nor torch.
+
+    python -S -u dsframe/host/ranks.py --num=2 --port=29500 [--no_local_rank] [--no_python] [--module] PROGRAM [ARGUMENTS]
+
+The same environment and command line for each rank and the same exit codes; ``tests/unit/test_launch_commands.py`` compares them
+with DeepSpeed's own. For CPUs: on GPUs DeepSpeed's accelerator says which variable shows which devices. A rank that ends is seen at
+once, where DeepSpeed looks once a second. Standard library only.
+"""
+
+from __future__ import annotations
+
+import os
+import signal
+import sys
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+sys.path.insert(0, str(Path(__file__).resolve().parents[2]))
+from dsframe.host import supervise
+
+PATIENCE_SECONDS = 30.0
+"""Between SIGTERM and SIGKILL, as DeepSpeed's launcher gives its workers."""
+
+
+def variables(rank: int, number: int, port: int) -> dict[str, str]:
+    """What a rank finds in its environment. Source: ``deepspeed/launcher/launch.py`` (main) and ``accelerator/cpu_accelerator.py``
+    of DeepSpeed 0.19.8, for one host."""
+    return {
+        "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # from DeepSpeed's import
+        "CUDA_VISIBLE_DEVICES": ",".join(map(str, range(number))),
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "WORLD_SIZE": str(number),
+        "CROSS_RANK": "0",
+        "CROSS_SIZE": "1",
+        "LOCAL_SIZE": str(number),
+        "RANK": str(rank),
+        "LOCAL_RANK": str(rank),
+    }
+
+
+def command(rank: int, python: str, options: Sequence[str], program: Sequence[str]) -> list[str]:
+    """The words of a rank's command line."""
+    words = [] if "--no_python" in options else [python, "-u", *(["-m"] if "--module" in options else [])]
+    place = [] if "--no_local_rank" in options else [f"--local_rank={rank}"]
+    return [*words, program[0], *place, *program[1:]]
+
+
+def run(
+    number: int, port: int, python: str, options: Sequence[str], program: Sequence[str], environ: Mapping[str, str]
+) -> int:
+    """Starts the ranks and waits for them. Returns 0, the code of the first that failed, or 1 after SIGINT and SIGTERM."""
+    heard = {signal.SIGINT, signal.SIGTERM, signal.SIGCHLD}
+    signal.pthread_sigmask(signal.SIG_BLOCK, heard)
+    ranks = set()
+    for rank in range(number):
+        words = command(rank, python, options, program)
+        environment = {**environ, **variables(rank, number, port)}
+        try:
+            ranks.add(os.posix_spawnp(words[0], words, environment, setsigmask=[], setsigdef=[signal.SIGPIPE]))
+        except OSError as error:
+            print(f"deepspeed: {words[0]}: {error.strerror}", file=sys.stderr)
+            end(ranks)
+            return 127
+    while ranks:
+        arrived = signal.sigwait(heard)
+        if arrived != signal.SIGCHLD:
+            end(ranks)
+            return 1
+        for pid, status in supervise.ended_children():
+            ranks.discard(pid)
+            if code := os.waitstatus_to_exitcode(status):
+                end(ranks)
+                return code % 256  # DeepSpeed's sys.exit(-9) is 247
+    return 0
+
+
+def end(ranks: set[int]) -> None:
+    """Ends everything below this process: asked to first, then killed."""
+    limit = time.monotonic() + PATIENCE_SECONDS
+    supervise.signal_descendants(signal.SIGTERM)
+    while any(supervise.descendants()):
+        if time.monotonic() > limit:
+            supervise.signal_descendants(signal.SIGKILL)
+        for pid, _ in supervise.ended_children():
+            ranks.discard(pid)
+        time.sleep(0.02)
+
+
+def main(words: list[str]) -> int:
+    """Reads the command line: options come first, in any order, each as one word."""
+    options = list(words[: next(at for at, word in enumerate(words) if not word.startswith("--"))])
+    values = dict(word.lstrip("-").split("=", 1) for word in options if "=" in word)
+    program = words[len(options) :]
+    return run(int(values["num"]), int(values["port"]), values["python"], options, program, os.environ)
+
+
+if __name__ == "__main__":
+    sys.exit(main(sys.argv[1:]))
