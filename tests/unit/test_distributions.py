@@ -66,7 +66,7 @@ def test_init_check_and_launch_work_from_the_wheel(site: Path, tmp_path: Path) -
     short = "--set dsframe.steps=3 --set dsframe.epochs=null"
     line = (
         "python -m dsframe init mine --from own && cd mine && python -m dsframe check config.json -np 2 && "
-        f"python -m dsframe launch --config config.json --script train.py -np 2 --engine ddp {short}"
+        f"python -m dsframe launch --config config.json -np 2 --engine ddp {short}"
     )
     finished = shell(site, tmp_path, line).check()
     assert "config.json: no problems" in finished.stdout
