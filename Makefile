@@ -4,7 +4,7 @@ SHELL := bash
 export PATH := $(CURDIR)/launch/bin:$(CURDIR)/.venv/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all mpi launchers portability kill-test attack gpu-check lint format equivalence footprint bench predictions startup soak docs clean
+.PHONY: help setup train test test-all mpi launchers portability kill-test attack gpu-check lint format equivalence footprint bench predictions startup soak docs site clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -86,8 +86,11 @@ startup: setup ## from the command to the first step, warm and without compiled 
 soak: setup ## 5,000 steps on four engines: memory, and the speed beside a run that has just begun (15 minutes)
 	python -m benchmarks.soak
 
-docs: setup ## rewrites docs/configuration.md, docs/messages.md and the editors' schema
+docs: setup ## rewrites the pages of docs/ that follow from the code, and the editors' schema
 	python docs/generate.py
+
+site: setup ## the documentation as a site, in build/site; to read it: python -m http.server -d build/site
+	NO_MKDOCS_2_WARNING=1 mkdocs build --strict
 
 clean: ## takes away everything that setup, tests and runs have made here, but not your runs
 	rm -rf .venv .setup .pytest_cache .mypy_cache .ruff_cache .hypothesis build dist

@@ -1,12 +1,20 @@
-"""Writes docs/configuration.md, docs/messages.md and the editors' schema (`make docs`)."""
+"""Writes the pages of docs/ that follow from the code, and the editors' schema (`make docs`)."""
 
 from __future__ import annotations
 
+import argparse
 import contextlib
+import inspect
 import io
+import re
+from collections.abc import Iterator
 from pathlib import Path
+from typing import Any
 
+import dsframe
+import dsframe.data
 from dsframe.tools import explain
+from dsframe.tools.commands import COMMANDS, parser_of
 from dsframe.tools.schema import main as schema
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -20,6 +28,93 @@ def printed(*arguments: str) -> str:
     return text.getvalue()
 
 
+def commands() -> Iterator[str]:
+    """Yields docs/commands.md, of the commands' own parsers."""
+    yield "# Commands\n\nWritten by `make docs` from the commands' own parsers; do not edit."
+    yield "`dsframe COMMAND --help` prints the same.\n"
+    yield "| command | does |\n|---|---|"
+    yield from (f"| [`dsframe {name}`](#dsframe-{name}) | {text} |" for name, (_, text) in COMMANDS.items())
+    for name in COMMANDS:
+        parser = parser_of(name)
+        yield f"\n## dsframe {name}\n\n{parser.description}\n"
+        if name == "train":
+            yield "The same as `python -m dsframe.train`, which a launcher starts in several processes.\n"
+        yield "| option | meaning |\n|---|---|"
+        for action in parser._actions:
+            if action.help != argparse.SUPPRESS and action.dest != "help":
+                yield f"| {_option(action)} | {_help(action, parser)} |"
+        if parser.epilog:
+            yield f"\n```text\n{parser.epilog.strip()}\n```"
+
+
+def _option(action: argparse.Action) -> str:
+    value = action.metavar or ("" if action.choices is None else "|".join(map(str, action.choices)))
+    value = value or ("" if action.nargs == 0 else action.dest.upper())
+    value = value if isinstance(value, str) else " ".join(value)
+    words = ", ".join(f"`{name}`" for name in action.option_strings)
+    return (words + (f" `{value}`" if value and action.nargs != 0 else "") if words else f"`{value}`").replace(
+        "|", "\\|"
+    )
+
+
+def _help(action: argparse.Action, parser: argparse.ArgumentParser) -> str:
+    values = {**vars(action), "prog": parser.prog}
+    text = (action.help or "") % values
+    choices = "" if action.choices is None or not action.metavar else f" ({', '.join(map(str, action.choices))})"
+    return " ".join(text.split()).replace("|", "\\|") + choices
+
+
+def api() -> Iterator[str]:
+    """Yields docs/api.md, of the public names' docstrings."""
+    yield "# Python\n\nThe public names, by their docstrings. Written by `make docs`; do not edit.\n"
+    for module in (dsframe, dsframe.data):
+        for name in sorted(module.__all__):
+            value = getattr(module, name)
+            if inspect.isclass(value) or inspect.isfunction(value):
+                yield from _documented(f"{module.__name__}.{name}", value)
+
+
+def _documented(title: str, value: Any) -> Iterator[str]:
+    yield f"\n## {title}\n"
+    yield _signature(title.rpartition(".")[2], value)
+    yield _prose(value)
+    if inspect.isclass(value):
+        for name, member in vars(value).items():
+            function = member.__func__ if isinstance(member, classmethod | staticmethod) else member
+            if not name.startswith("_") and inspect.isfunction(function) and function.__doc__:
+                yield f"\n### {title.rpartition('.')[2]}.{name}\n"
+                yield _signature(name, function)
+                yield _prose(function)
+
+
+def _signature(name: str, value: Any) -> str:
+    try:
+        text = str(inspect.signature(value))
+    except ValueError:
+        return ""
+    text = re.sub(r"<factory>|<dsframe[^>]*>| at 0x[0-9a-f]+", "...", text).replace("'", "")
+    return f"```python\n{name}{text}\n```\n"
+
+
+def _prose(value: Any) -> str:
+    """The docstring, its sections (Args, Raises) as lists."""
+    text = inspect.cleandoc(value.__doc__ or "")
+    text = re.sub(r":\w+:`~?\.?([^`]+)`", r"`\1`", text).replace("``", "`")
+    lines: list[str] = []
+    section = False
+    for line in text.splitlines():
+        named = re.match(r"    (\*{0,2}\w+): (.*)", line)
+        if re.fullmatch(r"(Args|Raises|Returns|Yields|Attributes):", line):
+            section = True
+            lines += ["", f"**{line.removesuffix(':')}**", ""]
+        elif section and named:
+            lines.append(f"- `{named[1]}`: {named[2]}")
+        else:
+            section = section and (not line or line.startswith("    "))
+            lines.append(line.removeprefix("      ") if section else line)
+    return "\n".join(lines)
+
+
 def pages() -> dict[Path, str]:
     """What each generated file holds."""
     whole = printed("--markdown")
@@ -31,6 +126,8 @@ def pages() -> dict[Path, str]:
     return {
         ROOT / "docs" / "configuration.md": title + whole.strip() + "\n",
         ROOT / "docs" / "messages.md": explain.markdown(),
+        ROOT / "docs" / "commands.md": "\n".join(commands()).strip() + "\n",
+        ROOT / "docs" / "api.md": re.sub(r"\n{3,}", "\n\n", "\n".join(api())).strip() + "\n",
         ROOT / "ds_configs" / "dsframe.schema.json": printed(),
     }
 

@@ -11,6 +11,7 @@ import atexit
 import json
 import sys
 from collections.abc import Sequence
+from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
@@ -20,9 +21,10 @@ from dsframe.cluster import world as worlds
 from dsframe.cluster.world import World
 from dsframe.config import load
 from dsframe.engines import TABLE
-from dsframe.errors import ConfigError, DsframeError
+from dsframe.errors import ConfigError, DataError, DsframeError, TaskError
 from dsframe.host import supervise
 from dsframe.run import choose, prepared
+from dsframe.run_dir.record import read_metrics
 from dsframe.train import crash, leave, leave_at_once
 
 if TYPE_CHECKING:
@@ -101,6 +103,8 @@ def _run(what: str, options: argparse.Namespace, world: World) -> None:
     from dsframe.checkpoint import store
 
     file = options.config or store.config_of(store.locate(options.checkpoint)[0])
+    if options.config is None and not any(text.startswith("dsframe.task") for text in options.set):
+        _refuse_script(Path(file).parent)
     with prepared(_fitting(file, options.set, world), None, world, verbose=options.verbose, quiet=options.quiet) as run:
         from dsframe import inference
 
@@ -118,6 +122,20 @@ def _run(what: str, options: argparse.Namespace, world: World) -> None:
         print(line, flush=True)
         if options.out:
             options.out.write_text(line + "\n", encoding="utf-8")
+
+
+def _refuse_script(directory: Path) -> None:
+    """Raises TaskError where a script brought the run's task: the run's file does not know where it is."""
+    with suppress(DataError):
+        module, name = "", ""
+        for line in read_metrics(directory)[:1]:
+            module, _, name = (line.get("run", {}).get("script_task") or "").partition(":")
+        if module:
+            place = "SCRIPT" if module == "__main__" else module
+            raise TaskError(
+                f"the task of this run, {name}, came from a script, which the run's file does not name; write "
+                f"--set dsframe.task.name={place}:{name} (SCRIPT: the script's name without .py)"
+            )
 
 
 def _fitting(file: Path | str, overrides: Sequence[str], world: World) -> Config:

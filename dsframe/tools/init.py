@@ -53,12 +53,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     except OSError as error:
         raise DsframeError(f"{error.filename}: {error.strerror}; name another folder") from None
     names = [path.name for path in files]
-    script = " --script train.py" if "train.py" in names else ""
     print(f"{folder}: {', '.join(names)}\n\nnext:\n  cd {folder}")
     if "make_data.py" in names:
         print("  python make_data.py    # data to try it with; name your own in the file")
     print("  dsframe check config.json -np 2")
-    print(f"  dsframe launch --config config.json{script} -np 2")
+    print("  dsframe launch --config config.json -np 2")
     return 0
 
 

@@ -24,7 +24,6 @@ def test_init_writes_a_commented_file_that_the_check_accepts(
     assert main(["init", str(folder), "--from", beginning]) == 0
     said = capsys.readouterr().out
     assert f"cd {folder}" in said
-    assert ("--script train.py" in said) == (folder / "train.py").exists()
     assert ("make_data.py" in said) == (folder / "make_data.py").exists()
     assert (folder / "config.json").read_text().count("//") >= 2
     assert main(["check", str(folder / "config.json"), "-np", "2", "--strict"]) == 0

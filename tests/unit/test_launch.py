@@ -485,3 +485,17 @@ def test_lines_that_hosts_wrote_over_one_another_are_left_out(tmp_path: Path, to
 def test_patience_fits_together() -> None:
     """What launchers are given after a signal covers what a rank may take to save."""
     assert GRACE_SECONDS < supervise.SHUTDOWN_SECONDS
+
+
+def test_deepspeeds_own_log_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:
+    job = launchers.Job(processes=2, program=("train.py",), arguments=("--config", "x.json"))
+    launch = launchers.plan("deepspeed", job)
+    monkeypatch.delenv("DS_ACCELERATOR", raising=False)
+    monkeypatch.setattr("dsframe.tools.launch.devices.accelerators", lambda: False)
+    quiet = launchers.quietly(launch)
+    assert quiet.commands == (("deepspeed", "--quiet", *launch.commands[0][1:]),)
+    assert quiet.environment == {"DS_ACCELERATOR": "cpu", **launch.environment}
+    monkeypatch.setattr("dsframe.tools.launch.devices.accelerators", lambda: True)
+    assert "DS_ACCELERATOR" not in launchers.quietly(launch).environment
+    other = launchers.plan("torchrun", job)
+    assert launchers.quietly(other) is other

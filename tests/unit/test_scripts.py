@@ -123,6 +123,45 @@ SCHEMAS: dict[str, dict[str, Any]] = {
 }
 
 
+NODE = {key: value for key, value in CONTAINER.items() if key not in ("command", "args", "resources")}
+RUNTIME = {
+    "apiVersion": ("trainer.kubeflow.org/v1alpha1",),
+    "kind": ("TrainingRuntime",),
+    "metadata": {"name": str, "labels": {"trainer.kubeflow.org/framework": ("torch",)}},
+    "spec": {
+        "mlPolicy": {"numNodes": int, "torch": {}},
+        "template": {
+            "spec": {
+                "failurePolicy": {"maxRestarts": int},
+                "replicatedJobs": [
+                    {
+                        "name": ("node",),
+                        "template": {
+                            "metadata": {"labels": {"trainer.kubeflow.org/trainjob-ancestor-step": ("trainer",)}},
+                            "spec": {"template": {"spec": {**POD["spec"], "containers": [NODE]}}},
+                        },
+                    }
+                ],
+            }
+        },
+    },
+}
+TRAIN_JOB = {
+    "apiVersion": ("trainer.kubeflow.org/v1alpha1",),
+    "kind": ("TrainJob",),
+    "metadata": {"name": str},
+    "spec": {
+        "runtimeRef": {"apiGroup": str, "kind": ("TrainingRuntime", "ClusterTrainingRuntime"), "name": str},
+        "trainer": {
+            "numNodes": int, "numProcPerNode": int, "command": [str], "args": [str],
+            "resourcesPerNode": {"limits": {"nvidia.com/gpu": int, "cpu": int, "memory": str}},
+        },
+    },
+}  # fmt: skip
+"""Kubeflow Trainer v2's, as far as they are used. Volumes are in the runtime: how a job overrides them is another field in each
+release."""
+
+
 def differences(value: Any, schema: Any, where: str = "") -> list[str]:
     """Where a manifest is not what the schema says."""
     if isinstance(schema, tuple):
@@ -175,6 +214,7 @@ def test_every_file_of_launch_is_looked_at() -> None:
     known = {
         "activate",
         "bin",
+        "containers",
         "gpus",
         "horovod.cmake",
         "kubernetes",
@@ -187,7 +227,7 @@ def test_every_file_of_launch_is_looked_at() -> None:
         "torchvision_finder.py",
     }
     assert {path.name for path in (REPOSITORY / "launch").iterdir()} - {"__pycache__"} == known
-    assert {path.name for path in MANIFESTS.iterdir()} == set(SCHEMAS)
+    assert {path.name for path in MANIFESTS.iterdir()} == {*SCHEMAS, "trainjob.yaml"}
 
 
 def test_no_target_of_make_is_taken_for_a_file() -> None:
@@ -196,3 +236,19 @@ def test_no_target_of_make_is_taken_for_a_file() -> None:
     assert len(targets) > 10
     (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
     assert phony.split() == targets
+
+
+def test_a_train_job_of_kubeflow_trainer() -> None:
+    runtime, job = yaml.safe_load_all((MANIFESTS / "trainjob.yaml").read_text())
+    assert differences(runtime, RUNTIME) == []
+    assert differences(job, TRAIN_JOB) == []
+    assert job["spec"]["runtimeRef"]["name"] == runtime["metadata"]["name"]
+    assert job["spec"]["trainer"]["numNodes"] == runtime["spec"]["mlPolicy"]["numNodes"]
+    assert job["spec"]["trainer"]["command"] == ["torchrun", "-m", "dsframe.train"]
+    options = parse(job["spec"]["trainer"]["args"])
+    assert options.resume == "auto"
+    load(options.config)
+    pod = runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+    assert {mount["name"] for mount in pod["containers"][0]["volumeMounts"]} == {
+        volume["name"] for volume in pod["volumes"]
+    }

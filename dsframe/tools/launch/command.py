@@ -239,7 +239,9 @@ def _run(wanted: Wanted, options: argparse.Namespace) -> int:
         job = launchers.with_arguments(job, *(["--resume", "auto"] if resume else []))
         say(launchers.plan(wanted.launcher, job).show(job.hosts))
         job = launchers.with_arguments(job, "--report", str(attempts.report))
-        return _start(launchers.plan(wanted.launcher, job), job.hosts, str(attempts.report), received)
+        launch = launchers.plan(wanted.launcher, job)
+        launch = launch if "--verbose" in job.arguments else launchers.quietly(launch)
+        return _start(launch, job.hosts, str(attempts.report), received)
 
     try:
         return attempts.run(attempt)

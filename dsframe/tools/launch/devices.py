@@ -11,6 +11,11 @@ from pathlib import Path
 FOLDER = Path("/dev")
 
 
+def accelerators() -> bool:
+    """Whether this machine has a file of any accelerator that DeepSpeed may train on. ``launch/bin/deepspeed`` asks the same."""
+    return any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/accel"))
+
+
 def installed(folder: Path | None = None) -> int:
     """Returns how many GPUs this machine has, by their files. On WSL2 they have none, and Windows' own nvidia-smi counts them."""
     folder = folder or FOLDER

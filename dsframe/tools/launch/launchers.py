@@ -254,6 +254,16 @@ def natural(engine: str, job: Job) -> str:
     return TABLE[engine].launcher
 
 
+def quietly(launch: Launch) -> Launch:
+    """The launch without DeepSpeed's own log, which is 18 lines on one host; the commands for several hosts have none."""
+    if len(launch.commands) > 1 or launch.commands[0][0] != "deepspeed":
+        return launch
+    name, *words = launch.commands[0]
+    known = "DS_ACCELERATOR" in os.environ or devices.accelerators()
+    processor = {} if known else {"DS_ACCELERATOR": "cpu"}  # it says three times that it found none
+    return replace(launch, commands=((name, "--quiet", *words),), environment={**processor, **launch.environment})
+
+
 def with_arguments(job: Job, *arguments: str) -> Job:
     """The job with more arguments for its program."""
     return replace(job, arguments=(*job.arguments, *arguments))

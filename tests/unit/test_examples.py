@@ -1,0 +1,154 @@
+"""Each example: its README says whom it is for, its files are checked, its programs train for five steps."""
+
+from __future__ import annotations
+
+import json
+import re
+import runpy
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from dsframe.cli import main
+from dsframe.run_dir.record import read_metrics, read_summary
+from tests.processes import REPOSITORY, run_ranks, warm
+
+EXAMPLES = REPOSITORY / "examples"
+FOLDERS = sorted(path.parent.name for path in EXAMPLES.glob("*/README.md"))
+FIVE = ["--set", "dsframe.steps=5", "--set", "dsframe.epochs=null", "--set", "dsframe.eval_every_steps=5"]
+TRAINED = {
+    "own_model": "ddp",
+    "table": "fsdp",
+    "images": "ddp",
+    "text": "deepspeed",
+    "finetune": "deepspeed",
+    "from_ddp": "ddp",
+    "from_horovod": "horovod",
+    "evaluate_predict": "ddp",
+    "first_run": "deepspeed",
+    "gan": "deepspeed",
+}
+"""Example -> the engine that it is trained on here."""
+LONG = {"text", "finetune", "first_run", "evaluate_predict", "from_horovod", "table"}
+"""Of these, what `make test` leaves to `make test-all`."""
+ELSEWHERE = {
+    "reference_engines": "tests/engines/test_references.py",
+    "resume_elsewhere": "test_a_training_goes_on_with_another_engine",
+    "seven_billion": "test_seven_billion_are_planned",
+    "slurm": "test_the_batch_script",
+}
+"""Examples that are more than one training, and the test that has them."""
+
+
+def copied(name: str, folder: Path) -> Path:
+    return Path(shutil.copytree(EXAMPLES / name, folder / name))
+
+
+def test_there_are_a_dozen_and_each_has_its_test() -> None:
+    assert len(FOLDERS) >= 12
+    assert set(FOLDERS) == {*TRAINED, *ELSEWHERE}
+
+
+@pytest.mark.parametrize("name", FOLDERS)
+def test_a_readme_says_for_whom_it_is_and_is_short(name: str) -> None:
+    text = (EXAMPLES / name / "README.md").read_text(encoding="utf-8")
+    assert text.startswith("# ")
+    assert name in ("gan", "reference_engines") or "\nFor whoever " in text
+    assert len(text.splitlines()) <= 40
+    programs = list((EXAMPLES / name).glob("*.py"))
+    assert sum(len(path.read_text().splitlines()) for path in programs) <= 110
+
+
+@pytest.mark.parametrize("path", sorted(EXAMPLES.glob("*/*.json")), ids=lambda path: path.parent.name)
+def test_a_file_has_no_mistake(path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    processes = "64" if path.parent.name == "slurm" else "8" if path.parent.name == "seven_billion" else "2"
+    engine = ["--engine", "horovod"] if path.parent.name == "from_horovod" else []
+    assert main(["check", str(path), "-np", processes, "--strict", *engine]) == 0, capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    "name", [name if name not in LONG else pytest.param(name, marks=pytest.mark.long) for name in TRAINED]
+)
+def test_an_example_trains(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = copied(name, tmp_path)
+    monkeypatch.chdir(folder)
+    if (folder / "make_data.py").exists():
+        runpy.run_path(str(folder / "make_data.py"), run_name="__main__")
+    config = next(iter(folder.glob("*.json"))).name
+    words = ["--config", config, "--engine", TRAINED[name], "--run-dir", "run", *FIVE]
+    program = ["gan.py"] if name == "gan" else ["-m", "dsframe.train"]
+    if name in ("text", "first_run"):
+        words += [
+            "--set",
+            f"dsframe.task.{'corpus' if name == 'text' else 'dataset'}=synthetic",
+            "--set",
+            "dsframe.task.samples=640",
+        ]
+    run_ranks(warm(2, [*program, *words]), cwd=folder, timeout_seconds=150).check()
+    summary = read_summary(folder / "run")
+    assert (summary["steps"], summary["engine"], summary["world_size"]) == (5, TRAINED[name], 2)
+    losses = [line["loss"] for line in read_metrics(folder / "run") if "loss" in line]
+    assert losses[-1] < losses[0] or name not in ("own_model", "images", "from_ddp", "text")
+
+
+def test_a_training_goes_on_with_another_engine(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    folder = copied("resume_elsewhere", tmp_path)
+    monkeypatch.chdir(folder)
+
+    def train(*words: str, ranks: int = 1) -> str:
+        return (
+            run_ranks(
+                warm(ranks, ["-m", "dsframe.train", "--config", "config.json", *words]), cwd=folder, timeout_seconds=150
+            )
+            .check()
+            .output
+        )
+
+    train("--engine", "fsdp", "--set", "dsframe.steps=20", ranks=2)
+    assert 'engine was "fsdp", is "single"' in train("--engine", "single", "--resume", "auto")
+    train("--engine", "single", "--run-dir", "runs/whole")
+    curves = [
+        {line["step"]: line["loss"] for line in read_metrics(Path(run)) if "loss" in line}
+        for run in ("runs/whole", "runs/travels")
+    ]
+    assert {20, 40} <= set(curves[0]) & set(curves[1])
+    assert all(abs(curves[0][step] - curves[1][step]) < 1e-5 for step in (1, 10, 20, 40))
+
+
+def test_seven_billion_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
+    words = ["--config", str(EXAMPLES / "seven_billion" / "config.json"), "-np", "8", "--gpu-memory", "24GB"]
+    main(["plan", *words, "--format", "json"])
+    report = json.loads(capsys.readouterr().out)
+    assert report["parameters"] == 6_738_415_616
+
+
+def test_the_batch_script() -> None:
+    script = EXAMPLES / "slurm" / "train.sbatch"
+    subprocess.run(["bash", "-n", script], check=True, timeout=30)
+    text = script.read_text()
+    tasks = int(re.search(r"--nodes=(\d+)", text)[1]) * int(re.search(r"--ntasks-per-node=(\d+)", text)[1])  # type: ignore[index]
+    assert tasks == 64
+    assert "-m dsframe.train --config config.json --resume auto" in text
+
+
+@pytest.mark.parametrize(
+    "line",
+    [
+        "torchrun --standalone --nproc-per-node=2 from_ddp/before.py",
+        pytest.param("horovodrun -np 2 python from_horovod/before.py", marks=pytest.mark.long),
+    ],
+    ids=["ddp", "horovod"],
+)
+def test_what_an_example_begins_with_runs(line: str, tmp_path: Path) -> None:
+    name = "from_ddp" if "from_ddp" in line else "from_horovod"
+    folder = copied(name, tmp_path)
+    command = [str(Path(sys.executable).parent / "horovodrun") if "horovodrun" in line else sys.executable]
+    command += (
+        ["-np", "2", "python", "before.py"]
+        if "horovodrun" in line
+        else ["-m", "torch.distributed.run", *line.split()[1:-1], "before.py"]
+    )
+    assert "loss" in run_ranks(command, cwd=folder, timeout_seconds=150).check().output

@@ -1,0 +1,242 @@
+"""The documentation: built without a warning, three clicks deep, and its blocks of code are right."""
+
+from __future__ import annotations
+
+import json
+import re
+import shlex
+import subprocess
+import sys
+from collections.abc import Iterator
+from dataclasses import dataclass
+from html.parser import HTMLParser
+from pathlib import Path
+
+import pytest
+
+from dsframe.config.load import examine
+from dsframe.config.resolve.auto import Facts
+from dsframe.tools.commands import COMMANDS, parser_of
+from dsframe.train import parser as training_parser
+from tests.processes import BIN, REPOSITORY
+
+PAGES = sorted(
+    [
+        *REPOSITORY.glob("docs/**/*.md"),
+        REPOSITORY / "README.md",
+        *REPOSITORY.glob("examples/*/README.md"),
+        REPOSITORY / "check" / "README.md",
+    ]
+)
+GENERATED = {"configuration.md", "messages.md", "commands.md", "api.md"}
+"""Written from code; their examples have their own tests."""
+RUN = ("tutorials", "coming_from", "how_to")
+"""Folders of docs/ in which each command is run, or a comment before it says why not or that reading it is enough."""
+
+
+NOT_WHOLE = ("missing-key", "batch")
+"""Mistakes of what a page shows of a file in part: no batch size."""
+
+
+@dataclass(frozen=True)
+class Block:
+    page: Path
+    language: str
+    text: str
+    mark: str
+    """What the comment right before it says."""
+
+
+def blocks(page: Path) -> Iterator[Block]:
+    pattern = re.compile(r"(?:^<!-- (.*?) -->\n)?^( *)```(\w*)\n(.*?)^\2```$", re.MULTILINE | re.DOTALL)
+    for found in pattern.finditer(page.read_text(encoding="utf-8")):
+        text = "\n".join(line.removeprefix(found[2]) for line in found[4].splitlines()) + "\n"
+        yield Block(page, found[3], text, found[1] or "")
+
+
+def of_kind(*languages: str) -> list[Block]:
+    found = [
+        block for page in PAGES if page.name not in GENERATED for block in blocks(page) if block.language in languages
+    ]
+    assert len(found) > 5
+    return found
+
+
+def named(block: Block) -> str:
+    return f"{block.page.relative_to(REPOSITORY)}-{abs(hash(block.text)) % 1000}"
+
+
+def commands() -> list[tuple[Path, str]]:
+    """Every line of a page that begins with a program of ours, in fenced and in indented blocks."""
+    found = []
+    for page in PAGES:
+        if page.name in GENERATED:
+            continue
+        text = page.read_text(encoding="utf-8").replace("\\\n", " ")
+        for line in re.findall(
+            r"^ {0,8}((?:dsframe|dsframe-check|deepspeed|horovodrun|torchrun|python -m dsframe\S*) .*)$",
+            text,
+            re.MULTILINE,
+        ):
+            if re.match(r"dsframe \d", line) or "..." in line or "```" in line:
+                continue
+            found.append((page, line.split("  #")[0].strip().removesuffix("&").strip()))
+    assert len(found) > 80
+    return found
+
+
+def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
+    command = [sys.executable, "-m", "mkdocs", "build", "--strict", "--quiet", "-d", str(tmp_path)]
+    environment = {"PATH": f"{BIN}:/usr/bin:/bin", "NO_MKDOCS_2_WARNING": "1", "PYTHONPATH": str(REPOSITORY)}
+    done = subprocess.run(
+        command, cwd=REPOSITORY, env=environment, capture_output=True, text=True, timeout=300, check=False
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    pages = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.html")} - {"404.html"}
+    assert len(pages) > 50
+    assert reached(tmp_path, 3) >= pages
+    assert json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
+    outside = [
+        (page, link) for page in pages for link in loaded(tmp_path / page) if link.startswith(("http:", "https:", "//"))
+    ]
+    assert outside == [], "something is loaded from elsewhere"
+
+
+class Links(HTMLParser):
+    def __init__(self) -> None:
+        super().__init__()
+        self.links: list[str] = []
+        self.loaded: list[str] = []
+
+    def handle_starttag(self, tag: str, attributes: list[tuple[str, str | None]]) -> None:
+        values = dict(attributes)
+        if tag == "a" and values.get("href"):
+            self.links.append(str(values["href"]))
+        source = values.get("src") or (
+            values.get("href") if tag == "link" and values.get("rel") == "stylesheet" else None
+        )
+        if source:
+            self.loaded.append(source)
+
+
+def loaded(page: Path) -> list[str]:
+    parser = Links()
+    parser.feed(page.read_text(encoding="utf-8"))
+    return parser.loaded
+
+
+def reached(site: Path, clicks: int) -> set[str]:
+    """The pages that are at most so many clicks from the first one, by the links of the text and of the navigation."""
+    seen, border = {"index.html"}, {"index.html"}
+    for _ in range(clicks):
+        found = set()
+        for page in border:
+            parser = Links()
+            parser.feed((site / page).read_text(encoding="utf-8"))
+            for link in parser.links:
+                target = link.partition("#")[0]
+                if target and ":" not in target:
+                    path = (site / page).parent.joinpath(target).resolve()
+                    if path.suffix == ".html" and path.exists():
+                        found.add(str(path.relative_to(site.resolve())))
+        border = found - seen
+        seen |= border
+    return seen
+
+
+@pytest.mark.parametrize("block", of_kind("json"), ids=named)
+def test_a_file_on_a_page_has_no_mistake(block: Block) -> None:
+    if '"train_batch_size"' not in block.text and '"dsframe"' not in block.text:
+        json.loads(block.text)  # a row of a file, an editor's settings
+        return
+    found = examine(block.text, block.page.name, [], Facts(world_size=2), None)
+    wrong = [
+        str(problem) for problem in found.problems if problem.severity == "error" and problem.code not in NOT_WHOLE
+    ]
+    assert wrong == []
+
+
+@pytest.mark.parametrize("block", of_kind("python"), ids=named)
+def test_a_program_on_a_page_can_be_read(block: Block) -> None:
+    compile(block.text, block.page.name, "exec")
+
+
+def test_each_block_of_a_tutorial_is_run_or_says_why_not() -> None:
+    for folder in RUN:
+        for page in sorted((REPOSITORY / "docs" / folder).glob("*.md")):
+            for block in blocks(page):
+                if block.language in ("bash", "python") and folder == "tutorials":
+                    assert re.match(r"(run\b|file: |not run: .)", block.mark), f"{page.name}: {block.text[:80]}"
+
+
+def test_every_command_has_the_options_that_it_is_given() -> None:
+    wrong = []
+    for page, line in commands():
+        words = shlex.split(line.replace("|", "OR"), comments=True)
+        if complaint := complain(words):
+            wrong.append(f"{page.relative_to(REPOSITORY)}: {line}: {complaint}")
+    assert not wrong, "\n".join(wrong)
+
+
+def complain(words: list[str]) -> str:
+    """Why dsframe's own part of a command line cannot be parsed; empty where it can."""
+    if words[0] == "dsframe":
+        if words[1] in ("--version",):
+            return ""
+        if words[1] not in COMMANDS:
+            return "no such command"
+        parser, rest = parser_of(words[1]), words[2:]
+        if words[1] == "launch":
+            _, rest = parser.parse_known_args(rest)
+            parser = training_parser()
+    elif "dsframe.train" in words:
+        parser, rest = training_parser(), words[words.index("dsframe.train") + 1 :]
+    else:
+        return ""
+    options = {name for action in parser._actions for name in action.option_strings}
+    unknown = [
+        word for word in rest if word.startswith("--") and word.partition("=")[0] not in options and word != "--"
+    ]
+    return f"no option {', '.join(unknown)}" if unknown else ""
+
+
+TUTORIALS = [
+    page
+    for page in sorted((REPOSITORY / "docs" / "tutorials").glob("*.md"))
+    if any(block.mark.startswith("run") for block in blocks(page))
+]
+
+
+@pytest.mark.parametrize(
+    "page",
+    [page if page.stem == "line_by_line" else pytest.param(page, marks=pytest.mark.long) for page in TUTORIALS],
+    ids=lambda page: page.stem,
+)
+def test_a_tutorial_works_as_it_stands(page: Path, tmp_path: Path) -> None:
+    """In one folder and one shell, block after block."""
+    script = ["set -eo pipefail"]
+    for number, block in enumerate(blocks(page)):
+        if block.mark.startswith("file: "):
+            (tmp_path / block.mark.removeprefix("file: ")).write_text(block.text)
+        elif block.mark == "run, code 2":
+            script.append(
+                f"code=0; {{\n{block.text}}} || code=$?; [ $code = 2 ] || {{ echo block {number}: code $code; exit 1; }}"
+            )
+        elif block.mark.startswith("run"):
+            script.append(block.text)
+    environment = {
+        "PATH": f"{BIN}:/usr/bin:/bin",
+        "PYTHONPATH": str(REPOSITORY),
+        "HOME": str(tmp_path),
+        "OMP_NUM_THREADS": "1",
+    }
+    done = subprocess.run(
+        ["bash", "-c", "\n".join(script)],
+        cwd=tmp_path,
+        env=environment,
+        capture_output=True,
+        text=True,
+        timeout=550,
+        check=False,
+    )
+    assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-3000:]
