@@ -289,7 +289,10 @@ def test_finds_the_next_one_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPa
             "deepspeed",
             "deepspeed: DeepSpeed is not installed in this environment; pip install 'dsframe[deepspeed]'",
         ),
-        ("horovodrun", "horovodrun: Horovod is not installed in this environment; run make setup"),
+        (
+            "horovodrun",
+            "horovodrun: Horovod is not installed here; run make setup in the repository, or: dsframe launch --engine ddp",
+        ),
     ],
 )
 def test_without_the_library(name: str, message: str) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import io
 import os
 import sys
 from collections.abc import Sequence
@@ -117,7 +118,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(launchers.plan(wanted.launcher, wanted.job).show(wanted.job.hosts))
         return 0
     streams.survive()
-    code = _check(wanted, parse_training(training).set)
+    chosen = parse_training(training)
+    code = _check(wanted, chosen.set, quiet=chosen.quiet)
     others = [host.name for host in wanted.job.hosts if not host.is_here]
     if not code and others and wanted.launcher != "srun":
         ssh_check.examine(others, wanted.job.interface if wanted.launcher == "horovodrun" else None)
@@ -222,13 +224,18 @@ def _interface(hosts: tuple[places.Host, ...]) -> str | None:
     return next(filter(None, others), None)
 
 
-def _check(wanted: Wanted, overrides: Sequence[str]) -> int:
-    """``dsframe check`` for this engine and number of processes; its words are for the person, not for a pipe."""
+def _check(wanted: Wanted, overrides: Sequence[str], *, quiet: bool) -> int:
+    """``dsframe check`` for this engine and number of processes; its words are for the person, not for a pipe. ``quiet``: only
+    where something is wrong."""
     words = [str(wanted.config.path), "-np", str(wanted.job.processes), "--engine", wanted.engine]
     for override in overrides:
         words += ["--set", override]
-    with contextlib.redirect_stdout(sys.stderr):
-        return check.main(words)
+    said = io.StringIO()
+    with contextlib.redirect_stdout(said if quiet else sys.stderr):
+        code = check.main(words)
+    if code:
+        print(said.getvalue(), end="", file=sys.stderr)
+    return code
 
 
 def _run(wanted: Wanted, options: argparse.Namespace) -> int:
@@ -237,7 +244,8 @@ def _run(wanted: Wanted, options: argparse.Namespace) -> int:
     def attempt(resume: bool, received: list[int]) -> int:
         job = replace(wanted.job, port=free_port())
         job = launchers.with_arguments(job, *(["--resume", "auto"] if resume else []))
-        say(launchers.plan(wanted.launcher, job).show(job.hosts))
+        if "--quiet" not in job.arguments:
+            say(launchers.plan(wanted.launcher, job).show(job.hosts))
         job = launchers.with_arguments(job, "--report", str(attempts.report))
         launch = launchers.plan(wanted.launcher, job)
         launch = launch if "--verbose" in job.arguments else launchers.quietly(launch)
