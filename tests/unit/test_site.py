@@ -7,6 +7,7 @@ import re
 import shlex
 import subprocess
 import sys
+import zlib
 from collections.abc import Iterator
 from dataclasses import dataclass
 from html.parser import HTMLParser
@@ -63,7 +64,7 @@ def of_kind(*languages: str) -> list[Block]:
 
 
 def named(block: Block) -> str:
-    return f"{block.page.relative_to(REPOSITORY)}-{abs(hash(block.text)) % 1000}"
+    return f"{block.page.relative_to(REPOSITORY)}-{zlib.crc32(block.text.encode()) % 1000}"  # the same in each process
 
 
 def commands() -> list[tuple[Path, str]]:
