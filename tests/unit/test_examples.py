@@ -50,6 +50,8 @@ def copied(name: str, folder: Path) -> Path:
 def test_there_are_a_dozen_and_each_has_its_test() -> None:
     assert len(FOLDERS) >= 12
     assert set(FOLDERS) == {*TRAINED, *ELSEWHERE}
+    listed = re.findall(r"\((\w+)/README\.md\)", (EXAMPLES / "README.md").read_text())
+    assert sorted(listed) == FOLDERS
 
 
 @pytest.mark.parametrize("name", FOLDERS)
