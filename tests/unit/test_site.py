@@ -64,7 +64,7 @@ def of_kind(*languages: str) -> list[Block]:
 
 
 def named(block: Block) -> str:
-    return f"{block.page.relative_to(REPOSITORY)}-{zlib.crc32(block.text.encode()) % 1000}"  # the same in each process
+    return f"{block.page.relative_to(REPOSITORY)}-{zlib.crc32(block.text.encode()) % 1000}"
 
 
 def commands() -> list[tuple[Path, str]]:
