@@ -19,6 +19,7 @@ _LINK = re.compile(r"\[((?:[^\[\]]|\[[^\]]*\])*)\]\(([^)\s]+)\)")
 def outside() -> dict[str, str]:
     """Returns pages outside of docs/: their place in the site -> their path in the repository."""
     found = {"index.md": "README.md", "contributing.md": "CONTRIBUTING.md", "changelog.md": "CHANGELOG.md"}
+    found["examples/index.md"] = "examples/README.md"
     for readme in sorted(ROOT.glob("examples/*/README.md")):
         found[f"examples/{readme.parent.name}.md"] = str(readme.relative_to(ROOT))
     return found

@@ -29,7 +29,7 @@ def lines(rows: Sequence[tuple[str, str]], *, colour: bool) -> list[str]:
 
 
 def has_colours(terminal: bool) -> bool:
-    """Whether a terminal is to get colours: https://no-color.org, and TERM."""
+    """True if a terminal is to get colours: https://no-color.org, and TERM."""
     return terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 

@@ -50,6 +50,8 @@ def copied(name: str, folder: Path) -> Path:
 def test_there_are_a_dozen_and_each_has_its_test() -> None:
     assert len(FOLDERS) >= 12
     assert set(FOLDERS) == {*TRAINED, *ELSEWHERE}
+    listed = re.findall(r"\((\w+)/README\.md\)", (EXAMPLES / "README.md").read_text())
+    assert sorted(listed) == FOLDERS
 
 
 @pytest.mark.parametrize("name", FOLDERS)
@@ -152,3 +154,18 @@ def test_what_an_example_begins_with_runs(line: str, tmp_path: Path) -> None:
         else ["-m", "torch.distributed.run", *line.split()[1:-1], "before.py"]
     )
     assert "loss" in run_ranks(command, cwd=folder, timeout_seconds=150).check().output
+
+
+@pytest.mark.long
+def test_the_notebook_runs_from_its_first_cell_to_its_last(tmp_path: Path) -> None:
+    notebook = json.loads((EXAMPLES / "reference_engines" / "course.ipynb").read_text())
+    cells = ["".join(cell["source"]) for cell in notebook["cells"] if cell["cell_type"] == "code"]
+    assert len(cells) > 3
+    (tmp_path / "course.py").write_text("\n".join(cells))
+    finished = run_ranks([sys.executable, "course.py"], cwd=tmp_path, timeout_seconds=300).check()
+    assert "'ring': " in finished.stdout
+
+
+def test_the_notebook_holds_no_output() -> None:
+    notebook = json.loads((EXAMPLES / "reference_engines" / "course.ipynb").read_text())
+    assert all(not cell["outputs"] for cell in notebook["cells"] if cell["cell_type"] == "code")

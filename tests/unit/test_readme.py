@@ -12,7 +12,7 @@ from dsframe.cli import COMMANDS
 from tests.processes import REPOSITORY, python, run_ranks, torchrun
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-PAGES = sorted(page for pattern in ("*.md", "docs/**/*.md", "examples/*/*.md") for page in REPOSITORY.glob(pattern))
+PAGES = sorted(page for pattern in ("*.md", "docs/**/*.md", "examples/**/*.md") for page in REPOSITORY.glob(pattern))
 
 
 def test_generated_pages_are_up_to_date() -> None:

@@ -25,7 +25,7 @@ PAGES = sorted(
     [
         *REPOSITORY.glob("docs/**/*.md"),
         REPOSITORY / "README.md",
-        *REPOSITORY.glob("examples/*/README.md"),
+        *REPOSITORY.glob("examples/**/README.md"),
         REPOSITORY / "check" / "README.md",
     ]
 )

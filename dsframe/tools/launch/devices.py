@@ -12,7 +12,7 @@ FOLDER = Path("/dev")
 
 
 def accelerators() -> bool:
-    """Whether this machine has a file of any accelerator that DeepSpeed may train on. ``launch/bin/deepspeed`` asks the same."""
+    """True if this machine has a file of any accelerator that DeepSpeed may train on. ``launch/bin/deepspeed`` asks the same."""
     return any(Path(path).exists() for path in ("/dev/nvidiactl", "/dev/dxg", "/dev/kfd", "/dev/accel"))
 
 
