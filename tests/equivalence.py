@@ -50,10 +50,15 @@ _LLAMA = {
     "num_attention_heads": 4,
     "num_key_value_heads": 2,
 }
+_MIXTRAL = {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4}
+_OPT = {"model_type": "opt", "hidden_size": 64, "ffn_dim": 128, "num_hidden_layers": 2, "num_attention_heads": 4}
+_OPT |= {"word_embed_proj_dim": 64, "dropout": 0.0}
 TASKS: Mapping[str, dict[str, Any]] = {
     "cnn": {"name": "vision", "model": "cnn", "dataset": "fashion-mnist", "samples": 2000},
     "gpt": {"name": "language", "layers": 2, "heads": 4, "width": 64, "context": 64, "samples": 2000},
     "llama": {"name": "causal-language-model", "model": _LLAMA, "context": 64, "samples": 2000},
+    "mixtral": {"name": "causal-language-model", "model": _MIXTRAL, "context": 64, "samples": 2000},
+    "opt": {"name": "causal-language-model", "model": _OPT, "context": 64, "samples": 2000},
     "gan": {"name": "tests.engines.parts:Gan"},
     "distilled": {"name": "tests.engines.parts:Distilled"},
 }
@@ -154,7 +159,7 @@ CASES: dict[str, Case] = {
     "fsdp in chunks": Case("fsdp", _CHUNKS, tasks=("gpt", "llama"), in_suite=False),
     "horovod in chunks": Case("horovod", _CHUNKS, horovodrun, tasks=("gpt", "llama"), in_suite=False),
     "tensor in chunks": Case("deepspeed", {**_TENSOR, **_CHUNKS}, deepspeed, tasks=("gpt", "llama"), in_suite=False),
-    "tensor": Case("deepspeed", _TENSOR, deepspeed, tasks=("gpt", "llama")),
+    "tensor": Case("deepspeed", _TENSOR, deepspeed, tasks=("gpt", "llama", "mixtral", "opt")),
     "tensor 2x2 zero3": Case("deepspeed", {**_TENSOR, **zero(3)}, processes=4, tasks=("gpt", "llama")),
     "tensor x pipeline zero1": Case("deepspeed", {**_TENSOR, **pipeline(), **zero(1)}, processes=4, tasks=("gpt",)),
     "tensor x pipeline x 2": Case("deepspeed", {**_TENSOR, **pipeline()}, processes=8, tasks=("gpt",)),

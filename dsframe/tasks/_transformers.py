@@ -120,7 +120,7 @@ def build(auto: str, config: Any, weights: str | None, dtype: torch.dtype = torc
     config.use_cache = False  # keys and values of earlier tokens are kept for generation, not for training
     planned = torch.empty(0).device.type == "meta"  # the sizes are asked for, and transformers loads nothing there
     if weights is None or planned:
-        return cls.from_config(config, dtype=torch.float32, trust_remote_code=False)  # type: ignore[no-any-return]
+        return _aligned(cls.from_config(config, dtype=torch.float32, trust_remote_code=False))
     place = folder(weights)
     stored = _stored(place)
     short = auto == "AutoModelForCausalLM" and stored == {dtype}
@@ -133,7 +133,16 @@ def build(auto: str, config: Any, weights: str | None, dtype: torch.dtype = torc
     wrong = sorted(name for name in new if name not in own or own[name].shape[0] != classes)
     if wrong:  # of a classifier the output layer may be new
         raise TaskError(f"task.model: {weights} has no weights, or of another shape, for {', '.join(wrong[:3])}")
-    return model.train()  # type: ignore[no-any-return]  # from_pretrained hands it over in evaluation mode
+    return _aligned(model.train())  # from_pretrained hands it over in evaluation mode
+
+
+def _aligned(model: Any) -> nn.Module:
+    """The model, with a mixture's experts one by one where torch's grouped product takes no rows of their size: it wants 16 bytes,
+    and raises in the first step."""
+    stacked = [one for name, one in model.named_parameters() if ".experts." in name and one.ndim == 3]
+    if any(size % 8 for one in stacked for size in one.shape[1:]):
+        model.set_experts_implementation("eager")
+    return model  # type: ignore[no-any-return]
 
 
 def _stored(place: Path) -> set[torch.dtype]:

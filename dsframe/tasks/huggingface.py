@@ -19,7 +19,7 @@ from dsframe.data import encoders, text, tokens
 from dsframe.data import vision as images
 from dsframe.data.packed import IGNORED
 from dsframe.errors import TaskError
-from dsframe.tasks import _transformers, chunked_loss, decoder, experts, shared_sequences
+from dsframe.tasks import _transformers, chunked_loss, decoder, experts, partitions, shared_sequences
 from dsframe.tasks.layers import Layer
 from dsframe.tasks.task import Attention, Say, Sum, Task, accuracy
 
@@ -62,6 +62,7 @@ class CausalLanguageModelTask(Task):
         self._criterion = _transformers.loss("ForCausalLM")
         self.units_per_sample = settings.context
         self.hidden_size = getattr(self.pretrained_config, "hidden_size", None)
+        self.partition_config = partitions.BY_MODEL_TYPE.get(self.pretrained_config.model_type)
         self._balances = bool(getattr(self.pretrained_config, "output_router_logits", False))
         if self._balances:
             self.over_micro_batches = "the balance of a mixture's experts"

@@ -44,11 +44,16 @@ LLAMA = {
 VIT = {**LLAMA, "model_type": "vit", "patch_size": 4}
 del VIT["num_key_value_heads"]
 TEXT = {"context": 16, "corpus": "synthetic", "samples": 500}
+QWEN_MOE = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+OPT = {"model_type": "opt", "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
+OPT |= {"word_embed_proj_dim": 32, "dropout": 0.0}
 TASKS: dict[str, dict[str, Any]] = {
     "gpt": {"name": "language", "layers": 2, "heads": 4, "width": 32, **TEXT},
     "llama": {"name": "causal-language-model", "model": LLAMA, **TEXT},
     "tied": {"name": "causal-language-model", "model": {**LLAMA, "tie_word_embeddings": True}, **TEXT},
     "qwen3": {"name": "causal-language-model", "model": {**LLAMA, "model_type": "qwen3", "head_dim": 8}, **TEXT},
+    "qwen3 moe": {"name": "causal-language-model", "model": QWEN_MOE, **TEXT},
+    "opt": {"name": "causal-language-model", "model": OPT, **TEXT},
     "vit": {"name": "image-classification", "model": VIT, "dataset": "synthetic", "image_size": 16, "samples": 500},
 }
 
@@ -67,6 +72,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama zero1 bf16": ("llama", "deepspeed", {**CUT, **zero(1), **BF16}),
     "llama zero2 cpu": ("llama", "deepspeed", {**CUT, **zero(2, offload_optimizer={"device": "cpu"})}),
     "qwen3 zero1": ("qwen3", "deepspeed", {**CUT, **zero(1)}),
+    "qwen3 moe zero1": ("qwen3 moe", "deepspeed", {**CUT, **zero(1)}),
+    "opt zero3": ("opt", "deepspeed", {**CUT, **zero(3)}),
     "gpt in stages zero0": ("gpt", "deepspeed", {**CUT, **STAGES}),
     "gpt in stages zero1": ("gpt", "deepspeed", {**CUT, **STAGES, **zero(1)}),
     "whole llama zero3": ("llama", "deepspeed", zero(3)),

@@ -58,7 +58,7 @@ def test_several_ranks_are_one_process(case: str, reports: dict[str, dict[str, A
     assert report["again"], "its own state, put back, goes on to the last bit"
     held, whole = report["elements"]
     if "whole" not in case:
-        assert held < 0.7 * whole
+        assert held < (0.95 if "moe" in case else 0.7) * whole, "experts are whole on each rank"
 
 
 @pytest.mark.parametrize("case", RECOMPUTED)

@@ -125,6 +125,16 @@ def test_a_mixture_of_experts_pays_for_uneven_use() -> None:
         assert task.metrics(outputs, targets)["loss"].mean == pytest.approx(alone.item())
 
 
+@pytest.mark.parametrize(("size", "kind"), [(48, "grouped_mm"), (50, "eager")])
+def test_experts_of_odd_sizes_are_computed_one_by_one(size: int, kind: str) -> None:
+    """torch's grouped product would raise in the first step; outputs and gradients are there with both."""
+    task = language(model={**LLAMA, "model_type": "mixtral", "num_local_experts": 2, "intermediate_size": size})
+    model = made(task)
+    assert model.config._experts_implementation == kind
+    task.loss(model(torch.arange(12)[None]), torch.arange(12)[None]).backward()
+    assert all(parameter.grad is not None for parameter in model.parameters())
+
+
 class Both:
     """Two ranks, one after the other: sums are known in a second round."""
 

@@ -16,7 +16,7 @@ _HEADS = ("num_attention_heads", "num_key_value_heads")
 _HAND_WRITTEN = 'describe in "partition_config" which layers are sharded, and how'
 
 # What transformers 5 says nothing about, so that DeepSpeed refuses or guesses: the best known of them.
-_WITHOUT_A_PLAN = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "opt", "bloom", "falcon", "codegen", "mpt", "vit")
+_WITHOUT_A_PLAN = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "bloom", "falcon", "codegen", "mpt", "vit")
 
 
 def check(context: RuleContext) -> None:
@@ -101,7 +101,9 @@ def _cuts(context: RuleContext) -> None:
         return
     name = getattr(task, "name", "")
     kind = _settings(task).get("model_type")
-    if name == "vision":
+    if name == "causal-language-model" and context.file.pipeline.stages > 1:
+        context.conflict(_SIZE, "nothing says how to shard the stages of a model of transformers", _HAND_WRITTEN)
+    elif name == "vision":
         context.conflict(_SIZE, f'nothing says how to shard the model "{getattr(task, "model", "")}"', _HAND_WRITTEN)
     elif kind in _WITHOUT_A_PLAN:
         context.conflict(
