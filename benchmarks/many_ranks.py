@@ -4,7 +4,7 @@
     python -m benchmarks.many_ranks --ranks 2,8
 
 Processes are forked from one that has imported torch, so that 64 of them fit; they share the cores, so that times by the clock are
-an upper bound, and what a rank sends and asks of the store says how it grows. Columns: milliseconds by the clock of the slowest rank;
+an upper bound, and what a rank sends and asks of the store says how it grows. Milliseconds by the clock of the slowest rank;
 "asks" are requests of dsframe's to the rendezvous' store, of rank 0 and of any other; "bytes" are those that a rank's all-reduces
 hold (a ring sends them about twice). Gloo's own requests, when it connects all pairs, are not counted.
 """
