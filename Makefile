@@ -4,7 +4,7 @@ SHELL := bash
 export PATH := $(CURDIR)/launch/bin:$(CURDIR)/.venv/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all mpi launchers portability kill-test attack gpu-check lint format equivalence footprint bench predictions startup soak docs site clean
+.PHONY: help setup train test test-all mpi launchers portability kill-test attack gpu-check lint format equivalence footprint bench bench-quick predictions startup soak docs site clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -75,6 +75,10 @@ footprint: setup ## what every engine holds and sends, beside theory: the tables
 bench: setup ## dsframe beside hand-written loops, Accelerate, Lightning and the HF Trainer, in turns: ratios, memory, losses
 	python -m pip install -q --no-build-isolation -c constraints.txt -c .setup/torch.txt -e '.[bench]'
 	python -m benchmarks.compare
+
+bench-quick: setup ## bounds that hold on a busy machine too: the time of a check, what ranks ask and send by their number (2 minutes)
+	python benchmarks/check_startup.py
+	python -m benchmarks.many_ranks --ranks 2,16
 
 predictions: setup ## what the plan says of memory and time beside what runs take: the table of docs/measurements.md (50 minutes)
 	python -m tests.predictions

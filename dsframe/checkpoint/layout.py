@@ -12,10 +12,9 @@ from dataclasses import dataclass, field
 from typing import Any, NamedTuple
 
 import torch
-from xxhash import xxh3_128_hexdigest
 
 from dsframe.checkpoint.state import WEIGHT, ParameterShard
-from dsframe.cluster.exchange import Ranks, all_gather_tensor, all_gather_text
+from dsframe.cluster.exchange import Ranks, all_gather_tensor, all_gather_text, same
 from dsframe.errors import CheckpointError
 
 Range = tuple[int, int]
@@ -80,8 +79,7 @@ def _text(dtype: torch.dtype) -> str:
 
 def _union(ranks: Ranks, facts: str) -> dict[str, Any]:
     """**Collective.** Name -> its scalars and tensors; the lists themselves are sent only where they differ, as in a pipeline."""
-    digest = xxh3_128_hexdigest(facts.encode())
-    told = [facts] if len(set(all_gather_text(ranks, digest))) == 1 else all_gather_text(ranks, facts)
+    told = [facts] if same(ranks, facts) else all_gather_text(ranks, facts)
     every: dict[str, Any] = {}
     for text in told:
         for name, *rest in json.loads(text):

@@ -185,6 +185,7 @@ def meet(world: World, address: str, port: int, line: timedelta | None = None) -
         prefix = f"dsframe/{attempt}/{next(_meetings)}"
         store = PrefixStore(prefix, tcp)
         store.set(f"here/{world.rank}", socket.gethostname())
+        store.add("arrived", 1)
         if world.is_main:
             store.set("absent", _absent(store, world, limit))
         store.wait(["absent"], 2 * limit)
@@ -215,11 +216,14 @@ def _limit() -> timedelta:
 
 def _absent(store: Store, world: World, limit: timedelta) -> str:
     """The ranks that are not there when the time is over: ``rank 1`` or ``ranks 1, 3``; empty where all are."""
-    missing = list(range(world.size))
     end = time.monotonic() + limit.total_seconds()
-    while missing and time.monotonic() < end:
-        missing = [rank for rank in missing if not store.check([f"here/{rank}"])]
-        time.sleep(0.01 if missing else 0.0)
+    while store.add("arrived", 0) < world.size:  # one question, however many ranks there are
+        if time.monotonic() > end:
+            break
+        time.sleep(0.01)
+    else:
+        return ""
+    missing = [rank for rank in range(world.size) if not store.check([f"here/{rank}"])]
     return f"rank{'s' * (len(missing) > 1)} {', '.join(map(str, missing))}" if missing else ""
 
 

@@ -10,15 +10,17 @@ import contextlib
 import os
 import socket
 import time
-import urllib.error
-import urllib.request
 import zlib
 from collections.abc import Iterator, Mapping
+from typing import TYPE_CHECKING
 
 import psutil
 
 from dsframe.cluster.world import World
 from dsframe.errors import WorldError
+
+if TYPE_CHECKING:
+    import urllib.request
 
 _MEETING_SECONDS = 120.0
 
@@ -120,6 +122,8 @@ def _through_horovod(world: World, environ: Mapping[str, str]) -> tuple[str, int
 
     Source: horovod 0.28.1, runner/http/http_server.py (KVStoreHandler).
     """
+    import urllib.request  # here and below: with ssl and http, which no other launcher needs
+
     url = f"http://{environ['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{environ.get('HOROVOD_GLOO_RENDEZVOUS_PORT')}/dsframe/meeting_point"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     if world.is_main:
@@ -133,6 +137,8 @@ def _through_horovod(world: World, environ: Mapping[str, str]) -> tuple[str, int
 
 
 def _read_when_there(opener: urllib.request.OpenerDirector, url: str) -> str:
+    import urllib.error
+
     deadline = time.monotonic() + _MEETING_SECONDS
     while True:
         try:

@@ -119,8 +119,8 @@ BUILT_IN: dict[str, Entry] = {
         ignores=MODELS_OWN,
         otherwise={
             **_OTHERWISE,
-            "expert_parallel": "is not supported yet: DeepSpeed 0.19.8's AutoEP needs a patch beside transformers 5.23, and renames the "
-            "weights that checkpoints hold; leave it out: experts train whole, or in the shards of stage 3",
+            "expert_parallel": "is not supported yet: DeepSpeed 0.19.8's AutoEP needs a patch beside transformers 5.23, and "
+            "renames the weights that checkpoints hold; leave it out: experts train whole, or in the shards of stage 3",
             "adasum": "is supported by engine horovod only",
             "fp16_compression": "is an option of engine horovod; for DeepSpeed write communication_data_type",
             "gradient_hook": "is an option of engine ddp; for DeepSpeed write communication_data_type",

@@ -24,7 +24,7 @@ PATIENCE_SECONDS = 30.0
 
 
 def variables(rank: int, number: int, port: int) -> dict[str, str]:
-    """What a rank finds in its environment. Source: ``deepspeed/launcher/launch.py`` (main) and ``accelerator/cpu_accelerator.py``
+    """Returns what a rank finds in its environment. Source: ``launcher/launch.py`` (main) and ``accelerator/cpu_accelerator.py``
     of DeepSpeed 0.19.8, for one host."""
     return {
         "PYTORCH_NVML_BASED_CUDA_CHECK": "1",  # from DeepSpeed's import
@@ -41,7 +41,7 @@ def variables(rank: int, number: int, port: int) -> dict[str, str]:
 
 
 def command(rank: int, python: str, options: Sequence[str], program: Sequence[str]) -> list[str]:
-    """The words of a rank's command line."""
+    """Returns the words of a rank's command line."""
     words = [] if "--no_python" in options else [python, "-u", *(["-m"] if "--module" in options else [])]
     place = [] if "--no_local_rank" in options else [f"--local_rank={rank}"]
     return [*words, program[0], *place, *program[1:]]

@@ -11,7 +11,6 @@ from contextlib import contextmanager
 
 import torch
 from torch import Tensor
-from torch.distributed.tensor import DTensor
 
 KEY = "ema"
 """Name of the average among the optimizer's tensors, and in checkpoints."""
@@ -61,4 +60,7 @@ def _swap(optimizer: torch.optim.Optimizer, masters: Sequence[Tensor], publish: 
 
 
 def _local(tensor: Tensor) -> Tensor:
-    return tensor._local_tensor if isinstance(tensor, DTensor) else tensor
+    local: Tensor = getattr(
+        tensor, "_local_tensor", tensor
+    )  # a DTensor's; importing its class takes half a second of every rank
+    return local

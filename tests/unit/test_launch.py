@@ -8,6 +8,9 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
+import threading
+import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -17,7 +20,7 @@ from dsframe.errors import WorldError
 from dsframe.guard.signals import GRACE_SECONDS
 from dsframe.host import supervise
 from dsframe.run_dir import outcome
-from dsframe.tools.launch import attempts, command, devices, hosts, launchers
+from dsframe.tools.launch import attempts, command, devices, hosts, launchers, ssh_launch
 from dsframe.tools.launch.attempts import Attempts
 from dsframe.tools.launch.hosts import Host
 from tests.processes import REPOSITORY
@@ -499,3 +502,51 @@ def test_deepspeeds_own_log_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None
     assert "DS_ACCELERATOR" not in launchers.quietly(launch).environment
     other = launchers.plan("torchrun", job)
     assert launchers.quietly(other) is other
+
+
+@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
+def test_a_host_file_of_two_thousand_hosts(launcher: str, tmp_path: Path) -> None:
+    """Seconds; and what each host is told fits into what a program may be handed, however many there are."""
+    file = tmp_path / "hosts"
+    file.write_text("".join(f"10.7.{number // 250}.{number % 250 + 1} slots=8\n" for number in range(2000)))
+    began = time.monotonic()
+    found = hosts.look_up(hosts.share(hosts.read_file(file), None))
+    job = launchers.Job(16_000, ("-m", "dsframe.train"), (), hosts=found, address=found[0].name)
+    plan = launchers.plan(launcher, job)
+    assert not any(host.is_here for host in found)
+    assert len(plan.commands) == 2000
+    assert max(len(word) for command in plan.commands for word in command) < 128 * 1024
+    shown = plan.show(found, most=4).splitlines()
+    assert len(shown) == 5
+    assert shown[-1] == "... and so on 1996 more hosts"
+    told = ssh_launch.order([(host.name, host.is_here) for host in found], plan.commands, {"PATH": "/bin"}, "report")
+    assert len(told[ssh_launch.VARIABLE]) < 10
+    read = subprocess.run(
+        [sys.executable, "-c", READ_ORDER],
+        env=os.environ | told,
+        pass_fds=[int(told[ssh_launch.VARIABLE])],
+        capture_output=True,
+        text=True,
+        timeout=60,
+        check=True,
+    )
+    os.close(int(told[ssh_launch.VARIABLE]))
+    assert json.loads(read.stdout) == [2000, ["10.7.7.250", False], list(plan.commands[-1]), {"PATH": "/bin"}]
+    assert time.monotonic() - began < 60
+
+
+READ_ORDER = """
+import json
+from dsframe.tools.launch import ssh_launch
+found = ssh_launch.ordered()
+print(json.dumps([len(found["hosts"]), found["hosts"][-1], found["commands"][-1], found["environment"]]))
+"""
+
+
+def test_a_name_that_nobody_knows_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    ask = threading.Event()
+    monkeypatch.setattr(hosts, "LOOK_UP_SECONDS", 0.2)
+    monkeypatch.setattr(hosts, "is_here", lambda name: ask.wait(5) if name == "nowhere" else name == "here")
+    found = hosts.look_up(tuple(hosts.Host(name, 1) for name in ("here", "nowhere", "other")))
+    ask.set()
+    assert [(host.is_here, host.known) for host in found] == [(True, True), (False, False), (False, True)]

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
+from itertools import islice, pairwise
 from pathlib import Path
 
 from dsframe import engines
@@ -186,7 +186,7 @@ def _job(options: argparse.Namespace, config: Config, training: Sequence[str]) -
     hosts = hosts or slurm
     processes = options.processes
     if hosts:
-        hosts = places.share(hosts, options.max_np or processes)
+        hosts = places.look_up(places.share(hosts, options.max_np or processes))
         processes = (options.max_np and processes) or sum(host.slots for host in hosts)
     gpus = devices.visible(os.environ)
     processes = processes or len(gpus)
@@ -219,8 +219,15 @@ def _job(options: argparse.Namespace, config: Config, training: Sequence[str]) -
     )
 
 
+_ASKED_FOR_ROUTE = 8
+"""Hosts whose routes may say which interface leads to the others: of thousands that nobody knows it is no use to ask all."""
+
+
 def _interface(hosts: tuple[places.Host, ...]) -> str | None:
-    others = (interface_to(host.name) for host in hosts if not host.is_here)
+    others = (
+        interface_to(host.name)
+        for host in islice((host for host in hosts if host.known and not host.is_here), _ASKED_FOR_ROUTE)
+    )
     return next(filter(None, others), None)
 
 
@@ -245,7 +252,7 @@ def _run(wanted: Wanted, options: argparse.Namespace) -> int:
         job = replace(wanted.job, port=free_port())
         job = launchers.with_arguments(job, *(["--resume", "auto"] if resume else []))
         if "--quiet" not in job.arguments:
-            say(launchers.plan(wanted.launcher, job).show(job.hosts))
+            say(launchers.plan(wanted.launcher, job).show(job.hosts, most=4))
         job = launchers.with_arguments(job, "--report", str(attempts.report))
         launch = launchers.plan(wanted.launcher, job)
         launch = launch if "--verbose" in job.arguments else launchers.quietly(launch)

@@ -89,14 +89,16 @@ class Launch:
     forwards: bool = False
     """The launcher passes USR1 on to its workers, which are not its own children."""
 
-    def show(self, hosts: tuple[Host, ...]) -> str:
+    def show(self, hosts: tuple[Host, ...], most: int | None = None) -> str:
         """Returns the command as a person would type it, with ``***`` for secrets; if each host has its own command, with
-        the host before it."""
+        the host before it, of ``most`` hosts at most."""
         setting = "".join(f"{name}={shlex.quote(value)} " for name, value in self.environment.items())
-        shown = [setting + shlex.join(redact(command)) for command in self.commands]
-        if len(shown) == 1:
+        shown = [setting + shlex.join(redact(command)) for command in self.commands[:most]]
+        if len(self.commands) == 1:
             return shown[0]
-        return "\n".join(f"{host.name}$ {line}" for host, line in zip(hosts, shown, strict=True))
+        lines = [f"{host.name}$ {line}" for host, line in zip(hosts, shown, strict=False)]
+        more = len(self.commands) - len(shown)
+        return "\n".join([*lines, *([f"... and so on {more} more hosts"] if more else [])])
 
 
 def plan(launcher: str, job: Job) -> Launch:

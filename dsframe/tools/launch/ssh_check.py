@@ -15,6 +15,8 @@ from dsframe.errors import WorldError
 from dsframe.tools.launch.ssh_launch import SSH_FAILED, python_path, ssh
 
 LIMIT_SECONDS = 30.0
+AT_ONCE = 128
+"""Connections that are open at a time: each takes two files of a limit of 1,024."""
 PACKAGES = ("torch", "deepspeed", "horovod")
 _NO_PYTHON = 127
 _ASK = """
@@ -46,24 +48,26 @@ def versions() -> dict[str, str]:
 
 
 def examine(names: Sequence[str], interface: str | None) -> None:
-    """Asks all hosts at once.
+    """Asks all hosts, ``AT_ONCE`` at a time.
 
     ``interface``: a network interface that every host must have under this name, as Horovod needs it. Raises WorldError with a
     line for each host that cannot take part.
     """
     directory = str(Path.cwd())
     words = ["env", *python_path(), sys.executable, "-c", shlex.quote(_ASK)]
-    asked = {
-        name: subprocess.Popen(
-            ssh(name, directory, *words),
-            stdin=subprocess.DEVNULL,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.PIPE,
-            text=True,
-        )
-        for name in names
-    }
-    wrong = [text for name, process in asked.items() if (text := _answer(name, process, interface))]
+    wrong = []
+    for first in range(0, len(names), AT_ONCE):
+        asked = {
+            name: subprocess.Popen(
+                ssh(name, directory, *words),
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE,
+                stderr=subprocess.PIPE,
+                text=True,
+            )
+            for name in names[first : first + AT_ONCE]
+        }
+        wrong += [text for name, process in asked.items() if (text := _answer(name, process, interface))]
     if wrong:
         raise WorldError("\n".join(wrong))
 

@@ -1,7 +1,7 @@
 """Starts a command on each of several hosts through ssh, keeps them alive together, and ends them together.
 
 Runs as a process of its own, ``python -m dsframe.tools.launch.ssh_launch``, that ``dsframe launch`` supervises.
-The variable DSFRAME_SPREAD holds what is to run.
+The variable DSFRAME_SPREAD holds the number of an open file that says what is to run.
 """
 
 from __future__ import annotations
@@ -49,14 +49,32 @@ def order(
     know by itself is sent.
     """
     sent = {name: value for name, value in environment.items() if name.startswith(PASSED_ON) and name != VARIABLE}
+    words = list(dict.fromkeys(word for command in commands for word in command))  # most are the same on all hosts
+    numbers = {word: number for number, word in enumerate(words)}
     content = {
         "hosts": hosts,
-        "commands": commands,
+        "words": words,
+        "commands": [[numbers[word] for word in command] for command in commands],
         "environment": sent,
         "directory": str(Path.cwd()),
         "report": report,
     }
-    return {VARIABLE: json.dumps(content)}
+    # In memory: a variable holds 128 KiB at most, which a thousand hosts exceed, and the disk shall not have what it holds.
+    descriptor = os.memfd_create("dsframe-spread", 0)
+    with open(descriptor, "w", encoding="utf-8", closefd=False) as file:
+        json.dump(content, file)
+    return {VARIABLE: str(descriptor)}
+
+
+def ordered() -> dict[str, Any]:
+    """Returns what :func:`order` has written, in the process that it was written for."""
+    descriptor = int(os.environ.pop(VARIABLE))
+    os.lseek(descriptor, 0, os.SEEK_SET)
+    with open(descriptor, encoding="utf-8") as file:
+        content: dict[str, Any] = json.load(file)
+    words = content["words"]
+    content["commands"] = [[words[number] for number in command] for command in content["commands"]]
+    return content
 
 
 def ssh(host: str, directory: str, *words: str) -> list[str]:
@@ -110,7 +128,7 @@ class Part:
 
 def main() -> int:
     """Runs all parts and returns the exit code of the first that failed, 0 where none did."""
-    content = json.loads(os.environ.pop(VARIABLE))
+    content = ordered()
     pending: list[int] = []
     for passed_on in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(passed_on, lambda number, _: pending.append(number))

@@ -1,0 +1,138 @@
+"""What ranks do beside training, by their number: they meet, agree, tell, stop and leave. On this machine, with nothing to compute.
+
+    python -m benchmarks.many_ranks                 # 2, 8, 16, 32 and 64 ranks
+    python -m benchmarks.many_ranks --ranks 2,8
+
+Processes are forked from one that has imported torch, so that 64 of them fit; they share the cores, so that times by the clock are
+an upper bound, and what a rank sends and asks of the store says how it grows. Milliseconds by the clock of the slowest rank;
+"asks" are requests of dsframe's to the rendezvous' store, of rank 0 and of any other; "bytes" are those that a rank's all-reduces
+hold (a ring sends them about twice). Gloo's own requests, when it connects all pairs, are not counted.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from tempfile import TemporaryDirectory
+from types import SimpleNamespace
+from typing import Any
+
+import torch
+import torch.distributed as dist
+
+from dsframe.cluster import exchange, process_group
+from dsframe.cluster.rendezvous import free_port
+from dsframe.cluster.world import World
+
+PHASES = ("meet and connect", "same facts", "no failures", "different texts", "agree to stop", "leave")
+FACTS = {f"version of package {number}": "1.2.3" for number in range(30)}
+"""About what ``job`` compares at the start: a kilobyte."""
+asked: Counter[str] = Counter()
+summed: Counter[str] = Counter()
+
+
+class CountedStore(process_group.PrefixStore):
+    """A store that counts what it is asked."""
+
+
+def _counted(name: str) -> Callable[..., Any]:
+    asks = getattr(process_group.PrefixStore, name)
+
+    def call(self: Any, *arguments: Any) -> Any:
+        asked[name] += 1
+        return asks(self, *arguments)
+
+    return call
+
+
+for _name in ("set", "get", "add", "check", "wait"):
+    setattr(CountedStore, _name, _counted(_name))
+
+
+def rank_of(world: World, port: int, folder: Path) -> None:
+    """One rank; writes seconds, requests and bytes of each phase to ``folder``."""
+    torch.set_num_threads(1)
+    process_group.PrefixStore = CountedStore  # type: ignore[misc]
+    found: dict[str, tuple[float, int, int]] = {}
+    current = ""
+
+    def sum_over_ranks(values: torch.Tensor) -> torch.Tensor:
+        summed[current] += values.nbytes
+        return process_group.sum_over_ranks(values)
+
+    device = torch.device("cpu")
+    ranks = SimpleNamespace(plan=SimpleNamespace(world=world, device=device), sum_over_ranks=sum_over_ranks)
+    work: dict[str, Callable[[], Any]] = {
+        "meet and connect": lambda: process_group.open_process_group(world, device),
+        "same facts": lambda: exchange.assert_same_on_all_ranks(ranks, FACTS),
+        "no failures": lambda: exchange.failures(ranks, ""),
+        "different texts": lambda: exchange.all_gather_text(ranks, f"rank {world.rank} of a save".ljust(200)),
+        "agree to stop": lambda: sum_over_ranks(torch.zeros(2)),
+        "leave": process_group.close_process_group,
+    }
+    for current in PHASES:
+        before, began = sum(asked.values()), time.perf_counter()
+        work[current]()
+        found[current] = (time.perf_counter() - began, sum(asked.values()) - before, summed[current])
+    (folder / f"{world.rank}.json").write_text(json.dumps(found))
+
+
+def measure(size: int) -> dict[str, tuple[float, int, int, int]]:
+    """Of ``size`` ranks, by phase: seconds of the slowest, requests of rank 0 and of the busiest other, bytes of a rank."""
+    port = free_port()
+    with TemporaryDirectory() as name:
+        folder, children = Path(name), []
+        for rank in range(size):
+            world = World(
+                rank=rank, size=size, local_rank=rank, local_size=size, launcher="torchrun",
+                master_address="127.0.0.1", master_port=port,
+            )  # fmt: skip
+            child = os.fork()
+            if child == 0:
+                code = 1
+                try:
+                    rank_of(world, port, folder)
+                    code = 0
+                finally:
+                    os._exit(code)
+            children.append(child)
+        ended = [os.waitpid(child, 0)[1] for child in children]  # all of them
+        if any(ended):
+            raise SystemExit(f"a rank of {size} failed")
+        told = [json.loads((folder / f"{rank}.json").read_text()) for rank in range(size)]
+    return {
+        phase: (
+            max(one[phase][0] for one in told),
+            told[0][phase][1],
+            max(one[phase][1] for one in told[1:]),
+            max(one[phase][2] for one in told),
+        )
+        for phase in PHASES
+    }
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the table. Returns 1 where what a rank asks or sends for things that are alike grows with the number of ranks."""
+    parser = argparse.ArgumentParser(prog="python -m benchmarks.many_ranks", description=__doc__.splitlines()[0])  # type: ignore[union-attr]
+    parser.add_argument("--ranks", default="2,8,16,32,64")
+    sizes = [int(size) for size in parser.parse_args(argv).ranks.split(",")]
+    found = {size: measure(size) for size in sizes}
+    print(f"{'ms; asks of rank 0, of others; bytes':<38}" + "".join(f"{size:>26}" for size in sizes))
+    for phase in PHASES:
+        cells = (found[size][phase] for size in sizes)
+        print(f"{phase:<38}" + "".join(f"{cell[0] * 1e3:>10.1f}; {cell[1]}, {cell[2]}; {cell[3]:<8}" for cell in cells))
+    least, most = found[min(sizes)], found[max(sizes)]
+    grown = [phase for phase in ("same facts", "no failures", "agree to stop") if most[phase][3] > least[phase][3]]
+    grown += ["meet and connect"] * (most["meet and connect"][2] > least["meet and connect"][2])
+    print(f"constant for each rank: {'no: ' + ', '.join(grown) if grown else 'yes'}")
+    return int(bool(grown) or not dist.is_available())
+
+
+if __name__ == "__main__":
+    sys.exit(main())
