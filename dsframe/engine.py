@@ -354,9 +354,9 @@ def assert_same_model(engine: Engine, *models: nn.Module) -> None:
     if told:
         first = by_value([text or "nothing more" for text in told])
         raise TaskError(
-            f"{type(engine.plan.task).__name__}: the model differs between ranks. The first difference: {first}. Every rank has to "
-            "build the same model: sort what comes out of a set, whose order is another in each process, and decide nothing by the "
-            "rank or the host"
+            f"{type(engine.plan.task).__name__}: the model differs between ranks. The first difference: {first}. Every rank must "
+            "build the same model: if your code iterates over a set, sort it first (a set has another order in each process), and "
+            "let nothing depend on the rank or the host"
         )
 
 

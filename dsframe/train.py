@@ -61,8 +61,8 @@ def parser() -> argparse.ArgumentParser:
         "--resume",
         metavar="auto|PATH|never",
         default="never",
-        help="go on from the newest whole checkpoint of the run's directory (auto: from the start where there is none), "
-        "or from this one (default: %(default)s)",
+        help="auto: resume from the newest whole checkpoint in the run's directory, or start from step 0 if it has none; PATH: "
+        "resume from this checkpoint; never: start from step 0 (default: %(default)s)",
     )
     parser.add_argument("--verbose", action="store_true", help="let the libraries say everything, and show tracebacks")
     parser.add_argument("--quiet", action="store_true", help="say nothing; the run's directory has the figures")

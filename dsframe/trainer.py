@@ -399,8 +399,9 @@ class Trainer:
             first, expected = of_passes.setdefault(passes, (rank, rows))
             if rows != expected:
                 raise DataError(
-                    f"the training data differ between ranks: a stream had {expected:,} rows in its first {passes} passes on rank "
-                    f"{first}, and {rows:,} on rank {rank}. Their batches have other samples since. Give all ranks the same rows"
+                    f"the training data differ between ranks: the first {passes} passes over a stream had {expected:,} rows on "
+                    f"rank {first}, but {rows:,} on rank {rank}. Since then these ranks take their samples from different places "
+                    "of the stream. Give all ranks the same rows"
                 )
         return {"rows_read": [rows for rows, _, _ in told]}
 

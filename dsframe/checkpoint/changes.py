@@ -49,9 +49,9 @@ FIXED = {
     "seed": "the order of samples follows from it",
     "dataloader_drop_last": "it decides where an epoch ends",
     "order": "the saved place is one in this order",
-    "parts of the data": "the saved place is one in the order of these weights and windows",
+    "parts of the data": "the order of samples follows from these weights and windows",
     "adapter": "the saved weights are of this one",
-    "models": "the saved weights and moments are of these, trained in this order beside these frozen ones",
+    "models": "the checkpoint has the state of these models, trained in this order, with these frozen models",
     "adapter's base": "the digest of its weights: the adapter was trained beside them",
 }
 """What must not change -> why."""

@@ -111,8 +111,8 @@ def _first_step(checkpoint: Checkpoint, mine: Mapping[str, Any], total_steps: in
     step = place(checkpoint.manifest, mine)
     if new_batch(checkpoint.manifest, mine) and in_place:
         raise CheckpointError(
-            f"train_batch_size has changed, so that step {checkpoint.step} of {checkpoint.path} is step {step} now, and the run's "
-            "record and checkpoints would have two counts; train on in another directory: --run-dir NEW --resume PATH"
+            f"train_batch_size has changed, so step {checkpoint.step} of {checkpoint.path} is now step {step}. This run's record "
+            "and checkpoints would count steps in two ways; train on in another directory: --run-dir NEW --resume PATH"
         )
     if step > total_steps:
         raise CheckpointError(

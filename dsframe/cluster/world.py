@@ -124,9 +124,9 @@ def _launcher(environ: Mapping[str, str]) -> Launcher:
     many = next((name for name in _ONE_OF_MANY if environ.get(name, "1") not in ("0", "1")), None)
     if not found and many:
         raise WorldError(
-            f"{many}={environ[many]}: this is one process of several, of no launcher that is known here; start them with one of "
-            "deepspeed, torchrun, horovodrun, mpirun and srun, or export RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE "
-            "(and MASTER_ADDR and MASTER_PORT) in each"
+            f"{many}={environ[many]} says that this is one of several processes, but dsframe does not know the launcher that "
+            "started them; start them with one of deepspeed, torchrun, horovodrun, mpirun and srun, or export RANK, WORLD_SIZE, "
+            "LOCAL_RANK and LOCAL_WORLD_SIZE (and MASTER_ADDR and MASTER_PORT) in each"
         )
     return found[0] if found else "python"
 

@@ -111,8 +111,8 @@ class ConversationEncoder:
         tokens = self._applied([*asked, *_messages(completion, row, "completion")], row)["input_ids"]
         if tokens[: len(before)] != before:
             raise DataError(
-                f"{row.place}: the chat template writes the prompt otherwise when the completion follows, so that the answer "
-                "cannot be told apart; give messages and a template with {% generation %}"
+                f"{row.place}: the chat template writes the prompt differently if a completion follows, so dsframe cannot "
+                "find where the answer begins; give messages and a template with {% generation %}"
             )
         return tokens, [0] * len(before) + [1] * (len(tokens) - len(before))
 

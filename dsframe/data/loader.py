@@ -52,8 +52,8 @@ def as_source(data: Any, seed: int, collate: Collate | None = None, *, streams: 
         if streams:
             return StreamSource(data, seed, collate)
         raise DataError(
-            f"{type(data).__name__} is an IterableDataset, of which no sample can be asked for by its number: it can be trained "
-            "on, but not evaluated or mixed; give a map-style Dataset (__len__ and __getitem__) or a dsframe.data.Source"
+            f"{type(data).__name__} is an IterableDataset: it can be trained on, but not evaluated or mixed, because its samples "
+            "cannot be read by index; give a map-style Dataset (__len__ and __getitem__) or a dsframe.data.Source"
         )
     if isinstance(data, Mixture):
         return _mixed(data, seed, collate)
@@ -82,7 +82,8 @@ def _mixed(data: Mixture, seed: int, collate: Collate | None) -> Source:
     if not all(own.values()) or collate is not None:
         makes = next(name for name, whole in own.items() if whole)
         raise DataError(
-            f"mixture: {makes} makes its own batches; then all have to, and the task's collate would not be called: leave it out"
+            f"mixture: {makes} makes its own batches, so every other part must do so too, and the task's collate would not be "
+            "called; give parts of one kind, and leave collate out"
         )
     return MixtureSource(data)
 
@@ -284,8 +285,8 @@ class _Fetcher:
         except (RuntimeError, ValueError) as error:
             shapes = "; then ".join(", ".join(str(list(leaf.shape)) for leaf in tree_leaves(one)) for one in batches)
             raise DataError(
-                f"{type(self.source).__name__}.batch gives rows of different sizes where a batch reaches over the end of an "
-                f"epoch, so that the two parts cannot be one batch: shapes {shapes}. Give all rows one size, or write "
+                f"{type(self.source).__name__}.batch gives rows of different sizes. This batch has rows of two epochs, and "
+                f"its two parts cannot be joined: shapes {shapes}. Give all rows one size, or write "
                 '"dataloader_drop_last": true'
             ) from error
         return inputs, targets
@@ -437,8 +438,8 @@ class Loader:
             own, every = self.micro_batch_size * self.accumulation_steps, self.sampler.global_batch_size
             found.append(
                 f"{type(self.source.dataset).__name__} is an IterableDataset: each rank reads all of its rows and takes {own:,} of "
-                f"every {every:,}; a run that goes on reads again from its start; that its rows are the same on every rank and at "
-                "every start is not known"
+                f"every {every:,}; a resumed run reads again from the first row; dsframe does not know whether the rows are the "
+                "same on every rank and at every start"
             )
         return found
 

@@ -47,8 +47,8 @@ class RunLock:
     def take(self, directory: Path, world: World, say: Callable[[str], None], *, takes_over: bool = False) -> None:
         """Rank 0 makes the directory and claims it, before anything is set up; a rank that has been 0 lets go.
 
-        ``takes_over``: the run goes on with other processes, so who still holds the directory is one of its own. Raises
-        ConfigError where the directory cannot be written to, WorldError where another run is there.
+        ``takes_over``: a lock left by an earlier process of this same run may be taken over. Raises ConfigError if the directory
+        cannot be written to, WorldError if another run uses it.
         """
         if self.held and world.is_main:
             return

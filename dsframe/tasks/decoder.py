@@ -80,7 +80,7 @@ def _difference(model: Any, layers: Sequence[Layer]) -> str:
         for layer in ready(layers):
             stream = layer(stream)
     except Exception as error:  # of whatever model this is
-        return f"its blocks take more than the stream ({' '.join(str(error).split())})"
+        return f"its blocks need more inputs than the output of the block before ({' '.join(str(error).split())})"
     if torch.allclose(stream, expected, atol=1e-5, rtol=1e-4):
         return ""
     return "it does more than its layers do, one after the other"

@@ -120,7 +120,7 @@ def _attention(
     if strange or attention_mask is not None or named.get("is_causal") is False:
         what = ", ".join(strange) or "a mask of its own"
         raise TaskError(
-            f"sequence_parallel_size: this model's attention has {what}, which slices of sequences do not know"
+            f"sequence_parallel_size: this model's attention uses {what}, which dsframe cannot apply to slices of sequences"
         )
     owner: Sequences = getattr(module, _OWNER)
     return owner.attend(query, key, value, scale, dropout, named.get("sliding_window")), None

@@ -416,7 +416,7 @@ def sums(found: Any, whose: str) -> Mapping[str, Sum]:
 
     def refuse(what: str) -> NoReturn:
         raise TaskError(
-            f"{whose}: {what}; give a mapping from names to dsframe.Sum(total, count), of which the mean over all samples follows"
+            f"{whose}: {what}; give a mapping from names to dsframe.Sum(total, count); dsframe computes the mean over all samples"
         )
 
     def scalar(number: Any, what: str) -> Tensor:

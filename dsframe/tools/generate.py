@@ -24,7 +24,9 @@ def parser() -> argparse.ArgumentParser:
     parser.add_argument("--tokens", type=int, default=64, help="tokens to add (default: %(default)s)")
     parser.add_argument("--sample", action="store_true", help="draw tokens; without it always the likeliest one")
     parser.add_argument("--temperature", type=float, default=1.0, help="with --sample (default: %(default)s)")
-    parser.add_argument("--top-k", type=int, default=0, help="with --sample: among so many likeliest; 0: among all")
+    parser.add_argument(
+        "--top-k", type=int, default=0, help="with --sample: draw from the K likeliest tokens only; 0: from all tokens"
+    )
     parser.add_argument("--seed", type=int, default=0, help="with --sample (default: %(default)s)")
     parser.add_argument("--config", help="the file (default: that of the run)")
     parser.add_argument("--average", action="store_true", help='the average of the weights ("ema") instead of them')

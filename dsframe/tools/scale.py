@@ -60,7 +60,7 @@ def parser() -> argparse.ArgumentParser:
         "--processes",
         required=True,
         metavar="N,N,...",
-        help="processes to measure; the first is what speed-up is to",
+        help="numbers of processes to measure; speed-up is relative to the first",
     )
     add("--beyond", metavar="N,N,...", help="processes to predict as well (default: three doublings of the largest)")
     add("--engine", help="short for --set dsframe.engine=...")

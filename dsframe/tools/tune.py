@@ -219,7 +219,12 @@ def parser() -> argparse.ArgumentParser:
         metavar="KEY=VALUES",
         help="LOW..HIGH, LOW..HIGH:log, LOW..HIGH:int or VALUE,VALUE; once for each key",
     )
-    add("--metric", default="", metavar="NAME:min|max", help="of the evaluation; its last value is the trial's")
+    add(
+        "--metric",
+        default="",
+        metavar="NAME:min|max",
+        help="metric of the evaluation to optimize; a trial is judged by the last value",
+    )
     add("--trials", type=int, default=20, metavar="N", help="in all, those of earlier calls included (default 20)")
     add("--parallel", type=int, default=1, metavar="N", help="trials at the same time (default 1)")
     add("--seed", type=int, default=0, help="of the proposals (default 0)")

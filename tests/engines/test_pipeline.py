@@ -84,7 +84,7 @@ def test_stages_announce_sizes_only_where_inputs_do_not_tell_them(report: Any) -
     assert sizes["needed"] == sizes["always"]
     assert sizes["announced always"] == [4, 4, 4, 4, 4]
     assert sizes["announced needed"] == [1, 0, 4, 1, 1]
-    assert "for inputs of the same size; the size of what layers pass on must follow" in sizes["refused"]
+    assert "for inputs of the same size; the inputs' size must determine the outputs' size" in sizes["refused"]
 
 
 def test_stages_wait_as_long_as_the_schedule_makes_them(report: Any) -> None:

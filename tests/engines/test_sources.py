@@ -72,5 +72,5 @@ def test_the_rows_of_a_stream_are_counted_and_ranks_whose_passes_differ_are_refu
         warm(2, [*train, "--run-dir", "other"]), cwd=tmp_path, timeout_seconds=100, env={"SHORT": "1"}
     )
     assert differing.returncode != 0
-    expected = "a stream had 40 rows in its first 1 passes on rank 0, and 39 on rank 1. Their batches have other samples since."
+    expected = "the first 1 passes over a stream had 40 rows on rank 0, but 39 on rank 1. Since then these ranks take"
     assert expected in differing.stderr, str(differing)

@@ -57,7 +57,7 @@ def test_kinds_that_can_be_split(kind: str) -> None:
     [
         ("gpt2", {}, "it has other parts than a Llama"),
         ("gemma2", {"head_dim": 8}, "it does more than its layers do, one after the other"),
-        ("gemma3_text", {"head_dim": 8}, "its blocks take more than the stream"),
+        ("gemma3_text", {"head_dim": 8}, "its blocks need more inputs than the output"),
         ("mistral", {"sliding_window": 4096}, "it does more than its layers do, one after the other"),
         ("mixtral", {"output_router_logits": True}, "no stage has the routers of all blocks"),
     ],
@@ -73,5 +73,5 @@ def test_kinds_that_are_refused(kind: str, more: dict[str, Any], message: str) -
 def test_rows_with_a_mask_are_refused_in_a_pipeline() -> None:
     data = {"train": "corpus.jsonl", "packing": "documents"}
     section = {"name": "causal-language-model", "model": LLAMA, "context": 16, "data": data}
-    with pytest.raises(ConfigError, match="not possible in a pipeline, whose stages pass on one tensor"):
+    with pytest.raises(ConfigError, match="not possible in a pipeline: a stage passes on one tensor only"):
         load({"train_batch_size": 8, "pipeline": {"stages": 2}, "dsframe": {"task": section}})

@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from dsframe.config.schema.settings import Fsdp
+from dsframe.config.schema.settings_engines import Fsdp
 from dsframe.engines import fsdp_units
 from dsframe.tasks import Task
 

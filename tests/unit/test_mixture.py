@@ -113,7 +113,7 @@ def test_sources_are_put_together_in_order() -> None:
             lambda: Loader(
                 Mixture({"a": Pairs(), "b": TensorSource(torch.ones(2), torch.ones(2))}), seed=0, micro_batch_size=1
             ),
-            "mixture: b makes its own batches; then all have to",
+            "mixture: b makes its own batches, so every other part must do so too",
         ),
         (
             lambda: Loader(Mixture({"a": Pairs()}), seed=0, micro_batch_size=1, order=lambda epoch, samples: None),

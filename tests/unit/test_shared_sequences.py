@@ -45,7 +45,7 @@ def test_models_whose_attention_can_be_shared(kind: str, more: dict[str, Any]) -
 @pytest.mark.parametrize(
     ("kind", "message"),
     [
-        ("gemma2", "this model's attention has softcap"),
+        ("gemma2", "this model's attention uses softcap"),
         ("bloom", "its attention does not go through transformers' interface"),
         ("mamba", "its attention does not go through transformers' interface"),
     ],

@@ -74,7 +74,7 @@ def test_names_of_other_mpis(variables: dict[str, str]) -> None:
 def test_one_of_many_processes_of_an_unknown_launcher_does_not_train_alone(
     variables: dict[str, str], named: str
 ) -> None:
-    with pytest.raises(WorldError, match=rf"^{named}: .* export RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE"):
+    with pytest.raises(WorldError, match=rf"^{named} says .* export RANK, WORLD_SIZE, LOCAL_RANK and LOCAL_WORLD_SIZE"):
         world.read(variables)
     assert world.read({"PMI_RANK": "0", "PMI_SIZE": "1"}) == World()
 

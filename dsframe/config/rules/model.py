@@ -157,7 +157,7 @@ def _offload(context: RuleContext) -> None:
             "not possible with activation_checkpointing: recomputed blocks keep their inputs alone",
             'remove it, and write "activation_checkpointing": {"cpu_checkpointing": true} outside of "dsframe"',
         )
-    _exclude(context, path, {"dsframe.model.compile: a compiled block keeps by itself": bool(wanted.compile)})
+    _exclude(context, path, {"dsframe.model.compile: torch.compile decides what a block keeps": bool(wanted.compile)})
 
 
 def _pipeline(context: RuleContext) -> None:

@@ -72,7 +72,8 @@ def _model(context: RuleContext) -> None:
         context.conflict(("pipeline", "stages"), "a model of transformers cannot be split into stages", elsewhere)
     if isinstance(task, CausalLanguageModelTask) and _packs(task):
         context.conflict(
-            ("dsframe", "task", "data"), "not possible in a pipeline, whose stages pass on one tensor: rows come with a mask",
+            ("dsframe", "task", "data"),
+            "not possible in a pipeline: a stage passes on one tensor only, but these rows also have a mask",
             'write "packing": "concatenate", or train without a pipeline',
         )  # fmt: skip
     if isinstance(task, VisionTask) and task.model in _NO_CHAIN:

@@ -148,6 +148,10 @@ class Later(type):
         """The class's own."""
         return cls.section().model_fields
 
+    def model_validate(cls, value: Any) -> Any:
+        """The class's own."""
+        return cls.section().model_validate(value)
+
     def __call__(cls, **values: Any) -> Any:
         return cls.section()(**values)
 
@@ -157,10 +161,7 @@ class Later(type):
     def __get_pydantic_core_schema__(cls, source: Any, handler: Any) -> Any:
         from pydantic_core import core_schema
 
-        def validate(value: Any) -> Section:
-            return cls.section().model_validate(value)
-
-        return core_schema.no_info_plain_validator_function(validate)
+        return core_schema.no_info_plain_validator_function(cls.model_validate)
 
     def __get_pydantic_json_schema__(cls, schema: Any, handler: Any) -> Any:
         return {

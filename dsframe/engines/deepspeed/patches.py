@@ -106,7 +106,7 @@ PATCHES: dict[str, Patch] = {
         "0.19.8 (0.19.6 and 0.19.7 cannot release them)",
     ),
     "pipeline_bounds": Patch(
-        "a pipeline module takes a method's name and builds every layer to count its weights; here bounds are settled",
+        "a pipeline builds every layer to count its weights before it chooses the stages' bounds; dsframe has chosen them",
         "runtime/pipe/module.py (_partition_layers)",
     ),
     "pipeline_ties": Patch(
@@ -127,7 +127,7 @@ PATCHES: dict[str, Patch] = {
         "0.19.8 (0.19.6 and 0.19.7 forget the shapes, and lack what it calls)",
     ),
     "pipeline_sizes": Patch(
-        "stages announce each activation's size, for which the next one's host waits, or the first one's alone, whatever follows",
+        "each stage waits for every activation's size, or for the first one only and then expects that size for all",
         "runtime/pipe/engine.py (dynamic_shape: _exec_send_activations, _exec_recv_activations, _exec_recv_grads)",
         "0.19.8",
     ),

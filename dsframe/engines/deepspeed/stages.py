@@ -257,8 +257,8 @@ class Stage(patches.StagePatches, PipelineModule):  # type: ignore[misc]
             )
             if self._sizes.setdefault(tuple(given), made) != made:
                 raise TaskError(
-                    f"a pipeline's stage gives {made} where it gave {self._sizes[tuple(given)]} for inputs of the same size; "
-                    "the size of what layers pass on must follow from the inputs' size: pad, or train without a pipeline"
+                    f"a pipeline stage gave outputs of shapes {self._sizes[tuple(given)]} before, and now {made} for inputs of "
+                    "the same size; the inputs' size must determine the outputs' size: pad, or train without a pipeline"
                 )
         return outputs
 

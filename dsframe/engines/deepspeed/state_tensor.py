@@ -90,8 +90,9 @@ def whole(state: EngineState, cut: Mapping[str, Cut], group: dist.ProcessGroup) 
             for key, moment in one.moments.items():
                 if moment.shape != one.weight.shape:
                     raise CheckpointError(
-                        f"{one.name}: {key} of shape {list(moment.shape)} about a share of {list(one.weight.shape)} cannot be made "
-                        "whole; train with an optimizer that keeps state for each element, or without tensor_parallel"
+                        f"{one.name}: this rank's share has shape {list(one.weight.shape)}, but the optimizer's {key} for it has "
+                        f"shape {list(moment.shape)}, so the shares of {key} cannot be joined; train with an "
+                        "optimizer that keeps state for each element, or without tensor_parallel"
                     )
             moments = {key: _gather(moment, cut[one.name], group) for key, moment in one.moments.items()}
             yield ParameterState(one.name, _gather(one.weight, cut[one.name], group), moments, one.scalars)
