@@ -389,22 +389,7 @@ def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
         spill: Where large parameters lie instead of in memory. The model stays on the CPU then: the engine shards it from there.
     """
     plan = engine.plan
-    seed_generators(plan.seed)
-    if spill is not None and plan.device.type == "cpu":
-        allocator.give_back()
-    model, peft, failed = None, "", None
-    try:
-        with torch.device("cpu"), nullcontext() if spill is None else spill.building():
-            model = plan.task.model()
-            peft = adapters.add(plan.config, model)
-    except DsframeError as error:
-        failed = error
-    told = failures(engine, str(failed or ""))
-    if failed is not None:
-        raise failed
-    if model is None or told:
-        raise WorldError(f"the model could not be built: {'; '.join(told)}")
-    assert_same_model(engine, model)
+    model, peft = _built(engine, spill)
     engine.sizes = _sizes(model)
     plan.task.ranks = weakref.proxy(engine)
     engine.dtype = formats.own_dtype(plan.config, plan.task, model, keeps_float64=engine.keeps_float64)
@@ -437,6 +422,28 @@ def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
     # Dropout differs between ranks that see different samples, as it must.
     torch.manual_seed(plan.seed + 1 + plan.data_rank)
     return model
+
+
+def _built(engine: Engine, spill: Spill | None) -> tuple[nn.Module, str]:
+    """**Collective.** Builds the task's model on the CPU, with the file's adapter in it; returns also peft's settings, or ""."""
+    plan = engine.plan
+    seed_generators(plan.seed)
+    if spill is not None and plan.device.type == "cpu":
+        allocator.give_back()
+    model, peft, failed = None, "", None
+    try:
+        with torch.device("cpu"), nullcontext() if spill is None else spill.building():
+            model = plan.task.model()
+            peft = adapters.add(plan.config, model)
+    except DsframeError as error:
+        failed = error
+    told = failures(engine, str(failed or ""))
+    if failed is not None:
+        raise failed
+    if model is None or told:
+        raise WorldError(f"the model could not be built: {'; '.join(told)}")
+    assert_same_model(engine, model)
+    return model, peft
 
 
 def _sizes(model: nn.Module) -> tuple[int, int] | None:
