@@ -389,7 +389,7 @@ def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
         spill: Where large parameters lie instead of in memory. The model stays on the CPU then: the engine shards it from there.
     """
     plan = engine.plan
-    model, peft = _built(engine, spill)
+    model, peft = _build_on_cpu(engine, spill)
     engine.sizes = _sizes(model)
     plan.task.ranks = weakref.proxy(engine)
     engine.dtype = formats.own_dtype(plan.config, plan.task, model, keeps_float64=engine.keeps_float64)
@@ -424,7 +424,7 @@ def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
     return model
 
 
-def _built(engine: Engine, spill: Spill | None) -> tuple[nn.Module, str]:
+def _build_on_cpu(engine: Engine, spill: Spill | None) -> tuple[nn.Module, str]:
     """**Collective.** Builds the task's model on the CPU, with the file's adapter in it; returns also peft's settings, or ""."""
     plan = engine.plan
     seed_generators(plan.seed)

@@ -91,7 +91,7 @@ def test_a_stream_is_trained_on_and_gone_on_with(tmp_path: Path, capfd: pytest.C
 
     whole = train("whole", 10, "never")
     assert len({number for step in whole[:7] for number in step}) == 84
-    line = "Stream is an IterableDataset: each rank reads all of its rows and takes 12 of every 12; a run that goes on reads again"
+    line = "Stream is an IterableDataset: each rank reads all of its rows and takes 12 of every 12; a resumed run reads again"
     assert line in capfd.readouterr().err
     assert train("parts", 4, "never") + train("parts", 10, "auto") == whole
 
