@@ -9,6 +9,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
@@ -19,8 +20,10 @@ from dsframe.cluster.process_group import device_of
 from dsframe.config import Facts, load
 from dsframe.data import EvaluationLoader, TensorSource
 from dsframe.engine import Engine, Plan, StepResult
+from dsframe.engines import evaluating
 from dsframe.model import optimizers, schedules
 from dsframe.model.evaluation import Evaluation
+from dsframe.observe.communication import Communication, Traffic
 from dsframe.tasks import Sum, Task
 from dsframe.tasks.task import accuracy
 from dsframe.train import leave_at_once
@@ -171,6 +174,22 @@ def check_evaluation_is_of_one_model(engine: Engine) -> None:
         buffer -= engine.plan.world.rank
 
 
+def check_weights_that_stay_gathered_change_nothing(engine: Engine) -> None:
+    """An evaluation of several batches, and the step after it, is the same whether weights are gathered once or once a batch."""
+    source = Blobs().train_data()
+    loader = EvaluationLoader(source, seed=0, micro_batch_size=2, rank=engine.data_rank, ranks=engine.data_size)
+    evaluation = Evaluation(engine, loader, lambda: None, lambda line: None)
+    with Communication() as once:
+        found = evaluation.run()
+    with mock.patch.object(evaluating, "available_bytes", return_value=0), Communication() as each_time:
+        assert evaluation.run() == found
+    loss = engine.train_step(micro_batches(engine, 6)).loss
+    if engine.plan.world.is_main:
+        kept, anew = (sent.by_kind.get("all-gather", Traffic()).payload_bytes for sent in (once, each_time))
+        print(f"gathered in an evaluation: {kept} bytes, {anew} where nothing stays")
+    assert torch.isfinite(loss)
+
+
 CHECKS: tuple[Callable[[Engine], None], ...] = (
     check_a_step_is_an_update,
     check_it_takes_exactly_its_micro_batches,
@@ -178,6 +197,7 @@ CHECKS: tuple[Callable[[Engine], None], ...] = (
     check_evaluation_counts_every_sample_once,
     check_evaluation_leaves_no_trace,
     check_evaluation_is_of_one_model,
+    check_weights_that_stay_gathered_change_nothing,
 )
 
 

@@ -28,6 +28,7 @@ from dsframe.engines.deepspeed import jit, patches, state, versions
 from dsframe.engines.deepspeed.handover import handover
 from dsframe.engines.deepspeed.imports import deepspeed, groups, logger, set_z3_leaf_module, z3_leaf_module
 from dsframe.engines.deepspeed.swap import SwapFolders
+from dsframe.engines.evaluating import stays_gathered
 from dsframe.errors import EngineError
 from dsframe.model import ema, optimizers, schedules, switches
 from dsframe.model.spill import Spill, on_disk
@@ -335,6 +336,17 @@ class ZeroEngine(Engine):
         if self._stage == 3:
             patches.forget_evaluation(self._engine)
         return measure(self.plan.task, outputs, targets, valid if self._tensor_rank == 0 else 0)
+
+    @contextlib.contextmanager
+    def evaluating(self, batches: int) -> Iterator[None]:
+        """**Collective** at stage 3. Inside, weights stay gathered where memory allows."""
+        zero = self.plan.config.deepspeed.zero_optimization
+        if self._stage < 3 or self._kept or zero.parameter_device == "nvme":
+            yield
+            return
+        size = self._elements * self._dtype.itemsize
+        with patches.kept_gathered(self._model) if stays_gathered(self, batches, size) else contextlib.nullcontext():
+            yield
 
     def average(self, decay: float) -> None:
         """The average of this rank's shards, in the optimizer's state. Sends nothing."""

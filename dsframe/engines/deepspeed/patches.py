@@ -100,6 +100,10 @@ PATCHES: dict[str, Patch] = {
         "an evaluation before step 1 makes ZeRO-3 gather parameters twice in every later step",
         "runtime/zero/partitioned_param_coordinator.py (reset_step, __params_to_release)",
     ),
+    "kept_gathered": Patch(
+        "an evaluation of a model beyond stage3_max_reuse_distance gathers its parameters anew for each batch",
+        "runtime/zero/partitioned_param_coordinator.py (release_sub_module)",
+    ),
     "groups": Patch(
         "groups of a process group that has ended stay, and a second training in the process uses them",
         "utils/groups.py (_release_process_group_references)",
@@ -202,6 +206,12 @@ def silence_torch_warnings() -> None:
 
 
 _LATER = (
+    (
+        "kept_gathered",
+        "runtime.zero.partitioned_param_coordinator",
+        ("PartitionedParameterCoordinator", "release_sub_module"),
+    ),
+    ("kept_gathered", "runtime.zero.partition_parameters", ("ZeroParamStatus", "AVAILABLE")),
     ("groups", "utils.groups", ("_release_process_group_references",)),
     (
         "evaluation",
@@ -462,6 +472,24 @@ def forget_evaluation(engine: Any) -> None:
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     if coordinator.is_record_trace():
         coordinator._invalidate_trace()
+
+
+@contextlib.contextmanager
+def kept_gathered(model: nn.Module) -> Iterator[None]:
+    """ "kept_gathered": inside, what a forward pass gathers stays."""
+    available = _upstream("kept_gathered", "runtime.zero.partition_parameters", "ZeroParamStatus", "AVAILABLE")
+    found: Iterable[Any] = model.parameters()
+    parameters = [one for one in found if not (one.ds_persist or one.is_external_param)]
+    for one in parameters:
+        one.is_external_param = True  # which DeepSpeed does not release after a module's pass
+    try:
+        yield
+    finally:
+        for one in parameters:
+            one.is_external_param = False
+        gathered = [one for one in parameters if one.ds_status is available]
+        if gathered:
+            gathered[0].partition(gathered)
 
 
 # Pipelines.
