@@ -148,7 +148,7 @@ def read_cifar(folder: Path, files: list[str]) -> tuple[Tensor, Tensor]:
 
 
 def shared_cifar(folder: Path, files: list[str], caches: Path) -> tuple[Tensor, Tensor]:
-    """As :func:`read_cifar`, by a file in ``caches`` that the processes of a host share; each has a copy where it cannot be written."""
+    """As :func:`read_cifar`, by a file in ``caches`` that the processes of a host share; copies where it cannot be written."""
     count = _CIFAR_IMAGES * len(files)
     pixels = count * (_CIFAR_RECORD - 1)
 

@@ -185,7 +185,7 @@ class FsdpEngine(ReplicaEngine):
         found = super().eval_step(batch, valid)
         if self.calls is not None:
             self.calls.compare()
-            self.calls.check()
+            self.calls.check(waits=not self._stays_gathered)
         if not self._stays_gathered:
             self._reshard()
         return found
@@ -204,6 +204,8 @@ class FsdpEngine(ReplicaEngine):
         finally:
             self._keep_gathered(False)
             self._reshard()
+        if self.calls is not None:
+            self.calls.check()
 
     def _keep_gathered(self, keeps: bool) -> None:
         self._stays_gathered = keeps

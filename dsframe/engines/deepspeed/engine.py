@@ -327,26 +327,35 @@ class ZeroEngine(Engine):
     def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
         """**Collective.** The task's metrics; at stage 3 every rank's forward pass gathers the others' parameters."""
         inputs, targets = batch if self._slices is None else self._slices.cut(batch)
-        self._engine.eval()
+        alone = self._engine.training
+        if alone:
+            self._engine.eval()
         outputs = self._forward(self.joined(inputs, targets))
-        self._engine.train()
+        if alone:
+            self._engine.train()
         if self.calls is not None:
             self.calls.compare()
-            self.calls.check()
+            self.calls.check(waits=alone)
         if self._stage == 3:
             patches.forget_evaluation(self._engine)
         return measure(self.plan.task, outputs, targets, valid if self._tensor_rank == 0 else 0)
 
     @contextlib.contextmanager
     def evaluating(self, batches: int) -> Iterator[None]:
-        """**Collective** at stage 3. Inside, weights stay gathered where memory allows."""
-        zero = self.plan.config.deepspeed.zero_optimization
-        if self._stage < 3 or self._kept or zero.parameter_device == "nvme":
+        """**Collective** at stage 3. Inside, the model is in evaluation mode, and weights stay gathered where memory allows."""
+        self._engine.eval()
+        with self._gathered(batches):
             yield
-            return
+        self._engine.train()
+        if self.calls is not None:
+            self.calls.check()
+
+    def _gathered(self, batches: int) -> contextlib.AbstractContextManager[None]:
+        shards = self._stage == 3 and not self._kept
         size = self._elements * self._dtype.itemsize
-        with patches.kept_gathered(self._model) if stays_gathered(self, batches, size) else contextlib.nullcontext():
-            yield
+        if not shards or self.plan.config.deepspeed.zero_optimization.parameter_device == "nvme":
+            return contextlib.nullcontext()
+        return patches.kept_gathered(self._model) if stays_gathered(self, batches, size) else contextlib.nullcontext()
 
     def average(self, decay: float) -> None:
         """The average of this rank's shards, in the optimizer's state. Sends nothing."""
