@@ -36,6 +36,15 @@ def read_bytes(path: Path) -> bytes:
 
 
 @contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Around what writes ``path``, a file or folder kept beside the data. Raises DataError where the system refuses it."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"cannot write {path} ({error.strerror}); set data_dir or $DSFRAME_DATA") from error
+
+
+@contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """A file to write that takes the place of ``path`` at the end of the block, or vanishes if the block fails.
 

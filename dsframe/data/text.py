@@ -14,7 +14,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsframe.data.files import data_root, replacing
+from dsframe.data.files import data_root, replacing, writing
 from dsframe.data.source import Batch, draws
 from dsframe.errors import DataError
 
@@ -124,14 +124,11 @@ def _matching(pattern: str) -> list[Path]:
 
 def _write(cache: Path, files: Iterable[Path], size: int) -> None:
     """Joins ``files`` into ``cache``, cut at ``size`` bytes. Several processes may do so at once."""
-    try:
-        with replacing(cache) as out:
-            for file in files:
-                with file.open("rb") as text:
-                    shutil.copyfileobj(text, out)
-            out.truncate(size)
-    except OSError as error:
-        raise DataError(f"cannot write {cache} ({error.strerror}); set data_dir or $DSFRAME_DATA") from error
+    with writing(cache), replacing(cache) as out:
+        for file in files:
+            with file.open("rb") as text:
+                shutil.copyfileobj(text, out)
+        out.truncate(size)
 
 
 def _mapped(path: Path, size: int) -> Tensor:
