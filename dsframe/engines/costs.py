@@ -210,16 +210,8 @@ class FsdpCosts(Costs):
     """PyTorch FSDP: everything in fp32 shares, gathered block by block in the format it computes in."""
 
     gathers_blocks = True
-
-    @property
-    def prefetches(self) -> bool:
-        """The next block."""
-        return True
-
-    @property
-    def stage(self) -> int:
-        """All is shared out."""
-        return 3
+    prefetches = True
+    stage = 3
 
     def overlap(self, width: int) -> Overlap:
         """While the backward pass goes on to the next block."""
