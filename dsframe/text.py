@@ -38,7 +38,7 @@ def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
 
 
 def reason(error: BaseException, most: int | None = None) -> str:
-    """What an exception says, with its class, in one line of at most so many characters."""
+    """Returns class and text of an exception in one line, of ``most`` characters at most."""
     return " ".join(f"{type(error).__name__}: {error}".split())[:most]
 
 

@@ -101,7 +101,7 @@ class Config:
         return (0, 0) if offset is None else self._findings.document.position(offset)
 
     def error(self, path: tuple[str | int, ...], message: str, remedy: str, *, code: str) -> Problem:
-        """What is wrong with the key at ``path`` of this file."""
+        """Returns an error about the key at ``path`` of this file."""
         return Problem("error", dotted(path), message, remedy, str(self.path or ""), *self.position(path), code=code)
 
     def written(self) -> dict[str, Any]:

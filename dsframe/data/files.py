@@ -37,7 +37,7 @@ def read_bytes(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Around what writes ``path``, a file or folder kept beside the data. Raises DataError where the system refuses it."""
+    """Wraps the writing of ``path``, a file or folder kept beside the data. Raises DataError where the system refuses it."""
     try:
         yield
     except OSError as error:

@@ -291,7 +291,7 @@ def _dedent(line: str, indent: int) -> str:
 
 
 def inside(value: Any, path: Path) -> Any:
-    """What stands at ``path`` below ``value``; None where nothing does."""
+    """Returns the value at ``path`` below ``value``; None where there is none."""
     for part in path:
         if isinstance(value, dict):
             value = value.get(part)
