@@ -219,7 +219,6 @@ class FsdpCosts(Costs):
 
     @property
     def accumulates_whole(self) -> bool:
-        """As the file says."""
         return self.settings.fsdp.accumulate == "whole"
 
     def held(self, ranks: int) -> Cost:
@@ -236,7 +235,6 @@ class ZeroCosts(Costs):
 
     @property
     def stage(self) -> int:
-        """As the file says."""
         return self.file.zero_optimization.stage
 
     @property
@@ -246,7 +244,6 @@ class ZeroCosts(Costs):
 
     @property
     def tensor_ranks(self) -> int:
-        """As the file says."""
         return max(1, self.file.tensor_parallel.autotp_size)
 
     @property

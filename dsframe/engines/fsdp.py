@@ -53,7 +53,6 @@ class FsdpEngine(ReplicaEngine):
 
     @property
     def description(self) -> str:
-        """Returns a few words for the first line of a run."""
         parts = ["PyTorch FSDP"]
         if self._settings.sharding == "hybrid":
             parts.append(f"{self._mesh.size() // self._shards.size()} replicas in {self._shards.size()} shards each")

@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from fractions import Fraction
 from pathlib import Path
@@ -16,9 +16,10 @@ from typing import Any
 
 from dsframe import engines
 from dsframe.config.load import Config, Examined, examine, find, read_text
+from dsframe.config.read.reader import Path as Keys
 from dsframe.config.resolve import inherit
 from dsframe.config.resolve.auto import Facts
-from dsframe.config.resolve.batch import replica_size
+from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN, Batch, replica_size
 from dsframe.config.schema.settings import ImageData
 from dsframe.errors import ConfigError, Problem
 from dsframe.tools.commands import add_overrides, command
@@ -272,8 +273,8 @@ def _print_text(label: str, examined: Examined, options: argparse.Namespace) -> 
     problems = examined.problems
     # With --resolved standard output is the file that would run, and "auto" is explained in it.
     out = sys.stderr if options.resolved else sys.stdout
-    resolved = [problem for problem in problems if problem.code == "auto" and problem.severity == "note"]
-    quiet = resolved if len(resolved) > 2 or options.resolved else []
+    by_auto = [problem for problem in problems if problem.code == "auto" and problem.severity == "note"]
+    quiet = by_auto if len(by_auto) > 2 or options.resolved else []
     for problem in problems:
         if problem not in quiet:
             print(str(problem), file=out)
@@ -282,15 +283,65 @@ def _print_text(label: str, examined: Examined, options: argparse.Namespace) -> 
     count = {severity: sum(p.severity == severity for p in problems) for severity in ("error", "warning", "note")}
     config = examined.config
     if (options.resolved or options.processes) and config is not None and not count["error"]:
-        from dsframe.config.resolve import render
-
         if options.resolved:
-            print(render.resolved(config, options.processes))
+            print(resolved(config, options.processes))
         else:
-            print(f"{label}: {render.batch_line(config.batch(options.processes))}")
+            print(f"{label}: {_batch_line(config.batch(options.processes))}")
     said = inherit.sentence(config.inherited) if config is not None else ""
     if said and not options.resolved and not count["error"]:
         print(f"{label}: {said}")
     parts = [f"{number} {name}{'s' * (number > 1)}" for name, number in count.items() if number and name != "note"]
     if not options.resolved or count["error"]:
         print(f"{label}: {', '.join(parts) if parts else 'no problems'}", file=out)
+
+
+def _batch_line(batch: Batch) -> str:
+    text = (
+        f"batch {batch.train_batch_size} = {batch.micro_batch_size} (micro) x {batch.accumulation_steps} (accumulation) "
+        f"x {batch.data_parallel_size} (data-parallel ranks)"
+    )
+    return text + (f"; derived: {', '.join(batch.derived)}" if batch.derived else "")
+
+
+def resolved(config: Config, world_size: int | None) -> str:
+    """The file as JSON with comments. With a world size the batch sizes are explicit."""
+    raw = config.shown()
+    comments: dict[Keys, str] = {}
+    for found in config.resolved:
+        line = next((found.path[:index] for index, part in enumerate(found.path) if isinstance(part, int)), found.path)
+        before = f"{comments[line]}; " if line in comments else ""
+        comments[line] = f"{before}{json.dumps(found.was)}: {found.reason}"
+    for found in config.inherited:
+        owner = raw
+        for part in found.path[:-1]:
+            owner = owner.setdefault(str(part), {})
+        owner[str(found.path[-1])] = found.value
+        comments[found.path] = found.reason
+    if world_size is not None:
+        batch = config.batch(world_size)
+        handed = config.for_deepspeed(world_size)
+        sizes = {}
+        for key in (TRAIN, MICRO, STEPS):
+            sizes[key] = handed[key]
+            if key not in raw:
+                how = next((line.partition(" = ")[2] for line in batch.derived if line.startswith(f"{key} = ")), "")
+                comments[(key,)] = f"derived: {how or 'from the other two'}"
+        raw = {**sizes, **{key: value for key, value in raw.items() if key not in sizes}}
+    return "\n".join(_object(raw, (), comments, ""))
+
+
+def _object(value: dict[str, Any], path: Keys, comments: dict[Keys, str], indent: str) -> Iterator[str]:
+    yield "{"
+    for index, (key, item) in enumerate(value.items()):
+        here = (*path, key)
+        comma = "," if index + 1 < len(value) else ""
+        comment = f"  // {comments[here]}" if here in comments else ""
+        start = f"{indent}  {json.dumps(key)}: "
+        if isinstance(item, dict) and item:
+            lines = list(_object(item, here, comments, indent + "  "))
+            yield start + lines[0]
+            yield from lines[1:-1]
+            yield lines[-1] + comma + comment
+        else:
+            yield start + json.dumps(item) + comma + comment
+    yield indent + "}"
