@@ -120,9 +120,8 @@ class Record:
             **about,
         }
         with self.surviving():
-            _write(
-                directory / _ORIGIN, provenance(), mode=0o600
-            )  # secrets are hidden; what a command line holds is open
+            # Secrets are hidden, but what a command line holds is open.
+            _write(directory / _ORIGIN, provenance(), mode=0o600)
             _write(directory / CONFIG, plan.config.shown(), mode=0o600)
         before = _lines_until(directory / _METRICS, done_steps) if done_steps else []
         self._file: FileIO | None = None
