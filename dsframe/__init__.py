@@ -43,24 +43,7 @@ _HOMES = {
     "Tied": "dsframe.tasks.layers",
     "Summary": "dsframe.trainer",
 }
-__all__ = [
-    "Config",
-    "DsframeError",
-    "Hooks",
-    "Mixture",
-    "RunView",
-    "Shards",
-    "Source",
-    "Sum",
-    "Summary",
-    "Task",
-    "Tied",
-    "__version__",
-    "fit",
-    "load",
-    "load_model",
-    "main",
-]
+__all__ = ["__version__", *_HOMES]
 
 
 def __getattr__(name: str) -> Any:

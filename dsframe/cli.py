@@ -10,7 +10,7 @@ import importlib
 import sys
 from collections.abc import Sequence
 
-from dsframe.errors import DsframeError
+from dsframe.errors import exit_code_of
 from dsframe.tools.commands import COMMANDS
 
 
@@ -27,25 +27,15 @@ def main(argv: Sequence[str] | None = None) -> int:
         return 0
     name, *rest = arguments
     if name not in COMMANDS:
-        from dsframe.config.read.suggest import closest
+        from dsframe.config.read.suggest import did_you_mean
 
-        similar = closest(name, COMMANDS, 3)
-        hint = f'did you mean "{similar}"?' if similar else f"there are {', '.join(COMMANDS)}"
+        hint = did_you_mean(name, COMMANDS, 3, f"there are {', '.join(COMMANDS)}")
         print(f'dsframe: error: no command "{name}"; {hint}', file=sys.stderr)
         return 2
     module, _, function = COMMANDS[name][0].partition(":")
     if name == "check":
         gc.disable()  # it makes many small objects and ends: collecting them takes 20 of its 170 ms
-    try:
-        return int(getattr(importlib.import_module(module), function)(argv=rest) or 0)
-    except DsframeError as error:
-        print(error.printed, file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        sys.stderr.close()
-        return 0
-    except KeyboardInterrupt:
-        return 130
+    return exit_code_of(lambda: getattr(importlib.import_module(module), function)(argv=rest))
 
 
 def usage() -> str:

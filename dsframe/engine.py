@@ -28,13 +28,12 @@ from dsframe.checkpoint.state import EngineState, SavedState, aliases
 from dsframe.cluster.exchange import all_gather_text, by_value, failures, first_difference
 from dsframe.cluster.process_group import collective_limit
 from dsframe.errors import DsframeError, EngineError, TaskError, WorldError
-from dsframe.host import allocator
+from dsframe.host.memory import give_back, keep_freed
 from dsframe.model import adapter as adapters
 from dsframe.model import formats, groups, loss_head, switches, sync_batch_norm
 from dsframe.model.adapter import Adapter
-from dsframe.model.early_stop import EarlyStop
+from dsframe.model.followers import EarlyStop, Plateau
 from dsframe.model.groups import ParameterGroups
-from dsframe.model.plateau import Plateau
 from dsframe.model.sample_draws import DrawTrial, SampleDraws
 from dsframe.model.spill import Spill
 from dsframe.tasks.layers import seed_generators
@@ -433,7 +432,7 @@ def _build_on_cpu(engine: Engine, spill: Spill | None) -> tuple[nn.Module, str]:
     plan = engine.plan
     seed_generators(plan.seed)
     if spill is not None and plan.device.type == "cpu":
-        allocator.give_back()
+        give_back()
     model, peft, failed = None, "", None
     try:
         with torch.device("cpu"), nullcontext() if spill is None else spill.building():
@@ -472,7 +471,7 @@ def _settle(engine: Engine, model: nn.Module, spill: Spill | None) -> None:
         large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
         engine.built = spill.description if large else ""
         if plan.device.type == "cpu" and not large:
-            allocator.keep_freed()
+            keep_freed()
         for parameter in model.parameters():  # what a constructor put there without registering it, such as deep copies
             spill.add(parameter)
         spill.evict()

@@ -10,7 +10,8 @@ explains (``dsframe.config.codes``).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import sys
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
@@ -132,3 +133,17 @@ class StoppedError(DsframeError):
     exit_code = 75
     code = "stopped"
     label = "note"
+
+
+def exit_code_of(command: Callable[[], int | None]) -> int:
+    """Runs a command and returns its exit code. A mistake of the user's ends in its message, without a traceback."""
+    try:
+        return int(command() or 0)
+    except DsframeError as error:
+        print(error.printed, file=sys.stderr)
+        return error.exit_code
+    except BrokenPipeError:  # the reader, such as head, has seen enough
+        sys.stderr.close()
+        return 0
+    except KeyboardInterrupt:
+        return 130

@@ -36,10 +36,10 @@ from dsframe.engines import parts, precision
 from dsframe.errors import CheckpointError, ConfigError, DataError, EngineError, StoppedError, TaskError, TrainingError
 from dsframe.guard.watchdog import Watchdog
 from dsframe.hooks import Called
-from dsframe.host import allocator, cores, phases
-from dsframe.host.memory import reset_peak, resident_bytes
+from dsframe.host import cores, phases
+from dsframe.host.memory import keep_freed, reset_peak, resident_bytes
 from dsframe.model import optimizers, schedules, weighting
-from dsframe.model.early_stop import EarlyStop
+from dsframe.model.followers import EarlyStop
 from dsframe.observe.observer import Observers, Stretch
 from dsframe.run_dir import blocks, outcome, output
 from dsframe.run_dir.lock import RunLock
@@ -154,7 +154,7 @@ def prepare(run: Run, world: World, commits: MemoryCheckpoint | None) -> Job:
     processes, device = batch.data_parallel_size if commits else world.size, device_of(world)
     task.trained_in = precision.parameter_dtype(config)
     if device.type == "cpu":
-        allocator.keep_freed()
+        keep_freed()
     if config.deepspeed.optimizer is None:
         optimizers.read(config)  # raises: not after hours in which the task prepares its data
     loader, evaluation = _loaders(run, batch, world, device)

@@ -37,6 +37,11 @@ def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
     return [line(row) for row in rows]
 
 
+def reason(error: BaseException, most: int | None = None) -> str:
+    """Returns class and text of an exception in one line, of ``most`` characters at most."""
+    return " ".join(f"{type(error).__name__}: {error}".split())[:most]
+
+
 def printable(text: str) -> str:
     """``text`` with a mark for each control character: names out of files must not move a terminal's cursor."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)

@@ -130,9 +130,8 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
         leave(TaskError(f"{ended}. Raise an error instead, or leave out the call"), world, verbose=options.verbose)
     except Exception as error:
         crash(error, world, verbose=options.verbose)
-    for line in (
-        _lingering() if task is not None else ()
-    ):  # a script ends as Python does; python -m dsframe.train leaves at once
+    # A script ends as Python does; python -m dsframe.train leaves at once.
+    for line in _lingering() if task is not None else ():
         print(f"[rank {world.rank}] dsframe: note: {line}", file=sys.stderr, flush=True)
     return 0
 

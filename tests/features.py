@@ -29,18 +29,12 @@ from dsframe.checkpoint import export, store
 from tests.engines.parts import GROUPS, SGD, SMOOTH
 from tests.equivalence import EARLY, EARLY_BOUND, NOISE_FACTOR, STEPS, pipeline, zero
 from tests.processes import run_ranks, warm
+from tests.text_files import LLAMA
 
 BATCH = 24
 FIGURES = ("near", "size", "told", "expert_load/0", "expert_load/3")
 """What losses return beside."""
-_LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
+_LLAMA = {**LLAMA, "intermediate_size": 64}
 _EXPERTS = {"num_experts_per_tok": 2, "output_router_logits": True, "router_aux_loss_coef": 0.1}
 _MIXTRAL = {**_LLAMA, "model_type": "mixtral", "num_local_experts": 4, **_EXPERTS}
 _QWEN = {**_LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "moe_intermediate_size": 32, **_EXPERTS}

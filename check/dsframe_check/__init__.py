@@ -14,17 +14,10 @@ COMMANDS = {"explain": "dsframe.tools.explain", "schema": "dsframe.tools.schema"
 def main(argv: Sequence[str] | None = None) -> int:
     """Checks the files of the command line, explains a code or prints the JSON Schema; returns the exit code."""
     sys.path.insert(0, str(Path(__file__).parent / "tree"))  # before a dsframe that is installed as well
-    from dsframe.errors import DsframeError
+    from dsframe.errors import exit_code_of
 
     words = list(sys.argv[1:] if argv is None else argv)
     module = COMMANDS.get(words[0]) if words else None
     if module:
         words = words[1:]
-    try:
-        return int(importlib.import_module(module or "dsframe.tools.check").main(argv=words) or 0)
-    except DsframeError as error:
-        print(error.printed, file=sys.stderr)
-        return error.exit_code
-    except BrokenPipeError:  # the reader, such as head, has seen enough
-        sys.stderr.close()
-        return 0
+    return exit_code_of(lambda: importlib.import_module(module or "dsframe.tools.check").main(argv=words))

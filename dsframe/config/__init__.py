@@ -6,25 +6,16 @@
 
 from __future__ import annotations
 
-from dsframe.config.features import Feature, features
-from dsframe.config.load import DEFAULT_CONFIG, Config, find, load
-from dsframe.config.resolve.auto import Facts
-from dsframe.config.resolve.batch import Batch
-from dsframe.config.schema.deepspeed import DeepSpeed
-from dsframe.config.schema.settings import CustomTask, LanguageTask, Settings, VisionTask
-
-__all__ = [
-    "DEFAULT_CONFIG",
-    "Batch",
-    "Config",
-    "CustomTask",
-    "DeepSpeed",
-    "Facts",
-    "Feature",
-    "LanguageTask",
-    "Settings",
-    "VisionTask",
-    "features",
-    "find",
-    "load",
-]
+from dsframe.config.features import Feature as Feature
+from dsframe.config.features import features as features
+from dsframe.config.load import DEFAULT_CONFIG as DEFAULT_CONFIG
+from dsframe.config.load import Config as Config
+from dsframe.config.load import find as find
+from dsframe.config.load import load as load
+from dsframe.config.resolve.auto import Facts as Facts
+from dsframe.config.resolve.batch import Batch as Batch
+from dsframe.config.schema.deepspeed import DeepSpeed as DeepSpeed
+from dsframe.config.schema.settings import CustomTask as CustomTask
+from dsframe.config.schema.settings import LanguageTask as LanguageTask
+from dsframe.config.schema.settings import Settings as Settings
+from dsframe.config.schema.settings import VisionTask as VisionTask

@@ -15,12 +15,8 @@ if TYPE_CHECKING:
     from dsframe.config.load import Config
 
 
-LOGGERS: Mapping[str, str | None] = {
-    "tensorboard": "tensorboard",
-    "wandb": "wandb",
-    "csv_monitor": None,
-    "comet": "comet_ml",
-}
+LOGGERS: Mapping[str, str | None]
+LOGGERS = {"tensorboard": "tensorboard", "wandb": "wandb", "csv_monitor": None, "comet": "comet_ml"}
 """DeepSpeed's sections that say where figures are written, and the packages that they need. They mean the same on every engine."""
 WATCHING = frozenset({*LOGGERS, "flops_profiler", "comms_logger"})
 """Sections of DeepSpeed's that only watch the training: they are taken off before DeepSpeed sees them, and mean the same on every
@@ -212,11 +208,8 @@ def _optimizer(file: DeepSpeed, settings: Settings) -> Iterator[Found]:
     if kind in ("lamb", "lion", "muon"):
         yield kind, ("optimizer", "type"), kind.capitalize()
     if kind in ("adafactor", "rprop"):
-        yield (
-            "whole_parameters",
-            ("optimizer", "type"),
-            f"{kind.capitalize()}, which computes updates from full parameters,",
-        )
+        what = f"{kind.capitalize()}, which computes updates from full parameters,"
+        yield "whole_parameters", ("optimizer", "type"), what
     if kind == "lbfgs":
         yield "closure", ("optimizer", "type"), "LBFGS, which evaluates a batch several times,"
     if kind in MUP:

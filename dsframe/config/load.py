@@ -11,11 +11,11 @@ from typing import Any
 
 from dsframe.config import rules
 from dsframe.config.read import overrides, repair, validate
-from dsframe.config.read.findings import Findings, Fix, Resolved
-from dsframe.config.read.reader import Document, ReadError, read
+from dsframe.config.read.findings import Findings, Fix, Resolved, dotted
+from dsframe.config.read.reader import Document, ReadError, inside, read
 from dsframe.config.resolve import auto, epochs, inherit, scaling
 from dsframe.config.resolve.auto import Facts
-from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN, Batch, check_groups, missing, solve
+from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN, Batch, check_groups, missing, nearest, solve
 from dsframe.config.rules import report
 from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.file import File
@@ -99,6 +99,10 @@ class Config:
         """Line and column of a key, or of the nearest one around it; (0, 0) where there is none."""
         offset = self._findings.offset(path, at_value=False)
         return (0, 0) if offset is None else self._findings.document.position(offset)
+
+    def error(self, path: tuple[str | int, ...], message: str, remedy: str, *, code: str) -> Problem:
+        """Returns an error about the key at ``path`` of this file."""
+        return Problem("error", dotted(path), message, remedy, str(self.path or ""), *self.position(path), code=code)
 
     def written(self) -> dict[str, Any]:
         """A deep copy of what the user wrote, with overrides, and ``"auto"`` resolved or dropped."""
@@ -190,9 +194,8 @@ def read_text(path: Path) -> tuple[str, Problem | None]:
     try:
         return path.read_bytes().decode("utf-8"), None
     except UnicodeDecodeError as error:
-        return "", Problem(
-            "error", "", f"not UTF-8 text (byte {error.start})", "save the file as UTF-8", str(path), code="syntax"
-        )
+        message = f"not UTF-8 text (byte {error.start})"
+        return "", Problem("error", "", message, "save the file as UTF-8", str(path), code="syntax")
     except OSError as error:
         return "", Problem("error", "", f"cannot be read: {error.strerror}", "", str(path), code="missing-file")
 
@@ -211,9 +214,8 @@ def find(name: str | Path) -> Path:
         for ending in names:
             if (folder / ending).is_file():
                 return folder / ending
-    known = sorted(
-        {path.stem for folder in folders[1:] for path in folder.glob("*.json") if ".schema" not in path.name}
-    )
+    there = (path for folder in folders[1:] for path in folder.glob("*.json"))
+    known = sorted({path.stem for path in there if ".schema" not in path.name})
     from dsframe.config.read.suggest import closest
 
     similar = closest(Path(name).name.removesuffix(".json"), known)
@@ -269,18 +271,8 @@ def _judge(document: Document, name: str, overriding: Sequence[str], facts: Fact
     _check_facts(file, facts, findings)
     _restore(raw, written, passed)
     problems = findings.sorted()
-    config = Config(
-        path,
-        file,
-        file.dsframe,
-        _no_errors(problems),
-        tuple(findings.resolved),
-        facts,
-        raw,
-        tuple(overriding),
-        findings,
-        inherited,
-    )
+    known = _no_errors(problems), tuple(findings.resolved), facts
+    config = Config(path, file, file.dsframe, *known, raw, tuple(overriding), findings, inherited)
     return Examined(problems, config, document, tuple(findings.fixes))
 
 
@@ -310,25 +302,18 @@ def _check_batch(file: File, facts: Facts, findings: Findings) -> None:
         train, unit = file.train_batch_size, (file.train_micro_batch_size_per_gpu or 1)
         unit *= file.gradient_accumulation_steps or 1
         if train is not None and train % unit:
-            lower = train // unit * unit
-            near = " or ".join(str(n) for n in (lower, lower + unit) if n)
             parts = [f"{file.train_micro_batch_size_per_gpu} (micro)"] if file.train_micro_batch_size_per_gpu else []
             parts += [f"{file.gradient_accumulation_steps} (accumulation)"] if file.gradient_accumulation_steps else []
-            findings.error(
-                (TRAIN,), f"{train} is not divisible by {' x '.join(parts)}, on any number of processes",
-                f"the nearest legal batch sizes are {near}", code="batch", at_value=True,
-            )  # fmt: skip
+            message = f"{train} is not divisible by {' x '.join(parts)}, on any number of processes"
+            remedy = f"the nearest legal batch sizes are {nearest(train, unit)}"
+            findings.error((TRAIN,), message, remedy, code="batch", at_value=True)
 
 
 def _restore(raw: dict[str, Any], written: dict[str, Any], passed: frozenset[str]) -> None:
     """Put back what ``dsframe.pass_through`` lists."""
     for name in passed:
-        source: Any = written
-        target: Any = raw
         *parents, last = name.split(".")
-        for part in parents:
-            source = source.get(part) if isinstance(source, dict) else None
-            target = target.get(part) if isinstance(target, dict) else None
+        source, target = inside(written, tuple(parents)), inside(raw, tuple(parents))
         if isinstance(source, dict) and isinstance(target, dict) and last in source:
             target.setdefault(last, source[last])
 

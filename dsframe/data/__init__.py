@@ -11,45 +11,43 @@ import importlib
 from typing import TYPE_CHECKING, Any
 
 if TYPE_CHECKING:
-    from dsframe.data.collate import Pad
-    from dsframe.data.loader import EvaluationLoader, Loader, as_source
-    from dsframe.data.mixture import Mixture
-    from dsframe.data.preferences import Preferences
-    from dsframe.data.sampler import Sampler, evaluation_rows, permutation
-    from dsframe.data.shards import Shards
-    from dsframe.data.source import Batch, ImageSource, Source, TensorSource, draws
+    from dsframe.data.collate import Pad as Pad
+    from dsframe.data.loader import EvaluationLoader as EvaluationLoader
+    from dsframe.data.loader import Loader as Loader
+    from dsframe.data.loader import as_source as as_source
+    from dsframe.data.mixture import Mixture as Mixture
+    from dsframe.data.preferences import Preferences as Preferences
+    from dsframe.data.sampler import Sampler as Sampler
+    from dsframe.data.sampler import evaluation_rows as evaluation_rows
+    from dsframe.data.sampler import permutation as permutation
+    from dsframe.data.shards import Shards as Shards
+    from dsframe.data.source import Batch as Batch
+    from dsframe.data.source import ImageSource as ImageSource
+    from dsframe.data.source import Source as Source
+    from dsframe.data.source import TensorSource as TensorSource
+    from dsframe.data.source import draws as draws
 
 _HOMES = {
-    "dsframe.data.collate": ("Pad",),
-    "dsframe.data.loader": ("EvaluationLoader", "Loader", "as_source"),
-    "dsframe.data.mixture": ("Mixture",),
-    "dsframe.data.preferences": ("Preferences",),
-    "dsframe.data.sampler": ("Sampler", "evaluation_rows", "permutation"),
-    "dsframe.data.shards": ("Shards",),
-    "dsframe.data.source": ("Batch", "ImageSource", "Source", "TensorSource", "draws"),
+    "Batch": "source",
+    "EvaluationLoader": "loader",
+    "ImageSource": "source",
+    "Loader": "loader",
+    "Mixture": "mixture",
+    "Pad": "collate",
+    "Preferences": "preferences",
+    "Sampler": "sampler",
+    "Shards": "shards",
+    "Source": "source",
+    "TensorSource": "source",
+    "as_source": "loader",
+    "draws": "source",
+    "evaluation_rows": "sampler",
+    "permutation": "sampler",
 }
-
-__all__ = [
-    "Batch",
-    "EvaluationLoader",
-    "ImageSource",
-    "Loader",
-    "Mixture",
-    "Pad",
-    "Preferences",
-    "Sampler",
-    "Shards",
-    "Source",
-    "TensorSource",
-    "as_source",
-    "draws",
-    "evaluation_rows",
-    "permutation",
-]
+__all__ = [*_HOMES]
 
 
 def __getattr__(name: str) -> Any:
-    for module, names in _HOMES.items():
-        if name in names:
-            return getattr(importlib.import_module(module), name)
-    raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    if name not in _HOMES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    return getattr(importlib.import_module(f"dsframe.data.{_HOMES[name]}"), name)

@@ -15,6 +15,7 @@ from torch.utils.data import default_collate
 
 from dsframe.data.source import Batch
 from dsframe.errors import DataError
+from dsframe.text import reason
 
 Collate = Callable[[list[Any]], Any]
 """Makes a batch of a list of rows: ``(inputs, targets)``, or a dict with ``labels``, as the collators of transformers do."""
@@ -37,10 +38,8 @@ def collated(numbered: Sequence[tuple[int, Any]], collate: Collate | None = None
     except Exception as error:  # a collator of any library's
         numbers = ", ".join(str(number) for number, _ in numbered[:8]) + (" ..." if len(numbered) > 8 else "")
         last = traceback.extract_tb(error.__traceback__)[-1]
-        reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
-        raise DataError(
-            f"{whose} makes no batch of rows {numbers}: {reason} ({last.filename}:{last.lineno})"
-        ) from error
+        where = f"{last.filename}:{last.lineno}"
+        raise DataError(f"{whose} makes no batch of rows {numbers}: {reason(error, 400)} ({where})") from error
     return _split(found, f"{whose} returned {_kind(found)}")
 
 

@@ -23,8 +23,9 @@ from typing import Any
 
 from xxhash import xxh3_128
 
-from dsframe.data.files import data_root, replacing
+from dsframe.data.files import data_root, replacing, writing
 from dsframe.errors import DataError
+from dsframe.text import reason
 
 PIECE = 1 << 20
 """Bytes of a text file that are read at a time; a piece ends at the end of a line, where it has one."""
@@ -228,18 +229,19 @@ def local(pattern: str, data_dir: str | None) -> str:
         try:
             found = datasets.load_dataset(name, config or None, split=split or "train")
         except Exception as error:  # of the network, of the library
-            reason = " ".join(f"{type(error).__name__}: {error}".split())[:400]
             raise DataError(
-                f"{pattern}: cannot be downloaded ({reason}); without a network, name a folder that datasets.save_to_disk wrote"
+                f"{pattern}: cannot be downloaded ({reason(error, 400)}); without a network, name a folder that "
+                "datasets.save_to_disk wrote"
             ) from error
-        try:
+        with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as partial:
                 found.save_to_disk(f"{partial}/whole")
-                Path(partial, "whole").rename(folder)
-        except OSError as error:
-            if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else another process was first
-                raise DataError(f"cannot write {folder} ({error.strerror}); set data_dir or $DSFRAME_DATA") from error
+                try:
+                    Path(partial, "whole").rename(folder)
+                except OSError as error:
+                    if error.errno not in (errno.ENOTEMPTY, errno.EEXIST):  # else another process was first
+                        raise
     return glob.escape(str(folder))
 
 
@@ -288,11 +290,8 @@ def digest(paths: Sequence[Path], data_dir: str | None) -> str:
             while block := opened.read(8 << 20):
                 content.update(block)
     if began - newest > _RECENT_NANOSECONDS:
-        try:
-            with replacing(kept) as out:
-                out.write(content.hexdigest().encode())
-        except OSError as error:
-            raise DataError(f"cannot write {kept} ({error.strerror}); set data_dir or $DSFRAME_DATA") from error
+        with writing(kept), replacing(kept) as out:
+            out.write(content.hexdigest().encode())
     return content.hexdigest()
 
 

@@ -11,6 +11,7 @@ import numpy as np
 
 from dsframe.data.documents import Row, column, missing
 from dsframe.errors import DataError
+from dsframe.text import reason
 
 END_OF_BYTES = 256
 """Where bytes are the tokens: behind each document."""
@@ -123,8 +124,7 @@ class ConversationEncoder:
                 messages, tools=tools or None, chat_template=self._template, tokenize=True, return_dict=True, **how
             )
         except Exception as error:  # a template is a program, and raises what it likes
-            reason = " ".join(f"{type(error).__name__}: {error}".split())
-            raise DataError(f"{row.place}: the chat template fails: {reason}") from None
+            raise DataError(f"{row.place}: the chat template fails: {reason(error)}") from None
 
 
 def tokens_of(tokenizer: Any, texts: Sequence[str], rows: Sequence[Row]) -> Any:
@@ -132,8 +132,8 @@ def tokens_of(tokenizer: Any, texts: Sequence[str], rows: Sequence[Row]) -> Any:
     try:
         return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
     except Exception as error:  # of tokenizers, such as for half of a surrogate pair
-        reason = " ".join(str(error).split())
-        raise DataError(f"{rows[0].place}, or up to {rows[-1].place}: the tokenizer fails: {reason}") from None
+        why = " ".join(str(error).split())
+        raise DataError(f"{rows[0].place}, or up to {rows[-1].place}: the tokenizer fails: {why}") from None
 
 
 def end_of(tokenizer: Any) -> int:

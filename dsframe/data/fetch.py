@@ -17,7 +17,7 @@ import tempfile
 from collections.abc import Callable
 from pathlib import Path
 
-from dsframe.errors import DataError, DsframeError
+from dsframe.errors import DataError, DsframeError, exit_code_of
 
 DEBIAN_PACKAGE = "dataset-fashion-mnist"
 _MNIST_BYTES = {
@@ -188,12 +188,11 @@ def main(arguments: list[str] | None = None) -> int:
         print(f"{options.name}: complete in {folder}")
         return 0
     socket.setdefaulttimeout(_CONNECTION_SECONDS)  # torchvision's download sets none and could hang
-    try:
+
+    def command() -> None:
         fetch(options.name, options.to)
-    except DsframeError as error:
-        print(error.printed, file=sys.stderr)
-        return error.exit_code
-    return 0
+
+    return exit_code_of(command)
 
 
 if __name__ == "__main__":

@@ -38,6 +38,15 @@ def read_bytes(path: Path) -> bytes:
 
 
 @contextlib.contextmanager
+def writing(path: Path) -> Iterator[None]:
+    """Wraps the writing of ``path``, a file or folder kept beside the data. Raises DataError where the system refuses it."""
+    try:
+        yield
+    except OSError as error:
+        raise DataError(f"cannot write {path} ({error.strerror}); set data_dir or $DSFRAME_DATA") from error
+
+
+@contextlib.contextmanager
 def replacing(path: Path) -> Iterator[IO[bytes]]:
     """A file to write that takes the place of ``path`` at the end of the block, or vanishes if the block fails.
 
@@ -64,11 +73,8 @@ def cached(folder: Path, name: str, files: Sequence[Path], size: int, write: Cal
     key = hashlib.sha256(repr((facts, size)).encode()).hexdigest()[:16]
     path = folder / f"{name}-{key}.bytes"
     if not (path.is_file() and path.stat().st_size == size):
-        try:
-            with replacing(path) as out:
-                write(out)
-        except OSError as error:
-            raise DataError(f"cannot write {path} ({error.strerror}); set data_dir or $DSFRAME_DATA") from error
+        with writing(path), replacing(path) as out:
+            write(out)
     return path
 
 

@@ -95,17 +95,22 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         return len(self.samples)
 
     def __getitem__(self, index: int) -> tuple[Tensor, int]:
+        images, (path, label) = pillow(), self.samples[index]
         try:
-            from PIL import Image
-        except ImportError as error:
-            raise DataError('reading image files needs Pillow; pip install "dsframe[vision]"') from error
-        path, label = self.samples[index]
-        try:
-            with Image.open(path) as file:
+            with images.open(path) as file:
                 image = file.convert("RGB")
-        except (OSError, SyntaxError, Image.DecompressionBombError) as error:
+        except (OSError, SyntaxError, images.DecompressionBombError) as error:
             raise DataError(f"{path}: cannot be read as an image ({error})") from error
         return self._look(image), label
+
+
+def pillow() -> Any:
+    """Pillow's ``Image``. Raises DataError where it is not installed."""
+    try:
+        from PIL import Image
+    except ImportError as error:
+        raise DataError('reading image files needs Pillow; pip install "dsframe[vision]"') from error
+    return Image
 
 
 def _random_box(width: int, height: int) -> tuple[float, float, float, float]:

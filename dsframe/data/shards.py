@@ -15,6 +15,7 @@ import os
 import re
 import tarfile
 import time
+from abc import ABC, abstractmethod
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
@@ -27,11 +28,12 @@ from torch import Tensor
 from torch.utils.data import Dataset
 
 from dsframe.data import documents
-from dsframe.data.files import data_root, replacing
-from dsframe.data.folder import SUFFIXES
+from dsframe.data.files import data_root, replacing, writing
+from dsframe.data.folder import SUFFIXES, pillow
 from dsframe.data.sampler import Order, Part, permutation
 from dsframe.data.source import draws
 from dsframe.errors import DataError
+from dsframe.text import reason
 
 WINDOW = 8192
 FORM = 1
@@ -150,7 +152,7 @@ class _Windows(Order):
         return lru_cache(maxsize=3)(drawn)
 
 
-class _Shard:
+class _Shard(ABC):
     """A file and its index. What is read is checked against what there was when the index was made."""
 
     whole = False
@@ -165,17 +167,17 @@ class _Shard:
         return self.index["rows"] if self.whole else np.array([len(self.index)], np.int64)
 
     @staticmethod
+    @abstractmethod
     def scan(path: Path, columns: list[str] | None) -> Any:
         """The index: an array of records. Raises DataError."""
-        raise NotImplementedError
 
     def group(self, number: int) -> Any:
-        """A group of samples, decoded. Raises DataError."""
-        raise NotImplementedError
+        """A group of samples, decoded; nothing where each is read by itself. Raises DataError."""
+        return ()
 
+    @abstractmethod
     def read(self, group: Any, number: int) -> dict[str, Any]:
         """One sample, of a group that is decoded where they are. Raises DataError."""
-        raise NotImplementedError
 
     def check(self) -> None:
         """Raises DataError where the file is gone or another one."""
@@ -252,17 +254,13 @@ class _Tar(_Shard):
             except DataError:
                 raise
             except Exception as error:  # of whatever reads such a file
-                reason = " ".join(f"{type(error).__name__}: {error}".split())
-                raise DataError(f"{self.path}: {sample['__key__']}.{suffix} cannot be decoded ({reason})") from error
+                part = f"{sample['__key__']}.{suffix}"
+                raise DataError(f"{self.path}: {part} cannot be decoded ({reason(error)})") from error
         return sample
 
 
 def _image(content: bytes) -> Any:
-    try:
-        from PIL import Image
-    except ImportError as error:
-        raise DataError('reading image files needs Pillow; pip install "dsframe[vision]"') from error
-    with Image.open(io.BytesIO(content)) as file:
+    with pillow().open(io.BytesIO(content)) as file:
         return file.convert("RGB")
 
 
@@ -400,11 +398,8 @@ def _shards(
                 index = kind.scan(path, columns)
             if not len(index) or ("rows" in index.dtype.names and not index["rows"].sum()):
                 raise DataError(f"{path}: empty: there is no sample in it")
-            try:
-                with replacing(kept) as out:
-                    np.save(out, index, allow_pickle=False)
-            except OSError as error:
-                raise DataError(f"cannot write {kept} ({error.strerror}); set data_dir or $DSFRAME_DATA") from error
+            with writing(kept), replacing(kept) as out:
+                np.save(out, index, allow_pickle=False)
         found.append(kind(path, np.load(kept, mmap_mode="r", allow_pickle=False), facts, columns))
         first = found[0]
         if (

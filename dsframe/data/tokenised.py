@@ -28,7 +28,7 @@ import psutil
 
 from dsframe.data import documents
 from dsframe.data.documents import Row
-from dsframe.data.files import data_root
+from dsframe.data.files import data_root, writing
 from dsframe.errors import DataError
 
 FORM = 1
@@ -155,7 +155,7 @@ def make(recipe: Recipe, say: Callable[[str], None]) -> None:
     if _opened(folder) is not None:
         return
     partial = folder.parent / f".{folder.name}.{socket.gethostname()}.{os.getpid()}.partial"
-    try:
+    with writing(folder):
         folder.parent.mkdir(parents=True, exist_ok=True)
         _clean(folder)
         shutil.rmtree(partial, ignore_errors=True)
@@ -175,8 +175,6 @@ def make(recipe: Recipe, say: Callable[[str], None]) -> None:
                 _sync(folder)
         finally:
             shutil.rmtree(partial, ignore_errors=True)
-    except OSError as error:
-        raise DataError(f"cannot write {folder} ({error.strerror}); set data_dir or $DSFRAME_DATA") from error
     if _opened(folder) is None:
         raise DataError(f"{folder} cannot be read after it was written; remove it, or set data_dir")
 

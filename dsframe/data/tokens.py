@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from dsframe.data.files import data_root, replacing
+from dsframe.data.files import data_root, replacing, writing
 from dsframe.errors import DataError
 
 _PIECE = 1 << 20
@@ -25,7 +25,7 @@ def encoded(text: Tensor, tokenize: Callable[[str], list[int]], digest: str, dat
     content = text.numpy()
     key = hashlib.sha256(digest.encode() + content.tobytes()).hexdigest()[:16]
     cache = data_root(data_dir) / "tokens" / f"{key}.int32"
-    try:
+    with writing(cache):
         if not cache.is_file():
             with replacing(cache) as out:
                 for piece in _pieces(content.tobytes()):
@@ -33,8 +33,6 @@ def encoded(text: Tensor, tokenize: Callable[[str], list[int]], digest: str, dat
         if cache.stat().st_size == 0:
             raise DataError("the tokenizer makes no tokens of this text")
         return torch.from_numpy(np.memmap(cache, np.int32, mode="c"))
-    except OSError as error:
-        raise DataError(f"cannot write {cache} ({error.strerror}); set data_dir or $DSFRAME_DATA") from error
 
 
 def _pieces(content: bytes) -> Iterator[str]:

@@ -143,12 +143,7 @@ def _shards(settings: ImageData, images: Images, train: bool, say: Callable[[str
     return Shards(f"{glob.escape(str(place))}/*.tar", labelled, say=say)
 
 
-MNIST_FILES = (
-    "train-images-idx3-ubyte",
-    "train-labels-idx1-ubyte",
-    "t10k-images-idx3-ubyte",
-    "t10k-labels-idx1-ubyte",
-)
+MNIST_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
 TORCHVISION_FOLDER = {"fashion-mnist": "FashionMNIST/raw", "mnist": "MNIST/raw"}
 DEBIAN_FASHION_MNIST = Path("/usr/share/datasets/fashion-mnist")
 

@@ -10,7 +10,11 @@ import importlib.util
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from dsframe.engines.table import BUILT_IN, DEFAULT, TABLE, Entry, named
+from dsframe.engines.table import BUILT_IN as BUILT_IN
+from dsframe.engines.table import DEFAULT as DEFAULT
+from dsframe.engines.table import TABLE as TABLE
+from dsframe.engines.table import Entry as Entry
+from dsframe.engines.table import named as named
 from dsframe.errors import EngineError, Problem
 
 if TYPE_CHECKING:
@@ -20,25 +24,8 @@ if TYPE_CHECKING:
     from dsframe.engine import Engine
     from dsframe.engines.costs import Costs
 
-__all__ = [
-    "BUILT_IN",
-    "DEFAULT",
-    "TABLE",
-    "Choice",
-    "Entry",
-    "beside_several",
-    "choose",
-    "costs_of",
-    "elastic",
-    "examine",
-    "load",
-    "named",
-]
-
 # Features that no engine supports, and why.
-_LATER = {
-    "unmanaged_accumulation": "leaves it to the program when to step; dsframe steps after every global batch",
-}
+_LATER = {"unmanaged_accumulation": "leaves it to the program when to step; dsframe steps after every global batch"}
 
 _FALLBACKS = ("deepspeed", "horovod", "ddp")
 """Where ``engine`` is "auto": the first of these that is installed."""
@@ -101,19 +88,13 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
     ]
     replicated = [feature.path for feature in found if feature.name in entry.replicates]
     ignored = [feature.path for feature in found if feature.name in entry.ignores]
+    remedy = 'choose another "engine", or take it out'
     refused = [
-        Problem(
-            "error",
-            feature.path,
-            f"{feature.description} {_reason(name, feature.name)}",
-            'choose another "engine", or take it out',
-            str(config.path or ""),
-            feature.line,
-            feature.column,
-            code="engine-cannot",
+        config.error(
+            tuple(one.path.split(".")), f"{one.description} {_reason(name, one.name)}", remedy, code="engine-cannot"
         )
-        for feature in found
-        if feature.name not in entry.replicates | entry.ignores
+        for one in found
+        if one.name not in entry.replicates | entry.ignores
     ]
     refused += _size(config, name, processes)
     notes = [entry.caution] if entry.caution else []
@@ -132,41 +113,26 @@ def beside_several(config: Config, name: str) -> list[Problem]:
     from dsframe.config import features
 
     entry, settings, stage = TABLE[name], config.settings, config.deepspeed.zero_optimization.stage
+    wanted = settings.model
     if not entry.several:
         raise EngineError(
             f'engine "{name}" trains one model, and the task has several (models()); choose another engine'
         )
-    found = [
-        (feature.path, feature.description, (feature.line, feature.column))
-        for feature in features(config)
-        if feature.name in (entry.supports | {"flops_profiler"}) - entry.several
-    ]
+    apart = (entry.supports | {"flops_profiler"}) - entry.several
+    found = [(tuple(one.path.split(".")), one.description) for one in features(config) if one.name in apart]
     for key, on in (
         ("mfu", settings.mfu),
         ("measure_communication", settings.measure_communication),
         ("per_sample_randomness", settings.per_sample_randomness),
-        ("model.compile", settings.model.compile is True),
+        ("model.compile", wanted.compile is True),
         # A block that is gathered as one reduces its gradients when any backward pass comes to it, its model's or another's.
-        (
-            "model.activation_checkpointing",
-            bool(settings.model.activation_checkpointing) and entry.by_deepspeed and stage == 3,
-        ),
+        ("model.activation_checkpointing", bool(wanted.activation_checkpointing) and entry.by_deepspeed and stage == 3),
     ):
         if on:
             path = ("dsframe", *key.split("."))
-            found.append((".".join(path), path[-1], config.position(path)))
-    return [
-        Problem(
-            "error",
-            path,
-            f"{what} is not possible with several models (models() of the task)",
-            "take it out",
-            str(config.path or ""),
-            *place,
-            code="engine-cannot",
-        )
-        for path, what, place in found
-    ]
+            found.append((path, path[-1]))
+    why = "is not possible with several models (models() of the task)"
+    return [config.error(path, f"{what} {why}", "take it out", code="engine-cannot") for path, what in found]
 
 
 def _size(config: Config, name: str, processes: int | None) -> list[Problem]:
@@ -175,9 +141,8 @@ def _size(config: Config, name: str, processes: int | None) -> list[Problem]:
         return []
     what = "is one process" if size == "one" else f"has one process for each of pipeline.stages, which is {stages}"
     remedy = 'start one, or choose "ddp", "horovod" or "deepspeed"' if size == "one" else f"start {stages}"
-    place = config.position(("dsframe", "engine"))
     text = f'engine "{name}" {what}, not {processes}'
-    return [Problem("error", "dsframe.engine", text, remedy, str(config.path or ""), *place, code="world")]
+    return [config.error(("dsframe", "engine"), text, remedy, code="world")]
 
 
 def _reason(name: str, feature: str) -> str:

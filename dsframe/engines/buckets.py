@@ -67,11 +67,8 @@ class Buckets:
         cut = _by_number(backwards, groups) if groups else _by_size(backwards, bytes_each)
         self._buckets = [_bucket(f"gradients.{number}", members) for number, members in enumerate(cut)]
         self._of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters}
-        self._hooks = [
-            parameter.register_post_accumulate_grad_hook(self._came)  # type: ignore[no-untyped-call]
-            for parameter in parameters
-            if overlaps
-        ]
+        hooked = parameters if overlaps else ()
+        self._hooks = [one.register_post_accumulate_grad_hook(self._came) for one in hooked]  # type: ignore[no-untyped-call]
         self._expect_all()
 
     def __len__(self) -> int:
@@ -163,18 +160,14 @@ def _by_number(parameters: Sequence[nn.Parameter], groups: int) -> list[list[nn.
 
 
 def _bucket(name: str, parameters: list[nn.Parameter]) -> _Bucket:
-    flat = torch.zeros(
-        sum(parameter.numel() for parameter in parameters), dtype=parameters[0].dtype, device=parameters[0].device
-    )
+    size, like = sum(parameter.numel() for parameter in parameters), parameters[0]
+    flat = torch.zeros(size, dtype=like.dtype, device=like.device)
     views, start = [], 0
     for parameter in parameters:
         piece = flat[start : start + parameter.numel()]
         dense = 1 + sum((size - 1) * stride for size, stride in zip(parameter.shape, parameter.stride(), strict=True))
         # In the parameter's own memory format: channels-last gradients are copied, and used, as they lie.
-        views.append(
-            piece.as_strided(parameter.shape, parameter.stride())
-            if dense == parameter.numel()
-            else piece.view(parameter.shape)
-        )
+        laid = dense == parameter.numel()
+        views.append(piece.as_strided(parameter.shape, parameter.stride()) if laid else piece.view(parameter.shape))
         start += parameter.numel()
     return _Bucket(name, parameters, flat, views)

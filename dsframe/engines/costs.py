@@ -210,16 +210,8 @@ class FsdpCosts(Costs):
     """PyTorch FSDP: everything in fp32 shares, gathered block by block in the format it computes in."""
 
     gathers_blocks = True
-
-    @property
-    def prefetches(self) -> bool:
-        """The next block."""
-        return True
-
-    @property
-    def stage(self) -> int:
-        """All is shared out."""
-        return 3
+    prefetches = True
+    stage = 3
 
     def overlap(self, width: int) -> Overlap:
         """While the backward pass goes on to the next block."""
@@ -227,7 +219,6 @@ class FsdpCosts(Costs):
 
     @property
     def accumulates_whole(self) -> bool:
-        """As the file says."""
         return self.settings.fsdp.accumulate == "whole"
 
     def held(self, ranks: int) -> Cost:
@@ -244,7 +235,6 @@ class ZeroCosts(Costs):
 
     @property
     def stage(self) -> int:
-        """As the file says."""
         return self.file.zero_optimization.stage
 
     @property
@@ -254,7 +244,6 @@ class ZeroCosts(Costs):
 
     @property
     def tensor_ranks(self) -> int:
-        """As the file says."""
         return max(1, self.file.tensor_parallel.autotp_size)
 
     @property

@@ -59,7 +59,6 @@ class DdpEngine(ReplicaEngine):
 
     @property
     def description(self) -> str:
-        """Returns a few words for the first line of a run."""
         settings = self.plan.config.settings.ddp
         if settings.communication == "none":
             return "PyTorch DDP"

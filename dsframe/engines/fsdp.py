@@ -19,13 +19,7 @@ import torch.distributed as dist
 import xxhash
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
-from torch.distributed.fsdp import (
-    CPUOffloadPolicy,
-    FSDPModule,
-    MixedPrecisionPolicy,
-    OffloadPolicy,
-    fully_shard,
-)
+from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
 from dsframe.checkpoint.state import EngineState, ParameterState, SavedState, ShardedParameters, full_precision
@@ -62,7 +56,6 @@ class FsdpEngine(ReplicaEngine):
 
     @property
     def description(self) -> str:
-        """Returns a few words for the first line of a run."""
         parts = ["PyTorch FSDP"]
         if self._settings.sharding == "hybrid":
             parts.append(f"{self._mesh.size() // self._shards.size()} replicas in {self._shards.size()} shards each")

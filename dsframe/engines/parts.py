@@ -322,7 +322,6 @@ class PartsEngine(Engine):
 
     @property
     def description(self) -> str:
-        """Returns a few words for the first line of a run."""
         return f"{self._first.description}, {len(self._engines)} models"
 
     def close(self) -> None:

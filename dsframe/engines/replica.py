@@ -59,10 +59,8 @@ class ReplicaEngine(Engine):
             self.module = self._wrap(self.model)
 
     def _make_loss_scale(self) -> precision.LossScale | None:
-        if (
-            precision.autocast_dtype(self.plan.config, self.plan.device) == torch.float16
-        ):  # with torch.amp.GradScaler's own numbers
-            return precision.LossScale(loss_scale_window=2000, hysteresis=1)
+        if precision.autocast_dtype(self.plan.config, self.plan.device) == torch.float16:
+            return precision.LossScale(loss_scale_window=2000, hysteresis=1)  # torch.amp.GradScaler's own numbers
         if self._dtype != torch.float16:
             return None
         section = self.plan.config.deepspeed.fp16

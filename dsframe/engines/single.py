@@ -21,5 +21,4 @@ class SingleEngine(ReplicaEngine):
 
     @property
     def description(self) -> str:
-        """Returns a few words for the first line of a run."""
         return "PyTorch, one process"

@@ -102,9 +102,5 @@ def _kind(inputs: Any) -> str:
         return f"a dict with the keys {', '.join(map(str, inputs))}"
     if isinstance(inputs, (tuple, list)):
         return f"a {type(inputs).__name__} of {len(inputs)}"
-    shape = getattr(inputs, "shape", None)
-    return (
-        type(inputs).__name__
-        if shape is None
-        else f"one {type(inputs).__name__} of shape {list(shape)} in {inputs.dtype}"
-    )
+    name, shape = type(inputs).__name__, getattr(inputs, "shape", None)
+    return name if shape is None else f"one {name} of shape {list(shape)} in {inputs.dtype}"

@@ -271,11 +271,7 @@ def _open_store(ranks: Ranks) -> Any:
             listening = _listen(world)
             said = json.dumps(listening.getsockname()[:2])
         except OSError as error:
-            print(
-                f"[rank 0] dsframe: warning: the watchdogs cannot talk, so each rank is watched alone: {error}",
-                file=sys.stderr,
-                flush=True,
-            )
+            _warn(0, f"the watchdogs cannot talk, so each rank is watched alone: {error}")
     said = all_gather_text(ranks, said)[0]
     if not said:
         return None
@@ -291,12 +287,12 @@ def _open_store(ranks: Ranks) -> Any:
             master_listen_fd=descriptor,
         )
     except RuntimeError as error:
-        print(
-            f"[rank {world.rank}] dsframe: warning: the watchdog cannot reach rank 0: {error}",
-            file=sys.stderr,
-            flush=True,
-        )
+        _warn(world.rank, f"the watchdog cannot reach rank 0: {error}")
         return None
+
+
+def _warn(rank: int, text: str) -> None:
+    print(f"[rank {rank}] dsframe: warning: {text}", file=sys.stderr, flush=True)
 
 
 def _listen(world: World) -> socket.socket:

@@ -12,7 +12,7 @@ import os
 import signal
 import sys
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
@@ -83,6 +83,21 @@ def run(
     if os.WIFSIGNALED(status):  # somebody killed the supervisor: its children are ours now
         end_descendants()
     return exit_code(status)
+
+
+def output_of(
+    words: Sequence[str], seconds: float, *, folder: Path | None = None, environ: Mapping[str, str] | None = None
+) -> str | None:
+    """Returns what a command prints; None where it is not there, fails, or takes longer than ``seconds``."""
+    import subprocess  # not for the launchers, which start nothing this way
+
+    try:
+        done = subprocess.run(
+            words, cwd=folder, env=environ, capture_output=True, text=True, timeout=seconds, check=False
+        )
+    except (OSError, subprocess.TimeoutExpired):
+        return None
+    return done.stdout if done.returncode == 0 else None
 
 
 def wait_for_signal(seconds: float) -> int:

@@ -23,7 +23,7 @@ import xxhash
 from torch import Tensor, nn
 
 from dsframe.config.read.suggest import closest
-from dsframe.errors import CheckpointError, ConfigError, Problem
+from dsframe.errors import CheckpointError, ConfigError
 
 if TYPE_CHECKING:
     from dsframe.config import Config
@@ -33,6 +33,7 @@ NAME = "default"
 _FILE, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
 _SAVED_MODULE = f".modules_to_save.{NAME}."
 _LEFT_OUT = "_dsframe_left_out"
+_BY_PEFT = "give a folder that peft has written"
 _PREFIX = "base_model.model."
 """Before every name in peft's files."""
 
@@ -235,20 +236,15 @@ def peft_name(name: str) -> str:
 
 def _wrong(config: Config, message: str, remedy: str) -> ConfigError:
     """An error about the section."""
-    where = ("dsframe", "adapter")
-    problem = Problem(
-        "error", ".".join(where), message, remedy, str(config.path or ""), *config.position(where), code="model"
-    )
-    return ConfigError([problem])
+    return ConfigError([config.error(("dsframe", "adapter"), message, remedy, code="model")])
 
 
 def _library(config: Config) -> Any:
     try:
         import peft
     except ImportError:
-        raise _wrong(
-            config, "needs the library peft, which is not installed", "pip install 'dsframe[adapters]'"
-        ) from None
+        remedy = "pip install 'dsframe[adapters]'"
+        raise _wrong(config, "needs the library peft, which is not installed", remedy) from None
     return peft
 
 
@@ -288,11 +284,9 @@ def _read(config: Config, peft: Any, folder: Path) -> Any:
     try:
         settings = peft.PeftConfig.from_pretrained(str(folder)) if (folder / _SETTINGS).is_file() else None
     except (OSError, ValueError, TypeError, KeyError) as error:
-        raise _wrong(
-            config, f"{folder / _SETTINGS} cannot be read: {error}", "give a folder that peft has written"
-        ) from None
+        raise _wrong(config, f"{folder / _SETTINGS} cannot be read: {error}", _BY_PEFT) from None
     if settings is None or not (folder / _FILE).is_file():
-        raise _wrong(config, f"{folder} has no {_SETTINGS} and {_FILE}", "give a folder that peft has written")
+        raise _wrong(config, f"{folder} has no {_SETTINGS} and {_FILE}", _BY_PEFT)
     if settings.peft_type != "LORA":
         raise _wrong(config, f"{folder} is an adapter of type {settings.peft_type}", "give one of type LORA")
     settings.inference_mode = False
@@ -307,19 +301,14 @@ def _load(config: Config, model: nn.Module, folder: Path) -> None:
     try:
         saved = load_file(folder / _FILE)
     except (OSError, SafetensorError) as error:
-        raise _wrong(
-            config, f"{folder / _FILE} cannot be read: {error}", "give a folder that peft has written"
-        ) from None
+        raise _wrong(config, f"{folder / _FILE} cannot be read: {error}", _BY_PEFT) from None
     own = {_PREFIX + peft_name(name): one for name, one in model.named_parameters() if is_adapters(name)}
     differing = sorted(own.keys() ^ saved.keys()) or [
         name for name, one in own.items() if one.shape != saved[name].shape
     ]
     if differing:
-        raise _wrong(
-            config,
-            f"{folder} is an adapter of another model: {differing[0]} differs",
-            "give the model that it was trained for",
-        )
+        message = f"{folder} is an adapter of another model: {differing[0]} differs"
+        raise _wrong(config, message, "give the model that it was trained for")
     with torch.no_grad():
         for name, one in own.items():
             if not one.is_meta:

@@ -60,7 +60,5 @@ def _swap(optimizer: torch.optim.Optimizer, masters: Sequence[Tensor], publish: 
 
 
 def _local(tensor: Tensor) -> Tensor:
-    local: Tensor = getattr(
-        tensor, "_local_tensor", tensor
-    )  # a DTensor's; importing its class takes half a second of every rank
+    local: Tensor = getattr(tensor, "_local_tensor", tensor)  # a DTensor's, whose class takes half a second to import
     return local

@@ -18,7 +18,7 @@ from torch import Tensor, nn
 
 from dsframe.config.read.suggest import closest
 from dsframe.config.schema.settings_training import ParameterGroup
-from dsframe.errors import ConfigError, DsframeError, Problem, TaskError
+from dsframe.errors import ConfigError, DsframeError, TaskError
 from dsframe.model import switches
 from dsframe.tasks.task import Task
 
@@ -90,9 +90,8 @@ class _Wanted:
         """An error about one group."""
         if self._whose:
             return TaskError(f"{self._whose}[{index}]: {message}; {remedy}")
-        place = self._config.position(("dsframe", "parameter_groups", index))
-        where, file = f"dsframe.parameter_groups[{index}]", str(self._config.path or "")
-        return ConfigError([Problem("error", where, message, remedy, file, *place, code="model")])
+        where = ("dsframe", "parameter_groups", index)
+        return ConfigError([self._config.error(where, message, remedy, code="model")])
 
 
 def are_asked(config: Config, task: Task) -> bool:
@@ -158,17 +157,12 @@ def _by_layer(config: Config, model: nn.Module) -> dict[str, float]:
     blocks = [(name, module) for name, module in model.named_modules() if type(module).__name__ == kind]
     inside = {id(p): number for number, (_, block) in enumerate(blocks, start=1) for p in block.parameters()}
     if not inside:
-        path = ("dsframe", "layer_decay")
-        problem = Problem(
-            "error",
-            ".".join(path),
+        message, remedy = (
             "the model repeats no block, so it has no layers to count",
-            "remove it, or write parameter_groups with lr_scale",
-            str(config.path or ""),
-            *config.position(path),
-            code="model",
+            "write parameter_groups with lr_scale",
         )
-        raise ConfigError([problem])
+        path = ("dsframe", "layer_decay")
+        raise ConfigError([config.error(path, message, f"remove it, or {remedy}", code="model")])
     found, number = {}, 0
     for name, parameter in model.named_parameters():
         at = inside.get(id(parameter))

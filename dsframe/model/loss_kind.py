@@ -52,12 +52,9 @@ class LossTrial:
         if task.gathers_rows:
             return ""  # the look, without gradients, saw one rank's rows; the loss is that of the global batch
         if kind == "neither":
-            told = task.batch_dependent  # has been said
-            return (
-                ""
-                if told
-                else "loss is neither a mean nor a sum over rows, so the training depends on the micro batch size"
-            )
+            if task.batch_dependent:
+                return ""  # has been said
+            return "loss is neither a mean nor a sum over rows, so the training depends on the micro batch size"
         if kind in ("", task.loss_is):
             return ""
         whose = type(task).__name__
@@ -80,9 +77,7 @@ class LossTrial:
         kept = generators.capture(self._engine.plan.device)
         try:
             kind = _kind_of(self._engine.plan.task, outputs, targets)
-        except (
-            Exception
-        ):  # a loss that takes no other number of rows: the training itself says what is wrong, if anything is
+        except Exception:  # a loss that takes no other number of rows: the training says what is wrong, if anything is
             kind = ""
         finally:
             generators.restore(kept, self._engine.plan.device)

@@ -288,7 +288,7 @@ def build(kind: str | None, base: float, params: Mapping[str, Any]) -> Schedule:
     if kind is None:
         return constant(base)
     if kind == "ReduceLROnPlateau":
-        from dsframe.model.plateau import Plateau  # which is made of this module
+        from dsframe.model.followers import Plateau  # which is made of this module
 
         return Plateau(base, params)
     if kind in hf_schedules.FACTORS:

@@ -114,9 +114,10 @@ def picked(model: nn.Module, wanted: Sequence[str] | None, key: str) -> list[str
     chosen: set[str] = set()
     for entry in wanted:
         by_name = "." in entry or "*" in entry
-        own = {
-            name for name, one in named if (fnmatch.fnmatch(name, entry) if by_name else type(one).__name__ == entry)
-        }
+        if by_name:
+            own = {name for name, _ in named if fnmatch.fnmatch(name, entry)}
+        else:
+            own = {name for name, one in named if type(one).__name__ == entry}
         if not own and by_name:
             there = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name, _ in named))
             raise _wrong(key, f"no module of the model is called {entry}", f"there are {', '.join(there)}")
@@ -143,12 +144,8 @@ def repeated(model: nn.Module) -> str | None:
     sizes: Counter[str] = Counter()
     for module in model.modules():
         inside = sum(getattr(p, "ds_numel", p.numel()) for p in module.parameters())
-        if (
-            module is not model
-            and not isinstance(module, _CONTAINERS)
-            and any(True for _ in module.children())
-            and inside
-        ):
+        of_parts = any(True for _ in module.children()) and not isinstance(module, _CONTAINERS)
+        if module is not model and of_parts and inside:
             sizes[type(module).__name__] += inside
     often = Counter(type(module).__name__ for module in model.modules())
     return next((name for name, _ in sizes.most_common() if often[name] > 1), None)
@@ -324,11 +321,8 @@ def compile_(module: nn.Module, device: torch.device) -> None:
     The method and not the call: hooks that an engine puts on this module stay outside of the compiled graph.
     """
     if device.type == "cpu" and compiler() is None:
-        raise _wrong(
-            "compile",
-            "torch.compile needs a C++ compiler, which this machine does not have",
-            "install g++, or remove it",
-        )
+        message = "torch.compile needs a C++ compiler, which this machine does not have"
+        raise _wrong("compile", message, "install g++, or remove it")
     module.forward = torch.compile(module.forward)
     setattr(module, _UNIT, True)
 

@@ -39,9 +39,8 @@ class LossWeights:
         batch, world = engine.plan.batch, engine.plan.world
         self._engine, self._wanted = engine, _weighs(engine.plan.task)
         # An engine takes the mean over micro-batches and shares.
-        self._factor = (
-            float(batch.accumulation_steps * batch.data_parallel_size) if engine.plan.task.loss_is == "sum" else 1.0
-        )
+        count = batch.accumulation_steps * batch.data_parallel_size
+        self._factor = float(count) if engine.plan.task.loss_is == "sum" else 1.0
         # Ranks that share sequences each have a loss, of their own slice.
         self._parts = batch.sequence_parallel_size
         same = [rank for rank in range(world.size) if batch.data_rank(rank) == batch.data_rank(world.rank)]
@@ -62,11 +61,8 @@ class LossWeights:
         plan = self._engine.plan
         own = torch.stack([self._weight(targets) for _, targets in step])
         total = self._engine.sum_over_ranks(own.sum().reshape(1) * self._speaks)
-        factors = (
-            own
-            * (len(step) * plan.batch.data_parallel_size * self._parts)
-            / total.clamp(min=torch.finfo(torch.float64).tiny)
-        )
+        count = len(step) * plan.batch.data_parallel_size * self._parts
+        factors = own * count / total.clamp(min=torch.finfo(torch.float64).tiny)
         for (inputs, targets), factor in zip(step, factors.float(), strict=True):
             yield inputs, Weighted(targets, factor)
 

@@ -47,13 +47,7 @@ class Traffic:
 
 _RING: Mapping[str, float] = {
     "all-reduce": 2.0,
-    "all-gather": 1.0,
-    "reduce-scatter": 1.0,
-    "all-to-all": 1.0,
-    "broadcast": 1.0,
-    "reduce": 1.0,
-    "gather": 1.0,
-    "scatter": 1.0,
+    **dict.fromkeys(("all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "gather", "scatter"), 1.0),
 }
 """Each rank sends and receives so many times (N - 1) / N of the payload."""
 

@@ -105,7 +105,6 @@ class _ModuleCounter(OperationCounter):  # type: ignore[no-untyped-call]
         self._inside = inside
 
     def seen(self, func: Any, args: Any, kwargs: Any, out: Any, flops: float) -> None:
-        """Adds to all modules that run."""
         if flops and not in_backward():
             for part in self._inside:
                 part.flops += flops
@@ -141,7 +140,6 @@ class FlopsProfile(Observer):
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around one optimizer step."""
         if step not in (self._timed, self._counted):
             yield
             return

@@ -100,14 +100,12 @@ class Observers(Observer):
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around one optimizer step."""
         with ExitStack() as stack:
             for one in self._all:
                 stack.enter_context(one.step(step))
             yield
 
     def stepped(self, step: int) -> None:
-        """After it."""
         for one in self._all:
             one.stepped(step)
 
@@ -118,7 +116,6 @@ class Observers(Observer):
         return time.perf_counter() - began
 
     def figures(self, rate: float) -> Mapping[str, float]:
-        """Figures of all of them."""
         return {name: value for one in self._all for name, value in one.figures(rate).items()}
 
     def finish(self, engine: Engine) -> None:

@@ -26,6 +26,7 @@ from dsframe.cluster.exchange import all_gather_text
 from dsframe.engine import Engine
 from dsframe.observe.communication import Communication
 from dsframe.observe.observer import Batches, Observer, Stretch
+from dsframe.text import reason
 
 PASSES = 5
 """The median of so many, after one that does not count."""
@@ -118,7 +119,7 @@ def measure(engine: Engine, batches: Iterator[Any]) -> dict[str, Any]:
     try:
         return _measured(engine, batches)
     except Exception as error:  # the training went well: this is no reason to fail after it
-        return {"problem": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+        return {"problem": reason(error, 200)}
 
 
 def _measured(engine: Engine, batches: Iterator[Any]) -> dict[str, Any]:

@@ -38,7 +38,6 @@ class _Counter(Communication):  # type: ignore[no-untyped-call]
         self.step = 0
 
     def add(self, kind: str, payload: int, ranks: int, label: str = "") -> None:
-        """One collective."""
         if self._kinds is not None and kind not in self._kinds:
             return
         caller = f", by {_caller()}" if self._debug else ""
@@ -63,7 +62,6 @@ class TrafficLog(Observer):
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        """Around one optimizer step."""
         self._counter.step = step
         with self._counter:
             yield

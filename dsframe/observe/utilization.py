@@ -70,7 +70,6 @@ class MfuObserver(Observer):
         return {"mfu": self._known.of(rate)} if self._known and rate else {}
 
     def results(self, engine: Engine, rate: float, batches: Batches) -> Mapping[str, Any]:
-        """Of the run."""
         return self.figures(rate)
 
 

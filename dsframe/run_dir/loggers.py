@@ -18,6 +18,7 @@ import sys
 import time
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Literal
 
@@ -26,6 +27,7 @@ from dsframe.config.features import logger_packages
 from dsframe.config.read.findings import dotted
 from dsframe.config.read.secrets import anonymous, redact
 from dsframe.errors import Problem
+from dsframe.text import reason
 
 Ending = Literal["FINISHED", "FAILED", "KILLED"]
 """How a run ended, in MLflow's words; "KILLED": by a signal, with its state saved."""
@@ -46,10 +48,8 @@ def missing(config: Config) -> list[Problem]:
         if importlib.util.find_spec(package) is None:
             message = f"turned on, and the package {package} is not installed"
             remedy = f"pip install {_PACKAGES.get(package, package)}, or write false"
-            place, section = config.position(path), dotted(path[:-1])
-            found.append(
-                Problem("error", section, message, remedy, str(config.path or ""), *place, code="not-installed")
-            )
+            problem = config.error(path, message, remedy, code="not-installed")
+            found.append(replace(problem, path=dotted(path[:-1])))
     return found
 
 
@@ -119,12 +119,9 @@ def _survived(name: str) -> Iterator[None]:
     try:
         yield
     except Exception as error:  # a package's own, of any kind
-        reason = anonymous(" ".join(f"{type(error).__name__}: {error}".split()))[:400]
-        print(
-            f"dsframe: {name} failed and gets no more figures; the training goes on, and metrics.jsonl has them all ({reason})",
-            file=sys.stderr,
-            flush=True,
-        )
+        why = anonymous(reason(error))[:400]
+        what = f"{name} failed and gets no more figures; the training goes on, and metrics.jsonl has them all"
+        print(f"dsframe: {what} ({why})", file=sys.stderr, flush=True)
 
 
 def _folder(section: Any) -> Path:

@@ -12,28 +12,91 @@ import errno
 import json
 import math
 import os
+import platform
+import socket
 import stat
+import sys
 import time
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import asdict
+from datetime import datetime, timezone
+from importlib.metadata import PackageNotFoundError, version
 from io import FileIO
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import torch
+
+from dsframe import __version__
+from dsframe.config.read.secrets import redact
 from dsframe.errors import DataError
+from dsframe.host import supervise
 from dsframe.run_dir.loggers import Ending, Loggers
-from dsframe.run_dir.provenance import provenance
 
 if TYPE_CHECKING:
     from dsframe.engine import Plan
     from dsframe.trainer import Summary
 
+_PACKAGES = ("torch", "deepspeed", "horovod", "numpy", "torchvision", "transformers")
 _METRICS = "metrics.jsonl"
 _SUMMARY = "summary.json"
 _ORIGIN = "run.json"
 """What was started, with which versions, on which machine."""
 CONFIG = "config.json"
 """The file that ran, with overrides, "auto" resolved: ``--config RUN/config.json`` is the same training again."""
+
+
+def provenance() -> dict[str, Any]:
+    """Where a run's figures come from: plain values, as JSON has them.
+
+    Versions are those that are installed, whether the run uses them or not.
+    """
+    return {
+        "started": datetime.now(timezone.utc).isoformat(timespec="seconds"),
+        "command": redact([*_program(), *sys.argv[1:]]),
+        "directory": str(Path.cwd()),
+        "git": git(Path.cwd()),
+        "host": socket.gethostname(),
+        "system": platform.platform(),
+        "cpu": _cpu(),
+        "cores": len(os.sched_getaffinity(0)),
+        "gpus": [torch.cuda.get_device_name(index) for index in range(torch.cuda.device_count())],
+        "versions": {"python": platform.python_version(), "dsframe": __version__}
+        | {name: _version(name) for name in _PACKAGES},
+    }
+
+
+def _program() -> list[str]:
+    """How Python was told what to run: a module's file name says no more than ``-m`` and its name would."""
+    spec = getattr(sys.modules.get("__main__"), "__spec__", None)
+    return ["python", "-m", spec.name] if spec is not None else ["python", sys.argv[0]]
+
+
+def _version(name: str) -> str | None:
+    try:
+        return version(name)
+    except PackageNotFoundError:
+        return None
+
+
+def git(directory: Path) -> dict[str, Any] | None:
+    """The commit that ``directory`` is at, and whether files differ from it; None where it is under no git."""
+
+    commit = supervise.output_of(["git", "rev-parse", "HEAD"], 10, folder=directory)
+    if commit is None:
+        return None
+    changed = supervise.output_of(["git", "status", "--porcelain", "-uno"], 10, folder=directory)
+    return {"commit": commit.strip(), "changed": bool(changed)}
+
+
+def _cpu() -> str:
+    try:
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    except OSError:
+        pass
+    return platform.processor() or platform.machine()
 
 
 class Record:
@@ -57,9 +120,8 @@ class Record:
             **about,
         }
         with self.surviving():
-            _write(
-                directory / _ORIGIN, provenance(), mode=0o600
-            )  # secrets are hidden; what a command line holds is open
+            # Secrets are hidden, but what a command line holds is open.
+            _write(directory / _ORIGIN, provenance(), mode=0o600)
             _write(directory / CONFIG, plan.config.shown(), mode=0o600)
         before = _lines_until(directory / _METRICS, done_steps) if done_steps else []
         self._file: FileIO | None = None

@@ -13,6 +13,8 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dsframe.tools.commands import command
+
 EPILOG = """\
   bash, zsh:  eval "$(dsframe activate)"
   fish:       dsframe activate --shell fish | source
@@ -24,12 +26,8 @@ for this shell. dsframe launch and dsframe train do not need it.
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="dsframe activate",
-        description="Print what a shell runs so that the lines deepspeed ... -m and horovodrun ... work as typed.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "Print what a shell runs so that the lines deepspeed ... -m and horovodrun ... work as typed."
+    parser = command("activate", about, EPILOG)
     parser.add_argument("--shell", choices=("bash", "zsh", "fish"), default="bash", help="default: %(default)s")
     return parser
 

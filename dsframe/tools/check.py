@@ -8,7 +8,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, replace
 from fractions import Fraction
 from pathlib import Path
@@ -16,11 +16,13 @@ from typing import Any
 
 from dsframe import engines
 from dsframe.config.load import Config, Examined, examine, find, read_text
+from dsframe.config.read.reader import Path as Keys
 from dsframe.config.resolve import inherit
 from dsframe.config.resolve.auto import Facts
-from dsframe.config.resolve.batch import replica_size
+from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN, Batch, replica_size
 from dsframe.config.schema.settings import ImageData
 from dsframe.errors import ConfigError, Problem
+from dsframe.tools.commands import add_overrides, command
 
 _SAMPLES = {"fashion-mnist": 60_000, "mnist": 60_000, "cifar10": 50_000}
 """Training samples of the data sets that are always the same."""
@@ -38,21 +40,10 @@ or an old spelling. A note explains a value, such as that of "auto". `dsframe ex
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = argparse.ArgumentParser(
-        prog="dsframe check",
-        description="Find every mistake in DeepSpeed configuration files.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    result = command("check", "Find every mistake in DeepSpeed configuration files.", EPILOG)
     add = result.add_argument
     add("files", nargs="+", metavar="FILE", help='a path, a name in ds_configs/, or "-" for standard input')
-    add(
-        "-np",
-        "--processes",
-        type=int,
-        metavar="N",
-        help="number of processes of the run: checks the batch sizes",
-    )
+    add("-np", "--processes", type=int, metavar="N", help="number of processes of the run: checks the batch sizes")
     add("--nodes", type=int, metavar="M", help="number of hosts of the run")
     add("--gpu-memory", metavar="80GB", help="memory of one device: tells how large a model may be")
     add(
@@ -60,14 +51,7 @@ def parser() -> argparse.ArgumentParser:
         metavar="NAME",
         help="check what this engine supports (default: the engine of the file's dsframe section)",
     )
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="override one key, as in training",
-    )
+    add_overrides(result, "one key, as in training")
     add("--strict", action="store_true", help="warnings are errors")
     add(
         "--format",
@@ -75,11 +59,7 @@ def parser() -> argparse.ArgumentParser:
         default="text",
         help="output for people, editors, or GitHub annotations",
     )
-    add(
-        "--resolved",
-        action="store_true",
-        help='print the file that would run: "auto" and sizes with their reasons',
-    )
+    add("--resolved", action="store_true", help='print the file that would run: "auto" and sizes with their reasons')
     add("--fix", action="store_true", help="rewrite misspelled, misplaced and deprecated keys; shows the changes")
     add("--dry-run", action="store_true", help="with --fix: show the changes only")
     return result
@@ -113,9 +93,7 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 
 def _memory(written: str) -> int:
-    from dsframe.config.resolve import (
-        memory,  # here and below: what most checks do not need is imported by those that do
-    )
+    from dsframe.config.resolve import memory  # here and below: what most checks do not need
 
     try:
         return memory.parse(written)
@@ -128,11 +106,8 @@ def _text(name: str) -> tuple[str, Problem | None, str]:
         try:
             return sys.stdin.buffer.read().decode("utf-8"), None, "<stdin>"
         except UnicodeDecodeError as error:
-            return (
-                "",
-                Problem("error", "", f"not UTF-8 text (byte {error.start})", "", "<stdin>", code="syntax"),
-                "<stdin>",
-            )
+            message = f"not UTF-8 text (byte {error.start})"
+            return "", Problem("error", "", message, "", "<stdin>", code="syntax"), "<stdin>"
     try:
         path = find(name)
     except ConfigError as error:
@@ -153,9 +128,8 @@ def _fix(text: str, name: str, label: str, options: argparse.Namespace) -> str:
         try:
             Path(label).write_bytes(fixed.encode("utf-8"))
         except OSError as error:
-            raise ConfigError(
-                [Problem("error", "", f"cannot be written: {error.strerror}", "", label, code="missing-file")]
-            ) from None
+            message = f"cannot be written: {error.strerror}"
+            raise ConfigError([Problem("error", "", message, "", label, code="missing-file")]) from None
     return fixed
 
 
@@ -215,25 +189,17 @@ def _nodes(config: Config, options: argparse.Namespace, label: str) -> list[Prob
         return []
     local = options.processes // options.nodes
     file = config.deepspeed
-    tensor, secondary = file.tensor_parallel.autotp_size, file.zero_optimization.zero_hpz_partition_size
+    secondary = file.zero_optimization.zero_hpz_partition_size
     found = []
     for path, size, what in (
-        (("tensor_parallel", "autotp_size"), tensor, "a tensor-parallel group spans hosts, which is slow"),
-        (
-            ("sequence_parallel_size",),
-            file.sequence_parallel_size or 1,
-            "a sequence-parallel group spans hosts, which is slow",
-        ),
-        (
-            ("zero_optimization", "zero_hpz_partition_size"),
-            secondary,
-            "the secondary partition spans hosts, which is slow",
-        ),
+        (("tensor_parallel", "autotp_size"), file.tensor_parallel.autotp_size, "a tensor-parallel group"),
+        (("sequence_parallel_size",), file.sequence_parallel_size or 1, "a sequence-parallel group"),
+        (("zero_optimization", "zero_hpz_partition_size"), secondary, "the secondary partition"),
     ):
         if size > 1 and local % size:
-            line, column = config.position(path)
-            message = f"{size} does not divide the {local} processes of a host: {what}"
-            found.append(Problem("warning", ".".join(path), message, "", label, line, column, code="world"))
+            message = f"{size} does not divide the {local} processes of a host: {what} spans hosts, which is slow"
+            place = config.position(path)
+            found.append(Problem("warning", ".".join(path), message, "", label, *place, code="world"))
     return found
 
 
@@ -243,10 +209,9 @@ def _engine(config: Config, options: argparse.Namespace, label: str) -> list[Pro
         return []
     name = _engine_of(config, options)
     if name not in engines.TABLE:
-        from dsframe.config.read.suggest import closest
+        from dsframe.config.read.suggest import did_you_mean
 
-        similar = closest(name, engines.TABLE, 3)
-        remedy = f'did you mean "{similar}"?' if similar else f"choose from {', '.join(engines.TABLE)}"
+        remedy = did_you_mean(name, engines.TABLE, 3, f"choose from {', '.join(engines.TABLE)}")
         return [Problem("error", "", f'no engine "{name}"', remedy, "--engine", code="value")]
     problems, lines = engines.examine(config, name, options.processes)
     place = config.position(("dsframe", "engine"))
@@ -273,8 +238,7 @@ def _report(label: str, examined: Examined, options: argparse.Namespace) -> dict
     if config is not None:
         for name, values in (("auto", config.resolved), ("inherited", config.inherited)):
             report[name] = [
-                {"path": ".".join(map(str, found.path)), "value": found.value, "reason": found.reason}
-                for found in values
+                {"path": ".".join(map(str, one.path)), "value": one.value, "reason": one.reason} for one in values
             ]
         if not any(problem.severity == "error" for problem in examined.problems):
             if options.processes:
@@ -294,10 +258,8 @@ def _annotation(problem: Problem) -> str:
     kind = {"error": "error", "warning": "warning", "note": "notice"}[problem.severity]
     fields = {"file": problem.file, "line": problem.line, "col": problem.column, "title": f"dsframe {problem.code}"}
     given = ",".join(f"{key}={_escape(str(value), ',:')}" for key, value in fields.items() if value)
-    text = ": ".join(part for part in (problem.path, problem.message) if part) + (
-        f"; {problem.remedy}" if problem.remedy else ""
-    )
-    return f"::{kind} {given}::{_escape(text)}"
+    text = ": ".join(part for part in (problem.path, problem.message) if part)
+    return f"::{kind} {given}::{_escape(f'{text}; {problem.remedy}' if problem.remedy else text)}"
 
 
 def _escape(text: str, also: str = "") -> str:
@@ -311,8 +273,8 @@ def _print_text(label: str, examined: Examined, options: argparse.Namespace) -> 
     problems = examined.problems
     # With --resolved standard output is the file that would run, and "auto" is explained in it.
     out = sys.stderr if options.resolved else sys.stdout
-    resolved = [problem for problem in problems if problem.code == "auto" and problem.severity == "note"]
-    quiet = resolved if len(resolved) > 2 or options.resolved else []
+    by_auto = [problem for problem in problems if problem.code == "auto" and problem.severity == "note"]
+    quiet = by_auto if len(by_auto) > 2 or options.resolved else []
     for problem in problems:
         if problem not in quiet:
             print(str(problem), file=out)
@@ -321,19 +283,65 @@ def _print_text(label: str, examined: Examined, options: argparse.Namespace) -> 
     count = {severity: sum(p.severity == severity for p in problems) for severity in ("error", "warning", "note")}
     config = examined.config
     if (options.resolved or options.processes) and config is not None and not count["error"]:
-        from dsframe.config.resolve import render
-
         if options.resolved:
-            print(render.resolved(config, options.processes))
+            print(resolved(config, options.processes))
         else:
-            print(f"{label}: {render.batch_line(config.batch(options.processes))}")
-    if (
-        config is not None
-        and not options.resolved
-        and not count["error"]
-        and (said := inherit.sentence(config.inherited))
-    ):
+            print(f"{label}: {_batch_line(config.batch(options.processes))}")
+    said = inherit.sentence(config.inherited) if config is not None else ""
+    if said and not options.resolved and not count["error"]:
         print(f"{label}: {said}")
     parts = [f"{number} {name}{'s' * (number > 1)}" for name, number in count.items() if number and name != "note"]
     if not options.resolved or count["error"]:
         print(f"{label}: {', '.join(parts) if parts else 'no problems'}", file=out)
+
+
+def _batch_line(batch: Batch) -> str:
+    text = (
+        f"batch {batch.train_batch_size} = {batch.micro_batch_size} (micro) x {batch.accumulation_steps} (accumulation) "
+        f"x {batch.data_parallel_size} (data-parallel ranks)"
+    )
+    return text + (f"; derived: {', '.join(batch.derived)}" if batch.derived else "")
+
+
+def resolved(config: Config, world_size: int | None) -> str:
+    """The file as JSON with comments. With a world size the batch sizes are explicit."""
+    raw = config.shown()
+    comments: dict[Keys, str] = {}
+    for found in config.resolved:
+        line = next((found.path[:index] for index, part in enumerate(found.path) if isinstance(part, int)), found.path)
+        before = f"{comments[line]}; " if line in comments else ""
+        comments[line] = f"{before}{json.dumps(found.was)}: {found.reason}"
+    for found in config.inherited:
+        owner = raw
+        for part in found.path[:-1]:
+            owner = owner.setdefault(str(part), {})
+        owner[str(found.path[-1])] = found.value
+        comments[found.path] = found.reason
+    if world_size is not None:
+        batch = config.batch(world_size)
+        handed = config.for_deepspeed(world_size)
+        sizes = {}
+        for key in (TRAIN, MICRO, STEPS):
+            sizes[key] = handed[key]
+            if key not in raw:
+                how = next((line.partition(" = ")[2] for line in batch.derived if line.startswith(f"{key} = ")), "")
+                comments[(key,)] = f"derived: {how or 'from the other two'}"
+        raw = {**sizes, **{key: value for key, value in raw.items() if key not in sizes}}
+    return "\n".join(_object(raw, (), comments, ""))
+
+
+def _object(value: dict[str, Any], path: Keys, comments: dict[Keys, str], indent: str) -> Iterator[str]:
+    yield "{"
+    for index, (key, item) in enumerate(value.items()):
+        here = (*path, key)
+        comma = "," if index + 1 < len(value) else ""
+        comment = f"  // {comments[here]}" if here in comments else ""
+        start = f"{indent}  {json.dumps(key)}: "
+        if isinstance(item, dict) and item:
+            lines = list(_object(item, here, comments, indent + "  "))
+            yield start + lines[0]
+            yield from lines[1:-1]
+            yield lines[-1] + comma + comment
+        else:
+            yield start + json.dumps(item) + comma + comment
+    yield indent + "}"

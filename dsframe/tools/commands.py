@@ -1,12 +1,10 @@
-"""The table of sub-commands. Importing it imports none of them."""
+"""The table of sub-commands, which imports none of them, and what their command lines have in common."""
 
 from __future__ import annotations
 
+import argparse
 import importlib
-from typing import TYPE_CHECKING, cast
-
-if TYPE_CHECKING:
-    import argparse
+from typing import Any, cast
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("dsframe.tools.init:main", "a commented file and a task to begin with, for one of five beginnings"),
@@ -27,10 +25,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "evaluate": ("dsframe.tools.evaluate:main", "a checkpoint's metrics on its evaluation data, on any engine"),
     "predict": ("dsframe.tools.evaluate:predict", "a checkpoint's outputs for each sample, in order, in a file"),
     "generate": ("dsframe.tools.generate:main", "text from a checkpoint of a language model"),
-    "export": (
-        "dsframe.tools.export:main",
-        "a checkpoint for other programs, transformers and DeepSpeed among them",
-    ),
+    "export": ("dsframe.tools.export:main", "a checkpoint for other programs, transformers and DeepSpeed among them"),
     "convert": (
         "dsframe.tools.convert_config:main",
         "a file from Accelerate's, the HF Trainer's or Lightning's settings",
@@ -49,4 +44,18 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     """Returns a command's parser: ``parser`` of its module, or ``FUNCTION_parser`` where the function is not ``main``."""
     module, _, function = COMMANDS[name][0].partition(":")
     make = getattr(importlib.import_module(module), "parser" if function == "main" else f"{function}_parser")
-    return cast("argparse.ArgumentParser", make())
+    return cast(argparse.ArgumentParser, make())
+
+
+def command(name: str, description: str, epilog: str | None = None, **more: Any) -> argparse.ArgumentParser:
+    """The parser of ``dsframe NAME``. An ``epilog`` is printed as it is written."""
+    form = argparse.RawDescriptionHelpFormatter if epilog else argparse.HelpFormatter
+    return argparse.ArgumentParser(
+        prog=f"dsframe {name}", description=description, epilog=epilog, formatter_class=form, **more
+    )
+
+
+def add_overrides(parser: argparse.ArgumentParser, what: str = "one key") -> None:
+    """Adds ``--set KEY=VALUE``, which may be given several times: ``options.overrides``."""
+    help_ = f"override {what}"
+    parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help=help_)

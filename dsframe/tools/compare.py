@@ -13,6 +13,7 @@ from dsframe.config import find, load
 from dsframe.run_dir.record import read_config, read_metrics, read_summary
 from dsframe.text import columns, printable
 from dsframe.tools import subprocess_runs
+from dsframe.tools.commands import add_overrides, command
 from dsframe.tools.report import page, runs
 
 EPILOG = """\
@@ -28,25 +29,13 @@ _EARLY, _ROUNDING, _ROUNDING_16 = 10, 1e-5, 2e-3
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="dsframe compare",
-        description="Runs side by side: loss, metrics, speed, memory.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    parser = command("compare", "Runs side by side: loss, metrics, speed, memory.", EPILOG)
     add = parser.add_argument
     add("runs", nargs="+", metavar="RUN|FILE.json", help="directories of finished runs, or files to train")
     add("-np", "--processes", type=int, default=1, metavar="N", help="processes of each training (default 1)")
     add("--engines", metavar="NAME,NAME", help="train each file on each of these")
     add("--repeats", type=int, default=1, metavar="N", help="trainings of each (default 1)")
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="override one key in all files",
-    )
+    add_overrides(parser, "one key in all files")
     add(
         "--out",
         type=Path,
@@ -150,12 +139,8 @@ def table(groups: Mapping[str, Sequence[Path]]) -> str:
     rows.append(["training time, s", *(spread(run.all("seconds"), ".1f") for run in found)])
     rows.append(["start to engine, s", *(spread(run.all("start_seconds"), ".1f") for run in found)])
     rows.append(["time to first step, s", *(spread(run.first_step_after(), ".1f") for run in found)])
-    rows.append(
-        [
-            "peak memory per rank, MiB",
-            *("  ".join(f"{peak / 2**20:,.0f}" for peak in s["peak_memory_bytes"]) for s in summaries),
-        ]
-    )
+    peaks = ("  ".join(f"{peak / 2**20:,.0f}" for peak in summary["peak_memory_bytes"]) for summary in summaries)
+    rows.append(["peak memory per rank, MiB", *peaks])
     network = [runs.communication(run) for run in found]
     for label, key, form in (
         ("sent by a rank a step, MB", "sent", ".4g"),
@@ -208,10 +193,8 @@ def verdicts(
 
 
 def _in_16_bits(directory: Path) -> bool:
-    config = read_config(directory)
-    return any(
-        isinstance(config.get(key), dict) and config[key].get("enabled") for key in ("bf16", "fp16", "torch_autocast")
-    )
+    sections = map(read_config(directory).get, ("bf16", "fp16", "torch_autocast"))
+    return any(isinstance(section, dict) and section.get("enabled") for section in sections)
 
 
 def _noise_by_step(found: Sequence[runs.Run]) -> dict[float, float]:

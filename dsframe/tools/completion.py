@@ -6,6 +6,7 @@ import argparse
 from collections.abc import Sequence
 
 from dsframe.errors import DsframeError
+from dsframe.tools.commands import COMMANDS, command, parser_of
 
 EPILOG = """\
   bash:  dsframe completion bash >~/.local/share/bash-completion/completions/dsframe
@@ -16,12 +17,8 @@ EPILOG = """\
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="dsframe completion",
-        description="Print a shell's completion for dsframe (needs shtab: pip install 'dsframe[completion]').",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    about = "Print a shell's completion for dsframe (needs shtab: pip install 'dsframe[completion]')."
+    parser = command("completion", about, EPILOG)
     parser.add_argument("shell", choices=("bash", "zsh", "tcsh"))
     return parser
 
@@ -33,8 +30,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         import shtab
     except ImportError:
         raise DsframeError("completion needs shtab: pip install 'dsframe[completion]'") from None
-    from dsframe.tools.commands import COMMANDS, parser_of
-
     whole = argparse.ArgumentParser(prog="dsframe")
     commands = whole.add_subparsers()
     for name, (_, text) in COMMANDS.items():

@@ -15,6 +15,7 @@ from dsframe.cluster.world import World
 from dsframe.config import Facts, load
 from dsframe.errors import CheckpointError
 from dsframe.run_dir.lock import RunLock
+from dsframe.tools.commands import add_overrides, command
 
 if TYPE_CHECKING:
     from torch import nn
@@ -26,18 +27,15 @@ if TYPE_CHECKING:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="dsframe import",
-        description="Convert a DeepSpeed checkpoint (ZeRO 0 to 3, weights and optimizer state) into dsframe's format.",
-    )
-    parser.add_argument("directory", type=Path, help="the folder given to save_checkpoint, or one checkpoint in it")
-    parser.add_argument("--config", required=True, metavar="FILE", help="the file of the training to continue")
-    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="override one key of the file")
-    parser.add_argument("--tag", help="name of the checkpoint (default: the one that the file latest names)")
-    parser.add_argument(
-        "--run-dir", type=Path, help="directory of the run to continue (default: the file's, else runs/NAME-deepspeed)"
-    )
-    parser.add_argument(
+    about = "Convert a DeepSpeed checkpoint (ZeRO 0 to 3, weights and optimizer state) into dsframe's format."
+    parser = command("import", about)
+    add = parser.add_argument
+    add("directory", type=Path, help="the folder given to save_checkpoint, or one checkpoint in it")
+    add("--config", required=True, metavar="FILE", help="the file of the training to continue")
+    add_overrides(parser, "one key of the file")
+    add("--tag", help="name of the checkpoint (default: the one that the file latest names)")
+    add("--run-dir", type=Path, help="directory of the run to continue (default: the file's, else runs/NAME-deepspeed)")
+    add(
         "--trust",
         action="store_true",
         help="you trust the origin of the files: they are pickled (none of their code is run)",
@@ -55,7 +53,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         )
     from dsframe import tasks
 
-    config = load(options.config, overrides=options.set)
+    config = load(options.config, overrides=options.overrides)
     task = tasks.build(config.settings.task, config.settings.seed)
     stem = config.path.stem if config.path else "run"
     run_dir = options.run_dir or Path(config.settings.run_dir or f"runs/{stem}-deepspeed")

@@ -18,6 +18,7 @@ from pathlib import Path
 from typing import Any
 
 from dsframe.errors import ConfigError, Problem
+from dsframe.tools.commands import command
 
 _CALLS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DeepSpeedStrategy", "Trainer")
 TASK = "my_module:MyTask"
@@ -62,13 +63,14 @@ class Conversion:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="dsframe convert",
-        description="Write a dsframe file from an Accelerate YAML, TrainingArguments (JSON, YAML, or a Python file or notebook "
+    parser = command(
+        "convert",
+        "Write a dsframe file from an Accelerate YAML, TrainingArguments (JSON, YAML, or a Python file or notebook "
         "with the call), or a Python file with Lightning's Trainer or DeepSpeedStrategy.",
     )
-    parser.add_argument("file", type=Path)
-    parser.add_argument("--out", type=Path, help="file to write (default: standard output)")
+    add = parser.add_argument
+    add("file", type=Path)
+    add("--out", type=Path, help="file to write (default: standard output)")
     return parser
 
 
@@ -93,10 +95,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(f"  {key}: not taken; {why}", file=sys.stderr)
     name = options.out or "FILE"
     processes = f" -np {found.processes}" if found.processes else ""
-    print(
-        f"Next: write your task in the place of {TASK} (docs/tasks.md), then dsframe check {name}",
-        file=sys.stderr,
-    )
+    print(f"Next: write your task in the place of {TASK} (docs/tasks.md), then dsframe check {name}", file=sys.stderr)
     print(f"To start it: dsframe launch{processes} --config {name}", file=sys.stderr)
     return 0
 
@@ -263,7 +262,12 @@ def _number_format(found: Conversion, key: str, value: str) -> None:
         found.leave(key, f"{value} has no counterpart")
 
 
-def _offload(name: str) -> Callable[[Conversion, str, Any], None]:
+Put = Callable[[Conversion, str, Any], None]
+"""Writes the value of a key into the file."""
+Puts = Mapping[str, Put]
+
+
+def _offload(name: str) -> Put:
     def put(found: Conversion, key: str, value: Any) -> None:
         if value not in (None, "none", False):
             found.put(key, f"zero_optimization.{name}.device", "cpu" if value is True else value)
@@ -271,12 +275,17 @@ def _offload(name: str) -> Callable[[Conversion, str, Any], None]:
     return put
 
 
-def _path(path: str) -> Callable[[Conversion, str, Any], None]:
+def _path(path: str) -> Put:
     def put(found: Conversion, key: str, value: Any) -> None:
         if value not in (None, "none", "None"):
             found.put(key, path, value)
 
     return put
+
+
+def _paths(section: str, names: str) -> Puts:
+    """Keys that have the same names in a section of the file."""
+    return {name: _path(f"{section}.{name}") for name in _names(names)}
 
 
 def _sharding(found: Conversion, key: str, value: Any) -> None:
@@ -291,22 +300,17 @@ def _sharding(found: Conversion, key: str, value: Any) -> None:
 
 
 def _wrap(found: Conversion, key: str, value: Any) -> None:
-    found.put(
-        key,
-        "dsframe.fsdp.wrap",
-        [one.strip() for one in value.split(",")] if isinstance(value, str) else list(value or []),
-    )
+    classes = [one.strip() for one in value.split(",")] if isinstance(value, str) else list(value or [])
+    found.put(key, "dsframe.fsdp.wrap", classes)
 
 
-def _true(path: str, value: Any) -> Callable[[Conversion, str, Any], None]:
+def _true(path: str, value: Any) -> Put:
     def put(found: Conversion, key: str, given: Any) -> None:
         if given:
             found.put(key, path, value)
 
     return put
 
-
-Puts = Mapping[str, Callable[[Conversion, str, Any], None]]
 
 _ZERO: Puts = {
     "zero_stage": _path("zero_optimization.stage"),
@@ -429,25 +433,18 @@ def _trainer(path: Path, given: dict[str, Any], unknown: set[str]) -> Conversion
     _optimizer(found, wanted)
     _schedule(found, wanted)
     _watching(found, wanted)
-    _number_format(
-        found, "bf16 or fp16", "bf16" if wanted.pop("bf16", False) else "fp16" if wanted.pop("fp16", False) else "no"
-    )
-    for key in ("bf16", "fp16", "fsdp"):
-        wanted.pop(key, None)
+    short = [kind for kind in ("bf16", "fp16") if wanted.pop(kind, False)]
+    _number_format(found, "bf16 or fp16", short[0] if short else "no")
+    wanted.pop("fsdp", None)
     if given.get("weight_decay") and "no_decay" not in found.document.get("dsframe", {}):
         found.put("weight_decay", "dsframe.no_decay", "norms-and-biases")
-    _each(
-        found,
-        wanted,
-        {
-            "gradient_checkpointing": _true("dsframe.model.activation_checkpointing", True),
-            "torch_compile": _true("dsframe.model.compile", True),
-            "metric_for_best_model": lambda found, key, value: _best(
-                found, key, value, wanted.get("greater_is_better")
-            ),
-        },
-        _KNOWN,
-    )
+    greater = wanted.get("greater_is_better")
+    puts = {
+        "gradient_checkpointing": _true("dsframe.model.activation_checkpointing", True),
+        "torch_compile": _true("dsframe.model.compile", True),
+        "metric_for_best_model": lambda found, key, value: _best(found, key, value, greater),
+    }
+    _each(found, wanted, puts, _KNOWN)
     return found
 
 
@@ -531,12 +528,8 @@ def _best(found: Conversion, key: str, value: Any, greater: Any) -> None:
 # Lightning.
 
 _PRECISION = {
-    "bf16-mixed": "bf16",
-    "16-mixed": "fp16",
-    "bf16-true": "bf16",
-    "16-true": "fp16",
-    "bf16": "bf16",
-    "16": "fp16",
+    **dict.fromkeys(("bf16-mixed", "bf16-true", "bf16"), "bf16"),
+    **dict.fromkeys(("16-mixed", "16-true", "16"), "fp16"),
 }
 _LIGHTNING: Puts = {
     "accumulate_grad_batches": _path("gradient_accumulation_steps"),
@@ -553,34 +546,18 @@ _LIGHTNING: Puts = {
     "offload_parameters": _offload("offload_param"),
     "nvme_path": _path("zero_optimization.offload_optimizer.nvme_path"),
     "pin_memory": _path("zero_optimization.offload_optimizer.pin_memory"),
-    **{
-        key: _path(f"zero_optimization.{key}")
-        for key in (
-            "contiguous_gradients",
-            "overlap_comm",
-            "allgather_partitions",
-            "reduce_scatter",
-            "allgather_bucket_size",
-            "reduce_bucket_size",
-            "sub_group_size",
-        )
-    },
+    **_paths(
+        "zero_optimization",
+        "contiguous_gradients overlap_comm allgather_partitions reduce_scatter allgather_bucket_size reduce_bucket_size "
+        "sub_group_size",
+    ),
     "zero_allow_untested_optimizer": _path("zero_allow_untested_optimizer"),
-    **{
-        key: _path(f"fp16.{key}")
-        for key in ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale")
-    },
-    **{
-        key: _path(f"activation_checkpointing.{key}")
-        for key in ("partition_activations", "cpu_checkpointing", "contiguous_memory_optimization")
-    },
+    **_paths("fp16", "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale"),
+    **_paths("activation_checkpointing", "partition_activations cpu_checkpointing contiguous_memory_optimization"),
 }
 _LIGHTNINGS_OWN = {
     **dict.fromkeys(("accelerator", "devices", "num_nodes"), _MACHINE),
-    **dict.fromkeys(
-        _names("callbacks logger plugins profiler limit_train_batches limit_val_batches"),
-        _STAYS,
-    ),
+    **dict.fromkeys(_names("callbacks logger plugins profiler limit_train_batches limit_val_batches"), _STAYS),
     **dict.fromkeys(("enable_progress_bar", "enable_checkpointing", "benchmark", "use_distributed_sampler"), _NEEDLESS),
 }
 
@@ -597,10 +574,8 @@ def _lightning(path: Path, given: dict[str, Any], unknown: set[str]) -> Conversi
             found.put("strategy", "zero_optimization.stage", stage)
             if "offload" in strategy:
                 found.put("strategy", "zero_optimization.offload_optimizer.device", "cpu")
-    _number_format(
-        found, "precision", _PRECISION.get(str(given.get("precision", "no")), str(given.get("precision", "no")))
-    )
-    given.pop("precision", None)
+    precision = str(given.pop("precision", "no"))
+    _number_format(found, "precision", _PRECISION.get(precision, precision))
     if isinstance(given.get("devices"), int) and isinstance(given.get("num_nodes", 1), int) and given["devices"] > 0:
         found.processes = given["devices"] * given.get("num_nodes", 1)
     for name in sorted(unknown - {"strategy", "callbacks", "logger"}):
@@ -608,7 +583,6 @@ def _lightning(path: Path, given: dict[str, Any], unknown: set[str]) -> Conversi
     _each(found, given, _LIGHTNING, _LIGHTNINGS_OWN)
     found.document.setdefault("train_micro_batch_size_per_gpu", 1)
     found.leave("the batch size", "it is in your code: write train_micro_batch_size_per_gpu, which is 1 now")
-    found.leave(
-        "the optimizer and its schedule", "they are in your code (configure_optimizers): write optimizer and scheduler"
-    )
+    message = "they are in your code (configure_optimizers): write optimizer and scheduler"
+    found.leave("the optimizer and its schedule", message)
     return found

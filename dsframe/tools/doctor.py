@@ -25,8 +25,11 @@ from typing import Any, Literal
 import psutil
 
 from dsframe.engines import TABLE
+from dsframe.host import supervise
 from dsframe.host.leftovers import stale_locks, unused_buffers, unused_swap
+from dsframe.tools.commands import command
 from dsframe.tools.launch import devices
+from dsframe.tools.launch.launchers import search_path
 
 PROBE_SECONDS = 120.0
 TORCH = """
@@ -80,23 +83,18 @@ class Library:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="dsframe doctor", description="Report what this machine can run, and what it lacks."
-    )
-    parser.add_argument("--clean", action="store_true", help="remove stale build locks and unused buffers of old runs")
-    parser.add_argument(
-        "--comm", action="store_true", help="measure the collectives between two processes (about a minute)"
-    )
-    parser.add_argument(
-        "--plot", type=Path, metavar="FILE", help="with --comm: draw the rates by message size, as .png, .svg or .pdf"
-    )
-    parser.add_argument(
+    parser = command("doctor", "Report what this machine can run, and what it lacks.")
+    add = parser.add_argument
+    add("--clean", action="store_true", help="remove stale build locks and unused buffers of old runs")
+    add("--comm", action="store_true", help="measure the collectives between two processes (about a minute)")
+    add("--plot", type=Path, metavar="FILE", help="with --comm: draw the rates by message size, as .png, .svg or .pdf")
+    add(
         "--train",
         action="store_true",
         help="try every engine and launcher that is there in short trainings (10 minutes)",
     )
-    parser.add_argument("--engines", metavar="NAME,NAME", help="with --train: only these engines")
-    parser.add_argument(
+    add("--engines", metavar="NAME,NAME", help="with --train: only these engines")
+    add(
         "--out",
         type=Path,
         default=Path("runs/doctor"),
@@ -205,22 +203,15 @@ def topology() -> Iterator[Finding]:
     yield Finding(
         "note", f"network: {', '.join(sorted(told)) or 'no link is up'}{'; RDMA: ' * bool(fabric)}{', '.join(fabric)}"
     )
-    if (command := shutil.which("nvidia-smi")) is None:
-        return
-    try:
-        found = subprocess.run([command, "topo", "-m"], capture_output=True, text=True, timeout=20, check=False)
-    except (OSError, subprocess.TimeoutExpired):
-        return
-    for line in found.stdout.partition("Legend:")[0].splitlines() if found.returncode == 0 else []:
+    for line in (supervise.output_of(["nvidia-smi", "topo", "-m"], 20) or "").partition("Legend:")[0].splitlines():
         if line.strip():
             yield Finding("note", _PLAIN.sub("", line.expandtabs()).rstrip())
 
 
 def engines(torch: Library | None, horovod: Library | None) -> Iterator[Finding]:
     """Each engine: ready, or why not and what makes it so."""
-    rebuild = (
-        "make setup" if (Path(__file__).resolve().parents[2] / "launch" / "setup").exists() else "make setup in a clone"
-    )
+    here = (Path(__file__).resolve().parents[2] / "launch" / "setup").exists()
+    rebuild = f"make setup{'' if here else ' in a clone'}"
     if torch is None:
         yield Finding("absent", "torch is not installed: no engine runs; make setup, or: pip install torch")
         return
@@ -237,9 +228,8 @@ def engines(torch: Library | None, horovod: Library | None) -> Iterator[Finding]
     else:
         yield Finding("ok", f"horovod {horovod.version} ({_list(horovod.facts, 'gloo', 'mpi', 'nccl')})")
         if not horovod.facts["mpi"]:
-            yield Finding(
-                "absent", f"horovod.op adasum: needs MPI; apt-get install openmpi-bin libopenmpi-dev, then {rebuild}"
-            )
+            packages = "openmpi-bin libopenmpi-dev"
+            yield Finding("absent", f"horovod.op adasum: needs MPI; apt-get install {packages}, then {rebuild}")
         if torch.facts and torch.facts["gpus"] and not horovod.facts["nccl"]:
             yield Finding("absent", f"horovod on GPUs: needs NCCL; install CUDA's nvcc, then {rebuild}")
     vision = probe("torchvision", TORCHVISION)
@@ -260,7 +250,7 @@ def launchers() -> Iterator[Finding]:
         "pdsh": "apt-get install pdsh; only for deepspeed on several hosts",
     }
     for name, remedy in install.items():
-        found = shutil.which(name, path=_path())
+        found = shutil.which(name, path=search_path())
         if found is None:
             yield Finding("absent", f"{name}: not found; {remedy}")
         elif name == "deepspeed" and Path(found).resolve().parent.parent.name != "launch":
@@ -272,7 +262,7 @@ def launchers() -> Iterator[Finding]:
 def operators() -> Iterator[Finding]:
     """Yields what compiling DeepSpeed's operators needs. The default configuration needs none."""
     compiler = shutil.which("c++") or shutil.which("g++")
-    if compiler and (shutil.which("ninja", path=_path()) or importlib.util.find_spec("ninja")):
+    if compiler and (shutil.which("ninja", path=search_path()) or importlib.util.find_spec("ninja")):
         yield Finding("ok", f"CPU optimizers: {compiler} and ninja")
     else:
         lacking = "g++ (apt-get install g++)" if not compiler else "ninja (pip install ninja)"
@@ -308,9 +298,8 @@ def leftovers(*, clean: bool) -> Iterator[Finding]:
     for lock in locks:
         yield Finding(state, f"{verb} the lock of a killed build, for which every run would wait: {lock}{hint}")
     if buffers:
-        yield Finding(
-            state, f"{verb} {len(buffers)} buffers of killed runs in /dev/shm, {_gib(size)} GiB of memory{hint}"
-        )
+        what = f"{len(buffers)} buffers of killed runs in /dev/shm"
+        yield Finding(state, f"{verb} {what}, {_gib(size)} GiB of memory{hint}")
     for folder in swapped:
         yield Finding(state, f"{verb} offloaded state of a killed run: {folder}{hint}")
     if not locks and not buffers and not swapped:
@@ -356,21 +345,11 @@ def _draw(rates: Mapping[str, Mapping[str, Mapping[int, float]]], path: Path) ->
     from dsframe.tools.report.pictures import Axis, Chart, Line, write
 
     size, rate = Axis("bytes of the whole tensor", log=True), Axis("GB/s", log=True)
-    charts = [
-        Chart(
-            f"{transport}: collectives",
-            size,
-            rate,
-            [Line(name, list(of.items()), dashed="," in name) for name, of in found.items()],
-        )
-        for transport, found in rates.items()
-    ]
+    charts = []
+    for transport, found in rates.items():
+        lines = [Line(name, list(of.items()), dashed="," in name) for name, of in found.items()]
+        charts.append(Chart(f"{transport}: collectives", size, rate, lines))
     write(path, charts)
-
-
-def _path() -> str:
-    """Returns where commands are looked for: PATH, then this environment, which need not be activated."""
-    return os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
 
 
 def _list(facts: dict[str, Any] | None, *names: str) -> str:

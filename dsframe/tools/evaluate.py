@@ -25,6 +25,7 @@ from dsframe.errors import ConfigError, DataError, DsframeError, TaskError
 from dsframe.host import supervise
 from dsframe.run import choose, prepared
 from dsframe.run_dir.record import read_metrics
+from dsframe.tools.commands import add_overrides, command
 from dsframe.train import crash, leave, leave_at_once
 
 if TYPE_CHECKING:
@@ -56,29 +57,30 @@ def _parser(what: str) -> argparse.ArgumentParser:
         "evaluate": "Evaluate a checkpoint.",
         "predict": "Write a checkpoint's predictions, in the order of the samples.",
     }
-    parser = argparse.ArgumentParser(prog=f"dsframe {what}", description=known[what])
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest complete one)")
-    parser.add_argument("--config", help="the file, which says engine, task and data (default: that of the run)")
-    parser.add_argument("--set", metavar="KEY=VALUE", action="append", default=[], help="override one key of it")
-    parser.add_argument("--engine", help="short for --set dsframe.engine=...")
-    parser.add_argument("--average", action="store_true", help='the average of the weights ("ema") instead of them')
+    parser = command(what, known[what])
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest complete one)")
+    add("--config", help="the file, which says engine, task and data (default: that of the run)")
+    add_overrides(parser, "one key of it")
+    add("--engine", help="short for --set dsframe.engine=...")
+    add("--average", action="store_true", help='the average of the weights ("ema") instead of them')
     needed = "file to write: .jsonl, .parquet or .safetensors"
-    parser.add_argument(
+    add(
         "--out",
         type=Path,
         required=what == "predict",
         help=needed if what == "predict" else "JSON file for the metrics",
     )
-    parser.add_argument("--verbose", action="store_true", help="let the libraries say everything, and show tracebacks")
-    parser.add_argument("--quiet", action="store_true", help="say nothing but the result")
-    parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
+    add("--verbose", action="store_true", help="let the libraries say everything, and show tracebacks")
+    add("--quiet", action="store_true", help="say nothing but the result")
+    add("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     return parser
 
 
 def _options(what: str, argv: Sequence[str] | None) -> argparse.Namespace:
     options = _parser(what).parse_args(argv)
     if options.engine:
-        options.set.append(f"dsframe.engine={options.engine}")
+        options.overrides.append(f"dsframe.engine={options.engine}")
     return options
 
 
@@ -103,9 +105,10 @@ def _run(what: str, options: argparse.Namespace, world: World) -> None:
     from dsframe.checkpoint import store
 
     file = options.config or store.config_of(store.locate(options.checkpoint)[0])
-    if options.config is None and not any(text.startswith("dsframe.task") for text in options.set):
+    if options.config is None and not any(text.startswith("dsframe.task") for text in options.overrides):
         _refuse_script(Path(file).parent)
-    with prepared(_fitting(file, options.set, world), None, world, verbose=options.verbose, quiet=options.quiet) as run:
+    config = _fitting(file, options.overrides, world)
+    with prepared(config, None, world, verbose=options.verbose, quiet=options.quiet) as run:
         from dsframe import inference
 
         path = store.complete(options.checkpoint)

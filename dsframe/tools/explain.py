@@ -8,17 +8,16 @@ import textwrap
 from collections.abc import Sequence
 
 from dsframe.config.codes import CODES, EXITS
-from dsframe.config.read.suggest import closest
+from dsframe.config.read.suggest import did_you_mean
+from dsframe.tools.commands import command
 
 _WIDTH = 100
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = argparse.ArgumentParser(
-        prog="dsframe explain",
-        description="Explain the code at the end of a message, such as [unknown-key], or an exit code, such as 5.",
-    )
+    about = "Explain the code at the end of a message, such as [unknown-key], or an exit code, such as 5."
+    result = command("explain", about)
     result.add_argument("codes", nargs="*", metavar="CODE", help="codes or exit codes (default: list all)")
     return result
 
@@ -87,8 +86,7 @@ def markdown() -> str:
 
 def _unknown(name: str) -> str:
     known = [*CODES, *(found.code for found in EXITS.values() if found.code)]
-    similar = closest(name.strip("[]"), known, 3)
-    return f'no code "{name}"; ' + (f'did you mean "{similar}"?' if similar else "dsframe explain lists all codes")
+    return f'no code "{name}"; ' + did_you_mean(name.strip("[]"), known, 3, "dsframe explain lists all codes")
 
 
 def _first(text: str) -> str:

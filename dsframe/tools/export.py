@@ -10,6 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsframe.checkpoint.export import DTYPES, SUFFIX, averages, export, say_aloud
+from dsframe.tools.commands import command
 
 if TYPE_CHECKING:
     from torch import Tensor
@@ -36,11 +37,10 @@ def main(argv: Sequence[str] | None = None) -> int:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="dsframe export", description="Write a checkpoint's weights into one file, or all of it for DeepSpeed."
-    )
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest complete one)")
-    parser.add_argument(
+    parser = command("export", "Write a checkpoint's weights into one file, or all of it for DeepSpeed.")
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest complete one)")
+    add(
         "--to",
         choices=sorted(SUFFIX),
         default="safetensors",
@@ -48,29 +48,25 @@ def parser() -> argparse.ArgumentParser:
         "folder with the adapter alone, for peft's from_pretrained; universal: a "
         "folder for DeepSpeed's load_universal, with the optimizer's state (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--dtype",
         choices=DTYPES,
         default="float32",
         help="dtype of floating-point tensors; universal: of the model's copy, the rest is float32 (default: %(default)s)",
     )
-    parser.add_argument(
+    add(
         "--shard-size",
         default="5GB",
         metavar="SIZE",
         help="huggingface: largest size of a weights file, such as 5GB or 200MB (default: %(default)s)",
     )
-    parser.add_argument(
-        "--average", action="store_true", help='the average of the weights ("ema") instead of them; not for universal'
-    )
-    parser.add_argument(
+    add("--average", action="store_true", help='the average of the weights ("ema") instead of them; not for universal')
+    add(
         "--merge",
         action="store_true",
         help="add the adapter to the model that it was trained beside, which is built again",
     )
-    parser.add_argument(
-        "--out", type=Path, help="file or folder to write (default: beside the checkpoint, named after it)"
-    )
+    add("--out", type=Path, help="file or folder to write (default: beside the checkpoint, named after it)")
     return parser
 
 

@@ -12,24 +12,22 @@ from typing import Any
 
 from dsframe.config import load
 from dsframe.errors import TaskError
+from dsframe.tools.commands import command
 
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="dsframe generate", description="Text from a checkpoint of a language model.")
-    parser.add_argument("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest complete one)")
-    parser.add_argument(
-        "--prompt", action="append", required=True, help="text to go on from; may be given several times"
-    )
-    parser.add_argument("--tokens", type=int, default=64, help="tokens to add (default: %(default)s)")
-    parser.add_argument("--sample", action="store_true", help="draw tokens; without it always the likeliest one")
-    parser.add_argument("--temperature", type=float, default=1.0, help="with --sample (default: %(default)s)")
-    parser.add_argument(
-        "--top-k", type=int, default=0, help="with --sample: draw from the K likeliest tokens only; 0: from all tokens"
-    )
-    parser.add_argument("--seed", type=int, default=0, help="with --sample (default: %(default)s)")
-    parser.add_argument("--config", help="the file (default: that of the run)")
-    parser.add_argument("--average", action="store_true", help='the average of the weights ("ema") instead of them')
+    parser = command("generate", "Text from a checkpoint of a language model.")
+    add = parser.add_argument
+    add("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest complete one)")
+    add("--prompt", action="append", required=True, help="text to go on from; may be given several times")
+    add("--tokens", type=int, default=64, help="tokens to add (default: %(default)s)")
+    add("--sample", action="store_true", help="draw tokens; without it always the likeliest one")
+    add("--temperature", type=float, default=1.0, help="with --sample (default: %(default)s)")
+    add("--top-k", type=int, default=0, help="with --sample: draw from the K likeliest tokens only; 0: from all tokens")
+    add("--seed", type=int, default=0, help="with --sample (default: %(default)s)")
+    add("--config", help="the file (default: that of the run)")
+    add("--average", action="store_true", help='the average of the weights ("ema") instead of them')
     return parser
 
 
@@ -48,10 +46,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     config = load(options.config or store.config_of(path))
     task = tasks.build(config.settings.task, config.settings.seed)
     if not isinstance(task, (LanguageTask, CausalLanguageModelTask)):
-        known = "language, causal-language-model"
-        raise TaskError(
-            f"{path} is of the task {config.settings.task.name}, which makes no text; generate is for {known}"
-        )
+        known, name = "language, causal-language-model", config.settings.task.name
+        raise TaskError(f"{path} is of the task {name}, which makes no text; generate is for {known}")
     model = load_model(path, task, averages=options.average)
     for prompt in options.prompt:
         print(continued(task, model, prompt, options))
@@ -81,11 +77,9 @@ def continued(task: Any, model: Any, prompt: str, options: argparse.Namespace) -
                 logits = model(tokens[:, -task.units_per_sample :])[:, -1]
                 tokens = torch.cat([tokens, _next(logits, options)], 1)
     found = tokens[0].tolist()
-    return (
-        bytes(token for token in found if token < 256).decode(errors="replace")
-        if tokenizer is None
-        else str(tokenizer.decode(found))
-    )
+    if tokenizer is None:
+        return bytes(token for token in found if token < 256).decode(errors="replace")
+    return str(tokenizer.decode(found))
 
 
 def _next(logits: Any, options: argparse.Namespace) -> Any:

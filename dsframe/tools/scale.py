@@ -23,6 +23,7 @@ from dsframe.errors import ConfigError, Problem
 from dsframe.run_dir.record import read_summary
 from dsframe.text import columns
 from dsframe.tools import subprocess_runs
+from dsframe.tools.commands import add_overrides, command
 from dsframe.tools.report import pictures
 from dsframe.tools.report.pictures import Axis, Chart, Line
 
@@ -52,7 +53,7 @@ class Point:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="dsframe scale", description=__doc__.split("\n")[0].partition(": ")[2])
+    parser = command("scale", __doc__.split("\n")[0].partition(": ")[2])
     add = parser.add_argument
     add("--config", default=DEFAULT_CONFIG, metavar="FILE", help="a path, or a name in ds_configs/")
     add(
@@ -64,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--beyond", metavar="N,N,...", help="processes to predict as well (default: three doublings of the largest)")
     add("--engine", help="short for --set dsframe.engine=...")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override one key")
+    add_overrides(parser)
     add("--kinds", choices=("strong", "weak", "both"), default="both")
     add("--repeats", type=int, default=1, metavar="N", help="trainings of each, in turns (default 1)")
     add("--hardware", metavar="NAME|FILE.json", help="as of dsframe plan (default: this machine, measured)")
@@ -78,13 +79,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
         counts = [int(word) for word in options.processes.split(",")]
-        beyond = (
-            [int(word) for word in options.beyond.split(",")]
-            if options.beyond
-            else [max(counts) * 2**n for n in (1, 2, 3)]
-        )
+        beyond = [int(word) for word in options.beyond.split(",")] if options.beyond else None
     except ValueError as error:
         parser().error(str(error))
+    beyond = [max(counts) * 2**n for n in (1, 2, 3)] if beyond is None else beyond
     if min(counts + beyond) < 1 or options.repeats < 1:
         parser().error("numbers of processes and of repeats must be at least 1")
     overrides = [*options.overrides, *([f"dsframe.engine={options.engine}"] if options.engine else [])]
@@ -97,11 +95,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     results = {kind: _points(config, kind, counts, beyond, found, machines, options) for kind in kinds}
     report = {kind: [asdict(point) for point in points] for kind, points in results.items()}
     (options.out / "scale.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    print(
-        json.dumps(report, indent=2)
-        if options.format == "json"
-        else "\n\n".join(table(k, p) for k, p in results.items())
-    )
+    tables = "\n\n".join(table(kind, points) for kind, points in results.items())
+    print(json.dumps(report, indent=2) if options.format == "json" else tables)
     if pictures.available():
         pictures.write(options.out / "scale.svg", draw(results))
     print(f"\n{options.out / 'scale.svg' if pictures.available() else pictures.MISSING}", file=sys.stderr)
@@ -152,11 +147,8 @@ def _measure(
             directory.mkdir(parents=True, exist_ok=True)
             path = directory / "file.json"
             path.write_text(json.dumps(secrets.without(file), indent=2) + "\n", encoding="utf-8")
-            print(
-                f"dsframe scale: {kind}, {processes} process(es), {repeat} of {options.repeats}",
-                file=sys.stderr,
-                flush=True,
-            )
+            what = f"{kind}, {processes} process(es), {repeat} of {options.repeats}"
+            print(f"dsframe scale: {what}", file=sys.stderr, flush=True)
             with tempfile.TemporaryDirectory() as private:  # nobody else reads there
                 if secrets.without(file) != file:
                     path = Path(private) / "file.json"
@@ -221,10 +213,8 @@ def _machine(config: Config, model: Any, processes: int, options: argparse.Names
 def table(kind: str, points: Sequence[Point]) -> str:
     """Time, speed-up and efficiency of each number of processes."""
     first = next(point for point in points if point.seconds is not None)
-    heads = (
-        "processes,samples a step,ms a step,slowest,samples/s,speed-up,ideal,efficiency,predicted ms,predicted speed-up"
-    )
-    rows = [heads.split(",")]
+    heads = "processes,samples a step,ms a step,slowest,samples/s,speed-up,ideal,efficiency"
+    rows = [[*heads.split(","), "predicted ms", "predicted speed-up"]]
     for point in points:
         times, ratios = ["", "", "", ""], [""]
         if point.seconds is not None and point.slowest is not None:
@@ -237,9 +227,8 @@ def table(kind: str, points: Sequence[Point]) -> str:
         rows.append([f"{point.processes:,}{'*' * point.crowded}", f"{point.samples:,}", *times, ideal, *ratios, *guess])
     lines = columns(rows, left=0)
     if any(point.crowded for point in points):
-        lines.append(
-            f"* more processes than this machine's {_devices()} cores or GPUs: they take turns, and cannot be faster"
-        )
+        here = f"this machine's {_devices()} cores or GPUs"
+        lines.append(f"* more processes than {here}: they take turns, and cannot be faster")
     return "\n".join([f"{kind} scaling; predicted with a core or GPU for each process", *lines])
 
 
@@ -270,9 +259,7 @@ def draw(results: dict[str, list[Point]]) -> list[Chart]:
             Line("measured", [(p.processes, speed_up(p, first)) for p in fair], series=0),
         ]
         title = (
-            "Strong scaling: the same global batch"
-            if kind == "strong"
-            else "Weak scaling: the same batch on each process"
+            f"{kind.capitalize()} scaling: the same {'global batch' if kind == 'strong' else 'batch on each process'}"
         )
         label = f"samples a second, in multiples of those of {first.processes} process{'es' * (first.processes > 1)}"
         charts.append(Chart(title, Axis("processes", log=True, whole=True), Axis(label, log=True, whole=True), lines))

@@ -25,6 +25,7 @@ from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, SPELLINGS, TOR
 from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, HF_SCHEDULERS, TORCH_SCHEDULERS
 from dsframe.config.schema.settings import TASKS, CustomTask
 from dsframe.config.schema.torch_scheduler import SchedulePart
+from dsframe.tools.commands import command
 
 
 @cache
@@ -237,10 +238,7 @@ def markdown() -> str:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(
-        prog="dsframe schema",
-        description="Print the JSON Schema of ds_config files (for editors), or the reference of all keys.",
-    )
+    parser = command("schema", "Print the JSON Schema of ds_config files (for editors), or the reference of all keys.")
     parser.add_argument("--markdown", action="store_true", help="the reference in Markdown")
     return parser
 

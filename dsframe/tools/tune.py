@@ -27,6 +27,7 @@ from dsframe.errors import DataError, TaskError
 from dsframe.run_dir.record import read_metrics
 from dsframe.text import columns
 from dsframe.tools import subprocess_runs, tune_batch
+from dsframe.tools.commands import add_overrides, command
 
 _NAME = "dsframe"
 _PLACE, _CODE, _ASKED = "place", "code", "asked"
@@ -148,15 +149,9 @@ class Search:
         trial.set_user_attr(_PLACE, place)
         directory = self.options.out / f"trial-{place:04}"
         overrides = [*self.options.overrides, *(f"{key}={value}" for key, value in values.items())]
-        words = ["--resume", "auto"]
-        process = subprocess_runs.start(
-            self.options.config, self.options.processes, directory, overrides=overrides, words=words
-        )
-        print(
-            f"trial {place}: {', '.join(f'{key} {value}' for key, value in values.items())}",
-            file=sys.stderr,
-            flush=True,
-        )
+        file, processes, words = self.options.config, self.options.processes, ["--resume", "auto"]
+        process = subprocess_runs.start(file, processes, directory, overrides=overrides, words=words)
+        _say(place, ", ".join(f"{key} {value}" for key, value in values.items()))
         return Run(trial, directory, process)
 
     def _look(self, run: Run) -> None:
@@ -186,17 +181,18 @@ class Search:
         place = run.trial.user_attrs[_PLACE]
         if run.pruned:
             self.study.tell(run.trial, state=TrialState.PRUNED)
-            print(f"trial {place}: pruned after step {run.reported}, {self.metric} {run.value:.6g}", file=sys.stderr)
+            _say(place, f"pruned after step {run.reported}, {self.metric} {run.value:.6g}")
         elif run.process.returncode or run.value is None or not math.isfinite(run.value):
             run.trial.set_user_attr(_CODE, run.process.returncode)
             self.study.tell(run.trial, state=TrialState.FAIL)
-            print(
-                f"trial {place}: failed, code {run.process.returncode}; {run.directory / subprocess_runs.LOG}",
-                file=sys.stderr,
-            )
+            _say(place, f"failed, code {run.process.returncode}; {run.directory / subprocess_runs.LOG}")
         else:
             self.study.tell(run.trial, run.value)
-            print(f"trial {place}: {self.metric} {run.value:.6g}", file=sys.stderr, flush=True)
+            _say(place, f"{self.metric} {run.value:.6g}")
+
+
+def _say(place: int, text: str) -> None:
+    print(f"trial {place}: {text}", file=sys.stderr, flush=True)
 
 
 def _cut_off(trial: Any) -> bool:
@@ -206,7 +202,7 @@ def _cut_off(trial: Any) -> bool:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="dsframe tune", description=(__doc__ or "").split("\n")[0].partition(": ")[2])
+    parser = command("tune", (__doc__ or "").split("\n")[0].partition(": ")[2])
     add = parser.add_argument
     add("--config", default=DEFAULT_CONFIG, metavar="FILE", help="a path, or a name in ds_configs/")
     add("-np", "--processes", type=int, default=1, metavar="N", help="processes of each trial (default 1)")
@@ -230,14 +226,7 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of the proposals (default 0)")
     add("--startup", type=int, default=10, metavar="N", help="proposals drawn at random first (default 10)")
     add("--no-prune", action="store_false", dest="prune", help="let every trial come to its end")
-    add(
-        "--set",
-        action="append",
-        default=[],
-        metavar="KEY=VALUE",
-        dest="overrides",
-        help="override one key in all trials",
-    )
+    add_overrides(parser, "one key in all trials")
     add("--out", type=Path, default=Path("runs/tune"), metavar="DIR", help="where runs and study.db go")
     add("--format", choices=("text", "json"), default="text")
     return parser
@@ -349,9 +338,8 @@ def _show(search: Search, direction: str) -> int:
         head = list(rows[0]) if rows else []
         print("\n".join(columns([head, *([_cell(row[name]) for name in head] for row in rows)], 2)))
         if best is not None:
-            print(
-                f"\nbest: {search.options.out / f'trial-{best.user_attrs[_PLACE]:04}'}, {search.metric} {best.value:.6g}"
-            )
+            place = search.options.out / f"trial-{best.user_attrs[_PLACE]:04}"
+            print(f"\nbest: {place}, {search.metric} {best.value:.6g}")
     return 0 if best is not None else 1
 
 

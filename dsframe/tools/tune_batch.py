@@ -64,17 +64,15 @@ def find(options: argparse.Namespace) -> int:
     if options.format == "json":
         print(json.dumps([asdict(one) for one in tried], indent=1))
         return int(best is None)
-    rows = [
-        [str(one.micro_batch), str(one.accumulation), _told(one), f"{one.rate:,.1f}" if one.rate else ""]
-        for one in tried
-    ]
-    print("\n".join(columns([["micro-batch", "accumulation", "memory", "a second"], *rows], left=1)))
+    rows = [["micro-batch", "accumulation", "memory", "a second"]]
+    for one in tried:
+        rows.append([str(one.micro_batch), str(one.accumulation), _told(one), f"{one.rate:,.1f}" if one.rate else ""])
+    print("\n".join(columns(rows, left=1)))
     if best is None:
         print("no micro-batch fits: shard or offload more, or recompute activations (dsframe plan)")
         return 1
-    print(
-        f'\nwrite "train_micro_batch_size_per_gpu": {best.micro_batch}, "gradient_accumulation_steps": {best.accumulation}'
-    )
+    sizes = f'"train_micro_batch_size_per_gpu": {best.micro_batch}, "gradient_accumulation_steps": {best.accumulation}'
+    print(f"\nwrite {sizes}")
     return 0
 
 
@@ -100,10 +98,9 @@ def _try(options: argparse.Namespace, micro_batch: int, accumulation: int, limit
         "dsframe.checkpoints.at_end=false",
         "dsframe.checkpoints.every_steps=null",
     ]
+    overrides = [*options.overrides, *changes]
     try:
-        subprocess_runs.train(
-            Path(options.config), options.processes, directory, overrides=[*options.overrides, *changes]
-        )
+        subprocess_runs.train(Path(options.config), options.processes, directory, overrides=overrides)
     except TrainingError as error:
         if not _OUT_OF_MEMORY.search(str(error)):
             raise

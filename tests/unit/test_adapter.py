@@ -23,18 +23,10 @@ from dsframe.data import Loader, as_source
 from dsframe.errors import CheckpointError, ConfigError
 from dsframe.tasks.layers import seed_generators
 from dsframe.tools import export
+from tests import text_files
 from tests.portability import losses
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 64,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-    "vocab_size": 256,
-    "tie_word_embeddings": True,
-}
+LLAMA = {**text_files.LLAMA, "intermediate_size": 64, "vocab_size": 256, "tie_word_embeddings": True}
 LORA = {"r": 4, "lora_alpha": 16, "target_modules": ["q_proj", "v_proj"]}
 STEPS = 20
 pytestmark = pytest.mark.filterwarnings("ignore:`is_gradient_checkpointing`")  # peft 0.21.2 asks transformers 5.23

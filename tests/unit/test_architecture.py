@@ -306,7 +306,7 @@ MAY_NAME_ENGINES = {
     "tools/doctor.py": "the package and the launcher of that name",
     "tools/convert.py": "whose checkpoint is imported",
     "tools/convert_config.py": "the engine that does what another framework's settings say",
-    "run_dir/provenance.py": "the package of that name",
+    "run_dir/record.py": "the package of that name",
     "config/schema/settings.py": "whose defaults the file inherits, DeepSpeed's or torch's",
     "config/schema/monitor.py": "DeepSpeed's own default for the name of a project",
 }

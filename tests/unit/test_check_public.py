@@ -93,6 +93,11 @@ CLEAN = [
 ]
 """No error, no warning."""
 
+# Templates whose placeholders are filled in by a program.
+_SIZES = ("E type train_batch_size", "E type train_micro_batch_size_per_gpu", "E type steps_per_print")
+_STAGE = ("E type zero_optimization.stage", "E type prescale_gradients")
+_BITS = ("E type fp16.enabled", "E type bf16.enabled")
+_CURRICULUM = ("E removed curriculum_learning",)
 VERDICTS: dict[str, tuple[str, ...]] = {
     "005": ("E unknown-key disable_fused_adam",),
     "009": ("W deprecated zero_optimization",),
@@ -161,62 +166,12 @@ VERDICTS: dict[str, tuple[str, ...]] = {
     "135": ("E batch ",),
     "136": ("E batch ",),
     "171": ("E unknown-key optimizer.params.max_grad_norm",),
-    "175": (
-        "E type train_batch_size",
-        "E type train_micro_batch_size_per_gpu",
-        "E type steps_per_print",
-        "E type zero_optimization.stage",
-        "E type prescale_gradients",
-        "E type fp16.enabled",
-        "E type bf16.enabled",
-        "E removed curriculum_learning",
-    ),
-    "176": (
-        "E type train_batch_size",
-        "E type train_micro_batch_size_per_gpu",
-        "E type steps_per_print",
-        "E type fp16.enabled",
-        "E type bf16.enabled",
-        "E removed curriculum_learning",
-    ),
-    "177": (
-        "E type train_batch_size",
-        "E type train_micro_batch_size_per_gpu",
-        "E type steps_per_print",
-        "E type zero_optimization.stage",
-        "E type prescale_gradients",
-        "E type fp16.enabled",
-        "E type bf16.enabled",
-    ),
-    "178": (
-        "E type train_batch_size",
-        "E type train_micro_batch_size_per_gpu",
-        "E type steps_per_print",
-        "E type zero_optimization.stage",
-        "E type prescale_gradients",
-        "E type fp16.enabled",
-        "E type bf16.enabled",
-        "E removed curriculum_learning",
-    ),
-    "179": (
-        "E type train_batch_size",
-        "E type train_micro_batch_size_per_gpu",
-        "E type steps_per_print",
-        "E type zero_optimization.stage",
-        "E type prescale_gradients",
-        "E type fp16.enabled",
-        "E type bf16.enabled",
-        "E removed curriculum_learning",
-        "E removed compression_training",
-    ),
-    "180": (
-        "E type train_batch_size",
-        "E type train_micro_batch_size_per_gpu",
-        "E type steps_per_print",
-        "E type zero_optimization.stage",
-        "E type prescale_gradients",
-        "E removed curriculum_learning",
-    ),
+    "175": (*_SIZES, *_STAGE, *_BITS, *_CURRICULUM),
+    "176": (*_SIZES, *_BITS, *_CURRICULUM),
+    "177": (*_SIZES, *_STAGE, *_BITS),
+    "178": (*_SIZES, *_STAGE, *_BITS, *_CURRICULUM),
+    "179": (*_SIZES, *_STAGE, *_BITS, *_CURRICULUM, "E removed compression_training"),
+    "180": (*_SIZES, *_STAGE, *_CURRICULUM),
     "181": ("E unknown-key optimizer.params.max_grad_norm", "E removed curriculum_learning"),
     "186": ("W deprecated zero_optimization.cpu_offload",),
     "209": ("W deprecated zero_optimization.cpu_offload",),

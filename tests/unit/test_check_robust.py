@@ -17,8 +17,8 @@ from hypothesis import strategies as st
 
 from dsframe.config.load import Examined, examine
 from dsframe.config.read.reader import ReadError, read
-from dsframe.config.resolve.render import resolved
 from dsframe.errors import ConfigError
+from dsframe.tools.check import resolved
 from dsframe.tools.fix import fix
 from dsframe.tools.schema import sections
 

@@ -12,8 +12,8 @@ from pydantic import ValidationError
 
 from dsframe.config import CustomTask, Facts, LanguageTask, VisionTask, features, find, load
 from dsframe.config.read import secrets
-from dsframe.config.resolve import render
 from dsframe.errors import ConfigError
+from dsframe.tools import check
 
 MICRO, STEPS, TRAIN = "train_micro_batch_size_per_gpu", "gradient_accumulation_steps", "train_batch_size"
 CUT = {"tensor_parallel": {"autotp_size": 2}, "dsframe": {"task": {"name": "language"}}}
@@ -472,7 +472,7 @@ def test_keys_of_accounts_are_neither_shown_nor_kept() -> None:
     assert found.shown()["comet"] == {"project": "p"}
     assert found.written()["dsframe"]["mlflow"]["tracking_uri"] == "https://me:the-key@host:5000/x@y"
     assert found.shown()["dsframe"]["mlflow"]["tracking_uri"] == "https://host:5000/x@y"
-    assert "the-key" not in render.resolved(found, 1) + repr(found.shown())
+    assert "the-key" not in check.resolved(found, 1) + repr(found.shown())
     assert load(found.shown()).digest == found.digest  # the same training again
     special = {"eos_token": 2, "max_tokens": 8, "tokenizer": "t", "experiment_key": "k"}
     assert secrets.without([special | {"hf_token": "the-key"}]) == [special]

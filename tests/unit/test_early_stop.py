@@ -15,7 +15,7 @@ from dsframe.config import load
 from dsframe.config.schema.settings_training import Stop
 from dsframe.data import TensorSource
 from dsframe.errors import CheckpointError, ConfigError, TaskError
-from dsframe.model.early_stop import EarlyStop
+from dsframe.model.followers import EarlyStop
 from dsframe.run_dir.record import read_metrics, read_summary
 from dsframe.tasks.task import Sum
 

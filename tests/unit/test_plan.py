@@ -325,7 +325,7 @@ def test_calibration_reads_what_is_resident_before_it_makes_anything(
     order: list[str] = []
     monkeypatch.setattr(calibrate, "resident_bytes", lambda device: order.append("resident") or 7)
     monkeypatch.setattr(calibrate, "_seconds", lambda action, device: order.append("measured") or 1.0)
-    monkeypatch.setattr(calibrate.allocator, "keep_freed", lambda: None)
+    monkeypatch.setattr(calibrate, "keep_freed", lambda: None)
     monkeypatch.setattr(calibrate.torch, "set_num_threads", lambda number: None)
     for name in ("init_process_group", "destroy_process_group"):
         monkeypatch.setattr(calibrate.dist, name, lambda *_: None)

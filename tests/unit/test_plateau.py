@@ -14,7 +14,7 @@ import dsframe
 from dsframe.config import load
 from dsframe.data import TensorSource
 from dsframe.errors import CheckpointError, ConfigError, TaskError
-from dsframe.model.plateau import Plateau
+from dsframe.model.followers import Plateau
 from dsframe.tasks.task import Sum
 
 METRICS = [5.0, 4.0, 4.0, 4.0, 3.0, 3.0, 3.0, 3.0, 3.0, 9.0, 1.0, 1.0, 1.0]

@@ -178,7 +178,7 @@ def test_freed_memory_stays_unless_the_user_says_otherwise(told: dict[str, str],
         pytest.skip("the C library is not glibc")
     program = (
         "import ctypes, resource\n"
-        "from dsframe.host.allocator import keep_freed\n"
+        "from dsframe.host.memory import keep_freed\n"
         "print(keep_freed())\n"
         "def use():\n"
         "    held = [(ctypes.c_char * (1 << 20))() for _ in range(24)]\n"

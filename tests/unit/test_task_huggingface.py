@@ -24,15 +24,8 @@ from dsframe.data import Loader
 from dsframe.errors import CheckpointError, DataError, TaskError
 from dsframe.tasks import _transformers, build, experts
 from dsframe.tasks.huggingface import CausalLanguageModelTask, ImageClassificationTask
+from tests.text_files import LLAMA
 
-LLAMA = {
-    "model_type": "llama",
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "num_key_value_heads": 2,
-}
 VIT = {
     "model_type": "vit",
     "hidden_size": 32,

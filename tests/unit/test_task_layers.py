@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn import functional
 
 from dsframe import Tied
-from dsframe.config.rules import pipeline
+from dsframe.config.rules import parallel
 from dsframe.config.schema.settings import LanguageTask, VisionTask
 from dsframe.errors import TaskError
 from dsframe.tasks import build
@@ -99,4 +99,4 @@ def test_the_check_knows_the_layers_of_our_own_models(section: LanguageTask | Vi
     names = [
         type(model[layer.layer if isinstance(layer, Tied) else index]).__name__ for index, layer in enumerate(layers)
     ]
-    assert pipeline.layers(section) == names
+    assert parallel.layers(section) == names

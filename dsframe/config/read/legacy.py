@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from dsframe.config.read.findings import Findings, Fix, show
-from dsframe.config.read.reader import Path
+from dsframe.config.read.reader import Path, inside
 
 Keys = tuple[str, ...]
 """A path through objects only."""
@@ -133,30 +133,20 @@ def _zero_switch(raw: dict[str, Any], on: bool, findings: Findings) -> None:
         findings.fixes.append(Fix(("allgather_size",), ("allgather_size",), remove=True))
     raw.pop("allgather_size", None)
     raw["zero_optimization"] = modern
-    findings.warning(
-        path,
-        f"{show(on)} is deprecated and means stage {modern['stage']}",
-        f"write {show(modern)}",
-        code="deprecated",
-        at_value=True,
-    )
+    message = f"{show(on)} is deprecated and means stage {modern['stage']}"
+    findings.warning(path, message, f"write {show(modern)}", code="deprecated", at_value=True)
     findings.fixes.append(Fix(path, path, modern, replace=True))
 
 
 def _rename(raw: dict[str, Any], old: Keys, new: Keys, findings: Findings) -> None:
-    owner: Any = raw
-    for part in old[:-1]:
-        owner = owner.get(part) if isinstance(owner, dict) else None
-    before, after = old[-1], new[-1]
+    owner, before, after = inside(raw, old[:-1]), old[-1], new[-1]
     if not isinstance(owner, dict) or before not in owner:
         return
     if after in owner and owner[after] is not None:
+        message = f'another name of "{after}", which the file has as well'
         if old == ("bfloat16",):
-            findings.error(
-                old, f'the file has "{after}" as well, and DeepSpeed ignores this one', "keep one", code="conflict"
-            )
-        else:
-            findings.error(old, f'another name of "{after}", which the file has as well', "keep one", code="conflict")
+            message = f'the file has "{after}" as well, and DeepSpeed ignores this one'
+        findings.error(old, message, "keep one", code="conflict")
         del owner[before]
         return
     owner[after] = owner.pop(before)
@@ -175,17 +165,11 @@ def _cpu_offload(zero: dict[str, Any], findings: Findings) -> None:
         path: Path = ("zero_optimization", old)
         value = zero.pop(old)
         if not isinstance(value, bool):
-            findings.error(
-                path, f"deprecated, and {show(value)} is not true or false", f'write "{new}": {{"device": "cpu"}}',
-                code="type", at_value=True,
-            )  # fmt: skip
+            message = f"deprecated, and {show(value)} is not true or false"
+            findings.error(path, message, f'write "{new}": {{"device": "cpu"}}', code="type", at_value=True)
         elif zero.get(new) is not None:
-            findings.error(
-                path,
-                f'deprecated name of "{new}", which the file has as well: DeepSpeed raises',
-                "remove it",
-                code="conflict",
-            )
+            message = f'deprecated name of "{new}", which the file has as well: DeepSpeed raises'
+            findings.error(path, message, "remove it", code="conflict")
         elif value:
             zero[new] = {"device": "cpu"}
             findings.moved(path, ("zero_optimization", new))
@@ -198,12 +182,9 @@ def _cpu_offload(zero: dict[str, Any], findings: Findings) -> None:
         path = ("zero_optimization", "cpu_offload_use_pin_memory")
         pinned = zero.pop("cpu_offload_use_pin_memory")
         if pinned is not None and not isinstance(pinned, bool) and pinned != "auto":
-            findings.error(
-                path, f"deprecated, and {show(pinned)} is not true or false", "remove it", code="type", at_value=True
-            )
+            message = f"deprecated, and {show(pinned)} is not true or false"
+            findings.error(path, message, "remove it", code="type", at_value=True)
             return
-        findings.warning(
-            path, "deprecated, and DeepSpeed ignores it",
-            'write "pin_memory" under "offload_optimizer" or "offload_param"', code="deprecated",
-        )  # fmt: skip
+        remedy = 'write "pin_memory" under "offload_optimizer" or "offload_param"'
+        findings.warning(path, "deprecated, and DeepSpeed ignores it", remedy, code="deprecated")
         findings.fixes.append(Fix(path, path, remove=True))

@@ -45,12 +45,8 @@ def apply(raw: dict[str, Any], overriding: Sequence[str], findings: Findings) ->
         parsed = split(override)
         if parsed is None:
             findings.overridden.add((override,))
-            findings.error(
-                (override,),
-                "does not have the form dotted.key=value",
-                'write for example "dsframe.steps=50"',
-                code="override",
-            )
+            message, remedy = "does not have the form dotted.key=value", 'write for example "dsframe.steps=50"'
+            findings.error((override,), message, remedy, code="override")
             continue
         path, text = parsed
         owner: dict[str, Any] = raw

@@ -290,6 +290,16 @@ def _dedent(line: str, indent: int) -> str:
     return line[min(blanks, indent) :]
 
 
+def inside(value: Any, path: Path) -> Any:
+    """Returns the value at ``path`` below ``value``; None where there is none."""
+    for part in path:
+        if isinstance(value, dict):
+            value = value.get(part)
+        else:
+            value = value[part] if isinstance(value, list) and isinstance(part, int) and part < len(value) else None
+    return value
+
+
 def skip_blanks(text: str, offset: int) -> int:
     """The offset after blanks and comments."""
     match = _SKIP.match(text, offset)

@@ -17,23 +17,9 @@ from dsframe.config.schema.file import File, children, places, section_at, shape
 
 _LEGACY = frozenset({*REMOVED, *RENAMED, *SYNONYMS})
 _COMMON = frozenset(
-    {
-        "enabled",
-        "type",
-        "name",
-        "params",
-        "dtype",
-        "profile",
-        "mode",
-        "model",
-        "model_type",
-        "properties",
-        "title",
-        "seed",
-        "d",
-        "shape",
-    }
-)
+    {"enabled", "type", "name", "params", "dtype", "profile", "mode", "model", "model_type", "properties", "title", "seed", "d",
+     "shape"}
+)  # fmt: skip
 """Keys too common to tell where they belong."""
 
 PASS_THROUGH = 'or pass it on with "dsframe": {"pass_through": ["%s"]}'
@@ -107,9 +93,8 @@ class _Repair:
         if here in REMOVED:
             off = value in (False, None, {}) or (isinstance(value, dict) and value.get("enabled") is False)
             remedy = "remove it (it is switched off)" if off else REMOVED[here]
-            self.findings.error(
-                here, "removed from DeepSpeed 0.19, which raises if the key is present", remedy, code="removed"
-            )
+            message = "removed from DeepSpeed 0.19, which raises if the key is present"
+            self.findings.error(here, message, remedy, code="removed")
             if off:
                 self.findings.fixes.append(Fix(here, here, remove=True))  # it was off: nothing is lost
             return
@@ -141,19 +126,15 @@ class _Repair:
         key = str(here[-1])
         home = self.home(places().get(key, ()), here, value)
         if home is None and (twin := closest(key, owner.model_fields, 1)):
-            self.findings.error(
-                here, f'unknown key; it looks like "{twin}", which the file has as well', "keep one", code="unknown-key"
-            )
+            message = f'unknown key; it looks like "{twin}", which the file has as well'
+            self.findings.error(here, message, "keep one", code="unknown-key")
         elif home is not None:
             where = f'under "{dotted(home)}"' if home else "at the top level"
             self.findings.error(here, f"belongs {where}", code="misplaced-key")
             self.move(here, (*home, key), value)
         elif is_comment(key):
-            remedy = "write a // comment: DeepSpeed reads HJSON"
-            what = "comments as keys are not possible here"
-            self.findings.error(
-                here, what + (": DeepSpeed raises" if owner.coerced else ""), remedy, code="unknown-key"
-            )
+            message = f"comments as keys are not possible here{': DeepSpeed raises' if owner.coerced else ''}"
+            self.findings.error(here, message, "write a // comment: DeepSpeed reads HJSON", code="unknown-key")
         else:
             self.stranger(owner, here, value)
 

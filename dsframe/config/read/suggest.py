@@ -35,6 +35,12 @@ def closest(word: str, candidates: Iterable[str], limit: int | None = None) -> s
     return best[2] if best else None
 
 
+def did_you_mean(word: str, candidates: Iterable[str], limit: int | None = None, otherwise: str = "") -> str:
+    """The question, as a remedy; ``otherwise`` where no candidate is near."""
+    similar = closest(word, candidates, limit)
+    return f'did you mean "{similar}"?' if similar else otherwise
+
+
 def containing(word: str, candidates: Iterable[str]) -> str | None:
     """The only candidate that has every part of ``word``: ``warmup_steps`` is short for ``warmup_num_steps``."""
     parts = _parts(word)

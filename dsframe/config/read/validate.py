@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dsframe.config.read.findings import Findings, Fix, show
-from dsframe.config.read.reader import NOT_JSON, Path, number_of
+from dsframe.config.read.reader import NOT_JSON, Path, inside, number_of
 from dsframe.config.read.suggest import closest
 from dsframe.config.schema.base import AUTO, Section
 from dsframe.config.schema.deepspeed import Scalars
@@ -24,6 +24,12 @@ _MEANT = {
     "warning": ("WARN",),
 }  # fmt: skip
 """Words of other tools -> the words here, of which one may be possible."""
+
+_LIMITS = {
+    "greater_than": ("gt", "above"), "greater_than_equal": ("ge", "at least"), "less_than": ("lt", "below"),
+    "less_than_equal": ("le", "at most"),
+}  # fmt: skip
+"""pydantic's kinds of errors: the key of the limit, and what a number must be."""
 
 _PLACEHOLDER = re.compile(r"[A-Z][A-Za-z0-9_]*|.*[$<{].*")
 
@@ -48,9 +54,8 @@ def validate(raw: dict[str, Any], findings: Findings) -> File:
             values[key] = _build(section, value, (key,), findings)
         elif value is not None:
             expected = ' {"enabled": true}' if "enabled" in section.model_fields else " an object {...}"
-            findings.error(
-                (key,), f"expected an object, found {show(value)}", f"write{expected}", code="type", at_value=True
-            )
+            message = f"expected an object, found {show(value)}"
+            findings.error((key,), message, f"write{expected}", code="type", at_value=True)
     return File.of({key: value for key, value in values.items() if value is not None})
 
 
@@ -107,10 +112,8 @@ def _report(
     for inner, errors in grouped.items():
         if path + inner in findings.pending:
             continue
-        kinds = [
-            error for error in errors if not str(error["type"]).endswith(("_type", "literal_error", "tag_invalid"))
-        ]
-        _explain((kinds or errors)[0], section, raw, path, inner, findings)
+        telling = (one for one in errors if not one["type"].endswith(("_type", "literal_error", "tag_invalid")))
+        _explain(next(telling, errors[0]), section, raw, path, inner, findings)
     return {str(inner[0]) for inner in grouped if inner and path + inner not in findings.pending}
 
 
@@ -131,25 +134,15 @@ def _explain(
 ) -> None:
     kind, context = str(error["type"]), error.get("ctx", {})
     here = path + inner
-    value: Any = raw
-    for part in inner if kind != "missing" else ():
-        value = value[part]
+    value = raw if kind == "missing" else inside(raw, inner)
     expected = _expected(section, inner, raw)
     if here == ("dsframe", "engine"):  # only now: what is installed is not looked up for files that are right
         expected = Shape(kinds=frozenset({"str"}), literals=(AUTO, *TABLE))
     if kind == "missing":
         findings.error(here, "is required", "add it", code="missing")
-    elif kind in ("greater_than", "greater_than_equal", "less_than", "less_than_equal"):
-        words = {
-            "greater_than": "above",
-            "greater_than_equal": "at least",
-            "less_than": "below",
-            "less_than_equal": "at most",
-        }
-        limit = context[
-            {"greater_than": "gt", "greater_than_equal": "ge", "less_than": "lt", "less_than_equal": "le"}[kind]
-        ]
-        findings.error(here, f"{show(value)} must be {words[kind]} {limit:.15g}", code="range", at_value=True)
+    elif kind in _LIMITS:
+        key, words = _LIMITS[kind]
+        findings.error(here, f"{show(value)} must be {words} {context[key]:.15g}", code="range", at_value=True)
     elif kind == "finite_number":
         findings.error(here, f"{show(value)} is not finite", "write a number", code="range", at_value=True)
     elif kind in ("too_short", "too_long"):
@@ -180,9 +173,7 @@ def _expected(section: type[Section], inner: Path, raw: Any) -> Shape:
             found = found.entry
         else:
             return Shape()
-        value: Any = raw
-        for step in inner[:index]:
-            value = value[step]
+        value = inside(raw, inner[:index])
         if owner is not None and isinstance(part, str) and part in owner.model_fields:
             owner = section_at(owner, part, value) or found.unit
         else:
@@ -272,13 +263,8 @@ class _Converter:
             del raw[key]
         elif not owner.coerced and owner.model_fields[key].default is False and key != "wall_clock_breakdown":
             del raw[key]
-            self.findings.warning(
-                here,
-                "DeepSpeed takes null for false here",
-                "write false, or remove the key",
-                code="null",
-                at_value=True,
-            )
+            message = "DeepSpeed takes null for false here"
+            self.findings.warning(here, message, "write false, or remove the key", code="null", at_value=True)
         elif expected.section is not None:
             del raw[key]
             why = "" if here[0] == "dsframe" else ": DeepSpeed raises"
@@ -307,12 +293,7 @@ class _Converter:
         return value
 
     def converted(self, here: Path, value: Any, meaning: Any) -> Any:
-        self.findings.warning(
-            here,
-            f"DeepSpeed reads {show(value)} as {show(meaning)}",
-            f"write {show(meaning)}",
-            code="coerced",
-            at_value=True,
-        )
+        message = f"DeepSpeed reads {show(value)} as {show(meaning)}"
+        self.findings.warning(here, message, f"write {show(meaning)}", code="coerced", at_value=True)
         self.findings.fixes.append(Fix(self.findings.written(here), here, meaning, replace=True))
         return meaning

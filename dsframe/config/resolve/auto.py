@@ -14,7 +14,7 @@ from typing import Any
 
 from dsframe.config.read.findings import Findings
 from dsframe.config.read.legacy import Keys
-from dsframe.config.read.reader import Path
+from dsframe.config.read.reader import Path, inside
 from dsframe.config.schema.base import AUTO, Section
 from dsframe.config.schema.file import File, section_at, shape
 from dsframe.config.schema.optimizer import MUP, muon_rates
@@ -167,12 +167,8 @@ def resolve(raw: dict[str, Any], facts: Facts, findings: Findings) -> None:
         if answer is None:
             del owner[path[-1]]
             findings.pending.add(path)
-            findings.note(
-                path,
-                f'"auto" is resolved when the {_WAITS_FOR[path[0]]} of the training is known',
-                code="auto-later",
-                at_value=True,
-            )
+            message = f'"auto" is resolved when the {_WAITS_FOR[path[0]]} of the training is known'
+            findings.note(path, message, code="auto-later", at_value=True)
         else:
             owner[path[-1]] = answer[0]
             findings.resolve(path, *answer)
@@ -180,9 +176,7 @@ def resolve(raw: dict[str, Any], facts: Facts, findings: Findings) -> None:
 
 
 def _owner(raw: dict[str, Any], path: Keys) -> dict[str, Any] | None:
-    owner: Any = raw
-    for part in path[:-1]:
-        owner = owner.get(part) if isinstance(owner, dict) else None
+    owner = inside(raw, path[:-1])
     return owner if isinstance(owner, dict) else None
 
 
@@ -199,9 +193,8 @@ def _batch(raw: dict[str, Any], findings: Findings) -> None:
         if key == "train_micro_batch_size_per_gpu":
             findings.resolve((key,), micro, "the default of Hugging Face's Trainer (per_device_train_batch_size)")
         else:
-            findings.note(
-                (key,), f"no micro-batch size is given: {micro}, the default of Hugging Face's Trainer", code="auto"
-            )
+            message = f"no micro-batch size is given: {micro}, the default of Hugging Face's Trainer"
+            findings.note((key,), message, code="auto")
         asked = [other for other in asked if other != key or key == "train_batch_size"]
     if "gradient_accumulation_steps" in asked and (train is None or micro is None):
         raw["gradient_accumulation_steps"] = 1

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass, field
 
 from dsframe.config.read.findings import Findings
@@ -57,6 +58,12 @@ def divisors(number: int) -> list[int]:
     return sorted({*small, *(number // n for n in small)})
 
 
+def nearest(number: int, unit: int) -> str:
+    """The multiples of ``unit`` below and above ``number``, for a message."""
+    lower = number // unit * unit
+    return " or ".join(str(n) for n in (lower, lower + unit) if n)
+
+
 def replica_size(file: DeepSpeed) -> tuple[int, dict[str, int]]:
     """Return how many ranks together hold one model replica, and the factors by key."""
     factors = {
@@ -65,10 +72,7 @@ def replica_size(file: DeepSpeed) -> tuple[int, dict[str, int]]:
         "sequence_parallel_size": file.sequence_parallel_size or 1,
     }
     factors = {key: value for key, value in factors.items() if value > 1}
-    size = 1
-    for value in factors.values():
-        size *= value
-    return size, factors
+    return math.prod(factors.values()), factors
 
 
 def solve(file: File, world_size: int, findings: Findings, replicas: bool = False) -> Batch | None:
@@ -83,12 +87,9 @@ def solve(file: File, world_size: int, findings: Findings, replicas: bool = Fals
         product = " x ".join(f"{value} ({key})" for key, value in factors.items())
         if len(factors) > 1:
             product += f" = {size}"
-        lower = world_size // size * size
-        near = " or ".join(str(n) for n in (lower, lower + size) if n)
         path = tuple(next(iter(factors)).split("."))
-        findings.error(
-            path, f"{world_size} processes are not divisible by {product}", f"start {near}", code="world", at_value=True
-        )
+        message, remedy = f"{world_size} processes are not divisible by {product}", f"start {nearest(world_size, size)}"
+        findings.error(path, message, remedy, code="world", at_value=True)
         return None
     # DeepSpeed forgets tensor-parallel ranks when it checks the triangle (measured: 2 ranks, autotp_size 2, micro 4
     # want train_batch_size 8, although a step reads 4 different samples).
@@ -104,9 +105,8 @@ def solve(file: File, world_size: int, findings: Findings, replicas: bool = Fals
     if train is None:
         steps = steps or _derive(derived, STEPS, 1, "absent")
     elif micro is not None:
-        steps = steps or _derive(
-            derived, STEPS, train // micro // ranks, f"{train} / {micro} (micro) / {ranks} (ranks)"
-        )
+        how = f"{train} / {micro} (micro) / {ranks} (ranks)"
+        steps = steps or _derive(derived, STEPS, train // micro // ranks, how)
     else:
         steps = steps or _derive(derived, STEPS, 1, "absent")
         how = f"{train} / {steps} (accumulation) / {ranks} (ranks)"
@@ -131,17 +131,14 @@ def check_groups(file: File, world_size: int, findings: Findings) -> None:
     """Report groups of ranks that cannot be made of ``world_size`` processes, besides those of ``replica_size``."""
     secondary = min(file.zero_optimization.zero_hpz_partition_size, world_size)
     if file.zero_optimization.stage == 3 and secondary > 1 and world_size % secondary:
-        findings.error(
-            ("zero_optimization", "zero_hpz_partition_size"),
-            f"{secondary} does not divide {world_size} processes: DeepSpeed raises",
-            "write the number of processes of a host", code="world", at_value=True,
-        )  # fmt: skip
+        message = f"{secondary} does not divide {world_size} processes: DeepSpeed raises"
+        remedy = "write the number of processes of a host"
+        findings.error(("zero_optimization", "zero_hpz_partition_size"), message, remedy, code="world", at_value=True)
     data, sequence = file.data_parallel_size, file.sequence_parallel_size
     if data and sequence and data * sequence != world_size:
-        findings.error(
-            ("data_parallel_size",), f"{data} x sequence_parallel_size {sequence} is not {world_size} processes: DeepSpeed raises",
-            f"write {world_size // sequence}" if world_size % sequence == 0 else "", code="world", at_value=True,
-        )  # fmt: skip
+        message = f"{data} x sequence_parallel_size {sequence} is not {world_size} processes: DeepSpeed raises"
+        remedy = f"write {world_size // sequence}" if world_size % sequence == 0 else ""
+        findings.error(("data_parallel_size",), message, remedy, code="world", at_value=True)
 
 
 def missing(findings: Findings) -> None:
@@ -170,10 +167,10 @@ def _divides(train: int, micro: int | None, steps: int | None, ranks: int, findi
         return False
     if train % (unit * ranks) == 0:
         return True
-    lower = train // (unit * ranks) * unit * ranks
-    near = " or ".join(str(n) for n in (lower, lower + unit * ranks) if n)
+    near = nearest(train, unit * ranks)
     worlds = [n for n in divisors(train // unit) if n != ranks] if train % unit == 0 else []
-    remedy = f"the nearest legal batch sizes are {near}" if lower else f"the smallest legal batch size is {near}"
+    several = train >= unit * ranks
+    remedy = f"the nearest legal batch sizes are {near}" if several else f"the smallest legal batch size is {near}"
     if worlds:
         close = sorted(sorted(worlds, key=lambda n: abs(n - ranks))[:4])
         remedy += f"; legal numbers of data-parallel ranks near {ranks}: {', '.join(map(str, close))}"

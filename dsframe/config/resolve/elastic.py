@@ -2,22 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-
 from dsframe.config.load import Config
+from dsframe.config.read.reader import Path
 from dsframe.config.resolve.batch import TRAIN, Batch
 from dsframe.errors import ConfigError, Problem
 
 
 def problems(config: Config, smallest: int = 1) -> list[Problem]:
     """Return why an elastic run of ``smallest`` or more processes cannot train this file."""
-    found: list[tuple[Sequence[str], str, str]] = []
+    found: list[tuple[Path, str, str]] = []
     settings, file = config.settings, config.deepspeed
     if file.train_batch_size is None:
         remedy = f'write "{TRAIN}" instead of the micro-batch size'
-        found.append(
-            ((TRAIN,), "is required in elastic runs: the batch would change with the number of processes", remedy)
-        )
+        text = "is required in elastic runs: the batch would change with the number of processes"
+        found.append(((TRAIN,), text, remedy))
     else:
         try:
             batch(config, smallest)
@@ -33,12 +31,7 @@ def problems(config: Config, smallest: int = 1) -> list[Problem]:
     if settings.horovod.autotune:
         text = "Horovod's autotuning crashes when processes come or go"
         found.append((("dsframe", "horovod", "autotune"), text, "remove it"))
-    return [
-        Problem(
-            "error", ".".join(path), text, remedy, str(config.path or ""), *config.position(tuple(path)), code="world"
-        )
-        for path, text, remedy in found
-    ]
+    return [config.error(path, text, remedy, code="world") for path, text, remedy in found]
 
 
 def batch(config: Config, processes: int) -> Batch:

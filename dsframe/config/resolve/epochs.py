@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import ValidationError
 
 from dsframe.config.read.findings import Findings, Resolved, dotted
-from dsframe.config.read.reader import Path
+from dsframe.config.read.reader import Path, inside
 from dsframe.config.resolve.auto import Facts
 from dsframe.config.schema.base import Epochs, Interval, Section
 from dsframe.config.schema.file import File, children
@@ -43,7 +43,7 @@ def resolve(raw: dict[str, Any], facts: Facts, findings: Findings) -> None:
                 value, reason = written, f"{reason}: after steps {', '.join(map(str, first(exact)))}, ..."
             elif value != exact:
                 reason += ", rounded up"
-            _owner(raw, path)[path[-1]] = value
+            inside(raw, path[:-1])[path[-1]] = value
             findings.resolved.append(Resolved(path, value, reason, was=written))
 
 
@@ -79,12 +79,6 @@ def _found(owner: type[Section], raw: dict[str, Any], path: Path) -> Iterator[tu
             yield path + inner, section, value
         else:
             yield from _found(section, value, path + inner)
-
-
-def _owner(raw: Any, path: Path) -> Any:
-    for part in path[:-1]:
-        raw = raw[part]
-    return raw
 
 
 def _known(epoch_steps: Fraction) -> str:

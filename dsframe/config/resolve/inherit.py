@@ -47,11 +47,8 @@ def _inherited(raw: Mapping[str, Any]) -> Iterator[Resolved]:
         if key not in section.model_fields or key in params or (key == "adam_w_mode" and kind != "adam"):
             continue
         value = values.get(key, section.model_fields[key].get_default(call_default_factory=True))
-        if (
-            key == "weight_decay"
-            and values.get("torch_adam") is True
-            and (kind == "adamw" or values.get("adam_w_mode", True))
-        ):
+        decoupled = kind == "adamw" or values.get("adam_w_mode", True)
+        if key == "weight_decay" and decoupled and values.get("torch_adam") is True:
             value = TORCH["adamw"][key]  # DeepSpeed hands torch what is written, and no more
         yield Resolved(("optimizer", "params", key), value, reason)
 

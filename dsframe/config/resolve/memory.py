@@ -14,17 +14,7 @@ from dsframe.errors import Problem
 
 _UNITS = {"": 1, "b": 1} | {f"{letter}b": 1000**n for n, letter in enumerate("kmgt", 1)}
 _UNITS |= {f"{letter}ib": 1024**n for n, letter in enumerate("kmgt", 1)}
-_MOMENTS = {
-    "adam": 2,
-    "adamw": 2,
-    "lamb": 2,
-    "muadam": 2,
-    "muadamw": 2,
-    "adamax": 2,
-    "nadam": 2,
-    "radam": 2,
-    "adadelta": 2,
-}
+_MOMENTS = dict.fromkeys(("adam", "adamw", "lamb", "muadam", "muadamw", "adamax", "nadam", "radam", "adadelta"), 2)
 
 
 def parse(text: str) -> int:
@@ -71,9 +61,8 @@ def moments(file: DeepSpeed) -> int:
     kind = file.optimizer.type.lower() if file.optimizer else "adamw"
     if file.optimizer and kind == "lbfgs":
         return 2 * int(file.optimizer.params.get("history_size", 100)) + 2  # updates, a direction and a gradient
-    return _MOMENTS.get(
-        kind, 0 if kind == "sgd" and not (file.optimizer and file.optimizer.params.get("momentum")) else 1
-    )
+    plain = kind == "sgd" and not (file.optimizer and file.optimizer.params.get("momentum"))
+    return _MOMENTS.get(kind, 0 if plain else 1)
 
 
 def note(per_parameter: Cost, setup: SetUp, world_size: int, limit: int, label: str) -> Problem:
@@ -88,9 +77,8 @@ def note(per_parameter: Cost, setup: SetUp, world_size: int, limit: int, label: 
         remedy = "take devices with more memory, or an engine or stage that never has the whole model on a device"
         return Problem("warning", "", message, remedy, label, code="memory")
     if per_parameter.total == 0:
-        message = (
-            f"parameters, gradients and optimizer state are offloaded: all {gigabytes(limit)} are free for activations"
-        )
+        what = "parameters, gradients and optimizer state are offloaded"
+        message = f"{what}: all {gigabytes(limit)} are free for activations"
     else:
         most = limit / per_parameter.total
         message = (
@@ -102,11 +90,7 @@ def note(per_parameter: Cost, setup: SetUp, world_size: int, limit: int, label: 
 
 
 def _places(setup: SetUp) -> str:
-    parts = [
-        (setup.device, "on the device"),
-        (setup.host, "in the host's memory"),
-        (setup.disk, "in files on its disk"),
-    ]
+    parts = (setup.device, "on the device"), (setup.host, "in the host's memory"), (setup.disk, "in files on its disk")
     told = [f"{size:.3g} bytes {where}" for size, where in parts if size]
     return " and ".join([", ".join(told[:-1]), told[-1]] if len(told) > 1 else told)
 

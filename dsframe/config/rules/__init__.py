@@ -10,18 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from dsframe.config.read.findings import Findings
-from dsframe.config.rules import (
-    checkpoints,
-    model,
-    optimizer,
-    pipeline,
-    report,
-    sequence,
-    system,
-    tensor,
-    training,
-    zero,
-)
+from dsframe.config.rules import checkpoints, model, optimizer, parallel, report, system, training, zero
 from dsframe.config.rules.context import RuleContext
 from dsframe.config.schema.file import File
 
@@ -32,13 +21,13 @@ def check(
     """Report what is wrong with the combination of values. ``raw`` tells what was written; ``engine``: not the file's."""
     context = RuleContext(file, raw, findings, engine or file.dsframe.engine, world_size)
     zero.check(context)
-    tensor.check(context)
-    sequence.check(context)
+    parallel.check_tensor(context)
+    parallel.check_sequence(context)
     training.check(context)
     optimizer.check(context)
     system.check(context)
     model.check(context)
-    pipeline.check(context)
+    parallel.check_pipeline(context)
     checkpoints.check(context)
     report.check(context)
     if own := context.entry.rules:

@@ -23,13 +23,10 @@ def check(context: RuleContext) -> None:
     wanted, base = settings.checkpoints, ("dsframe", "checkpoints")
     for key in ("keep_best", "keep_every"):
         if getattr(wanted, key) is not None and wanted.every_steps is None:
-            context.no_effect(
-                (*base, key), "has no effect: only the last step is saved", "write how often to save: every_steps"
-            )
-    zero = context.file.zero_optimization.stage
-    shards = "zero3" in context.entry.supports and (
-        zero or context.file.pipeline.stages > 1 or not context.by_deepspeed
-    )
+            message = "has no effect: only the last step is saved"
+            context.no_effect((*base, key), message, "write how often to save: every_steps")
+    cut = context.file.zero_optimization.stage or context.file.pipeline.stages > 1
+    shards = "zero3" in context.entry.supports and (cut or not context.by_deepspeed)
     if wanted.form == "sharded" and not shards:
         why = "has no effect: every rank holds all parameters, so each is written whole, by one rank"
         context.no_effect((*base, "form"), why)
@@ -43,12 +40,9 @@ def check(context: RuleContext) -> None:
     if saved and evaluated and type(saved) is type(evaluated):
         ratio = epochs.steps(saved, Fraction(1)) / epochs.steps(evaluated, Fraction(1))
         if ratio.denominator != 1:
-            context.findings.warning(
-                (*base, "keep_best"),
-                f"only 1 of {ratio.denominator} checkpoints is evaluated, and only those can be the best",
-                f"make every_steps ({_show(saved)}) a multiple of eval_every_steps ({_show(evaluated)})",
-                code="no-effect",
-            )
+            message = f"only 1 of {ratio.denominator} checkpoints is evaluated, and only those can be the best"
+            remedy = f"make every_steps ({_show(saved)}) a multiple of eval_every_steps ({_show(evaluated)})"
+            context.no_effect((*base, "keep_best"), message, remedy)
 
 
 def _metric(context: RuleContext, path: tuple[str, ...], wanted: str | None) -> None:

@@ -8,7 +8,7 @@ from typing import Any
 from dsframe.config.features import makes_groups, needs_cpu_adam, own_adam
 from dsframe.config.read.findings import show
 from dsframe.config.read.reader import Path
-from dsframe.config.read.suggest import closest
+from dsframe.config.read.suggest import closest, did_you_mean
 from dsframe.config.rules.context import RuleContext
 from dsframe.config.schema.optimizer import (
     DEEPSPEED_OPTIMIZERS,
@@ -53,9 +53,8 @@ def _unknown_name(
         return
     similar = next((other for other in known if other.lower() == name.lower()), None) or closest(name, known, 3)
     remedy = f'did you mean "{similar}"?' if similar else ""
-    context.findings.error(
-        path, f"{show(name)} is neither in DeepSpeed nor in {torch_home}", remedy, code="value", at_value=True
-    )
+    message = f"{show(name)} is neither in DeepSpeed nor in {torch_home}"
+    context.findings.error(path, message, remedy, code="value", at_value=True)
 
 
 def _optimizer(context: RuleContext) -> None:
@@ -76,36 +75,22 @@ def _optimizer(context: RuleContext) -> None:
         _adam(context)
     _cpu_adam(context, optimizer)
     if kind == "muon" and stage == 3 and context.file.zero_optimization.reduce_scatter:
-        context.conflict(
-            ("optimizer", "type"), "Muon at stage 3 is not possible with reduce-scatter: DeepSpeed raises",
-            'write "reduce_scatter": false under "zero_optimization"',
-        )  # fmt: skip
-    if (
-        kind == "muon"
-        and stage in (1, 2)
-        and context.file.zero_optimization.optimizer_device == "none"
-        and context.by_deepspeed
-    ):
-        context.conflict(
-            ("optimizer", "type"), "dsframe cannot save Muon's momentum at stages 1 and 2",
-            'write "stage": 3 and "reduce_scatter": false under "zero_optimization", or offload the optimizer to the CPU',
-        )  # fmt: skip
+        message = "Muon at stage 3 is not possible with reduce-scatter: DeepSpeed raises"
+        context.conflict(("optimizer", "type"), message, 'write "reduce_scatter": false under "zero_optimization"')
+    stays = context.file.zero_optimization.optimizer_device == "none"
+    if kind == "muon" and stage in (1, 2) and stays and context.by_deepspeed:
+        remedy = 'write "stage": 3 and "reduce_scatter": false under "zero_optimization", or offload the optimizer to the CPU'
+        context.conflict(("optimizer", "type"), "dsframe cannot save Muon's momentum at stages 1 and 2", remedy)
     if kind == "lamb" and context.file.fp16.loss_scale != 0:
-        context.conflict(
-            ("optimizer", "type"), "Lamb needs dynamic loss scaling: DeepSpeed raises", 'write "loss_scale": 0'
-        )
+        message = "Lamb needs dynamic loss scaling: DeepSpeed raises"
+        context.conflict(("optimizer", "type"), message, 'write "loss_scale": 0')
     untested = kind in ("lamb", *MUP) or (kind not in DEEPSPEED_OPTIMIZERS)
     if kind == "adafactor" and stage and context.by_deepspeed:
-        context.conflict(
-            ("optimizer", "type"),
-            "not possible with ZeRO, which flattens matrices, so Adafactor would compute other updates",
-            "set the stage to 0, or choose another optimizer",
-        )  # fmt: skip
+        message = "not possible with ZeRO, which flattens matrices, so Adafactor would compute other updates"
+        context.conflict(("optimizer", "type"), message, "set the stage to 0, or choose another optimizer")
     elif stage and untested and not context.file.zero_allow_untested_optimizer:
-        context.conflict(
-            ("optimizer", "type"), f"{name} is untested with ZeRO: DeepSpeed raises",
-            'add "zero_allow_untested_optimizer": true',
-        )  # fmt: skip
+        message = f"{name} is untested with ZeRO: DeepSpeed raises"
+        context.conflict(("optimizer", "type"), message, 'add "zero_allow_untested_optimizer": true')
     if kind == "lbfgs":
         _lbfgs(context)
     params = optimizer.params
@@ -134,10 +119,8 @@ def _lbfgs(context: RuleContext) -> None:
     """Report what evaluating one batch several times excludes."""
     file, settings = context.file, context.file.dsframe
     if context.by_deepspeed and settings.engine == "auto":  # named, it is refused as what it does not support
-        context.conflict(
-            ("optimizer", "type"), "LBFGS evaluates a batch several times, which DeepSpeed cannot",
-            'write "engine": "ddp", "horovod" or "single" in the "dsframe" section',
-        )  # fmt: skip
+        remedy = 'write "engine": "ddp", "horovod" or "single" in the "dsframe" section'
+        context.conflict(("optimizer", "type"), "LBFGS evaluates a batch several times, which DeepSpeed cannot", remedy)
     found = (
         (settings.per_sample_randomness, ("dsframe", "per_sample_randomness"), "which draws once for each batch"),
         (settings.on_nonfinite == "skip", ("dsframe", "on_nonfinite"), "whose updates cannot be left out"),
@@ -167,19 +150,16 @@ def _adam(context: RuleContext) -> None:
     if not torch_adam:
         for key in _TORCH_ADAM_ONLY:
             if key in params:
-                context.conflict(
-                    (*path, key), "an argument of torch's Adam only: DeepSpeed's Adam raises", 'add "torch_adam": true'
-                )
+                message = "an argument of torch's Adam only: DeepSpeed's Adam raises"
+                context.conflict((*path, key), message, 'add "torch_adam": true')
         if params.get("amsgrad") is True:
-            context.conflict(
-                (*path, "amsgrad"), "not supported by DeepSpeed's Adam, which raises", 'add "torch_adam": true'
-            )
+            message = "not supported by DeepSpeed's Adam, which raises"
+            context.conflict((*path, "amsgrad"), message, 'add "torch_adam": true')
         return
     for key in _DEEPSPEED_ADAM_ONLY:
         if key in params:
-            context.conflict(
-                (*path, key), 'not an argument of torch\'s Adam: "torch_adam": true raises', "remove one of them"
-            )
+            message = 'not an argument of torch\'s Adam: "torch_adam": true raises'
+            context.conflict((*path, key), message, "remove one of them")
 
 
 def _cpu_adam(context: RuleContext, optimizer: Optimizer) -> None:
@@ -210,11 +190,8 @@ def _groups(context: RuleContext) -> None:
     params = file.optimizer.params if file.optimizer else {}
     own = params.get("weight_decay") or any(group.weight_decay for group in settings.parameter_groups)
     if decays and adam and not own and params.get("torch_adam") is not True:
-        context.no_effect(
-            ("dsframe", "no_decay"),
-            "has no effect: the optimizer's weight_decay is 0",
-            "write it under optimizer.params",
-        )
+        message = "has no effect: the optimizer's weight_decay is 0"
+        context.no_effect(("dsframe", "no_decay"), message, "write it under optimizer.params")
 
 
 def _scheduler(context: RuleContext) -> None:
@@ -223,10 +200,9 @@ def _scheduler(context: RuleContext) -> None:
         return
     name, path = scheduler.type, ("scheduler", "type")
     if name in HF_SCHEDULERS and "dsframe" in context.raw:
-        context.findings.warning(
-            path, f"works in dsframe only: plain DeepSpeed, which does not have {name}, raises",
-            "for plain DeepSpeed choose one of its own, such as WarmupCosineLR", code="portability", at_value=True,
-        )  # fmt: skip
+        message = f"works in dsframe only: plain DeepSpeed, which does not have {name}, raises"
+        remedy = "for plain DeepSpeed choose one of its own, such as WarmupCosineLR"
+        context.findings.warning(path, message, remedy, code="portability", at_value=True)
     elif name in TORCH_SCHEDULERS:
         if context.file.zero_optimization.stage:
             context.findings.warning(
@@ -239,9 +215,8 @@ def _scheduler(context: RuleContext) -> None:
         _unknown_name(context, "scheduler", name, known, dict(SCHEDULERS_WITHOUT_ROUTE), "torch.optim.lr_scheduler")
         return
     if "params" not in context.raw["scheduler"] and not context.findings.fails(("scheduler",)):
-        context.findings.error(
-            ("scheduler",), '"params" is required: DeepSpeed raises', 'add "params": {}', code="missing"
-        )
+        message = '"params" is required: DeepSpeed raises'
+        context.findings.error(("scheduler",), message, 'add "params": {}', code="missing")
     _parts(context, scheduler.params, ("scheduler", "params"))
     _rates(context, scheduler)
     total, warmup = scheduler.params.get("total_num_steps"), scheduler.params.get("warmup_num_steps", 1000)
@@ -264,8 +239,7 @@ def _parts(context: RuleContext, params: dict[str, Any], path: Path) -> None:
             continue  # said already
         name, here = part.get("type"), (*path, "schedulers", index)
         if isinstance(name, str) and name not in TORCH_SCHEDULERS:
-            similar = closest(name, TORCH_SCHEDULERS, 3)
-            remedy = f'did you mean "{similar}"?' if similar else "choose one of torch's"
+            remedy = did_you_mean(name, TORCH_SCHEDULERS, 3, "choose one of torch's")
             message = f"{show(name)} is not in torch.optim.lr_scheduler, as each part must be"
             context.findings.error((*here, "type"), message, remedy, code="value", at_value=True)
         if isinstance(part.get("params"), dict):
@@ -280,10 +254,8 @@ def _rates(context: RuleContext, scheduler: Scheduler) -> None:
     for key in ("last_batch_iteration", "last_epoch"):
         start = scheduler.params.get(key, -1)
         if start != -1:
-            context.conflict(
-                ("scheduler", "params", key), f"{start} has no meaning here: the schedule starts at the checkpoint's step",
-                "remove it, and continue with --resume",
-            )  # fmt: skip
+            message = f"{start} has no meaning here: the schedule starts at the checkpoint's step"
+            context.conflict(("scheduler", "params", key), message, "remove it, and continue with --resume")
     for key, value in scheduler.params.items():
         if isinstance(value, list) and len(value) != 1 and key not in ("milestones", "schedulers"):
             message = f"{len(value)} rates, but the schedule has one for all parameters"

@@ -12,25 +12,11 @@ if TYPE_CHECKING:
     from dsframe.config.schema.settings_report import Profile
 
 KINDS = (
-    "all-reduce",
-    "all-gather",
-    "reduce-scatter",
-    "all-to-all",
-    "broadcast",
-    "reduce",
-    "gather",
-    "scatter",
-    "send",
-    "receive",
-)
+    "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "gather", "scatter", "send", "receive",
+)  # fmt: skip
 """Kinds of collectives that are counted."""
-_OTHER_NAMES = {
-    "isend": "send",
-    "irecv": "receive",
-    "recv": "receive",
-    "allreduce": "all-reduce",
-    "allgather": "all-gather",
-}
+_OTHER_NAMES = {"isend": "send", "irecv": "receive", "recv": "receive"}
+_OTHER_NAMES |= {"allreduce": "all-reduce", "allgather": "all-gather"}
 
 
 def kind_of(operation: str) -> str | None:
@@ -46,31 +32,24 @@ def check(context: RuleContext) -> None:
         return
     _operations(context)
     if context.file.on("flops_profiler") and context.file.flops_profiler.recompute_fwd_factor:
-        context.no_effect(
-            ("flops_profiler", "recompute_fwd_factor"), "has no effect: dsframe counts recomputation when it happens"
-        )
+        message = "has no effect: dsframe counts recomputation when it happens"
+        context.no_effect(("flops_profiler", "recompute_fwd_factor"), message)
     if context.wrote("dsframe", "horovod"):
         _horovod(context)
     mlflow = context.file.dsframe.mlflow if context.wrote("dsframe", "mlflow") else None
     written = sorted(mlflow.model_fields_set - {"enabled"}) if mlflow else []
     if mlflow and written and not mlflow.enabled:
-        context.no_effect(
-            ("dsframe", "mlflow", written[0]), "has no effect while mlflow.enabled is false", 'add "enabled": true'
-        )
+        message = "has no effect while mlflow.enabled is false"
+        context.no_effect(("dsframe", "mlflow", written[0]), message, 'add "enabled": true')
 
 
 def _horovod(context: RuleContext) -> None:
-    horovod = context.file.dsframe.horovod
+    horovod, base = context.file.dsframe.horovod, ("dsframe", "horovod")
     if horovod.timeline_mark_cycles and not horovod.timeline:
-        context.no_effect(
-            ("dsframe", "horovod", "timeline_mark_cycles"), "has no effect without a timeline", 'add "timeline": true'
-        )
+        context.no_effect((*base, "timeline_mark_cycles"), "has no effect without a timeline", 'add "timeline": true')
     if horovod.autotune and None not in (horovod.fusion_threshold_bytes, horovod.cycle_time_milliseconds):
-        context.no_effect(
-            ("dsframe", "horovod", "autotune"),
-            "has no effect: fusion_threshold_bytes and cycle_time_milliseconds are both fixed",
-            "remove it, or one of the two",
-        )
+        message = "has no effect: fusion_threshold_bytes and cycle_time_milliseconds are both fixed"
+        context.no_effect((*base, "autotune"), message, "remove it, or one of the two")
 
 
 def _operations(context: RuleContext) -> None:
@@ -82,15 +61,12 @@ def _operations(context: RuleContext) -> None:
         context.no_effect(where, "has no effect while prof_all is true", 'add "prof_all": false')
         return
     if not section.prof_all and not section.prof_ops:
-        context.no_effect(
-            ("comms_logger", "prof_all"), "false, and prof_ops is empty: no operation is counted", "write true"
-        )
+        message = "false, and prof_ops is empty: no operation is counted"
+        context.no_effect(("comms_logger", "prof_all"), message, "write true")
     unknown = [name for name in section.prof_ops if not isinstance(name, str) or kind_of(name) is None]
     if unknown and not section.prof_all:
-        known = ", ".join(kind.replace("-", "_") for kind in KINDS)
-        context.findings.error(
-            where, f"{unknown[0]!r} is no collective", f"choose from {known}", code="value", at_value=True
-        )
+        remedy = f"choose from {', '.join(kind.replace('-', '_') for kind in KINDS)}"
+        context.findings.error(where, f"{unknown[0]!r} is no collective", remedy, code="value", at_value=True)
 
 
 def check_world(file: File, world_size: int | None, total_steps: int | None, findings: Findings) -> None:
@@ -100,32 +76,23 @@ def check_world(file: File, world_size: int | None, total_steps: int | None, fin
     if profile is not None:
         _check_profile(profile, world_size, steps, findings)
     if file.on("flops_profiler") and steps is not None and file.flops_profiler.profile_step >= steps:
-        findings.error(
-            ("flops_profiler", "profile_step"),
-            f"the profile comes after {file.flops_profiler.profile_step} steps, but the run has only {steps}",
-            f"write at most {steps - 1}",
-            code="conflict",
-            at_value=True,
-        )
+        message = f"the profile comes after {file.flops_profiler.profile_step} steps, but the run has only {steps}"
+        remedy, path = f"write at most {steps - 1}", ("flops_profiler", "profile_step")
+        findings.error(path, message, remedy, code="conflict", at_value=True)
 
 
 def _check_profile(profile: Profile, world_size: int | None, steps: int | None, findings: Findings) -> None:
     path = ("dsframe", "profile")
     if steps is not None and profile.steps > steps:
         parts = f"({profile.wait} + {profile.warmup} + {profile.active}) x {profile.repeat}"
-        findings.error(
-            path, f"takes {parts} = {profile.steps} steps, but the run has only {steps}", "shorten it", code="conflict"
-        )
+        message = f"takes {parts} = {profile.steps} steps, but the run has only {steps}"
+        findings.error(path, message, "shorten it", code="conflict")
     if profile.ranks == "all":
         return
     if not profile.ranks:
         findings.error((*path, "ranks"), "the list is empty", 'write [0] or "all"', code="value", at_value=True)
     absent = [rank for rank in profile.ranks if world_size is not None and rank >= world_size]
     if absent:
-        findings.error(
-            (*path, "ranks"),
-            f"there is no rank {absent[0]} among {world_size} processes",
-            'ranks are counted from 0; write [0] or "all"',
-            code="world",
-            at_value=True,
-        )
+        message = f"there is no rank {absent[0]} among {world_size} processes"
+        remedy = 'ranks are counted from 0; write [0] or "all"'
+        findings.error((*path, "ranks"), message, remedy, code="world", at_value=True)

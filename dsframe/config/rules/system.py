@@ -24,40 +24,24 @@ def check(context: RuleContext) -> None:
 
 def _data(context: RuleContext) -> None:
     data = context.file.data_efficiency
-    base = ("data_efficiency",)
+    base: tuple[str, ...] = ("data_efficiency",)
+    path: tuple[str, ...]
     sampling, routing = data.data_sampling, data.data_routing
     curriculum = sampling.curriculum_learning if sampling else None
     batching = sampling.dynamic_batching if sampling else None
     dropping = routing.random_ltd if routing else None
     if curriculum is not None and curriculum.enabled and curriculum.curriculum_metrics is None:
-        context.conflict(
-            (*base, "data_sampling", "curriculum_learning"),
-            "curriculum_metrics is required: DeepSpeed raises",
-            "add it",
-        )
+        path = (*base, "data_sampling", "curriculum_learning")
+        context.conflict(path, "curriculum_metrics is required: DeepSpeed raises", "add it")
+    dynamic = (*base, "data_sampling", "dynamic_batching")
     if batching is not None and batching.enabled and batching.max_tokens is None:
-        context.conflict(
-            (*base, "data_sampling", "dynamic_batching"), "max_tokens is required: DeepSpeed raises", "add it"
-        )
-    if (
-        context.wrote(*base, "data_sampling", "dynamic_batching", "max_batch_size")
-        and batching
-        and batching.max_batch_size is None
-    ):
-        context.conflict(
-            (*base, "data_sampling", "dynamic_batching", "max_batch_size"),
-            "null makes DeepSpeed raise",
-            "remove the key",
-        )
-    if (
-        dropping is not None
-        and dropping.layer_token_lr_schedule is not None
-        and dropping.layer_token_lr_schedule.enabled
-    ):
-        context.conflict(
-            (*base, "data_routing", "random_ltd", "layer_token_lr_schedule", "enabled"), "not yet supported: DeepSpeed raises",
-            "write false",
-        )  # fmt: skip
+        context.conflict(dynamic, "max_tokens is required: DeepSpeed raises", "add it")
+    if batching and batching.max_batch_size is None and context.wrote(*dynamic, "max_batch_size"):
+        context.conflict((*dynamic, "max_batch_size"), "null makes DeepSpeed raise", "remove the key")
+    rates = dropping.layer_token_lr_schedule if dropping else None
+    if rates is not None and rates.enabled:
+        path = (*base, "data_routing", "random_ltd", "layer_token_lr_schedule", "enabled")
+        context.conflict(path, "not yet supported: DeepSpeed raises", "write false")
     inner = [(*base, "data_sampling"), (*base, "data_routing")]
     for path, section in zip(inner, (sampling, routing), strict=True):
         if section is not None and section.enabled and not data.enabled:
@@ -68,9 +52,8 @@ def _data(context: RuleContext) -> None:
     )
     for outer, name, section, part in switches:
         if section is not None and part is not None and part.enabled and not section.enabled:
-            context.no_effect(
-                (*base, outer, name), f"has no effect while {outer}.enabled is false", 'add "enabled": true there'
-            )
+            message = f"has no effect while {outer}.enabled is false"
+            context.no_effect((*base, outer, name), message, 'add "enabled": true there')
 
 
 def _recomputation(context: RuleContext) -> None:
@@ -78,12 +61,10 @@ def _recomputation(context: RuleContext) -> None:
     if checkpointing.contiguous_memory_optimization and not context.findings.fails(("activation_checkpointing",)):
         missing = [key for key in ("partition_activations", "number_checkpoints") if not getattr(checkpointing, key)]
         if missing:
-            context.findings.note(
-                ("activation_checkpointing", "contiguous_memory_optimization"),
-                f"needs {' and '.join(missing)}, in the file or from the program: else deepspeed.checkpointing.configure raises",
-                code="conflict",
-                at_value=True,
-            )
+            path = ("activation_checkpointing", "contiguous_memory_optimization")
+            where = "in the file or from the program: else deepspeed.checkpointing.configure raises"
+            message = f"needs {' and '.join(missing)}, {where}"
+            context.findings.note(path, message, code="conflict", at_value=True)
 
 
 def _autotuning(context: RuleContext) -> None:
@@ -101,21 +82,14 @@ def _system(context: RuleContext) -> None:
         where = ("aio", "use_gds")
         context.conflict(where, "needs CUDA, which this machine does not have: DeepSpeed raises", "write false")
     if file.has("checkpoint") and file.checkpoint.writer is not None and file.checkpoint.writer.type == "PYTHON":
-        path = ("checkpoint", "writer", "type")
-        context.findings.warning(
-            path,
-            "the writer PYTHON of DeepSpeed 0.19.8 fails when it saves",
-            "remove the writer",
-            code="broken",
-            at_value=True,
-        )
+        path, message = ("checkpoint", "writer", "type"), "the writer PYTHON of DeepSpeed 0.19.8 fails when it saves"
+        context.findings.warning(path, message, "remove the writer", code="broken", at_value=True)
     _packages(context)
     if file.disable_allgather:
         context.no_effect(("disable_allgather",), "has no effect: DeepSpeed 0.19 reads it and never uses it")
     if file.on("weight_quantization"):
-        context.findings.note(
-            ("weight_quantization",), "has no effect on training, only on inference", code="no-effect"
-        )
+        message = "has no effect on training, only on inference"
+        context.findings.note(("weight_quantization",), message, code="no-effect")
 
 
 def _packages(context: RuleContext) -> None:

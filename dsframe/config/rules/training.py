@@ -23,9 +23,8 @@ def _precision(context: RuleContext) -> None:
         for key in ("loss_scale_window", "min_loss_scale"):
             value = getattr(fp16, key)
             if value <= 0:
-                context.conflict(
-                    ("fp16", key), f"{value} must be above 0 with dynamic loss scaling: DeepSpeed raises", "raise it"
-                )
+                message = f"{value} must be above 0 with dynamic loss scaling: DeepSpeed raises"
+                context.conflict(("fp16", key), message, "raise it")
     for section, key in (
         ("fp16", "fp16_master_weights_and_grads"),
         ("bf16", "bf16_master_weights_and_grads"),
@@ -34,31 +33,18 @@ def _precision(context: RuleContext) -> None:
         if getattr(getattr(file, section), key) and stage == 0:
             context.conflict((section, key), "needs ZeRO: DeepSpeed raises", "set the stage to 1, 2 or 3")
     if bf16.bf16_optimizer_states and not bf16.bf16_master_weights_and_grads:
-        context.conflict(
-            ("bf16", "bf16_optimizer_states"), "needs bf16_master_weights_and_grads: DeepSpeed raises", "enable both"
-        )
-    if (
-        fp16.enabled
-        and fp16.fp16_master_weights_and_grads
-        and file.zero_optimization.optimizer_device == "none"
-        and stage
-    ):
-        context.conflict(
-            ("fp16", "fp16_master_weights_and_grads"), "needs optimizer offload with DeepSpeed's CPU Adam: DeepSpeed raises",
-            'add "offload_optimizer": {"device": "cpu"}',
-        )  # fmt: skip
-    if (
-        context.by_deepspeed
-        and bf16.bf16_master_weights_and_grads
-        and not bf16.bf16_optimizer_states
-        and file.zero_optimization.optimizer_device == "none"
-        and stage
-    ):
-        context.conflict(
-            ("bf16", "bf16_master_weights_and_grads"),
-            "needs optimizer offload with DeepSpeed's CPU Adam, or bf16_optimizer_states: DeepSpeed raises",
-            'add "offload_optimizer": {"device": "cpu"}, or "bf16_optimizer_states": true',
-        )
+        message = "needs bf16_master_weights_and_grads: DeepSpeed raises"
+        context.conflict(("bf16", "bf16_optimizer_states"), message, "enable both")
+    stays = stage and file.zero_optimization.optimizer_device == "none"
+    if stays and fp16.enabled and fp16.fp16_master_weights_and_grads:
+        message = "needs optimizer offload with DeepSpeed's CPU Adam: DeepSpeed raises"
+        remedy = 'add "offload_optimizer": {"device": "cpu"}'
+        context.conflict(("fp16", "fp16_master_weights_and_grads"), message, remedy)
+    short = bf16.bf16_master_weights_and_grads and not bf16.bf16_optimizer_states
+    if stays and short and context.by_deepspeed:
+        message = "needs optimizer offload with DeepSpeed's CPU Adam, or bf16_optimizer_states: DeepSpeed raises"
+        remedy = 'add "offload_optimizer": {"device": "cpu"}, or "bf16_optimizer_states": true'
+        context.conflict(("bf16", "bf16_master_weights_and_grads"), message, remedy)
     _types(context)
 
 
@@ -73,18 +59,14 @@ def _types(context: RuleContext) -> None:
     model = "fp16" if file.fp16.enabled else "bf16" if file.bf16.enabled else "fp32"
     asked = file.data_types.param_dtype
     if asked is not None and _SHORT.get(asked, asked) != model:
-        context.conflict(
-            ("data_types", "param_dtype"), f'"{asked}" contradicts fp16 and bf16, which make parameters {model}: DeepSpeed raises',
-            "remove it",
-        )  # fmt: skip
+        message = f'"{asked}" contradicts fp16 and bf16, which make parameters {model}: DeepSpeed raises'
+        context.conflict(("data_types", "param_dtype"), message, "remove it")
     gradients = file.data_types.grad_accum_dtype
     if gradients is not None and file.zero_optimization.stage == 0 and _SHORT.get(gradients, gradients) != model:
         if (model, _SHORT.get(gradients, gradients)) == ("bf16", "fp32"):
             return
-        context.conflict(
-            ("data_types", "grad_accum_dtype"), f'"{gradients}" with {model} parameters needs ZeRO: DeepSpeed raises',
-            "remove it, or set the stage to 1, 2 or 3",
-        )  # fmt: skip
+        message = f'"{gradients}" with {model} parameters needs ZeRO: DeepSpeed raises'
+        context.conflict(("data_types", "grad_accum_dtype"), message, "remove it, or set the stage to 1, 2 or 3")
 
 
 def _dsframe(context: RuleContext) -> None:
@@ -97,11 +79,9 @@ def _dsframe(context: RuleContext) -> None:
     op = settings.horovod.op if context.wrote("dsframe", "horovod") else None
     meant = {"average": "mean", "sum": "sum"}.get(op or "")
     if meant and meant != context.file.gradient_allreduce_op:
-        context.conflict(
-            ("dsframe", "horovod", "op"),
-            f'{show(op)} contradicts gradient_allreduce_op "{context.file.gradient_allreduce_op}"',
-            f'set gradient_allreduce_op to "{meant}", which every engine follows',
-        )
+        message = f'{show(op)} contradicts gradient_allreduce_op "{context.file.gradient_allreduce_op}"'
+        remedy = f'set gradient_allreduce_op to "{meant}", which every engine follows'
+        context.conflict(("dsframe", "horovod", "op"), message, remedy)
     if settings.epochs is not None and settings.steps is not None:
         context.conflict(("dsframe", "steps"), "epochs is given as well", "keep one of them")
     task = settings.task
@@ -146,11 +126,9 @@ def _ddp(context: RuleContext) -> None:
         if file.fp16.enabled or (may_be_fp16(file) and not unsaid) or file.dsframe.on_nonfinite == "skip":
             remedy = 'use bf16 ("torch_autocast": "dtype": "bfloat16") or fp32, "on_nonfinite": "stop", or another communication'
             context.conflict(path, message, remedy)
-        context.findings.warning(
-            path,
-            "a resumed run will not continue exactly: PowerSGD's error feedback is not in checkpoints",
-            "choose another communication for runs that you resume", code="resume", at_value=True,
-        )  # fmt: skip
+        message = "a resumed run will not continue exactly: PowerSGD's error feedback is not in checkpoints"
+        remedy = "choose another communication for runs that you resume"
+        context.findings.warning(path, message, remedy, code="resume", at_value=True)
     for key in ("power_sgd_rank", "power_sgd_start_step"):
         if context.wrote("dsframe", "ddp", key) and ddp.communication != "power_sgd":
             context.no_effect(("dsframe", "ddp", key), f'has no effect with communication "{ddp.communication}"')

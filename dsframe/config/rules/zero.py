@@ -28,9 +28,8 @@ def check(context: RuleContext) -> None:
     if context.file.has("compile"):
         _compile(context)
     if context.wrote("allgather_size"):
-        context.no_effect(
-            ("allgather_size",), 'has no effect: DeepSpeed reads it only if "zero_optimization" is true or false'
-        )
+        message = 'has no effect: DeepSpeed reads it only if "zero_optimization" is true or false'
+        context.no_effect(("allgather_size",), message)
 
 
 def _stage(context: RuleContext) -> None:
@@ -39,17 +38,13 @@ def _stage(context: RuleContext) -> None:
     stage = zero.stage
     asked = any(problem.path == f"{ZERO}.stage" for problem in context.findings.problems)
     if "stage" not in written and written and not asked and not context.findings.fails((ZERO,)):
-        context.findings.warning(
-            (ZERO,), '"stage" is absent: it is 0, and ZeRO is off', 'write "stage": 1, 2 or 3', code="no-effect"
-        )
+        message = '"stage" is absent: it is 0, and ZeRO is off'
+        context.findings.warning((ZERO,), message, 'write "stage": 1, 2 or 3', code="no-effect")
         return
     if stage == 3:
         if zero.elastic_checkpoint:
-            context.no_effect(
-                (ZERO, "elastic_checkpoint"),
-                "has no effect: no longer supported at stage 3",
-                "use a Universal checkpoint",
-            )
+            message = "has no effect: no longer supported at stage 3"
+            context.no_effect((ZERO, "elastic_checkpoint"), message, "use a Universal checkpoint")
         return
     for key in written:
         default = Zero.model_fields[key].default if key in _ONLY_STAGE_3 else ...
@@ -64,20 +59,15 @@ def _raises(context: RuleContext) -> None:
     if not zero.compute_grad_norm:
         path = (ZERO, "compute_grad_norm")
         if zero.stage not in (1, 2):
-            context.conflict(
-                path, f"false is not possible at stage {zero.stage}: DeepSpeed raises", "it needs stage 1 or 2"
-            )
+            message = f"false is not possible at stage {zero.stage}: DeepSpeed raises"
+            context.conflict(path, message, "it needs stage 1 or 2")
         elif context.file.gradient_clipping > 0:
             now = "" if "gradient_clipping" in context.raw else ", which is 1.0 when absent"
-            context.conflict(
-                path,
-                f"false is not possible with gradient_clipping{now}: DeepSpeed raises",
-                'write "gradient_clipping": 0',
-            )
+            message = f"false is not possible with gradient_clipping{now}: DeepSpeed raises"
+            context.conflict(path, message, 'write "gradient_clipping": 0')
         elif zero.optimizer_device != "none":
-            context.conflict(
-                path, "false is not possible with offload_optimizer: DeepSpeed raises", "remove one of them"
-            )
+            message = "false is not possible with offload_optimizer: DeepSpeed raises"
+            context.conflict(path, message, "remove one of them")
         elif zero.zenflow is not None:
             context.conflict(path, "false is not possible with ZenFlow: DeepSpeed raises", "remove one of them")
     if zero.round_robin_gradients and zero.stage in (1, 2) and context.by_deepspeed:
@@ -85,9 +75,8 @@ def _raises(context: RuleContext) -> None:
         context.findings.note((ZERO, "round_robin_gradients"), message, code="no-effect")
     offload = zero.offload_optimizer
     if offload is not None and offload.ratio < 1.0 and zero.stage != 3:
-        context.conflict(
-            (ZERO, "offload_optimizer", "ratio"), "below 1.0 is possible at stage 3 only: DeepSpeed raises", "remove it"
-        )
+        message = "below 1.0 is possible at stage 3 only: DeepSpeed raises"
+        context.conflict((ZERO, "offload_optimizer", "ratio"), message, "remove it")
 
 
 def _offload(context: RuleContext) -> None:
@@ -104,25 +93,20 @@ def _offload(context: RuleContext) -> None:
             need = "stage 3" if least == 3 else "stage 1, 2 or 3"
             context.no_effect(where, f"has no effect at stage {stage}: nothing is offloaded", f"it needs {need}")
         elif device == "nvme" and stage < 3:
-            context.findings.warning(
-                (*where, "device"), f'"nvme" has no effect at stage {stage}: DeepSpeed silently offloads to the CPU',
-                'write "cpu", or use stage 3', code="no-effect", at_value=True,
-            )  # fmt: skip
+            message = f'"nvme" has no effect at stage {stage}: DeepSpeed silently offloads to the CPU'
+            remedy = 'write "cpu", or use stage 3'
+            context.findings.warning((*where, "device"), message, remedy, code="no-effect", at_value=True)
         elif device == "nvme" and path_on_drive is None:
-            context.conflict(
-                (*where, "device"), '"nvme" needs "nvme_path": DeepSpeed raises', "add the folder on the drive"
-            )
+            message = '"nvme" needs "nvme_path": DeepSpeed raises'
+            context.conflict((*where, "device"), message, "add the folder on the drive")
         elif device == "nvme" and isinstance(path_on_drive, str) and not _may_exist(path_on_drive):
-            context.findings.warning(
-                (*where, "nvme_path"), f'"{path_on_drive}" is not on this machine', "mount the drive, or change the path",
-                code="nvme-path", at_value=True,
-            )  # fmt: skip
+            message, remedy = f'"{path_on_drive}" is not on this machine', "mount the drive, or change the path"
+            context.findings.warning((*where, "nvme_path"), message, remedy, code="nvme-path", at_value=True)
         if device != "nvme" and path_on_drive is not None and stage >= least:
             context.no_effect((*where, "nvme_path"), f'has no effect while "device" is "{device}"')
     if zero.offload_optimizer is not None and zero.offload_optimizer.super_offload and stage != 3:
-        context.no_effect(
-            (ZERO, "offload_optimizer", "super_offload"), f"has no effect at stage {stage}", "it needs stage 3"
-        )
+        message = f"has no effect at stage {stage}"
+        context.no_effect((ZERO, "offload_optimizer", "super_offload"), message, "it needs stage 3")
 
 
 def _may_exist(path: str) -> bool:
@@ -141,9 +125,8 @@ def _zenflow(context: RuleContext) -> None:
         return
     path = (ZERO, "zenflow")
     if zero.optimizer_device == "none":
-        context.conflict(
-            path, "needs optimizer offload: DeepSpeed raises", 'add "offload_optimizer": {"device": "cpu"}'
-        )
+        message = "needs optimizer offload: DeepSpeed raises"
+        context.conflict(path, message, 'add "offload_optimizer": {"device": "cpu"}')
     overlap = zero.overlap_comm if zero.overlap_comm is not None else zero.stage == 3
     if zenflow.offload and not overlap:
         context.conflict((*path, "offload"), "needs overlap_comm: DeepSpeed raises", 'add "overlap_comm": true')
@@ -184,9 +167,8 @@ def _reduction(context: RuleContext) -> None:
     if not file.managed_gradient_accumulation:
         path = ("managed_gradient_accumulation",)
         if zero.overlap_comm and zero.stage < 2:
-            context.conflict(
-                path, "false with overlap_comm needs stage 2: DeepSpeed raises", "set overlap_comm to false"
-            )
+            message = "false with overlap_comm needs stage 2: DeepSpeed raises"
+            context.conflict(path, message, "set overlap_comm to false")
         for on, what in ((file.pipeline.stages > 1, "a pipeline"), (deepcompile, "DeepCompile")):
             if on:
                 context.conflict(path, f"false is not possible with {what}: DeepSpeed raises", "remove it")
@@ -196,48 +178,33 @@ def _split(context: RuleContext) -> None:
     file = context.file
     zero, tensor = file.zero_optimization, file.tensor_parallel
     if file.pipeline.stages > 1 and zero.stage >= 2:
-        context.conflict(
-            (ZERO, "stage") if context.wrote(ZERO, "stage") else (ZERO,),
-            f"{zero.stage} is not possible with a pipeline: DeepSpeed raises", "use stage 0 or 1",
-        )  # fmt: skip
+        message = f"{zero.stage} is not possible with a pipeline: DeepSpeed raises"
+        context.conflict((ZERO, "stage") if context.wrote(ZERO, "stage") else (ZERO,), message, "use stage 0 or 1")
     partition = file.pipeline.partition
     if partition not in ("parameters", "uniform", "best") and not partition.lower().startswith("type:"):
-        context.conflict(
-            ("pipeline", "partition"),
-            f'"{partition}" is not a method of partitioning',
-            'write "parameters", "uniform" or "type:REGEX"',
-        )
+        message = f'"{partition}" is not a method of partitioning'
+        context.conflict(("pipeline", "partition"), message, 'write "parameters", "uniform" or "type:REGEX"')
     elif partition.lower().startswith("type:"):
         try:
             re.compile(partition.partition(":")[2])
         except re.error as error:
-            context.conflict(
-                ("pipeline", "partition"), f'"{partition}" is not a regular expression: {error}', "correct it"
-            )
+            message = f'"{partition}" is not a regular expression: {error}'
+            context.conflict(("pipeline", "partition"), message, "correct it")
     if tensor.tp.tp_size not in (1, max(1, tensor.autotp_size)):
-        context.conflict(
-            ("tensor_parallel", "tp", "tp_size"), f"{tensor.tp.tp_size} != autotp_size {tensor.autotp_size}: DeepSpeed raises",
-            "remove it",
-        )  # fmt: skip
+        message = f"{tensor.tp.tp_size} != autotp_size {tensor.autotp_size}: DeepSpeed raises"
+        context.conflict(("tensor_parallel", "tp", "tp_size"), message, "remove it")
     if tensor.preset_model is not None and tensor.preset_model.lower() not in _PRESETS:
-        context.conflict(
-            ("tensor_parallel", "preset_model"), f'"{tensor.preset_model}" is not a preset: DeepSpeed ignores it',
-            f"choose one of {', '.join(_PRESETS)}",
-        )  # fmt: skip
+        message = f'"{tensor.preset_model}" is not a preset: DeepSpeed ignores it'
+        context.conflict(("tensor_parallel", "preset_model"), message, f"choose one of {', '.join(_PRESETS)}")
     if not file.on("expert_parallel"):
         return
     experts = file.expert_parallel
     if experts.async_split_plan and experts.autoep_size > 1 and tensor.autotp_size > 1:
-        context.conflict(
-            ("expert_parallel", "async_split_plan"),
-            "not possible with tensor parallelism: DeepSpeed raises",
-            "remove it",
-        )
+        message = "not possible with tensor parallelism: DeepSpeed raises"
+        context.conflict(("expert_parallel", "async_split_plan"), message, "remove it")
     if experts.comm_backend == "deepep" and experts.comm_max_tokens_per_rank == 0:
-        context.conflict(
-            ("expert_parallel", "comm_backend"), '"deepep" needs comm_max_tokens_per_rank: DeepSpeed raises',
-            "add micro-batch size x longest sequence",
-        )  # fmt: skip
+        message = '"deepep" needs comm_max_tokens_per_rank: DeepSpeed raises'
+        context.conflict(("expert_parallel", "comm_backend"), message, "add micro-batch size x longest sequence")
 
 
 _PRESETS = ("llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3")
@@ -249,9 +216,8 @@ def _compile(context: RuleContext) -> None:
         other = "offload_parameters" if compile_.offload_parameters else "offload_opt_states"
         context.conflict(("compile", "offload_activation"), f"excludes {other}: DeepSpeed raises", "remove one of them")
     elif compile_.offload_parameters and compile_.offload_opt_states:
-        context.conflict(
-            ("compile", "offload_parameters"), "excludes offload_opt_states: DeepSpeed raises", "remove one of them"
-        )
+        message = "excludes offload_opt_states: DeepSpeed raises"
+        context.conflict(("compile", "offload_parameters"), message, "remove one of them")
     if compile_.autoep_non_moe and compile_.deepcompile:
         context.conflict(("compile", "autoep_non_moe"), "excludes deepcompile: DeepSpeed raises", "remove one of them")
     if compile_.deepcompile and context.file.zero_optimization.stage == 0 and not compile_.passes:

@@ -103,7 +103,6 @@ class HorovodEngine(ReplicaEngine):
 
     @property
     def description(self) -> str:
-        """Returns a few words for the first line of a run."""
         transport = (
             "NCCL" if self.plan.device.type == "cuda" and hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "Gloo"
         )

@@ -21,6 +21,7 @@ from dsframe.errors import ConfigError, DsframeError, WorldError
 from dsframe.host import streams, supervise
 from dsframe.run_dir.output import directory_of
 from dsframe.tools import check
+from dsframe.tools.commands import command
 from dsframe.tools.launch import devices, launchers, ssh_check, ssh_launch
 from dsframe.tools.launch import hosts as places
 from dsframe.tools.launch.attempts import Attempts, say
@@ -53,13 +54,8 @@ class Wanted:
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = argparse.ArgumentParser(
-        prog="dsframe launch",
-        description="Train on this machine or many, with the launcher that belongs to the file.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        allow_abbrev=False,
-    )
+    about = "Train on this machine or many, with the launcher that belongs to the file."
+    result = command("launch", about, EPILOG, allow_abbrev=False)
     add = result.add_argument
     add("-np", "--processes", type=int, metavar="N", help="number of processes in all")
     where = result.add_mutually_exclusive_group()
@@ -224,11 +220,8 @@ _ASKED_FOR_ROUTE = 8
 
 
 def _interface(hosts: tuple[places.Host, ...]) -> str | None:
-    others = (
-        interface_to(host.name)
-        for host in islice((host for host in hosts if host.known and not host.is_here), _ASKED_FOR_ROUTE)
-    )
-    return next(filter(None, others), None)
+    others = islice((host for host in hosts if host.known and not host.is_here), _ASKED_FOR_ROUTE)
+    return next(filter(None, (interface_to(host.name) for host in others)), None)
 
 
 def _check(wanted: Wanted, overrides: Sequence[str], *, quiet: bool) -> int:

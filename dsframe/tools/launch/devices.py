@@ -3,10 +3,11 @@
 from __future__ import annotations
 
 import os
-import subprocess
 from collections.abc import Mapping
 from itertools import takewhile
 from pathlib import Path
+
+from dsframe.host import supervise
 
 FOLDER = Path("/dev")
 
@@ -23,13 +24,8 @@ def installed(folder: Path | None = None) -> int:
     if count or not (folder / "dxg").exists():
         return count
     environ = os.environ | {"PATH": os.environ.get("PATH", os.defpath) + ":/usr/lib/wsl/lib"}
-    try:
-        told = subprocess.run(
-            ["nvidia-smi", "-L"], env=environ, capture_output=True, text=True, timeout=20, check=False
-        )
-    except (OSError, subprocess.TimeoutExpired):
-        return 0
-    return sum(line.startswith("GPU ") for line in told.stdout.splitlines())
+    told = supervise.output_of(["nvidia-smi", "-L"], 20, environ=environ) or ""
+    return sum(line.startswith("GPU ") for line in told.splitlines())
 
 
 def visible(environ: Mapping[str, str], folder: Path | None = None) -> tuple[str, ...]:

@@ -20,23 +20,9 @@ from dsframe.tools.launch.hosts import Host, show
 
 # What another host cannot know by itself. The rest of its environment is its own.
 PASSED_ON = (
-    "DSFRAME",
-    "OMP_",
-    "GLOO_",
-    "NCCL_",
-    "FI_",
-    "UCX_",
-    "HOROVOD_",
-    "DS_",
-    "CUDA_LAUNCH",
-    "TORCH",
-    "PYTHON",
-    "LC_",
-    "HF_",
-    "MKL_",
-    "LD_LIBRARY_PATH",
-    "PATH",
-)
+    "DSFRAME", "OMP_", "GLOO_", "NCCL_", "FI_", "UCX_", "HOROVOD_", "DS_", "CUDA_LAUNCH", "TORCH", "PYTHON", "LC_", "HF_", "MKL_",
+    "LD_LIBRARY_PATH", "PATH",
+)  # fmt: skip
 
 NAMES = ("deepspeed", "horovodrun", "torchrun", "mpirun", "srun", "python")
 
@@ -110,10 +96,14 @@ def plan(launcher: str, job: Job) -> Launch:
     return _PLANS[launcher](job)
 
 
+def search_path() -> str:
+    """Returns where commands are looked for: PATH, then this environment, which need not be activated."""
+    return os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
+
+
 def program(name: str) -> str:
     """Returns where a launcher is: on PATH, else beside this Python. Raises WorldError where it is not installed."""
-    folders = os.pathsep.join([os.environ.get("PATH", os.defpath), str(Path(sys.executable).parent)])
-    found = shutil.which(name, path=folders)
+    found = shutil.which(name, path=search_path())
     if found is None:
         raise WorldError(
             f"{name} is not installed; dsframe doctor lists what is installed, and how to install the rest"
@@ -192,18 +182,8 @@ def _horovodrun(job: Job) -> Launch:
         changing = ("--min-np", str(job.elastic.least))
         changing += ("--max-np", str(job.elastic.most)) if job.elastic.most else ()
         changing += ("--host-discovery-script", job.elastic.script) if job.elastic.script else ()
-    command = (
-        "horovodrun",
-        "-np",
-        str(job.processes),
-        *hosts,
-        *changing,
-        *interface,
-        python(),
-        *job.program,
-        *job.arguments,
-    )
-    return Launch((command,), _threads(job))
+    command = ("horovodrun", "-np", str(job.processes), *hosts, *changing, *interface)
+    return Launch(((*command, python(), *job.program, *job.arguments),), _threads(job))
 
 
 def _mpirun(job: Job) -> Launch:

@@ -55,13 +55,9 @@ def main() -> int:
         if inbox.is_silent and ending_since is None:
             ending_since = now
             if not inbox.closed:
-                print(
-                    f"dsframe launch: {socket.gethostname()}: nothing came from the first host for {SILENCE_SECONDS:.0f} s: "
-                    "the connection is lost; ending this host's processes\n",
-                    end="",
-                    file=sys.stderr,
-                    flush=True,
-                )
+                what = f"nothing came from the first host for {SILENCE_SECONDS:.0f} s: the connection is lost"
+                text = f"dsframe launch: {socket.gethostname()}: {what}; ending this host's processes\n"
+                print(text, end="", file=sys.stderr, flush=True)
             os.kill(child, signal.SIGTERM)
         elif ending_since is not None and now - ending_since > AGAIN_SECONDS:
             ending_since = now

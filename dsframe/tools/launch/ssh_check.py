@@ -94,11 +94,8 @@ def _answer(name: str, process: subprocess.Popen[str], interface: str | None) ->
         return f"{name}: {last}"
     told = json.loads(out.splitlines()[-1])
     own = versions()
-    differing = [
-        f"{key} {told['versions'].get(key)} instead of {own[key]}"
-        for key in own
-        if told["versions"].get(key) != own[key]
-    ]
+    theirs = told["versions"]
+    differing = [f"{key} {theirs.get(key)} instead of {own[key]}" for key in own if theirs.get(key) != own[key]]
     if differing:
         return f"{name} has {', '.join(differing)}; install the same versions on every host"
     if interface and interface not in told["interfaces"]:

@@ -24,17 +24,8 @@ from dsframe.tools.launch.launchers import PASSED_ON
 from dsframe.tools.launch.node import BEAT, BEAT_SECONDS, SIGNAL
 
 VARIABLE = "DSFRAME_SPREAD"
-SSH = (
-    "ssh",
-    "-o",
-    "BatchMode=yes",
-    "-o",
-    "ConnectTimeout=10",
-    "-o",
-    "ServerAliveInterval=5",
-    "-o",
-    "ServerAliveCountMax=3",
-)
+_OPTIONS = ("BatchMode=yes", "ConnectTimeout=10", "ServerAliveInterval=5", "ServerAliveCountMax=3")
+SSH = ("ssh", *(word for option in _OPTIONS for word in ("-o", option)))
 SSH_FAILED = 255
 END_SECONDS = 60.0
 """Time for the other hosts to end if one has failed; a host that cannot be reached does not answer."""
@@ -132,13 +123,9 @@ def main() -> int:
     pending: list[int] = []
     for passed_on in (signal.SIGTERM, signal.SIGINT, signal.SIGHUP, signal.SIGUSR1, signal.SIGUSR2):
         signal.signal(passed_on, lambda number, _: pending.append(number))
+    same = {key: content[key] for key in ("directory", "environment")}
     parts = [
-        Part(
-            host,
-            is_here,
-            content["directory"],
-            {key: content[key] for key in ("directory", "environment")} | {"command": words},
-        )
+        Part(host, is_here, content["directory"], {**same, "command": words})
         for (host, is_here), words in zip(content["hosts"], content["commands"], strict=True)
     ]
     failed: Part | None = None

@@ -28,8 +28,7 @@ from dsframe import engines, tasks
 from dsframe.config import Config, load
 from dsframe.engine import call
 from dsframe.engines import precision
-from dsframe.host import allocator
-from dsframe.host.memory import resident_bytes
+from dsframe.host.memory import keep_freed, resident_bytes
 from dsframe.tasks.meta import example
 from dsframe.tasks.task import loss_and_terms
 from dsframe.tools import collectives
@@ -56,16 +55,8 @@ def calibrate(config: Config, model: Model, processes: int) -> Hardware:
     with tempfile.TemporaryDirectory() as folder:
         file, result = Path(folder, "file.json"), Path(folder, "measured.json")
         file.write_text(json.dumps(config.shown()), encoding="utf-8")
-        command = [
-            sys.executable,
-            "-m",
-            "dsframe.tools.plan.calibrate",
-            str(file),
-            "--rows",
-            str(rows),
-            "--out",
-            str(result),
-        ]
+        command = [sys.executable, "-m", "dsframe.tools.plan.calibrate", str(file), "--rows", str(rows)]
+        command += ["--out", str(result)]
         failure = collectives.run_ranks(command, here, Path(folder, "log"), {"PYTHONWARNINGS": "ignore"})
         if failure or not result.exists():
             raise RuntimeError(f"this machine could not be measured: {failure or 'it left no timings'}")
@@ -134,7 +125,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     torch.set_num_threads(threads or max(1, len(os.sched_getaffinity(0)) // ranks))
     os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")
     if device.type == "cpu":
-        allocator.keep_freed()  # as a run does
+        keep_freed()  # as a run does
     if device.type == "cuda":
         torch.cuda.set_device(device)
     dist.init_process_group("nccl" if device.type == "cuda" else "gloo")

@@ -14,7 +14,7 @@ from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.settings import Settings
 from dsframe.engines import TABLE
 from dsframe.engines.costs import Costs
-from dsframe.errors import ConfigError, Problem
+from dsframe.errors import ConfigError
 from dsframe.tools.plan.hardware import Hardware
 from dsframe.tools.plan.model import Model, Segment
 
@@ -46,15 +46,8 @@ class Case:
         """Raises ConfigError where the batch cannot be cut so."""
         batch = config.batch(world_size, replicas=TABLE[engine].replicas)
         if batch.sequence_parallel_size > 1:
-            key = "sequence_parallel_size"
-            raise ConfigError(
-                [
-                    Problem(
-                        "error", key, "slices of sequences cannot be predicted", "measure the run, or take it out for the plan",
-                        str(config.path or ""), *config.position((key,)), code="plan",
-                    )
-                ]
-            )  # fmt: skip
+            message, remedy = "slices of sequences cannot be predicted", "measure the run, or take it out for the plan"
+            raise ConfigError([config.error(("sequence_parallel_size",), message, remedy, code="plan")])
         zero = config.deepspeed.zero_optimization
         chosen = zero.fetched_elements(model.parameters + model.frozen, on_cpu=hardware.on_cpu)
         file = config.deepspeed.model_copy(update={"zero_optimization": zero.model_copy(update=chosen)})

@@ -5,7 +5,7 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import asdict, replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,13 +15,17 @@ from dsframe.config import load as load_config
 from dsframe.config.read import secrets
 from dsframe.config.resolve import memory
 from dsframe.text import amount, columns
+from dsframe.tools.commands import add_overrides, command
 from dsframe.tools.plan import hardware as machines
+from dsframe.tools.report.pictures import Axis, Bar, Bars, Chart, Line, write
 
 if TYPE_CHECKING:
     from dsframe.tools.plan.choose import Strategy
     from dsframe.tools.plan.hardware import Hardware
     from dsframe.tools.plan.model import Model
 
+_DRAWN = 7
+"""Strategies in a picture, beside the file itself: more cannot be told apart."""
 EPILOG = f"""\
 Nothing is started and nothing allocated: the model runs on torch's meta device. Times are a roofline and rings at
 {machines.COMPUTE_SHARE:.0%} of a device's peak and {machines.TRANSFER_SHARE:.0%} of its bandwidths, an assumption;
@@ -35,16 +39,11 @@ exit codes: 0 the file as it is written fits; 1 it does not; others as in traini
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = argparse.ArgumentParser(
-        prog="dsframe plan",
-        description="What a run takes of each rank, before it starts, and which strategies fit.",
-        epilog=EPILOG,
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
+    result = command("plan", "What a run takes of each rank, before it starts, and which strategies fit.", EPILOG)
     add = result.add_argument
     add("--config", default=DEFAULT_CONFIG, metavar="FILE", help="a path, or a name in ds_configs/")
     add("-np", "--processes", default="1", metavar="N[,N...]", help="processes of the run (default 1)")
-    add("--set", action="append", default=[], metavar="KEY=VALUE", dest="overrides", help="override one key")
+    add_overrides(result)
     add("--hardware", metavar="NAME", help=f"{', '.join(machines.TABLE)}, or a JSON file (default a100)")
     add("--gpu-memory", metavar="80GB", help="memory of one device, instead of the hardware's")
     add("--calibrate", action="store_true", help="measure this machine for some seconds, and plan for it")
@@ -98,10 +97,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.write:
         _write(options.write, config, found)
     if options.plot:
-        from dsframe.tools.plan import plot
-        from dsframe.tools.report.pictures import write
-
-        write(options.plot, plot.pictures(found, machine))
+        write(options.plot, pictures(found, machine))
     if options.save_hardware:
         machines.write(machine, options.save_hardware)
     return 0 if all(own.prediction.fits for _, own, _ in found) else 1
@@ -215,3 +211,43 @@ def _write(folder: Path, config: Config, found: list[tuple[int, Strategy, list[S
             path.write_text(json.dumps(secrets.without(dict(strategy.file)), indent=2) + "\n", encoding="utf-8")
             written += 1
     print(f"{written} files in {folder}", file=sys.stderr)
+
+
+def pictures(found: Sequence[tuple[int, Strategy, Sequence[Strategy]]], hardware: Hardware) -> list[Chart] | list[Bars]:
+    """Memory of a rank and seconds of a step: lines over the number of processes, bars where there is one number.
+
+    ``found``: processes, the file as written, the strategies, best first.
+    """
+    names = {strategy.name: 0 for _, _, others in found for strategy in others}
+    for _, _, others in found:
+        for rank, strategy in enumerate(others):
+            names[strategy.name] += max(0, 100 - rank)
+    best = sorted(names, key=lambda name: -names[name])[:_DRAWN]
+    chosen = {"as written": [(count, own) for count, own, _ in found]}
+    for name in best:
+        chosen[name] = [(count, one) for count, _, others in found for one in others if one.name == name]
+    if len(found) == 1:
+        return _at_one(found[0][0], {name: points[0][1] for name, points in chosen.items()}, hardware)
+    across = Axis("processes", log=True, whole=True)
+    held = [Line(n, [(c, s.prediction.memory.peak / 1e9) for c, s in points]) for n, points in chosen.items()]
+    times = [Line(n, [(c, s.prediction.seconds.step) for c, s in points]) for n, points in chosen.items()]
+    limit = (f"{hardware.name}: {hardware.memory_bytes / 1e9:g} GB", hardware.memory_bytes / 1e9)
+    return [
+        Chart("Memory of the fullest rank", across, Axis("GB", log=True), held, limit),
+        Chart("Time of a step, predicted", across, Axis("seconds", log=True), times),
+    ]
+
+
+def _at_one(processes: int, chosen: Mapping[str, Strategy], hardware: Hardware) -> list[Bars]:
+    """Bars, the same strategy in the same place of both pictures."""
+    held, times = [], []
+    for place, (name, strategy) in enumerate(chosen.items()):
+        total, step = strategy.prediction.memory.peak / 1e9, strategy.prediction.seconds.step
+        held.append(Bar(name, total, f"{total:,.3g} GB", place))
+        times.append(Bar(name, step, f"{step:,.3g} s", place))
+    many = f"{processes:,} process{'es' * (processes > 1)}"
+    limit = hardware.memory_bytes / 1e9
+    return [
+        Bars(f"Memory of the fullest rank, {many}", f"GB; the rule is what {hardware.name} has", held, limit),
+        Bars(f"Time of a step, {many}", "seconds, predicted", times),
+    ]

@@ -113,7 +113,7 @@ def _saving(case: Case, trained: float) -> float:
 def _heap(case: Case, trained: float, activations: float) -> float:
     """What a CPU's process holds and no longer uses, at its fullest.
 
-    Blocks below 32 MiB come from one heap, which gives nothing back (``dsframe.host.allocator``) and is soon full of
+    Blocks below 32 MiB come from one heap, which gives nothing back (``dsframe.host.memory``) and is soon full of
     holes, so that it has room for everything small that a step makes, though not at the same time: activations
     beside the gradients that replace them, and, where parameters lie in shares, each layer's gathered weights and whole gradients.
     A large model whose parameters are sharded gives them back.

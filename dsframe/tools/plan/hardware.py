@@ -112,14 +112,8 @@ def find(name: str) -> Hardware:
         return TABLE[name]
     path = Path(name)
     if path.suffix != ".json":
-        raise ConfigError(
-            [
-                Problem(
-                    "error", "", f'no hardware "{name}"', f"there are {', '.join(TABLE)}, or a .json file", "--hardware",
-                    code="hardware",
-                )
-            ]
-        )  # fmt: skip
+        message, remedy = f'no hardware "{name}"', f"there are {', '.join(TABLE)}, or a .json file"
+        raise ConfigError([Problem("error", "", message, remedy, "--hardware", code="hardware")])
     try:
         return Hardware(**json.loads(path.read_text(encoding="utf-8")))
     except (OSError, ValueError, TypeError) as error:

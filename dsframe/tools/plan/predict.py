@@ -65,13 +65,7 @@ class Prediction:
 
 
 def predict(
-    config: Config,
-    engine: str,
-    model: Model,
-    hardware: Hardware,
-    world_size: int,
-    *,
-    seconds_each: float | None = None,
+    config: Config, engine: str, model: Model, hardware: Hardware, world_size: int, *, seconds_each: float | None = None
 ) -> Prediction:
     """``seconds_each``: known time of one sample on one device; default: as ``hardware`` knows it.
 

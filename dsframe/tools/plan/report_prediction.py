@@ -10,6 +10,7 @@ from typing import TYPE_CHECKING, Any
 
 from dsframe.config import load
 from dsframe.run_dir.record import CONFIG, read_origin
+from dsframe.text import reason
 from dsframe.tools.plan import hardware as machines
 
 if TYPE_CHECKING:
@@ -32,7 +33,7 @@ def predicted(directory: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
             return {"problem": f"{CONFIG} is another user's, and a prediction runs the code that it names"}
         return _predicted(directory, summary)
     except Exception as error:  # the user's own modules are run here: the page is written all the same
-        return {"problem": f"{type(error).__name__}: {' '.join(str(error).split())[:200]}"}
+        return {"problem": reason(error, 200)}
 
 
 def _predicted(directory: Path, summary: Mapping[str, Any]) -> dict[str, Any]:

@@ -14,7 +14,7 @@ from typing import Any
 import numpy as np
 
 from dsframe.config.resolve.memory import moments
-from dsframe.host import allocator
+from dsframe.host.memory import LARGEST
 from dsframe.tools.plan.case import Case, elements, with_frozen
 from dsframe.tools.plan.hardware import Group, group
 from dsframe.tools.plan.model import Segment, Work
@@ -228,7 +228,7 @@ def _copied(case: Case, part: Sequence[Segment]) -> float:
     """Seconds of ZeRO's copies of gradients: into a bucket (not at stage 3), from there into a new flat tensor (Gloo's
     reduce-scatter makes one more), divided and sent, and back; at the step its share becomes flat, in a new tensor, is summed
     for the norm and scaled. At stage 3 each gathered parameter is put together from the ranks' shares. Large tensors get new
-    memory each time (``dsframe.host.allocator``).
+    memory each time (``dsframe.host.memory``).
     Source: deepspeed 0.19.8, ``runtime/zero/`` (stage_1_and_2.py, stage3.py: reduce_scatter_coalesced; partition_parameters.py:
     AllGatherCoalescedHandle).
 
@@ -244,9 +244,7 @@ def _copied(case: Case, part: Sequence[Segment]) -> float:
     if case.zero == 3 and not case.kept and case.data > 1:
         moved += 2 * case.gathers(whole) * whole * case.model.bytes_each
     bucket = min(held, zero.reduce_bucket_size) * case.gradient_bytes
-    fresh = (case.reductions * sent if bucket >= allocator.LARGEST else 0.0) + (
-        mine if mine >= allocator.LARGEST else 0.0
-    )
+    fresh = (case.reductions * sent if bucket >= LARGEST else 0.0) + (mine if mine >= LARGEST else 0.0)
     return moved / (hardware.memory_bandwidth * hardware.transfer_share) + fresh / hardware.fresh_bandwidth
 
 

@@ -50,7 +50,6 @@ class OperationTable(OperationCounter):  # type: ignore[no-untyped-call]
         self._width, self._sliced = width, sliced
 
     def seen(self, func: Any, args: Any, kwargs: Any, out: Any, flops: float) -> None:
-        """Adds a row."""
         if func.is_view or str(func) in _FREE:
             return
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]

@@ -7,13 +7,14 @@ import json
 import math
 import shlex
 import statistics
-import tempfile
 from collections.abc import Sequence
 from dataclasses import replace
 from html import escape
 from pathlib import Path
 
+from dsframe.data.files import replacing
 from dsframe.text import printable
+from dsframe.tools.commands import command
 from dsframe.tools.plan.report_prediction import format_prediction
 from dsframe.tools.report.pictures import COLOURS, MISSING, Axis, Bar, Bars, Chart, Line, available, inline
 from dsframe.tools.report.runs import Figure, Figures, Run, apart, figures, largest, names, read_run, understood
@@ -38,9 +39,10 @@ svg{display:block;width:100%;max-width:760px;height:auto}
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = argparse.ArgumentParser(prog="dsframe report", description="A run's page, from what its directory holds.")
-    parser.add_argument("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory; several are overlaid")
-    parser.add_argument("-o", "--output", type=Path, metavar="FILE.html", help="default: RUN/report.html")
+    parser = command("report", "A run's page, from what its directory holds.")
+    add = parser.add_argument
+    add("runs", nargs="+", type=Path, metavar="RUN", help="a run's directory; several are overlaid")
+    add("-o", "--output", type=Path, metavar="FILE.html", help="default: RUN/report.html")
     return parser
 
 
@@ -54,19 +56,12 @@ def main(argv: Sequence[str] | None = None) -> int:
         lines = [f"{run.name}: {format_prediction(run.summary, run.predicted)}" for run in found if run.summary]
     if options.output:
         target.write_bytes(text)
-    else:
-        _replace(target, text)
+    else:  # a directory that may be another's: a link there is not followed
+        with replacing(target) as file:
+            file.write(text)
     for line in [*lines, str(target)]:
         print(printable(line))
     return 0
-
-
-def _replace(target: Path, content: bytes) -> None:
-    """Writes a file in a directory that may be another's: a link there is not followed."""
-    with tempfile.NamedTemporaryFile(dir=target.parent, prefix=f".{target.name}.", delete=False) as file:
-        file.write(content)
-    Path(file.name).chmod(0o644)
-    Path(file.name).replace(target)
 
 
 def page(runs: Sequence[Run]) -> str:

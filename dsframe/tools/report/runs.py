@@ -13,7 +13,7 @@ from typing import Any
 from dsframe.checkpoint.store import Store
 from dsframe.errors import DataError
 from dsframe.run_dir.record import read_config, read_metrics, read_origin, read_summary
-from dsframe.text import printable
+from dsframe.text import printable, reason
 from dsframe.tools.plan import report_prediction
 
 Figure = float | str | None
@@ -86,7 +86,7 @@ def understood() -> Iterator[None]:
     try:
         yield
     except (ArithmeticError, AttributeError, LookupError, RecursionError, TypeError, ValueError) as error:
-        why = printable(" ".join(f"{type(error).__name__}: {error}".split())[:200])
+        why = printable(reason(error, 200))
         raise DataError(f"the runs' records are damaged, or dsframe has not written them: {why}") from error
 
 
