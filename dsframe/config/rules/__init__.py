@@ -12,6 +12,7 @@ from typing import Any
 from dsframe.config.read.findings import Findings
 from dsframe.config.rules import (
     checkpoints,
+    experts,
     model,
     optimizer,
     pipeline,
@@ -34,6 +35,7 @@ def check(
     zero.check(context)
     tensor.check(context)
     sequence.check(context)
+    experts.check(context)
     training.check(context)
     optimizer.check(context)
     system.check(context)

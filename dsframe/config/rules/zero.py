@@ -224,20 +224,6 @@ def _split(context: RuleContext) -> None:
             ("tensor_parallel", "preset_model"), f'"{tensor.preset_model}" is not a preset: DeepSpeed ignores it',
             f"choose one of {', '.join(_PRESETS)}",
         )  # fmt: skip
-    if not file.on("expert_parallel"):
-        return
-    experts = file.expert_parallel
-    if experts.async_split_plan and experts.autoep_size > 1 and tensor.autotp_size > 1:
-        context.conflict(
-            ("expert_parallel", "async_split_plan"),
-            "not possible with tensor parallelism: DeepSpeed raises",
-            "remove it",
-        )
-    if experts.comm_backend == "deepep" and experts.comm_max_tokens_per_rank == 0:
-        context.conflict(
-            ("expert_parallel", "comm_backend"), '"deepep" needs comm_max_tokens_per_rank: DeepSpeed raises',
-            "add micro-batch size x longest sequence",
-        )  # fmt: skip
 
 
 _PRESETS = ("llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3")
