@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 from dsframe.engines import TABLE
-from tests.contract import CHECKS
+from tests.contract import CHECKS, SAMPLES
 from tests.engines.references import CONTRACTS
 from tests.processes import run_ranks, warm
 
@@ -34,6 +34,16 @@ FP16 = {"fp16": {"enabled": True, "initial_scale_power": 8}}
 AUTOCAST = {"torch_autocast": {"enabled": True, "dtype": "bfloat16"}}
 AUTOCAST_FP16 = {"torch_autocast": {"enabled": True, "dtype": "float16"}}
 SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.01, "momentum": 0.9}}}
+_SIZES = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "num_key_value_heads": 2}
+
+
+def language(kind: str, **settings: Any) -> dict[str, Any]:
+    """A task of transformers' with the contract's number of samples."""
+    model = {"model_type": kind, **_SIZES, "intermediate_size": 48, **settings}
+    task = {"name": "causal-language-model", "model": model, "context": 16, "corpus": "synthetic", "samples": SAMPLES}
+    return {"dsframe": {"task": task}}
+
+
 CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "zero0": ("deepspeed", 2, {}),
     "zero1 bf16": ("deepspeed", 2, {"zero_optimization": {"stage": 1}, **BF16}),
@@ -47,6 +57,21 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
         {"pipeline": {"stages": 2, "activation_checkpoint_interval": 1}, "zero_optimization": {"stage": 1}, **BF16},
     ),
     "tensor zero1": ("deepspeed", 2, {"tensor_parallel": {"autotp_size": 2}, "zero_optimization": {"stage": 1}}),
+    "llama, sequences shared, zero2": (
+        "deepspeed",
+        2,
+        {"sequence_parallel_size": 2, "zero_optimization": {"stage": 2}, **language("llama")},
+    ),
+    "llama in stages": ("deepspeed", 2, {"pipeline": {"stages": 2}, **language("llama", tie_word_embeddings=True)}),
+    "mixtral, experts spread, zero1": (
+        "deepspeed",
+        2,
+        {
+            "expert_parallel": {"enabled": True, "autoep_size": 2},
+            "zero_optimization": {"stage": 1},
+            **language("mixtral", num_local_experts=4),
+        },
+    ),
     "horovod": ("horovod", 2, {}),
     "horovod bf16": ("horovod", 2, BF16),
     "horovod fp16 sgd compressed": (

@@ -12,6 +12,7 @@ import importlib
 import inspect
 import itertools
 import json
+import math
 import os
 import sys
 import tempfile
@@ -468,6 +469,69 @@ def stage_splits() -> None:
     assert auto.mp_group == "everybody's", NOT_NEEDED
 
 
+def mixture() -> Any:
+    """A small Mixtral, its experts spread over both ranks."""
+    import torch
+
+    from dsframe.tasks import _transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    settings = {
+        "model_type": "mixtral",
+        **sizes,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "output_router_logits": True,
+    }
+    torch.manual_seed(0)
+    config = _transformers.configure("AutoModelForCausalLM", settings, {"vocab_size": 32})
+    experts = {"enabled": True, "autoep_size": 2, "use_grouped_mm": False}
+    return started(_transformers.build("AutoModelForCausalLM", config, None), {"stage": 0}, expert_parallel=experts)
+
+
+def recorded_routers() -> None:
+    import torch
+
+    from dsframe.engines.deepspeed import patches
+
+    fault = ""
+    try:
+        mixture()
+    except TypeError as error:
+        fault = str(error)
+    assert "takes 2 positional arguments" in fault, NOT_NEEDED
+    with patches.recorded_routers():
+        engine = mixture()
+    logits = engine(torch.zeros(1, 8, dtype=torch.int64)).router_logits
+    assert [tuple(one.shape) for one in logits] == [(8, 4)] * 2
+
+
+def expert_norm() -> None:
+    import torch
+    from deepspeed.moe.utils import is_moe_param
+    from deepspeed.runtime.utils import clip_grad_norm_
+    from torch import distributed as dist
+
+    from dsframe.engines.deepspeed import patches
+
+    with patches.recorded_routers():
+        engine = mixture()
+    patches.keep_norm(engine)
+    tokens = torch.arange(8).view(1, 8) + 8 * dist.get_rank()
+    engine.backward(engine(tokens).logits.square().mean())
+    square = torch.zeros(2)
+    for parameter in engine.module.parameters():
+        if is_moe_param(parameter):
+            parameter.grad.mul_(100 + dist.get_rank())  # else they hardly count
+        square[int(is_moe_param(parameter))] += parameter.grad.square().sum()
+    dist.all_reduce(square)
+    right = float(square[0] / 2 + square[1]) ** 0.5
+    theirs = float(clip_grad_norm_(engine.module.parameters(), max_norm=math.inf))
+    assert abs(theirs - right) > 0.01 * right, NOT_NEEDED
+    engine.step()
+    assert abs(float(engine.get_global_grad_norm()) - right) < 1e-5 * right
+
+
 def groups() -> None:
     from deepspeed.utils import groups as module
     from torch import distributed as dist
@@ -490,7 +554,7 @@ LATER = (
     torch_warnings, norm, loss_scale, nonfinite, order, unused, hidden_step, linear, nvtx, gathers, evaluation, kept_gathered,
     pipeline_bounds,
     pipeline_ties, pipeline_recompute, pipeline_clipping, pipeline_evaluation, pipeline_sizes, stage_splits,
-    groups,
+    recorded_routers, expert_norm, groups,
 )  # fmt: skip
 """``groups`` last: it ends the process group."""
 

@@ -36,6 +36,7 @@ from dsframe.tasks.task import Sum
 
 if TYPE_CHECKING:
     from dsframe.engines.deepspeed.sequence import Slices
+    from dsframe.engines.deepspeed.state_experts import Part
     from dsframe.engines.deepspeed.state_tensor import Cut
     from dsframe.engines.deepspeed.tiling import Tiles
 
@@ -57,6 +58,8 @@ class ZeroEngine(Engine):
         self._tiles: Tiles | None = None
         self._spill: Spill | None = None
         self._slices: Slices | None = None
+        self._spreads_experts = plan.config.deepspeed.on("expert_parallel") and not plan.frozen
+        self._experts: Mapping[str, Part] = {}
         self._dtype = precision.parameter_dtype(plan.config)
         self._refuse_what_the_machine_lacks()
         if plan.config.deepspeed.log_level is None and not plan.verbose:
@@ -146,6 +149,14 @@ class ZeroEngine(Engine):
         """**Collective.** Starts DeepSpeed's engine on ``module``. Returns how its parameters are cut, by name."""
         if self.plan.frozen and self._stage < 3:
             return {}  # nothing of it is sharded
+        if self._spreads_experts:
+            from dsframe.engines.deepspeed import experts, state_experts
+
+            experts.refuse(self.plan, module)
+            with patches.recorded_routers():
+                self._start(module)
+            self._experts = state_experts.parts(module)
+            return {}
         if self.plan.batch.tensor_parallel_size == 1:
             self._start(module)
             return {}
@@ -167,11 +178,16 @@ class ZeroEngine(Engine):
         if self.plan.frozen:
             del document["optimizer"]
             document["zero_optimization"].pop("offload_optimizer", None)
+            document.pop("expert_parallel", None)  # nothing of it trains: it is whole, or in shards
         own, parameters = None, self._split()
         if self.plan.optimizer.own and not self.plan.frozen:
             del document["optimizer"]
             own = self.plan.optimizer.build
             parameters = parameters or [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if self._spreads_experts:
+            from dsframe.engines.deepspeed import experts
+
+            own, parameters = experts.prepared(own, parameters)
         self._engine, *_ = deepspeed.initialize(
             model=module, optimizer=own, model_parameters=parameters, config=document, dist_init_required=False
         )
@@ -246,6 +262,8 @@ class ZeroEngine(Engine):
             parts.append(f"tensor parallel, {self.plan.batch.tensor_parallel_size} ranks")
         if self.plan.batch.sequence_parallel_size > 1:
             parts.append(f"sequence parallel, {self.plan.batch.sequence_parallel_size} ranks")
+        if self._experts:
+            parts.append(f"expert parallel, {self.plan.config.deepspeed.expert_parallel.autoep_size} ranks")
         return ", ".join(parts)
 
     @property
@@ -375,6 +393,11 @@ class ZeroEngine(Engine):
         found = state.state(self._engine, self._model, self._updates)
         if self._tiles is not None:
             found = self._tiles.join(found)
+        if self._experts:
+            from dsframe.engines.deepspeed import experts, state_experts
+
+            size = self.plan.config.deepspeed.expert_parallel.autoep_size
+            return state_experts.whole(found, self._experts, experts.group(size))
         if not self._shares:
             return found
         from dsframe.engines.deepspeed import state_tensor
@@ -388,6 +411,10 @@ class ZeroEngine(Engine):
             from dsframe.engines.deepspeed import state_tensor
 
             saved = state_tensor.Shares(saved, state.shapes(self._model), self._shares, self._tensor_rank)
+        if self._experts:
+            from dsframe.engines.deepspeed import state_experts
+
+            saved = state_experts.Experts(saved, self._experts)
         if self._tiles is not None:
             saved = self._tiles.cut(saved)
         state.load_state(self._engine, self._model, saved, batch.accumulation_steps, batch.train_batch_size)

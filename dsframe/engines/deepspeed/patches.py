@@ -135,6 +135,16 @@ PATCHES: dict[str, Patch] = {
         "runtime/pipe/engine.py (dynamic_shape: _exec_send_activations, _exec_recv_activations, _exec_recv_grads)",
         "0.19.8",
     ),
+    "recorded_routers": Patch(
+        "AutoEP asks transformers' registry of outputs with two arguments, of which 5.23 takes one, and does not start",
+        "module_inject/auto_ep_presets/base.py (_install_instance_transformers_output_recorders)",
+        "0.19.8",
+    ),
+    "expert_norm": Patch(
+        "at stage 0 the gradients' norm is the mean of the ranks' norms, each with its own experts, instead of that of all",
+        "runtime/utils.py (clip_grad_norm_)",
+        "0.19.8",
+    ),
     "stage_splits": Patch(
         "AutoTP in a pipeline stage uses groups that know nothing of stages", "module_inject/auto_tp.py (AutoTP)"
     ),
@@ -254,9 +264,29 @@ def keep_norm(engine: Any) -> None:
     limit = engine.gradient_clipping() or math.inf  # of which nothing is clipped, and every gradient times 1.0
 
     def clip() -> None:
-        engine._global_grad_norm = clip_grad_norm_(engine.module.parameters(), max_norm=limit, mpu=engine.mpu)
+        if engine.has_moe_layers:
+            engine._global_grad_norm = _clip_with_experts(engine, limit)
+        else:
+            engine._global_grad_norm = clip_grad_norm_(engine.module.parameters(), max_norm=limit, mpu=engine.mpu)
 
     engine.gradient_clipping, engine.clip_fp32_gradients = lambda: limit, clip
+
+
+def _clip_with_experts(engine: Any, limit: float) -> Tensor | None:
+    """ "expert_norm". **Collective.** Of what is the same on all ranks once, and of each expert once."""
+    _upstream("expert_norm", "moe.utils", "is_moe_param")
+    of_all, of_experts = list[Tensor](), list[Tensor]()
+    for parameter in engine.module.parameters():
+        if parameter.grad is not None:
+            (of_all if getattr(parameter, "allreduce", True) else of_experts).append(parameter.grad)
+    (group,) = engine.expert_parallel_group.values()
+
+    def norm(_: list[Tensor]) -> Tensor:
+        spread = precision.total_norm(of_experts).square()
+        dist.all_reduce(spread, group=group)
+        return (precision.total_norm(of_all).square() + spread).sqrt()
+
+    return precision.clip([*of_all, *of_experts], 0.0 if math.isinf(limit) else limit, 1.0, norm, always=True)
 
 
 def scale_until_updated(optimizer: Any) -> None:
@@ -290,6 +320,8 @@ def look_before_each_step(engine: Any) -> None:
         if engine.mpu is not None and norm is not None:
             # Ranks that split one model have other gradients, and one answer.
             dist.all_reduce(norm, group=engine.mpu.get_model_parallel_group())
+        if engine.has_moe_layers and norm is not None:
+            dist.all_reduce(norm)  # ranks have other experts, and one answer
         optimizer.overflow = not precision.finite(norm)
         return None if optimizer.overflow else update(*arguments, **keywords)
 
@@ -395,6 +427,37 @@ def undo_hidden_step(engine: Any) -> None:
         torch._foreach_copy_(list(masters), list(group))
     if hasattr(optimizer, "fp32_groups") or hasattr(optimizer, "fp32_groups_flat"):
         engine.basic_optimizer.state.clear()
+
+
+# Experts.
+
+
+@contextlib.contextmanager
+def recorded_routers() -> Iterator[None]:
+    """ "recorded_routers": while AutoEP puts its layers into a model, which then records the new routers' outputs."""
+    name = "_install_instance_transformers_output_recorders"
+    _upstream("recorded_routers", "module_inject.auto_ep_presets.base", name)
+    with mock.patch(f"deepspeed.module_inject.auto_ep_presets.base.{name}", _record_again):
+        yield
+
+
+def _record_again(
+    model: nn.Module, entries: dict[str, Any], output_capturing: Any, remove_hooks: Callable[[nn.Module], int]
+) -> bool:
+    registry = output_capturing._CAN_RECORD_REGISTRY
+    before = dict(registry)
+    remove_hooks(model)
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "_output_capturing_hooks_installed"):
+            module._output_capturing_hooks_installed = False
+    try:
+        registry.update(entries)
+        output_capturing.maybe_install_capturing_hooks(model)
+    finally:
+        registry.clear()
+        registry.update(before)
+    return True
 
 
 # ZeRO-3. DeepSpeed 0.19.8 takes a fifth longer than DDP for a GPT of 4.8 million parameters on two CPU ranks. Measured there:
