@@ -4,7 +4,7 @@ SHELL := bash
 export PATH := $(CURDIR)/launch/bin:$(CURDIR)/.venv/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 .DEFAULT_GOAL := help
-.PHONY: help setup train test test-all mpi launchers portability kill-test attack gpu-check lint format equivalence footprint bench bench-quick predictions startup soak docs site clean
+.PHONY: help setup train test test-all mpi launchers portability kill-test attack gpu-check versions lint format equivalence footprint bench bench-quick predictions startup soak docs site clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -55,6 +55,9 @@ attack: setup ## attacks trainings, disks, clocks, ports and files for half an h
 
 gpu-check: setup ## every engine and launcher on this machine's GPUs in short trainings: a table, a verdict, a file (10 minutes)
 	dsframe doctor --train
+
+versions: setup ## the Pythons and versions of torch that are declared: tests, trainings, the table of docs/support.md (15 minutes)
+	python -m tests.versions
 
 lint: setup ## format, style and types
 	ruff format --check .

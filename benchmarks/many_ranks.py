@@ -7,6 +7,8 @@ Processes are forked from one that has imported torch, so that 64 of them fit; t
 an upper bound, and what a rank sends and asks of the store says how it grows. Milliseconds by the clock of the slowest rank;
 "asks" are requests of dsframe's to the rendezvous' store, of rank 0 and of any other; "bytes" are those that a rank's all-reduces
 hold (a ring sends them about twice). Gloo's own requests, when it connects all pairs, are not counted.
+
+The second table is of a whole training: two steps of ten parameters, a checkpoint, the end.
 """
 
 from __future__ import annotations
@@ -26,10 +28,19 @@ from typing import Any
 import torch
 import torch.distributed as dist
 
+from benchmarks.overhead import document
+from dsframe import run, train
+from dsframe.checkpoint.saver import Saver
 from dsframe.cluster import exchange, process_group
 from dsframe.cluster.rendezvous import free_port
 from dsframe.cluster.world import World
+from dsframe.engines import ddp
+from dsframe.guard.watchdog import Watchdog
+from dsframe.trainer import Trainer
 
+IMPORTED = (run, ddp)
+"""Before ranks are forked: what they wait for is each other, not 64 imports on two cores."""
+RUN = ("watchdog", "two steps", "save", "settle", "run")
 PHASES = ("meet and connect", "same facts", "no failures", "different texts", "agree to stop", "leave")
 FACTS = {f"version of package {number}": "1.2.3" for number in range(30)}
 """About what ``job`` compares at the start: a kilobyte."""
@@ -83,11 +94,49 @@ def rank_of(world: World, port: int, folder: Path) -> None:
     (folder / f"{world.rank}.json").write_text(json.dumps(found))
 
 
-def measure(size: int) -> dict[str, tuple[float, int, int, int]]:
+def training_of(world: World, port: int, folder: Path) -> None:
+    """One rank of a training; writes what :func:`rank_of` does."""
+    os.environ.update(
+        RANK=str(world.rank), WORLD_SIZE=str(world.size), LOCAL_RANK=str(world.rank), LOCAL_WORLD_SIZE=str(world.size),
+        GROUP_RANK="0", MASTER_ADDR="127.0.0.1", MASTER_PORT=str(port), TORCHELASTIC_RUN_ID="many-ranks",
+    )  # fmt: skip
+    torch.set_num_threads(1)
+    process_group.PrefixStore = CountedStore  # type: ignore[misc]
+    found: dict[str, tuple[float, int, int]] = {}
+    total = process_group.sum_over_ranks
+
+    def counted(values: torch.Tensor) -> torch.Tensor:
+        summed["all"] += values.nbytes
+        return total(values)
+
+    process_group.sum_over_ranks = counted
+
+    def timed(name: str, work: Callable[..., Any]) -> Callable[..., Any]:
+        def call(*arguments: Any, **options: Any) -> Any:
+            before, sent, began = sum(asked.values()), summed["all"], time.perf_counter()
+            result = work(*arguments, **options)
+            seconds, requests, size = found.get(name, (0.0, 0, 0))
+            seconds += time.perf_counter() - began
+            found[name] = (seconds, requests + sum(asked.values()) - before, size + summed["all"] - sent)
+            return result
+
+        return call
+
+    parts = ((Watchdog, "__init__"), (Trainer, "_train_step"), (Saver, "save"), (Saver, "settle"))
+    for name, (owner, method) in zip(RUN, parts, strict=False):
+        setattr(owner, method, timed(name, getattr(owner, method)))
+    arguments = ["--config", str(folder / "file.json"), "--run-dir", str(folder / "run"), "--quiet"]
+    timed("run", train.main)(None, arguments)
+    (folder / f"{world.rank}.json").write_text(json.dumps(found))
+
+
+def measure(size: int, work: Callable[[World, int, Path], None] = rank_of) -> dict[str, tuple[float, int, int, int]]:
     """Of ``size`` ranks, by phase: seconds of the slowest, requests of rank 0 and of the busiest other, bytes of a rank."""
     port = free_port()
     with TemporaryDirectory() as name:
         folder, children = Path(name), []
+        section = {"task": {"name": "benchmarks.overhead:ManyTask"}, "engine": "ddp", "steps": 2}
+        (folder / "file.json").write_text(json.dumps(document(size) | {"dsframe": section}))
         for rank in range(size):
             world = World(
                 rank=rank, size=size, local_rank=rank, local_size=size, launcher="torchrun",
@@ -97,7 +146,7 @@ def measure(size: int) -> dict[str, tuple[float, int, int, int]]:
             if child == 0:
                 code = 1
                 try:
-                    rank_of(world, port, folder)
+                    work(world, port, folder)
                     code = 0
                 finally:
                     os._exit(code)
@@ -113,7 +162,7 @@ def measure(size: int) -> dict[str, tuple[float, int, int, int]]:
             max(one[phase][1] for one in told[1:]),
             max(one[phase][2] for one in told),
         )
-        for phase in PHASES
+        for phase in told[0]
     }
 
 
@@ -123,12 +172,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser.add_argument("--ranks", default="2,8,16,32,64")
     sizes = [int(size) for size in parser.parse_args(argv).ranks.split(",")]
     found = {size: measure(size) for size in sizes}
-    print(f"{'ms; asks of rank 0, of others; bytes':<38}" + "".join(f"{size:>26}" for size in sizes))
-    for phase in PHASES:
-        cells = (found[size][phase] for size in sizes)
-        print(f"{phase:<38}" + "".join(f"{cell[0] * 1e3:>10.1f}; {cell[1]}, {cell[2]}; {cell[3]:<8}" for cell in cells))
+    trained = {size: measure(size, training_of) for size in sizes}
+    for title, of, phases in (("", found, PHASES), ("of a training: ", trained, RUN)):
+        print(f"{title + 'ms; asks of rank 0, of others; bytes':<52}" + "".join(f"{size:>26}" for size in sizes))
+        for phase in phases:
+            cells = (of[size][phase] for size in sizes)
+            row = "".join(f"{cell[0] * 1e3:>10.1f}; {cell[1]}, {cell[2]}; {cell[3]:<8}" for cell in cells)
+            print(f"{phase:<52}{row}")
     least, most = found[min(sizes)], found[max(sizes)]
     grown = [phase for phase in ("same facts", "no failures", "agree to stop") if most[phase][3] > least[phase][3]]
+    few, many = trained[min(sizes)], trained[max(sizes)]
+    grown += [name for name in ("save", "settle") if many[name][3] > few[name][3] or many[name][2] > few[name][2]]
     grown += ["meet and connect"] * (most["meet and connect"][2] > least["meet and connect"][2])
     print(f"constant for each rank: {'no: ' + ', '.join(grown) if grown else 'yes'}")
     return int(bool(grown) or not dist.is_available())

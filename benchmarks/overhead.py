@@ -76,7 +76,7 @@ def engine_of(name: str, task: dsframe.Task, document: dict[str, Any]) -> tuple[
     here = world.here()
     replicas = not name.startswith("zero")
     if not replicas:
-        document = {**document, "zero_optimization": {"stage": int(name[-1])}}
+        document = {"zero_optimization": {"stage": int(name[-1])}, **document}
     config = load(document).resolve(Facts(here.size, 1000, None, replicas=replicas))
     batch, rate = config.batch(here.size, replicas=replicas), schedules.constant(1e-3)
     plan = Plan(config, here, task, optimizers.read(config), rate, batch, process_group.device_of(here))

@@ -169,6 +169,10 @@ class Engine(ABC):
         those that share sequences, each has its slice's: sums over all ranks count every sample once.
         """
 
+    def evaluating(self, batches: int) -> AbstractContextManager[None]:
+        """**Collective.** Around so many calls of :meth:`eval_step`: what ranks gather may stay from one batch to the next."""
+        return nullcontext()
+
     @abstractmethod
     def buffers(self) -> Mapping[str, Tensor]:
         """The persistent buffers that this rank holds, by name, BatchNorm's statistics among them: the tensors themselves."""

@@ -218,7 +218,7 @@ def _write_own(job: Job, engine: Engine, watchdog: Watchdog, path: Path) -> int:
         kept = task.metric_objects
         task.metrics, task.metric_objects = take, {}  # type: ignore[method-assign]  # engines hand it what counts
         try:
-            Evaluation(engine, loader, watchdog.beat, job.say).over(noted())
+            Evaluation(engine, loader, watchdog.beat, job.say).over(noted(), len(loader))
         finally:
             del task.metrics
             task.metric_objects = kept

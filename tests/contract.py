@@ -9,18 +9,21 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Iterator
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor, nn
 
-from dsframe import engines
+from dsframe import engines, tasks
 from dsframe.cluster import world
 from dsframe.cluster.process_group import device_of
-from dsframe.config import Facts, load
+from dsframe.config import Config, Facts, load
 from dsframe.data import EvaluationLoader, TensorSource
 from dsframe.engine import Engine, Plan, StepResult
+from dsframe.engines import evaluating
 from dsframe.model import optimizers, schedules
 from dsframe.model.evaluation import Evaluation
+from dsframe.observe.communication import Communication, Traffic
 from dsframe.tasks import Sum, Task
 from dsframe.tasks.task import accuracy
 from dsframe.train import leave_at_once
@@ -73,9 +76,22 @@ class Blobs(Task):
         return TensorSource(torch.randn(SAMPLES, 2, generator=draw) + targets[:, None].float(), targets)
 
 
-def micro_batches(engine: Engine, step: int) -> Iterator[tuple[Tensor, Tensor]]:
+def sentences(config: Config) -> Task:
+    """The file's own language model, as small as it is; of ranks that share sequences each counts its slice of the rows."""
+    task: Any = tasks.build(config.settings.task, config.settings.seed)
+
+    def metrics(outputs: Any, targets: Tensor) -> dict[str, Sum]:
+        rows = targets.numel() / config.settings.task.context  # type: ignore[union-attr]
+        loss = task.loss(outputs, targets)
+        return {"loss": Sum(loss * rows, rows), "rows": Sum(rows, 1), "seen": Sum(targets.double().sum(), 1)}
+
+    task.metrics = metrics
+    return task  # type: ignore[no-any-return]
+
+
+def micro_batches(engine: Engine, step: int) -> Iterator[tuple[Any, Any]]:
     """This rank's share of a global batch that is the same whatever the number of ranks."""
-    plan, source = engine.plan, Blobs().train_data()
+    plan, source = engine.plan, engine.plan.task.train_data()
     batch = plan.batch
     for micro in range(batch.accumulation_steps):
         first = step * batch.train_batch_size + (micro * engine.data_size + engine.data_rank) * batch.micro_batch_size
@@ -103,7 +119,7 @@ def check_it_takes_exactly_its_micro_batches(engine: Engine) -> None:
     """An engine that read one more would train on the next step's samples."""
     taken = 0
 
-    def counted() -> Iterator[tuple[Tensor, Tensor]]:
+    def counted() -> Iterator[tuple[Any, Any]]:
         nonlocal taken
         for batch in micro_batches(engine, 0):
             taken += 1
@@ -124,7 +140,7 @@ def check_sums_run_over_all_ranks(engine: Engine) -> None:
 
 def check_evaluation_counts_every_sample_once(engine: Engine) -> None:
     """Also the last, incomplete batch, and also where this rank has none of it."""
-    source = Blobs().train_data()
+    source = engine.plan.task.train_data()
     sums = torch.zeros(2, dtype=torch.float64)
     loader = EvaluationLoader(source, seed=0, micro_batch_size=8, rank=engine.data_rank, ranks=engine.data_size)
     for batch, valid in loader:
@@ -154,7 +170,7 @@ def check_evaluation_leaves_no_trace(engine: Engine) -> None:
 
 def check_evaluation_is_of_one_model(engine: Engine) -> None:
     """Whatever ranks have made of their buffers, and each has its own again afterwards."""
-    source = Blobs().train_data()
+    source = engine.plan.task.train_data()
     loader = EvaluationLoader(source, seed=0, micro_batch_size=8, rank=engine.data_rank, ranks=engine.data_size)
     said: list[str] = []
     evaluation = Evaluation(engine, loader, lambda: None, said.append)
@@ -171,6 +187,22 @@ def check_evaluation_is_of_one_model(engine: Engine) -> None:
         buffer -= engine.plan.world.rank
 
 
+def check_weights_that_stay_gathered_change_nothing(engine: Engine) -> None:
+    """An evaluation of several batches, and the step after it, is the same whether weights are gathered once or once a batch."""
+    source = Blobs().train_data()
+    loader = EvaluationLoader(source, seed=0, micro_batch_size=2, rank=engine.data_rank, ranks=engine.data_size)
+    evaluation = Evaluation(engine, loader, lambda: None, lambda line: None)
+    with Communication() as once:
+        found = evaluation.run()
+    with mock.patch.object(evaluating, "available_bytes", return_value=0), Communication() as each_time:
+        assert evaluation.run() == found
+    loss = engine.train_step(micro_batches(engine, 6)).loss
+    if engine.plan.world.is_main:
+        kept, anew = (sent.by_kind.get("all-gather", Traffic()).payload_bytes for sent in (once, each_time))
+        print(f"gathered in an evaluation: {kept} bytes, {anew} where nothing stays")
+    assert torch.isfinite(loss)
+
+
 CHECKS: tuple[Callable[[Engine], None], ...] = (
     check_a_step_is_an_update,
     check_it_takes_exactly_its_micro_batches,
@@ -178,13 +210,15 @@ CHECKS: tuple[Callable[[Engine], None], ...] = (
     check_evaluation_counts_every_sample_once,
     check_evaluation_leaves_no_trace,
     check_evaluation_is_of_one_model,
+    check_weights_that_stay_gathered_change_nothing,
 )
 
 
 def make(file: dict[str, Any] | str, name: str) -> Engine:
-    """**Collective.** An engine of this name on Blobs."""
+    """**Collective.** An engine of this name on Blobs, or on the file's own language model."""
     config, here = load(file), world.here()
-    task, optimizer = Blobs(), optimizers.read(config)
+    own = "task" in config.settings.model_fields_set
+    task, optimizer = sentences(config) if own else Blobs(), optimizers.read(config)
     schedule = schedules.constant(optimizer.learning_rate)
     config = config.resolve(Facts(here.size, replicas=engines.TABLE[name].replicas))
     plan = Plan(config, here, task, optimizer, schedule, config.batch(here.size), device_of(here))

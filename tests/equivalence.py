@@ -111,6 +111,7 @@ _ALL = ("cnn", "gpt", "llama", *SEVERAL_MODELS)
 _OWN = ("cnn", "gpt", *SEVERAL_MODELS)
 _CPU, _NVME = {"device": "cpu"}, {"device": "nvme", "nvme_path": tempfile.gettempdir()}
 _TENSOR = {"tensor_parallel": {"autotp_size": 2}}
+_EXPERTS = {"expert_parallel": {"enabled": True, "autoep_size": 2}}
 _HYBRID = {"sharding": "hybrid", "shard_size": 2, "offload": "cpu"}
 
 _ALONE = {"stage3_prefetch_bucket_size": 0, "stage3_max_live_parameters": 1, "stage3_max_reuse_distance": 0}
@@ -170,6 +171,12 @@ CASES: dict[str, Case] = {
     "horovod bf16": Case("horovod", _BF16, horovodrun, tasks=("gpt",)),
     "ddp bf16": Case("ddp", _BF16, tasks=("gpt",)),
     "fsdp bf16": Case("fsdp", _BF16, tasks=("gpt",)),
+    **{
+        f"experts zero{stage}": Case(
+            "deepspeed", {**_EXPERTS, **zero(stage)}, deepspeed, tasks=("mixtral",), in_suite=False
+        )
+        for stage in range(4)
+    },
     "sequence zero1": Case("deepspeed", {"sequence_parallel_size": 2, **zero(1)}, deepspeed, tasks=("gpt", "llama")),
     "sequence zero3 in chunks": Case(
         "deepspeed",

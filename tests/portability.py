@@ -10,11 +10,13 @@ training loss of one step. 0 is equality to the last bit, and what the diagonal 
 from __future__ import annotations
 
 import argparse
+import json
 import sys
 import tempfile
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 from dsframe.run_dir.record import read_metrics
 from tests.processes import Finished, Running, python, run_ranks, torchrun, warm
@@ -29,6 +31,8 @@ class Setup:
     engine: str
     processes: int
     overrides: tuple[str, ...] = field(default=())
+    model: str = "gpt"
+    """One of MODELS: a checkpoint goes on under setups of its own model."""
 
 
 _OFFLOAD = ("zero_optimization.offload_optimizer.device=cpu", "zero_optimization.offload_param.device=cpu")
@@ -40,6 +44,9 @@ _NVME = tuple(
     for what in ("optimizer", "param")
     for setting in ("device=nvme", f"nvme_path={tempfile.gettempdir()}")
 )
+
+_SEQUENCE = "sequence_parallel_size=2"
+_EXPERTS = ("expert_parallel.enabled=true", "expert_parallel.autoep_size=2")
 
 SETUPS: dict[str, Setup] = {
     "single@1": Setup("single", 1),
@@ -68,15 +75,49 @@ SETUPS: dict[str, Setup] = {
     ),
     "pipeline@2": Setup("deepspeed", 2, ("zero_optimization.stage=0", "pipeline.stages=2")),
     "pipeline+zero1@4": Setup("deepspeed", 4, ("zero_optimization.stage=1", "pipeline.stages=2")),
+    "sequence+zero1@2": Setup("deepspeed", 2, (_SEQUENCE, "zero_optimization.stage=1")),
+    "llama single@1": Setup("single", 1, model="llama"),
+    "llama ddp@3": Setup("ddp", 3, model="llama"),
+    "llama zero3@2": Setup("deepspeed", 2, ("zero_optimization.stage=3",), "llama"),
+    "llama sequence+zero1@2": Setup("deepspeed", 2, (_SEQUENCE, "zero_optimization.stage=1"), "llama"),
+    "llama sequence+zero3@4": Setup("deepspeed", 4, (_SEQUENCE, "zero_optimization.stage=3"), "llama"),
+    "llama pipeline@2": Setup("deepspeed", 2, ("zero_optimization.stage=0", "pipeline.stages=2"), "llama"),
+    "mixtral single@1": Setup("single", 1, model="mixtral"),
+    "mixtral ddp@3": Setup("ddp", 3, model="mixtral"),
+    "mixtral fsdp@2": Setup("fsdp", 2, model="mixtral"),
+    "mixtral zero3@2": Setup("deepspeed", 2, ("zero_optimization.stage=3",), "mixtral"),
+    "mixtral experts+zero0@2": Setup("deepspeed", 2, (*_EXPERTS, "zero_optimization.stage=0"), "mixtral"),
+    "mixtral experts+zero2@4": Setup("deepspeed", 4, (*_EXPERTS, "zero_optimization.stage=2"), "mixtral"),
+    "mixtral experts+zero3@2": Setup("deepspeed", 2, (*_EXPERTS, "zero_optimization.stage=3"), "mixtral"),
 }
 
-CONFIG = """{
+_LLAMA = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "num_key_value_heads": 2,
+}
+_MIXTRAL = {**_LLAMA, "num_local_experts": 4, "output_router_logits": True, "router_aux_loss_coef": 0.1}
+_TEXT = {"context": 32, "corpus": "synthetic", "samples": 300}
+MODELS: dict[str, dict[str, Any]] = {
+    "gpt": {"name": "language", "layers": 2, "width": 64, "context": 64, "corpus": "synthetic", "samples": 300},
+    "llama": {
+        "name": "causal-language-model",
+        "model": {"model_type": "llama", **_LLAMA, "tie_word_embeddings": True},
+        **_TEXT,
+    },
+    "mixtral": {"name": "causal-language-model", "model": {"model_type": "mixtral", **_MIXTRAL}, **_TEXT},
+}
+"""The tasks."""
+
+_FILE = """{
   "train_batch_size": 12,
   "gradient_clipping": 1.0,
   "optimizer": {"type": "AdamW", "params": {"lr": 0.002, "weight_decay": 0.01}},
   "scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 8, "total_num_steps": "auto", "warmup_max_lr": 0.002}},
   "dsframe": {
-    "task": {"name": "language", "layers": 2, "width": 64, "context": 64, "corpus": "synthetic", "samples": 300},
+    "task": TASK,
     "checkpoints": {"keep_last": 9},
     "eval_micro_batch_size": 200,
     "log_every_steps": 1,
@@ -84,6 +125,10 @@ CONFIG = """{
   }
 }
 """
+
+
+CONFIG = _FILE.replace("TASK", json.dumps(MODELS["gpt"]))
+"""The file of the first model."""
 
 
 def train(
@@ -100,8 +145,8 @@ def train(
     ``limit_kilobytes``: no file of the run may grow larger.
     """
     run_dir.parent.mkdir(exist_ok=True)
-    config = run_dir.parent / "portable.json"
-    config.write_text(CONFIG)
+    config = run_dir.parent / f"portable-{setup.model}.json"
+    config.write_text(_FILE.replace("TASK", json.dumps(MODELS[setup.model])))
     own = ["-m", "dsframe.train", "--config", str(config), "--run-dir", str(run_dir), "--engine", setup.engine]
     for override in (f"dsframe.steps={steps}", *setup.overrides):
         own += ["--set", override]
@@ -150,19 +195,26 @@ def difference(saved: str, name: str, folder: Path) -> float:
     return max(abs(whole[step] - rest[step]) for step in expected)
 
 
+def matrix(names: Sequence[str], folder: Path) -> None:
+    """Prints the cells of setups of one model."""
+    width = max(map(len, names)) + 1
+    print(" " * width + "".join(f"{name:>{width}}" for name in names), flush=True)
+    for saved in names:
+        print(f"{saved:<{width}}", end="", flush=True)
+        for name in names:
+            print(f"{difference(saved, name, folder):>{width}.1e}", end="", flush=True)
+        print(flush=True)
+
+
 def main(argv: Sequence[str] | None = None) -> int:
-    """Prints the matrix."""
+    """Prints a matrix for each model."""
     parser = argparse.ArgumentParser(prog="tests.portability", description=__doc__.splitlines()[0])
     parser.add_argument("--of", default=",".join(SETUPS), help="these setups, separated by commas")
     names = parser.parse_args(argv).of.split(",")
-    width = max(map(len, names)) + 1
-    print(" " * width + "".join(f"{name:>{width}}" for name in names), flush=True)
     with tempfile.TemporaryDirectory() as folder:
-        for saved in names:
-            print(f"{saved:<{width}}", end="", flush=True)
-            for name in names:
-                print(f"{difference(saved, name, Path(folder)):>{width}.1e}", end="", flush=True)
-            print(flush=True)
+        for model in MODELS:
+            if own := [name for name in names if SETUPS[name].model == model]:
+                matrix(own, Path(folder))
     return 0
 
 

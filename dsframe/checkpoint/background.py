@@ -30,16 +30,18 @@ class Writing:
         folder: Path,
         rank: int,
         ranks: int,
+        random: dict[str, Any],
         commit: Callable[[list[dict[str, Any]]], None] | None,
         sign_of_life: Callable[[], None],
     ) -> None:
-        """Starts. ``commit``: called on rank 0 (None on others) with every rank's files; may raise OSError."""
+        """Starts. ``random``: this rank's generators, as plain JSON values. ``commit``: called on rank 0 (None on others) with
+        every rank's ``random`` and ``files``, which it reads from files: no other rank needs them; may raise OSError."""
         self.failure = ""
         """The error of this rank, or ""; to be read when :meth:`wait` has returned."""
         self.outcome = ""
         """The error on rank 0 because of which there is no checkpoint; to be read when :meth:`finish` has returned."""
         self._writer, self._folder, self._rank, self._ranks = writer, folder, rank, ranks
-        self._commit, self._sign_of_life = commit, sign_of_life
+        self._random, self._commit, self._sign_of_life = random, commit, sign_of_life
         self._written, self._hopeless = threading.Event(), threading.Event()
         self._thread = threading.Thread(target=self._work, name="dsframe-save", daemon=True)
         self._thread.start()
@@ -64,7 +66,8 @@ class Writing:
             failure = catch_io_error(lambda: self._writer.flush(self._sign_of_life))
         except Exception as error:  # nobody else would hear of it
             failure = repr(error)
-        word = {"failure": failure, "files": {name: asdict(entry) for name, entry in self._writer.files.items()}}
+        files = {name: asdict(entry) for name, entry in self._writer.files.items()}
+        word = {"failure": failure, "random": self._random, "files": files}
         left = catch_io_error(lambda: self._leave(json.dumps(word)))  # a failure's too: rank 0's thread waits for it
         self.failure = failure or left
         self._written.set()
@@ -96,7 +99,7 @@ class Writing:
             word: dict[str, Any] = json.loads(text) if text else {"failure": "there is no room for its word"}
             if word["failure"]:
                 return f"rank {rank}: {word['failure']}"
-            words.append(word["files"])
+            words.append(word)
             self._sign_of_life()
 
         def settle() -> None:

@@ -28,7 +28,7 @@ from dsframe.checkpoint.state import ShardedParameters
 from dsframe.checkpoint.store import Retention, Store
 from dsframe.checkpoint.transfer import ShardWriter
 from dsframe.cluster import process_group
-from dsframe.cluster.exchange import all_gather_text, failures
+from dsframe.cluster.exchange import all_gather_text, failures, same
 from dsframe.config.resolve import epochs
 from dsframe.errors import CheckpointError
 
@@ -114,18 +114,16 @@ class Saver:
         state = engine.state()
         folder = self._store.partial(step)
         writer, failure = self._write(state, folder)
-        random = json.dumps(generators.capture(engine.plan.device))
-        report = {"failure": failure, "random": random}
-        reports = [json.loads(text) for text in all_gather_text(engine, json.dumps(report))]
-        self._check(step, *(report["failure"] for report in reports), shared=True)
+        random = generators.capture(engine.plan.device)
+        self._check(step, failure)
         manifest = self._manifest(state, step, loss, evaluation) | {"parameters": writer.parameters}
         if any("pieces" in entry for entry in writer.parameters.values()):
             manifest["format"] = store.SHARDED_FORMAT
-        kept_random = [json.loads(report["random"]) for report in reports]
 
-        def commit(files: Sequence[Mapping[str, Any]]) -> None:
-            own = store.write(folder / portable.RNG, json.dumps(kept_random).encode())
-            every = {name: entry for of_rank in files for name, entry in of_rank.items()} | {portable.RNG: asdict(own)}
+        def commit(words: Sequence[Mapping[str, Any]]) -> None:
+            own = store.write(folder / portable.RNG, json.dumps([word["random"] for word in words]).encode())
+            every = {name: entry for word in words for name, entry in word["files"].items()}
+            every[portable.RNG] = asdict(own)
             self._store.commit(step, {**manifest, "files": every})
             size = sum(entry["bytes"] for entry in every.values())
             how = " in the background" if self.asynchronous else ""
@@ -133,7 +131,7 @@ class Saver:
             self._say(f"saved {self._store.path(step)}: {size / 1e6:,.1f} MB in {seconds:.2f} s{how}{removed}")
 
         own = commit if world.is_main else None
-        self._writing = step, Writing(writer, folder, world.rank, world.size, own, self.sign_of_life)
+        self._writing = step, Writing(writer, folder, world.rank, world.size, random, own, self.sign_of_life)
         self.saved_step = step
         stall = time.perf_counter() - began
         if self.asynchronous:
@@ -245,10 +243,12 @@ class Saver:
 
     def _buffers_file(self, state: EngineState) -> str | None:
         """**Collective.** Rank 0 writes its buffers, and every rank that has others writes those too."""
-        digests = all_gather_text(self._engine, portable.digest_of(state.buffers))
-        rank = self._engine.plan.world.rank
+        digest, rank = portable.digest_of(state.buffers), self._engine.plan.world.rank
+        digests = [] if same(self._engine, digest) else all_gather_text(self._engine, digest)
         if rank == 0:
             return portable.BUFFERS
+        if not digests:
+            return None
         return portable.buffers_name(rank) if digests[rank] != digests[0] else None
 
     def _look_for_metric(self, evaluation: Mapping[str, float]) -> None:
@@ -267,13 +267,9 @@ class Saver:
             return f"; an old checkpoint cannot be removed: {error}"
         return f"; removed {', '.join(str(step) for step in removed)}" if removed else ""
 
-    def _check(self, step: int, *own: str, shared: bool = False) -> None:
-        """**Collective** unless ``shared``. Raises CheckpointError on every rank where any rank failed."""
-        engine = self._engine
-        wrong = (
-            [f"rank {rank}: {text}" for rank, text in enumerate(own) if text] if shared else failures(engine, own[0])
-        )
-        if wrong:
+    def _check(self, step: int, own: str) -> None:
+        """**Collective.** Raises CheckpointError on every rank where any rank failed. ``own``: what went wrong here, or ""."""
+        if wrong := failures(self._engine, own):
             self._give_up(step, wrong)
 
     def _give_up(self, step: int, wrong: Sequence[str]) -> NoReturn:

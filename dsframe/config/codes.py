@@ -204,13 +204,6 @@ CODES: Mapping[str, Code] = {
         '{"train_batch_size": 8}',
         "check FILE --set nonsense",
     ),
-    "plan": Code(
-        "`dsframe plan` has no formula for something that the file switches on.",
-        "A number without a formula would be a guess.",
-        "Train a few steps and measure, or remove the key for the plan.",
-        '{"train_batch_size": 8, "sequence_parallel_size": 2, "dsframe": {"task": {"name": "language"}}}',
-        "plan --config FILE -np 2 --hardware a100",
-    ),
     "portability": Code(
         "The file works here and fails elsewhere, for example with plain DeepSpeed or on GPUs.",
         "dsframe runs it; the message says who does not.",

@@ -146,7 +146,8 @@ def _parallel(file: DeepSpeed) -> Iterator[Found]:
         count = file.sequence_parallel_size
         yield "sequence_parallel", ("sequence_parallel_size",), f"sequence parallelism over {count} ranks"
     if file.on("expert_parallel"):
-        yield "expert_parallel", ("expert_parallel",), "expert parallelism"
+        count = file.expert_parallel.autoep_size
+        yield "expert_parallel", ("expert_parallel",), f"expert parallelism over {count} ranks"
     if file.on("hybrid_engine"):
         yield "hybrid_engine", ("hybrid_engine",), "the hybrid engine"
     if file.has("compile") and file.compile.deepcompile:

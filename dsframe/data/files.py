@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import gzip
+import hashlib
 import io
+import math
 import os
 import pickle
 import tempfile
 import zlib
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import IO, Any
 
@@ -62,22 +64,63 @@ def replacing(path: Path) -> Iterator[IO[bytes]]:
             raise
 
 
+def cached(folder: Path, name: str, files: Sequence[Path], size: int, write: Callable[[IO[bytes]], None]) -> Path:
+    """A file of ``size`` bytes in ``folder`` that ``write`` has made of ``files``, made again where one of them has changed.
+
+    Raises DataError where it cannot be written. Several processes may do so at once.
+    """
+    facts = [(str(file), status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]]
+    key = hashlib.sha256(repr((facts, size)).encode()).hexdigest()[:16]
+    path = folder / f"{name}-{key}.bytes"
+    if not (path.is_file() and path.stat().st_size == size):
+        with writing(path), replacing(path) as out:
+            write(out)
+    return path
+
+
+def mapped(path: Path, size: int, offset: int = 0) -> Tensor:
+    """``size`` bytes of the file, uint8 ``[size]``, memory mapped: the processes of a host share one copy of them.
+
+    Raises DataError.
+    """
+    if size == 0:
+        raise DataError(f"{path}: empty")
+    try:
+        # Copy-on-write, because torch warns of arrays that cannot be written to.
+        return torch.from_numpy(np.memmap(path, np.uint8, mode="c", shape=(size,), offset=offset))
+    except (OSError, ValueError) as error:
+        raise DataError(f"{path}: cannot be read ({error})") from error
+
+
 def read_idx(path: Path) -> Tensor:
-    """An array of bytes in the idx format of MNIST (magic number, the sizes, all big endian, then the data)."""
-    content = read_bytes(path)
+    """An array of bytes in the idx format of MNIST (magic number, the sizes, all big endian, then the data).
+
+    Memory mapped, where the file is not compressed.
+    """
+    content = read_bytes(path) if path.suffix == ".gz" else _first_bytes(path)
     if len(content) < 4 or content[:3] != b"\0\0\x08":
         raise DataError(f"{path}: not an idx file of bytes (it starts with {content[:4].hex(' ') or 'nothing'})")
     dimensions = content[3]
     header = 4 + 4 * dimensions
     shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, header, 4)]
-    expected = header + int(np.prod(shape, dtype=np.int64))
-    if len(content) != expected:
+    size = math.prod(shape)
+    found = len(content) if path.suffix == ".gz" else path.stat().st_size
+    if found != header + size:
         raise DataError(
-            f"{path}: truncated or damaged: its header says {' x '.join(map(str, shape))}, {expected:,} bytes, "
-            f"but it has {len(content):,}; delete it and fetch it again"
+            f"{path}: truncated or damaged: its header says {' x '.join(map(str, shape))}, {header + size:,} bytes, "
+            f"but it has {found:,}; delete it and fetch it again"
         )
-    # The copy makes the array writable, which torch asks for.
-    return torch.from_numpy(np.frombuffer(content, np.uint8, offset=header).reshape(shape).copy())
+    if path.suffix == ".gz":  # the copy makes the array writable, which torch asks for
+        return torch.from_numpy(np.frombuffer(content, np.uint8, offset=header).reshape(shape).copy())
+    return mapped(path, size, header).view(shape)
+
+
+def _first_bytes(path: Path, most: int = 4 + 4 * 255) -> bytes:
+    try:
+        with path.open("rb") as file:
+            return file.read(most)
+    except OSError as error:
+        raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
 _CIFAR_RECORD = 1 + 3 * 32 * 32
@@ -108,6 +151,27 @@ def read_cifar(folder: Path, files: list[str]) -> tuple[Tensor, Tensor]:
         images.append(torch.from_numpy(pixels.copy()).view(-1, 3, 32, 32))
         labels.append(torch.from_numpy(classes.astype(np.int64)))
     return torch.cat(images), torch.cat(labels)
+
+
+def shared_cifar(folder: Path, files: list[str], caches: Path) -> tuple[Tensor, Tensor]:
+    """As :func:`read_cifar`, by a file in ``caches`` that the processes of a host share; copies where it cannot be written."""
+    count = _CIFAR_IMAGES * len(files)
+    pixels = count * (_CIFAR_RECORD - 1)
+
+    def write(out: IO[bytes]) -> None:
+        for part in read_cifar(folder, files):
+            out.write(part.to(torch.uint8).numpy().data)
+        if out.tell() != pixels + count:
+            raise DataError(f"{folder}: not CIFAR-10: {', '.join(files)} hold other than {count:,} images")
+
+    try:
+        path = cached(caches, "cifar10", [folder / name for name in files], pixels + count, write)
+    except DataError as error:
+        if not isinstance(error.__cause__, OSError):
+            raise
+        return read_cifar(folder, files)
+    content = mapped(path, pixels + count)
+    return content[:pixels].view(count, 3, 32, 32), content[pixels:].long()
 
 
 class _ArraysOnly(pickle.Unpickler):

@@ -3,18 +3,18 @@
 from __future__ import annotations
 
 import glob
-import hashlib
 import os
 import shutil
 import sysconfig
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import IO
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from dsframe.data.files import data_root, replacing, writing
+from dsframe.data.files import cached, data_root, mapped
 from dsframe.data.source import Batch, draws
 from dsframe.errors import DataError
 
@@ -87,16 +87,18 @@ def read_corpus(corpus: str, data_dir: str | None) -> Tensor:
     files = stdlib_files() if corpus == "stdlib" else _matching(corpus)
     limit = _STDLIB_BYTES if corpus == "stdlib" else None
     if len(files) == 1 and limit is None:
-        return _mapped(files[0], files[0].stat().st_size)
-    facts = [(str(file), status.st_size, status.st_mtime_ns) for file in files for status in [file.stat()]]
-    total = sum(size for _, size, _ in facts)
+        return mapped(files[0], files[0].stat().st_size)
+    total = sum(file.stat().st_size for file in files)
     size = total if limit is None else min(total, limit)
-    key = hashlib.sha256(repr((facts, size)).encode()).hexdigest()[:16]
-    root = data_root(data_dir)
-    cache = root / "corpora" / f"{'stdlib' if corpus == 'stdlib' else 'text'}-{key}.bytes"
-    if not (cache.is_file() and cache.stat().st_size == size):
-        _write(cache, files, size)
-    return _mapped(cache, size)
+
+    def join(out: IO[bytes]) -> None:
+        for file in files:
+            with file.open("rb") as text:
+                shutil.copyfileobj(text, out)
+        out.truncate(size)
+
+    name = "stdlib" if corpus == "stdlib" else "text"
+    return mapped(cached(data_root(data_dir) / "corpora", name, files, size, join), size)
 
 
 def stdlib_files() -> list[Path]:
@@ -120,25 +122,6 @@ def _matching(pattern: str) -> list[Path]:
     if not files:
         raise DataError(f"corpus {pattern}: no such file (searched from {Path.cwd()})")
     return files
-
-
-def _write(cache: Path, files: Iterable[Path], size: int) -> None:
-    """Joins ``files`` into ``cache``, cut at ``size`` bytes. Several processes may do so at once."""
-    with writing(cache), replacing(cache) as out:
-        for file in files:
-            with file.open("rb") as text:
-                shutil.copyfileobj(text, out)
-        out.truncate(size)
-
-
-def _mapped(path: Path, size: int) -> Tensor:
-    if size == 0:
-        raise DataError(f"{path}: empty")
-    try:
-        # Copy-on-write, because torch warns of arrays that cannot be written to.
-        return torch.from_numpy(np.memmap(path, np.uint8, mode="c", shape=(size,)))
-    except (OSError, ValueError) as error:
-        raise DataError(f"{path}: cannot be read ({error})") from error
 
 
 def synthetic(size: int) -> Tensor:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from dsframe.data import folder
-from dsframe.data.files import data_root, read_cifar, read_idx
+from dsframe.data.files import data_root, read_idx, shared_cifar
 from dsframe.data.sampler import permutation
 from dsframe.data.shards import Shards
 from dsframe.data.source import ImageSource
@@ -104,7 +104,8 @@ def load(
         pixels, labels = _synthetic(images, settings.samples or 10_000, train)
     elif settings.dataset == "cifar10":
         place, files = find_cifar(settings.data_dir)
-        pixels, labels = read_cifar(place, files[:-1] if train else files[-1:])
+        caches = data_root(settings.data_dir) / "arrays"
+        pixels, labels = shared_cifar(place, files[:-1] if train else files[-1:], caches)
     else:
         pixels, labels = _read_mnist(settings.dataset, settings.data_dir, train)
     if train and settings.samples is not None:

@@ -28,6 +28,7 @@ from dsframe.cluster.exchange import all_gather_text
 from dsframe.engine import LARGE, Inputs, Plan, without_dimensions
 from dsframe.engines import fsdp_units, precision, state_replica
 from dsframe.engines.call_order import CallOrder
+from dsframe.engines.evaluating import stays_gathered
 from dsframe.engines.precision import MasterWeights, gradients_of, total_norm
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.engines.state_replica import ParameterView
@@ -40,6 +41,8 @@ class FsdpEngine(ReplicaEngine):
     """Parameters, gradients and optimizer state in shards; 16-bit numbers only where the model computes."""
 
     forward_is_collective = True
+    _stays_gathered = False
+    """Whether an evaluation keeps what it has gathered for its next batch."""
 
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises EngineError if the model cannot be sharded as the file says, WorldError as DDP does."""
@@ -175,9 +178,34 @@ class FsdpEngine(ReplicaEngine):
         found = super().eval_step(batch, valid)
         if self.calls is not None:
             self.calls.compare()
-            self.calls.check()
-        self._reshard()
+            self.calls.check(waits=not self._stays_gathered)
+        if not self._stays_gathered:
+            self._reshard()
         return found
+
+    @contextmanager
+    def evaluating(self, batches: int) -> Iterator[None]:
+        """**Collective.** Inside, weights stay gathered where memory allows."""
+        elements = sum(parameter.numel() for parameter in self.model.parameters())
+        width = self._dtype.itemsize if precision.is_short(self._dtype) else self.dtype.itemsize
+        if not stays_gathered(self, batches, elements * width):
+            yield
+            return
+        self._keep_gathered(True)
+        try:
+            yield
+        finally:
+            self._keep_gathered(False)
+            self._reshard()
+        if self.calls is not None:
+            self.calls.check()
+
+    def _keep_gathered(self, keeps: bool) -> None:
+        self._stays_gathered = keeps
+        for module in self.model.modules():
+            if isinstance(module, FSDPModule) and module is not self.model:
+                gives_up = self._settings.reshard_after_forward and not keeps
+                module.set_reshard_after_forward(gives_up, recurse=False)
 
     def rest(self) -> None:
         """**Collective.** Gives up what was gathered; compares the calls."""

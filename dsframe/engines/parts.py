@@ -11,7 +11,7 @@ from __future__ import annotations
 import copy
 import weakref
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import ExitStack, contextmanager
+from contextlib import AbstractContextManager, ExitStack, contextmanager
 from dataclasses import dataclass, replace
 from functools import partial
 from itertools import chain
@@ -275,6 +275,10 @@ class PartsEngine(Engine):
         """**Collective.** The task's metrics of the first model that is trained."""
         self._first.plan.task.metric_objects = self.plan.task.metric_objects
         return self._first.eval_step(batch, valid)
+
+    def evaluating(self, batches: int) -> AbstractContextManager[None]:
+        """**Collective.** The first model's that is trained."""
+        return self._first.evaluating(batches)
 
     def average(self, decay: float) -> None:
         """The averages of all models that are trained."""

@@ -33,7 +33,7 @@ OVERFLOWS = frozenset({"fp16", "fp16_stage0", "autocast_fp16", "autocast_unsaid"
 REPLICA = frozenset({"bf16", "autocast", "whole_parameters", "parameter_groups", "ema", "adapter"}) | OVERFLOWS
 # Features that shard one model, or its samples, among ranks: placement as well, but such ranks read the same samples.
 CUTS = frozenset({"pipeline", "tensor_parallel", "sequence_parallel"})
-# Whose experts lie on other ranks: placement too, of which DeepSpeed 0.19.8 cannot be had with current transformers.
+# Experts that lie on other ranks: placement too, and such ranks read their own samples.
 EXPERTS = frozenset({"expert_parallel"})
 # Features that mean the same where a task has several models, each with an engine of its own.
 SEVERAL = frozenset(
@@ -105,7 +105,7 @@ BUILT_IN: dict[str, Entry] = {
         "dsframe.engines.deepspeed.engine:ZeroEngine",
         package="deepspeed",
         launcher="deepspeed",
-        supports=(PLACEMENT | CUTS | REPLICA) - _OTHERWISE.keys()
+        supports=(PLACEMENT | CUTS | EXPERTS | REPLICA) - _OTHERWISE.keys()
         | {
             "gradient_sum",
             "communication_data_type",
@@ -119,8 +119,6 @@ BUILT_IN: dict[str, Entry] = {
         ignores=MODELS_OWN,
         otherwise={
             **_OTHERWISE,
-            "expert_parallel": "is not supported yet: DeepSpeed 0.19.8's AutoEP needs a patch beside transformers 5.23, and "
-            "renames the weights that checkpoints hold; leave it out: experts train whole, or in the shards of stage 3",
             "adasum": "is supported by engine horovod only",
             "fp16_compression": "is an option of engine horovod; for DeepSpeed write communication_data_type",
             "gradient_hook": "is an option of engine ddp; for DeepSpeed write communication_data_type",

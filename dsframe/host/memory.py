@@ -12,9 +12,11 @@ import re
 import resource
 from pathlib import Path
 
+import psutil
 import torch
 
-_STATUS = Path("/proc/self/status")
+_STATUS, _CGROUP = Path("/proc/self/status"), Path("/proc/self/cgroup")
+_CGROUPS = Path("/sys/fs/cgroup")
 _TRIM_THRESHOLD, _MMAP_THRESHOLD = -1, -3  # malloc.h
 LARGEST = 32 << 20  # what glibc accepts: half of one of its heaps
 _TOLD = ("MALLOC_TRIM_THRESHOLD_", "MALLOC_MMAP_THRESHOLD_", "MALLOC_TOP_PAD_", "MALLOC_MMAP_MAX_", "GLIBC_TUNABLES")
@@ -26,6 +28,22 @@ def peak_memory_bytes(device: torch.device) -> int:
         return int(torch.cuda.max_memory_allocated(device))
     # Unlike getrusage, without what the launcher held before it became this process.
     return _status_bytes("VmHWM") or resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+
+
+def available_bytes(device: torch.device, processes: int) -> int:
+    """Returns bytes that one of ``processes`` on this host can still take: of the GPU's memory, on a CPU its share of the system's
+    or of its control group's (version 2), whichever has less left."""
+    if device.type == "cuda":
+        free, _ = torch.cuda.mem_get_info(device)
+        return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    left = [int(psutil.virtual_memory().available)]
+    if own := _CGROUP.exists() and re.search(r"^0::(/.*)$", _CGROUP.read_text(), re.MULTILINE):
+        path = _CGROUPS / own[1].lstrip("/")
+        for group in (path, *path.parents):
+            limit, used = group / "memory.max", group / "memory.current"
+            if limit.is_file() and (text := limit.read_text().strip()) != "max":
+                left.append(int(text) - int(used.read_text()))
+    return max(min(left), 0) // processes
 
 
 def reset_peak(device: torch.device) -> None:

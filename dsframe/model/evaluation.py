@@ -49,7 +49,7 @@ class Evaluation:
         average = self._engine.plan.config.settings.ema
         kept = generators.capture(device)
         with self._engine.averaged() if average and average.evaluate else nullcontext():
-            found = self.over(self._loader, stops)
+            found = self.over(self._loader, self.batches, stops)
         results = None if found is None else self._results(found)
         generators.restore(kept, device)
         return results
@@ -66,7 +66,7 @@ class Evaluation:
         device, compiled = plan.device, plan.config.settings.model.compile
         kept = generators.capture(device)
         with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
-            found = self.over([self._loader.first()])
+            found = self.over([self._loader.first()], 1)
         with suppress(ArithmeticError, ValueError):  # of a few samples there may be nothing to divide by
             metrics = self._results(found or {})
             for follower in plan.followers.values():
@@ -79,12 +79,15 @@ class Evaluation:
         return {**finalized(self._engine.plan.task, found), **computed}
 
     def over(
-        self, batches: Iterable[tuple[Batch, int]], stops: Callable[[int], bool] = lambda batches: False
+        self,
+        batches: Iterable[tuple[Batch, int]],
+        count: int,
+        stops: Callable[[int], bool] = lambda batches: False,
     ) -> dict[str, Sum] | None:
-        """**Collective.** The task's sums over ``batches``, as many on each rank; None where ranks agree to stop before."""
+        """**Collective.** The task's sums over ``count`` ``batches``, as many on each rank; None where ranks agree to stop."""
         sums: dict[str, Sum] = {}
         metric_objects.reset(self._engine)
-        with self._one_model():
+        with self._one_model(), self._engine.evaluating(count):
             for number, (batch, valid) in enumerate(batches):
                 if number and stops(number):
                     return None

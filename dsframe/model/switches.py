@@ -60,6 +60,9 @@ def apply(model: nn.Module, config: Config, device: torch.device, whole: nn.Modu
                 compile_(block, device)
     elif wanted.compile:  # never of a part: the check refuses it
         compile_(model, device)
+    if wanted.mlp_chunk_tokens is not None:
+        for mlp in _of(model, _mlps(whole)):
+            compute_in_slices(mlp, wanted.mlp_chunk_tokens)
     if again:
         to_host = config.deepspeed.activation_checkpointing.cpu_checkpointing and device.type != "cpu"
         for block in _of(model, recomputed(whole, config)):
@@ -189,6 +192,57 @@ def recompute(block: nn.Module, *, to_host: bool = False) -> None:
 
     block.forward = checkpointed
     setattr(block, _UNIT, True)
+
+
+def _mlps(whole: nn.Module) -> list[str]:
+    """The names of the modules called ``mlp``. Raises ConfigError where there is none, or one that slices would change."""
+    found = {name: module for name, module in whole.named_modules() if name.rpartition(".")[2] == "mlp"}
+    if not found:
+        raise _wrong("mlp_chunk_tokens", "no module of the model is called mlp", "remove it")
+    for name, module in found.items():
+        if any(one.endswith("experts") for one, _ in module.named_modules()):
+            raise _wrong("mlp_chunk_tokens", f"{name} is a mixture of experts, which is not sliced", "remove it")
+        if any(isinstance(one, nn.modules.dropout._DropoutNd) and one.p > 0 for one in module.modules()):
+            raise _wrong("mlp_chunk_tokens", f"{name} has dropout, whose masks would differ in slices", "set it to 0")
+    return list(found)
+
+
+def compute_in_slices(module: nn.Module, tokens: int) -> None:
+    """Calls ``module`` with so many tokens at a time, and once more with each slice in the backward pass (as the paper on Arctic's
+    long sequences does; Bekman et al. 2025, arXiv 2506.13996).
+
+    The first call compares two tokens together and alone: raises ConfigError where they look at each other.
+    """
+    forward, again = module.forward, checkpoint_function(module)
+    compared = False
+
+    @wraps(forward)
+    def sliced(hidden: Tensor) -> Tensor:
+        nonlocal compared
+        rows = hidden.reshape(1, -1, hidden.shape[-1])
+        if not compared:
+            _compare_tokens(forward, rows)
+            compared = True
+        if rows.shape[1] <= tokens:
+            return forward(hidden)  # type: ignore[no-any-return]
+        each = partial(again, forward) if torch.is_grad_enabled() else forward
+        found = torch.cat([each(piece) for piece in torch.split(rows, tokens, dim=1)], dim=1)
+        return found.reshape(*hidden.shape[:-1], found.shape[-1])
+
+    module.forward = sliced
+    setattr(module, _UNIT, True)
+
+
+@torch.no_grad()
+def _compare_tokens(forward: Callable[..., Any], rows: Tensor) -> None:
+    two = rows[:, :2]
+    together, alone = forward(two), torch.cat([forward(one) for one in torch.split(two, 1, dim=1)], dim=1)
+    if not torch.allclose(
+        together.float(), alone.float(), atol=1e-2 if together.dtype.itemsize < 4 else 1e-4, rtol=1e-2
+    ):
+        raise _wrong(
+            "mlp_chunk_tokens", "the model's mlp lets tokens see each other, so it cannot be sliced", "remove it"
+        )
 
 
 def offload(block: nn.Module) -> None:

@@ -45,6 +45,8 @@ VIT = {**LLAMA, "model_type": "vit", "patch_size": 4}
 del VIT["num_key_value_heads"]
 TEXT = {"context": 16, "corpus": "synthetic", "samples": 500}
 QWEN_MOE = {**LLAMA, "model_type": "qwen3_moe", "num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 32}
+MIXTRAL = {**LLAMA, "model_type": "mixtral", "intermediate_size": 24, "num_local_experts": 4, "num_experts_per_tok": 2}
+BALANCED = {"output_router_logits": True, "router_aux_loss_coef": 0.1}
 OPT = {"model_type": "opt", "hidden_size": 32, "ffn_dim": 48, "num_hidden_layers": 2, "num_attention_heads": 4}
 OPT |= {"word_embed_proj_dim": 32, "dropout": 0.0}
 TASKS: dict[str, dict[str, Any]] = {
@@ -53,6 +55,9 @@ TASKS: dict[str, dict[str, Any]] = {
     "tied": {"name": "causal-language-model", "model": {**LLAMA, "tie_word_embeddings": True}, **TEXT},
     "qwen3": {"name": "causal-language-model", "model": {**LLAMA, "model_type": "qwen3", "head_dim": 8}, **TEXT},
     "qwen3 moe": {"name": "causal-language-model", "model": QWEN_MOE, **TEXT},
+    "mixtral": {"name": "causal-language-model", "model": MIXTRAL, **TEXT},
+    "balanced mixtral": {"name": "causal-language-model", "model": {**MIXTRAL, **BALANCED}, **TEXT},
+    "balanced qwen3 moe": {"name": "causal-language-model", "model": {**QWEN_MOE, **BALANCED}, **TEXT},
     "opt": {"name": "causal-language-model", "model": OPT, **TEXT},
     "vit": {"name": "image-classification", "model": VIT, "dataset": "synthetic", "image_size": 16, "samples": 500},
 }
@@ -89,7 +94,7 @@ RECOMPUTED = {
 
 
 def build(
-    kind: str, changes: dict[str, Any], engine: str, model: dict[str, Any] | None = None
+    kind: str, changes: dict[str, Any], engine: str, model: dict[str, Any] | None = None, **settings: Any
 ) -> tuple[Engine, Loader]:
     """**Collective** but for the single process. An engine, and its samples: the same global batches on each."""
     world = worlds.World() if engine == "single" else worlds.here()
@@ -103,7 +108,7 @@ def build(
             "gradient_accumulation_steps": 2,
             "gradient_clipping": 0.5,
             "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
-            "dsframe": {"engine": engine, "task": TASKS[kind], "model": model or {}},
+            "dsframe": {"engine": engine, "task": TASKS[kind], "model": model or {}, **settings},
             **changes,
         }
     )
@@ -120,7 +125,7 @@ def build(
         ranks=batch.data_parallel_size,
         device=device,
     )
-    plan = Plan(config, world, task, optimizer, schedules.constant(0.01), batch, device)
+    plan = Plan(config, world, task, optimizer, schedules.constant(optimizer.learning_rate), batch, device)
     return engines.load(engine, config)(plan), loader
 
 
@@ -175,8 +180,9 @@ def averaged(made: tuple[Engine, Loader]) -> tuple[bool, float]:
     return right, loss
 
 
-def measure(kind: str, engine: str, changes: dict[str, Any]) -> dict[str, Any]:
-    alone, cut = build(kind, changes, "single"), build(kind, changes, engine)
+def measure(kind: str, engine: str, changes: dict[str, Any], **settings: Any) -> dict[str, Any]:
+    """``settings``: in the section "dsframe"."""
+    alone, cut = (build(kind, changes, one, **settings) for one in ("single", engine))
     report: dict[str, Any] = {"description": cut[0].description}
     report["before"] = apart(Snapshot(cut[0].state()), Snapshot(alone[0].state()))
     report["alone"], report["cut"] = list(steps(alone, 0, 6)), list(steps(cut, 0, 6))

@@ -151,9 +151,17 @@ PAIRS = [
     ("ddp@2", "zero3@1"),
     ("zero3+sharded@2", "fsdp@3"),
     ("fsdp+sharded@2", "zero3@1"),
+    ("mixtral experts+zero3@2", "mixtral ddp@3"),
 ]
 """Every setup saves once or goes on once, most both; ``make portability`` tries all pairs."""
-LONG_PAIRS = [("zero3@1", "ddp@2"), ("pipeline@2", "single@1")]
+LONG_PAIRS = [
+    ("zero3@1", "ddp@2"),
+    ("pipeline@2", "single@1"),
+    ("mixtral ddp@3", "mixtral experts+zero0@2"),
+    ("mixtral experts+zero0@2", "mixtral experts+zero2@4"),
+    ("llama sequence+zero1@2", "llama pipeline@2"),
+    ("llama pipeline@2", "llama sequence+zero3@4"),
+]
 
 NOISE = 2e-5
 """Measured over the whole matrix: at most 4e-7. Sums in another order, 20 steps on."""

@@ -31,6 +31,7 @@ SHORT = {
     "benchmarks.gpu": ("--help", "--tiny"),
     "benchmarks.step_counts": ("--size tiny", r"\ntiny +0\.1 M +128( +[\d.e-]+){9}\n"),
     "benchmarks.chunked_loss": ("--tokens 64 --vocabulary 500 --width 16 --rounds 1", r"\nplain[\s\S]*\ndsframe, auto"),
+    "benchmarks.evaluation": ("--engines ddp --rounds 1", r"\n\| ddp \| [\s\S]*\nbound, "),
     "benchmarks.many_ranks": ("--ranks 2", r"\nleave [\s\S]*\nconstant for each rank: "),
     "tests.kill": ("--help", "--runs RUNS"),
     "tests.footprint": ("--help", "--accumulation"),
@@ -73,6 +74,7 @@ def test_it_starts(module: str, tmp_path: Path) -> None:
     assert finished.returncode in ((0,) if options == "--help" else (0, 1)), finished
     assert re.search(printed, finished.stdout), finished
     assert "Traceback" not in finished.output
+    assert "DIFFER" not in finished.stdout, "what is compared is the same training"
 
 
 def test_portability_goes_on_to_the_last_bit(capsys: pytest.CaptureFixture[str]) -> None:

@@ -49,32 +49,62 @@ def test_slices_are_the_whole_sequence(tmp_path: Path) -> None:
     assert two == pytest.approx(one, abs=1e-5)
 
 
-def test_packed_documents_of_a_transformers_model(tmp_path: Path) -> None:
-    """Fewer key heads than ranks, documents that do not see each other, targets that do not count, the loss in chunks, and the
-    stage that shares everything; by SGD without clipping, which hide no factor."""
+SGD = {
+    "optimizer": {"type": "SGD", "params": {"lr": 0.5}},
+    "gradient_clipping": 0.0,
+    "zero_allow_untested_optimizer": True,
+}
+"""Which hides no factor, as clipping and AdamW do."""
+
+
+def lines_of(folder: Path, packing: str, key_heads: int) -> dict[str, Any]:
+    """A task of documents of 3 to 60 letters: one a row, padded, or as many as fit, which do not see each other."""
     numbers = random.Random(0)
     lines = ("".join(numbers.choice("abcdef gh") for _ in range(numbers.randrange(3, 60))) for _ in range(200))
-    corpus = tmp_path / "corpus.jsonl"
+    corpus = folder / "corpus.jsonl"
     corpus.write_text("".join(json.dumps({"text": line}) + "\n" for line in lines))
-    data = {"train": str(corpus), "eval": str(corpus), "packing": "documents"}
-    task = {
+    return {
         "name": "causal-language-model",
-        "model": {**LLAMA, "num_key_value_heads": 1},
+        "model": {**LLAMA, "num_key_value_heads": key_heads},
         "context": 32,
-        "data": data,
-        "data_dir": str(tmp_path / "cache"),
+        "data": {"train": str(corpus), "eval": str(corpus), "packing": packing},
+        "data_dir": str(folder / "cache"),
     }
-    sgd = {"optimizer": {"type": "SGD", "params": {"lr": 0.5}}, "gradient_clipping": 0.0}
-    cut = {"sequence_parallel_size": 2, **zero(3), "zero_allow_untested_optimizer": True}
-    more = {"task": task, "model": {"loss_chunk_tokens": 24}}
-    alone = records(tmp_path, SINGLE, sgd, {"task": task})
-    shared = records(tmp_path, Case("deepspeed", cut), sgd, more)
+
+
+def compared(folder: Path, size: int, stage: int, packing: str, steps: int, bound: float, **model: Any) -> None:
+    """Sequences of each row shared among ``size`` ranks, beside one process: fewer key heads than ranks."""
+    task = lines_of(folder, packing, key_heads=1 if size == 2 else 2)
+    cut = {"sequence_parallel_size": size, **zero(stage)}
+    alone = records(folder, SINGLE, SGD, {"task": task, "steps": steps})
+    case = Case("deepspeed", cut, processes=size)
+    shared = records(folder, case, SGD, {"task": task, "steps": steps, "model": model})
     for key in ("loss", "gradient_norm"):
         there = [record[key] for record in alone if key in record]
-        assert len(set(there)) == 4
-        assert [record[key] for record in shared if key in record] == pytest.approx(there, abs=5e-6)
-    (one,), (two,) = ([r["evaluation"] for r in run if "evaluation" in r] for run in (alone, shared))
-    assert two == pytest.approx(one, abs=1e-5)
+        assert len(set(there)) == steps
+        assert [record[key] for record in shared if key in record] == pytest.approx(there, abs=bound)
+    there, found = ([r["evaluation"] for r in run if "evaluation" in r] for run in (alone, shared))
+    assert len(there) == len(found) > 0
+    for one, two in zip(there, found, strict=True):
+        assert two == pytest.approx(one, abs=1e-5)
+
+
+def test_packed_documents_of_a_transformers_model(tmp_path: Path) -> None:
+    """Targets that do not count, loss and mlp in slices, and the stage that shares everything."""
+    compared(tmp_path, 2, 3, "documents", 4, 5e-6, loss_chunk_tokens=24, mlp_chunk_tokens=10)
+
+
+def test_padded_rows_of_a_transformers_model(tmp_path: Path) -> None:
+    """Slices of which some, or all of a rank's, are padding."""
+    compared(tmp_path, 2, 1, "rows", 4, 5e-6)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("stage", [1, 3])
+@pytest.mark.parametrize("packing", ["rows", "documents"])
+@pytest.mark.parametrize("size", [2, 4])
+def test_twenty_steps_of_slices(size: int, packing: str, stage: int, tmp_path: Path) -> None:
+    compared(tmp_path, size, stage, packing, 20, 1e-5)
 
 
 @pytest.fixture

@@ -12,6 +12,7 @@ import importlib
 import inspect
 import itertools
 import json
+import math
 import os
 import sys
 import tempfile
@@ -334,6 +335,41 @@ def evaluation() -> None:
     assert sent(lambda _: None) > sent(patches.forget_evaluation), NOT_NEEDED
 
 
+def kept_gathered() -> None:
+    import torch
+
+    from dsframe.engines.deepspeed import patches
+
+    def sent(around: Callable[[Any], contextlib.AbstractContextManager[None]]) -> tuple[list[int], torch.Tensor]:
+        zero = {
+            "stage": 3,
+            "stage3_param_persistence_threshold": 0,
+            "stage3_prefetch_bucket_size": 0,
+            "stage3_max_reuse_distance": 0,
+        }
+        engine = started(linear_model(), zero)
+        counts = []
+        for evaluates in (False, False, True, False):
+            if evaluates:
+                engine.eval()
+                with around(engine.module), torch.no_grad(), gathers_counted() as called:
+                    outputs = [engine(torch.ones(1, 4)) for _ in range(3)]
+                engine.train()
+                patches.forget_evaluation(engine)
+                assert {one.ds_status.name for one in engine.module.parameters()} == {"NOT_AVAILABLE"}
+            else:
+                with gathers_counted() as called:
+                    step(engine)
+            counts.append(len(called))
+        return counts, outputs[-1]
+
+    (plain, expected), (kept, found) = sent(lambda _: contextlib.nullcontext()), sent(patches.kept_gathered)
+    assert plain[2] > kept[2], NOT_NEEDED
+    assert plain[2] == 3 * kept[2], (plain, kept)
+    assert plain[3] == kept[3], "training after it gathers as before"
+    assert torch.equal(expected, found)
+
+
 def pipeline_bounds() -> None:
     from deepspeed.runtime.pipe.module import PipelineModule
 
@@ -433,6 +469,69 @@ def stage_splits() -> None:
     assert auto.mp_group == "everybody's", NOT_NEEDED
 
 
+def mixture() -> Any:
+    """A small Mixtral, its experts spread over both ranks."""
+    import torch
+
+    from dsframe.tasks import _transformers
+
+    sizes = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 2, "num_attention_heads": 2}
+    settings = {
+        "model_type": "mixtral",
+        **sizes,
+        "num_key_value_heads": 2,
+        "num_local_experts": 4,
+        "output_router_logits": True,
+    }
+    torch.manual_seed(0)
+    config = _transformers.configure("AutoModelForCausalLM", settings, {"vocab_size": 32})
+    experts = {"enabled": True, "autoep_size": 2, "use_grouped_mm": False}
+    return started(_transformers.build("AutoModelForCausalLM", config, None), {"stage": 0}, expert_parallel=experts)
+
+
+def recorded_routers() -> None:
+    import torch
+
+    from dsframe.engines.deepspeed import patches
+
+    fault = ""
+    try:
+        mixture()
+    except TypeError as error:
+        fault = str(error)
+    assert "takes 2 positional arguments" in fault, NOT_NEEDED
+    with patches.recorded_routers():
+        engine = mixture()
+    logits = engine(torch.zeros(1, 8, dtype=torch.int64)).router_logits
+    assert [tuple(one.shape) for one in logits] == [(8, 4)] * 2
+
+
+def expert_norm() -> None:
+    import torch
+    from deepspeed.moe.utils import is_moe_param
+    from deepspeed.runtime.utils import clip_grad_norm_
+    from torch import distributed as dist
+
+    from dsframe.engines.deepspeed import patches
+
+    with patches.recorded_routers():
+        engine = mixture()
+    patches.keep_norm(engine)
+    tokens = torch.arange(8).view(1, 8) + 8 * dist.get_rank()
+    engine.backward(engine(tokens).logits.square().mean())
+    square = torch.zeros(2)
+    for parameter in engine.module.parameters():
+        if is_moe_param(parameter):
+            parameter.grad.mul_(100 + dist.get_rank())  # else they hardly count
+        square[int(is_moe_param(parameter))] += parameter.grad.square().sum()
+    dist.all_reduce(square)
+    right = float(square[0] / 2 + square[1]) ** 0.5
+    theirs = float(clip_grad_norm_(engine.module.parameters(), max_norm=math.inf))
+    assert abs(theirs - right) > 0.01 * right, NOT_NEEDED
+    engine.step()
+    assert abs(float(engine.get_global_grad_norm()) - right) < 1e-5 * right
+
+
 def groups() -> None:
     from deepspeed.utils import groups as module
     from torch import distributed as dist
@@ -452,9 +551,10 @@ def groups() -> None:
 EARLY = (mlflow, muon, shm_comm)
 """Before anything else is imported, in this order."""
 LATER = (
-    torch_warnings, norm, loss_scale, nonfinite, order, unused, hidden_step, linear, nvtx, gathers, evaluation, pipeline_bounds,
+    torch_warnings, norm, loss_scale, nonfinite, order, unused, hidden_step, linear, nvtx, gathers, evaluation, kept_gathered,
+    pipeline_bounds,
     pipeline_ties, pipeline_recompute, pipeline_clipping, pipeline_evaluation, pipeline_sizes, stage_splits,
-    groups,
+    recorded_routers, expert_norm, groups,
 )  # fmt: skip
 """``groups`` last: it ends the process group."""
 

@@ -278,11 +278,6 @@ OFFLOAD = "zero_optimization.offload_optimizer.device=cpu"
             "zero_optimization.offload_optimizer.ratio: optimizer offload in part is refused: the part that is",
             ["zero_optimization.offload_optimizer.ratio=1.0"],
         ),
-        (
-            ["expert_parallel.enabled=true", "expert_parallel.autoep_size=2"],
-            "expert_parallel: expert parallelism is not supported yet: DeepSpeed 0.19.8's AutoEP needs",
-            ["expert_parallel.enabled=false"],
-        ),
     ],
 )
 def test_what_deepspeed_would_train_otherwise_is_refused(

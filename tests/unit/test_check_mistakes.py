@@ -48,6 +48,11 @@ MISTAKES = [
         'f.json:1:25: error: gradientClipping: unknown key; did you mean "gradient_clipping"? [unknown-key]',
     ),
     (
+        "ring attention",
+        '{"train_batch_size": 8, "context_parallel_size": 2}',
+        'f.json:1:25: error: context_parallel_size: unknown key: there is no ring attention here, because torch\'s has no kernel for CPUs; write "sequence_parallel_size": N, which exchanges heads [unknown-key]',
+    ),
+    (
         "unknown key",
         '{"train_batch_size": 8, "wibble": 1}',
         'f.json:1:25: error: wibble: unknown key; DeepSpeed ignores it; remove it, or pass it on with "dsframe": {"pass_through": ["wibble"]} [unknown-key]',

@@ -33,6 +33,10 @@ def cut(size: int, **more: Any) -> dict[str, Any]:
     return {"tensor_parallel": {"autotp_size": size, **more}}
 
 
+def spread(**more: Any) -> dict[str, Any]:
+    return {"expert_parallel": {"enabled": True, "autoep_size": 2, **more}}
+
+
 def llama(**model: Any) -> dict[str, Any]:
     return ours(task={"name": "causal-language-model", "model": {"model_type": "llama", **model}})
 
@@ -143,6 +147,27 @@ CASES: list[tuple[str, dict[str, Any], list[str]]] = [
     ("an unknown preset", {"tensor_parallel": {"autotp_size": 2, "preset_model": "gpt9"}}, ["E conflict tensor_parallel.preset_model"]),
     ("a preset in capitals", {"tensor_parallel": {"autotp_size": 2, "preset_model": "Llama"}}, []),
     ("experts are placement for replicas", {"expert_parallel": {"enabled": True, "autoep_size": 2}, **ours(engine="ddp", task={"name": "language"})}, []),
+    ("experts over ranks", spread(), []),
+    ("experts of their own optimizer state", {**spread(), **rule("AdamW"), **zero(3, **CPU)}, []),
+    ("experts that score otherwise", spread(score_func="sigmoid"), ["E conflict expert_parallel.score_func"]),
+    ("replicas' experts that score otherwise", {**spread(top_k=1), **ours(engine="ddp")}, ["E conflict expert_parallel.top_k"]),
+    ("experts by other names", spread(expert_w1="gate"), ["E conflict expert_parallel.expert_w1"]),
+    ("experts by other names, of replicas", {**spread(expert_w1="gate"), **ours(engine="ddp")}, []),
+    ("experts that are shared out themselves", spread(expert_tensor_parallel_size=2), ["E conflict expert_parallel.expert_tensor_parallel_size"]),
+    ("experts in a pipeline", {**spread(), "pipeline": {"stages": 2}}, ["E conflict expert_parallel.autoep_size"]),
+    ("experts and tensor parallelism", {**spread(), "tensor_parallel": {"autotp_size": 2}}, ["E conflict expert_parallel.autoep_size"]),
+    ("experts and sequence parallelism", {**spread(), "sequence_parallel_size": 2}, ["E conflict expert_parallel.autoep_size"]),
+    ("experts by Lamb", {**spread(), "optimizer": {"type": "lamb", "params": {}}}, ["E conflict expert_parallel.autoep_size"]),
+    ("experts' gradients in sums", {**spread(), "gradient_allreduce_op": "sum"}, ["E conflict expert_parallel.autoep_size"]),
+    ("experts in bf16 without ZeRO", {**spread(), "bf16": {"enabled": True}}, ["E conflict expert_parallel.autoep_size"]),
+    ("experts in bf16", {**spread(), "bf16": {"enabled": True}, **zero(1)}, []),
+    ("experts and an adapter", {**spread(), **ours(adapter={"type": "lora", "target_modules": ["q_proj"]})}, ["E conflict expert_parallel.autoep_size"]),
+    ("experts compiled", {**spread(), **ours(model={"compile": "blocks"})}, ["E conflict expert_parallel.autoep_size"]),
+    ("experts and scattered gradients", {**spread(), **zero(2, contiguous_gradients=False)}, ["E conflict zero_optimization.contiguous_gradients"]),
+    ("experts and all-reduced gradients", {**spread(), **zero(1, reduce_scatter=False)}, ["E conflict zero_optimization.reduce_scatter"]),
+    ("experts and hpZ", {**spread(), **zero(3, zero_hpz_partition_size=2)}, ["E conflict zero_optimization.zero_hpz_partition_size"]),
+    ("experts and quantised gradients", {**spread(), **zero(3, zero_quantized_gradients=True)}, ["E conflict zero_optimization.zero_quantized_gradients"]),
+    ("experts and tiles", {**spread(), **zero(3), **ours(model={"tiling": {"modules": ["*.q_proj"], "out_splits": 2}})}, ["E conflict dsframe.model.tiling"]),
     ("DeepEP without a budget", {"expert_parallel": {"enabled": True, "comm_backend": "deepep"}}, ["E conflict expert_parallel.comm_backend"]),
     ("DeepCompile without ZeRO", {"compile": {"deepcompile": True}}, ["W no-effect compile.deepcompile"]),
     ("two offloads of DeepCompile", {"compile": {"offload_parameters": True, "offload_opt_states": True}}, ["E conflict compile.offload_parameters"]),

@@ -88,7 +88,14 @@ def test_a_dockerfile_copies_what_there_is() -> None:
             subprocess.run(["bash", "-n", "-c", words], check=True, timeout=30)
         elif name == "CMD":
             assert json.loads(words) == ["dsframe", "doctor"]
-    needed = {"dsframe", "ds_configs", "launch/bin", "examples"}  # what the wheel is made of
+    needed = {
+        "dsframe",
+        "ds_configs",
+        "launch/bin",
+        "launch/readme.py",
+        "launch/horovod.cmake",
+        "examples",
+    }  # what the wheel is made of
     assert needed <= {source for name, words in instructions if name == "COPY" for source in words.split()[:-1]}
 
 

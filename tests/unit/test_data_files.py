@@ -17,7 +17,7 @@ import torch
 
 from dsframe.config.schema.settings import VisionTask
 from dsframe.data import Loader, fetch, vision
-from dsframe.data.files import read_cifar, read_idx, replacing
+from dsframe.data.files import read_cifar, read_idx, replacing, shared_cifar
 from dsframe.data.folder import ImageFolder
 from dsframe.errors import DataError
 from dsframe.tasks import build
@@ -54,6 +54,27 @@ def settings(dataset: str = "fashion-mnist", **fields: Any) -> VisionTask:
 
 def load(section: VisionTask, *, train: bool = True) -> Any:
     return vision.load(section, vision.describe(section), train=train, seed=0)
+
+
+def mapped_files(part: str) -> set[str]:
+    """Files that this process has mapped, which others share with it."""
+    return {line.split()[-1] for line in Path("/proc/self/maps").read_text().splitlines() if part in line}
+
+
+def test_the_ranks_of_a_host_share_one_copy(tmp_path: Path) -> None:
+    write_mnist(tmp_path)
+    source = load(settings(data_dir=str(tmp_path)))
+    assert str(tmp_path / "train-images-idx3-ubyte") in mapped_files(str(tmp_path))
+    assert len(source) == 6
+
+
+def test_a_folder_that_cannot_be_written_gives_each_rank_its_copy(tmp_path: Path) -> None:
+    pixels, labels = cifar_batch(0)
+    (tmp_path / "test_batch").write_bytes(python_2_pickle(pixels, labels))
+    (tmp_path / "file").write_text("")
+    images, classes = shared_cifar(tmp_path, ["test_batch"], tmp_path / "file" / "arrays")
+    assert torch.equal(images.flatten(1), torch.from_numpy(pixels))
+    assert classes.tolist() == labels.tolist()
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -171,6 +192,10 @@ def test_both_versions_of_cifar10_read_the_same(tmp_path: Path) -> None:
     one, other = read_cifar(binary, ["test_batch.bin"]), read_cifar(python, ["test_batch"])
     assert torch.equal(one[0], other[0])
     assert torch.equal(one[1], other[1])
+    assert torch.equal(
+        load(settings("cifar10", data_dir=str(python)), train=False).pixels(torch.arange(4), 0)[0], one[0][:4]
+    )
+    assert len(mapped_files("cifar10-")) == 1
     truncate(binary / "data_batch_3.bin", 3_000_000)
     with pytest.raises(
         DataError, match=r"data_batch_3.bin: truncated or damaged: 3,000,000 bytes instead of 30,730,000"

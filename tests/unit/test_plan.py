@@ -398,13 +398,46 @@ def test_a_prediction_that_only_knows_the_peak_misses_vgg() -> None:
     assert 100 * many / 512 / one == pytest.approx(95, abs=2)
 
 
-def test_slices_of_sequences_are_not_predicted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    path = tmp_path / "file.json"
-    file = {"train_batch_size": 8, "sequence_parallel_size": 2, "dsframe": {"task": {"name": "language"}}}
-    path.write_text(json.dumps(file))
-    assert main(["plan", "--config", str(path), "-np", "2"]) == 2
-    said = capsys.readouterr()
-    assert "sequence_parallel_size: slices of sequences cannot be predicted" in said.out + said.err
+def test_ranks_that_share_sequences_each_keep_their_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    """Of activations half, on two ranks, of a micro-batch that both read; ZeRO shards state over both."""
+    task = {"name": "language", "layers": 4, "width": 64, "context": 256}
+    file = {
+        "train_micro_batch_size_per_gpu": 4,
+        "optimizer": ADAM,
+        "zero_optimization": {"stage": 1},
+        "dsframe": {"task": task},
+    }
+    whole, half = (
+        plan(tmp_path, {**file, "sequence_parallel_size": size}, capsys, "-np", "2", "--hardware", "p100")["worlds"][0][
+            "as_written"
+        ]
+        for size in (1, 2)
+    )
+    assert (whole["train_batch_size"], half["train_batch_size"]) == (8, 4)
+    memory, halved = whole["memory_bytes"], half["memory_bytes"]
+    assert halved["activations"] == pytest.approx(memory["activations"] / 2, rel=0.01)
+    assert halved["states"] == memory["states"]
+    assert half["flops_per_step"] == pytest.approx(whole["flops_per_step"] / 2)
+    assert half["sent_bytes_per_step"]["sequence parallel"] > 0
+    assert half["seconds_per_step"]["compute"] == pytest.approx(whole["seconds_per_step"]["compute"] / 2, rel=0.05)
+
+
+def test_ranks_that_share_experts_each_hold_their_own() -> None:
+    """At stage 0 of all state, at stage 1 of weights and gradients; at stage 3 a rank's shards are as large without it."""
+    sizes = {"hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4}
+    model = {"model_type": "mixtral", **sizes, "num_key_value_heads": 4, "num_local_experts": 4}
+    section = {"name": "causal-language-model", "model": model, "context": 32, "corpus": "synthetic"}
+    file = {"train_micro_batch_size_per_gpu": 4, "optimizer": ADAM, "dsframe": {"task": section}}
+    known = trace.trace(tasks.build(load(file).settings.task, 0), torch.float32)
+    away = 2 * 4 * 3 * 64 * 96 / 2  # elements of experts that the other rank holds
+    for stage, bytes_each in ((0, 16), (1, 8), (2, 4), (3, 0)):
+        whole, half = (
+            predict(
+                load({**file, "zero_optimization": {"stage": stage}, **more}), "deepspeed", known, TABLE["p100"], 2
+            ).memory.states
+            for more in ({}, {"expert_parallel": {"enabled": True, "autoep_size": 2}})
+        )
+        assert whole - half == pytest.approx(bytes_each * away), stage
 
 
 # Layers, heads, width; samples a step; processes, memory of a device; what is to come first; whether the file fits as it is.

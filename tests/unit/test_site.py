@@ -96,11 +96,39 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     pages = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.html")} - {"404.html"}
     assert len(pages) > 50
     assert reached(tmp_path, 3) >= pages
-    assert json.loads((tmp_path / "search" / "search_index.json").read_text())["docs"]
+    found = searched(tmp_path / "search" / "search_index.json", SOUGHT)
+    assert all(pages for pages in found.values()), found
     outside = [
         (page, link) for page in pages for link in loaded(tmp_path / page) if link.startswith(("http:", "https:", "//"))
     ]
     assert outside == [], "something is loaded from elsewhere"
+
+
+SOUGHT = {
+    "zero_optimization": "configuration.html",
+    "out of memory": "how_to/out_of_memory.html",
+    "sbatch": "how_to/slurm.html",
+    "DistributedSampler": "coming_from/ddp_loop.html",
+    "hvd.DistributedOptimizer": "coming_from/horovod.html",
+    "TORCH_INDEX": "environment.html",
+    "misplaced-key": "messages.html",
+    "--restarts": "commands.html",
+}
+"""What a reader types into the search, and a page that must be among what it finds."""
+
+
+def searched(index: Path, words: dict[str, str]) -> dict[str, list[str]]:
+    """For each word the entries of that page which have it, as the search of the site reads them."""
+    entries = json.loads(index.read_text(encoding="utf-8"))["docs"]
+    return {
+        word: [
+            entry["location"]
+            for entry in entries
+            if entry["location"].partition("#")[0] == page
+            and word.lower() in f"{entry['title']} {entry['text']}".lower()
+        ]
+        for word, page in words.items()
+    }
 
 
 class Links(HTMLParser):

@@ -69,6 +69,13 @@ SYNONYMS: Mapping[Path, tuple[str, str]] = {
     ("pipeline_parallel_size",): ("unknown key, which DeepSpeed ignores", 'write "pipeline": {"stages": N}'),
     ("tensor_parallel_size",): ("unknown key, which DeepSpeed ignores", 'write "tensor_parallel": {"autotp_size": N}'),
     ("model_parallel_size",): ("unknown key, which DeepSpeed ignores", 'write "tensor_parallel": {"autotp_size": N}'),
+    ("context_parallel_size",): (
+        "unknown key: there is no ring attention here, because torch's has no kernel for CPUs",
+        'write "sequence_parallel_size": N, which exchanges heads',
+    ),
+    ("expert_parallel_size",): (
+        "unknown key, which DeepSpeed ignores", 'write "expert_parallel": {"enabled": true, "autoep_size": N}',
+    ),
     ("optimizer", "params", "max_grad_norm"): (
         "not an argument of an optimizer: DeepSpeed raises",
         'write "gradient_clipping" at the top level',

@@ -10,7 +10,7 @@ from importlib import import_module
 from typing import Any
 
 from dsframe.config.read.findings import Findings
-from dsframe.config.rules import checkpoints, model, optimizer, parallel, report, system, training, zero
+from dsframe.config.rules import checkpoints, experts, model, optimizer, parallel, report, system, training, zero
 from dsframe.config.rules.context import RuleContext
 from dsframe.config.schema.file import File
 
@@ -23,6 +23,7 @@ def check(
     zero.check(context)
     parallel.check_tensor(context)
     parallel.check_sequence(context)
+    experts.check(context)
     training.check(context)
     optimizer.check(context)
     system.check(context)

@@ -25,6 +25,7 @@ def check(context: RuleContext) -> None:
     _offload(context)
     _pipeline(context)
     _chunks(context)
+    _mlps(context)
     _tiling(context)
     _speed(context)
     _accumulation(context)
@@ -161,6 +162,19 @@ def _chunks(context: RuleContext) -> None:
         '"compile": true: the targets come from outside of the graph': file.dsframe.model.compile is True,
     }
     _exclude(context, path, excluded)
+
+
+def _mlps(context: RuleContext) -> None:
+    file, path = context.file, (*_MODEL, "mlp_chunk_tokens")
+    if file.dsframe.model.mlp_chunk_tokens is None:
+        return
+    if context.wrote("dsframe", "task") and file.dsframe.task.name in ("vision", "image-classification", "language"):
+        context.conflict(path, "is for language models of transformers", "remove it")
+    _exclude(
+        context,
+        path,
+        {"dsframe.model.compile: a compiled block decides what it keeps": bool(file.dsframe.model.compile)},
+    )
 
 
 def _tiling(context: RuleContext) -> None:

@@ -196,15 +196,6 @@ def _split(context: RuleContext) -> None:
     if tensor.preset_model is not None and tensor.preset_model.lower() not in _PRESETS:
         message = f'"{tensor.preset_model}" is not a preset: DeepSpeed ignores it'
         context.conflict(("tensor_parallel", "preset_model"), message, f"choose one of {', '.join(_PRESETS)}")
-    if not file.on("expert_parallel"):
-        return
-    experts = file.expert_parallel
-    if experts.async_split_plan and experts.autoep_size > 1 and tensor.autotp_size > 1:
-        message = "not possible with tensor parallelism: DeepSpeed raises"
-        context.conflict(("expert_parallel", "async_split_plan"), message, "remove it")
-    if experts.comm_backend == "deepep" and experts.comm_max_tokens_per_rank == 0:
-        message = '"deepep" needs comm_max_tokens_per_rank: DeepSpeed raises'
-        context.conflict(("expert_parallel", "comm_backend"), message, "add micro-batch size x longest sequence")
 
 
 _PRESETS = ("llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3")

@@ -28,6 +28,7 @@ from dsframe.engines.deepspeed import jit, patches, state, versions
 from dsframe.engines.deepspeed.handover import handover
 from dsframe.engines.deepspeed.imports import deepspeed, groups, logger, set_z3_leaf_module, z3_leaf_module
 from dsframe.engines.deepspeed.swap import SwapFolders
+from dsframe.engines.evaluating import stays_gathered
 from dsframe.errors import EngineError
 from dsframe.model import ema, optimizers, schedules, switches
 from dsframe.model.spill import Spill, on_disk
@@ -35,6 +36,7 @@ from dsframe.tasks.task import Sum
 
 if TYPE_CHECKING:
     from dsframe.engines.deepspeed.sequence import Slices
+    from dsframe.engines.deepspeed.state_experts import Part
     from dsframe.engines.deepspeed.state_tensor import Cut
     from dsframe.engines.deepspeed.tiling import Tiles
 
@@ -56,6 +58,8 @@ class ZeroEngine(Engine):
         self._tiles: Tiles | None = None
         self._spill: Spill | None = None
         self._slices: Slices | None = None
+        self._spreads_experts = plan.config.deepspeed.on("expert_parallel") and not plan.frozen
+        self._experts: Mapping[str, Part] = {}
         self._dtype = precision.parameter_dtype(plan.config)
         self._refuse_what_the_machine_lacks()
         if plan.config.deepspeed.log_level is None and not plan.verbose:
@@ -145,6 +149,14 @@ class ZeroEngine(Engine):
         """**Collective.** Starts DeepSpeed's engine on ``module``. Returns how its parameters are cut, by name."""
         if self.plan.frozen and self._stage < 3:
             return {}  # nothing of it is sharded
+        if self._spreads_experts:
+            from dsframe.engines.deepspeed import experts, state_experts
+
+            experts.refuse(self.plan, module)
+            with patches.recorded_routers():
+                self._start(module)
+            self._experts = state_experts.parts(module)
+            return {}
         if self.plan.batch.tensor_parallel_size == 1:
             self._start(module)
             return {}
@@ -166,11 +178,16 @@ class ZeroEngine(Engine):
         if self.plan.frozen:
             del document["optimizer"]
             document["zero_optimization"].pop("offload_optimizer", None)
+            document.pop("expert_parallel", None)  # nothing of it trains: it is whole, or in shards
         own, parameters = None, self._split()
         if self.plan.optimizer.own and not self.plan.frozen:
             del document["optimizer"]
             own = self.plan.optimizer.build
             parameters = parameters or [parameter for parameter in module.parameters() if parameter.requires_grad]
+        if self._spreads_experts:
+            from dsframe.engines.deepspeed import experts
+
+            own, parameters = experts.prepared(own, parameters)
         self._engine, *_ = deepspeed.initialize(
             model=module, optimizer=own, model_parameters=parameters, config=document, dist_init_required=False
         )
@@ -245,6 +262,8 @@ class ZeroEngine(Engine):
             parts.append(f"tensor parallel, {self.plan.batch.tensor_parallel_size} ranks")
         if self.plan.batch.sequence_parallel_size > 1:
             parts.append(f"sequence parallel, {self.plan.batch.sequence_parallel_size} ranks")
+        if self._experts:
+            parts.append(f"expert parallel, {self.plan.config.deepspeed.expert_parallel.autoep_size} ranks")
         return ", ".join(parts)
 
     @property
@@ -326,15 +345,35 @@ class ZeroEngine(Engine):
     def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
         """**Collective.** The task's metrics; at stage 3 every rank's forward pass gathers the others' parameters."""
         inputs, targets = batch if self._slices is None else self._slices.cut(batch)
-        self._engine.eval()
+        alone = self._engine.training
+        if alone:
+            self._engine.eval()
         outputs = self._forward(self.joined(inputs, targets))
-        self._engine.train()
+        if alone:
+            self._engine.train()
         if self.calls is not None:
             self.calls.compare()
-            self.calls.check()
+            self.calls.check(waits=alone)
         if self._stage == 3:
             patches.forget_evaluation(self._engine)
         return measure(self.plan.task, outputs, targets, valid if self._tensor_rank == 0 else 0)
+
+    @contextlib.contextmanager
+    def evaluating(self, batches: int) -> Iterator[None]:
+        """**Collective** at stage 3. Inside, the model is in evaluation mode, and weights stay gathered where memory allows."""
+        self._engine.eval()
+        with self._gathered(batches):
+            yield
+        self._engine.train()
+        if self.calls is not None:
+            self.calls.check()
+
+    def _gathered(self, batches: int) -> contextlib.AbstractContextManager[None]:
+        shards = self._stage == 3 and not self._kept
+        size = self._elements * self._dtype.itemsize
+        if not shards or self.plan.config.deepspeed.zero_optimization.parameter_device == "nvme":
+            return contextlib.nullcontext()
+        return patches.kept_gathered(self._model) if stays_gathered(self, batches, size) else contextlib.nullcontext()
 
     def average(self, decay: float) -> None:
         """The average of this rank's shards, in the optimizer's state. Sends nothing."""
@@ -354,6 +393,11 @@ class ZeroEngine(Engine):
         found = state.state(self._engine, self._model, self._updates)
         if self._tiles is not None:
             found = self._tiles.join(found)
+        if self._experts:
+            from dsframe.engines.deepspeed import experts, state_experts
+
+            size = self.plan.config.deepspeed.expert_parallel.autoep_size
+            return state_experts.whole(found, self._experts, experts.group(size))
         if not self._shares:
             return found
         from dsframe.engines.deepspeed import state_tensor
@@ -367,6 +411,10 @@ class ZeroEngine(Engine):
             from dsframe.engines.deepspeed import state_tensor
 
             saved = state_tensor.Shares(saved, state.shapes(self._model), self._shares, self._tensor_rank)
+        if self._experts:
+            from dsframe.engines.deepspeed import state_experts
+
+            saved = state_experts.Experts(saved, self._experts)
         if self._tiles is not None:
             saved = self._tiles.cut(saved)
         state.load_state(self._engine, self._model, saved, batch.accumulation_steps, batch.train_batch_size)

@@ -57,6 +57,8 @@ def handover(
         _stage_3(document["zero_optimization"], plan, elements, keeps_weights)
     elif plan.config.deepspeed.zero_optimization.stage:
         _bucket(document["zero_optimization"], plan, elements)
+    if plan.device.type == "cpu" and "expert_parallel" in document:  # one product for all experts is for GPUs
+        document["expert_parallel"] = {**document["expert_parallel"], "use_grouped_mm": False}
     if plan.config.deepspeed.pipeline.stages > 1:
         _pipeline(document, plan)
     else:

@@ -32,6 +32,7 @@ _BY_FEATURE = {
     "SUPPORTED_STYLES": "module_inject.tp_plan_converter",
     "TPTrainingConfig": "runtime.tensor_parallel.config",
     "_get_hf_tp_plan": "runtime.tensor_parallel.config",
+    "configure_moe_param_groups": "moe.utils",
     "PipelineModule": "pipe",
     "TiedLayerSpec": "pipe",
     "PipeModelDataParallelTopology": "runtime.pipe.topology",

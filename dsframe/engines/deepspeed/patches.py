@@ -100,6 +100,10 @@ PATCHES: dict[str, Patch] = {
         "an evaluation before step 1 makes ZeRO-3 gather parameters twice in every later step",
         "runtime/zero/partitioned_param_coordinator.py (reset_step, __params_to_release)",
     ),
+    "kept_gathered": Patch(
+        "an evaluation of a model beyond stage3_max_reuse_distance gathers its parameters anew for each batch",
+        "runtime/zero/partitioned_param_coordinator.py (release_sub_module)",
+    ),
     "groups": Patch(
         "groups of a process group that has ended stay, and a second training in the process uses them",
         "utils/groups.py (_release_process_group_references)",
@@ -129,6 +133,16 @@ PATCHES: dict[str, Patch] = {
     "pipeline_sizes": Patch(
         "each stage waits for every activation's size, or for the first one only and then expects that size for all",
         "runtime/pipe/engine.py (dynamic_shape: _exec_send_activations, _exec_recv_activations, _exec_recv_grads)",
+        "0.19.8",
+    ),
+    "recorded_routers": Patch(
+        "AutoEP asks transformers' registry of outputs with two arguments, of which 5.23 takes one, and does not start",
+        "module_inject/auto_ep_presets/base.py (_install_instance_transformers_output_recorders)",
+        "0.19.8",
+    ),
+    "expert_norm": Patch(
+        "at stage 0 the gradients' norm is the mean of the ranks' norms, each with its own experts, instead of that of all",
+        "runtime/utils.py (clip_grad_norm_)",
         "0.19.8",
     ),
     "stage_splits": Patch(
@@ -202,6 +216,12 @@ def silence_torch_warnings() -> None:
 
 
 _LATER = (
+    (
+        "kept_gathered",
+        "runtime.zero.partitioned_param_coordinator",
+        ("PartitionedParameterCoordinator", "release_sub_module"),
+    ),
+    ("kept_gathered", "runtime.zero.partition_parameters", ("ZeroParamStatus", "AVAILABLE")),
     ("groups", "utils.groups", ("_release_process_group_references",)),
     (
         "evaluation",
@@ -244,9 +264,29 @@ def keep_norm(engine: Any) -> None:
     limit = engine.gradient_clipping() or math.inf  # of which nothing is clipped, and every gradient times 1.0
 
     def clip() -> None:
-        engine._global_grad_norm = clip_grad_norm_(engine.module.parameters(), max_norm=limit, mpu=engine.mpu)
+        if engine.has_moe_layers:
+            engine._global_grad_norm = _clip_with_experts(engine, limit)
+        else:
+            engine._global_grad_norm = clip_grad_norm_(engine.module.parameters(), max_norm=limit, mpu=engine.mpu)
 
     engine.gradient_clipping, engine.clip_fp32_gradients = lambda: limit, clip
+
+
+def _clip_with_experts(engine: Any, limit: float) -> Tensor | None:
+    """ "expert_norm". **Collective.** Of what is the same on all ranks once, and of each expert once."""
+    _upstream("expert_norm", "moe.utils", "is_moe_param")
+    of_all, of_experts = list[Tensor](), list[Tensor]()
+    for parameter in engine.module.parameters():
+        if parameter.grad is not None:
+            (of_all if getattr(parameter, "allreduce", True) else of_experts).append(parameter.grad)
+    (group,) = engine.expert_parallel_group.values()
+
+    def norm(_: list[Tensor]) -> Tensor:
+        spread = precision.total_norm(of_experts).square()
+        dist.all_reduce(spread, group=group)
+        return (precision.total_norm(of_all).square() + spread).sqrt()
+
+    return precision.clip([*of_all, *of_experts], 0.0 if math.isinf(limit) else limit, 1.0, norm, always=True)
 
 
 def scale_until_updated(optimizer: Any) -> None:
@@ -280,6 +320,8 @@ def look_before_each_step(engine: Any) -> None:
         if engine.mpu is not None and norm is not None:
             # Ranks that split one model have other gradients, and one answer.
             dist.all_reduce(norm, group=engine.mpu.get_model_parallel_group())
+        if engine.has_moe_layers and norm is not None:
+            dist.all_reduce(norm)  # ranks have other experts, and one answer
         optimizer.overflow = not precision.finite(norm)
         return None if optimizer.overflow else update(*arguments, **keywords)
 
@@ -387,6 +429,37 @@ def undo_hidden_step(engine: Any) -> None:
         engine.basic_optimizer.state.clear()
 
 
+# Experts.
+
+
+@contextlib.contextmanager
+def recorded_routers() -> Iterator[None]:
+    """ "recorded_routers": while AutoEP puts its layers into a model, which then records the new routers' outputs."""
+    name = "_install_instance_transformers_output_recorders"
+    _upstream("recorded_routers", "module_inject.auto_ep_presets.base", name)
+    with mock.patch(f"deepspeed.module_inject.auto_ep_presets.base.{name}", _record_again):
+        yield
+
+
+def _record_again(
+    model: nn.Module, entries: dict[str, Any], output_capturing: Any, remove_hooks: Callable[[nn.Module], int]
+) -> bool:
+    registry = output_capturing._CAN_RECORD_REGISTRY
+    before = dict(registry)
+    remove_hooks(model)
+    module: Any
+    for module in model.modules():
+        if hasattr(module, "_output_capturing_hooks_installed"):
+            module._output_capturing_hooks_installed = False
+    try:
+        registry.update(entries)
+        output_capturing.maybe_install_capturing_hooks(model)
+    finally:
+        registry.clear()
+        registry.update(before)
+    return True
+
+
 # ZeRO-3. DeepSpeed 0.19.8 takes a fifth longer than DDP for a GPT of 4.8 million parameters on two CPU ranks. Measured there:
 # after each update every parameter that is kept is gathered by a collective of its own (59 in a step); linear layers add their
 # bias in a second pass; and about a thousand calls a step open and close NVTX ranges.
@@ -462,6 +535,24 @@ def forget_evaluation(engine: Any) -> None:
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     if coordinator.is_record_trace():
         coordinator._invalidate_trace()
+
+
+@contextlib.contextmanager
+def kept_gathered(model: nn.Module) -> Iterator[None]:
+    """ "kept_gathered": inside, what a forward pass gathers stays."""
+    available = _upstream("kept_gathered", "runtime.zero.partition_parameters", "ZeroParamStatus", "AVAILABLE")
+    found: Iterable[Any] = model.parameters()
+    parameters = [one for one in found if not (one.ds_persist or one.is_external_param)]
+    for one in parameters:
+        one.is_external_param = True  # which DeepSpeed does not release after a module's pass
+    try:
+        yield
+    finally:
+        for one in parameters:
+            one.is_external_param = False
+        gathered = [one for one in parameters if one.ds_status is available]
+        if gathered:
+            gathered[0].partition(gathered)
 
 
 # Pipelines.

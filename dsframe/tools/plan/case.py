@@ -14,9 +14,8 @@ from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.settings import Settings
 from dsframe.engines import TABLE
 from dsframe.engines.costs import Costs
-from dsframe.errors import ConfigError
 from dsframe.tools.plan.hardware import Hardware
-from dsframe.tools.plan.model import Model, Segment
+from dsframe.tools.plan.model import Affine, Model, Segment
 
 
 @dataclass(frozen=True)
@@ -45,9 +44,6 @@ class Case:
     ) -> Case:
         """Raises ConfigError where the batch cannot be cut so."""
         batch = config.batch(world_size, replicas=TABLE[engine].replicas)
-        if batch.sequence_parallel_size > 1:
-            message, remedy = "slices of sequences cannot be predicted", "measure the run, or take it out for the plan"
-            raise ConfigError([config.error(("sequence_parallel_size",), message, remedy, code="plan")])
         zero = config.deepspeed.zero_optimization
         chosen = zero.fetched_elements(model.parameters + model.frozen, on_cpu=hardware.on_cpu)
         file = config.deepspeed.model_copy(update={"zero_optimization": zero.model_copy(update=chosen)})
@@ -66,8 +62,23 @@ class Case:
         return self.batch.tensor_parallel_size
 
     @property
+    def sequence(self) -> int:
+        """Ranks that share sequences: each computes and keeps this part of a micro-batch."""
+        return self.batch.sequence_parallel_size
+
+    @property
     def data(self) -> int:
-        return self.batch.data_parallel_size
+        """Ranks that average gradients, and shard what ZeRO shards: those that share sequences too."""
+        return self.batch.data_parallel_size * self.sequence
+
+    @property
+    def experts(self) -> int:
+        """Ranks that share a mixture's experts."""
+        return 1 if self.replicas or not self.file.on("expert_parallel") else self.file.expert_parallel.autoep_size
+
+    def at(self, grows: Affine) -> float:
+        """Of this rank's part of a micro-batch."""
+        return grows.at(self.rows) / self.sequence
 
     @property
     def rows(self) -> int:

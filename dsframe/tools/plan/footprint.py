@@ -72,9 +72,12 @@ def footprint(case: Case, part: Sequence[Segment], number: int) -> Memory:
     # Beside its share, and gathered like the rest: what _gathered counts as fetched ahead is then the collective's buffer.
     kept = trained * width if case.kept and case.data > 1 else 0.0
     return Memory(
-        parameters=cost.parameter * trained + (0.0 if case.fetches else frozen * width) + kept,
-        gradients=cost.gradient * trained,
-        optimizer=(cost.optimizer + (cost.host if on_cpu else 0.0)) * trained,  # offloaded or not: there is one memory
+        parameters=cost.parameter * (trained - _elsewhere(case, part, 3))
+        + (0.0 if case.fetches else frozen * width)
+        + kept,
+        gradients=cost.gradient * (trained - _elsewhere(case, part, 2)),
+        # Offloaded or not: there is one memory.
+        optimizer=(cost.optimizer + (cost.host if on_cpu else 0.0)) * (trained - _elsewhere(case, part, 1)),
         activations=activations,
         buffers=_buffers(case, part, trained, last)
         - kept
@@ -89,6 +92,12 @@ def footprint(case: Case, part: Sequence[Segment], number: int) -> Memory:
         + _saving(case, trained),
         **_set_up(case, part, trained, frozen),
     )
+
+
+def _elsewhere(case: Case, part: Sequence[Segment], stage: int) -> float:
+    """Elements of experts that other ranks hold of what ZeRO shards from ``stage`` on; sharded, a rank's part is the same with and
+    without: it shards its own experts among fewer ranks."""
+    return (0.0 if case.zero >= stage else 1 - 1 / case.experts) * sum(segment.experts for segment in part)
 
 
 def _set_up(case: Case, part: Sequence[Segment], trained: float, frozen: float) -> dict[str, float]:
@@ -142,24 +151,24 @@ def _activations(case: Case, part: Sequence[Segment], number: int, last: bool) -
     under_way = min(case.stages - number, case.steps)  # micro-batches whose backward pass is still to come (1F1B)
 
     def kept(segment: Segment) -> float:
-        wide = segment.saved_wide.at(case.rows)
-        here = segment.away.at(case.rows) if case.hardware.lazy_memory else 0.0
-        return wide + (segment.saved.at(case.rows) - wide + here) / case.tensor
+        wide = case.at(segment.saved_wide)
+        here = case.at(segment.away) if case.hardware.lazy_memory else 0.0
+        return wide + (case.at(segment.saved) - wide + here) / case.tensor
 
     if any(segment.switched for segment in part):
-        own = under_way * sum(map(kept, part)) + max(s.transient.at(case.rows) for s in part) / case.tensor
+        own = under_way * sum(map(kept, part)) + max(case.at(s.transient) for s in part) / case.tensor
     elif case.checkpointed:
-        own = under_way * sum(s.output.at(case.rows) for s in part) + max((kept(s) for s in part), default=0.0)
+        own = under_way * sum(case.at(s.output) for s in part) + max((kept(s) for s in part), default=0.0)
     else:
         own = under_way * sum(kept(segment) for segment in part)
     if last:
-        own += case.model.loss.saved.at(case.rows)
-    return own + under_way * case.model.inputs.at(case.rows)
+        own += case.at(case.model.loss.saved)
+    return own + under_way * case.model.inputs.at(case.rows)  # each rank reads whole sequences
 
 
 def _away(case: Case, part: Sequence[Segment], number: int) -> float:
     """Activations that wait on the host; where its memory is the device's they stay."""
-    return min(case.stages - number, case.steps) * sum(s.away.at(case.rows) for s in part) / case.tensor
+    return min(case.stages - number, case.steps) * sum(case.at(s.away) for s in part) / case.tensor
 
 
 def _evaluation(case: Case, part: Sequence[Segment], last: bool) -> float:
@@ -173,13 +182,13 @@ def _evaluation(case: Case, part: Sequence[Segment], last: bool) -> float:
             return 2 * segment.scratch.at(rows)
         return float(segment.forward.table[:, 3].max(initial=0.0)) * rows
 
-    return max(map(most, segments), default=0.0) / case.tensor
+    return max(map(most, segments), default=0.0) / case.tensor / case.sequence
 
 
 def _buffers(case: Case, part: Sequence[Segment], trained: float, last: bool) -> float:
     zero, width = case.file.zero_optimization, case.model.bytes_each
     segments = [*part, *([case.model.loss] if last else [])]
-    size = max((segment.scratch.at(case.rows) for segment in segments), default=0.0)
+    size = max((case.at(segment.scratch) for segment in segments), default=0.0)
     size += sum(segment.buffer_bytes for segment in part)
     if case.costs.copies_buckets and case.data > 1:
         size += min(case.bucket_bytes * 4 / case.gradient_bytes, 4 * trained)  # not rounded yet

@@ -97,6 +97,8 @@ class Segment:
     """Share of the forward pass that the backward pass computes again."""
     sliced: bool = False
     """True if logits are there a slice at a time, as ``scratch`` says and ``forward`` does not."""
+    experts: int = 0
+    """Elements of ``parameters`` that belong to single experts of a mixture."""
     lent: int = 0
     """Elements of its weights that layers of later stages use, as ``case.cut`` finds."""
 

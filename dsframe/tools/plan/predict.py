@@ -85,7 +85,7 @@ def predict(
         held,
         sent(case, max(cuts, key=elements)),
         seconds(case, cuts),
-        model.flops(case.rows) * case.steps * case.data,
+        model.flops(case.rows) * case.steps * case.batch.data_parallel_size,
         max(device, host) <= 1,
         max(device, host),
         1 - MARGIN < device <= 1 and host <= 1,

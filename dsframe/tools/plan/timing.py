@@ -59,6 +59,8 @@ def sent(case: Case, part: Sequence[Segment]) -> dict[str, float]:
     if case.tensor > 1:
         reduced = sum(s.output.at(case.rows) * s.attentions for s in part) * 2 * case.passes
         result["tensor parallel"] = 2 * (case.tensor - 1) / case.tensor * reduced * case.steps
+    if case.sequence > 1:
+        result["sequence parallel"] = (case.sequence - 1) / case.sequence * _exchanged(case, part) * case.steps
     if case.stages > 1 and part:
         result["pipeline"] = part[-1].output.at(case.rows) * case.steps
     if tied := _tied_bytes(case, part):  # all-reduced between two stages: each sends it once
@@ -79,7 +81,7 @@ def seconds(case: Case, cuts: Sequence[tuple[Segment, ...]]) -> Seconds:
         backward += forward
     part = max(cuts, key=elements)
     waiting, hidden = _data_parallel(case, part, forward, backward)
-    waiting += _tensor_parallel(case, part) + _between_stages(case, cuts)
+    waiting += _tensor_parallel(case, part) + _sequence_parallel(case, part) + _between_stages(case, cuts)
     return Seconds(
         compute=case.steps * (forward + backward),
         waiting=waiting + _fetched(case, part, forward, backward),
@@ -176,6 +178,21 @@ def _tensor_parallel(case: Case, part: Sequence[Segment]) -> float:
     return (case.steps + case.stages - 1) * ranks.all_reduce(size, calls)
 
 
+def _exchanged(case: Case, part: Sequence[Segment]) -> float:
+    """Bytes of a rank's slices that attention exchanges in a micro-batch: queries, keys, values and what comes of them, each pass
+    (Jacobs et al. 2023, arXiv 2309.14509). Fewer key heads, of which less is sent, are counted as if they were as many."""
+    return 4 * case.passes * sum(case.at(segment.output) * segment.attentions for segment in part)
+
+
+def _sequence_parallel(case: Case, part: Sequence[Segment]) -> float:
+    """Seconds of these exchanges. In an all-to-all a rank sends what a ring's pass takes around."""
+    if case.sequence == 1:
+        return 0.0
+    ranks = group(case.hardware, case.sequence, 1, case.world_size)
+    calls = 4 * case.passes * sum(segment.attentions for segment in part)
+    return case.steps * ranks.pass_round(_exchanged(case, part), calls)
+
+
 def _between_stages(case: Case, cuts: Sequence[tuple[Segment, ...]]) -> float:
     """Activations forward and their gradients back, and at the end those of weights that two stages hold."""
     if case.stages == 1:
@@ -201,7 +218,7 @@ def _pass_seconds(case: Case, part: Sequence[Segment], last: bool) -> tuple[floa
         return forward, backward
     everything = [*case.model.segments, case.model.loss]
     roofline = sum(float(_times(case, work).sum()) for s in everything for work in (s.forward, s.backward))
-    stretch = case.seconds_each * case.rows / roofline
+    stretch = case.seconds_each * case.rows / case.sequence / roofline
     return forward * stretch, backward * stretch
 
 
@@ -221,7 +238,7 @@ def _times(case: Case, work: Work) -> np.ndarray[Any, np.dtype[np.float64]]:
     result: np.ndarray[Any, np.dtype[np.float64]] = np.maximum(
         work.flops(case.rows) / peak, work.moved(case.rows) / bandwidth
     )
-    return result
+    return result / case.sequence
 
 
 def _copied(case: Case, part: Sequence[Segment]) -> float:

@@ -327,6 +327,11 @@ def _segment(module: nn.Module, runs: Sequence[_Pass], owner: int | None) -> Seg
         attentions=first.attentions,
         heads=first.heads,
         owner=owner,
+        experts=sum(
+            p.numel()
+            for name, p in module.named_parameters()
+            if p.requires_grad and p.ndim == 3 and ".experts." in name
+        ),
     )
 
 

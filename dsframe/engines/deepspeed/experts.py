@@ -1,0 +1,64 @@
+"""Expert parallelism by DeepSpeed's AutoEP: what it is told, and which models it takes. Names and state: ``state_experts``.
+
+A rank routes its own samples' tokens, and an all-to-all takes each to the rank that holds its expert and back: for everything but
+experts it is data parallelism. Source: deepspeed 0.19.8, ``runtime/engine.py`` (_configure_expert_parallel).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, cast
+
+import torch.distributed as dist
+from torch import nn
+
+from dsframe.config.rules.experts import KINDS
+from dsframe.engine import Plan
+from dsframe.engines.deepspeed.imports import configure_moe_param_groups, groups
+from dsframe.errors import EngineError
+
+_COUNTS = ("num_local_experts", "num_experts")
+
+
+def refuse(plan: Plan, model: nn.Module) -> None:
+    """Raises EngineError where ``model``'s experts cannot be spread over the file's number of ranks, or AutoEP's layers would
+    compute something else than the model's."""
+    size = plan.config.deepspeed.expert_parallel.autoep_size
+    if plan.world.size % size:
+        raise EngineError(
+            f"expert_parallel: {plan.world.size} processes are not divisible by autoep_size {size}; start another number"
+        )
+    config: Any = getattr(model, "config", None)
+    kind = getattr(config, "model_type", type(model).__name__)
+    if kind not in KINDS:
+        raise EngineError(
+            f'expert_parallel: "{kind}" is no model whose experts dsframe can spread over ranks; remove expert_parallel, or train '
+            f"one of {', '.join(KINDS)}"
+        )
+    preset = plan.config.deepspeed.expert_parallel.preset_model
+    if preset not in (None, kind):
+        raise EngineError(f'expert_parallel: preset_model "{preset}" is for another model than "{kind}"; remove it')
+    count = next(found for name in _COUNTS if (found := getattr(config, name, None)) is not None)
+    if count % size:
+        raise EngineError(f"expert_parallel: {count} experts are not divisible by autoep_size {size}; choose another")
+    if getattr(config, "hidden_act", "silu") != "silu":
+        raise EngineError(
+            f'expert_parallel: AutoEP\'s experts compute "silu", not this model\'s "{config.hidden_act}"; remove expert_parallel'
+        )
+    if getattr(config, "router_jitter_noise", 0.0):
+        raise EngineError("expert_parallel: AutoEP's router has no router_jitter_noise; remove one of them")
+
+
+def prepared(build: Callable[[Any], Any] | None, parameters: list[Any] | None) -> tuple[Any, list[Any] | None]:
+    """What builds an optimizer of the file's or the task's own, if anything does, and the parameters or groups that it gets.
+
+    DeepSpeed's ZeRO needs experts in groups of their own. It makes them where it builds the optimizer, of groups with a name.
+    """
+    if parameters is not None and isinstance(parameters[0], dict):
+        parameters = [{"name": f"group-{number}", **one} for number, one in enumerate(parameters)]
+    return build and (lambda given: build(configure_moe_param_groups(given))), parameters
+
+
+def group(size: int) -> dist.ProcessGroup:
+    """The ranks that share this rank's experts."""
+    return cast(dist.ProcessGroup, groups._get_expert_parallel_group(f"ep_size_{size}"))

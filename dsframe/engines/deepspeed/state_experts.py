@@ -1,0 +1,159 @@
+"""Experts that AutoEP has spread over ranks: under the model's own names and whole for a checkpoint, and spread again from one.
+
+AutoEP puts a layer of its own in the place of a mixture's: ``experts.w1``, ``w2`` and ``w3`` are this rank's experts alone, and the
+router is ``router.gate``. transformers has all experts stacked: ``experts.gate_up_proj`` with gates in the first half of each
+expert's rows and ups in the second, ``experts.down_proj``, and ``gate``. Checkpoints know the latter names only, so a training goes
+on with another number of expert-parallel ranks, or with none. Source: deepspeed 0.19.8, ``module_inject/auto_ep_layer.py``,
+``moe/ep_repack.py`` (_repack_fused_3d).
+"""
+
+from __future__ import annotations
+
+import dataclasses
+import math
+from collections import Counter
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from dsframe.checkpoint.state import EngineState, ParameterState, SavedState, SavedView, narrowed
+from dsframe.errors import CheckpointError
+
+
+@dataclass(frozen=True)
+class Part:
+    """Where a parameter of AutoEP's lies in one of the model's own."""
+
+    whole: str
+    """The name in the model, as checkpoints have it."""
+    shape: tuple[int, ...]
+    """The whole's: ``[experts, rows, columns]``; of a router ``[experts, columns]``."""
+    own: tuple[int, ...]
+    """This rank's: ``[its experts, its rows, columns]``; the whole shape of a router."""
+    expert: int = 0
+    """The first of this rank's experts."""
+    row: int = 0
+    """The first of the rows."""
+
+    @property
+    def spread(self) -> bool:
+        """True if ranks hold other experts; a router is the same on all."""
+        return len(self.shape) == 3
+
+    def pick(self, experts: Tensor) -> Tensor:
+        """This rank's rows out of this rank's ``experts``, ``[experts, rows, columns]``."""
+        return experts[:, self.row : self.row + self.own[1]].contiguous()
+
+    def put(self, whole: Tensor, everyones: Sequence[Tensor]) -> None:
+        """Writes each rank's experts, in the order of ranks, into the ``whole``."""
+        whole[:, self.row : self.row + self.own[1]] = torch.cat(list(everyones))
+
+
+def parts(model: nn.Module) -> dict[str, Part]:
+    """Every parameter of ``model`` that AutoEP has made, by its own name."""
+    found: dict[str, Part] = {}
+    module: Any
+    for prefix, module in model.named_modules():
+        if not getattr(module, "_is_autoep_layer", False):
+            continue
+        own = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
+        _, rows, columns = own["experts.w1"]
+        count, first = module.num_experts, module.ep_rank * module.num_local_experts
+        router, both, down = (count, columns), (count, 2 * rows, columns), (count, columns, rows)
+        made = {
+            "router.gate.weight": Part("gate.weight", router, router),
+            "experts.w1": Part("experts.gate_up_proj", both, own["experts.w1"], first),
+            "experts.w3": Part("experts.gate_up_proj", both, own["experts.w3"], first, rows),
+            "experts.w2": Part("experts.down_proj", down, own["experts.w2"], first),
+        }
+        assert made.keys() == own.keys(), f"{prefix}: {sorted(own)}"
+        found |= {
+            f"{prefix}.{name}": dataclasses.replace(part, whole=f"{prefix}.{part.whole}") for name, part in made.items()
+        }
+    return found
+
+
+def whole(state: EngineState, made: Mapping[str, Part], group: dist.ProcessGroup) -> EngineState:
+    """**Collective** to read to its end, over ``group``, the ranks that share the experts: ``state`` by the model's own names.
+
+    One whole parameter at a time is in memory, and those of which not all parts have come.
+    """
+    # AutoEP's layers have their router under a second name.
+    further = {name: kept for name, kept in state.aliases.items() if kept not in made}
+    return dataclasses.replace(state, aliases=further, parameters=_joined(state, made, group))
+
+
+def _joined(state: EngineState, made: Mapping[str, Part], group: dist.ProcessGroup) -> Iterator[ParameterState]:
+    missing = Counter(part.whole for part in made.values())
+    begun: dict[str, ParameterState] = {}
+    for one in state.parameters:
+        part = made.get(one.name)
+        if part is None:
+            yield one
+        elif not part.spread:
+            yield dataclasses.replace(one, name=part.whole)
+        else:
+            if part.whole not in begun:
+                empty = {key: moment.new_empty(part.shape) for key, moment in one.moments.items()}
+                weight = one.weight.new_empty(part.shape)
+                begun[part.whole] = ParameterState(part.whole, weight, empty, dict(one.scalars))
+            complete = begun[part.whole]
+            _gather(one.weight, complete.weight, part, group)
+            for key, moment in one.moments.items():
+                if moment.shape != one.weight.shape:
+                    raise CheckpointError(
+                        f"{part.whole}: this rank's experts have shape {list(one.weight.shape)}, but the optimizer's {key} for "
+                        f"them has shape {list(moment.shape)}, so the ranks' {key} cannot be joined; train with an optimizer "
+                        "that keeps state for each element, or without expert_parallel"
+                    )
+                _gather(moment, complete.moments[key], part, group)
+            missing[part.whole] -= 1
+            if not missing[part.whole]:
+                yield begun.pop(part.whole)
+
+
+def _gather(mine: Tensor, into: Tensor, part: Part, group: dist.ProcessGroup) -> None:
+    mine = mine.contiguous()
+    everyones = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyones, mine, group)
+    part.put(into, everyones)
+
+
+class Experts(SavedView):
+    """A saved state, by the model's own names, as one rank's AutoEP layers have it."""
+
+    def __init__(self, saved: SavedState, made: Mapping[str, Part]) -> None:
+        super().__init__(saved)
+        self._made, self._wholes = made, {part.whole for part in made.values()}
+
+    @property
+    def shapes(self) -> Mapping[str, Sequence[int]]:
+        """Of this rank's parameters. Where the saved whole is of another model, the whole's, so that the difference is seen."""
+        saved = self._saved.shapes
+        found = {name: shape for name, shape in saved.items() if name not in self._wholes}
+        for name, part in self._made.items():
+            if (kept := saved.get(part.whole)) is not None:
+                found[name] = part.own if tuple(kept) == part.shape else kept
+        return found
+
+    def parameter(self, name: str) -> ParameterState:
+        """One of this rank's parameters: of the saved whole, only its experts are read."""
+        part = self._made.get(name)
+        if part is None:
+            return self._saved.parameter(name)
+        if not part.spread:
+            return dataclasses.replace(self._saved.parameter(part.whole), name=name)
+        each, count = math.prod(part.shape[1:]), part.own[0]
+        one = self._saved.part(part.whole, part.expert * each, count * each)
+        moments = {key: part.pick(moment.view(count, *part.shape[1:])) for key, moment in one.moments.items()}
+        return ParameterState(name, part.pick(one.weight.view(count, *part.shape[1:])), moments, one.scalars)
+
+    def part(self, name: str, first: int, size: int) -> ParameterState:
+        """A range of one of this rank's parameters."""
+        if name not in self._made:
+            return self._saved.part(name, first, size)
+        return narrowed(self.parameter(name), first, size)

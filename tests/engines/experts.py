@@ -1,0 +1,82 @@
+"""What test_experts.py runs on every rank: experts spread over ranks, beside one process that has them all.
+
+    torchrun --nproc-per-node=4 -m tests.engines.experts REPORT.json CASE...
+
+Each case is measured as those of tests/engines/tensor.py are: six steps of both, their states compared; then each goes on from the
+other's state. By SGD without clipping unless it says otherwise: Adam and clipping hide factors.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from pathlib import Path
+from typing import Any
+
+import torch
+
+from dsframe.engines.deepspeed.imports import groups
+from dsframe.train import leave_at_once
+from tests.engines.several import one_process_group
+from tests.engines.tensor import BF16, measure, zero
+
+SGD = {"optimizer": {"type": "SGD", "params": {"lr": 0.5, "momentum": 0.9}}, "gradient_clipping": 0.0}
+SGD |= {"zero_allow_untested_optimizer": True}
+CPU = {"device": "cpu"}
+WHOLE = {"stage3_param_persistence_threshold": 0}
+
+
+def spread(size: int = 2, **more: Any) -> dict[str, Any]:
+    """The file's section."""
+    return {"expert_parallel": {"enabled": True, "autoep_size": size, **more}}
+
+
+GROUPS = {"no_decay": "norms-and-biases", "parameter_groups": [{"match": ["*.gate.weight"], "lr_scale": 0.5}]}
+CASES: dict[str, tuple[str, dict[str, Any]]] = {
+    "zero0": ("balanced mixtral", {**SGD, **spread(), **zero(0)}),
+    "zero1 adamw": ("balanced mixtral", {**spread(), **zero(1)}),
+    "zero2": ("balanced qwen3 moe", {**SGD, **spread(), **zero(2)}),
+    "zero3": ("balanced mixtral", {**SGD, **spread(), **zero(3, **WHOLE)}),
+    "zero0 adamw": ("balanced qwen3 moe", {**spread(), **zero(0)}),
+    "zero1": ("balanced mixtral", {**SGD, **spread(), **zero(1)}),
+    "zero2 adamw of 4": ("balanced mixtral", {**spread(4), **zero(2)}),
+    "zero2 cpu": ("balanced mixtral", {**spread(), **zero(2, offload_optimizer=CPU)}),
+    "zero3 of 4": ("balanced qwen3 moe", {**SGD, **spread(4), **zero(3)}),
+    "zero3 adamw cpu": ("balanced mixtral", {**spread(), **zero(3, offload_optimizer=CPU, offload_param=CPU)}),
+    "zero1 bf16": ("mixtral", {**spread(), **zero(1), **BF16}),
+    "zero3 bf16": ("mixtral", {**spread(), **zero(3), **BF16}),
+    "zero2 of 1": ("balanced mixtral", {**SGD, **spread(1), **zero(2)}),
+    "zero1 data before experts": (
+        "balanced mixtral",
+        {**SGD, **spread(), **zero(1), "use_data_before_expert_parallelism": True},
+    ),
+    "zero2 recomputed": ("mixtral", {**spread(), **zero(2)}),
+    "zero3 recomputed": ("mixtral", {**spread(), **zero(3, **WHOLE)}),
+    "zero1 groups": ("mixtral", {**spread(), **zero(1)}),
+    "zero3 groups": ("mixtral", {**spread(), **zero(3)}),
+    "zero2 accumulated whole": ("mixtral", {**spread(), **zero(2)}),
+    "zero3 accumulated whole": ("mixtral", {**spread(), **zero(3)}),
+}
+SETTINGS: dict[str, dict[str, Any]] = {
+    "recomputed": {"model": {"activation_checkpointing": True, "loss_chunk_tokens": 24}},
+    "groups": GROUPS,
+    "whole": {"deepspeed": {"accumulate": "whole"}},
+}
+"""In the section "dsframe", by the last word of a case's name."""
+
+
+def main(path: str, cases: list[str]) -> None:
+    torch.set_num_threads(1)
+    report = {}
+    with one_process_group():
+        for case in cases:
+            kind, changes = CASES[case]
+            report[case] = measure(kind, "deepspeed", changes, **SETTINGS.get(case.rpartition(" ")[2], {}))
+            groups._release_process_group_references()
+        if torch.distributed.get_rank() == 0:
+            Path(path).write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    main(sys.argv[1], sys.argv[2:] or list(CASES))
+    leave_at_once(0)

@@ -1,0 +1,142 @@
+"""Experts spread over ranks train as one process does that has them all; their state goes anywhere; what cannot be is refused."""
+
+from __future__ import annotations
+
+import json
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+
+from dsframe.checkpoint.state import EngineState, ParameterState, Snapshot, compare
+from dsframe.config import load
+from dsframe.config.rules.experts import KINDS
+from dsframe.engines.deepspeed import experts
+from dsframe.engines.deepspeed.state_experts import Experts, Part
+from dsframe.errors import CheckpointError, EngineError
+from tests.engines.experts import CASES
+from tests.engines.test_tensor import BF16_NOISE, NOISE, distance
+from tests.processes import run_ranks, warm
+
+SHORT = ("zero0", "zero2", "zero3")
+"""One for each way to reduce; the others repeat them with other optimizers, sizes and formats."""
+
+
+def measured(cases: tuple[str, ...], folder: Any) -> dict[str, dict[str, Any]]:
+    path = folder / "report.json"
+    run_ranks(warm(4, ["-m", "tests.engines.experts", str(path), *cases]), timeout_seconds=500).check()
+    found: dict[str, dict[str, Any]] = json.loads(path.read_text())
+    return found
+
+
+@pytest.fixture(scope="module")
+def reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return measured(SHORT, tmp_path_factory.mktemp("experts"))
+
+
+@pytest.fixture(scope="module")
+def more_reports(tmp_path_factory: pytest.TempPathFactory) -> dict[str, dict[str, Any]]:
+    return measured(tuple(case for case in CASES if case not in SHORT), tmp_path_factory.mktemp("experts"))
+
+
+def check(case: str, report: dict[str, Any]) -> None:
+    """Losses, norms, states, evaluation; on from the other's state; and what a rank holds."""
+    noise = BF16_NOISE if "bf16" in case else NOISE
+    size = CASES[case][1]["expert_parallel"]["autoep_size"]
+    assert f"expert parallel, {size} ranks" in report["description"]
+    assert report["before"] == 0.0
+    assert distance(report["alone"], report["cut"], 0) < noise["loss"]
+    assert report["alone"][-1][0] < 0.99 * report["alone"][0][0], "it has learned something"
+    relative = [abs(one[1] - two[1]) / one[1] for one, two in zip(report["alone"], report["cut"], strict=True)]
+    assert max(relative) < noise["norm"]
+    assert report["state"] < noise["state"]
+    assert report["read_back"] == 0.0
+    assert abs(report["evaluated"][0] - report["evaluated"][1]) < noise["loss"]
+    assert distance(report["on"], report["on from the single"], 0) < noise["loss"]
+    assert distance(report["on"], report["single on from it"], 0) < noise["loss"]
+    assert report["again"], "its own state, put back, goes on to the last bit"
+    held, whole = report["elements"]
+    if size > 1:
+        assert held < 0.85 * whole, "a rank has its own experts alone"
+
+
+@pytest.mark.parametrize("case", SHORT)
+def test_spread_experts_are_one_process(case: str, reports: dict[str, dict[str, Any]]) -> None:
+    check(case, reports[case])
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("case", [case for case in CASES if case not in SHORT])
+def test_spread_experts_in_other_ways(case: str, more_reports: dict[str, dict[str, Any]]) -> None:
+    check(case, more_reports[case])
+
+
+# Without processes.
+
+FIRST = Part("m.gate_up_proj", (4, 6, 2), (2, 3, 2), 0, 0)
+UP = Part("m.gate_up_proj", (4, 6, 2), (2, 3, 2), 2, 3)
+DOWN = Part("m.down_proj", (4, 2, 3), (2, 2, 3), 2)
+ROUTER = Part("m.gate.weight", (4, 2), (4, 2))
+
+
+def saved() -> Snapshot:
+    both, down, gate = torch.arange(48.0).view(4, 6, 2), torch.arange(24.0).view(4, 2, 3), torch.arange(8.0).view(4, 2)
+    states = [
+        ParameterState(name, weight, {"sum": -weight}, {"step": 3.0})
+        for name, weight in (("m.gate_up_proj", both), ("m.down_proj", down), ("m.gate.weight", gate), ("head", gate))
+    ]
+    return Snapshot(EngineState(3, None, {}, {}, states))
+
+
+def test_a_rank_sees_its_own_experts() -> None:
+    view = Experts(saved(), {"w1": FIRST, "w3": UP, "w2": DOWN, "router": ROUTER})
+    assert view.shapes == {"w1": (2, 3, 2), "w3": (2, 3, 2), "w2": (2, 2, 3), "router": (4, 2), "head": (4, 2)}
+    whole = saved().parameter("m.gate_up_proj").weight
+    ups = view.parameter("w3")
+    assert torch.equal(ups.weight, whole[2:, 3:])
+    assert torch.equal(ups.moments["sum"], -whole[2:, 3:])
+    assert torch.equal(view.part("w3", 4, 5).weight, whole[2:, 3:].flatten()[4:9])
+    assert torch.equal(view.part("w2", 1, 3).weight, saved().parameter("m.down_proj").weight[2:].flatten()[1:4])
+    router = view.parameter("router")
+    assert (router.name, router.weight.tolist()) == ("router", saved().parameter("m.gate.weight").weight.tolist())
+    assert view.parameter("head").weight.shape == (4, 2)
+
+
+def test_the_whole_is_made_of_every_ranks_part() -> None:
+    whole, into = saved().parameter("m.gate_up_proj").weight, torch.zeros(4, 6, 2)
+    for row in (0, 3):
+        ranks = [Part("", (4, 6, 2), (2, 3, 2), first, row).pick(whole[first : first + 2]) for first in (0, 2)]
+        Part("", (4, 6, 2), (2, 3, 2), 0, row).put(into, ranks)
+    assert torch.equal(into, whole)
+
+
+def test_a_checkpoint_of_another_model_is_refused() -> None:
+    made = {"w1": Part("m.gate_up_proj", (8, 6, 2), (4, 3, 2)), "w2": DOWN, "router": ROUTER}
+    own = {"w1": (4, 3, 2), "w2": DOWN.own, "router": ROUTER.own, "head": (4, 2)}
+    with pytest.raises(CheckpointError, match=r"differ\): w1 has shape \[4, 3, 2\], saved \[4, 6, 2\]$"):
+        compare("parameter", own, Experts(saved(), made).shapes)
+
+
+@pytest.mark.parametrize(
+    ("model", "section", "message"),
+    [
+        ({"model_type": "llama"}, {}, '"llama" is no model whose experts dsframe can spread'),
+        ({"num_local_experts": 3}, {}, "3 experts are not divisible by autoep_size 2; choose another"),
+        ({}, {"autoep_size": 3}, "4 processes are not divisible by autoep_size 3"),
+        ({}, {"preset_model": "qwen3_moe"}, 'preset_model "qwen3_moe" is for another model than "mixtral"; remove it'),
+        ({"hidden_act": "gelu"}, {}, 'AutoEP\'s experts compute "silu", not this model\'s "gelu"'),
+        ({"router_jitter_noise": 0.1}, {}, "AutoEP's router has no router_jitter_noise"),
+    ],
+)
+def test_models_that_cannot_be_spread(model: dict[str, Any], section: dict[str, Any], message: str) -> None:
+    settings = {"model_type": "mixtral", "num_local_experts": 4, **model}
+    file = {"train_batch_size": 8, "expert_parallel": {"enabled": True, "autoep_size": 2, **section}}
+    plan: Any = SimpleNamespace(config=load(file), world=SimpleNamespace(size=4))
+    with pytest.raises(EngineError, match=message):
+        experts.refuse(plan, SimpleNamespace(config=SimpleNamespace(**settings)))  # type: ignore[arg-type]
+
+
+def test_each_kind_is_measured() -> None:
+    kinds = {kind.removeprefix("balanced ").replace("qwen3 moe", "qwen3_moe") for kind, _ in CASES.values()}
+    assert kinds == set(KINDS)

@@ -1,0 +1,38 @@
+"""What memory a process can still take: of the system, and of its control group."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import psutil
+import pytest
+import torch
+
+from dsframe.host import memory
+
+CPU = torch.device("cpu")
+
+
+def test_the_ranks_of_a_host_share_what_is_left(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path / "none")
+    left, total = memory.available_bytes(CPU, 1), psutil.virtual_memory().total
+    assert 0 < left < total
+    assert memory.available_bytes(CPU, 4) < 0.5 * left
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "expected"), [("max", "max", None), ("max", "5000", 4000), ("3000", "max", 500)]
+)
+def test_a_control_group_may_have_less(
+    outer: str, inner: str, expected: int | None, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
+) -> None:
+    own = tmp_path / "job" / "task"
+    own.mkdir(parents=True)
+    for folder, limit, used in ((own, inner, 1000), (own.parent, outer, 2500)):
+        (folder / "memory.max").write_text(f"{limit}\n")
+        (folder / "memory.current").write_text(f"{used}\n")
+    (tmp_path / "cgroup").write_text("1:name=systemd:/other\n0::/job/task\n")
+    monkeypatch.setattr(memory, "_CGROUP", tmp_path / "cgroup")
+    monkeypatch.setattr(memory, "_CGROUPS", tmp_path)
+    found = memory.available_bytes(CPU, 1)
+    assert found == expected if expected else found > 1 << 20
