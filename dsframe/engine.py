@@ -170,7 +170,7 @@ class Engine(ABC):
         """
 
     def evaluating(self, batches: int) -> AbstractContextManager[None]:
-        """**Collective.** Around so many calls of :meth:`eval_step`: what ranks gather may stay from one batch to the next."""
+        """**Collective.** Encloses so many calls of :meth:`eval_step`: what ranks gather may stay from one batch to the next."""
         return nullcontext()
 
     @abstractmethod

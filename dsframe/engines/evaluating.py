@@ -1,4 +1,4 @@
-"""Whether shards that are gathered for an evaluation stay until its end."""
+"""Decides whether shards that are gathered for an evaluation stay until its end."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from dsframe.engine import Engine
 from dsframe.host.memory import available_bytes
 
 SHARE = 0.25
-"""Of the memory that is left, at most so much goes to weights that stay gathered."""
+"""Weights that stay gathered take at most this share of the memory that is left."""
 
 
 def stays_gathered(engine: Engine, batches: int, size: int) -> bool:

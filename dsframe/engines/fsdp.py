@@ -42,7 +42,7 @@ class FsdpEngine(ReplicaEngine):
 
     forward_is_collective = True
     _stays_gathered = False
-    """Whether an evaluation keeps what it has gathered for its next batch."""
+    """True while an evaluation keeps what it has gathered for its next batch."""
 
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises EngineError if the model cannot be sharded as the file says, WorldError as DDP does."""

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-import argparse
 import importlib
-from typing import Any, cast
+from typing import TYPE_CHECKING, Any, cast
+
+if TYPE_CHECKING:
+    import argparse
 
 COMMANDS: dict[str, tuple[str, str]] = {
     "init": ("dsframe.tools.init:main", "a commented file and a task to begin with, for one of five beginnings"),
@@ -44,11 +46,13 @@ def parser_of(name: str) -> argparse.ArgumentParser:
     """Returns a command's parser: ``parser`` of its module, or ``FUNCTION_parser`` where the function is not ``main``."""
     module, _, function = COMMANDS[name][0].partition(":")
     make = getattr(importlib.import_module(module), "parser" if function == "main" else f"{function}_parser")
-    return cast(argparse.ArgumentParser, make())
+    return cast("argparse.ArgumentParser", make())
 
 
 def command(name: str, description: str, epilog: str | None = None, **more: Any) -> argparse.ArgumentParser:
     """The parser of ``dsframe NAME``. An ``epilog`` is printed as it is written."""
+    import argparse
+
     form = argparse.RawDescriptionHelpFormatter if epilog else argparse.HelpFormatter
     return argparse.ArgumentParser(
         prog=f"dsframe {name}", description=description, epilog=epilog, formatter_class=form, **more
