@@ -1,4 +1,4 @@
-"""Which source files are the user's: neither dsframe's own, nor Python's, nor those of installed packages."""
+"""Which source files are the user's, and where those lie that dsframe brings beside its modules."""
 
 from __future__ import annotations
 
@@ -17,3 +17,9 @@ def is_ours(file: str) -> bool:
 def is_users(file: str) -> bool:
     """True if ``file``, an absolute path, is the user's."""
     return not (is_ours(file) or file.startswith(LIBRARIES))
+
+
+def shipped(name: str, in_repository: str) -> Path:
+    """Returns a folder that dsframe brings: ``name`` in the installed package, else ``in_repository``."""
+    installed = Path(OURS, name)
+    return installed if installed.is_dir() else Path(OURS).parent / in_repository

@@ -28,7 +28,7 @@ import psutil
 from dsframe import errors
 from dsframe.cluster.process_group import meet, rendezvous_address
 from dsframe.cluster.world import World
-from dsframe.data.files import data_root
+from dsframe.data.files import data_root, writing
 from dsframe.errors import DataError, DsframeError, WorldError
 from dsframe.host.source_files import is_users
 from dsframe.tasks.task import Say, Task
@@ -123,7 +123,7 @@ class _Together:
                 if done.exists() or self._failed():
                     return
                 _call(self._task, self._say)
-                with _explained(done):
+                with writing(done):
                     done.touch()
         finally:
             over.set()
@@ -229,20 +229,12 @@ def _folder(task: Task) -> Path:
 
 
 @contextlib.contextmanager
-def _explained(path: Path) -> Iterator[None]:
-    try:
-        yield
-    except OSError as error:
-        raise DataError(f"cannot write {path} ({error.strerror}); set data_dir or $DSFRAME_DATA") from error
-
-
-@contextlib.contextmanager
 def _lock(task: Task, say: Say) -> Iterator[Path]:
     """The folder of the data, while no other process prepares the same there. Ends with the process, however that ends."""
     folder = _folder(task)
     kind = type(task)
     path = folder / f".{kind.__module__}.{kind.__qualname__}{task.prepared_as}.lock".replace("<", "").replace(">", "")
-    with _explained(path):
+    with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:

@@ -13,6 +13,7 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
+from dsframe.host.source_files import shipped
 from dsframe.tools.commands import command
 
 EPILOG = """\
@@ -32,17 +33,10 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
-def folder() -> Path:
-    """Returns the folder of dsframe's launchers: in the installed package, else in its repository."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "bin"
-    return installed if installed.is_dir() else package.parent / "launch" / "bin"
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the line, and returns 0."""
     shell = parser().parse_args(argv).shell
-    first = [str(folder()), str(Path(sys.executable).parent)]
+    first = [str(shipped("bin", "launch/bin")), str(Path(sys.executable).parent)]
     rest = [entry for entry in os.environ.get("PATH", os.defpath).split(os.pathsep) if entry not in first]
     if shell == "fish":
         print(f"set -gx PATH {shlex.join([*first, *rest])}")

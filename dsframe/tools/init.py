@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from pathlib import Path
 
 from dsframe.errors import DsframeError
+from dsframe.host.source_files import shipped
 
 BEGINNINGS = {
     "own": ("own_model", "a model of your own: a task of four methods"),
@@ -40,7 +41,7 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Writes the files, prints what to do next and returns 0. Raises DsframeError where a file is there already."""
     options = parser().parse_args(argv)
-    source, folder = examples() / BEGINNINGS[options.beginning][0], options.folder
+    source, folder = shipped("examples", "examples") / BEGINNINGS[options.beginning][0], options.folder
     files = [path for path in sorted(source.iterdir()) if path.is_file()]
     there = [path.name for path in files if (folder / path.name).exists()]
     if there:
@@ -59,10 +60,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     print("  dsframe check config.json -np 2")
     print("  dsframe launch --config config.json -np 2")
     return 0
-
-
-def examples() -> Path:
-    """Returns the folder of examples: in the installed package, else in its repository."""
-    package = Path(__file__).resolve().parents[1]
-    installed = package / "examples"
-    return installed if installed.is_dir() else package.parent / "examples"
