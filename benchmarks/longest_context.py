@@ -52,7 +52,7 @@ def document(context: int, shared: int, model: dict[str, Any], run_dir: str) -> 
     return {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": 1},
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 4_000_000, "allgather_bucket_size": 4_000_000},
         **({"sequence_parallel_size": shared} if shared > 1 else {}),
         "dsframe": {**settings, "task": task, "model": model, "checkpoints": {"at_end": False}},
     }
@@ -91,9 +91,10 @@ def train(context: int, ranks: int, shared: int, model: dict[str, Any], limit: i
         )
 
 
-def longest(ranks: int, shared: int, model: dict[str, Any], limit: int) -> int:
-    """In tokens; steps of a quarter of the last power of two that fits."""
-    context = 512
+def longest(ranks: int, shared: int, model: dict[str, Any], limit: int, context: int) -> int:
+    """In tokens; steps of a quarter of the last power of two that fits. ``context``: the first that is tried."""
+    while not train(context, ranks, shared, model, limit):
+        context //= 2
     while train(2 * context, ranks, shared, model, limit):
         context *= 2
         print(f"  {ranks} ranks, {shared} share: {context} fits", file=sys.stderr, flush=True)
@@ -127,7 +128,7 @@ def contexts(limit: int, ranks: Sequence[int]) -> list[dict[str, float]]:
     print(f"{'ranks':>6}{'before':>10}{'after':>10}{'ratio':>8}  tokens, {limit} MiB a rank")
     rows = []
     for size in ranks:
-        before, after = longest(size, 1, {}, limit), longest(size, size, AFTER, limit)
+        before, after = longest(size, 1, {}, limit, 1024), longest(size, size, AFTER, limit, 4096 * size)
         rows.append({"ranks": size, "before": before, "after": after})
         print(f"{size:6}{before:10,}{after:10,}{after / before:8.1f}", flush=True)
     return rows
