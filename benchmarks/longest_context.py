@@ -48,7 +48,7 @@ AFTER = {"loss_chunk_tokens": 256, "activation_checkpointing": True}
 def document(context: int, shared: int, model: dict[str, Any], run_dir: str) -> dict[str, Any]:
     """The file of a run in which ``shared`` ranks share each sequence."""
     task = {"name": "causal-language-model", "model": MODEL, "context": context, "corpus": "synthetic", "samples": 8}
-    settings = {"engine": "deepspeed", "steps": 2, "threads_per_rank": 1, "log_every_steps": 1, "run_dir": run_dir}
+    settings = {"engine": "deepspeed", "steps": 2, "threads_per_rank": 1, "eval_samples": 1, "run_dir": run_dir}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
