@@ -6,11 +6,10 @@
 Each rank may have so much private memory (RLIMIT_DATA) above what it has once torch, transformers and DeepSpeed are loaded; a step
 that needs more fails, as on a GPU. A Llama of 2 blocks, one sequence in a step, AdamW, ZeRO-1, fp32, two steps. ``before`` is data
 parallelism alone, ``after`` adds the loss in slices and recomputed blocks, and on several ranks sequence parallelism. Contexts are
-doubled until one fails, and then halved in between down to 1/8.
+doubled until one fails, and then tried in between down to a quarter.
 
 ``--peaks`` shares sequences of one length among 1, 2 and 4 ranks, nothing recomputed, and prints what a rank has at its fullest
-above its base, beside what ``dsframe plan`` predicts; and of both by how much it is more than for a quarter of the length, which is
-activations alone.
+above its base, beside what ``dsframe plan`` predicts, and what of that are activations.
 """
 
 from __future__ import annotations
@@ -35,8 +34,8 @@ OUT_OF_MEMORY = ("can't allocate memory", "MemoryError", "bad_alloc", "Cannot al
 SECONDS = 560
 MODEL = {
     "model_type": "llama",
-    "hidden_size": 64,
-    "intermediate_size": 176,
+    "hidden_size": 256,
+    "intermediate_size": 688,
     "num_hidden_layers": 2,
     "num_attention_heads": 4,
     "num_key_value_heads": 4,
@@ -46,14 +45,14 @@ MODEL = {
 AFTER = {"loss_chunk_tokens": 256, "activation_checkpointing": True}
 
 
-def document(context: int, ranks: int, shared: int, model: dict[str, Any], run_dir: str) -> dict[str, Any]:
+def document(context: int, shared: int, model: dict[str, Any], run_dir: str) -> dict[str, Any]:
     """The file of a run in which ``shared`` ranks share each sequence."""
     task = {"name": "causal-language-model", "model": MODEL, "context": context, "corpus": "synthetic", "samples": 8}
-    settings = {"engine": "deepspeed", "steps": 2, "threads_per_rank": 1, "log_every_steps": 1, "run_dir": run_dir}
+    settings = {"engine": "deepspeed", "steps": 2, "threads_per_rank": 1, "eval_samples": 1, "run_dir": run_dir}
     return {
         "train_micro_batch_size_per_gpu": 1,
         "optimizer": {"type": "AdamW", "params": {"lr": 1e-4}},
-        "zero_optimization": {"stage": 1},
+        "zero_optimization": {"stage": 1, "reduce_bucket_size": 4_000_000, "allgather_bucket_size": 4_000_000},
         **({"sequence_parallel_size": shared} if shared > 1 else {}),
         "dsframe": {**settings, "task": task, "model": model, "checkpoints": {"at_end": False}},
     }
@@ -75,9 +74,9 @@ def train(context: int, ranks: int, shared: int, model: dict[str, Any], limit: i
     """The run's summary and its prediction; None where it took too much memory."""
     with tempfile.TemporaryDirectory(prefix="dsframe-context-") as folder:
         file, run_dir = Path(folder, "file.json"), Path(folder, "run")
-        file.write_text(json.dumps(document(context, ranks, shared, model, str(run_dir))))
+        file.write_text(json.dumps(document(context, shared, model, str(run_dir))))
         own = ["-m", "benchmarks.longest_context", "--rank", str(file), "--limit", str(limit)]
-        command = [sys.executable, "-m", "torch.distributed.run", f"--nproc-per-node={ranks}", "--master-port=0", *own]
+        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={ranks}", *own]
         command = [sys.executable, *own] if ranks == 1 else command
         done = processes.run(command, timeout=SECONDS)
         if done.returncode == 0:
@@ -92,13 +91,14 @@ def train(context: int, ranks: int, shared: int, model: dict[str, Any], limit: i
         )
 
 
-def longest(ranks: int, shared: int, model: dict[str, Any], limit: int) -> int:
-    """In tokens; steps of an eighth of the last power of two that fits."""
-    context = 512
+def longest(ranks: int, shared: int, model: dict[str, Any], limit: int, context: int) -> int:
+    """In tokens; steps of a quarter of the last power of two that fits. ``context``: the first that is tried."""
+    while not train(context, ranks, shared, model, limit):
+        context //= 2
     while train(2 * context, ranks, shared, model, limit):
         context *= 2
         print(f"  {ranks} ranks, {shared} share: {context} fits", file=sys.stderr, flush=True)
-    for step in (context // 2, context // 4, context // 8):
+    for step in (context // 2, context // 4):
         if train(context + step, ranks, shared, model, limit):
             context += step
             print(f"  {ranks} ranks, {shared} share: {context} fits", file=sys.stderr, flush=True)
@@ -107,27 +107,19 @@ def longest(ranks: int, shared: int, model: dict[str, Any], limit: int) -> int:
 
 def peaks(context: int, ranks: Sequence[int]) -> list[dict[str, float]]:
     """Prints the table of ``--peaks``."""
-    print(
-        f"{'ranks':>6}{'peak':>8}{'plan':>8}{'':8}{'activations':>14}{'plan':>8}{'':8}  MiB of a rank, {context} tokens"
-    )
+    print(f"{'ranks':>6}{'peak':>8}{'plan':>8}{'':8}{'activations, plan':>20}  MiB of a rank, {context} tokens")
     rows = []
     for size in ranks:
-        whole, quarter = (train(length, size, size, {}) for length in (context, context // 4))
+        whole = train(context, size, size, {})
         assert whole is not None
-        assert quarter is not None
-        found = [max(one["peak_memory_bytes"]) - one["base_bytes"] for one in (whole, quarter)]
-        plan = [one["predicted"]["memory_bytes"] - one["base_bytes"] for one in (whole, quarter)]
+        found, base, plan = max(whole["peak_memory_bytes"]), whole["base_bytes"], whole["predicted"]
         row = {
-            "ranks": size, "peak": found[0] / MIB, "plan": plan[0] / MIB,
-            "activations": (found[0] - found[1]) / MIB, "activations, plan": (plan[0] - plan[1]) / MIB,
+            "ranks": size, "peak": (found - base) / MIB, "plan": (plan["memory_bytes"] - base) / MIB,
+            "activations, plan": plan["activation_bytes"] / MIB,
         }  # fmt: skip
         rows.append(row)
-        off, other = row["peak"] / row["plan"] - 1, row["activations"] / row["activations, plan"] - 1
-        print(
-            f"{size:6}{row['peak']:8,.0f}{row['plan']:8,.0f}{off:+8.0%}{row['activations']:14,.0f}"
-            f"{row['activations, plan']:8,.0f}{other:+8.0%}",
-            flush=True,
-        )
+        off = row["peak"] / row["plan"] - 1
+        print(f"{size:6}{row['peak']:8,.0f}{row['plan']:8,.0f}{off:+8.0%}{row['activations, plan']:20,.0f}", flush=True)
     return rows
 
 
@@ -136,7 +128,7 @@ def contexts(limit: int, ranks: Sequence[int]) -> list[dict[str, float]]:
     print(f"{'ranks':>6}{'before':>10}{'after':>10}{'ratio':>8}  tokens, {limit} MiB a rank")
     rows = []
     for size in ranks:
-        before, after = longest(size, 1, {}, limit), longest(size, size, AFTER, limit)
+        before, after = longest(size, 1, {}, limit, 1024), longest(size, size, AFTER, limit, 4096 * size)
         rows.append({"ranks": size, "before": before, "after": after})
         print(f"{size:6}{before:10,}{after:10,}{after / before:8.1f}", flush=True)
     return rows
@@ -147,11 +139,11 @@ def main() -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.longest_context", description=(__doc__ or "").split("\n\n")[0]
     )
-    parser.add_argument("--limit", type=int, default=256, metavar="MIB", help="of a rank, above what it has at first")
+    parser.add_argument("--limit", type=int, default=512, metavar="MIB", help="of a rank, above what it has at first")
     parser.add_argument("--ranks", default="1,2,4", help="numbers of ranks, with commas (default: %(default)s)")
     parser.add_argument("--peaks", action="store_true", help="highest memory beside the plan, for sequence parallelism")
     parser.add_argument(
-        "--context", type=int, default=8192, help="tokens of a sequence for --peaks (default: %(default)s)"
+        "--context", type=int, default=4096, help="tokens of a sequence for --peaks (default: %(default)s)"
     )
     parser.add_argument("--json", type=Path)
     parser.add_argument("--rank", help=argparse.SUPPRESS)

@@ -67,6 +67,7 @@ def zero(stage: int, **more: Any) -> dict[str, Any]:
     return {"zero_optimization": {"stage": stage, **more}}
 
 
+EPS = {"optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1, "eps": 1e-4}}}
 CUT = {"tensor_parallel": {"autotp_size": 2}}
 STAGES = {"pipeline": {"stages": 2}}
 CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
@@ -78,6 +79,9 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "llama zero2 cpu": ("llama", "deepspeed", {**CUT, **zero(2, offload_optimizer={"device": "cpu"})}),
     "qwen3 zero1": ("qwen3", "deepspeed", {**CUT, **zero(1)}),
     "qwen3 moe zero1": ("qwen3 moe", "deepspeed", {**CUT, **zero(1)}),
+    # With eps 1e-8 the first AdamW step divides a gradient of 5e-9 in one weight of layers.1.self_attn.o_proj, of which a tenth is
+    # rounding: the weight is 2e-4 off and the next norm 4e-5 (relative); by SGD and with this eps no norm is more than 4e-7 off.
+    "mixtral moe zero2": ("mixtral", "deepspeed", {**CUT, **zero(2), **EPS}),
     "opt zero3": ("opt", "deepspeed", {**CUT, **zero(3)}),
     "gpt in stages zero0": ("gpt", "deepspeed", {**CUT, **STAGES}),
     "gpt in stages zero1": ("gpt", "deepspeed", {**CUT, **STAGES, **zero(1)}),
