@@ -143,7 +143,8 @@ BUILT_IN: dict[str, Entry] = {
     "horovod": Entry(
         "dsframe.engines.horovod.engine:HorovodEngine",
         package="horovod",
-        install="docs/coming_from/horovod.md says how to build it (pip install horovod alone fails with current torch); in the repository: make setup",
+        install="docs/coming_from/horovod.md says how to build it (pip install horovod alone fails with current torch); "
+        "in the repository: make setup",
         launcher="horovodrun",
         elastic="dsframe.engines.horovod.elastic:train",
         costs="dsframe.engines.costs:HorovodCosts",

@@ -419,8 +419,8 @@ def tensor_of(loss: Any, whose: str) -> Tensor:
     text = f"{whose}: returned {type(loss).__name__}, not a tensor"
     if loss is None:
         raise TaskError(
-            f"{text}; return the mean loss of the micro-batch. A model of transformers has no loss in its outputs here, because its "
-            "labels are the targets of loss(outputs, targets): compute the loss of outputs.logits and targets"
+            f"{text}; return the mean loss of the micro-batch. A model of transformers has no loss in its outputs here, because "
+            "its labels are the targets of loss(outputs, targets): compute the loss of outputs.logits and targets"
         )
     raise TaskError(f"{text}; return the mean loss of the micro-batch")
 
