@@ -37,7 +37,7 @@ from dsframe.model.groups import ParameterGroups
 from dsframe.model.sample_draws import DrawTrial, SampleDraws
 from dsframe.model.spill import Spill
 from dsframe.tasks.layers import seed_generators
-from dsframe.tasks.task import Sum, Task, loss_and_terms, sums
+from dsframe.tasks.task import Sum, Task, loss_and_terms, sums, tensor_of
 
 if TYPE_CHECKING:
     from dsframe.cluster.world import World
@@ -298,10 +298,7 @@ def _checked(task: Task, found: Any) -> Tensor:
             **task.terms,
             **{name: task.terms[name] + one if name in task.terms else one for name, one in new.items()},
         }
-    if not isinstance(loss, Tensor):
-        raise TaskError(
-            f"{whose}: returned {type(loss).__name__}, not a tensor; return the mean loss of the micro-batch"
-        )
+    loss = tensor_of(loss, whose)
     if loss.numel() != 1:
         raise TaskError(f"{whose}: returned a tensor of shape {list(loss.shape)}, not a scalar; return its mean")
     if torch.is_grad_enabled() and not loss.requires_grad:

@@ -156,7 +156,7 @@ def _loaded(run: Run, world: World, path: Path, *, averages: bool) -> Iterator[t
     """**Collective.** The engine of the run's file, with the weights."""
     job = prepare(run, world, None)
     watchdog = Watchdog(world, run.config.settings.hang_timeout_seconds)
-    engine, _ = make_engine(job, watchdog)
+    engine, _ = make_engine(job, watchdog, trains=False)
     with watchdog:
         checkpoint = Checkpoint(path)
         if engine.adapter is not None:

@@ -224,8 +224,8 @@ def _announce(job: Job) -> None:
         job.say(line)
 
 
-def make_engine(job: Job, watchdog: Watchdog) -> tuple[Engine, dict[str, Any]]:
-    """**Collective.** The engine, and what the run's record should say of it."""
+def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[Engine, dict[str, Any]]:
+    """**Collective.** The engine, and what the run's record should say of it. ``trains``: False where it only evaluates."""
     run, plan = job.run, job.plan
     make = engines.load(run.engine, plan.config)
     phases.done("engine's imports")
@@ -245,11 +245,11 @@ def make_engine(job: Job, watchdog: Watchdog) -> tuple[Engine, dict[str, Any]]:
             engine,
             samples=job.work.loader.sampler.samples,
             held_out=len(held_out.source) if held_out else None,
-            steps=job.work.schedule.total_steps,
+            steps=job.work.schedule.total_steps if trains else None,
             threads=run.host.threads,
         ),
     )
-    if not job.goes_on:
+    if trains and not job.goes_on:
         _describe(job, engine)
     return engine, {
         "engine": run.engine,

@@ -125,9 +125,11 @@ def prepared(
     output.silence(config.settings.profile, verbose=verbose, quiet=quiet)
     import torch  # reads OMP_NUM_THREADS
 
+    from dsframe.host import numerics
+
+    numerics.check_release(torch.__version__)
     from dsframe import hooks, job, tasks
     from dsframe.engines import torch_patches
-    from dsframe.host import numerics
     from dsframe.tasks import preparation
 
     phases.done("imports")

@@ -151,7 +151,7 @@ def _reason(name: str, feature: str) -> str:
 
 def _remedy(name: str) -> str:
     entry = TABLE[name]
-    return entry.install or f"run make setup, or: pip install {entry.package}"
+    return entry.install or f"pip install 'dsframe[{entry.package}]'"
 
 
 def costs_of(name: str, file: DeepSpeed, settings: Settings) -> Costs:

@@ -141,7 +141,8 @@ BUILT_IN: dict[str, Entry] = {
     "horovod": Entry(
         "dsframe.engines.horovod.engine:HorovodEngine",
         package="horovod",
-        install="run make setup, which builds it (pip install horovod does not build against current torch)",
+        install="docs/coming_from/horovod.md says how to build it (pip install horovod alone fails with current torch); "
+        "in the repository: make setup",
         launcher="horovodrun",
         elastic="dsframe.engines.horovod.elastic:train",
         costs="dsframe.engines.costs:HorovodCosts",

@@ -34,18 +34,24 @@ def has_colours(terminal: bool) -> bool:
 
 
 def header(
-    plan: Plan, engine: Engine, *, samples: int, held_out: int | None, steps: int, threads: int
+    plan: Plan, engine: Engine, *, samples: int, held_out: int | None, steps: int | None, threads: int
 ) -> list[tuple[str, str]]:
-    """Returns what is going to be trained. ``samples``, ``held_out``: of the data; ``threads``: of each process."""
+    """Returns what is going to be trained, or with ``steps`` None evaluated. ``samples``, ``held_out``: of the data; ``threads``:
+    of each process."""
     world, batch, task = plan.world, plan.batch, plan.task
     sizes = f"{batch.micro_batch_size} x {batch.accumulation_steps} x {batch.data_parallel_size}"
-    return [
+    rows = [
         ("model", ", ".join([type(task).__name__, *_parameters(engine.sizes)])),
         ("data", f"{samples:,} samples" + (f", {held_out:,} to evaluate on" if held_out else ", no evaluation")),
         ("engine", engine.description),
         ("processes", f"{world.size} x {plan.device.type} under {world.launcher}, {threads} thread(s) each"),
         ("batch", f"{batch.train_batch_size} = {sizes} (micro-batch x accumulation x processes)"),
         ("precision", _precision(plan.config, plan.device)),
+    ]
+    if steps is None:
+        return [row for row in rows if row[0] != "batch"]
+    return [
+        *rows,
         ("optimizer", _optimizer(plan)),
         ("schedule", _schedule(plan.config)),
         ("training", f"{steps:,} steps"),

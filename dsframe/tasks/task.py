@@ -284,7 +284,8 @@ class Task:
 
         Only rows that count arrive here (the padding at the end of the data is cut off), and at least one.
         """
-        loss, terms = loss_and_terms(self.loss(outputs, targets))
+        found, terms = loss_and_terms(self.loss(outputs, targets))
+        loss = tensor_of(found, f"{type(self).__name__}.loss")
         items = torch.as_tensor(self.loss_weight(targets)).to(loss.device)
         if self.loss_is == "sum":
             return {**terms, "loss": Sum(loss, items)}
@@ -409,6 +410,19 @@ def loss_and_terms(found: Any) -> tuple[Any, Mapping[str, Any]]:
     if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping):
         return found
     return found, {}
+
+
+def tensor_of(loss: Any, whose: str) -> Tensor:
+    """Returns what a task's loss gave, a tensor. Raises TaskError where it is none."""
+    if isinstance(loss, Tensor):
+        return loss
+    text = f"{whose}: returned {type(loss).__name__}, not a tensor"
+    if loss is None:
+        raise TaskError(
+            f"{text}; return the mean loss of the micro-batch. A model of transformers has no loss in its outputs here, because "
+            "its labels are the targets of loss(outputs, targets): compute the loss of outputs.logits and targets"
+        )
+    raise TaskError(f"{text}; return the mean loss of the micro-batch")
 
 
 def sums(found: Any, whose: str) -> Mapping[str, Sum]:

@@ -176,14 +176,14 @@ def test_without_deepspeed(tmp_path: Path) -> None:
     )
     refused = train(tmp_path, *arguments, "--set", "dsframe.fallback=error", PATH=path)
     assert said(refused) == (
-        'deepspeed is not installed and the file says "fallback": "error"; run make setup, or: pip install deepspeed '
-        "[engine-unavailable]"
+        'deepspeed is not installed and the file says "fallback": "error"; '
+        "pip install 'dsframe[deepspeed]' [engine-unavailable]"
     )
     assert refused.returncode == 4
     named = train(tmp_path, *arguments, "--engine", "deepspeed", PATH=path)
     assert said(named) == (
-        'engine "deepspeed" needs the package deepspeed, which is not installed; run make setup, or: pip install deepspeed '
-        "[engine-unavailable]"
+        'engine "deepspeed" needs the package deepspeed, which is not installed; '
+        "pip install 'dsframe[deepspeed]' [engine-unavailable]"
     )
     assert named.returncode == 4
 
@@ -202,7 +202,7 @@ def test_without_deepspeed_and_horovod(tmp_path: Path) -> None:
     )
     named = train(tmp_path, *arguments, "--engine", "horovod", PATH=path)
     assert said(named) == (
-        'engine "horovod" needs the package horovod, which is not installed; run make setup, which builds it '
-        "(pip install horovod does not build against current torch) [engine-unavailable]"
+        'engine "horovod" needs the package horovod, which is not installed; docs/coming_from/horovod.md says how to '
+        "build it (pip install horovod alone fails with current torch); in the repository: make setup [engine-unavailable]"
     )
     assert named.returncode == 4

@@ -81,6 +81,8 @@ def test_evaluate_gives_the_runs_last_evaluation(trained: tuple[Path, dsframe.Su
     assert found["metrics"] == dict(summary.metrics)
     assert found["step"] == 6
     assert json.loads(out.read_text()) == found
+    labels = [line.split()[0] for line in finished.stderr.splitlines() if line.startswith("  ")]
+    assert labels == ["model", "data", "engine", "processes", "precision"], "it neither trains nor writes into a run"
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet", "safetensors"])

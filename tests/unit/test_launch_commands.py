@@ -291,7 +291,8 @@ def test_finds_the_next_one_on_path(tmp_path: Path, monkeypatch: pytest.MonkeyPa
         ),
         (
             "horovodrun",
-            "horovodrun: Horovod is not installed here; run make setup in the repository, or: dsframe launch --engine ddp",
+            "horovodrun: Horovod is not installed here. docs/coming_from/horovod.md says how to build it. Without it: "
+            "dsframe launch --engine ddp",
         ),
     ],
 )

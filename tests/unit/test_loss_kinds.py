@@ -57,6 +57,19 @@ def test_what_is_no_loss(kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPa
         dsframe.fit(Lossy(loss), FILE)
 
 
+class Evaluated(Lossy):
+    def eval_data(self) -> TensorSource:
+        return self.train_data()
+
+
+def test_what_is_no_loss_in_an_evaluation(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The evaluation is tried before the first step, so a model of transformers that got no labels ends here."""
+    monkeypatch.chdir(tmp_path)
+    message = r"Evaluated\.loss: returned NoneType, not a tensor; .* compute the loss of outputs\.logits and targets"
+    with pytest.raises(TaskError, match=message):
+        dsframe.fit(Evaluated(lambda errors: None), FILE)
+
+
 def test_one_element_is_a_scalar(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert dsframe.fit(Lossy(lambda errors: errors.mean().reshape(1)), FILE).steps == 2

@@ -231,7 +231,8 @@ def complain(words: list[str]) -> str:
 
 TUTORIALS = [
     page
-    for page in sorted((REPOSITORY / "docs" / "tutorials").glob("*.md"))
+    for folder in ("tutorials", "coming_from")
+    for page in sorted((REPOSITORY / "docs" / folder).glob("*.md"))
     if any(block.mark.startswith("run") for block in blocks(page))
 ]
 
