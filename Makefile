@@ -12,8 +12,9 @@ help: ## this list
 setup: ## makes .venv with everything in it; nothing to do the second time
 	@launch/setup
 
-# A test has two ranks more often than not: as many tests at a time as there are cores, from 2 to 8.
-WORKERS = $(shell cores=$$(nproc); echo $$((cores < 2 ? 2 : cores > 8 ? 8 : cores)))
+# A test has two ranks more often than not, and waits for a third of its time: as many tests at a time as there are cores and one
+# more, from 3 to 8.
+WORKERS = $(shell cores=$$(nproc); echo $$((cores < 2 ? 3 : cores > 7 ? 8 : cores + 1)))
 PYTEST = python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 # Two processes; one where there is a single GPU, or CUDA_VISIBLE_DEVICES shows a single one.
@@ -32,7 +33,7 @@ train: setup ## one file, two engines: trains ds_configs/zero3.json with DeepSpe
 		echo "$$command"; $$command; \
 	done
 
-test: lint ## lint, then a test of every promise, two at a time; `make test WORKERS=0` takes them one after another
+test: lint ## lint, then a test of every promise, some at a time; `make test WORKERS=0` takes them one after another
 	$(PYTEST) -m "not long"
 
 test-all: lint ## lint, then every test, with the long matrices too: for the night
