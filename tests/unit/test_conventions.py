@@ -6,6 +6,7 @@ import json
 import re
 import shlex
 import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -110,6 +111,13 @@ def test_an_apptainer_definition_has_its_sections() -> None:
             assert (REPOSITORY / shlex.split(line)[0]).exists(), line
     for name in ("post", "environment", "runscript", "test"):
         subprocess.run(["sh", "-n", "-c", named[name]], check=True, timeout=30)
+
+
+@pytest.mark.parametrize("name", ["Dockerfile", "dsframe.def"])
+def test_a_container_finds_the_launchers(name: str) -> None:
+    (program,) = re.findall(r"python -c '([^']+)'", (CONTAINERS / name).read_text())
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=True, timeout=60)
+    assert Path(done.stdout.strip()) == REPOSITORY / "launch" / "bin"
 
 
 def test_a_devcontainer_is_json() -> None:
