@@ -47,18 +47,18 @@ def cnn() -> list[Layer]:
 
 
 class PlainFirst(ImageSource):
-    """Images whose first batches are not augmented."""
+    """Images of which those of the first steps are not augmented in the first epoch, whoever reads them, and how often."""
 
-    left = 0
+    plain: Tensor
+    """bool ``[N]``."""
 
-    def batch(self, indices: Tensor, epoch: int) -> Batch:
-        if self.left <= 0:
-            return super().batch(indices, epoch)
-        self.left -= 1
+    def pixels(self, indices: Tensor, epoch: int) -> Batch:
+        if epoch or not self.plain[indices].all():
+            return super().pixels(indices, epoch)
         padding, flip = self._padding, self._flip
         self._padding, self._flip = 0, False
         try:
-            return super().batch(indices, epoch)
+            return super().pixels(indices, epoch)
         finally:
             self._padding, self._flip = padding, flip
 
@@ -71,7 +71,7 @@ class Images(VisionTask):
         super().__init__(VisionSettings(model="cnn" if name == "cnn" else name, dataset=dataset, samples=None), 0)
         if dataset == "synthetic":  # with CIFAR-10's own augmentation
             self.images = vision.KNOWN["cifar10"]
-        self._gate, self._checked = gate, checked
+        self._name, self._gate, self._checked = name, gate, checked
 
     def layers(self) -> Sequence[Layer] | None:
         return cnn() if self.settings.model == "cnn" else None
@@ -89,7 +89,12 @@ class Images(VisionTask):
         source = PlainFirst(
             *self.pixels(train=True), classes=i.classes, mean=i.mean, std=i.std, padding=i.padding, flip=i.mirrored
         )
-        source.left = self._checked
+        source.plain = torch.zeros(len(source), dtype=torch.bool)
+        size = GLOBAL_BATCH[self._name]
+        sampler = Sampler(len(source), size, 0)
+        for step in range(self._checked):
+            for _, rows in sampler.micro_batch(step, 0, 0, 1, size):
+                source.plain[rows] = True
         return source
 
     def eval_data(self) -> Any:

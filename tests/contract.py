@@ -189,7 +189,7 @@ def check_evaluation_is_of_one_model(engine: Engine) -> None:
 
 def check_weights_that_stay_gathered_change_nothing(engine: Engine) -> None:
     """An evaluation of several batches, and the step after it, is the same whether weights are gathered once or once a batch."""
-    source = Blobs().train_data()
+    source = engine.plan.task.train_data()
     loader = EvaluationLoader(source, seed=0, micro_batch_size=2, rank=engine.data_rank, ranks=engine.data_size)
     evaluation = Evaluation(engine, loader, lambda: None, lambda line: None)
     with Communication() as once:

@@ -32,6 +32,8 @@ SHORT = {
     "benchmarks.step_counts": ("--size tiny", r"\ntiny +0\.1 M +128( +[\d.e-]+){9}\n"),
     "benchmarks.chunked_loss": ("--tokens 64 --vocabulary 500 --width 16 --rounds 1", r"\nplain[\s\S]*\ndsframe, auto"),
     "benchmarks.evaluation": ("--engines ddp --rounds 1", r"\n\| ddp \| [\s\S]*\nbound, "),
+    "benchmarks.longest_context": ("--help", "--peaks"),
+    "benchmarks.time_to_accuracy": ("--help", "--held-out"),
     "benchmarks.many_ranks": ("--ranks 2", r"\nleave [\s\S]*\nconstant for each rank: "),
     "tests.kill": ("--help", "--runs RUNS"),
     "tests.footprint": ("--help", "--accumulation"),
@@ -50,6 +52,7 @@ ELSEWHERE = {
     "tests.attack": "tests/faults/test_attack.py",
     "tests.portability": "below",
     "benchmarks.sharded_memory": "tests/engines/test_sharded_memory.py",
+    "tests.versions": "tests/unit/test_versions.py",
     "dsframe.data.fetch": "tests/unit/test_data_files.py",
     "dsframe.train": "tests/engines/test_launchers.py",
 }

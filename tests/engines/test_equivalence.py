@@ -19,7 +19,7 @@ from tests.processes import COMPILING_SECONDS, warm
 
 def row(index: int, name: str) -> object:
     """A case with one of its models. A case that is not ``in_suite`` waits for ``make test-all``."""
-    tasks = [task for task in CASES[name].tasks if task in ("cnn", "gpt")]
+    tasks = [task for task in CASES[name].tasks if task in ("cnn", "gpt")] or CASES[name].tasks
     marks = [pytest.mark.timeout(COMPILING_SECONDS + 60 if "nvme" in name else 900)]
     return pytest.param(
         name, tasks[index % len(tasks)], marks=marks if CASES[name].in_suite else [*marks, pytest.mark.long]

@@ -221,6 +221,7 @@ def test_every_file_of_launch_is_looked_at() -> None:
         "many-machines",
         "mpi",
         "one-machine",
+        "readme.py",
         "second-engine",
         "setup",
         "slurm.sbatch",

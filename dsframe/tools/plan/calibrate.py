@@ -35,6 +35,7 @@ from dsframe.tools import collectives
 from dsframe.tools.plan.choose import engine_of
 from dsframe.tools.plan.hardware import TABLE, Hardware
 from dsframe.tools.plan.model import Model
+from dsframe.train import leave_at_once
 
 REPEATS, AT_LEAST_SECONDS, AT_MOST = 5, 2.0, 300
 """Of what is measured: as often as this, and for as long, so that what others do on the machine for a moment does not count."""
@@ -213,4 +214,4 @@ def _seconds(action: Callable[[], Any], device: torch.device) -> float:
 
 
 if __name__ == "__main__":
-    sys.exit(main())
+    leave_at_once(main())  # taking down C++ objects at times ends in SIGABRT
