@@ -13,12 +13,9 @@ the median of the rounds, least to most. Fails where a median by processor time 
 from __future__ import annotations
 
 import argparse
-import json
-import os
 import statistics
 import sys
 import time
-import warnings
 from collections.abc import Callable
 from typing import Any
 
@@ -30,13 +27,12 @@ from torch.utils.data import DataLoader, TensorDataset
 
 import dsframe
 from benchmarks import processes, workloads
-from benchmarks.overhead import document, engine_of
-from dsframe.cluster import process_group, world
+from benchmarks.overhead import as_rank, document, engine_of, of_ranks
+from dsframe.cluster import world
 from dsframe.data import EvaluationLoader
 from dsframe.engine import Engine
 from dsframe.model.evaluation import Evaluation
 from dsframe.tasks.task import Sum, accuracy
-from dsframe.train import leave_at_once
 
 BOUND = 0.97
 """What two evaluations by the same loop differ by."""
@@ -142,20 +138,6 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     return row
 
 
-def work(arguments: argparse.Namespace) -> None:
-    """As one rank."""
-    torch.set_num_threads(1)
-    warnings.simplefilter("ignore")
-    here = world.here()
-    process_group.open_process_group(here, process_group.device_of(here))
-    process_group.open_process_group = lambda *_: None  # one group for all that is measured
-    found = [measure(name, arguments.rounds) for name in arguments.engines.split(",")]
-    dist.barrier()
-    if here.is_main:
-        print("RESULT " + json.dumps(found), flush=True)
-    leave_at_once(0)
-
-
 def main() -> int:
     """Starts two ranks and prints the table. Returns 1 where a bound is broken."""
     parser = argparse.ArgumentParser(prog="python -m benchmarks.evaluation", description=__doc__.partition("\n")[0])
@@ -164,15 +146,9 @@ def main() -> int:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        work(arguments)
+        as_rank(lambda: [measure(name, arguments.rounds) for name in arguments.engines.split(",")])
     processes.heed_sigterm()
-    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node=2"]
-    command += ["-m", "benchmarks.evaluation", "--worker", *sys.argv[1:]]
-    done = processes.run(command, timeout=1200, env={**os.environ, "OMP_NUM_THREADS": "1"})
-    said = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-    if not said:
-        raise SystemExit(f"nothing was measured (code {done.returncode})\n{done.stdout}{done.stderr}")
-    rows = json.loads(said[0].removeprefix("RESULT "))
+    rows = of_ranks("benchmarks.evaluation", 2, 1200)
     columns = [name for name in rows[0] if name not in ("engine", "apart")]
     print(f"| dsframe is ... times as fast | {' | '.join(columns)} | results apart |")
     print("|---" * (len(columns) + 2) + "|")

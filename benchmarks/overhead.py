@@ -20,7 +20,7 @@ import time
 import warnings
 from collections.abc import Callable, Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import torch
 import torch.distributed as dist
@@ -165,19 +165,32 @@ def measure(counts: list[int], names: list[str], rounds: int, steps: int) -> lis
     return found
 
 
-def work(arguments: argparse.Namespace) -> None:
-    """As one rank."""
+def as_rank(measured: Callable[[], list[dict[str, Any]]]) -> NoReturn:
+    """Calls ``measured`` on one rank, in one process group for all of it, and gives its rows to :func:`of_ranks`."""
     torch.set_num_threads(1)
     warnings.simplefilter("ignore")
     here = world.here()
     process_group.open_process_group(here, process_group.device_of(here))
-    process_group.open_process_group = lambda *_: None  # one group for all that is measured
-    counts = [int(count) for count in arguments.tensors.split(",")]
-    found = measure(counts, arguments.engines.split(","), arguments.rounds, arguments.steps)
+    process_group.open_process_group = lambda *_: None
+    found = measured()
     dist.barrier()
     if here.is_main:
         print("RESULT " + json.dumps(found), flush=True)
     leave_at_once(0)
+
+
+def of_ranks(module: str, count: int | str, timeout: float) -> list[dict[str, Any]]:
+    """Starts ``module`` with this process's options as ``count`` ranks; the rows that they have measured. Raises SystemExit."""
+    command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
+    command += ["-m", module, "--worker", *sys.argv[1:]]
+    done = processes.run(command, timeout=timeout, env={**os.environ, "OMP_NUM_THREADS": "1"})
+    said = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
+    if not said:
+        raise SystemExit(
+            f"{count} processes: nothing was measured (code {done.returncode})\n{done.stdout}{done.stderr}"
+        )
+    rows: list[dict[str, Any]] = json.loads(said[0].removeprefix("RESULT "))
+    return rows
 
 
 def main() -> None:
@@ -192,21 +205,14 @@ def main() -> None:
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)
     arguments = parser.parse_args()
     if arguments.worker:
-        work(arguments)
+        counts = [int(count) for count in arguments.tensors.split(",")]
+        as_rank(lambda: measure(counts, arguments.engines.split(","), arguments.rounds, arguments.steps))
     processes.heed_sigterm()
     rows: list[dict[str, Any]] = []
     print("| engine | processes | tensors | by hand, µs | dsframe, µs | the same by processor time | |")
     print("|---|---|---|---|---|---|---|", flush=True)
     for count in arguments.processes.split(","):
-        command = [sys.executable, "-m", "torch.distributed.run", "--standalone", f"--nproc-per-node={count}"]
-        command += ["-m", "benchmarks.overhead", "--worker", *sys.argv[1:]]
-        done = processes.run(command, timeout=7200, env={**os.environ, "OMP_NUM_THREADS": "1"})
-        said = [line for line in done.stdout.splitlines() if line.startswith("RESULT ")]
-        if not said:
-            raise SystemExit(
-                f"{count} processes: nothing was measured (code {done.returncode})\n{done.stdout}{done.stderr}"
-            )
-        found = json.loads(said[0].removeprefix("RESULT "))
+        found = of_ranks("benchmarks.overhead", count, 7200)
         for row in found:
             cells = (f"{value:,}" if isinstance(value, int) else value for value in row.values())
             print(f"| {' | '.join(cells)} |", flush=True)

@@ -12,7 +12,6 @@ import re
 import resource
 from pathlib import Path
 
-import psutil
 import torch
 
 _STATUS, _CGROUP = Path("/proc/self/status"), Path("/proc/self/cgroup")
@@ -36,6 +35,8 @@ def available_bytes(device: torch.device, processes: int) -> int:
     if device.type == "cuda":
         free, _ = torch.cuda.mem_get_info(device)
         return int(free + torch.cuda.memory_reserved(device) - torch.cuda.memory_allocated(device))
+    import psutil  # here, for no run needs it at its start
+
     left = [int(psutil.virtual_memory().available)]
     if own := _CGROUP.exists() and re.search(r"^0::(/.*)$", _CGROUP.read_text(), re.MULTILINE):
         path = _CGROUPS / own[1].lstrip("/")

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from dsframe.config.rules.context import RuleContext
 from dsframe.config.rules.model import PER_TENSOR
 
@@ -24,13 +26,11 @@ def check(context: RuleContext) -> None:
     """Report what is wrong with ``expert_parallel``."""
     if not context.file.on(_SECTION):
         return
-    for key in _COMPUTES:
-        if context.wrote(_SECTION, key):
-            context.conflict(
-                (_SECTION, key),
-                "would change what the model computes, on engine deepspeed alone; the model's own settings say it",
-                "remove it",
-            )
+    _keys(
+        context,
+        _COMPUTES,
+        "would change what the model computes, on engine deepspeed alone; the model's own settings say it",
+    )
     experts = context.file.expert_parallel
     if experts.comm_backend == "deepep" and experts.comm_max_tokens_per_rank == 0:
         context.conflict(
@@ -39,18 +39,18 @@ def check(context: RuleContext) -> None:
         )  # fmt: skip
     if not context.by_deepspeed or context.findings.fails((_SECTION,)):
         return  # engines of full replicas spread nothing
-    for key in _NAMES:
-        if context.wrote(_SECTION, key):
-            context.conflict(
-                (_SECTION, key),
-                "not supported: checkpoints have the names of the models that dsframe knows",
-                "remove it",
-            )
+    _keys(context, _NAMES, "not supported: checkpoints have the names of the models that dsframe knows")
     if experts.expert_tensor_parallel_size > 1:
         context.conflict((_SECTION, "expert_tensor_parallel_size"), "above 1 DeepSpeed raises", "remove it")
     _splits(context)
     _training(context)
     _placement(context)
+
+
+def _keys(context: RuleContext, keys: Iterable[str], message: str) -> None:
+    for key in keys:
+        if context.wrote(_SECTION, key):
+            context.conflict((_SECTION, key), message, "remove it")
 
 
 def _splits(context: RuleContext) -> None:

@@ -21,7 +21,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsframe.checkpoint.state import EngineState, ParameterState, SavedState, SavedView, narrowed
-from dsframe.errors import CheckpointError
+from dsframe.engines.deepspeed.state_tensor import refuse_unlike
 
 
 @dataclass(frozen=True)
@@ -97,6 +97,7 @@ def _joined(state: EngineState, made: Mapping[str, Part], group: dist.ProcessGro
         elif not part.spread:
             yield dataclasses.replace(one, name=part.whole)
         else:
+            refuse_unlike(one, part.whole, "expert_parallel")
             if part.whole not in begun:
                 empty = {key: moment.new_empty(part.shape) for key, moment in one.moments.items()}
                 weight = one.weight.new_empty(part.shape)
@@ -104,12 +105,6 @@ def _joined(state: EngineState, made: Mapping[str, Part], group: dist.ProcessGro
             complete = begun[part.whole]
             _gather(one.weight, complete.weight, part, group)
             for key, moment in one.moments.items():
-                if moment.shape != one.weight.shape:
-                    raise CheckpointError(
-                        f"{part.whole}: this rank's experts have shape {list(one.weight.shape)}, but the optimizer's {key} for "
-                        f"them has shape {list(moment.shape)}, so the ranks' {key} cannot be joined; train with an optimizer "
-                        "that keeps state for each element, or without expert_parallel"
-                    )
                 _gather(moment, complete.moments[key], part, group)
             missing[part.whole] -= 1
             if not missing[part.whole]:

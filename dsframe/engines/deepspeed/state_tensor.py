@@ -79,6 +79,18 @@ def cuts(model: nn.Module) -> dict[str, Cut]:
     return found
 
 
+def refuse_unlike(one: ParameterState, name: str, section: str) -> None:
+    """Raises CheckpointError where the optimizer's state of a rank's share has another shape than the share: the ranks' cannot be
+    joined. ``name``: the whole parameter's; ``section``: the file's, by which ranks have shares."""
+    for key, moment in one.moments.items():
+        if moment.shape != one.weight.shape:
+            raise CheckpointError(
+                f"{name}: this rank's share has shape {list(one.weight.shape)}, but the optimizer's {key} for it has "
+                f"shape {list(moment.shape)}, so the shares of {key} cannot be joined; train with an "
+                f"optimizer that keeps state for each element, or without {section}"
+            )
+
+
 def whole(state: EngineState, cut: Mapping[str, Cut], group: dist.ProcessGroup) -> EngineState:
     """**Collective** to read to its end, over ``group``: a rank's state with the shares of the others, one parameter at a time."""
 
@@ -87,13 +99,7 @@ def whole(state: EngineState, cut: Mapping[str, Cut], group: dist.ProcessGroup) 
             if one.name not in cut:
                 yield one
                 continue
-            for key, moment in one.moments.items():
-                if moment.shape != one.weight.shape:
-                    raise CheckpointError(
-                        f"{one.name}: this rank's share has shape {list(one.weight.shape)}, but the optimizer's {key} for it has "
-                        f"shape {list(moment.shape)}, so the shares of {key} cannot be joined; train with an "
-                        "optimizer that keeps state for each element, or without tensor_parallel"
-                    )
+            refuse_unlike(one, one.name, "tensor_parallel")
             moments = {key: _gather(moment, cut[one.name], group) for key, moment in one.moments.items()}
             yield ParameterState(one.name, _gather(one.weight, cut[one.name], group), moments, one.scalars)
 
