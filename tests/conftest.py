@@ -19,6 +19,31 @@ for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
         signal.signal(_number, signal.default_int_handler if _number == signal.SIGINT else signal.SIG_DFL)
 
 
+LONGEST = (
+    "test_nvme",
+    "test_equivalence",
+    "test_resume",
+    "test_two_hosts",
+    "test_ds_configs",
+    "test_accuracy",
+    "test_round_trips",
+    "test_forms",
+    "test_standin",
+    "test_semantics",
+    "test_ports",
+    "test_commands",
+    "test_failures",
+    "test_contract",
+)
+"""Files that take minutes, the longest first; NVMe's before all, since it compiles an op that others use."""
+
+
+def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
+    """The longest files first: none of them is left for the end, where the other processes would have nothing to do."""
+    rank = {name: place for place, name in enumerate(LONGEST)}
+    items.sort(key=lambda item: rank.get(item.path.stem, len(rank)))
+
+
 @pytest.hookimpl(optionalhook=True)
 def pytest_xdist_make_scheduler(config: pytest.Config, log: Any) -> Any:
     """Where pytest-xdist shares the tests among processes, a file's stay together, with what they share; and so do those that make

@@ -1,4 +1,4 @@
-"""What test_checkpoint.py runs on every rank: five steps, a snapshot, five steps, the snapshot back, the same five again.
+"""What test_round_trips.py runs on every rank: five steps, a snapshot, five steps, the snapshot back, the same five again.
 
     python -m tests.engines.round_trip CONFIG.json
 

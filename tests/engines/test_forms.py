@@ -12,8 +12,8 @@ from safetensors.torch import load_file
 
 from dsframe.checkpoint.store import read_manifest
 from dsframe.tools import export
-from tests.engines.test_checkpoint import BF16, CPU, PIPELINE, also_long, configuration, zero
-from tests.processes import COMPILING_SECONDS, run_ranks, warm
+from tests.engines.test_round_trips import BF16, CPU, PIPELINE, also_long, configuration, zero
+from tests.processes import run_ranks, warm
 from tests.unit.test_generate import TASKS
 
 SETUPS: dict[str, tuple[int, str, dict[str, Any]]] = {
@@ -48,14 +48,6 @@ def test_every_form_holds_the_same_state(case: str, tmp_path: Path) -> None:
     # Where a rank holds all of a parameter it writes it: the same tensors, in other files.
     assert report["same files"] == (case in ("zero3", "zero3-cpu", "fsdp", "fsdp-hybrid")), report["engine"]
     assert report["exchanges"] == report["in place"] == (case not in WHOLE)
-
-
-@pytest.mark.timeout(COMPILING_SECONDS + 60)
-def test_sub_groups_on_nvme_are_saved_one_after_another(tmp_path: Path) -> None:
-    nvme = {"device": "nvme", "nvme_path": str(tmp_path)}
-    changes = zero(3, sub_group_size=330_000, offload_optimizer=nvme, offload_param={**nvme, "buffer_size": 1_000_000})
-    report = forms(2, configuration("deepspeed", changes, 800), tmp_path, COMPILING_SECONDS)
-    assert report["same files"]
 
 
 def forms(ranks: int, config: dict[str, Any], folder: Path, timeout_seconds: float = 150) -> dict[str, Any]:
