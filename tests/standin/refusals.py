@@ -87,6 +87,26 @@ def images() -> list[Any]:
     return [str(found.dtype), torch.equal(found.cpu(), expected)]
 
 
+def two_threads() -> int:
+    """Copies to the host that nobody here keeps, taken and let go in one thread while another waits for them."""
+    there, over = torch.ones(8, device="cuda"), threading.Event()
+    event = torch.cuda.Event()
+    event.record()
+
+    def waiting() -> None:
+        while not over.wait(1e-5):
+            torch.cuda.synchronize()
+
+    thread = threading.Thread(target=waiting, daemon=True)
+    thread.start()
+    for _ in range(3000):
+        there.to("cpu", non_blocking=True)
+        event.record()
+    over.set()
+    thread.join()
+    return 3000
+
+
 def main() -> None:
     there, here = torch.ones(4, 4, device="cuda"), torch.ones(4, 4)
     grown = switch_on.usage()[0]
@@ -110,6 +130,7 @@ def main() -> None:
         "bytes": lambda: switch_on.usage()[0] - grown,
         "a row that cannot be read": damaged,
         "images": images,
+        "two threads": two_threads,
     }
     print(json.dumps({name: outcome(action) for name, action in actions.items()}))
     del more

@@ -39,11 +39,13 @@ class PendingCopies {
     return last_;
   }
   void arrive(uint64_t until = UINT64_MAX) {
+    decltype(waiting_) done;  // destroyed after the lock is released: a tensor's Python object asks for the GIL, whose holder may want the lock
     std::lock_guard<std::mutex> lock(mutex_);
     at::AutoDispatchBelowADInplaceOrView below;
     while (!waiting_.empty() && std::get<0>(waiting_.front()) <= until) {
       auto& [number, target, value] = waiting_.front();
       target.copy_(value);
+      done.push_back(std::move(waiting_.front()));
       waiting_.pop_front();
     }
   }
