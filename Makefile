@@ -12,9 +12,9 @@ help: ## this list
 setup: ## makes .venv with everything in it; nothing to do the second time
 	@launch/setup
 
-# A test has two ranks more often than not, and waits for a third of its time: as many tests at a time as there are cores and two
+# A test has two ranks more often than not, and waits for a third of its time: as many tests at a time as there are cores and one
 # more, from 3 to 8.
-WORKERS = $(shell cores=$$(nproc); echo $$((cores < 2 ? 3 : cores > 6 ? 8 : cores + 2)))
+WORKERS = $(shell cores=$$(nproc); echo $$((cores < 2 ? 3 : cores > 7 ? 8 : cores + 1)))
 PYTEST = python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 
 # Two processes; one where there is a single GPU, or CUDA_VISIBLE_DEVICES shows a single one.

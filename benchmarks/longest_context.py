@@ -9,7 +9,7 @@ parallelism alone, ``after`` adds the loss in slices and recomputed blocks, and 
 doubled until one fails, and then tried in between down to a quarter.
 
 ``--peaks`` shares sequences of one length among 1, 2 and 4 ranks, nothing recomputed, and prints what a rank has at its fullest
-above its base, beside what ``dsframe plan`` predicts, and what of that are activations.
+above its base, and of that the activations, each beside what ``dsframe plan`` predicts.
 """
 
 from __future__ import annotations
@@ -106,20 +106,25 @@ def longest(ranks: int, shared: int, model: dict[str, Any], limit: int, context:
 
 
 def peaks(context: int, ranks: Sequence[int]) -> list[dict[str, float]]:
-    """Prints the table of ``--peaks``."""
-    print(f"{'ranks':>6}{'peak':>8}{'plan':>8}{'':8}{'activations, plan':>20}  MiB of a rank, {context} tokens")
+    """Prints the table of ``--peaks``. What grows with the tokens are activations: twice what the second half of them adds."""
+    print(f"{'':6}{'of a rank above its base':^26}{'activations alone':^26}  MiB, {context} tokens")
+    print(f"{'ranks':>6}" + f"{'peak':>9}{'plan':>8}{'':9}" * 2)
     rows = []
     for size in ranks:
-        whole = train(context, size, size, {})
-        assert whole is not None
-        found, base, plan = max(whole["peak_memory_bytes"]), whole["base_bytes"], whole["predicted"]
+        peak, plan = [], []
+        for tokens in (context, context // 2):
+            found = train(tokens, size, size, {})
+            assert found is not None
+            peak.append((max(found["peak_memory_bytes"]) - found["base_bytes"]) / MIB)
+            plan.append((found["predicted"]["memory_bytes"] - found["base_bytes"]) / MIB)
         row = {
-            "ranks": size, "peak": (found - base) / MIB, "plan": (plan["memory_bytes"] - base) / MIB,
-            "activations, plan": plan["activation_bytes"] / MIB,
+            "ranks": size, "peak": peak[0], "plan": plan[0],
+            "activations": 2 * (peak[0] - peak[1]), "activations, plan": 2 * (plan[0] - plan[1]),
         }  # fmt: skip
         rows.append(row)
-        off = row["peak"] / row["plan"] - 1
-        print(f"{size:6}{row['peak']:8,.0f}{row['plan']:8,.0f}{off:+8.0%}{row['activations, plan']:20,.0f}", flush=True)
+        pairs = (row["peak"], row["plan"]), (row["activations"], row["activations, plan"])
+        told = "".join(f"{one:9,.0f}{other:8,.0f}{one / other - 1:+9.0%}" for one, other in pairs)
+        print(f"{size:6}{told}", flush=True)
     return rows
 
 
