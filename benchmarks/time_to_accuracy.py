@@ -1,7 +1,7 @@
 """Seconds from the command to a test accuracy of 0.92 on Fashion-MNIST: what users buy. Two processes, one thread each.
 
-    python -m benchmarks.time_to_accuracy                          # ds_configs/fast_fashion_mnist.json, three seeds, and the peers
-    python -m benchmarks.time_to_accuracy --held-out --no-peers    # what the file was tuned by
+    python -m benchmarks.time_to_accuracy                 # ds_configs/fast_fashion_mnist.json, three seeds, and the peers
+    python -m benchmarks.time_to_accuracy --held-out      # what the file was tuned by, without the peers
 
 ``fast_fashion_mnist.json`` trains to its end, and its last evaluation counts: the seconds are those of the whole command. It was
 tuned by the last 10,000 images of the training set, held out for that (``--held-out``), never by the test set. Peers train what
@@ -34,6 +34,7 @@ from dsframe.data.source import Batch, Source
 from dsframe.run_dir.record import read_metrics
 from dsframe.tasks.vision import VisionTask
 from dsframe.tools import subprocess_runs
+from dsframe.tools.report.pictures import Axis, Chart, Line, write
 
 FILE = REPOSITORY / "ds_configs" / "fast_fashion_mnist.json"
 TARGET = 0.92
@@ -75,7 +76,7 @@ class _Rows:
 def ours(
     folder: Path, seed: int, *, held_out: bool, overrides: Sequence[str]
 ) -> tuple[float, list[tuple[float, float]]]:
-    """Returns the seconds of the command, and by evaluation the seconds of training until then and the accuracy."""
+    """The seconds of the command, and of each evaluation the seconds until then (in proportion to steps) and its accuracy."""
     own = [f"dsframe.seed={seed}", *overrides]
     if held_out:
         own.append('dsframe.task={"name": "benchmarks.time_to_accuracy:HeldOut"}')
@@ -84,8 +85,8 @@ def ours(
     seconds = time.perf_counter() - began
     rows = read_metrics(folder)
     curve = [(float(row["step"]), row["evaluation"]["accuracy"]) for row in rows if "evaluation" in row]
-    last = curve[-1][0]
-    return seconds, [(step / last * seconds, accuracy) for step, accuracy in curve]
+    last, begun = curve[-1][0], seconds - json.loads((folder / "summary.json").read_text())["seconds"]
+    return seconds, [(begun + step / last * (seconds - begun), accuracy) for step, accuracy in curve]
 
 
 class Example(nn.Sequential):
@@ -200,13 +201,14 @@ def main(argv: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         prog="python -m benchmarks.time_to_accuracy", description=(__doc__ or "").partition("\n")[0]
     )
-    parser.add_argument("--seeds", default="1,2,3")
+    parser.add_argument("--seeds", default="1,2,3", help="of the file (default: %(default)s)")
+    parser.add_argument("--peer-seeds", default="1,2,3", help="those of them with which the peers train too")
     parser.add_argument("--epochs", type=int, default=14, help="of a peer, at most (default: %(default)s)")
     parser.add_argument(
         "--held-out", action="store_true", help="train on 50,000 images, evaluate on 10,000 of the training set"
     )
-    parser.add_argument("--no-peers", action="store_true")
     parser.add_argument("--set", action="append", default=[], metavar="KEY=VALUE", help="for the file")
+    parser.add_argument("--picture", type=Path, metavar="FILE", help="the curves of all seeds, .svg or .png")
     parser.add_argument("--peer", help=argparse.SUPPRESS)
     options = parser.parse_args(argv)
     if options.peer:
@@ -215,19 +217,25 @@ def main(argv: Sequence[str] | None = None) -> int:
     processes.heed_sigterm()
     os.environ["OMP_NUM_THREADS"] = "1"
     reached: dict[str, list[float]] = {}
+    curves: list[Line] = []
     below = False
     with TemporaryDirectory(prefix="dsframe-accuracy-") as name:
         for seed in map(int, options.seeds.split(",")):
             seconds, curve = ours(Path(name) / str(seed), seed, held_out=options.held_out, overrides=options.set)
+            curves.append(Line(f"dsframe, seed {seed}", curve, series=0))
             below |= curve[-1][1] < TARGET
             if curve[-1][1] >= TARGET:
                 reached.setdefault("dsframe", []).append(seconds)
             print(f"dsframe     seed {seed}  {seconds:6.1f} s  {_told(curve)}", flush=True)
-            for kind in () if options.no_peers else PEERS:
+            for kind in PEERS if not options.held_out and str(seed) in options.peer_seeds.split(",") else ():
                 curve = of_peer(kind, seed, options.epochs)
+                curves.append(Line(f"{kind}, seed {seed}", curve, series=1 + PEERS.index(kind)))
                 if curve[-1][1] >= TARGET:
                     reached.setdefault(kind, []).append(curve[-1][0])
                 print(f"{kind:<11} seed {seed}  {curve[-1][0]:6.1f} s  {_told(curve)}", flush=True)
+    if options.picture:
+        axes = Axis("seconds from the command on"), Axis("test accuracy")
+        write(options.picture, [Chart("Fashion-MNIST, two processes", *axes, curves, ("target", TARGET))])
     for kind, times in reached.items():
         print(f"{kind}: {statistics.median(times):.1f} s to {TARGET} (median of {len(times)} seeds that reached it)")
     print(f"the file {'ends below the target' if below else 'reaches the target with each seed'}")

@@ -21,21 +21,24 @@ for _number in (signal.SIGINT, signal.SIGQUIT, signal.SIGHUP, signal.SIGTERM):
 
 LONGEST = (
     "test_nvme",
-    "test_equivalence",
-    "test_resume",
+    "test_launchers",
     "test_two_hosts",
-    "test_ds_configs",
-    "test_accuracy",
-    "test_round_trips",
-    "test_forms",
+    "test_slurm",
+    "test_mpi",
+    "test_resume",
+    "test_equivalence",
     "test_standin",
-    "test_semantics",
-    "test_ports",
+    "test_accuracy",
     "test_commands",
     "test_failures",
+    "test_semantics",
+    "test_ports",
+    "test_ds_configs",
+    "test_forms",
     "test_contract",
 )
-"""Files that take minutes, the longest first; NVMe's before all, since it compiles an op that others use."""
+"""Files that take minutes, long ones first. NVMe's before all, since it compiles an op that others use. pytest-xdist gives its
+process the fourth at once too, as a file of two tests: one that needs the op, and would else wait for it."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
