@@ -37,8 +37,9 @@ LONGEST = (
     "test_forms",
     "test_contract",
 )
-"""Files that take minutes, long ones first. NVMe's before all, since it compiles an op that others use. pytest-xdist gives its
-process the fourth at once too, as a file of two tests: one that needs the op, and would else wait for it."""
+"""Files that take minutes, long ones first. NVMe's is before all, because it compiles an op that test_equivalence.py needs too.
+pytest-xdist gives a process a second file when at most two tests are left to it, so with three processes test_nvme.py's gets
+test_equivalence.py, which then does not wait for the op in another process."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
