@@ -54,6 +54,19 @@ def shm_comm() -> None:
     assert not deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"]
 
 
+def debug_symbols() -> None:
+    from deepspeed.ops.op_builder import AsyncIOBuilder, CPUAdamBuilder
+
+    from dsframe.engines.deepspeed import patches
+
+    before = [builder().cxx_args() for builder in (AsyncIOBuilder, CPUAdamBuilder)]
+    assert all("-g" in options for options in before), NOT_NEEDED
+    for _ in range(2):
+        patches.leave_out_debug_symbols()
+    after = [builder().cxx_args() for builder in (AsyncIOBuilder, CPUAdamBuilder)]
+    assert after == [[one for one in options if one != "-g"] for options in before]
+
+
 def started(model: Any, zero: dict[str, Any], optimizer: str = "SGD", **changes: Any) -> Any:
     import deepspeed
 
@@ -551,6 +564,7 @@ def groups() -> None:
 EARLY = (mlflow, muon, shm_comm)
 """Before anything else is imported, in this order."""
 LATER = (
+    debug_symbols,
     torch_warnings, norm, loss_scale, nonfinite, order, unused, hidden_step, linear, nvtx, gathers, evaluation, kept_gathered,
     pipeline_bounds,
     pipeline_ties, pipeline_recompute, pipeline_clipping, pipeline_evaluation, pipeline_sizes, stage_splits,

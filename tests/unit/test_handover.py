@@ -56,11 +56,15 @@ def plan(changes: dict[str, Any], ranks: int = 2, *, verbose: bool = False) -> P
 
 CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "only what the file says": ({}, {}, BATCH),
-    "zero 1": ({"zero_optimization": {"stage": 1}}, {}, {**BATCH, "zero_optimization": {"stage": 1}}),
+    "zero 1": (
+        {"zero_optimization": {"stage": 1}},
+        {},
+        {**BATCH, "zero_optimization": {"stage": 1, "contiguous_gradients": False}},
+    ),
     "gradients in turns would spoil checkpoints": (
         {"zero_optimization": {"stage": 2, "round_robin_gradients": True}},
         {},
-        {**BATCH, "zero_optimization": {"stage": 2}},
+        {**BATCH, "zero_optimization": {"stage": 2, "contiguous_gradients": False}},
     ),
     "gradients are copied once": (
         {"zero_optimization": {"stage": 3}},
@@ -109,7 +113,7 @@ CASES: dict[str, tuple[dict[str, Any], dict[str, Any], dict[str, Any]]] = {
     "nor at other stages": (
         {"zero_optimization": {"stage": 2}},
         {"elements": 1 << 26},
-        {**BATCH, "zero_optimization": {"stage": 2}},
+        {**BATCH, "zero_optimization": {"stage": 2, "contiguous_gradients": False}},
     ),
     "a folder of its own": (
         {"zero_optimization": NVME},
@@ -157,6 +161,24 @@ def test_handover(case: str) -> None:
     _spoil(found)
     assert (made.config.written(), made.config.deepspeed, dict(made.optimizer.arguments)) == before
     assert arguments == given
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [
+        {"bf16": {"enabled": True}},
+        {"torch_autocast": {"enabled": True}},
+        {"zero_optimization": {"offload_optimizer": {"device": "cpu"}}},
+        {"zero_optimization": {"overlap_comm": True}},
+        {"zero_optimization": {"contiguous_gradients": True}},
+        {"zero_optimization": {"contiguous_gradients": False}},
+        {"pipeline": {"stages": 2}},
+    ],
+    ids=str,
+)
+def test_gradients_are_copied_as_deepspeed_does_where_more_depends_on_it(changes: dict[str, Any]) -> None:
+    zero = {"stage": 1, **changes.get("zero_optimization", {})}
+    assert handover(plan({**changes, "zero_optimization": zero}, 4))["zero_optimization"] == zero
 
 
 def _spoil(value: Any) -> None:

@@ -36,7 +36,8 @@ class Zero(Section):
     stage: Literal[0, 1, 2, 3] = 0
     """0 partitions nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters."""
     contiguous_gradients: bool = True
-    """Copy gradients into one buffer as they appear, against fragmentation of a GPU's memory. On CPUs stage 3 goes without."""
+    """Copy gradients into one buffer as they appear, against fragmentation of a GPU's memory. On CPUs stage 3 goes without, and so
+    do stages 1 and 2 where the file does not say, in fp32 without offload, overlap, experts and pipelines."""
     reduce_scatter: bool = True
     """Reduce gradients by reduce-scatter, else by all-reduce."""
     reduce_bucket_size: Count = 500_000_000

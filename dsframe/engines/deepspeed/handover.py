@@ -56,6 +56,7 @@ def handover(
     if plan.config.deepspeed.zero_optimization.stage == 3:
         _stage_3(document["zero_optimization"], plan, elements, keeps_weights)
     elif plan.config.deepspeed.zero_optimization.stage:
+        _gradients(document["zero_optimization"], plan)
         _bucket(document["zero_optimization"], plan, elements)
     if plan.device.type == "cpu" and "expert_parallel" in document:  # one product for all experts is for GPUs
         document["expert_parallel"] = {**document["expert_parallel"], "use_grouped_mm": False}
@@ -69,14 +70,18 @@ def handover(
 def _stage_3(section: dict[str, Any], plan: Plan, elements: int, keeps_weights: bool) -> None:
     if keeps_weights:
         section.update(dict.fromkeys(PERSISTENCE, SMALL))
-    # Gradients stay where they are until they are sent, which copies them anyway. The bucket that they would be copied to first
-    # is against holes in a GPU's memory; what is sent, and when, is the same. But without reduce_scatter the bucket itself is
-    # sent. Source: deepspeed 0.19.8, runtime/zero/stage3.py (__add_grad_to_ipg_bucket, __avg_scatter_grads).
-    if plan.device.type == "cpu" and section.get("reduce_scatter", True):
-        section["contiguous_gradients"] = False
+    _gradients(section, plan)
     _bucket(section, plan, elements)
     zero = plan.config.deepspeed.zero_optimization
     section.update(zero.fetched_elements(elements, on_cpu=plan.device.type == "cpu"))
+
+
+def _gradients(section: dict[str, Any], plan: Plan) -> None:
+    """Without the buffer that gradients are first copied to: it is against holes in a GPU's memory. What is sent, and when, is the
+    same. Source: deepspeed 0.19.8, runtime/zero/stage3.py (__add_grad_to_ipg_bucket, __avg_scatter_grads) and stage_1_and_2.py
+    (reduce_ipg_grads)."""
+    if plan.device.type == "cpu" and not plan.config.deepspeed.copies_gradients_on_cpus:
+        section["contiguous_gradients"] = False
 
 
 def _bucket(section: dict[str, Any], plan: Plan, elements: int) -> None:

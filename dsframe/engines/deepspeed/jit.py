@@ -18,6 +18,7 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dsframe.engines.deepspeed import patches
 from dsframe.errors import EngineError
 from dsframe.host.leftovers import host, is_shared, stale_locks
 
@@ -63,6 +64,8 @@ def prepare(ops: tuple[str, ...], world: World) -> None:
         raise EngineError(
             "NVMe offload needs libaio's header and library, which are not installed (Debian: apt-get install libaio-dev)"
         )
+    if missing:
+        patches.leave_out_debug_symbols()
     if world.local_rank == 0:
         for lock in remove_stale_locks(cache):
             print(f"dsframe: removed {lock}, left by a process that was killed", file=sys.stderr)

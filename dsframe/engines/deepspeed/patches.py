@@ -55,6 +55,10 @@ PATCHES: dict[str, Patch] = {
         "on CPUs an op that no training uses is compiled at start, and leaves 66 MiB a rank in /dev/shm",
         "comm/torch.py (build_shm_op)",
     ),
+    "debug_symbols": Patch(
+        "on CPUs ops are compiled with what a debugger reads, which takes 1.7 times as long",
+        "ops/op_builder/cpu/builder.py (CPUOpBuilder.cxx_args)",
+    ),
     "torch_warnings": Patch(
         "collectives are called by names that torch 2.13 deprecates, in every step",
         "comm/torch.py (get_all_gather_function, get_reduce_scatter_function)",
@@ -206,6 +210,18 @@ def _compile_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
 def leave_out_shm_comm() -> None:
     """ "shm_comm": DeepSpeed takes the op for one that this machine cannot build."""
     _upstream("shm_comm", "ops", "__compatible_ops__")["deepspeed_shm_comm"] = False
+
+
+def leave_out_debug_symbols() -> None:
+    """ "debug_symbols": of every op that this process compiles from now on."""
+    options = _upstream("debug_symbols", "ops.op_builder.cpu.builder", "CPUOpBuilder", "cxx_args")
+    if not hasattr(options, "__wrapped__"):
+
+        @functools.wraps(options)
+        def without(builder: Any) -> list[str]:
+            return [option for option in options(builder) if option != "-g"]
+
+        _upstream("debug_symbols", "ops.op_builder.cpu.builder", "CPUOpBuilder").cxx_args = without
 
 
 def silence_torch_warnings() -> None:
