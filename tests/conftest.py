@@ -37,9 +37,8 @@ LONGEST = (
     "test_forms",
     "test_contract",
 )
-"""Files that take minutes, long ones first. NVMe's is before all, because it compiles an op that test_equivalence.py needs too.
-pytest-xdist gives a process a second file when at most two tests are left to it, so with three processes test_nvme.py's gets
-test_equivalence.py, which then does not wait for the op in another process."""
+"""Files that take minutes, long ones first. NVMe's is before all, because it compiles an op that test_equivalence.py needs too:
+that comes later, in any process, and so finds the op."""
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:

@@ -167,10 +167,10 @@ CASES: dict[str, Case] = {
     "zero1 bf16": Case("deepspeed", {**zero(1), **_BF16}, deepspeed, tasks=("gpt",)),
     "zero3 bf16": Case("deepspeed", {**zero(3), **_BF16}, deepspeed, tasks=("gpt",)),
     "tensor zero1 bf16": Case("deepspeed", {**_TENSOR, **zero(1), **_BF16}, deepspeed, tasks=("gpt",)),
-    "pipeline bf16": Case("deepspeed", {**pipeline(), **_BF16}, deepspeed, tasks=("gpt",)),
-    "horovod bf16": Case("horovod", _BF16, horovodrun, tasks=("gpt",)),
-    "ddp bf16": Case("ddp", _BF16, tasks=("gpt",)),
-    "fsdp bf16": Case("fsdp", _BF16, tasks=("gpt",)),
+    "pipeline bf16": Case("deepspeed", {**pipeline(), **_BF16}, deepspeed, tasks=("gpt",), in_suite=False),
+    "horovod bf16": Case("horovod", _BF16, horovodrun, tasks=("gpt",), in_suite=False),
+    "ddp bf16": Case("ddp", _BF16, tasks=("gpt",), in_suite=False),
+    "fsdp bf16": Case("fsdp", _BF16, tasks=("gpt",), in_suite=False),
     **{
         f"experts zero{stage}": Case(
             "deepspeed", {**_EXPERTS, **zero(stage)}, deepspeed, tasks=("mixtral",), in_suite=False

@@ -25,7 +25,7 @@ SHORT = {
         r"\n\| ddp \| 1 \| 10 \|",
     ),
     "benchmarks.checkpoint": ("--layers 1 --width 48 --rounds 1 --folder .", "torch.save"),
-    "benchmarks.data_path": ("--pairs 1", r"\nCIFAR-10 +torchvision[\s\S]*\ndocuments +datasets"),
+    "benchmarks.data_path": ("--parts images text --pairs 1", r"\nCIFAR-10 +torchvision[\s\S]*\ndocuments +datasets"),
     "benchmarks.tokenise": ("--megabytes 1 --ranks 1", r"\n +1 second +\d"),
     "benchmarks.accuracy": ("--help", "--seeds SEEDS"),
     "benchmarks.gpu": ("--help", "--tiny"),
