@@ -65,6 +65,20 @@ def test_a_run_says_what_it_removed_and_compiles_nothing_that_is_there(
     jit.prepare(("async_io",), World(0, 2, 0, 2))
     assert not lock.exists()
     assert capsys.readouterr().err == f"dsframe: removed {lock}, left by a process that was killed\n"
+    (tmp_path / "async_io" / "build.ninja").write_text("cflags = -std=c++20 -O3 -g -Wno-reorder\n")
+    jit.prepare(("async_io",), World(0, 2, 0, 2))
+    assert "compiling async_io" in capsys.readouterr().err, "ninja would compile it with other options"
+
+
+def test_every_process_asks_for_the_same_options(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Else one that finds the op compiles it again."""
+    from deepspeed.ops.op_builder import AsyncIOBuilder
+
+    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
+    (tmp_path / "async_io").mkdir()
+    (tmp_path / "async_io" / "async_io.so").touch()
+    jit.prepare(("async_io",), World())
+    assert "-g" not in AsyncIOBuilder().cxx_args()
 
 
 def test_what_cannot_be_compiled_is_said_first(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

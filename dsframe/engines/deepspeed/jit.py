@@ -53,7 +53,8 @@ def prepare(ops: tuple[str, ...], world: World) -> None:
         return
     cache = extensions_directory()
     os.environ["TORCH_EXTENSIONS_DIR"] = str(cache)
-    missing = [op for op in ops if not list(cache.glob(f"{op}/*.so"))]
+    patches.leave_out_debug_symbols()  # also where nothing is missing: with other options torch compiles again
+    missing = [op for op in ops if not _is_built(cache / op)]
     if missing and shutil.which("c++") is None and shutil.which("g++") is None:
         raise EngineError(
             f"the file asks for {', '.join(missing)}, which DeepSpeed compiles at first use, and there is no C++ compiler (g++)"
@@ -64,8 +65,6 @@ def prepare(ops: tuple[str, ...], world: World) -> None:
         raise EngineError(
             "NVMe offload needs libaio's header and library, which are not installed (Debian: apt-get install libaio-dev)"
         )
-    if missing:
-        patches.leave_out_debug_symbols()
     if world.local_rank == 0:
         for lock in remove_stale_locks(cache):
             print(f"dsframe: removed {lock}, left by a process that was killed", file=sys.stderr)
@@ -82,6 +81,12 @@ def prepare(ops: tuple[str, ...], world: World) -> None:
                 file=sys.stderr,
                 flush=True,
             )
+
+
+def _is_built(folder: Path) -> bool:
+    """Whether an op is there. On CPUs one with debug symbols, of an earlier dsframe or of DeepSpeed alone, is compiled again."""
+    how = folder / "build.ninja"  # CUDA's has a standard between the two
+    return any(folder.glob("*.so")) and not (how.exists() and "-O3 -g " in how.read_text(encoding="utf-8"))
 
 
 def _cuda_problem(ops: list[str]) -> str:
