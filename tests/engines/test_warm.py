@@ -12,7 +12,8 @@ pytestmark = pytest.mark.skipif(HAS_GPUS, reason="torch that has looked for GPUs
 
 SCRIPT = """
 import os, sys, time
-print("rank", os.environ.get("RANK"), "of", os.environ.get("WORLD_SIZE"), "in", os.getcwd(), sys.argv[1:], flush=True)
+said = f"rank {os.environ.get('RANK')} of {os.environ.get('WORLD_SIZE')} in {os.getcwd()} {sys.argv[1:]}\\n"
+os.write(1, said.encode())  # at once: print writes each word by itself, and two ranks' words mix
 if os.environ.get("RANK") == "1":
     raise ValueError("a mistake")
 time.sleep(1000)
@@ -36,7 +37,7 @@ def test_a_rank_that_fails_ends_the_others(script: str, tmp_path: Path) -> None:
 def test_what_hangs_is_ended_and_seen(script: str, tmp_path: Path) -> None:
     with pytest.raises(
         AssertionError,
-        match=r"still running after 3 s[\s\S]*rank None of None[\s\S]*rank 0: [\s\S]*<module> \(.*script\.py:6",
+        match=r"still running after 3 s[\s\S]*rank None of None[\s\S]*rank 0: [\s\S]*<module> \(.*script\.py:7",
     ):
         run_ranks(warm(1, [script]), cwd=tmp_path, timeout_seconds=3)
 

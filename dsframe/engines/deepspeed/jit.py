@@ -18,7 +18,6 @@ import zlib
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsframe.engines.deepspeed import patches
 from dsframe.errors import EngineError
 from dsframe.host.leftovers import host, is_shared, stale_locks
 
@@ -53,6 +52,8 @@ def prepare(ops: tuple[str, ...], world: World) -> None:
         return
     cache = extensions_directory()
     os.environ["TORCH_EXTENSIONS_DIR"] = str(cache)
+    from dsframe.engines.deepspeed import patches  # it imports torch, and the launcher imports this file
+
     patches.leave_out_debug_symbols()  # also where nothing is missing: with other options torch compiles again
     missing = [op for op in ops if not _is_built(cache / op)]
     if missing and shutil.which("c++") is None and shutil.which("g++") is None:
