@@ -19,7 +19,7 @@ from pathlib import Path
 from typing import Any
 
 from dsframe.run_dir.record import read_metrics
-from tests.processes import Finished, Running, python, run_ranks, torchrun, warm
+from tests.processes import COMPILING_SECONDS, Finished, Running, python, run_ranks, torchrun, warm
 
 SAVED_STEP, STEPS = 5, 25
 
@@ -156,6 +156,8 @@ def train(
         command = torchrun(setup.processes, own) if setup.processes > 1 else python(own)
     if limit_kilobytes is not None:
         command = ["bash", "-c", f'ulimit -f {limit_kilobytes}; exec "$0" "$@"', *command]
+    if any(override.endswith("=nvme") for override in setup.overrides):
+        timeout_seconds = max(timeout_seconds, COMPILING_SECONDS)
     return run_ranks(command, timeout_seconds=timeout_seconds, cwd=run_dir.parent, while_running=while_running)
 
 
