@@ -13,7 +13,7 @@ setup: ## makes .venv with everything in it; nothing to do the second time
 	@launch/setup
 
 # As many tests at a time as there are cores, from 2 to 8. A test has two ranks more often than not, so two of them use 80 % of two
-# cores (35 s together, 22 s alone); with three the suite took as long or longer.
+# cores (35 s together, 22 s alone); with three the suite was not quicker.
 WORKERS = $(shell cores=$$(nproc); echo $$((cores < 2 ? 2 : cores > 8 ? 8 : cores)))
 PYTEST = python -m pytest -n $(WORKERS) --dist loadscope --no-loadscope-reorder
 

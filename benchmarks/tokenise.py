@@ -40,8 +40,8 @@ def corpus(path: Path, megabytes: int) -> None:
                 size += out.write(json.dumps({"text": text}) + "\n")
 
 
-def tokenizer(folder: Path, text: Path, documents: int) -> None:
-    """A byte-level BPE of at most 8,000 tokens, of the first ``documents``."""
+def tokenizer(folder: Path, text: Path) -> None:
+    """A byte-level BPE of 8,000 tokens."""
     from tokenizers import Tokenizer, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -50,7 +50,7 @@ def tokenizer(folder: Path, text: Path, documents: int) -> None:
     alphabet = pre_tokenizers.ByteLevel.alphabet()
     trainer = trainers.BpeTrainer(vocab_size=8000, special_tokens=["<|end|>"], initial_alphabet=alphabet)
     with text.open(encoding="utf-8") as file:
-        found.train_from_iterator((json.loads(line)["text"] for line, _ in zip(file, range(documents))), trainer)  # noqa: B905
+        found.train_from_iterator((json.loads(line)["text"] for line, _ in zip(file, range(5000))), trainer)  # noqa: B905
     PreTrainedTokenizerFast(tokenizer_object=found, eos_token="<|end|>").save_pretrained(folder)
 
 
@@ -125,7 +125,7 @@ def main() -> None:
         with tempfile.TemporaryDirectory(prefix="dsframe-tokenise-") as name:
             folder = Path(name)
             corpus(folder / "corpus.jsonl", megabytes)
-            tokenizer(folder / "words", folder / "corpus.jsonl", min(5000, 250 * megabytes))
+            tokenizer(folder / "words", folder / "corpus.jsonl")
             time.sleep(2.5)  # a file that has changed just now is read again at each start
             for which in ("first", "second"):
                 found = start(folder, options.ranks, options.packing)
