@@ -69,6 +69,8 @@ class CallOrder:
         self._numbers = {id(parameter): number for number, parameter in enumerate((parameters or {}).values())}
         self.log: list[str] | None = None
         """The calls of all models of a step, in one order, where there are several with a ``CallOrder`` each: they share it."""
+        self.watches = True
+        """Cleared while nothing is gathered, so that ranks may call what they like."""
         self._calls: list[int] = []
         self._gradients: list[int] = []
         self._passes = self._meetings = 0
@@ -97,6 +99,8 @@ class CallOrder:
     # One step.
 
     def _called(self, number: int, *_: object) -> None:
+        if not self.watches:
+            return
         place, known = len(self._calls), self._known.get(self._model.training, ())
         self._calls.append(number)
         if self.log is not None:

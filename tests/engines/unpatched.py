@@ -383,6 +383,61 @@ def kept_gathered() -> None:
     assert torch.equal(expected, found)
 
 
+def hooks_set_aside() -> None:
+    import torch
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload as Offload
+
+    from dsframe.engines.deepspeed import patches
+
+    called: list[torch.nn.Module] = []
+    original = Offload.pre_sub_module_forward_function
+
+    def counted(self: Any, module: torch.nn.Module) -> None:
+        called.append(module)
+        original(self, module)
+
+    def registers(module: torch.nn.Module) -> list[list[int]]:
+        return [list(hooks) for one in module.modules() for hooks in (one._forward_pre_hooks, one._forward_hooks)]
+
+    def evaluated(around: Callable[[Any], contextlib.AbstractContextManager[None]]) -> tuple[int, torch.Tensor]:
+        engine = started(linear_model(), {"stage": 3})
+        users: list[str] = []
+        users_hook = engine.module[0].register_forward_hook(lambda *_: users.append("called"))
+        assert not patches.all_stay_gathered(engine.module)
+        step(engine)
+        assert patches.all_stay_gathered(engine.module)
+        before = registers(engine.module)
+        called.clear()
+        engine.eval()
+        with around(engine), torch.no_grad():
+            outputs = engine(torch.ones(1, 4))
+            engine.module[0].register_forward_hook(lambda *_: users.append("added"))
+            users_hook.remove()
+        engine.train()
+        of_evaluation = len(called)
+        assert len(users) == 2, users
+        step(engine)
+        assert len(called) > of_evaluation, "training has its hooks again"
+        assert users[2:] == ["added"], users
+        after = registers(engine.module)
+        added = after[3].pop()
+        assert after == [[key for key in keys if key != users_hook.id] for keys in before], "in the old order"
+        assert added > max(key for keys in before for key in keys)
+        return of_evaluation, outputs
+
+    Offload.pre_sub_module_forward_function = counted
+    try:
+        (plain, expected), (aside, found) = (
+            evaluated(lambda _: contextlib.nullcontext()),
+            evaluated(patches.hooks_set_aside),
+        )
+    finally:
+        Offload.pre_sub_module_forward_function = original
+    assert plain > 0, NOT_NEEDED
+    assert aside == 0
+    assert torch.equal(expected, found)
+
+
 def pipeline_bounds() -> None:
     from deepspeed.runtime.pipe.module import PipelineModule
 
@@ -566,7 +621,7 @@ EARLY = (mlflow, muon, shm_comm)
 LATER = (
     debug_symbols,
     torch_warnings, norm, loss_scale, nonfinite, order, unused, hidden_step, linear, nvtx, gathers, evaluation, kept_gathered,
-    pipeline_bounds,
+    hooks_set_aside, pipeline_bounds,
     pipeline_ties, pipeline_recompute, pipeline_clipping, pipeline_evaluation, pipeline_sizes, stage_splits,
     recorded_routers, expert_norm, groups,
 )  # fmt: skip

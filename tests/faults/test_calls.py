@@ -73,6 +73,11 @@ def test_ranks_that_call_other_modules_are_named(kind: str, how: str, begins: in
     assert (saved[:1] or ["step-00000000"]) == [f"step-{begins - (how != 'evaluation'):08}"]
 
 
+def test_ranks_may_call_other_modules_in_an_evaluation_that_gathers_nothing(tmp_path: Path) -> None:
+    """ZeRO-3 holds all weights from an update on, so its evaluations compare no calls, which took 6 % of one."""
+    trained(tmp_path, "kept", "evaluation", 6).check()
+
+
 @LONG
 def test_ranks_whose_losses_depend_on_other_modules_later_on(tmp_path: Path) -> None:
     """They call the same ones, and wait in their backward passes."""

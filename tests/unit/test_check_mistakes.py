@@ -108,6 +108,16 @@ MISTAKES = [
         'f.json:1:25: error: max_grad_norm: unknown key; did you mean "gradient_clipping"? [unknown-key]',
     ),
     (
+        "steps of another tool",
+        '{"train_batch_size": 8, "dsframe": {"max_steps": 100}}',
+        'f.json:1:37: error: dsframe.max_steps: unknown key; did you mean "steps"? [unknown-key]',
+    ),
+    (
+        "samples of another tool",
+        '{"train_batch_size": 8, "dsframe": {"task": {"name": "vision", "train_samples": 100}}}',
+        'f.json:1:64: error: dsframe.task.train_samples: unknown key; did you mean "samples"? [unknown-key]',
+    ),
+    (
         "fp32 all-reduce",
         '{"train_batch_size": 8, "fp32_allreduce": true}',
         'f.json:1:25: error: fp32_allreduce: removed from DeepSpeed, which ignores it; write "communication_data_type": "fp32" [unknown-key]',

@@ -116,6 +116,21 @@ MEANT: Mapping[Path, str] = {
         for section in ("optimizer", "scheduler")
         for key, name in (("name", "type"), ("parameters", "params"), ("args", "params"), ("kwargs", "params"))
     },
+    **{
+        ("dsframe", key): name
+        for name, keys in (
+            ("epochs", ("num_epochs", "max_epochs", "num_train_epochs")),
+            ("steps", ("num_steps", "max_steps", "train_steps", "max_train_steps")),
+            ("log_every_steps", ("log_every", "log_every_n_steps", "log_interval", "logging_steps")),
+            ("eval_every_steps", ("eval_every", "eval_interval", "eval_steps")),
+            ("run_dir", ("out_dir", "output_dir", "default_root_dir")),
+        )
+        for key in keys
+    },
+    **{
+        ("dsframe", "task", key): "samples"
+        for key in ("max_samples", "num_samples", "train_samples", "max_train_samples")
+    },
 }
 """Names of other tools, and of the past, that DeepSpeed ignores -> the key of the same section that has their value."""
 

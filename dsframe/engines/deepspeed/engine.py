@@ -351,7 +351,7 @@ class ZeroEngine(Engine):
         outputs = self._forward(self.joined(inputs, targets))
         if alone:
             self._engine.train()
-        if self.calls is not None:
+        if self.calls is not None and self.calls.watches:
             self.calls.compare()
             self.calls.check(waits=alone)
         if self._stage == 3:
@@ -360,18 +360,28 @@ class ZeroEngine(Engine):
 
     @contextlib.contextmanager
     def evaluating(self, batches: int) -> Iterator[None]:
-        """**Collective** at stage 3. Inside, the model is in evaluation mode, and weights stay gathered where memory allows."""
+        """**Collective** at stage 3. Inside, the model is in evaluation mode, and weights stay gathered where memory allows. Where
+        all are gathered already, nothing is sent, and ranks need not call the same modules."""
         self._engine.eval()
         with self._gathered(batches):
             yield
         self._engine.train()
         if self.calls is not None:
+            self.calls.watches = True
             self.calls.check()
 
     def _gathered(self, batches: int) -> contextlib.AbstractContextManager[None]:
-        shards = self._stage == 3 and not self._kept
+        if self._stage != 3:
+            return contextlib.nullcontext()
+        if self._kept:
+            called = self.calls is not None and not self.plan.frozen  # by Python, and not by what torch.compile made
+            if not called or not patches.all_stay_gathered(self._model):
+                return contextlib.nullcontext()
+            assert self.calls is not None
+            self.calls.watches = False
+            return patches.hooks_set_aside(self._engine)
         size = self._elements * self._dtype.itemsize
-        if not shards or self.plan.config.deepspeed.zero_optimization.parameter_device == "nvme":
+        if self.plan.config.deepspeed.zero_optimization.parameter_device == "nvme":
             return contextlib.nullcontext()
         return patches.kept_gathered(self._model) if stays_gathered(self, batches, size) else contextlib.nullcontext()
 

@@ -108,6 +108,10 @@ PATCHES: dict[str, Patch] = {
         "an evaluation of a model beyond stage3_max_reuse_distance gathers its parameters anew for each batch",
         "runtime/zero/partitioned_param_coordinator.py (release_sub_module)",
     ),
+    "hooks_set_aside": Patch(
+        "an evaluation runs ZeRO-3's hooks before and after each module, also where all parameters are gathered",
+        "runtime/zero/parameter_offload.py (setup_zero_stage3_hooks, _remove_module_hooks)",
+    ),
     "groups": Patch(
         "groups of a process group that has ended stay, and a second training in the process uses them",
         "utils/groups.py (_release_process_group_references)",
@@ -238,6 +242,7 @@ _LATER = (
         ("PartitionedParameterCoordinator", "release_sub_module"),
     ),
     ("kept_gathered", "runtime.zero.partition_parameters", ("ZeroParamStatus", "AVAILABLE")),
+    ("hooks_set_aside", "runtime.zero.parameter_offload", ("DeepSpeedZeRoOffload", "_remove_module_hooks")),
     ("groups", "utils.groups", ("_release_process_group_references",)),
     (
         "evaluation",
@@ -551,6 +556,33 @@ def forget_evaluation(engine: Any) -> None:
     coordinator = engine.optimizer.parameter_offload.get_param_coordinator()
     if coordinator.is_record_trace():
         coordinator._invalidate_trace()
+
+
+def all_stay_gathered(model: nn.Module) -> bool:
+    """Whether every parameter is gathered, and stays so until the next update."""
+    available = _upstream("hooks_set_aside", "runtime.zero.partition_parameters", "ZeroParamStatus", "AVAILABLE")
+    found: Iterable[Any] = model.parameters()
+    return all(one.ds_persist and one.ds_status is available for one in found)
+
+
+@contextlib.contextmanager
+def hooks_set_aside(engine: Any) -> Iterator[None]:
+    """ "hooks_set_aside": inside, modules are called without DeepSpeed's hooks. Only where all parameters stay gathered."""
+    offload = engine.optimizer.parameter_offload
+    handles = [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
+    own = {handle.id for handle in handles}
+    registers = {id(hooks): hooks for handle in handles if (hooks := handle.hooks_dict_ref()) is not None}
+    before = {key: dict(hooks) for key, hooks in registers.items()}
+    for hooks in registers.values():
+        for key in own.intersection(hooks):
+            del hooks[key]
+    try:
+        yield
+    finally:
+        for key, hooks in registers.items():  # in the old order, with what a model may have added or removed meanwhile
+            now = dict(hooks)
+            hooks.clear()
+            hooks.update({one: hook for one, hook in before[key].items() if one in own or one in now} | now)
 
 
 @contextlib.contextmanager
