@@ -383,6 +383,23 @@ def kept_gathered() -> None:
     assert torch.equal(expected, found)
 
 
+def muon_dtype() -> None:
+    import torch
+    from deepspeed.accelerator import get_accelerator
+    from deepspeed.runtime.zero.muon import original_muon
+
+    from dsframe.engines.deepspeed import patches
+
+    with (
+        mock.patch.object(get_accelerator(), "is_fp16_supported", return_value=True),
+        mock.patch.object(get_accelerator(), "is_bf16_supported", return_value=True),
+    ):
+        before = [original_muon.ns_compute_dtype(method) for method in ("gram", "standard")]
+        assert torch.float32 not in before, NOT_NEEDED
+        patches.orthogonalize_in_fp32()
+        assert {original_muon.ns_compute_dtype(method) for method in ("gram", "standard")} == {torch.float32}
+
+
 def hooks_set_aside() -> None:
     import torch
     from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload as Offload
@@ -621,7 +638,7 @@ EARLY = (mlflow, muon, shm_comm)
 LATER = (
     debug_symbols,
     torch_warnings, norm, loss_scale, nonfinite, order, unused, hidden_step, linear, nvtx, gathers, evaluation, kept_gathered,
-    hooks_set_aside, pipeline_bounds,
+    muon_dtype, hooks_set_aside, pipeline_bounds,
     pipeline_ties, pipeline_recompute, pipeline_clipping, pipeline_evaluation, pipeline_sizes, stage_splits,
     recorded_routers, expert_norm, groups,
 )  # fmt: skip

@@ -76,6 +76,8 @@ class ZeroEngine(Engine):
                 patches.use_torch_linear()
             if self._stage or plan.optimizer.kind.lower() == "muon":
                 patches.compile_muon_when_called()
+            if plan.optimizer.kind.lower() == "muon" and plan.device.type == "cpu":
+                patches.orthogonalize_in_fp32()
             module, self._model = self._build()
             refuse_scalars(self._model)
             self._elements = sum(parameter.numel() for parameter in module.parameters())
@@ -367,23 +369,32 @@ class ZeroEngine(Engine):
             yield
         self._engine.train()
         if self.calls is not None:
-            self.calls.watches = True
             self.calls.check()
 
     def _gathered(self, batches: int) -> contextlib.AbstractContextManager[None]:
-        if self._stage != 3:
+        if self._stage != 3 or self.plan.config.deepspeed.zero_optimization.parameter_device == "nvme":
             return contextlib.nullcontext()
         if self._kept:
-            called = self.calls is not None and not self.plan.frozen  # by Python, and not by what torch.compile made
-            if not called or not patches.all_stay_gathered(self._model):
-                return contextlib.nullcontext()
-            assert self.calls is not None
-            self.calls.watches = False
-            return patches.hooks_set_aside(self._engine)
+            return self._without_hooks()
         size = self._elements * self._dtype.itemsize
-        if self.plan.config.deepspeed.zero_optimization.parameter_device == "nvme":
-            return contextlib.nullcontext()
         return patches.kept_gathered(self._model) if stays_gathered(self, batches, size) else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def _without_hooks(self) -> Iterator[None]:
+        """Inside, modules are called without what would gather their weights, where all are gathered."""
+        config = self.plan.config
+        compiled = config.settings.model.compile or config.deepspeed.compile.deepcompile  # with the hooks
+        if compiled or self.plan.frozen or not patches.all_stay_gathered(self._model):
+            yield
+            return
+        if self.calls is not None:
+            self.calls.watches = False
+        try:
+            with patches.hooks_set_aside(self._engine):
+                yield
+        finally:
+            if self.calls is not None:
+                self.calls.watches = True
 
     def average(self, decay: float) -> None:
         """The average of this rank's shards, in the optimizer's state. Sends nothing."""

@@ -51,6 +51,10 @@ PATCHES: dict[str, Patch] = {
         "runtime/zero/muon/original_muon.py (compiler.compile)",
         "0.19.8 (0.19.6 and 0.19.7 import it with DeepSpeed itself)",
     ),
+    "muon_dtype": Patch(
+        "Muon orthogonalizes in 16 bits on CPUs that can: another training than on other CPUs, and on two ranks by 1e-3",
+        "runtime/zero/muon/original_muon.py (ns_compute_dtype)",
+    ),
     "shm_comm": Patch(
         "on CPUs an op that no training uses is compiled at start, and leaves 66 MiB a rank in /dev/shm",
         "comm/torch.py (build_shm_op)",
@@ -209,6 +213,12 @@ def _compile_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
 
     compiled = functools.cache(lambda: torch.compile(function))
     return first
+
+
+def orthogonalize_in_fp32() -> None:
+    """ "muon_dtype": on CPUs, whatever instructions they have."""
+    _upstream("muon_dtype", "runtime.zero.muon.original_muon", "ns_compute_dtype")
+    _upstream("muon_dtype", "runtime.zero.muon.original_muon").ns_compute_dtype = lambda method="gram": torch.float32
 
 
 def leave_out_shm_comm() -> None:
