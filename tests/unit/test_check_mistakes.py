@@ -118,6 +118,11 @@ MISTAKES = [
         'f.json:1:64: error: dsframe.task.train_samples: unknown key; did you mean "samples"? [unknown-key]',
     ),
     (
+        "checkpoints of another tool",
+        '{"train_batch_size": 8, "dsframe": {"save_steps": 100}}',
+        'f.json:1:37: error: dsframe.save_steps: unknown key; write "checkpoints": {"every_steps": N} [unknown-key]',
+    ),
+    (
         "fp32 all-reduce",
         '{"train_batch_size": 8, "fp32_allreduce": true}',
         'f.json:1:25: error: fp32_allreduce: removed from DeepSpeed, which ignores it; write "communication_data_type": "fp32" [unknown-key]',

@@ -92,6 +92,19 @@ SYNONYMS: Mapping[Path, tuple[str, str]] = {
     ),
     ("fp16", "opt_level"): ("an option of Apex, which DeepSpeed no longer uses: it raises", "remove it"),
     **{
+        ("dsframe", key): ("unknown key", remedy)
+        for key, remedy in (
+            ("batch_size", 'write "train_batch_size" (all ranks) at the top level'),
+            ("learning_rate", 'write "lr" in optimizer.params'),
+            ("precision", 'write "bf16": {"enabled": true} or "fp16": {"enabled": true} at the top level'),
+            ("save_steps", 'write "checkpoints": {"every_steps": N}'),
+            ("save_total_limit", 'write "checkpoints": {"keep_last": N}'),
+            ("resume", "write --resume auto on the command line"),
+            ("data", 'write "dataset" or "data_dir" in dsframe.task'),
+            ("num_workers", 'write "workers" in dsframe.task'),
+        )
+    },
+    **{
         ("bf16", key): ("bf16 has no loss scaling: DeepSpeed raises", "remove it")
         for key in ("loss_scale", "initial_scale_power", "loss_scale_window", "hysteresis", "min_loss_scale",
                     "consecutive_hysteresis", "auto_cast", "opt_level")
