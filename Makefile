@@ -69,7 +69,7 @@ format: setup ## rewrites the sources as `make lint` wants them
 	ruff format .
 	ruff check --fix .
 
-equivalence: setup ## every engine beside one process, losses and weights: the table of docs/promise.md
+equivalence: setup ## every engine beside one process, losses and weights: the tables of docs/promise.md (more than an hour)
 	python -m tests.equivalence
 	python -m tests.features
 

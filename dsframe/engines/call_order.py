@@ -70,7 +70,7 @@ class CallOrder:
         self.log: list[str] | None = None
         """The calls of all models of a step, in one order, where there are several with a ``CallOrder`` each: they share it."""
         self.watches = True
-        """Cleared while nothing is gathered, so that ranks may call what they like."""
+        """False while no call gathers weights: ranks may call different modules then."""
         self._calls: list[int] = []
         self._gradients: list[int] = []
         self._passes = self._meetings = 0

@@ -381,9 +381,9 @@ class ZeroEngine(Engine):
 
     @contextlib.contextmanager
     def _without_hooks(self) -> Iterator[None]:
-        """Inside, modules are called without what would gather their weights, where all are gathered."""
+        """Where all weights are gathered, modules are called without DeepSpeed's hooks, which would gather them."""
         config = self.plan.config
-        compiled = config.settings.model.compile or config.deepspeed.compile.deepcompile  # with the hooks
+        compiled = config.settings.model.compile or config.deepspeed.compile.deepcompile  # together with the hooks
         if compiled or self.plan.frozen or not patches.all_stay_gathered(self._model):
             yield
             return
