@@ -254,8 +254,12 @@ def explained(world: World, address: str, port: int) -> Iterator[None]:
 def extend_limits(limit: timedelta) -> None:
     """Gives all groups of this process ``limit``: those that libraries have made have the backend's own."""
     if dist.is_initialized():
+        set_timeout = getattr(dist, "set_timeout", None)  # torch 2.14; before it the same had a private name
         for group in list(dist.distributed_c10d._world.pg_map):
-            dist.distributed_c10d._set_pg_timeout(limit, group)
+            if set_timeout is None:
+                dist.distributed_c10d._set_pg_timeout(limit, group)
+            else:
+                set_timeout(limit, group)
 
 
 def of_its_own() -> dist.ProcessGroup:
