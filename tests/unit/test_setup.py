@@ -22,6 +22,7 @@ STAND_IN = """#!/bin/sh
 echo "$*" >>"$CALLS"
 case "$*" in
     *"${FAIL:-nothing fails}"*) echo "No matching distribution found"; exit 1 ;;
+    *"base_prefix"*) echo "${VERSION:-3.11.7} at /usr" ;;
     "-m venv "*) mkdir -p "$3/bin"; cp "$0" "$3/bin/python"; cp "$0" "$3/bin/pip"; echo version = 3.11 >"$3/pyvenv.cfg" ;;
     *"pip wheel"*) while [ "$1" != -w ]; do shift; done; touch "$2/horovod-0.28.1-cp311-cp311-linux_x86_64.whl" ;;
     *sysconfig*) echo "$PWD" ;;
@@ -34,11 +35,13 @@ esac
 """
 
 BASIC_TOOLS = [
+    "awk",
     "bash",
     "cat",
     "cmake",
     "cp",
     "cut",
+    "df",
     "dirname",
     "env",
     "flock",
@@ -84,6 +87,7 @@ class Clone:
             path.mkdir(parents=True)
         files = (
             "launch/setup",
+            "launch/build-horovod",
             "launch/gpus",
             "launch/horovod.cmake",
             "launch/torchvision_finder.py",
@@ -95,7 +99,7 @@ class Clone:
         self.tools = tools
         for name in BASIC_TOOLS:
             (tools / name).symlink_to(shutil.which(name) or f"/usr/bin/{name}")
-        self.tool("python3.11", STAND_IN)
+        self.tool("python3", STAND_IN)
         for name in ("g++", "make"):
             self.tool(name, "#!/bin/sh\necho 12.2.0\n")
         self.environment = {
@@ -125,9 +129,9 @@ class Clone:
         if wsl:
             self.tool("nvidia-smi", "#!/bin/sh\n" + "echo 'GPU 0: x'\n" * gpus)
 
-    def setup(self, **variables: str) -> subprocess.CompletedProcess[str]:
+    def setup(self, profile: str = "train", **variables: str) -> subprocess.CompletedProcess[str]:
         return subprocess.run(
-            ["bash", "launch/setup"],
+            ["bash", "launch/setup", profile],
             cwd=self.folder,
             env={**self.environment, **variables},
             capture_output=True,
@@ -159,11 +163,7 @@ def test_installs_the_cpu_build_of_torch_first_then_the_rest(clone: Clone) -> No
     assert venv == "-m venv .venv"
     assert tools == "-m pip install -c constraints.txt setuptools wheel hatchling editables"
     assert torch == "-m pip install -c constraints.txt torch==2.13.0+cpu"
-    groups = (
-        "deepspeed,vision,transformers,adapters,quantized,loggers,plots,metrics,parquet,datasets,tune,completion,docs"
-    )
-    extras = f"[{groups},test,lint]"
-    packages = f"-m pip install --no-build-isolation -c constraints.txt -c .setup/torch.txt -e .{extras}"
+    packages = "-m pip install --no-build-isolation -c constraints.txt -c .setup/torch.txt -e .[deepspeed,vision]"
     assert packages in rest
     engines = "-m pip install --no-deps --no-build-isolation -e examples/reference_engines"
     assert rest.index(engines) > rest.index(packages)
@@ -172,12 +172,28 @@ def test_installs_the_cpu_build_of_torch_first_then_the_rest(clone: Clone) -> No
     )
 
 
+def test_tests_need_more_than_training_and_what_they_need_trains(clone: Clone) -> None:
+    assert clone.setup().returncode == 0
+    clone.calls()
+    assert clone.setup(profile="test").returncode == 0
+    packages = "-m pip install --no-build-isolation -c constraints.txt -c .setup/torch.txt -e .[all,docs,test,lint]"
+    assert packages in clone.calls()
+    for profile in ("train", "test"):
+        assert clone.setup(profile=profile).stdout == ""
+    assert clone.calls() == []
+
+
+def test_a_profile_that_does_not_exist(clone: Clone) -> None:
+    finished = clone.setup(profile="everything")
+    assert (finished.returncode, finished.stderr) == (1, "setup: launch/setup takes one word: train or test\n")
+
+
 def test_an_index_without_the_cpu_build_gives_the_plain_one(clone: Clone) -> None:
     """Set-up says so and goes on: training on the CPU works with either."""
     finished = clone.setup(FAIL="torch==2.13.0+cpu")
     assert finished.returncode == 0, finished.stderr
-    assert "the package index has no CPU build of torch 2.13.0: taking the plain build" in finished.stderr
-    assert "TORCH_INDEX=URL names an index that has the CPU build" in finished.stderr
+    assert "no package index has a CPU-only torch 2.13.0 for this Python: taking the build with CUDA" in finished.stderr
+    assert "TORCH_INDEX=URL names one more index" in finished.stderr
     tried = [call.split()[-1] for call in clone.calls() if "torch==2" in call]
     assert tried == ["torch==2.13.0+cpu", "torch==2.13.0"]
     assert (clone.folder / ".setup" / "torch.txt").read_text() == "torch==2.13.0\n"
@@ -186,7 +202,7 @@ def test_an_index_without_the_cpu_build_gives_the_plain_one(clone: Clone) -> Non
 def test_without_any_build_of_torch_set_up_ends(clone: Clone) -> None:
     finished = clone.setup(FAIL="torch==2.13.0")
     assert finished.returncode == 1
-    assert "torch 2.13.0 was not installed (TORCH_INDEX=URL make setup names one more package index)" in finished.stderr
+    assert "setup: torch 2.13.0 was not installed" in finished.stderr
     assert "No matching distribution found" in finished.stderr, "the end of pip's own log"
     calls = clone.calls()
     assert calls[-1].endswith("torch==2.13.0"), f"nothing is installed after that: {calls}"
@@ -202,7 +218,7 @@ def test_torch_index_is_one_more_index_for_torch_alone(clone: Clone) -> None:
 
 def test_a_failed_step_leaves_no_stamp(clone: Clone) -> None:
     assert clone.setup(FAIL="-e .[").returncode == 1
-    assert not (clone.folder / ".setup" / "stamp").exists()
+    assert not (clone.folder / ".setup" / "stamp-train").exists()
     assert clone.setup().returncode == 0
 
 
@@ -223,7 +239,7 @@ def test_who_has_waited_for_another_set_up_looks_again(clone: Clone) -> None:
     """It would install everything a second time, under the training that the first was for."""
     assert clone.setup().returncode == 0
     clone.calls()
-    stamp, lock = (clone.folder / ".setup" / name for name in ("stamp", "lock"))
+    stamp, lock = (clone.folder / ".setup" / name for name in ("stamp-train", "lock"))
     done = stamp.read_text()
     stamp.unlink()
     with lock.open("w") as held:
@@ -233,7 +249,7 @@ def test_who_has_waited_for_another_set_up_looks_again(clone: Clone) -> None:
         )
         try:
             assert waiting.stdout is not None
-            assert waiting.stdout.readline() == "setup: waiting for another make setup in this folder\n"
+            assert waiting.stdout.readline() == "setup: waiting for another make in this folder\n"
             stamp.write_text(done)
             fcntl.flock(held, fcntl.LOCK_UN)
             assert waiting.communicate(timeout=30) == ("", None)
@@ -255,7 +271,7 @@ def test_the_second_time_takes_no_time(clone: Clone) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["constraints.txt", "launch/setup", "launch/horovod.cmake", "launch/torchvision_finder.py"]
+    "name", ["constraints.txt", "launch/setup", "launch/build-horovod", "launch/horovod.cmake", "launch/torchvision_finder.py"]
 )
 def test_a_changed_input_sets_up_again(clone: Clone, name: str) -> None:
     clone.setup()
@@ -296,7 +312,7 @@ def test_another_mpi_is_another_horovod(clone: Clone) -> None:
     clone.tool("mpicxx", "#!/bin/sh\n")
     clone.tool("mpirun", "#!/bin/sh\necho mpirun 4.1\n")
     finished = clone.setup()
-    assert "GLOO+MPI" in finished.stdout
+    assert "compiling Horovod (gloo mpi)" in finished.stdout
     assert any("pip wheel" in call for call in clone.calls())
 
 
@@ -306,17 +322,17 @@ CPU, CUDA = "torch==2.13.0+cpu", "torch==2.13.0"
 @pytest.mark.parametrize(
     ("gpus", "wsl", "tools", "variables", "torch", "horovod"),
     [
-        (0, False, (), {}, CPU, "GLOO"),
-        (0, False, ("nvcc",), {}, CPU, "GLOO"),
-        (1, False, (), {}, CUDA, "GLOO"),
-        (1, False, ("nvcc",), {}, CUDA, "GLOO+NCCL"),
-        (8, False, ("nvcc",), {}, CUDA, "GLOO+NCCL"),
-        (8, False, ("nvcc", "mpicxx", "mpirun"), {}, CUDA, "GLOO+MPI+NCCL"),
-        (8, False, ("nvcc",), {"CUDA_VISIBLE_DEVICES": ""}, CUDA, "GLOO+NCCL"),
-        (1, True, (), {}, CUDA, "GLOO"),
-        (0, True, (), {}, CPU, "GLOO"),
-        (0, False, ("nvcc",), {"DSFRAME_TORCH": "cuda"}, CUDA, "GLOO+NCCL"),
-        (1, False, ("nvcc",), {"DSFRAME_TORCH": "cpu"}, CPU, "GLOO"),
+        (0, False, (), {}, CPU, "gloo"),
+        (0, False, ("nvcc",), {}, CPU, "gloo"),
+        (1, False, (), {}, CUDA, "gloo"),
+        (1, False, ("nvcc",), {}, CUDA, "gloo nccl"),
+        (8, False, ("nvcc",), {}, CUDA, "gloo nccl"),
+        (8, False, ("nvcc", "mpicxx", "mpirun"), {}, CUDA, "gloo mpi nccl"),
+        (8, False, ("nvcc",), {"CUDA_VISIBLE_DEVICES": ""}, CUDA, "gloo nccl"),
+        (1, True, (), {}, CUDA, "gloo"),
+        (0, True, (), {}, CPU, "gloo"),
+        (0, False, ("nvcc",), {"DSFRAME_TORCH": "cuda"}, CUDA, "gloo nccl"),
+        (1, False, ("nvcc",), {"DSFRAME_TORCH": "cpu"}, CPU, "gloo"),
     ],
 )
 def test_what_a_machine_gets(  # type: ignore[no-untyped-def]
@@ -326,7 +342,7 @@ def test_what_a_machine_gets(  # type: ignore[no-untyped-def]
     finished = clone.setup(HOROVOD_NCCL_HOME="/", **variables)
     assert finished.returncode == 0, finished.stdout + finished.stderr
     assert [call.split()[-1] for call in clone.calls() if "torch==2" in call] == [torch]
-    assert f"building Horovod 0.28.1 ({horovod})" in finished.stdout
+    assert f"compiling Horovod ({horovod})" in finished.stdout
     assert clone.setup(HOROVOD_NCCL_HOME="/", **variables).stdout == ""
 
 
@@ -342,9 +358,9 @@ def test_an_environment_with_cuda_stays_one_on_a_login_node(clone: Clone) -> Non
     with (clone.folder / "constraints.txt").open("a") as file:
         file.write("# another commit\n")
     finished = clone.setup()
-    assert finished.returncode == 1
-    assert "this environment was built with nccl, and this machine lacks what that takes" in finished.stderr
-    assert clone.calls() == [], "nothing was changed"
+    assert finished.returncode == 0, finished.stderr
+    assert "Horovod stays as it was compiled, with gloo mpi nccl: this machine lacks nvcc or MPI" in finished.stderr
+    assert not any("horovod" in call for call in clone.calls())
 
 
 def test_cuda_stays_where_nothing_was_compiled(clone: Clone) -> None:
@@ -356,7 +372,6 @@ def test_cuda_stays_where_nothing_was_compiled(clone: Clone) -> None:
         file.write("# another commit\n")
     finished = clone.setup()
     assert finished.returncode == 0, finished.stderr
-    assert "no GPU here; torch with CUDA stays (DSFRAME_TORCH=cpu exchanges it)" in finished.stdout
     assert [call.split()[-1] for call in clone.calls() if "torch==2" in call] == [CUDA]
     finished = clone.setup(DSFRAME_TORCH="cpu")
     assert [call.split()[-1] for call in clone.calls() if "torch==2" in call] == [CPU]
@@ -369,7 +384,6 @@ def test_a_gpu_node_exchanges_the_build_of_a_login_node(clone: Clone) -> None:
     clone.machine(1)
     finished = clone.setup()
     assert finished.returncode == 0, finished.stderr
-    assert "a GPU, and torch without CUDA: it is exchanged for the build with CUDA (3 GB)" in finished.stdout
     assert "-m pip uninstall -y torch" in clone.calls()
     assert (clone.folder / ".setup" / "torch.txt").read_text() == "torch==2.13.0\n"
 
@@ -393,39 +407,6 @@ def test_a_build_of_torch_that_does_not_exist(clone: Clone) -> None:
     assert (finished.returncode, finished.stderr) == (1, "setup: DSFRAME_TORCH=rocm: write cpu or cuda\n")
 
 
-@pytest.mark.parametrize(
-    ("gpus", "built", "cuda", "engine", "said"),
-    [
-        (0, "cpu", 1, "horovod", ""),
-        (1, "nccl", 0, "horovod", ""),
-        (1, "cpu", 1, "horovod", ""),  # torch for CPUs trains on the CPU
-        (1, "cpu", 0, "ddp", "Horovod was compiled without NCCL and cannot train on GPUs"),
-        (0, "", 1, "ddp", "Horovod is not installed"),
-    ],
-)
-def test_make_train_ends_well_without_a_horovod_that_can(  # type: ignore[no-untyped-def]
-    tmp_path: Path, gpus: int, built: str, cuda: int, engine: str, said: str
-) -> None:
-    """``cuda``: the exit code of whether torch has CUDA. ``built``: what Horovod says of itself, empty where it is not there."""
-    python = tmp_path / "python"
-    answers = f'*horovod*) [ -n "{built}" ] && echo {built} ;; *is_available*) exit {cuda} ;;'
-    python.write_text(f'#!/bin/sh\ncase "$*" in {answers} esac\n')
-    python.chmod(0o755)
-    for number in range(gpus):
-        (tmp_path / f"nvidia{number}").touch()
-    finished = subprocess.run(
-        [REPOSITORY / "launch" / "second-engine"],
-        env={"PATH": os.environ["PATH"], "PYTHON": str(python), "DSFRAME_DEV": str(tmp_path)},
-        capture_output=True,
-        text=True,
-        timeout=30,
-        check=True,
-    )
-    assert finished.stdout == f"{engine}\n"
-    assert said in finished.stderr
-    assert bool(finished.stderr) == bool(said)
-
-
 def test_horovod_can_be_left_out(clone: Clone) -> None:
     assert clone.setup(DSFRAME_HOROVOD="0").returncode == 0
     assert not any("horovod" in call for call in clone.calls())
@@ -434,22 +415,7 @@ def test_horovod_can_be_left_out(clone: Clone) -> None:
 def test_no_python(clone: Clone) -> None:
     finished = clone.setup(PYTHON="python9.9")
     assert finished.returncode == 1
-    assert "no Python 3.10, 3.11 or 3.12 with venv found (looked for python9.9)" in finished.stderr
-
-
-def test_constraints_pin_everything_that_is_installed() -> None:
-    lines = (REPOSITORY / "constraints.txt").read_text().splitlines()
-    pins = [Requirement(line) for line in lines if line and not line.startswith("#")]
-    assert all(str(pin.specifier).startswith("==") for pin in pins)
-    pinned = {canonicalize_name(pin.name): pin.specifier for pin in pins if pin.marker is None or pin.marker.evaluate()}
-    installed = {canonicalize_name(found.name): found.version for found in distributions()}
-    own = {"dsframe", "dsframe-reference-engines", "pip", "torch"}  # torch: its local part differs
-    assert len(set(installed) - own) > 40
-    missing = sorted(f"{name}=={version}" for name, version in installed.items() if name not in {*pinned, *own})
-    other = sorted(
-        f"{name}=={version}" for name, version in installed.items() if name in pinned and version not in pinned[name]
-    )
-    assert (missing, other) == ([], [])
+    assert "no Python 3.10 to 3.13 with venv (looked for python9.9)" in finished.stderr
 
 
 @pytest.mark.parametrize("shell", ["bash", "zsh"])
@@ -599,7 +565,8 @@ def test_scripts_are_sound() -> None:
             "launch/setup",
             "launch/activate",
             "launch/gpus",
-            "launch/second-engine",
+            "launch/build-horovod",
+            "launch/two-engines",
             "launch/one-machine",
             ".ci/run",
         )
