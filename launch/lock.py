@@ -76,9 +76,7 @@ def with_requires_python(line: str) -> str:
 def main(options: list[str]) -> None:
     """Resolves, and writes the file where that succeeded."""
     tools = ROOT / ".setup" / "uv"
-    subprocess.run(
-        [sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--target", tools, UV], check=True
-    )
+    subprocess.run([sys.executable, "-m", "pip", "install", "--quiet", "--upgrade", "--target", tools, UV], check=True)
     lines = [line for line in resolve(str(tools / "bin" / "uv"), *options) if runs_on_linux(line)]
     with ThreadPoolExecutor(8) as pool:
         LOCK.write_text(HEADER + "\n".join(pool.map(with_requires_python, lines)) + "\n")

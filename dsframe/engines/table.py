@@ -141,8 +141,7 @@ BUILT_IN: dict[str, Entry] = {
     "horovod": Entry(
         "dsframe.engines.horovod.engine:HorovodEngine",
         package="horovod",
-        install="docs/coming_from/horovod.md says how to build it (pip install horovod alone fails with current torch); "
-        "in the repository: make setup",
+        install="compile it against this torch as docs/coming_from/horovod.md says (pip install horovod alone fails)",
         launcher="horovodrun",
         elastic="dsframe.engines.horovod.elastic:train",
         costs="dsframe.engines.costs:HorovodCosts",

@@ -27,6 +27,7 @@ import psutil
 from dsframe.engines import TABLE
 from dsframe.host import supervise
 from dsframe.host.leftovers import stale_locks, unused_buffers, unused_swap
+from dsframe.host.source_files import shipped
 from dsframe.tools.commands import command
 from dsframe.tools.launch import devices
 from dsframe.tools.launch.launchers import search_path
@@ -45,6 +46,7 @@ print(json.dumps({"gloo": bool(h.gloo_built()), "mpi": bool(h.mpi_built()), "ncc
 DEEPSPEED = "import deepspeed; print('{}')"
 TORCHVISION = "from dsframe.tasks._torchvision import torchvision; torchvision(); print('{}')"
 
+ACTIVATE = 'eval "$(dsframe activate)"'
 ENOUGH_SHARED_MEMORY = 2**30
 """Bytes. Containers have 64 MiB of it by default; workers of a data loader hand whole batches over in it, NCCL its messages."""
 _PLAIN = re.compile(r"\x1b\[[0-9;]*m")
@@ -210,10 +212,10 @@ def topology() -> Iterator[Finding]:
 
 def engines(torch: Library | None, horovod: Library | None) -> Iterator[Finding]:
     """Each engine: ready, or why not and what makes it so."""
-    here = (Path(__file__).resolve().parents[2] / "launch" / "setup").exists()
-    rebuild = f"make setup{'' if here else ' in a clone'}"
+    in_clone = (Path(__file__).resolve().parents[2] / "launch" / "setup").exists()
+    rebuild = "rm -r .setup && make setup" if in_clone else "compile it as docs/coming_from/horovod.md says"
     if torch is None:
-        yield Finding("absent", "torch is not installed: no engine runs; make setup, or: pip install torch")
+        yield Finding("absent", "torch is not installed: no engine runs; pip install torch")
         return
     yield torch.finding or Finding("ok", f"single, ddp: torch {torch.version} ({_list(torch.facts, 'gloo', 'nccl')})")
     deepspeed = probe("deepspeed", DEEPSPEED)
@@ -222,9 +224,9 @@ def engines(torch: Library | None, horovod: Library | None) -> Iterator[Finding]
     else:
         yield deepspeed.finding or Finding("ok", f"deepspeed {deepspeed.version}")
     if horovod is None:
-        yield Finding("absent", f"horovod: not installed; {rebuild} (builds it against this torch)")
+        yield Finding("absent", f"horovod: not installed; {rebuild}")
     elif horovod.facts is None:
-        yield Finding("broken", f"horovod {horovod.version} does not load: {horovod.reason}; {rebuild} builds it again")
+        yield Finding("broken", f"horovod {horovod.version} does not load: {horovod.reason}; {rebuild}")
     else:
         yield Finding("ok", f"horovod {horovod.version} ({_list(horovod.facts, 'gloo', 'mpi', 'nccl')})")
         if not horovod.facts["mpi"]:
@@ -242,7 +244,7 @@ def engines(torch: Library | None, horovod: Library | None) -> Iterator[Finding]
 def launchers() -> Iterator[Finding]:
     """The commands that start several processes."""
     install = {
-        "deepspeed": "pip install 'dsframe[deepspeed]', then source launch/activate",
+        "deepspeed": f"pip install 'dsframe[deepspeed]', then {ACTIVATE}",
         "horovodrun": "comes with horovod",
         "torchrun": "comes with torch",
         "mpirun": "apt-get install openmpi-bin",
@@ -253,8 +255,8 @@ def launchers() -> Iterator[Finding]:
         found = shutil.which(name, path=search_path())
         if found is None:
             yield Finding("absent", f"{name}: not found; {remedy}")
-        elif name == "deepspeed" and Path(found).resolve().parent.parent.name != "launch":
-            yield Finding("ok", f"{name}: {found}; DeepSpeed's own, without -m: source launch/activate")
+        elif name == "deepspeed" and Path(found).resolve().parent != shipped("bin", "launch/bin").resolve():
+            yield Finding("ok", f"{name}: {found}; DeepSpeed's own, without -m: {ACTIVATE}")
         else:
             yield Finding("ok", f"{name}: {found}")
 

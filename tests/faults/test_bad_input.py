@@ -202,7 +202,7 @@ def test_without_deepspeed_and_horovod(tmp_path: Path) -> None:
     )
     named = train(tmp_path, *arguments, "--engine", "horovod", PATH=path)
     assert said(named) == (
-        'engine "horovod" needs the package horovod, which is not installed; docs/coming_from/horovod.md says how to '
-        "build it (pip install horovod alone fails with current torch); in the repository: make setup [engine-unavailable]"
+        'engine "horovod" needs the package horovod, which is not installed; compile it against this torch as '
+        "docs/coming_from/horovod.md says (pip install horovod alone fails) [engine-unavailable]"
     )
     assert named.returncode == 4

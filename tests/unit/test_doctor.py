@@ -75,9 +75,21 @@ def test_what_is_absent_comes_with_what_installs_it(monkeypatch: pytest.MonkeyPa
     torch = doctor.Library("torch", "2.13.0", {"gloo": True, "nccl": False, "cuda": None, "gpus": []})
     lines = [str(line) for line in (*doctor.engines(torch, None), *doctor.launchers(), *doctor.operators())]
     assert "  --  deepspeed: not installed; pip install 'dsframe[deepspeed]'" in lines
-    assert "  --  horovod: not installed; make setup (builds it against this torch)" in lines
+    assert "  --  horovod: not installed; rm -r .setup && make setup" in lines
     assert "  --  mpirun: not found; apt-get install openmpi-bin" in lines
     assert "  --  CPU optimizers (offload without torch_adam): no g++ (apt-get install g++)" in lines
+
+
+def test_a_user_of_the_wheel_is_told_what_a_wheel_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+    """They have no Makefile and no launch/activate."""
+    monkeypatch.setattr(doctor, "probe", lambda name, code: None)
+    monkeypatch.setattr(doctor, "__file__", str(tmp_path / "site-packages" / "dsframe" / "tools" / "doctor.py"))
+    monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: f"/elsewhere/{name}")
+    torch = doctor.Library("torch", "2.13.0", {"gloo": True, "nccl": False, "cuda": None, "gpus": []})
+    lines = [str(line) for line in (*doctor.engines(torch, None), *doctor.launchers())]
+    assert "  --  horovod: not installed; compile it as docs/coming_from/horovod.md says" in lines
+    assert '  ok  deepspeed: /elsewhere/deepspeed; DeepSpeed\'s own, without -m: eval "$(dsframe activate)"' in lines
+    assert not any("make " in line or "launch/activate" in line for line in lines)
 
 
 def test_a_gpu_that_torch_cannot_use_is_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
@@ -105,7 +117,7 @@ def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
     assert "  ok  GPU NVIDIA H200, 150.0 GiB" in [str(line) for line in doctor.machine(torch)]
     horovod = doctor.Library("horovod", "0.28.1", {"gloo": True, "mpi": True, "nccl": False})
     lines = [str(line) for line in doctor.engines(torch, horovod)]
-    assert "  --  horovod on GPUs: needs NCCL; install CUDA's nvcc, then make setup" in lines
+    assert "  --  horovod on GPUs: needs NCCL; install CUDA's nvcc, then rm -r .setup && make setup" in lines
 
 
 def test_what_is_near_to_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -8,12 +8,9 @@ import shutil
 import subprocess
 import sys
 import time
-from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
-from packaging.requirements import Requirement
-from packaging.utils import canonicalize_name
 
 from tests.processes import REPOSITORY
 
@@ -271,7 +268,8 @@ def test_the_second_time_takes_no_time(clone: Clone) -> None:
 
 
 @pytest.mark.parametrize(
-    "name", ["constraints.txt", "launch/setup", "launch/build-horovod", "launch/horovod.cmake", "launch/torchvision_finder.py"]
+    "name",
+    ["constraints.txt", "launch/setup", "launch/build-horovod", "launch/horovod.cmake", "launch/torchvision_finder.py"],
 )
 def test_a_changed_input_sets_up_again(clone: Clone, name: str) -> None:
     clone.setup()
@@ -405,6 +403,129 @@ def test_a_machine_without_the_build_with_cuda_stops(clone: Clone) -> None:
 def test_a_build_of_torch_that_does_not_exist(clone: Clone) -> None:
     finished = clone.setup(DSFRAME_TORCH="rocm")
     assert (finished.returncode, finished.stderr) == (1, "setup: DSFRAME_TORCH=rocm: write cpu or cuda\n")
+
+
+def two_engines(
+    tmp_path: Path, *, gpus: int = 0, horovod: str = "cpu", cuda: bool = False, data: bool = True
+) -> list[str]:
+    """Runs launch/two-engines with stand-ins that print how they are called. ``horovod``: what it was compiled for, or empty."""
+    shutil.copytree(REPOSITORY / "launch", tmp_path / "launch", ignore=shutil.ignore_patterns("bin"))
+    folder = tmp_path / ".venv" / "bin"
+    folder.mkdir(parents=True)
+    (folder / "activate").write_text(f'PATH="{folder}:$PATH"\n')
+    for name in ("deepspeed", "horovodrun", "torchrun", "dsframe"):
+        (folder / name).write_text('#!/bin/sh\necho "ran $(basename "$0")"\n')
+    (folder / "python").write_text(
+        f"""#!/bin/sh
+case "$*" in
+    *nccl_built*) [ -n "{horovod}" ] && echo "{horovod}" ;;
+    *is_available*) exit {int(not cuda)} ;;
+    *dsframe.data.fetch*) exit {int(not data)} ;;
+esac
+"""
+    )
+    for path in folder.iterdir():
+        path.chmod(0o755)
+    (tmp_path / "dev").mkdir()
+    for number in range(gpus):
+        (tmp_path / "dev" / f"nvidia{number}").touch()
+    done = subprocess.run(
+        [tmp_path / "launch" / "two-engines", "--set", "dsframe.epochs=1"],
+        env={"PATH": os.environ["PATH"], "DSFRAME_DEV": str(tmp_path / "dev"), "DSFRAME_DATA": "/data"},
+        stdout=subprocess.PIPE,
+        stderr=subprocess.STDOUT,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    return done.stdout.splitlines()
+
+
+@pytest.mark.parametrize(
+    ("gpus", "horovod", "cuda", "second", "reason"),
+    [
+        (0, "cpu", False, "horovod", ""),
+        (2, "nccl", True, "horovod", ""),
+        (2, "cpu", False, "horovod", ""),  # torch for CPUs trains on the CPU
+        (2, "cpu", True, "ddp", "Horovod was compiled without NCCL and cannot train on GPUs"),
+        (0, "", False, "ddp", "Horovod is not installed; the second engine is PyTorch DDP"),
+    ],
+)
+def test_make_train_ends_well_without_a_horovod_that_can(  # type: ignore[no-untyped-def]
+    tmp_path: Path, gpus: int, horovod: str, cuda: bool, second: str, reason: str
+) -> None:
+    lines = two_engines(tmp_path, gpus=gpus, horovod=horovod, cuda=cuda)
+    train = "-m dsframe.train"
+    start = {
+        "horovod": f"horovodrun -np 2 python {train}",
+        "ddp": f"torchrun --standalone --nproc-per-node=2 {train} --engine ddp",
+    }
+    commands = [
+        f"deepspeed --num_gpus=2 {train} --config zero3.json --run-dir runs/deepspeed --set dsframe.epochs=1",
+        f"{start[second]} --config zero3.json --run-dir runs/{second} --set dsframe.epochs=1",
+        f"dsframe report runs/deepspeed runs/{second} -o runs/report.html",
+        f"dsframe compare runs/deepspeed runs/{second}",
+    ]
+    printed = [line for line in lines if not line.startswith(("ran ", "two-engines: "))]
+    assert printed == commands
+    reasons = [line for line in lines if line.startswith("two-engines: ")]
+    assert len(reasons) == bool(reason)
+    assert all(reason in line for line in reasons)
+
+
+def test_make_train_uses_one_process_on_one_gpu(tmp_path: Path) -> None:
+    lines = two_engines(tmp_path, gpus=1, horovod="nccl", cuda=True)
+    assert lines[0].startswith("deepspeed --num_gpus=1 ")
+
+
+def test_make_train_without_the_data_set_says_where_to_put_it_and_trains_another(tmp_path: Path) -> None:
+    lines = two_engines(tmp_path, data=False)
+    assert "put its four .gz files into /data/FashionMNIST/raw" in lines[0]
+    assert lines[1].startswith(
+        "deepspeed --num_gpus=2 examples/own_model/train.py --config examples/own_model/config.json --run-dir"
+    )
+
+
+def test_a_horovod_that_does_not_compile_is_left_out(clone: Clone) -> None:
+    finished = clone.setup(FAIL="pip wheel")
+    assert finished.returncode == 0, finished.stderr
+    assert "horovod-build failed after" in finished.stderr
+    assert "Horovod is left out (.setup/horovod-build.log says why); everything else works" in finished.stderr
+    assert clone.setup(FAIL="pip wheel").stdout == "", "it is not compiled at each make"
+
+
+@pytest.mark.parametrize(("free", "enough"), [(1999, False), (2001, True)])
+def test_a_disk_that_is_too_small_is_seen_before_anything_is_fetched(clone: Clone, free: int, enough: bool) -> None:
+    (clone.tools / "df").unlink()
+    clone.tool("df", f"#!/bin/sh\necho Filesystem 1M-blocks Used Available\necho disk 9 9 {free}\n")
+    finished = clone.setup()
+    assert finished.returncode == int(not enough)
+    said = f"the environment takes 2000 MiB of disk; {clone.folder} has {free} MiB left"
+    assert (said in finished.stderr) == (not enough)
+    assert any("torch==" in call for call in clone.calls()) == enough
+
+
+def test_torch_with_cuda_needs_more_disk(clone: Clone) -> None:
+    (clone.tools / "df").unlink()
+    clone.tool("df", "#!/bin/sh\necho Filesystem 1M-blocks Used Available\necho disk 9 9 5000\n")
+    finished = clone.setup(FAIL="torch==2.13.0+cpu")
+    assert finished.returncode == 1
+    assert f"torch with CUDA takes 8000 MiB of disk; {clone.folder} has 5000 MiB left" in finished.stderr
+    assert not any(call.endswith("torch==2.13.0") for call in clone.calls())
+
+
+@pytest.mark.parametrize(("named", "new"), [("", False), ("python3", True)])
+def test_another_patch_release_is_another_environment(clone: Clone, named: str, new: bool) -> None:
+    """It compared 3.11 with 3.11, said 3.11.7 and stayed 3.11.2. An environment that works stays where none is named."""
+    assert clone.setup(VERSION="3.11.2").returncode == 0
+    (clone.folder / ".venv" / "bin" / "python").write_text(STAND_IN.replace("${VERSION:-3.11.7}", "3.11.2"))
+    with (clone.folder / "constraints.txt").open("a") as file:
+        file.write("# changed\n")
+    clone.calls()
+    finished = clone.setup(**({"PYTHON": named} if named else {}))
+    assert finished.returncode == 0, finished.stderr
+    assert ("-m venv .venv" in clone.calls()) == new
+    assert f"Python {'3.11.7' if new else '3.11.2'} at /usr in .venv" in finished.stdout
 
 
 def test_horovod_can_be_left_out(clone: Clone) -> None:

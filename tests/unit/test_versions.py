@@ -1,36 +1,88 @@
-"""dsframe on the Pythons that it is declared for: tests and, where there is torch without CUDA for them, trainings."""
+"""The door: the README's lines, typed in a fresh clone and a fresh environment; every Python that is declared has its row."""
 
 from __future__ import annotations
 
+import os
 import re
+import subprocess
+import sys
+from importlib.metadata import version
+from pathlib import Path
 
 import pytest
 
 from tests import versions
-from tests.processes import REPOSITORY
+from tests.processes import REPOSITORY, Finished, run_ranks
 
-PYTHONS = ("3.10", "3.12", "3.13")
-
-
-@pytest.mark.long
-@pytest.mark.parametrize("python", PYTHONS)
-def test_a_python_holds(python: str) -> None:
-    try:
-        row = versions.run(python, versions.PINNED)
-    except versions.NotHereError as error:
-        pytest.skip(str(error))
-    assert not row.failed, row
-    assert "passed" in row.tests
+README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
 
 
-def test_what_is_declared_is_what_the_table_runs() -> None:
-    text = (REPOSITORY / "pyproject.toml").read_text()
-    declared = re.findall(r"Python :: (3\.\d+)", text)
-    assert {*declared} <= {"3.11", *(python for python, _ in versions.ROWS)}
-    oldest = re.findall(r'"torch>=([\d.]+)"', text)[0]
-    assert versions.pinned_torch().startswith(oldest), "the oldest is what the tests run with"
-    rows = (REPOSITORY / "docs" / "support.md").read_text()
-    for python in declared:
-        assert re.search(rf"^\| {re.escape(python)}\.\d+ \|", rows, re.MULTILINE), (
-            f"no row for Python {python} in docs/support.md"
-        )
+def typed() -> list[str]:
+    """The lines of the README's install part."""
+    section = README.split("## Install")[1].split("\n## ")[0]
+    return re.findall(r"^    (\S.*)$", section, re.MULTILINE)
+
+
+def fresh_shell(line: str, folder: Path, python: str, timeout_seconds: float, **others: str) -> Finished:
+    """Types a line in a shell that has the system's PATH, and compiled Horovod wheels of this machine; trainings are short."""
+    env = {
+        "PATH": f"{Path(python).parent}{os.pathsep}{os.defpath}",
+        "PYTHON": python,
+        "ARGS": "--set dsframe.steps=20",
+        "DSFRAME_APT": "0",
+        "VIRTUAL_ENV": "",
+        "PYTHONPATH": "",
+    }
+    return run_ranks(["bash", "-euc", line], cwd=folder, env=env | others, timeout_seconds=timeout_seconds)
+
+
+def another_python() -> str:
+    """Another interpreter than that of the tests for which the package index has the same build of torch; else the same."""
+    here = ".".join(map(str, sys.version_info[:3]))
+    for found, path in versions.pythons():
+        torch = f"torch=={version('torch')}"
+        ask = [path, "-m", "pip", "install", "--dry-run", "--ignore-installed", "--no-deps", torch]
+        if found != here and subprocess.run(ask, capture_output=True, check=False, timeout=120).returncode == 0:
+            return path
+    return sys.executable
+
+
+def test_the_install_part_is_what_is_typed_here() -> None:
+    assert typed() == [
+        "make train",
+        "make test",
+        "source launch/activate",
+        "python3 -m venv own",
+        "source own/bin/activate",
+        "pip install '/path/to/dsframe[deepspeed]'",
+        'eval "$(dsframe activate)"',
+    ]
+
+
+def test_make_train_in_a_fresh_clone_on_another_python(tmp_path: Path) -> None:
+    """Set-up, both engines, the comparison; the second time there is nothing to set up."""
+    subprocess.run(["git", "clone", "-q", REPOSITORY, tmp_path / "clone"], check=True, timeout=60)
+    finished = fresh_shell(typed()[0], tmp_path / "clone", another_python(), 900).check()
+    assert "runs/horovod: the same training as runs/deepspeed" in finished.output
+    again = fresh_shell("make setup; source launch/activate; command -v deepspeed", tmp_path / "clone", "python3", 60)
+    assert again.check().output.strip() == f"{tmp_path}/clone/launch/bin/deepspeed"
+
+
+def test_an_environment_beside_the_clone(tmp_path: Path) -> None:
+    """With the build of torch that the tests have: pip would take CUDA. From the wheel, the README's line for DeepSpeed."""
+    (tmp_path / "torch.txt").write_text(f"torch=={version('torch')}\n")
+    lines = typed()[3:]
+    lines[2] = lines[2].replace("/path/to/dsframe", str(REPOSITORY))
+    short = "--set dsframe.steps=3 --set dsframe.task.samples=256 --set dsframe.task.dataset=synthetic"
+    lines.append(f"deepspeed --num_gpus=2 -m dsframe.train --config zero3.json {short}")
+    script = "\n".join([f"cd {tmp_path}", *lines])
+    finished = fresh_shell(script, tmp_path, sys.executable, 600, PIP_CONSTRAINT=str(tmp_path / "torch.txt"))
+    assert "dsframe: done" in finished.check().output
+
+
+@pytest.mark.parametrize("python", re.findall(r"Python :: (3\.\d+)", (REPOSITORY / "pyproject.toml").read_text()))
+def test_every_declared_python_has_its_row(python: str) -> None:
+    table = (REPOSITORY / "docs" / "support.md").read_text().split(versions.START)[1].split(versions.END)[0]
+    rows = [line for line in table.splitlines() if re.match(rf"\| {re.escape(python)}\.\d+ \|", line)]
+    assert rows, f"make versions has no Python {python}"
+    assert not any("failed" in row for row in rows)

@@ -41,7 +41,7 @@ try:
     import horovod.torch as hvd
 except ImportError as error:  # pip's wheel without torch support, or built against another torch
     raise EngineError(
-        f"horovod is installed but cannot be loaded ({error}); rebuild it against this torch: make setup"
+        f"horovod is installed but cannot be loaded ({error}); compile it against this torch: docs/coming_from/horovod.md"
     ) from error
 
 
