@@ -122,7 +122,7 @@ def test_a_container_finds_the_launchers(name: str) -> None:
 
 def test_a_devcontainer_is_json() -> None:
     found = json.loads((REPOSITORY / ".devcontainer" / "devcontainer.json").read_text())
-    assert found["postCreateCommand"] == "make setup"
+    assert found["postCreateCommand"] == "make setup-test"
     schema = found["customizations"]["vscode"]["settings"]["json.schemas"][0]["url"]
     assert (REPOSITORY / schema).exists()
 

@@ -210,33 +210,12 @@ def test_the_mpi_job_starts_as_many_processes_as_its_workers_have() -> None:
     assert int(words[words.index("-np") + 1]) == workers * spec["slotsPerWorker"]
 
 
-def test_every_file_of_launch_is_looked_at() -> None:
-    known = {
-        "activate",
-        "bin",
-        "containers",
-        "gpus",
-        "horovod.cmake",
-        "kubernetes",
-        "many-machines",
-        "mpi",
-        "one-machine",
-        "readme.py",
-        "second-engine",
-        "setup",
-        "slurm.sbatch",
-        "torchvision_finder.py",
-    }
-    assert {path.name for path in (REPOSITORY / "launch").iterdir()} - {"__pycache__"} == known
-    assert {path.name for path in MANIFESTS.iterdir()} == {*SCHEMAS, "trainjob.yaml"}
-
-
 def test_no_target_of_make_is_taken_for_a_file() -> None:
     text = (REPOSITORY / "Makefile").read_text()
     targets = re.findall(r"^([a-z-]+):", text, re.MULTILINE)
     assert len(targets) > 10
     (phony,) = re.findall(r"^\.PHONY: (.*)$", text, re.MULTILINE)
-    assert phony.split() == targets
+    assert sorted(phony.split()) == sorted(targets)
 
 
 def test_a_train_job_of_kubeflow_trainer() -> None:
