@@ -31,7 +31,10 @@ SCRIPTS = {
         python -c 'import torch, deepspeed; print(f"setup: torch {torch.__version__}, DeepSpeed {deepspeed.__version__}")'
         dsframe init first --from own && cd first && dsframe launch --config config.json -np 2""",
 }
-RESULT = r": (the same training as .*?), as rounding|^  (loss +[\d.]+) in the last step"
+RESULTS = {
+    "make train": r"^runs/\w+: (the same training as .*), as rounding",
+    "pip install 'CLONE[deepspeed]', newest torch": r"^  (loss +[\d.]+) in the last step",
+}
 
 
 def pythons() -> Iterator[tuple[str, str]]:
@@ -65,7 +68,7 @@ def run(version: str, path: str, typed: str) -> tuple[str, bool]:
         print(output[-3000:], file=sys.stderr)
     seconds, versions, result = (matches[-1] if matches else "" for matches in found)
     cells = (version, f"`{typed}`", seconds, f"{packages}, {size.split()[0] if size else 0} MB", versions)
-    return f"| {' | '.join(cells)} | {''.join(result) if well else 'failed'} |\n", well
+    return f"| {' | '.join(cells)} | {result if well else 'failed'} |\n", well
 
 
 def main(only: list[str]) -> int:
