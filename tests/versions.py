@@ -60,9 +60,8 @@ def run(version: str, path: str, typed: str) -> tuple[str, bool]:
         output = done.stdout + done.stderr
         size = subprocess.run(["du", "-smL", f"{home}/venv"], capture_output=True, text=True, check=False).stdout
         packages = len(list(Path(home).glob("venv/lib/*/site-packages/*.dist-info")))
-    found = [
-        re.findall(pattern, output, re.MULTILINE) for pattern in (r"done in (\d+) s", r"setup: (torch .*)", RESULT)
-    ]
+    patterns = (r"done in (\d+) s", r"setup: (torch .*)", RESULTS[typed])
+    found = [re.findall(pattern, output, re.MULTILINE) for pattern in patterns]
     well = done.returncode == 0 and all(found) and "FutureWarning" not in output
     if not well:
         print(output[-3000:], file=sys.stderr)
