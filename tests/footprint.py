@@ -19,9 +19,9 @@ from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any
 
-from dsframe import engines
 from dsframe.config import load
 from dsframe.config.resolve import memory
+from dsframe.tools.plan.costs import costs_of
 from tests.processes import run_ranks, torchrun
 
 BUCKET = 32_768
@@ -117,7 +117,7 @@ class Case:
 
     def _cost(self, ranks: int) -> memory.Cost:
         config = load(self.file(ranks))
-        return engines.costs_of(self.engine, config.deepspeed, config.settings).cost(ranks)
+        return costs_of(self.engine, config.deepspeed, config.settings).cost(ranks)
 
     @property
     def gradient_bytes(self) -> int:

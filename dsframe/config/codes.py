@@ -103,13 +103,6 @@ CODES: Mapping[str, Code] = {
         'Choose another "engine", or remove the key.',
         '{"train_batch_size": 8, "dsframe": {"engine": "ddp", "horovod": {"op": "adasum"}}}',
     ),
-    "hardware": Code(
-        "The hardware for a plan is unknown.",
-        "`dsframe plan` needs the memory and the speed of a device.",
-        "Write a name from the list, or the path of a .json file with the device's figures.",
-        '{"train_batch_size": 8, "dsframe": {"task": {"name": "language"}}}',
-        "plan --config FILE -np 2 --hardware h999",
-    ),
     "imports": Code(
         "The file names a Python class.",
         "To train this file imports that module and runs its code. Do not train files from strangers.",

@@ -108,6 +108,12 @@ class Config:
         """A deep copy of what the user wrote, with overrides, and ``"auto"`` resolved or dropped."""
         return copy.deepcopy(self._raw)
 
+    def given(self) -> dict[str, Any]:
+        """A deep copy of what the user wrote, with overrides, and ``"auto"`` where it stands."""
+        raw: dict[str, Any] = copy.deepcopy(self._findings.document.root)
+        overrides.apply(raw, self._overrides, self._findings.anew())
+        return raw
+
     def shown(self) -> dict[str, Any]:
         """A copy to be kept or printed: without passwords and keys of accounts."""
         from dsframe.config.read import secrets

@@ -19,10 +19,7 @@ from dsframe.errors import EngineError, Problem
 
 if TYPE_CHECKING:
     from dsframe.config import Config
-    from dsframe.config.schema.deepspeed import DeepSpeed
-    from dsframe.config.schema.settings import Settings
     from dsframe.engine import Engine
-    from dsframe.engines.costs import Costs
 
 # Features that no engine supports, and why.
 _LATER = {"unmanaged_accumulation": "leaves it to the program when to step; dsframe steps after every global batch"}
@@ -152,13 +149,6 @@ def _reason(name: str, feature: str) -> str:
 def _remedy(name: str) -> str:
     entry = TABLE[name]
     return entry.install or f"pip install 'dsframe[{entry.package}]'"
-
-
-def costs_of(name: str, file: DeepSpeed, settings: Settings) -> Costs:
-    """Returns what a run of this file on this engine holds, sends and waits for."""
-    module, _, cls = TABLE[name].costs.partition(":")
-    kind: type[Costs] = getattr(importlib.import_module(module), cls)
-    return kind(file, settings)
 
 
 def elastic(name: str) -> Callable[..., Any]:

@@ -85,10 +85,6 @@ class Entry:
     """``module:Class``, a ``Section``: the keys of ``engine_options`` in the file's dsframe section; none: there are none."""
     several: frozenset[str] = frozenset()
     """Features that mean the same where a task has several models (``Task.models``); none: this engine trains one model."""
-    costs: str = "dsframe.engines.costs:Costs"
-    """``module:Class``: what a run holds, sends and waits for, for the plan."""
-    strategy: str = ""
-    """What ``dsframe plan`` calls this engine among the ways that it compares; none: it is not among them."""
     elastic: str = ""
     """``module:function`` that trains on while its launcher takes processes away and adds others; none: it cannot."""
     caution: str = ""
@@ -125,15 +121,12 @@ BUILT_IN: dict[str, Entry] = {
         },
         variants={"pipeline": "dsframe.engines.deepspeed.pipeline:PipelineEngine"},
         by_deepspeed=True,
-        costs="dsframe.engines.costs:ZeroCosts",
         several=SEVERAL,
     ),
     "ddp": Entry(
         "dsframe.engines.ddp:DdpEngine",
         rules="dsframe.engines.rules:ddp",
-        costs="dsframe.engines.costs:DdpCosts",
         several=SEVERAL,
-        strategy="DDP",
         supports=REPLICA | {"closure", "gradient_sum", "skip_nonfinite", "gradient_hook", "quantized_base"},
         replicates=PLACEMENT | CUTS | EXPERTS,
         ignores=MODELS_OWN,
@@ -144,9 +137,7 @@ BUILT_IN: dict[str, Entry] = {
         install="compile it against this torch as docs/coming_from/horovod.md says (pip install horovod alone fails)",
         launcher="horovodrun",
         elastic="dsframe.engines.horovod.elastic:train",
-        costs="dsframe.engines.costs:HorovodCosts",
         several=SEVERAL,
-        strategy="Horovod",
         supports=REPLICA
         | {"closure", "gradient_sum", "adasum", "fp16_compression", "skip_nonfinite", "quantized_base"},
         replicates=PLACEMENT | CUTS | EXPERTS,
@@ -155,9 +146,7 @@ BUILT_IN: dict[str, Entry] = {
     "fsdp": Entry(
         "dsframe.engines.fsdp:FsdpEngine",
         rules="dsframe.engines.rules:fsdp",
-        costs="dsframe.engines.costs:FsdpCosts",
         several=SEVERAL,
-        strategy="FSDP",
         supports=REPLICA - {"whole_parameters"} | {"gradient_sum", "skip_nonfinite", "zero3"},
         replicates=PLACEMENT - {"zero3"} | CUTS | EXPERTS,
         ignores=MODELS_OWN,
@@ -166,7 +155,6 @@ BUILT_IN: dict[str, Entry] = {
     ),
     "single": Entry(
         "dsframe.engines.single:SingleEngine",
-        strategy="one process",
         several=SEVERAL,
         supports=REPLICA | {"closure", "gradient_sum", "skip_nonfinite", "quantized_base"},
         replicates=PLACEMENT | CUTS | EXPERTS,

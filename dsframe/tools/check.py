@@ -153,9 +153,10 @@ def _judge(text: str, label: str, options: argparse.Namespace, limit: int | None
         more += _engine(config, options, label)
         if limit is not None:
             from dsframe.config.resolve import memory
+            from dsframe.tools.plan.costs import costs_of
 
             processes = options.processes or 1
-            costs = engines.costs_of(_engine_of(config, options), config.deepspeed, config.settings)
+            costs = costs_of(_engine_of(config, options), config.deepspeed, config.settings)
             more.append(memory.note(costs.cost(processes), costs.setup_cost(processes), processes, limit, label))
     return replace(examined, problems=examined.problems + tuple(more))
 

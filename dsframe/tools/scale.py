@@ -1,6 +1,6 @@
-"""``dsframe scale``: one file on several numbers of processes, measured, beside the ideal and beside the prediction, and beyond.
+"""``dsframe scale``: one file trained on several numbers of processes: time, speed-up and efficiency.
 
-Strong scaling keeps the global batch, and each process has less to do; weak scaling keeps a process's share, and the batch grows.
+Strong scaling keeps the global batch, and each process has less to do. Weak scaling keeps the batch of each process.
 """
 
 from __future__ import annotations
@@ -12,9 +12,9 @@ import statistics
 import sys
 import tempfile
 from collections.abc import Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from dsframe.config import DEFAULT_CONFIG, Config, load
 from dsframe.config.read import secrets
@@ -27,13 +27,6 @@ from dsframe.tools.commands import add_overrides, command
 from dsframe.tools.report import pictures
 from dsframe.tools.report.pictures import Axis, Chart, Line
 
-if TYPE_CHECKING:
-    from dsframe.tools.plan.hardware import Hardware
-
-
-Machines = dict[int, "Hardware"]
-"""By the number of processes with which they were measured."""
-
 
 @dataclass(frozen=True)
 class Point:
@@ -42,11 +35,9 @@ class Point:
     processes: int
     samples: int
     """Of a step, on all processes."""
-    seconds: float | None
-    """Of a step, measured; None where it was not."""
-    slowest: float | None
-    predicted: float
-    """With a core or GPU for each process."""
+    seconds: float
+    """Of a step: the median of the repeats."""
+    slowest: float
     crowded: bool = False
     """Whether processes had to share this machine's cores or GPUs."""
 
@@ -63,12 +54,10 @@ def parser() -> argparse.ArgumentParser:
         metavar="N,N,...",
         help="numbers of processes to measure; speed-up is relative to the first",
     )
-    add("--beyond", metavar="N,N,...", help="processes to predict as well (default: three doublings of the largest)")
     add("--engine", help="short for --set dsframe.engine=...")
     add_overrides(parser)
     add("--kinds", choices=("strong", "weak", "both"), default="both")
     add("--repeats", type=int, default=1, metavar="N", help="trainings of each, in turns (default 1)")
-    add("--hardware", metavar="NAME|FILE.json", help="as of dsframe plan (default: this machine, measured)")
     add("--out", type=Path, default=Path("runs/scale"), metavar="DIR", help="where trainings, table and plot go")
     add("--format", choices=("text", "json"), default="text")
     return parser
@@ -79,20 +68,17 @@ def main(argv: Sequence[str] | None = None) -> int:
     options = parser().parse_args(argv)
     try:
         counts = [int(word) for word in options.processes.split(",")]
-        beyond = [int(word) for word in options.beyond.split(",")] if options.beyond else None
     except ValueError as error:
         parser().error(str(error))
-    beyond = [max(counts) * 2**n for n in (1, 2, 3)] if beyond is None else beyond
-    if min(counts + beyond) < 1 or options.repeats < 1:
+    if min(counts) < 1 or options.repeats < 1:
         parser().error("numbers of processes and of repeats must be at least 1")
     overrides = [*options.overrides, *([f"dsframe.engine={options.engine}"] if options.engine else [])]
     config = load(options.config, overrides=overrides)
     kinds = ("strong", "weak") if options.kinds == "both" else (options.kinds,)
     options.out.mkdir(parents=True, exist_ok=True)
     files = {(kind, n): file_for(config, kind, counts[0], n) for kind in kinds for n in dict.fromkeys(counts)}
-    found = _measure(files, options)
-    machines: Machines = {}
-    results = {kind: _points(config, kind, counts, beyond, found, machines, options) for kind in kinds}
+    seconds = _measure(files, options)
+    results = {kind: _points(config, kind, counts, seconds) for kind in kinds}
     report = {kind: [asdict(point) for point in points] for kind, points in results.items()}
     (options.out / "scale.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
     tables = "\n\n".join(table(kind, points) for kind, points in results.items())
@@ -160,37 +146,15 @@ def _measure(
 
 
 def _points(
-    config: Config,
-    kind: str,
-    counts: Sequence[int],
-    beyond: Sequence[int],
-    found: dict[tuple[str, int], list[float]],
-    machines: Machines,
-    options: argparse.Namespace,
+    config: Config, kind: str, counts: Sequence[int], seconds: dict[tuple[str, int], list[float]]
 ) -> list[Point]:
-    """``machines``: those that are known, for both kinds of scaling the same; others are added."""
-    from dsframe import tasks
-    from dsframe.tools.plan.predict import predict
-    from dsframe.tools.plan.trace import traced
-
-    model = traced(config, tasks.build(config.settings.task, config.settings.seed))
-    engine = named(config.settings.engine)
-    most = _devices()
+    replicas = _replicas(config)
     points = []
-    for processes in sorted({*counts, *beyond}):
-        try:
-            file = load(file_for(config, kind, counts[0], processes))
-        except ConfigError:
-            continue  # a batch that does not divide has no point
-        alone = min(processes, most)  # what is measured crowded says nothing about larger machines
-        if alone not in machines:
-            machines[alone] = _machine(file, model, alone, options)
-        machine = replace(machines[alone], devices=max(processes, machines[alone].devices))
-        guess = predict(file, engine, model, machine, processes)
-        times = found.get((kind, processes))
-        middle, slowest = (statistics.median(times), max(times)) if times else (None, None)
-        crowded = times is not None and processes > most
-        points.append(Point(processes, guess.batch.train_batch_size, middle, slowest, guess.seconds.step, crowded))
+    for processes in sorted(set(counts)):
+        batch = load(file_for(config, kind, counts[0], processes)).batch(processes, replicas=replicas)
+        times = seconds[kind, processes]
+        crowded = processes > _devices()
+        points.append(Point(processes, batch.train_batch_size, statistics.median(times), max(times), crowded))
     return points
 
 
@@ -201,66 +165,51 @@ def _devices() -> int:
     return torch.cuda.device_count() or len(os.sched_getaffinity(0))
 
 
-def _machine(config: Config, model: Any, processes: int, options: argparse.Namespace) -> Hardware:
-    from dsframe.tools.plan import hardware
-    from dsframe.tools.plan.calibrate import calibrate
-
-    if options.hardware:
-        return hardware.find(options.hardware)
-    return calibrate(config, model, processes)
-
-
 def table(kind: str, points: Sequence[Point]) -> str:
     """Time, speed-up and efficiency of each number of processes."""
-    first = next(point for point in points if point.seconds is not None)
+    first = points[0]
     heads = "processes,samples a step,ms a step,slowest,samples/s,speed-up,ideal,efficiency"
-    rows = [[*heads.split(","), "predicted ms", "predicted speed-up"]]
+    rows = [heads.split(",")]
     for point in points:
-        times, ratios = ["", "", "", ""], [""]
-        if point.seconds is not None and point.slowest is not None:
-            ratio = speed_up(point, first)
-            values = (point.seconds * 1e3, point.slowest * 1e3, point.samples / point.seconds)
-            times = [*(f"{value:,.4g}" for value in values), f"{ratio:.2f}"]
-            ratios = [f"{ratio * first.processes / point.processes:.0%}"]
-        ideal = f"{point.processes / first.processes:.3g}"
-        guess = [f"{point.predicted * 1e3:,.4g}", f"{predicted_speed_up(point, first):.2f}"]
-        rows.append([f"{point.processes:,}{'*' * point.crowded}", f"{point.samples:,}", *times, ideal, *ratios, *guess])
+        ratio = speed_up(point, first)
+        values = (point.seconds * 1e3, point.slowest * 1e3, point.samples / point.seconds)
+        ideal = point.processes / first.processes
+        rows.append(
+            [
+                f"{point.processes:,}{'*' * point.crowded}",
+                f"{point.samples:,}",
+                *(f"{value:,.4g}" for value in values),
+                f"{ratio:.2f}",
+                f"{ideal:.3g}",
+                f"{ratio / ideal:.0%}",
+            ]
+        )
     lines = columns(rows, left=0)
     if any(point.crowded for point in points):
         here = f"this machine's {_devices()} cores or GPUs"
         lines.append(f"* more processes than {here}: they take turns, and cannot be faster")
-    return "\n".join([f"{kind} scaling; predicted with a core or GPU for each process", *lines])
+    return "\n".join([f"{kind} scaling", *lines])
 
 
 def speed_up(point: Point, first: Point) -> float:
-    """Samples a second over those of ``first``, both measured."""
-    assert point.seconds is not None
-    assert first.seconds is not None
+    """Samples a second, as a multiple of those of ``first``."""
     return point.samples / point.seconds / (first.samples / first.seconds)
 
 
-def predicted_speed_up(point: Point, first: Point) -> float:
-    """The same, both predicted."""
-    return point.samples / point.predicted / (first.samples / first.predicted)
-
-
 def draw(results: dict[str, list[Point]]) -> list[Chart]:
-    """A chart for each kind: speed-up over processes, measured, predicted and ideal."""
+    """Returns a chart for each kind: speed-up over processes, measured and ideal."""
     charts = []
     for kind, points in results.items():
-        first = next(point for point in points if point.seconds is not None)
-        measured = [p for p in points if p.seconds is not None]
-        fair = [p for p in measured if not p.crowded]
-        crowded = [*fair[-1:], *(p for p in measured if p.crowded)] if len(fair) < len(measured) else []
+        first = points[0]
+        fair = [point for point in points if not point.crowded]
+        crowded = [*fair[-1:], *(point for point in points if point.crowded)] if len(fair) < len(points) else []
         lines = [
             Line("ideal", [(p.processes, p.processes / first.processes) for p in points], dashed=True, series=4),
-            Line("predicted", [(p.processes, predicted_speed_up(p, first)) for p in points], dashed=True, series=1),
             Line("measured, cores shared", [(p.processes, speed_up(p, first)) for p in crowded], series=3),
             Line("measured", [(p.processes, speed_up(p, first)) for p in fair], series=0),
         ]
-        title = (
-            f"{kind.capitalize()} scaling: the same {'global batch' if kind == 'strong' else 'batch on each process'}"
-        )
-        label = f"samples a second, in multiples of those of {first.processes} process{'es' * (first.processes > 1)}"
-        charts.append(Chart(title, Axis("processes", log=True, whole=True), Axis(label, log=True, whole=True), lines))
+        kept = "global batch" if kind == "strong" else "batch on each process"
+        label = f"samples a second, as a multiple of those of {first.processes} process{'es' * (first.processes > 1)}"
+        axes = Axis("processes", log=True, whole=True), Axis(label, log=True, whole=True)
+        charts.append(Chart(f"{kind.capitalize()} scaling: the same {kept}", *axes, lines))
     return charts

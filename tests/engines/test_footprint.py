@@ -6,7 +6,7 @@ import pytest
 
 from dsframe import tasks
 from dsframe.config import load
-from dsframe.tools.plan.hardware import TABLE
+from dsframe.tools.plan.device import unlimited
 from dsframe.tools.plan.predict import predict
 from dsframe.tools.plan.trace import traced
 from tests import footprint
@@ -43,7 +43,7 @@ def test_the_plan_says_what_is_measured(measured: dict[str, Measured], name: str
     one = measured[name]
     config = load(one.case.file(2))
     model = traced(config, tasks.build(config.settings.task, 0))
-    plan = predict(config, one.case.engine, model, TABLE["cpu"], 2)
+    plan = predict(config, one.case.engine, model, unlimited(on_cpu=True), 2)
     assert plan.memory.states / model.parameters == pytest.approx(one.total, rel=OFF)
     assert sum(plan.sent.values()) == pytest.approx(one.sent, rel=0.04)
 

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections.abc import Sequence
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +13,6 @@ from dsframe.cli import main
 from dsframe.errors import TrainingError
 from dsframe.tools import compare, scale, subprocess_runs
 from dsframe.tools.plan import report_prediction
-from dsframe.tools.plan.hardware import TABLE
 from tests.unit.test_report_page import write_run
 
 Trained = list[tuple[str, int, str | None, dict[str, Any]]]
@@ -108,12 +106,8 @@ def test_scaling(
     arguments = [
         "-np",
         "1,2,4",
-        "--beyond",
-        "8,3",
         "--kinds",
         kind,
-        "--hardware",
-        "cpu",
         "--out",
         str(tmp_path / "out"),
     ]
@@ -121,37 +115,16 @@ def test_scaling(
     assert {processes: file["train_micro_batch_size_per_gpu"] for _, processes, _, file in trained} == shares
     assert all(file["dsframe"]["engine"] == "ddp" for *_, file in trained)
     points = {point["processes"]: point for point in json.loads(capsys.readouterr().out)[kind]}
-    assert set(points) == {1, 2, 4, 8} | ({3} if kind == "weak" else set())  # 32 samples are not for three
-    assert points[8]["seconds"] is None
-    assert points[8]["predicted"] > 0
-    assert [count for count, point in points.items() if point["crowded"]] == [4]  # 3 and 8 were not run
+    assert set(points) == {1, 2, 4}
+    assert [count for count, point in points.items() if point["crowded"]] == [4]
     assert points[1]["seconds"] == pytest.approx(1.1)
     assert points[4]["seconds"] == pytest.approx(1.3 / 4)
     drawn = (tmp_path / "out" / "scale.svg").read_text()
     assert f"{kind.capitalize()} scaling" in drawn
-    assert all(name in drawn for name in ("measured", "measured, cores shared", "predicted", "ideal", "processes"))
+    assert all(name in drawn for name in ("measured", "measured, cores shared", "ideal", "processes"))
     said = scale.table(kind, [scale.Point(**point) for point in points.values()]).splitlines()
-    assert [line.split()[0] for line in said[2:5]] == ["1", "2", "4*" if kind == "strong" else "3"]
+    assert [line.split()[0] for line in said[2:5]] == ["1", "2", "4*"]
     assert said[-1].startswith("* more processes than this machine's 2 cores")
-
-
-def test_both_kinds_are_predicted_for_the_same_machine(
-    tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """A machine that is measured twice is two machines: one file had two predictions."""
-    measured: list[int] = []
-
-    def calibrate(config: Any, model: Any, processes: int) -> Any:
-        measured.append(processes)
-        return replace(TABLE["cpu"], compute_share=1 / len(measured))
-
-    monkeypatch.setattr(scale, "_devices", lambda: 2)
-    monkeypatch.setattr("dsframe.tools.plan.calibrate.calibrate", calibrate)
-    out = tmp_path / "out"
-    assert main(["scale", "--config", str(write(tmp_path, "file")), "-np", "1,2,4", "--out", str(out)]) == 0
-    assert measured == [1, 2]
-    report = json.loads((out / "scale.json").read_text())
-    assert report["strong"][0]["predicted"] == report["weak"][0]["predicted"]
 
 
 def test_keys_of_accounts_are_kept_nowhere(tmp_path: Path, trained: Trained, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -165,7 +138,7 @@ def test_keys_of_accounts_are_kept_nowhere(tmp_path: Path, trained: Trained, mon
 
     monkeypatch.setattr(subprocess_runs, "train", look)
     path, out = write(tmp_path, "file", comet={"api_key": "the-key"}), tmp_path / "out"
-    words = ["-np", "1", "--beyond", "2", "--kinds", "weak", "--hardware", "cpu", "--out", str(out)]
+    words = ["-np", "1", "--kinds", "weak", "--out", str(out)]
     assert main(["scale", "--config", str(path), *words]) == 0
     assert [content["comet"] for *_, content in trained] == [{"api_key": "the-key"}]
     assert [content["comet"] for content in kept] == [{}]

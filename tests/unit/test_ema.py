@@ -18,9 +18,9 @@ import dsframe
 from dsframe.checkpoint.portable import Checkpoint
 from dsframe.config import load
 from dsframe.data import Loader, TensorSource
-from dsframe.engines.costs import Costs, FsdpCosts, ZeroCosts
 from dsframe.errors import CheckpointError, ConfigError
 from dsframe.tools import export
+from dsframe.tools.plan.costs import Costs, FsdpCosts, ZeroCosts
 
 
 class Line(dsframe.Task):

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import math
+import re
 import subprocess
 import sys
 from dataclasses import replace
@@ -17,15 +18,17 @@ import torch
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from dsframe import Task, engines, tasks
+from dsframe import Task, tasks
 from dsframe.cli import main
 from dsframe.config import load
 from dsframe.config.schema.settings_model import Tiling
 from dsframe.engines.deepspeed import tiling
-from dsframe.tools.plan import calibrate, case, choose, model, trace
-from dsframe.tools.plan.hardware import TABLE, Group, group
+from dsframe.tools.plan import case, choose, model, trace
+from dsframe.tools.plan.costs import costs_of
+from dsframe.tools.plan.device import gpu, this_machine, unlimited
 from dsframe.tools.plan.predict import predict
 
+GPU, CPU = gpu(80e9), unlimited(on_cpu=True)
 ADAM = {"type": "Adam", "params": {"lr": 1e-4}}
 
 
@@ -96,7 +99,18 @@ def test_a_model_of_175_billion_parameters_in_seconds(tmp_path: Path) -> None:
     file = {"train_batch_size": 2048, "bf16": {"enabled": True}, "optimizer": ADAM, "zero_optimization": {"stage": 1}}
     path = tmp_path / "large.json"
     path.write_text(json.dumps(file | {"pipeline": {"stages": 8}, "dsframe": {"task": task}}))
-    command = [sys.executable, "-m", "dsframe.cli", "plan", "--config", str(path), "-np", "1024", "--hardware", "h100"]
+    command = [
+        sys.executable,
+        "-m",
+        "dsframe.cli",
+        "plan",
+        "--config",
+        str(path),
+        "-np",
+        "1024",
+        "--gpu-memory",
+        "80GB",
+    ]
 
     def measured(*command: str) -> tuple[subprocess.CompletedProcess[str], float, float]:
         words = [sys.executable, "-c", MEASURED, *command]
@@ -122,10 +136,12 @@ def test_a_model_of_175_billion_parameters_in_seconds(tmp_path: Path) -> None:
     assert own["data_parallel_size"] == 128
     # what fits can be written, read and planned again, and comes to the same
     first = next(strategy for strategy in report["worlds"][0]["strategies"] if strategy["fits"])
-    assert "stages, tensor" in first["name"]  # many hosts: a pipeline between them, slices inside of each, and replicas
+    assert (
+        "stages, tensor" in first["name"]
+    )  # a pipeline between nodes, tensor parallelism inside of each, and replicas
     config = load(sorted((tmp_path / "files").glob("*-01-*.json"))[0])
     known = trace.trace(tasks.build(config.settings.task, 0), torch.bfloat16)
-    again = predict(config, first["engine"], known, TABLE["h100"], 1024)
+    again = predict(config, first["engine"], known, GPU, 1024)
     assert again.fits
     assert again.memory.total == pytest.approx(first["memory_bytes"]["total"])
 
@@ -175,17 +191,6 @@ def test_what_a_block_keeps_is_what_torch_keeps() -> None:
     assert known.parameters == sum(parameter.numel() for parameter in network.parameters())
 
 
-def test_rings() -> None:
-    eight = Group(8, latency=1e-5, bandwidth=1e9)
-    assert eight.all_reduce(8e6) == pytest.approx(14 * 1e-5 + 2 * 7 / 8 * 8e6 / 1e9)
-    assert Group(1, 1.0, 1.0).all_reduce(1e9) == 0
-    machine = TABLE["p100"]
-    assert group(machine, 4, 1, 512).bandwidth == machine.link_bandwidth * machine.transfer_share  # in a host
-    assert group(machine, 512, 1, 512).bandwidth == machine.network_bandwidth * machine.transfer_share
-    # of four groups with a rank in each host, each has a quarter of the network
-    assert group(machine, 128, 4, 512).bandwidth == machine.network_bandwidth * machine.transfer_share / 4
-
-
 def test_stages_are_balanced_and_every_layer_is_in_one() -> None:
     bare = model.bare(1, 4).segments[0]
     segments = [replace(bare, parameters=size) for size in (5, 1, 1, 1, 1, 1, 9, 0)]
@@ -205,40 +210,35 @@ def language(*, tied: bool = True, **file: Any) -> tuple[Any, Any]:
 
 @pytest.mark.parametrize("accumulation", [1, 4])
 def test_what_zero3_keeps_is_gathered_once_a_step(accumulation: int) -> None:
-    machine = replace(TABLE["a100"], link_latency=0.0)
     found = {}
     for name, more in (("kept", {}), ("said", {"stage3_param_persistence_threshold": 0})):
         config, known = language(gradient_accumulation_steps=accumulation, zero_optimization={"stage": 3, **more})
-        found[name] = predict(config, "deepspeed", known, machine, 2)
+        found[name] = predict(config, "deepspeed", known, GPU, 2)
     once = known.parameters * 4 / 2  # half of fp32 weights
     assert found["kept"].sent["parameters"] == pytest.approx(once)
     assert found["said"].sent["parameters"] == pytest.approx(once * accumulation)
     assert found["kept"].sent["gradients"] == found["said"].sent["gradients"]
-    assert (found["kept"].seconds.collectives < found["said"].seconds.collectives) == (accumulation > 1)
     # the whole weights last; what a step holds at its fullest is the same
     assert found["kept"].memory.parameters == pytest.approx(found["said"].memory.parameters + 4 * known.parameters)
     assert found["kept"].memory.total == pytest.approx(found["said"].memory.total)
 
 
 def test_what_is_on_the_host_comes_to_the_device_layer_by_layer_or_tile_by_tile() -> None:
-    """On one process as well, where nothing is gathered; and all of it waits, where nothing comes ahead."""
-    machine = replace(TABLE["a100"], transfer_share=1.0)
+    """On one process as well, where nothing is gathered."""
     host = {"offload_param": {"device": "cpu"}, "offload_optimizer": {"device": "cpu"}}
     alone = {"stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0, "stage3_prefetch_bucket_size": 0}
     names = ["blocks.*.expand", "*.contract", "*.query_key_value"]
     tiles = {"dsframe": {"model": {"tiling": {"modules": names, "out_splits": 4}}}}
-    held, waiting = {}, {}
+    held = {}
     for name, more, section in (("all", {}, {}), ("layer", alone, {}), ("tile", alone, tiles)):
         config, known = language(zero_optimization={"stage": 3, **host, **more}, **section)
-        found = predict(config, "deepspeed", known, machine, 1)
-        held[name], waiting[name] = found.memory.buffers, found.seconds.waiting
+        found = predict(config, "deepspeed", known, GPU, 1)
+        held[name] = found.memory.buffers
     width = 128
     largest = 4 * width * width + 4 * width  # of a block's linear layers: 4 x width outputs, with a bias
     assert held["all"] - held["layer"] == pytest.approx(4 * (known.parameters - largest))
     # next come the embeddings of 256 bytes, which no tile cuts
     assert held["layer"] - held["tile"] == pytest.approx(4 * (largest - 256 * width))
-    assert waiting["layer"] == pytest.approx(2 * 4 * known.parameters / machine.host_bandwidth)
-    assert waiting["all"] < waiting["layer"] == waiting["tile"]
 
 
 @pytest.mark.parametrize("short", [False, True])
@@ -259,24 +259,23 @@ def test_the_check_says_of_the_set_up_what_the_plan_says(
     """But for two parameters, or blocks, that are whole at its fullest moment, which the check does not know."""
     config, known = language(**more, **({"bf16": {"enabled": True}} if short else {}))
     known = replace(known, bytes_each=2 if short else 4)
-    machine = TABLE["a100"]
-    planned = predict(config, engine, known, machine, ranks).memory
-    told = engines.costs_of(engine, config.deepspeed, config.settings).setup_cost(ranks)
+    planned = predict(config, engine, known, GPU, ranks).memory
+    told = costs_of(engine, config.deepspeed, config.settings).setup_cost(ranks)
     one = 4 * known.parameters / known.attentions if told.disk else 0.0
-    assert 0 <= planned.setup - machine.reserved_bytes - told.device * known.parameters <= 2 * one
+    assert 0 <= planned.setup - GPU.base_bytes - told.device * known.parameters <= 2 * one
     assert 0 <= planned.setup_host - told.host * known.parameters <= one
     assert planned.disk == pytest.approx(told.disk * known.parameters)
 
 
 def test_the_copy_of_a_save_in_the_background_counts() -> None:
     """On the host of a GPU, and in a CPU's own memory: weights and two moments in fp32, a rank's share of them."""
-    for machine in (TABLE["a100"], TABLE["cpu"]):
+    for device in (GPU, CPU):
         held = []
         for asynchronous in (False, True):
             config, known = language(
                 zero_optimization={"stage": 3}, dsframe={"checkpoints": {"asynchronous": asynchronous}}
             )
-            memory = predict(config, "deepspeed", known, machine, 4).memory
+            memory = predict(config, "deepspeed", known, device, 4).memory
             held.append(memory.total + memory.host)
         assert held[1] - held[0] == pytest.approx(12 * known.parameters / 4)
 
@@ -286,20 +285,9 @@ def test_large_batches_of_an_evaluation_count() -> None:
     totals = {}
     for rows in (None, 1, 512, 1024):
         config, known = language(dsframe={"engine": "ddp", "eval_micro_batch_size": rows})
-        totals[rows] = predict(config, "ddp", known, TABLE["a100"], 2).memory.activations
+        totals[rows] = predict(config, "ddp", known, GPU, 2).memory.activations
     assert totals[None] == totals[1] < totals[512]
     assert totals[1024] == pytest.approx(2 * totals[512])
-
-
-def test_stages_that_share_a_processor_do_not_idle_as_long() -> None:
-    config, known = language(pipeline={"stages": 2}, gradient_accumulation_steps=4)
-    found = {}
-    for share in (1.0, 0.75, 0.5):
-        machine = replace(TABLE["cpu"], alone_share=share)
-        found[share] = predict(config, "deepspeed", known, machine, 2).seconds
-    assert found[1.0].compute == found[0.5].compute == pytest.approx(4 * found[1.0].bubble)
-    assert found[0.75].bubble == pytest.approx(found[1.0].bubble / 2)
-    assert found[0.5].bubble == 0, "what one computes by itself in half the time costs nothing to wait for"
 
 
 @pytest.mark.parametrize("tied", [True, False])
@@ -308,60 +296,14 @@ def test_a_tied_weight_is_sent_once(tied: bool) -> None:
     embedding = 256 * 128
     (whole,) = case.cut(known.segments, 1)
     assert case.elements(whole) == known.parameters
-    assert sum(count for segment in whole for _, count in segment.ready) == known.parameters
-    assert predict(config, "ddp", known, TABLE["a100"], 2).sent == {"gradients": 4 * known.parameters}
+    assert predict(config, "ddp", known, GPU, 2).sent == {"gradients": 4 * known.parameters}
     # in a pipeline both stages hold it, and reduce its gradient at the end
     first, last = case.cut(known.segments, 2)
     assert case.elements(first) + case.elements(last) == known.parameters + tied * embedding
     assert (first[0].lent, last[-1].shared) == (tied * embedding, tied * embedding)
     config, _ = language(tied=tied, pipeline={"stages": 2})
-    sent = predict(config, "deepspeed", known, TABLE["a100"], 2).sent
+    sent = predict(config, "deepspeed", known, GPU, 2).sent
     assert sent.get("tied weights", 0) == tied * embedding * 4
-
-
-def test_calibration_reads_what_is_resident_before_it_makes_anything(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    order: list[str] = []
-    monkeypatch.setattr(calibrate, "resident_bytes", lambda device: order.append("resident") or 7)
-    monkeypatch.setattr(calibrate, "_seconds", lambda action, device: order.append("measured") or 1.0)
-    monkeypatch.setattr(calibrate, "keep_freed", lambda: None)
-    monkeypatch.setattr(calibrate.torch, "set_num_threads", lambda number: None)
-    for name in ("init_process_group", "destroy_process_group"):
-        monkeypatch.setattr(calibrate.dist, name, lambda *_: None)
-    for name, value in (("RANK", "0"), ("WORLD_SIZE", "1"), ("GLOO_SOCKET_IFNAME", "lo")):
-        monkeypatch.setenv(name, value)
-    (tmp_path / "file.json").write_text('{"train_batch_size": 2}')
-    assert calibrate.main([str(tmp_path / "file.json"), "--rows", "2", "--out", str(tmp_path / "out")]) == 0
-    assert order[0] == "resident"
-    assert len(order) > 3
-    assert json.loads((tmp_path / "out").read_text())["resident"] == 7
-
-
-# Sergeev and Del Balso 2018, arXiv 1802.05799, and horovod/docs/benchmarks.rst: 4 P100 a server, 25 Gb/s RoCE, batches of 64.
-# One P100 by itself: TensorFlow's own benchmark of 2017 (tensorflow/docs_src/performance/benchmarks.md, synthetic data); it has
-# no ResNet-101, whose roofline stands in. The last column is what the prediction may be off by, in points.
-HOROVOD = [
-    ("inception_v3", 299, 142.0, 512, 90, 4),
-    ("resnet101", 224, None, 512, 90, 4.5),
-    ("vgg16", 224, 154.0, 512, 68, 1.5),
-    ("vgg16", 224, 154.0, 128, 79, 9),
-]
-
-
-@pytest.mark.parametrize(("network", "pixels", "rate", "ranks", "published", "error"), HOROVOD)
-def test_horovods_published_scaling(
-    network: str, pixels: int, rate: float | None, ranks: int, published: float, error: float
-) -> None:
-    """Nothing is fitted to these numbers. Too good for the first two, because no rank is ever late here and no message
-    waits for Horovod's next round; VGG-16 waits for its network, which is what the model knows about."""
-    task = {"name": "vision", "model": network, "dataset": "synthetic", "image_size": pixels, "classes": 1000}
-    section = {"engine": "horovod", "horovod": {"fusion_threshold_bytes": 2**26}, "task": task}
-    config = load({"train_micro_batch_size_per_gpu": 64, "dsframe": section})
-    known = trace.trace(tasks.build(config.settings.task, 0), torch.float32)
-    each = 1 / rate if rate else None
-    one, many = (predict(config, "horovod", known, TABLE["p100"], n, seconds_each=each).rate for n in (1, ranks))
-    assert 100 * many / ranks / one == pytest.approx(published, abs=error)
 
 
 def test_horovods_buckets_are_the_engines() -> None:
@@ -372,30 +314,14 @@ def test_horovods_buckets_are_the_engines() -> None:
     def messages(**chosen: Any) -> tuple[float, float, float]:
         """Of a step; with the bytes of each, and of the copies on a rank."""
         config = load({**keys, "dsframe": {**keys["dsframe"], "horovod": chosen}})
-        one = case.Case.of(config, "horovod", known, TABLE["p100"], 2)
+        one = case.Case.of(config, "horovod", known, GPU, 2)
         number = known.parameters * one.gradient_bytes / one.bucket_bytes
-        return number, one.bucket_bytes, predict(config, "horovod", known, TABLE["p100"], 2).memory.buffers
+        return number, one.bucket_bytes, predict(config, "horovod", known, GPU, 2).memory.buffers
 
     number, each, buffers = messages(fusion_threshold_bytes=2**18)
     assert each == 2**18
     assert messages(fusion_threshold_bytes=2**18, compression="fp16") == (number, each / 2, buffers)
     assert messages(groups=3)[0] == messages(groups=3, fusion_threshold_bytes=2**18, compression="fp16")[0] == 3
-
-    short = trace.trace(tasks.build(file.settings.task, 0), torch.bfloat16)
-    fp32, bf16 = (predict(file, "horovod", one, TABLE["p100"], 2).seconds for one in (known, short))
-    assert fp32.collectives > fp32.waiting
-    assert bf16.collectives == bf16.waiting
-
-
-def test_a_prediction_that_only_knows_the_peak_misses_vgg() -> None:
-    """Half of a P100's peak is 55 images a second, and cuDNN's Winograd convolutions reach 154: what is computed three times too
-    slowly hides all communication, and 95 % are predicted instead of 68. So ``--rate`` and ``--calibrate`` exist."""
-    task = {"name": "vision", "model": "vgg16", "dataset": "synthetic", "image_size": 224, "classes": 1000}
-    config = load({"train_micro_batch_size_per_gpu": 64, "dsframe": {"engine": "horovod", "task": task}})
-    known = trace.trace(tasks.build(config.settings.task, 0), torch.float32)
-    one, many = (predict(config, "horovod", known, TABLE["p100"], n).rate for n in (1, 512))
-    assert one == pytest.approx(55, abs=2)
-    assert 100 * many / 512 / one == pytest.approx(95, abs=2)
 
 
 def test_ranks_that_share_sequences_each_keep_their_part(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -408,9 +334,9 @@ def test_ranks_that_share_sequences_each_keep_their_part(tmp_path: Path, capsys:
         "dsframe": {"task": task},
     }
     whole, half = (
-        plan(tmp_path, {**file, "sequence_parallel_size": size}, capsys, "-np", "2", "--hardware", "p100")["worlds"][0][
-            "as_written"
-        ]
+        plan(tmp_path, {**file, "sequence_parallel_size": size}, capsys, "-np", "2", "--gpu-memory", "16GB")["worlds"][
+            0
+        ]["as_written"]
         for size in (1, 2)
     )
     assert (whole["train_batch_size"], half["train_batch_size"]) == (8, 4)
@@ -419,7 +345,6 @@ def test_ranks_that_share_sequences_each_keep_their_part(tmp_path: Path, capsys:
     assert halved["states"] == memory["states"]
     assert half["flops_per_step"] == pytest.approx(whole["flops_per_step"] / 2)
     assert half["sent_bytes_per_step"]["sequence parallel"] > 0
-    assert half["seconds_per_step"]["compute"] == pytest.approx(whole["seconds_per_step"]["compute"] / 2, rel=0.05)
 
 
 def test_ranks_that_share_experts_each_hold_their_own() -> None:
@@ -433,7 +358,7 @@ def test_ranks_that_share_experts_each_hold_their_own() -> None:
     for stage, bytes_each in ((0, 16), (1, 8), (2, 4), (3, 0)):
         whole, half = (
             predict(
-                load({**file, "zero_optimization": {"stage": stage}, **more}), "deepspeed", known, TABLE["p100"], 2
+                load({**file, "zero_optimization": {"stage": stage}, **more}), "deepspeed", known, GPU, 2
             ).memory.states
             for more in ({}, {"expert_parallel": {"enabled": True, "autoep_size": 2}})
         )
@@ -446,9 +371,9 @@ ADVICE = [
     ((24, 16, 2048), 32, 1, "24GB", "ZeRO-2, optimizer on the CPU", False),
     ((32, 32, 4096), 32, 1, "24GB", "ZeRO-2, optimizer on the CPU, blocks computed twice", False),
     ((4, 8, 512), 64, 8, "80GB", "DDP", True),
-    ((40, 40, 5120), 256, 8, "80GB", "ZeRO-3", False),
+    ((40, 40, 5120), 256, 8, "80GB", "ZeRO-2", False),
     ((80, 64, 8192), 512, 8, "80GB", "ZeRO-3, optimizer on the CPU", False),
-    ((80, 64, 8192), 512, 1, "24GB", None, False),
+    ((80, 64, 8192), 512, 1, "3GB", None, False),
     ((4, 96, 12288), 1, 1, "12GB", "ZeRO-3, all on the CPU", False),
     ((4, 96, 12288), 1, 1, "8GB", "ZeRO-3, all on the CPU, large layers in 4 tiles", False),
 ]
@@ -482,7 +407,7 @@ def test_advice(
     best = next(line for line in lines if line.startswith("as written"))
     best = lines[lines.index(best) + 1]
     assert best.startswith(f"{first} (") == (first is not None)
-    assert any(line.startswith("nothing fits: ") and "host; take" in line for line in lines) == (first is None)
+    assert any(line.startswith("nothing fits: ") and "; take" in line for line in lines) == (first is None)
     written = sorted(files.iterdir())
     assert bool(written) == (first is not None)
     if written:
@@ -491,7 +416,7 @@ def test_advice(
 
 def test_nothing_is_cut_where_only_the_size_is_known() -> None:
     config = load({"train_batch_size": 8, "optimizer": ADAM, "zero_optimization": {"stage": 1}})
-    names = [name for name, _, _ in choose._candidates(config, model.bare(int(7e9), 2), TABLE["a100"], 1)]
+    names = [name for name, _, _ in choose._candidates(config, model.bare(int(7e9), 2), 1)]
     assert names[-1] == "ZeRO-3, all on the CPU"
 
 
@@ -558,7 +483,7 @@ def test_a_block_that_is_compiled_is_gathered_whole() -> None:
         ("twice", {"activation_checkpointing": True}),
     ):
         config, known = language(zero_optimization={"stage": 3, **few}, dsframe={"model": switch})
-        held[name] = predict(config, "deepspeed", known, TABLE["a100"], 2).memory.buffers
+        held[name] = predict(config, "deepspeed", known, GPU, 2).memory.buffers
     assert held["plain"] < held["compiled"] == held["twice"]
 
 
@@ -579,43 +504,22 @@ def test_the_plan_knows_what_is_recomputed_and_what_waits_on_the_host() -> None:
         }.items():
             config = load({"train_batch_size": 64, "dsframe": {"task": task, "model": switch}})
             known = trace.traced(config, tasks.build(config.settings.task, 1))
-            found[name] = predict(config, "ddp", known, TABLE["a100"], 1)
+            found[name] = predict(config, "ddp", known, GPU, 1)
         memory = {name: one.memory.activations for name, one in found.items()}
         assert memory["all"] < memory["some"] < memory["plain"]
         assert memory["offloaded"] < memory["some"]
         assert memory["sliced"] + found["sliced"].memory.buffers < memory["plain"] + found["plain"].memory.buffers
         host = found["offloaded"].memory.host - found["plain"].memory.host
         assert host == pytest.approx(memory["plain"] - memory["offloaded"], rel=0.4)
-        times = {name: one.seconds.compute for name, one in found.items()}
-        assert times["plain"] < times["some"] < times["all"] < 1.5 * times["plain"]
 
 
-def test_what_is_frozen_comes_from_the_host_too_and_fsdp_has_nothing_there() -> None:
-    machine = replace(TABLE["a100"], transfer_share=1.0)
+def test_what_is_frozen_lies_on_the_host_too() -> None:
     host = {"offload_param": {"device": "cpu"}, "stage3_max_live_parameters": 0, "stage3_max_reuse_distance": 0}
     config, known = language(zero_optimization={"stage": 3, "stage3_prefetch_bucket_size": 0, **host})
     lora = replace(known, segments=tuple(replace(s, frozen=9 * s.parameters) for s in known.segments))
-    one, ten = (predict(config, "deepspeed", each, machine, 1) for each in (known, lora))
-    assert ten.seconds.waiting == pytest.approx(10 * one.seconds.waiting)
+    one, ten = (predict(config, "deepspeed", each, GPU, 1) for each in (known, lora))
     assert ten.memory.parameters == one.memory.parameters
     assert ten.memory.host == pytest.approx(one.memory.host + 9 * 4 * known.parameters)
-    assert one.seconds.collectives == 0, "it talks to nobody"
-    config, _ = language(zero_optimization={"stage": 3, **host}, dsframe={"engine": "fsdp"})
-    assert predict(config, "fsdp", known, machine, 1).seconds.waiting == 0
-
-
-def test_tensor_parallelism_leaves_norms_and_residuals_whole() -> None:
-    """And the embeddings, the head and the loss: a step is more than half as long on two ranks."""
-    machine = replace(TABLE["a100"], link_latency=0.0, link_bandwidth=1e18)
-    config, known = language(zero_optimization={"stage": 1}, train_batch_size=8)
-    one = predict(config, "deepspeed", known, machine, 1).seconds.compute
-    config, _ = language(zero_optimization={"stage": 1}, tensor_parallel={"autotp_size": 2})
-    two = predict(config, "deepspeed", known, machine, 2).seconds.compute
-    block = next(segment for segment in known.segments if segment.attentions)
-    whole = block.forward.whole
-    assert 0 < whole.sum() < len(whole)
-    assert not block.forward.flops(1)[whole].any(), "products are cut"
-    assert 0.5 < two / one < 1
 
 
 def test_an_engine_from_outside_is_planned_by_what_it_says_of_itself() -> None:
@@ -628,15 +532,30 @@ def test_an_engine_from_outside_is_planned_by_what_it_says_of_itself() -> None:
     file["dsframe"]["ddp"] = {"bucket_cap_megabytes": 0.1}
     config = load(file)
     known = trace.traced(config, tasks.build(config.settings.task, 0))
-    machine = TABLE["p100"]
-    ddp, ring = (predict(config, engine, known, machine, 2) for engine in ("ddp", "reference-ring"))
+    ddp, ring = (predict(config, engine, known, GPU, 2) for engine in ("ddp", "reference-ring"))
     assert ring.memory.states == ddp.memory.states == 16 * known.parameters
     assert ring.sent == ddp.sent == {"gradients": 4 * known.parameters}
-    assert ring.seconds.waiting == ring.seconds.collectives > ddp.seconds.waiting, "it hides nothing"
-    cut = predict(config, "reference-model-parallel", known, machine, 2)
-    assert cut.stages == 2
-    assert 7 * known.parameters < cut.memory.states < 10 * known.parameters, (
-        "layers are cut, ZeRO's shares are not there"
-    )
-    costs = engines.costs_of("reference-model-parallel", config.deepspeed, config.settings)
-    assert costs.cost(2).total == 16 / 2
+
+
+def test_the_base_of_a_process_is_measured_on_this_machine() -> None:
+    """It was guessed: 298 MiB were planned for the README's own run, and 488 taken."""
+    device = this_machine("deepspeed", 2)
+    assert device.on_cpu == (not torch.cuda.is_available())
+    code = "import psutil, torch; print(psutil.Process().memory_info().rss)"
+    used = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
+    assert device.base_bytes > 0.8 * float(used.stdout)
+
+
+@pytest.mark.parametrize("beginning", ["own", "text"])
+def test_the_plan_agrees_with_itself_on_what_init_writes(
+    beginning: str, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """It said "as written: yes" and then "nothing fits": a ConfigError of a variant was swallowed."""
+    assert main(["init", str(tmp_path / "first"), "--from", beginning]) == 0
+    monkeypatch.chdir(tmp_path / "first")
+    capsys.readouterr()
+    assert main(["plan", "--config", "config.json", "-np", "2", "--all"]) == 0
+    lines = capsys.readouterr().out.splitlines()
+    assert any(re.match(r"as written .* yes ", line) for line in lines), lines
+    assert not any(line.startswith("nothing fits") for line in lines)
+    assert any(re.match(r"DDP .* yes ", line) for line in lines), lines

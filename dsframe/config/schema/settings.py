@@ -160,10 +160,6 @@ class Settings(Section):
     rank_output: Literal["prefix", "files", "plain"] = "prefix"
     """What ranks other than 0 print: from Python with ``[rank 3]`` before each line (horovodrun has its own mark); to the files
     ``output/rank3.log`` of the run's directory, libraries' own lines too; or as it is."""
-    hardware: str | None = None
-    """Machine for the predictions that ``dsframe report`` makes of a finished run: a name that ``dsframe plan --hardware`` knows,
-    or a file written by ``dsframe plan --calibrate --save-hardware``. Default: by the GPU's name; on CPUs only memory is
-    predicted."""
     measure_communication: bool = False
     """Count what the ranks send in a step and measure what that takes by itself, by one step more after the training, which its
     results do not see. ``dsframe compare`` sets it."""

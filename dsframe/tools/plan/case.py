@@ -1,4 +1,4 @@
-"""One file, one model, one machine, one number of processes: what every prediction is about."""
+"""One file, one model, one device, one number of processes: what every prediction is about."""
 
 from __future__ import annotations
 
@@ -7,14 +7,13 @@ from dataclasses import dataclass, replace
 from fnmatch import fnmatch
 from functools import cached_property
 
-from dsframe import engines
 from dsframe.config import Batch, Config
 from dsframe.config.resolve import memory
 from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.settings import Settings
 from dsframe.engines import TABLE
-from dsframe.engines.costs import Costs
-from dsframe.tools.plan.hardware import Hardware
+from dsframe.tools.plan.costs import Costs, costs_of
+from dsframe.tools.plan.device import Device
 from dsframe.tools.plan.model import Affine, Model, Segment
 
 
@@ -26,28 +25,18 @@ class Case:
     settings: Settings
     engine: str
     model: Model
-    hardware: Hardware
+    device: Device
     world_size: int
     batch: Batch
-    seconds_each: float | None = None
-    """Known seconds of one sample's forward and backward pass on one device; None: the roofline's."""
 
     @classmethod
-    def of(
-        cls,
-        config: Config,
-        engine: str,
-        model: Model,
-        hardware: Hardware,
-        world_size: int,
-        seconds_each: float | None = None,
-    ) -> Case:
+    def of(cls, config: Config, engine: str, model: Model, device: Device, world_size: int) -> Case:
         """Raises ConfigError where the batch cannot be cut so."""
         batch = config.batch(world_size, replicas=TABLE[engine].replicas)
         zero = config.deepspeed.zero_optimization
-        chosen = zero.fetched_elements(model.parameters + model.frozen, on_cpu=hardware.on_cpu)
+        chosen = zero.fetched_elements(model.parameters + model.frozen, on_cpu=device.on_cpu)
         file = config.deepspeed.model_copy(update={"zero_optimization": zero.model_copy(update=chosen)})
-        return cls(file, config.settings, engine, model, hardware, world_size, batch, seconds_each)
+        return cls(file, config.settings, engine, model, device, world_size, batch)
 
     @property
     def replicas(self) -> bool:
@@ -93,7 +82,7 @@ class Case:
     @cached_property
     def costs(self) -> Costs:
         """What the engine says of itself."""
-        return engines.costs_of(self.engine, self.file, self.settings)
+        return costs_of(self.engine, self.file, self.settings)
 
     @property
     def zero(self) -> int:
@@ -131,12 +120,12 @@ class Case:
     @property
     def bucket_bytes(self) -> float:
         """Of the gradients that leave together."""
-        return self.costs.bucket_bytes(self.model.parameters, self.model.bytes_each, on_cpu=self.hardware.on_cpu)
+        return self.costs.bucket_bytes(self.model.parameters, self.model.bytes_each, on_cpu=self.device.on_cpu)
 
     @property
     def zero_bucket(self) -> int:
         """Elements that ZeRO reduces at a time."""
-        return self.file.zero_optimization.bucket_elements(self.model.parameters, on_cpu=self.hardware.on_cpu)
+        return self.file.zero_optimization.bucket_elements(self.model.parameters, on_cpu=self.device.on_cpu)
 
     @property
     def kept(self) -> bool:
@@ -146,7 +135,7 @@ class Case:
     @property
     def fetches(self) -> bool:
         """Whether parameters lie on the host and are copied to the device when their turn comes."""
-        return self.costs.fetches and self.zero == 3 and not self.hardware.on_cpu
+        return self.costs.fetches and self.zero == 3 and not self.device.on_cpu
 
     @property
     def on_disk(self) -> bool:
@@ -162,7 +151,7 @@ class Case:
     def unit(self, part: Sequence[Segment]) -> int:
         """Elements that FSDP gathers as one: a block, or the largest module alone where the engine chooses smaller units."""
         block, whole = self.block(part), self.model.parameters + self.model.frozen
-        small = self.settings.fsdp.splits(block, whole, self.data, on_cpu=self.hardware.on_cpu)
+        small = self.settings.fsdp.splits(block, whole, self.data, on_cpu=self.device.on_cpu)
         return min(block, self.fetched(part)) if small else block
 
     def fetched(self, part: Sequence[Segment]) -> int:
@@ -209,7 +198,7 @@ def with_frozen(part: Sequence[Segment]) -> int:
 def cut(segments: Sequence[Segment], stages: int) -> list[tuple[Segment, ...]]:
     """Contiguous stages whose largest has as few parameters as possible (DeepSpeed's ``partition_method="parameters"``).
 
-    What a layer shares with one of its own stage is there once, and its gradient is done when the owner's is.
+    What a layer shares with one of its own stage is there once.
     """
     if stages == 1:
         return [tuple(_alone(segment) if segment.shared else segment for segment in segments)]
@@ -235,7 +224,7 @@ def cut(segments: Sequence[Segment], stages: int) -> list[tuple[Segment, ...]]:
 
 
 def _alone(segment: Segment) -> Segment:
-    return replace(segment, shared=0, ready=())
+    return replace(segment, shared=0)
 
 
 def _tied(parts: Sequence[tuple[Segment, ...]]) -> list[tuple[Segment, ...]]:

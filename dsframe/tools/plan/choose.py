@@ -1,7 +1,7 @@
 """Which strategies there are for a model on so many processes, as files of their own, and which of them is best.
 
-All are the same training: the global batch stays, and what changes is where state lies and how the model is cut. The order of
-preference among equals is from simple to involved: one device as it is, ZeRO, offload, then cuts of the model.
+All are the same training: the global batch stays, and what changes is where state lies and how the model is cut. Of those
+that fit the simplest is best: one device as it is, replicas, ZeRO, offload, then cuts of the model.
 """
 
 from __future__ import annotations
@@ -14,15 +14,17 @@ from typing import Any
 from dsframe import engines
 from dsframe.config import Config, Facts, load
 from dsframe.errors import ConfigError
-from dsframe.tools.plan.hardware import Hardware
+from dsframe.tools.plan.device import Device
 from dsframe.tools.plan.model import Model
 from dsframe.tools.plan.predict import Prediction, predict
 
 Patch = dict[str, Any]
-SAME = 1.03
-"""Times the seconds of a step, or the lack of memory, of the best: less is no difference that predictions tell."""
 TILES = (1, 4, 16)
 """Pieces of a large linear layer (Rajbhandari et al. 2021, arXiv 2104.07857, section 5.1.3)."""
+MOST_SLICES = 8
+"""Of tensor parallelism: GPUs of one host, as it is usually built."""
+_REPLICAS = {"ddp": "DDP", "horovod": "Horovod", "fsdp": "FSDP"}
+"""Engines beside DeepSpeed, as the plan calls them."""
 _BUCKETS = ("stage3_max_live_parameters", "reduce_bucket_size")
 _NOTHING_AHEAD = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
 """Parameters come to the device when they are needed, and go at once."""
@@ -36,6 +38,20 @@ class Strategy:
     file: Mapping[str, Any]
     """The whole file, ready to be written."""
     prediction: Prediction
+    recomputes: bool = False
+    """Blocks are computed twice, which the file as it is written does not ask for."""
+
+
+@dataclass(frozen=True)
+class Plan:
+    """What is possible on one number of processes."""
+
+    world_size: int
+    as_written: Strategy
+    strategies: Sequence[Strategy]
+    """Those that fit first, the simplest of them first."""
+    refused: Mapping[str, str]
+    """What this file cannot be turned into: name of a strategy -> why."""
 
 
 def engine_of(config: Config) -> str:
@@ -43,83 +59,61 @@ def engine_of(config: Config) -> str:
     return engines.named(config.settings.engine)
 
 
-def as_written(
-    config: Config, model: Model, hardware: Hardware, world_size: int, seconds_each: float | None = None
-) -> Strategy:
-    """The file as it is. Raises ConfigError where it cannot run on so many processes."""
-    name = engine_of(config)
-    refused, _ = engines.examine(config, name)
-    if refused:
-        raise ConfigError(refused)
-    found = predict(config, name, model, hardware, world_size, seconds_each=seconds_each)
-    return Strategy("as written", config.written(), found)
+def plan(config: Config, model: Model, device: Device, world_size: int) -> Plan:
+    """Raises ConfigError where the file as it is cannot run on so many processes."""
+    engine = engine_of(config)
+    problems, _ = engines.examine(config, engine)
+    if problems:
+        raise ConfigError(problems)
+    own = Strategy("as written", config.given(), predict(config, engine, model, device, world_size))
+    samples = own.prediction.batch.train_batch_size
+    strategies: list[Strategy] = []
+    refused: dict[str, str] = {}
 
+    def attempt(name: str, engine: str, patch: Patch, *, recomputes: bool = False) -> Strategy | None:
+        """The patched file with the largest micro-batch that fits."""
+        options = []
+        try:
+            for file, other in _variants(config, engine, patch, samples, world_size):
+                options.append(Strategy(name, file, predict(other, engine, model, device, world_size), recomputes))
+        except ConfigError as error:
+            refused[name] = str(error).splitlines()[0].removeprefix("error: ")
+            return None
+        return min(options, key=_rank)
 
-def strategies(
-    config: Config, model: Model, hardware: Hardware, world_size: int, seconds_each: float | None = None
-) -> list[Strategy]:
-    """Every strategy that the file may have on ``world_size`` processes, each with its best micro-batch: fitting ones first,
-    those that fit with little to spare behind them, each by seconds a step; of those whose seconds differ by less than
-    predictions tell, the simplest."""
-    samples = as_written(config, model, hardware, world_size).prediction.batch.train_batch_size
-    found = []
-    for name, engine, patch in _candidates(config, model, hardware, world_size):
-        own = _best(config, name, engine, patch, model, hardware, world_size, samples, seconds_each)
+    for name, other_engine, patch in _candidates(config, model, world_size):
+        strategy = attempt(name, other_engine, patch)
         tiled = "dsframe" in patch  # which has no effect on blocks that are computed twice
-        if own is not None and not own.prediction.fits and model.layered and not tiled:
+        if strategy is not None and not strategy.prediction.fits and model.layered and not tiled:
             again = patch | {"dsframe": {"model": {"activation_checkpointing": True}}}
-            name += ", blocks computed twice"
-            own = _best(config, name, engine, again, model, hardware, world_size, samples, seconds_each) or own
-        if own is not None:
-            found.append(own)
-    ordered: list[Strategy] = []
-    while found:
-        ordered.append(_first(found))
-        found.remove(ordered[-1])
-    return ordered
-
-
-def _first(options: Sequence[Strategy]) -> Strategy:
-    """The earliest of those that are as good as the best."""
-    *kind, best = min(map(_rank, options))
-    return next(one for one in options if [*_rank(one)[:2]] == kind and _rank(one)[2] <= SAME * best)
-
-
-def _best(
-    config: Config,
-    name: str,
-    engine: str,
-    patch: Patch,
-    model: Model,
-    hardware: Hardware,
-    world_size: int,
-    samples: int,
-    seconds_each: float | None,
-) -> Strategy | None:
-    """The patched file with its best micro-batch; None where there is none."""
-    options = [
-        Strategy(name, file, predict(other, engine, model, hardware, world_size, seconds_each=seconds_each))
-        for file, other in _variants(config, engine, patch, samples, world_size)
-    ]
-    return _first(options) if options else None
+            strategy = attempt(f"{name}, blocks computed twice", other_engine, again, recomputes=True) or strategy
+        if strategy is not None:
+            strategies.append(strategy)
+    return Plan(world_size, own, sorted(strategies, key=_rank), refused)
 
 
 def _rank(strategy: Strategy) -> tuple[bool, bool, float]:
-    """What fits, what fits only just, what does not; of equals the fastest, or that which lacks least."""
+    """Sorts what fits before what fits only just, and by what it costs in time. Equals keep their order, the simplest first.
+
+    Blocks computed twice cost less than the optimizer on the CPU, and that less than parameters there. Of what does not fit,
+    that comes first which lacks least.
+    """
     prediction = strategy.prediction
     if not prediction.fits:
         return True, True, prediction.fullness
-    return False, prediction.tight, prediction.seconds.step
+    zero = strategy.file.get("zero_optimization") or {}
+    offloaded = 4 if "offload_param" in zero else 2 if "offload_optimizer" in zero else 0
+    return False, prediction.tight, offloaded + strategy.recomputes
 
 
-def _candidates(config: Config, model: Model, hardware: Hardware, world_size: int) -> Iterator[tuple[str, str, Patch]]:
+def _candidates(config: Config, model: Model, world_size: int) -> Iterator[tuple[str, str, Patch]]:
     """Name, engine and changes to the file, from simple to involved."""
-    for engine, entry in engines.BUILT_IN.items():
-        if entry.strategy and (entry.size == "one") == (world_size == 1):
-            yield entry.strategy, engine, {"zero_optimization": None}
+    replicas = {"single": "one process"} if world_size == 1 else _REPLICAS
+    for engine, name in replicas.items():
+        yield name, engine, {"zero_optimization": None}
     cuts = [(1, 1)]
     pipes = [size for size in _powers(world_size) if model.layered and size <= len(model.segments) // 2]
-    slices = [size for size in _powers(min(world_size, hardware.devices)) if model.heads and model.heads % size == 0]
+    slices = [size for size in _powers(min(world_size, MOST_SLICES)) if model.heads and model.heads % size == 0]
     cuts += [(1, tensor) for tensor in slices]
     cuts += [(stages, tensor) for stages in pipes for tensor in (1, *slices)]
     for stages, tensor in cuts:
@@ -188,7 +182,7 @@ def _powers(limit: int) -> list[int]:
 
 def _zero(config: Config, stage: int, offload: str) -> Patch:
     """The file's own section with another stage."""
-    section = dict(config.written().get("zero_optimization", {})) | {"stage": stage}
+    section = dict(config.given().get("zero_optimization", {})) | {"stage": stage}
     for key, wanted in (("offload_optimizer", bool(offload)), ("offload_param", offload == "all")):
         section.pop(key, None)
         if wanted:
@@ -199,8 +193,11 @@ def _zero(config: Config, stage: int, offload: str) -> Patch:
 def _variants(
     config: Config, engine: str, patch: Patch, samples: int, world_size: int
 ) -> Iterator[tuple[dict[str, Any], Config]]:
-    """The patched file with every micro-batch size that makes ``samples`` a step, as far as dsframe accepts it."""
-    file = config.written()
+    """The patched file with every micro-batch size that makes ``samples`` a step, the largest first.
+
+    Raises ConfigError where dsframe does not accept it.
+    """
+    file = config.given()
     for key, value in patch.items():
         if key == "dsframe":
             continue
@@ -214,21 +211,22 @@ def _variants(
     for size in ("train_batch_size", "gradient_accumulation_steps"):
         file.pop(size, None)
     file["train_micro_batch_size_per_gpu"] = 1
-    replicas = engines.TABLE[engine].replicas
-    try:
-        other = load(file, facts=Facts(world_size=world_size, replicas=replicas))
-        ranks = other.batch(world_size, replicas=replicas).data_parallel_size
-        refused, _ = engines.examine(other, engine)
-    except ConfigError:
-        return
-    if refused or samples % ranks:
-        return
+    facts = Facts(world_size=world_size, replicas=engines.TABLE[engine].replicas)
+    other = load(file, facts=facts)
+    ranks = other.batch(world_size).data_parallel_size
+    problems, _ = engines.examine(other, engine)
+    if samples % ranks:
+        message = f"{samples} samples a step cannot be divided among {ranks} processes"
+        remedy = "choose a train_batch_size that they divide"
+        problems = [*problems, other.error(("train_batch_size",), message, remedy, code="batch")]
+    if problems:
+        raise ConfigError(problems)
     for micro in reversed(_divisors(samples // ranks)):  # of equal ones, that with the fewest passes
         sized = file | {
             "train_micro_batch_size_per_gpu": micro,
             "gradient_accumulation_steps": samples // ranks // micro,
         }
-        yield sized, load(sized, facts=Facts(world_size=world_size, replicas=replicas))
+        yield sized, load(sized, facts=facts)
 
 
 def _divisors(number: int, most: int = 6) -> list[int]:

@@ -27,12 +27,12 @@ class Memory:
     activations: float
     buffers: float
     """Buckets of collectives, gathered parameters, an operation's results."""
-    reserved: float
+    base: float
     """Taken before the first tensor is made."""
     host: float = 0.0
     """Beside the device: in the memory of its host."""
     setup: float = 0.0
-    """On the device at the fullest moment of the set-up, ``reserved`` included."""
+    """On the device at the fullest moment of the set-up, ``base`` included."""
     setup_host: float = 0.0
     """Beside the device at that time. Pages of files are not counted: the system takes them back when it needs them."""
     disk: float = 0.0
@@ -46,7 +46,7 @@ class Memory:
     @property
     def total(self) -> float:
         """On the device at the fullest moment of a step."""
-        return self.states + self.activations + self.buffers + self.reserved
+        return self.states + self.activations + self.buffers + self.base
 
     @property
     def peak(self) -> float:
@@ -66,7 +66,7 @@ def footprint(case: Case, part: Sequence[Segment], number: int) -> Memory:
     frozen = sum(segment.frozen for segment in part) / case.tensor / (case.data if case.zero == 3 else 1)
     training = _activations(case, part, number, last)
     activations = max(training, _evaluation(case, part, last))
-    on_cpu = case.hardware.lazy_memory
+    on_cpu = case.device.on_cpu
     # On a GPU the memory of activations is free for others when they are gone.
     moving = max(_reduced(case, trained), _update(case, trained) - (0.0 if on_cpu else activations))
     # Beside its share, and gathered like the rest: what _gathered counts as fetched ahead is then the collective's buffer.
@@ -83,7 +83,7 @@ def footprint(case: Case, part: Sequence[Segment], number: int) -> Memory:
         - kept
         + moving
         + (_heap(case, trained, training) + _saving(case, trained) if on_cpu else 0.0),
-        reserved=case.hardware.reserved_bytes,
+        base=case.device.base_bytes,
         host=0.0
         if on_cpu
         else cost.host * trained
@@ -102,13 +102,13 @@ def _elsewhere(case: Case, part: Sequence[Segment], stage: int) -> float:
 
 def _set_up(case: Case, part: Sequence[Segment], trained: float, frozen: float) -> dict[str, float]:
     """What building the model takes (:meth:`Costs.setup`), with one layer's whole weights and their copy where it is sharded."""
-    cost, on_cpu = case.cost, case.hardware.lazy_memory
+    cost, on_cpu = case.cost, case.device.on_cpu
     found = case.costs.setup(cost, case.data, case.tensor, on_cpu=on_cpu)
     one = 4 * (case.block(part) if case.costs.gathers_blocks and not on_cpu else case.fetched(part))
     in_memory = on_cpu and _in_files(case) and case.data > 1  # frozen parameters too are drawn in fp32
     own = found.device * trained + (0.0 if case.fetches else frozen * (4.0 if in_memory else case.model.bytes_each))
     return {
-        "setup": own + (2 * one if _in_files(case) else 0.0) + case.hardware.reserved_bytes,
+        "setup": own + (2 * one if _in_files(case) else 0.0) + case.device.base_bytes,
         "setup_host": 0.0 if on_cpu else found.host * trained + (one if _in_files(case) else 4.0 * frozen),
         "disk": found.disk * trained + (4.0 * frozen if _in_files(case) else 0.0),
     }
@@ -152,7 +152,7 @@ def _activations(case: Case, part: Sequence[Segment], number: int, last: bool) -
 
     def kept(segment: Segment) -> float:
         wide = case.at(segment.saved_wide)
-        here = case.at(segment.away) if case.hardware.lazy_memory else 0.0
+        here = case.at(segment.away) if case.device.on_cpu else 0.0
         return wide + (case.at(segment.saved) - wide + here) / case.tensor
 
     if any(segment.switched for segment in part):
@@ -180,7 +180,7 @@ def _evaluation(case: Case, part: Sequence[Segment], last: bool) -> float:
     def most(segment: Segment) -> float:
         if segment.sliced:
             return 2 * segment.scratch.at(rows)
-        return float(segment.forward.table[:, 3].max(initial=0.0)) * rows
+        return segment.moved * rows
 
     return max(map(most, segments), default=0.0) / case.tensor / case.sequence
 
@@ -196,7 +196,7 @@ def _buffers(case: Case, part: Sequence[Segment], trained: float, last: bool) ->
         size += trained * width
     if case.costs.flattens and zero.contiguous_gradients:
         bucket = float(case.zero_bucket)
-        if case.hardware.lazy_memory:  # pages that nothing is written to do not exist
+        if case.device.on_cpu:  # pages that nothing is written to do not exist
             bucket = min(bucket, trained)
         size += bucket * width * (2 if zero.overlap_comm and case.zero < 3 else 1)
         if case.zero == 1:  # gradients that fit lie in the bucket
@@ -213,7 +213,7 @@ def _gathered(case: Case, part: Sequence[Segment], trained: float) -> float:
         # The next unit is on its way while one computes (or, on CPUs, a gathered one's copy), and gradients of one are whole and
         # once more in fp32, to be sent.
         # A CPU's heap keeps of every block what was gathered, its copy in its place, and both of its gradients (see _heap).
-        if case.hardware.lazy_memory and not _gives_back(case):
+        if case.device.on_cpu and not _gives_back(case):
             return trained * (3 * width + 4)
         return min(trained, 2 * case.unit(part)) * (width + 4)
     unit = case.fetched(part)
@@ -231,7 +231,7 @@ def _reduced(case: Case, trained: float) -> float:
     process or many. Gloo makes an all-reduce of a reduce-scatter, in one more copy."""
     if not case.costs.flattens:
         return 0.0
-    copies = 2 if case.zero == 3 and case.data > 1 and case.hardware.lazy_memory else 1
+    copies = 2 if case.zero == 3 and case.data > 1 and case.device.on_cpu else 1
     return copies * min(case.zero_bucket, trained) * case.gradient_bytes
 
 

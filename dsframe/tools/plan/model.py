@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 from dataclasses import dataclass, field, replace
-from typing import Any
-
-import numpy as np
 
 
 @dataclass(frozen=True)
@@ -20,29 +17,6 @@ class Affine:
 
     def __add__(self, other: Affine) -> Affine:
         return Affine(self.fixed + other.fixed, self.each + other.each)
-
-
-@dataclass(frozen=True)
-class Work:
-    """The operations of one pass, in order: five numbers each, shape ``[n, 5]``: FLOPs and bytes, fixed and for each sample; and
-    whether each rank of tensor parallelism does all of it (``modes.Count``)."""
-
-    table: np.ndarray[Any, np.dtype[np.float64]]
-
-    def flops(self, samples: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-        result: np.ndarray[Any, np.dtype[np.float64]] = np.maximum(self.table[:, 0] + self.table[:, 1] * samples, 0.0)
-        return result
-
-    @property
-    def whole(self) -> np.ndarray[Any, np.dtype[np.bool_]]:
-        """Which of them tensor parallelism does not cut."""
-        result: np.ndarray[Any, np.dtype[np.bool_]] = self.table[:, 4] > 0
-        return result
-
-    def moved(self, samples: int) -> np.ndarray[Any, np.dtype[np.float64]]:
-        """Bytes read and written."""
-        result: np.ndarray[Any, np.dtype[np.float64]] = np.maximum(self.table[:, 2] + self.table[:, 3] * samples, 0.0)
-        return result
 
 
 @dataclass(frozen=True)
@@ -70,10 +44,10 @@ class Segment:
     largest: int
     """Elements of the module with the most of its own, ``linears`` left out: what ZeRO-3 gathers at a time."""
     linears: tuple[Linear, ...]
-    forward: Work
-    backward: Work
-    ready: tuple[tuple[int, int], ...]
-    """In the order of the backward pass: after so many of its operations the gradient of so many elements is there."""
+    flops: Affine
+    """Floating-point operations of a forward and a backward pass."""
+    moved: float
+    """Bytes that the operation with the most reads and writes for each sample, in the forward pass."""
     saved: Affine
     """Bytes kept for the backward pass, parameters left out."""
     saved_wide: Affine
@@ -93,10 +67,8 @@ class Segment:
     """Bytes that one of these parts keeps while its turn in the backward pass comes."""
     away: Affine = field(default_factory=Affine)
     """Bytes that wait on the host."""
-    again: float = 0.0
-    """Share of the forward pass that the backward pass computes again."""
     sliced: bool = False
-    """True if logits are there a slice at a time, as ``scratch`` says and ``forward`` does not."""
+    """True if logits are there a slice at a time, as ``scratch`` says and ``moved`` does not."""
     experts: int = 0
     """Elements of ``parameters`` that belong to single experts of a mixture."""
     lent: int = 0
@@ -122,11 +94,6 @@ class Model:
         return sum(segment.parameters for segment in self.segments)
 
     @property
-    def key(self) -> str:
-        """What tells models of other sizes and number formats apart, for measured times."""
-        return f"{self.parameters} parameters, {self.flops(1):.6g} FLOP a sample, {self.bytes_each} bytes"
-
-    @property
     def frozen(self) -> int:
         """Elements that are not."""
         return sum(segment.frozen for segment in self.segments)
@@ -141,17 +108,13 @@ class Model:
 
     def flops(self, samples: int) -> float:
         """Of a forward and a backward pass."""
-        return float(
-            sum(s.forward.flops(samples).sum() + s.backward.flops(samples).sum() for s in (*self.segments, self.loss))
-        )
-
-
-_NOTHING = Work(np.zeros((0, 5)))
+        return sum(segment.flops.at(samples) for segment in (*self.segments, self.loss))
 
 
 def bare(parameters: int, bytes_each: int) -> Model:
     """A model of which nothing is known but its size: no activations, no operations."""
-    nothing = Segment(parameters, 0, 0, 0, 0, (), _NOTHING, _NOTHING, (), Affine(), Affine(), Affine(), Affine(), 0, 0)
+    none = Affine()
+    nothing = Segment(parameters, 0, 0, 0, 0, (), none, 0.0, none, none, none, none, 0, 0)
     return Model((nothing,), replace(nothing, parameters=0), False, bytes_each)
 
 

@@ -1,7 +1,7 @@
 """What one step of a model computes, keeps and exchanges, found by running it on torch's meta device: shapes without memory.
 
-Each operation's floating-point operations and bytes are affine in the number of samples of a micro-batch (weights are read once,
-activations once a sample), so two runs, of 2 and of 4 samples, give every size. Layers that are made by the same function and
+Floating-point operations and bytes are affine in the number of samples of a micro-batch (weights are there once, activations
+once a sample), so two runs, of 2 and of 4 samples, give every size. Layers that are made by the same function and
 take the same shapes are run once: a GPT of 96 blocks costs as much as one of one block.
 """
 
@@ -14,7 +14,6 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
-import numpy as np
 import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
@@ -27,7 +26,7 @@ from dsframe.observe.flops import OperationCounter
 from dsframe.observe.meta import Attention, Loss, Stage, stages_of
 from dsframe.tasks.meta import example, map_floats, meta_device, with_rows
 from dsframe.tasks.task import Task
-from dsframe.tools.plan.model import Affine, Linear, Model, Segment, Work, autocast
+from dsframe.tools.plan.model import Affine, Linear, Model, Segment, autocast
 
 if TYPE_CHECKING:
     from dsframe.config import Config
@@ -39,15 +38,14 @@ _FREE = {"aten._unsafe_view.default", "aten.empty_like.default", "aten.empty.mem
 
 
 class OperationTable(OperationCounter):  # type: ignore[no-untyped-call]
-    """Of every operation that is no view: FLOPs, bytes, and whether tensor parallelism leaves it whole (1.0, else 0.0), as it does
-    with what is no product and has results as wide as the model: norms and sums of residuals, not what stands between products."""
+    """Bytes that each operation reads and writes, views left out, and those of the largest result."""
 
-    def __init__(self, width: int | None, sliced: tuple[int, int] | None = None) -> None:
+    def __init__(self, sliced: tuple[int, int] | None = None) -> None:
         """``sliced``: a vocabulary, and of how many tokens logits are there at a time."""
         super().__init__()
-        self.operations: list[tuple[float, float, float]] = []
+        self.moved: list[float] = []
         self.largest = 0.0
-        self._width, self._sliced = width, sliced
+        self._sliced = sliced
 
     def seen(self, func: Any, args: Any, kwargs: Any, out: Any, flops: float) -> None:
         if func.is_view or str(func) in _FREE:
@@ -55,8 +53,7 @@ class OperationTable(OperationCounter):  # type: ignore[no-untyped-call]
         results = [leaf for leaf in tree_leaves(out) if isinstance(leaf, Tensor)]
         written = sum(result.nbytes for result in results)
         read = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, Tensor))
-        wide = any(result.ndim and result.shape[-1] == self._width for result in results)
-        self.operations.append((flops, float(read + written), float(wide and not flops)))
+        self.moved.append(float(read + written))
         self.largest = max(self.largest, float(sum(map(self._there, results))))
 
     def _there(self, result: Tensor) -> int:
@@ -198,11 +195,10 @@ def _switched(
     """The segment with its ``parts`` switched, as a copy of it that is switched shows."""
     twin = copy.deepcopy(module)
     inside = [_SetAside(twin.get_submodule(name)) for name in parts]
-    runs, inputs, flops = [], [], 0.0
+    runs, inputs = [], []
     for flow in flows:
         runs.append(_pass(twin, flow, None))
         inputs.append(0.0 if chosen.offloads else float(sum(part.inputs for part in inside)))
-        flops = flops or sum(part.flops for part in inside)
     rest = _affine(runs[0].saved, runs[1].saved)
     own = _affine(inputs[0], inputs[1])
     gone, share = Affine(segment.saved.fixed - rest.fixed, segment.saved.each - rest.each), len(inside)
@@ -213,23 +209,20 @@ def _switched(
         saved_wide=rest + own,  # inputs of blocks, which tensor parallelism does not cut
         transient=Affine(gone.fixed / share, gone.each / share),
         away=gone if chosen.offloads else Affine(),
-        again=0.0 if chosen.offloads else flops / max(float(segment.forward.flops(ROWS[0]).sum()), 1.0),
     )
 
 
 class _SetAside:
-    """A part of a model whose activations are not counted in a pass; its inputs' bytes and its operations in the last one."""
+    """A part of a model whose activations are not counted in a pass; its inputs' bytes in the last one."""
 
     def __init__(self, part: nn.Module) -> None:
-        self.inputs, self.flops, forward = 0, 0.0, part.forward
+        self.inputs, forward = 0, part.forward
 
         def hidden(*args: Any, **kwargs: Any) -> Any:
             self.inputs = sum(leaf.nbytes for leaf in tree_leaves((args, kwargs)) if _has_gradient(leaf))
             # Hooks of its own hide from those around them what is kept.
-            with torch.autograd.graph.saved_tensors_hooks(_same, _same), OperationTable(None) as table:
-                found = forward(*args, **kwargs)
-            self.flops = sum(row[0] for row in table.operations)
-            return found
+            with torch.autograd.graph.saved_tensors_hooks(_same, _same):
+                return forward(*args, **kwargs)
 
         part.forward = hidden
 
@@ -245,9 +238,9 @@ def _same(tensor: Tensor) -> Tensor:
 @dataclass
 class _Pass:
     outputs: Any
-    forward: list[tuple[float, float, float]]
-    backward: list[tuple[float, float, float]]
-    ready: list[tuple[int, int]]
+    flops: float
+    moved: list[float]
+    """Bytes that each operation of the forward pass reads and writes."""
     saved: float
     saved_wide: float
     output: float
@@ -261,7 +254,6 @@ def _pass(module: nn.Module, inputs: Any, width: int | None, sliced: tuple[int, 
     inputs = map_floats(inputs, lambda tensor: tensor.detach().requires_grad_())
     own = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
     kept: dict[int, tuple[Any, int, bool]] = {}
-    ready: list[tuple[int, int]] = []
 
     def keep(tensor: Tensor) -> Tensor:
         storage = tensor.untyped_storage()
@@ -269,34 +261,23 @@ def _pass(module: nn.Module, inputs: Any, width: int | None, sliced: tuple[int, 
             kept[storage._cdata] = storage, storage.nbytes(), bool(tensor.ndim) and tensor.shape[-1] == width
         return tensor
 
-    def note(parameter: Tensor) -> None:
-        ready.append((len(backward.operations), parameter.numel()))
-
-    hooks = [
-        p.register_post_accumulate_grad_hook(note)  # type: ignore[no-untyped-call]
-        for p in module.parameters()
-        if p.requires_grad
-    ]
     with (
         Attention() as attention,
         torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor),
-        OperationTable(width, sliced) as forward,
+        OperationTable(sliced) as forward,
     ):
         outputs = call(module, inputs)
     targets = [leaf for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor) and leaf.requires_grad]
-    with OperationTable(width, sliced) as backward:
+    with OperationTable(sliced) as backward:
         if targets:
             torch.autograd.backward(targets, [torch.empty_like(target) for target in targets])
-    for hook in hooks:
-        hook.remove()
     for parameter in module.parameters():
         parameter.grad = None
     sizes = [leaf.nbytes for leaf in tree_leaves(outputs) if isinstance(leaf, Tensor)]
     return _Pass(
         tree_map(lambda leaf: leaf.detach() if isinstance(leaf, Tensor) else leaf, outputs),
-        forward.operations,
-        backward.operations,
-        ready,
+        forward.forward + backward.backward,
+        forward.moved,
         float(sum(size for _, size, _ in kept.values())),
         float(sum(size for _, size, wide in kept.values() if wide)),
         float(sum(sizes)),
@@ -317,9 +298,8 @@ def _segment(module: nn.Module, runs: Sequence[_Pass], owner: int | None) -> Seg
         buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
         largest=max((_own(m) for name, m in module.named_modules() if name not in alone), default=0),
         linears=linears,
-        forward=_work(first.forward, second.forward),
-        backward=_work(first.backward, second.backward),
-        ready=tuple(first.ready),
+        flops=_affine(first.flops, second.flops),
+        moved=_moved(first.moved, second.moved),
         saved=_affine(first.saved, second.saved),
         saved_wide=_affine(first.saved_wide, second.saved_wide),
         output=_affine(first.output, second.output),
@@ -349,18 +329,14 @@ def _own(module: nn.Module) -> int:
     return sum(parameter.numel() for parameter in module.parameters(recurse=False))
 
 
-def _work(first: list[tuple[float, float, float]], second: list[tuple[float, float, float]]) -> Work:
+def _moved(first: Sequence[float], second: Sequence[float]) -> float:
     if len(first) != len(second):
         raise TaskError(
-            f"the model does {len(first)} operations for {ROWS[0]} samples and {len(second)} for {ROWS[1]}: it cannot be planned"
+            f"the model does {len(first)} operations for {ROWS[0]} samples and {len(second)} for "
+            f"{ROWS[1]}: it cannot be planned"
         )
-    table = np.zeros((len(first), 5))
-    for row, (one, two) in enumerate(zip(first, second, strict=True)):
-        for column in (0, 1):
-            found = _affine(one[column], two[column])
-            table[row, 2 * column : 2 * column + 2] = found.fixed, found.each
-        table[row, 4] = one[2]
-    return Work(table)
+    each = (_affine(*pair).each for pair in zip(first, second, strict=True))
+    return max(each, default=0.0)
 
 
 def _affine(first: float, second: float) -> Affine:

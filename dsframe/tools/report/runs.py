@@ -174,10 +174,8 @@ def figures(run: Run, first: Run) -> Figures:
     speed: dict[str, Figure] = {f"{run.unit} a second": _median(rates)}
     if len(rates) > 1:
         speed |= {"slowest of the repeats": min(rates), "fastest of the repeats": max(rates), "repeats": len(rates)}
-    seconds = predicted.get("seconds_per_step")
     speed |= {
         "step, ms": _median(run.step_seconds(), 1e3),
-        "step, predicted, ms": seconds * 1e3 if seconds else None,
         "start to engine, s": _median(run.all("start_seconds")),
         "time to first step, s": _median(run.first_step_after()),
         "training time, s": _median(run.all("seconds")),

@@ -14,21 +14,18 @@ ALL_REDUCE = Entry(
     supports=_LIKE_DDP,
     replicates=PLACEMENT | CUTS,
     ignores=MODELS_OWN,
-    costs="reference_engines.costs:AfterBackward",
 )
 RING = Entry(
     "reference_engines.ring:RingEngine",
     supports=_LIKE_DDP,
     replicates=PLACEMENT | CUTS,
     ignores=MODELS_OWN,
-    costs="reference_engines.costs:AfterBackward",
 )
 PARAMETER_AVERAGING = Entry(
     "reference_engines.averaging:ParameterAveragingEngine",
     supports=REPLICA - OVERFLOWS,
     replicates=PLACEMENT | CUTS,
     ignores=MODELS_OWN,
-    costs="reference_engines.costs:AfterBackward",
     otherwise={
         **dict.fromkeys(OVERFLOWS, "would let ranks skip different updates"),
         "gradient_sum": "has no meaning for weights",
@@ -42,7 +39,6 @@ PARAMETER_SERVER = Entry(
     supports=REPLICA - OVERFLOWS | {"gradient_sum"},
     replicates=PLACEMENT | CUTS,
     ignores=MODELS_OWN,
-    costs="reference_engines.costs:AfterBackward",
     otherwise=dict.fromkeys(OVERFLOWS, "would need the server to tell everybody about overflows"),
     keeps="all optimizer state on rank 0 and the whole model on every rank",
 )
@@ -51,7 +47,6 @@ ASYNC_PARAMETER_SERVER = Entry(
     supports=REPLICA - OVERFLOWS | {"gradient_sum"},
     replicates=PLACEMENT | CUTS,
     ignores=MODELS_OWN,
-    costs="reference_engines.costs:AfterBackward",
     otherwise={
         **dict.fromkeys(OVERFLOWS, "would need all workers to leave out the same update"),
         "skip_nonfinite": "would need all workers to leave out the same update",
@@ -66,7 +61,6 @@ MODEL_PARALLEL = Entry(
     supports=_LIKE_DDP | {"pipeline"},
     replicates=PLACEMENT,
     ignores=MODELS_OWN,
-    costs="reference_engines.costs:ModelParallel",
     keeps="some layers, with all their state, on each rank",
     size="stages",
     rules="reference_engines.rules:model_parallel",

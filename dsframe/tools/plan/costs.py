@@ -1,21 +1,17 @@
-"""What a run of each engine holds, sends and waits for: the facts behind ``dsframe plan`` and ``dsframe check --gpu-memory``.
+"""Bytes that a run of each engine holds and sends: the facts behind ``dsframe plan`` and ``dsframe check --gpu-memory``.
 
-An engine's entry names its class (``Entry.costs``). ``Costs`` is that of full replicas; others say what is different with them.
-The planner (``dsframe.tools.plan``) does the arithmetic, and asks for no engine by name. Imports nothing heavy.
+``Costs`` is that of full replicas, which an engine from outside is taken to hold; others say what is different with them.
+Imports nothing heavy.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import replace
-from typing import Literal
 
 from dsframe.config.resolve.memory import Cost, SetUp, moments
 from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.settings import Settings
-
-Overlap = Literal["none", "buckets", "backward"]
-"""What exchanges of gradients hide behind: nothing; each bucket behind what the backward pass has still to do when its last
-gradient is there; all behind the whole backward pass."""
 
 
 class Costs:
@@ -54,10 +50,6 @@ class Costs:
         """Slices of each layer."""
         return 1
 
-    def overlap(self, width: int) -> Overlap:
-        """Returns what the exchange of gradients overlaps with. ``width``: bytes of a parameter."""
-        return "buckets"
-
     @property
     def accumulates_whole(self) -> bool:
         """True if gradients that end in shares are whole until the last micro-batch, and reduced once."""
@@ -66,11 +58,6 @@ class Costs:
     @property
     def flattens(self) -> bool:
         """True if gradients and state lie in flat tensors, to and from which each step copies."""
-        return False
-
-    @property
-    def prefetches(self) -> bool:
-        """True if the next sharded parameters are on their way while a module computes."""
         return False
 
     @property
@@ -189,10 +176,6 @@ class HorovodCosts(Costs):
 
     copies_buckets = True
 
-    def overlap(self, width: int) -> Overlap:
-        """The gradients of fp32 masters are there when all of the model's are."""
-        return "none" if width < 4 else "buckets"
-
     def gradient_bytes(self, width: int) -> float:
         """After its compression."""
         return 2.0 if self.settings.horovod.compression == "fp16" else 4.0
@@ -210,12 +193,7 @@ class FsdpCosts(Costs):
     """PyTorch FSDP: everything in fp32 shares, gathered block by block in the format it computes in."""
 
     gathers_blocks = True
-    prefetches = True
     stage = 3
-
-    def overlap(self, width: int) -> Overlap:
-        """While the backward pass goes on to the next block."""
-        return "backward"
 
     @property
     def accumulates_whole(self) -> bool:
@@ -250,17 +228,6 @@ class ZeroCosts(Costs):
     def flattens(self) -> bool:
         """From stage 1 on."""
         return self.stage > 0
-
-    def overlap(self, width: int) -> Overlap:
-        """By ``overlap_comm``, which stage 3 has by default. Stage 0 reduces when all gradients are there."""
-        wanted = self.file.zero_optimization.overlap_comm
-        hides = wanted is not False if self.stage == 3 else bool(wanted) and self.stage > 0
-        return "backward" if hides else "none"
-
-    @property
-    def prefetches(self) -> bool:
-        """True if the prefetch bucket has room."""
-        return self.file.zero_optimization.stage3_prefetch_bucket_size > 0
 
     @property
     def scatters(self) -> bool:
@@ -316,3 +283,16 @@ class ZeroCosts(Costs):
         """Once where parameters may stay until the backward pass."""
         zero = self.file.zero_optimization
         return 1 if parameters <= min(zero.stage3_max_live_parameters, zero.stage3_max_reuse_distance) else passes
+
+
+_COSTS: Mapping[str, type[Costs]] = {
+    "deepspeed": ZeroCosts,
+    "ddp": DdpCosts,
+    "horovod": HorovodCosts,
+    "fsdp": FsdpCosts,
+}
+
+
+def costs_of(engine: str, file: DeepSpeed, settings: Settings) -> Costs:
+    """Returns what a run of this file on this engine holds and sends."""
+    return _COSTS.get(engine, Costs)(file, settings)
