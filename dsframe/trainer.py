@@ -102,8 +102,6 @@ class Summary:
     """Updates left out because gradients were not finite."""
     mfu: float | None = None
     """Model FLOPs utilization over the same steps as ``rate``, where the file asks for it: a share of what was measured."""
-    communication: Mapping[str, Any] | None = None
-    """What a step sends and what that takes by itself (:mod:`dsframe.observe.replay`), where the file asks for it."""
     stopped: str = ""
     """Why training ended before the last step of the file, where it did."""
     directory: str = ""
@@ -323,7 +321,7 @@ class Trainer:
         units = units_per_step * max(total - self._first, 0)
         rate = units / max(ended - first_done - self._pausing, 1e-9)
         memory = self._peak_memory()  # before observers take some
-        found = self._observers.results(self.engine, rate, self._last_batches)
+        found = self._observers.results(rate)
         return Summary(
             steps=total,
             seconds=ended - began - self._pausing,
@@ -336,14 +334,9 @@ class Trainer:
             peak_memory_bytes=memory,
             skipped_steps=self._skipped,
             mfu=found.get("mfu"),
-            communication=found.get("communication"),
             stopped=self.engine.plan.stop.reached if self.engine.plan.stop else "",
             directory=str(self.engine.plan.directory),
         )
-
-    def _last_batches(self) -> Iterator[Any]:
-        """The last step's micro-batches again."""
-        return self._take(self.loader.stream(self._last - 1, self._last), self._last)
 
     def _mean(self, value: torch.Tensor) -> float:
         """**Collective.** Mean over the data-parallel ranks, in float64."""

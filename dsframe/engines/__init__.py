@@ -119,7 +119,6 @@ def beside_several(config: Config, name: str) -> list[Problem]:
     found = [(tuple(one.path.split(".")), one.description) for one in features(config) if one.name in apart]
     for key, on in (
         ("mfu", settings.mfu),
-        ("measure_communication", settings.measure_communication),
         ("per_sample_randomness", settings.per_sample_randomness),
         ("model.compile", wanted.compile is True),
         # A block that is gathered as one reduces its gradients when any backward pass comes to it, its model's or another's.

@@ -71,8 +71,6 @@ _OPERATORS: Mapping[str, tuple[str, int]] = {
     "recv_": ("receive", 0),
     "recv_any_source_": ("receive", 0),
 }
-_PEERS = frozenset({"send", "recv_", "recv_any_source_"})
-"""Between two ranks: one may end only after the other has made its next call."""
 _PIECES: Mapping[str, tuple[str, int]] = {"gather_": ("gather", 1), "scatter_": ("scatter", 0)}
 """These have every rank's piece on the root alone: the piece that each rank has is counted, times the ranks."""
 _FUNCTIONAL: Mapping[str, str] = {
@@ -131,11 +129,6 @@ class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
         else:
             traffic.received_bytes += payload
 
-    def seen(
-        self, function: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any], *, waits: bool
-    ) -> None:
-        """Told of each collective before it is called. ``waits``: False where the call may need a later one to end."""
-
     def __torch_dispatch__(
         self, operator: Any, types: Any, args: tuple[Any, ...] = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
@@ -143,10 +136,8 @@ class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
         name = operator.overloadpacket.__name__
         if operator.namespace == "c10d" and name not in _SILENT:
             self._count_c10d(name, args)
-            self.seen(operator, args, kwargs or {}, waits=name not in _PEERS)
         elif operator.namespace == "_c10d_functional" and name not in _SILENT:
             self._count_functional(name, args, kwargs or {})
-            self.seen(operator, args, kwargs or {}, waits=True)
         return operator(*args, **(kwargs or {}))
 
     def _count_c10d(self, name: str, args: tuple[Any, ...]) -> None:
@@ -185,7 +176,6 @@ class Communication(TorchDispatchMode):  # type: ignore[no-untyped-call]
     def _watched(self, function: Callable[..., Any], kind: str, ranks: int) -> Callable[..., Any]:
         def counting(tensors: Any, *args: Any, **kwargs: Any) -> Any:
             self.add(kind, _bytes(tensors), ranks)
-            self.seen(function, (tensors, *args), kwargs, waits=False)
             return function(tensors, *args, **kwargs)
 
         return counting

@@ -15,9 +15,6 @@ if TYPE_CHECKING:
     from dsframe.config import Config
     from dsframe.engine import Engine, Plan
 
-Batches = Callable[[], Iterator[Any]]
-"""Makes the micro-batches of one optimizer step."""
-
 
 @dataclass(frozen=True)
 class Stretch:
@@ -52,8 +49,8 @@ class Observer:
     def finish(self, engine: Engine) -> None:
         """**Collective.** After the last step, or the one after which a signal stops all ranks: writes what is still held."""
 
-    def results(self, engine: Engine, rate: float, batches: Batches) -> Mapping[str, Any]:
-        """**Collective.** After a training that came to its end: what ``summary.json`` should say. ``rate``: of the run."""
+    def results(self, rate: float) -> Mapping[str, Any]:
+        """After a training that came to its end: what ``summary.json`` should say. ``rate``: of the run."""
         return {}
 
 
@@ -70,7 +67,6 @@ TABLE: Mapping[str, Switch] = {
     "comms_logger": Switch(lambda config: _logs_communication(config), "traffic"),
     "flops_profiler": Switch(lambda config: config.deepspeed.flops_profiler.enabled, "flops"),
     "dsframe.mfu": Switch(lambda config: config.settings.mfu, "utilization"),
-    "dsframe.measure_communication": Switch(lambda config: config.settings.measure_communication, "replay"),
 }
 """By the key of the file that switches it on. A module is imported only then. Each is entered inside the one above it."""
 
@@ -123,6 +119,6 @@ class Observers(Observer):
         for one in self._all:
             one.finish(engine)
 
-    def results(self, engine: Engine, rate: float, batches: Batches) -> Mapping[str, Any]:
-        """**Collective.** Results of all of them."""
-        return {name: value for one in self._all for name, value in one.results(engine, rate, batches).items()}
+    def results(self, rate: float) -> Mapping[str, Any]:
+        """Results of all of them."""
+        return {name: value for one in self._all for name, value in one.results(rate).items()}

@@ -20,7 +20,7 @@ from dsframe.engine import Engine, call
 from dsframe.engines import precision
 from dsframe.observe.flops import OperationCounter
 from dsframe.observe.meta import Attention, Loss, stages_of
-from dsframe.observe.observer import Batches, Observer, Stretch
+from dsframe.observe.observer import Observer, Stretch
 from dsframe.tasks.meta import example, map_floats, meta_device, with_rows
 from dsframe.tasks.task import Task
 from dsframe.text import amount
@@ -69,7 +69,7 @@ class MfuObserver(Observer):
         """Since the last logged step; nothing without a rate."""
         return {"mfu": self._known.of(rate)} if self._known and rate else {}
 
-    def results(self, engine: Engine, rate: float, batches: Batches) -> Mapping[str, Any]:
+    def results(self, rate: float) -> Mapping[str, Any]:
         return self.figures(rate)
 
 

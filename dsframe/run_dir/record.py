@@ -188,8 +188,6 @@ class Record:
         self.close("FINISHED")
         content = {**self._about, **asdict(summary)}
         del content["directory"]  # which may be moved
-        if summary.communication is None:
-            del content["communication"]
         with self.surviving():
             _write(self._directory / _SUMMARY, content)
 

@@ -20,8 +20,7 @@ EPILOG = """\
 Files are trained by dsframe launch, each --repeats times and in turns, so that a machine that becomes slower does so for all.
 Differences are to the first. "noise" is the largest difference of a loss between repeats of one run. The last lines say whether
 the first steps are those of one training. Speeds and times of several repeats are the median, with the slowest and the fastest.
-"collectives alone" is what a step sends, sent again by itself after the training; its share of a step is what could be hidden
-behind computation at best (--set dsframe.measure_communication=false leaves it out).
+"sent" is counted if the file has comms_logger.
 """
 _EARLY, _ROUNDING, _ROUNDING_16 = 10, 1e-5, 2e-3
 """Until this step the losses of one training differ by no more than this on any engine (docs/promise.md), in 16 bits by this."""
@@ -81,7 +80,7 @@ def _train(options: argparse.Namespace) -> dict[str, list[Path]]:
     for file in files:  # all mistakes before the first training
         for engine in engines:
             load(file, overrides=[*options.overrides, *([f"dsframe.engine={engine}"] if engine else [])])
-    overrides = ["dsframe.measure_communication=true", *options.overrides]
+    overrides = options.overrides
     labels = runs.names([file.with_suffix("") for file in files])
     wanted = [
         (" ".join(part for part in (label if len(files) > 1 or not engine else "", engine) if part), file, engine)
@@ -145,8 +144,6 @@ def table(groups: Mapping[str, Sequence[Path]]) -> str:
     for label, key, form in (
         ("sent by a rank a step, MB", "sent", ".4g"),
         ("predicted to be sent, MB", "predicted", ".4g"),
-        ("collectives alone, ms", "alone", ".3g"),
-        ("share of a step", "share", ".0%"),
     ):
         if any(one[key] is not None for one in network):
             rows.append([label, *(_figure(one[key], form) for one in network)])

@@ -36,17 +36,13 @@ def test_it_trains(name: str, tmp_path: Path) -> None:
     engine = "ddp" if name in NOT_HERE else load(name).settings.engine
     module = "dsframe.train" if name in LAUNCH else "tests.engines.briefly"
     options = ["-m", module, "--config", name, "--run-dir", str(tmp_path), "--set", f"dsframe.steps={STEPS}"]
-    options += ["--set", "dsframe.task.samples=512", "--set", "dsframe.measure_communication=true"]
+    options += ["--set", "dsframe.task.samples=512"]
     options += ["--set", "dsframe.task.dataset=synthetic", "--engine", "ddp"] if name in NOT_HERE else []
     command = LAUNCH.get(name, warm)(1 if engine == "single" else 2, options)
     finished = run_ranks(command, timeout_seconds=COMPILING_SECONDS if "nvme" in name else 590).check()
     assert len(losses(tmp_path)) == STEPS
     summary = read_summary(tmp_path)
     assert math.isfinite(summary["loss"])
-    sent, seconds = summary["communication"]["sent_bytes"], summary["communication"]["seconds"]
-    assert len(sent) == summary["world_size"]
-    assert (min(sent) > 0) == (seconds > 0) == (engine != "single")
-    assert seconds < 60
     assert "Warning" not in finished.output
     assert "Traceback" not in finished.output
 

@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator
-from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -14,7 +12,6 @@ from torch import Tensor
 from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from dsframe.observe.communication import Communication
-from dsframe.observe.replay import Recording, measure
 
 RANKS = 4
 
@@ -95,40 +92,6 @@ def test_known_collectives(name: str) -> None:
     assert counted.by_kind[kind].received_bytes == (payload if kind == "receive" else 0 if kind == "send" else sent)
     assert counted.bytes_sent == counted.by_kind[kind].sent_bytes
     assert set(counted.by_kind) == {kind}
-
-
-@pytest.mark.parametrize("name", KNOWN)
-@pytest.mark.filterwarnings("ignore:.*_tensor. is deprecated:FutureWarning")
-def test_what_was_recorded_is_sent_again(name: str) -> None:
-    with Recording() as recorded:
-        KNOWN[name][0]()
-    send = recorded.again(torch.device("cpu"))
-    assert count(send).by_kind == count(send).by_kind == recorded.by_kind != {}
-
-
-class OneStep:
-    """As much of an engine as is needed: a step that makes one call."""
-
-    def __init__(self, call: Callable[[], object]) -> None:
-        self.plan = SimpleNamespace(world=SimpleNamespace(size=1, rank=0), device=torch.device("cpu"))
-        self.train_step = lambda batches: call()
-
-    def sum_over_ranks(self, values: Tensor) -> Tensor:
-        return values
-
-
-def measured(call: Callable[[], object]) -> dict[str, Any]:
-    return measure(OneStep(call), iter(()))  # type: ignore[arg-type]
-
-
-def test_what_a_step_takes_to_send() -> None:
-    found = measured(KNOWN["all_reduce"][0])
-    assert found["sent_bytes"] == [6000]
-    assert found["calls"] == {"all-reduce": 1}
-    assert 0 < found["seconds"] < 1
-    assert measured(lambda: None) == {"sent_bytes": [0], "calls": {}, "seconds": 0.0}
-    unknown = measured(lambda: torch.ops._c10d_functional.isend(ones(1), 1, 0, world().group_name))
-    assert "isend" in unknown["problem"]  # the training went well all the same
 
 
 def test_barriers_and_the_end_of_counting() -> None:

@@ -186,7 +186,7 @@ def test_any_run_directory_is_read_or_refused(name: str, content: Any, cut: int,
     try:
         with runs.understood():
             run = runs._read(tmp_path)
-            for _ in (run.curve("loss"), run.step_seconds(), run.first_step_after(), run.collectives()):
+            for _ in (run.curve("loss"), run.step_seconds(), run.first_step_after()):
                 pass
             compare.losses(tmp_path)
     except DsframeError as error:

@@ -160,9 +160,6 @@ class Settings(Section):
     rank_output: Literal["prefix", "files", "plain"] = "prefix"
     """What ranks other than 0 print: from Python with ``[rank 3]`` before each line (horovodrun has its own mark); to the files
     ``output/rank3.log`` of the run's directory, libraries' own lines too; or as it is."""
-    measure_communication: bool = False
-    """Count what the ranks send in a step and measure what that takes by itself, by one step more after the training, which its
-    results do not see. ``dsframe compare`` sets it."""
     run_dir: str | None = None
     """Folder of the run's results. Default: ``runs/NAME-ENGINE`` after the config file's name."""
     checkpoints: Checkpoints = Field(default_factory=Checkpoints.model_construct)

@@ -76,8 +76,6 @@ def page(runs: Sequence[Run]) -> str:
     parts.append(f'<div class="columns">{"".join(f"<div>{_figures(column)}</div>" for column in columns)}')
     parts.append(f"{_figures(below)}</div>")
     parts.append(f'<h2>In figures</h2><div class="wide">{_table(runs, found)}</div>')
-    if any(run.collectives() for run in runs):
-        parts.append(f'<p class="note">{_MEASURED}</p>')
     for run in runs:
         parts += _origin(run)
     flat = [{name: value for section in one.values() for name, value in section.items()} for one in found]
@@ -88,13 +86,6 @@ def page(runs: Sequence[Run]) -> str:
         f"<title>{escape(title)}</title><style>{_STYLE}</style></head><body>\n{body}\n"
         f'<script type="application/json" id="figures">{data}</script>\n</body></html>\n'
     )
-
-
-_MEASURED = (
-    "Collectives alone: after the training one more step is counted, and what it sends is sent again by itself, several times; "
-    "the median of the slowest rank. It is what the network and the copies take without computation and without waiting for a "
-    "slower rank: the most that a faster network could save, and some of it may be hidden behind computation already."
-)
 
 
 _FILES = (
@@ -167,8 +158,8 @@ def charts(runs: Sequence[Run]) -> tuple[Pictures, Pictures, Pictures]:
 
 
 def _bars(runs: Sequence[Run]) -> Pictures:
-    """Speed, start, memory and communication of several runs, each left out where no run has it."""
-    speed, start, memory, network = [], [], [], []
+    """Speed, start and memory of several runs, each left out where no run has it."""
+    speed, start, memory = [], [], []
     for place, run in enumerate(runs):
         if rates := run.all("rate"):
             middle = statistics.median(rates)
@@ -180,18 +171,8 @@ def _bars(runs: Sequence[Run]) -> Pictures:
         if peaks := [peak / 2**20 for peak in (run.all("peak_memory_bytes") or [()])[0]]:
             said = f"{max(peaks):,.0f} MiB" + (f" (least {min(peaks):,.0f})" if len(peaks) > 1 else "")
             memory.append(Bar(run.name, max(peaks), said, place, peaks if len(peaks) > 1 else ()))
-        if (sent := run.collectives()) and (times := run.step_seconds()):
-            step = statistics.median(times)
-            alone = statistics.median(one["seconds"] for one in sent)
-            said = f"{alone * 1e3:,.3g} of {step * 1e3:,.3g} ms ({alone / step:.0%}), {max(sent[0]['sent_bytes']) / 1e6:,.3g} MB"
-            network.append(Bar(run.name, step * 1e3, said, place, part=alone * 1e3))
     wanted = [
         ("Speed", f"{runs[0].unit} a second, all ranks; median, dots are repeats", speed),
-        (
-            "Communication",
-            "ms a step, of which its collectives by themselves take (full colour); MB sent by a rank",
-            network,
-        ),
         ("Peak memory", "MiB of the fullest rank; dots are ranks", memory),
         ("Time to first step", "seconds from the start of rank 0's process to the end of its first step", start),
     ]

@@ -110,8 +110,6 @@ class Bar:
     """Colour, the same as of its line in other charts."""
     dots: Sequence[float] = ()
     """Values that it sums up: repeats, or ranks."""
-    part: float | None = None
-    """How much of it is filled; the rest is light. None: all."""
 
 
 @dataclass(frozen=True)
@@ -132,9 +130,7 @@ class Bars:
         """Draws itself."""
         for place, row in enumerate(self.rows):
             colour = COLOURS[row.series % len(COLOURS)]
-            axes.barh(place, row.value, 0.6, color=colour, alpha=1.0 if row.part is None else 0.3)
-            if row.part is not None:
-                axes.barh(place, min(row.part, row.value), 0.6, color=colour)
+            axes.barh(place, row.value, 0.6, color=colour)
             if row.dots:
                 axes.plot(
                     row.dots, [place] * len(row.dots), "-o", color="#111111", markerfacecolor="white", markersize=5

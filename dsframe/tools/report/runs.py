@@ -75,10 +75,6 @@ class Run:
             if "first_step_seconds" in one
         ]
 
-    def collectives(self) -> list[dict[str, Any]]:
-        """What was measured of communication, where it was; of this run and of its repeats."""
-        return [found for found in self.all("communication") if "seconds" in found]
-
 
 @contextlib.contextmanager
 def understood() -> Iterator[None]:
@@ -140,15 +136,11 @@ def noise(run: Run) -> float | None:
 
 
 def communication(run: Run) -> dict[str, float | None]:
-    """Of a step: MB that the busiest rank sends, counted and predicted; ms that its collectives take alone, and their share."""
-    guess, found = run.predicted.get("sent_bytes_per_step"), run.collectives()
-    alone = _median([one["seconds"] for one in found])
-    step = _median(run.step_seconds())
+    """MB that a rank sends in a step: counted on rank 0, where the file has ``comms_logger``, and predicted."""
+    guess, counted = run.predicted.get("sent_bytes_per_step"), run.curve("sent_bytes")
     return {
-        "sent": max(found[0]["sent_bytes"]) / 1e6 if found else None,
+        "sent": counted[-1][1] / 1e6 if counted else None,
         "predicted": sum(guess.values()) / 1e6 if guess is not None else None,
-        "alone": None if alone is None else alone * 1e3,
-        "share": None if alone is None or not step else alone / step,
     }
 
 
@@ -199,17 +191,8 @@ def _memory(run: Run, predicted: Mapping[str, Any]) -> dict[str, Figure]:
 
 
 def _communication(run: Run) -> dict[str, Figure]:
-    found, known = run.collectives(), communication(run)
-    problems = [one["problem"] for one in run.all("communication") if "problem" in one]
-    calls = found[0]["calls"] if found else {}
-    return {
-        "sent by a rank in a step, MB": known["sent"],
-        "sent, predicted, MB": known["predicted"],
-        "calls in a step": ", ".join(f"{count} {kind}" for kind, count in calls.items()) or None,
-        "collectives alone, ms": known["alone"],
-        "collectives alone, share of a step, %": None if known["share"] is None else known["share"] * 100,
-        "not measured": problems[0] if problems else None,
-    }
+    known = communication(run)
+    return {"sent by a rank in a step, MB": known["sent"], "sent, predicted, MB": known["predicted"]}
 
 
 def _median(values: Sequence[float], scale: float = 1.0) -> float | None:
