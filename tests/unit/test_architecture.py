@@ -302,7 +302,6 @@ MAY_NAME_ENGINES = {
     "cluster/world.py": "the launcher of that name, and its variables",
     "tools/launch/launchers.py": "the launcher of that name",
     "tools/launch/command.py": "the launcher of that name",
-    "tools/launch/ssh_check.py": "the package of that name, on other hosts",
     "tools/doctor.py": "the package and the launcher of that name",
     "tools/convert.py": "whose checkpoint is imported",
     "tools/convert_config.py": "the engine that does what another framework's settings say",

@@ -8,9 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
-import sys
 import threading
-import time
 from collections.abc import Callable
 from pathlib import Path
 
@@ -20,7 +18,7 @@ from dsframe.errors import WorldError
 from dsframe.guard.signals import GRACE_SECONDS
 from dsframe.host import supervise
 from dsframe.run_dir import outcome
-from dsframe.tools.launch import attempts, command, devices, hosts, launchers, ssh_launch
+from dsframe.tools.launch import attempts, command, devices, hosts, launchers
 from dsframe.tools.launch.attempts import Attempts
 from dsframe.tools.launch.hosts import Host
 from tests.processes import REPOSITORY
@@ -135,15 +133,6 @@ EXPORTED = "-x OMP_NUM_THREADS -x MASTER_ADDR -x MASTER_PORT"
         (
             "-H node1:2,node2:2 --launcher torchrun",
             [f"node{node + 1}$ torchrun {ON_TWO} --node-rank={node} {PROGRAM}" for node in (0, 1)],
-        ),
-        (
-            "-H node1:2,node2:2 --launcher deepspeed",
-            [
-                f"node{node + 1}$ /env/bin/python -u -m deepspeed.launcher.launch --quiet "
-                "--world_info=eyJub2RlMSI6IFswLCAxXSwgIm5vZGUyIjogWzAsIDFdfQ== --master_addr=node1 --master_port=4321 "
-                f"--node_rank={node} --module{PROGRAM[2:]}"
-                for node in (0, 1)
-            ],
         ),
         (
             "-H node1:2,node2:2 --launcher horovodrun",
@@ -504,43 +493,48 @@ def test_deepspeeds_own_log_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None
     assert launchers.quietly(other) is other
 
 
-@pytest.mark.parametrize("launcher", ["deepspeed", "torchrun"])
-def test_a_host_file_of_two_thousand_hosts(launcher: str, tmp_path: Path) -> None:
-    """Seconds; and what each host is told fits into what a program may be handed, however many there are."""
+def test_deepspeed_reads_a_host_file(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
     file = tmp_path / "hosts"
-    file.write_text("".join(f"10.7.{number // 250}.{number % 250 + 1} slots=8\n" for number in range(2000)))
-    began = time.monotonic()
-    found = hosts.look_up(hosts.share(hosts.read_file(file), None))
-    job = launchers.Job(16_000, ("-m", "dsframe.train"), (), hosts=found, address=found[0].name)
-    plan = launchers.plan(launcher, job)
-    assert not any(host.is_here for host in found)
-    assert len(plan.commands) == 2000
-    assert max(len(word) for command in plan.commands for word in command) < 128 * 1024
-    shown = plan.show(found, most=4).splitlines()
-    assert len(shown) == 5
-    assert shown[-1] == "... and so on 1996 more hosts"
-    told = ssh_launch.order([(host.name, host.is_here) for host in found], plan.commands, {"PATH": "/bin"}, "report")
-    assert len(told[ssh_launch.VARIABLE]) < 10
-    read = subprocess.run(
-        [sys.executable, "-c", READ_ORDER],
-        env=os.environ | told,
-        pass_fds=[int(told[ssh_launch.VARIABLE])],
-        capture_output=True,
-        text=True,
-        timeout=60,
-        check=True,
-    )
-    os.close(int(told[ssh_launch.VARIABLE]))
-    assert json.loads(read.stdout) == [2000, ["10.7.7.250", False], list(plan.commands[-1]), {"PATH": "/bin"}]
-    assert time.monotonic() - began < 60
+    file.write_text("node1 slots=2\nnode2 slots=4\n")
+    (line,) = shown(capsys, monkeypatch, f"--config zero3.json --hostfile {file} -np 3 --launcher deepspeed")
+    meeting = "--master_addr=node1 --master_port=4321"
+    included = "--include=node1:0,1@node2:0"
+    assert line == f"OMP_NUM_THREADS=3 deepspeed --hostfile={file} {included} {meeting} --module{PROGRAM[2:]}"
+    with pytest.raises(WorldError, match="name it with --hostfile"):
+        command.main(["--print", "--config", "zero3.json", "-H", "node1:2,node2:2", "--launcher", "deepspeed"])
 
 
-READ_ORDER = """
-import json
-from dsframe.tools.launch import ssh_launch
-found = ssh_launch.ordered()
-print(json.dumps([len(found["hosts"]), found["hosts"][-1], found["commands"][-1], found["environment"]]))
-"""
+@pytest.mark.parametrize(
+    ("engine", "installed", "launcher"),
+    [
+        ("deepspeed", ("deepspeed", "pdsh", "mpirun"), "deepspeed"),
+        ("deepspeed", ("deepspeed", "mpirun"), "mpirun"),
+        ("ddp", ("mpirun", "pdsh"), "mpirun"),
+        ("ddp", (), "torchrun"),
+        ("horovod", (), "horovodrun"),
+    ],
+)
+def test_several_hosts_take_what_is_installed(
+    engine: str, installed: tuple[str, ...], launcher: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(launchers.shutil, "which", lambda name, path: name if name in installed else None)
+    job = launchers.Job(4, ("-m", "dsframe.train"), (), hosts=TWO, hostfile=Path("hosts"))
+    assert launchers.natural(engine, job) == launcher
+
+
+def test_without_a_launcher_for_several_hosts_each_ones_command_is_printed(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    words = ["-H", "node1:2,node2:2", "--launcher", "torchrun", "--config", "zero3.json"]
+    assert command.main([*words, "--run-dir", str(tmp_path / "run")]) == 2
+    printed = capsys.readouterr()
+    lines = printed.out.splitlines()
+    assert [line.split("$")[0] for line in lines] == ["node1", "node2"]
+    assert all("torchrun --nnodes=2" in line for line in lines)
+    assert "type each line on its host, or install pdsh" in printed.err
+    assert not (tmp_path / "run").exists()
 
 
 def test_a_name_that_nobody_knows_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:

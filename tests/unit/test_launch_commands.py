@@ -543,19 +543,3 @@ def test_costs_little(stand_in: dict[str, str], tmp_path: Path) -> None:
     assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5, (
         "seconds of the processor, of three"
     )
-
-
-def test_a_killed_agent_of_another_host_leaves_nothing(tmp_path: Path) -> None:
-    (tmp_path / "forever").write_text("#!/bin/sh\necho ready\nexec sleep 60\n")
-    (tmp_path / "forever").chmod(0o755)
-    order = {"directory": str(tmp_path), "environment": {}, "command": [str(tmp_path / "forever")]}
-    (tmp_path / "order").write_text(json.dumps(order) + "\n")
-    # A pipe that stays open, as a connection does that nobody has closed.
-    agent = f"mkfifo pipe; exec 0<>pipe; cat order >pipe; exec {sys.executable} -m dsframe.tools.launch.node"
-
-    def kill(running: Running) -> None:
-        running.wait_for(lambda: "ready" in running.stdout, timeout_seconds=20, what="the job ran")
-        running.process.kill()
-        running.wait_for_end(timeout_seconds=10)
-
-    run_ranks(["bash", "-c", agent], cwd=tmp_path, timeout_seconds=30, settle_seconds=5, while_running=kill)

@@ -22,7 +22,7 @@ from dsframe.host import streams, supervise
 from dsframe.run_dir.output import directory_of
 from dsframe.tools import check
 from dsframe.tools.commands import command
-from dsframe.tools.launch import devices, launchers, ssh_check, ssh_launch
+from dsframe.tools.launch import devices, launchers
 from dsframe.tools.launch import hosts as places
 from dsframe.tools.launch.attempts import Attempts, say
 from dsframe.tools.launch.launchers import Elastic, Job, Launch
@@ -48,7 +48,8 @@ class Wanted:
     engine: str
     launcher: str
     job: Job
-    resume: str
+    chosen: argparse.Namespace
+    """The options of dsframe.train."""
     directory: Path
 
 
@@ -114,12 +115,8 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(launchers.plan(wanted.launcher, wanted.job).show(wanted.job.hosts))
         return 0
     streams.survive()
-    chosen = parse_training(training)
-    code = _check(wanted, chosen.set, quiet=chosen.quiet)
-    others = [host.name for host in wanted.job.hosts if not host.is_here]
-    if not code and others and wanted.launcher != "srun":
-        ssh_check.examine(others, wanted.job.interface if wanted.launcher == "horovodrun" else None)
-    return code or _run(wanted, options)
+    code = _check(wanted, wanted.chosen.set, quiet=wanted.chosen.quiet)
+    return code or _by_hand(wanted) or _run(wanted, options)
 
 
 def read(options: argparse.Namespace, training: Sequence[str]) -> Wanted:
@@ -143,7 +140,20 @@ def read(options: argparse.Namespace, training: Sequence[str]) -> Wanted:
             raise ConfigError(wrong)
     launcher = launchers.natural(engine, job) if options.launcher == "auto" else options.launcher
     directory = directory_of(config, engine, _task_name(options))
-    return Wanted(config, engine, launcher, job, chosen.resume, directory)
+    return Wanted(config, engine, launcher, job, chosen, directory)
+
+
+def _by_hand(wanted: Wanted) -> int:
+    """Prints a command for each host where the launcher has one for each, and returns an exit code; 0 where it has not."""
+    launch = launchers.plan(wanted.launcher, wanted.job)
+    if len(launch.commands) == 1:
+        return 0
+    print(launch.show(wanted.job.hosts))
+    say(
+        f"{wanted.launcher} starts the processes of one host: type each line on its host, or install pdsh (for deepspeed, "
+        "with --hostfile) or Open MPI"
+    )
+    return ConfigError.exit_code
 
 
 def _task_name(options: argparse.Namespace) -> str:
@@ -206,6 +216,7 @@ def _job(options: argparse.Namespace, config: Config, training: Sequence[str]) -
         program=(options.script,) if options.script else ("-m", "dsframe.train"),
         arguments=tuple(training),
         hosts=hosts,
+        hostfile=options.hostfile,
         gpus=() if mask is None else gpus[:processes],
         threads=config.settings.threads_per_rank or (int(given) if given.isdigit() else max(1, cores // local)),
         address=address,
@@ -249,7 +260,7 @@ def _run(wanted: Wanted, options: argparse.Namespace) -> int:
         job = launchers.with_arguments(job, "--report", str(attempts.report))
         launch = launchers.plan(wanted.launcher, job)
         launch = launch if "--verbose" in job.arguments else launchers.quietly(launch)
-        return _start(launch, job.hosts, str(attempts.report), received)
+        return _start(launch, received)
 
     try:
         return attempts.run(attempt)
@@ -259,14 +270,14 @@ def _run(wanted: Wanted, options: argparse.Namespace) -> int:
         ) from None
 
 
-def _start(launch: Launch, hosts: tuple[places.Host, ...], report: str, received: list[int]) -> int:
+def _start(launch: Launch, received: list[int]) -> int:
+    (command,) = launch.commands
     environment = {**os.environ, **launch.environment}
-    command, forwards = launch.commands[0], launch.forwards
-    if len(launch.commands) > 1:
-        named = [(host.name, host.is_here) for host in hosts]
-        environment |= ssh_launch.order(named, launch.commands, environment, report)
-        command, forwards = (sys.executable, "-m", "dsframe.tools.launch.ssh_launch"), True
-    name, *arguments = command
     return supervise.run(
-        launchers.program(name), arguments, environment, gentle=True, forwards=forwards, received=received
+        launchers.program(command[0]),
+        [*command[1:]],
+        environment,
+        gentle=True,
+        forwards=launch.forwards,
+        received=received,
     )

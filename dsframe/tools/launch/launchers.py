@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import base64
-import json
 import os
 import shlex
 import shutil
@@ -48,6 +46,8 @@ class Job:
     """Arguments of the program."""
     hosts: tuple[Host, ...] = ()
     """Hosts with the processes of each; empty: this machine only."""
+    hostfile: Path | None = None
+    """The file that names them; None: the command line does, or Slurm."""
     gpus: tuple[str, ...] = ()
     """GPUs out of CUDA_VISIBLE_DEVICES that this machine's processes use; empty: all that they see."""
     threads: int = 1
@@ -134,7 +134,7 @@ def _python(job: Job) -> Launch:
 
 
 def _deepspeed(job: Job) -> Launch:
-    """DeepSpeed's. On several hosts: what its runner would start on each through pdsh, which is not needed here."""
+    """DeepSpeed's. On several hosts it starts its processes by pdsh."""
     words = (*_module(job, "--module"), *job.arguments)
     if not job.hosts:
         # With --num_gpus it drops CUDA_VISIBLE_DEVICES and takes GPUs 0 to N-1, which may be other people's.
@@ -152,12 +152,14 @@ def _deepspeed(job: Job) -> Launch:
         number = () if mask else (f"--num_gpus={job.processes}",)
         own = ("deepspeed", *number, f"--master_port={job.port}")
         return Launch(((*own, *words),), _threads(job) | mask)
-    slots = {host.name: list(range(host.slots)) for host in job.hosts}
-    world = base64.urlsafe_b64encode(json.dumps(slots).encode()).decode()
-    starter = (sys.executable, "-u", "-m", "deepspeed.launcher.launch", "--quiet")
-    options = (f"--world_info={world}", f"--master_addr={job.address}", f"--master_port={job.port}")
-    commands = ((*starter, *options, f"--node_rank={node}", *words) for node in range(len(job.hosts)))
-    return Launch(tuple(commands), _threads(job))
+    if job.hostfile is None:
+        raise WorldError(
+            'deepspeed reads the names of hosts from a file: write a line "name slots=4" for each, and name it with --hostfile'
+        )
+    included = "@".join(f"{host.name}:{','.join(map(str, range(host.slots)))}" for host in job.hosts)
+    meeting = (f"--master_addr={job.address}", f"--master_port={job.port}")
+    command = ("deepspeed", f"--hostfile={job.hostfile}", f"--include={included}", *meeting, *words)
+    return Launch((command,), _threads(job))
 
 
 def _torchrun(job: Job) -> Launch:
@@ -226,19 +228,31 @@ _PLANS: Mapping[str, Callable[[Job], Launch]] = {
 
 
 def natural(engine: str, job: Job) -> str:
-    """The launcher that belongs to an engine: Horovod's, DeepSpeed's, torch's; srun in an allocation, python for one process."""
+    """The launcher that belongs to an engine: Horovod's, DeepSpeed's, torch's; srun in an allocation, python for one process.
+
+    On several hosts DeepSpeed's needs pdsh and a host file, and torch's starts the processes of one host only: without, mpirun.
+    """
     if job.elastic:
         return "horovodrun"
     if job.allocation:
         return "srun"
     if job.processes == 1 and not job.hosts:
         return "python"
-    return TABLE[engine].launcher
+    own = TABLE[engine].launcher
+    if not job.hosts or own not in ("deepspeed", "torchrun"):
+        return own
+    if own == "deepspeed" and job.hostfile is not None and _installed("deepspeed") and _installed("pdsh"):
+        return own
+    return "mpirun" if _installed("mpirun") else "torchrun"
+
+
+def _installed(name: str) -> bool:
+    return shutil.which(name, path=search_path()) is not None
 
 
 def quietly(launch: Launch) -> Launch:
-    """The launch without DeepSpeed's own log, which is 18 lines on one host; the commands for several hosts have none."""
-    if len(launch.commands) > 1 or launch.commands[0][0] != "deepspeed":
+    """The launch without DeepSpeed's own log, which is 18 lines."""
+    if launch.commands[0][0] != "deepspeed":
         return launch
     name, *words = launch.commands[0]
     known = "DS_ACCELERATOR" in os.environ or devices.accelerators()
