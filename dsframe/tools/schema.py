@@ -219,14 +219,25 @@ def _default(owner: type[Section], key: str) -> str:
     return "" if value is None else f"`{json.dumps(value)}`"
 
 
+_REFUSED = ("data_efficiency", "hybrid_engine")
+"""Sections of DeepSpeed that no engine here accepts."""
+_OF_A_LIBRARY = (*_REFUSED, "autotuning", "params")
+"""Sections whose keys are listed without their meaning, which the library's own documentation has."""
+
+
 def markdown() -> str:
-    """Returns the reference of all keys, for docs/configuration.md."""
+    """Returns the reference of all keys, for docs/configuration.md: dsframe's own section first."""
     lines: list[str] = []
-    for path, owner in sections():
+    for path, owner in sorted(sections(), key=lambda entry: entry[0][:1] != ("dsframe",)):
         texts = describe(owner)
-        title = ".".join(path) if path else "Top level"
+        title = ".".join(path) if path else "DeepSpeed: top level"
         lines += [f"### {title}" if path else f"## {title}", "", summary(owner).replace("``", "`"), ""]
+        if path and path[0] in _REFUSED:
+            lines += ["Refused: no engine of dsframe accepts this section.", ""]
         keys = [key for key in owner.model_fields if not (path == () and shape(owner, key).section)]
+        if keys and any(part.partition(" (")[0] in _OF_A_LIBRARY for part in path):
+            lines += [", ".join(f"`{key}` {_default(owner, key)}".strip() for key in keys) + ".", ""]
+            continue
         if keys:
             lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for key in keys:

@@ -40,7 +40,7 @@ def test_the_reference_has_every_key() -> None:
     text = markdown()
     for path, owner in sections():
         for key in owner.model_fields:
-            assert f"| `{key}` |" in text or (not path and f"### {key}\n" in text), f"{path}.{key}"
+            assert f"`{key}`" in text or (not path and f"### {key}\n" in text), f"{path}.{key}"
     assert "``" not in text
 
 
