@@ -40,7 +40,7 @@ from dsframe.host import cores, phases
 from dsframe.host.memory import keep_freed, reset_peak, resident_bytes
 from dsframe.model import optimizers, schedules, weighting
 from dsframe.model.followers import EarlyStop
-from dsframe.observe.observer import Observers, Stretch
+from dsframe.observe.observer import ObserverContext, Observers
 from dsframe.run_dir import blocks, outcome, output
 from dsframe.run_dir.lock import RunLock
 from dsframe.run_dir.progress import Progress
@@ -129,7 +129,7 @@ def train(run: Run, world: World, commits: MemoryCheckpoint | None) -> Summary:
     done = start.step if start.in_place else 0
     over = done == job.work.schedule.total_steps or (job.plan.stop is not None and job.plan.stop.reached != "")
     complete = over and finished(job.plan.directory, done)
-    observers = Observers(Stretch(job.plan, start.step, job.work.schedule.total_steps, job.progress.say))
+    observers = Observers(ObserverContext(job.plan, start.step, job.work.schedule.total_steps, job.progress.say))
     facts |= observers.start(engine)
     record = Record(job.plan, facts, done, say=job.say) if world.is_main and not complete else None
     phases.done("records")

@@ -21,20 +21,20 @@ from torch.nn.modules.module import register_module_forward_hook, register_modul
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.flop_counter import flop_registry, sdpa_backward_flop_count, sdpa_flop_count
 
-from dsframe.observe.observer import Observer, Stretch
+from dsframe.observe.observer import Observer, ObserverContext
 from dsframe.text import amount
 
 if TYPE_CHECKING:
     from dsframe.config.schema.monitor import FlopsProfiler
 
 
-def observer(stretch: Stretch) -> Observer | None:
+def observer(context: ObserverContext) -> Observer | None:
     """Rank 0's profile; the others have none."""
-    plan = stretch.plan
+    plan = context.plan
     if not plan.world.is_main:
         return None
-    steps = plan.batch.accumulation_steps, stretch.done_steps, stretch.total_steps
-    return FlopsProfile(plan.config.deepspeed.flops_profiler, *steps, plan.device, stretch.say)
+    steps = plan.batch.accumulation_steps, context.done_steps, context.total_steps
+    return FlopsProfile(plan.config.deepspeed.flops_profiler, *steps, plan.device, context.say)
 
 
 def flops_of(operator: Any, args: Any, kwargs: Any, out: Any) -> float:

@@ -17,7 +17,7 @@ if TYPE_CHECKING:
 
 
 @dataclass(frozen=True)
-class Stretch:
+class ObserverContext:
     """The steps that one process is going to take, as an observer sees them."""
 
     plan: Plan
@@ -56,7 +56,7 @@ class Observer:
 
 @dataclass(frozen=True)
 class Switch:
-    """When an observer is on, and where it is: a module here with ``observer(stretch) -> Observer | None``."""
+    """When an observer is on, and where it is: a module here with ``observer(context) -> Observer | None``."""
 
     on: Callable[[Config], bool]
     module: str
@@ -79,9 +79,9 @@ def _logs_communication(config: Config) -> bool:
 class Observers(Observer):
     """All that the file switches on, as one. Costs nothing where it asks for nothing."""
 
-    def __init__(self, stretch: Stretch) -> None:
-        wanted = [switch.module for switch in TABLE.values() if switch.on(stretch.plan.config)]
-        made = [importlib.import_module(f"dsframe.observe.{module}").observer(stretch) for module in wanted]
+    def __init__(self, context: ObserverContext) -> None:
+        wanted = [switch.module for switch in TABLE.values() if switch.on(context.plan.config)]
+        made = [importlib.import_module(f"dsframe.observe.{module}").observer(context) for module in wanted]
         self._all: list[Observer] = [one for one in made if one is not None]
 
     def start(self, engine: Engine) -> Mapping[str, Any]:

@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any
 
 from torch.profiler import ProfilerActivity, profile, schedule
 
-from dsframe.observe.observer import Observer, Stretch
+from dsframe.observe.observer import Observer, ObserverContext
 
 if TYPE_CHECKING:
     from dsframe.config.schema.settings_report import Profile
@@ -21,18 +21,18 @@ _ROWS = 25
 """Of a table."""
 
 
-def observer(stretch: Stretch) -> Observer:
+def observer(context: ObserverContext) -> Observer:
     """This rank's profiler; on a rank that the file does not name it only says where the traces are."""
-    return Traces(stretch)
+    return Traces(context)
 
 
 class Traces(Observer):
     """One rank's profiler. Nothing is slower outside of the steps that it looks at."""
 
-    def __init__(self, stretch: Stretch) -> None:
-        plan, done, section = stretch.plan, stretch.done_steps, stretch.plan.config.settings.profile
+    def __init__(self, context: ObserverContext) -> None:
+        plan, done, section = context.plan, context.done_steps, context.plan.config.settings.profile
         assert section is not None
-        self._folder, self._rank, self._say = plan.directory / FOLDER, plan.world.rank, stretch.say
+        self._folder, self._rank, self._say = plan.directory / FOLDER, plan.world.rank, context.say
         self._active, self._waits = section.active, section.wait + section.warmup
         self._done = self._step = self._written = done
         self._on_gpu = plan.device.type == "cuda"

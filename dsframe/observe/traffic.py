@@ -17,7 +17,7 @@ from typing import TYPE_CHECKING, Any
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.config.rules.report import kind_of
 from dsframe.observe.communication import Communication
-from dsframe.observe.observer import Observer, Stretch
+from dsframe.observe.observer import Observer, ObserverContext
 
 if TYPE_CHECKING:
     from dsframe.config.schema.monitor import CommsLogger
@@ -46,11 +46,11 @@ class _Counter(Communication):  # type: ignore[no-untyped-call]
             self._say(f"step {self.step}: {kind} of {payload:,} bytes among {ranks} ranks{caller}")
 
 
-def observer(stretch: Stretch) -> Observer:
+def observer(context: ObserverContext) -> Observer:
     """This rank's counts."""
-    section = stretch.plan.config.deepspeed.comms_logger
+    section = context.plan.config.deepspeed.comms_logger
     assert section is not None
-    return TrafficLog(section, stretch.plan.directory, stretch.say)
+    return TrafficLog(section, context.plan.directory, context.say)
 
 
 class TrafficLog(Observer):

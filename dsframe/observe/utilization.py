@@ -20,7 +20,7 @@ from dsframe.engine import Engine, call
 from dsframe.engines import precision
 from dsframe.observe.flops import OperationCounter
 from dsframe.observe.meta import Attention, Loss, stages_of
-from dsframe.observe.observer import Observer, Stretch
+from dsframe.observe.observer import Observer, ObserverContext
 from dsframe.tasks.meta import example, map_floats, meta_device, with_rows
 from dsframe.tasks.task import Task
 from dsframe.text import amount
@@ -47,9 +47,9 @@ class Utilization:
         return rate * self.flops_per_unit / self.peak_flops
 
 
-def observer(stretch: Stretch) -> Observer:
+def observer(context: ObserverContext) -> Observer:
     """Measures at the start, and tells a share at every logged step."""
-    return MfuObserver(stretch.say)
+    return MfuObserver(context.say)
 
 
 class MfuObserver(Observer):

@@ -13,7 +13,7 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "check": ("dsframe.tools.check:main", "find every mistake in configuration files, before anything starts"),
     "plan": (
         "dsframe.tools.plan.command:main",
-        "memory, communication and time before a run, and which strategies fit",
+        "memory and communication before a run, and which strategies fit",
     ),
     "train": ("dsframe.train:main", "train as a configuration file says (one process; launchers start several)"),
     "launch": (

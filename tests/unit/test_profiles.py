@@ -24,7 +24,7 @@ from dsframe.engine import StepResult
 from dsframe.errors import ConfigError, StoppedError, WorldError
 from dsframe.observe import traffic
 from dsframe.observe.flops import FlopsProfile
-from dsframe.observe.observer import Observers, Stretch
+from dsframe.observe.observer import ObserverContext, Observers
 from dsframe.observe.traffic import TrafficLog
 from dsframe.observe.utilization import MfuObserver, Utilization, peak_flops
 from dsframe.run_dir.output import Marked, rank_output
@@ -201,7 +201,7 @@ def test_what_watched_a_run_is_kept_where_a_signal_stops_it(
 
     def fit(done: int, total: int) -> tuple[trainer.Summary, list[str]]:
         said: list[str] = []
-        observers = Observers(Stretch(plan, done, total, said.append))
+        observers = Observers(ObserverContext(plan, done, total, said.append))
         observers._all.append(MfuObserver(said.append, Utilization(2e6, 1e9)))
         loader = MagicMock(**{"rows_read.return_value": []})
         work = trainer.Work(loader, None, trainer.RunSchedule(total, 1, frozenset(), frozenset()))
@@ -293,8 +293,8 @@ def test_what_the_file_does_not_switch_on_is_not_imported() -> None:
     """Each observer is a module of its own: a plain run pays for none of them."""
     look = (
         "import sys; from types import SimpleNamespace as N; import dsframe.job; "
-        "from dsframe.config import load; from dsframe.observe.observer import TABLE, Observers, Stretch; "
-        "Observers(Stretch(N(config=load({'train_batch_size': 4})), 0, 1, print)); "
+        "from dsframe.config import load; from dsframe.observe.observer import TABLE, Observers, ObserverContext; "
+        "Observers(ObserverContext(N(config=load({'train_batch_size': 4})), 0, 1, print)); "
         "print([s.module for s in TABLE.values() if f'dsframe.observe.{s.module}' in sys.modules], len(TABLE))"
     )
     done = subprocess.run(
