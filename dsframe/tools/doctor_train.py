@@ -1,7 +1,7 @@
 """``dsframe doctor --train``: short trainings on every engine and under every launcher of this machine, each beside one process.
 
 Every engine trains 20 steps and saves; goes on from another engine's checkpoint; a rank is killed and the run restarted; a GPT's
-rate is put beside that of matrix products, each peak of memory beside the plan's, and collectives are timed. Nothing is asked. One
+rate is compared with that of matrix products, and each peak of memory with the plan's. Nothing is asked. One
 table, one verdict, and one JSON file that says all of it, to be attached to a report. On CPUs the same list is small.
 """
 
@@ -30,7 +30,7 @@ from dsframe.engines.table import BUILT_IN
 from dsframe.errors import DataError, DsframeError, EngineError
 from dsframe.run_dir.record import read_metrics, read_origin, read_summary
 from dsframe.text import amount, columns
-from dsframe.tools import collectives, compare, subprocess_runs
+from dsframe.tools import compare, subprocess_runs
 from dsframe.tools.launch import launchers
 from dsframe.tools.plan import report_prediction
 
@@ -147,7 +147,6 @@ def run(gpus: Sequence[tuple[str, int]], engines: Sequence[str], folder: Path, m
     for way in trained[:1]:
         bench.add(_killed(bench, way))
     bench.add(_gpt(bench, trained[0] if trained and processes > 1 else Way(single, single, "python")))
-    bench.add(_collectives(bench))
     bench.rows += absent
     text = verdict(bench, time.monotonic() - began)
     report = {
@@ -371,21 +370,6 @@ def _gpt(bench: Bench, way: Way) -> Row:
     rate = f"{summary['rate']:,.0f} {summary['unit']}/s"
     said = f"{summary['mfu']:.0%} of {amount(summary['peak_flops'])}FLOP/s in matrix products, {rate}"
     return replace(row, state="ok", said=said)
-
-
-def _collectives(bench: Bench) -> Row:
-    """Two processes' collectives of 64 MiB: NCCL's between GPUs, else Gloo's."""
-    transport, began = "nccl" if bench.gpus else "gloo", time.monotonic()
-    row = Row(transport, "left out", "one GPU has nobody to send to", processes=collectives.PROCESSES)
-    if len(bench.gpus) == 1:
-        return row
-    found = collectives.measure(transport)
-    row = replace(row, seconds=time.monotonic() - began)
-    if isinstance(found, str):
-        return replace(row, state="failed", said=found)
-    size = collectives.SIZES_BYTES[-1]
-    rates = ", ".join(f"{one.collective} {one.rates[size]:.3g}" for one in found if size in one.rates)
-    return replace(row, state="ok", said=f"GB/s: {rates}")
 
 
 def table(rows: Sequence[Row]) -> Iterator[str]:

@@ -53,13 +53,12 @@ class Axis:
 
 @dataclass(frozen=True)
 class Chart:
-    """Lines over one axis. ``limit``: a name and a height at which a horizontal rule is drawn."""
+    """Lines over one axis."""
 
     title: str
     x: Axis
     y: Axis
     lines: Sequence[Line]
-    limit: tuple[str, float] | None = None
 
     @property
     def inches(self) -> float:
@@ -86,8 +85,6 @@ class Chart:
                 # Earlier lines are wider: where two are the same, both are seen.
                 linewidth=1.3 + 3.2 * (1 - (place + 1) / len(self.lines)),
             )
-        if self.limit:
-            axes.axhline(self.limit[1], color="#555555", linestyle=":", label=shortened(self.limit[0]))
         _scale(axes.xaxis, axes.set_xscale, self.x, sorted({a for line in self.lines for a, _ in line.points}))
         _scale(axes.yaxis, axes.set_yscale, self.y, ())
         axes.set_xlabel(self.x.label)
@@ -114,12 +111,11 @@ class Bar:
 
 @dataclass(frozen=True)
 class Bars:
-    """Bars beside each other, from zero on. ``limit``: where a rule is drawn through all rows."""
+    """Bars next to each other, from zero on."""
 
     title: str
     label: str
     rows: Sequence[Bar]
-    limit: float | None = None
 
     @property
     def inches(self) -> float:
@@ -137,13 +133,11 @@ class Bars:
                 )
             end = max([row.value, *row.dots])
             axes.annotate(row.said, (end, place), (7, 0), textcoords="offset points", va="center", fontsize=9)
-        most = max([self.limit or 0.0, *(value for row in self.rows for value in (row.value, *row.dots))]) or 1.0
+        most = max(value for row in self.rows for value in (row.value, *row.dots)) or 1.0
         letters = max(len(row.said) for row in self.rows)
         axes.set_xlim(0, most * (1.04 + 0.018 * letters))  # room for what stands behind the longest bar
         axes.set_ylim(len(self.rows) - 0.5, -0.5)
         axes.set_yticks(range(len(self.rows)), [shortened(row.name) for row in self.rows])
-        if self.limit:
-            axes.axvline(self.limit, color="#555555", linestyle=":")
         axes.set_xlabel(self.label)
         axes.spines[["top", "right"]].set_visible(False)
 
