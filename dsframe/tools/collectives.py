@@ -15,7 +15,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
@@ -42,7 +42,7 @@ class Timing:
 
     collective: str
     seconds: dict[int, float]
-    """Median time by size in bytes of the whole tensor: what a rank ends with (all_gather, gather) or starts with (the others). A
+    """Median time by size in bytes of the whole tensor: what a rank ends with (all_gather) or starts with (the others). A
     barrier has none but the smallest."""
 
     def __str__(self) -> str:
@@ -77,7 +77,8 @@ def measure(transport: str) -> list[Timing] | str:
             commands = [["horovodrun", *controller, "-np", str(PROCESSES), *own_part, "--out", str(result)]]
             failure = _run(commands, [environment], Path(folder, "log"))
         else:
-            failure = run_ranks([*own_part, "--out", str(result)], PROCESSES, Path(folder, "log"), _QUIETLY)
+            commands = [[*own_part, "--out", str(result)]] * PROCESSES
+            failure = _run(commands, _environments(PROCESSES), Path(folder, "log"))
         if failure or not result.exists():
             return failure or "it left no timings"
         return [
@@ -86,17 +87,10 @@ def measure(transport: str) -> list[Timing] | str:
         ]
 
 
-def run_ranks(command: Sequence[str], processes: int, log: Path, variables: Mapping[str, str]) -> str | None:
-    """Runs ``command`` as so many ranks on this host, which meet as torch's launcher has it; None, or why it failed."""
-    port = str(free_port())
-    environments = [
-        os.environ
-        | variables
-        | {"RANK": str(rank), "WORLD_SIZE": str(processes), "LOCAL_RANK": str(rank)}
-        | {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": port}
-        for rank in range(processes)
-    ]
-    return _run([command] * processes, environments, log)
+def _environments(processes: int) -> list[dict[str, str]]:
+    """The variables of each rank, as torch's launcher sets them."""
+    meeting = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(free_port()), "WORLD_SIZE": str(processes)}
+    return [os.environ | _QUIETLY | meeting | {"RANK": str(rank), "LOCAL_RANK": str(rank)} for rank in range(processes)]
 
 
 def _run(commands: Sequence[Sequence[str]], environments: Sequence[dict[str, str]], log: Path) -> str | None:
@@ -145,31 +139,16 @@ def open_torch(backend: str) -> Transport:
     dist.init_process_group(backend)
     rank = dist.get_rank()
 
-    def there_and_back(tensor: Tensor) -> None:
-        for sender in range(PROCESSES):
-            if rank == sender:
-                dist.send(tensor, 1 - rank)
-            else:
-                dist.recv(tensor, 1 - rank)
-
     return Transport(
         rank,
         {
             "all_reduce": lambda whole: lambda: dist.all_reduce(whole),
             "broadcast": lambda whole: lambda: dist.broadcast(whole, 0),
-            "reduce": lambda whole: lambda: dist.reduce(whole, 0),
-            "gather": lambda whole: partial(
-                dist.gather, _own_part(whole), list(whole.chunk(PROCESSES)) if rank == 0 else None
-            ),
-            "scatter": lambda whole: partial(
-                dist.scatter, _own_part(whole), list(whole.chunk(PROCESSES)) if rank == 0 else None
-            ),
             "all_to_all": lambda whole: partial(dist.all_to_all_single, whole.clone(), whole),
             "all_gather": lambda whole: partial(dist.all_gather, list(whole.chunk(PROCESSES)), _own_part(whole)),
             "reduce_scatter": lambda whole: partial(
                 dist.reduce_scatter, _own_part(whole), list(whole.chunk(PROCESSES))
             ),
-            "send, receive": lambda whole: lambda: there_and_back(whole),
             BARRIER: lambda whole: dist.barrier,
         },
         dist.destroy_process_group,
@@ -222,7 +201,7 @@ def main(argv: Sequence[str] | None = None) -> int:
                 break
             call = prepare(torch.zeros(size // 4, device="cuda" if on_gpu else "cpu"))
             seconds = _median_seconds(call, repeats, torch.cuda.synchronize if on_gpu else lambda: None)
-            timings[name][size] = seconds / PROCESSES if name == "send, receive" else seconds
+            timings[name][size] = seconds
     transport.close()
     if transport.rank == 0:
         options.out.write_text(json.dumps(timings))
