@@ -8,7 +8,6 @@ import os
 import shutil
 import signal
 import subprocess
-import threading
 from collections.abc import Callable
 from pathlib import Path
 
@@ -535,12 +534,3 @@ def test_without_a_launcher_for_several_hosts_each_ones_command_is_printed(
     assert all("torchrun --nnodes=2" in line for line in lines)
     assert "type each line on its host, or install pdsh" in printed.err
     assert not (tmp_path / "run").exists()
-
-
-def test_a_name_that_nobody_knows_does_not_hold_up_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
-    ask = threading.Event()
-    monkeypatch.setattr(hosts, "LOOK_UP_SECONDS", 0.2)
-    monkeypatch.setattr(hosts, "is_here", lambda name: ask.wait(5) if name == "nowhere" else name == "here")
-    found = hosts.look_up(tuple(hosts.Host(name, 1) for name in ("here", "nowhere", "other")))
-    ask.set()
-    assert [(host.is_here, host.known) for host in found] == [(True, True), (False, False), (False, True)]

@@ -9,7 +9,7 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import islice, pairwise
+from itertools import pairwise
 from pathlib import Path
 
 from dsframe import engines
@@ -192,7 +192,7 @@ def _job(options: argparse.Namespace, config: Config, training: Sequence[str]) -
     hosts = hosts or slurm
     processes = options.processes
     if hosts:
-        hosts = places.look_up(places.share(hosts, options.max_np or processes))
+        hosts = places.share(hosts, options.max_np or processes)
         processes = (options.max_np and processes) or sum(host.slots for host in hosts)
     gpus = devices.visible(os.environ)
     processes = processes or len(gpus)
@@ -231,7 +231,7 @@ _ASKED_FOR_ROUTE = 8
 
 
 def _interface(hosts: tuple[places.Host, ...]) -> str | None:
-    others = islice((host for host in hosts if host.known and not host.is_here), _ASKED_FOR_ROUTE)
+    others = (host for host in hosts[:_ASKED_FOR_ROUTE] if not host.is_here)
     return next(filter(None, (interface_to(host.name) for host in others)), None)
 
 

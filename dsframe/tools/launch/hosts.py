@@ -6,23 +6,17 @@ Horovod's ``host:4``, Open MPI reads the first), and Slurm's variables inside an
 
 from __future__ import annotations
 
-import contextlib
 import re
 import socket
-import threading
-import time
 from collections import Counter
 from collections.abc import Mapping
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass
 from pathlib import Path
 
 from dsframe.cluster.rendezvous import addresses
 from dsframe.cluster.world import slurm_hosts, slurm_tasks
 from dsframe.errors import WorldError
 
-LOOK_UPS = 64
-"""Names that are asked about at a time."""
-LOOK_UP_SECONDS = 10.0
 _LINE = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::(\d+)|\s+slots\s*=\s*(\d+))?(?:\s+max[_-]slots\s*=\s*\d+)?")
 
 
@@ -33,15 +27,11 @@ class Host:
     name: str
     slots: int
     """Processes that may run there; GPUs, where there are any."""
-    found_here: bool | None = field(default=None, compare=False, repr=False)
-    """What :func:`look_up` has found: whether it is this machine."""
-    known: bool = field(default=True, compare=False, repr=False)
-    """False if :func:`look_up` had no answer in time."""
 
     @property
     def is_here(self) -> bool:
         """True if it is this machine, by name or by an address of its own."""
-        return is_here(self.name) if self.found_here is None else self.found_here
+        return is_here(self.name)
 
 
 def parse(text: str) -> tuple[Host, ...]:
@@ -91,29 +81,6 @@ def share(hosts: tuple[Host, ...], processes: int | None) -> tuple[Host, ...]:
         if taken:
             used.append(Host(host.name, taken))
     return tuple(used)
-
-
-def look_up(hosts: tuple[Host, ...]) -> tuple[Host, ...]:
-    """The same hosts, asked about all at once: one after the other the names of 2,000 take minutes where the service is slow.
-
-    A name without an answer in ``LOOK_UP_SECONDS`` counts as another machine's: ssh will say what is wrong with it.
-    """
-    names, found = [host.name for host in reversed(hosts)], dict[str, bool]()
-
-    def ask() -> None:
-        while names:
-            with contextlib.suppress(IndexError):
-                name = names.pop()
-                found[name] = is_here(name)
-
-    asking = [threading.Thread(target=ask, daemon=True) for _ in range(min(LOOK_UPS, len(names)))]
-    for thread in asking:
-        thread.start()
-    end = time.monotonic() + LOOK_UP_SECONDS
-    for thread in asking:
-        thread.join(max(0.0, end - time.monotonic()))
-    names.clear()
-    return tuple(replace(host, found_here=found.get(host.name, False), known=host.name in found) for host in hosts)
 
 
 def show(hosts: tuple[Host, ...]) -> str:
