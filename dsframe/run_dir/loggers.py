@@ -16,6 +16,7 @@ import math
 import os
 import sys
 import time
+import uuid
 from abc import ABC, abstractmethod
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -37,7 +38,6 @@ _PACKAGES = {"mlflow": "mlflow-skinny"}
 """What to install, where it is called otherwise than the module."""
 _KINDS = ("Train/Samples/", "Evaluation/")
 """What the names of figures begin with."""
-_SUFFIX = ".dsframe"
 """What the names of our event files end in: only those are replaced."""
 
 
@@ -77,8 +77,11 @@ class Loggers:
         done = done_steps * train_batch_size
         resumed = done_steps > 0
         known: Mapping[str, tuple[Any, Callable[[], Logger]]] = {
-            "tensorboard": (file.tensorboard, lambda: _TensorBoard(_folder(file.tensorboard), done)),
-            "csv_monitor": (file.csv_monitor, lambda: _Csv(_folder(file.csv_monitor), done)),
+            "tensorboard": (
+                file.tensorboard,
+                lambda: _TensorBoard(_folder(file.tensorboard, directory / "tensorboard"), directory, done),
+            ),
+            "csv_monitor": (file.csv_monitor, lambda: _Csv(_folder(file.csv_monitor, directory / "csv"), directory, done)),
             "wandb": (file.wandb, lambda: _Wandb(file.wandb, about, directory, resumed=resumed)),
             "comet": (file.comet, lambda: _Comet(file.comet)),
             "mlflow": (mlflow, lambda: _Mlflow(mlflow, about, directory, resumed=resumed)),
@@ -124,18 +127,29 @@ def _survived(name: str) -> Iterator[None]:
         print(f"dsframe: {what} ({why})", file=sys.stderr, flush=True)
 
 
-def _folder(section: Any) -> Path:
-    """As DeepSpeed has it: under the folder in which the run was started, where the section names none."""
-    return Path(str(section.output_path), str(section.job_name))
+def _folder(section: Any, default: Path) -> Path:
+    """The section's ``output_path/job_name``, as DeepSpeed has it, or ``default`` where it names no path."""
+    return Path(str(section.output_path), str(section.job_name)) if section.output_path else default
+
+
+def _run_id(directory: Path) -> str:
+    """What tells this run's files from other runs' in a folder that they share. A run that starts again keeps its own."""
+    note = directory / "logger-id"
+    if not note.exists():
+        note.write_text(f"{uuid.uuid4().hex}\n", encoding="utf-8")
+    return note.read_text(encoding="utf-8").strip()
 
 
 class _TensorBoard(Logger):
-    def __init__(self, folder: Path, done: int) -> None:
+    """Of the files in its folder only those that this run has written are ever removed: when it begins again."""
+
+    def __init__(self, folder: Path, directory: Path, done: int) -> None:
         from torch.utils.tensorboard import SummaryWriter
 
-        for old in [] if done else folder.glob(f"events.out.tfevents.*{_SUFFIX}"):
+        suffix = f".dsframe-{_run_id(directory)}"
+        for old in [] if done else folder.glob(f"events.out.tfevents.*{suffix}"):
             old.unlink()
-        self._writer: Any = SummaryWriter(str(folder), purge_step=done + 1 if done else None, filename_suffix=_SUFFIX)
+        self._writer: Any = SummaryWriter(str(folder), purge_step=done + 1 if done else None, filename_suffix=suffix)
 
     def write(self, figures: Mapping[str, float], samples: int) -> None:
         for name, value in figures.items():
@@ -147,12 +161,21 @@ class _TensorBoard(Logger):
 
 
 class _Csv(Logger):
-    """A file for each figure, with lines of samples and value, as DeepSpeed writes them. Other files there are left alone."""
+    """A file for each figure, with lines of samples and value, as DeepSpeed writes them.
 
-    def __init__(self, folder: Path, done: int) -> None:
+    Lines after the checkpoint are taken off where the folder is this run's. In a folder that had tables before, of another run
+    or another program, lines are only added, as DeepSpeed does.
+    """
+
+    def __init__(self, folder: Path, directory: Path, done: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        for old in (path for kind in _KINDS for path in folder.glob(f"{_file_name(kind)}*.csv")):
+        tables = [path for kind in _KINDS for path in folder.glob(f"{_file_name(kind)}*.csv")]
+        owner, run_id = folder / ".dsframe-run", _run_id(directory)
+        if not tables:
+            owner.write_text(f"{run_id}\n", encoding="utf-8")
+        is_ours = owner.exists() and owner.read_text(encoding="utf-8").strip() == run_id
+        for old in tables if is_ours else []:
             head, *rows = old.read_text(encoding="utf-8", errors="replace").splitlines(keepends=True) or [""]
             if head.startswith("step,"):
                 kept = [row for row in rows if (at := row.partition(",")[0]).isdecimal() and int(at) <= done]

@@ -31,12 +31,42 @@ def test_a_resumed_run_goes_on_with_its_figures_and_a_new_one_begins_again(tmp_p
     first.close()
     table = tmp_path / "job" / "Train_Samples_train_loss.csv"
     assert table.read_text().splitlines() == ["step,train_loss", "4,1.0", "8,0.5", f"12,{1 / 3}"]
-    assert sorted(path.name for path in table.parent.iterdir()) == [table.name]  # nothing that is no finite number
+    assert sorted(path.name for path in table.parent.glob("*.csv")) == [table.name]  # nothing that is no finite number
     again = make(file, tmp_path, done=2)
     again.write({"step": 3, "loss": 0.25})
     assert table.read_text().splitlines() == ["step,train_loss", "4,1.0", "8,0.5", "12,0.25"]
     make(file, tmp_path).write({"step": 1, "loss": 9.0})
     assert table.read_text().splitlines() == ["step,train_loss", "4,9.0"]
+
+
+@pytest.mark.parametrize("done", [0, 1])
+def test_a_run_deletes_nothing_that_another_run_has_written(tmp_path: Path, done: int) -> None:
+    """A new run unlinked by a pattern all event files of a folder that runs share, and emptied their tables."""
+    place = {"enabled": True, "output_path": str(tmp_path / "shared"), "job_name": "job"}
+    file = {"csv_monitor": place, "tensorboard": place}
+    for name in ("first", "second", "second"):  # the last one starts again
+        (tmp_path / name).mkdir(exist_ok=True)
+        found = make(file, tmp_path / name, done=done)
+        found.write({"step": 1 + done, "loss": 1.0 if name == "first" else 2.0})
+        found.close()
+        if name == "first":
+            events = {path: path.read_bytes() for path in (tmp_path / "shared" / "job").glob("events.*")}
+            rows = (tmp_path / "shared" / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()
+            assert len(events) == 1
+    assert {path: path.read_bytes() for path in events} == events
+    assert (tmp_path / "shared" / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()[: len(rows)] == rows
+    assert len(list((tmp_path / "shared" / "job").glob("events.*"))) == (2 if done == 0 else 3)
+
+
+def test_by_default_a_run_logs_into_its_own_directory(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "elsewhere").mkdir()
+    monkeypatch.chdir(tmp_path / "elsewhere")
+    found = make({"csv_monitor": {"enabled": True}, "tensorboard": {"enabled": True}}, tmp_path)
+    found.write({"step": 1, "loss": 1.0})
+    found.close()
+    assert list((tmp_path / "elsewhere").iterdir()) == []
+    assert (tmp_path / "csv" / "Train_Samples_train_loss.csv").exists()
+    assert len(list((tmp_path / "tensorboard").glob("events.*"))) == 1
 
 
 def test_other_peoples_files_in_the_same_folder_are_left_alone(tmp_path: Path) -> None:

@@ -158,7 +158,10 @@ def test_installs_the_cpu_build_of_torch_first_then_the_rest(clone: Clone) -> No
     assert finished.returncode == 0, finished.stdout + finished.stderr
     venv, tools, torch, *rest = clone.calls()
     assert venv == "-m venv .venv"
-    assert tools == "-m pip install -c constraints.txt setuptools wheel hatchling editables cmake cloudpickle packaging psutil pyyaml"
+    assert (
+        tools
+        == "-m pip install -c constraints.txt setuptools wheel hatchling editables cmake cloudpickle packaging psutil pyyaml"
+    )
     assert torch == "-m pip install -c constraints.txt torch==2.13.0+cpu"
     packages = "-m pip install --no-build-isolation -c constraints.txt -c .setup/torch.txt -e .[deepspeed,vision]"
     assert packages in rest
@@ -490,7 +493,9 @@ def test_a_horovod_that_does_not_compile_is_left_out(clone: Clone) -> None:
     finished = clone.setup(FAIL="pip wheel")
     assert finished.returncode == 0, finished.stderr
     assert "horovod-build failed after" in finished.stderr
-    assert "Horovod is left out (.setup/horovod-build.log says why; it needs g++, make and python3-dev)" in finished.stderr
+    assert (
+        "Horovod is left out (.setup/horovod-build.log says why; it needs g++, make and python3-dev)" in finished.stderr
+    )
     assert clone.setup(FAIL="pip wheel").stdout == "", "it is not compiled at each make"
 
 

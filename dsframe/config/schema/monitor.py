@@ -20,9 +20,9 @@ class TensorBoard(Section):
     enabled: bool = False
     """Turns it on."""
     output_path: str = ""
-    """Folder. Default: under the folder in which the run was started."""
+    """Folder. Default: one in the run's directory."""
     job_name: str = "DeepSpeedJobName"
-    """Folder inside ``output_path``."""
+    """Folder inside ``output_path``, where that is named."""
 
 
 class Wandb(Section):
@@ -48,9 +48,9 @@ class CsvMonitor(Section):
     enabled: bool = False
     """Turns it on."""
     output_path: str = ""
-    """Folder. Default: under the folder in which the run was started."""
+    """Folder. Default: one in the run's directory."""
     job_name: str = "DeepSpeedJobName"
-    """Folder inside ``output_path``."""
+    """Folder inside ``output_path``, where that is named."""
 
 
 class Comet(Section):
