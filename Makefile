@@ -33,7 +33,7 @@ lock: ## writes constraints.txt anew: versions for every Python of pyproject.tom
 	python3 launch/lock.py
 
 wheels: setup ## puts all that `make train` installs into the folder wheels, for a machine without a network
-	pip download -c constraints.txt -c .setup/torch.txt --no-build-isolation -d wheels '.[deepspeed,vision]' setuptools wheel hatchling editables cmake cloudpickle packaging psutil pyyaml
+	pip download -c constraints.txt -c .setup/torch.txt --no-build-isolation -d wheels '.[deepspeed,vision]' setuptools wheel hatchling editables cmake cffi cloudpickle packaging psutil pyyaml
 	pip download --no-deps --no-build-isolation --no-binary horovod -d wheels "$$(grep '^horovod==' constraints.txt | cut -d' ' -f1)"
 
 launchers: setup-test ## the matrix: every engine under every launcher, two processes, the same losses (6 minutes)

@@ -95,7 +95,7 @@ def test_what_is_installed_is_what_the_lock_says(pins: list[Pin]) -> None:
             continue
         pin = pinned.get(name)
         version = distribution.version.partition("+")[0]  # torch's build is chosen by launch/setup
-        asks_for = (distribution.metadata["Requires-Python"] or "").replace(" ", "")
+        asks_for = (distribution.metadata.get("Requires-Python") or "").replace(" ", "")
         if pin is None or version not in pin.requirement.specifier or SpecifierSet(asks_for) != pin.requires_python:
             differing.append(f"{name} {version} asks for Python {asks_for!r}; constraints.txt: {pin}")
     assert differing == []

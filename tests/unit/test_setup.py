@@ -160,7 +160,7 @@ def test_installs_the_cpu_build_of_torch_first_then_the_rest(clone: Clone) -> No
     assert venv == "-m venv .venv"
     assert (
         tools
-        == "-m pip install -c constraints.txt setuptools wheel hatchling editables cmake cloudpickle packaging psutil pyyaml"
+        == "-m pip install -c constraints.txt setuptools wheel hatchling editables cmake cffi cloudpickle packaging psutil pyyaml"
     )
     assert torch == "-m pip install -c constraints.txt torch==2.13.0+cpu"
     packages = "-m pip install --no-build-isolation -c constraints.txt -c .setup/torch.txt -e .[deepspeed,vision]"
