@@ -36,7 +36,7 @@ SHORT = {
     "benchmarks.many_ranks": ("--ranks 2", r"\nleave [\s\S]*\nconstant for each rank: "),
     "tests.kill": ("--help", "--runs RUNS"),
     "tests.footprint": ("--help", "--accumulation"),
-    "tests.predictions": ("--help", "--memory-only"),
+    "tests.predictions": ("--help", "CASE"),
     "tests.launchers": ("--help", "--under UNDER"),
     "tests.equivalence": ("--help", "--case CASE"),
     "tests.features": ("--help", "--engine ENGINE"),

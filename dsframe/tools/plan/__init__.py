@@ -1,1 +1,1 @@
-"""``dsframe plan``: memory, communication and time on each rank before a run starts, and what else would fit."""
+"""``dsframe plan``: memory and communication of each rank before a run starts, and what else would fit."""
