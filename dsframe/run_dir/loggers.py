@@ -81,7 +81,10 @@ class Loggers:
                 file.tensorboard,
                 lambda: _TensorBoard(_folder(file.tensorboard, directory / "tensorboard"), directory, done),
             ),
-            "csv_monitor": (file.csv_monitor, lambda: _Csv(_folder(file.csv_monitor, directory / "csv"), directory, done)),
+            "csv_monitor": (
+                file.csv_monitor,
+                lambda: _Csv(_folder(file.csv_monitor, directory / "csv"), directory, done),
+            ),
             "wandb": (file.wandb, lambda: _Wandb(file.wandb, about, directory, resumed=resumed)),
             "comet": (file.comet, lambda: _Comet(file.comet)),
             "mlflow": (mlflow, lambda: _Mlflow(mlflow, about, directory, resumed=resumed)),

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from tests import portability
-from tests.processes import COMPILING_SECONDS, REPOSITORY, run_ranks, warm
+from tests.processes import COMPILING_SECONDS, run_ranks, warm
 
 SHORT = {
     "benchmarks.startup": ("--engines ddp --rounds 1 --without-hand", r"\ndsframe +\d+\.\d\d\nbounds: "),
@@ -47,25 +47,6 @@ Where that is the help, the test of the command's name calls what the command do
 test_footprint.py, test_predictions.py, test_launchers.py, test_equivalence.py. ``accuracy`` and ``gpu``
 have no form that takes less than minutes.
 """
-ELSEWHERE = {
-    "tests.attack": "tests/faults/test_attack.py",
-    "tests.portability": "below",
-    "benchmarks.sharded_memory": "tests/engines/test_sharded_memory.py",
-    "tests.versions": "tests/unit/test_versions.py",
-    "dsframe.data.fetch": "tests/unit/test_data_files.py",
-    "dsframe.train": "tests/engines/test_launchers.py",
-}
-TARGETS = {
-    "setup": "tests/unit/test_setup.py",
-    "mpi": "tests/unit/test_setup.py",
-    "docs": "tests/unit/test_readme.py",
-    "site": "tests/unit/test_site.py",
-    "train": "tests/engines/test_accuracy.py",
-    "gpu-check": "tests/engines/test_doctor_train.py",
-    **dict.fromkeys(("test", "test-all", "lint"), "whoever reads this"),
-    **dict.fromkeys(("help", "format", "clean"), "below"),
-}
-"""Targets that are no ``python -m`` of a module above -> who starts what they do."""
 
 
 @pytest.mark.parametrize("module", SHORT)
@@ -92,28 +73,6 @@ def test_what_compiles_an_op_has_the_time_to(tmp_path: Path, monkeypatch: pytest
     for name in ("zero3@2", "zero3+nvme@2"):
         portability.train(portability.SETUPS[name], tmp_path / name)
     assert given == [150, COMPILING_SECONDS]
-
-
-def named(pattern: str) -> set[str]:
-    pages = [*REPOSITORY.glob("*.md"), *REPOSITORY.glob("docs/*.md"), REPOSITORY / "Makefile"]
-    return {found for page in pages for found in re.findall(pattern, page.read_text(encoding="utf-8"))}
-
-
-def test_no_command_is_left_out() -> None:
-    modules = named(r"python -m ((?:tests|benchmarks|dsframe)(?:\.\w+)+)")
-    assert modules - {*SHORT, *ELSEWHERE} == set()
-    for path in {*ELSEWHERE.values(), *TARGETS.values()}:
-        assert (REPOSITORY / path).exists() or not path.startswith("tests/"), path
-
-
-def test_no_target_is_left_out() -> None:
-    makefile = (REPOSITORY / "Makefile").read_text(encoding="utf-8")
-    targets = dict(re.findall(r"^([a-z-]+):.*##.*\n((?:\t.*\n)*)", makefile, re.MULTILINE))
-    assert len(targets) > 15
-    for name, recipe in targets.items():
-        started = re.findall(r"python -m ((?:tests|benchmarks)\.\w+)", recipe)
-        assert name in TARGETS or started, name
-    assert named(r"`make ([a-z-]+)`") - targets.keys() == set()
 
 
 def test_targets_that_would_change_this_checkout() -> None:
