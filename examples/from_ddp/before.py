@@ -32,6 +32,7 @@ def main() -> None:
                 print(f"epoch {epoch} step {step} loss {loss.item():.4f}")
     if rank == 0:
         torch.save(model.module.state_dict(), "model.pt")
+    dist.barrier()
     dist.destroy_process_group()
 
 
