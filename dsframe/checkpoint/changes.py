@@ -35,8 +35,8 @@ FOLLOWS = {
     "train_batch_size": "optimizer and schedule go on at the saved number of updates",
     "engine": "the same samples and state, sums in another order",
     "number of ranks": "the same samples and state, sums in another order; new ranks draw random numbers of their own",
-    "micro-batch size": "the same global batches, cut otherwise",
-    "training data": "the new samples are read from the saved place in their order on",
+    "micro-batch size": "the same global batches, split differently",
+    "training data": "the new samples are read from the saved position",
     "source": "the new code goes on from the saved state",
     "versions": "results may differ in the last digits, or more where a release changes what it computes",
 }
@@ -48,11 +48,11 @@ FIXED = {
     "training samples": "the order of samples is drawn for this number",
     "seed": "the order of samples follows from it",
     "dataloader_drop_last": "it decides where an epoch ends",
-    "order": "the saved place is one in this order",
+    "order": "the saved position is one in this order",
     "parts of the data": "the order of samples follows from these weights and windows",
     "adapter": "the saved weights are of this one",
     "models": "the checkpoint has the state of these models, trained in this order, with these frozen models",
-    "adapter's base": "the digest of its weights: the adapter was trained beside them",
+    "adapter's base": "the digest of its weights: the adapter was trained with them",
 }
 """What must not change -> why."""
 BATCH = "train_batch_size"

@@ -287,7 +287,10 @@ def leftovers(*, clean: bool) -> Iterator[Finding]:
     caches = {extensions_directory(), *(folder for folder in plain.glob("*") if folder.is_dir())}
     locks = sorted({lock for cache in caches for lock in stale_locks(cache)})
     buffers = unused_buffers()
-    size = sum(path.stat().st_size for path in buffers)
+    size = 0
+    for path in buffers:
+        with contextlib.suppress(FileNotFoundError):  # its run has just ended and removed it
+            size += path.stat().st_size
     swapped = [folder for place in swap_places() for folder in unused_swap(place)]
     if clean:
         for path in (*locks, *buffers):

@@ -43,5 +43,5 @@ def test_a_library_that_does_not_load_is_broken(tmp_path: Path) -> None:
     code, lines = report(first_on_path=str(tmp_path))
     broken = [line for line in lines if line.startswith("  !!  horovod")]
     assert len(broken) == 1
-    assert "does not load: ImportError: undefined symbol: torch; make setup builds it again" in broken[0]
+    assert "does not load: ImportError: undefined symbol: torch; rm -r .setup && make setup" in broken[0]
     assert code == 1

@@ -140,7 +140,7 @@ def test_another_base_is_refused(trained: Path, tmp_path: Path) -> None:
     assert dsframe.load_model(tmp_path / "run")
     place.unlink()
     place.symlink_to(folders[1])
-    with pytest.raises(CheckpointError, match=r"adapter's base was .* the adapter was trained beside them"):
+    with pytest.raises(CheckpointError, match=r"adapter's base was .* the adapter was trained with them"):
         fit(file(tmp_path / "run", model=str(place), steps=4), resume="auto")
     with pytest.raises(CheckpointError, match="has an adapter that was trained beside another base model"):
         dsframe.load_model(tmp_path / "run")

@@ -278,7 +278,7 @@ def test_another_training_is_named_and_changes_are_pointed_out() -> None:
     own = {**saved, "course": {"gradient_clipping": 0.5, "scheduler": None}, "run": {"micro_batch_size": 4}}
     assert differences(saved, own) == [
         "gradient_clipping was 1.0, is 0.5: the next update uses it",
-        "micro-batch size was 8, is 4: the same global batches, cut otherwise",
+        "micro-batch size was 8, is 4: the same global batches, split differently",
     ]
     own = {**saved, "training": {"optimizer": "sgd", "seed": 1, "train_batch_size": 8}}
     with pytest.raises(CheckpointError) as raised:

@@ -30,6 +30,8 @@ def fresh_shell(line: str, folder: Path, python: str, timeout_seconds: float, **
         "PYTHON": python,
         "ARGS": "--set dsframe.steps=20",
         "DSFRAME_APT": "0",
+        "MAKEFLAGS": "",  # of the make that runs the tests
+        "MAKELEVEL": "",
         "VIRTUAL_ENV": "",
         "PYTHONPATH": "",
     }
