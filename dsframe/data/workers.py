@@ -6,8 +6,10 @@ import contextlib
 import multiprocessing
 import os
 import signal
+import sys
 import threading
 from collections.abc import Iterator
+from types import TracebackType
 
 STOP_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 """Signals that ask a training to save and stop. SIGHUP: the terminal is gone, with an ssh session for example."""
@@ -32,10 +34,20 @@ def outlive_signals(worker: int) -> None:
     it counts where the parent sent it. Programs that a data set starts inherit the blocked signals.
     """
     signal.pthread_sigmask(signal.SIG_BLOCK, STOP_SIGNALS)  # not inherited from a fork server
+    sys.excepthook = _without_resets
     parent = multiprocessing.parent_process()
     assert parent is not None
     # Above this process there may be a fork server, not the parent.
     threading.Thread(target=_end_with, args=(parent.pid, os.getppid()), name="dsframe-signals", daemon=True).start()
+
+
+def _without_resets(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+    """A ``sys.excepthook`` that is silent when the training ends while it takes a tensor from this worker.
+
+    Python's ``resource_sharer`` hands tensors over in a thread, and calls the hook for a closed connection.
+    """
+    if not isinstance(error, (ConnectionError, EOFError)):
+        sys.__excepthook__(kind, error, trace)
 
 
 def _end_with(parent: int | None, above: int) -> None:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import os
 import signal
+import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -94,3 +96,31 @@ def test_a_killed_parent_leaves_no_worker(start) -> None:  # type: ignore[no-unt
     while any(worker.is_running() and worker.status() != psutil.STATUS_ZOMBIE for worker in workers):
         assert time.monotonic() < limit
         time.sleep(0.1)
+
+
+TAKING = """
+import multiprocessing, socket, sys, time
+from multiprocessing import reduction, resource_sharer
+from dsframe.data.workers import outlive_signals
+
+def worker(pipe):
+    outlive_signals(0)
+    reduction.DupFd(0)  # starts the thread that hands over tensors
+    pipe.send(resource_sharer._resource_sharer._address)
+    pipe.recv()
+
+if __name__ == "__main__":
+    pipe, end = multiprocessing.Pipe()
+    process = multiprocessing.get_context("fork").Process(target=worker, args=(end,))
+    process.start()
+    with socket.socket(socket.AF_UNIX) as taker:
+        taker.connect(pipe.recv())
+    time.sleep(0.3)
+    pipe.send("end")
+    process.join()
+"""
+
+
+def test_a_training_that_ends_while_it_takes_a_tensor_leaves_no_traceback() -> None:
+    finished = subprocess.run([sys.executable, "-c", TAKING], capture_output=True, text=True, timeout=60, check=True)
+    assert not finished.stderr
