@@ -8,6 +8,8 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
+from dsframe.version import __version__
+
 if TYPE_CHECKING:
     from dsframe.config import Config as Config
     from dsframe.config import load as load
@@ -18,14 +20,13 @@ if TYPE_CHECKING:
     from dsframe.hooks import Hooks as Hooks
     from dsframe.hooks import RunView as RunView
     from dsframe.inference import load_model as load_model
+    from dsframe.results import Summary as Summary
     from dsframe.run import fit as fit
     from dsframe.tasks.layers import Tied as Tied
     from dsframe.tasks.task import Sum as Sum
     from dsframe.tasks.task import Task as Task
     from dsframe.train import main as main
-    from dsframe.trainer import Summary as Summary
 
-__version__ = "0.2.0"
 _HOMES = {
     "fit": "dsframe.run",
     "main": "dsframe.train",
@@ -41,7 +42,7 @@ _HOMES = {
     "Sum": "dsframe.tasks.task",
     "Task": "dsframe.tasks.task",
     "Tied": "dsframe.tasks.layers",
-    "Summary": "dsframe.trainer",
+    "Summary": "dsframe.results",
 }
 __all__ = ["__version__", *_HOMES]
 

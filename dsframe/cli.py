@@ -21,7 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         print(usage())
         return 0 if arguments else 2
     if arguments[0] == "--version":
-        from dsframe import __version__
+        from dsframe.version import __version__
 
         print(f"dsframe {__version__}")
         return 0

@@ -16,10 +16,10 @@ from typing import TYPE_CHECKING, Any
 from torch import Tensor
 
 from dsframe.errors import TaskError
-from dsframe.tasks.build import named_class
+from dsframe.user_class import named_class
 
 if TYPE_CHECKING:
-    from dsframe.trainer import Summary
+    from dsframe.results import Summary
 
 
 @dataclass(frozen=True)

@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from xxhash import xxh3_64_hexdigest
 
-from dsframe import __version__, engines
+from dsframe import engines
 from dsframe.checkpoint import generators
 from dsframe.checkpoint.changes import about
 from dsframe.checkpoint.memory_checkpoint import MemoryCheckpoint, begin_again
@@ -41,12 +41,14 @@ from dsframe.host.memory import keep_freed, reset_peak, resident_bytes
 from dsframe.model import optimizers, schedules, weighting
 from dsframe.model.followers import EarlyStop
 from dsframe.observe.observer import ObserverContext, Observers
+from dsframe.results import Summary
 from dsframe.run_dir import blocks, outcome, output
 from dsframe.run_dir.lock import RunLock
 from dsframe.run_dir.progress import Progress
 from dsframe.run_dir.record import Record, finished, read_metrics
 from dsframe.tasks.task import Task
-from dsframe.trainer import Outputs, RunSchedule, Summary, Trainer, Work
+from dsframe.trainer import Outputs, RunSchedule, Trainer, Work
+from dsframe.version import __version__
 
 
 @dataclass(frozen=True)

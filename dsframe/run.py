@@ -28,8 +28,8 @@ from dsframe.run_dir.lock import RunLock
 
 if TYPE_CHECKING:
     from dsframe.job import Run
+    from dsframe.results import Summary
     from dsframe.tasks.task import Task
-    from dsframe.trainer import Summary
 
 
 def settle_threads(world: World, wanted: int | None, bound: tuple[int, ...] = ()) -> int:
@@ -69,8 +69,8 @@ def fit(
     if processes is None:
         return execute(found, task=task, resume=resume)
     from dsframe import spawn
+    from dsframe.results import Summary
     from dsframe.run_dir.record import read_summary
-    from dsframe.trainer import Summary
 
     directory = spawn.train(task, found, processes, resume=resume)
     kept = read_summary(directory)

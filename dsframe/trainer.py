@@ -11,14 +11,11 @@ import time
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
-from pathlib import Path
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
 
-from dsframe.checkpoint import store
 from dsframe.checkpoint.memory_checkpoint import MemoryCheckpoint
-from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.resume import Start
 from dsframe.checkpoint.saver import Saver
 from dsframe.cluster.exchange import all_gather_text
@@ -38,10 +35,10 @@ from dsframe.model.evaluation import Evaluation, totals
 from dsframe.model.loss_kind import LossTrial
 from dsframe.model.weighting import LossWeights
 from dsframe.observe.observer import Observers
+from dsframe.results import Summary
 from dsframe.run_dir import outcome
 from dsframe.run_dir.progress import Progress
 from dsframe.run_dir.record import Record
-from dsframe.text import clock
 
 if TYPE_CHECKING:
     from dsframe.config.schema.settings import Settings
@@ -76,55 +73,6 @@ class RunSchedule:
     def logs(self, step: int) -> bool:
         """Whether ``step`` is logged: 1, 2, 5, 10, 20, 50 ... where things go wrong first, every ``log_every``-th, the last."""
         return str(step).rstrip("0") in ("1", "2", "5") or epochs.due(step, self.log_every) or step == self.total_steps
-
-
-@dataclass(frozen=True)
-class Summary:
-    """What a run came to."""
-
-    steps: int
-    seconds: float
-    """From the first step to the end of the last, evaluation left out."""
-    rate: float
-    """Units (samples or tokens) a second over all ranks, the first step left out."""
-    unit: str
-    units_per_step: int
-    """Of one global batch."""
-    first_step_seconds: float
-    """From the first step's start to its end: compilation and first reads are in it."""
-    loss: float
-    """Mean over the last step's global batch."""
-    metrics: Mapping[str, float]
-    """The last evaluation."""
-    peak_memory_bytes: tuple[int, ...]
-    """By rank: on a GPU what torch allocated at most, on a CPU the process's largest resident set."""
-    skipped_steps: int
-    """Updates left out because gradients were not finite."""
-    mfu: float | None = None
-    """Model FLOPs utilization over the same steps as ``rate``, where the file asks for it: a share of what was measured."""
-    stopped: str = ""
-    """Why training ended before the last step of the file, where it did."""
-    directory: str = ""
-    """The run's directory."""
-
-    def weights(self) -> dict[str, torch.Tensor]:
-        """Returns parameters and buffers of the run's newest checkpoint by the model's own names: float32, on the CPU.
-
-        Raises CheckpointError where the run has saved none. ``dsframe.load_model`` gives the model with them.
-        """
-        checkpoint = Checkpoint(store.complete(Path(self.directory)))
-        found = {name: tensor.clone() for name, tensor in checkpoint.weights()}
-        checkpoint.close()
-        return found
-
-    def __str__(self) -> str:
-        figures = "".join(f"  {name} {value:.4f}" for name, value in self.metrics.items())
-        share = "" if self.mfu is None else f"  {self.mfu:.1%} MFU"
-        return (
-            f"{self.steps:,} steps in {clock(self.seconds)}  {self.rate:,.0f} {self.unit}/s{share}"
-            f"  last training loss {self.loss:.4f}"
-            f"{'  evaluation:' + figures if figures else ''}  peak {max(self.peak_memory_bytes) / 2**20:,.0f} MiB a rank"
-        )
 
 
 @dataclass(frozen=True)

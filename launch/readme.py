@@ -25,7 +25,7 @@ class Readme(MetadataHookInterface):
         """Changes ``metadata`` in place."""
         root = Path(self.root)
         address = os.environ.get("DSFRAME_SOURCE_URL") or metadata.get("urls", {}).get("Source", "")
-        version = re.findall(r'^__version__ = "(.+)"$', (root / "dsframe" / "__init__.py").read_text(), re.MULTILINE)[0]
+        version = re.findall(r'^__version__ = "(.+)"$', (root / "dsframe" / "version.py").read_text(), re.MULTILINE)[0]
         text = for_an_index((root / "README.md").read_text(encoding="utf-8"), address, version)
         metadata["readme"] = {"content-type": "text/markdown", "text": text}
 

@@ -2,18 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
-from typing import TYPE_CHECKING, NamedTuple
+from collections.abc import Callable, Iterator, Mapping
+from typing import NamedTuple
 
 from dsframe.config.read.findings import dotted
 from dsframe.config.read.reader import Path
 from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.optimizer import MUP
 from dsframe.config.schema.settings import Settings
-
-if TYPE_CHECKING:
-    from dsframe.config.load import Config
-
 
 LOGGERS: Mapping[str, str | None]
 LOGGERS = {"tensorboard": "tensorboard", "wandb": "wandb", "csv_monitor": None, "comet": "comet_ml"}
@@ -51,11 +47,16 @@ class Feature(NamedTuple):
 Found = tuple[str, Path, str]
 
 
-def features(config: Config) -> tuple[Feature, ...]:
-    """Everything that the file switches on, in the order of DeepSpeed's documentation."""
+def features(
+    file: DeepSpeed, settings: Settings, position: Callable[[Path], tuple[int, int]] = lambda path: (0, 0)
+) -> tuple[Feature, ...]:
+    """Everything that the file switches on, in the order of DeepSpeed's documentation.
+
+    ``position`` gives line and column of a key, as ``Config.position`` does.
+    """
     return tuple(
-        Feature(name, dotted(path), description, *config.position(path))
-        for name, path, description in switched_on(config.deepspeed, config.settings)
+        Feature(name, dotted(path), description, *position(path))
+        for name, path, description in switched_on(file, settings)
     )
 
 

@@ -81,7 +81,9 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
 
     entry = TABLE[name]
     found = [
-        feature for feature in features(config) if feature.name not in entry.supports and feature.name not in WATCHING
+        feature
+        for feature in features(config.deepspeed, config.settings, config.position)
+        if feature.name not in entry.supports and feature.name not in WATCHING
     ]
     replicated = [feature.path for feature in found if feature.name in entry.replicates]
     ignored = [feature.path for feature in found if feature.name in entry.ignores]
@@ -116,7 +118,11 @@ def beside_several(config: Config, name: str) -> list[Problem]:
             f'engine "{name}" trains one model, and the task has several (models()); choose another engine'
         )
     apart = (entry.supports | {"flops_profiler"}) - entry.several
-    found = [(tuple(one.path.split(".")), one.description) for one in features(config) if one.name in apart]
+    found = [
+        (tuple(one.path.split(".")), one.description)
+        for one in features(config.deepspeed, config.settings, config.position)
+        if one.name in apart
+    ]
     for key, on in (
         ("mfu", settings.mfu),
         ("per_sample_randomness", settings.per_sample_randomness),
@@ -173,7 +179,11 @@ def load(name: str, config: Config) -> type[Engine]:
     from dsframe.config import features
 
     entry = TABLE[name]
-    on = [feature.name for feature in features(config) if feature.name in entry.variants]
+    on = [
+        feature.name
+        for feature in features(config.deepspeed, config.settings, config.position)
+        if feature.name in entry.variants
+    ]
     module, _, cls = (entry.variants[on[0]] if on else entry.target).partition(":")
     try:
         loaded: type[Engine] = getattr(importlib.import_module(module), cls)

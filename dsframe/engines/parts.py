@@ -368,8 +368,8 @@ def _config_of(config: Config, name: str, others: Collection[str], *, frozen: bo
     except ConfigError as error:
         whose = f"with dsframe.optimizers.{name}: "
         raise ConfigError([replace(one, message=whose + one.message) for one in error.problems]) from None
-    known = {feature.name for feature in features(config)}
-    for feature in features(found):
+    known = {feature.name for feature in features(config.deepspeed, config.settings, config.position)}
+    for feature in features(found.deepspeed, found.settings, found.position):
         if feature.name not in known:
             raise EngineError(f"dsframe.optimizers.{name}: {feature.description} is not possible with several models")
     return found

@@ -15,7 +15,7 @@ from torch.optim.lr_scheduler import ReduceLROnPlateau
 
 from dsframe.config.schema.settings_training import Stop
 from dsframe.errors import CheckpointError, ConfigError, Problem, TaskError
-from dsframe.model.schedules import Rates
+from dsframe.model.rates import Rates
 
 
 class Follower:

@@ -19,6 +19,8 @@ from typing import TYPE_CHECKING, Any
 from dsframe.config.resolve import scaling
 from dsframe.errors import ConfigError, Problem, TaskError
 from dsframe.model import hf_schedules
+from dsframe.model.followers import Plateau
+from dsframe.model.rates import Rates
 
 if TYPE_CHECKING:
     from torch.optim import Optimizer
@@ -26,32 +28,6 @@ if TYPE_CHECKING:
 
     from dsframe.config import Config
     from dsframe.tasks.task import Task
-
-
-@dataclass(frozen=True)
-class Rates:
-    """The rates that a schedule sets for one update."""
-
-    learning_rate: float
-    momentum: float | None = None
-    """Adam's first beta, or SGD's momentum, where the schedule cycles it."""
-    second_beta: float | None = None
-    """Adam's second beta, where the schedule fixes it."""
-
-    def apply(self, parameter_groups: list[dict[str, Any]]) -> None:
-        """Writes the rates into a torch optimizer's ``param_groups``, to each the learning rate times its ``lr_scale``."""
-        for group in parameter_groups:
-            group["lr"] = self.learning_rate * group.get("lr_scale", 1.0)
-            if self.momentum is not None and "betas" in group:
-                group["betas"] = (self.momentum, self.second_beta or group["betas"][1])
-            elif self.momentum is not None and "momentum" in group and self.second_beta is None:
-                group["momentum"] = self.momentum
-
-
-def keep_ratios(parameter_groups: list[dict[str, Any]], base: float) -> None:
-    """Gives each group of an optimizer that has made groups itself its rate in terms of ``base`` as its ``lr_scale``."""
-    for group in parameter_groups:
-        group.setdefault("lr_scale", group["lr"] / base if base else 1.0)
 
 
 Schedule = Callable[[int], Rates]
@@ -288,8 +264,6 @@ def build(kind: str | None, base: float, params: Mapping[str, Any]) -> Schedule:
     if kind is None:
         return constant(base)
     if kind == "ReduceLROnPlateau":
-        from dsframe.model.followers import Plateau  # which is made of this module
-
         return Plateau(base, params)
     if kind in hf_schedules.FACTORS:
         return by_factor(kind, base, params)

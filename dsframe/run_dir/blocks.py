@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
     from dsframe.config import Config
     from dsframe.engine import Engine, Plan
-    from dsframe.trainer import Summary
+    from dsframe.results import Summary
 
 _WIDTH = 10
 _SHOWN = ("lr", "betas", "momentum", "weight_decay")

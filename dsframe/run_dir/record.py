@@ -27,15 +27,15 @@ from typing import TYPE_CHECKING, Any
 
 import torch
 
-from dsframe import __version__
 from dsframe.config.read.secrets import redact
 from dsframe.errors import DataError
 from dsframe.host import supervise
 from dsframe.run_dir.loggers import Ending, Loggers
+from dsframe.version import __version__
 
 if TYPE_CHECKING:
     from dsframe.engine import Plan
-    from dsframe.trainer import Summary
+    from dsframe.results import Summary
 
 _PACKAGES = ("torch", "deepspeed", "horovod", "numpy", "torchvision", "transformers")
 _METRICS = "metrics.jsonl"

@@ -30,18 +30,6 @@ _BYTES = 256
 """Vocabulary without a tokenizer; documents from files have one token more, for their end."""
 
 
-def causal_language_model(settings: sections.CausalLanguageModelTask, seed: int) -> CausalLanguageModelTask:
-    """The task for the settings' source of text. Raises TaskError, DataError."""
-    if settings.data is None:
-        return CausalLanguageModelTask(settings, seed)
-    from dsframe.tasks.text_files import RowsTask, WindowsTask  # they derive from the class below
-
-    joined = settings.data.packing == "concatenate" or (
-        settings.data.packing is None and settings.data.format == "text"
-    )
-    return (WindowsTask if joined else RowsTask)(settings, seed)
-
-
 class CausalLanguageModelTask(Task):
     """Next tokens, by transformers' own loss; reports loss (nats per token), bits per token, and accuracy."""
 

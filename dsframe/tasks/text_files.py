@@ -218,3 +218,13 @@ class RowsTask(WindowsTask):
 
 def _listed(patterns: str | list[str]) -> list[str]:
     return [patterns] if isinstance(patterns, str) else patterns
+
+
+def causal_language_model(settings: sections.CausalLanguageModelTask, seed: int) -> CausalLanguageModelTask:
+    """The task for the settings' source of text. Raises TaskError, DataError."""
+    if settings.data is None:
+        return CausalLanguageModelTask(settings, seed)
+    joined = settings.data.packing == "concatenate" or (
+        settings.data.packing is None and settings.data.format == "text"
+    )
+    return (WindowsTask if joined else RowsTask)(settings, seed)

@@ -448,13 +448,15 @@ def test_features_name_what_is_on(tmp_path: Path) -> None:
             "dsframe": {"horovod": {"op": "adasum", "compression": "fp16"}},
         },
     )  # fmt: skip
-    found = features(load(path))
+    config = load(path)
+    found = features(config.deepspeed, config.settings, config.position)
     assert [feature.name for feature in found] == [
         "zero3", "offload_optimizer_nvme", "offload_param_cpu", "bf16", "communication_data_type", "adasum", "fp16_compression",
         "lion", "tensorboard",
     ]  # fmt: skip
     assert all(feature.line for feature in found)
-    assert features(load({TRAIN: 8})) == ()
+    config = load({TRAIN: 8})
+    assert features(config.deepspeed, config.settings, config.position) == ()
 
 
 def test_a_seed_is_one_that_every_generator_takes() -> None:

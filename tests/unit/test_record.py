@@ -15,8 +15,8 @@ import pytest
 from dsframe import run
 from dsframe.cluster.world import World
 from dsframe.config import load
+from dsframe.results import Summary
 from dsframe.run_dir.record import Record, read_metrics, read_summary
-from dsframe.trainer import Summary
 from tests.engines.odd_task import Odd
 
 SUMMARY = Summary(3, 1.0, 8.0, "samples", 8, 0.5, 1.0, {}, (2**20,), 0)

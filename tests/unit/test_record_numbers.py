@@ -12,9 +12,9 @@ import torch
 
 from dsframe.cluster.world import World
 from dsframe.config import load
+from dsframe.results import Summary
 from dsframe.run_dir.record import Record
 from dsframe.tools.report.runs import figures, read_run
-from dsframe.trainer import Summary
 
 
 def strict(text: str) -> Any:

@@ -14,6 +14,7 @@ from dsframe.config import load
 from dsframe.config.schema.scheduler import HF_SCHEDULERS
 from dsframe.errors import ConfigError, TaskError
 from dsframe.model import hf_schedules, schedules
+from dsframe.model.rates import Rates, keep_ratios
 
 BASE = 0.05
 CASES: list[tuple[str, dict[str, Any]]] = [
@@ -68,9 +69,9 @@ def test_without_a_scheduler_the_rate_stays() -> None:
 
 def test_rates_reach_the_optimizer() -> None:
     groups: list[dict[str, Any]] = [{"lr": 1.0, "betas": (0.9, 0.999)}, {"lr": 1.0, "momentum": 0.9}, {"lr": 1.0}]
-    schedules.Rates(0.5, 0.8, 0.99).apply(groups)
+    Rates(0.5, 0.8, 0.99).apply(groups)
     assert groups == [{"lr": 0.5, "betas": (0.8, 0.99)}, {"lr": 0.5, "momentum": 0.9}, {"lr": 0.5}]
-    schedules.Rates(0.5, 0.7).apply(groups)
+    Rates(0.5, 0.7).apply(groups)
     assert groups == [{"lr": 0.5, "betas": (0.7, 0.99)}, {"lr": 0.5, "momentum": 0.7}, {"lr": 0.5}]
 
 
@@ -91,7 +92,7 @@ def test_groups_keep_the_proportion_of_their_rates(kind: str, params: dict[str, 
     theirs, ours = (
         torch.optim.SGD([{"params": [torch.zeros(1)], "lr": lr} for lr in (0.02, 3e-4)], lr=BASE) for _ in range(2)
     )
-    schedules.keep_ratios(ours.param_groups, 0.02)
+    keep_ratios(ours.param_groups, 0.02)
     make = getattr(lr_schedules, kind, None) or getattr(torch.optim.lr_scheduler, kind)
     scheduler, course = make(theirs, **params), schedules.build(kind, 0.02, params)
     for updates in range(12):
@@ -104,9 +105,9 @@ def test_groups_keep_the_proportion_of_their_rates(kind: str, params: dict[str, 
 
 def test_groups_have_one_rate_where_it_is_0_and_keep_the_files_ratio() -> None:
     groups: list[dict[str, Any]] = [{"lr": 0.0}, {"lr": 0.0, "lr_scale": 10.0}]
-    schedules.keep_ratios(groups, 0.0)
+    keep_ratios(groups, 0.0)
     assert [group["lr_scale"] for group in groups] == [1.0, 10.0]
-    schedules.Rates(0.5).apply(groups)
+    Rates(0.5).apply(groups)
     assert [group["lr"] for group in groups] == [0.5, 5.0]
 
 

@@ -30,7 +30,7 @@ from dsframe.engines.deepspeed.imports import deepspeed, groups, logger, set_z3_
 from dsframe.engines.deepspeed.swap import SwapFolders
 from dsframe.engines.evaluating import stays_gathered
 from dsframe.errors import EngineError
-from dsframe.model import ema, optimizers, schedules, switches
+from dsframe.model import ema, optimizers, rates, switches
 from dsframe.model.spill import Spill, on_disk
 from dsframe.tasks.task import Sum
 
@@ -96,7 +96,7 @@ class ZeroEngine(Engine):
 
             to_host = plan.config.deepspeed.activation_checkpointing.cpu_checkpointing
             partition.share_out(module, self._tensor_group(), to_host=to_host)
-        schedules.keep_ratios(self._engine.basic_optimizer.param_groups, plan.optimizer.learning_rate)
+        rates.keep_ratios(self._engine.basic_optimizer.param_groups, plan.optimizer.learning_rate)
         patches.undo_hidden_step(self._engine)
         patches.keep_norm(self._engine)
         patches.reduce_in_order(self._engine)

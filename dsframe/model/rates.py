@@ -1,0 +1,32 @@
+"""The learning rate and momentum of one update, and their way into an optimizer's parameter groups."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Any
+
+
+@dataclass(frozen=True)
+class Rates:
+    """The rates that a schedule sets for one update."""
+
+    learning_rate: float
+    momentum: float | None = None
+    """Adam's first beta, or SGD's momentum, where the schedule cycles it."""
+    second_beta: float | None = None
+    """Adam's second beta, where the schedule fixes it."""
+
+    def apply(self, parameter_groups: list[dict[str, Any]]) -> None:
+        """Writes the rates into a torch optimizer's ``param_groups``, to each the learning rate times its ``lr_scale``."""
+        for group in parameter_groups:
+            group["lr"] = self.learning_rate * group.get("lr_scale", 1.0)
+            if self.momentum is not None and "betas" in group:
+                group["betas"] = (self.momentum, self.second_beta or group["betas"][1])
+            elif self.momentum is not None and "momentum" in group and self.second_beta is None:
+                group["momentum"] = self.momentum
+
+
+def keep_ratios(parameter_groups: list[dict[str, Any]], base: float) -> None:
+    """Gives each group of an optimizer that has made groups itself its rate in terms of ``base`` as its ``lr_scale``."""
+    for group in parameter_groups:
+        group.setdefault("lr_scale", group["lr"] / base if base else 1.0)

@@ -1,0 +1,3 @@
+"""dsframe's version."""
+
+__version__ = "0.2.0"
