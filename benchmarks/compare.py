@@ -33,7 +33,7 @@ from typing import Any
 
 from benchmarks.match import Contestant, Result, play
 from benchmarks.processes import heed_sigterm
-from dsframe.host import cores
+from dsframe.cluster import cores
 
 CHECKED_STEPS = 10  # as in benchmarks.gate, which imports torch
 BATCH = {"cnn": 128, "resnet18": 128, "gpt": 16}

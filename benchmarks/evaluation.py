@@ -31,7 +31,7 @@ from benchmarks.overhead import as_rank, document, engine_of, of_ranks
 from dsframe.cluster import world
 from dsframe.data import EvaluationLoader
 from dsframe.engine import Engine
-from dsframe.model.evaluation import Evaluation
+from dsframe.training.evaluation import Evaluation
 from dsframe.tasks.task import Sum, accuracy
 
 BOUND = 0.97

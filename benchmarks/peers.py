@@ -23,7 +23,7 @@ from torch import nn
 from benchmarks import workloads
 from benchmarks.gate import Gate
 from benchmarks.workloads import ADAMW, CLIP, GLOBAL_BATCH
-from dsframe.tasks._torchvision import torchvision
+from dsframe.data._torchvision import torchvision
 
 FOREVER = 1_000_000
 

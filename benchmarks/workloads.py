@@ -23,7 +23,7 @@ from dsframe.data import vision
 from dsframe.data.sampler import Sampler
 from dsframe.data.source import Batch, ImageSource, draws
 from dsframe.data.text import TextSource
-from dsframe.tasks._torchvision import torchvision
+from dsframe.data._torchvision import torchvision
 from dsframe.tasks.language import LanguageTask
 from dsframe.tasks.layers import Layer, seed_generators
 from dsframe.tasks.task import Task

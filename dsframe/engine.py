@@ -24,7 +24,6 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 from torch.utils._pytree import tree_leaves, tree_map_only
 
-from dsframe.checkpoint.state import EngineState, SavedState, aliases
 from dsframe.cluster.exchange import all_gather_text, by_value, failures, first_difference
 from dsframe.cluster.process_group import collective_limit
 from dsframe.errors import DsframeError, EngineError, TaskError, WorldError
@@ -36,6 +35,7 @@ from dsframe.model.followers import EarlyStop, Plateau
 from dsframe.model.groups import ParameterGroups
 from dsframe.model.sample_draws import DrawTrial, SampleDraws
 from dsframe.model.spill import Spill
+from dsframe.model.state import EngineState, SavedState, aliases
 from dsframe.tasks.layers import seed_generators
 from dsframe.tasks.task import Sum, Task, loss_and_terms, sums, tensor_of
 

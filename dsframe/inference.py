@@ -20,15 +20,15 @@ from torch import Tensor, nn
 from dsframe import tasks
 from dsframe.checkpoint import store
 from dsframe.checkpoint.portable import Checkpoint, write_tensors
-from dsframe.checkpoint.state import ParameterState, SavedView
 from dsframe.cluster.exchange import all_gather_text, failures
 from dsframe.data.source import Batch
 from dsframe.errors import CheckpointError, DataError, TaskError
 from dsframe.guard.watchdog import Watchdog
 from dsframe.job import make_engine, prepare
 from dsframe.model import adapter, ema
-from dsframe.model.evaluation import Evaluation
+from dsframe.model.state import ParameterState, SavedView
 from dsframe.tasks.layers import seed_generators
+from dsframe.training.evaluation import Evaluation
 
 if TYPE_CHECKING:
     from dsframe.cluster.world import World

@@ -22,6 +22,7 @@ from dsframe.checkpoint.memory_checkpoint import MemoryCheckpoint, begin_again
 from dsframe.checkpoint.resume import Start, begin, refuse
 from dsframe.checkpoint.saver import Saver
 from dsframe.checkpoint.store import Retention, Store
+from dsframe.cluster import cores
 from dsframe.cluster import world as worlds
 from dsframe.cluster.exchange import assert_same_on_all_ranks
 from dsframe.cluster.process_group import device_of, extend_limits
@@ -36,9 +37,9 @@ from dsframe.engines import parts, precision
 from dsframe.errors import CheckpointError, ConfigError, DataError, EngineError, StoppedError, TaskError, TrainingError
 from dsframe.guard.watchdog import Watchdog
 from dsframe.hooks import Called
-from dsframe.host import cores, phases
+from dsframe.host import phases
 from dsframe.host.memory import keep_freed, reset_peak, resident_bytes
-from dsframe.model import optimizers, schedules, weighting
+from dsframe.model import optimizers, schedules
 from dsframe.model.followers import EarlyStop
 from dsframe.observe.observer import ObserverContext, Observers
 from dsframe.results import Summary
@@ -48,6 +49,7 @@ from dsframe.run_dir.progress import Progress
 from dsframe.run_dir.record import Record, finished, read_metrics
 from dsframe.tasks.task import Task
 from dsframe.trainer import Outputs, RunSchedule, Trainer, Work
+from dsframe.training import weighting
 from dsframe.version import __version__
 
 

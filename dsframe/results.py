@@ -4,12 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
-from pathlib import Path
 
-from torch import Tensor
-
-from dsframe.checkpoint import store
-from dsframe.checkpoint.portable import Checkpoint
 from dsframe.text import clock
 
 
@@ -40,17 +35,7 @@ class Summary:
     stopped: str = ""
     """Why training ended before the last step of the file, where it did."""
     directory: str = ""
-    """The run's directory."""
-
-    def weights(self) -> dict[str, Tensor]:
-        """Returns parameters and buffers of the run's newest checkpoint by the model's own names: float32, on the CPU.
-
-        Raises CheckpointError where the run has saved none. ``dsframe.load_model`` gives the model with them.
-        """
-        checkpoint = Checkpoint(store.complete(Path(self.directory)))
-        found = {name: tensor.clone() for name, tensor in checkpoint.weights()}
-        checkpoint.close()
-        return found
+    """The run's directory. ``dsframe.load_model`` reads its newest checkpoint."""
 
     def __str__(self) -> str:
         figures = "".join(f"  {name} {value:.4f}" for name, value in self.metrics.items())

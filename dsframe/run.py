@@ -17,12 +17,13 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsframe import engines
+from dsframe.cluster import cores
 from dsframe.cluster import world as worlds
 from dsframe.cluster.world import World
 from dsframe.config import Config, load
 from dsframe.config.resolve import elastic
 from dsframe.errors import ConfigError, WorldError
-from dsframe.host import cores, phases
+from dsframe.host import phases
 from dsframe.run_dir import loggers, output
 from dsframe.run_dir.lock import RunLock
 

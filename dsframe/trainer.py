@@ -31,14 +31,14 @@ from dsframe.guard.watchdog import Watchdog
 from dsframe.hooks import Called, RunView
 from dsframe.host import phases
 from dsframe.host.memory import peak_memory_bytes
-from dsframe.model.evaluation import Evaluation, totals
-from dsframe.model.loss_kind import LossTrial
-from dsframe.model.weighting import LossWeights
 from dsframe.observe.observer import Observers
 from dsframe.results import Summary
 from dsframe.run_dir import outcome
 from dsframe.run_dir.progress import Progress
 from dsframe.run_dir.record import Record
+from dsframe.training.evaluation import Evaluation, totals
+from dsframe.training.loss_kind import LossTrial
+from dsframe.training.weighting import LossWeights
 
 if TYPE_CHECKING:
     from dsframe.config.schema.settings import Settings

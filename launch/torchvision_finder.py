@@ -1,7 +1,7 @@
 """Lets ``import torchvision`` work in the environment of ``make setup`` where torch is a CPU build and torchvision is PyPI's.
 
 launch/setup copies this file into site-packages beside a .pth file that imports it, where torchvision cannot be imported
-otherwise. Before the first import of torchvision it has dsframe define what is missing (dsframe/tasks/_torchvision.py
+otherwise. Before the first import of torchvision it has dsframe define what is missing (dsframe/data/_torchvision.py
 says what and why); until then it costs nothing.
 """
 
@@ -15,7 +15,7 @@ class Finder:
         """Returns None: the finders after this one find torchvision."""
         if name == "torchvision":
             sys.meta_path.remove(self)
-            from dsframe.tasks import _torchvision
+            from dsframe.data import _torchvision
 
             _torchvision.define_operators()
 

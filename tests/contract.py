@@ -22,11 +22,11 @@ from dsframe.data import EvaluationLoader, TensorSource
 from dsframe.engine import Engine, Plan, StepResult
 from dsframe.engines import evaluating
 from dsframe.model import optimizers, schedules
-from dsframe.model.evaluation import Evaluation
 from dsframe.observe.communication import Communication, Traffic
 from dsframe.tasks import Sum, Task
 from dsframe.tasks.task import accuracy
 from dsframe.train import leave_at_once
+from dsframe.training.evaluation import Evaluation
 
 SAMPLES = 37
 """Prime, so that no world size and no batch size divides it."""

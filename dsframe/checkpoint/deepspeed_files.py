@@ -21,8 +21,8 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from dsframe.checkpoint.state import LossScaleState, ParameterState, split
 from dsframe.errors import CheckpointError
+from dsframe.model.state import LossScaleState, ParameterState, split
 
 _RANK = re.compile(r"zero_pp_rank_(\d+)_mp_rank_00")
 Shapes = Mapping[str, Sequence[int]]

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import torch
 
-from dsframe.checkpoint.state import WEIGHT, ParameterShard
 from dsframe.cluster.exchange import Ranks, all_gather_tensor, all_gather_text, same
 from dsframe.errors import CheckpointError
+from dsframe.model.state import WEIGHT, ParameterShard
 
 Range = tuple[int, int]
 """First element and size in a flattened tensor."""

@@ -10,8 +10,8 @@ import torch
 
 from dsframe.checkpoint.preflight import preflight
 from dsframe.checkpoint.resume import Start, make_way, sweep
-from dsframe.checkpoint.state import SavedState
 from dsframe.checkpoint.store import Store
+from dsframe.model.state import SavedState
 
 if TYPE_CHECKING:
     from dsframe.engine import Engine

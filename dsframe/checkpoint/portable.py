@@ -29,9 +29,9 @@ from torch import Tensor
 from dsframe.checkpoint import store
 from dsframe.checkpoint.layout import Dealer
 from dsframe.checkpoint.staging import Staging
-from dsframe.checkpoint.state import WEIGHT, EngineState, LossScaleState, ParameterState, full_precision, narrowed
 from dsframe.checkpoint.store import FileEntry
 from dsframe.errors import CheckpointError
+from dsframe.model.state import WEIGHT, EngineState, LossScaleState, ParameterState, full_precision, narrowed
 
 PART_BYTES = 64 << 20
 BUFFERS = "buffers.safetensors"
@@ -254,7 +254,7 @@ def catch_io_error(action: Any) -> str:
 
 
 class Checkpoint:
-    """A checkpoint on disk, read as :class:`dsframe.checkpoint.state.SavedState`. Files stay open until :meth:`close`."""
+    """A checkpoint on disk, read as :class:`dsframe.model.state.SavedState`. Files stay open until :meth:`close`."""
 
     def __init__(self, path: Path, rank: int = 0) -> None:
         """Reads the manifest alone. ``rank``: whose buffers are wanted, where ranks had different ones.

@@ -14,11 +14,11 @@ from dsframe.checkpoint import generators, store
 from dsframe.checkpoint.changes import differences, new_batch, place
 from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.preflight import examine, preflight
-from dsframe.checkpoint.state import ParameterState, SavedState, SavedView
 from dsframe.checkpoint.store import Store
 from dsframe.cluster.exchange import all_gather_text, failures
 from dsframe.errors import CheckpointError, ConfigError, Problem
 from dsframe.model import ema
+from dsframe.model.state import ParameterState, SavedState, SavedView
 
 if TYPE_CHECKING:
     from dsframe.config import Config

@@ -24,17 +24,17 @@ from typing import TYPE_CHECKING, Any, NoReturn
 from dsframe.checkpoint import generators, portable, staging, store
 from dsframe.checkpoint.background import Writing
 from dsframe.checkpoint.portable import PartWriter
-from dsframe.checkpoint.state import ShardedParameters
 from dsframe.checkpoint.store import Retention, Store
 from dsframe.checkpoint.transfer import ShardWriter
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import all_gather_text, failures, same
 from dsframe.config.resolve import epochs
 from dsframe.errors import CheckpointError
+from dsframe.model.state import ShardedParameters
 
 if TYPE_CHECKING:
-    from dsframe.checkpoint.state import EngineState
     from dsframe.engine import Engine
+    from dsframe.model.state import EngineState
 
 
 _LAST_SECONDS = 10.0

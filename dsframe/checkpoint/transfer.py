@@ -27,9 +27,9 @@ from dsframe.checkpoint import layout
 from dsframe.checkpoint.layout import Chunk, Content
 from dsframe.checkpoint.portable import PART_BYTES, header, write_tensors
 from dsframe.checkpoint.staging import Staging
-from dsframe.checkpoint.state import ParameterShard, TensorShard
 from dsframe.checkpoint.store import FileEntry, FileWriter, folder_id, read_entry, sync_files, write_range
 from dsframe.cluster.exchange import Ranks, all_gather_text
+from dsframe.model.state import ParameterShard, TensorShard
 
 WINDOW_BYTES = 64 << 20
 """A rank's memory grows by at most four times as much in a save, 256 MiB, beside a copy of its own ranges in the background."""

@@ -142,7 +142,7 @@ def _debian(name: str, root: Path, scratch: Path) -> str:
 def _download(name: str, root: Path, scratch: Path) -> str:
     """torchvision's own download, which checks the files' MD5 sums."""
     from dsframe.data import vision
-    from dsframe.tasks._torchvision import torchvision
+    from dsframe.data._torchvision import torchvision
 
     datasets = torchvision().datasets
     folder = scratch / "torchvision"

@@ -12,13 +12,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compr
 from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
-from dsframe.checkpoint.state import SavedState
 from dsframe.cluster import process_group
 from dsframe.engine import Inputs, Plan, StepResult
 from dsframe.engines import precision, torch_patches
 from dsframe.engines.buckets import usual_bytes
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
+from dsframe.model.state import SavedState
 
 _HOOKS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 

@@ -22,7 +22,6 @@ from torch.distributed.device_mesh import DeviceMesh, init_device_mesh
 from torch.distributed.fsdp import CPUOffloadPolicy, FSDPModule, MixedPrecisionPolicy, OffloadPolicy, fully_shard
 from torch.distributed.tensor import DTensor
 
-from dsframe.checkpoint.state import EngineState, ParameterState, SavedState, ShardedParameters, full_precision
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.engine import LARGE, Inputs, Plan, without_dimensions
@@ -34,6 +33,7 @@ from dsframe.engines.replica import ReplicaEngine
 from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError
 from dsframe.model.spill import Spill, on_disk
+from dsframe.model.state import EngineState, ParameterState, SavedState, ShardedParameters, full_precision
 from dsframe.tasks.task import Sum
 
 

@@ -25,14 +25,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from dsframe.checkpoint import changes
-from dsframe.checkpoint.state import (
-    EngineState,
-    ParameterState,
-    SavedState,
-    SavedView,
-    ShardedParameters,
-    persistent_buffers,
-)
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import by_value, first_difference
 from dsframe.config import Config, load
@@ -42,6 +34,14 @@ from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
 from dsframe.model import adapter, optimizers, schedules
 from dsframe.model.groups import ParameterGroups
 from dsframe.model.sample_draws import DrawTrial
+from dsframe.model.state import (
+    EngineState,
+    ParameterState,
+    SavedState,
+    SavedView,
+    ShardedParameters,
+    persistent_buffers,
+)
 from dsframe.tasks.task import Sum, Task
 
 Make = Callable[[Plan], Engine]

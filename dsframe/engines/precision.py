@@ -16,10 +16,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from dsframe.checkpoint.state import LossScaleState
+from dsframe.cluster import cores
 from dsframe.errors import ConfigError, Problem, TrainingError
-from dsframe.host import cores
 from dsframe.model.formats import parameter_dtype as parameter_dtype
+from dsframe.model.state import LossScaleState
 
 if TYPE_CHECKING:
     from dsframe.config import Config

@@ -13,7 +13,11 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsframe.checkpoint.state import (
+from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, loss_of, measure
+from dsframe.engines import precision, state_replica
+from dsframe.model import ema, lbfgs
+from dsframe.model.spill import Spill
+from dsframe.model.state import (
     EngineState,
     SavedState,
     aliases,
@@ -21,10 +25,6 @@ from dsframe.checkpoint.state import (
     persistent_buffers,
     saved_parameters,
 )
-from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, loss_of, measure
-from dsframe.engines import precision, state_replica
-from dsframe.model import ema, lbfgs
-from dsframe.model.spill import Spill
 from dsframe.tasks.task import Sum
 
 

@@ -12,7 +12,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from dsframe.checkpoint.state import (
+from dsframe.errors import CheckpointError
+from dsframe.model.state import (
     WEIGHT,
     ParameterShard,
     ParameterState,
@@ -23,7 +24,6 @@ from dsframe.checkpoint.state import (
     put_scalars,
     split,
 )
-from dsframe.errors import CheckpointError
 
 
 @dataclass(frozen=True)

@@ -21,8 +21,8 @@ import torch
 from safetensors import SafetensorError, safe_open
 from torch import Tensor, nn
 
+from dsframe.data import _torchvision
 from dsframe.errors import TaskError
-from dsframe.tasks import _torchvision
 
 MAPPINGS = {
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",

@@ -13,7 +13,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 
-from dsframe.tasks._torchvision import three_channels
+from dsframe.data._torchvision import three_channels
 
 
 class Step(nn.Module):

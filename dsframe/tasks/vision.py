@@ -27,7 +27,7 @@ class VisionTask(Task):
         self.workers = settings.workers
         self.images = data.describe(settings)
         if settings.model != "cnn":
-            from dsframe.tasks import _torchvision  # here, because importing torchvision takes seconds
+            from dsframe.data import _torchvision  # here, because importing torchvision takes seconds
 
             images = self.images
             self.batch_dependent = _torchvision.probe(settings.model, images.channels, images.size, images.classes)
@@ -40,7 +40,7 @@ class VisionTask(Task):
     def model(self) -> nn.Module:
         if self.settings.model == "cnn":
             return super().model()
-        from dsframe.tasks import _torchvision
+        from dsframe.data import _torchvision
 
         return _torchvision.classifier(self.settings.model, self.images.classes)
 

@@ -69,9 +69,9 @@ def convert(directory: Path, tag: str | None, config: Config, task: Task, run_di
     Raises CheckpointError; WorldError where that run goes on, ConfigError where its directory cannot be made.
     """
     from dsframe.checkpoint import deepspeed_files, portable, store
-    from dsframe.checkpoint.state import aliases, compare, persistent_buffers
     from dsframe.checkpoint.store import Store
     from dsframe.model import groups
+    from dsframe.model.state import aliases, compare, persistent_buffers
 
     task.seed = config.settings.seed
     found = deepspeed_files.read(deepspeed_files.find(directory, tag))

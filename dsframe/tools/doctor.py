@@ -44,7 +44,7 @@ import json, horovod.torch as h
 print(json.dumps({"gloo": bool(h.gloo_built()), "mpi": bool(h.mpi_built()), "nccl": bool(h.nccl_built())}))
 """
 DEEPSPEED = "import deepspeed; print('{}')"
-TORCHVISION = "from dsframe.tasks._torchvision import torchvision; torchvision(); print('{}')"
+TORCHVISION = "from dsframe.data._torchvision import torchvision; torchvision(); print('{}')"
 
 ACTIVATE = 'eval "$(dsframe activate)"'
 ENOUGH_SHARED_MEMORY = 2**30

@@ -29,11 +29,11 @@ def main(path: str) -> None:
     from dsframe.checkpoint import portable, store
     from dsframe.checkpoint.portable import Checkpoint
     from dsframe.checkpoint.saver import Saver
-    from dsframe.checkpoint.state import Snapshot
     from dsframe.checkpoint.store import Retention, Store
     from dsframe.checkpoint.transfer import ShardWriter
     from dsframe.cluster.exchange import all_gather_text
     from dsframe.errors import CheckpointError
+    from dsframe.model.state import Snapshot
 
     world = engine.plan.world
     steps(0, 3)

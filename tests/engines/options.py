@@ -15,13 +15,13 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsframe import engines
-from dsframe.checkpoint.state import Snapshot
 from dsframe.cluster import process_group
 from dsframe.cluster import world as worlds
 from dsframe.config import Facts, load
 from dsframe.engine import Engine, Plan
 from dsframe.errors import EngineError
 from dsframe.model import optimizers, schedules
+from dsframe.model.state import Snapshot
 from dsframe.observe.communication import Communication
 from dsframe.tasks import Task
 from dsframe.train import leave_at_once

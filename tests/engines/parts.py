@@ -23,10 +23,10 @@ from torch.nn.functional import mse_loss
 from torch.utils.data import TensorDataset
 
 import dsframe
-from dsframe.checkpoint.state import Snapshot
 from dsframe.cluster import world
 from dsframe.data import Loader, as_source
 from dsframe.model.ema import KEY
+from dsframe.model.state import Snapshot
 from dsframe.train import leave_at_once
 from tests.engines.several import one_process_group, prepare
 

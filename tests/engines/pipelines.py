@@ -17,13 +17,13 @@ from unittest import mock
 import torch
 from torch import nn
 
-from dsframe.checkpoint.state import Snapshot
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.config.schema.settings import LanguageTask as LanguageSettings
 from dsframe.config.schema.settings import VisionTask
 from dsframe.engine import seed_generators
 from dsframe.engines.deepspeed.imports import deepspeed
 from dsframe.errors import TaskError
+from dsframe.model.state import Snapshot
 from dsframe.tasks import build
 from dsframe.tasks.language import LanguageTask
 from dsframe.tasks.layers import Layer, Tied

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from dsframe.checkpoint.state import Snapshot
 from dsframe.engine import Engine
+from dsframe.model.state import Snapshot
 from dsframe.train import leave_at_once
 from tests.contract import CHECKS, make, micro_batches
 from tests.engines.several import one_process_group

@@ -64,7 +64,7 @@ def main(path: str) -> None:
     engine, steps = build(path)
     import torch
 
-    from dsframe.checkpoint.state import Snapshot
+    from dsframe.model.state import Snapshot
 
     plan, world = engine.plan, engine.plan.world
     fresh = Snapshot(engine.state())

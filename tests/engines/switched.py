@@ -92,7 +92,7 @@ def main(report: Path) -> None:
     settle_threads(worlds.here(), 1)
     import torch
 
-    from dsframe.checkpoint.state import Snapshot
+    from dsframe.model.state import Snapshot
     from dsframe.observe.communication import Communication
     from tests.engines.several import one_process_group, prepare
 

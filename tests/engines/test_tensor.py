@@ -11,11 +11,11 @@ import pytest
 import torch
 from torch import nn
 
-from dsframe.checkpoint.state import EngineState, ParameterState, Snapshot
 from dsframe.engines.deepspeed import state_tensor
 from dsframe.engines.deepspeed.state_tensor import Cut, Shares
 from dsframe.engines.deepspeed.tensor import completed, cuts
 from dsframe.errors import CheckpointError, EngineError
+from dsframe.model.state import EngineState, ParameterState, Snapshot
 from dsframe.tasks import _transformers
 from tests.engines.tensor import CASES, LLAMA, RECOMPUTED
 from tests.processes import run_ranks, warm

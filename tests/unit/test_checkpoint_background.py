@@ -17,9 +17,9 @@ import torch
 from dsframe.checkpoint import portable, store
 from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.saver import Saver
-from dsframe.checkpoint.state import EngineState, ParameterState
 from dsframe.checkpoint.store import Retention, Store
 from dsframe.errors import CheckpointError
+from dsframe.model.state import EngineState, ParameterState
 from tests.unit.test_checkpoint_portable import Room
 
 SIZES = {"a": (300,), "b": (200, 2), "c": (7,)}

@@ -23,7 +23,15 @@ from dsframe.checkpoint import export, generators, portable, store
 from dsframe.checkpoint.changes import differences
 from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.resume import refuse
-from dsframe.checkpoint.state import (
+from dsframe.checkpoint.store import Store
+from dsframe.cluster.exchange import all_gather_tensor, all_gather_text, failures
+from dsframe.config import load
+from dsframe.config.rules import checkpoints
+from dsframe.data import Loader
+from dsframe.engines import state_replica
+from dsframe.engines.deepspeed import state_flat
+from dsframe.errors import CheckpointError, ConfigError
+from dsframe.model.state import (
     EngineState,
     LossScaleState,
     ParameterState,
@@ -33,14 +41,6 @@ from dsframe.checkpoint.state import (
     persistent_buffers,
     split,
 )
-from dsframe.checkpoint.store import Store
-from dsframe.cluster.exchange import all_gather_tensor, all_gather_text, failures
-from dsframe.config import load
-from dsframe.config.rules import checkpoints
-from dsframe.data import Loader
-from dsframe.engines import state_replica
-from dsframe.engines.deepspeed import state_flat
-from dsframe.errors import CheckpointError, ConfigError
 from dsframe.tools import export as export_command
 
 

@@ -16,9 +16,9 @@ import torch
 from torch import Tensor
 
 from dsframe.checkpoint import resume, store
-from dsframe.checkpoint.state import EngineState, SavedState
 from dsframe.checkpoint.store import Store
 from dsframe.errors import CheckpointError
+from dsframe.model.state import EngineState, SavedState
 from tests.unit.test_checkpoint_background import Training, saver
 from tests.unit.test_checkpoint_portable import Room
 

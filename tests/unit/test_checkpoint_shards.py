@@ -14,11 +14,11 @@ from dsframe.checkpoint import layout, portable, store
 from dsframe.checkpoint.layout import Dealer, agree, plan
 from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.staging import Staging
-from dsframe.checkpoint.state import WEIGHT, ParameterShard, ParameterState, range_of
 from dsframe.checkpoint.store import MANIFEST, Store, dump, read_manifest, verify
 from dsframe.checkpoint.transfer import ShardWriter
 from dsframe.cli import main
 from dsframe.errors import CheckpointError
+from dsframe.model.state import WEIGHT, ParameterShard, ParameterState, range_of
 from dsframe.tools import export
 from tests.unit.test_checkpoint_portable import SIZES, Room, states
 

@@ -7,9 +7,9 @@ import torch
 from torch import Tensor
 
 from dsframe.data import ImageSource, TensorSource, draws
+from dsframe.data._torchvision import torchvision
 from dsframe.data.text import TextSource
 from dsframe.errors import DataError
-from dsframe.tasks._torchvision import torchvision
 
 MEAN, STD = (0.4, 0.5, 0.6), (0.2, 0.25, 0.3)
 

@@ -20,8 +20,8 @@ from dsframe.data import EvaluationLoader, TensorSource
 from dsframe.engine import Engine, Plan
 from dsframe.errors import TaskError
 from dsframe.model import optimizers, schedules
-from dsframe.model.evaluation import Evaluation, _row_spans, finalized
 from dsframe.tasks.task import Sum, Task
+from dsframe.training.evaluation import Evaluation, _row_spans, finalized
 
 CPU = torch.device("cpu")
 

@@ -80,7 +80,7 @@ def test_the_version_has_one_place() -> None:
     for path in ("pyproject.toml", "check/pyproject.toml"):
         text = (REPOSITORY / path).read_text()
         assert 'dynamic = ["version"' in text
-        assert "__init__.py" in text.split("[tool.hatch.version]")[1]
+        assert "version.py" in text.split("[tool.hatch.version]")[1]
     assert f"## {dsframe.__version__} (" in (REPOSITORY / "CHANGELOG.md").read_text()
     done = subprocess.run([sys.executable, "-m", "dsframe", "--version"], capture_output=True, text=True, check=True)
     assert done.stdout == f"dsframe {dsframe.__version__}\n"

@@ -11,12 +11,12 @@ from typing import Any
 
 import pytest
 
+from dsframe.cluster import cores
 from dsframe.cluster.world import World
 from dsframe.config.load import examine
 from dsframe.config.resolve.scaling import factor, sentence
 from dsframe.config.schema.settings_model import LargeBatch
 from dsframe.errors import WorldError
-from dsframe.host import cores
 from dsframe.model import schedules
 from tests.processes import REPOSITORY
 

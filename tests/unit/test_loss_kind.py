@@ -13,7 +13,7 @@ from torch.nn import functional
 import dsframe
 from dsframe.data import TensorSource
 from dsframe.errors import TaskError
-from dsframe.model.loss_kind import _kind_of
+from dsframe.training.loss_kind import _kind_of
 
 Loss = Callable[[Any, Any], Any]
 
@@ -133,5 +133,5 @@ def test_the_look_draws_nothing_of_the_trainings() -> None:
     """One that draws in its loss goes on as if nobody had looked."""
     found = dsframe.fit(Line(drawing), file(1, steps=3)).loss
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("dsframe.model.loss_kind.LossTrial.watched", lambda _, batch: batch)
+        patch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch: batch)
         assert dsframe.fit(Line(drawing), file(1, steps=3)).loss == found

@@ -63,7 +63,7 @@ def test_names_of_members_are_any_bytes_and_samples_may_lack_parts(tmp_path: Pat
 def test_images_of_a_tar_are_transformed_in_workers_with_draws_of_their_own(tmp_path: Path) -> None:
     from PIL import Image
 
-    from dsframe.tasks._torchvision import torchvision
+    from dsframe.data._torchvision import torchvision
 
     torchvision()
     from torchvision.transforms import v2

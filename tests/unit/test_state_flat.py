@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 import torch
 
-from dsframe.checkpoint.state import EngineState, ParameterState, Snapshot
 from dsframe.engines.deepspeed.state_flat import Piece, fill
+from dsframe.model.state import EngineState, ParameterState, Snapshot
 
 
 @pytest.mark.parametrize(

@@ -325,9 +325,9 @@ def test_a_model_without_repeated_blocks() -> None:
 def test_tiles_are_cut_and_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("DS_ACCELERATOR", "cpu")
     tiling = pytest.importorskip("deepspeed.runtime.zero.tiling", reason="DeepSpeed is not installed")
-    from dsframe.checkpoint.state import EngineState, ParameterState, Snapshot
     from dsframe.config.schema.settings_model import Tiling
     from dsframe.engines.deepspeed.tiling import tile
+    from dsframe.model.state import EngineState, ParameterState, Snapshot
 
     plain = language_model()
     tiled = copy.deepcopy(plain)

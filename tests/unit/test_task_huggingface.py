@@ -16,12 +16,12 @@ import torch
 import dsframe
 from dsframe import cli
 from dsframe.checkpoint import export, store
-from dsframe.checkpoint.state import aliases
 from dsframe.config import load
 from dsframe.config.schema.settings import CausalLanguageModelTask as TextSettings
 from dsframe.config.schema.settings import ImageClassificationTask as ImageSettings
 from dsframe.data import Loader
 from dsframe.errors import CheckpointError, DataError, TaskError
+from dsframe.model.state import aliases
 from dsframe.tasks import _transformers, build, experts
 from dsframe.tasks.huggingface import CausalLanguageModelTask, ImageClassificationTask
 from tests.text_files import LLAMA

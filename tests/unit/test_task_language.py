@@ -13,10 +13,10 @@ import pytest
 import torch
 from torch import nn
 
-from dsframe.checkpoint.state import aliases
 from dsframe.config.schema.settings import LanguageTask as Settings
 from dsframe.data import Loader, text
 from dsframe.errors import DataError, TaskError
+from dsframe.model.state import aliases
 from dsframe.tasks import build
 from dsframe.tasks.language import LanguageTask, causal, gpt
 from dsframe.tasks.layers import assemble

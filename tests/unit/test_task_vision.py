@@ -11,9 +11,9 @@ import torch
 from torch import nn
 
 from dsframe.config.schema.settings import VisionTask as Settings
-from dsframe.data import Loader
+from dsframe.data import Loader, _torchvision
 from dsframe.errors import TaskError
-from dsframe.tasks import _torchvision, build, cuts
+from dsframe.tasks import build, cuts
 from dsframe.tasks.layers import assemble
 from dsframe.tasks.vision import VisionTask, cnn
 
@@ -105,7 +105,7 @@ from dsframe.config.schema.settings import VisionTask
 from dsframe.tasks import build
 build(VisionTask(dataset="synthetic"), 0)
 assert "torchvision" not in sys.modules
-from dsframe.tasks._torchvision import torchvision
+from dsframe.data._torchvision import torchvision
 assert torchvision() is torchvision()
 from torchvision import datasets, models, transforms
 """
@@ -113,7 +113,7 @@ from torchvision import datasets, models, transforms
 
 
 def test_without_torchvision_its_models_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsframe.tasks import _torchvision
+    from dsframe.data import _torchvision
 
     monkeypatch.setattr(_torchvision.importlib.util, "find_spec", lambda name: None)
     monkeypatch.setattr(_torchvision, "torchvision", _torchvision.torchvision.__wrapped__)

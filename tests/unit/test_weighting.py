@@ -15,8 +15,8 @@ from dsframe import Task
 from dsframe.config.resolve.batch import Batch
 from dsframe.engine import Weighted, loss_of, measure
 from dsframe.errors import TaskError
-from dsframe.model.weighting import LossWeights, refuse
 from dsframe.trainer import Trainer
+from dsframe.training.weighting import LossWeights, refuse
 
 PADDING = -100
 

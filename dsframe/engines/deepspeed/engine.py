@@ -18,7 +18,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsframe.checkpoint.state import EngineState, SavedState, persistent_buffers
 from dsframe.cluster import process_group
 from dsframe.config.features import makes_groups, shares_activations
 from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, loss_of, measure, without_dimensions
@@ -32,6 +31,7 @@ from dsframe.engines.evaluating import stays_gathered
 from dsframe.errors import EngineError
 from dsframe.model import ema, optimizers, rates, switches
 from dsframe.model.spill import Spill, on_disk
+from dsframe.model.state import EngineState, SavedState, persistent_buffers
 from dsframe.tasks.task import Sum
 
 if TYPE_CHECKING:

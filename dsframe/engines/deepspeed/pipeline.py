@@ -17,7 +17,6 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsframe.checkpoint.state import EngineState, ParameterState, SavedState, ShardedParameters, compare
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.engine import Inputs, Plan, StepResult, assert_same_model, loss_of, measure
 from dsframe.engines import precision
@@ -28,6 +27,7 @@ from dsframe.engines.deepspeed.stages import Cut, Stage
 from dsframe.engines.deepspeed.state_pipeline import Column, Share
 from dsframe.errors import TaskError
 from dsframe.model import formats
+from dsframe.model.state import EngineState, ParameterState, SavedState, ShardedParameters, compare
 from dsframe.tasks.task import Sum
 
 

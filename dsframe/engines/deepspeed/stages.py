@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dsframe.checkpoint.state import aliases
 from dsframe.engine import Plan, dependences
 from dsframe.engines.deepspeed import patches, tensor
 from dsframe.engines.deepspeed.engine import refuse_scalars
@@ -31,6 +30,7 @@ from dsframe.engines.deepspeed.imports import (
 from dsframe.errors import EngineError, TaskError
 from dsframe.model import formats, groups, switches
 from dsframe.model.spill import on_disk
+from dsframe.model.state import aliases
 from dsframe.tasks.layers import Layer, Tied, TiedLayer, check_ties, make, seed_generators, tied_weight
 
 Loss = Callable[[Any, Any], Tensor]

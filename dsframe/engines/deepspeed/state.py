@@ -20,7 +20,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsframe.checkpoint.state import (
+from dsframe.engines import state_replica
+from dsframe.engines.deepspeed.state_flat import Piece, fill
+from dsframe.engines.state_replica import ParameterView
+from dsframe.model.state import (
     WEIGHT,
     EngineState,
     LossScaleState,
@@ -38,9 +41,6 @@ from dsframe.checkpoint.state import (
     saved_parameters,
     split,
 )
-from dsframe.engines import state_replica
-from dsframe.engines.deepspeed.state_flat import Piece, fill
-from dsframe.engines.state_replica import ParameterView
 
 
 def state(engine: Any, model: nn.Module, updates: int) -> EngineState:

@@ -20,8 +20,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsframe.checkpoint.state import EngineState, ParameterState, SavedState, SavedView, narrowed
 from dsframe.engines.deepspeed.state_tensor import refuse_unlike
+from dsframe.model.state import EngineState, ParameterState, SavedState, SavedView, narrowed
 
 
 @dataclass(frozen=True)

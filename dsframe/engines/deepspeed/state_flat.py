@@ -7,8 +7,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from dsframe.checkpoint.state import ParameterState, SavedState, put_scalars, split
 from dsframe.engines.state_replica import same_step
+from dsframe.model.state import ParameterState, SavedState, put_scalars, split
 
 
 class Piece(NamedTuple):

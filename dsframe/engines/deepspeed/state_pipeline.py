@@ -14,7 +14,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsframe.checkpoint.state import ParameterState, SavedState, SavedView
+from dsframe.model.state import ParameterState, SavedState, SavedView
 
 
 class Column:

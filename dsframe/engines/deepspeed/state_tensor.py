@@ -16,8 +16,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsframe.checkpoint.state import EngineState, ParameterState, SavedState, SavedView, compare, narrowed
 from dsframe.errors import CheckpointError
+from dsframe.model.state import EngineState, ParameterState, SavedState, SavedView, compare, narrowed
 
 _NOTE = "ds_autotp_universal_checkpoint_meta"
 

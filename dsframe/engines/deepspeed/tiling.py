@@ -13,10 +13,10 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsframe.checkpoint.state import EngineState, ParameterState, SavedState, SavedView, narrowed
 from dsframe.config.schema.settings_model import Tiling
 from dsframe.errors import ConfigError, Problem
 from dsframe.model import switches
+from dsframe.model.state import EngineState, ParameterState, SavedState, SavedView, narrowed
 
 
 @dataclass(frozen=True)

@@ -21,11 +21,11 @@ from torch import Tensor
 
 from dsframe.checkpoint.memory_checkpoint import Commit
 from dsframe.checkpoint.resume import Start
-from dsframe.checkpoint.state import EngineState, LossScaleState, ParameterState, Snapshot
 from dsframe.cluster import world as worlds
 from dsframe.cluster.process_group import device_of
 from dsframe.cluster.world import World
 from dsframe.engines.horovod.environment import settle
+from dsframe.model.state import EngineState, LossScaleState, ParameterState, Snapshot
 
 if TYPE_CHECKING:
     from collections.abc import Mapping

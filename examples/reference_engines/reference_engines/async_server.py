@@ -25,7 +25,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsframe.checkpoint.state import EngineState, SavedState
+from dsframe.model.state import EngineState, SavedState
 from dsframe.engine import Inputs, Plan
 from dsframe.engines import state_replica
 from dsframe.engines.deepspeed.state_pipeline import Column

@@ -22,7 +22,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsframe.checkpoint.state import EngineState, ParameterState
+from dsframe.model.state import EngineState, ParameterState
 from reference_engines.common import ReferenceEngine
 from reference_engines.options import ParameterAveraging
 

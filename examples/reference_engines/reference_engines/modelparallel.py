@@ -19,7 +19,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsframe.checkpoint.state import EngineState, SavedState, aliases, compare, persistent_buffers
+from dsframe.model.state import EngineState, SavedState, aliases, compare, persistent_buffers
 from dsframe.engine import Inputs, Plan, StepResult, loss_of, measure
 from dsframe.engines.deepspeed.state_pipeline import Column, Share
 from dsframe.engines.precision import MasterWeights

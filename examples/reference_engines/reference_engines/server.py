@@ -18,7 +18,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsframe.checkpoint.state import EngineState, SavedState
+from dsframe.model.state import EngineState, SavedState
 from dsframe.engine import StepResult
 from dsframe.engines.deepspeed.state_pipeline import Column
 from reference_engines.common import ReferenceEngine
