@@ -130,12 +130,9 @@ def prepared(
 
     numerics.check_release(torch.__version__)
     from dsframe import hooks, job, tasks
-    from dsframe.engines import torch_patches
     from dsframe.tasks import preparation
 
     phases.done("imports")
-    if not config.settings.model.compile:
-        torch_patches.without_compiler()
     torch.set_num_threads(threads)  # for a program that had imported torch already
     ours = task is None
     task = task or tasks.build(config.settings.task, config.settings.seed)

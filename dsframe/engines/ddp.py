@@ -72,16 +72,16 @@ class DdpEngine(ReplicaEngine):
         # DDP's own look for unused parameters says of the same ones that they are ready: twice is an error.
         self._reached = [] if settings.find_unused_parameters else trained
         torch_patches.skip_sparse_buffers(model)
-        with torch_patches.constructed_without_compiler():
-            wrapped = DistributedDataParallel(
-                model,
-                device_ids=[self.plan.device] if self.plan.device.type == "cuda" else None,
-                bucket_cap_mb=settings.bucket_cap_megabytes or usual_bytes(whole) / 2**20,
-                static_graph=settings.static_graph,
-                gradient_as_bucket_view=settings.gradient_as_bucket_view,
-                find_unused_parameters=settings.find_unused_parameters,
-            )
-        torch_patches.keep_buffers(wrapped)
+        wrapped = DistributedDataParallel(
+            model,
+            device_ids=[self.plan.device] if self.plan.device.type == "cuda" else None,
+            bucket_cap_mb=settings.bucket_cap_megabytes or usual_bytes(whole) / 2**20,
+            static_graph=settings.static_graph,
+            gradient_as_bucket_view=settings.gradient_as_bucket_view,
+            find_unused_parameters=settings.find_unused_parameters,
+        )
+        # Each rank's buffers are its own from now on, as on every other engine; an evaluation sends rank 0's.
+        wrapped.broadcast_buffers = False
         # A static graph is learnt from the first backward pass; and DDP arranges nothing while it looks for unused parameters.
         if not (settings.static_graph or settings.find_unused_parameters):
             torch_patches.settle_buckets(wrapped, self.plan.device)

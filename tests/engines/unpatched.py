@@ -8,7 +8,6 @@ Each function is called like its patch, shows the fault in DeepSpeed alone, and 
 from __future__ import annotations
 
 import contextlib
-import importlib
 import inspect
 import itertools
 import json
@@ -36,12 +35,6 @@ def mlflow() -> None:
     import deepspeed
 
     assert deepspeed.autotuning.autotuner.has_mlflow, NOT_NEEDED
-
-
-def muon() -> None:
-    assert "torch._dynamo.config" not in sys.modules, "torch's compiler was there before"
-    importlib.import_module("deepspeed.runtime.zero.muon.original_muon")
-    assert "torch._dynamo.config" in sys.modules, NOT_NEEDED
 
 
 def shm_comm() -> None:
@@ -243,49 +236,6 @@ def hidden_step() -> None:
     assert not engine.basic_optimizer.state
 
 
-def linear() -> None:
-    import torch
-    from deepspeed.runtime.zero.linear import LinearFunctionForZeroStage3
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    from dsframe.engines.deepspeed import patches
-
-    class Names(TorchDispatchMode):
-        def __torch_dispatch__(self, call: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-            names.append(call.name())
-            return call(*args, **(kwargs or {}))
-
-    given = torch.ones(1, 2, 4), torch.ones(3, 4), torch.ones(3)
-    names: list[str] = []
-    with Names():
-        theirs = LinearFunctionForZeroStage3.apply(*given)
-    assert any(name.startswith("aten::add") and "addmm" not in name for name in names), NOT_NEEDED
-    names.clear()
-    with Names():
-        ours = patches.linear_function()(*given)
-    assert not any(name.startswith("aten::add") and "addmm" not in name for name in names)
-    assert torch.equal(ours, theirs)
-
-
-def nvtx() -> None:
-    from deepspeed.accelerator import get_accelerator
-    from deepspeed.utils import nvtx as module
-
-    from dsframe.engines.deepspeed import patches
-
-    decorated = module.instrument_w_nvtx(lambda: None)
-    with mock.patch.object(type(get_accelerator()), "range_push") as opened:
-        module.enable_nvtx = (
-            inspect.getsource(module).find("enable_nvtx = True") > 0
-        )  # a test before may have patched it
-        decorated()
-        assert opened.called, NOT_NEEDED
-        opened.reset_mock()
-        patches.leave_out_nvtx()
-        decorated()
-        assert not opened.called
-
-
 @contextlib.contextmanager
 def gathers_counted() -> Iterator[list[str]]:
     """One entry for each collective by which ZeRO-3 gathers parameters."""
@@ -467,31 +417,6 @@ def pipeline_bounds() -> None:
     raise AssertionError(NOT_NEEDED)
 
 
-def pipeline_ties() -> None:
-    import torch
-    from deepspeed.runtime.pipe import module as upstream
-
-    from dsframe.engines.deepspeed.stages import Stage
-
-    class Held:
-        tied_comms = {"0": {"weight_attr": ["weight"], "module": torch.nn.Linear(1, 1), "ranks": [0], "group": None}}  # noqa: RUF012
-        _recursive_getattr = staticmethod(getattr)
-
-    seen: list[bool] = []
-
-    def broadcast(*_: Any, **__: Any) -> None:
-        seen.append(torch.is_grad_enabled())
-
-    with mock.patch.object(upstream.dist, "broadcast", broadcast):
-        upstream.PipelineModule._synchronize_tied_weights(Held())
-        assert seen == [True], NOT_NEEDED
-        stage = Stage.__new__(Stage)
-        object.__setattr__(stage, "tied_comms", Held.tied_comms)
-        object.__setattr__(stage, "_recursive_getattr", getattr)
-        stage._synchronize_tied_weights()
-        assert seen == [True, False]
-
-
 def pipeline_recompute() -> None:
     import torch
     from deepspeed.runtime.pipe.engine import PipelineEngine
@@ -633,13 +558,13 @@ def groups() -> None:
     assert module._WORLD_GROUP is None
 
 
-EARLY = (mlflow, muon, shm_comm)
+EARLY = (mlflow, shm_comm)
 """Before anything else is imported, in this order."""
 LATER = (
     debug_symbols,
-    torch_warnings, norm, loss_scale, nonfinite, order, unused, hidden_step, linear, nvtx, gathers, evaluation, kept_gathered,
+    torch_warnings, norm, loss_scale, nonfinite, order, unused, hidden_step, gathers, evaluation, kept_gathered,
     muon_dtype, hooks_set_aside, pipeline_bounds,
-    pipeline_ties, pipeline_recompute, pipeline_clipping, pipeline_evaluation, pipeline_sizes, stage_splits,
+    pipeline_recompute, pipeline_clipping, pipeline_evaluation, pipeline_sizes, stage_splits,
     recorded_routers, expert_norm, groups,
 )  # fmt: skip
 """``groups`` last: it ends the process group."""

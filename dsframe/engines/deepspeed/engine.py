@@ -71,11 +71,6 @@ class ZeroEngine(Engine):
         if not plan.verbose:
             patches.silence_torch_warnings()
         with contextlib.nullcontext() if plan.verbose else _quiet():
-            patches.leave_out_nvtx()
-            if self._stage == 3:
-                patches.use_torch_linear()
-            if self._stage or plan.optimizer.kind.lower() == "muon":
-                patches.compile_muon_when_called()
             if plan.optimizer.kind.lower() == "muon" and plan.device.type == "cpu":
                 patches.orthogonalize_in_fp32()
             module, self._model = self._build()

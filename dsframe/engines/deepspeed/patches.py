@@ -4,7 +4,7 @@
 "no longer needed" once DeepSpeed does right. ``_upstream`` is the guard: where the code that a patch changes has gone, the engine
 does not start, and the message names the patch.
 
-This module imports nothing of DeepSpeed by itself: two of the patches are for its import.
+This module imports nothing of DeepSpeed by itself: one of the patches is for its import.
 """
 
 from __future__ import annotations
@@ -45,11 +45,6 @@ class Patch:
 PATCHES: dict[str, Patch] = {
     "mlflow": Patch(
         "the autotuner, which no training uses, imports mlflow at start: 1.7 s", "autotuning/autotuner.py (top)"
-    ),
-    "muon": Patch(
-        "every ZeRO optimizer imports Muon, and its decorators torch's compiler: 0.8 s",
-        "runtime/zero/muon/original_muon.py (compiler.compile)",
-        "0.19.8 (0.19.6 and 0.19.7 import it with DeepSpeed itself)",
     ),
     "muon_dtype": Patch(
         "Muon orthogonalizes in 16 bits on CPUs that can: another training than on other CPUs, and on two ranks by 1e-3",
@@ -92,14 +87,6 @@ PATCHES: dict[str, Patch] = {
         "at stage 0 in 16 bits the optimizer has made a step with zero gradients before training starts",
         "runtime/fp16/unfused_optimizer.py, fused_optimizer.py (initialize_optimizer_states)",
     ),
-    "linear": Patch(
-        "ZeRO-3's linear layer adds the bias in a second pass over the output",
-        "runtime/zero/linear.py (LinearFunctionForZeroStage3.forward)",
-    ),
-    "nvtx": Patch(
-        "a thousand calls a step open and close ranges that only an NVIDIA GPU's profiler sees",
-        "utils/nvtx.py (instrument_w_nvtx)",
-    ),
     "gathers": Patch(
         "after each ZeRO-3 update every persistent parameter is gathered by a collective of its own",
         "runtime/zero/stage3.py (_post_step), partition_parameters.py (_allgather_params_coalesced)",
@@ -124,10 +111,6 @@ PATCHES: dict[str, Patch] = {
     "pipeline_bounds": Patch(
         "a pipeline builds every layer to count its weights before it chooses the stages' bounds; dsframe has chosen them",
         "runtime/pipe/module.py (_partition_layers)",
-    ),
-    "pipeline_ties": Patch(
-        "tied weights are broadcast in sight of autograd, which warns in the backward pass",
-        "runtime/pipe/module.py (_synchronize_tied_weights)",
     ),
     "pipeline_recompute": Patch(
         "recomputed layers count a BatchNorm batch twice, and any other checkpoint function is taken for a reentrant one",
@@ -197,22 +180,6 @@ def without_mlflow() -> Iterator[None]:
         yield
     finally:
         del sys.modules["mlflow"]
-
-
-def compile_muon_when_called() -> None:
-    """ "muon": its functions are compiled at their first call."""
-    _upstream("muon", "runtime.compiler", "compile")
-    with mock.patch("deepspeed.runtime.compiler.compile", return_value=_compile_when_called):
-        _upstream("muon", "runtime.zero.muon.original_muon", "muon_update")
-
-
-def _compile_when_called(function: Callable[..., Any]) -> Callable[..., Any]:
-    @functools.wraps(function)
-    def first(*arguments: Any, **keywords: Any) -> Any:
-        return compiled()(*arguments, **keywords)
-
-    compiled = functools.cache(lambda: torch.compile(function))
-    return first
 
 
 def orthogonalize_in_fp32() -> None:
@@ -491,42 +458,7 @@ def _record_again(
     return True
 
 
-# ZeRO-3. DeepSpeed 0.19.8 takes a fifth longer than DDP for a GPT of 4.8 million parameters on two CPU ranks. Measured there:
-# after each update every parameter that is kept is gathered by a collective of its own (59 in a step); linear layers add their
-# bias in a second pass; and about a thousand calls a step open and close NVTX ranges.
-
-
-@functools.cache
-def linear_function() -> Callable[..., Any]:
-    """ "linear": what DeepSpeed puts in the place of ``torch.nn.functional.linear``, with torch's own forward pass.
-
-    DeepSpeed's layer keeps no view of a weight that is to be released, and so does this one.
-    """
-    theirs: Any = _upstream("linear", "runtime.zero.linear", "LinearFunctionForZeroStage3")
-    one_kernel = torch._C._nn.linear  # torch.nn.functional.linear may be DeepSpeed's by now
-
-    class Linear(theirs):  # type: ignore[misc]  # DeepSpeed has no types
-        @staticmethod
-        def forward(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:  # DeepSpeed's name
-            output: Tensor = one_kernel(input, weight, bias)
-            return output
-
-    def linear(input: Tensor, weight: Tensor, bias: Tensor | None = None) -> Any:  # torch's name
-        return Linear.apply(input, weight, bias)
-
-    return linear
-
-
-def use_torch_linear() -> None:
-    """ "linear": before DeepSpeed's engine is made."""
-    _upstream("linear", "runtime.zero.partition_parameters", "zero3_linear_wrap")
-    _upstream("linear", "runtime.zero.partition_parameters").zero3_linear_wrap = linear_function()
-
-
-def leave_out_nvtx() -> None:
-    """ "nvtx": ranges are opened on NVIDIA's GPUs alone."""
-    _upstream("nvtx", "utils.nvtx", "enable_nvtx")
-    _upstream("nvtx", "utils.nvtx").enable_nvtx = torch.cuda.is_available()
+# ZeRO-3.
 
 
 def coalesce_gathers(engine: Any) -> None:
@@ -617,7 +549,7 @@ def kept_gathered(model: nn.Module) -> Iterator[None]:
 
 
 class StagePatches:
-    """ "pipeline_bounds" and "pipeline_ties": to be inherited from before DeepSpeed's ``PipelineModule``."""
+    """ "pipeline_bounds": to be inherited from before DeepSpeed's ``PipelineModule``."""
 
     parts: list[int]
     stage_id: int
@@ -626,15 +558,10 @@ class StagePatches:
     def __init_subclass__(cls) -> None:
         for name in ("_partition_layers", "_set_bounds"):
             _upstream("pipeline_bounds", "runtime.pipe.module", "PipelineModule", name)
-        _upstream("pipeline_ties", "runtime.pipe.module", "PipelineModule", "_synchronize_tied_weights")
 
     def _partition_layers(self, method: Iterable[int] = ()) -> None:
         self.parts = list(method)
         self._set_bounds(self.parts[self.stage_id], self.parts[self.stage_id + 1])
-
-    @torch.no_grad()
-    def _synchronize_tied_weights(self) -> None:
-        super()._synchronize_tied_weights()  # type: ignore[misc]  # of PipelineModule
 
 
 def recompute_once(engine: Any, stage: Any) -> None:
