@@ -29,13 +29,14 @@ from dsframe.cluster.process_group import collective_limit
 from dsframe.errors import DsframeError, EngineError, TaskError, WorldError
 from dsframe.host.memory import give_back, keep_freed
 from dsframe.model import adapter as adapters
-from dsframe.model import formats, groups, loss_head, switches, sync_batch_norm
+from dsframe.model import formats, groups, loss_head, output_classes, switches, sync_batch_norm
 from dsframe.model.adapter import Adapter
 from dsframe.model.followers import EarlyStop, Plateau
 from dsframe.model.groups import ParameterGroups
 from dsframe.model.sample_draws import DrawTrial, SampleDraws
 from dsframe.model.spill import Spill
 from dsframe.model.state import EngineState, SavedState, aliases
+from dsframe.model.weight_watch import WeightWatch, refuse_unusual
 from dsframe.tasks.layers import seed_generators
 from dsframe.tasks.task import Sum, Task, loss_and_terms, sums, tensor_of
 
@@ -135,6 +136,10 @@ class Engine(ABC):
     """True if the model computes its loss itself, a slice of tokens at a time: then it is given targets beside the inputs."""
     built: str = ""
     """Where a large model was made before it was sharded; printed at start."""
+    watch: WeightWatch | None = None
+    """Sees weights that are read or written elsewhere; None for parts of a model."""
+    trains_in_place: bool = True
+    """True if what the optimizer updates are the model's own parameters; False where it has masters or shards."""
     calls: Any = None
     """Knows which modules this rank has called, where all ranks have to call the same (``engines.call_order``)."""
     record: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
@@ -241,8 +246,15 @@ class Targeted(NamedTuple):
     targets: Any
 
 
-def call(model: nn.Module, inputs: Inputs) -> Any:
+def call(model: nn.Module, inputs: Inputs, watch: WeightWatch | None = None) -> Any:
     """``model`` applied to ``inputs``: a dict as keyword arguments, a tuple or list as positional ones, else one argument."""
+    with nullcontext() if watch is None else watch.inside():
+        outputs = _call(model, inputs)
+    output_classes.register(outputs)
+    return outputs
+
+
+def _call(model: nn.Module, inputs: Inputs) -> Any:
     if isinstance(inputs, Targeted):
         told, inputs = {loss_head.TARGETS: inputs.targets}, inputs.inputs
         if isinstance(inputs, Mapping):
@@ -266,8 +278,16 @@ class Weighted:
     """Is given the outputs and the targets before the backward pass."""
 
 
-def loss_of(task: Task, outputs: Any, targets: Any) -> Tensor:
+def loss_of(task: Task, outputs: Any, targets: Any, watch: WeightWatch | None = None) -> Tensor:
     """The task's loss of a micro-batch, times its weight where ``targets`` are :class:`Weighted`; 0 where that is 0."""
+    with nullcontext() if watch is None else watch.inside():
+        loss = _loss_of(task, outputs, targets)
+    if watch is not None:
+        watch.computed(loss)
+    return loss
+
+
+def _loss_of(task: Task, outputs: Any, targets: Any) -> Tensor:
     if not isinstance(targets, Weighted):
         return _checked(task, task.loss(outputs, targets))
     if targets.look:
@@ -309,21 +329,27 @@ def _checked(task: Task, found: Any) -> Tensor:
     return loss
 
 
-def measure(task: Task, outputs: Any, targets: Any, valid: int) -> Mapping[str, Sum]:
+def measure(task: Task, outputs: Any, targets: Any, valid: int, watch: WeightWatch | None = None) -> Mapping[str, Sum]:
     """The task's metrics over the first ``valid`` rows of each tensor; empty where ``valid`` is 0. Raises TaskError."""
     if valid == 0:
         return {}
     outputs, targets = tree_map_only(
         Tensor, lambda tensor: tensor[:valid] if tensor.ndim else tensor, (outputs, targets)
     )
-    for metric in task.metric_objects.values():
-        task.update_metric(metric, outputs, targets)
-    return sums(task.metrics(outputs, targets), f"{type(task).__name__}.metrics")
+    with nullcontext() if watch is None else watch.inside():
+        for metric in task.metric_objects.values():
+            task.update_metric(metric, outputs, targets)
+        return sums(task.metrics(outputs, targets), f"{type(task).__name__}.metrics")
 
 
 def without_dimensions(model: nn.Module) -> str:
     """The names of the parameters without dimensions, which not every engine can hold; empty where all have some."""
     return ", ".join(name for name, parameter in model.named_parameters() if parameter.ndim == 0)
+
+
+def without_elements(model: nn.Module) -> str:
+    """The names of the parameters without elements, which no library shards; empty where all have some."""
+    return ", ".join(name for name, parameter in model.named_parameters() if not parameter.numel())
 
 
 def dependences(task: Task, model: nn.Module, *, per_sample: bool = False, synced: bool = False) -> tuple[str, ...]:
@@ -390,6 +416,8 @@ def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
     """
     plan = engine.plan
     model, peft = _build_on_cpu(engine, spill)
+    refuse_unusual(model, type(plan.task).__name__)
+    formats.integers_as_buffers(model)
     engine.sizes = _sizes(model)
     plan.task.ranks = weakref.proxy(engine)
     engine.dtype = formats.own_dtype(plan.config, plan.task, model, keeps_float64=engine.keeps_float64)
@@ -417,6 +445,7 @@ def build_model(engine: Engine, spill: Spill | None = None) -> nn.Module:
     switches.apply(model, plan.config, plan.device)
     engine.scores = loss_head.settle(plan.config, plan.task, model)
     engine.draws = DrawTrial(model, plan.device)
+    engine.watch = None if plan.part else WeightWatch(engine, model)
     if per_sample:
         engine.sample_draws = SampleDraws(model, plan.seed, plan.batch.micro_batch_size, plan.device)
     # Dropout differs between ranks that see different samples, as it must.
@@ -446,11 +475,9 @@ def _build_on_cpu(engine: Engine, spill: Spill | None) -> tuple[nn.Module, str]:
     return model, peft
 
 
-def _sizes(model: nn.Module) -> tuple[int, int] | None:
-    """Returns the numbers of trained parameters and of all; None where sizes are not known before the first batch."""
+def _sizes(model: nn.Module) -> tuple[int, int]:
+    """Returns the numbers of trained parameters and of all."""
     parameters = list(model.parameters())
-    if any(is_lazy(parameter) for parameter in parameters):
-        return None
     return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
 
 

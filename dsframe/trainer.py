@@ -9,6 +9,7 @@ import json
 import math
 import time
 from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
 from typing import TYPE_CHECKING, Any, NoReturn
@@ -221,8 +222,20 @@ class Trainer:
 
     def _train_step(self, step: int, stream: Iterator[Any]) -> None:
         self.engine.plan.task.terms = {}
+        watch = self.engine.watch
+        if watch:
+            watch.begin(step)
         with self._observers.step(step):
-            result = self._result = self.engine.train_step(self._take(stream, step))
+            try:
+                result = self._result = self.engine.train_step(self._take(stream, step))
+            except Exception as error:
+                if watch and (said := watch.explained(error)):
+                    raise said from error
+                raise
+        if watch:
+            watch.end(step)
+            while watch.told:
+                self.progress.say(f"dsframe: {watch.told.pop()}")
         self._watchdog.done(step)
         if (average := self.engine.plan.config.settings.ema) and not result.skipped and step % average.every_steps == 0:
             self.engine.average(average.decay)
@@ -231,7 +244,8 @@ class Trainer:
         outcome.reporter().step = step
         if self.schedule.logs(step):
             self._loss = self._log(step, result)
-        self._hooks("on_step", lambda: self._view(step))
+        with watch.inside() if watch else nullcontext():
+            self._hooks("on_step", lambda: self._view(step))
 
     def _first_step_done(self, step: int) -> float:
         """**Collective.** Raises TaskError where the loss is of another kind than the task says: nothing is saved yet."""

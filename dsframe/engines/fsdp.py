@@ -11,7 +11,7 @@ import json
 from collections import Counter
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import replace
+from dataclasses import is_dataclass, replace
 from typing import Any, cast
 
 import torch
@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import all_gather_text
-from dsframe.engine import LARGE, Inputs, Plan, without_dimensions
+from dsframe.engine import LARGE, Inputs, Plan, without_dimensions, without_elements
 from dsframe.engines import fsdp_units, precision, state_replica
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.evaluating import stays_gathered
@@ -32,6 +32,7 @@ from dsframe.engines.precision import MasterWeights, gradients_of, total_norm
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError
+from dsframe.model import output_classes
 from dsframe.model.spill import Spill, on_disk
 from dsframe.model.state import EngineState, ParameterState, SavedState, ShardedParameters, full_precision
 from dsframe.tasks.task import Sum
@@ -85,6 +86,8 @@ class FsdpEngine(ReplicaEngine):
             "offload_policy": offload if self._settings.offload == "cpu" else OffloadPolicy(),
         }
         self._ran: set[nn.Module] = set()
+        for unit in units:
+            unit.register_forward_hook(_refuse_opaque)
         for unit in units:
             fully_shard(unit, **options, reshard_after_forward=self._settings.reshard_after_forward)
             unit.register_forward_hook(lambda module, *_: self._ran.add(module))
@@ -297,7 +300,21 @@ def _mesh(plan: Plan) -> DeviceMesh:
     return init_device_mesh(plan.device.type, (world.size // size, size), mesh_dim_names=("replicate", "shard"))
 
 
+def _refuse_opaque(module: nn.Module, _: Any, outputs: Any) -> None:
+    """torch 2.13 looks for tensors in tuples, lists, dicts and dataclasses (``_fully_shard/_fsdp_state.py``)."""
+    for kind in output_classes.register(outputs):
+        if not is_dataclass(kind):
+            raise EngineError(
+                f"{type(module).__name__} returns a {kind.__name__}, in which FSDP sees no tensors; make that class a dataclass "
+                "or a named tuple"
+            )
+
+
 def _refuse_scalars(model: nn.Module) -> None:
+    if names := without_elements(model):
+        raise EngineError(
+            f'FSDP cannot shard {names}, which has no elements; leave it out of the model, or choose engine "ddp"'
+        )
     if names := without_dimensions(model):
         raise EngineError(
             f"FSDP shards parameters along their first dimension, but {names} has none: make its shape [1], "

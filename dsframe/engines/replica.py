@@ -47,6 +47,7 @@ class ReplicaEngine(Engine):
         bits = precision.parameter_dtype(plan.config)
         self._dtype = self.dtype if bits == torch.float32 else bits
         self._masters = self._place(self.model)
+        self.trains_in_place = self._masters is None
         if self._spill is not None:
             self._spill.close()
         self._parameters = (
@@ -182,7 +183,9 @@ class ReplicaEngine(Engine):
 
     def _pass(self, inputs: Inputs, targets: Any, factor: float) -> Tensor:
         """Forward and backward of one micro-batch, whose loss counts ``factor`` times; the loss itself, detached."""
-        loss = self._reach(loss_of(self.plan.task, self._forward(self.module, self.joined(inputs, targets)), targets))
+        loss = self._reach(
+            loss_of(self.plan.task, self._forward(self.module, self.joined(inputs, targets)), targets, self.watch)
+        )
         (loss * factor if factor != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -207,7 +210,7 @@ class ReplicaEngine(Engine):
 
     def _forward(self, model: nn.Module, inputs: Inputs) -> Any:
         with precision.autocast(self.plan.config, self.plan.device):
-            outputs = call(model, precision.cast_inputs(inputs, self._dtype))
+            outputs = call(model, precision.cast_inputs(inputs, self._dtype), self.watch)
         return precision.cast_outputs(outputs)
 
     def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:
@@ -222,7 +225,7 @@ class ReplicaEngine(Engine):
         inputs = self.joined(inputs, targets)
         outputs = self._forward(self.model, inputs) if valid or self.forward_is_collective else None
         self.model.train()
-        return measure(self.plan.task, outputs, targets, valid)
+        return measure(self.plan.task, outputs, targets, valid, self.watch)
 
     def average(self, decay: float) -> None:
         """The average of the masters, in the optimizer's state. Sends nothing."""

@@ -21,6 +21,19 @@ def parameter_dtype(config: Config) -> torch.dtype:
     return torch.float16 if config.deepspeed.fp16.enabled else torch.float32
 
 
+def integers_as_buffers(model: nn.Module) -> None:
+    """Makes the parameters of whole numbers buffers, in place and under their names: codes and hashes, which nothing trains.
+
+    What shards or rounds parameters would make floats of them. Weights in 4 bits, which have classes of their own, stay.
+    """
+    for module in model.modules():
+        for name, parameter in list(module.named_parameters(recurse=False)):
+            exact = parameter.is_floating_point() or parameter.is_complex()
+            if not exact and type(parameter) is nn.Parameter:
+                delattr(module, name)
+                module.register_buffer(name, parameter.data)
+
+
 def own_dtype(config: Config, task: Task, model: nn.Module, *, keeps_float64: bool) -> torch.dtype:
     """Returns what the masters of ``model``'s parameters are to be in; the model's own where the file names no format.
 

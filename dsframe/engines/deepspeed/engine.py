@@ -20,7 +20,18 @@ from torch import Tensor, nn
 
 from dsframe.cluster import process_group
 from dsframe.config.features import makes_groups, shares_activations
-from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, loss_of, measure, without_dimensions
+from dsframe.engine import (
+    Engine,
+    Inputs,
+    Plan,
+    StepResult,
+    build_model,
+    call,
+    loss_of,
+    measure,
+    without_dimensions,
+    without_elements,
+)
 from dsframe.engines import precision
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.deepspeed import jit, patches, state, versions
@@ -61,6 +72,7 @@ class ZeroEngine(Engine):
         self._spreads_experts = plan.config.deepspeed.on("expert_parallel") and not plan.frozen
         self._experts: Mapping[str, Part] = {}
         self._dtype = precision.parameter_dtype(plan.config)
+        self.trains_in_place = self._stage == 0 and self._dtype == torch.float32
         self._refuse_what_the_machine_lacks()
         if plan.config.deepspeed.log_level is None and not plan.verbose:
             logger.setLevel(logging.ERROR)
@@ -74,7 +86,7 @@ class ZeroEngine(Engine):
             if plan.optimizer.kind.lower() == "muon" and plan.device.type == "cpu":
                 patches.orthogonalize_in_fp32()
             module, self._model = self._build()
-            refuse_scalars(self._model)
+            refuse_scalars(self._model, shards=self._stage == 3)
             self._elements = sum(parameter.numel() for parameter in module.parameters())
             self._kept = self._tiles is None and plan.config.deepspeed.zero_optimization.keeps_whole(self._elements)
             self._shares = self._initialize(module)
@@ -292,7 +304,7 @@ class ZeroEngine(Engine):
         """DeepSpeed's own way: reduces once in a step at stages 0 and 1, after each micro-batch at 2 and 3. The losses' sum."""
         losses: list[Tensor] = []
         for inputs, targets in micro_batches:
-            loss = loss_of(self.plan.task, self._forward(self.joined(inputs, targets)), targets)
+            loss = loss_of(self.plan.task, self._forward(self.joined(inputs, targets)), targets, self.watch)
             self._backward(loss, last=len(losses) + 1 == self.plan.batch.accumulation_steps)
             self._engine.step()
             losses.append(loss.detach())
@@ -303,7 +315,7 @@ class ZeroEngine(Engine):
         losses = []
         with self._engine.coalesce_grad_reduction():
             for inputs, targets in micro_batches:
-                loss = loss_of(self.plan.task, self._forward(self.joined(inputs, targets)), targets)
+                loss = loss_of(self.plan.task, self._forward(self.joined(inputs, targets)), targets, self.watch)
                 self._backward(loss)
                 losses.append(loss.detach())
         if self.calls is not None:
@@ -323,7 +335,7 @@ class ZeroEngine(Engine):
             self.calls.compare()
 
     def _forward(self, inputs: Inputs) -> Any:
-        return precision.cast_outputs(call(self._engine, precision.cast_inputs(inputs, self._dtype)))
+        return precision.cast_outputs(call(self._engine, precision.cast_inputs(inputs, self._dtype), self.watch))
 
     def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:
         """**Collective** at stage 3. The model's, or a part's; not by DeepSpeed's engine, which would expect a backward pass."""
@@ -353,7 +365,7 @@ class ZeroEngine(Engine):
             self.calls.check(waits=alone)
         if self._stage == 3:
             patches.forget_evaluation(self._engine)
-        return measure(self.plan.task, outputs, targets, valid if self._tensor_rank == 0 else 0)
+        return measure(self.plan.task, outputs, targets, valid if self._tensor_rank == 0 else 0, self.watch)
 
     @contextlib.contextmanager
     def evaluating(self, batches: int) -> Iterator[None]:
@@ -464,8 +476,15 @@ class _InTurn(nn.Module):
             yield parameter
 
 
-def refuse_scalars(model: nn.Module) -> None:
-    """DeepSpeed 0.19.8 sends parameters as bytes when it starts (``runtime/engine.py``, _broadcast_model)."""
+def refuse_scalars(model: nn.Module, *, shards: bool = False) -> None:
+    """DeepSpeed 0.19.8 sends parameters as bytes when it starts (``runtime/engine.py``, _broadcast_model).
+
+    ``shards``: at stage 3, which cannot cut a parameter without elements.
+    """
+    if shards and (names := without_elements(model)):
+        raise EngineError(
+            f"ZeRO stage 3 cannot shard {names}, which has no elements; leave it out of the model, or choose a lower stage"
+        )
     if names := without_dimensions(model):
         raise EngineError(
             f"DeepSpeed cannot send a parameter without dimensions, as {names} is: make its shape [1], or choose "

@@ -200,10 +200,10 @@ def _refuse_gpus_without_nccl(device: torch.device) -> None:
 def _broadcastable(state: Mapping[str, Any]) -> dict[str, Any]:
     """16-bit tensors are left out: Gloo cannot send bfloat16; their fp32 masters are sent instead and rounded.
 
-    Sparse ones too: Horovod has no such type, and each rank's model makes the same.
+    Sparse ones too: Horovod has no such type, and each rank's model makes the same. Complex ones travel as pairs.
     """
     return {
-        name: value
+        name: torch.view_as_real(value) if value.is_complex() else value
         for name, value in state.items()
         if isinstance(value, Tensor)
         and value.layout == torch.strided

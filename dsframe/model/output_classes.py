@@ -1,0 +1,58 @@
+"""Objects of a model's own classes that hold tensors: torch sees into them from then on, as into tuples and dicts."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from functools import partial
+from typing import Any
+
+from torch import Tensor, nn
+from torch.utils import _pytree as pytree
+
+_DEPTH = 3
+"""Levels of attributes that are looked at for a tensor."""
+
+
+def register(value: Any) -> set[type]:
+    """Registers the classes of ``value``, and of what it contains, as nodes of torch's trees where they hold tensors.
+
+    Casts of outputs and evaluations then treat their attributes as they treat the fields of a named tuple. For the rest of the
+    process; objects are rebuilt without calling ``__init__``. Returns the classes that are new.
+    """
+    found = {type(one) for one in _objects(value, _DEPTH)}
+    for kind in found:
+        pytree.register_pytree_node(kind, _flatten, partial(_rebuilt, kind))
+    return found
+
+
+def _objects(value: Any, depth: int) -> Iterator[Any]:
+    if isinstance(value, (Tensor, str, bytes, int, float, nn.Module, type, type(None))):
+        return
+    kind = type(value)
+    if kind in pytree.SUPPORTED_NODES or pytree.is_namedtuple_instance(value):
+        for part in value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ():
+            yield from _objects(part, depth)
+    elif depth and not kind.__module__.startswith(("torch.", "builtins")) and (held := _attributes(value)):
+        inside = [one for part in held.values() for one in _objects(part, depth - 1)]
+        yield from inside
+        if inside or any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(list(held.values()))):
+            yield value
+
+
+def _attributes(value: Any) -> dict[str, Any]:
+    slots = [
+        name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if not name.startswith("__")
+    ]
+    return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **getattr(value, "__dict__", {})}
+
+
+def _flatten(value: Any) -> tuple[list[Any], tuple[str, ...]]:
+    held = _attributes(value)
+    return list(held.values()), tuple(held)
+
+
+def _rebuilt(kind: Any, leaves: Any, names: tuple[str, ...]) -> Any:
+    made: Any = kind.__new__(kind)
+    for name, leaf in zip(names, leaves, strict=True):
+        object.__setattr__(made, name, leaf)
+    return made

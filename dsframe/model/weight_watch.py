@@ -1,0 +1,406 @@
+"""Sees what a model, a loss or a hook does with weights outside of what the engine knows, and says so before a second update.
+
+Weights belong to the optimizer. Who writes to them elsewhere trains another model where ranks hold copies (each writes what its own
+rows ask for), and nothing where the optimizer has masters or shards of its own. Who reads a shard computes with a part of a weight.
+So the first steps are watched, and then every step whose number is a power of two:
+
+- what is read or written while this rank holds a shard alone, by the functions of torch that are called (``TorchFunctionMode``);
+- what was written in the forward pass, in the loss, or between two steps, by sums over each weight;
+- parameters that are made, frozen or unfrozen after the start, in every step;
+- parameters that take part in the loss and are not the model's.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+import sysconfig
+import weakref
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, nullcontext
+from pathlib import Path
+from types import FrameType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+from torch.overrides import TorchFunctionMode
+from torch.utils._pytree import tree_leaves
+
+from dsframe.cluster.exchange import all_gather_text
+from dsframe.errors import EngineError, TaskError
+from dsframe.host import source_files
+
+_METADATA = frozenset(
+    [
+        "shape",
+        "dtype",
+        "device",
+        "layout",
+        "ndim",
+        "requires_grad",
+        "is_leaf",
+        "grad_fn",
+        "grad",
+        "size",
+        "dim",
+        "numel",
+        "nelement",
+        "element_size",
+        "is_floating_point",
+        "is_complex",
+        "is_contiguous",
+        "stride",
+        "names",
+        "_version",
+        "is_cuda",
+        "is_sparse",
+        "is_meta",
+        "is_quantized",
+        "itemsize",
+        "nbytes",
+        "register_hook",
+        "__hash__",
+        "__repr__",
+        "__format__",
+        "__len__",
+        "data_ptr",
+        "untyped_storage",
+        "storage_offset",
+        "_backward_hooks",
+        "requires_grad_",
+        "register_post_accumulate_grad_hook",
+    ]
+)
+"""What tells nothing of a tensor's numbers."""
+_TORCH = str(Path(torch.__file__).parent)
+_MOVERS = (str(Path(_TORCH, "distributed")), *(str(Path(_TORCH).with_name(name)) for name in ("deepspeed", "horovod")))
+"""Libraries that move weights. Other installed packages count as the model's code, transformers for example."""
+_MODULES = str(Path(_TORCH, "nn", "modules"))
+_STDLIB = sysconfig.get_path("stdlib")
+
+
+class WeightWatch(TorchFunctionMode):
+    """The watch over one engine's model."""
+
+    def __init__(self, engine: Any, model: nn.Module) -> None:
+        """``engine``: a ``dsframe.engine.Engine``, held weakly."""
+        super().__init__()
+        self._engine, self._model = weakref.proxy(engine), model
+        self._looks_inside = not engine.plan.config.settings.model.compile  # a compiler would see the mode
+        # Objects that the model's code may hold, and that a library replaces.
+        self._built = {id(one): (name, one) for name, one in model.named_parameters()}
+        self._parameters: dict[str, nn.Parameter] = {}
+        self._trained: list[bool] = []
+        self._whole = True
+        self._direct: dict[str, str] = {}
+        self._writes: dict[str, str] = {}
+        self._before: dict[str, Any] = {}
+        self._after: dict[str, Any] = {}
+        self._last: dict[str, Any] = {}
+        self._watching = True
+        """Also in the trial of an evaluation, before the first step."""
+        self._first = self._losses = 0
+        self._said = False
+        self.told: list[str] = []
+        """What the run says once."""
+
+    # One step.
+
+    def begin(self, step: int) -> None:
+        """Before a step. Raises EngineError where weights that this rank has in shards were written since the last one."""
+        self._settle()
+        self._first = self._first or step
+        if self._after:
+            self._judge(self._changed(self._after), "between two steps, in a hook for example")
+            self._after = {}
+        self._watching = step <= self._first + 1 or step & (step - 1) == 0
+        if self._watching:
+            self._before, self._losses = self._marks(), 0
+            self._direct.clear()
+            self._writes.clear()
+
+    def end(self, step: int) -> None:
+        """**Collective.** After a step, and before the next one's update. Raises EngineError, TaskError."""
+        trained = [one.requires_grad for one in self._parameters.values()]
+        if trained != self._trained:
+            self._refuse_frozen(trained, f"in step {step}")
+        if not self._watching:
+            return
+        self._refuse_added(step)
+        self._judge(self._written, "in the forward pass or the loss")
+        self._after = self._marks()
+
+    @property
+    def _written(self) -> dict[str, Any]:
+        return {name: mark for name, mark in self._last.items() if mark != self._before[name]}
+
+    def _settle(self) -> None:
+        """The model as the engine has made it."""
+        if self._parameters:
+            return
+        self._parameters = dict(self._model.named_parameters())
+        self._trained = [one.requires_grad for one in self._parameters.values()]
+        self._whole = not any(hasattr(one, "ds_numel") or _is_dtensor(one) for one in self._parameters.values())
+
+    # What is called.
+
+    @contextmanager
+    def inside(self) -> Iterator[None]:
+        """Around a forward pass, a loss, metrics or hooks: looks at what they call."""
+        self._settle()
+        with self if self._looks_inside and self._watching else nullcontext():
+            yield
+
+    def computed(self, loss: Tensor) -> None:
+        """After each micro-batch's loss. Raises TaskError where parameters that are not the model's take part."""
+        self._losses += 1
+        if not self._whole:  # some libraries put other objects in the place of parameters while modules run
+            now = [one.requires_grad for one in self._model.parameters()]
+            if len(now) == len(self._trained) and now != self._trained:
+                self._refuse_frozen(now, "in this step")
+        # Optimizers that evaluate a batch several times move weights between its losses.
+        if not self._watching or not self._first or self._losses > self._engine.plan.batch.accumulation_steps:
+            return
+        if not self._last:
+            self._refuse_added(self._first)
+            self._refuse_others(loss)
+        self._last = self._marks()
+
+    def explained(self, error: Exception) -> EngineError | None:
+        """Returns what is to be said instead of ``error`` where weights that a library gives up were used directly."""
+        if self._whole or not self._direct or not isinstance(error, (RuntimeError, AssertionError, AttributeError)):
+            return None
+        name, line = next(iter(self._direct.items()))
+        return EngineError(
+            f"{line} uses {name} itself, not by a call of its module, and the backward pass failed: {self._shards()}"
+        )
+
+    def __torch_function__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        kwargs = kwargs or {}
+        name = getattr(func, "__name__", "")
+        if name in ("__get__", "__set__"):
+            name = "=" + getattr(func.__self__, "__name__", "") if name == "__set__" else func.__self__.__name__
+        if name not in _METADATA or func is torch.autograd.grad:
+            self._look(func, name, args, kwargs)
+        return func(*args, **kwargs)
+
+    def _look(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if func is torch.autograd.grad and not self._whole and (line := _caller()):
+            raise EngineError(f"{line} takes derivatives in the middle of a step, which need weights: {self._shards()}")
+        if kwargs.get("max_norm") is not None and not self._whole:
+            raise EngineError(f"Embedding's max_norm writes to its weight in the forward pass: {self._shards()}")
+        sparse = kwargs.get("sparse") or kwargs.get("sparse_grad")
+        if sparse and any(leaf.requires_grad for leaf in _tensors(args, kwargs)) and (line := _caller()):
+            raise TaskError(
+                f"{line} asks for a sparse gradient, which no engine adds up; leave sparse out: dense ones are the same numbers"
+            )
+        for leaf in _tensors(args, kwargs):
+            if isinstance(leaf, nn.Parameter):
+                self._touched(leaf)
+        if (
+            args
+            and isinstance(args[0], Tensor)
+            and (name.startswith("=") or (name.endswith("_") and name[-2:] != "__"))
+        ):
+            self._wrote(args[0])
+
+    def _touched(self, parameter: nn.Parameter) -> None:
+        known, original = self._built.get(id(parameter), ("", None))
+        stale = original is parameter and not self._whole and known and self._parameters.get(known) is not parameter
+        if not stale and _is_whole(parameter):
+            if not self._whole and known and (line := _caller(direct=True)):
+                self._direct.setdefault(known, line)
+            return
+        line = _caller()
+        if line:
+            name = known or next((n for n, one in self._parameters.items() if one is parameter), "a weight")
+            raise EngineError(f"{line} uses {name} outside of its module's forward pass: {self._shards()}")
+
+    def _wrote(self, target: Tensor) -> None:
+        if target.requires_grad and not target.is_leaf:
+            return
+        place = _storage(target)
+        for name, one in self._parameters.items() if self._whole else self._model.named_parameters():
+            if place and _is_whole(one) and _storage(one) == place and (line := _caller()):
+                if not self._whole:
+                    raise EngineError(
+                        f"{line} writes to {name} in the middle of a step, and only to a copy: {self._shards()}"
+                    )
+                self._writes.setdefault(name, line)
+
+    # What is found.
+
+    def _marks(self) -> dict[str, Any]:
+        """What changes when a weight does: its sum and norm where it is whole, else how often it was written to."""
+        if not self._whole:
+            return {name: one._version for name, one in self._parameters.items()}
+        return _sums(self._parameters)
+
+    def _changed(self, before: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: mark for name, mark in self._marks().items() if name in before and mark != before[name]}
+
+    def _judge(self, written: Mapping[str, Any], when: str) -> None:
+        """**Collective** where this rank has whole weights. Raises EngineError, TaskError."""
+        engine = self._engine
+        where = f"{', '.join(sorted(written))} {'was' if len(written) == 1 else 'were'} written {when}"
+        line = next((self._writes[name] for name in written if name in self._writes), "")
+        where += f" ({line})" if line else ""
+        if not self._whole:
+            if written:
+                raise EngineError(f"{where}: {self._shards()}")
+            return
+        told = all_gather_text(engine, json.dumps(written, sort_keys=True)) if engine.plan.world.size > 1 else [""]
+        if not any(text.strip("{}") for text in told) and not written:
+            return
+        trained = [name for name in written if self._parameters[name].requires_grad]
+        if trained and not engine.trains_in_place:
+            raise EngineError(
+                f"{where}: the optimizer keeps these weights a second time and overwrites what was written. Write what is to "
+                "hold as a part of the loss, or choose an engine that updates the model's own weights, in fp32"
+            )
+        if len(set(told)) > 1:
+            raise TaskError(
+                f"{where or 'weights were written ' + when}: not the same numbers on all ranks, whose models would drift apart. "
+                "Write numbers that do not depend on a rank's samples, leave out options that write to weights (Embedding's "
+                "max_norm), or train on one process"
+            )
+        if not self._said:
+            self._said = True
+            self.told.append(f"{where}: the same on all ranks, and kept")
+
+    def _refuse_frozen(self, trained: Sequence[bool], when: str) -> None:
+        names = [name for name, was, now in zip(self._parameters, self._trained, trained, strict=True) if was != now]
+        self._refuse_changes(names, f"frozen or unfrozen {when}")
+
+    def _refuse_added(self, step: int) -> None:
+        now = {name for name, _ in self._model.named_parameters()}
+        if added := [name for name in now if name not in self._parameters]:
+            self._refuse_changes(sorted(added), f"made in step {step}")
+        if gone := [name for name in self._parameters if name not in now]:
+            self._refuse_changes(gone, f"removed in step {step}")
+
+    def _refuse_changes(self, names: Sequence[str], what: str) -> None:
+        raise TaskError(
+            f"{type(self._engine.plan.task).__name__}: {', '.join(names)} {what}; optimizer, shards and checkpoints were made for "
+            "the model as it was at the start. Make all parameters in model(), and freeze them there; to train others later, go "
+            "on from the checkpoint with a task that says so"
+        )
+
+    def _refuse_others(self, loss: Tensor) -> None:
+        known = {id(one) for one in self._parameters.values()} | self._built.keys()
+        others = [] if any(map(_is_dtensor, self._parameters.values())) else _leaves(loss)
+        others += [one for one in _held(self._engine.plan.task) if one.requires_grad]
+        if found := list({id(one): one for one in others if id(one) not in known}.values()):
+            shapes = ", ".join(str(list(one.shape)) for one in found[:3])
+            raise TaskError(
+                f"{type(self._engine.plan.task).__name__}: the loss depends on {len(found)} trainable parameter(s) that are not "
+                f"the model's (shape {shapes}): nothing would train or save them. Let model() return a module that holds "
+                "them too, or freeze them with requires_grad_(False)"
+            )
+
+    def _shards(self) -> str:
+        return (
+            f"{self._engine.description} shards weights, and this rank has whole ones only while the module that owns them "
+            "runs. Compute it in that module's forward pass and return it with the outputs, or choose an engine that keeps "
+            "whole weights on each rank"
+        )
+
+
+def refuse_unusual(model: nn.Module, whose: str) -> None:
+    """Raises TaskError for parameters that get their shapes in the first forward pass, and for complex ones."""
+    if names := [name for name, one in model.named_parameters() if one.is_complex()]:
+        raise TaskError(
+            f"{whose}.model: {', '.join(names)} is complex; optimizers, norms and shards are of real numbers. Keep it as pairs, "
+            "nn.Parameter(torch.view_as_real(weight)), and use torch.view_as_complex(self.weight) in the forward pass; "
+            "a frozen one may be a buffer"
+        )
+    if names := [name for name, one in model.named_parameters() if is_lazy(one)]:
+        raise TaskError(
+            f"{whose}.model: {', '.join(names)} have no shape before the first forward pass, and the optimizer is made before it. "
+            "Call the model once in model(), or give the layer its sizes"
+        )
+
+
+def _is_dtensor(parameter: Any) -> bool:
+    return type(parameter).__name__ == "DTensor"  # whose import takes a second
+
+
+def _held(task: Any) -> Iterator[nn.Parameter]:
+    """Yields the parameters that lie in a task's attributes."""
+    for value in tree_leaves(list(vars(task).values())):
+        if isinstance(value, nn.Module):
+            yield from value.parameters()
+        elif isinstance(value, nn.Parameter):
+            yield value
+
+
+def _is_whole(parameter: Any) -> bool:
+    elements = getattr(parameter, "ds_numel", None)
+    if elements is not None:  # ZeRO stage 3
+        return bool(parameter.numel() == elements)
+    return not _is_dtensor(parameter)
+
+
+def _storage(tensor: Tensor) -> int:
+    try:
+        return tensor.untyped_storage().data_ptr()
+    except (RuntimeError, NotImplementedError):  # sparse, or without memory
+        return 0
+
+
+def _tensors(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
+    for one in (*args, *kwargs.values()):
+        if isinstance(one, Tensor):
+            yield one
+        elif isinstance(one, (tuple, list)):
+            yield from (leaf for leaf in tree_leaves(one) if isinstance(leaf, Tensor))
+
+
+def _caller(*, direct: bool = False) -> str:
+    """File and line of the model's or the task's code that has called torch; "" where a library that moves weights has.
+
+    ``direct``: "" too where one of torch's own modules has.
+    """
+    frame: FrameType | None = sys._getframe(2)
+    while frame is not None:
+        file = frame.f_code.co_filename
+        ours = source_files.is_ours(file) and "/tasks/" not in file and file != __file__
+        if ours or file.startswith(_MOVERS) or (direct and file.startswith(_MODULES)):
+            return ""
+        if file != __file__ and not file.startswith((_TORCH, "<")) and str(Path(file).parent) != _STDLIB:
+            return f"{file}:{frame.f_lineno}"
+        frame = frame.f_back
+    return ""
+
+
+@torch.no_grad()
+def _sums(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
+    found = []
+    for one in parameters.values():
+        flat = torch.view_as_real(one.detach()) if one.is_complex() else one.detach()
+        if not flat.is_floating_point():
+            flat = flat.double()
+        wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
+        found.append(torch.stack([flat.sum(dtype=wide), torch.linalg.vector_norm(flat, dtype=wide)]).double())
+    if not found:
+        return {}
+    return {
+        name: [each.hex() for each in row] for name, row in zip(parameters, torch.stack(found).tolist(), strict=True)
+    }
+
+
+def _leaves(loss: Tensor) -> list[nn.Parameter]:
+    """Returns the parameters that ``loss`` depends on."""
+    found, seen, ahead = dict[int, nn.Parameter](), set[Any](), [loss.grad_fn]
+    while ahead:
+        node = ahead.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        variable = getattr(node, "variable", None)
+        if isinstance(variable, nn.Parameter):
+            found[id(variable)] = variable
+        ahead += [following for following, _ in node.next_functions]
+    return list(found.values())
