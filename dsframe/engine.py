@@ -246,15 +246,16 @@ class Targeted(NamedTuple):
     targets: Any
 
 
-def call(model: nn.Module, inputs: Inputs, watch: WeightWatch | None = None) -> Any:
-    """``model`` applied to ``inputs``: a dict as keyword arguments, a tuple or list as positional ones, else one argument."""
+def outputs_of(model: nn.Module, inputs: Inputs, watch: WeightWatch | None) -> Any:
+    """``call``, under the watch over weights; objects of the model's own classes can be cut and cast from then on."""
     with nullcontext() if watch is None else watch.inside():
-        outputs = _call(model, inputs)
+        outputs = call(model, inputs)
     output_classes.register(outputs)
     return outputs
 
 
-def _call(model: nn.Module, inputs: Inputs) -> Any:
+def call(model: nn.Module, inputs: Inputs) -> Any:
+    """``model`` applied to ``inputs``: a dict as keyword arguments, a tuple or list as positional ones, else one argument."""
     if isinstance(inputs, Targeted):
         told, inputs = {loss_head.TARGETS: inputs.targets}, inputs.inputs
         if isinstance(inputs, Mapping):

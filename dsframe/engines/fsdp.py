@@ -305,8 +305,8 @@ def _refuse_opaque(module: nn.Module, _: Any, outputs: Any) -> None:
     for kind in output_classes.register(outputs):
         if not is_dataclass(kind):
             raise EngineError(
-                f"{type(module).__name__} returns a {kind.__name__}, in which FSDP sees no tensors; make that class a dataclass "
-                "or a named tuple"
+                f"{type(module).__name__.removeprefix('FSDP')} returns a {kind.__name__}, in which FSDP sees no tensors; make "
+                "that class a dataclass or a named tuple"
             )
 
 

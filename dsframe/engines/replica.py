@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, call, loss_of, measure
+from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, loss_of, measure, outputs_of
 from dsframe.engines import precision, state_replica
 from dsframe.model import ema, lbfgs
 from dsframe.model.spill import Spill
@@ -210,7 +210,7 @@ class ReplicaEngine(Engine):
 
     def _forward(self, model: nn.Module, inputs: Inputs) -> Any:
         with precision.autocast(self.plan.config, self.plan.device):
-            outputs = call(model, precision.cast_inputs(inputs, self._dtype), self.watch)
+            outputs = outputs_of(model, precision.cast_inputs(inputs, self._dtype), self.watch)
         return precision.cast_outputs(outputs)
 
     def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:

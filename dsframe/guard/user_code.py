@@ -63,7 +63,8 @@ def told(error: Exception) -> str | None:
 
     The user's own frames, and which call of dsframe led to them.
     """
-    calls = [_Call(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    walked = [_Call(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
+    calls = [call for call in walked if call.frame.f_code.co_name != "__torch_function__"]  # the watch over weights
     first = next((place for place, call in enumerate(calls) if call.ours), len(calls))
     calls = calls[first:]
     theirs = [place for place, call in enumerate(calls) if call.users]

@@ -10,10 +10,11 @@ import fnmatch
 import re
 import warnings
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import dataclass
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -22,7 +23,7 @@ from torch.utils.checkpoint import checkpoint
 
 from dsframe.config.resolve import auto
 from dsframe.config.rules.model import compiler
-from dsframe.errors import ConfigError, Problem
+from dsframe.errors import ConfigError, Problem, TaskError
 
 if TYPE_CHECKING:
     from dsframe.config import Config
@@ -221,7 +222,7 @@ def compute_in_slices(module: nn.Module, tokens: int) -> None:
         nonlocal compared
         rows = hidden.reshape(1, -1, hidden.shape[-1])
         if not compared:
-            _compare_tokens(forward, rows)
+            _compare_tokens(module, forward, rows)
             compared = True
         if rows.shape[1] <= tokens:
             return forward(hidden)  # type: ignore[no-any-return]
@@ -234,9 +235,22 @@ def compute_in_slices(module: nn.Module, tokens: int) -> None:
 
 
 @torch.no_grad()
-def _compare_tokens(forward: Callable[..., Any], rows: Tensor) -> None:
+def _compare_tokens(module: nn.Module, forward: Callable[..., Any], rows: Tensor) -> None:
     two = rows[:, :2]
-    together, alone = forward(two), torch.cat([forward(one) for one in torch.split(two, 1, dim=1)], dim=1)
+    before = _held_buffers(module, None)
+    with _as_before(before):
+        together, alone = forward(two), torch.cat([forward(one) for one in torch.split(two, 1, dim=1)], dim=1)
+        changed = [
+            name
+            for (owner, name), held in before.items()
+            if not torch.equal(cast(Tensor, owner._buffers[name]), cast(Tensor, held.copy))
+        ]
+    if changed:
+        raise _wrong(
+            "mlp_chunk_tokens",
+            f"the model's mlp changes its buffer {changed[0]}, which each slice would change",
+            "remove it",
+        )
     if not torch.allclose(
         together.float(), alone.float(), atol=1e-2 if together.dtype.itemsize < 4 else 1e-4, rtol=1e-2
     ):
@@ -260,7 +274,7 @@ def offload(block: nn.Module) -> None:
     block.forward = kept_away
 
 
-_Held = Tensor | tuple[torch.device, Tensor]
+_Kept = Tensor | tuple[torch.device, Tensor]
 _SMALL = 1 << 10
 """Elements: what has fewer stays on the device."""
 
@@ -271,7 +285,7 @@ class _Away:
     def __init__(self) -> None:
         self._known: dict[Any, tuple[StorageWeakRef, int, tuple[torch.device, Tensor]]] = {}
 
-    def pack(self, tensor: Tensor) -> _Held:
+    def pack(self, tensor: Tensor) -> _Kept:
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter) or tensor.numel() < _SMALL:
             return tensor
         storage = tensor.untyped_storage()
@@ -286,7 +300,7 @@ class _Away:
         self._known[key] = StorageWeakRef(storage), tensor._version, held  # type: ignore[no-untyped-call]
         return held
 
-    def unpack(self, held: _Held) -> Tensor:
+    def unpack(self, held: _Kept) -> Tensor:
         if isinstance(held, Tensor):
             return held
         device, copy = held
@@ -294,9 +308,73 @@ class _Away:
 
 
 def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
-    """torch's ``checkpoint`` for functions that run parts of ``module``: under the same autocast, and counting a batch once."""
-    norms = [m for m in module.modules() if isinstance(m, nn.modules.batchnorm._NormBase) and m.track_running_stats]
-    return partial(checkpoint, use_reentrant=False, context_fn=partial(_contexts, norms))
+    """torch's ``checkpoint`` for functions that run parts of ``module``: under the same autocast and with the same buffers.
+
+    A block that changes a buffer (BatchNorm's statistics, a spectral norm's vectors) computes again from what the buffer was, and
+    leaves it as the first pass has.
+    """
+    changing: set[tuple[nn.Module, str]] | None = None
+
+    def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
+        before = _held_buffers(module, changing)
+        return _watched(before), _as_before(before)
+
+    @contextmanager
+    def _watched(before: dict[tuple[nn.Module, str], _Held]) -> Iterator[None]:
+        nonlocal changing
+        yield
+        known = changing or set[tuple[nn.Module, str]]()
+        changed = {key for key, one in before.items() if key in known or one.changed(*key)}
+        if missed := [name for owner, name in changed if before[owner, name].copy is None]:
+            raise TaskError(
+                f"a recomputed {type(module).__name__} changes its buffer {missed[0]}, which it did not at first: what it was is "
+                "not known any more. Change it in each forward pass, or leave activation_checkpointing out"
+            )
+        for key in before.keys() - changed:
+            del before[key]
+        changing = changed if changing is None else changing | changed
+
+    return partial(checkpoint, use_reentrant=False, context_fn=contexts)
+
+
+@dataclass
+class _Held:
+    """A buffer before a forward pass."""
+
+    buffer: Tensor
+    version: int
+    copy: Tensor | None
+
+    def changed(self, owner: nn.Module, name: str) -> bool:
+        now = owner._buffers[name]
+        if now is not self.buffer or self.buffer._version != self.version:
+            return True
+        return self.copy is not None and not torch.equal(now, self.copy)  # BatchNorm's kernel counts no version
+
+
+@torch.no_grad()
+def _held_buffers(module: nn.Module, changing: set[tuple[nn.Module, str]] | None) -> dict[tuple[nn.Module, str], _Held]:
+    """The buffers of ``module``; copies of those that are known to change, of all where ``changing`` is None."""
+    found = {}
+    for owner in module.modules():
+        for name, one in owner._buffers.items():
+            if one is not None:
+                copied = changing is None or (owner, name) in changing
+                found[owner, name] = _Held(one, one._version, one.detach().clone() if copied else None)
+    return found
+
+
+@contextmanager
+def _as_before(before: Mapping[tuple[nn.Module, str], _Held]) -> Iterator[None]:
+    now = {(owner, name): owner._buffers[name] for owner, name in before}
+    copies = {id(held.buffer): held.copy.clone() for held in before.values() if held.copy is not None}
+    for (owner, name), held in before.items():
+        owner._buffers[name] = copies[id(held.buffer)]
+    try:
+        yield
+    finally:
+        for (owner, name), one in now.items():
+            owner._buffers[name] = one
 
 
 def keep(block: nn.Module, how: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -312,23 +390,6 @@ def is_recomputed(module: nn.Module) -> bool:
 def units(model: nn.Module) -> list[nn.Module]:
     """The modules that are recomputed or compiled each by itself: all their parameters must be there while one runs."""
     return [module for module in model.modules() if hasattr(module, _UNIT) and module is not model]
-
-
-def _contexts(norms: Sequence[Any]) -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-    return nullcontext(), _still(norms)
-
-
-@contextmanager
-def _still(norms: Sequence[Any]) -> Iterator[None]:
-    """Running statistics are those of the first pass: a second one would count every batch twice."""
-    held = [(norm, norm.momentum, norm.num_batches_tracked) for norm in norms]
-    for norm in norms:
-        norm.momentum, norm.num_batches_tracked = 0.0, None
-    try:
-        yield
-    finally:
-        for norm, momentum, counted in held:
-            norm.momentum, norm.num_batches_tracked = momentum, counted
 
 
 # Memory format and compilation.

@@ -75,7 +75,8 @@ _METADATA = frozenset(
 )
 """What tells nothing of a tensor's numbers."""
 _TORCH = str(Path(torch.__file__).parent)
-_MOVERS = (str(Path(_TORCH, "distributed")), *(str(Path(_TORCH).with_name(name)) for name in ("deepspeed", "horovod")))
+_SITE = str(Path(_TORCH).parent)
+_MOVERS = tuple(f"{_SITE}{folder}" for folder in ("/torch/distributed/", "/deepspeed/", "/horovod/"))
 """Libraries that move weights. Other installed packages count as the model's code, transformers for example."""
 _MODULES = str(Path(_TORCH, "nn", "modules"))
 _STDLIB = sysconfig.get_path("stdlib")

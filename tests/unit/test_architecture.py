@@ -214,9 +214,10 @@ THEIRS = {
 }
 """What dsframe's engines call the objects and modules of the libraries."""
 STATE = {
+    "engines/ddp.py": {"broadcast_buffers"},
     "engines/deepspeed/state.py": {"global_steps", "micro_steps", "global_samples", "_hp_optimizer_states_linked"},
 }
-"""Not behaviour but numbers, which a checkpoint brings: how far the engine is, and that its views are to be made again."""
+"""A public switch of torch's; and numbers, which a checkpoint brings: how far the engine is, whether its views are made again."""
 
 
 def assigned(node: ast.AST) -> Iterator[ast.Attribute]:

@@ -29,6 +29,7 @@ from dsframe.engine import (
     call,
     loss_of,
     measure,
+    outputs_of,
     without_dimensions,
     without_elements,
 )
@@ -335,7 +336,7 @@ class ZeroEngine(Engine):
             self.calls.compare()
 
     def _forward(self, inputs: Inputs) -> Any:
-        return precision.cast_outputs(call(self._engine, precision.cast_inputs(inputs, self._dtype), self.watch))
+        return precision.cast_outputs(outputs_of(self._engine, precision.cast_inputs(inputs, self._dtype), self.watch))
 
     def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:
         """**Collective** at stage 3. The model's, or a part's; not by DeepSpeed's engine, which would expect a backward pass."""
