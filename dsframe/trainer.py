@@ -249,7 +249,7 @@ class Trainer:
 
     def _first_step_done(self, step: int) -> float:
         """**Collective.** Raises TaskError where the loss is of another kind than the task says: nothing is saved yet."""
-        if found := self._trial.judge():
+        if found := self._trial.judge(resumed=step > 1):
             self.progress.say(f"dsframe: this task's {found}")
         drawn, known = self.engine.draws, any(ON_RANKS in what for what in self.engine.depends)
         if drawn and drawn.found and not known:

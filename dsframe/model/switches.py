@@ -237,7 +237,7 @@ def compute_in_slices(module: nn.Module, tokens: int) -> None:
 @torch.no_grad()
 def _compare_tokens(module: nn.Module, forward: Callable[..., Any], rows: Tensor) -> None:
     two = rows[:, :2]
-    before = _held_buffers(module, None)
+    before = _held_buffers(module)
     with _as_before(before):
         together, alone = forward(two), torch.cat([forward(one) for one in torch.split(two, 1, dim=1)], dim=1)
         changed = [
@@ -313,28 +313,34 @@ def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
     A block that changes a buffer (BatchNorm's statistics, a spectral norm's vectors) computes again from what the buffer was, and
     leaves it as the first pass has.
     """
-    changing: set[tuple[nn.Module, str]] | None = None
+    changing = set[tuple[nn.Module, str]]()  # large ones; small ones are copied in any case, and all at first
+    calls = 0
 
     def contexts() -> tuple[AbstractContextManager[Any], AbstractContextManager[Any]]:
-        before = _held_buffers(module, changing)
-        return _watched(before), _as_before(before)
+        nonlocal calls
+        calls += 1
+        before = _held_buffers(module, changing if calls > 1 else None)
+        return watched(before), _as_before(before)
 
     @contextmanager
-    def _watched(before: dict[tuple[nn.Module, str], _Held]) -> Iterator[None]:
-        nonlocal changing
+    def watched(before: dict[tuple[nn.Module, str], _Held]) -> Iterator[None]:
         yield
-        known = changing or set[tuple[nn.Module, str]]()
-        changed = {key for key, one in before.items() if key in known or one.changed(*key)}
-        if missed := [name for owner, name in changed if before[owner, name].copy is None]:
-            raise TaskError(
-                f"a recomputed {type(module).__name__} changes its buffer {missed[0]}, which it did not at first: what it was is "
-                "not known any more. Change it in each forward pass, or leave activation_checkpointing out"
-            )
+        changed = {key for key, one in before.items() if one.changed(*key)}
+        for owner, name in changed:
+            if before[owner, name].copy is None:
+                raise TaskError(
+                    f"a recomputed {type(module).__name__} changes its large buffer {name} only in some steps, and what it was is "
+                    "not known any more; change it in each forward pass, or leave activation_checkpointing out"
+                )
         for key in before.keys() - changed:
             del before[key]
-        changing = changed if changing is None else changing | changed
+        changing.update(changed)
 
     return partial(checkpoint, use_reentrant=False, context_fn=contexts)
+
+
+_SMALL_BUFFER = 1 << 16
+"""Elements."""
 
 
 @dataclass
@@ -346,20 +352,21 @@ class _Held:
     copy: Tensor | None
 
     def changed(self, owner: nn.Module, name: str) -> bool:
-        now = owner._buffers[name]
-        if now is not self.buffer or self.buffer._version != self.version:
-            return True
-        return self.copy is not None and not torch.equal(now, self.copy)  # BatchNorm's kernel counts no version
+        if isinstance(owner, nn.modules.batchnorm._NormBase):
+            return owner.training  # its kernels count no version
+        return owner._buffers[name] is not self.buffer or self.buffer._version != self.version
 
 
 @torch.no_grad()
-def _held_buffers(module: nn.Module, changing: set[tuple[nn.Module, str]] | None) -> dict[tuple[nn.Module, str], _Held]:
-    """The buffers of ``module``; copies of those that are known to change, of all where ``changing`` is None."""
+def _held_buffers(
+    module: nn.Module, changing: set[tuple[nn.Module, str]] | None = None
+) -> dict[tuple[nn.Module, str], _Held]:
+    """The buffers of ``module``; copies of small ones and of those that are ``changing``, of all where that is None."""
     found = {}
     for owner in module.modules():
         for name, one in owner._buffers.items():
             if one is not None:
-                copied = changing is None or (owner, name) in changing
+                copied = changing is None or one.numel() <= _SMALL_BUFFER or (owner, name) in changing
                 found[owner, name] = _Held(one, one._version, one.detach().clone() if copied else None)
     return found
 

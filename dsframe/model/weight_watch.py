@@ -171,7 +171,9 @@ class WeightWatch(TorchFunctionMode):
 
     def explained(self, error: Exception) -> EngineError | None:
         """Returns what is to be said instead of ``error`` where weights that a library gives up were used directly."""
-        if self._whole or not self._direct or not isinstance(error, (RuntimeError, AssertionError, AttributeError)):
+        if self._whole or not isinstance(error, (RuntimeError, AssertionError, AttributeError)):
+            return None
+        if not self._direct:
             return None
         name, line = next(iter(self._direct.items()))
         return EngineError(

@@ -89,8 +89,13 @@ def _schedule(config: Config) -> str:
     scheduler = config.deepspeed.scheduler
     if scheduler is None:
         return "constant rate"
-    counts = {key: value for key, value in scheduler.params.items() if isinstance(value, int) and key.endswith(_COUNTS)}
-    return ", ".join([scheduler.type, *(f"{key} {value:,}" for key, value in counts.items())])
+    params = dict(scheduler.params)
+    if scheduler.type == "WarmupDecayLR":
+        params.setdefault("warmup_max_lr", 1e-3)  # DeepSpeed's default, whatever the optimizer's rate is
+    counts = {key: value for key, value in params.items() if isinstance(value, int) and key.endswith(_COUNTS)}
+    rates = {key: value for key, value in params.items() if isinstance(value, float) and key.endswith("_lr")}
+    said = [f"{key} {value:g}" for key, value in rates.items()] + [f"{key} {value:,}" for key, value in counts.items()]
+    return ", ".join([scheduler.type, *said])
 
 
 _COUNTS = ("_steps", "_iters", "T_max", "step_size")

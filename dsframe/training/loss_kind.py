@@ -7,14 +7,21 @@ beside the losses of its two halves, which come from the same outputs.
 
 from __future__ import annotations
 
+import copy
+import json
+from collections import deque
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils.data import Dataset
 
 from dsframe.checkpoint import generators
+from dsframe.cluster.exchange import all_gather_text
 from dsframe.engine import Engine, Weighted
 from dsframe.errors import TaskError
 from dsframe.tasks.task import Task, loss_and_terms
@@ -22,6 +29,8 @@ from dsframe.tasks.task import Task, loss_and_terms
 _KINDS = ("mean", "sum", "neither")
 _TOLERANCE = 1e-3
 """Relative. The halves come from the same fp32 outputs, so that rounding is far smaller, and other lengths of rows are larger."""
+_FEW = 1000
+"""Entries of a list or dict that is copied for the look; a data set has more."""
 _ELEMENTS = 1 << 22
 """Elements of the outputs that are looked at, whole rows and at least four: logits over a large vocabulary are large."""
 
@@ -31,6 +40,8 @@ class LossTrial:
 
     def __init__(self, engine: Engine) -> None:
         self._engine, self._votes = engine, dict.fromkeys(_KINDS, 0)
+        self._state: set[str] = set()
+        self._numbers: set[str] = set()
         # A slice of a sequence has a loss over its own positions, which a task has to give as a mean.
         self._looks = engine.plan.batch.sequence_parallel_size == 1
 
@@ -43,20 +54,22 @@ class LossTrial:
             targets = Weighted(targets, 1.0)
         return inputs, Weighted(targets.targets, targets.factor, self._look)
 
-    def judge(self) -> str:
-        """**Collective.** Returns what is to be said, or nothing. Raises TaskError where the task says another kind of loss."""
+    def judge(self, *, resumed: bool = False) -> str:
+        """**Collective.** Returns what is to be said, or nothing. Raises TaskError where the task says another kind of loss, and
+        where the loss has a state that ranks, or a run that is ``resumed``, would not share."""
         engine, task = self._engine, self._engine.plan.task
+        told = self._judge_state(resumed=resumed)
         own = torch.tensor([float(self._votes[kind]) for kind in _KINDS], dtype=torch.float64)
         votes = dict(zip(_KINDS, engine.sum_over_ranks(own.to(engine.plan.device)).tolist(), strict=True))
         kind = max(votes, key=lambda name: votes[name]) if any(votes.values()) else ""
         if task.gathers_rows:
-            return ""  # the look, without gradients, saw one rank's rows; the loss is that of the global batch
+            return told  # the look, without gradients, saw one rank's rows; the loss is that of the global batch
         if kind == "neither":
             if task.batch_dependent:
-                return ""  # has been said
-            return "loss is neither a mean nor a sum over rows, so the training depends on the micro batch size"
+                return told  # has been said
+            return told or "loss is neither a mean nor a sum over rows, so the training depends on the micro batch size"
         if kind in ("", task.loss_is):
-            return ""
+            return told
         whose = type(task).__name__
         if task.loss_is == "sum":
             raise TaskError(
@@ -72,17 +85,92 @@ class LossTrial:
             f'gradients would be 1/{count} of those of the whole batch; write loss_is = "sum" in class {whose}, or return the mean'
         )
 
+    def _judge_state(self, *, resumed: bool) -> str:
+        whose, world = type(self._engine.plan.task).__name__, self._engine.plan.world
+        found = {
+            name for text in all_gather_text(self._engine, json.dumps(sorted(self._state))) for name in json.loads(text)
+        }
+        names = ", ".join(sorted(found))
+        if found and (resumed or world.size > 1):
+            why = "a resumed run would begin with another" if resumed else "each rank would have its own"
+            raise TaskError(
+                f"{whose}.loss changes {names}, a state that the task keeps: {why}, and no checkpoint has it. Keep it as a buffer "
+                "of a module that model() returns, and make it from the rows of all ranks (dsframe.tasks.global_batch.all_rows)"
+            )
+        if found or self._numbers:
+            return f"loss changes {names or ', '.join(sorted(self._numbers))} of the task, which no checkpoint has"
+        return ""
+
     @torch.no_grad()
     def _look(self, outputs: Any, targets: Any) -> None:
         kept = generators.capture(self._engine.plan.device)
+        task = self._engine.plan.task
+        with _unchanged_buffers(task) as changed:
+            twin = copy.copy(task)
+            vars(twin).update({name: _copied(value) for name, value in vars(task).items()})
+            self._look_at(twin, outputs, targets, kept)
+            self._state |= changed()
+        for name, value in vars(task).items():
+            told = self._numbers if isinstance(value, (int, float)) else self._state
+            if name != "terms" and not _same(value, vars(twin)[name]):
+                told.add(name)
+
+    def _look_at(self, task: Task, outputs: Any, targets: Any, kept: Any) -> None:
         try:
-            kind = _kind_of(self._engine.plan.task, outputs, targets)
+            kind = _kind_of(task, outputs, targets)
         except Exception:  # a loss that takes no other number of rows: the training says what is wrong, if anything is
             kind = ""
         finally:
             generators.restore(kept, self._engine.plan.device)
         if kind:
             self._votes[kind] += 1
+
+
+def _copied(value: Any, depth: int = 2) -> Any:
+    """A copy whose tensors and numbers may change; modules, data sets and what cannot be copied stay as they are."""
+    if isinstance(value, Tensor):
+        return value.detach().clone() if value.numel() <= _ELEMENTS else value
+    if isinstance(value, (list, set, dict, deque)) and len(value) <= _FEW:
+        if isinstance(value, dict):
+            return {key: _copied(one, depth - 1) for key, one in value.items()} if depth else dict(value)
+        return type(value)(_copied(one, depth - 1) if depth else one for one in value)
+    if isinstance(value, (nn.Module, Dataset)) or not depth or not type(value).__dict__.get("__dict__"):
+        return value
+    try:
+        found = copy.copy(value)
+        vars(found).update({name: _copied(one, depth - 1) for name, one in vars(value).items()})
+    except Exception:  # an object that cannot be copied
+        return value
+    return found
+
+
+def _same(before: Any, after: Any) -> bool:
+    if isinstance(before, Tensor):
+        return isinstance(after, Tensor) and before.shape == after.shape and torch.equal(before, after)
+    if isinstance(before, (int, float)):
+        return before is after or before == after
+    if isinstance(before, dict) and isinstance(after, dict):
+        return before.keys() == after.keys() and all(_same(one, after[key]) for key, one in before.items())
+    if isinstance(before, (list, tuple, deque)) and isinstance(after, type(before)):
+        return len(before) == len(after) and all(map(_same, before, after))
+    if type(before) is type(after) and type(before).__dict__.get("__dict__") and not isinstance(before, nn.Module):
+        return before is after or _same(vars(before), vars(after))
+    return True
+
+
+@contextmanager
+def _unchanged_buffers(task: Task) -> Iterator[Callable[[], set[str]]]:
+    """Puts the buffers of the modules that the task holds back; what it yields gives the names of those that have changed."""
+    held = {
+        f"{name}.{inner}": (buffer, buffer.clone())
+        for name, value in vars(task).items()
+        if isinstance(value, nn.Module)
+        for inner, buffer in value.named_buffers()
+        if buffer.layout == torch.strided
+    }
+    yield lambda: {name for name, (buffer, before) in held.items() if not torch.equal(buffer, before)}
+    for buffer, before in held.values():
+        buffer.copy_(before)
 
 
 def _rows(part: slice, leaf: Tensor) -> Tensor:

@@ -261,6 +261,17 @@ def _rates(context: RuleContext, scheduler: Scheduler) -> None:
             message = f"{len(value)} rates, but the schedule has one for all parameters"
             context.conflict(("scheduler", "params", key), message, "write one number")
     optimizer = context.file.optimizer
+    rate = optimizer.params.get("lr") if optimizer else None
+    if (
+        scheduler.type == "WarmupDecayLR"
+        and "warmup_max_lr" not in scheduler.params
+        and rate not in (None, 1e-3, "auto")
+    ):
+        context.findings.warning(
+            ("scheduler", "params"),
+            f"the rate rises to warmup_max_lr, by DeepSpeed's default 0.001, and not to the optimizer's lr {rate:g}",
+            'write "warmup_max_lr": "auto" for the optimizer\'s, or the rate that you mean', code="schedule",
+        )  # fmt: skip
     if optimizer is None or not (scheduler.type in _OWN_RATES or any(scheduler.params.get(key) for key in _A_RATE)):
         return
     kind, lost = optimizer.type.lower(), ""

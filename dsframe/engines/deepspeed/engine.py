@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dsframe.cluster import process_group
 from dsframe.config.features import makes_groups, shares_activations
@@ -147,6 +148,8 @@ class ZeroEngine(Engine):
         # that is compiled would fall apart at each hook.
         for block in switches.units(model):
             set_z3_leaf_module(block, True)
+            if self._stage == 3:
+                block.register_forward_pre_hook(_differentiable, with_kwargs=True)
         if self._stage == 3 and self.plan.config.settings.model.tiling is not None:
             from dsframe.engines.deepspeed.imports import TiledLinear
             from dsframe.engines.deepspeed.tiling import tile
@@ -475,6 +478,17 @@ class _InTurn(nn.Module):
         for parameter in super().parameters(recurse):
             self._ready(parameter)
             yield parameter
+
+
+def _differentiable(module: nn.Module, args: Any, kwargs: Any) -> Any:
+    """Inputs of a block that runs as one have gradients: without any, DeepSpeed's hook after the backward pass comes before it,
+    and gives the weights up too early (0.19.8, ``runtime/zero/parameter_offload.py``)."""
+    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
+    if not torch.is_grad_enabled() or any(leaf.requires_grad for leaf in tensors):
+        return None
+    return tree_map_only(
+        torch.Tensor, lambda leaf: leaf.detach().requires_grad_() if leaf.is_floating_point() else leaf, (args, kwargs)
+    )
 
 
 def refuse_scalars(model: nn.Module, *, shards: bool = False) -> None:

@@ -1,0 +1,271 @@
+"""Programs that do with weights what their engine does not see; each a few lines of what public programs do."""
+
+from __future__ import annotations
+
+import copy
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+from dsframe import Hooks, RunView, Task
+
+F = nn.functional
+
+
+class Rows(Task):
+    """Eight numbers, three classes."""
+
+    def model(self) -> nn.Module:
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 3))
+        return self.net
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        return F.cross_entropy(outputs, targets)
+
+    def train_data(self) -> Any:
+        draw = torch.Generator().manual_seed(1)
+        return TensorDataset(torch.randn(48, 8, generator=draw), torch.randint(0, 3, (48,), generator=draw))
+
+
+class Words(Rows):
+    """Four words, three classes."""
+
+    def train_data(self) -> Any:
+        draw = torch.Generator().manual_seed(1)
+        return TensorDataset(torch.randint(0, 20, (48, 4), generator=draw), torch.randint(0, 3, (48,), generator=draw))
+
+
+class Penalty(Rows):
+    """Reads weights in the loss."""
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        return super().loss(outputs, targets) + 0.01 * sum(one.square().sum() for one in self.net.parameters())
+
+
+class Size(Rows):
+    """Reads a weight's size in the loss, without a gradient."""
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        return super().loss(outputs, targets) / (1 + self.net[0].weight.data.norm())
+
+
+class MaxNorm(Words):
+    """Writes to the rows that are looked up."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(20, 8, max_norm=1.0), nn.Flatten(), nn.Linear(32, 3))
+
+
+class _Clamped(nn.Linear):
+    def forward(self, input: Tensor) -> Tensor:  # torch's name
+        self.weight.data.clamp_(-0.1, 0.1)
+        return super().forward(input)
+
+
+class Clamped(Rows):
+    """Writes to a weight by ``data``, in forward."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(_Clamped(8, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+class _Clipping(Hooks):
+    def __init__(self, task: Rows) -> None:
+        self.task = task
+
+    @torch.no_grad()
+    def on_step(self, run: RunView) -> None:
+        for one in self.task.net.parameters():
+            one.clamp_(-0.2, 0.2)
+
+
+class Clipped(Rows):
+    """Writes to all weights after each update, as a WGAN's critic does."""
+
+    def __init__(self) -> None:
+        self.hooks = [_Clipping(self)]
+
+
+class _Student(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.online = nn.Linear(8, 3)
+        self.target = copy.deepcopy(self.online).requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        if self.training:
+            with torch.no_grad():
+                for one, other in zip(self.target.parameters(), self.online.parameters(), strict=True):
+                    one.mul_(0.5).add_(other, alpha=0.5)
+        return self.online(inputs) + 0.1 * self.target(inputs)
+
+
+class Teacher(Rows):
+    """Writes to a frozen copy that follows the trained weights."""
+
+    def model(self) -> nn.Module:
+        return _Student()
+
+
+class _Field(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.energy = nn.Sequential(nn.Linear(8, 16), nn.SiLU(), nn.Linear(16, 3))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        places = inputs.detach().requires_grad_()
+        energy = self.energy(places)
+        (force,) = torch.autograd.grad(energy.sum(), places, create_graph=True)
+        return energy + force.square().mean(1, keepdim=True)
+
+
+class Forces(Rows):
+    """Takes derivatives in forward."""
+
+    def model(self) -> nn.Module:
+        return _Field()
+
+
+class _Unusual(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.calls = kind, 0
+        self.body = nn.LazyLinear(16) if kind == "lazy" else nn.Linear(8, 16)
+        self.head = nn.Linear(16, 3)
+        if kind == "complex":
+            self.turn = nn.Parameter(torch.ones(16, dtype=torch.complex64))
+        if kind == "integer":
+            self.codes = nn.Parameter(torch.tensor([16777217, 33554435]), requires_grad=False)
+        if kind == "empty":
+            self.extra = nn.Linear(16, 0)
+        if kind == "unfrozen":
+            self.head.requires_grad_(False)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        hidden = torch.tanh(self.body(inputs))
+        if self.kind == "late":
+            if not hasattr(self, "middle"):
+                self.middle = nn.Linear(16, 16)
+            hidden = self.middle(hidden)
+        if self.kind == "unfrozen" and self.calls > 2:
+            self.head.requires_grad_(True)
+        if self.kind == "complex":
+            hidden = (hidden * self.turn).real
+        if self.kind == "integer":
+            hidden = hidden * (self.codes % 3).sum()
+        if self.kind == "empty":
+            hidden = hidden + self.extra(hidden).sum(1, keepdim=True)
+        return self.head(hidden)
+
+
+class Unusual(Rows):
+    """Parameters of a kind that an optimizer does not expect, or that are made, frozen or unfrozen later."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def model(self) -> nn.Module:
+        return _Unusual(self.kind)
+
+
+class _Sparse(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.table, self.head = nn.Embedding(20, 8), nn.Linear(32, 3)
+
+    def forward(self, words: Tensor) -> Tensor:
+        return self.head(F.embedding(words, self.table.weight, sparse=True).flatten(1))
+
+
+class Sparse(Words):
+    """Asks for sparse gradients where no module says so."""
+
+    def model(self) -> nn.Module:
+        return _Sparse()
+
+
+class Proxies(Rows):
+    """The loss has weights of its own."""
+
+    def __init__(self) -> None:
+        self.proxies = nn.Linear(3, 3)
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        return super().loss(self.proxies(outputs), targets)
+
+
+class Centre(Rows):
+    """The loss has a state, as DINO's centre."""
+
+    def __init__(self) -> None:
+        self.centre = torch.zeros(3)
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        found = super().loss(outputs - self.centre, targets)
+        self.centre = 0.5 * self.centre + 0.5 * outputs.detach().mean(0)
+        return found
+
+
+class _State:
+    def __init__(self, hidden: Tensor, layers: int) -> None:
+        self.hidden, self.layers = hidden, layers
+
+
+class _Block(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(8, 16), nn.Linear(16, 8)
+
+    def forward(self, state: _State) -> _State:
+        return _State(state.hidden + self.down(torch.tanh(self.up(state.hidden))), state.layers + 1)
+
+
+class _Stateful(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.blocks, self.head = nn.ModuleList([_Block(), _Block()]), nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> _State:
+        state = _State(inputs, 0)
+        for block in self.blocks:
+            state = block(state)
+        return _State(self.head(state.hidden), state.layers)
+
+
+class Classes(Rows):
+    """Outputs are objects of a class of the model's."""
+
+    def model(self) -> nn.Module:
+        return _Stateful()
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        return super().loss(outputs.hidden, targets)
+
+    def eval_data(self) -> Any:
+        rows = self.train_data().tensors
+        return TensorDataset(*(one[:11] for one in rows))
+
+
+class _Running(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.inner = nn.utils.parametrizations.spectral_norm(nn.Linear(8, 8))
+        self.norm = nn.BatchNorm1d(8)
+        self.register_buffer("scale", torch.ones(8))
+        self.scale: Tensor
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.norm(self.inner(inputs))
+        if self.training:
+            self.scale = 0.7 * self.scale + 0.3 * hidden.detach().abs().mean(0)
+        return inputs + torch.tanh(hidden / self.scale)
+
+
+class Buffers(Rows):
+    """Blocks that change buffers in forward: in place, and by a new tensor."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(_Running(), _Running(), nn.Linear(8, 3))

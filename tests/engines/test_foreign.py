@@ -1,0 +1,162 @@
+"""What programs do with weights that their engine does not see: the loop by hand, or refused with the reason."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import default_collate
+
+from dsframe.run_dir.record import read_summary
+from dsframe.tasks.layers import seed_generators
+from dsframe.tools.compare import losses
+from tests.engines import foreign_tasks
+from tests.processes import python, run_ranks, warm
+
+SETUPS: dict[str, tuple[int, dict[str, Any]]] = {
+    "single": (1, {"dsframe": {"engine": "single"}}),
+    "ddp": (2, {"dsframe": {"engine": "ddp"}}),
+    "horovod": (2, {"dsframe": {"engine": "horovod"}}),
+    "fsdp": (2, {"dsframe": {"engine": "fsdp"}}),
+    "zero2": (2, {"zero_optimization": {"stage": 2}}),
+    "zero3": (
+        2,
+        {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0, "stage3_max_live_parameters": 0}},
+    ),
+}
+READ = "outside of its module's forward pass"
+WRITTEN = "only to a copy|was written|were written|writes to its weight"
+SHARDED = {"fsdp", "zero3"}
+CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
+    # name: (task, options, what is refused: set-up -> words of the message)
+    "weights in the loss": ("Penalty", {}, dict.fromkeys(SHARDED, READ)),
+    "a weight's size": ("Size", {}, dict.fromkeys(SHARDED, READ)),
+    "max_norm": ("MaxNorm", {}, {"ddp": "not the same numbers", "zero2": "overwrites", "zero3": WRITTEN, "fsdp": "max_norm"}),
+    "clamped in forward": ("Clamped", {}, {"zero2": "overwrites", "zero3": WRITTEN, "fsdp": WRITTEN}),
+    "clipped in a hook": ("Clipped", {}, {"zero2": "overwrites", "zero3": READ, "fsdp": READ}),
+    "teacher": ("Teacher", {}, dict.fromkeys(SHARDED, f"{READ}|{WRITTEN}")),
+    "derivatives": ("Forces", {}, dict.fromkeys(SHARDED, "takes derivatives in the middle of a step")),
+    "complex": ("Unusual", {"kind": "complex"}, dict.fromkeys(("ddp", "zero3"), "turn is complex")),
+    "integers": ("Unusual", {"kind": "integer"}, {}),
+    "without elements": ("Unusual", {"kind": "empty"}, dict.fromkeys(SHARDED, "which has no elements")),
+    "late": ("Unusual", {"kind": "late"}, dict.fromkeys(("single", "ddp", "fsdp", "zero2"), "made in step 1")),
+    "lazy": ("Unusual", {"kind": "lazy"}, dict.fromkeys(("single", "zero3"), "no shape before the first forward pass")),
+    "unfrozen": ("Unusual", {"kind": "unfrozen"}, dict.fromkeys(("single", "ddp", "fsdp"), "frozen or unfrozen in")),
+    "sparse": ("Sparse", {}, dict.fromkeys(("single", "ddp", "zero3"), "a sparse gradient")),
+    "weights of the loss": ("Proxies", {}, dict.fromkeys(("single", "fsdp", "zero2"), "that are not the model's")),
+    "state of the loss": ("Centre", {}, dict.fromkeys(("ddp", "zero3"), "changes centre, a state")),
+    "classes": ("Classes", {}, {"fsdp": "in which FSDP sees no tensors"}),
+}  # fmt: skip
+RIGHT = {
+    "weights in the loss": ("zero2",),
+    "max_norm": ("single",),
+    "clamped in forward": ("ddp",),
+    "clipped in a hook": ("ddp", "horovod"),
+    "teacher": ("ddp", "zero2"),
+    "derivatives": ("zero2",),
+    "integers": ("fsdp", "zero3"),
+    "without elements": ("zero2",),
+    "state of the loss": ("single",),
+    "classes": ("ddp", "zero3"),
+}
+
+
+def file(case: str, setup: str, **more: Any) -> dict[str, Any]:
+    name, options, _ = CASES[case]
+    ours = {
+        "task": {"name": f"tests.engines.foreign_tasks:{name}", "options": options},
+        "steps": 4,
+        "order": "sequential",
+        "log_every_steps": 1,
+        "run_dir": "run",
+        **more,
+    }
+    changes = SETUPS[setup][1]
+    return {
+        "train_batch_size": 8,
+        "gradient_clipping": 0.5,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.0}},
+        **changes,
+        "dsframe": {**ours, **changes.get("dsframe", {})},
+    }
+
+
+def run(tmp_path: Path, document: dict[str, Any], processes: int) -> Any:
+    (tmp_path / "file.json").write_text(json.dumps(document))
+    words = ["-m", "dsframe.train", "--config", "file.json"]
+    return run_ranks(warm(processes, words) if processes > 1 else python(words), cwd=tmp_path, timeout_seconds=150)
+
+
+def by_hand(case: str) -> list[float]:
+    """The losses of a loop on one process."""
+    name, options, _ = CASES[case]
+    task = getattr(foreign_tasks, name)(**options)
+    seed_generators(0)
+    model, data = task.model().train(), task.train_data()
+    trained = [one for one in model.parameters() if one.requires_grad]
+    optimizer = torch.optim.AdamW(trained, lr=0.01, weight_decay=0.0)
+    found = []
+    for step in range(4):
+        inputs, targets = default_collate([data[step * 8 + row] for row in range(8)])
+        loss = task.loss(model(inputs), targets)
+        loss.backward()
+        nn.utils.clip_grad_norm_(trained, 0.5)
+        optimizer.step()
+        optimizer.zero_grad()
+        for hook in task.hooks:
+            hook.on_step(None)
+        found.append(loss.item())
+    return found
+
+
+@pytest.mark.parametrize(
+    ("case", "setup"), [(case, setup) for case, (_, _, refused) in CASES.items() for setup in sorted(refused)]
+)
+def test_it_is_refused_with_the_reason(case: str, setup: str, tmp_path: Path) -> None:
+    finished = run(tmp_path, file(case, setup), SETUPS[setup][0])
+    assert finished.returncode in (4, 5), finished
+    (line,) = {line.removeprefix("[rank 1] ") for line in finished.stderr.splitlines() if "dsframe: error: " in line}
+    words = CASES[case][2][setup].split("|")
+    assert any(word in line for word in words), line
+    rows = (
+        [json.loads(row) for row in (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()]
+        if (tmp_path / "run" / "metrics.jsonl").exists()
+        else []
+    )
+    assert len([row for row in rows if "loss" in row]) <= (2 if case == "unfrozen" else 1), "a second update"
+
+
+@pytest.mark.filterwarnings("ignore:Initializing zero-element tensors")
+@pytest.mark.parametrize(("case", "setup"), [(case, setup) for case, setups in RIGHT.items() for setup in setups])
+def test_it_is_the_loop_by_hand(case: str, setup: str, tmp_path: Path) -> None:
+    run(tmp_path, file(case, setup), SETUPS[setup][0]).check()
+    found = losses(tmp_path / "run")
+    assert list(found.values()) == pytest.approx(by_hand(case), rel=1e-6)
+
+
+@pytest.mark.parametrize("setup", ["single", "zero3", "fsdp"])
+def test_recomputed_blocks_change_their_buffers_once(
+    setup: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(CASES, "buffers", ("Buffers", {}, {}))
+    found = {}
+    for again in (False, True):
+        folder = tmp_path / str(again)
+        folder.mkdir()
+        run(folder, file("buffers", setup, model={"activation_checkpointing": again}), SETUPS[setup][0]).check()
+        found[again] = losses(folder / "run")
+    assert found[True] == found[False]
+
+
+def test_rows_of_padding_do_not_count_in_a_class(tmp_path: Path) -> None:
+    values = set()
+    for setup in ("single", "ddp"):
+        folder = tmp_path / setup
+        folder.mkdir()
+        run(folder, file("classes", setup, eval_micro_batch_size=4), SETUPS[setup][0]).check()
+        values.add(round(read_summary(folder / "run")["metrics"]["loss"], 6))
+    assert len(values) == 1
