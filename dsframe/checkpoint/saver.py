@@ -254,10 +254,7 @@ class Saver:
     def _look_for_metric(self, evaluation: Mapping[str, float]) -> None:
         metric = (self._retention.best or "").partition(":")[0]
         if metric and evaluation and metric not in evaluation and not self._told:
-            there = ", ".join(evaluation)
-            self._say(
-                f"warning: keep_best: the evaluation has no {metric}, so no checkpoint is kept for it; choose from {there}"
-            )
+            self._say(f"warning: keep_best: {metric} is not a finite number here, so this checkpoint is not compared")
             self._told = True
 
     def _prune(self) -> str:

@@ -138,7 +138,7 @@ def opened(path: Path) -> Iterator[io.BufferedIOBase]:
 def parsed(line: bytes, place: str) -> dict[str, Any]:
     """A line of JSON, found at ``place``. Raises DataError where it is no object."""
     try:
-        value = json.loads(line.rstrip())
+        value = json.loads(line.rstrip(), object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
         why = f"{error.msg}, column {error.colno}"
         raise DataError(f"{place}: not JSON ({why}); each line is one JSON object") from None
@@ -149,6 +149,14 @@ def parsed(line: bytes, place: str) -> dict[str, Any]:
     if not isinstance(value, dict):
         raise DataError(f"{place}: {type(value).__name__} in place of a JSON object with columns")
     return value
+
+
+def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        raise ValueError(f'"{next(name for name in names if names.count(name) > 1)}" is there twice')
+    return found
 
 
 def _text(path: Path, columns: Sequence[str]) -> Iterator[Row]:
@@ -168,7 +176,7 @@ def _text(path: Path, columns: Sequence[str]) -> Iterator[Row]:
 
 def _decoded(content: bytes, path: Path, done: int) -> str:
     try:
-        return content.decode("utf-8")
+        return content.decode("utf-8" if done else "utf-8-sig")  # some editors write a mark at the beginning
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {done + error.start})") from None
 

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import json
 import re
+import sys
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -55,22 +57,29 @@ class TextEncoder:
 class ConversationEncoder:
     """Conversations by the tokenizer's chat template, ``{"messages": [...]}``, or ``{"prompt": ..., "completion": ...}``.
 
-    Learned is what the template marks as the assistant's (``{% generation %}``), and of a completion all of it.
+    Learned is what the template marks as the assistant's (``{% generation %}``), but for messages with ``"weight": 0`` (or
+    ``train`` or ``loss``), and of a completion all of it. Where an answer begins and ends among the tokens is found by the
+    tokens of the text up to there: offsets of characters are wrong where a tokenizer changes the text.
     """
 
     whole = True
-    columns: Sequence[str] = ("messages", "prompt", "completion", "tools")
+    columns: Sequence[str] = ("messages", "prompt", "completion", "tools", "chat_template_kwargs")
 
     def __init__(self, tokenizer: Any, template: str | None) -> None:
         """``template``: in place of the tokenizer's own."""
         self._tokenizer, self._template = tokenizer, template or tokenizer.chat_template
         self._end = tokenizer.eos_token_id
+        self._told = False
 
     def length(self, row: Row) -> int:
         return 4096  # not known before the template
 
     def encode(self, rows: list[Row]) -> Iterator[Any]:
         for row in rows:
+            if not self._told and (others := [name for name in row.value if name not in self.columns]):
+                self._told = True
+                told = f"dsframe: warning: {row.place}: columns that are not read: {', '.join(map(str, others))}"
+                print(told, file=sys.stderr, flush=True)
             if "messages" in row.value and row.value["messages"] is not None:
                 tokens, learned = self._conversation(row)
             elif row.value.get("prompt") is not None and row.value.get("completion") is not None:
@@ -94,8 +103,56 @@ class ConversationEncoder:
                 "{% endgeneration %} behind what the assistant says, in a file that chat_template names"
             )
         messages = _messages(row.value["messages"], row, "messages")
-        found = self._applied(messages, row, return_assistant_tokens_mask=True)
-        return found["input_ids"], found["assistant_masks"]
+        counts = [_counts(message, row) for message in messages if message["role"] == "assistant"]
+        messages = [{key: part for key, part in one.items() if key not in _WEIGHTS} for one in messages]
+        tokens = self._applied(messages, row)["input_ids"]
+        text, spans = self._rendered(messages, row)
+        if not all(counts) and len(spans) != len(counts):
+            raise DataError(
+                f"{row.place}: {len(counts)} messages of the assistant, but the chat template marks {len(spans)} parts, so it "
+                "cannot be told which one has the weight 0"
+            )
+        ends = [text[:place] for span in spans for place in span]
+        whole, *before = tokens_of(self._tokenizer, [text, *ends], [row] * (1 + len(ends)))
+        if list(whole) != list(tokens):
+            raise DataError(f"{row.place}: the tokenizer gives other tokens for a conversation than for its text")
+        learned = [0] * len(tokens)
+        for number, counted in enumerate(counts if len(counts) == len(spans) else [True] * len(spans)):
+            first, behind = before[2 * number], before[2 * number + 1]
+            begin, end = _common(first, whole), _common(behind, whole)
+            end += end < len(behind) and end < len(
+                tokens
+            )  # the answer's last character is in a token with what follows
+            if counted:
+                learned[begin:end] = [1] * (end - begin)
+        return tokens, learned
+
+    def _rendered(self, messages: list[Any], row: Row) -> tuple[str, list[tuple[int, int]]]:
+        """The text of a conversation, and where in it the assistant's parts are."""
+        from transformers.utils.chat_template_utils import render_jinja_template
+
+        try:
+            rendered: Any = render_jinja_template(
+                conversations=[messages], chat_template=self._template, return_assistant_tokens_mask=True,
+                **self._variables(row), **self._tokenizer.special_tokens_map,
+            )  # fmt: skip
+        except Exception as error:  # a template is a program, and raises what it likes
+            raise DataError(f"{row.place}: the chat template fails: {reason(error)}") from None
+        (text,), (spans,) = rendered
+        return text, [(int(first), int(end)) for first, end in spans]
+
+    def _variables(self, row: Row) -> dict[str, Any]:
+        """What the template is given beside the messages."""
+        more = row.value.get("chat_template_kwargs") or {}
+        if not isinstance(more, Mapping):
+            raise DataError(f'{row.place}: "chat_template_kwargs" is {type(more).__name__} in place of an object')
+        tools = row.value.get("tools") or None
+        if isinstance(tools, str):  # a column of parquet that would have too many keys
+            try:
+                tools = json.loads(tools)
+            except ValueError as error:
+                raise DataError(f'{row.place}: "tools" is a text that is not JSON ({error})') from None
+        return {**_without_nulls(more), "tools": _without_nulls(tools)}
 
     def _completion(self, row: Row) -> tuple[list[int], list[int]]:
         prompt, completion = row.value["prompt"], row.value["completion"]
@@ -118,13 +175,30 @@ class ConversationEncoder:
         return tokens, [0] * len(before) + [1] * (len(tokens) - len(before))
 
     def _applied(self, messages: list[Any], row: Row, **how: Any) -> Any:
-        tools = row.value.get("tools")
         try:
             return self._tokenizer.apply_chat_template(
-                messages, tools=tools or None, chat_template=self._template, tokenize=True, return_dict=True, **how
+                messages, chat_template=self._template, tokenize=True, return_dict=True, **self._variables(row), **how
             )
         except Exception as error:  # a template is a program, and raises what it likes
             raise DataError(f"{row.place}: the chat template fails: {reason(error)}") from None
+
+
+_WEIGHTS = ("weight", "train", "loss")
+"""Keys of a message that say whether it is learned, as in the formats of OpenAI, Axolotl and others."""
+
+
+def _counts(message: Mapping[str, Any], row: Row) -> bool:
+    """Whether a message is learned. Raises DataError for what is neither 0 nor 1."""
+    for key in _WEIGHTS:
+        if key in message and message[key] not in (0, 1):
+            raise DataError(f'{row.place}: "{key}" of a message is {message[key]!r}; 0 and 1 are known')
+    return all(message.get(key, 1) == 1 for key in _WEIGHTS)
+
+
+def _common(one: Sequence[int], other: Sequence[int]) -> int:
+    """The length of the common beginning."""
+    same = (number for number, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
+    return next(same, min(len(one), len(other)))
 
 
 def tokens_of(tokenizer: Any, texts: Sequence[str], rows: Sequence[Row]) -> Any:
@@ -162,5 +236,11 @@ def _string(value: Any, row: Row, name: str) -> str:
 def _messages(value: Any, row: Row, name: str) -> list[Any]:
     if not isinstance(value, (list, tuple)) or not all(isinstance(one, Mapping) and "role" in one for one in value):
         raise DataError(f'{row.place}: "{name}" must be a list of messages, {{"role": "user", "content": "..."}}')
-    # Parquet gives every message all columns, empty where it has none.
-    return [{key: part for key, part in one.items() if part is not None} for one in value]
+    return [_without_nulls(one) for one in value]
+
+
+def _without_nulls(value: Any) -> Any:
+    """Parquet gives every object all keys of its column, null where it has none: what is null is taken for not there."""
+    if isinstance(value, Mapping):
+        return {key: _without_nulls(part) for key, part in value.items() if part is not None}
+    return [_without_nulls(part) for part in value] if isinstance(value, (list, tuple)) else value

@@ -3,6 +3,10 @@
 from __future__ import annotations
 
 import math
+import os
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -13,7 +17,16 @@ from torch.utils.data import Dataset
 
 from dsframe.errors import DataError
 
-SUFFIXES = frozenset({".jpg", ".jpeg", ".png", ".bmp", ".webp", ".ppm", ".tif", ".tiff"})
+SUFFIXES = frozenset(
+    {".jpg", ".jpeg", ".jpe", ".jfif", ".png", ".bmp", ".webp", ".ppm", ".pgm", ".tif", ".tiff", ".gif", ".avif"}
+)
+_JUNK = frozenset({"__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information"})
+"""Folders that systems make; also those whose names begin with a dot."""
+_MOST_CHECKED = 100_000
+"""Images that are opened before training begins; of a larger folder it would take too long."""
+_ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
+"""What is near the end of a file that is whole."""
+_TAIL = 1 << 16
 _TEST_FOLDERS = ("val", "test", "eval")
 
 
@@ -35,7 +48,7 @@ def class_names(data_dir: str | None) -> list[str]:
     folder = Path(data_dir).expanduser() / "train"
     if not folder.is_dir():
         raise DataError(f"image-folder: {folder} does not exist; images belong in {folder}/<class>/")
-    names = sorted(entry.name for entry in folder.iterdir() if entry.is_dir())
+    names = sorted(entry.name for entry in _folders(folder))
     if not names:
         raise DataError(f"image-folder: {folder} holds no folder; images belong in {folder}/<class>/")
     return names
@@ -79,15 +92,19 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
     def __init__(self, folder: Path, classes: list[str], look: Look) -> None:
         self._look = look
-        unknown = sorted({entry.name for entry in folder.iterdir() if entry.is_dir()} - set(classes))
+        unknown = sorted({entry.name for entry in _folders(folder)} - set(classes))
         if unknown:
             raise DataError(f"image-folder: {folder} has classes that train/ has not: {', '.join(unknown)}")
+        found = {name: _files(folder / name) for name in classes}
         self.samples = [
             (path, label)
             for label, name in enumerate(classes)
-            for path in sorted((folder / name).rglob("*"))
+            for path in found[name]
             if path.suffix.lower() in SUFFIXES
         ]
+        empty = [name for number, name in enumerate(classes) if not any(label == number for _, label in self.samples)]
+        if empty and self.samples and folder.name == "train":
+            raise DataError(f"image-folder: no images of {', '.join(empty)} in {folder}; remove the folder, or fill it")
         if not self.samples:
             raise DataError(f"image-folder: no images ({', '.join(sorted(SUFFIXES))}) in {folder}/<class>/")
 
@@ -98,10 +115,86 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         images, (path, label) = pillow(), self.samples[index]
         try:
             with images.open(path) as file:
-                image = file.convert("RGB")
-        except (OSError, SyntaxError, images.DecompressionBombError) as error:
+                image = rgb(file)
+        except (OSError, SyntaxError, ValueError, images.DecompressionBombError) as error:
             raise DataError(f"{path}: cannot be read as an image ({error})") from error
         return self._look(image), label
+
+
+def _folders(folder: Path) -> list[Path]:
+    found = [entry for entry in folder.iterdir() if entry.is_dir()]
+    return [entry for entry in found if entry.name not in _JUNK and not entry.name.startswith(".")]
+
+
+def _files(folder: Path) -> list[Path]:
+    """The files below ``folder``, sorted, without hidden ones and what systems put there."""
+    found = []
+    for place, folders, files in os.walk(folder):
+        folders[:] = [name for name in folders if name not in _JUNK and not name.startswith(".")]
+        found += [Path(place, name) for name in files if not name.startswith(".") and name != "Thumbs.db"]
+    return sorted(found)
+
+
+def check(data_dir: str, classes: list[str], say: Callable[[str], None]) -> None:
+    """Opens the images of all splits. Raises DataError that names all files which are no whole images."""
+    root = Path(data_dir).expanduser()
+    places = [root / name for name in ("train", *_TEST_FOLDERS) if (root / name).is_dir()]
+    files = [one for place in places for name in classes for one in _files(place / name)]
+    paths = [one for one in files if one.suffix.lower() in SUFFIXES]
+    if others := Counter(one.suffix.lower() or "no suffix" for one in files if one.suffix.lower() not in SUFFIXES):
+        told = ", ".join(f"{count} with {suffix}" for suffix, count in sorted(others.items()))
+        say(f"dsframe: files in {root} that are not read as images: {told}")
+    if len(paths) > _MOST_CHECKED:
+        say(f"dsframe: {len(paths):,} images are not opened before training; a damaged one ends it where it is read")
+        return
+    pillow()
+    with ThreadPoolExecutor(8) as pool:
+        damaged = [f"{path} ({why})" for path, why in zip(paths, pool.map(_damage, paths), strict=True) if why]
+    if damaged:
+        more = f" and {len(damaged) - 10} more" if len(damaged) > 10 else ""
+        raise DataError(f"{len(damaged)} files cannot be read as images: {'; '.join(damaged[:10])}{more}")
+
+
+def _damage(path: Path) -> str:
+    """What is wrong with a file; "" for nothing that its head and its end show."""
+    images = pillow()
+    try:
+        with images.open(path) as file:
+            refuse_unshown(file)
+            kind = file.format
+        with path.open("rb") as content:
+            content.seek(max(0, path.stat().st_size - _TAIL))
+            if _ENDS.get(kind, b"") not in content.read():
+                return "its end is missing"
+    except (OSError, SyntaxError, ValueError, images.DecompressionBombError) as error:
+        return str(error)
+    return ""
+
+
+def refuse_unshown(image: Any) -> None:
+    """Raises ValueError for an image of Pillow's that has no one look: several pictures, or numbers without a range."""
+    if getattr(image, "n_frames", 1) > 1:
+        raise ValueError(f"it has {image.n_frames} pictures; keep one")
+    if image.mode in ("I", "F"):
+        least, most = image.getextrema()
+        if least < 0 or most > (1.0 if image.mode == "F" else 65535):
+            raise ValueError(f"numbers from {least:g} to {most:g}; scale them to 0 to 1, or to 16 bits")
+
+
+def rgb(image: Any) -> Any:
+    """An opened image of Pillow's as viewers show it: turned as its camera says, 16 bits scaled to 8, on white where it is
+    transparent. Raises ValueError as :func:`refuse_unshown`, OSError for a damaged file."""
+    from PIL import Image, ImageOps
+
+    refuse_unshown(image)
+    image = ImageOps.exif_transpose(image)
+    if image.mode in ("I", "F") or image.mode.startswith("I;16"):
+        most = 1.0 if image.mode == "F" else 65535.0 if image.mode != "I" or image.getextrema()[1] > 255 else 255.0
+        return Image.fromarray(np.rint(np.asarray(image, np.float64) / most * 255).astype(np.uint8)).convert("RGB")
+    if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
+        image = image.convert("RGBA")
+        return Image.alpha_composite(Image.new("RGBA", image.size, "white"), image).convert("RGB")
+    return image.convert("RGB")
 
 
 def pillow() -> Any:

@@ -29,7 +29,7 @@ from torch.utils.data import Dataset
 
 from dsframe.data import documents
 from dsframe.data.files import data_root, replacing, writing
-from dsframe.data.folder import SUFFIXES, pillow
+from dsframe.data.folder import SUFFIXES, pillow, rgb
 from dsframe.data.sampler import Order, Part, permutation
 from dsframe.data.source import draws
 from dsframe.errors import DataError
@@ -261,7 +261,7 @@ class _Tar(_Shard):
 
 def _image(content: bytes) -> Any:
     with pillow().open(io.BytesIO(content)) as file:
-        return file.convert("RGB")
+        return rgb(file)
 
 
 _DECODERS: Mapping[str, Callable[[bytes], Any]] = {

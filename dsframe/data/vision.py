@@ -84,6 +84,20 @@ def describe(settings: ImageData) -> Images:
     return images
 
 
+def prepares(settings: ImageData) -> bool:
+    """Whether :func:`prepare` has work to do."""
+    return settings.dataset in ("image-shards", "image-folder")
+
+
+def prepare(settings: ImageData, images: Images, seed: int, say: Callable[[str], None]) -> None:
+    """Makes the indices of shards, and opens the files of a folder. Raises DataError, with the names of all damaged files."""
+    if settings.dataset == "image-folder":
+        folder.check(str(settings.data_dir), folder.class_names(settings.data_dir), say)
+        return
+    for train in (True, False):
+        load(settings, images, train=train, seed=seed, say=say)
+
+
 def load(
     settings: ImageData, images: Images, *, train: bool, seed: int, say: Callable[[str], None] | None = None
 ) -> Any:

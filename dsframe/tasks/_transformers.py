@@ -32,7 +32,10 @@ MAPPINGS = {
 
 _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
 """Transformers' variable: weights are read one by one."""
-_TOKENIZER_FILES = ("tokenizer*", "vocab*", "merges*", "*.model", "special_tokens*", "added_tokens*")
+_TOKENIZER_FILES = (
+    *("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "special_tokens*", "added_tokens*"),
+    *("chat_template*", "*.jinja", "additional_chat_templates/*"),
+)
 
 
 @cache
@@ -252,7 +255,8 @@ def tokenizer(path: str | None, model: Mapping[str, Any] | str) -> tuple[Any, st
         raise TaskError(f"task.tokenizer: {place}: {_one_line(error)}") from error
     digest = hashlib.sha256()
     for file in files:
-        digest.update(file.name.encode() + b"\0" + file.read_bytes())
+        if file.is_file():
+            digest.update(file.name.encode() + b"\0" + file.read_bytes())
     return found, digest.hexdigest()
 
 

@@ -254,11 +254,10 @@ class ImageClassificationTask(Task):
 
     @property
     def prepares(self) -> bool:
-        return self.settings.dataset == "image-shards"
+        return images.prepares(self.settings)
 
     def prepare(self, say: Say) -> None:
-        for train in (True, False):
-            images.load(self.settings, self.images, train=train, seed=self.seed, say=say)
+        images.prepare(self.settings, self.images, self.seed, say)
 
     def train_data(self) -> Any:
         return images.load(self.settings, self.images, train=True, seed=self.seed)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 from functools import cached_property
+from importlib.metadata import version
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -66,7 +67,7 @@ class WindowsTask(CausalLanguageModelTask):
             template = encoders.template_of(files.chat_template)
         how = [self._digest, files.format, files.field, template]
         if self.tokenizer is not None:
-            how += [str(self.tokenizer.eos_token_id), _transformers.transformers().__version__]
+            how += [str(self.tokenizer.eos_token_id), _transformers.transformers().__version__, version("tokenizers")]
         found = {}
         for name, patterns in ({**self._parts, "eval": files.eval} if files.eval else self._parts).items():
             encoder: Any = (

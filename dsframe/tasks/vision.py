@@ -59,11 +59,10 @@ class VisionTask(Task):
 
     @property
     def prepares(self) -> bool:
-        return self.settings.dataset == "image-shards"
+        return data.prepares(self.settings)
 
     def prepare(self, say: Say) -> None:
-        for train in (True, False):
-            data.load(self.settings, self.images, train=train, seed=self.seed, say=say)
+        data.prepare(self.settings, self.images, self.seed, say)
 
     def train_data(self) -> Any:
         return data.load(self.settings, self.images, train=True, seed=self.seed)

@@ -71,6 +71,9 @@ class Evaluation:
             metrics = self._results(found or {})
             for follower in plan.followers.values():
                 follower.check(metrics)
+            best = (plan.config.settings.checkpoints.keep_best or "").partition(":")[0]
+            if best and metrics and best not in metrics:
+                raise TaskError(f"keep_best: no metric {best!r} in the evaluation; it has {', '.join(metrics)}")
         generators.restore(kept, device)
 
     def _results(self, found: Mapping[str, Sum]) -> dict[str, float]:

@@ -1,0 +1,130 @@
+"""Pictures as a person sees them, from folders that people and systems have written to."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import numpy as np
+import pytest
+
+from dsframe.data import folder
+from dsframe.data.shards import _DECODERS
+from dsframe.errors import DataError
+
+pytest.importorskip("PIL", reason="Pillow is not installed")
+from PIL import Image, ImageOps
+
+RAMP = np.tile(np.linspace(0, 255, 32).astype(np.uint8), (32, 1))
+FACTS = SimpleNamespace(size=32, mean=(0.0, 0.0, 0.0), std=(1.0, 1.0, 1.0))
+
+
+def written(place: Path, image: Image.Image, **options: Any) -> Path:
+    place.parent.mkdir(parents=True, exist_ok=True)
+    image.save(place, **options)
+    return place
+
+
+def transparent() -> Image.Image:
+    black = Image.new("RGBA", (32, 32), (0, 0, 0, 0))
+    black.putalpha(Image.fromarray(255 - RAMP))
+    return black
+
+
+FORMS: dict[str, tuple[Image.Image, str]] = {
+    "8 bits": (Image.fromarray(RAMP), "png"),
+    "16 bits": (Image.fromarray(RAMP.astype(np.uint16) * 257), "png"),
+    "16 bits, tiff": (Image.fromarray(RAMP.astype(np.uint16) * 257), "tif"),
+    "floats": (Image.fromarray(RAMP.astype(np.float32) / 255), "tif"),
+    "palette": (Image.fromarray(RAMP).convert("P"), "png"),
+    "gif": (Image.fromarray(RAMP).convert("P"), "gif"),
+    "opaque": (Image.fromarray(RAMP).convert("RGBA"), "png"),
+    "transparent": (transparent(), "png"),
+    "ink": (Image.fromarray(RAMP).convert("RGB").convert("CMYK"), "tif"),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_every_form_of_a_ramp_is_the_same_ramp(form: str, tmp_path: Path) -> None:
+    image, suffix = FORMS[form]
+    place = written(tmp_path / f"a.{suffix}", image)
+    from_shard = _DECODERS[suffix](place.read_bytes())
+    with Image.open(place) as file:
+        for found in (folder.rgb(file), from_shard):
+            assert np.abs(np.asarray(found, int) - RAMP[..., None]).max() <= 2
+
+
+@pytest.mark.parametrize("turned", range(1, 9))
+def test_a_camera_says_which_way_is_up(turned: int) -> None:
+    exif = Image.Exif()
+    exif[0x0112] = turned
+    content = io.BytesIO()
+    Image.fromarray(RAMP).convert("RGB").save(content, "jpeg", exif=exif, quality=95)
+    with Image.open(content) as file:
+        shown = np.asarray(ImageOps.exif_transpose(file), int)
+        assert np.abs(np.asarray(folder.rgb(file), int) - shown).max() == 0
+
+
+@pytest.mark.parametrize(
+    ("image", "options", "words"),
+    [
+        (
+            Image.new("RGB", (4, 4)),
+            {"save_all": True, "append_images": [Image.new("RGB", (4, 4), "red")]},
+            "2 pictures",
+        ),
+        (Image.fromarray(np.full((4, 4), 70000, np.int32)), {}, "scale them"),
+        (Image.fromarray(np.full((4, 4), 12.5, np.float32)), {}, "scale them"),
+    ],
+)
+def test_what_has_no_one_look_is_refused(image: Image.Image, options: Any, words: str, tmp_path: Path) -> None:
+    with Image.open(written(tmp_path / "a.tif", image, **options)) as file, pytest.raises(ValueError, match=words):
+        folder.rgb(file)
+
+
+@pytest.fixture
+def pictures(tmp_path: Path) -> Path:
+    for name in ("cat", "dog"):
+        for number in range(3):
+            written(tmp_path / "train" / name / f"{number}.png", Image.fromarray(RAMP))
+    return tmp_path
+
+
+def read(place: Path) -> list[str]:
+    found = folder.load(str(place), FACTS, train=True, augment=False)
+    return [str(path.relative_to(place / "train")) for path, _ in found.samples]
+
+
+def test_what_systems_leave_is_neither_class_nor_picture(pictures: Path) -> None:
+    before = read(pictures)
+    for name in (".ipynb_checkpoints", "__MACOSX", "cat/.ipynb_checkpoints", "cat/@eaDir"):
+        written(pictures / "train" / name / "9.png", Image.fromarray(RAMP))
+    for name in ("cat/._0.png", "cat/.DS_Store", "dog/Thumbs.db"):
+        (pictures / "train" / name).write_bytes(b"x")
+    (pictures / "train" / "cat" / "8.png").mkdir()
+    assert folder.class_names(str(pictures)) == ["cat", "dog"]
+    assert read(pictures) == before
+
+
+def test_a_class_without_pictures_and_files_that_are_not_read_are_said(pictures: Path) -> None:
+    (pictures / "train" / "dog" / "9.heic").write_bytes(b"x")
+    said: list[str] = []
+    folder.check(str(pictures), ["cat", "dog"], said.append)
+    assert said == [f"dsframe: files in {pictures} that are not read as images: 1 with .heic"]
+    (pictures / "train" / "bird").mkdir()
+    (pictures / "train" / "dog" / "9.heic").unlink()
+    with pytest.raises(DataError, match="no images of bird"):
+        read(pictures)
+
+
+def test_damaged_files_are_named_all_at_once_before_training(pictures: Path) -> None:
+    said: list[str] = []
+    folder.check(str(pictures), ["cat", "dog"], said.append)
+    cut = pictures / "train" / "cat" / "1.png"
+    cut.write_bytes(cut.read_bytes()[:-20])
+    (pictures / "train" / "dog" / "2.png").write_bytes(b"")
+    with pytest.raises(DataError, match=r"2 files cannot be read .*cat/1\.png .*dog/2\.png"):
+        folder.check(str(pictures), ["cat", "dog"], said.append)
+    assert not said
