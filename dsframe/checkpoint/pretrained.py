@@ -26,6 +26,12 @@ class _Told(BaseModel):
     config: str
     tokenizer: Annotated[str, Field(pattern=r"^[^\x00-\x1f\x7f]+$")] | None
     tokenizer_sha256: str | None
+    chat_template: str | None = None
+    """That of the training, where its file named one."""
+    generation_config: str | None = None
+    """The model folder's, as JSON text."""
+    preprocessor_config: str | None = None
+    """How images are made numbers, as JSON text."""
 
 
 def write(
@@ -53,6 +59,9 @@ def write(
         why = " ".join(str(error).split())
         raise CheckpointError(f"the manifest's 'pretrained' is not what dsframe has written: {why}") from None
     _transformers.write(config, weights, dtype, out, shard_size)
+    for name in ("generation_config", "preprocessor_config"):
+        if (text := getattr(known, name)) is not None:
+            (out / f"{name}.json").write_text(text, encoding="utf-8")
     if known.tokenizer is None:
         return
     try:
@@ -64,4 +73,6 @@ def write(
     if found[1] != known.tokenizer_sha256:
         say(f"no tokenizer is written: {known.tokenizer} has changed since the training")
         return
+    if known.chat_template is not None:
+        found[0].chat_template = known.chat_template
     found[0].save_pretrained(out)

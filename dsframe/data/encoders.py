@@ -48,8 +48,10 @@ class TextEncoder:
             found = tokens_of(self._tokenizer, texts, rows)
         for row, tokens in zip(rows, found, strict=True):
             empty = row.last and not self._within and not len(tokens)
-            before = [] if self._within or empty else self._begin
-            behind = [self._end] if row.last and not empty else []
+            begun = self._within or empty or (self._begin and list(tokens[:1]) == self._begin)  # a text may have them
+            before = [] if begun else self._begin
+            ended = len(tokens) and int(tokens[-1]) == self._end and self._tokenizer is not None
+            behind = [self._end] if row.last and not empty and not ended else []
             self._within = not row.last
             yield np.concatenate([np.asarray(part, np.int32) for part in (before, tokens, behind)])
 
@@ -67,7 +69,8 @@ class ConversationEncoder:
 
     def __init__(self, tokenizer: Any, template: str | None) -> None:
         """``template``: in place of the tokenizer's own."""
-        self._tokenizer, self._template = tokenizer, template or tokenizer.chat_template
+        self._tokenizer, self._templates = tokenizer, template or tokenizer.chat_template
+        self._template: Any = self._templates
         self._end = tokenizer.eos_token_id
         self._told = False
 
@@ -80,6 +83,7 @@ class ConversationEncoder:
                 self._told = True
                 told = f"dsframe: warning: {row.place}: columns that are not read: {', '.join(map(str, others))}"
                 print(told, file=sys.stderr, flush=True)
+            self._choose_template(row)
             if "messages" in row.value and row.value["messages"] is not None:
                 tokens, learned = self._conversation(row)
             elif row.value.get("prompt") is not None and row.value.get("completion") is not None:
@@ -91,6 +95,18 @@ class ConversationEncoder:
                 )
             found = np.asarray(tokens, np.int32)
             yield np.where(np.asarray(learned, bool), found, ~found)
+
+    def _choose_template(self, row: Row) -> None:
+        """Of several by name the one that transformers takes: that for tools where there are some, else the default."""
+        if not isinstance(self._templates, Mapping):
+            return
+        name = "tool_use" if row.value.get("tools") and "tool_use" in self._templates else "default"
+        if name not in self._templates:
+            names = ", ".join(self._templates)
+            raise DataError(
+                f"{row.place}: of the chat templates {names} none is the default; name a file in chat_template"
+            )
+        self._template = self._templates[name]
 
     def _conversation(self, row: Row) -> tuple[list[int], list[int]]:
         if not isinstance(self._template, str):
@@ -162,7 +178,8 @@ class ConversationEncoder:
             first = self._tokenizer("")["input_ids"][:1]
             begin = first if first and first[0] == self._tokenizer.bos_token_id else []
             asked, said = tokens_of(self._tokenizer, [prompt, completion], [row, row])
-            before, after = [*begin, *asked], [*said, self._end] if completion else []
+            before = [*([] if list(asked[:1]) == begin else begin), *asked]
+            after = [*said, *([] if list(said[-1:]) == [self._end] else [self._end])] if completion else []
             return [*before, *after], [0] * len(before) + [1] * len(after)
         asked = _messages(prompt, row, "prompt")
         before = self._applied(asked, row, add_generation_prompt=True)["input_ids"]

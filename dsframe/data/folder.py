@@ -223,7 +223,10 @@ def _centre_box(width: int, height: int) -> tuple[float, float, float, float]:
     return left, top, left + side, top + side
 
 
-def load(data_dir: str, images: Any, *, train: bool, augment: bool) -> ImageFolder:
-    """The training or the evaluation images under ``data_dir``. Raises DataError."""
+def load(data_dir: str, images: Any, *, train: bool, augment: bool, names: list[str] | None = None) -> ImageFolder:
+    """The training or the evaluation images under ``data_dir``. Raises DataError.
+
+    ``names``: the classes by number; else their folders' in the order of the alphabet.
+    """
     folder = Path(data_dir).expanduser() / "train" if train else test_folder(data_dir, "image-folder")
-    return ImageFolder(folder, class_names(data_dir), Look(images, augment=augment))
+    return ImageFolder(folder, names or class_names(data_dir), Look(images, augment=augment))

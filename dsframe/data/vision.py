@@ -39,6 +39,8 @@ class Images:
     """Largest shift of an image by augmentation, in pixels."""
     mirrored: bool
     """True if a mirror image still shows the same thing. A garment does, a digit does not."""
+    names: tuple[str, ...] = ()
+    """Of the classes, by number, where files have names for them."""
 
     def example(self) -> tuple[Tensor, Tensor]:
         """Shapes of one image, float ``[1, channels, size, size]``, and its class, int64 ``[1]``."""
@@ -70,9 +72,8 @@ def describe(settings: ImageData) -> Images:
     if settings.dataset == "synthetic":
         return replace(images, size=settings.image_size or images.size, classes=settings.classes or images.classes)
     if settings.dataset == "image-folder":
-        return replace(
-            images, size=settings.image_size or images.size, classes=len(folder.class_names(settings.data_dir))
-        )
+        names = tuple(folder.class_names(settings.data_dir))
+        return replace(images, size=settings.image_size or images.size, classes=len(names), names=names)
     if settings.dataset == "image-shards":
         if settings.data_dir is None or settings.classes is None:
             raise DataError(
@@ -108,7 +109,9 @@ def load(
     if settings.dataset == "image-shards":
         return _shards(settings, images, train, say)
     if settings.dataset == "image-folder":
-        dataset: Any = folder.load(str(settings.data_dir), images, train=train, augment=train and settings.augment)
+        dataset: Any = folder.load(
+            str(settings.data_dir), images, train=train, augment=train and settings.augment, names=list(images.names)
+        )
         if train and settings.samples is not None:
             # A folder lists its images class by class; the same ones for every seed, as the first ones of a file are.
             chosen = permutation(len(dataset), 0, 0)[: settings.samples].sort().values

@@ -11,6 +11,7 @@ import difflib
 import hashlib
 import importlib
 import importlib.util
+import json
 import os
 from collections.abc import Callable, Mapping
 from functools import cache
@@ -223,6 +224,25 @@ def write(config: Mapping[str, Any], weights: Mapping[str, Tensor], dtype: str, 
         raise TaskError(f"the checkpoint's weights are not those of {name}: {_one_line(error)}") from error
     model.tie_weights()
     model.save_pretrained(out, max_shard_size=shard_size)
+
+
+def generation_config(path: str) -> str | None:
+    """The text of a model folder's generation_config.json; None where there is none."""
+    found = _object(folder(path) / "generation_config.json")
+    return json.dumps(found, indent=2) if found else None
+
+
+def preprocessor(path: str) -> dict[str, Any]:
+    """A model folder's preprocessor_config.json; empty where there is none."""
+    return _object(folder(path) / "preprocessor_config.json")
+
+
+def _object(file: Path) -> dict[str, Any]:
+    try:
+        found = json.loads(file.read_text(encoding="utf-8"))
+    except (OSError, ValueError):
+        return {}
+    return found if isinstance(found, dict) else {}
 
 
 def loss(kind: str) -> Callable[..., Tensor]:

@@ -7,8 +7,10 @@ from __future__ import annotations
 
 import contextlib
 import copy
+import json
 import math
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -128,12 +130,22 @@ class CausalLanguageModelTask(Task):
         return inputs if self._sequences is None else self._sequences.see(inputs)
 
     def pretrained(self) -> Mapping[str, Any]:
-        own, model = self.settings.tokenizer, self.settings.model
+        own, model, files = self.settings.tokenizer, self.settings.model, self.settings.data
         folder = own or model if self.tokenizer is not None else None
+        config, generation = json.loads(self.pretrained_config.to_json_string()), None
+        if isinstance(model, str):
+            generation = _transformers.generation_config(model)
+        if self.tokenizer is not None and (own or not isinstance(model, str)):
+            # A tokenizer from elsewhere: its special tokens are those that the model has learned.
+            ids = {name: getattr(self.tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
+            config |= ids
+            generation = json.dumps(json.loads(generation or "{}") | ids)
         return {
-            "config": self.pretrained_config.to_json_string(),
+            "config": json.dumps(config),
             "tokenizer": str(Path(str(folder)).expanduser().resolve()) if folder else None,
             "tokenizer_sha256": self._digest,
+            "chat_template": encoders.template_of(files.chat_template) if files and files.chat_template else None,
+            "generation_config": generation,
         }
 
     def train_data(self) -> text.TextSource:
@@ -211,7 +223,18 @@ class ImageClassificationTask(Task):
             "image_size": self.images.size,
         }
         config = _transformers.configure("AutoModelForImageClassification", settings.model, facts)
+        known = getattr(config, "label2id", None) or {}
         config.num_labels, config.problem_type = self.images.classes, "single_label_classification"
+        if names := self.images.names:
+            if set(known) == set(names):  # a model that knows these classes keeps their numbers
+                names = tuple(sorted(names, key=lambda name: int(known[name])))
+                self.images = replace(self.images, names=names)
+            config.id2label = dict(enumerate(names))
+            config.label2id = {name: number for number, name in enumerate(names)}
+        self._look = _transformers.preprocessor(settings.model) if isinstance(settings.model, str) else {}
+        if self.images.channels == 3 and {"image_mean", "image_std"} <= self._look.keys():
+            mean, std = tuple(self._look["image_mean"]), tuple(self._look["image_std"])
+            self.images = replace(self.images, mean=mean, std=std)
         self.pretrained_config = config
         self.hidden_size = getattr(config, "hidden_size", None)
         self._criterion = _transformers.loss("ForImageClassification")
@@ -250,13 +273,34 @@ class ImageClassificationTask(Task):
         return {"loss": Sum(total, len(targets)), "accuracy": accuracy(outputs.logits, targets)}
 
     def pretrained(self) -> Mapping[str, Any]:
-        return {"config": self.pretrained_config.to_json_string(), "tokenizer": None, "tokenizer_sha256": ""}
+        facts = self.images
+        look = {
+            "image_processor_type": "ViTImageProcessor",
+            "do_resize": True,
+            "size": {"height": facts.size, "width": facts.size},
+            "do_rescale": True,
+            "rescale_factor": 1 / 255,
+            "do_normalize": True,
+            **self._look,
+            "image_mean": list(facts.mean),
+            "image_std": list(facts.std),
+        }
+        return {
+            "config": self.pretrained_config.to_json_string(),
+            "tokenizer": None,
+            "tokenizer_sha256": "",
+            "preprocessor_config": json.dumps(look, indent=2) if facts.channels == 3 else None,
+        }
 
     @property
     def prepares(self) -> bool:
         return images.prepares(self.settings)
 
     def prepare(self, say: Say) -> None:
+        if "image_mean" in self._look:
+            say(
+                f"dsframe: images are normalised by the model folder's mean {self.images.mean} and std {self.images.std}"
+            )
         images.prepare(self.settings, self.images, self.seed, say)
 
     def train_data(self) -> Any:

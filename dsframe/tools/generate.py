@@ -69,8 +69,15 @@ def continued(task: Any, model: Any, prompt: str, options: argparse.Namespace) -
             how: dict[str, Any] = {"do_sample": False}
             if options.sample:
                 how = {"do_sample": True, "temperature": options.temperature, "top_k": options.top_k}
+            ends = model.generation_config.eos_token_id
+            ends = {*(ends if isinstance(ends, list) else [ends]), getattr(tokenizer, "eos_token_id", None)} - {None}
             tokens = model.generate(
-                tokens, attention_mask=torch.ones_like(tokens), max_new_tokens=options.tokens, pad_token_id=0, **how
+                tokens,
+                attention_mask=torch.ones_like(tokens),
+                max_new_tokens=options.tokens,
+                pad_token_id=0,
+                eos_token_id=sorted(ends) or None,
+                **how,
             )
         else:
             for _ in range(options.tokens):

@@ -25,6 +25,7 @@ from dsframe.model.state import aliases
 from dsframe.tasks import _transformers, build, experts
 from dsframe.tasks.huggingface import CausalLanguageModelTask, ImageClassificationTask
 from tests.text_files import LLAMA
+from tests.text_files import tokenizer as text_tokenizer
 
 VIT = {
     "model_type": "vit",
@@ -436,3 +437,75 @@ def test_a_folder_is_planned_without_reading_its_weights(tmp_path: Path, capsys:
         file.write_text(json.dumps({"train_batch_size": 2, "dsframe": settings}))
         assert cli.main(["plan", "--config", str(file), "-np", "2"]) == 0
         assert f"{count} parameters" in capsys.readouterr().out
+
+
+def test_classes_keep_the_numbers_and_the_look_of_the_folder_that_knows_them(tmp_path: Path) -> None:
+    image = pytest.importorskip("PIL.Image", reason="Pillow is not installed")
+    for split in ("train", "val"):
+        for number, name in enumerate(("cat", "dog")):
+            place = tmp_path / "d" / split / name
+            place.mkdir(parents=True)
+            image.new("RGB", (20, 20), (100 * number,) * 3).save(place / "0.png")
+    known = tmp_path / "m"
+    config = _transformers.transformers().ViTConfig(
+        **{key: value for key, value in VIT.items() if key != "model_type"},
+        image_size=16, id2label={0: "dog", 1: "cat"}, label2id={"dog": 0, "cat": 1},
+    )  # fmt: skip
+    _transformers.transformers().ViTForImageClassification(config).save_pretrained(known)
+    look = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.25, 0.25, 0.25]}
+    (known / "preprocessor_config.json").write_text(json.dumps(look))
+    data = {"dataset": "image-folder", "data_dir": str(tmp_path / "d"), "samples": None}
+    for model, names in ((str(known), ["dog", "cat"]), (VIT, ["cat", "dog"])):
+        task, said = classifier(model=model, **data), list[str]()
+        task.prepare(said.append)
+        told = task.pretrained()
+        assert list(json.loads(told["config"])["id2label"].values()) == names
+        assert [names[label] for _, label in task.eval_data().samples] == names
+        assert (json.loads(told["preprocessor_config"])["image_mean"][0] == 0.5) == (model == str(known))
+        assert bool(said) == (model == str(known))
+    assert float(classifier(model=str(known), **data).eval_data()[1][0].max()) == pytest.approx(-2.0)
+
+
+def test_what_transformers_reads_beside_the_weights_is_of_the_training(tmp_path: Path) -> None:
+    known, words = tmp_path / "m", tmp_path / "words"
+    text_tokenizer(words)
+    model = _transformers.transformers().LlamaForCausalLM(
+        _transformers.transformers().LlamaConfig(
+            **{key: value for key, value in LLAMA.items() if key != "model_type"}, vocab_size=400, eos_token_id=7
+        )
+    )
+    model.save_pretrained(known)
+    (known / "generation_config.json").write_text('{"eos_token_id": [7, 8], "temperature": 0.5}')
+    (tmp_path / "t.jinja").write_text("hello")
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
+    files = {"train": str(tmp_path / "a.jsonl"), "chat_template": str(tmp_path / "t.jinja")}
+    section = {
+        "name": "causal-language-model",
+        "model": str(known),
+        "tokenizer": str(words),
+        "context": 16,
+        "data": files,
+    }
+    told: Any = build(TextSettings.model_validate(section), seed=1).pretrained()
+    assert told["chat_template"] == "hello"
+    ends = [json.loads(told[name])["eos_token_id"] for name in ("config", "generation_config")]
+    assert ends == [0, 0], "those of the tokenizer that the file names"
+    for file in words.iterdir():
+        shutil.copy(file, known)
+    own = language(model=str(known)).pretrained()
+    assert json.loads(own["generation_config"]) == {"eos_token_id": [7, 8], "temperature": 0.5}
+
+
+def test_each_file_of_a_tokenizer_is_of_its_identity(tmp_path: Path) -> None:
+    words = text_tokenizer(tmp_path / "words")
+    (words / "additional_chat_templates").mkdir()
+    (words / "additional_chat_templates" / "tool_use.jinja").write_text("tools")
+    _, before = _transformers.tokenizer(str(words), {}) or (None, "")
+    files = [file for file in words.rglob("*") if file.is_file()]
+    assert len(files) >= 4
+    for file in files:
+        content = file.read_text()
+        file.write_text(content + "\n")
+        _, after = _transformers.tokenizer(str(words), {}) or (None, "")
+        assert after != before, file
+        file.write_text(content)

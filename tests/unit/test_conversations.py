@@ -1,0 +1,158 @@
+"""What is learned of a conversation is what was meant: answers by their tokens, weights, templates, the same rows from any file."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsframe.data import documents
+from dsframe.data.documents import Row
+from dsframe.data.encoders import ConversationEncoder, TextEncoder
+from dsframe.errors import DataError
+
+tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
+transformers = pytest.importorskip("transformers", reason="transformers is not installed")
+
+MARKED = (
+    "{% for m in messages %}{% if m['role'] == 'assistant' %}<bot>{% generation %}{{ m['content'] }}[END]{% endgeneration %}"
+    "{% else %}<user>{{ m['content'] }}{% endif %}{% endfor %}"
+)
+SPECIAL = ["[UNK]", "[END]", "<user>", "<bot>", "<s>"]
+WORDS = ["one", "two", "good", "bad", "the", "cat", "sees", "a", "dog", "naïve", "🐈", "end"]
+
+
+def words(kind: str) -> Any:
+    """A tokenizer of a kind: bytes, pieces of words, or whole words that drop all whitespace."""
+    from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+
+    letters = sorted({letter for word in WORDS for letter in word})
+    if kind == "bytes":
+        vocabulary = [*SPECIAL, *sorted(pre_tokenizers.ByteLevel.alphabet())]
+        made = Tokenizer(models.BPE(vocab={word: number for number, word in enumerate(vocabulary)}, merges=[]))
+        made.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
+        made.decoder = decoders.ByteLevel()
+    elif kind == "pieces":
+        vocabulary = [*SPECIAL, *letters, *(f"##{letter}" for letter in letters), *WORDS]
+        made = Tokenizer(
+            models.WordPiece({word: number for number, word in enumerate(dict.fromkeys(vocabulary))}, unk_token="[UNK]")
+        )
+        made.normalizer = normalizers.Strip()
+        made.pre_tokenizer = pre_tokenizers.Whitespace()
+        made.decoder = decoders.WordPiece()
+    else:
+        scores = [(word, -1.0) for word in [*SPECIAL, "▁", "\n", *letters]]
+        made = Tokenizer(models.Unigram([*scores, *((f"▁{word}", -0.5) for word in WORDS)], unk_id=0))
+        made.pre_tokenizer = pre_tokenizers.Metaspace()
+        made.decoder = decoders.Metaspace()
+    made.add_special_tokens(SPECIAL)
+    return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", eos_token="[END]")
+
+
+def talk(*answers: Any, **more: Any) -> dict[str, Any]:
+    messages: list[Any] = []
+    for answer in answers:
+        messages += [{"role": "user", "content": " the cat "}, answer if isinstance(answer, dict) else said(answer)]
+    return {"messages": messages, **more}
+
+
+def said(text: str, **more: Any) -> dict[str, Any]:
+    return {"role": "assistant", "content": text, **more}
+
+
+def learned(tokenizer: Any, row: dict[str, Any], template: Any = MARKED) -> str:
+    (found,) = ConversationEncoder(tokenizer, template).encode([Row("a:1", row)])
+    return str(tokenizer.decode([token for token in found.tolist() if token >= 0], skip_special_tokens=False))
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces", "unigram"])
+@pytest.mark.parametrize("answers", [("sees a dog",), ("one", "two"), (" one ", "two\n"), ("naïve 🐈",), ("", "end")])
+def test_the_answers_are_learned_and_nothing_else(kind: str, answers: tuple[str, ...]) -> None:
+    found = learned(words(kind), talk(*answers))
+    expected = "".join(f"{answer}[END]" for answer in answers)
+    if kind == "bytes":
+        assert found == expected
+    assert "".join(found.split()) == "".join(expected.split())
+
+
+@pytest.mark.parametrize("key", ["weight", "train", "loss"])
+def test_a_message_of_no_weight_is_not_learned(key: str) -> None:
+    tokenizer = words("bytes")
+    assert learned(tokenizer, talk(said("bad", **{key: 0}), said("good", **{key: True}))) == "good[END]"
+    with pytest.raises(DataError, match=f'"{key}" of a message is 0.5; 0 and 1 are known'):
+        learned(tokenizer, talk(said("bad", **{key: 0.5})))
+
+
+def test_what_the_template_is_given_reaches_it() -> None:
+    template = "{{ mood }}{{ tools[0]['name'] if tools else '' }}" + MARKED
+    tokenizer, row = words("bytes"), talk("one", chat_template_kwargs={"mood": "calm"})
+    (plain,) = ConversationEncoder(tokenizer, template).encode([Row("a:1", row)])
+    assert tokenizer.decode([token if token >= 0 else ~token for token in plain.tolist()]).startswith("calm<user>")
+    for tools in ([{"name": "find", "more": None}], json.dumps([{"name": "find"}])):
+        (found,) = ConversationEncoder(tokenizer, template).encode([Row("a:1", {**row, "tools": tools})])
+        assert tokenizer.decode([token if token >= 0 else ~token for token in found.tolist()]).startswith("calmfind")
+
+
+def test_of_several_templates_the_one_that_transformers_takes() -> None:
+    tokenizer = words("bytes")
+    tokenizer.chat_template = {"default": MARKED, "tool_use": f"tools{MARKED}"}
+    for row in (talk("one"), talk("one", tools=[{"name": "find"}])):
+        (found,) = ConversationEncoder(tokenizer, None).encode([Row("a:1", row)])
+        theirs = tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), return_dict=True)["input_ids"]
+        assert [token if token >= 0 else ~token for token in found.tolist()] == theirs
+    tokenizer.chat_template = {"other": MARKED}
+    with pytest.raises(DataError, match="of the chat templates other none is the default"):
+        learned(tokenizer, talk("one"), None)
+
+
+def test_nulls_of_parquet_are_not_said(tmp_path: Path) -> None:
+    arrow = pytest.importorskip("pyarrow", reason="pyarrow is not installed")
+    from pyarrow import parquet
+
+    call = "{% for m in messages %}{% for c in m.calls or [] %}{{ c | tojson }}{% endfor %}{% endfor %}"
+    rows = [
+        {"messages": [{"role": "assistant", "content": "", "calls": [{"name": "a", "arguments": {"x": 1}}]}]},
+        {"messages": [{"role": "assistant", "content": "", "calls": [{"name": "b", "arguments": {"y": "two"}}]}]},
+    ]
+    (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
+    encoder = ConversationEncoder(words("bytes"), call + "{% generation %}{% endgeneration %}")
+    found = [
+        [tokens.tolist() for tokens in encoder.encode(list(documents.rows(tmp_path / name, encoder.columns)))]
+        for name in ("a.jsonl", "a.parquet")
+    ]
+    assert found[0] == found[1]
+
+
+def test_a_mark_of_an_editor_is_no_text_and_a_key_is_there_once(tmp_path: Path) -> None:
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone")
+    assert [row.value for row in documents.rows(tmp_path / "a.txt", ())] == ["one"]
+    (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "one", "text": "two"}\n')
+    with pytest.raises(DataError, match=r'a\.jsonl:2: .*"text" is there twice'):
+        list(documents.rows(tmp_path / "a.jsonl", ("text",)))
+
+
+def test_ends_that_a_text_brings_are_not_written_twice() -> None:
+    from tokenizers.processors import TemplateProcessing
+
+    tokenizer = words("bytes")
+    start = tokenizer.convert_tokens_to_ids("<s>")
+    tokenizer.bos_token = "<s>"
+    tokenizer.backend_tokenizer.post_processor = TemplateProcessing(single="<s> $A", special_tokens=[("<s>", start)])
+    plain, brought = ("one", "<s>one[END]")
+    found = [
+        next(iter(TextEncoder(tokenizer, "text").encode([Row("a:1", {"text": text})]))).tolist()
+        for text in (plain, brought)
+    ]
+    assert found[0] == found[1]
+    assert found[0][0] == start
+    assert found[0][-1] == tokenizer.eos_token_id
+    pair = [
+        next(
+            iter(ConversationEncoder(tokenizer, "").encode([Row("a:1", {"prompt": ask, "completion": answer})]))
+        ).tolist()
+        for ask, answer in (("the", "cat"), ("<s>the", "cat[END]"))
+    ]
+    assert pair[0] == pair[1]
