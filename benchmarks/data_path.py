@@ -38,11 +38,11 @@ from torch.nn.utils.rnn import pad_sequence
 from torch.utils.data import DataLoader, Dataset
 
 from dsframe.data import ImageSource, Loader, Shards
+from dsframe.data._torchvision import torchvision
 from dsframe.data.documents import Row
 from dsframe.data.packed import RowSource
 from dsframe.data.text import TextSource
 from dsframe.data.tokenised import Recipe, find, make
-from dsframe.data._torchvision import torchvision
 
 SHAPES = {"Fashion-MNIST": (1, 28, 3), "CIFAR-10": (3, 32, 4)}
 """Channels, size and padding."""

@@ -31,8 +31,8 @@ from benchmarks.overhead import as_rank, document, engine_of, of_ranks
 from dsframe.cluster import world
 from dsframe.data import EvaluationLoader
 from dsframe.engine import Engine
-from dsframe.training.evaluation import Evaluation
 from dsframe.tasks.task import Sum, accuracy
+from dsframe.training.evaluation import Evaluation
 
 BOUND = 0.97
 """What two evaluations by the same loop differ by."""

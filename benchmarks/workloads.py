@@ -20,10 +20,10 @@ from benchmarks.gate import CHECKED_STEPS, Gate
 from dsframe.config.schema.settings import LanguageTask as LanguageSettings
 from dsframe.config.schema.settings import VisionTask as VisionSettings
 from dsframe.data import vision
+from dsframe.data._torchvision import torchvision
 from dsframe.data.sampler import Sampler
 from dsframe.data.source import Batch, ImageSource, draws
 from dsframe.data.text import TextSource
-from dsframe.data._torchvision import torchvision
 from dsframe.tasks.language import LanguageTask
 from dsframe.tasks.layers import Layer, seed_generators
 from dsframe.tasks.task import Task

@@ -145,10 +145,9 @@ class ConversationEncoder:
 
     def _rendered(self, messages: list[Any], row: Row) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and where in it the assistant's parts are."""
-        from transformers.utils.chat_template_utils import render_jinja_template
-
+        module: Any = sys.modules["transformers.utils.chat_template_utils"]  # there, as the tokenizer is transformers'
         try:
-            rendered: Any = render_jinja_template(
+            rendered: Any = module.render_jinja_template(
                 conversations=[messages], chat_template=self._template, return_assistant_tokens_mask=True,
                 **self._variables(row), **self._tokenizer.special_tokens_map,
             )  # fmt: skip

@@ -51,6 +51,10 @@ def words(kind: str) -> Any:
     return transformers.PreTrainedTokenizerFast(tokenizer_object=made, unk_token="[UNK]", eos_token="[END]")
 
 
+def encoder(tokenizer: Any, template: Any) -> ConversationEncoder:
+    return ConversationEncoder(tokenizer, template)
+
+
 def talk(*answers: Any, **more: Any) -> dict[str, Any]:
     messages: list[Any] = []
     for answer in answers:
@@ -63,7 +67,7 @@ def said(text: str, **more: Any) -> dict[str, Any]:
 
 
 def learned(tokenizer: Any, row: dict[str, Any], template: Any = MARKED) -> str:
-    (found,) = ConversationEncoder(tokenizer, template).encode([Row("a:1", row)])
+    (found,) = encoder(tokenizer, template).encode([Row("a:1", row)])
     return str(tokenizer.decode([token for token in found.tolist() if token >= 0], skip_special_tokens=False))
 
 
@@ -88,10 +92,10 @@ def test_a_message_of_no_weight_is_not_learned(key: str) -> None:
 def test_what_the_template_is_given_reaches_it() -> None:
     template = "{{ mood }}{{ tools[0]['name'] if tools else '' }}" + MARKED
     tokenizer, row = words("bytes"), talk("one", chat_template_kwargs={"mood": "calm"})
-    (plain,) = ConversationEncoder(tokenizer, template).encode([Row("a:1", row)])
+    (plain,) = encoder(tokenizer, template).encode([Row("a:1", row)])
     assert tokenizer.decode([token if token >= 0 else ~token for token in plain.tolist()]).startswith("calm<user>")
     for tools in ([{"name": "find", "more": None}], json.dumps([{"name": "find"}])):
-        (found,) = ConversationEncoder(tokenizer, template).encode([Row("a:1", {**row, "tools": tools})])
+        (found,) = encoder(tokenizer, template).encode([Row("a:1", {**row, "tools": tools})])
         assert tokenizer.decode([token if token >= 0 else ~token for token in found.tolist()]).startswith("calmfind")
 
 
@@ -99,7 +103,7 @@ def test_of_several_templates_the_one_that_transformers_takes() -> None:
     tokenizer = words("bytes")
     tokenizer.chat_template = {"default": MARKED, "tool_use": f"tools{MARKED}"}
     for row in (talk("one"), talk("one", tools=[{"name": "find"}])):
-        (found,) = ConversationEncoder(tokenizer, None).encode([Row("a:1", row)])
+        (found,) = encoder(tokenizer, None).encode([Row("a:1", row)])
         theirs = tokenizer.apply_chat_template(row["messages"], tools=row.get("tools"), return_dict=True)["input_ids"]
         assert [token if token >= 0 else ~token for token in found.tolist()] == theirs
     tokenizer.chat_template = {"other": MARKED}
@@ -118,9 +122,9 @@ def test_nulls_of_parquet_are_not_said(tmp_path: Path) -> None:
     ]
     (tmp_path / "a.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
     parquet.write_table(arrow.Table.from_pylist(rows), tmp_path / "a.parquet")
-    encoder = ConversationEncoder(words("bytes"), call + "{% generation %}{% endgeneration %}")
+    made = encoder(words("bytes"), call + "{% generation %}{% endgeneration %}")
     found = [
-        [tokens.tolist() for tokens in encoder.encode(list(documents.rows(tmp_path / name, encoder.columns)))]
+        [tokens.tolist() for tokens in made.encode(list(documents.rows(tmp_path / name, made.columns)))]
         for name in ("a.jsonl", "a.parquet")
     ]
     assert found[0] == found[1]
@@ -150,9 +154,7 @@ def test_ends_that_a_text_brings_are_not_written_twice() -> None:
     assert found[0][0] == start
     assert found[0][-1] == tokenizer.eos_token_id
     pair = [
-        next(
-            iter(ConversationEncoder(tokenizer, "").encode([Row("a:1", {"prompt": ask, "completion": answer})]))
-        ).tolist()
+        next(iter(encoder(tokenizer, "").encode([Row("a:1", {"prompt": ask, "completion": answer})]))).tolist()
         for ask, answer in (("the", "cat"), ("<s>the", "cat[END]"))
     ]
     assert pair[0] == pair[1]

@@ -478,7 +478,7 @@ def test_what_transformers_reads_beside_the_weights_is_of_the_training(tmp_path:
     (known / "generation_config.json").write_text('{"eos_token_id": [7, 8], "temperature": 0.5}')
     (tmp_path / "t.jinja").write_text("hello")
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
-    files = {"train": str(tmp_path / "a.jsonl"), "chat_template": str(tmp_path / "t.jinja")}
+    files = {"train": str(tmp_path / "a.jsonl"), "chat_template": str(tmp_path / "t.jinja"), "format": "conversations"}
     section = {
         "name": "causal-language-model",
         "model": str(known),

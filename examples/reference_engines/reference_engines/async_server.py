@@ -25,12 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsframe.model.state import EngineState, SavedState
 from dsframe.engine import Inputs, Plan
 from dsframe.engines import state_replica
 from dsframe.engines.deepspeed.state_pipeline import Column
 from dsframe.errors import TrainingError
 from dsframe.model.groups import ParameterGroups
+from dsframe.model.state import EngineState, SavedState
 from dsframe.tasks.task import Sum
 from reference_engines.common import ReferenceEngine
 

@@ -19,11 +19,11 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsframe.model.state import EngineState, SavedState, aliases, compare, persistent_buffers
 from dsframe.engine import Inputs, Plan, StepResult, loss_of, measure
 from dsframe.engines.deepspeed.state_pipeline import Column, Share
 from dsframe.engines.precision import MasterWeights
 from dsframe.errors import EngineError, TaskError
+from dsframe.model.state import EngineState, SavedState, aliases, compare, persistent_buffers
 from dsframe.tasks.layers import ready
 from dsframe.tasks.task import Sum
 from reference_engines.common import ReferenceEngine

@@ -18,9 +18,9 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from dsframe.model.state import EngineState, SavedState
 from dsframe.engine import StepResult
 from dsframe.engines.deepspeed.state_pipeline import Column
+from dsframe.model.state import EngineState, SavedState
 from reference_engines.common import ReferenceEngine
 
 
