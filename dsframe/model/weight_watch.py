@@ -100,8 +100,7 @@ class WeightWatch(TorchFunctionMode):
         self._before: dict[str, Any] = {}
         self._after: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
-        self._watching = True
-        """Also in the trial of an evaluation, before the first step."""
+        self._watching = False
         self._first = self._losses = 0
         self._said = False
         self.told: list[str] = []
@@ -146,6 +145,15 @@ class WeightWatch(TorchFunctionMode):
         self._whole = not any(hasattr(one, "ds_numel") or _is_dtensor(one) for one in self._parameters.values())
 
     # What is called.
+
+    @contextmanager
+    def trial(self) -> Iterator[None]:
+        """Around an evaluation before the first step."""
+        self._watching = True
+        try:
+            yield
+        finally:
+            self._watching = False
 
     @contextmanager
     def inside(self) -> Iterator[None]:

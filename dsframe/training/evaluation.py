@@ -65,7 +65,11 @@ class Evaluation:
         plan = self._engine.plan
         device, compiled = plan.device, plan.config.settings.model.compile
         kept = generators.capture(device)
-        with torch.compiler.set_stance("force_eager") if compiled else nullcontext():
+        watch = self._engine.watch
+        with (
+            torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
+            watch.trial() if watch else nullcontext(),
+        ):
             found = self.over([self._loader.first()], 1)
         with suppress(ArithmeticError, ValueError):  # of a few samples there may be nothing to divide by
             metrics = self._results(found or {})

@@ -110,9 +110,11 @@ class LossTrial:
             vars(twin).update({name: _copied(value) for name, value in vars(task).items()})
             self._look_at(twin, outputs, targets, kept)
             self._state |= changed()
-        for name, value in vars(task).items():
+        before = vars(task)
+        for name, value in vars(twin).items():
             told = self._numbers if isinstance(value, (int, float)) else self._state
-            if name != "terms" and not _same(value, vars(twin)[name]):
+            made = name not in before and isinstance(value, Tensor)
+            if name != "terms" and (made or not _same(before.get(name), value)):
                 told.add(name)
 
     def _look_at(self, task: Task, outputs: Any, targets: Any, kept: Any) -> None:

@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import nn
 
-from dsframe import trainer
+from dsframe import results, trainer
 from dsframe.checkpoint.resume import Start
 from dsframe.cluster.world import World
 from dsframe.config import load
@@ -193,13 +193,13 @@ def test_what_watched_a_run_is_kept_where_a_signal_stops_it(
     plan: Any = SimpleNamespace(
         config=load(file), device=CPU, batch=batch, world=world, task=task, directory=tmp_path, followers={}, stop=None
     )
-    engine = MagicMock(plan=plan)
+    engine = MagicMock(plan=plan, watch=None)
     engine.train_step.return_value = StepResult(torch.tensor(1.0), 0.1, None, False)
     engine.sum_over_ranks = lambda values: values
     saver, progress = MagicMock(), MagicMock()
     saver.due.return_value, saver.save.return_value, progress.rate.return_value = False, 0.0, 1.0
 
-    def fit(done: int, total: int) -> tuple[trainer.Summary, list[str]]:
+    def fit(done: int, total: int) -> tuple[results.Summary, list[str]]:
         said: list[str] = []
         observers = Observers(ObserverContext(plan, done, total, said.append))
         observers._all.append(MfuObserver(said.append, Utilization(2e6, 1e9)))
