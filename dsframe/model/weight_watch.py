@@ -33,45 +33,10 @@ from dsframe.errors import EngineError, TaskError
 from dsframe.host import source_files
 
 _METADATA = frozenset(
-    [
-        "shape",
-        "dtype",
-        "device",
-        "layout",
-        "ndim",
-        "requires_grad",
-        "is_leaf",
-        "grad_fn",
-        "grad",
-        "size",
-        "dim",
-        "numel",
-        "nelement",
-        "element_size",
-        "is_floating_point",
-        "is_complex",
-        "is_contiguous",
-        "stride",
-        "names",
-        "_version",
-        "is_cuda",
-        "is_sparse",
-        "is_meta",
-        "is_quantized",
-        "itemsize",
-        "nbytes",
-        "register_hook",
-        "__hash__",
-        "__repr__",
-        "__format__",
-        "__len__",
-        "data_ptr",
-        "untyped_storage",
-        "storage_offset",
-        "_backward_hooks",
-        "requires_grad_",
-        "register_post_accumulate_grad_hook",
-    ]
+    "shape dtype device layout ndim requires_grad is_leaf grad_fn grad size dim numel nelement element_size is_floating_point "  # noqa: SIM905
+    "is_complex is_contiguous stride names _version is_cuda is_sparse is_meta is_quantized itemsize nbytes register_hook "
+    "__hash__ __repr__ __format__ __len__ data_ptr untyped_storage storage_offset _backward_hooks requires_grad_ "
+    "register_post_accumulate_grad_hook".split()
 )
 """What tells nothing of a tensor's numbers."""
 _TORCH = str(Path(torch.__file__).parent)
@@ -90,8 +55,8 @@ class WeightWatch(TorchFunctionMode):
         super().__init__()
         self._engine, self._model = weakref.proxy(engine), model
         self._looks_inside = not engine.plan.config.settings.model.compile  # a compiler would see the mode
-        # Objects that the model's code may hold, and that a library replaces.
-        self._built = {id(one): (name, one) for name, one in model.named_parameters()}
+        # Objects that the model's code may hold, and that a library replaces; weakly, for they are a whole model.
+        self._built = {id(one): (name, weakref.ref(one)) for name, one in model.named_parameters()}
         self._parameters: dict[str, nn.Parameter] = {}
         self._trained: list[bool] = []
         self._whole = True
@@ -109,7 +74,7 @@ class WeightWatch(TorchFunctionMode):
     # One step.
 
     def begin(self, step: int) -> None:
-        """Before a step. Raises EngineError where weights that this rank has in shards were written since the last one."""
+        """**Collective.** Before a step. Raises EngineError, TaskError where weights were written since the last one."""
         self._settle()
         self._first = self._first or step
         if self._after:
@@ -179,9 +144,8 @@ class WeightWatch(TorchFunctionMode):
 
     def explained(self, error: Exception) -> EngineError | None:
         """Returns what is to be said instead of ``error`` where weights that a library gives up were used directly."""
-        if self._whole or not isinstance(error, (RuntimeError, AssertionError, AttributeError)):
-            return None
-        if not self._direct:
+        known = isinstance(error, (RuntimeError, AssertionError, AttributeError))
+        if self._whole or not self._direct or not known:
             return None
         name, line = next(iter(self._direct.items()))
         return EngineError(
@@ -219,7 +183,9 @@ class WeightWatch(TorchFunctionMode):
 
     def _touched(self, parameter: nn.Parameter) -> None:
         known, original = self._built.get(id(parameter), ("", None))
-        stale = original is parameter and not self._whole and known and self._parameters.get(known) is not parameter
+        if original is None or original() is not parameter:
+            known = ""
+        stale = known and not self._whole and self._parameters.get(known) is not parameter
         if not stale and _is_whole(parameter):
             if not self._whole and known and (line := _caller(direct=True)):
                 self._direct.setdefault(known, line)
@@ -300,7 +266,8 @@ class WeightWatch(TorchFunctionMode):
         )
 
     def _refuse_others(self, loss: Tensor) -> None:
-        known = {id(one) for one in self._parameters.values()} | self._built.keys()
+        known = {id(one) for one in self._parameters.values()}
+        known |= {id(one) for _, ref in self._built.values() if (one := ref()) is not None}
         others = [] if any(map(_is_dtensor, self._parameters.values())) else _leaves(loss)
         others += [one for one in _held(self._engine.plan.task) if one.requires_grad]
         if found := list({id(one): one for one in others if id(one) not in known}.values()):
