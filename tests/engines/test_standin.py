@@ -34,8 +34,9 @@ if reason := build.reason_against():
 pytestmark = pytest.mark.timeout(600)
 
 STEPS, SAVED = 30, 16
-QUIET = (4, 5)
-"""Steps that neither log nor evaluate, and come after those in which ranks first compare what they have called."""
+QUIET = (6, 7)
+"""Steps that neither log nor evaluate, in which no weights are looked at (``dsframe.model.weight_watch``), and that come after
+those in which ranks first compare what they have called."""
 BOUND = 1e-5
 POWER_SGD_BOUND = 1e-4
 """To itself on the CPU: it makes columns orthogonal, which multiplies differences."""

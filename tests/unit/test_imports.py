@@ -17,11 +17,9 @@ import sys
 import dsframe.engines.deepspeed.engine, dsframe.run, dsframe.trainer
 from dsframe.engines.deepspeed import patches
 from deepspeed.autotuning import autotuner
-patches.compile_muon_when_called()
-from deepspeed.runtime.zero.muon import original_muon
 import mlflow
-heavy = {"torch._inductor", "torch._dynamo", "transformers", "torchvision", "pandas", "matplotlib"}
-print(sorted(heavy & set(sys.modules)), autotuner.has_mlflow, original_muon.muon_update.__name__, mlflow.__file__)
+heavy = {"torch._inductor", "transformers", "torchvision", "pandas", "matplotlib"}
+print(sorted(heavy & set(sys.modules)), autotuner.has_mlflow, mlflow.__file__)
 """
 
 
@@ -31,7 +29,7 @@ def test_deepspeed_comes_without_what_no_training_uses(tmp_path: Path) -> None:
     (package / "__init__.py").write_text("")
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{os.environ.get('PYTHONPATH', '')}"}
     found = subprocess.run([sys.executable, "-c", LOOK], capture_output=True, text=True, env=environment, timeout=120)
-    expected = f"[] False muon_update {package / '__init__.py'}"
+    expected = f"[] False {package / '__init__.py'}"
     assert found.stdout.strip().splitlines()[-1:] == [expected], found.stderr
 
 
@@ -53,7 +51,7 @@ FEATURES = ("pipe", "tensor_parallel", "tp_plan", "auto_tp", "sequence", "tiling
 
 @pytest.mark.parametrize("stage", [0, 1])
 def test_a_run_imports_the_features_that_its_file_has(stage: int) -> None:
-    """``import deepspeed`` itself brings the pipeline and AutoTP; a ZeRO optimizer brings Muon, and none of it is compiled."""
+    """``import deepspeed`` itself brings the pipeline and AutoTP; a ZeRO optimizer brings Muon."""
     program = ONE_RANK.replace("STAGE", str(stage))
     found = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, cwd=REPOSITORY, timeout=120)
     assert found.returncode == 0, found.stderr

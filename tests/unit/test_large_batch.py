@@ -115,7 +115,7 @@ LAUNCHERS = {
 @pytest.mark.parametrize("launcher", LAUNCHERS)
 def test_a_process_of_every_launcher_is_bound(launcher: str) -> None:
     code = (
-        "import os; from dsframe.cluster import world; from dsframe.host import cores; "
+        "import os; from dsframe.cluster import cores, world; "
         "from dsframe.run import settle_threads; here = world.here(); "
         "bound = cores.bind(here); assert tuple(sorted(os.sched_getaffinity(0))) == tuple(sorted(bound)); "
         "print(here.launcher, *bound, settle_threads(here, None, bound))"
