@@ -172,7 +172,7 @@ class Trainer:
         self._pause(ended - waiting)
         self._observers.finish(self.engine)
         summary = self._summary(began, first_done, ended)
-        self._hooks("on_end", lambda: self._view(self._last), summary)
+        self._tell("on_end", self._last, summary)
         return summary
 
     def _begin(self, start: Start) -> None:
@@ -204,6 +204,12 @@ class Trainer:
         self.progress.say(f"dsframe: training ends after step {step:,}: {early.reached}")
         self._save_if_due(step, stop, step)
         return True
+
+    def _tell(self, event: str, step: int, *more: Any) -> None:
+        """Calls the users' hooks, in every step under the watch: they may look at weights."""
+        watch = self.engine.watch
+        with watch.inside(always=True) if watch and self._hooks.listens(event) else nullcontext():
+            self._hooks(event, lambda: self._view(step), *more)
 
     def _view(self, step: int) -> RunView:
         """The training as hooks see it."""
@@ -244,8 +250,7 @@ class Trainer:
         outcome.reporter().step = step
         if self.schedule.logs(step):
             self._loss = self._log(step, result)
-        with watch.inside() if watch else nullcontext():
-            self._hooks("on_step", lambda: self._view(step))
+        self._tell("on_step", step)
 
     def _first_step_done(self, step: int) -> float:
         """**Collective.** Raises TaskError where the loss is of another kind than the task says: nothing is saved yet."""
@@ -340,7 +345,7 @@ class Trainer:
             )
         self.progress.log(step, {"loss": loss, **terms, "lr": result.learning_rate}, rate, memory, more.get("mfu"))
         figures = {"loss": loss, "learning_rate": result.learning_rate, **terms}
-        self._hooks("on_log", lambda: self._view(step), figures)
+        self._tell("on_log", step, figures)
         return loss
 
     def _rows_read(self) -> dict[str, Any]:
@@ -405,7 +410,7 @@ class Trainer:
         )
         if self.record:
             self.record.write({"step": step, "epoch": self.loader.sampler.epoch(step), "evaluation": self._results})
-        self._hooks("on_evaluation", lambda: self._view(step), dict(found))
+        self._tell("on_evaluation", step, dict(found))
 
     def _save(self, step: int) -> None:
         if step == self.saver.saved_step:
@@ -418,7 +423,7 @@ class Trainer:
         self._pause(self.saver.save(step, loss=self._loss if logged else None, evaluation=evaluation))
         if self._hooks.listens("on_checkpoint") and not self.saver.asynchronous:
             self.saver.settle()  # a hook may copy the checkpoint elsewhere
-        self._hooks("on_checkpoint", lambda: self._view(step), self.saver.path(step))
+        self._tell("on_checkpoint", step, self.saver.path(step))
 
     def _finish_steps(self) -> None:
         """Waits until a GPU has done the steps that it was given: the time that they take belongs to training's rate."""

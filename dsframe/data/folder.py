@@ -102,7 +102,8 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
             for path in found[name]
             if path.suffix.lower() in SUFFIXES
         ]
-        empty = [name for number, name in enumerate(classes) if not any(label == number for _, label in self.samples)]
+        there = {label for _, label in self.samples}
+        empty = [name for number, name in enumerate(classes) if number not in there]
         if empty and self.samples and folder.name == "train":
             raise DataError(f"image-folder: no images of {', '.join(empty)} in {folder}; remove the folder, or fill it")
         if not self.samples:
@@ -164,8 +165,12 @@ def _damage(path: Path) -> str:
             kind = file.format
         with path.open("rb") as content:
             content.seek(max(0, path.stat().st_size - _TAIL))
-            if _ENDS.get(kind, b"") not in content.read():
-                return "its end is missing"
+            ends = _ENDS.get(kind, b"") in content.read()
+        if not ends and kind != "JPEG":
+            return "its end is missing"
+        if not ends:  # cut off, or a telephone has put a film behind its picture
+            with images.open(path) as file:
+                file.load()
     except (OSError, SyntaxError, ValueError, images.DecompressionBombError) as error:
         return str(error)
     return ""
@@ -173,7 +178,7 @@ def _damage(path: Path) -> str:
 
 def refuse_unshown(image: Any) -> None:
     """Raises ValueError for an image of Pillow's that has no one look: several pictures, or numbers without a range."""
-    if getattr(image, "n_frames", 1) > 1:
+    if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # a camera's picture, with previews behind it
         raise ValueError(f"it has {image.n_frames} pictures; keep one")
     if image.mode in ("I", "F"):
         least, most = image.getextrema()

@@ -121,10 +121,10 @@ class WeightWatch(TorchFunctionMode):
             self._watching = False
 
     @contextmanager
-    def inside(self) -> Iterator[None]:
-        """Around a forward pass, a loss, metrics or hooks: looks at what they call."""
+    def inside(self, *, always: bool = False) -> Iterator[None]:
+        """Around a forward pass, a loss, metrics or hooks: looks at what they call. ``always``: in every step."""
         self._settle()
-        with self if self._looks_inside and self._watching else nullcontext():
+        with self if self._looks_inside and (self._watching or always) else nullcontext():
             yield
 
     def computed(self, loss: Tensor) -> None:
@@ -268,9 +268,13 @@ class WeightWatch(TorchFunctionMode):
     def _refuse_others(self, loss: Tensor) -> None:
         known = {id(one) for one in self._parameters.values()}
         known |= {id(one) for _, ref in self._built.values() if (one := ref()) is not None}
-        others = [] if any(map(_is_dtensor, self._parameters.values())) else _leaves(loss)
-        others += [one for one in _held(self._engine.plan.task) if one.requires_grad]
-        if found := list({id(one): one for one in others if id(one) not in known}.values()):
+        found = [one for one in _leaves(loss) if id(one) not in known]
+        if any(
+            map(_is_dtensor, self._parameters.values())
+        ):  # whose whole parameters are other objects while modules run
+            held = {id(one) for one in _held(self._engine.plan.task)}
+            found = [one for one in found if id(one) in held]
+        if found:
             shapes = ", ".join(str(list(one.shape)) for one in found[:3])
             raise TaskError(
                 f"{type(self._engine.plan.task).__name__}: the loss depends on {len(found)} trainable parameter(s) that are not "

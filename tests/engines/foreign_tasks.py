@@ -197,6 +197,31 @@ class Proxies(Rows):
         return super().loss(self.proxies(outputs), targets)
 
 
+class Beside(Rows):
+    """Keeps a trainable module that takes no part in the loss."""
+
+    def __init__(self) -> None:
+        self.critic = nn.Linear(3, 3)
+
+
+class _Reading(_Clipping):
+    def on_step(self, run: RunView) -> None:
+        """Nothing."""
+
+    def on_evaluation(self, run: RunView, metrics: Any) -> None:
+        self.task.net[0].weight.norm()
+
+
+class Reported(Rows):
+    """Reads a weight after an evaluation, in a step whose own weights nobody looks at."""
+
+    def __init__(self) -> None:
+        self.hooks = [_Reading(self)]
+
+    def eval_data(self) -> Any:
+        return self.train_data()
+
+
 class Centre(Rows):
     """The loss has a state, as DINO's centre."""
 

@@ -84,6 +84,19 @@ def test_what_has_no_one_look_is_refused(image: Image.Image, options: Any, words
         folder.rgb(file)
 
 
+def test_what_cameras_put_behind_a_picture_is_no_damage(tmp_path: Path) -> None:
+    picture = Image.fromarray(RAMP).convert("RGB")
+    previews = written(tmp_path / "a.jpg", picture, format="MPO", save_all=True, append_images=[picture])
+    film = written(tmp_path / "b.jpg", picture)
+    film.write_bytes(film.read_bytes() + bytes(1 << 17))
+    for place in (previews, film):
+        assert not folder._damage(place)
+        with Image.open(place) as file:
+            assert np.abs(np.asarray(folder.rgb(file), int) - RAMP[..., None]).max() <= 3
+    film.write_bytes(film.read_bytes()[:300])
+    assert folder._damage(film)
+
+
 @pytest.fixture
 def pictures(tmp_path: Path) -> Path:
     for name in ("cat", "dog"):
