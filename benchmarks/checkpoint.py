@@ -28,6 +28,7 @@ from dsframe import engines, tasks
 from dsframe.cluster import world as worlds
 from dsframe.config import Facts, load
 from dsframe.model import optimizers, schedules
+from dsframe.model.forward import MicroBatch
 from dsframe.run import settle_threads
 
 CHUNK = 64 << 20
@@ -74,7 +75,7 @@ def main() -> int:
     from dsframe.cluster.exchange import all_gather_text
     from dsframe.cluster.process_group import device_of
     from dsframe.data import Loader
-    from dsframe.engine import Plan
+    from dsframe.model.plan import Plan
 
     task, batch, device = tasks.build(config.settings.task, 0), config.batch(world.size), device_of(world)
     config = config.resolve(Facts(world_size=world.size, total_steps=9, hidden_size=None))
@@ -93,7 +94,7 @@ def main() -> int:
 
     def train() -> None:
         nonlocal step
-        float(engine.train_step(loader.micro_batches(step)).loss)
+        float(engine.train_step(MicroBatch.of(loader.micro_batches(step))).loss)
         step += 1
 
     train()

@@ -31,6 +31,7 @@ from benchmarks.overhead import as_rank, document, engine_of, of_ranks
 from dsframe.cluster import world
 from dsframe.data import EvaluationLoader
 from dsframe.engine import Engine
+from dsframe.model.forward import MicroBatch
 from dsframe.tasks.task import Sum, accuracy
 from dsframe.training.evaluation import Evaluation
 
@@ -110,9 +111,11 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     zero = {"zero_optimization": {"stage": 3, **SHARDS}} if shards else {}
     engine, stream = engine_of(kind, Pictures(), {**document(ROWS * world.here().size), **zero})
     for _ in range(3):
-        engine.train_step(iter([next(stream)]))
+        engine.train_step(MicroBatch.of([next(stream)]))
     plan = engine.plan
-    loader = EvaluationLoader(data(), seed=0, micro_batch_size=ROWS, rank=engine.data_rank, ranks=engine.data_size)
+    loader = EvaluationLoader(
+        data(), seed=0, micro_batch_size=ROWS, rank=engine.plan.data_rank, ranks=engine.plan.batch.data_parallel_size
+    )
     model = getattr(engine, "_engine", None) or engine.model  # type: ignore[attr-defined]
     ways: dict[str, Callable[[], Any]] = {
         "dsframe": Evaluation(engine, loader, lambda: None, lambda line: None).run,

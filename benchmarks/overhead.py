@@ -32,8 +32,10 @@ from dsframe import engines
 from dsframe.cluster import process_group, world
 from dsframe.config import Facts, load
 from dsframe.data import Loader
-from dsframe.engine import Engine, Plan
+from dsframe.engine import Engine
 from dsframe.model import optimizers, schedules
+from dsframe.model.forward import MicroBatch
+from dsframe.model.plan import Plan
 from dsframe.train import leave_at_once
 
 ENGINES = ("ddp", "zero1", "zero3")
@@ -100,7 +102,7 @@ def ours(name: str, count: int) -> Callable[[], Any]:
     task = ManyTask()
     task.count = count
     engine, stream = engine_of(name, task, document(ROWS * world.here().size))
-    return lambda: engine.train_step(iter([next(stream)]))
+    return lambda: engine.train_step(MicroBatch.of([next(stream)]))
 
 
 def by_hand(name: str, count: int) -> Callable[[], Any]:

@@ -130,7 +130,7 @@ class Tokens(Task):
         self._config = _transformers.configure("AutoModelForCausalLM", model, {"vocab_size": 256})
 
     def model(self) -> nn.Module:
-        return _transformers.build("AutoModelForCausalLM", self._config, self._weights, self.trained_in)
+        return _transformers.build("AutoModelForCausalLM", self._config, self._weights, self.context.dtype)
 
     def loss(self, outputs: Any, targets: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(outputs.logits.flatten(0, 1), targets.flatten())

@@ -11,6 +11,7 @@ import heapq
 import json
 import os
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -75,7 +76,7 @@ def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool = F
         raise DataError(f"{out}: predictions are written as .{', .'.join(_WRITERS)}; choose one of these endings")
     with _loaded(run, world, path, averages=averages) as (job, engine, watchdog):
         loader = job.work.evaluation
-        engine.scores = False  # what is wanted are the outputs
+        engine.built = replace(engine.built, computes_loss=False)  # the outputs are wanted
         if job.plan.batch.sequence_parallel_size > 1:
             raise TaskError(
                 "predict: not possible with sequence parallelism, where a rank has a slice of each row; choose another engine"
@@ -159,8 +160,8 @@ def _loaded(run: Run, world: World, path: Path, *, averages: bool) -> Iterator[t
     engine, _ = make_engine(job, watchdog, trains=False)
     with watchdog:
         checkpoint = Checkpoint(path)
-        if engine.adapter is not None:
-            adapter.compare(checkpoint.manifest, engine.adapter.digest, path)
+        if engine.built.adapter is not None:
+            adapter.compare(checkpoint.manifest, engine.built.adapter.digest, path)
         engine.load_state(Weights(checkpoint, averages=averages))
         checkpoint.close()
         try:

@@ -32,7 +32,7 @@ from dsframe.config.resolve import auto, elastic, epochs, inherit, scaling
 from dsframe.data import EvaluationLoader, Loader, as_source
 from dsframe.data.fingerprint import assert_same_samples
 from dsframe.data.sampler import sequential
-from dsframe.engine import Engine, Plan
+from dsframe.engine import Engine
 from dsframe.engines import parts, precision
 from dsframe.errors import CheckpointError, ConfigError, DataError, EngineError, StoppedError, TaskError, TrainingError
 from dsframe.guard.watchdog import Watchdog
@@ -41,13 +41,14 @@ from dsframe.host import phases
 from dsframe.host.memory import keep_freed, reset_peak, resident_bytes
 from dsframe.model import optimizers, schedules
 from dsframe.model.followers import EarlyStop
+from dsframe.model.plan import Plan
 from dsframe.observe.observer import ObserverContext, Observers
 from dsframe.results import Summary
 from dsframe.run_dir import blocks, outcome, output
 from dsframe.run_dir.lock import RunLock
 from dsframe.run_dir.progress import Progress
 from dsframe.run_dir.record import Record, finished, read_metrics
-from dsframe.tasks.task import Task
+from dsframe.tasks.task import Task, TaskContext
 from dsframe.trainer import Outputs, RunSchedule, Trainer, Work
 from dsframe.training import weighting
 from dsframe.version import __version__
@@ -156,7 +157,7 @@ def prepare(run: Run, world: World, commits: MemoryCheckpoint | None) -> Job:
     _refuse_several(run, elastic=commits is not None)
     batch = elastic.batch(config, world.size) if commits else config.batch(world.size, replicas=entry.replicas)
     processes, device = batch.data_parallel_size if commits else world.size, device_of(world)
-    task.trained_in = precision.parameter_dtype(config)
+    task.context = TaskContext(precision.parameter_dtype(config), world.rank, world.size)
     if device.type == "cpu":
         keep_freed()
     if config.deepspeed.optimizer is None:
@@ -238,7 +239,7 @@ def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[E
         engine = parts.make(make, plan)
         phases.done("engine")
         extend_limits(plan.collective_limit)
-        watchdog.connect(engine)
+        watchdog.connect(engine, engine.built.calls)
         assert_same_on_all_ranks(engine, _facts(plan.config, job.work))
     output.begin_anew()  # rank 0 has come here too, so the directory is this run's
     held_out = job.work.evaluation
@@ -277,13 +278,13 @@ def _describe(job: Job, engine: Engine) -> None:
         job.say(became)
     for line in schedules.notes(config, job.plan.schedule, job.work.schedule.total_steps):
         job.say(line)
-    if engine.built:
-        job.say(engine.built)
-    if engine.adapter is not None:
-        job.say(engine.adapter.line)
-    for what in engine.depends:
+    if engine.built.origin:
+        job.say(engine.built.origin)
+    if engine.built.adapter is not None:
+        job.say(engine.built.adapter.line)
+    for what in engine.built.depends:
         job.say(f"this model's {what}")
-    for line in engine.groups.lines:
+    for line in engine.built.groups.lines:
         job.say(f"parameter group: {line}")
 
 
@@ -305,13 +306,13 @@ def _resume(job: Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]
         engine=run.engine,
         package=engines.TABLE[run.engine].package,
     )
-    if engine.adapter is not None:
-        mine["training"].update(engine.adapter.training)
-        mine["adapter"] = engine.adapter.peft
+    if engine.built.adapter is not None:
+        mine["training"].update(engine.built.adapter.training)
+        mine["adapter"] = engine.built.adapter.peft
     if mixed := job.work.loader.sampler.order.about():
         mine["training"]["parts of the data"] = mixed
-    mine["course"].update({"parameter_groups": [], "no_decay": None, "layer_decay": None, **engine.groups.asked})
-    for section, more in engine.record.items():
+    mine["course"].update({"parameter_groups": [], "no_decay": None, "layer_decay": None, **engine.built.groups.asked})
+    for section, more in engine.built.manifest.items():
         mine[section].update(more)
     with watchdog:
         kept = generators.capture(plan.device)  # reading may draw

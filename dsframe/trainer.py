@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import math
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
@@ -23,7 +23,7 @@ from dsframe.cluster.exchange import all_gather_text
 from dsframe.config.resolve import epochs
 from dsframe.config.schema.base import Interval
 from dsframe.data import EvaluationLoader, Loader
-from dsframe.engine import ON_RANKS, Engine, StepResult
+from dsframe.engine import Engine, StepResult
 from dsframe.engines import precision
 from dsframe.errors import DataError, StoppedError, TrainingError
 from dsframe.guard.nonfinite import FirstNonFinite, diagnose_nonfinite
@@ -32,6 +32,8 @@ from dsframe.guard.watchdog import Watchdog
 from dsframe.hooks import Called, RunView
 from dsframe.host import phases
 from dsframe.host.memory import peak_memory_bytes
+from dsframe.model.build import ON_RANKS
+from dsframe.model.forward import MicroBatch
 from dsframe.observe.observer import Observers
 from dsframe.results import Summary
 from dsframe.run_dir import outcome
@@ -207,7 +209,7 @@ class Trainer:
 
     def _tell(self, event: str, step: int, *more: Any) -> None:
         """Calls the users' hooks, in every step under the watch: they may look at weights."""
-        watch = self.engine.watch
+        watch = self.engine.built.watch
         with watch.inside(always=True) if watch and self._hooks.listens(event) else nullcontext():
             self._hooks(event, lambda: self._view(step), *more)
 
@@ -227,13 +229,14 @@ class Trainer:
         )
 
     def _train_step(self, step: int, stream: Iterator[Any]) -> None:
-        self.engine.plan.task.terms = {}
-        watch = self.engine.watch
+        self.engine.plan.task.context.step = step
+        watch = self.engine.built.watch
         if watch:
             watch.begin(step)
+        micro_batches = self._weights.settle(self._read(stream))
         with self._observers.step(step):
             try:
-                result = self._result = self.engine.train_step(self._take(stream, step))
+                result = self._result = self.engine.train_step(self._observed(micro_batches, step))
             except Exception as error:
                 if watch and (said := watch.explained(error)):
                     raise said from error
@@ -256,7 +259,8 @@ class Trainer:
         """**Collective.** Raises TaskError where the loss is of another kind than the task says: nothing is saved yet."""
         if found := self._trial.judge(resumed=step > 1):
             self.progress.say(f"dsframe: this task's {found}")
-        drawn, known = self.engine.draws, any(ON_RANKS in what for what in self.engine.depends)
+        drawn = self.engine.built.draws
+        known = any(ON_RANKS in what for what in self.engine.built.depends)
         if drawn and drawn.found and not known:
             self.progress.say(f"dsframe: this model draws random numbers in training, others on each rank, {ON_RANKS}")
         now = time.perf_counter()
@@ -312,7 +316,7 @@ class Trainer:
 
     def _figures(self, result: StepResult) -> tuple[float, dict[str, float]]:
         """**Collective.** The loss over the global batch, and the means of what the task's loss returned beside it."""
-        terms = self.engine.plan.task.terms
+        terms = result.terms
         own = torch.stack([result.loss.detach().reshape(()).double(), result.loss.new_tensor(len(terms)).double()])
         loss, told = self.engine.sum_over_ranks(own).tolist()
         more = {name: one.mean for name, one in totals(self.engine, terms).items()} if told else {}
@@ -445,18 +449,20 @@ class Trainer:
         own[plan.world.rank] = peak_memory_bytes(plan.device)
         return tuple(int(value) for value in self.engine.sum_over_ranks(own).tolist())
 
-    def _take(self, stream: Iterator[Any], step: int) -> Iterator[Any]:
-        """The micro-batches of ``step``, with their weights, leaving the stream open for the next step."""
-        batch, of_samples = self.engine.plan.batch, self.engine.sample_draws
-        for micro, taken in enumerate(self._weights(self._read(stream, batch.accumulation_steps))):
-            self._watchdog.alive()
-            item = self._trial.watched(taken) if step == self._first and not micro else taken
-            if of_samples:
-                share = micro * batch.data_parallel_size + self.engine.data_rank
-                of_samples.at(step - 1, share * batch.micro_batch_size)
-            yield item
-
-    def _read(self, stream: Iterator[Any], count: int) -> Iterator[Any]:
-        for _ in range(count):
+    def _read(self, stream: Iterator[Any]) -> Iterator[Any]:
+        """Yields what one step reads, leaving the stream open for the next."""
+        for _ in range(self.engine.plan.batch.accumulation_steps):
             self._watchdog.beat()
             yield next(stream)
+
+    def _observed(self, micro_batches: Iterable[MicroBatch], step: int) -> Iterator[MicroBatch]:
+        """Yields the micro-batches of ``step``; says before each that this rank is alive, and whose
+        random numbers come next."""
+        plan, sample_draws = self.engine.plan, self.engine.built.sample_draws
+        for index, micro_batch in enumerate(micro_batches):
+            self._watchdog.alive()
+            if sample_draws:
+                share = index * plan.batch.data_parallel_size + plan.data_rank
+                sample_draws.at(step - 1, share * plan.batch.micro_batch_size)
+            inspected = step == self._first and index == 0
+            yield self._trial.watched(micro_batch) if inspected else micro_batch

@@ -19,9 +19,11 @@ from dsframe.cluster import world
 from dsframe.cluster.process_group import device_of
 from dsframe.config import Config, Facts, load
 from dsframe.data import EvaluationLoader, TensorSource
-from dsframe.engine import Engine, Plan, StepResult
+from dsframe.engine import Engine, StepResult
 from dsframe.engines import evaluating
 from dsframe.model import optimizers, schedules
+from dsframe.model.forward import MicroBatch
+from dsframe.model.plan import Plan
 from dsframe.observe.communication import Communication, Traffic
 from dsframe.tasks import Sum, Task
 from dsframe.tasks.task import accuracy
@@ -94,13 +96,16 @@ def micro_batches(engine: Engine, step: int) -> Iterator[tuple[Any, Any]]:
     plan, source = engine.plan, engine.plan.task.train_data()
     batch = plan.batch
     for micro in range(batch.accumulation_steps):
-        first = step * batch.train_batch_size + (micro * engine.data_size + engine.data_rank) * batch.micro_batch_size
+        first = (
+            step * batch.train_batch_size
+            + (micro * engine.plan.batch.data_parallel_size + engine.plan.data_rank) * batch.micro_batch_size
+        )
         yield source.batch(torch.arange(first, first + batch.micro_batch_size) % SAMPLES, 0)
 
 
 def check_a_step_is_an_update(engine: Engine) -> None:
     """The result's parts are what they say, and training on one batch lowers its loss."""
-    first = engine.train_step(micro_batches(engine, 0))
+    first = engine.train_step(MicroBatch.of(micro_batches(engine, 0)))
     assert isinstance(first, StepResult)
     assert first.loss.ndim == 0
     assert first.loss.dtype == torch.float32
@@ -111,7 +116,7 @@ def check_a_step_is_an_update(engine: Engine) -> None:
     assert (first.gradient_norm is not None) == getattr(engine, "averages_gradients", True)
     assert first.gradient_norm is None or float(first.gradient_norm) > 0
     for _ in range(20):
-        last = engine.train_step(micro_batches(engine, 0))
+        last = engine.train_step(MicroBatch.of(micro_batches(engine, 0)))
     assert float(last.loss) < float(first.loss)
 
 
@@ -125,7 +130,7 @@ def check_it_takes_exactly_its_micro_batches(engine: Engine) -> None:
             taken += 1
             yield batch
 
-    engine.train_step(counted())
+    engine.train_step(MicroBatch.of(counted()))
     assert taken == engine.plan.batch.accumulation_steps
 
 
@@ -142,7 +147,9 @@ def check_evaluation_counts_every_sample_once(engine: Engine) -> None:
     """Also the last, incomplete batch, and also where this rank has none of it."""
     source = engine.plan.task.train_data()
     sums = torch.zeros(2, dtype=torch.float64)
-    loader = EvaluationLoader(source, seed=0, micro_batch_size=8, rank=engine.data_rank, ranks=engine.data_size)
+    loader = EvaluationLoader(
+        source, seed=0, micro_batch_size=8, rank=engine.plan.data_rank, ranks=engine.plan.batch.data_parallel_size
+    )
     for batch, valid in loader:
         found = engine.eval_step(batch, valid)
         assert not found or valid  # of ranks that split one model, one has the metrics: the sums below say so
@@ -159,7 +166,7 @@ def check_evaluation_leaves_no_trace(engine: Engine) -> None:
         found = engine.eval_step((inputs, targets), len(targets))
         if found:
             sums += torch.tensor([float(found["loss"].total), float(found["loss"].count)], dtype=torch.float64)
-    result = engine.train_step(micro_batches(engine, 5))
+    result = engine.train_step(MicroBatch.of(micro_batches(engine, 5)))
     total, rows = engine.sum_over_ranks(sums).tolist()
     losses = engine.sum_over_ranks(result.loss.double().reshape(1))
     assert rows == engine.plan.batch.train_batch_size
@@ -171,7 +178,9 @@ def check_evaluation_leaves_no_trace(engine: Engine) -> None:
 def check_evaluation_is_of_one_model(engine: Engine) -> None:
     """Whatever ranks have made of their buffers, and each has its own again afterwards."""
     source = engine.plan.task.train_data()
-    loader = EvaluationLoader(source, seed=0, micro_batch_size=8, rank=engine.data_rank, ranks=engine.data_size)
+    loader = EvaluationLoader(
+        source, seed=0, micro_batch_size=8, rank=engine.plan.data_rank, ranks=engine.plan.batch.data_parallel_size
+    )
     said: list[str] = []
     evaluation = Evaluation(engine, loader, lambda: None, said.append)
     before = evaluation.run()
@@ -190,13 +199,15 @@ def check_evaluation_is_of_one_model(engine: Engine) -> None:
 def check_weights_that_stay_gathered_change_nothing(engine: Engine) -> None:
     """An evaluation of several batches, and the step after it, is the same whether weights are gathered once or once a batch."""
     source = engine.plan.task.train_data()
-    loader = EvaluationLoader(source, seed=0, micro_batch_size=2, rank=engine.data_rank, ranks=engine.data_size)
+    loader = EvaluationLoader(
+        source, seed=0, micro_batch_size=2, rank=engine.plan.data_rank, ranks=engine.plan.batch.data_parallel_size
+    )
     evaluation = Evaluation(engine, loader, lambda: None, lambda line: None)
     with Communication() as once:
         found = evaluation.run()
     with mock.patch.object(evaluating, "available_bytes", return_value=0), Communication() as each_time:
         assert evaluation.run() == found
-    loss = engine.train_step(micro_batches(engine, 6)).loss
+    loss = engine.train_step(MicroBatch.of(micro_batches(engine, 6))).loss
     if engine.plan.world.is_main:
         kept, anew = (sent.by_kind.get("all-gather", Traffic()).payload_bytes for sent in (once, each_time))
         print(f"gathered in an evaluation: {kept} bytes, {anew} where nothing stays")

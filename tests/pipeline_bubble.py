@@ -24,6 +24,7 @@ from torch import Tensor, nn
 from dsframe import Task
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.data import TensorSource
+from dsframe.model.forward import MicroBatch
 from dsframe.tasks.layers import Layer
 from dsframe.train import leave_at_once
 from tests.engines.several import one_process_group, prepare
@@ -111,7 +112,7 @@ def idle_shares(file: dict[str, Any]) -> list[float]:
     steps = []
     for step in range(STEPS):
         with timed(engine._engine) as spans:
-            engine.train_step(loader.micro_batches(step))
+            engine.train_step(MicroBatch.of(loader.micro_batches(step)))
         stages = [json.loads(text) for text in all_gather_text(engine, json.dumps(spans))]
         flat = [span for stage in stages for span in stage]
         whole = max(end for _, end in flat) - min(begun for begun, _ in flat)

@@ -19,7 +19,7 @@ from dsframe.errors import EngineError, Problem
 
 if TYPE_CHECKING:
     from dsframe.config import Config
-    from dsframe.engine import Engine
+    from dsframe.engines.base import ModelEngine
 
 # Features that no engine supports, and why.
 _LATER = {"unmanaged_accumulation": "leaves it to the program when to step; dsframe steps after every global batch"}
@@ -174,7 +174,7 @@ def refuse_fixed(name: str) -> None:
         )
 
 
-def load(name: str, config: Config) -> type[Engine]:
+def load(name: str, config: Config) -> type[ModelEngine]:
     """Returns the engine's class for this file. Raises EngineError if its package cannot be imported."""
     from dsframe.config import features
 
@@ -186,7 +186,7 @@ def load(name: str, config: Config) -> type[Engine]:
     ]
     module, _, cls = (entry.variants[on[0]] if on else entry.target).partition(":")
     try:
-        loaded: type[Engine] = getattr(importlib.import_module(module), cls)
+        loaded: type[ModelEngine] = getattr(importlib.import_module(module), cls)
     except ImportError as error:
         raise EngineError(f'engine "{name}" cannot be loaded: {error}; {_remedy(name)}') from error
     return loaded

@@ -13,11 +13,13 @@ from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDSt
 from torch.nn.parallel import DistributedDataParallel
 
 from dsframe.cluster import process_group
-from dsframe.engine import Inputs, Plan, StepResult
+from dsframe.engine import StepResult
 from dsframe.engines import precision, torch_patches
 from dsframe.engines.buckets import usual_bytes
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
+from dsframe.model.forward import MicroBatch
+from dsframe.model.plan import Plan
 from dsframe.model.state import SavedState
 
 _HOOKS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
@@ -121,7 +123,7 @@ class DdpEngine(ReplicaEngine):
         if self.plan.config.settings.ddp.communication == "power_sgd":
             self._power_sgd = self._fresh_power_sgd(saved.updates)
 
-    def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
+    def train_step(self, micro_batches: Iterator[MicroBatch]) -> StepResult:
         """**Collective.** As for every replica."""
         result = super().train_step(micro_batches)
         self._graph_known = True

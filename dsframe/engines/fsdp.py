@@ -24,7 +24,6 @@ from torch.distributed.tensor import DTensor
 
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import all_gather_text
-from dsframe.engine import LARGE, Inputs, Plan, without_dimensions, without_elements
 from dsframe.engines import fsdp_units, precision, state_replica
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.evaluating import stays_gathered
@@ -33,6 +32,9 @@ from dsframe.engines.replica import ReplicaEngine
 from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError
 from dsframe.model import output_classes
+from dsframe.model.build import LARGE, without_dimensions, without_elements
+from dsframe.model.forward import Inputs
+from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill, on_disk
 from dsframe.model.state import EngineState, ParameterState, SavedState, ShardedParameters, full_precision
 from dsframe.tasks.task import Sum
@@ -42,6 +44,7 @@ class FsdpEngine(ReplicaEngine):
     """Parameters, gradients and optimizer state in shards; 16-bit numbers only where the model computes."""
 
     forward_is_collective = True
+    _calls: CallOrder | None = None
     _stays_gathered = False
     """True while an evaluation keeps what it has gathered for its next batch."""
 
@@ -82,7 +85,7 @@ class FsdpEngine(ReplicaEngine):
         offload = CPUOffloadPolicy(pin_memory=self.plan.device.type == "cuda")
         options: dict[str, Any] = {
             "mesh": self._mesh,
-            "mp_policy": MixedPrecisionPolicy(bits, self.dtype, cast_forward_inputs=False),
+            "mp_policy": MixedPrecisionPolicy(bits, self.built.dtype, cast_forward_inputs=False),
             "offload_policy": offload if self._settings.offload == "cpu" else OffloadPolicy(),
         }
         self._ran: set[nn.Module] = set()
@@ -101,7 +104,8 @@ class FsdpEngine(ReplicaEngine):
         cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
         if self._shards.size() > 1 and self.plan.config.settings.model.compile is not True:
             names = {module: name for name, module in model.named_modules()}
-            self.calls = CallOrder(self, model, {names[unit]: unit for unit in units})
+            self._calls = CallOrder(self, model, {names[unit]: unit for unit in units})
+            self.built = replace(self.built, calls=self._calls)
         if self.plan.part:
             # torch's own first look, which else comes when another model is trained, and takes this one for frozen.
             cast(Any, model)._get_fsdp_state()._lazy_init()
@@ -131,8 +135,8 @@ class FsdpEngine(ReplicaEngine):
         if precision.is_short(self._dtype):
             parameter.data.copy_(parameter.data.to(self._dtype))
         # What an adapter stands beside needs no masters, and a frozen model.
-        base = self.plan.frozen or (self.adapter is not None and not parameter.requires_grad)
-        wanted = self._dtype if base and precision.is_short(self._dtype) else self.dtype
+        base = self.plan.frozen or (self.built.adapter is not None and not parameter.requires_grad)
+        wanted = self._dtype if base and precision.is_short(self._dtype) else self.built.dtype
         if self._spill is not None and wanted != parameter.dtype:
             self._spill.move(parameter, wanted)
         else:
@@ -152,17 +156,17 @@ class FsdpEngine(ReplicaEngine):
         return nullcontext() if self._settings.accumulate == "shards" else self._whole_gradients()
 
     def _reach(self, loss: Tensor) -> Tensor:
-        if self.calls is not None:
-            self.calls.backward(loss)
+        if self._calls is not None:
+            self._calls.backward(loss)
         return loss
 
     def _synchronize(self) -> None:
-        if self.calls is not None:
-            self.calls.compare()
+        if self._calls is not None:
+            self._calls.compare()
 
     def _apply(self) -> None:
-        if self.calls is not None:  # on a GPU a step later, so that none waits for the device
-            self.calls.check(waits=self.plan.device.type == "cpu")
+        if self._calls is not None:  # on a GPU a step later, so that none waits for the device
+            self._calls.check(waits=self.plan.device.type == "cpu")
         super()._apply()
 
     def _pieces(self) -> list[Tensor]:
@@ -179,9 +183,9 @@ class FsdpEngine(ReplicaEngine):
     def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
         """**Collective.** The task's metrics; every rank's forward pass gathers the others' shards."""
         found = super().eval_step(batch, valid)
-        if self.calls is not None:
-            self.calls.compare()
-            self.calls.check(waits=not self._stays_gathered)
+        if self._calls is not None:
+            self._calls.compare()
+            self._calls.check(waits=not self._stays_gathered)
         if not self._stays_gathered:
             self._reshard()
         return found
@@ -190,7 +194,7 @@ class FsdpEngine(ReplicaEngine):
     def evaluating(self, batches: int) -> Iterator[None]:
         """**Collective.** Inside, weights stay gathered where memory allows."""
         elements = sum(parameter.numel() for parameter in self.model.parameters())
-        width = self._dtype.itemsize if precision.is_short(self._dtype) else self.dtype.itemsize
+        width = self._dtype.itemsize if precision.is_short(self._dtype) else self.built.dtype.itemsize
         if not stays_gathered(self, batches, elements * width):
             yield
             return
@@ -200,8 +204,8 @@ class FsdpEngine(ReplicaEngine):
         finally:
             self._keep_gathered(False)
             self._reshard()
-        if self.calls is not None:
-            self.calls.check()
+        if self._calls is not None:
+            self._calls.check()
 
     def _keep_gathered(self, keeps: bool) -> None:
         self._stays_gathered = keeps
@@ -210,11 +214,11 @@ class FsdpEngine(ReplicaEngine):
                 gives_up = self._settings.reshard_after_forward and not keeps
                 module.set_reshard_after_forward(gives_up, recurse=False)
 
-    def rest(self) -> None:
-        """**Collective.** Gives up what was gathered; compares the calls."""
-        if self.calls is not None:
-            self.calls.compare()
-            self.calls.check(waits=self.plan.device.type == "cpu")
+    def release_outputs(self) -> None:
+        """**Collective.** Frees what was gathered; compares the calls."""
+        if self._calls is not None:
+            self._calls.compare()
+            self._calls.check(waits=self.plan.device.type == "cpu")
         self._reshard()
 
     def state(self) -> EngineState:
@@ -222,8 +226,8 @@ class FsdpEngine(ReplicaEngine):
 
         Raises TaskError where ranks have called different units.
         """
-        if self.calls is not None:
-            self.calls.check()
+        if self._calls is not None:
+            self._calls.check()
         found = super().state()
         shards = state_replica.shards(self._slots(), self._frozen(), self.optimizer)
         return replace(found, parameters=ShardedParameters(shards, found.parameters))
@@ -249,8 +253,8 @@ class FsdpEngine(ReplicaEngine):
 
     def close(self) -> None:
         """**Collective.** Leaves the process group."""
-        if self.calls is not None:
-            self.calls.close()
+        if self._calls is not None:
+            self._calls.close()
         process_group.close_process_group()
 
 

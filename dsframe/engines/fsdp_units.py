@@ -15,9 +15,10 @@ from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
 
 from dsframe.cluster.exchange import all_gather_text
-from dsframe.engine import Engine, call
+from dsframe.engine import Engine
 from dsframe.errors import EngineError
 from dsframe.model import switches
+from dsframe.model.forward import call
 from dsframe.tasks.meta import example, map_floats, meta_device, with_rows
 from dsframe.tasks.task import Task
 
@@ -89,7 +90,7 @@ def chosen(engine: Engine, model: nn.Module, ranks: int) -> list[nn.Module]:
         for name, module in model.named_modules()
         if module is not model and own(module) and elements(module, recurse=False) >= least
     }
-    usable = called_alone(model, engine.plan.task, engine.dtype)
+    usable = called_alone(model, engine.plan.task, engine.built.dtype)
     told = [set(json.loads(text)) for text in all_gather_text(engine, json.dumps(sorted(usable)))]
     parts = [module for name, module in large.items() if all(name in one for one in told)]
     inside = set(map(id, parts))

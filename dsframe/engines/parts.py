@@ -29,10 +29,14 @@ from dsframe.cluster import process_group
 from dsframe.cluster.exchange import by_value, first_difference
 from dsframe.config import Config, load
 from dsframe.config.features import features
-from dsframe.engine import Engine, Inputs, Plan, StepResult, Weighted
+from dsframe.engine import Engine, StepResult
+from dsframe.engines.base import ModelEngine
 from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
 from dsframe.model import adapter, optimizers, schedules
+from dsframe.model.build import BuiltModel
+from dsframe.model.forward import Inputs, MicroBatch
 from dsframe.model.groups import ParameterGroups
+from dsframe.model.plan import Plan
 from dsframe.model.sample_draws import DrawTrial
 from dsframe.model.state import (
     EngineState,
@@ -44,7 +48,7 @@ from dsframe.model.state import (
 )
 from dsframe.tasks.task import Sum, Task
 
-Make = Callable[[Plan], Engine]
+Make = Callable[[Plan], ModelEngine]
 
 
 def make(engine: Make, plan: Plan) -> Engine:
@@ -72,7 +76,7 @@ def names(task: Task) -> list[str]:
 
 
 @dataclass(frozen=True)
-class _MicroBatch:
+class _LossInputs:
     """What a loss is computed from. No library looks inside."""
 
     inputs: Inputs
@@ -82,7 +86,7 @@ class _MicroBatch:
 class _Part(nn.Module):
     """One model under its name. Its forward pass is the loss that trains it, or for anything but a micro-batch the model's own."""
 
-    def __init__(self, name: str, model: nn.Module, loss: Callable[[_MicroBatch], Any] | None) -> None:
+    def __init__(self, name: str, model: nn.Module, loss: Callable[[_LossInputs], Any] | None) -> None:
         super().__init__()
         self.add_module(name, model)
         self._loss, self._trained = loss, loss is not None
@@ -94,7 +98,7 @@ class _Part(nn.Module):
         return next(self.children())
 
     def forward(self, *args: Any, **kwargs: Any) -> Any:
-        if self._loss is not None and args and isinstance(args[0], _MicroBatch):
+        if self._loss is not None and args and isinstance(args[0], _LossInputs):
             return self._loss(args[0])
         return self.inner(*args, **kwargs)
 
@@ -105,7 +109,7 @@ class _Part(nn.Module):
 class _Pass(nn.Module):
     """One loss as a module, whose random draws are looked for: a model also runs for other losses."""
 
-    def forward(self, loss: Callable[..., Any], models: Mapping[str, Any], batch: _MicroBatch) -> Any:
+    def forward(self, loss: Callable[..., Any], models: Mapping[str, Any], batch: _LossInputs) -> Any:
         return loss(models, batch.inputs, batch.targets)
 
 
@@ -119,7 +123,7 @@ class PartsEngine(Engine):
         self._passes = {name: _Pass() for name in self._losses}
         self._digests: dict[str, str] = {}
         self._parts: dict[str, _Part] = {}
-        self._engines: dict[str, Engine] = {}
+        self._engines: dict[str, ModelEngine] = {}
         for name in plan.config.settings.optimizers:
             if name not in self._losses:
                 known = ", ".join(self._losses)
@@ -129,7 +133,7 @@ class PartsEngine(Engine):
         with process_group.shared():
             for name in every:
                 self._engines[name] = engine(self._plan_of(name))
-        plan.task.ranks = weakref.proxy(self)
+        plan.task.context = replace(plan.task.context, ranks=weakref.proxy(self))
         self._trained = {name: one for name, one in self._engines.items() if name in self._losses}
         self._learning = {
             name: [p for p in self._parts[name].parameters() if p.requires_grad] for name in self._trained
@@ -141,33 +145,41 @@ class PartsEngine(Engine):
     def _settle(self) -> None:
         """Sets what is to be known of all models together."""
         engines = self._engines.values()
-        self.dtype, self.sample_draws = self._first.dtype, None
-        self.draws = _Draws([DrawTrial(one, self.plan.device) for one in self._passes.values()])  # type: ignore[assignment]
-        self.depends = tuple(dict.fromkeys(what for one in engines for what in one.depends))
-        trained = {name: one.groups for name, one in self._trained.items()}
-        self.groups = ParameterGroups(
+        draws: Any = _Draws([DrawTrial(one, self.plan.device) for one in self._passes.values()])
+        depends = tuple(dict.fromkeys(what for one in engines for what in one.built.depends))
+        trained = {name: one.built.groups for name, one in self._trained.items()}
+        groups = ParameterGroups(
             asked={
                 key: {name: one.asked.get(key) for name, one in trained.items()}
                 for key in dict.fromkeys(key for one in trained.values() for key in one.asked)
             },
             lines=tuple(f"{name}, {line}" for name, one in trained.items() for line in one.lines),
         )
-        called = {name: one.calls for name, one in self._engines.items() if one.calls is not None}
-        self.calls = _Calls(called) if called else None
+        called = {name: engine.built.calls for name, engine in self._engines.items() if engine.built.calls is not None}
+        self._calls = _Calls(called) if called else None
         specs = {name: one.plan.optimizer for name, one in self._trained.items()}
         how = {
             name: f"loss {place}, {changes.kind_of(specs[name])}" for place, name in enumerate(self._losses, start=1)
         }
         how |= {name: f"frozen, digest {one}" for name, one in self._digests.items()}
-        self.record = {
+        manifest: dict[str, dict[str, Any]] = {
             "training": {"models": {name: how[name] for name in self._engines}},
             "course": {"optimizers": {name: changes.course_of(one) for name, one in specs.items()}},
         }
         told = [f"{name} ({self._parts[name].size:,} parameters; {how[name]})" for name in self._engines]
-        self.built = "; ".join([*(one.built for one in engines if one.built), f"models: {', '.join(told)}"])
+        origins = [engine.built.origin for engine in engines if engine.built.origin]
+        self.built = BuiltModel(
+            dtype=self._first.built.dtype,
+            groups=groups,
+            origin="; ".join([*origins, f"models: {', '.join(told)}"]),
+            depends=depends,
+            draws=draws,
+            calls=self._calls,
+            manifest=manifest,
+        )
 
     @property
-    def _first(self) -> Engine:
+    def _first(self) -> ModelEngine:
         """The engine of the model that is evaluated."""
         return next(iter(self._trained.values()))
 
@@ -176,7 +188,7 @@ class PartsEngine(Engine):
     def _plan_of(self, name: str) -> Plan:
         plan, whole, others = self.plan, self.plan.task, self._losses.keys() - {name}
         task: Any = copy.copy(whole)
-        task.model, task.loss, task.terms = lambda: self._build(name), lambda outputs, targets: outputs, {}
+        task.model, task.loss = lambda: self._build(name), lambda outputs, targets: outputs
         task.metrics = lambda outputs, targets: whole.metrics(outputs, targets)
         task.update_metric = lambda metric, outputs, targets: whole.update_metric(metric, outputs, targets)
         task.parameter_groups = lambda model: _groups_of(whole.parameter_groups(model), others)
@@ -210,7 +222,7 @@ class PartsEngine(Engine):
         self._parts[name] = part
         return part
 
-    def _loss(self, name: str, batch: _MicroBatch) -> Any:
+    def _loss(self, name: str, batch: _LossInputs) -> Any:
         models = {other: partial(self._outputs, other, other == name) for other in self._engines}
         return self._passes[name](self._losses[name], models, batch)
 
@@ -223,19 +235,18 @@ class PartsEngine(Engine):
 
     # The step.
 
-    def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
+    def train_step(self, micro_batches: Iterator[MicroBatch]) -> StepResult:
         """**Collective.** One update of each model that is trained, in the order of the losses; each sees all micro-batches.
 
         The loss is the sum of all, the norm that of all gradients, each as its own engine has it; the rate is the first loss's.
         """
-        if self.calls is not None:
-            self.calls.begin()
-        batches = [(_MicroBatch(inputs, _bare(targets)), targets) for inputs, targets in micro_batches]
+        if self._calls is not None:
+            self._calls.begin()
+        batches = [replace(batch, inputs=_LossInputs(batch.inputs, batch.targets)) for batch in micro_batches]
         results: dict[str, StepResult] = {}
         for name in self._losses:
             with self._alone(name):
                 results[name] = self._trained[name].train_step(iter(batches))
-        self._collect(results)
         found = list(results.values())
         norms = [one.gradient_norm for one in found]
         norm: Tensor | float | None = norms[0]
@@ -244,7 +255,8 @@ class PartsEngine(Engine):
             known = [torch.as_tensor(one, dtype=torch.float32, device=place) for one in norms if one is not None]
             norm = torch.stack(known).norm() if len(known) == len(norms) else None
         loss = sum((one.loss for one in found[1:]), found[0].loss)
-        return StepResult(loss, found[0].learning_rate, norm, any(one.skipped for one in found))
+        skipped = any(one.skipped for one in found)
+        return StepResult(loss, found[0].learning_rate, norm, skipped, _terms(results))
 
     @contextmanager
     def _alone(self, name: str) -> Iterator[None]:
@@ -259,17 +271,7 @@ class PartsEngine(Engine):
                 parameter.requires_grad_(True)
         for other, engine in self._engines.items():
             if other != name:
-                engine.rest()
-
-    def _collect(self, results: Mapping[str, StepResult]) -> None:
-        """Gives the task what the losses have returned beside themselves; where there are several losses, these too."""
-        found: dict[str, Sum] = {}
-        for name, result in results.items():
-            if len(results) > 1:
-                found[f"{name}_loss"] = Sum(result.loss.detach(), 1)
-            task = self._trained[name].plan.task
-            found, task.terms = {**found, **task.terms}, {}
-        self.plan.task.terms = found
+                engine.release_outputs()
 
     def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
         """**Collective.** The task's metrics of the first model that is trained."""
@@ -333,8 +335,14 @@ class PartsEngine(Engine):
         opener.close()
 
 
-def _bare(targets: Any) -> Any:
-    return targets.targets if isinstance(targets, Weighted) else targets
+def _terms(results: Mapping[str, StepResult]) -> dict[str, Sum]:
+    """Returns what the losses returned beside themselves; with several losses, these too."""
+    terms: dict[str, Sum] = {}
+    for name, result in results.items():
+        if len(results) > 1:
+            terms[f"{name}_loss"] = Sum(result.loss.detach(), 1)
+        terms.update(result.terms)
+    return terms
 
 
 def _groups_of(groups: Iterable[Any], others: Collection[str]) -> list[Any]:

@@ -13,9 +13,13 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, loss_of, measure, outputs_of
+from dsframe.engine import StepResult
 from dsframe.engines import precision, state_replica
+from dsframe.engines.base import ModelEngine
 from dsframe.model import ema, lbfgs
+from dsframe.model.build import build_model
+from dsframe.model.forward import Inputs, MicroBatch, measure, outputs_of
+from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill
 from dsframe.model.state import (
     EngineState,
@@ -28,10 +32,9 @@ from dsframe.model.state import (
 from dsframe.tasks.task import Sum
 
 
-class ReplicaEngine(Engine):
+class ReplicaEngine(ModelEngine):
     """A whole model on every rank, kept the same by averaging gradients."""
 
-    keeps_float64 = True
     gradient_factor = 1.0
     """Factor on the loss so that ``gradient_allreduce_op`` "sum" holds where the library can only average."""
     averages_gradients = True
@@ -43,11 +46,12 @@ class ReplicaEngine(Engine):
         """**Collective.** Builds the model from the seed, the optimizer over it, and makes both the same on all ranks."""
         self.plan = plan
         self._spill = self._spilled()
-        self.model = build_model(self, self._spill)
+        self.model, self.built = build_model(self, keeps_float64=True, spill=self._spill)
         bits = precision.parameter_dtype(plan.config)
-        self._dtype = self.dtype if bits == torch.float32 else bits
+        self._dtype = self.built.dtype if bits == torch.float32 else bits
         self._masters = self._place(self.model)
-        self.trains_in_place = self._masters is None
+        if self.built.watch is not None:
+            self.built.watch.updates_in_place = self._masters is None
         if self._spill is not None:
             self._spill.close()
         self._parameters = (
@@ -56,7 +60,7 @@ class ReplicaEngine(Engine):
         self._loss_scale = self._make_loss_scale()
         self._updates = 0
         if not plan.frozen:
-            self.optimizer = self._distribute(plan.optimizer.build(self.groups.split(self._named_parameters())))
+            self.optimizer = self._distribute(plan.optimizer.build(self.built.groups.split(self._named_parameters())))
             self.module = self._wrap(self.model)
 
     def _make_loss_scale(self) -> precision.LossScale | None:
@@ -130,8 +134,9 @@ class ReplicaEngine(Engine):
 
     # The step.
 
-    def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
+    def train_step(self, micro_batches: Iterator[MicroBatch]) -> StepResult:
         """**Collective.** Forward and backward over the micro-batches, synchronize, clip, update."""
+        self._begin_step()
         scale = self._loss_scale.scale if self._loss_scale else 1.0
         rates = self.plan.schedule(self._updates)
         rates.apply(self.optimizer.param_groups)  # before the backward pass: Horovod's adasum updates inside it
@@ -140,14 +145,14 @@ class ReplicaEngine(Engine):
         loss = self._gradients(micro_batches, scale)
         return self._update(loss, rates.learning_rate, scale)
 
-    def _gradients(self, micro_batches: Iterable[tuple[Inputs, Any]], scale: float) -> Tensor:
+    def _gradients(self, micro_batches: Iterable[MicroBatch], scale: float) -> Tensor:
         """**Collective.** The global gradients, times ``scale``; returns this rank's mean loss."""
         steps = self.plan.batch.accumulation_steps
         factor = scale * self.gradient_factor / steps
         total: Tensor | None = None
-        for index, (inputs, targets) in enumerate(micro_batches, start=1):
+        for index, batch in enumerate(micro_batches, start=1):
             with nullcontext() if index == steps else self._accumulating():
-                loss = self._pass(inputs, targets, factor)
+                loss = self._pass(batch, factor)
             total = loss if total is None else total + loss
         assert total is not None
         if self._masters:
@@ -158,7 +163,7 @@ class ReplicaEngine(Engine):
                 parameter.grad = torch.zeros_like(parameter)
         return total / steps
 
-    def _step_with_closure(self, batches: Sequence[tuple[Inputs, Any]], learning_rate: float) -> StepResult:
+    def _step_with_closure(self, batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """**Collective.** A step of an optimizer that evaluates the same batch several times; figures are the first's."""
         found: list[tuple[Tensor, Tensor | None]] = []
 
@@ -166,7 +171,7 @@ class ReplicaEngine(Engine):
             if self._masters:
                 self._masters.give_weights()
             self.optimizer.zero_grad()
-            self.plan.task.terms = {}  # of the last evaluation of the batch alone
+            self._begin_step()  # terms of the last evaluation of the batch alone
             loss = self._gradients(batches, 1.0)
             norm = self._clip(1.0, always=True)
             found.append((loss, norm))
@@ -179,13 +184,13 @@ class ReplicaEngine(Engine):
             self._masters.give_weights()
         self.optimizer.zero_grad()
         loss, norm = found[0]
-        return StepResult(loss.to(self.dtype), learning_rate, norm, False)
+        return self._result(loss.to(self.built.dtype), learning_rate, norm, skipped=False)
 
-    def _pass(self, inputs: Inputs, targets: Any, factor: float) -> Tensor:
-        """Forward and backward of one micro-batch, whose loss counts ``factor`` times; the loss itself, detached."""
-        loss = self._reach(
-            loss_of(self.plan.task, self._forward(self.module, self.joined(inputs, targets)), targets, self.watch)
-        )
+    def _pass(self, batch: MicroBatch, factor: float) -> Tensor:
+        """Forward and backward of one micro-batch, whose loss counts ``factor`` times; returns the
+        loss itself, detached."""
+        outputs = self._forward(self.module, self._joined(batch.inputs, batch.targets))
+        loss = self._reach(self._loss(outputs, batch))
         (loss * factor if factor != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 
@@ -206,11 +211,12 @@ class ReplicaEngine(Engine):
         if self._loss_scale:
             self._loss_scale.update(overflow)
         self.optimizer.zero_grad()
-        return StepResult(loss.to(self.dtype), learning_rate, norm if self.averages_gradients else None, overflow)
+        shown = norm if self.averages_gradients else None
+        return self._result(loss.to(self.built.dtype), learning_rate, shown, skipped=overflow)
 
     def _forward(self, model: nn.Module, inputs: Inputs) -> Any:
         with precision.autocast(self.plan.config, self.plan.device):
-            outputs = outputs_of(model, precision.cast_inputs(inputs, self._dtype), self.watch)
+            outputs = outputs_of(model, precision.cast_inputs(inputs, self._dtype), self.built.watch)
         return precision.cast_outputs(outputs)
 
     def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:
@@ -222,10 +228,10 @@ class ReplicaEngine(Engine):
         """The task's metrics over the valid rows. Waits for nobody: the bare model runs, whose wrapper may communicate."""
         inputs, targets = batch
         self.model.eval()
-        inputs = self.joined(inputs, targets)
+        inputs = self._joined(inputs, targets)
         outputs = self._forward(self.model, inputs) if valid or self.forward_is_collective else None
         self.model.train()
-        return measure(self.plan.task, outputs, targets, valid, self.watch)
+        return measure(self.plan.task, outputs, targets, valid, self.built.watch)
 
     def average(self, decay: float) -> None:
         """The average of the masters, in the optimizer's state. Sends nothing."""

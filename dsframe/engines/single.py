@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from dsframe.engine import Plan
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
+from dsframe.model.plan import Plan
 
 
 class SingleEngine(ReplicaEngine):

@@ -69,11 +69,12 @@ class Watchdog:
         self._over = threading.Event()
         self._threads: list[threading.Thread] = []
 
-    def connect(self, ranks: Ranks) -> None:
-        """**Collective.** A store for ranks that could not meet before they had an engine; and what the engine knows of calls."""
+    def connect(self, ranks: Ranks, calls: Any = None) -> None:
+        """**Collective.** A store for ranks that could not meet before they had an engine; and what the engine knows of
+        ``calls`` (``BuiltModel.calls``)."""
         if self._seconds and self._world.size > 1 and self._store is None:
             self._store = _open_store(ranks)
-        self._calls = getattr(ranks, "calls", None)
+        self._calls = calls
         if self._calls is not None and self._store is not None:
             self._calls.connect(self._store.clone())
 

@@ -1,8 +1,8 @@
 """The switch ``loss_chunk_tokens``: a language model's output layer computes the loss itself, a slice of tokens at a time.
 
 The layer keeps its name, its parameters and its place, so no engine knows of it: it is called as before, with its weight there.
-Only its class is another, whose forward pass looks for targets. They come with the inputs (``engine.Targeted``); without them,
-as for text that is generated, the layer gives logits.
+Only its class is another, whose forward pass looks for targets. They come with the inputs
+(``forward.TargetedInputs``); without them, as for text that is generated, the layer gives logits.
 """
 
 from __future__ import annotations

@@ -68,6 +68,8 @@ class WeightWatch(TorchFunctionMode):
         self._watching = False
         self._first = self._losses = 0
         self._said = False
+        self.updates_in_place = True
+        """True if the optimizer updates the model's own parameters; False if it has masters or shards."""
         self.told: list[str] = []
         """What the run says once."""
 
@@ -232,7 +234,7 @@ class WeightWatch(TorchFunctionMode):
         if not any(text.strip("{}") for text in told) and not written:
             return
         trained = [name for name in written if self._parameters[name].requires_grad]
-        if trained and not engine.trains_in_place:
+        if trained and not self.updates_in_place:
             raise EngineError(
                 f"{where}: the optimizer keeps these weights a second time and overwrites what was written. Write what is to "
                 "hold as a part of the loss, or choose an engine that updates the model's own weights, in fp32"

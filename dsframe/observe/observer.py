@@ -13,7 +13,8 @@ from dsframe.checkpoint import generators
 
 if TYPE_CHECKING:
     from dsframe.config import Config
-    from dsframe.engine import Engine, Plan
+    from dsframe.engine import Engine
+    from dsframe.model.plan import Plan
 
 
 @dataclass(frozen=True)

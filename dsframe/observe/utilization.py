@@ -16,8 +16,9 @@ import torch
 from torch import Tensor
 from torch.utils._pytree import tree_leaves
 
-from dsframe.engine import Engine, call
+from dsframe.engine import Engine
 from dsframe.engines import precision
+from dsframe.model.forward import call
 from dsframe.observe.flops import OperationCounter
 from dsframe.observe.meta import Attention, Loss, stages_of
 from dsframe.observe.observer import Observer, ObserverContext

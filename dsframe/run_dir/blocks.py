@@ -14,7 +14,8 @@ if TYPE_CHECKING:
     import torch
 
     from dsframe.config import Config
-    from dsframe.engine import Engine, Plan
+    from dsframe.engine import Engine
+    from dsframe.model.plan import Plan
     from dsframe.results import Summary
 
 _WIDTH = 10
@@ -41,7 +42,7 @@ def header(
     world, batch, task = plan.world, plan.batch, plan.task
     sizes = f"{batch.micro_batch_size} x {batch.accumulation_steps} x {batch.data_parallel_size}"
     rows = [
-        ("model", ", ".join([type(task).__name__, *_parameters(engine.sizes)])),
+        ("model", ", ".join([type(task).__name__, *_parameters(engine.built.sizes)])),
         ("data", f"{samples:,} samples" + (f", {held_out:,} to evaluate on" if held_out else ", no evaluation")),
         ("engine", engine.description),
         ("processes", f"{world.size} x {plan.device.type} under {world.launcher}, {threads} thread(s) each"),

@@ -34,7 +34,7 @@ from dsframe.run_dir.loggers import Ending, Loggers
 from dsframe.version import __version__
 
 if TYPE_CHECKING:
-    from dsframe.engine import Plan
+    from dsframe.model.plan import Plan
     from dsframe.results import Summary
 
 _PACKAGES = ("torch", "deepspeed", "horovod", "numpy", "torchvision", "transformers")

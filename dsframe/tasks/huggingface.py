@@ -71,7 +71,7 @@ class CausalLanguageModelTask(Task):
 
     def model(self) -> nn.Module:
         weights = self.settings.model if isinstance(self.settings.model, str) and not self.settings.fresh else None
-        model = _transformers.build("AutoModelForCausalLM", self.pretrained_config, weights, self.trained_in)
+        model = _transformers.build("AutoModelForCausalLM", self.pretrained_config, weights, self.context.dtype)
         if self._balances:
             model.register_forward_pre_hook(self._note_mask, with_kwargs=True)
         return model
@@ -91,7 +91,7 @@ class CausalLanguageModelTask(Task):
             return loss
         config = self.pretrained_config
         weight = self.loss_weight(targets)
-        balance, loads = experts.balance(routed, config.num_experts_per_tok, self._mask, weight, self.ranks)
+        balance, loads = experts.balance(routed, config.num_experts_per_tok, self._mask, weight, self.context.ranks)
         return loss + config.router_aux_loss_coef * balance, loads
 
     def _cross_entropy(self, logits: Tensor, targets: Tensor) -> Tensor:

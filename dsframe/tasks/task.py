@@ -69,6 +69,20 @@ class Sum:
         return float(self.total.detach()) / count if count else float("nan")
 
 
+@dataclass
+class TaskContext:
+    """What a task can ask of the run that trains it."""
+
+    dtype: torch.dtype = torch.float32
+    """Number format of the weights in training: those read from files need not be wider."""
+    rank: int = 0
+    world_size: int = 1
+    step: int = 0
+    """The optimizer step that is being made, counted from 1; 0 before the first."""
+    ranks: Ranks | None = None
+    """Sums over ranks, from when the model is built."""
+
+
 class Task:
     """A model, how it is judged, and data. A batch is ``(inputs, targets)``; both may be any nesting of tensors.
 
@@ -78,8 +92,8 @@ class Task:
 
     seed: int = 0
     """The run's seed, set before anything else is asked of the task."""
-    trained_in: torch.dtype = torch.float32
-    """Number format that the file asks for: weights that are read from files need not be wider. Set before :meth:`model`."""
+    context = TaskContext()
+    """The run, set before :meth:`model` is called."""
     unit: str = "samples"
     """Unit of rates: ``samples``, ``tokens``, ..."""
     units_per_sample: int = 1
@@ -109,14 +123,10 @@ class Task:
     """torchmetrics objects by name, such as ``{"auroc": AUROC(task="binary")}``, in evaluations beside :meth:`metrics`.
 
     They see each sample once, on any number of ranks: their states are gathered. Set them in ``__init__``."""
-    ranks: Ranks | None = None
-    """The engine that trains the task, set when the model is built."""
     gathers_rows: bool = False
     """True when :meth:`all_rows` has been called."""
     hooks: Sequence[Hooks] = ()
     """Called beside those that the file names: objects of :class:`dsframe.Hooks`."""
-    terms: Mapping[str, Sum] = MappingProxyType({})
-    """What :meth:`loss` returned beside the loss, of this rank's micro-batches of the step so far."""
     hidden_size: int | None = None
     """Width of the model, from which the ``"auto"`` sizes of ``zero_optimization`` follow."""
 
@@ -265,9 +275,9 @@ class Task:
         self.gathers_rows = True
         if self.loss_is == "sum":
             raise TaskError(f'{type(self).__name__}: all_rows() has the rows of all ranks; leave out loss_is = "sum"')
-        if self.ranks is None or not torch.is_grad_enabled():
+        if self.context.ranks is None or not torch.is_grad_enabled():
             return rows
-        return all_rows(self.ranks, rows)
+        return all_rows(self.context.ranks, rows)
 
     def loss_weight(self, targets: Any) -> Tensor | float:
         """Returns how many items the loss of a micro-batch is a mean over: ``(targets != -100).sum()`` for tokens without padding.

@@ -65,7 +65,7 @@ class Evaluation:
         plan = self._engine.plan
         device, compiled = plan.device, plan.config.settings.model.compile
         kept = generators.capture(device)
-        watch = self._engine.watch
+        watch = self._engine.built.watch
         with (
             torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
             watch.trial() if watch else nullcontext(),

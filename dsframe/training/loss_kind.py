@@ -12,6 +12,7 @@ import json
 from collections import deque
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -22,8 +23,9 @@ from torch.utils.data import Dataset
 
 from dsframe.checkpoint import generators
 from dsframe.cluster.exchange import all_gather_text
-from dsframe.engine import Engine, Weighted
+from dsframe.engine import Engine
 from dsframe.errors import TaskError
+from dsframe.model.forward import MicroBatch
 from dsframe.tasks.task import Task, loss_and_terms
 
 _KINDS = ("mean", "sum", "neither")
@@ -45,14 +47,9 @@ class LossTrial:
         # A slice of a sequence has a loss over its own positions, which a task has to give as a mean.
         self._looks = engine.plan.batch.sequence_parallel_size == 1
 
-    def watched(self, batch: tuple[Any, Any]) -> tuple[Any, Any]:
-        """The micro-batch, whose loss will be looked at."""
-        inputs, targets = batch
-        if not self._looks:
-            return batch
-        if not isinstance(targets, Weighted):
-            targets = Weighted(targets, 1.0)
-        return inputs, Weighted(targets.targets, targets.factor, self._look)
+    def watched(self, batch: MicroBatch) -> MicroBatch:
+        """Returns the micro-batch, with its loss to be inspected."""
+        return replace(batch, inspect=self._look) if self._looks else batch
 
     def judge(self, *, resumed: bool = False) -> str:
         """**Collective.** Returns what is to be said, or nothing. Raises TaskError where the task says another kind of loss, and

@@ -19,6 +19,7 @@ from torch.utils.data import TensorDataset
 
 import dsframe
 from dsframe.cluster import world
+from dsframe.model.forward import MicroBatch
 from dsframe.train import leave_at_once
 from tests.engines.several import one_process_group, prepare
 
@@ -92,7 +93,7 @@ def train(case: str, way: str, accumulation: int) -> dict[str, Any]:
     try:
         losses = []
         for step in range(STEPS):
-            loss = engine.train_step(loader.micro_batches(step)).loss.reshape(1).double()
+            loss = engine.train_step(MicroBatch.of(loader.micro_batches(step))).loss.reshape(1).double()
             losses.append(float(engine.sum_over_ranks(loss)) / engine.plan.world.size)
         weights = {one.name: one.weight.double().flatten().tolist() for one in engine.state().parameters}
         return {"losses": losses, "weights": weights}

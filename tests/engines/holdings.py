@@ -14,6 +14,7 @@ from torch.optim.optimizer import register_optimizer_step_pre_hook
 
 from dsframe.data import Loader
 from dsframe.engine import Engine
+from dsframe.model.forward import MicroBatch
 from dsframe.observe.communication import Communication
 
 
@@ -30,7 +31,7 @@ class Observer:
         """**Collective.** Two steps to settle, one that is looked at, one whose communication is counted. Bytes, but ``model``."""
         settling = register_optimizer_step_pre_hook(lambda optimizer, *_: self._note(optimizer))
         for step in range(2):
-            engine.train_step(loader.micro_batches(step))
+            engine.train_step(MicroBatch.of(loader.micro_batches(step)))
         settling.remove()
         samples: list[dict[str, int]] = []
         at_update: list[int] = []
@@ -42,10 +43,10 @@ class Observer:
 
         hook = register_optimizer_step_pre_hook(lambda *_: at_update.append(sum(self.held().values())))
         with mock.patch.object(torch.autograd, "backward", looked_at):
-            engine.train_step(loader.micro_batches(2))
+            engine.train_step(MicroBatch.of(loader.micro_batches(2)))
         hook.remove()
         with Communication() as counted:
-            engine.train_step(loader.micro_batches(3))
+            engine.train_step(MicroBatch.of(loader.micro_batches(3)))
         model = sum(parameter.weight.numel() for parameter in engine.state().parameters)
         return {
             **samples[-1],

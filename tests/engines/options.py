@@ -18,9 +18,11 @@ from dsframe import engines
 from dsframe.cluster import process_group
 from dsframe.cluster import world as worlds
 from dsframe.config import Facts, load
-from dsframe.engine import Engine, Plan
+from dsframe.engine import Engine
 from dsframe.errors import EngineError
 from dsframe.model import optimizers, schedules
+from dsframe.model.forward import MicroBatch
+from dsframe.model.plan import Plan
 from dsframe.model.state import Snapshot
 from dsframe.observe.communication import Communication
 from dsframe.tasks import Task
@@ -113,7 +115,7 @@ def steps(engine: Engine, first: int = 0) -> list[float]:
     """Loss and gradient norm of each step."""
     found = []
     for step in range(first, first + STEPS):
-        result = engine.train_step(batches(step))
+        result = engine.train_step(MicroBatch.of(batches(step)))
         assert result.gradient_norm is not None
         loss = engine.sum_over_ranks(result.loss.double().reshape(1))
         found += [float(loss) / HERE.size, float(result.gradient_norm)]
@@ -127,9 +129,9 @@ def far(left: list[float], right: list[float]) -> float:
 def traffic(engine: Engine) -> tuple[int, int]:
     """Collectives of gradients in one step, and their bytes."""
     with Communication() as sent:
-        engine.train_step(batches(99))
+        engine.train_step(MicroBatch.of(batches(99)))
     kinds = [sent.by_kind[kind] for kind in ("all-reduce", "reduce-scatter") if kind in sent.by_kind]
-    compared = int(engine.calls is not None)  # one more, for the modules that ranks have called
+    compared = int(engine.built.calls is not None)  # one more, for the modules that ranks have called
     return sum(one.calls for one in kinds) - compared, sum(one.payload_bytes for one in kinds)
 
 
@@ -194,7 +196,7 @@ def check_ddp() -> None:
         assert far(losses, expected) < 2e-6
         storages: set[int] = set()
         with mock.patch.object(engine, "_pieces", lambda engine=engine, seen=storages: spy(engine, seen)):
-            engine.train_step(batches(0))
+            engine.train_step(MicroBatch.of(batches(0)))
         assert (len(storages) == 1) == view, "gradients lie in the bucket"
     for kind in ("fp16", "bf16"):
         engine, losses = plain(communication=kind)

@@ -26,6 +26,7 @@ import dsframe
 from dsframe.cluster import world
 from dsframe.data import Loader, as_source
 from dsframe.model.ema import KEY
+from dsframe.model.forward import MicroBatch
 from dsframe.model.state import Snapshot
 from dsframe.train import leave_at_once
 from tests.engines.several import one_process_group, prepare
@@ -253,10 +254,9 @@ def train(engine: Any, loader: Loader, first: int, last: int) -> tuple[list[list
     """Each loss over the global batch, and the norm, at each step."""
     losses, norms, size = [], [], engine.plan.world.size
     for step in range(first, last):
-        engine.plan.task.terms = {}
-        result = engine.train_step(loader.micro_batches(step))
+        result = engine.train_step(MicroBatch.of(loader.micro_batches(step)))
         engine.average(0.9)
-        terms = engine.plan.task.terms
+        terms = result.terms
         own = [one.total for name, one in terms.items() if name.endswith("_loss")] or [result.loss]
         assert ("told" in terms) == (len(own) == 2)
         losses.append((engine.sum_over_ranks(torch.stack([one.double() for one in own])) / size).tolist())
@@ -276,15 +276,15 @@ def measure(case: str, kept: dict[str, Snapshot]) -> dict[str, Any]:
         last = Snapshot(engine.state())
         found: dict[str, Any] = {
             "description": engine.description,
-            "built": engine.built,
-            "record": dict(engine.record),
+            "built": engine.built.origin,
+            "record": dict(engine.built.manifest),
         }
         found |= {"losses": losses + on[0], "norms": norms + on[1]}
         every = [last.parameter(name) for name in last.shapes]
         found["weights"] = {one.name: one.weight.flatten().tolist() for one in every}
         found["averages"] = {one.name: one.moments[KEY].flatten().tolist() for one in every}
         source = as_source(engine.plan.task.eval_data(), 0, None)
-        share = torch.arange(engine.data_rank, 96, engine.data_size)
+        share = torch.arange(engine.plan.data_rank, 96, engine.plan.batch.data_parallel_size)
         one = engine.eval_step(source.batch(share, 0), len(share))["distance"]
         total = engine.sum_over_ranks(torch.tensor([float(one.total), float(one.count)], dtype=torch.float64))
         found["distance"] = float(total[0] / total[1])

@@ -20,13 +20,13 @@ from torch import nn
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.config.schema.settings import LanguageTask as LanguageSettings
 from dsframe.config.schema.settings import VisionTask
-from dsframe.engine import seed_generators
 from dsframe.engines.deepspeed.imports import deepspeed
 from dsframe.errors import TaskError
+from dsframe.model.forward import MicroBatch
 from dsframe.model.state import Snapshot
 from dsframe.tasks import build
 from dsframe.tasks.language import LanguageTask
-from dsframe.tasks.layers import Layer, Tied
+from dsframe.tasks.layers import Layer, Tied, seed_generators
 from dsframe.train import leave_at_once
 from tests.contract import Blobs, make, micro_batches
 from tests.engines.several import one_process_group, prepare
@@ -91,7 +91,7 @@ def course(file: dict[str, Any], name: str) -> list[float]:
     engine: Any = start()
     found = []
     for step in range(3):
-        loss = engine.train_step(loader.micro_batches(step)).loss
+        loss = engine.train_step(MicroBatch.of(loader.micro_batches(step))).loss
         found.append(float(engine.sum_over_ranks(loss.double().reshape(1))) / engine.plan.world.size)
     if name == "deepspeed":
         engine._engine.destroy()
@@ -145,7 +145,7 @@ def names_and_weights() -> dict[str, Any]:
     seed_generators(0)
     model = task.model()
     own = dict(model.named_parameters())
-    result = engine.train_step(loader.micro_batches(0))
+    result = engine.train_step(MicroBatch.of(loader.micro_batches(0)))
     report = {
         "names": set(told.shapes) == set(own),
         "weights": all(torch.equal(told.parameter(name).weight, weight) for name, weight in own.items()),
@@ -164,7 +164,7 @@ def recomputed() -> dict[str, Any]:
     report = {}
     for interval in (0, 1):
         engine = _normed(AUTOCAST, activation_checkpoint_interval=interval)
-        loss = float(engine.train_step(micro_batches(engine, 0)).loss)
+        loss = float(engine.train_step(MicroBatch.of(micro_batches(engine, 0))).loss)
         buffers = engine.state().buffers.items()
         report[str(interval)] = [loss, {name: buffer.tolist() for name, buffer in buffers}]
         engine._engine.destroy()
@@ -178,10 +178,10 @@ def seeded() -> dict[str, list[float]]:
     for step in range(3):
         if step == 2:
             fresh.load_state(Snapshot(straight.state()))
-        report["straight"].append(float(straight.train_step(micro_batches(straight, step)).loss))
+        report["straight"].append(float(straight.train_step(MicroBatch.of(micro_batches(straight, step))).loss))
         other.eval_step(next(micro_batches(other, 0)), 2)
-        report["evaluated"].append(float(other.train_step(micro_batches(other, step)).loss))
-    report["resumed"] = [float(fresh.train_step(micro_batches(fresh, 2)).loss)]
+        report["evaluated"].append(float(other.train_step(MicroBatch.of(micro_batches(other, step))).loss))
+    report["resumed"] = [float(fresh.train_step(MicroBatch.of(micro_batches(fresh, 2))).loss)]
     for engine in (straight, other, fresh):
         engine._engine.destroy()
     return report
@@ -201,14 +201,14 @@ def not_finite() -> dict[str, Any]:
     before = Snapshot(engine.state())
     if engine.plan.world.rank == 1:  # a hook of one stage: what it sends back is sound
         next(engine._engine.module.parameters()).register_hook(lambda gradient: gradient * float("nan"))
-    result = engine.train_step(micro_batches(engine, 0))
+    result = engine.train_step(MicroBatch.of(micro_batches(engine, 0)))
     after = Snapshot(engine.state())
     same = all(torch.equal(before.parameter(n).weight, after.parameter(n).weight) for n in before.shapes)
     said = [json.loads(text) for text in all_gather_text(engine, json.dumps([result.skipped, same]))]
     inputs, targets = next(micro_batches(engine, 0))
     refused = ""
     try:
-        engine.train_step(iter([({"points": inputs}, targets)] * 2))
+        engine.train_step(MicroBatch.of([({"points": inputs}, targets)] * 2))
     except TaskError as error:
         refused = str(error)
     engine._engine.destroy()
@@ -247,7 +247,7 @@ def sizes() -> dict[str, Any]:
         for step in lengths:
             rows = [torch.randint(256, (2, length + 1), generator=draw) for length in step]
             with heard as announced:
-                result = engine.train_step(iter([(one[:, :-1].contiguous(), one[:, 1:]) for one in rows]))
+                result = engine.train_step(MicroBatch.of([(one[:, :-1].contiguous(), one[:, 1:]) for one in rows]))
             found[0].append(float(result.loss))
             found[1].append(announced.call_count)
             tokens = torch.randint(256, (1, 7), generator=draw)

@@ -14,6 +14,7 @@ from typing import Any
 import torch
 
 from dsframe.engine import Engine
+from dsframe.model.forward import MicroBatch
 from dsframe.model.state import Snapshot
 from dsframe.train import leave_at_once
 from tests.contract import CHECKS, make, micro_batches
@@ -66,7 +67,7 @@ def steps(engine: Engine, first: int, last: int) -> list[float]:
     """The global batch's loss at each step."""
     losses = []
     for step in range(first, last):
-        result = engine.train_step(micro_batches(engine, step))
+        result = engine.train_step(MicroBatch.of(micro_batches(engine, step)))
         losses.append(float(engine.sum_over_ranks(result.loss.reshape(1).double())) / engine.plan.world.size)
     return losses
 
@@ -105,7 +106,7 @@ def nobody_waits(folder: Path) -> dict[str, bool]:
 
 def steps_alone(engine: Engine) -> None:
     for step in range(5):
-        engine.train_step(micro_batches(engine, step))
+        engine.train_step(MicroBatch.of(micro_batches(engine, step)))
 
 
 def measure(name: str, file: dict[str, Any]) -> dict[str, Any]:

@@ -18,6 +18,7 @@ from dsframe import engines, tasks
 from dsframe.cluster import world as worlds
 from dsframe.config import Facts, load
 from dsframe.model import optimizers, schedules
+from dsframe.model.forward import MicroBatch
 from dsframe.run import settle_threads
 
 
@@ -29,7 +30,7 @@ def build(path: str) -> tuple[Any, Callable[[int, int], list[float]]]:
 
     from dsframe.cluster.process_group import device_of
     from dsframe.data import Loader
-    from dsframe.engine import Plan
+    from dsframe.model.plan import Plan
 
     torch.set_num_threads(1)
     task = tasks.build(config.settings.task, 0)
@@ -53,7 +54,7 @@ def build(path: str) -> tuple[Any, Callable[[int, int], list[float]]]:
     def steps(first: int, last: int) -> list[float]:
         losses = []
         for step in range(first, last):
-            result = engine.train_step(loader.micro_batches(step))
+            result = engine.train_step(MicroBatch.of(loader.micro_batches(step)))
             losses.append(float(engine.sum_over_ranks(result.loss.reshape(1).double())) / world.size)
         return losses
 

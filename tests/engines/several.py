@@ -18,9 +18,11 @@ from dsframe.cluster import process_group, world
 from dsframe.cluster.process_group import device_of
 from dsframe.config import Facts, load
 from dsframe.data import Loader
-from dsframe.engine import Engine, Plan
+from dsframe.engine import Engine
 from dsframe.engines import parts, precision
 from dsframe.model import optimizers, schedules
+from dsframe.model.plan import Plan
+from dsframe.tasks.task import TaskContext
 
 _open = process_group.open_process_group
 
@@ -45,7 +47,7 @@ def prepare(file: dict[str, Any], name: str) -> tuple[Callable[[], Engine], Load
     config = config.resolve(Facts(here.size, total_steps=10, replicas=replicas))
     task = tasks.build(config.settings.task, config.settings.seed)
     optimizer = optimizers.of_task(optimizers.read(config), task)
-    task.trained_in = precision.parameter_dtype(config)
+    task.context = TaskContext(precision.parameter_dtype(config))
     batch, device = config.batch(here.size, replicas=replicas), device_of(here)
     loader = Loader(
         task.train_data(),

@@ -11,10 +11,12 @@ from __future__ import annotations
 import json
 import os
 import sys
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from dsframe.cluster import world as worlds
+from dsframe.model.forward import MicroBatch
 from dsframe.run import settle_threads
 
 GPT = {"name": "language", "layers": 2, "heads": 2, "width": 32, "context": 16, "corpus": "synthetic", "samples": 64}
@@ -103,17 +105,17 @@ def main(report: Path) -> None:
         for name, variant in VARIANTS.items():
             make, loader = prepare(file(variant), variant["engine"])
             engine = make()
-            losses = [float(engine.train_step(loader.micro_batches(step)).loss) for step in range(3)]
+            losses = [float(engine.train_step(MicroBatch.of(loader.micro_batches(step))).loss) for step in range(3)]
             weights = Snapshot(engine.state())
             if "kept" in name:  # goes on in a fresh engine, as a run that resumes
                 engine = make()
                 engine.load_state(weights)
-                losses += [float(engine.train_step(loader.micro_batches(step)).loss) for step in (3, 4)]
+                losses += [float(engine.train_step(MicroBatch.of(loader.micro_batches(step))).loss) for step in (3, 4)]
             reference = plain.setdefault(name.partition(",")[0], weights)
             # Not where a compiler would look at what looks.
             gathered = 0 if "compiled" in name else _most_gathered(engine, loader)
             with Communication() as counted:
-                engine.train_step(loader.micro_batches(4))
+                engine.train_step(MicroBatch.of(loader.micro_batches(4)))
             found[name] = {
                 "losses": losses,
                 "names": list(weights.shapes) == list(reference.shapes),
@@ -134,7 +136,7 @@ def _most_gathered(engine: Any, loader: Any) -> int:
     """The most elements of parameters that ZeRO-3 held in full at once, in one step; 0 on other engines."""
     coordinator = getattr(getattr(getattr(engine, "_engine", None), "optimizer", None), "parameter_offload", None)
     if coordinator is None:
-        engine.train_step(loader.micro_batches(3))
+        engine.train_step(MicroBatch.of(loader.micro_batches(3)))
         return 0
     import torch
 
@@ -148,9 +150,9 @@ def _most_gathered(engine: Any, loader: Any) -> int:
         return call(*args, **kwargs)
 
     torch.nn.functional.linear = looking
-    engine.watch = None  # it would refuse the look
+    engine.built = replace(engine.built, watch=None)  # it would refuse the look
     try:
-        engine.train_step(loader.micro_batches(3))
+        engine.train_step(MicroBatch.of(loader.micro_batches(3)))
     finally:
         torch.nn.functional.linear = call
     return most

@@ -17,6 +17,7 @@ from torch.utils.data import TensorDataset
 
 import dsframe
 from dsframe.cluster import world
+from dsframe.model.forward import MicroBatch
 from dsframe.train import leave_at_once
 from tests.engines.several import one_process_group, prepare
 
@@ -56,12 +57,12 @@ def train(case: str, synced: bool = True) -> dict[str, Any]:
     try:
         losses = []
         for step in range(8):
-            loss = engine.train_step(loader.micro_batches(step)).loss.reshape(1).double()
+            loss = engine.train_step(MicroBatch.of(loader.micro_batches(step))).loss.reshape(1).double()
             losses.append(float(engine.sum_over_ranks(loss)) / engine.plan.world.size)
         state = engine.state()
         found = {name: buffer.double().flatten().tolist() for name, buffer in state.buffers.items()}
         found |= {one.name: one.weight.double().flatten().tolist() for one in state.parameters}
-        return {"losses": losses, "state": found, "depends": engine.depends}
+        return {"losses": losses, "state": found, "depends": engine.built.depends}
     finally:
         engine.close()
 

@@ -22,12 +22,14 @@ from dsframe.cluster import world as worlds
 from dsframe.cluster.process_group import device_of
 from dsframe.config import Facts, load
 from dsframe.data import Loader
-from dsframe.engine import Engine, Plan
+from dsframe.engine import Engine
 from dsframe.engines.deepspeed.imports import groups
 from dsframe.engines.deepspeed.partition import Kept, Parts
 from dsframe.errors import EngineError
 from dsframe.model import optimizers, schedules
 from dsframe.model.ema import KEY
+from dsframe.model.forward import MicroBatch
+from dsframe.model.plan import Plan
 from dsframe.model.state import Snapshot
 from dsframe.train import leave_at_once
 from tests.engines.several import one_process_group
@@ -138,7 +140,7 @@ def steps(made: tuple[Engine, Loader], first: int, last: int) -> Iterator[tuple[
     engine, loader = made
     average = engine.plan.config.settings.ema
     for step in range(first, last):
-        result = engine.train_step(loader.micro_batches(step))
+        result = engine.train_step(MicroBatch.of(loader.micro_batches(step)))
         if average:
             engine.average(average.decay)
         norm = None if result.gradient_norm is None else float(result.gradient_norm)

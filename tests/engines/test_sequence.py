@@ -15,9 +15,9 @@ from torch import nn
 
 from dsframe import tasks
 from dsframe.config import load
-from dsframe.engine import Weighted
 from dsframe.engines.deepspeed.sequence import Slices
 from dsframe.errors import EngineError, TaskError
+from dsframe.model.forward import MicroBatch
 from tests import equivalence
 from tests.equivalence import SINGLE, Case, switched, zero
 from tests.processes import run_ranks, warm
@@ -123,9 +123,9 @@ def test_a_rank_takes_its_slice_of_everything(slices: Slices) -> None:
     assert inputs["tokens"].tolist() == [[3, 4, 5], [9, 10, 11]]
     assert inputs["options"] == "kept"
     assert targets.shape == (2, 3, 1)
-    _, weighted = slices.cut((tokens, Weighted(tokens, 2.0)))
-    assert weighted.factor == 2.0
-    assert weighted.targets.tolist() == slices.targets(tokens).tolist() == [[3, 4, 5], [9, 10, 11]]
+    weighted = slices.cut_micro_batch(MicroBatch(tokens, tokens, 2.0))
+    assert weighted.weight == 2.0
+    assert weighted.targets.tolist() == [[3, 4, 5], [9, 10, 11]]
 
 
 @pytest.mark.parametrize("shape", [(4,), (4, 5)])

@@ -13,9 +13,9 @@ from torch.utils._pytree import tree_leaves
 
 from dsframe import Task, tasks
 from dsframe.config import load
-from dsframe.engine import Targeted, call
 from dsframe.errors import ConfigError, TaskError
 from dsframe.model import loss_head
+from dsframe.model.forward import TargetedInputs, call
 from dsframe.tasks import chunked_loss
 from dsframe.tasks.layers import Tied, assemble
 from tests.unit.test_task_huggingface import LLAMA
@@ -127,7 +127,7 @@ def test_a_layer_gives_logits_where_no_targets_come() -> None:
     model, tokens = Words().model(), torch.arange(6).view(2, 3)
     plain = model(tokens)
     assert loss_head.settle(config(), Words(), model)
-    scores = call(model, Targeted(tokens, tokens))
+    scores = call(model, TargetedInputs(tokens, tokens))
     assert scores.shape == (2, 3)
     assert torch.equal(model(tokens), plain)
     named = {name for name, _ in model.named_parameters()}

@@ -17,9 +17,11 @@ from dsframe import engines
 from dsframe.cluster.world import World
 from dsframe.config import Facts, load
 from dsframe.data import EvaluationLoader, TensorSource
-from dsframe.engine import Engine, Plan
+from dsframe.engine import Engine
 from dsframe.errors import TaskError
 from dsframe.model import optimizers, schedules
+from dsframe.model.forward import MicroBatch
+from dsframe.model.plan import Plan
 from dsframe.tasks.task import Sum, Task
 from dsframe.training.evaluation import Evaluation, _row_spans, finalized
 
@@ -72,7 +74,9 @@ def test_training_does_not_see_the_trial() -> None:
         if tried:
             evaluation.try_out()
             assert engine.buffers()["scale"].shape == (0,)
-        steps = [engine.train_step(iter([ReadyTask().train_data().batch(torch.arange(4), 0)])) for _ in range(3)]
+        steps = [
+            engine.train_step(MicroBatch.of([ReadyTask().train_data().batch(torch.arange(4), 0)])) for _ in range(3)
+        ]
         losses.append([float(step.loss) for step in steps])
         assert set(evaluation.run()) == {"loss"}
     assert losses[0] == losses[1]

@@ -15,11 +15,11 @@ from torch import Tensor, nn
 import dsframe
 from dsframe.config import load
 from dsframe.data import TensorSource
-from dsframe.engine import Plan
 from dsframe.engines.deepspeed.stages import Cut
 from dsframe.errors import ConfigError, DsframeError, TaskError
 from dsframe.model import groups, optimizers
 from dsframe.model.groups import ParameterGroups
+from dsframe.model.plan import Plan
 from tests.unit.test_task_huggingface import LLAMA
 
 FILE: dict[str, Any] = {

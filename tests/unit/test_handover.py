@@ -12,9 +12,9 @@ import torch
 import dsframe
 from dsframe.cluster.world import World
 from dsframe.config import load
-from dsframe.engine import Plan
 from dsframe.engines.deepspeed.handover import handover
 from dsframe.model import optimizers, schedules
+from dsframe.model.plan import Plan
 
 FILE: dict[str, Any] = {
     "train_batch_size": 16,

@@ -15,9 +15,9 @@ from torch.nn import functional
 
 from dsframe import Task, Tied
 from dsframe.config import load
-from dsframe.engine import Plan
 from dsframe.engines.deepspeed.stages import Cut
 from dsframe.errors import DsframeError, EngineError, TaskError
+from dsframe.model.plan import Plan
 from dsframe.tasks.layers import Layer
 from reference_engines.modelparallel import ModelParallelEngine
 

@@ -22,9 +22,10 @@ from benchmarks.overhead import ManyTask
 from dsframe import engines, run
 from dsframe.cluster.world import World
 from dsframe.config import Facts, load
-from dsframe.engine import Plan
 from dsframe.guard.signals import StopRequest
 from dsframe.model import optimizers, schedules
+from dsframe.model.forward import MicroBatch
+from dsframe.model.plan import Plan
 from dsframe.trainer import Trainer
 
 
@@ -48,7 +49,7 @@ def make(engine: str, task: dsframe.Task, clipping: float) -> Any:
 
 
 def one_step(engine: Any) -> None:
-    engine.train_step(iter([(torch.ones(4, 3), torch.ones(4))]))
+    engine.train_step(MicroBatch.of([(torch.ones(4, 3), torch.ones(4))]))
 
 
 def test_a_model_that_comes_again_brings_no_gradients(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -70,7 +71,7 @@ def test_training_begins_in_training_mode_and_what_it_depends_on_is_announced(mo
     monkeypatch.setattr(task, "model", lambda: model)
     engine = make("single", task, 0.0)
     assert all(module.training for module in engine.model.modules())
-    assert [what.partition(" ")[0] for what in engine.depends] == ["BatchNorm", "dropout"]
+    assert [what.partition(" ")[0] for what in engine.built.depends] == ["BatchNorm", "dropout"]
 
 
 def test_batchnorm_is_announced_for_the_model_that_has_it(
@@ -164,7 +165,7 @@ def test_sparse_embeddings_train_with_dense_gradients() -> None:
     with pytest.warns(UserWarning, match="dense gradients"):
         made = make("single", Words(), 1.0)
     before = [one.weight.clone() for one in made.state().parameters]
-    made.train_step(iter([(torch.ones(4, 3, dtype=torch.int64), torch.ones(4, 1))]))
+    made.train_step(MicroBatch.of([(torch.ones(4, 3, dtype=torch.int64), torch.ones(4, 1))]))
     after = [one.weight for one in made.state().parameters]
     assert [bool((one != other).any()) for one, other in zip(before[0], after[0], strict=True)] == [
         row == 1 for row in range(7)

@@ -12,8 +12,8 @@ import pytest
 import torch
 
 from dsframe.config.schema.settings import CustomTask, LanguageTask, VisionTask
-from dsframe.engine import measure
 from dsframe.errors import TaskError
+from dsframe.model.forward import measure
 from dsframe.tasks import Sum, Task, build
 
 MODULE = """

@@ -24,6 +24,7 @@ from dsframe.errors import CheckpointError, DataError, TaskError
 from dsframe.model.state import aliases
 from dsframe.tasks import _transformers, build, experts
 from dsframe.tasks.huggingface import CausalLanguageModelTask, ImageClassificationTask
+from dsframe.tasks.task import TaskContext
 from tests.text_files import LLAMA
 from tests.text_files import tokenizer as text_tokenizer
 
@@ -325,7 +326,7 @@ def test_a_folders_weights_keep_their_16_bits(tmp_path: Path) -> None:
     kept.save_pretrained(tmp_path, max_shard_size="20KB")
     task = language(model=str(tmp_path))
     assert {parameter.dtype for parameter in made(task).parameters()} == {torch.float32}
-    task.trained_in = torch.bfloat16
+    task.context = TaskContext(torch.bfloat16)
     model = made(task)
     assert {parameter.dtype for parameter in model.parameters()} == {torch.bfloat16}
     assert all(torch.equal(a, b) for a, b in zip(kept.parameters(), model.parameters(), strict=True))

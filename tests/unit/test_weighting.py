@@ -13,8 +13,8 @@ from torch import Tensor, nn
 
 from dsframe import Task
 from dsframe.config.resolve.batch import Batch
-from dsframe.engine import Weighted, loss_of, measure
 from dsframe.errors import TaskError
+from dsframe.model.forward import MicroBatch, loss_of, measure
 from dsframe.trainer import Trainer
 from dsframe.training.weighting import LossWeights, refuse
 
@@ -41,6 +41,10 @@ class Plain(Padded):
     loss_weight = Task.loss_weight
 
 
+def padded(number: int) -> Tensor:
+    return torch.arange(6).masked_fill(torch.arange(6) >= number, PADDING)
+
+
 def factors(counts: list[list[int]], batch: Batch, task: Task) -> list[list[float]]:
     """By rank. ``counts``: of each rank's micro-batches, how many of 6 targets are no padding."""
     row: list[float] = []
@@ -48,10 +52,12 @@ def factors(counts: list[list[int]], batch: Batch, task: Task) -> list[list[floa
     def on(rank: int, total: Callable[[Tensor], Tensor]) -> list[float]:
         world = SimpleNamespace(rank=rank, size=len(counts))
         plan = SimpleNamespace(task=task, batch=batch, world=world, device=torch.device("cpu"))
-        step = [(number, torch.arange(6).masked_fill(torch.arange(6) >= number, PADDING)) for number in counts[rank]]
-        engine = SimpleNamespace(plan=plan, sum_over_ranks=total, own_targets=lambda targets: targets)
+        step = [(number, padded(number)) for number in counts[rank]]
+        if batch.sequence_parallel_size > 1:  # each rank reads whole rows, and takes its slice
+            step = [(0, torch.cat([padded(number) for (number,) in counts]).unsqueeze(0))]
+        engine = SimpleNamespace(plan=plan, sum_over_ranks=total)
         weights = LossWeights(engine)  # type: ignore[arg-type]
-        return [t.factor.item() if isinstance(t, Weighted) else 1.0 for _, t in weights(iter(step))]
+        return [float(one.weight) for one in weights.settle(iter(step))]
 
     def collect(value: Tensor) -> Tensor:
         row.append(value.item())
@@ -107,7 +113,7 @@ def test_a_weight_is_one_number(weight: Any, found: str, monkeypatch: pytest.Mon
 
 def test_nothing_but_padding_has_no_loss_and_no_gradient() -> None:
     scores, targets = torch.randn(6, 8, requires_grad=True), torch.full((6,), PADDING)
-    loss = loss_of(Padded(), scores, Weighted(targets, torch.tensor(0.0)))
+    loss = loss_of(Padded(), scores, MicroBatch(None, targets, torch.tensor(0.0)), {})
     loss.backward()  # type: ignore[no-untyped-call]
     assert loss.item() == 0
     assert scores.grad is not None
@@ -117,7 +123,7 @@ def test_nothing_but_padding_has_no_loss_and_no_gradient() -> None:
     assert masked.grad is not None
     assert masked.grad.isnan().any()
     again = torch.ones(6, requires_grad=True)
-    loss_of(Masked(), again * 2, Weighted(targets, torch.tensor(0.0))).backward()  # type: ignore[no-untyped-call]
+    loss_of(Masked(), again * 2, MicroBatch(None, targets, torch.tensor(0.0)), {}).backward()  # type: ignore[no-untyped-call]
     assert again.grad is not None
     assert not again.grad.any()
 

@@ -12,6 +12,7 @@ import io
 import logging
 import warnings
 from collections.abc import Callable, Iterator, Mapping
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -21,20 +22,9 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dsframe.cluster import process_group
 from dsframe.config.features import makes_groups, shares_activations
-from dsframe.engine import (
-    Engine,
-    Inputs,
-    Plan,
-    StepResult,
-    build_model,
-    call,
-    loss_of,
-    measure,
-    outputs_of,
-    without_dimensions,
-    without_elements,
-)
+from dsframe.engine import StepResult
 from dsframe.engines import precision
+from dsframe.engines.base import ModelEngine
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.deepspeed import jit, patches, state, versions
 from dsframe.engines.deepspeed.handover import handover
@@ -43,6 +33,9 @@ from dsframe.engines.deepspeed.swap import SwapFolders
 from dsframe.engines.evaluating import stays_gathered
 from dsframe.errors import EngineError
 from dsframe.model import ema, optimizers, rates, switches
+from dsframe.model.build import build_model, without_dimensions, without_elements
+from dsframe.model.forward import Inputs, MicroBatch, call, measure, outputs_of
+from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill, on_disk
 from dsframe.model.state import EngineState, SavedState, persistent_buffers
 from dsframe.tasks.task import Sum
@@ -54,7 +47,7 @@ if TYPE_CHECKING:
     from dsframe.engines.deepspeed.tiling import Tiles
 
 
-class ZeroEngine(Engine):
+class ZeroEngine(ModelEngine):
     """DeepSpeed's engine: optimizer state, gradients and parameters sharded as ``zero_optimization`` says."""
 
     def __init__(self, plan: Plan) -> None:
@@ -74,7 +67,6 @@ class ZeroEngine(Engine):
         self._spreads_experts = plan.config.deepspeed.on("expert_parallel") and not plan.frozen
         self._experts: Mapping[str, Part] = {}
         self._dtype = precision.parameter_dtype(plan.config)
-        self.trains_in_place = self._stage == 0 and self._dtype == torch.float32
         self._refuse_what_the_machine_lacks()
         if plan.config.deepspeed.log_level is None and not plan.verbose:
             logger.setLevel(logging.ERROR)
@@ -94,7 +86,10 @@ class ZeroEngine(Engine):
             self._shares = self._initialize(module)
         if not plan.frozen:
             self._prepare_steps(module)
-        self.calls = self._watch_calls(module) if self._stage == 3 and plan.world.size > 1 else None
+        self._calls = self._watch_calls(module) if self._stage == 3 and plan.world.size > 1 else None
+        self.built = replace(self.built, calls=self._calls)
+        if self.built.watch is not None:
+            self.built.watch.updates_in_place = self._stage == 0 and self._dtype == torch.float32
         self._updates = 0
 
     def _prepare_steps(self, module: nn.Module) -> None:
@@ -138,7 +133,7 @@ class ZeroEngine(Engine):
         zero = self.plan.config.deepspeed.zero_optimization
         if self._stage == 3 and (self.plan.world.size > 1 or zero.parameter_device != "none"):
             self._spill = on_disk(self.plan.directory, self.plan.world.size)
-        model = build_model(self, self._spill)
+        model, self.built = build_model(self, spill=self._spill)
         if self.plan.batch.sequence_parallel_size > 1:
             from dsframe.engines.deepspeed.sequence import Slices
 
@@ -206,7 +201,7 @@ class ZeroEngine(Engine):
         )
         if self.plan.frozen:
             return
-        if self.groups.options:  # Muon makes groups of its own, with a decay, and has no defaults
+        if self.built.groups.options:  # Muon makes groups of its own, with a decay, and has no defaults
             optimizers.refuse_decay(self._engine.basic_optimizer)
         patches.coalesce_gathers(self._engine)
 
@@ -235,14 +230,14 @@ class ZeroEngine(Engine):
 
     def _split(self) -> list[Any] | None:
         """The parameters in groups; None where all are alike, and DeepSpeed looks for them itself. Raises EngineError."""
-        if not self.groups.options:
+        if not self.built.groups.options:
             return None
         if who := makes_groups(self.plan.config.deepspeed):
             raise EngineError(
                 f"parameter groups: {who} makes its own in DeepSpeed; use another optimizer, or no groups"
             )
         pieces = self._tiles.pieces if self._tiles is not None else {}
-        return self.groups.split(
+        return self.built.groups.split(
             (pieces[name].whole if name in pieces else name, parameter)
             for name, parameter in self._model.named_parameters()
             if parameter.requires_grad
@@ -284,73 +279,73 @@ class ZeroEngine(Engine):
         """Which share of each layer is this rank's."""
         return self.plan.world.rank % self.plan.batch.tensor_parallel_size
 
-    def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
+    def train_step(self, micro_batches: Iterator[MicroBatch]) -> StepResult:
         """**Collective.** One optimizer update through DeepSpeed's forward, backward and step."""
+        self._begin_step()
         rates = self.plan.schedule(self._updates)
         rates.apply(self._engine.basic_optimizer.param_groups)
         if self._slices is not None:
-            micro_batches = map(self._slices.cut, micro_batches)
+            micro_batches = map(self._slices.cut_micro_batch, micro_batches)
         total = self._accumulate_whole(micro_batches) if self._whole else self._accumulate(micro_batches)
-        if self.calls is not None:
-            self.calls.check(waits=self.plan.device.type == "cpu")
+        if self._calls is not None:
+            self._calls.check(waits=self.plan.device.type == "cpu")
         applied = bool(self._engine.was_step_applied())
         self._updates += applied
         loss = (total / self.plan.batch.accumulation_steps).float()
         if self._slices is not None:
             loss = self._slices.mean(loss)
-        return StepResult(loss, rates.learning_rate, self._engine.get_global_grad_norm(), not applied)
+        norm = self._engine.get_global_grad_norm()
+        return self._result(loss, rates.learning_rate, norm, skipped=not applied)
 
-    def own_targets(self, targets: Any) -> Any:
-        """This rank's slice of them, where ranks share sequences."""
-        return targets if self._slices is None else self._slices.targets(targets)
-
-    def _accumulate(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> Tensor:
+    def _accumulate(self, micro_batches: Iterator[MicroBatch]) -> Tensor:
         """DeepSpeed's own way: reduces once in a step at stages 0 and 1, after each micro-batch at 2 and 3. The losses' sum."""
         losses: list[Tensor] = []
-        for inputs, targets in micro_batches:
-            loss = loss_of(self.plan.task, self._forward(self.joined(inputs, targets)), targets, self.watch)
+        for batch in micro_batches:
+            loss = self._loss(self._forward(self._joined(batch.inputs, batch.targets)), batch)
             self._backward(loss, last=len(losses) + 1 == self.plan.batch.accumulation_steps)
             self._engine.step()
             losses.append(loss.detach())
         return sum(losses[1:], losses[0])
 
-    def _accumulate_whole(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> Tensor:
+    def _accumulate_whole(self, micro_batches: Iterator[MicroBatch]) -> Tensor:
         """Reduces once in a step at stages 2 and 3 too. DeepSpeed has no key for it, and leaves it to us to say when to step."""
         losses = []
         with self._engine.coalesce_grad_reduction():
-            for inputs, targets in micro_batches:
-                loss = loss_of(self.plan.task, self._forward(self.joined(inputs, targets)), targets, self.watch)
+            for batch in micro_batches:
+                loss = self._loss(self._forward(self._joined(batch.inputs, batch.targets)), batch)
                 self._backward(loss)
                 losses.append(loss.detach())
-        if self.calls is not None:
-            self.calls.compare()
+        if self._calls is not None:
+            self._calls.compare()
         self._engine.set_gradient_accumulation_boundary(True)
         self._engine.step()
         self._engine.set_gradient_accumulation_boundary(None)
         return sum(losses[1:], losses[0])
 
     def _backward(self, loss: Tensor, *, last: bool = False) -> None:
-        if self.calls is None:
+        if self._calls is None:
             self._engine.backward(loss)
             return
-        self.calls.backward(loss)
+        self._calls.backward(loss)
         self._engine.backward(loss)
         if last:
-            self.calls.compare()
+            self._calls.compare()
 
     def _forward(self, inputs: Inputs) -> Any:
-        return precision.cast_outputs(outputs_of(self._engine, precision.cast_inputs(inputs, self._dtype), self.watch))
+        return precision.cast_outputs(
+            outputs_of(self._engine, precision.cast_inputs(inputs, self._dtype), self.built.watch)
+        )
 
     def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:
         """**Collective** at stage 3. The model's, or a part's; not by DeepSpeed's engine, which would expect a backward pass."""
         found = call(self._model if module is None else module, precision.cast_inputs(inputs, self._dtype))
         return precision.cast_outputs(found)
 
-    def rest(self) -> None:
+    def release_outputs(self) -> None:
         """**Collective** at stage 3. Compares the calls, and leaves no trace of them."""
-        if self.calls is not None:
-            self.calls.compare()
-            self.calls.check(waits=self.plan.device.type == "cpu")
+        if self._calls is not None:
+            self._calls.compare()
+            self._calls.check(waits=self.plan.device.type == "cpu")
         if self._stage == 3 and not self.plan.frozen:
             patches.forget_evaluation(self._engine)
 
@@ -361,15 +356,15 @@ class ZeroEngine(Engine):
         alone = self._engine.training
         if alone:
             self._engine.eval()
-        outputs = self._forward(self.joined(inputs, targets))
+        outputs = self._forward(self._joined(inputs, targets))
         if alone:
             self._engine.train()
-        if self.calls is not None and self.calls.watches:
-            self.calls.compare()
-            self.calls.check(waits=alone)
+        if self._calls is not None and self._calls.watches:
+            self._calls.compare()
+            self._calls.check(waits=alone)
         if self._stage == 3:
             patches.forget_evaluation(self._engine)
-        return measure(self.plan.task, outputs, targets, valid if self._tensor_rank == 0 else 0, self.watch)
+        return measure(self.plan.task, outputs, targets, valid if self._tensor_rank == 0 else 0, self.built.watch)
 
     @contextlib.contextmanager
     def evaluating(self, batches: int) -> Iterator[None]:
@@ -379,8 +374,8 @@ class ZeroEngine(Engine):
         with self._gathered(batches):
             yield
         self._engine.train()
-        if self.calls is not None:
-            self.calls.check()
+        if self._calls is not None:
+            self._calls.check()
 
     def _gathered(self, batches: int) -> contextlib.AbstractContextManager[None]:
         if self._stage != 3 or self.plan.config.deepspeed.zero_optimization.parameter_device == "nvme":
@@ -398,14 +393,14 @@ class ZeroEngine(Engine):
         if compiled or self.plan.frozen or not patches.all_stay_gathered(self._model):
             yield
             return
-        if self.calls is not None:
-            self.calls.watches = False
+        if self._calls is not None:
+            self._calls.watches = False
         try:
             with patches.hooks_set_aside(self._engine):
                 yield
         finally:
-            if self.calls is not None:
-                self.calls.watches = True
+            if self._calls is not None:
+                self._calls.watches = True
 
     def average(self, decay: float) -> None:
         """The average of this rank's shards, in the optimizer's state. Sends nothing."""
@@ -458,8 +453,8 @@ class ZeroEngine(Engine):
 
     def close(self) -> None:
         """**Collective.** Frees DeepSpeed's buffers and hooks, and leaves the process group."""
-        if self.calls is not None:
-            self.calls.close()
+        if self._calls is not None:
+            self._calls.close()
         if self._stage == 3 or not self.plan.frozen:
             self._engine.destroy()
         process_group.close_process_group()

@@ -13,9 +13,9 @@ import torch.distributed as dist
 from torch import nn
 
 from dsframe.config.rules.experts import KINDS
-from dsframe.engine import Plan
 from dsframe.engines.deepspeed.imports import configure_moe_param_groups, groups
 from dsframe.errors import EngineError
+from dsframe.model.plan import Plan
 
 _COUNTS = ("num_local_experts", "num_experts")
 

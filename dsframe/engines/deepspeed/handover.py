@@ -14,7 +14,7 @@ from dsframe.config.features import WATCHING
 from dsframe.config.schema.zero import PERSISTENCE, SMALL
 
 if TYPE_CHECKING:
-    from dsframe.engine import Plan
+    from dsframe.model.plan import Plan
 
 _NEVER = 2**62
 

@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsframe.cluster.exchange import all_gather_text
-from dsframe.engine import Inputs, Plan, StepResult, assert_same_model, loss_of, measure
+from dsframe.engine import StepResult
 from dsframe.engines import precision
 from dsframe.engines.deepspeed import patches, state, state_tensor, tensor
 from dsframe.engines.deepspeed.engine import ZeroEngine
@@ -27,6 +27,9 @@ from dsframe.engines.deepspeed.stages import Cut, Stage
 from dsframe.engines.deepspeed.state_pipeline import Column, Share
 from dsframe.errors import TaskError
 from dsframe.model import formats
+from dsframe.model.build import BuiltModel, assert_same_model
+from dsframe.model.forward import Inputs, MicroBatch, measure
+from dsframe.model.plan import Plan
 from dsframe.model.state import EngineState, ParameterState, SavedState, ShardedParameters, compare
 from dsframe.tasks.task import Sum
 
@@ -52,7 +55,7 @@ class PipelineEngine(ZeroEngine):
         deepspeed.init_distributed(dist_init_required=False)
         assert_same_model(self, *self._cut.models)  # of all stages: ranks that cut otherwise would wait for each other
         self._stage_module: Stage = self._cut.build(self._judge)
-        self.depends, self.groups = self._cut.depends, self._cut.groups
+        self.built = BuiltModel(depends=self._cut.depends, groups=self._cut.groups)
         formats.own_dtype(self.plan.config, self.plan.task, self._stage_module.model, keeps_float64=False)
         return self._stage_module, self._stage_module.model
 
@@ -67,7 +70,7 @@ class PipelineEngine(ZeroEngine):
     @property
     def description(self) -> str:
         """For the first line of a run."""
-        stages, ranks = self._cut.stages, self.data_size
+        stages, ranks = self._cut.stages, self.plan.batch.data_parallel_size
         return f"{super().description}, a pipeline of {stages} stages x {ranks} rank{'s' if ranks > 1 else ''}"
 
     def _judge(self, outputs: Any, labels: dict[str, Any]) -> Tensor:
@@ -76,11 +79,12 @@ class PipelineEngine(ZeroEngine):
         if self._evaluating:
             self._evaluated = outputs
             return torch.zeros((), device=self.plan.device)
-        return loss_of(self.plan.task, outputs, labels["targets"])
+        return self._loss(outputs, labels["batch"])
 
-    def _micro_batch(self, batch: tuple[Inputs, Any]) -> tuple[Tensor, dict[str, Any]]:
-        """As DeepSpeed takes it. Targets travel in a dict, which it hands to the loss as it is. Raises TaskError."""
-        inputs, targets = batch
+    def _micro_batch(self, batch: MicroBatch) -> tuple[Tensor, dict[str, Any]]:
+        """As DeepSpeed takes it. Targets travel in a dict, which it hands to the loss as it is.
+        Raises TaskError."""
+        inputs = batch.inputs
         if isinstance(inputs, (tuple, list)) and len(inputs) == 1:
             inputs = inputs[0]
         if not isinstance(inputs, Tensor):
@@ -88,10 +92,11 @@ class PipelineEngine(ZeroEngine):
                 f"a pipeline's first layer takes one tensor, and this task's inputs are a {type(inputs).__name__}; "
                 "pack them into one tensor, or train without a pipeline"
             )
-        return precision.cast_inputs(inputs, self._dtype), {"targets": targets}
+        return precision.cast_inputs(inputs, self._dtype), {"batch": batch}
 
-    def train_step(self, micro_batches: Iterator[tuple[Inputs, Any]]) -> StepResult:
+    def train_step(self, micro_batches: Iterator[MicroBatch]) -> StepResult:
         """**Collective.** All micro-batches go through the stages, one behind the other; then one update."""
+        self._begin_step()
         rates = self.plan.schedule(self._updates)
         rates.apply(self._engine.basic_optimizer.param_groups)
         # By which layers with seeds draw: of this step, whatever was evaluated before it and wherever the run began.
@@ -104,7 +109,8 @@ class PipelineEngine(ZeroEngine):
         self._updates += applied
         # Of this column, from the last stage; what train_batch returns is the mean of all columns.
         loss = self._engine.dp_group_loss.detach().float().reshape(()).clone()
-        return StepResult(loss, rates.learning_rate, self._engine.get_global_grad_norm(), not applied)
+        norm = self._engine.get_global_grad_norm()
+        return self._result(loss, rates.learning_rate, norm, skipped=not applied)
 
     def _settle_sizes(self, sizes: set[torch.Size]) -> None:
         """Lets stages announce an activation's size only where the inputs' ``sizes`` do not tell it: to read what is announced the
@@ -118,7 +124,7 @@ class PipelineEngine(ZeroEngine):
         engine = self._engine
         engine.module.eval()
         self._evaluating = True
-        patches.run_forward(engine, self._micro_batch(batch))
+        patches.run_forward(engine, self._micro_batch(MicroBatch(*batch)))
         self._evaluating, outputs, self._evaluated = False, self._evaluated, None
         engine.module.train()
         speaks = engine.is_last_stage() and self._tensor_rank == 0

@@ -15,9 +15,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils._pytree import tree_map_only
 
-from dsframe.engine import Plan, Weighted
 from dsframe.engines.deepspeed.imports import DistributedAttention
 from dsframe.errors import EngineError
+from dsframe.model.forward import MicroBatch
+from dsframe.model.plan import Plan
 from dsframe.tasks.task import Attention
 
 
@@ -44,14 +45,13 @@ class Slices:
             return tensor.chunk(self._size, dim=1)[self._rank].contiguous()
 
         inputs, targets = batch
-        own = tree_map_only(Tensor, slice_of, self._task.before_slicing(inputs))
-        if isinstance(targets, Weighted):  # by what counts in this slice
-            return own, replace(targets, targets=tree_map_only(Tensor, slice_of, targets.targets))
-        return own, tree_map_only(Tensor, slice_of, targets)
+        inputs = tree_map_only(Tensor, slice_of, self._task.before_slicing(inputs))
+        return inputs, tree_map_only(Tensor, slice_of, targets)
 
-    def targets(self, targets: Any) -> Any:
-        """Returns this rank's slice of them."""
-        return tree_map_only(Tensor, lambda tensor: tensor.chunk(self._size, dim=1)[self._rank], targets)
+    def cut_micro_batch(self, batch: MicroBatch) -> MicroBatch:
+        """:meth:`cut`, of a micro-batch whose weight is that of the slice."""
+        inputs, targets = self.cut((batch.inputs, batch.targets))
+        return replace(batch, inputs=inputs, targets=targets)
 
     def mean(self, loss: Tensor) -> Tensor:
         """**Collective.** Over the ranks that share sequences: the loss of the whole ones."""

@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
-from dsframe.engine import Plan, dependences
 from dsframe.engines.deepspeed import patches, tensor
 from dsframe.engines.deepspeed.engine import refuse_scalars
 from dsframe.engines.deepspeed.imports import (
@@ -29,6 +28,8 @@ from dsframe.engines.deepspeed.imports import (
 )
 from dsframe.errors import EngineError, TaskError
 from dsframe.model import formats, groups, switches
+from dsframe.model.build import dependences
+from dsframe.model.plan import Plan
 from dsframe.model.spill import on_disk
 from dsframe.model.state import aliases
 from dsframe.tasks.layers import Layer, Tied, TiedLayer, check_ties, make, seed_generators, tied_weight
@@ -59,9 +60,9 @@ class Cut:
         self._probes = nn.Sequential(*probes)
         refuse_scalars(self._probes)  # every rank here, before they meet; a stage knows no other's layers
         self.depends = dependences(plan.task, self._probes.train())
-        """``Engine.depends``, of all stages' layers."""
+        """``BuiltModel.depends``, of all stages' layers."""
         self.groups = groups.settle(plan.config, plan.task, self._named(probes) if self._whole is None else self._whole)
-        """``Engine.groups``, of all stages."""
+        """``BuiltModel.groups``, of all stages."""
         self.sizes = [sum(p.numel() for p in probe.parameters() if p.requires_grad) for probe in probes]
         """Trainable parameters of each layer; a tied one counts with its weight, which is used there too."""
         self.names = [type(probe).__name__ for probe in probes]

@@ -11,7 +11,6 @@ from typing import Any, cast
 import torch.distributed as dist
 from torch import nn
 
-from dsframe.engine import Plan
 from dsframe.engines.deepspeed import patches, state_tensor
 from dsframe.engines.deepspeed.imports import (
     SUPPORTED_STYLES,
@@ -23,6 +22,7 @@ from dsframe.engines.deepspeed.imports import (
     groups,
 )
 from dsframe.errors import EngineError
+from dsframe.model.plan import Plan
 
 _HEADS = ("num_attention_heads", "num_key_value_heads")
 _REMEDY = 'say in "tensor_parallel": {"partition_config": ...} which layers to shard, and how'

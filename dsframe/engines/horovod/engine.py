@@ -28,13 +28,14 @@ from torch import Tensor
 from dsframe.cluster.process_group import joins, meet, rendezvous_address, stays_open
 from dsframe.cluster.rendezvous import bound_to, interface_to
 from dsframe.cluster.world import World
-from dsframe.engine import Inputs, Plan
 from dsframe.engines import environment_scope, precision
 from dsframe.engines.buckets import Buckets
 from dsframe.engines.horovod.environment import note_start, pace, settle
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
 from dsframe.host import phases
+from dsframe.model.forward import Inputs, MicroBatch
+from dsframe.model.plan import Plan
 from dsframe.tasks.task import Sum
 
 try:
@@ -90,7 +91,7 @@ class HorovodEngine(ReplicaEngine):
         self.gradient_factor = self._weight
         super().__init__(plan)
 
-    def _gradients(self, micro_batches: Iterable[tuple[Inputs, Any]], scale: float) -> Tensor:
+    def _gradients(self, micro_batches: Iterable[MicroBatch], scale: float) -> Tensor:
         """The mean of the losses over all ranks is that of those that count."""
         if self._buckets:
             self._buckets.begin()

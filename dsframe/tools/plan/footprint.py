@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass
 
-from dsframe.engine import LARGE
+from dsframe.model.build import LARGE
 from dsframe.tools.plan.case import Case, elements, with_frozen
 from dsframe.tools.plan.model import Segment
 

@@ -18,10 +18,10 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-from dsframe.engine import Targeted, call
 from dsframe.engines import precision
 from dsframe.errors import TaskError
 from dsframe.model import loss_head, switches
+from dsframe.model.forward import TargetedInputs, call
 from dsframe.observe.flops import OperationCounter
 from dsframe.observe.meta import Attention, Loss, Stage, stages_of
 from dsframe.tasks.meta import example, map_floats, meta_device, with_rows
@@ -168,7 +168,7 @@ def _run(
     for index, (key, module, owner) in enumerate(stages):
         parts = chosen.inside(index) if chosen else ()
         if sliced and module is stages[-1][1]:
-            flows = [Targeted(flow, with_rows(targets, rows)) for flow, rows in zip(flows, ROWS, strict=True)]
+            flows = [TargetedInputs(flow, with_rows(targets, rows)) for flow, rows in zip(flows, ROWS, strict=True)]
         name = (key, parts, str(tree_map(_shape, flows[0])))
         if key is not None and name in known:
             segment, flows = known[name]

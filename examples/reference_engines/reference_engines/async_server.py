@@ -25,11 +25,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsframe.engine import Inputs, Plan
 from dsframe.engines import state_replica
 from dsframe.engines.deepspeed.state_pipeline import Column
 from dsframe.errors import TrainingError
+from dsframe.model.forward import Inputs
 from dsframe.model.groups import ParameterGroups
+from dsframe.model.plan import Plan
 from dsframe.model.state import EngineState, SavedState
 from dsframe.tasks.task import Sum
 from reference_engines.common import ReferenceEngine
@@ -52,7 +53,9 @@ class AsyncParameterServerEngine(ReferenceEngine):
         self._line = dist.new_group(
             backend="gloo", timeout=_FOR_EVER
         )  # its messages wait for no collective of the others
-        self._server = Server(plan, self._named_parameters(), self.groups, self._line) if plan.world.is_main else None
+        self._server = (
+            Server(plan, self._named_parameters(), self.built.groups, self._line) if plan.world.is_main else None
+        )
 
     @property
     def description(self) -> str:

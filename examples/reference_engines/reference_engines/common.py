@@ -7,10 +7,10 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsframe.cluster import process_group
-from dsframe.engine import Plan
 from dsframe.engines import precision
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
+from dsframe.model.plan import Plan
 
 
 class ReferenceEngine(ReplicaEngine):

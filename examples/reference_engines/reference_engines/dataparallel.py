@@ -10,9 +10,9 @@ from __future__ import annotations
 
 from torch import nn
 
-from dsframe.engine import Plan
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
+from dsframe.model.plan import Plan
 
 
 class DataParallelEngine(ReplicaEngine):

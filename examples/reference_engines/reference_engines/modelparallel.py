@@ -19,10 +19,12 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
-from dsframe.engine import Inputs, Plan, StepResult, loss_of, measure
+from dsframe.engine import StepResult
 from dsframe.engines.deepspeed.state_pipeline import Column, Share
 from dsframe.engines.precision import MasterWeights
 from dsframe.errors import EngineError, TaskError
+from dsframe.model.forward import Inputs, MicroBatch, measure
+from dsframe.model.plan import Plan
 from dsframe.model.state import EngineState, SavedState, aliases, compare, persistent_buffers
 from dsframe.tasks.layers import ready
 from dsframe.tasks.task import Sum
@@ -98,13 +100,13 @@ class ModelParallelEngine(ReferenceEngine):
         dist.recv(activation, rank)
         return activation
 
-    def _pass(self, inputs: Inputs, targets: Any, factor: float) -> Tensor:
+    def _pass(self, batch: MicroBatch, factor: float) -> Tensor:
         """**Collective.** One micro-batch forward through all ranks and back; the loss, and 0 on all but the last rank."""
-        arrived = self._receive(self._rank - 1).requires_grad_() if self._rank else inputs
+        arrived = self._receive(self._rank - 1).requires_grad_() if self._rank else batch.inputs
         loss = torch.zeros((), device=self.plan.device)
         outputs = self._forward(self.module, arrived)
         if self._rank == self._last:
-            loss = loss_of(self.plan.task, outputs, targets)
+            loss = self._loss(outputs, batch)
             (loss * factor).backward()  # type: ignore[no-untyped-call]
         else:
             self._send(outputs, self._rank + 1)

@@ -1,0 +1,264 @@
+"""Builds a task's model, the same on every rank and engine, before a library sees it."""
+
+from __future__ import annotations
+
+import weakref
+from collections.abc import Iterator, Mapping
+from contextlib import nullcontext
+from dataclasses import dataclass, field, replace
+from types import MappingProxyType
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from torch.nn.parameter import is_lazy
+
+from dsframe.cluster.exchange import Ranks, all_gather_text, by_value, failures, first_difference
+from dsframe.errors import DsframeError, TaskError, WorldError
+from dsframe.host.memory import give_back, keep_freed
+from dsframe.model import adapter as adapters
+from dsframe.model import formats, groups, loss_head, switches, sync_batch_norm
+from dsframe.model.adapter import Adapter
+from dsframe.model.groups import ParameterGroups
+from dsframe.model.plan import Plan
+from dsframe.model.sample_draws import DrawTrial, SampleDraws
+from dsframe.model.spill import Spill
+from dsframe.model.state import aliases
+from dsframe.model.weight_watch import WeightWatch, refuse_unusual
+from dsframe.tasks.layers import seed_generators
+from dsframe.tasks.task import Task
+
+ON_RANKS = "so the training depends on the number of processes"
+LARGE = 1 << 24
+"""Elements. Freed memory of a larger sharded model goes back to the system; smaller models keep it,
+for speed."""
+
+
+@dataclass(frozen=True)
+class BuiltModel:
+    """What is known of a model once it is built. An engine keeps it as one value."""
+
+    dtype: torch.dtype = torch.float32
+    """Number format of the weights that the optimizer updates: float32, or float64 if the model is."""
+    groups: ParameterGroups = field(default_factory=ParameterGroups)
+    """Parameters with options of their own."""
+    adapter: Adapter | None = None
+    """What trains beside a frozen base, if the file asks for it."""
+    sizes: tuple[int, int] | None = None
+    """Numbers of trained parameters and of all; None if no rank has seen the whole model."""
+    computes_loss: bool = False
+    """True if the model computes its loss itself, a slice of tokens at a time: it is then given the
+    targets with the inputs."""
+    origin: str = ""
+    """Where a large model was built before it was sharded; printed at start."""
+    depends: tuple[str, ...] = ()
+    """Dependencies of the result that the file does not show, such as the micro-batch size; printed
+    at start."""
+    draws: DrawTrial | None = None
+    """Knows after the first step whether the model draws random numbers in training."""
+    sample_draws: SampleDraws | None = None
+    """Gives random numbers to samples, if the file asks for it; the loop says which come next."""
+    watch: WeightWatch | None = None
+    """Sees weights that are read or written outside of the engine; None for one of several models."""
+    calls: Any = None
+    """Knows which modules this rank has called, if all ranks must call the same
+    (``engines.call_order``)."""
+    manifest: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    """What a checkpoint's manifest adds, by section (``checkpoint.changes.about``)."""
+
+
+def build_model(
+    ranks: Ranks, *, keeps_float64: bool = False, spill: Spill | None = None
+) -> tuple[nn.Module, BuiltModel]:
+    """**Collective.** Builds the task's model, the same on every rank and engine.
+
+    Raises TaskError if it differs between ranks, and on every rank if one of them could not build it.
+
+    The model is built on the CPU and then moved to the plan's device, so that initial weights depend
+    on neither the engine nor the device: CUDA's generator gives other numbers on other GPUs. (A
+    task's layers have a seed each.)
+
+    Args:
+        ranks: The engine, whose plan says what to build, and which can sum over ranks already.
+        keeps_float64: True if the engine trains a model in float64; else such a model is refused.
+        spill: Where large parameters lie instead of in memory. The model then stays on the CPU, and
+            the engine shards it from there.
+    """
+    plan: Plan = ranks.plan
+    task, settings = plan.task, plan.config.settings
+    model, peft = _build_on_cpu(ranks, spill)
+    refuse_unusual(model, type(task).__name__)
+    formats.integers_as_buffers(model)
+    sizes = _sizes(model)
+    task.context = replace(task.context, ranks=weakref.proxy(ranks))
+    dtype = formats.own_dtype(plan.config, task, model, keeps_float64=keeps_float64)
+    parameter_groups = groups.settle(plan.config, task, model)
+    adapter = _adapter(ranks, model, peft, spill) if peft else None
+    origin = _place(plan, model, spill)
+    # As every training loop begins, and as evaluation leaves it: a loaded model is in evaluation mode.
+    model.train()
+    if settings.model.sync_batch_norm:
+        sync_batch_norm.share_statistics(model, weakref.proxy(ranks))
+    # A task may return the same module again, with gradients of an earlier training or of a step
+    # that lost a process.
+    for parameter in model.parameters():
+        parameter.grad = None
+    switches.apply(model, plan.config, plan.device)
+    per_sample = settings.per_sample_randomness
+    built = BuiltModel(
+        dtype=dtype,
+        groups=parameter_groups,
+        adapter=adapter,
+        sizes=sizes,
+        computes_loss=loss_head.settle(plan.config, task, model),
+        origin=origin,
+        depends=_all_dependences(plan, model),
+        draws=DrawTrial(model, plan.device),
+        watch=None if plan.part else WeightWatch(ranks, model),
+        sample_draws=SampleDraws(model, plan.seed, plan.batch.micro_batch_size, plan.device) if per_sample else None,
+    )
+    # Dropout differs between ranks that see different samples, as it must.
+    torch.manual_seed(plan.seed + 1 + plan.data_rank)
+    return model, built
+
+
+def _all_dependences(plan: Plan, model: nn.Module) -> tuple[str, ...]:
+    settings, task = plan.config.settings, plan.task
+    depends = dependences(
+        task,
+        model,
+        per_sample=settings.per_sample_randomness,
+        synced=settings.model.sync_batch_norm,
+    )
+    if task.over_micro_batches and plan.batch.accumulation_steps > 1:
+        depends += (
+            f"{task.over_micro_batches} is over a micro-batch, so the training depends on gradient_accumulation_steps",
+        )
+    return depends
+
+
+def _adapter(ranks: Ranks, model: nn.Module, peft: str, spill: Spill | None) -> Adapter:
+    """**Collective.** Returns the file's adapter; its base is quantised if the file asks for it."""
+    plan = ranks.plan
+    adapter = adapters.settle(
+        plan.config,
+        model,
+        peft,
+        (plan.world.rank, plan.world.size),
+        lambda text: all_gather_text(ranks, text),
+        (lambda size: None) if spill is None else spill.touched,
+    )
+    adapters.quantise(plan.config, model, formats.parameter_dtype(plan.config))
+    return adapter
+
+
+def _build_on_cpu(ranks: Ranks, spill: Spill | None) -> tuple[nn.Module, str]:
+    """**Collective.** Builds the task's model on the CPU, with the file's adapter in it; returns also
+    peft's settings, or ""."""
+    plan = ranks.plan
+    seed_generators(plan.seed)
+    if spill is not None and plan.device.type == "cpu":
+        give_back()
+    model, peft, failed = None, "", None
+    try:
+        with torch.device("cpu"), nullcontext() if spill is None else spill.building():
+            model = plan.task.model()
+            peft = adapters.add(plan.config, model)
+    except DsframeError as error:
+        failed = error
+    problems = failures(ranks, str(failed or ""))
+    if failed is not None:
+        raise failed
+    if model is None or problems:
+        raise WorldError(f"the model could not be built: {'; '.join(problems)}")
+    assert_same_model(ranks, model)
+    return model, peft
+
+
+def _sizes(model: nn.Module) -> tuple[int, int]:
+    """Returns the numbers of trained parameters and of all."""
+    parameters = list(model.parameters())
+    return sum(p.numel() for p in parameters if p.requires_grad), sum(p.numel() for p in parameters)
+
+
+def _place(plan: Plan, model: nn.Module, spill: Spill | None) -> str:
+    """Moves the model to the device; with ``spill``, what did not pass through it into files. Returns
+    where a large model was built."""
+    if spill is None:
+        dtype = formats.parameter_dtype(plan.config)
+        for parameter in model.parameters():  # rounded first: the device never holds all in fp32
+            if parameter.is_floating_point():
+                rounded = dtype if dtype.itemsize < 4 else parameter.dtype
+                parameter.data = parameter.data.to(rounded)
+                parameter.data = parameter.data.to(plan.device)
+        model.to(plan.device)  # its buffers, and weights in 4 bits with their scales
+        return ""
+    large = sum(parameter.numel() for parameter in model.parameters()) > LARGE
+    if plan.device.type == "cpu" and not large:
+        keep_freed()
+    # What a constructor put there without registering it, such as deep copies.
+    for parameter in model.parameters():
+        spill.add(parameter)
+    spill.evict()
+    return spill.description if large else ""
+
+
+def without_dimensions(model: nn.Module) -> str:
+    """The names of the parameters without dimensions, which not every engine can hold; empty where all have some."""
+    return ", ".join(name for name, parameter in model.named_parameters() if parameter.ndim == 0)
+
+
+def without_elements(model: nn.Module) -> str:
+    """The names of the parameters without elements, which no library shards; empty where all have some."""
+    return ", ".join(name for name, parameter in model.named_parameters() if not parameter.numel())
+
+
+def dependences(task: Task, model: nn.Module, *, per_sample: bool = False, synced: bool = False) -> tuple[str, ...]:
+    """Returns what the result depends on beside the file, as far as the task and ``model`` (in training mode) show it.
+
+    ``per_sample``: whether random numbers belong to samples. ``synced``: whether BatchNorm uses the samples of all ranks.
+    """
+    training = [module for module in model.modules() if module.training]
+    found = []
+    if not synced and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in training):
+        found.append("BatchNorm sees one micro-batch at a time, so the training depends on the micro batch size")
+    elif not synced and task.batch_dependent:
+        found.append("outputs depend on the rest of a micro-batch, so the training depends on the micro batch size")
+    drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in training)
+    if drops and not per_sample:
+        found.append(f"dropout draws other masks on each rank, {ON_RANKS}")
+    sparse = ", ".join(name for name, buffer in model.named_buffers() if buffer.layout != torch.strided)
+    if sparse:
+        found.append(f"sparse buffer {sparse} is not kept in checkpoints: model() makes it anew at each start")
+    return tuple(found)
+
+
+def assert_same_model(ranks: Ranks, *models: nn.Module) -> None:
+    """**Collective.** Raises TaskError on every rank if ``models`` differ between ranks: names, order,
+    shapes, dtypes, what is trained. Called before a library sees them: engines match parameters by
+    position, and would fail inside or mix them up.
+    """
+    differing = first_difference(ranks, [entry for model in models for entry in _entries(model)])
+    if differing:
+        first = by_value([text or "nothing more" for text in differing])
+        raise TaskError(
+            f"{type(ranks.plan.task).__name__}: the model differs between ranks. The first "
+            f"difference: {first}. Every rank must build the same model: if your code iterates over "
+            "a set, sort it first (a set has another order in each process), and let nothing depend "
+            "on the rank or the host"
+        )
+
+
+def _entries(model: nn.Module) -> Iterator[str]:
+    further = aliases(model)
+    for name, parameter in model.named_parameters(remove_duplicate=False):
+        if name in further:
+            yield f"parameter {name}, which is {further[name]}"
+        else:
+            yield f"parameter {name} {_form(parameter)}{'' if parameter.requires_grad else ' frozen'}"
+    for name, buffer in model.named_buffers():
+        yield f"buffer {name} {_form(buffer)}"
+
+
+def _form(tensor: Tensor) -> str:
+    return f"{'' if is_lazy(tensor) else f'{list(tensor.shape)} '}{str(tensor.dtype).removeprefix('torch.')}"

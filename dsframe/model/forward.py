@@ -1,0 +1,146 @@
+"""One micro-batch: how the model is called, and how the task judges what it returns."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager, nullcontext
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, NamedTuple
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves, tree_map_only
+
+from dsframe.errors import TaskError
+from dsframe.model import loss_head, output_classes
+from dsframe.tasks.task import Sum, Task, loss_and_terms, sums, tensor_of
+
+if TYPE_CHECKING:
+    from dsframe.model.weight_watch import WeightWatch
+
+Inputs = Any
+"""Inputs of the model: a tensor, a tuple (positional arguments) or a dict (keyword arguments)."""
+
+Terms = dict[str, Sum]
+"""What a task's loss returned beside the loss, added up over the micro-batches of a step."""
+
+
+@dataclass(frozen=True)
+class MicroBatch:
+    """What one forward and backward pass is computed from."""
+
+    inputs: Inputs
+    targets: Any
+    weight: Tensor | float = 1.0
+    """Factor on the loss: a number, or a 0-d float32 tensor on the device, which may be 0 and is 1
+    on average."""
+    inspect: Callable[[Any, Any], None] | None = None
+    """Called with the outputs and the targets before the backward pass."""
+
+    @classmethod
+    def of(cls, batches: Iterable[tuple[Inputs, Any]], weight: float = 1.0) -> Iterator[MicroBatch]:
+        """Yields ``batches`` of inputs and targets, each with ``weight``."""
+        return (cls(inputs, targets, weight) for inputs, targets in batches)
+
+
+class TargetedInputs(NamedTuple):
+    """Inputs of a model that computes its loss itself (``BuiltModel.computes_loss``)."""
+
+    inputs: Inputs
+    targets: Any
+
+
+def call(model: nn.Module, inputs: Inputs) -> Any:
+    """Returns ``model`` applied to ``inputs``: a dict becomes keyword arguments, a tuple or list
+    positional ones, anything else the one argument."""
+    named: dict[str, Any] = {}
+    if isinstance(inputs, TargetedInputs):
+        named = {loss_head.TARGETS: inputs.targets}
+        inputs = inputs.inputs
+    if isinstance(inputs, Mapping):
+        return model(**inputs, **named)
+    if isinstance(inputs, (tuple, list)):
+        return model(*inputs, **named)
+    return model(inputs, **named)
+
+
+def outputs_of(model: nn.Module, inputs: Inputs, watch: WeightWatch | None) -> Any:
+    """:func:`call`, watched; objects of the model's own classes can be mapped over afterwards."""
+    with _watched(watch):
+        outputs = call(model, inputs)
+    output_classes.register(outputs)
+    return outputs
+
+
+def loss_of(
+    task: Task,
+    outputs: Any,
+    batch: MicroBatch,
+    terms: Terms,
+    watch: WeightWatch | None = None,
+) -> Tensor:
+    """Returns the task's loss of a micro-batch times its weight, a scalar; 0 where the weight is 0.
+
+    What the task returns beside it is added to ``terms``. Raises TaskError for what is no loss.
+    """
+    with _watched(watch):
+        if batch.inspect:
+            batch.inspect(outputs, batch.targets)
+        loss = _weighted_loss(task, outputs, batch, terms)
+    if watch is not None:
+        watch.computed(loss)
+    return loss
+
+
+def _weighted_loss(task: Task, outputs: Any, batch: MicroBatch, terms: Terms) -> Tensor:
+    weight = batch.weight
+    if not isinstance(weight, Tensor):
+        loss = _loss(task, outputs, batch.targets, terms)
+        return loss if weight == 1.0 else loss * weight
+    counts = weight > 0
+
+    def zero_unless_counted(value: Tensor) -> Tensor:
+        return torch.where(counts, value, torch.zeros_like(value))
+
+    # A mean over nothing is NaN, and so are its gradients.
+    for leaf in tree_leaves(outputs):
+        if isinstance(leaf, Tensor) and leaf.requires_grad:
+            leaf.register_hook(zero_unless_counted)  # type: ignore[no-untyped-call]
+    return zero_unless_counted(_loss(task, outputs, batch.targets, terms) * weight)
+
+
+def _loss(task: Task, outputs: Any, targets: Any, terms: Terms) -> Tensor:
+    source = f"{type(task).__name__}.loss"
+    returned, more = loss_and_terms(task.loss(outputs, targets))
+    for name, term in (sums(more, source) if more else {}).items():
+        if name == "loss":
+            raise TaskError(f'{source}: "loss" is the loss itself; give what is returned beside it another name')
+        detached = Sum(term.total.detach(), term.count)
+        terms[name] = terms[name] + detached if name in terms else detached
+    loss = tensor_of(returned, source)
+    if loss.numel() != 1:
+        raise TaskError(f"{source}: returned a tensor of shape {list(loss.shape)}, not a scalar; return its mean")
+    if torch.is_grad_enabled() and not loss.requires_grad:
+        raise TaskError(
+            f"{source}: returned a tensor without a gradient, so nothing would be trained; compute "
+            "it from the outputs, without .item(), .detach() or torch.no_grad()"
+        )
+    return loss
+
+
+def measure(task: Task, outputs: Any, targets: Any, valid: int, watch: WeightWatch | None = None) -> Mapping[str, Sum]:
+    """Returns the task's metrics over the first ``valid`` rows of each tensor; nothing for 0 rows.
+    Raises TaskError."""
+    if valid == 0:
+        return {}
+    outputs, targets = tree_map_only(
+        Tensor, lambda tensor: tensor[:valid] if tensor.ndim else tensor, (outputs, targets)
+    )
+    with _watched(watch):
+        for metric in task.metric_objects.values():
+            task.update_metric(metric, outputs, targets)
+        return sums(task.metrics(outputs, targets), f"{type(task).__name__}.metrics")
+
+
+def _watched(watch: WeightWatch | None) -> AbstractContextManager[None]:
+    return nullcontext() if watch is None else watch.inside()

@@ -1,0 +1,67 @@
+"""What an engine is built from: values that are decided before it exists."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass
+from datetime import timedelta
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from dsframe.cluster.process_group import collective_limit
+from dsframe.model.followers import EarlyStop, Plateau
+
+if TYPE_CHECKING:
+    import torch
+
+    from dsframe.cluster.world import World
+    from dsframe.config import Batch, Config
+    from dsframe.model.optimizers import OptimizerSpec
+    from dsframe.model.schedules import Schedule
+    from dsframe.tasks.task import Task
+
+
+@dataclass(frozen=True)
+class Plan:
+    """Everything an engine needs to set itself up."""
+
+    config: Config
+    world: World
+    task: Task
+    optimizer: OptimizerSpec
+    schedule: Schedule
+    batch: Batch
+    device: torch.device
+    verbose: bool = False
+    """Let the library print all it wants to."""
+    directory: Path = Path()
+    """Directory of the run's results."""
+    stop: EarlyStop | None = None
+    """Ends the training early, if the file asks for it."""
+    part: str = ""
+    """Name of the model that this engine holds, if the task has several models."""
+    frozen: bool = False
+    """True if nothing trains this model."""
+
+    @property
+    def followers(self) -> Mapping[str, Plateau | EarlyStop]:
+        """Returns what evaluations drive, by the key of its state in a checkpoint's manifest."""
+        plateau = self.schedule if isinstance(self.schedule, Plateau) else None
+        candidates = {"schedule": plateau, "stop": self.stop}
+        return {key: follower for key, follower in candidates.items() if follower is not None}
+
+    @property
+    def seed(self) -> int:
+        """The run's seed."""
+        return self.config.settings.seed
+
+    @property
+    def collective_limit(self) -> timedelta:
+        """Returns how long a collective may wait for other ranks."""
+        return collective_limit(self.config.settings.hang_timeout_seconds)
+
+    @property
+    def data_rank(self) -> int:
+        """This rank's share of each global batch: 0 to data_parallel_size - 1. Ranks that split
+        one model have the same."""
+        return self.batch.data_rank(self.world.rank)
