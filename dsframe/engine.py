@@ -14,8 +14,7 @@ from __future__ import annotations
 from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
-from dataclasses import dataclass
-from types import MappingProxyType
+from dataclasses import dataclass, field
 
 from torch import Tensor
 
@@ -42,7 +41,7 @@ class StepResult:
     """True if the update was left out because gradients were not finite: under fp16 loss scaling, on
     engines that always look (DeepSpeed from stage 1 on), and with "on_nonfinite": "skip". The same on
     every rank."""
-    terms: Mapping[str, Sum] = MappingProxyType({})
+    terms: Mapping[str, Sum] = field(default_factory=dict)
     """What the task's loss returned beside the loss, over this rank's micro-batches."""
 
 

@@ -8,7 +8,7 @@ of the mistake; one that hangs is found by the watchdog, as any other code of th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -61,34 +61,13 @@ class Hooks:
         """After the last step, its evaluation and its checkpoint. Not after an error."""
 
 
-_EVENTS = tuple(name for name in vars(Hooks) if name.startswith("on_"))
-
-
-class Called:
-    """The hooks of a run, by event."""
-
-    def __init__(self, hooks: Sequence[Hooks] = ()) -> None:
-        """Raises TaskError for what is no Hooks."""
-        self._of: dict[str, list[Callable[..., None]]] = {name: [] for name in _EVENTS}
-        for one in hooks:
-            if not isinstance(one, Hooks):
-                raise TaskError(
-                    f'hooks: {type(one).__name__} is no Hooks; write "class {type(one).__name__}(dsframe.Hooks)"'
-                )
-            for name, methods in self._of.items():
-                if getattr(type(one), name) is not getattr(Hooks, name):
-                    methods.append(getattr(one, name))
-
-    def listens(self, event: str) -> bool:
-        """Returns whether a hook listens to ``event``."""
-        return bool(self._of[event])
-
-    def __call__(self, event: str, view: Callable[[], RunView], *more: Any) -> None:
-        """Calls every hook that listens to ``event``. ``view`` is asked only where there is one."""
-        if methods := self._of[event]:
-            seen = view()
-            for method in methods:
-                method(seen, *more)
+def all_hooks(names: Sequence[str], objects: Sequence[Any]) -> tuple[Hooks, ...]:
+    """Returns the hooks that a file names, then ``objects``. Raises TaskError for what is no Hooks."""
+    for hook in objects:
+        if not isinstance(hook, Hooks):
+            kind = type(hook).__name__
+            raise TaskError(f'hooks: {kind} is no Hooks; write "class {kind}(dsframe.Hooks)"')
+    return (*from_names(names), *objects)
 
 
 def from_names(names: Sequence[str]) -> list[Hooks]:

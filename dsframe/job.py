@@ -35,8 +35,9 @@ from dsframe.data.sampler import sequential
 from dsframe.engine import Engine
 from dsframe.engines import parts, precision
 from dsframe.errors import CheckpointError, ConfigError, DataError, EngineError, StoppedError, TaskError, TrainingError
+from dsframe.events import RunSchedule
 from dsframe.guard.watchdog import Watchdog
-from dsframe.hooks import Called
+from dsframe.hooks import Hooks
 from dsframe.host import phases
 from dsframe.host.memory import keep_freed, reset_peak, resident_bytes
 from dsframe.model import optimizers, schedules
@@ -49,7 +50,7 @@ from dsframe.run_dir.lock import RunLock
 from dsframe.run_dir.progress import Progress
 from dsframe.run_dir.record import Record, finished, read_metrics
 from dsframe.tasks.task import Task, TaskContext
-from dsframe.trainer import Outputs, RunSchedule, Trainer, Work
+from dsframe.trainer import Outputs, Trainer, Work
 from dsframe.training import weighting
 from dsframe.version import __version__
 
@@ -88,7 +89,7 @@ class Run:
     engine: str
     data: Callable[[], tuple[Any, Any]]
     """For training and for evaluation; read once."""
-    hooks: Called
+    hooks: tuple[Hooks, ...]
     """The file's, then the task's."""
     lines: tuple[str, ...]
     """To be said at the start."""

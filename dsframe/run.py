@@ -148,7 +148,7 @@ def prepared(
         return task.train_data(), task.eval_data()
 
     data = cache(read)
-    called = hooks.Called((*hooks.from_names(config.settings.hooks), *task.hooks))
+    called = hooks.all_hooks(config.settings.hooks, task.hooks)
     settings = config.settings
     with RunLock() as lock, numerics.chosen(deterministic=settings.deterministic, tf32=settings.tf32):
         wishes = job.Wishes(resume, verbose=verbose, quiet=quiet)

@@ -21,8 +21,7 @@ from dsframe.cluster import world as worlds
 from dsframe.cluster.world import World
 from dsframe.config import DEFAULT_CONFIG, load
 from dsframe.errors import ConfigError, DataError, DsframeError, StoppedError, TaskError, TrainingError
-from dsframe.guard import user_code
-from dsframe.host import streams, supervise
+from dsframe.host import source_files, streams, supervise
 from dsframe.run_dir import outcome, output
 
 if TYPE_CHECKING:
@@ -143,7 +142,7 @@ def _lingering() -> Iterator[str]:
         if thread is threading.current_thread() or thread.daemon:
             continue
         stack = traceback.extract_stack(frames.get(thread.ident or 0))
-        here = next((frame for frame in reversed(stack) if not user_code.in_library(frame.filename)), None)
+        here = next((frame for frame in reversed(stack) if not source_files.in_library(frame.filename)), None)
         where = f" ({here.filename}:{here.lineno}, {here.name})" if here else ""
         yield (
             f"training is complete, but the thread {thread.name}{where} keeps this process alive; end it, or make it a daemon"
@@ -157,8 +156,10 @@ def crash(error: Exception, world: World, *, verbose: bool) -> NoReturn:
         what = f"a process that reads data has ended, perhaps because memory was short: {str(error).strip()}"
         leave(DataError(f"{what}; go on with --resume auto, and with fewer workers"), world, verbose=verbose)
     if verbose or not lost_a_peer(error):
-        theirs = user_code.told(error)
-        passing = theirs is None or user_code.may_pass(error)
+        from dsframe.guard import user_code  # late: it imports torch
+
+        theirs = user_code.user_traceback(error)
+        passing = theirs is None or user_code.is_transient(error)
         code = 1 if passing else TaskError.exit_code
         outcome.reporter().failed(code, f"{type(error).__name__}: {error}")
         found = traceback.format_exc() if theirs is None or verbose else f"error: {theirs} [{TaskError.code}]"

@@ -1,7 +1,7 @@
 """Whose mistake an exception is: the user's, in code that dsframe called, or one of dsframe and the libraries.
 
 Exceptions pass through dsframe as they are, because engines and launchers know some by their class (a lost peer, for one).
-Only where one ends a process is its traceback read, by :func:`told`.
+Only where one ends a process is its traceback read, by :func:`user_traceback`.
 """
 
 from __future__ import annotations
@@ -15,7 +15,9 @@ from pathlib import Path
 from types import FrameType
 from typing import Any
 
+from dsframe.data.loader import DatasetSource, StreamSource
 from dsframe.host import source_files
+from dsframe.model import forward
 
 _COMMUNICATION = ("/deepspeed/", "/horovod/", "/torch/distributed/")
 """Where an error under the user's frames is not theirs: a hook of their model talks to other ranks there."""
@@ -23,6 +25,13 @@ _INPUTS = (
     "A batch's inputs reach the model as model(*inputs) where they are a tuple, as model(**inputs) where they are a dict, "
     "else as model(inputs); here they are {kind}"
 )
+
+
+_READS_A_SAMPLE = {DatasetSource.item.__code__, StreamSource.item.__code__}
+
+
+def _is_model_call(call: _Call) -> bool:
+    return call.frame.f_code is forward.call.__code__
 
 
 @dataclass(frozen=True)
@@ -48,17 +57,12 @@ class _Call:
         return linecache.getline(self.file, self.line).strip()
 
 
-def in_library(file: str) -> bool:
-    """Returns whether the file belongs to Python or to an installed package."""
-    return file.startswith(source_files.LIBRARIES)
-
-
-def may_pass(error: Exception) -> bool:
+def is_transient(error: Exception) -> bool:
     """Returns whether a restart may well mend it, although the user's code raised it: a disk, a connection, memory."""
     return isinstance(error, (OSError, MemoryError)) or type(error).__name__ == "OutOfMemoryError"
 
 
-def told(error: Exception) -> str | None:
+def user_traceback(error: Exception) -> str | None:
     """Returns what the user should read of an ``error`` that their code or their model raised; None where it is not theirs.
 
     The user's own frames, and which call of dsframe led to them.
@@ -76,13 +80,13 @@ def told(error: Exception) -> str | None:
     if any(name in call.file for call in below for name in _COMMUNICATION):
         return None
     in_worker = "DataLoader worker process" in str(error).partition("\n")[0]
-    if not (theirs or in_worker or by.frame.f_code.co_name == "call"):
+    if not (theirs or in_worker or _is_model_call(by)):
         return None
     return _text(error, by, [calls[place] for place in theirs])
 
 
 def _text(error: Exception, by: _Call, theirs: Sequence[_Call]) -> str:
-    whose = "the task's model" if by.frame.f_code.co_name == "call" else "the task's code"
+    whose = "the task's model" if _is_model_call(by) else "the task's code"
     lines = [f"{whose} raised {type(error).__name__}: {str(error).rstrip() or 'no message'}"]
     for call in theirs:
         lines.append(f'  File "{call.file}", line {call.line}, in {call.frame.f_code.co_name}')
@@ -91,9 +95,9 @@ def _text(error: Exception, by: _Call, theirs: Sequence[_Call]) -> str:
     place = Path(by.file).relative_to(Path(source_files.OURS).parent)
     lines.append(f"called by {place}, line {by.line}, in {by.frame.f_code.co_name}: {by.source}")
     values = by.frame.f_locals
-    if by.frame.f_code.co_name == "call" and "inputs" in values and not theirs:
+    if _is_model_call(by) and "inputs" in values and not theirs:
         lines.append(_INPUTS.format(kind=_kind(values["inputs"])))
-    if by.frame.f_code.co_name == "item" and "index" in values:
+    if by.frame.f_code in _READS_A_SAMPLE and "index" in values:
         lines.append(f"The sample is number {values['index']} of its data set, counted from 0")
     return "\n".join(lines) + "\nMend it there; --verbose prints the whole traceback"
 

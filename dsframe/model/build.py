@@ -6,7 +6,6 @@ import weakref
 from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 from typing import Any
 
 import torch
@@ -63,7 +62,7 @@ class BuiltModel:
     calls: Any = None
     """Knows which modules this rank has called, if all ranks must call the same
     (``engines.call_order``)."""
-    manifest: Mapping[str, Mapping[str, Any]] = MappingProxyType({})
+    manifest: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     """What a checkpoint's manifest adds, by section (``checkpoint.changes.about``)."""
 
 

@@ -147,7 +147,7 @@ def test_the_rank_is_named_however_late_it_is_seen_and_nothing_broken_is_saved(t
 
 def test_updates_left_out_for_ever_end_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OneBrokenSample, "loss", lambda self, outputs, targets: outputs.sum() * math.nan)
-    monkeypatch.setattr("dsframe.trainer.SKIPS_IN_A_ROW", 3)
+    monkeypatch.setattr("dsframe.training.finite.SKIPS_IN_A_ROW", 3)
     with pytest.raises(TrainingError, match=r"not finite since step 1, .*; every parameter is finite"):
         dsframe.fit(OneBrokenSample(), configuration(tmp_path, on_nonfinite="skip"))
     with pytest.raises(CheckpointError):
@@ -176,7 +176,7 @@ def test_gradients_alone_end_the_run_before_they_are_saved(
 
 def test_a_fixed_loss_scale_that_does_not_fit_ends_the_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(OneBrokenSample, "loss", lambda self, outputs, targets: outputs.float().sum() * math.nan)
-    monkeypatch.setattr("dsframe.trainer.SKIPS_IN_A_ROW", 3)
+    monkeypatch.setattr("dsframe.training.finite.SKIPS_IN_A_ROW", 3)
     config = configuration(tmp_path) | {"fp16": {"enabled": True, "loss_scale": 1024}}
     with pytest.raises(TrainingError, match="step 3: "):
         dsframe.fit(OneBrokenSample(), config)

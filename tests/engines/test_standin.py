@@ -273,7 +273,7 @@ def test_an_engine_trains_as_on_the_cpu_and_waits_nowhere(name: str) -> None:
     assert all(detail.endswith("non-blocking pinned contiguous side-stream") for _, detail, _ in copies), copies
     assert {name.partition("_")[0] for name in run.readers()} == {READER}, "batches are read beside the steps"
     before_pauses = run.events(f"evaluation {STEPS}") & run.events(f"save {SAVED}")
-    assert any(what == "wait" and "dsframe/trainer.py" in where for what, _, where in before_pauses), (
+    assert any(what == "wait" and "dsframe/training/checkpoints.py" in where for what, _, where in before_pauses), (
         "a pause begins afterwards"
     )
     if case.offloads:

@@ -38,6 +38,7 @@ LAYERS = (
     "engines",
     "run_dir",
     "guard",
+    "events",
     "observe",
     "training",
     "trainer",
@@ -283,7 +284,17 @@ print(json.dumps(sorted({{"torch", "numpy", "deepspeed", "horovod", "torchvision
 
 
 @pytest.mark.parametrize(
-    "file", ["trainer.py", "training/evaluation.py", "training/loss_kind.py", "training/weighting.py", "engine.py"]
+    "file",
+    [
+        "trainer.py",
+        "events.py",
+        "training/step_log.py",
+        "training/checkpoints.py",
+        "training/evaluation.py",
+        "training/loss_kind.py",
+        "training/weighting.py",
+        "engine.py",
+    ],
 )
 def test_the_loop_names_no_engine(file: str) -> None:
     from dsframe.engines import TABLE

@@ -21,8 +21,8 @@ from dsframe.config.schema.file import shape
 from dsframe.data import TensorSource
 from dsframe.data.sampler import Sampler
 from dsframe.errors import ConfigError
+from dsframe.events import RunSchedule
 from dsframe.tools.schema import json_schema, sections
-from dsframe.trainer import RunSchedule
 
 
 def known(config: Config, samples: int, *, drop_last: bool = False) -> Config:

@@ -22,6 +22,8 @@ from dsframe.config import load
 from dsframe.config.rules.report import KINDS, kind_of
 from dsframe.engine import StepResult
 from dsframe.errors import ConfigError, StoppedError, WorldError
+from dsframe.events import RunSchedule
+from dsframe.model.build import BuiltModel
 from dsframe.observe import traffic
 from dsframe.observe.flops import FlopsProfile
 from dsframe.observe.observer import ObserverContext, Observers
@@ -193,7 +195,7 @@ def test_what_watched_a_run_is_kept_where_a_signal_stops_it(
     plan: Any = SimpleNamespace(
         config=load(file), device=CPU, batch=batch, world=world, task=task, directory=tmp_path, followers={}, stop=None
     )
-    engine = MagicMock(plan=plan, watch=None)
+    engine = MagicMock(plan=plan, built=BuiltModel())
     engine.train_step.return_value = StepResult(torch.tensor(1.0), 0.1, None, False)
     engine.sum_over_ranks = lambda values: values
     saver, progress = MagicMock(), MagicMock()
@@ -204,7 +206,7 @@ def test_what_watched_a_run_is_kept_where_a_signal_stops_it(
         observers = Observers(ObserverContext(plan, done, total, said.append))
         observers._all.append(MfuObserver(said.append, Utilization(2e6, 1e9)))
         loader = MagicMock(**{"rows_read.return_value": []})
-        work = trainer.Work(loader, None, trainer.RunSchedule(total, 1, frozenset(), frozenset()))
+        work = trainer.Work(loader, None, RunSchedule(total, 1, frozenset(), frozenset()))
         made = trainer.Trainer(engine, work, trainer.Outputs(progress, None, saver), MagicMock(), observers)
         try:
             return made.fit(Start(done, 1.0, {}, in_place=True)), said

@@ -27,6 +27,8 @@ from dsframe.model import optimizers, schedules
 from dsframe.model.forward import MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.trainer import Trainer
+from dsframe.training.checkpoints import Checkpoints
+from dsframe.training.step_log import StepLog
 
 
 def make(engine: str, task: dsframe.Task, clipping: float) -> Any:
@@ -102,7 +104,7 @@ def test_a_frozen_batchnorm_is_not_announced(monkeypatch: pytest.MonkeyPatch) ->
 
     task = ManyTask()
     monkeypatch.setattr(task, "model", lambda: torch.nn.Sequential(Frozen(3), torch.nn.Dropout(0.0)))
-    assert make("single", task, 0.0).depends == ()
+    assert make("single", task, 0.0).built.depends == ()
 
 
 @pytest.mark.parametrize("engine", ["single", "ddp"])
@@ -215,8 +217,8 @@ class Reads(TorchDispatchMode):
 
 def test_nothing_is_read_off_the_device_but_on_steps_that_log(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The whole loop, without what is written down: logs, checkpoints and, about every two seconds, the ranks' agreement."""
-    monkeypatch.setattr(Trainer, "_log", lambda *_: 0.0)
-    monkeypatch.setattr(Trainer, "_save", lambda *_: None)
+    monkeypatch.setattr(StepLog, "on_step", lambda *_: None)
+    monkeypatch.setattr(Checkpoints, "save", lambda *_: None)
     monkeypatch.setattr(StopRequest, "agreed", lambda *_: False)
     document = {
         "train_batch_size": 4,

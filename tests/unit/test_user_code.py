@@ -63,7 +63,7 @@ class _Pair(nn.Linear):
 
 CASES = {
     "model": ("the task's code raised ZeroDivisionError: no layers", "in model", "in _build_on_cpu: "),
-    "loss": ("the task's code raised RuntimeError: Sizes of tensors must match", "in loss\n", "loss_of: "),
+    "loss": ("the task's code raised RuntimeError: Sizes of tensors must match", "in loss\n", "_loss: "),
     "row": ("the task's code raised KeyError: 'no such picture'", "in __getitem__", "The sample is number 3 of its data set"),
     "pair": ("missing 1 required positional argument: 'second'", "in call: ", "here they are one Tensor of shape [4, 2]"),
     "shapes": ("the task's model raised RuntimeError: mat1 and mat2", "in call: ", "model(*inputs) where they are a tuple"),
@@ -76,13 +76,13 @@ def test_who_raised_is_told(where: str, tmp_path: Path, monkeypatch: pytest.Monk
     monkeypatch.chdir(tmp_path)
     with pytest.raises(Exception) as raised:  # noqa: PT011 - each case its own, untouched
         dsframe.fit(Broken(where), FILE)
-    told = user_code.told(raised.value)
+    told = user_code.user_traceback(raised.value)
     assert told
     for words in CASES[where]:
         assert words in told
     assert "in test_who_raised_is_told" not in told
     assert "torch/nn/modules" not in told
-    assert user_code.may_pass(raised.value) == (where == "disk")
+    assert user_code.is_transient(raised.value) == (where == "disk")
 
 
 def test_an_error_of_dsframe_or_of_communication_is_not_the_users(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -93,11 +93,11 @@ def test_an_error_of_dsframe_or_of_communication_is_not_the_users(monkeypatch: p
             return error
         raise AssertionError
 
-    assert user_code.told(raised(lambda: 1 / 0)) is None
-    assert user_code.told(raised(lambda: dsframe.data.sampler.Sampler(0, 1, 0))) is None
+    assert user_code.user_traceback(raised(lambda: 1 / 0)) is None
+    assert user_code.user_traceback(raised(lambda: dsframe.data.sampler.Sampler(0, 1, 0))) is None
     layer = nn.Linear(2, 1)
     layer.register_forward_pre_hook(lambda *_: torch.distributed.all_reduce(torch.ones(1)))
-    assert user_code.told(raised(lambda: dsframe.engine.call(layer, torch.ones(2)))) is None
+    assert user_code.user_traceback(raised(lambda: dsframe.model.forward.call(layer, torch.ones(2)))) is None
 
 
 def test_it_ends_with_the_code_of_a_task(tmp_path: Path) -> None:

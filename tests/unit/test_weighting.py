@@ -14,6 +14,7 @@ from torch import Tensor, nn
 from dsframe import Task
 from dsframe.config.resolve.batch import Batch
 from dsframe.errors import TaskError
+from dsframe.model.build import BuiltModel
 from dsframe.model.forward import MicroBatch, loss_of, measure
 from dsframe.trainer import Trainer
 from dsframe.training.weighting import LossWeights, refuse
@@ -138,11 +139,11 @@ def test_nothing_but_padding_spoils_no_evaluation(weight: Any, monkeypatch: pyte
 def test_a_long_step_gives_signs_of_life() -> None:
     """All of its micro-batches have been read by then."""
     trainer = object.__new__(Trainer)
-    trainer._weights = lambda items: iter(list(items))  # type: ignore[assignment]
     trainer._watchdog = watchdog = MagicMock()
-    trainer._first, trainer.engine = 1, MagicMock(sample_draws=None)
+    trainer.training, trainer.engine = MagicMock(first_step=1), MagicMock(built=BuiltModel())
     trainer.engine.plan.batch.accumulation_steps = 3
-    for number, item in enumerate(trainer._take(iter("abc"), 2), start=1):
+    step = list(trainer._read(iter("abc")))
+    for number, item in enumerate(trainer._observed(step, 2), start=1):  # type: ignore[arg-type]
         assert item == "abc"[number - 1]
         assert watchdog.beat.call_count == 3
         assert watchdog.alive.call_count == number

@@ -1,0 +1,230 @@
+"""What happens in a training, and who is told: one list of listeners, told in its order.
+
+The loop (``dsframe.trainer``) makes optimizer steps and emits events. All else listens: log lines,
+the record, profilers, checkpoints, evaluations, early stopping, commits in memory, users' hooks.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from contextlib import AbstractContextManager, ExitStack, nullcontext
+from dataclasses import dataclass, field
+from fractions import Fraction
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from dsframe.config.resolve import epochs
+from dsframe.config.schema.base import Interval
+from dsframe.engine import Engine, StepResult
+from dsframe.hooks import Hooks, RunView
+from dsframe.results import Summary
+
+if TYPE_CHECKING:
+    from dsframe.config.schema.settings import Settings
+    from dsframe.data import Loader
+    from dsframe.data.sampler import Sampler
+    from dsframe.guard.signals import StopRequest
+    from dsframe.run_dir.progress import Progress
+
+
+@dataclass(frozen=True)
+class RunSchedule:
+    """How long to train, and how often to log and to evaluate, in steps."""
+
+    total_steps: int
+    log_every: Fraction
+    eval_steps: frozenset[int]
+    """Evaluate after these steps, counted from 1."""
+    regular: frozenset[int]
+    """Those that a longer training has too, and that a schedule follows: without an end that is out
+    of turn."""
+
+    @staticmethod
+    def of(settings: Settings, sampler: Sampler, *, evaluates: bool) -> RunSchedule:
+        """As the file says: evaluated at regular steps or at each epoch's end, and always at the
+        end."""
+        total = settings.steps or sampler.total_steps(settings.epochs or 1)
+        interval = settings.eval_every_steps or Interval(epochs=1)
+        regular = frozenset[int]()
+        if evaluates:
+            every = epochs.steps(interval, sampler.epoch_steps)
+            regular = frozenset(epochs.first(every, total // every))
+        log_every = epochs.steps(settings.log_every_steps, sampler.epoch_steps)
+        end = {total} if evaluates else set()
+        return RunSchedule(total, log_every, regular | end, regular)
+
+    def logs(self, step: int) -> bool:
+        """Returns whether ``step`` is logged: 1, 2, 5, 10, 20, 50 ..., where things go wrong first;
+        every ``log_every``-th; the last."""
+        early = str(step).rstrip("0") in ("1", "2", "5")
+        return early or epochs.due(step, self.log_every) or step == self.total_steps
+
+
+@dataclass
+class Training:
+    """Where a training stands. Listeners read it, and change what they answer for."""
+
+    engine: Engine
+    loader: Loader
+    schedule: RunSchedule
+    progress: Progress
+    first_step: int = 1
+    """The first step that this process makes."""
+    last_step: int = 0
+    """The last one; earlier than the schedule's where the training ends early."""
+    step: int = 0
+    """Steps that have been made."""
+    result: StepResult | None = None
+    """Of the last step that this process made."""
+    loss: float = math.nan
+    """Mean over the global batch, of the last step that was logged."""
+    metrics: Mapping[str, float] = field(default_factory=dict)
+    """The last evaluation."""
+    evaluated_step: int = 0
+    """The step after which that was."""
+    skipped_steps: int = 0
+    """Updates left out because gradients were not finite."""
+    paused_seconds: float = 0.0
+    """Time that was no training: evaluations, saves, profiles."""
+    stop_request: StopRequest | None = None
+    """Signals that ask for an end."""
+
+    def pause(self, seconds: float) -> None:
+        """Takes ``seconds`` out of the training's rate."""
+        self.paused_seconds += seconds
+        self.progress.pause(seconds)
+
+    def finite_metrics(self) -> dict[str, float]:
+        """Returns the evaluation after this step, if there was one, as JSON can hold it."""
+        metrics = self.metrics if self.step == self.evaluated_step else {}
+        return {name: value for name, value in metrics.items() if math.isfinite(value)}
+
+    def view(self) -> RunView:
+        """Returns the training as users' hooks see it."""
+        plan, result = self.engine.plan, self.result
+        return RunView(
+            step=self.step,
+            total_steps=self.schedule.total_steps,
+            epoch=self.loader.sampler.epoch(self.step),
+            learning_rate=result.learning_rate if result else 0.0,
+            loss=result.loss.detach() if result else None,
+            rank=plan.world.rank,
+            world_size=plan.world.size,
+            directory=plan.directory,
+        )
+
+
+@dataclass
+class LogEntry:
+    """What is logged of one step."""
+
+    metrics: Mapping[str, float]
+    """``loss`` and ``learning_rate``, and the terms that the task's loss returned beside the loss:
+    means over the global batch."""
+    rate: float
+    """Units (samples or tokens) a second; 0 after the first step, when it is not known yet."""
+    details: dict[str, Any] = field(default_factory=dict)
+    """What the record says beside."""
+
+
+class Listener:
+    """Overrides what it needs; what is not overridden costs nothing. Every method is called on all
+    ranks, in the same order, so it may communicate."""
+
+    def around_step(self, step: int) -> AbstractContextManager[None]:
+        """Encloses one optimizer step, counted from 1."""
+        return nullcontext()
+
+    def on_step(self, training: Training, result: StepResult) -> None:
+        """After each optimizer step."""
+
+    def on_log(self, training: Training, entry: LogEntry) -> None:
+        """After each step that is logged. A listener may add details for those behind it."""
+
+    def on_evaluation(self, training: Training, metrics: Mapping[str, float]) -> None:
+        """After each evaluation."""
+
+    def on_checkpoint(self, training: Training, path: Path) -> None:
+        """After each save. One that is asynchronous may still be under way."""
+
+    def on_finish(self, training: Training) -> None:
+        """After the last step, or the one after which a signal stops all ranks."""
+
+    def on_end(self, training: Training, summary: Summary) -> None:
+        """After a training that came to its end."""
+
+
+_EVENTS = ("on_step", "on_log", "on_evaluation", "on_checkpoint", "on_finish", "on_end")
+
+
+class Events:
+    """The listeners of a training, told in the order of the list."""
+
+    def __init__(self, listeners: Sequence[Listener] = ()) -> None:
+        self._methods: dict[str, list[Callable[..., None]]] = {name: [] for name in _EVENTS}
+        self._enclosing: list[Listener] = []
+        for listener in listeners:
+            self.add(listener)
+
+    def add(self, listener: Listener) -> None:
+        """Adds a listener behind those that are there."""
+        kind = type(listener)
+        for name, methods in self._methods.items():
+            if getattr(kind, name) is not getattr(Listener, name):
+                methods.append(getattr(listener, name))
+        if kind.around_step is not Listener.around_step:
+            self._enclosing.append(listener)
+
+    def around_step(self, step: int) -> AbstractContextManager[Any]:
+        """Encloses a step; the first listener is the outermost."""
+        if not self._enclosing:
+            return nullcontext()
+        stack = ExitStack()
+        for listener in self._enclosing:
+            stack.enter_context(listener.around_step(step))
+        return stack
+
+    def emit(self, event: str, training: Training, *values: Any) -> None:
+        """Calls every listener that overrides the method named ``event``."""
+        for method in self._methods[event]:
+            method(training, *values)
+
+
+class UserHooks(Listener):
+    """Users' hooks, as one listener. They may look at weights, so each call is watched."""
+
+    def __init__(self, hooks: Sequence[Hooks]) -> None:
+        self._methods: dict[str, list[Callable[..., None]]] = {}
+        for name in ("on_step", "on_log", "on_evaluation", "on_checkpoint", "on_end"):
+            self._methods[name] = [
+                getattr(hook, name) for hook in hooks if getattr(type(hook), name) is not getattr(Hooks, name)
+            ]
+
+    def listens(self, event: str) -> bool:
+        """Returns whether a hook overrides the method named ``event``."""
+        return bool(self._methods[event])
+
+    def _call(self, event: str, training: Training, *values: Any) -> None:
+        methods = self._methods[event]
+        if not methods:
+            return
+        view, watch = training.view(), training.engine.built.watch
+        with watch.inside(always=True) if watch else nullcontext():
+            for method in methods:
+                method(view, *values)
+
+    def on_step(self, training: Training, result: StepResult) -> None:
+        self._call("on_step", training)
+
+    def on_log(self, training: Training, entry: LogEntry) -> None:
+        self._call("on_log", training, dict(entry.metrics))
+
+    def on_evaluation(self, training: Training, metrics: Mapping[str, float]) -> None:
+        self._call("on_evaluation", training, dict(metrics))
+
+    def on_checkpoint(self, training: Training, path: Path) -> None:
+        self._call("on_checkpoint", training, path)
+
+    def on_end(self, training: Training, summary: Summary) -> None:
+        self._call("on_end", training, summary)

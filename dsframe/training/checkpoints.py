@@ -1,0 +1,110 @@
+"""Checkpoints in a training: when they are saved, in files and in memory."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import replace
+from typing import NoReturn
+
+import torch
+
+from dsframe.checkpoint.memory_checkpoint import MemoryCheckpoint
+from dsframe.checkpoint.resume import Start
+from dsframe.checkpoint.saver import Saver
+from dsframe.engine import StepResult
+from dsframe.errors import StoppedError
+from dsframe.events import Events, Listener, Training, UserHooks
+from dsframe.training.finite import FiniteCheck
+
+
+class Checkpoints(Listener):
+    """Saves after the steps that the file asks for, and when a signal asks all ranks to stop."""
+
+    def __init__(self, saver: Saver, events: Events, finite: FiniteCheck, hooks: UserHooks) -> None:
+        self._saver, self._events, self._finite, self._hooks = saver, events, finite, hooks
+
+    def on_step(self, training: Training, result: StepResult) -> None:
+        """**Collective** on a step that is saved."""
+        self.save_if_due(training)
+
+    def save_if_due(self, training: Training) -> None:
+        """**Collective** where a checkpoint is due."""
+        if self._saver.due(training.step, training.last_step):
+            self.save(training)
+
+    def save(self, training: Training) -> None:
+        """**Collective.** Saves, unless this step is saved already. A signal does not interrupt it.
+        Raises CheckpointError, and TrainingError where the loss is not finite."""
+        step = training.step
+        if step == self._saver.saved_step:
+            return
+        assert training.stop_request is not None
+        with training.stop_request.saving():
+            self._finite.check_before_save(training)
+            finish_steps(training)
+            logged = training.schedule.logs(step) and math.isfinite(training.loss)
+            seconds = self._saver.save(
+                step,
+                loss=training.loss if logged else None,
+                evaluation=training.finite_metrics(),
+            )
+            training.pause(seconds)
+            if self._hooks.listens("on_checkpoint") and not self._saver.asynchronous:
+                self._saver.settle()  # a hook may copy the checkpoint elsewhere
+            self._events.emit("on_checkpoint", training, self._saver.path(step))
+
+    def save_and_stop(self, training: Training) -> NoReturn:
+        """**Collective.** A signal has asked all ranks to stop: raises StoppedError when the state is
+        saved."""
+        stop_request = training.stop_request
+        assert stop_request is not None
+        with stop_request.saving():
+            self.save(training)
+            self._saver.settle()
+        self._events.emit("on_finish", training)
+        raise StoppedError(
+            f"stopped after step {training.step} by {stop_request.name or 'a signal to another rank'};"
+            " go on with --resume auto"
+        )
+
+    def add_evaluation(self, training: Training) -> None:
+        """**Collective.** The evaluation joins the checkpoint that was saved before it."""
+        if training.step == self._saver.saved_step:
+            self._saver.rate(training.step, training.finite_metrics())
+
+    def settle(self) -> None:
+        """**Collective.** Waits for a checkpoint that is written in the background."""
+        self._saver.settle()
+
+    @property
+    def failed(self) -> bool:
+        """True if a checkpoint under way is known to have failed on this rank."""
+        return self._saver.failed
+
+
+class MemoryCommits(Listener):
+    """Keeps the state in memory, where processes may come and go."""
+
+    def __init__(self, commits: MemoryCheckpoint) -> None:
+        self._commits = commits
+
+    def begin(self, training: Training, start: Start) -> None:
+        """**Collective.** The first state: a task may give the next engine the module that this one
+        has trained."""
+        if self._commits.last is None:
+            self._commits.keep(training.engine, replace(start, in_place=True))
+
+    def on_step(self, training: Training, result: StepResult) -> None:
+        """**Collective** where a commit is due."""
+        step = training.step
+        if step < training.schedule.total_steps and self._commits.due(step):
+            known = training.loss if math.isfinite(training.loss) else None
+            point = Start(step, known, training.metrics, in_place=True)
+            self._commits.keep(training.engine, point)
+
+
+def finish_steps(training: Training) -> None:
+    """Waits until a GPU has done the steps that it was given: their time belongs to the rate."""
+    device = training.engine.plan.device
+    if device.type == "cuda":
+        torch.cuda.synchronize(device)

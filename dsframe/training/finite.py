@@ -1,0 +1,59 @@
+"""Ends a training whose loss or gradients are not finite any more."""
+
+from __future__ import annotations
+
+from typing import NoReturn
+
+from dsframe.engine import Engine, StepResult
+from dsframe.engines import precision
+from dsframe.errors import TrainingError
+from dsframe.events import Listener, Training
+from dsframe.guard.nonfinite import FirstNonFinite, diagnose_nonfinite
+
+SKIPS_IN_A_ROW = 50
+"""So many updates left out one after the other end a training: it does not recover by itself."""
+
+
+class FiniteCheck(Listener):
+    """Counts the updates that were left out. Does not wait for the device."""
+
+    def __init__(self, engine: Engine) -> None:
+        plan = engine.plan
+        self._engine = engine
+        self._stops = plan.config.settings.on_nonfinite == "stop"
+        self._scales_losses = precision.scales_losses(plan.config, plan.device)
+        self._first = FirstNonFinite(plan.device)
+        self._row = 0
+
+    def on_step(self, training: Training, result: StepResult) -> None:
+        """**Collective** where it fails. Raises TrainingError."""
+        self._row = self._row + 1 if result.skipped else 0
+        training.skipped_steps += result.skipped
+        if result.skipped and self._scales_losses and self._row < SKIPS_IN_A_ROW:
+            return  # the next loss scale is lower, where it is not fixed
+        if self._row == 1:
+            self._first = FirstNonFinite(self._engine.plan.device)  # what was left out earlier is past
+        self._first.look(training.step, result.loss, result.gradient_norm)
+        if not result.skipped:
+            return
+        if self._stops or self._row == SKIPS_IN_A_ROW:
+            self.fail(training)
+        training.progress.say(
+            f"step {training.step}: gradients are not finite, update left out ({training.skipped_steps} so far)"
+        )
+
+    def check_before_save(self, training: Training) -> None:
+        """**Collective.** Raises TrainingError: a checkpoint of NaN would push good ones out."""
+        if not self._stops:
+            return
+        on_ranks = self._engine.sum_over_ranks(self._first.found().detach().reshape(1))
+        if float(on_ranks) > 0:
+            self.fail(training)
+
+    def fail(self, training: Training) -> NoReturn:
+        """**Collective.** Raises TrainingError, which names what is not finite."""
+        cause = diagnose_nonfinite(self._engine, training.loader, self._first, training.step)
+        raise TrainingError(
+            f"step {training.step}: {cause}; lower the learning rate, warm up longer, clip harder or "
+            'repair the data; or leave such updates out: "on_nonfinite": "skip"'
+        )
