@@ -157,7 +157,7 @@ def _judge(text: str, label: str, options: argparse.Namespace, limit: int | None
 
             processes = options.processes or 1
             costs = costs_of(_engine_of(config, options), config.deepspeed, config.settings)
-            more.append(memory.note(costs.cost(processes), costs.setup_cost(processes), processes, limit, label))
+            more.append(memory.note(costs.cost(processes), processes, limit, label))
     return replace(examined, problems=examined.problems + tuple(more))
 
 
