@@ -11,12 +11,9 @@ import ast
 import inspect
 import json
 import sys
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, Union, get_args, get_origin
-
-from annotated_types import Ge, Gt, Le, Lt
+from typing import Any
 
 from dsframe.config.resolve.auto import BATCH_KEYS, RULES
 from dsframe.config.schema.base import AUTO, STAND_IN, Epochs, Interval, Section
@@ -180,33 +177,23 @@ def takes_auto(owner: type[Section], path: tuple[str, ...]) -> bool:
     return owner.coerced and not free and path[0] != "dsframe"
 
 
-def _type(owner: type[Section], key: str) -> str:
+def _type(owner: type[Section], key: str, limits: str) -> str:
     expected = shape(owner, key)
     if "any" in expected.kinds:
         return "any"
     text = "object" if expected.section else expected.phrase.replace(" in quotes", "").replace(" {...}", "")
     unit = ' or {"epochs": 1}' if expected.unit else ""
-    text = text.removesuffix(unit)
-    words = {Gt: "> ", Ge: ">= ", Lt: "< ", Le: "<= "}
-    limits = []
-    field = owner.model_fields[key]
-    for constraint in (*field.metadata, *_constraints(field.annotation)):
-        for kind, sign in words.items():
-            if isinstance(constraint, kind):
-                limits.append(f"{sign}{getattr(constraint, kind.__name__.lower()):.15g}")
-    return text + (f" ({', '.join(limits)})" if limits else "") + unit
+    return text.removesuffix(unit) + limits + unit
 
 
-def _constraints(annotation: Any) -> Iterator[Any]:
-    """What ``Annotated`` says inside unions; not inside lists."""
-    if get_origin(annotation) is Annotated:
-        base, *metadata = get_args(annotation)
-        for part in metadata:
-            yield from getattr(part, "metadata", [part])
-        yield from _constraints(base)
-    elif get_origin(annotation) in (Union, types.UnionType):
-        for part in get_args(annotation):
-            yield from _constraints(part)
+_SIGNS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+
+
+def _limits(definition: dict[str, Any]) -> str:
+    """Bounds of a number in a JSON Schema: `` (> 0)``."""
+    branches = [definition, *definition.get("anyOf", ())]
+    found = [f"{sign} {branch[name]:.15g}" for branch in branches for name, sign in _SIGNS.items() if name in branch]
+    return f" ({', '.join(found)})" if found else ""
 
 
 def _default(owner: type[Section], key: str) -> str:
@@ -239,9 +226,11 @@ def markdown() -> str:
             lines += [", ".join(f"`{key}` {_default(owner, key)}".strip() for key in keys) + ".", ""]
             continue
         if keys:
+            properties = owner.model_json_schema()["properties"]
             lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
         for key in keys:
-            cells = (f"`{key}`", _type(owner, key), _default(owner, key), texts.get(key, ""))
+            limits = _limits(properties[key])
+            cells = (f"`{key}`", _type(owner, key, limits), _default(owner, key), texts.get(key, ""))
             lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("``", "`") for cell in cells) + " |")
         lines.append("")
     return "\n".join(lines).rstrip() + "\n"

@@ -133,7 +133,7 @@ def _deepspeed(job: Job) -> Launch:
         return Launch((("deepspeed", f"--hostfile={job.hostfile}", *meeting, *words),))
     # With --num_gpus it drops CUDA_VISIBLE_DEVICES and takes GPUs 0 to N-1, maybe other people's.
     mask = ",".join(job.gpus)
-    if devices.hidden(os.environ) or not mask.replace(",", "0").isdecimal() and mask:
+    if devices.hidden(os.environ) or (not mask.replace(",", "0").isdecimal() and mask):
         given = os.environ["CUDA_VISIBLE_DEVICES"]
         raise WorldError(
             f"CUDA_VISIBLE_DEVICES={given}: deepspeed sets that variable itself and takes GPU numbers "

@@ -142,7 +142,7 @@ def _candidates(config: Config, model: Model, world_size: int) -> Iterator[tuple
                 continue
             parts = [f", {stages} stages"] * (stages > 1) + [f", tensor {tensor}"] * (tensor > 1)
             for zero, offload in _STAGES:
-                if offload and (tensor > 1 or stages > 1) or zero > 1 and stages > 1:
+                if (offload and (tensor > 1 or stages > 1)) or (zero > 1 and stages > 1):
                     continue
                 patch: Patch = {
                     "zero_optimization": _zero(config, zero, offload),
