@@ -10,7 +10,6 @@ import json
 import sys
 from collections.abc import Sequence
 from dataclasses import asdict, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
@@ -19,12 +18,8 @@ from dsframe.config.load import Config, Examined, examine, find, read_text
 from dsframe.config.resolve import inherit
 from dsframe.config.resolve.auto import Facts
 from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN, Batch, replica_size
-from dsframe.config.schema.settings import ImageData
 from dsframe.errors import ConfigError, Problem
 from dsframe.tools.commands import add_overrides, command
-
-_SAMPLES = {"fashion-mnist": 60_000, "mnist": 60_000, "cifar10": 50_000}
-"""Training samples of the data sets that are always the same."""
 
 EPILOG = """\
 exit codes:
@@ -139,10 +134,6 @@ def _judge(text: str, label: str, options: argparse.Namespace, limit: int | None
     config = examined.config
     assert config is not None
     clean = not any(problem.severity == "error" for problem in examined.problems)
-    if clean and config.waits and (epoch_steps := _epoch_steps(config, options)):
-        examined = examine(text, label, options.overrides, replace(config.facts, epoch_steps=epoch_steps), path)
-        config = examined.config
-        assert config is not None
     more: list[Problem] = []
     if clean:
         more += _engine(config, options, label)
@@ -166,18 +157,6 @@ def _reads_apart(config: Config, options: argparse.Namespace) -> bool:
         return False
     entry = engines.TABLE.get(_engine_of(config, options))
     return entry is not None and entry.replicas
-
-
-def _epoch_steps(config: Config, options: argparse.Namespace) -> Fraction | None:
-    """Return the optimizer steps of an epoch, if the file names built-in images, whose number is known."""
-    task, file = config.settings.task, config.deepspeed
-    batch = config.batch(options.processes).train_batch_size if options.processes else file.train_batch_size
-    if not batch or "task" not in config.settings.model_fields_set or not isinstance(task, ImageData):
-        return None  # a script's own task has other data
-    known = _SAMPLES | {"synthetic": task.samples or 10_000}
-    samples = min(known.get(task.dataset, 0), task.samples or sys.maxsize)
-    steps = Fraction(samples, batch)
-    return (Fraction(int(steps)) if file.dataloader_drop_last else steps) or None
 
 
 def _engine(config: Config, options: argparse.Namespace, label: str) -> list[Problem]:

@@ -213,7 +213,9 @@ def _ds_config(path: Path, named: Any) -> dict[str, Any]:
     for candidate in (path.parent / str(named), Path(str(named))):
         if candidate.is_file():
             return _mapping(candidate, candidate.read_text(encoding="utf-8"))
-    raise _wrong(path, f"names the ds_config {named}, which does not exist", "give its path from here, or from that file")
+    raise _wrong(
+        path, f"names the ds_config {named}, which does not exist", "give its path from here, or from that file"
+    )
 
 
 def _wrong(path: Path, message: str, remedy: str) -> ConfigError:
@@ -484,9 +486,7 @@ _LIGHTNING: Rules = {
     "max_epochs": "dsframe.epochs",
     "max_steps": "dsframe.steps",
     "log_every_n_steps": "dsframe.log_every_steps",
-    "check_val_every_n_epoch": lambda found, key, value: found.put(
-        key, "dsframe.eval_every_steps", {"epochs": value}
-    ),
+    "check_val_every_n_epoch": lambda found, key, value: found.put(key, "dsframe.eval_every_steps", {"epochs": value}),
     "default_root_dir": "dsframe.run_dir",
     "deterministic": ("dsframe.deterministic", True),
     "sync_batchnorm": ("dsframe.model.sync_batch_norm", True),

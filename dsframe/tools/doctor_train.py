@@ -137,9 +137,7 @@ class Machine:
         return row
 
 
-def run(
-    gpus: Sequence[tuple[str, int]], engines: Sequence[str], folder: Path, report: Mapping[str, Any]
-) -> bool:
+def run(gpus: Sequence[tuple[str, int]], engines: Sequence[str], folder: Path, report: Mapping[str, Any]) -> bool:
     """Trains, prints table and verdict, writes ``folder/doctor.json``. Returns whether nothing failed.
 
     ``gpus``: names and bytes of those that torch sees. ``engines``: only these; empty: all that

@@ -96,9 +96,7 @@ class _Editor:
         if self.text[target.start : target.start + 1] != "{":
             return None
         inside = [
-            span.key_start
-            for other, span in self.spans.items()
-            if other[:-1] == section and other and other != path
+            span.key_start for other, span in self.spans.items() if other[:-1] == section and other and other != path
         ]
         start = min(inside, default=target.start + 1)
         lines = self.text.rfind("\n", target.start, start)

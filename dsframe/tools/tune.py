@@ -1,27 +1,23 @@
 """``dsframe tune``: a search for the values of some keys, each trial an ordinary run, by Optuna.
 
-Optuna (extra ``tune``) proposes and prunes; its storage, an SQLite file, is next to the runs. A
-search that was killed continues with the same command.
+Optuna (extra ``tune``) proposes; its storage, an SQLite file, is next to the runs. A search that was
+killed continues with the same command.
 """
 
 from __future__ import annotations
 
 import argparse
-import contextlib
 import json
 import math
 import re
-import signal
-import subprocess
 import sys
-import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsframe.config import DEFAULT_CONFIG, load
-from dsframe.errors import DataError, TaskError
-from dsframe.run_dir.record import read_metrics
+from dsframe.errors import DataError, TaskError, TrainingError
+from dsframe.run_dir.record import read_summary
 from dsframe.text import columns
 from dsframe.tools import subprocess_runs
 from dsframe.tools.commands import add_overrides, command
@@ -29,11 +25,9 @@ from dsframe.tools.commands import add_overrides, command
 if TYPE_CHECKING:
     from optuna import Study, Trial
     from optuna.distributions import BaseDistribution
+    from optuna.trial import TrialState
 
 _RANGE = re.compile(r"([^:,]+)\.\.([^:,]+?)(?::(log|int))?")
-_POLL_SECONDS = 0.1
-_END_SECONDS = 60.0
-"""A run that is told to end saves first; after so long it is killed."""
 
 
 def distribution(text: str) -> tuple[str, BaseDistribution]:
@@ -63,7 +57,7 @@ def parser() -> argparse.ArgumentParser:
     add("--config", default=DEFAULT_CONFIG, metavar="FILE", help="a path, or a name in ds_configs/")
     add("-np", "--processes", type=int, default=1, metavar="N", help="of each trial (default 1)")
     add("--space", action="append", required=True, metavar="KEY=VALUES", help=values)
-    add("--metric", required=True, metavar="NAME:min|max", help="of the evaluation; the last value counts")
+    add("--metric", required=True, metavar="NAME:min|max", help="of the last evaluation")
     add("--trials", type=int, default=20, metavar="N", help="with those of earlier calls (default 20)")
     add("--seed", type=int, default=0, help="of the proposals (default 0)")
     add_overrides(parser, "one key in all trials")
@@ -82,7 +76,6 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().error("-np and --trials must be at least 1")
     try:
         import optuna
-        from optuna.trial import TrialState
     except ImportError:
         raise TaskError('dsframe tune needs optuna: pip install "dsframe[tune]"') from None
     optuna.logging.set_verbosity(optuna.logging.WARNING)
@@ -94,11 +87,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         for value in getattr(values, "choices", None) or (getattr(values, "high", None),):
             load(options.config, overrides=[*options.overrides, f"{key}={value}"])
     study = _study(options, direction)
-    with _terminable():
-        while sum(trial.state.is_finished() for trial in study.trials) < options.trials:
-            trial = study.ask(space)
-            state, value = _run(trial, metric, options)
-            study.tell(trial, value, TrialState[state])
+    while sum(trial.state.is_finished() for trial in study.trials) < options.trials:
+        trial = study.ask(space)
+        study.tell(trial, *_run(trial, metric, options))
     return _show(study, metric, options)
 
 
@@ -127,72 +118,25 @@ def _study(options: argparse.Namespace, direction: str) -> Study:
     return study
 
 
-def _run(trial: Trial, metric: str, options: argparse.Namespace) -> tuple[str, float | None]:
-    """Trains with the proposed values; returns how the trial ended, and its value. Raises TaskError."""
+def _run(trial: Trial, metric: str, options: argparse.Namespace) -> tuple[float | None, TrialState]:
+    """Trains with the proposed values; returns the metric, and how the trial ended. Raises TaskError."""
+    from optuna.trial import TrialState
+
     directory = options.out / f"trial-{trial.number:04}"
-    _say(trial, ", ".join(f"{key} {value}" for key, value in trial.params.items()))
-    overrides = [*options.overrides, *(f"{key}={value}" for key, value in trial.params.items())]
-    process = subprocess_runs.start(options.config, options.processes, directory, overrides=overrides)
-    reported, last = -1, math.nan
+    values = [f"{key}={value}" for key, value in trial.params.items()]
+    print(f"trial {trial.number}: {', '.join(values)}", file=sys.stderr, flush=True)
     try:
-        ended = False
-        while not ended:
-            time.sleep(_POLL_SECONDS)
-            ended = process.poll() is not None  # asked first: what it has written by then is all
-            for step, value in _evaluations(directory, metric):
-                if step > reported and value is not None and math.isfinite(value):
-                    reported, last = step, value
-                    trial.report(value, step)
-            if not ended and trial.should_prune():
-                _say(trial, f"pruned after step {reported}, {metric} {last:.6g}")
-                return "PRUNED", None
-    finally:
-        _end(process)
-    if process.returncode or math.isnan(last):
-        log = directory / subprocess_runs.LOG
-        _say(trial, f"failed with exit code {process.returncode}; see {log}")
-        return "FAIL", None
-    _say(trial, f"{metric} {last:.6g}")
-    return "COMPLETE", last
-
-
-def _say(trial: Trial, text: str) -> None:
-    print(f"trial {trial.number}: {text}", file=sys.stderr, flush=True)
-
-
-def _evaluations(directory: Path, metric: str) -> Iterator[tuple[int, float | None]]:
-    """Yields the metric of each evaluation of a run's record so far, with its step."""
-    with contextlib.suppress(DataError):  # there is none yet
-        for record in read_metrics(directory):
-            evaluation = record.get("evaluation", {metric: None})
-            if metric not in evaluation:
-                choices = ", ".join(evaluation)
-                raise TaskError(f"--metric: the evaluation has no {metric!r}; choose from {choices}")
-            yield int(record["step"]), evaluation[metric]
-
-
-def _end(process: subprocess_runs.Started) -> None:
-    """Ends a run; it saves first where it can."""
-    if process.poll() is None:
-        process.terminate()
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(_END_SECONDS)
-        process.kill()
-        process.wait()
-
-
-@contextlib.contextmanager
-def _terminable() -> Iterator[None]:
-    """SIGTERM ends the search as Ctrl-C does: its run first."""
-
-    def stop(number: int, frame: object) -> None:
-        raise SystemExit(128 + number)
-
-    before = signal.signal(signal.SIGTERM, stop)
-    try:
-        yield
-    finally:
-        signal.signal(signal.SIGTERM, before)
+        overrides = [*options.overrides, *values]
+        subprocess_runs.train(Path(options.config), options.processes, directory, overrides=overrides)
+    except TrainingError as error:
+        print(f"trial {trial.number} failed: {str(error).splitlines()[0]}", file=sys.stderr, flush=True)
+        return None, TrialState.FAIL
+    metrics = read_summary(directory)["metrics"]
+    if metric not in metrics:
+        raise TaskError(f"--metric: the evaluation has no {metric!r}; choose from {', '.join(metrics)}")
+    value = metrics[metric]
+    finite = value is not None and math.isfinite(value)
+    return (value, TrialState.COMPLETE) if finite else (None, TrialState.FAIL)
 
 
 def _show(study: Study, metric: str, options: argparse.Namespace) -> int:

@@ -15,7 +15,6 @@ from dsframe import engines
 from dsframe.cluster import world as worlds
 from dsframe.cluster.rendezvous import free_port, interface_to
 from dsframe.config import Config, load
-from dsframe.config.resolve import elastic
 from dsframe.errors import ConfigError, DsframeError, WorldError
 from dsframe.host import streams, supervise
 from dsframe.run_dir.output import directory_of
@@ -32,7 +31,8 @@ All other options go to dsframe.train, before or after "--":
 
 Hosts: -H, a host file ("host slots=4" a line), or those of the Slurm allocation that this runs in. The
 launcher reaches them by itself: deepspeed by pdsh, horovodrun and mpirun by ssh, srun by Slurm.
-Without -np: one process for each slot; without hosts: one for each GPU of this machine.
+Without -np: one process for each slot; without hosts: one for each GPU of this machine. For a number of
+processes that changes use horovodrun itself: horovodrun --min-np 2 ... python -m dsframe.train.
 
 exit codes: those of a training process (`dsframe explain` lists them), or 1 if the launcher gave no better one.
 With --restarts a failed run continues from its newest checkpoint; the same failure at the same step ends it.
@@ -63,10 +63,6 @@ def parser() -> argparse.ArgumentParser:
     where.add_argument("--hostfile", metavar="FILE", type=Path, help="the same, from a file")
     default = "default: the engine's own; srun in Slurm"
     add("--launcher", choices=("auto", *launchers.NAMES), default="auto", help=default)
-    add("--min-np", type=int, metavar="N", help="horovodrun: continue with as few processes if some are lost")
-    add("--max-np", type=int, metavar="N", help="horovodrun: use up to so many as hosts are added")
-    script = "horovodrun: a program that prints the current hosts"
-    where.add_argument("--host-discovery-script", metavar="SCRIPT", help=script)
     interface = "network interface to the other hosts (default: the one that leads there)"
     add("--interface", metavar="NAME", help=interface)
     add("--script", metavar="FILE", help="your program that ends in dsframe.main(task)")
@@ -111,14 +107,8 @@ def read(options: argparse.Namespace, arguments: Sequence[str]) -> Request:
     config = load(training.config, overrides=training.set)
     job = _job(options, config, arguments)
     launcher = options.launcher
-    if launcher == "auto" and job.elastic:
-        launcher = "horovodrun"
     ambiguous = launcher in ("auto", "python")
     engine = engines.choose(config, "deepspeed" if ambiguous else launcher).name
-    if job.elastic:
-        engines.refuse_fixed(engine)
-        if problems := elastic.problems(config, options.min_np or job.processes):
-            raise ConfigError(problems)
     launcher = launchers.natural(engine, job) if launcher == "auto" else launcher
     task = Path(options.script).stem if options.script else "Task"
     return Request(config, engine, launcher, job, training, directory_of(config, engine, task))
@@ -140,13 +130,11 @@ def _job(options: argparse.Namespace, config: Config, arguments: Sequence[str]) 
     address = given[0].name if given else "127.0.0.1"
     if len(given) == 1 and given[0].is_here and not allocation:
         given, address = (), "127.0.0.1"
-    changing = _elastic(options)
     gpus = devices.visible(os.environ)
     processes = processes or len(gpus)
     if not processes:
         raise WorldError("this machine has no GPU; write how many processes to start: -np N")
-    here = not given and options.host_discovery_script is None
-    mask = os.environ.get("CUDA_VISIBLE_DEVICES") if gpus and here else None
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES") if gpus and not given else None
     if mask is not None and processes > len(gpus):
         raise WorldError(
             f"-np {processes}, but CUDA_VISIBLE_DEVICES={mask} shows {len(gpus)}: start no more, name more "
@@ -165,7 +153,6 @@ def _job(options: argparse.Namespace, config: Config, arguments: Sequence[str]) 
         port=free_port(),
         interface=options.interface or next(map(interface_to, others), None),
         allocation=allocation,
-        elastic=changing,
     )
 
 
@@ -173,21 +160,6 @@ def _threads(config: Config, local_processes: int) -> int:
     given = os.environ.get("OMP_NUM_THREADS", "")
     share = max(1, len(os.sched_getaffinity(0)) // local_processes)
     return config.settings.threads_per_rank or (int(given) if given.isdigit() else share)
-
-
-def _elastic(options: argparse.Namespace) -> tuple[str, ...]:
-    """horovodrun's options for a number of processes that changes; horovodrun checks them."""
-    least, most, script = options.min_np, options.max_np, options.host_discovery_script
-    if least is None and most is None and script is None:
-        return ()
-    if options.processes is None:
-        raise WorldError("write how many processes to start with: -np N")
-    if script is None and not options.hosts and not options.hostfile:
-        raise WorldError("--min-np and --max-np need --host-discovery-script, or -H")
-    words = ["--min-np", str(options.processes if least is None else least)]
-    words += [] if most is None else ["--max-np", str(most)]
-    words += [] if script is None else ["--host-discovery-script", str(Path(script).absolute())]
-    return tuple(words)
 
 
 def _check(request: Request) -> int:

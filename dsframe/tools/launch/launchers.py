@@ -48,8 +48,6 @@ class Job:
     """The network interface to the other hosts, by which name all of them know it."""
     allocation: bool = False
     """True if ``hosts`` are those of the Slurm allocation that this runs in."""
-    elastic: tuple[str, ...] = ()
-    """horovodrun's own options for a number of processes that changes."""
 
 
 @dataclass(frozen=True)
@@ -75,8 +73,6 @@ class Launch:
 
 def plan(launcher: str, job: Job) -> Launch:
     """The commands of ``launcher`` for ``job``. Raises WorldError where it cannot start such a job."""
-    if job.elastic and launcher != "horovodrun":
-        raise WorldError(f"{job.elastic[0]} works with horovodrun only, not with {launcher}")
     launch = _PLANS[launcher](job)
     return replace(launch, environment={"OMP_NUM_THREADS": str(job.threads), **launch.environment})
 
@@ -159,9 +155,8 @@ def _torchrun(job: Job) -> Launch:
 
 def _horovodrun(job: Job) -> Launch:
     hosts = ("-H", show(job.hosts)) if job.hosts else ()
-    several = job.interface and (job.hosts or job.elastic)
-    interface = ("--network-interfaces", str(job.interface)) if several else ()
-    options = ("-np", str(job.processes), *hosts, *job.elastic, *interface)
+    interface = ("--network-interfaces", job.interface) if job.interface and job.hosts else ()
+    options = ("-np", str(job.processes), *hosts, *interface)
     return Launch((("horovodrun", *options, *_python_words(job)),))
 
 
@@ -214,8 +209,6 @@ def natural(engine: str, job: Job) -> str:
     On several hosts DeepSpeed's needs pdsh and a host file, and torch's starts the processes of one
     host only: without, mpirun.
     """
-    if job.elastic:
-        return "horovodrun"
     if job.allocation:
         return "srun"
     if job.processes == 1 and not job.hosts:

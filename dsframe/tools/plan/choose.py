@@ -59,9 +59,7 @@ class Plan:
         return self.as_written.prediction.fits
 
 
-def plan(
-    config: Config, model: Model, device: Device, world_size: int, recomputed: Model | None = None
-) -> Plan:
+def plan(config: Config, model: Model, device: Device, world_size: int, recomputed: Model | None = None) -> Plan:
     """``recomputed``: the model with blocks computed twice, as :func:`recomputing` asks; None: it is
     not known. Raises ConfigError where the file as it is cannot run on so many processes."""
     engine = engines.named(config.settings.engine)
@@ -99,9 +97,7 @@ def recomputing(config: Config) -> dict[str, Any]:
     return file
 
 
-def _best(
-    name: str, config: Config, engine: str, patch: Patch, run: tuple[Model, Device, int]
-) -> Strategy:
+def _best(name: str, config: Config, engine: str, patch: Patch, run: tuple[Model, Device, int]) -> Strategy:
     """The patched file with the largest micro-batch that fits. Raises ConfigError."""
     model, device, world_size = run
     recomputes = config.settings.model.activation_checkpointing is True

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import math
-import statistics
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
@@ -30,8 +29,6 @@ class Run:
     config: dict[str, Any]
     predicted: Mapping[str, Any] = field(default_factory=dict)
     """By the plan, of a finished run; ``problem`` where it cannot be predicted."""
-    repeats: Sequence[Run] = ()
-    """The same training again, for what differs from one time to the next; itself not among them."""
 
     def curve(self, key: str) -> list[tuple[float, float]]:
         """``key`` by step, as logged; ``evaluation.NAME`` for a metric of the evaluations."""
@@ -43,11 +40,6 @@ class Run:
             if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
                 points.append((float(record["step"]), float(value)))
         return points
-
-    def median(self, key: str) -> float | None:
-        """``key`` of the summaries, of this run and its repeats."""
-        values = [run.summary[key] for run in (self, *self.repeats) if run.summary.get(key) is not None]
-        return statistics.median(values) if values else None
 
     @property
     def unit(self) -> str:
@@ -71,21 +63,16 @@ def understood() -> Iterator[None]:
         raise DataError(message) from error
 
 
-def read_run(directory: Path, name: str | None = None, repeats: Sequence[Path] = ()) -> Run:
+def read_run(directory: Path, name: str | None = None) -> Run:
     """A run with its prediction, which takes seconds. Raises DataError where there is no run."""
-    run = _read(directory, name)
-    guess = report_prediction.predicted(directory, run.summary) if run.summary else {}
-    return replace(run, predicted=guess, repeats=tuple(_read(repeat) for repeat in repeats))
-
-
-def _read(directory: Path, name: str | None = None) -> Run:
     records = read_metrics(directory)
     try:
         summary = read_summary(directory)
     except DataError:
         summary = {}
+    predicted = report_prediction.predicted(directory, summary) if summary else {}
     name = name or directory.resolve().name
-    return Run(name, records, summary, read_origin(directory), read_config(directory))
+    return Run(name, records, summary, read_origin(directory), read_config(directory), predicted)
 
 
 def names(runs: Sequence[Path]) -> list[str]:
@@ -103,20 +90,15 @@ def differences(run: Run, other: Run) -> list[tuple[float, float]]:
     return [(step, abs(loss - others[step])) for step, loss in run.curve("loss") if step in others]
 
 
-def largest(run: Run, others: Sequence[Run]) -> float | None:
-    """The largest of :func:`differences`; None where no step is common."""
-    return max((value for other in others for _, value in differences(run, other)), default=None)
-
-
 def numbers(run: Run, first: Run) -> dict[str, Value]:
     """What is known of ``run``, unrounded, with the unit in the name; losses are compared with those
-    of ``first``. Of several repeats times are medians."""
+    of ``first``."""
     about = run.summary or run.records[0].get("run", {})
     losses, sent = run.curve("loss"), run.curve("sent_bytes")
     predicted_sent = run.predicted.get("sent_bytes_per_step")
     peaks = [size / 2**20 for size in run.summary.get("peak_memory_bytes", ())]
     phases = run.summary.get("startup_seconds")
-    rates = [one.summary["rate"] for one in (run, *run.repeats) if one.summary.get("rate")]
+    apart = [] if first is run else [value for _, value in differences(run, first)]
     return {
         "engine": about.get("description"),
         "processes": about.get("world_size"),
@@ -124,13 +106,11 @@ def numbers(run: Run, first: Run) -> dict[str, Value]:
         "state": "finished" if run.summary else "not finished",
         "steps": run.summary.get("steps") or (int(losses[-1][0]) if losses else 0),
         "last training loss": losses[-1][1] if losses else None,
-        f"largest difference of the loss to {first.name}": None if first is run else largest(run, [first]),
-        "largest difference of the loss to its repeats": largest(run, run.repeats),
+        f"largest difference of the loss to {first.name}": max(apart, default=None),
         **{f"evaluation: {name}": value for name, value in run.summary.get("metrics", {}).items()},
-        f"{run.unit} a second": run.median("rate"),
-        "slowest, fastest": f"{min(rates):,.0f}, {max(rates):,.0f}" if len(rates) > 1 else None,
-        "training time, s": run.median("seconds"),
-        "start to engine, s": run.median("start_seconds"),
+        f"{run.unit} a second": run.summary.get("rate"),
+        "training time, s": run.summary.get("seconds"),
+        "start to engine, s": run.summary.get("start_seconds"),
         "time to first step, s": sum(phases.values()) if phases else None,
         "peak memory of the fullest rank, MiB": max(peaks, default=None),
         "peak memory, predicted, MiB": _scaled(run.predicted.get("memory_bytes"), 2**20),
