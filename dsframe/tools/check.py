@@ -38,7 +38,6 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("files", nargs="+", metavar="FILE", help='a path, a name in ds_configs/, or "-" for standard input')
     add("-np", "--processes", type=int, metavar="N", help="number of processes of the run: checks the batch sizes")
-    add("--gpu-memory", metavar="80GB", help="memory of one device: tells how large a model may be")
     add(
         "--engine",
         metavar="NAME",
@@ -61,7 +60,6 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the files that the command line names and return the exit code."""
     options = parser().parse_args(argv)
-    limit = _memory(options.gpu_memory) if options.gpu_memory else None
     if options.processes is not None and options.processes < 1:
         parser().error("--processes must be at least 1")
     worst = 0
@@ -73,22 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             if options.fix:
                 text = _fix(text, name, label, options)
-            examined = _judge(text, label, options, limit)
+            examined = _judge(text, label, options)
         severities = {found.severity for found in examined.problems}
         code = 2 if "error" in severities else 1 if options.strict and "warning" in severities else 0
         worst = max(worst, code)
         reports.append((label, examined))
     _print(reports, options)
     return worst
-
-
-def _memory(written: str) -> int:
-    from dsframe.config.resolve import memory  # here and below: what most checks do not need
-
-    try:
-        return memory.parse(written)
-    except ValueError as error:
-        parser().error(str(error))
 
 
 def _text(name: str) -> tuple[str, Problem | None, str]:
@@ -123,7 +112,7 @@ def _fix(text: str, name: str, label: str, options: argparse.Namespace) -> str:
     return fixed
 
 
-def _judge(text: str, label: str, options: argparse.Namespace, limit: int | None) -> Examined:
+def _judge(text: str, label: str, options: argparse.Namespace) -> Examined:
     facts = Facts(world_size=options.processes, engine=options.engine)
     path = None if label == "<stdin>" else Path(label)
     examined = examine(text, label, options.overrides, facts, path)
@@ -137,13 +126,6 @@ def _judge(text: str, label: str, options: argparse.Namespace, limit: int | None
     more: list[Problem] = []
     if clean:
         more += _engine(config, options, label)
-        if limit is not None:
-            from dsframe.config.resolve import memory
-            from dsframe.tools.plan.costs import costs_of
-
-            processes = options.processes or 1
-            costs = costs_of(_engine_of(config, options), config.deepspeed, config.settings)
-            more.append(memory.note(costs.cost(processes), processes, limit, label))
     return replace(examined, problems=examined.problems + tuple(more))
 
 

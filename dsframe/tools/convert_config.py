@@ -90,7 +90,7 @@ class Conversion:
 
 Rules = Mapping[str, "str | tuple[str, Any] | Callable[[Conversion, str, Any], None]"]
 """Key -> where its value goes; where another value goes; or what writes it."""
-_NOTHING_SET = (None, False, "no", "NO", "none", "None", [], {})
+_NOTHING_SET: tuple[Any, ...] = (None, False, "no", "NO", "none", "None", [], {})
 _UNKNOWN = "no counterpart is known"
 
 

@@ -39,7 +39,6 @@ def parser() -> argparse.ArgumentParser:
     add("--kinds", choices=(*KINDS, "both"), default="both")
     add("--repeats", type=int, default=1, metavar="N", help="trainings of each, in turns (default 1)")
     add("--out", type=Path, default=Path("runs/scale"), metavar="DIR", help="where the trainings go")
-    add("--format", choices=("text", "json"), default="text")
     return parser
 
 
@@ -63,10 +62,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             seconds[kind, processes].append(_step_seconds(file, processes, directory))
     report = {kind: [_point(files[kind, n], n, seconds[kind, n]) for n in counts] for kind in kinds}
     (options.out / "scale.json").write_text(json.dumps(report, indent=2) + "\n", encoding="utf-8")
-    if options.format == "json":
-        print(json.dumps(report, indent=2))
-    else:
-        print("\n\n".join(table(kind, points) for kind, points in report.items()))
+    print("\n\n".join(table(kind, points) for kind, points in report.items()))
     return 0
 
 

@@ -7,13 +7,12 @@ killed continues with the same command.
 from __future__ import annotations
 
 import argparse
-import json
 import math
 import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dsframe.config import DEFAULT_CONFIG, load
 from dsframe.errors import DataError, TaskError, TrainingError
@@ -62,7 +61,6 @@ def parser() -> argparse.ArgumentParser:
     add("--seed", type=int, default=0, help="of the proposals (default 0)")
     add_overrides(parser, "one key in all trials")
     add("--out", type=Path, default=Path("runs/tune"), metavar="DIR", help="where runs and study.db go")
-    add("--format", choices=("text", "json"), default="text")
     return parser
 
 
@@ -90,7 +88,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     while sum(trial.state.is_finished() for trial in study.trials) < options.trials:
         trial = study.ask(space)
         study.tell(trial, *_run(trial, metric, options))
-    return _show(study, metric, options)
+    return _show(study, metric, options.out)
 
 
 def _study(options: argparse.Namespace, direction: str) -> Study:
@@ -139,25 +137,16 @@ def _run(trial: Trial, metric: str, options: argparse.Namespace) -> tuple[float 
     return (value, TrialState.COMPLETE) if finite else (None, TrialState.FAIL)
 
 
-def _show(study: Study, metric: str, options: argparse.Namespace) -> int:
-    rows = [
-        {"trial": trial.number, "state": trial.state.name.lower(), metric: trial.value, **trial.params}
-        for trial in study.trials
-    ]
-    any_complete = any(row["state"] == "complete" for row in rows)
-    best = study.best_trial.number if any_complete else None
-    if options.format == "json":
-        print(json.dumps({"trials": rows, "best": best}, indent=2))
-    else:
-        heads = list(dict.fromkeys(name for row in rows for name in row))
-        cells = ([_cell(row.get(name)) for name in heads] for row in rows)
-        print("\n".join(columns([heads, *cells], 2)))
-        if best is not None:
-            print(f"\nbest: {options.out / f'trial-{best:04}'}, {metric} {study.best_value:.6g}")
-    return 0 if any_complete else 1
-
-
-def _cell(value: Any) -> str:
-    if value is None:
-        return ""
-    return f"{value:.6g}" if isinstance(value, float) else str(value)
+def _show(study: Study, metric: str, out: Path) -> int:
+    """Prints the trials; 0 where one has finished."""
+    keys = list(dict.fromkeys(key for trial in study.trials for key in trial.params))
+    rows = [["trial", "state", metric, *keys]]
+    for trial in study.trials:
+        values = [trial.value, *map(trial.params.get, keys)]
+        cells = (f"{value:.6g}" if isinstance(value, float) else str(value) for value in values)
+        rows.append([str(trial.number), trial.state.name.lower(), *cells])
+    print("\n".join(columns(rows, 2)))
+    if not any(trial.value is not None for trial in study.trials):
+        return 1
+    print(f"\nbest: {out / f'trial-{study.best_trial.number:04}'}, {metric} {study.best_value:.6g}")
+    return 0

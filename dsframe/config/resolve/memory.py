@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass
 
 from dsframe.config.schema.deepspeed import DeepSpeed
-from dsframe.errors import Problem
 
 _UNITS = {"": 1, "b": 1} | {f"{letter}b": 1000**n for n, letter in enumerate("kmgt", 1)}
 _UNITS |= {f"{letter}ib": 1024**n for n, letter in enumerate("kmgt", 1)}
@@ -52,27 +51,6 @@ def moments(file: DeepSpeed) -> int:
         return 2 * int(file.optimizer.params.get("history_size", 100)) + 2  # updates, a direction and a gradient
     plain = kind == "sgd" and not (file.optimizer and file.optimizer.params.get("momentum"))
     return _MOMENTS.get(kind, 0 if plain else 1)
-
-
-def note(per_parameter: Cost, world_size: int, limit: int, label: str) -> Problem:
-    """Returns what fits into ``limit`` bytes of a device."""
-    where = f"on {world_size} processes" if world_size > 1 else "on one process"
-    if per_parameter.total == 0:
-        what = "parameters, gradients and optimizer state are offloaded"
-        message = f"{what}: all {gigabytes(limit)} are free for activations"
-    else:
-        most = limit / per_parameter.total
-        message = (
-            f"{gigabytes(limit)} hold parameters ({per_parameter.parameter:.3g} bytes each), gradients "
-            f"({per_parameter.gradient:.3g}) and optimizer state ({per_parameter.optimizer:.3g}) of at most "
-            f"{count(most)} parameters {where}; activations and buffers come on top"
-        )
-    return Problem("note", "", message, "", label, code="memory")
-
-
-def gigabytes(size: float) -> str:
-    """``80 GB``."""
-    return f"{size / 1e9:g} GB"
 
 
 def count(number: float) -> str:

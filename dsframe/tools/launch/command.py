@@ -15,7 +15,7 @@ from dsframe import engines
 from dsframe.cluster import world as worlds
 from dsframe.cluster.rendezvous import free_port, interface_to
 from dsframe.config import Config, load
-from dsframe.errors import ConfigError, DsframeError, WorldError
+from dsframe.errors import DsframeError, WorldError
 from dsframe.host import streams, supervise
 from dsframe.run_dir.output import directory_of
 from dsframe.tools import check
@@ -83,15 +83,11 @@ def main(argv: Sequence[str] | None = None) -> int:
     request = read(options, [word for word in rest if word != "--"])
     launch = launchers.plan(request.launcher, request.job)
     if options.show:
-        print(launch.show(request.job.hosts))
+        print(launch)
         return 0
     streams.survive()
     if code := _check(request):
         return code
-    if len(launch.commands) > 1:
-        print(launch.show(request.job.hosts))
-        say(f"{request.launcher} starts the processes of one host: run each line on its host, or install mpirun")
-        return ConfigError.exit_code
     return _run(request, options)
 
 
@@ -183,7 +179,7 @@ def _run(request: Request, options: argparse.Namespace) -> int:
         job = replace(request.job, port=free_port())
         job = launchers.with_arguments(job, *(["--resume", "auto"] if resume else []))
         if not request.training.quiet:
-            say(launchers.plan(request.launcher, job).show(job.hosts))
+            say(str(launchers.plan(request.launcher, job)))
         launch = launchers.plan(request.launcher, launchers.with_arguments(job, "--report", str(attempts.report)))
         return _start(launch if request.training.verbose else launchers.quietly(launch), received)
 
@@ -195,7 +191,7 @@ def _run(request: Request, options: argparse.Namespace) -> int:
 
 
 def _start(launch: Launch, received: list[int]) -> int:
-    name, *words = launch.commands[0]
+    name, *words = launch.command
     return supervise.run(
         launchers.program(name),
         words,

@@ -52,27 +52,23 @@ class Job:
 
 @dataclass(frozen=True)
 class Launch:
-    """Commands that start a job: one, or one for each host."""
+    """The command that starts a job."""
 
-    commands: tuple[tuple[str, ...], ...]
-    """The first word is the program. Several: in the order of the job's hosts."""
+    command: tuple[str, ...]
+    """The first word is the program."""
     environment: Mapping[str, str] = field(default_factory=dict)
     """Variables to add."""
     forwards: bool = False
     """The launcher passes USR1 on to its workers, which are not its own children."""
 
-    def show(self, hosts: tuple[Host, ...]) -> str:
-        """Returns the command as a person would type it, with ``***`` for secrets; if each host has
-        its own command, with the host before it."""
-        setting = "".join(f"{name}={shlex.quote(value)} " for name, value in self.environment.items())
-        shown = [setting + shlex.join(redact(command)) for command in self.commands]
-        if len(shown) == 1:
-            return shown[0]
-        return "\n".join(f"{host.name}$ {line}" for host, line in zip(hosts, shown, strict=True))
+    def __str__(self) -> str:
+        """As a person would type it, with ``***`` for secrets."""
+        variables = (f"{name}={shlex.quote(value)}" for name, value in self.environment.items())
+        return " ".join([*variables, shlex.join(redact(self.command))])
 
 
 def plan(launcher: str, job: Job) -> Launch:
-    """The commands of ``launcher`` for ``job``. Raises WorldError where it cannot start such a job."""
+    """The command of ``launcher`` for ``job``. Raises WorldError where it cannot start such a job."""
     launch = _PLANS[launcher](job)
     return replace(launch, environment={"OMP_NUM_THREADS": str(job.threads), **launch.environment})
 
@@ -115,7 +111,7 @@ def _module_words(job: Job, option: str) -> tuple[str, ...]:
 def _python(job: Job) -> Launch:
     if job.processes != 1 or job.hosts:
         raise WorldError(f"plain python starts one process here, not {job.processes}; name a launcher")
-    return Launch((_python_words(job),), forwards=True)
+    return Launch(_python_words(job), forwards=True)
 
 
 def _deepspeed(job: Job) -> Launch:
@@ -126,7 +122,7 @@ def _deepspeed(job: Job) -> Launch:
             message = 'deepspeed starts what a file says: a line "name slots=4" for each host'
             raise WorldError(f"{message}; name it with --hostfile, without -np")
         meeting = (f"--master_addr={job.address}", f"--master_port={job.port}")
-        return Launch((("deepspeed", f"--hostfile={job.hostfile}", *meeting, *words),))
+        return Launch(("deepspeed", f"--hostfile={job.hostfile}", *meeting, *words))
     # With --num_gpus it drops CUDA_VISIBLE_DEVICES and takes GPUs 0 to N-1, maybe other people's.
     mask = ",".join(job.gpus)
     if devices.hidden(os.environ) or (not mask.replace(",", "0").isdecimal() and mask):
@@ -137,27 +133,25 @@ def _deepspeed(job: Job) -> Launch:
         )
     number = () if mask else (f"--num_gpus={job.processes}",)
     environment = {"CUDA_VISIBLE_DEVICES": mask} if mask else {}
-    return Launch((("deepspeed", *number, f"--master_port={job.port}", *words),), environment)
+    return Launch(("deepspeed", *number, f"--master_port={job.port}", *words), environment)
 
 
 def _torchrun(job: Job) -> Launch:
-    words = _module_words(job, "-m")
+    if job.hosts:
+        raise WorldError(
+            "torchrun starts the processes of one host: run it on each (docs/launching.md), or install pdsh "
+            "(for deepspeed, with --hostfile) or Open MPI"
+        )
     meeting = (f"--master-addr={job.address}", f"--master-port={job.port}")
-    if not job.hosts:
-        return Launch((("torchrun", f"--nproc-per-node={job.processes}", *meeting, *words),))
-    slots = {host.slots for host in job.hosts}
-    if len(slots) > 1:
-        raise WorldError("torchrun needs the same number of processes on every host; choose another launcher")
-    options = (f"--nnodes={len(job.hosts)}", f"--nproc-per-node={slots.pop()}", *meeting)
-    ranks = range(len(job.hosts))
-    return Launch(tuple(("torchrun", *options, f"--node-rank={node}", *words) for node in ranks))
+    words = _module_words(job, "-m")
+    return Launch(("torchrun", f"--nproc-per-node={job.processes}", *meeting, *words))
 
 
 def _horovodrun(job: Job) -> Launch:
     hosts = ("-H", show(job.hosts)) if job.hosts else ()
     interface = ("--network-interfaces", job.interface) if job.interface and job.hosts else ()
     options = ("-np", str(job.processes), *hosts, *interface)
-    return Launch((("horovodrun", *options, *_python_words(job)),))
+    return Launch(("horovodrun", *options, *_python_words(job)))
 
 
 def _mpirun(job: Job) -> Launch:
@@ -174,7 +168,7 @@ def _mpirun(job: Job) -> Launch:
     root = ("--allow-run-as-root",) if os.getuid() == 0 else ()
     exports = (word for name in exported for word in ("-x", name))
     options = ("-np", str(job.processes), *root, *hosts, "--bind-to", "none", *exports)
-    return Launch((("mpirun", *options, *_python_words(job)),), environment, forwards=True)
+    return Launch(("mpirun", *options, *_python_words(job)), environment, forwards=True)
 
 
 def _srun(job: Job) -> Launch:
@@ -188,7 +182,7 @@ def _srun(job: Job) -> Launch:
     if cpus:  # since Slurm 22.05 srun no longer inherits it from sbatch: each task would have one CPU
         options.append(f"--cpus-per-task={cpus}")
     command = ("srun", *options, "--kill-on-bad-exit=1", *_python_words(job))
-    return Launch((command,), {"MASTER_PORT": str(job.port)}, forwards=True)
+    return Launch(command, {"MASTER_PORT": str(job.port)}, forwards=True)
 
 
 _PLANS: Mapping[str, Callable[[Job], Launch]] = {
@@ -222,13 +216,13 @@ def natural(engine: str, job: Job) -> str:
 
 def quietly(launch: Launch) -> Launch:
     """The launch without DeepSpeed's own log, which is 18 lines."""
-    name, *words = launch.commands[0]
+    name, *words = launch.command
     if name != "deepspeed":
         return launch
     known = "DS_ACCELERATOR" in os.environ or devices.accelerators()
     processor = {} if known else {"DS_ACCELERATOR": "cpu"}  # it says three times that it found none
     environment = {**processor, **launch.environment}
-    return replace(launch, commands=((name, "--quiet", *words),), environment=environment)
+    return replace(launch, command=(name, "--quiet", *words), environment=environment)
 
 
 def with_arguments(job: Job, *arguments: str) -> Job:

@@ -57,6 +57,8 @@ def footprint(case: Case, part: Sequence[Segment], number: int) -> Memory:
     kept = trained * width if case.kept and case.data > 1 else 0.0
     gathered = _gathered(case, part, trained) - kept if case.zero == 3 else 0.0
     buffers = _buffers(case, part, trained, last=last) + gathered + max(_reduced(case, trained), update)
+    if case.tensor > 1 and _in_files(case):  # AutoTP shards whole weights, on the device
+        buffers = max(buffers, elements(part) * width)
     # A save in the background copies a rank's shard of weights and moments, in fp32.
     saves = case.settings.checkpoints.asynchronous
     saving = 4.0 * (1 + case.costs.moments) * trained / case.data if saves else 0.0

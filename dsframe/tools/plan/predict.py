@@ -65,12 +65,16 @@ def predict(config: Config, engine: str, model: Model, device: Device, world_siz
     parts = cut(model.segments, case.stages)
     stages = [footprint(case, part, number) for number, part in enumerate(parts)]
     memory = max(stages, key=lambda stage: stage.total)
+    sent = sent_bytes(case, max(parts, key=elements))
+    tied = sum(segment.shared for part in parts for segment in part) / case.tensor
+    if tied:  # all-reduced between two stages: each sends it once
+        sent["tied weights"] = tied * case.gradient_bytes
     return Prediction(
         engine,
         case.batch,
         case.stages,
         memory,
-        sent_bytes(case, max(parts, key=elements)),
+        sent,
         model.flops(case.rows) * case.steps * case.batch.data_parallel_size,
         max(memory.total / device.memory_bytes, memory.host / device.host_memory_bytes),
     )
@@ -102,7 +106,4 @@ def sent_bytes(case: Case, part: Sequence[Segment]) -> dict[str, float]:
         result["sequence parallel"] = (case.sequence - 1) / case.sequence * exchanged
     if case.stages > 1 and part:
         result["pipeline"] = part[-1].output.at(case.rows) * case.steps
-    tied = sum(segment.shared for segment in part) / case.tensor * case.gradient_bytes
-    if tied:  # all-reduced between two stages: each sends it once
-        result["tied weights"] = tied
     return result

@@ -86,8 +86,10 @@ class _SwitchedParts:
     def __init__(self, stages: Sequence[Stage], config: Config | None, *, layered: bool) -> None:
         self.names: list[str] = []
         self.offloads, self._layered = False, layered
-        chosen = config.settings.model if config is not None else None
-        if chosen is None or (chosen.recomputation is None and not chosen.offload_activations):
+        if config is None:
+            return
+        chosen = config.settings.model
+        if chosen.recomputation is None and not chosen.offload_activations:
             return
         model = stages[0][1]
         if layered:  # a copy of each, since one that repeats is there once

@@ -117,7 +117,7 @@ def _figure(charts: Sequence[Chart]) -> Any:
     from matplotlib.figure import Figure
 
     # Text stays text, which can be searched; the same picture twice is the same file.
-    settings = {"font.size": 9.0, "svg.fonttype": "none", "svg.hashsalt": "dsframe"}
+    settings: Any = {"font.size": 9.0, "svg.fonttype": "none", "svg.hashsalt": "dsframe"}
     matplotlib.rcParams.update(settings)
     width, height = _INCHES
     figure = Figure(figsize=(width, height * len(charts)), layout="constrained")
