@@ -107,7 +107,7 @@ def test_distributions(text: str, kind: str, values: dict[str, Any]) -> None:
     assert {name: getattr(made, name) for name in values} == values
 
 
-@pytest.mark.parametrize("text", ["a=2..1", "a=0..1:log", "a=x..y", "a=1", "a"])
+@pytest.mark.parametrize("text", ["a=2..1", "a=0..1:log", "a=x..y", "a=1"])
 def test_what_is_no_distribution(text: str) -> None:
-    with pytest.raises(ValueError, match="."):
+    with pytest.raises(ValueError, match="a="):
         distribution(text)

@@ -16,7 +16,7 @@ from dsframe.cluster.rendezvous import addresses
 from dsframe.cluster.world import slurm_hosts, slurm_tasks
 from dsframe.errors import WorldError
 
-_HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::(\d+)|\s+slots\s*=\s*(\d+))?(\s.*)?")
+_HOST = re.compile(r"([A-Za-z0-9._-]+|\[[0-9A-Fa-f:]+\])(?::(\d+)|\s+slots\s*=\s*(\d+))?(?:\s+max[_-]slots\s*=\s*\d+)?")
 
 
 @dataclass(frozen=True)
