@@ -3,9 +3,8 @@
 from __future__ import annotations
 
 import argparse
-import contextlib
 import inspect
-import io
+import json
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -13,19 +12,13 @@ from typing import Any
 
 import dsframe
 import dsframe.data
-from dsframe.tools import explain
+from dsframe.config.codes import CODES, EXITS
+from dsframe.config.schema.base import Section
+from dsframe.config.schema.file import shape
 from dsframe.tools.commands import COMMANDS, parser_of
-from dsframe.tools.schema import main as schema
+from dsframe.tools.schema import describe, json_schema, sections, summary
 
 ROOT = Path(__file__).resolve().parents[1]
-
-
-def printed(*arguments: str) -> str:
-    """What `dsframe schema` prints."""
-    text = io.StringIO()
-    with contextlib.redirect_stdout(text):
-        schema(argv=list(arguments))
-    return text.getvalue()
 
 
 def commands() -> Iterator[str]:
@@ -115,20 +108,98 @@ def _prose(value: Any) -> str:
     return "\n".join(lines)
 
 
+def _type(owner: type[Section], key: str, limits: str) -> str:
+    expected = shape(owner, key)
+    if "any" in expected.kinds:
+        return "any"
+    text = "object" if expected.section else expected.phrase.replace(" in quotes", "").replace(" {...}", "")
+    unit = ' or {"epochs": 1}' if expected.unit else ""
+    return text.removesuffix(unit) + limits + unit
+
+
+_SIGNS = {"exclusiveMinimum": ">", "minimum": ">=", "exclusiveMaximum": "<", "maximum": "<="}
+
+
+def _limits(definition: dict[str, Any]) -> str:
+    """Bounds of a number in a JSON Schema: `` (> 0)``."""
+    branches = [definition, *definition.get("anyOf", ())]
+    found = [f"{sign} {branch[name]:.15g}" for branch in branches for name, sign in _SIGNS.items() if name in branch]
+    return f" ({', '.join(found)})" if found else ""
+
+
+def _default(owner: type[Section], key: str) -> str:
+    field = owner.model_fields[key]
+    if field.is_required():
+        return "required"
+    if shape(owner, key).section:
+        return ""
+    value = field.get_default(call_default_factory=True, validated_data={})
+    return "" if value is None else f"`{json.dumps(value)}`"
+
+
+_REFUSED = ("data_efficiency", "hybrid_engine")
+"""Sections of DeepSpeed that no engine here accepts."""
+_OF_A_LIBRARY = (*_REFUSED, "autotuning", "params")
+"""Sections whose keys are listed without their meaning, which the library's own documentation has."""
+
+
+def markdown() -> str:
+    """Returns the reference of all keys, for docs/configuration.md: dsframe's own section first."""
+    lines: list[str] = []
+    for path, owner in sorted(sections(), key=lambda entry: entry[0][:1] != ("dsframe",)):
+        texts = describe(owner)
+        title = ".".join(path) if path else "DeepSpeed: top level"
+        lines += [f"### {title}" if path else f"## {title}", "", summary(owner).replace("``", "`"), ""]
+        if path and path[0] in _REFUSED:
+            lines += ["Refused: no engine of dsframe accepts this section.", ""]
+        keys = [key for key in owner.model_fields if not (path == () and shape(owner, key).section)]
+        if keys and any(part.partition(" (")[0] in _OF_A_LIBRARY for part in path):
+            lines += [", ".join(f"`{key}` {_default(owner, key)}".strip() for key in keys) + ".", ""]
+            continue
+        if keys:
+            properties = owner.model_json_schema()["properties"]
+            lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
+        for key in keys:
+            limits = _limits(properties[key])
+            cells = (f"`{key}`", _type(owner, key, limits), _default(owner, key), texts.get(key, ""))
+            lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("``", "`") for cell in cells) + " |")
+        lines.append("")
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def messages() -> str:
+    """The whole catalogue as docs/messages.md."""
+    lines = [
+        "# Messages",
+        "",
+        "Every error, warning and note of dsframe ends with a code in brackets. `dsframe explain CODE` prints what stands",
+        "here. Written by `make docs` from dsframe/config/codes.py; do not edit.",
+        "",
+    ]
+    for name, code in sorted(CODES.items()):
+        lines += [f"## {name}", "", f"{code.means} {code.why}", "", f"What to write: {code.write}", ""]
+        lines += ["```json", code.example, "```", ""] if code.example else []
+        lines += [f"`dsframe {code.command}` shows the message.", ""]
+    lines += ["## Exit codes", "", "| exit code | code | meaning | what to do |", "|---|---|---|---|"]
+    for number, found in EXITS.items():
+        name = f"`{found.code}`" if found.code else ""
+        lines.append(f"| {number} | {name} | {found.means} | {found.do} |")
+    return "\n".join(lines) + "\n"
+
+
 def pages() -> dict[Path, str]:
     """What each generated file holds."""
-    whole = printed("--markdown")
     title = (
         "# Configuration\n\nEvery key that a file may have. Written by `make docs` from the schema; do not edit.\n\n"
         'Where a type has `{"epochs": 1}`, a number of epochs may stand for the number of steps that they take\n'
         "([Moving a script](porting.md#schedules)).\n\n"
     )
     return {
-        ROOT / "docs" / "configuration.md": title + whole.strip() + "\n",
-        ROOT / "docs" / "messages.md": explain.markdown(),
+        ROOT / "docs" / "configuration.md": title + markdown(),
+        ROOT / "docs" / "messages.md": messages(),
         ROOT / "docs" / "commands.md": "\n".join(commands()).strip() + "\n",
         ROOT / "docs" / "api.md": re.sub(r"\n{3,}", "\n\n", "\n".join(api())).strip() + "\n",
-        ROOT / "ds_configs" / "dsframe.schema.json": printed(),
+        ROOT / "ds_configs" / "dsframe.schema.json": json.dumps(json_schema(), indent=1) + "\n",
     }
 
 

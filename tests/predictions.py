@@ -136,7 +136,7 @@ def measure(names: Sequence[str], folder: Path, steps: int = STEPS) -> Iterator[
         guess = predicted(directory, summary)
         if "problem" in guess:
             raise SystemExit(f"{name}: no prediction: {guess['problem']}")
-        base = guess["base_bytes"]
+        base = summary["base_bytes"]
         yield Comparison(name, base, guess["memory_bytes"] - base, max(summary["peak_memory_bytes"]) - base)
 
 

@@ -124,15 +124,6 @@ CODES: Mapping[str, Code] = {
         '{"train_batch_size": 8, "dsframe": {"large_batch": {"lr_scaling": "linear", "reference_batch_size": 4}}}',
         "check FILE -np 2",
     ),
-    "memory": Code(
-        "How large a model may be on a device with this much memory.",
-        "Parameters, gradients and optimizer state are computed from the file (ZeRO paper, table 1). Activations and "
-        "buffers need memory as well. Before the first step the model is built: that takes memory of the device, of the host, and "
-        "where it is sharded, files on a disk. It is a warning where the set-up takes more of a device than the training.",
-        "Nothing; for the warning: larger devices, or an engine or stage that never has the whole model on a device.",
-        '{"train_batch_size": 8, "zero_optimization": {"stage": 2}}',
-        "check FILE --gpu-memory 80GB",
-    ),
     "misplaced-key": Code(
         "The key belongs to another section.",
         "DeepSpeed ignores it where it is, or raises an error.",

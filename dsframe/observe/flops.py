@@ -1,17 +1,17 @@
-"""``flops_profiler``: what each module of the model computes in one step, and how long its forward pass takes; on every engine.
+"""``flops_profiler``: what each module of the model computes in one step, on every engine.
 
-Counted are the operations that are run: products of matrices, convolutions and attention, as torch dispatches them, in forward
-and backward pass, on this rank. (DeepSpeed's own profiler replaces torch's functions, sees the forward pass alone and prints
-nothing for pipelines; of forward passes both count the same.)
+Counted are the operations that are run: products of matrices, convolutions and attention, as torch
+dispatches them, in forward and backward pass, on this rank. (DeepSpeed's own profiler replaces torch's
+functions, sees the forward pass only and prints nothing for pipelines.) Times are in the traces
+(``dsframe.profile``).
 """
 
 from __future__ import annotations
 
 import re
-import time
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager, nullcontext
-from dataclasses import dataclass, field
+from contextlib import contextmanager
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -34,17 +34,17 @@ def observer(context: ObserverContext) -> Observer | None:
     if not plan.world.is_main:
         return None
     steps = plan.batch.accumulation_steps, context.done_steps, context.total_steps
-    return FlopsProfile(plan.config.deepspeed.flops_profiler, *steps, plan.device, context.say)
+    return FlopsProfile(plan.config.deepspeed.flops_profiler, *steps, context.say)
 
 
 def flops_of(operator: Any, args: Any, kwargs: Any, out: Any) -> float:
-    """Of one call, two for a product and its sum; 0 of all that is no product of matrices, convolution or attention."""
-    name = operator.overloadpacket
-    if name is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu:  # which torch's own table lacks
+    """Of one call, two for a product and its sum; 0 of what is no product, convolution, attention."""
+    name, aten = operator.overloadpacket, torch.ops.aten
+    if name is aten._scaled_dot_product_flash_attention_for_cpu:  # which torch's own table lacks
         return float(sdpa_flop_count(*(tensor.shape for tensor in args[:3])))  # type: ignore[no-untyped-call]
-    if name is torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward:
+    if name is aten._scaled_dot_product_flash_attention_for_cpu_backward:
         return float(sdpa_backward_flop_count(*(tensor.shape for tensor in args[:4])))  # type: ignore[no-untyped-call]
-    if name is torch.ops.aten.convolution_backward:  # torch's table counts groups as if each saw all channels (2.13)
+    if name is aten.convolution_backward:  # torch 2.13 counts groups as if each saw all channels
         gradient, inputs, weight, transposed, wanted = args[0], args[1], args[2], args[7], args[10]
         products = (inputs if transposed else gradient).numel() * weight[0].numel()
         return float(2 * products * (bool(wanted[0]) + bool(wanted[1])))
@@ -52,22 +52,9 @@ def flops_of(operator: Any, args: Any, kwargs: Any, out: Any) -> float:
     return float(count(*args, **kwargs, out_val=out)) if count else 0.0
 
 
-@dataclass
-class _Part:
-    """A module, with all in it."""
-
-    name: str
-    kind: str
-    parameters: int
-    seconds: float = 0.0
-    flops: float = 0.0
-    inner: list[_Part] = field(default_factory=list)
-
-    @property
-    def plain(self) -> str:
-        """The name in the model itself; its class for the whole model."""
-        name = re.sub(r"^(module(\.|$))+", "", self.name)
-        return name or self.kind
+def in_backward() -> bool:
+    """True while autograd runs."""
+    return torch._C._current_graph_task_id() != -1
 
 
 class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -92,26 +79,55 @@ class OperationCounter(TorchDispatchMode):  # type: ignore[no-untyped-call]
         """For subclasses: what else is to be known of an operation."""
 
 
-def in_backward() -> bool:
-    """Whether autograd runs now."""
-    return torch._C._current_graph_task_id() != -1
+@dataclass
+class _Part:
+    """A module, with all in it."""
+
+    name: str
+    kind: str
+    parameters: int
+    flops: float = 0.0
+
+    @property
+    def depth(self) -> int:
+        return self.name.count(".") + 1 if self.name else 0
 
 
 class _ModuleCounter(OperationCounter):  # type: ignore[no-untyped-call]
-    """FLOPs of the forward pass by module; ``inside``: the modules that run now."""
+    """FLOPs of the forward pass by module."""
 
-    def __init__(self, inside: list[_Part]) -> None:
+    def __init__(self) -> None:
         super().__init__()
-        self._inside = inside
+        self.parts: dict[int, _Part] = {}
+        self._inside: list[int] = []
+        self._names: dict[int, str] = {}
 
     def seen(self, func: Any, args: Any, kwargs: Any, out: Any, flops: float) -> None:
         if flops and not in_backward():
             for part in self._inside:
-                part.flops += flops
+                self.parts[part].flops += flops
+
+    def enter(self, module: nn.Module, inputs: Any) -> None:
+        """A hook before a module's forward pass."""
+        if in_backward():
+            return  # recomputed, for the backward pass
+        if not self._inside:
+            self._names = {id(inner): name for name, inner in module.named_modules()}
+        self._inside.append(id(module))
+        if id(module) not in self.parts:
+            # Without what engines wrap around a model: depths mean the same on each.
+            name = re.sub(r"^(module(\.|$))+", "", self._names.get(id(module), ""))
+            size = sum(int(getattr(p, "ds_numel", p.numel())) for p in module.parameters())
+            self.parts[id(module)] = _Part(name, type(module).__name__, size)
+
+    def leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
+        """A hook after it, which also closes modules that an error left open."""
+        if not in_backward() and id(module) in self._inside:
+            del self._inside[self._inside.index(id(module)) :]
 
 
 class FlopsProfile(Observer):
-    """One rank's. Times are of the step that the file names, counts of the one after it, because counting takes time itself."""
+    """One rank's, of one step."""
 
     def __init__(
         self,
@@ -119,138 +135,72 @@ class FlopsProfile(Observer):
         micro_batches: int,
         done_steps: int,
         last_step: int,
-        device: torch.device,
         say: Callable[[str], None],
     ) -> None:
-        """``done_steps``: taken before the process's first. ``last_step``: counted from 1. ``say``: takes the
-        report where the section names no file."""
-        self._section, self._micro_batches, self._device, self._say = section, micro_batches, device, say
-        self._timed = done_steps + section.profile_step + 1  # DeepSpeed counts the steps before
-        if self._timed > last_step:
-            say(
-                f"dsframe: no flops profile: it would be of step {self._timed}, and the run ends after step {last_step}"
-            )
-        self._counted = min(self._timed + 1, max(last_step, self._timed))
-        self._inside: list[_Part] = []
-        self._parts: dict[int, _Part] = {}
-        self._roots: list[_Part] = []
-        self._step_seconds = 0.0
-        self.forward = self.backward = 0.0
-        """FLOPs of one step on this rank."""
+        """``done_steps``: taken before the process's first. ``last_step``: counted from 1. ``say``:
+        takes the report where the section names no file."""
+        self._section, self._micro_batches, self._say = section, micro_batches, say
+        self._step = done_steps + section.profile_step + 1  # DeepSpeed counts the steps before
+        self._count = _ModuleCounter()
+        if self._step > last_step:
+            when = f"it would be of step {self._step}, and the run ends after step {last_step}"
+            say(f"dsframe: no flops profile: {when}")
+
+    @property
+    def forward(self) -> float:
+        """FLOPs of the step's forward passes on this rank."""
+        return self._count.forward
+
+    @property
+    def backward(self) -> float:
+        """FLOPs of the step's backward passes on this rank."""
+        return self._count.backward
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
-        if step not in (self._timed, self._counted):
+        if step != self._step:
             yield
             return
-        hooks = [
-            register_module_forward_pre_hook(self._enter),
-            register_module_forward_hook(self._leave, always_call=True),
-        ]
-        self._timing = step == self._timed
-        count = _ModuleCounter(self._inside) if step == self._counted else None
-        began = self._now()
+        entering = register_module_forward_pre_hook(self._count.enter)
+        leaving = register_module_forward_hook(self._count.leave, always_call=True)
         try:
-            with count or nullcontext():
+            with self._count:
                 yield
         finally:
-            for hook in hooks:
-                hook.remove()
-        if self._timing:
-            self._step_seconds = self._now() - began
-        if count is not None:
-            self.forward, self.backward = count.forward, count.backward
-            self._write(self.text())
-
-    def _now(self) -> float:
-        if self._device.type == "cuda":
-            torch.cuda.synchronize(self._device)
-        return time.perf_counter()
-
-    def _enter(self, module: nn.Module, inputs: Any) -> None:
-        if in_backward():
-            return  # computed again, for the backward pass
-        part = self._parts.get(id(module))
-        if part is None:
-            part = self._parts[id(module)] = self._part(module)
-        self._inside.append(part)
-        if self._timing:
-            part.seconds -= self._now()
-
-    def _leave(self, module: nn.Module, inputs: Any, outputs: Any) -> None:
-        part = self._parts.get(id(module))
-        if in_backward() or part is None or part not in self._inside:
-            return
-        if self._timing:
-            part.seconds += self._now()
-        while self._inside.pop() is not part:  # modules that an error left are not open any more
-            pass
-
-    def _part(self, module: nn.Module) -> _Part:
-        outer = self._inside[-1] if self._inside else None
-        parameters = sum(int(getattr(p, "ds_numel", p.numel())) for p in module.parameters())
-        part = _Part("", type(module).__name__, parameters)
-        part.name = self._names(module).get(id(module), part.kind)
-        (outer.inner if outer else self._roots).append(part)
-        return part
-
-    def _names(self, module: nn.Module) -> dict[int, str]:
-        if not self._inside:
-            self._known = {id(inner): name for name, inner in module.named_modules() if name}
-        return self._known
-
-    def _write(self, text: str) -> None:
+            entering.remove()
+            leaving.remove()
         target = self._section.output_file
-        if not target:
-            self._say(text)
-            return
-        Path(target).parent.mkdir(parents=True, exist_ok=True)
-        Path(target).write_text(text + "\n", encoding="utf-8")
+        if target:
+            Path(target).parent.mkdir(parents=True, exist_ok=True)
+            Path(target).write_text(self.text() + "\n", encoding="utf-8")
+        else:
+            self._say(self.text())
 
     def text(self) -> str:
         """The report, for one micro-batch of this rank."""
         count, section = self._micro_batches, self._section
-        forward, seconds = self.forward / count, sum(part.seconds for part in self._roots) / count
+        forward, backward = self.forward / count, self.backward / count
+        # Of wrappers and the model, which have the same name, the model stays.
+        parts = list({part.name or "": part for part in self._count.parts.values()}.values())
+        outer = [part for part in parts if part.depth == min(part.depth for part in parts)]
         lines = [
-            f"flops profile of rank 0: times of step {self._timed}, operations of step {self._counted}"
-            + (" (counting is in the times)" if self._timed == self._counted else ""),
-            f"  parameters of its modules  {sum(part.parameters for part in self._roots):,}",
-            f"  forward, a micro-batch     {amount(forward)}FLOP ({amount(forward / 2)}MAC), {seconds * 1e3:.3g} ms, "
-            f"{amount(_rate(forward, seconds))}FLOP/s",
-            f"  backward, a micro-batch    {amount(self.backward / count)}FLOP",
-            f"  a step of {count:>3} micro-batches {amount(self.forward + self.backward)}FLOP, {self._step_seconds * 1e3:.4g} ms, "
-            f"{amount(_rate(self.forward + self.backward, self._step_seconds))}FLOP/s",
+            f"flops profile of rank 0, step {self._step}",
+            f"  parameters of its modules  {sum(part.parameters for part in outer):,}",
+            f"  forward, a micro-batch     {amount(forward)}FLOP ({amount(forward / 2)}MAC)",
+            f"  backward, a micro-batch    {amount(backward)}FLOP",
+            f"  a step of {count:>3} micro-batches {amount(self.forward + self.backward)}FLOP",
         ]
-        parts = list(_walk([_unwrapped(root) for root in self._roots]))
-        deepest = max((depth for depth, _ in parts), default=0)
+        deepest = max((part.depth for part in parts), default=0)
         shown = deepest if section.module_depth < 0 else min(section.module_depth, deepest)
-        for wanted in range(shown + 1):
-            level = sorted((part for depth, part in parts if depth == wanted), key=lambda part: -part.flops)
-            top = ", ".join(f"{part.plain} {amount(part.flops / count)}FLOP" for part in level[: section.top_modules])
-            lines.append(f"  most at depth {wanted}: {top}")
+        for depth in range(shown + 1):
+            level = sorted((part for part in parts if part.depth == depth), key=lambda part: -part.flops)
+            largest = (f"{part.name or part.kind} {amount(part.flops / count)}FLOP" for part in level)
+            lines.append(f"  most at depth {depth}: {', '.join(list(largest)[: section.top_modules])}")
         if section.detailed:
-            lines.append(f"  {'module':<44} {'parameters':>12} {'forward FLOP':>13} {'share':>6} {'ms':>8}")
-            for depth, part in parts:
-                if depth <= shown:
-                    name = f"{'  ' * depth}{part.plain.rpartition('.')[2]} ({part.kind})"
-                    share = part.flops / self.forward if self.forward else 0.0
-                    figures = f"{amount(part.flops / count):>12} {share:>7.1%} {part.seconds / count * 1e3:>8.3f}"
-                    lines.append(f"  {name:<44} {part.parameters:>12,} {figures}")
+            lines.append(f"  {'module':<44} {'parameters':>12} {'forward FLOP':>13} {'share':>6}")
+            for part in (part for part in parts if part.depth <= shown):
+                name = f"{'  ' * part.depth}{part.name.rpartition('.')[2] or part.kind} ({part.kind})"
+                share = part.flops / self.forward if self.forward else 0.0
+                numbers = f"{part.parameters:>12,} {amount(part.flops / count):>12} {share:>7.1%}"
+                lines.append(f"  {name:<44} {numbers}")
         return "\n".join(lines)
-
-
-def _unwrapped(root: _Part) -> _Part:
-    """The model, without what engines wrap around it: depths mean the same on each."""
-    while [part.name.rpartition(".")[2] for part in root.inner] == ["module"]:
-        root = root.inner[0]
-    return root
-
-
-def _walk(parts: list[_Part], depth: int = 0) -> Iterator[tuple[int, _Part]]:
-    for part in parts:
-        yield depth, part
-        yield from _walk(part.inner, depth + 1)
-
-
-def _rate(flops: float, seconds: float) -> float:
-    return flops / seconds if seconds > 0 else 0.0

@@ -1,4 +1,4 @@
-"""What watches a training from outside: the seam between the loop and the observers that the file switches on."""
+"""What watches a training from outside: the seam between the loop and what the file switches on."""
 
 from __future__ import annotations
 
@@ -26,11 +26,11 @@ class ObserverContext:
     """Taken before this process's first one."""
     total_steps: int
     say: Callable[[str], None]
-    """Rank 0's voice, silent on others."""
+    """Prints on rank 0, silent on others."""
 
 
 class Observer:
-    """One rank's. An observer overrides what it needs; the training does not depend on any of it."""
+    """One rank's. An observer overrides what it needs; the training depends on none of it."""
 
     def start(self, engine: Engine) -> Mapping[str, Any]:
         """**Collective.** Before the first step. Returns what the run's record should say of the run."""
@@ -44,82 +44,77 @@ class Observer:
         """After it. What this takes is no training time."""
 
     def figures(self, rate: float) -> Mapping[str, float]:
-        """At a step that is logged: what has happened since the last such step. ``rate``: units a second, 0 if unknown."""
+        """At a logged step: what happened since the last such step. ``rate``: units a second, or 0."""
         return {}
 
     def finish(self, engine: Engine) -> None:
-        """**Collective.** After the last step, or the one after which a signal stops all ranks: writes what is still held."""
+        """**Collective.** After the last step of this process: writes what is still held."""
 
     def results(self, rate: float) -> Mapping[str, Any]:
-        """After a training that came to its end: what ``summary.json`` should say. ``rate``: of the run."""
+        """After a training that was finished: what ``summary.json`` should say. ``rate``: of the run."""
         return {}
 
 
-@dataclass(frozen=True)
-class Switch:
-    """When an observer is on, and where it is: a module here with ``observer(context) -> Observer | None``."""
-
-    on: Callable[[Config], bool]
-    module: str
-
-
-TABLE: Mapping[str, Switch] = {
-    "dsframe.profile": Switch(lambda config: config.settings.profile is not None, "traces"),
-    "comms_logger": Switch(lambda config: _logs_communication(config), "traffic"),
-    "flops_profiler": Switch(lambda config: config.deepspeed.flops_profiler.enabled, "flops"),
-    "dsframe.mfu": Switch(lambda config: config.settings.mfu, "utilization"),
-}
-"""By the key of the file that switches it on. A module is imported only then. Each is entered inside the one above it."""
-
-
-def _logs_communication(config: Config) -> bool:
+def wanted(config: Config) -> list[str]:
+    """The modules of the observers that the file switches on, imported only then. Each is entered
+    inside the one before it."""
     logger = config.deepspeed.comms_logger
-    return logger is not None and logger.enabled
+    switches = {
+        "traces": config.settings.profile is not None,
+        "traffic": logger is not None and logger.enabled,
+        "flops": config.deepspeed.flops_profiler.enabled,
+        "utilization": config.settings.mfu,
+    }
+    return [module for module, on in switches.items() if on]
 
 
 class Observers(Observer):
     """All that the file switches on, as one. Costs nothing where it asks for nothing."""
 
     def __init__(self, context: ObserverContext) -> None:
-        wanted = [switch.module for switch in TABLE.values() if switch.on(context.plan.config)]
-        made = [importlib.import_module(f"dsframe.observe.{module}").observer(context) for module in wanted]
-        self._all: list[Observer] = [one for one in made if one is not None]
+        modules = (importlib.import_module(f"dsframe.observe.{name}") for name in wanted(context.plan.config))
+        made = [module.observer(context) for module in modules]
+        self._all: list[Observer] = [observer for observer in made if observer is not None]
 
     def start(self, engine: Engine) -> Mapping[str, Any]:
-        """**Collective.** What all of them tell of the run. Training's random generators stay where they are."""
+        """**Collective.** What all of them say of the run. Random generators stay where they are."""
         if not self._all:
             return {}
         device = engine.plan.device
         kept = generators.capture(device)
-        found = {name: value for one in self._all for name, value in one.start(engine).items()}
+        record = _merged(observer.start(engine) for observer in self._all)
         generators.restore(kept, device)
-        return found
+        return record
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
         with ExitStack() as stack:
-            for one in self._all:
-                stack.enter_context(one.step(step))
+            for observer in self._all:
+                stack.enter_context(observer.step(step))
             yield
 
     def stepped(self, step: int) -> None:
-        for one in self._all:
-            one.stepped(step)
+        for observer in self._all:
+            observer.stepped(step)
 
     def paused(self, step: int) -> float:
-        """:meth:`stepped`; returns how long the training stood still for what was written, in seconds."""
+        """:meth:`stepped`; returns for how many seconds the training stood still."""
         began = time.perf_counter()
         self.stepped(step)
         return time.perf_counter() - began
 
     def figures(self, rate: float) -> Mapping[str, float]:
-        return {name: value for one in self._all for name, value in one.figures(rate).items()}
+        return _merged(observer.figures(rate) for observer in self._all)
 
     def finish(self, engine: Engine) -> None:
         """**Collective.** Ends all of them."""
-        for one in self._all:
-            one.finish(engine)
+        for observer in self._all:
+            observer.finish(engine)
 
     def results(self, rate: float) -> Mapping[str, Any]:
         """Results of all of them."""
-        return {name: value for one in self._all for name, value in one.results(rate).items()}
+        return _merged(observer.results(rate) for observer in self._all)
+
+
+def _merged(mappings: Iterator[Mapping[str, Any]]) -> dict[str, Any]:
+    return {name: value for mapping in mappings for name, value in mapping.items()}

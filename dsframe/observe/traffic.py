@@ -1,7 +1,7 @@
-"""``comms_logger``: what each rank sends and receives, counted the same on every engine (``dsframe.observe.communication``).
+"""``comms_logger``: what each rank sends and receives, counted the same on every engine.
 
-Calls and bytes only: to take a collective's time one would have to wait for it, and what is measured then is another training,
-in which nothing overlaps. Times are in the traces (``dsframe.profile``) and in Horovod's timeline.
+Calls and bytes only: to take a collective's time one would have to wait for it, which is another
+training, in which nothing overlaps. Times are in the traces and in Horovod's timeline.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import asdict
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.config.rules.report import kind_of
@@ -20,6 +20,8 @@ from dsframe.observe.communication import Communication
 from dsframe.observe.observer import Observer, ObserverContext
 
 if TYPE_CHECKING:
+    from types import FrameType
+
     from dsframe.config.schema.monitor import CommsLogger
     from dsframe.engine import Engine
 
@@ -33,17 +35,16 @@ class _Counter(Communication):  # type: ignore[no-untyped-call]
 
     def __init__(self, section: CommsLogger, say: Callable[[str], None]) -> None:
         super().__init__()
-        self._kinds = None if section.prof_all else {kind_of(name) for name in section.prof_ops}
-        self._verbose, self._debug, self._say = section.verbose, section.debug, say
-        self.step = 0
+        self._section, self._say, self.step = section, say, 0
+        self._kinds = {kind_of(name) for name in section.prof_ops}
 
     def add(self, kind: str, payload: int, ranks: int, label: str = "") -> None:
-        if self._kinds is not None and kind not in self._kinds:
+        if not self._section.prof_all and kind not in self._kinds:
             return
-        caller = f", by {_caller()}" if self._debug else ""
-        super().add(kind, payload, ranks, label + caller)
-        if self._verbose:
-            self._say(f"step {self.step}: {kind} of {payload:,} bytes among {ranks} ranks{caller}")
+        label += f", by {_caller()}" if self._section.debug else ""
+        super().add(kind, payload, ranks, label)
+        if self._section.verbose:
+            self._say(f"step {self.step}: {kind} of {payload:,} bytes among {ranks} ranks{label}")
 
 
 def observer(context: ObserverContext) -> Observer:
@@ -58,7 +59,7 @@ class TrafficLog(Observer):
 
     def __init__(self, section: CommsLogger, directory: Path, say: Callable[[str], None]) -> None:
         self._counter, self._say = _Counter(section, say), say
-        self._file, self._steps, self._mark = directory / FILE, 0, (0, 0.0)
+        self._file, self._steps, self._reported = directory / FILE, 0, (0, 0.0)
 
     @contextmanager
     def step(self, step: int) -> Iterator[None]:
@@ -69,36 +70,28 @@ class TrafficLog(Observer):
 
     def figures(self, rate: float) -> Mapping[str, float]:
         """Bytes that this rank sent in a step, the mean since the last call."""
-        steps, sent = self._mark
-        self._mark = (self._steps, self._counter.bytes_sent)
-        return {"sent_bytes": (self._mark[1] - sent) / max(self._mark[0] - steps, 1)}
+        steps, sent = self._reported
+        self._reported = (self._steps, self._counter.bytes_sent)
+        return {"sent_bytes": (self._reported[1] - sent) / max(self._reported[0] - steps, 1)}
 
     def finish(self, engine: Engine) -> None:
-        """**Collective.** Rank 0 writes down what all ranks counted, and says what the busiest rank sent. Where no step was
-        taken it says nothing, and what an earlier process counted stays."""
-        if (steps := self._steps) == 0:
+        """**Collective.** Rank 0 writes what all ranks counted. Where no step was taken, what an
+        earlier process counted stays."""
+        if not self._steps:
             return
         mine = {kind: asdict(traffic) for kind, traffic in self._counter.by_kind.items()}
-        found = [json.loads(text) for text in all_gather_text(engine, json.dumps(mine))]
+        ranks = [json.loads(text) for text in all_gather_text(engine, json.dumps(mine))]
         if engine.plan.world.is_main:
-            content = {"steps": self._steps, "ranks": found}
-            self._file.write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")
-        busiest = max(found, key=lambda kinds: sum(one["sent_bytes"] for one in kinds.values()))
-        parts = [
-            f"{one['calls'] / steps:.4g} {kind} of {one['payload_bytes'] / steps / 1e6:.4g} MB"
-            for kind, one in sorted(busiest.items())
-        ]
-        total = sum(one["sent_bytes"] for one in busiest.values())
-        rank = found.index(busiest)
-        self._say(
-            f"dsframe: communication in a step, counted: rank {rank} sent {total / steps / 1e6:.4g} MB "
-            f"({', '.join(parts) or 'none'}); all of it in {self._file}"
-        )
+            text = json.dumps({"steps": self._steps, "ranks": ranks}, indent=2)
+            self._file.write_text(text + "\n", encoding="utf-8")
+        sent = [sum(kind["sent_bytes"] for kind in rank.values()) / self._steps / 1e6 for rank in ranks]
+        most = f"rank {sent.index(max(sent))} sent {max(sent):.4g} MB"
+        self._say(f"dsframe: communication in a step, counted: {most}; all of it in {self._file}")
 
 
 def _caller() -> str:
     """The function that had it sent: the innermost that is not one of the libraries."""
-    frame: Any = sys._getframe(2)
+    frame: FrameType = sys._getframe(2)
     while frame.f_back is not None and any(part in frame.f_code.co_filename for part in _LIBRARIES):
         frame = frame.f_back
-    return str(frame.f_code.co_qualname) if hasattr(frame.f_code, "co_qualname") else str(frame.f_code.co_name)
+    return frame.f_code.co_name

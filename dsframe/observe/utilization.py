@@ -1,8 +1,9 @@
-"""Model FLOPs utilization: the operations that the model needs, as a share of what the machine can do (Chowdhery et al. 2022,
-arXiv 2204.02311, appendix B). Needed are those of one forward and one backward pass; what is computed again is not counted.
+"""Model FLOPs utilization: the operations that the model needs, as a share of what the machine can do
+(Chowdhery et al. 2022, arXiv 2204.02311, appendix B). Needed are those of one forward and one backward
+pass; what is recomputed is not counted.
 
-What the machine can do is measured, not read off a data sheet: products of two large matrices, on all ranks at the same time, with
-the threads and in the number format of the training.
+What the machine can do is measured, not read off a data sheet: products of two large matrices, on all
+ranks at the same time, with the threads and in the number format of the training.
 """
 
 from __future__ import annotations
@@ -49,26 +50,24 @@ class Utilization:
 
 
 def observer(context: ObserverContext) -> Observer:
-    """Measures at the start, and tells a share at every logged step."""
+    """Measures at the start, and gives a share at every logged step."""
     return MfuObserver(context.say)
 
 
 class MfuObserver(Observer):
     """``dsframe.mfu``: the utilization at logged steps and of the whole run."""
 
-    def __init__(self, say: Callable[[str], None], known: Utilization | None = None) -> None:
-        self._say, self._known = say, known
+    def __init__(self, say: Callable[[str], None], measured: Utilization | None = None) -> None:
+        self._say, self._measured = say, measured
 
     def start(self, engine: Engine) -> Mapping[str, Any]:
         """**Collective.** Measures, and says relative to what it is."""
-        self._known = utilization(engine, self._say)
-        if self._known is None:
-            return {}
-        return {"flops_per_unit": self._known.flops_per_unit, "peak_flops": self._known.peak_flops}
+        self._measured = utilization(engine, self._say)
+        return {} if self._measured is None else vars(self._measured)
 
     def figures(self, rate: float) -> Mapping[str, float]:
         """Since the last logged step; nothing without a rate."""
-        return {"mfu": self._known.of(rate)} if self._known and rate else {}
+        return {"mfu": self._measured.of(rate)} if self._measured and rate else {}
 
     def results(self, rate: float) -> Mapping[str, Any]:
         return self.figures(rate)
@@ -78,30 +77,32 @@ def utilization(engine: Engine, say: Callable[[str], None]) -> Utilization | Non
     """**Collective.** Model and machine, measured; None where the model cannot be counted."""
     plan = engine.plan
     dtype = precision.autocast_dtype(plan.config, plan.device) or precision.parameter_dtype(plan.config)
-    each, problem = 0.0, ""
+    of_sample, problem = 0.0, "the model does no products of matrices"
     if plan.world.is_main:
         try:
-            each = flops_per_sample(plan.task, plan.config) / plan.task.units_per_sample
+            of_sample = flops_per_sample(plan.task, plan.config)
         except Exception as error:  # no reason not to train
             problem = " ".join(str(error).split())
-    # Behind a collective, so that all ranks measure at once, as they will compute.
-    own = engine.sum_over_ranks(torch.tensor([each], dtype=torch.float64, device=plan.device))
-    each = float(own)
-    peak = torch.tensor([peak_flops(dtype, plan.device)], dtype=torch.float64, device=plan.device)
-    found = Utilization(each, float(engine.sum_over_ranks(peak)))
-    if not each:
-        say(f"dsframe: no MFU: {problem or 'the model does no products of matrices'}")
+
+    def over_ranks(value: float) -> float:
+        return float(engine.sum_over_ranks(torch.tensor([value], dtype=torch.float64, device=plan.device)))
+
+    of_sample = over_ranks(of_sample)  # behind a collective, so that all ranks measure at once
+    peak = over_ranks(peak_flops(dtype, plan.device))
+    if not of_sample:
+        say(f"dsframe: no MFU: {problem}")
         return None
-    kind = str(dtype).removeprefix("torch.")
+    name = str(dtype).removeprefix("torch.")
     say(
-        f"dsframe: MFU is relative to {amount(found.peak_flops)}FLOP/s, measured now: products of {kind} matrices on "
-        f"{plan.world.size} rank(s) at once; the model needs {amount(each * plan.task.units_per_sample)}FLOP a sample"
+        f"dsframe: MFU is relative to {amount(peak)}FLOP/s, measured now: products of {name} matrices on "
+        f"{plan.world.size} rank(s) at once; the model needs {amount(of_sample)}FLOP a sample"
     )
-    return found
+    return Utilization(of_sample / plan.task.units_per_sample, peak)
 
 
 def flops_per_sample(task: Task, config: Config) -> float:
-    """Of one forward and one backward pass, counted on the meta device. Raises TaskError where the model needs numbers there."""
+    """Of one forward and one backward pass, counted on the meta device. Raises TaskError where the
+    model needs numbers there."""
     rows = 2  # BatchNorm refuses a single value
     inputs, targets = example(task)
     with meta_device(), Attention(), OperationCounter() as count:
@@ -111,41 +112,30 @@ def flops_per_sample(task: Task, config: Config) -> float:
             flow = call(module, flow)
         loss = Loss(task, with_rows(targets, rows))(flow)
         torch.autograd.backward([leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor)])
-    total: float = count.forward + count.backward
-    return total / rows
+    return float(count.forward + count.backward) / rows
 
 
 def peak_flops(dtype: torch.dtype, device: torch.device) -> float:
     """FLOP a second of this rank, the best of some products of matrices; takes about 0.2 s.
 
-    Matrices grow until a product takes a few milliseconds: where a format has no instructions of its own (fp16 on most CPUs) a
-    large product would take seconds.
+    Matrices grow until a product takes a few milliseconds: where a format has no instructions of its
+    own (fp16 on most CPUs) a large product would take seconds.
     """
     size, largest, best = 256, 8192 if device.type == "cuda" else 1024, 0.0
     limit = time.perf_counter() + _BUDGET_SECONDS
-    left, right = _operands(size, dtype, device)
-    _product(left, right)  # starts libraries
-    while True:
-        seconds = _product(left, right)
+    while time.perf_counter() < limit or not best:
+        matrix = torch.full((size, size), 0.5, dtype=dtype, device=device)
+        _product_seconds(matrix)  # starts libraries
+        seconds = _product_seconds(matrix)
         best = max(best, 2.0 * size**3 / seconds)
-        if time.perf_counter() > limit:
-            return best
         if seconds < _LONG_ENOUGH_SECONDS and size < largest:
             size *= 2
-            left, right = _operands(size, dtype, device)
-            _product(left, right)
+    return best
 
 
-def _operands(size: int, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    return torch.full((size, size), 0.5, dtype=dtype, device=device), torch.ones(size, size, dtype=dtype, device=device)
-
-
-def _product(left: torch.Tensor, right: torch.Tensor) -> float:
-    """Seconds of one."""
-    if left.device.type == "cuda":
-        torch.cuda.synchronize(left.device)
+def _product_seconds(matrix: Tensor) -> float:
     began = time.perf_counter()
-    torch.mm(left, right)
-    if left.device.type == "cuda":
-        torch.cuda.synchronize(left.device)
+    product = torch.mm(matrix, matrix)
+    if product.device.type == "cuda":
+        torch.cuda.synchronize(product.device)
     return time.perf_counter() - began

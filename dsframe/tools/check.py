@@ -8,24 +8,18 @@ from __future__ import annotations
 import argparse
 import json
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import asdict, replace
-from fractions import Fraction
 from pathlib import Path
 from typing import Any
 
 from dsframe import engines
 from dsframe.config.load import Config, Examined, examine, find, read_text
-from dsframe.config.read.reader import Path as Keys
 from dsframe.config.resolve import inherit
 from dsframe.config.resolve.auto import Facts
 from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN, Batch, replica_size
-from dsframe.config.schema.settings import ImageData
 from dsframe.errors import ConfigError, Problem
 from dsframe.tools.commands import add_overrides, command
-
-_SAMPLES = {"fashion-mnist": 60_000, "mnist": 60_000, "cifar10": 50_000}
-"""Training samples of the data sets that are always the same."""
 
 EPILOG = """\
 exit codes:
@@ -44,8 +38,6 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("files", nargs="+", metavar="FILE", help='a path, a name in ds_configs/, or "-" for standard input')
     add("-np", "--processes", type=int, metavar="N", help="number of processes of the run: checks the batch sizes")
-    add("--nodes", type=int, metavar="M", help="number of hosts of the run")
-    add("--gpu-memory", metavar="80GB", help="memory of one device: tells how large a model may be")
     add(
         "--engine",
         metavar="NAME",
@@ -68,12 +60,8 @@ def parser() -> argparse.ArgumentParser:
 def main(argv: Sequence[str] | None = None) -> int:
     """Check the files that the command line names and return the exit code."""
     options = parser().parse_args(argv)
-    limit = _memory(options.gpu_memory) if options.gpu_memory else None
-    for name in ("processes", "nodes"):
-        if getattr(options, name) is not None and getattr(options, name) < 1:
-            parser().error(f"--{name} must be at least 1")
-    if options.nodes and options.processes and options.processes % options.nodes:
-        parser().error(f"{options.processes} processes are not divisible by {options.nodes} nodes")
+    if options.processes is not None and options.processes < 1:
+        parser().error("--processes must be at least 1")
     worst = 0
     reports = []
     for name in options.files:
@@ -83,22 +71,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         else:
             if options.fix:
                 text = _fix(text, name, label, options)
-            examined = _judge(text, label, options, limit)
+            examined = _judge(text, label, options)
         severities = {found.severity for found in examined.problems}
         code = 2 if "error" in severities else 1 if options.strict and "warning" in severities else 0
         worst = max(worst, code)
         reports.append((label, examined))
     _print(reports, options)
     return worst
-
-
-def _memory(written: str) -> int:
-    from dsframe.config.resolve import memory  # here and below: what most checks do not need
-
-    try:
-        return memory.parse(written)
-    except ValueError as error:
-        parser().error(str(error))
 
 
 def _text(name: str) -> tuple[str, Problem | None, str]:
@@ -133,7 +112,7 @@ def _fix(text: str, name: str, label: str, options: argparse.Namespace) -> str:
     return fixed
 
 
-def _judge(text: str, label: str, options: argparse.Namespace, limit: int | None) -> Examined:
+def _judge(text: str, label: str, options: argparse.Namespace) -> Examined:
     facts = Facts(world_size=options.processes, engine=options.engine)
     path = None if label == "<stdin>" else Path(label)
     examined = examine(text, label, options.overrides, facts, path)
@@ -144,20 +123,9 @@ def _judge(text: str, label: str, options: argparse.Namespace, limit: int | None
     config = examined.config
     assert config is not None
     clean = not any(problem.severity == "error" for problem in examined.problems)
-    if clean and config.waits and (epoch_steps := _epoch_steps(config, options)):
-        examined = examine(text, label, options.overrides, replace(config.facts, epoch_steps=epoch_steps), path)
-        config = examined.config
-        assert config is not None
-    more = _nodes(config, options, label)
+    more: list[Problem] = []
     if clean:
         more += _engine(config, options, label)
-        if limit is not None:
-            from dsframe.config.resolve import memory
-            from dsframe.tools.plan.costs import costs_of
-
-            processes = options.processes or 1
-            costs = costs_of(_engine_of(config, options), config.deepspeed, config.settings)
-            more.append(memory.note(costs.cost(processes), costs.setup_cost(processes), processes, limit, label))
     return replace(examined, problems=examined.problems + tuple(more))
 
 
@@ -171,37 +139,6 @@ def _reads_apart(config: Config, options: argparse.Namespace) -> bool:
         return False
     entry = engines.TABLE.get(_engine_of(config, options))
     return entry is not None and entry.replicas
-
-
-def _epoch_steps(config: Config, options: argparse.Namespace) -> Fraction | None:
-    """Return the optimizer steps of an epoch, if the file names built-in images, whose number is known."""
-    task, file = config.settings.task, config.deepspeed
-    batch = config.batch(options.processes).train_batch_size if options.processes else file.train_batch_size
-    if not batch or "task" not in config.settings.model_fields_set or not isinstance(task, ImageData):
-        return None  # a script's own task has other data
-    known = _SAMPLES | {"synthetic": task.samples or 10_000}
-    samples = min(known.get(task.dataset, 0), task.samples or sys.maxsize)
-    steps = Fraction(samples, batch)
-    return (Fraction(int(steps)) if file.dataloader_drop_last else steps) or None
-
-
-def _nodes(config: Config, options: argparse.Namespace, label: str) -> list[Problem]:
-    if not options.nodes or not options.processes:
-        return []
-    local = options.processes // options.nodes
-    file = config.deepspeed
-    secondary = file.zero_optimization.zero_hpz_partition_size
-    found = []
-    for path, size, what in (
-        (("tensor_parallel", "autotp_size"), file.tensor_parallel.autotp_size, "a tensor-parallel group"),
-        (("sequence_parallel_size",), file.sequence_parallel_size or 1, "a sequence-parallel group"),
-        (("zero_optimization", "zero_hpz_partition_size"), secondary, "the secondary partition"),
-    ):
-        if size > 1 and local % size:
-            message = f"{size} does not divide the {local} processes of a host: {what} spans hosts, which is slow"
-            place = config.position(path)
-            found.append(Problem("warning", ".".join(path), message, "", label, *place, code="world"))
-    return found
 
 
 def _engine(config: Config, options: argparse.Namespace, label: str) -> list[Problem]:
@@ -305,44 +242,19 @@ def _batch_line(batch: Batch) -> str:
 
 
 def resolved(config: Config, world_size: int | None) -> str:
-    """The file as JSON with comments. With a world size the batch sizes are explicit."""
-    raw = config.shown()
-    comments: dict[Keys, str] = {}
-    for found in config.resolved:
-        line = next((found.path[:index] for index, part in enumerate(found.path) if isinstance(part, int)), found.path)
-        before = f"{comments[line]}; " if line in comments else ""
-        comments[line] = f"{before}{json.dumps(found.was)}: {found.reason}"
-    for found in config.inherited:
-        owner = raw
-        for part in found.path[:-1]:
-            owner = owner.setdefault(str(part), {})
-        owner[str(found.path[-1])] = found.value
-        comments[found.path] = found.reason
+    """The file that would run as JSON, with the reasons in comments below it. With a world size the
+    batch sizes are explicit."""
+    file = config.shown()
+    reasons = [(each.path, f"{json.dumps(each.was)}: {each.reason}") for each in config.resolved]
+    for inherited in config.inherited:
+        section = file
+        for part in inherited.path[:-1]:
+            section = section.setdefault(str(part), {})
+        section[str(inherited.path[-1])] = inherited.value
+        reasons.append((inherited.path, inherited.reason))
+    lines = [f"// {'.'.join(map(str, path))}: {reason}" for path, reason in reasons]
     if world_size is not None:
-        batch = config.batch(world_size)
         handed = config.for_deepspeed(world_size)
-        sizes = {}
-        for key in (TRAIN, MICRO, STEPS):
-            sizes[key] = handed[key]
-            if key not in raw:
-                how = next((line.partition(" = ")[2] for line in batch.derived if line.startswith(f"{key} = ")), "")
-                comments[(key,)] = f"derived: {how or 'from the other two'}"
-        raw = {**sizes, **{key: value for key, value in raw.items() if key not in sizes}}
-    return "\n".join(_object(raw, (), comments, ""))
-
-
-def _object(value: dict[str, Any], path: Keys, comments: dict[Keys, str], indent: str) -> Iterator[str]:
-    yield "{"
-    for index, (key, item) in enumerate(value.items()):
-        here = (*path, key)
-        comma = "," if index + 1 < len(value) else ""
-        comment = f"  // {comments[here]}" if here in comments else ""
-        start = f"{indent}  {json.dumps(key)}: "
-        if isinstance(item, dict) and item:
-            lines = list(_object(item, here, comments, indent + "  "))
-            yield start + lines[0]
-            yield from lines[1:-1]
-            yield lines[-1] + comma + comment
-        else:
-            yield start + json.dumps(item) + comma + comment
-    yield indent + "}"
+        file = {key: handed[key] for key in (TRAIN, MICRO, STEPS)} | file
+        lines += [f"// derived: {line}" for line in config.batch(world_size).derived]
+    return "\n".join([json.dumps(file, indent=2), *lines])

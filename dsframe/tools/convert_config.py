@@ -1,10 +1,10 @@
-"""``dsframe convert``: a file of Accelerate's, arguments of Hugging Face's Trainer or Lightning's as a dsframe file.
+"""``dsframe convert``: settings of Accelerate, the Hugging Face Trainer or Lightning as a dsframe file.
 
-What has a counterpart is written, what has none is listed with what to do. Nothing is imported or run: of a Python file the
-call is read, and only what stands there as a value is known.
+What has a counterpart is written, what has none is listed with what to do. Nothing is imported or
+run: of a Python file the call is read, and only what stands there as a value is known.
 
-Sources: accelerate 1.15 (``utils/dataclasses.py``, ``commands/config``), transformers 5.23 (``training_args.py``), lightning 2.6
-(``fabric/strategies/deepspeed.py``).
+Sources: accelerate 1.15 (``utils/dataclasses.py``, ``commands/config``), transformers 5.23
+(``training_args.py``), lightning 2.6 (``fabric/strategies/deepspeed.py``).
 """
 
 from __future__ import annotations
@@ -20,45 +20,78 @@ from typing import Any
 from dsframe.errors import ConfigError, Problem
 from dsframe.tools.commands import command
 
-_CALLS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig", "DeepSpeedStrategy", "Trainer")
 TASK = "my_module:MyTask"
 """What the file has in the place of the user's own task."""
-_STAYS = "the program's own: it stays in your code"
-_MACHINE = "where it runs is told to the launcher"
-_NEEDLESS = "dsframe does so by itself, or has nothing like it to switch"
-
-
-def _names(text: str) -> tuple[str, ...]:
-    return tuple(text.split())
+_TRAINER_CALLS = ("TrainingArguments", "Seq2SeqTrainingArguments", "SFTConfig")
+_LIGHTNING_CALLS = ("Trainer", "DeepSpeedStrategy")
 
 
 class Conversion:
-    """A file that grows, and what was said of each key."""
+    """A file that grows, and what became of each key."""
 
-    def __init__(self, document: dict[str, Any] | None = None) -> None:
-        """``document``: a ds_config to begin with."""
-        self.document: dict[str, Any] = document or {}
+    def __init__(self, path: Path, ds_config: Any = None) -> None:
+        """``ds_config``: a file next to ``path``, or its content, to begin with."""
+        self.document: dict[str, Any] = _ds_config(path, ds_config) if ds_config else {}
         self.taken: list[tuple[str, str]] = []
         self.left: list[tuple[str, str]] = []
         self.processes: int | None = None
 
     def put(self, key: str, path: str, value: Any) -> None:
-        """Writes ``value`` at the dotted ``path``. A ds_config's own value stays, unless it is "auto"."""
+        """Writes ``value`` at the dotted ``path``. A ds_config's own value stays, unless "auto"."""
         *above, last = path.split(".")
         section = self.document
         for name in above:
             section = section.setdefault(name, {})
-        if section.get(last, "auto") == "auto" or section[last] == value:
+        if section.get(last, "auto") in ("auto", value):
             section[last] = value
             self.taken.append((key, f"{path} = {json.dumps(value)}"))
         else:
-            self.leave(
-                key, f"the ds_config has {path} = {json.dumps(section[last])}, which stays; it said {json.dumps(value)}"
-            )
+            stays = f"the ds_config has {path} = {json.dumps(section[last])}, which stays"
+            self.leave(key, f"{stays}; it said {json.dumps(value)}")
 
     def leave(self, key: str, why: str) -> None:
         """Says why a key is not in the file."""
         self.left.append((key, why))
+
+    def put_all(self, given: Mapping[str, Any], rules: Rules, reasons: Mapping[str, str]) -> None:
+        """Writes each key by its rule, or says for what reason it is left."""
+        for key, value in given.items():
+            rule = rules.get(key)
+            if value in _NOTHING_SET:
+                continue
+            if rule is None:
+                self.leave(key, next((why for why, keys in reasons.items() if key in keys.split()), _UNKNOWN))
+            elif isinstance(rule, str):
+                self.put(key, rule, value)
+            elif isinstance(rule, tuple):
+                self.put(key, *rule)
+            else:
+                rule(self, key, value)
+
+    def put_precision(self, key: str, value: str) -> None:
+        """A number format, by its name in any of the libraries."""
+        short = next((name for name in ("bf16", "fp16") if value.replace("16-", "fp16-").startswith(name)), None)
+        short = "fp16" if value == "16" else short
+        if short is None and value not in ("no", "None", "32", "32-true"):
+            self.leave(key, f"{value} has no counterpart")
+        elif short and self.document.get("dsframe", {}).get("engine") == "deepspeed":
+            self.put(key, f"{short}.enabled", True)
+        elif short:
+            self.put(key, "torch_autocast.enabled", True)
+            self.put(key, "torch_autocast.dtype", {"bf16": "bfloat16", "fp16": "float16"}[short])
+
+    def leave_to_code(self, *, optimizer: bool) -> None:
+        """What Accelerate and Lightning leave to the program."""
+        self.document.setdefault("train_micro_batch_size_per_gpu", 1)
+        self.leave("the batch size", "it is in your code: write train_micro_batch_size_per_gpu, 1 now")
+        if optimizer:
+            self.leave("the optimizer and its schedule", "they are in your code: write optimizer, scheduler")
+
+
+Rules = Mapping[str, "str | tuple[str, Any] | Callable[[Conversion, str, Any], None]"]
+"""Key -> where its value goes; where another value goes; or what writes it."""
+_NOTHING_SET: tuple[Any, ...] = (None, False, "no", "NO", "none", "None", [], {})
+_UNKNOWN = "no counterpart is known"
 
 
 def parser() -> argparse.ArgumentParser:
@@ -68,9 +101,8 @@ def parser() -> argparse.ArgumentParser:
         "Write a dsframe file from an Accelerate YAML, TrainingArguments (JSON, YAML, or a Python file or notebook "
         "with the call), or a Python file with Lightning's Trainer or DeepSpeedStrategy.",
     )
-    add = parser.add_argument
-    add("file", type=Path)
-    add("--out", type=Path, help="file to write (default: standard output)")
+    parser.add_argument("file", type=Path)
+    parser.add_argument("--out", type=Path, help="file to write (default: standard output)")
     return parser
 
 
@@ -80,23 +112,22 @@ def main(argv: Sequence[str] | None = None) -> int:
     Raises ConfigError for a file that cannot be read, or that is none of these.
     """
     options = parser().parse_args(argv)
-    found = convert(options.file)
-    found.document.setdefault("dsframe", {}).setdefault("task", {"name": TASK})
-    text = json.dumps(found.document, indent=2) + "\n"
+    converted = convert(options.file)
+    converted.document.setdefault("dsframe", {}).setdefault("task", {"name": TASK})
+    text = json.dumps(converted.document, indent=2) + "\n"
     if options.out is None:
         print(text, end="")
+    elif options.out.exists():
+        raise _wrong(options.out, "exists already", "choose another name")
     else:
-        if options.out.exists():
-            raise _wrong(options.out, "exists already", "choose another name")
         options.out.write_text(text)
-    for key, where in found.taken:
-        print(f"  {key}: {where}", file=sys.stderr)
-    for key, why in found.left:
-        print(f"  {key}: not taken; {why}", file=sys.stderr)
+    lines = [f"  {key}: {where}" for key, where in converted.taken]
+    lines += [f"  {key}: not taken; {why}" for key, why in converted.left]
     name = options.out or "FILE"
-    processes = f" -np {found.processes}" if found.processes else ""
-    print(f"Next: write your task in the place of {TASK} (docs/tasks.md), then dsframe check {name}", file=sys.stderr)
-    print(f"To start it: dsframe launch{processes} --config {name}", file=sys.stderr)
+    processes = f" -np {converted.processes}" if converted.processes else ""
+    lines.append(f"Next: write your task in the place of {TASK} (docs/tasks.md), then dsframe check {name}")
+    lines.append(f"To start it: dsframe launch{processes} --config {name}")
+    print(*lines, sep="\n", file=sys.stderr)
     return 0
 
 
@@ -106,72 +137,69 @@ def convert(path: Path) -> Conversion:
         text = path.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
         raise _wrong(path, f"cannot be read: {error}", "give a text file") from None
-    if path.suffix in (".py", ".ipynb"):
-        return _from_call(path, text if path.suffix == ".py" else _code(path, text))
+    if path.suffix == ".py":
+        return _from_call(path, text)
+    if path.suffix == ".ipynb":
+        return _from_call(path, _notebook_code(path, text))
     given = _mapping(path, text)
     if "distributed_type" in given or "compute_environment" in given:
         return _accelerate(path, given)
-    if any(key in given for key in ("per_device_train_batch_size", "learning_rate", "output_dir", "num_train_epochs")):
+    if {"per_device_train_batch_size", "learning_rate", "output_dir", "num_train_epochs"} & given.keys():
         return _trainer(path, given, set())
-    raise _wrong(
-        path,
-        "is neither an Accelerate configuration (distributed_type) nor TrainingArguments (output_dir, learning_rate)",
-        "give one of these; a ds_config needs no conversion",
-    )
+    message = "is neither an Accelerate configuration (distributed_type) nor TrainingArguments (output_dir)"
+    raise _wrong(path, message, "give one of these; a ds_config needs no conversion")
 
 
 def _mapping(path: Path, text: str) -> dict[str, Any]:
     try:
         if path.suffix in (".yaml", ".yml"):
-            try:
-                import yaml  # type: ignore[import-untyped]
-            except ImportError:
-                raise _wrong(path, "needs PyYAML, which is not installed", "pip install pyyaml") from None
+            import yaml  # type: ignore[import-untyped]
+
             try:
                 given = yaml.safe_load(text)
             except yaml.YAMLError as error:
                 raise ValueError(" ".join(str(error).split())) from None
         else:
             given = json.loads(text)
+    except ImportError:
+        raise _wrong(path, "needs PyYAML, which is not installed", "pip install pyyaml") from None
     except (ValueError, RecursionError) as error:
-        raise _wrong(path, f"cannot be read: {error}", "mend the file") from None
+        raise _wrong(path, f"cannot be read: {error}", "correct the file") from None
     if not isinstance(given, dict):
-        raise _wrong(path, f"holds {type(given).__name__} where keys and values are expected", "give another file")
+        message = f"holds {type(given).__name__} where keys and values are expected"
+        raise _wrong(path, message, "give another file")
     return {str(key): value for key, value in given.items()}
 
 
-def _code(path: Path, text: str) -> str:
-    """The code of a notebook, without what is no Python."""
+def _notebook_code(path: Path, text: str) -> str:
+    """The Python of a notebook."""
     cells = _mapping(path, text).get("cells", [])
-    lines = [line for cell in cells if cell.get("cell_type") == "code" for line in "".join(cell["source"]).splitlines()]
+    code = ["".join(cell["source"]) for cell in cells if cell.get("cell_type") == "code"]
+    lines = "\n".join(code).splitlines()
     return "\n".join(line for line in lines if not line.lstrip().startswith(("!", "%", "?")))
 
 
 def _from_call(path: Path, text: str) -> Conversion:
     try:
-        calls = [
-            node for node in ast.walk(ast.parse(text)) if isinstance(node, ast.Call) and _name(node.func) in _CALLS
-        ]
+        tree = ast.parse(text)
     except SyntaxError as error:
-        raise _wrong(path, f"is not Python: {error}", "mend the file") from None
-    of_trainer = [call for call in calls if _name(call.func) not in ("Trainer", "DeepSpeedStrategy")]
-    of_lightning = [call for call in calls if _name(call.func) in ("Trainer", "DeepSpeedStrategy")]
-    chosen = of_trainer[:1] or of_lightning
-    if not chosen:
-        raise _wrong(path, f"has no call of {', '.join(_CALLS)}", "give the file that has it")
+        raise _wrong(path, f"is not Python: {error}", "correct the file") from None
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    of_trainer = [call for call in calls if _name(call.func) in _TRAINER_CALLS][:1]
+    of_lightning = [call for call in calls if _name(call.func) in _LIGHTNING_CALLS]
+    if not of_trainer and not of_lightning:
+        names = ", ".join((*_TRAINER_CALLS, *_LIGHTNING_CALLS))
+        raise _wrong(path, f"has no call of {names}", "give the file that has it")
     given: dict[str, Any] = {}
     unknown: set[str] = set()
-    for call in chosen:
-        names = ["output_dir"] if of_trainer else []
-        arguments = [*zip(names, call.args, strict=False), *((word.arg or "**", word.value) for word in call.keywords)]
-        for name, node in arguments:
+    for call in of_trainer or of_lightning:
+        positional = zip(["output_dir"] if of_trainer else [], call.args, strict=False)
+        for name, node in [*positional, *((word.arg or "**", word.value) for word in call.keywords)]:
             try:
                 given[name] = ast.literal_eval(node)
             except (ValueError, TypeError):
                 unknown.add(name)
-    if of_trainer:
-        return _trainer(path, given, unknown)
-    return _lightning(path, given, unknown)
+    return (_trainer if of_trainer else _lightning)(path, given, unknown)
 
 
 def _name(node: ast.expr) -> str:
@@ -182,164 +210,116 @@ def _ds_config(path: Path, named: Any) -> dict[str, Any]:
     """A ds_config that a file names, or holds."""
     if isinstance(named, dict):
         return dict(named)
-    for place in (path.parent / str(named), Path(str(named))):
-        if place.is_file():
-            return _mapping(place, place.read_text(encoding="utf-8"))
-    raise _wrong(path, f"names the ds_config {named}, which is not there", "give its path from here, or from that file")
+    for candidate in (path.parent / str(named), Path(str(named))):
+        if candidate.is_file():
+            return _mapping(candidate, candidate.read_text(encoding="utf-8"))
+    raise _wrong(
+        path, f"names the ds_config {named}, which does not exist", "give its path from here, or from that file"
+    )
 
 
 def _wrong(path: Path, message: str, remedy: str) -> ConfigError:
     return ConfigError([Problem("error", "", message, remedy, str(path), code="convert")])
 
 
+_REASONS = {
+    "where it runs is told to the launcher": """
+compute_environment machine_rank main_process_ip main_process_port rdzv_backend same_network gpu_ids
+num_machines mpirun_config enable_cpu_affinity deepspeed_hostfile deepspeed_inclusion_filter
+deepspeed_exclusion_filter deepspeed_multinode_launcher use_cpu accelerator devices num_nodes""",
+    "the program's own: it stays in your code": """
+main_training_function debug deepspeed_moe_layer_cls_names remove_unused_columns label_names
+group_by_length length_column_name predict_with_generate run_name dataloader_num_workers
+dataloader_pin_memory dataloader_prefetch_factor prediction_loss_only dataset_text_field
+max_seq_length max_length packing include_inputs_for_metrics generation_max_length
+generation_num_beams label_smoothing_factor data_seed batch_eval_metrics dataset_kwargs
+assistant_only_loss completion_only_loss callbacks logger plugins profiler limit_train_batches
+limit_val_batches""",
+    "dsframe does so by itself, or has nothing like it to switch": """
+downcast_bf16 zero3_init_flag zero3_save_16bit_model fsdp_use_orig_params fsdp_sync_module_states
+fsdp_cpu_ram_efficient_loading fsdp_state_dict_type fsdp_backward_prefetch fsdp_forward_prefetch
+fsdp_version fsdp_auto_wrap_policy fsdp_min_num_params tpu_env tpu_use_cluster tpu_use_sudo
+overwrite_output_dir logging_dir logging_first_step do_train do_eval do_predict disable_tqdm no_cuda
+gradient_checkpointing_kwargs ddp_find_unused_parameters save_safetensors log_level logging_strategy
+load_best_model_at_end ddp_timeout save_only_model greater_is_better local_rank
+half_precision_backend fp16_full_eval bf16_full_eval eval_delay log_level_replica
+skip_memory_metrics auto_find_batch_size enable_progress_bar enable_checkpointing benchmark
+use_distributed_sampler""",
+    "nothing is uploaded; dsframe export, then push": "push_to_hub hub_model_id hub_token hub_strategy",
+    "torch's default backend is taken": "torch_compile_backend",
+}
+"""Why keys are left."""
+
+
 # Accelerate.
 
-_ACCELERATE = {
-    **dict.fromkeys(
-        _names(
-            "compute_environment machine_rank main_process_ip main_process_port rdzv_backend "
-            "same_network gpu_ids num_machines mpirun_config enable_cpu_affinity deepspeed_hostfile "
-            "deepspeed_inclusion_filter deepspeed_exclusion_filter deepspeed_multinode_launcher "
-            "use_cpu"
-        ),
-        _MACHINE,
-    ),
-    **dict.fromkeys(("main_training_function", "debug", "deepspeed_moe_layer_cls_names"), _STAYS),
-    **dict.fromkeys(
-        _names(
-            "downcast_bf16 zero3_init_flag zero3_save_16bit_model fsdp_use_orig_params "
-            "fsdp_sync_module_states fsdp_cpu_ram_efficient_loading fsdp_state_dict_type "
-            "fsdp_backward_prefetch fsdp_forward_prefetch fsdp_version fsdp_auto_wrap_policy "
-            "fsdp_min_num_params tpu_env tpu_use_cluster tpu_use_sudo"
-        ),
-        _NEEDLESS,
-    ),
+
+def _offload(name: str) -> Callable[[Conversion, str, Any], None]:
+    def put(found: Conversion, key: str, value: Any) -> None:
+        device = "cpu" if value is True else value
+        found.put(key, f"zero_optimization.{name}.device", device)
+
+    return put
+
+
+def _sharding(found: Conversion, key: str, value: Any) -> None:
+    names = {"FULL_SHARD": "full", "1": "full", "HYBRID_SHARD": "hybrid", "4": "hybrid"}
+    if str(value) in names:
+        found.put(key, "dsframe.fsdp.sharding", names[str(value)])
+    elif isinstance(value, bool):
+        found.put(key, "dsframe.fsdp.reshard_after_forward", value)
+    else:
+        remedy = "for SHARD_GRAD_OP write reshard_after_forward false, for NO_SHARD engine ddp"
+        found.leave(key, f"{value} has no counterpart; {remedy}")
+
+
+def _wrap(found: Conversion, key: str, value: Any) -> None:
+    classes = value.split(",") if isinstance(value, str) else value
+    found.put(key, "dsframe.fsdp.wrap", [name.strip() for name in classes])
+
+
+_ENGINES = {"DEEPSPEED": "deepspeed", "FSDP": "fsdp", "NO": "single"}
+_ENGINES |= dict.fromkeys(("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU"), "ddp")
+_ZERO: Rules = {
+    "zero_stage": "zero_optimization.stage",
+    "gradient_accumulation_steps": "gradient_accumulation_steps",
+    "gradient_clipping": "gradient_clipping",
+    "offload_optimizer_device": _offload("offload_optimizer"),
+    "offload_param_device": _offload("offload_param"),
+    "offload_optimizer_nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "offload_param_nvme_path": "zero_optimization.offload_param.nvme_path",
 }
-_ENGINES = {
-    "DEEPSPEED": "deepspeed",
-    "FSDP": "fsdp",
-    "NO": "single",
-    **dict.fromkeys(("MULTI_GPU", "MULTI_CPU", "MULTI_XPU", "MULTI_NPU"), "ddp"),
+_FSDP: Rules = {
+    "fsdp_sharding_strategy": _sharding,
+    "fsdp_reshard_after_forward": _sharding,
+    "fsdp_transformer_layer_cls_to_wrap": _wrap,
+    "fsdp_offload_params": ("dsframe.fsdp.offload", "cpu"),
+    "fsdp_activation_checkpointing": ("dsframe.model.activation_checkpointing", True),
 }
 
 
 def _accelerate(path: Path, given: dict[str, Any]) -> Conversion:
     sections = ("deepspeed_config", "fsdp_config", "dynamo_config")
-    inner = {key: given.pop(key) or {} for key in sections if key in given}
-    kind = str(given.pop("distributed_type", "NO"))
-    deepspeed = inner.get("deepspeed_config", {}) if kind == "DEEPSPEED" else {}
-    named = deepspeed.pop("deepspeed_config_file", None)
-    found = Conversion(_ds_config(path, named) if named else None)
-    if kind in _ENGINES:
-        found.put("distributed_type", "dsframe.engine", _ENGINES[kind])
+    zero, fsdp, dynamo = (dict(given.pop(name, None) or {}) for name in sections)
+    distributed = str(given.pop("distributed_type", "NO"))
+    zero = zero if distributed == "DEEPSPEED" else {}
+    found = Conversion(path, zero.pop("deepspeed_config_file", None))
+    if distributed in _ENGINES:
+        found.put("distributed_type", "dsframe.engine", _ENGINES[distributed])
     else:
-        found.leave("distributed_type", f"{kind} has no engine here; choose one (docs/engines.md)")
-    found.processes = given["num_processes"] if isinstance(given.get("num_processes"), int) else None
-    given.pop("num_processes", None)
-    _number_format(found, "mixed_precision", str(given.pop("mixed_precision", "no")))
-    if kind == "FSDP":
-        _each(found, inner.get("fsdp_config", {}), _FSDP, _ACCELERATE)
-    _each(found, deepspeed, _ZERO, _ACCELERATE)
-    if any(value not in ("NO", "no") for value in inner.get("dynamo_config", {}).values() if isinstance(value, str)):
+        found.leave("distributed_type", f"{distributed} has no engine here; choose one (docs/engines.md)")
+    processes = given.pop("num_processes", None)
+    found.processes = processes if isinstance(processes, int) else None
+    found.put_precision("mixed_precision", str(given.pop("mixed_precision", "no")))
+    if "fsdp_reshard_after_forward" in fsdp and distributed == "FSDP":  # false says something here
+        _sharding(found, "fsdp_reshard_after_forward", fsdp.pop("fsdp_reshard_after_forward"))
+    found.put_all(fsdp if distributed == "FSDP" else {}, _FSDP, _REASONS)
+    found.put_all(zero, _ZERO, _REASONS)
+    if any(isinstance(value, str) and value.upper() != "NO" for value in dynamo.values()):
         found.put("dynamo_config", "dsframe.model.compile", True)
-    _each(found, given, {}, _ACCELERATE)
-    found.document.setdefault("train_micro_batch_size_per_gpu", 1)
-    found.leave("the batch size", "it is in your code: write train_micro_batch_size_per_gpu, which is 1 now")
-    if "optimizer" not in found.document:
-        found.leave("the optimizer and its schedule", "they are in your code: write optimizer and scheduler")
+    found.put_all(given, {}, _REASONS)
+    found.leave_to_code(optimizer="optimizer" not in found.document)
     return found
-
-
-def _number_format(found: Conversion, key: str, value: str) -> None:
-    if value in ("bf16", "fp16"):
-        where = "torch_autocast" if found.document.get("dsframe", {}).get("engine") != "deepspeed" else value
-        if where == value:
-            found.put(key, f"{value}.enabled", True)
-        else:
-            found.put(key, "torch_autocast.enabled", True)
-            found.put(key, "torch_autocast.dtype", "bfloat16" if value == "bf16" else "float16")
-    elif value not in ("no", "None", "32", "32-true"):
-        found.leave(key, f"{value} has no counterpart")
-
-
-Put = Callable[[Conversion, str, Any], None]
-"""Writes the value of a key into the file."""
-Puts = Mapping[str, Put]
-
-
-def _offload(name: str) -> Put:
-    def put(found: Conversion, key: str, value: Any) -> None:
-        if value not in (None, "none", False):
-            found.put(key, f"zero_optimization.{name}.device", "cpu" if value is True else value)
-
-    return put
-
-
-def _path(path: str) -> Put:
-    def put(found: Conversion, key: str, value: Any) -> None:
-        if value not in (None, "none", "None"):
-            found.put(key, path, value)
-
-    return put
-
-
-def _paths(section: str, names: str) -> Puts:
-    """Keys that have the same names in a section of the file."""
-    return {name: _path(f"{section}.{name}") for name in _names(names)}
-
-
-def _sharding(found: Conversion, key: str, value: Any) -> None:
-    kinds = {"FULL_SHARD": "full", "1": "full", "HYBRID_SHARD": "hybrid", "4": "hybrid"}
-    if str(value) in kinds:
-        found.put(key, "dsframe.fsdp.sharding", kinds[str(value)])
-    else:
-        found.leave(
-            key,
-            f"{value} has no counterpart; for SHARD_GRAD_OP write reshard_after_forward false, for NO_SHARD engine ddp",
-        )
-
-
-def _wrap(found: Conversion, key: str, value: Any) -> None:
-    classes = [one.strip() for one in value.split(",")] if isinstance(value, str) else list(value or [])
-    found.put(key, "dsframe.fsdp.wrap", classes)
-
-
-def _true(path: str, value: Any) -> Put:
-    def put(found: Conversion, key: str, given: Any) -> None:
-        if given:
-            found.put(key, path, value)
-
-    return put
-
-
-_ZERO: Puts = {
-    "zero_stage": _path("zero_optimization.stage"),
-    "gradient_accumulation_steps": _path("gradient_accumulation_steps"),
-    "gradient_clipping": _path("gradient_clipping"),
-    "offload_optimizer_device": _offload("offload_optimizer"),
-    "offload_param_device": _offload("offload_param"),
-    "offload_optimizer_nvme_path": _path("zero_optimization.offload_optimizer.nvme_path"),
-    "offload_param_nvme_path": _path("zero_optimization.offload_param.nvme_path"),
-}
-_FSDP: Puts = {
-    "fsdp_sharding_strategy": _sharding,
-    "fsdp_transformer_layer_cls_to_wrap": _wrap,
-    "fsdp_offload_params": _true("dsframe.fsdp.offload", "cpu"),
-    "fsdp_reshard_after_forward": lambda found, key, value: (
-        _sharding(found, key, value)
-        if isinstance(value, str)
-        else found.put(key, "dsframe.fsdp.reshard_after_forward", bool(value))
-    ),
-    "fsdp_activation_checkpointing": _true("dsframe.model.activation_checkpointing", True),
-}
-
-
-def _each(found: Conversion, given: Mapping[str, Any], puts: Puts, known: Mapping[str, str]) -> None:
-    for key, value in given.items():
-        if key in puts:
-            puts[key](found, key, value)
-        elif value not in (None, False, "no", "NO", [], {}):
-            found.leave(key, known.get(key, "no counterpart is known"))
 
 
 # Hugging Face's Trainer.
@@ -363,7 +343,10 @@ _DEFAULTS: dict[str, Any] = {
     "save_steps": 500,
 }
 """What the Trainer trains with where the call says nothing, and dsframe would not."""
-_RENAMED = {"evaluation_strategy": "eval_strategy", "per_gpu_train_batch_size": "per_device_train_batch_size"}
+_RENAMED = {
+    "evaluation_strategy": "eval_strategy",
+    "per_gpu_train_batch_size": "per_device_train_batch_size",
+}
 _DIRECT = {
     "per_device_train_batch_size": "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps": "gradient_accumulation_steps",
@@ -379,72 +362,49 @@ _DIRECT = {
     "tf32": "dsframe.tf32",
     "full_determinism": "dsframe.deterministic",
 }
-_OWN = _names(
-    "remove_unused_columns label_names group_by_length length_column_name "
-    "predict_with_generate run_name dataloader_num_workers dataloader_pin_memory "
-    "dataloader_prefetch_factor prediction_loss_only dataset_text_field max_seq_length "
-    "max_length packing include_inputs_for_metrics generation_max_length generation_num_beams "
-    "label_smoothing_factor data_seed batch_eval_metrics dataset_kwargs assistant_only_loss "
-    "completion_only_loss"
-)
-_NOTHING = _names(
-    "overwrite_output_dir logging_dir logging_first_step do_train do_eval do_predict "
-    "disable_tqdm no_cuda gradient_checkpointing_kwargs ddp_find_unused_parameters "
-    "save_safetensors log_level logging_strategy use_cpu load_best_model_at_end ddp_timeout "
-    "save_only_model greater_is_better local_rank half_precision_backend fp16_full_eval "
-    "bf16_full_eval eval_delay log_level_replica skip_memory_metrics auto_find_batch_size"
-)
-_KNOWN = {
-    **dict.fromkeys(_OWN, _STAYS),
-    **dict.fromkeys(_NOTHING, _NEEDLESS),
-    **dict.fromkeys(
-        ("push_to_hub", "hub_model_id", "hub_token", "hub_strategy"), "nothing is uploaded; dsframe export, then push"
-    ),
-    "neftune_noise_alpha": "no counterpart",
-    "torch_compile_backend": "torch's default backend is taken",
+_SWITCHES: Rules = {
+    "gradient_checkpointing": ("dsframe.model.activation_checkpointing", True),
+    "torch_compile": ("dsframe.model.compile", True),
 }
-_OPTIMIZERS = {
-    **dict.fromkeys(("adamw_torch", "adamw_torch_fused", "adamw_hf", "adamw_apex_fused", "adamw"), "AdamW"),
-    "sgd": "SGD",
-    "adagrad": "Adagrad",
-    "rmsprop": "RMSprop",
-    "adafactor": "Adafactor",
+_OPTIMIZERS = {"sgd": "SGD", "adagrad": "Adagrad", "rmsprop": "RMSprop", "adafactor": "Adafactor"}
+_SCHEDULES = ("linear", "cosine", "constant", "constant_with_warmup", "polynomial", "cosine_with_restarts")
+_LOGGERS = {
+    "tensorboard": "tensorboard.enabled",
+    "wandb": "wandb.enabled",
+    "mlflow": "dsframe.mlflow.enabled",
 }
-_SCHEDULES = {"linear", "cosine", "constant", "constant_with_warmup", "polynomial", "cosine_with_restarts"}
 
 
 def _trainer(path: Path, given: dict[str, Any], unknown: set[str]) -> Conversion:
     given = {_RENAMED.get(key, key): value for key, value in given.items()}
-    base = given.pop("deepspeed", None)
-    found = Conversion(_ds_config(path, base) if base else None)
-    unknown = {_RENAMED.get(key, key) for key in unknown}
-    for name in sorted(unknown):
-        default = f"; the Trainer's default {json.dumps(_DEFAULTS[name])} is in the file" if name in _DEFAULTS else ""
+    ds_config = given.pop("deepspeed", None)
+    found = Conversion(path, ds_config)
+    for name in sorted(_RENAMED.get(key, key) for key in unknown):
+        default = f"; the Trainer's default {_DEFAULTS[name]} is in the file" if name in _DEFAULTS else ""
         found.leave(name, f"its value is not written in the call{default}; write it")
     wanted = {**_DEFAULTS, **given}
-    if "deepspeed" not in unknown and not given.get("fsdp"):
-        found.put("deepspeed" if base else "no deepspeed, no fsdp", "dsframe.engine", "deepspeed" if base else "ddp")
-    elif given.get("fsdp"):
+    if wanted.pop("fsdp", None):
         found.put("fsdp", "dsframe.engine", "fsdp")
+    elif ds_config:
+        found.put("deepspeed", "dsframe.engine", "deepspeed")
+    elif "deepspeed" not in unknown:
+        found.put("no deepspeed, no fsdp", "dsframe.engine", "ddp")
     for key, target in _DIRECT.items():
-        if wanted.get(key) is not None:
-            found.put(key, target, wanted.pop(key))
+        if (value := wanted.pop(key, None)) is not None:
+            found.put(key, target, value)
+    if given.get("weight_decay") and "no_decay" not in found.document.get("dsframe", {}):
+        found.put("weight_decay", "dsframe.no_decay", "norms-and-biases")
     _length(found, wanted)
     _optimizer(found, wanted)
     _schedule(found, wanted)
-    _watching(found, wanted)
-    short = [kind for kind in ("bf16", "fp16") if wanted.pop(kind, False)]
-    _number_format(found, "bf16 or fp16", short[0] if short else "no")
-    wanted.pop("fsdp", None)
-    if given.get("weight_decay") and "no_decay" not in found.document.get("dsframe", {}):
-        found.put("weight_decay", "dsframe.no_decay", "norms-and-biases")
-    greater = wanted.get("greater_is_better")
-    puts = {
-        "gradient_checkpointing": _true("dsframe.model.activation_checkpointing", True),
-        "torch_compile": _true("dsframe.model.compile", True),
-        "metric_for_best_model": lambda found, key, value: _best(found, key, value, greater),
-    }
-    _each(found, wanted, puts, _KNOWN)
+    _intervals(found, wanted)
+    short = [name for name in ("bf16", "fp16") if wanted.pop(name, False)]
+    found.put_precision("bf16 or fp16", short[0] if short else "no")
+    if best := wanted.pop("metric_for_best_model", None):
+        name, greater = str(best).removeprefix("eval_"), wanted.get("greater_is_better")
+        better = "max" if greater or (greater is None and not name.endswith("loss")) else "min"
+        found.put("metric_for_best_model", "dsframe.checkpoints.keep_best", f"{name}:{better}")
+    found.put_all(wanted, _SWITCHES, _REASONS)
     return found
 
 
@@ -459,11 +419,11 @@ def _length(found: Conversion, wanted: dict[str, Any]) -> None:
 
 
 def _optimizer(found: Conversion, wanted: dict[str, Any]) -> None:
-    kind = str(wanted.pop("optim"))
+    name = str(wanted.pop("optim"))
     betas = [wanted.pop("adam_beta1"), wanted.pop("adam_beta2")]
-    if kind not in _OPTIMIZERS:
-        found.leave("optim", f"{kind} has no counterpart, AdamW is in the file; for one of your own write module:Class")
-    found.put("optim", "optimizer.type", _OPTIMIZERS.get(kind, "AdamW"))
+    if name not in _OPTIMIZERS and not name.startswith("adamw"):
+        found.leave("optim", f"{name} has no counterpart, AdamW is in the file; for your own write module:Class")
+    found.put("optim", "optimizer.type", _OPTIMIZERS.get(name, "AdamW"))
     if found.document["optimizer"]["type"] == "AdamW":
         found.put("adam_beta1, adam_beta2", "optimizer.params.betas", betas)
     else:
@@ -471,118 +431,104 @@ def _optimizer(found: Conversion, wanted: dict[str, Any]) -> None:
 
 
 def _schedule(found: Conversion, wanted: dict[str, Any]) -> None:
-    kind, more = str(wanted.pop("lr_scheduler_type")), wanted.pop("lr_scheduler_kwargs", None) or {}
+    name, more = str(wanted.pop("lr_scheduler_type")), wanted.pop("lr_scheduler_kwargs", None) or {}
     warmup, ratio = wanted.pop("warmup_steps", 0), wanted.pop("warmup_ratio", None)
     if "scheduler" in found.document:
         found.leave("lr_scheduler_type", "the ds_config has a scheduler, which stays")
         return
-    if kind not in _SCHEDULES:
-        found.leave("lr_scheduler_type", f"{kind} has no counterpart; write scheduler, or Task.schedule")
+    if name not in _SCHEDULES:
+        found.leave("lr_scheduler_type", f"{name} has no counterpart; write scheduler, or Task.schedule")
         return
     if isinstance(warmup, float) and 0 < warmup < 1:  # of transformers 5
         warmup, ratio = 0, warmup
-    params: dict[str, Any] = {} if kind == "constant" else {"num_warmup_steps": int(warmup)}
-    if ratio and not warmup and kind != "constant":
+    params: dict[str, Any] = {}
+    if name != "constant":
+        params["num_warmup_steps"] = int(warmup)
+    if ratio and not warmup and name != "constant":
         settings = found.document["dsframe"]
         steps, epochs = settings.get("steps"), settings.get("epochs")
-        params["num_warmup_steps"] = -int(-ratio * steps // 1) if steps else {"epochs": ratio * (epochs or 1)}
-    if kind not in ("constant", "constant_with_warmup"):
+        in_epochs = {"epochs": ratio * (epochs or 1)}
+        params["num_warmup_steps"] = -int(-ratio * steps // 1) if steps else in_epochs
+    if not name.startswith("constant"):
         params["num_training_steps"] = "auto"
-    found.put("lr_scheduler_type, warmup", "scheduler", {"type": kind, "params": {**params, **more}})
+    found.put("lr_scheduler_type, warmup", "scheduler", {"type": name, "params": {**params, **more}})
 
 
-def _watching(found: Conversion, wanted: dict[str, Any]) -> None:
-    steps = wanted.pop("logging_steps")
-    if isinstance(steps, int) and steps > 0:
-        found.put("logging_steps", "dsframe.log_every_steps", steps)
+def _intervals(found: Conversion, wanted: dict[str, Any]) -> None:
+    """How often it logs, evaluates and saves, and where to."""
+    logging = wanted.pop("logging_steps")
+    if isinstance(logging, int) and logging > 0:
+        found.put("logging_steps", "dsframe.log_every_steps", logging)
     else:
-        found.leave("logging_steps", f"{steps}: write dsframe.log_every_steps")
-    evaluates, every = str(wanted.pop("eval_strategy")), wanted.pop("eval_steps", None)
-    if evaluates == "epoch":
-        found.put("eval_strategy", "dsframe.eval_every_steps", {"epochs": 1})
-    elif evaluates == "steps":
-        found.put("eval_steps", "dsframe.eval_every_steps", every or steps)
-    saves, every = str(wanted.pop("save_strategy")), wanted.pop("save_steps")
-    if saves == "epoch":
-        found.put("save_strategy", "dsframe.checkpoints.every_steps", {"epochs": 1})
-    elif saves == "steps" and isinstance(every, int):
-        found.put("save_steps", "dsframe.checkpoints.every_steps", every)
-    elif saves not in ("no", "steps"):
-        found.leave("save_strategy", f'{saves}: write dsframe.checkpoints.keep_best, such as "loss:min"')
-    services = wanted.pop("report_to", None) or []
-    for name in [services] if isinstance(services, str) else services:
-        if name in ("tensorboard", "wandb"):
-            found.put("report_to", f"{name}.enabled", True)
-        elif name == "mlflow":
-            found.put("report_to", "dsframe.mlflow.enabled", True)
+        found.leave("logging_steps", f"{logging}: write dsframe.log_every_steps")
+    for what, target in (("eval", "dsframe.eval_every_steps"), ("save", "dsframe.checkpoints.every_steps")):
+        strategy, every = str(wanted.pop(f"{what}_strategy")), wanted.pop(f"{what}_steps", None) or logging
+        if strategy == "epoch":
+            found.put(f"{what}_strategy", target, {"epochs": 1})
+        elif strategy == "steps" and isinstance(every, int):
+            found.put(f"{what}_steps", target, every)
+        elif strategy not in ("no", "steps"):
+            remedy = 'write dsframe.checkpoints.keep_best, such as "loss:min"'
+            found.leave(f"{what}_strategy", f"{strategy}: {remedy}")
+    loggers = wanted.pop("report_to", None) or []
+    for name in [loggers] if isinstance(loggers, str) else loggers:
+        if name in _LOGGERS:
+            found.put("report_to", _LOGGERS[name], True)
         elif name != "none":
             found.leave("report_to", f"{name} has no counterpart; tensorboard, wandb, comet, mlflow and csv have")
 
 
-def _best(found: Conversion, key: str, value: Any, greater: Any) -> None:
-    name = str(value).removeprefix("eval_")
-    better = "max" if greater or (greater is None and not name.endswith("loss")) else "min"
-    found.put(key, "dsframe.checkpoints.keep_best", f"{name}:{better}")
-
-
 # Lightning.
 
-_PRECISION = {
-    **dict.fromkeys(("bf16-mixed", "bf16-true", "bf16"), "bf16"),
-    **dict.fromkeys(("16-mixed", "16-true", "16"), "fp16"),
-}
-_LIGHTNING: Puts = {
-    "accumulate_grad_batches": _path("gradient_accumulation_steps"),
-    "gradient_clip_val": _path("gradient_clipping"),
-    "max_epochs": _path("dsframe.epochs"),
-    "max_steps": lambda found, key, value: found.put(key, "dsframe.steps", value) if value > 0 else None,
-    "log_every_n_steps": _path("dsframe.log_every_steps"),
+_LIGHTNING: Rules = {
+    "accumulate_grad_batches": "gradient_accumulation_steps",
+    "gradient_clip_val": "gradient_clipping",
+    "max_epochs": "dsframe.epochs",
+    "max_steps": "dsframe.steps",
+    "log_every_n_steps": "dsframe.log_every_steps",
     "check_val_every_n_epoch": lambda found, key, value: found.put(key, "dsframe.eval_every_steps", {"epochs": value}),
-    "default_root_dir": _path("dsframe.run_dir"),
-    "deterministic": _true("dsframe.deterministic", True),
-    "sync_batchnorm": _true("dsframe.model.sync_batch_norm", True),
-    "stage": _path("zero_optimization.stage"),
+    "default_root_dir": "dsframe.run_dir",
+    "deterministic": ("dsframe.deterministic", True),
+    "sync_batchnorm": ("dsframe.model.sync_batch_norm", True),
+    "stage": "zero_optimization.stage",
     "offload_optimizer": _offload("offload_optimizer"),
     "offload_parameters": _offload("offload_param"),
-    "nvme_path": _path("zero_optimization.offload_optimizer.nvme_path"),
-    "pin_memory": _path("zero_optimization.offload_optimizer.pin_memory"),
-    **_paths(
-        "zero_optimization",
-        "contiguous_gradients overlap_comm allgather_partitions reduce_scatter allgather_bucket_size reduce_bucket_size "
-        "sub_group_size",
-    ),
-    "zero_allow_untested_optimizer": _path("zero_allow_untested_optimizer"),
-    **_paths("fp16", "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale"),
-    **_paths("activation_checkpointing", "partition_activations cpu_checkpointing contiguous_memory_optimization"),
+    "nvme_path": "zero_optimization.offload_optimizer.nvme_path",
+    "pin_memory": "zero_optimization.offload_optimizer.pin_memory",
+    "zero_allow_untested_optimizer": "zero_allow_untested_optimizer",
 }
-_LIGHTNINGS_OWN = {
-    **dict.fromkeys(("accelerator", "devices", "num_nodes"), _MACHINE),
-    **dict.fromkeys(_names("callbacks logger plugins profiler limit_train_batches limit_val_batches"), _STAYS),
-    **dict.fromkeys(("enable_progress_bar", "enable_checkpointing", "benchmark", "use_distributed_sampler"), _NEEDLESS),
+_SAME_NAMES = {
+    "zero_optimization": "contiguous_gradients overlap_comm allgather_partitions reduce_scatter "
+    "allgather_bucket_size reduce_bucket_size sub_group_size",
+    "fp16": "loss_scale initial_scale_power loss_scale_window hysteresis min_loss_scale",
+    "activation_checkpointing": "partition_activations cpu_checkpointing contiguous_memory_optimization",
 }
+"""Section -> keys of DeepSpeedStrategy that have the same names there."""
 
 
 def _lightning(path: Path, given: dict[str, Any], unknown: set[str]) -> Conversion:
     config = given.pop("config", None)
-    found = Conversion(_ds_config(path, config) if config else None)
+    found = Conversion(path, config)
     strategy = str(given.pop("strategy", "") or "")
-    sharded = {"offload_optimizer", "stage", "zero_optimization"} & given.keys() or config
+    sharded = config or given.keys() & {"offload_optimizer", "stage", "zero_optimization"}
     engine = "fsdp" if strategy.startswith("fsdp") else "ddp"
-    found.put("strategy", "dsframe.engine", "deepspeed" if sharded or strategy.startswith("deepspeed") else engine)
-    for stage in (1, 2, 3):
-        if strategy.startswith(f"deepspeed_stage_{stage}"):
-            found.put("strategy", "zero_optimization.stage", stage)
-            if "offload" in strategy:
-                found.put("strategy", "zero_optimization.offload_optimizer.device", "cpu")
-    precision = str(given.pop("precision", "no"))
-    _number_format(found, "precision", _PRECISION.get(precision, precision))
-    if isinstance(given.get("devices"), int) and isinstance(given.get("num_nodes", 1), int) and given["devices"] > 0:
-        found.processes = given["devices"] * given.get("num_nodes", 1)
+    engine = "deepspeed" if sharded or strategy.startswith("deepspeed") else engine
+    found.put("strategy", "dsframe.engine", engine)
+    if strategy.startswith("deepspeed_stage_"):
+        found.put("strategy", "zero_optimization.stage", int(strategy.split("_")[2]))
+        if "offload" in strategy:
+            found.put("strategy", "zero_optimization.offload_optimizer.device", "cpu")
+    found.put_precision("precision", str(given.pop("precision", "no")))
+    devices, nodes = given.get("devices"), given.get("num_nodes", 1)
+    if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
+        found.processes = devices * nodes
     for name in sorted(unknown - {"strategy", "callbacks", "logger"}):
         found.leave(name, "its value is not written in the call; write it")
-    _each(found, given, _LIGHTNING, _LIGHTNINGS_OWN)
-    found.document.setdefault("train_micro_batch_size_per_gpu", 1)
-    found.leave("the batch size", "it is in your code: write train_micro_batch_size_per_gpu, which is 1 now")
-    message = "they are in your code (configure_optimizers): write optimizer and scheduler"
-    found.leave("the optimizer and its schedule", message)
+    if given.get("max_steps", 0) <= 0:
+        given.pop("max_steps", None)
+    for section, names in _SAME_NAMES.items():
+        for name in given.keys() & set(names.split()):
+            found.put(name, f"{section}.{name}", given.pop(name))
+    found.put_all(given, _LIGHTNING, _REASONS)
+    found.leave_to_code(optimizer=True)
     return found

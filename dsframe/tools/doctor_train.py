@@ -1,8 +1,8 @@
-"""``dsframe doctor --train``: short trainings on every engine and under every launcher of this machine, each beside one process.
+"""``dsframe doctor --train``: short trainings on every engine and launcher of this machine.
 
-Every engine trains 20 steps and saves; goes on from another engine's checkpoint; a rank is killed and the run restarted; a GPT's
-rate is compared with that of matrix products, and each peak of memory with the plan's. Nothing is asked. One
-table, one verdict, and one JSON file that says all of it, to be attached to a report. On CPUs the same list is small.
+Every engine trains 20 steps, compared with one process, and saves; continues from another engine's
+checkpoint; then a rank is killed and the run restarted. One table, one verdict, and one JSON file to
+attach to a report.
 """
 
 from __future__ import annotations
@@ -15,11 +15,11 @@ import shutil
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import psutil
 
@@ -29,22 +29,21 @@ from dsframe.engines import TABLE
 from dsframe.engines.table import BUILT_IN
 from dsframe.errors import DataError, DsframeError, EngineError
 from dsframe.run_dir.record import read_metrics, read_origin, read_summary
-from dsframe.text import amount, columns
+from dsframe.text import columns
 from dsframe.tools import compare, subprocess_runs
 from dsframe.tools.launch import launchers
-from dsframe.tools.plan import report_prediction
 
 STEPS, SAVED_STEP = 20, 11
 LONG_STEPS = 60
-"""Steps of one process, and of the run in which a rank is killed: it has to be under way still when it is hit."""
+"""Steps of one process, and of the run in which a rank is killed: it must still be training then."""
 BOUNDS = {"cpu": 1e-5, "cuda": 1e-4}
-"""Largest difference of a loss to one process's, by device. On GPUs nobody has measured it yet: kernels for other sizes of a
-micro-batch add in another order, so there is more room."""
+"""Largest difference of a loss to one process's, by device. On GPUs nobody has measured it yet:
+kernels for other sizes of a micro-batch add in another order, so there is more room."""
 NORM_BOUND = 1e-3
-"""Largest relative difference of the first gradient's norm to one process's."""
+"""Largest relative difference of the first gradient's norm to one process's. A gradient that is wrong
+by a factor is hidden from losses by clipping and AdamW."""
 LONG_FACTOR = 100.0
 """Factor on the bound over LONG_STEPS: training multiplies differences. 7.4e-5 was seen on a CPU."""
-MOST_PROCESSES = 8
 FILE = "doctor.json"
 LIMIT_SECONDS = 300.0
 """Time of one training."""
@@ -53,26 +52,33 @@ _FILE: dict[str, Any] = {
     "gradient_clipping": 1.0,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
 }
-_TASK = {"name": "language", "layers": 2, "heads": 4, "width": 64, "context": 64, "corpus": "synthetic", "samples": 400}
+_SECTION: dict[str, Any] = {
+    "task": {
+        "name": "language",
+        "layers": 2,
+        "heads": 4,
+        "width": 64,
+        "context": 64,
+        "corpus": "synthetic",
+        "samples": 400,
+    },
+    "log_every_steps": 1,
+    "threads_per_rank": 1,
+    "eval_micro_batch_size": 200,
+    "checkpoints": {"every_steps": SAVED_STEP, "at_end": False},
+}
 _BY_DEEPSPEED: dict[str, dict[str, Any]] = {
-    **{f"ZeRO-{stage}": {"zero_optimization": {"stage": stage}} for stage in (1, 2)},
+    "ZeRO-1": {"zero_optimization": {"stage": 1}},
+    "ZeRO-2": {"zero_optimization": {"stage": 2}},
     "ZeRO-3": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
     "pipeline": {"pipeline": {"stages": 2}, "gradient_accumulation_steps": 2},
 }
 """Name -> what a file says beyond the others'."""
-GPTS: dict[str, tuple[float, dict[str, int], int]] = {
-    "304 M": (22e9, {"layers": 24, "heads": 16, "width": 1024, "context": 1024}, 8),
-    "86 M": (0.0, {"layers": 12, "heads": 12, "width": 768, "context": 1024}, 4),
-}
-"""Parameters -> bytes that a GPU must have, shape, and samples of each process in a step. The first that fits is trained."""
-_SMALL_GPT = ("0.4 M", {"layers": 2, "heads": 4, "width": 128, "context": 64}, 4)
-
-State = Literal["ok", "failed", "refused", "left out"]
-"""Refused: the engine says, before it trains, that it cannot here, such as a Horovod that was built without NCCL."""
+Wait = Callable[[subprocess_runs.Started], int]
 
 
 @dataclass(frozen=True)
-class Way:
+class Setup:
     """One way to train."""
 
     name: str
@@ -87,41 +93,42 @@ class Row:
     """One line of the table."""
 
     name: str
-    state: State
-    said: str = ""
-    """What came of it, or why there is nothing."""
+    state: str
+    """ok, failed, left out; or refused: the engine says, before it trains, that it cannot here, such
+    as a Horovod that was built without NCCL."""
+    remark: str = ""
     launcher: str = ""
     processes: int = 0
     seconds: float = 0.0
-    """From its start to its end."""
-    steps: int = 0
-    """The last step whose loss was put beside one process's."""
-    apart: float | None = None
-    """Largest difference of these losses."""
+    difference: float | None = None
+    """Largest difference of a loss to one process's."""
     peak_bytes: int | None = None
-    """Memory of the fullest rank while it trained: of its GPU, else of its process."""
-    planned_bytes: int | None = None
-    """The same, as the plan predicts it."""
+    """Memory of the fullest rank while it trained."""
 
 
 @dataclass
-class Bench:
+class Machine:
     """This machine, and what was found on it so far."""
 
     folder: Path
-    processes: int
     gpus: Sequence[tuple[str, int]]
     """Names and bytes."""
     rows: list[Row] = field(default_factory=list)
     expected: Mapping[int, float] = field(default_factory=dict)
     """The losses of one process, by step."""
     norm: float | None = None
-    """Norm of one process's first gradient: a gradient that is wrong by a factor is hidden from losses by clipping and AdamW."""
+    """Norm of one process's first gradient."""
 
     @property
-    def device(self) -> str:
-        """torch's name of what trains."""
-        return "cuda" if self.gpus else "cpu"
+    def processes(self) -> int:
+        return next(n for n in (8, 4, 2, 1) if n <= (len(self.gpus) or 2))
+
+    @property
+    def bound(self) -> float:
+        return BOUNDS["cuda" if self.gpus else "cpu"]
+
+    def directory(self, name: str) -> Path:
+        return self.folder / name.replace(",", "").replace(" ", "-")
 
     def add(self, row: Row) -> Row:
         """Keeps a row, and says on standard error that it is there."""
@@ -130,277 +137,184 @@ class Bench:
         return row
 
 
-def run(gpus: Sequence[tuple[str, int]], engines: Sequence[str], folder: Path, machine: Mapping[str, Any]) -> bool:
-    """Trains, prints the table and the verdict and writes ``folder/doctor.json``. Returns whether nothing failed.
+def run(gpus: Sequence[tuple[str, int]], engines: Sequence[str], folder: Path, report: Mapping[str, Any]) -> bool:
+    """Trains, prints table and verdict, writes ``folder/doctor.json``. Returns whether nothing failed.
 
-    ``gpus``: names and bytes of those that torch sees. ``engines``: only these; empty: all that dsframe brings. ``folder``: where
-    the runs go; what an earlier call has left there is removed. ``machine``: what else the file is to hold. Raises DataError where
-    the folder holds something else.
+    ``gpus``: names and bytes of those that torch sees. ``engines``: only these; empty: all that
+    dsframe has. ``report``: what else the file is to hold. Raises DataError where the folder holds
+    something else than an earlier call's runs.
     """
-    processes = next(n for n in (8, 4, 2, 1) if n <= min(len(gpus) or 2, MOST_PROCESSES))
-    _clear(folder)
-    bench, began = Bench(folder, processes, gpus), time.monotonic()
-    found, absent = ways(engines, processes)
-    single = next(name for name, entry in BUILT_IN.items() if entry.size == "one")
-    first = bench.add(_train(bench, Way(single, single, "python"), 1, steps=LONG_STEPS))
-    trained = _all_ways(bench, found) if first.state == "ok" else []
-    for way in trained[:1]:
-        bench.add(_killed(bench, way))
-    bench.add(_gpt(bench, trained[0] if trained and processes > 1 else Way(single, single, "python")))
-    bench.rows += absent
-    text = verdict(bench, time.monotonic() - began)
-    report = {
-        "verdict": text,
-        "device": bench.device,
-        "bound": BOUNDS[bench.device],
-        "machine": machine,
-        "origin": read_origin(folder / single),
-        "rows": [asdict(row) for row in bench.rows],
-    }
-    (folder / FILE).write_text(json.dumps(report, indent=1) + "\n", encoding="utf-8")
-    print(*table(bench.rows), text, folder / FILE, sep="\n")
-    return all(row.state != "failed" for row in bench.rows)
-
-
-def _clear(folder: Path) -> None:
     if folder.exists() and any(folder.iterdir()):
         if not (folder / FILE).is_file():
-            raise DataError(
-                f"{folder} is not empty and holds no {FILE} of an earlier call; name another folder with --out"
-            )
+            raise DataError(f"{folder} is not empty and holds no {FILE}; name another folder with --out")
         shutil.rmtree(folder)
     folder.mkdir(parents=True, exist_ok=True)
     (folder / FILE).write_text('{"verdict": "not done"}\n', encoding="utf-8")
+    machine, began = Machine(folder, gpus), time.monotonic()
+    setups, absent = setups_of(engines, machine.processes)
+    single = next(name for name, entry in BUILT_IN.items() if entry.size == "one")
+    first = machine.add(_train(machine, Setup(single, single, "python"), 1, steps=LONG_STEPS))
+    trained: list[Setup] = []
+    if first.state == "ok":
+        trained = [s for s in setups if machine.add(_train(machine, s, machine.processes)).state == "ok"]
+    for before, setup in pairwise(trained + trained[:1] * (len(trained) > 2)):
+        machine.add(_train(machine, setup, machine.processes, after=before.name))
+    for setup in trained[:1]:
+        machine.add(_train_killed(machine, setup))
+    machine.rows += absent
+    text = verdict(machine, time.monotonic() - began)
+    content = {
+        "verdict": text,
+        "bound": machine.bound,
+        "machine": report,
+        "origin": read_origin(folder / single),
+        "rows": [asdict(row) for row in machine.rows],
+    }
+    (folder / FILE).write_text(json.dumps(content, indent=1) + "\n", encoding="utf-8")
+    print(*table(machine.rows), text, folder / FILE, sep="\n")
+    return all(row.state != "failed" for row in machine.rows)
 
 
-def ways(engines: Sequence[str], processes: int) -> tuple[list[Way], list[Row]]:
-    """Every engine that is there, each by a launcher that is; and what is left out, with the reason.
-
-    An engine is started by the launcher that belongs to it, and where that one had its turn, by one that belongs to none.
-    """
-    reasons = {name: "not installed" for name in launchers.NAMES if name != "python" and not _is_there(name)}
+def setups_of(engines: Sequence[str], processes: int) -> tuple[list[Setup], list[Row]]:
+    """Every engine by its own launcher, the first also by the launchers that no engine has; and what
+    is left out, with the reason."""
+    names = [name for name in launchers.NAMES if name != "python"]
+    reasons = {name: "not installed" for name in names if not launchers.installed(name)}
     if not os.environ.get("SLURM_JOB_ID"):
         reasons["srun"] = "not in a Slurm allocation"
     absent = [Row(name, "left out", reason) for name, reason in reasons.items()]
-    natural = {entry.launcher for entry in BUILT_IN.values()}
-    spare = [name for name in launchers.NAMES if name not in natural | {*reasons, "python"}]
-    found: list[Way] = []
+    found: list[Setup] = []
     for name in engines or BUILT_IN:
         entry = TABLE[name]
-        if entry.size == "one":
-            continue
         if entry.package and importlib.util.find_spec(entry.package) is None:
             absent.append(Row(name, "left out", f"{entry.package} is not installed"))
             continue
-        for kind, more in _BY_DEEPSPEED.items() if entry.by_deepspeed else {"": {}}.items():
-            title = f"{name} {kind}".strip()
-            if processes < (more.get("pipeline") or {}).get("stages", 1):
-                absent.append(Row(title, "left out", "needs two GPUs"))
-                continue
-            launcher = entry.launcher if entry.launcher not in reasons else "torchrun"
-            if spare and any(way.launcher == launcher for way in found):
-                launcher = spare.pop(0)
-            found.append(Way(title, name, launcher, more))
+        launcher = "torchrun" if entry.launcher in reasons else entry.launcher
+        variants = {} if entry.size == "one" else _BY_DEEPSPEED if entry.by_deepspeed else {"": {}}
+        for variant, more in variants.items():
+            if "pipeline" not in more or processes > 1:
+                found.append(Setup(f"{name} {variant}".strip(), name, launcher, more))
+    used = {setup.launcher for setup in found} | {*reasons}
+    for spare in [name for name in names if name not in used] if found else []:
+        found.append(replace(found[0], name=f"{found[0].name} {spare}", launcher=spare))
     return found, absent
 
 
-def _is_there(launcher: str) -> bool:
-    try:
-        launchers.program(launcher)
-    except DsframeError:
-        return False
-    return True
-
-
-def _all_ways(bench: Bench, found: Sequence[Way]) -> list[Way]:
-    """Each way from the start, then each from the checkpoint of the one before it, the first from the last one's. Returns those
-    that have trained."""
-    trained = [way for way in found if bench.add(_train(bench, way, bench.processes)).state == "ok"]
-    for before, way in pairwise(trained + trained[:1] * (len(trained) > 2)):
-        bench.add(_train(bench, way, bench.processes, after=before.name))
-    return trained
-
-
 def _train(
-    bench: Bench,
-    way: Way,
+    machine: Machine,
+    setup: Setup,
     processes: int,
     *,
     steps: int = STEPS,
     after: str = "",
-    wait: Callable[[subprocess_runs.Started], int] | None = None,
-    words: Sequence[str] = (),
+    wait: Wait | None = None,
 ) -> Row:
-    """One training beside one process. ``after``: the way whose checkpoint it goes on from."""
-    row = Row(f"{way.name} after {after}" if after else way.name, "failed", launcher=way.launcher, processes=processes)
-    if wait:
-        row = replace(row, name=f"{way.name}, a rank killed")
-    more = ["--resume", str(_directory(bench, after))] if after else []
-    section = {"task": _TASK, "steps": steps, "checkpoints": {"every_steps": SAVED_STEP, "at_end": False}}
-    row, directory = _run(bench, way, row, {**_FILE, **way.more}, section, [*words, *more], wait)
-    if directory is None:
-        return row
-    losses = compare.losses(directory)
-    expected = bench.expected or losses
-    bench.expected = expected
-    wanted = [step for step in expected if step <= steps and not (after and step <= SAVED_STEP)]
-    if lacking := [step for step in wanted if step not in losses]:
-        return replace(row, said=f"no loss of step {lacking[0]}")
-    apart = max(abs(losses[step] - expected[step]) for step in wanted)
-    norm = None if after else _first_norm(directory)
-    bench.norm = norm if bench.norm is None else bench.norm
-    if norm is not None and bench.norm is not None and abs(norm / bench.norm - 1) > NORM_BOUND:
-        return replace(row, said=f"first gradient has norm {norm:.6g}, one process's {bench.norm:.6g}")
-    close = apart <= BOUNDS[bench.device] * (LONG_FACTOR if steps > STEPS else 1.0)
-    row = replace(row, steps=steps, apart=apart)
-    return replace(row, state="ok") if close else replace(row, said="other losses")
-
-
-def _first_norm(directory: Path) -> float | None:
-    found = (line.get("gradient_norm") for line in read_metrics(directory) if line.get("loss") is not None)
-    return next(found, None)
-
-
-def _directory(bench: Bench, name: str) -> Path:
-    return bench.folder / name.replace(",", "").replace(" ", "-")
-
-
-def _run(
-    bench: Bench,
-    way: Way,
-    row: Row,
-    file: Mapping[str, Any],
-    section: Mapping[str, Any],
-    words: Sequence[str] = (),
-    wait: Callable[[subprocess_runs.Started], int] | None = None,
-) -> tuple[Row, Path | None]:
-    """The row with what the run took, and its directory; without one, and with the reason, where it failed."""
-    directory = _directory(bench, row.name)
-    directory.mkdir()
-    own = {"log_every_steps": 1, "threads_per_rank": 1, "eval_micro_batch_size": 200, **section}
+    """One training, compared with one process. ``after``: the setup whose checkpoint it continues."""
+    name = f"{setup.name}{' after ' * bool(after)}{after}{', a rank killed' * bool(wait)}"
+    row = Row(name, "failed", launcher=setup.launcher, processes=processes)
+    words = ["--launcher", setup.launcher]
+    words += ["--resume", str(machine.directory(after))] if after else []
+    words += ["--restarts", "2", "--restart-wait", "0.1"] if wait else []
+    directory, began, codes = machine.directory(name), time.monotonic(), [0]
+    file = {**_FILE, **setup.more, "dsframe": {**_SECTION, "steps": steps}}
     path = directory.with_suffix(".json")
-    path.write_text(json.dumps({**file, "dsframe": own}, indent=1) + "\n", encoding="utf-8")
-    began, codes = time.monotonic(), [0]
+    path.write_text(json.dumps(file, indent=1) + "\n", encoding="utf-8")
 
     def waited(started: subprocess_runs.Started) -> int:
         codes[0] = wait(started) if wait else started.wait(LIMIT_SECONDS)
         return codes[0]
 
     try:
-        arguments = ["--launcher", way.launcher, *words]
-        subprocess_runs.train(path, row.processes, directory, engine=way.engine, words=arguments, wait=waited)
+        subprocess_runs.train(path, processes, directory, engine=setup.engine, words=words, wait=waited)
         summary = read_summary(directory)
     except subprocess.TimeoutExpired:
-        return replace(row, said=f"not done after {LIMIT_SECONDS:.0f} s", seconds=LIMIT_SECONDS), None
+        return replace(row, remark=f"not done after {LIMIT_SECONDS:.0f} s", seconds=LIMIT_SECONDS)
     except DsframeError as error:
-        row = replace(row, said=str(error), seconds=time.monotonic() - began)
-        if codes[0] == EngineError.exit_code:
-            row = replace(
-                row, state="refused", said=next((line for line in row.said.splitlines() if "error:" in line), row.said)
-            )
-        return row, None
+        refused = codes[0] == EngineError.exit_code
+        lines = [line for line in str(error).splitlines() if "error:" in line]
+        remark = lines[0] if refused and lines else str(error)
+        state = "refused" if refused else "failed"
+        return replace(row, state=state, remark=remark, seconds=time.monotonic() - began)
     row = replace(row, seconds=time.monotonic() - began, peak_bytes=max(summary["peak_memory_bytes"]))
-    return replace(row, planned_bytes=report_prediction.predicted(directory, summary).get("memory_bytes")), directory
+    return _judged(machine, row, directory, steps=steps, first=SAVED_STEP + 1 if after else 1)
 
 
-def _killed(bench: Bench, way: Way) -> Row:
-    """A rank gets SIGKILL after the first checkpoint, and ``dsframe launch --restarts`` goes on."""
-    directory = _directory(bench, f"{way.name}, a rank killed")
+def _judged(machine: Machine, row: Row, directory: Path, *, steps: int, first: int) -> Row:
+    """The row with its losses from step ``first`` on compared with one process's."""
+    losses = compare.losses(directory)
+    machine.expected = machine.expected or losses
+    wanted = [step for step in machine.expected if first <= step <= steps]
+    if lacking := [step for step in wanted if step not in losses]:
+        return replace(row, remark=f"no loss of step {lacking[0]}")
+    if first == 1:
+        norms = [line["gradient_norm"] for line in read_metrics(directory) if line.get("gradient_norm")]
+        machine.norm = norms[0] if machine.norm is None else machine.norm
+        if abs(norms[0] / machine.norm - 1) > NORM_BOUND:
+            remark = f"first gradient has norm {norms[0]:.6g}, one process's {machine.norm:.6g}"
+            return replace(row, remark=remark)
+    difference = max(abs(losses[step] - machine.expected[step]) for step in wanted)
+    close = difference <= machine.bound * (LONG_FACTOR if steps > STEPS else 1.0)
+    state, remark = ("ok", "") if close else ("failed", "other losses")
+    return replace(row, difference=difference, state=state, remark=remark)
+
+
+def _train_killed(machine: Machine, setup: Setup) -> Row:
+    """A rank gets SIGKILL after the first checkpoint, and ``dsframe launch --restarts`` continues."""
+    directory = machine.directory(f"{setup.name}, a rank killed")
+    saved = Store(directory / "checkpoints").path(SAVED_STEP)
 
     def kill(started: subprocess_runs.Started) -> int:
         end = time.monotonic() + LIMIT_SECONDS
         victim: psutil.Process | None = None
         while started.poll() is None and time.monotonic() < end:
-            victim = victim or _rank(started.pid, bench.processes - 1, bench.processes)
-            if victim and Store(directory / "checkpoints").path(SAVED_STEP).is_dir():
+            victim = victim or _rank(started.pid, machine.processes - 1, machine.processes)
+            if victim and saved.is_dir():
                 with contextlib.suppress(psutil.NoSuchProcess):  # it had ended
                     victim.kill()
                 break
             time.sleep(0.005)
         return started.wait(max(1.0, end - time.monotonic()))
 
-    restarts = ("--restarts", "2", "--restart-wait", "0.1")
-    row = _train(bench, way, bench.processes, steps=LONG_STEPS, wait=kill, words=restarts)
-    went_on = "going on after step" in (directory / "log.txt").read_text(encoding="utf-8", errors="replace")
-    return row if went_on or row.state == "failed" else replace(row, state="failed", said="nothing was killed")
+    row = _train(machine, setup, machine.processes, steps=LONG_STEPS, wait=kill)
+    log = (directory / subprocess_runs.LOG).read_text(encoding="utf-8", errors="replace")
+    if row.state == "failed" or "going on after step" in log:
+        return row
+    return replace(row, state="failed", remark="nothing was killed")
 
 
 def _rank(launch: int, rank: int, size: int) -> psutil.Process | None:
     """The process of a rank below a launch; None where there is none yet."""
-    for process in reversed(_below(launch)):
-        try:
-            here = worlds.read(process.environ())
-            trains = "dsframe.train" in process.cmdline() and "dsframe.cli" not in process.cmdline()
-        except (psutil.Error, OSError, DsframeError):  # gone meanwhile
-            continue
-        if trains and (here.rank, here.size) == (rank, size):
-            return process
+    with contextlib.suppress(psutil.Error):
+        for process in reversed(psutil.Process(launch).children(recursive=True)):
+            try:
+                here = worlds.read(process.environ())
+                words = process.cmdline()
+            except (psutil.Error, OSError, DsframeError):  # gone meanwhile
+                continue
+            trains = "dsframe.train" in words and "dsframe.cli" not in words
+            if trains and (here.rank, here.size) == (rank, size):
+                return process
     return None
 
 
-def _below(process: int) -> list[psutil.Process]:
-    try:
-        return list(psutil.Process(process).children(recursive=True))
-    except psutil.Error:
-        return []
-
-
-def _gpt(bench: Bench, way: Way) -> Row:
-    """The share of what matrix products reach that a GPT's training does; in bf16 on GPUs."""
-    least = min((size for _, size in bench.gpus), default=0)
-    name, shape, samples = _SMALL_GPT
-    if bench.gpus:
-        name, (_, shape, samples) = next((name, gpt) for name, gpt in GPTS.items() if least >= gpt[0])
-    processes = 1 if way.launcher == "python" else bench.processes
-    file = {**_FILE, "train_batch_size": samples * processes, "bf16": {"enabled": bool(bench.gpus)}, **way.more}
-    section = {
-        "task": {**_TASK, **shape, "tie_embeddings": False},
-        "steps": STEPS,
-        "log_every_steps": 10,
-        "mfu": True,
-        "checkpoints": {"at_end": False},
-    }
-    row = Row(f"GPT of {name} on {way.name}", "failed", launcher=way.launcher, processes=processes)
-    row, directory = _run(bench, way, row, file, section)
-    if directory is None:
-        return row
-    summary = read_summary(directory)
-    if "mfu" not in summary:
-        return replace(row, said="no MFU in summary.json")
-    rate = f"{summary['rate']:,.0f} {summary['unit']}/s"
-    said = f"{summary['mfu']:.0%} of {amount(summary['peak_flops'])}FLOP/s in matrix products, {rate}"
-    return replace(row, state="ok", said=said)
-
-
-def table(rows: Sequence[Row]) -> Iterator[str]:
-    """The rows in columns; what is said of one stands at its end."""
-    heads = ["", "", "launcher", "ranks", "apart", "s", "peak MiB", "plan MiB"]
-    cells = [heads]
+def table(rows: Sequence[Row]) -> list[str]:
+    """The rows in columns, each with its remark at the end."""
+    cells = [["", "", "launcher", "ranks", "difference", "s", "peak MiB"]]
     for row in rows:
-        sizes = ("" if size is None else f"{size / 2**20:,.0f}" for size in (row.peak_bytes, row.planned_bytes))
-        apart = "" if row.apart is None else f"{row.apart:.1e}"
-        seconds = f"{row.seconds:.0f}" if row.seconds else ""
-        cells.append([row.state, row.name, row.launcher, str(row.processes or ""), apart, seconds, *sizes])
-    texts = ["", *(row.said for row in rows)]
-    for line, text in zip(columns(cells, left=3), texts, strict=True):
-        first, *others = text.splitlines() or [""]
-        yield f"{line}  {first}".rstrip()
-        yield from (f"    {other}" for other in others)
+        peak = "" if row.peak_bytes is None else f"{row.peak_bytes / 2**20:,.0f}"
+        difference = "" if row.difference is None else f"{row.difference:.1e}"
+        numbers = (str(row.processes or ""), difference, f"{row.seconds:.0f}", peak)
+        cells.append([row.state, row.name, row.launcher, *numbers])
+    remarks = ["", *(row.remark.replace("\n", "\n    ") for row in rows)]
+    return [f"{line}  {text}".rstrip() for line, text in zip(columns(cells, 3), remarks, strict=True)]
 
 
-def verdict(bench: Bench, seconds: float) -> str:
+def verdict(machine: Machine, seconds: float) -> str:
     """One line."""
-    failed = [row.name for row in bench.rows if row.state == "failed"]
-    where = f"{len(bench.gpus)} x {bench.gpus[0][0]}" if bench.gpus else "CPU"
+    where = f"{len(machine.gpus)} x {machine.gpus[0][0]}" if machine.gpus else "CPU"
+    failed = [row.name for row in machine.rows if row.state == "failed"]
     if failed:
         return f"FAILED on {where}, {seconds:.0f} s: {', '.join(failed)}"
-    compared = [row for row in bench.rows if row.apart is not None]
-    worst = (
-        f"{max(row.apart or 0.0 for row in compared if row.steps == steps):.1e} over {steps} steps"
-        for steps in sorted({row.steps for row in compared})
-    )
-    refused = [row.name for row in bench.rows if row.state == "refused"]
-    return (
-        f"ok on {where}, {seconds:.0f} s: {len(compared)} trainings under {len({row.launcher for row in compared})} launchers, "
-        f"the same losses as one process within {', '.join(worst)}{'; refused: ' * bool(refused)}{', '.join(refused)}"
-    )
+    differences = [row.difference for row in machine.rows if row.difference is not None]
+    trained = f"{len(differences)} trainings, the same losses as one process within {max(differences):.1e}"
+    return f"ok on {where}, {seconds:.0f} s: {trained}"

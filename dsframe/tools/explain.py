@@ -64,26 +64,6 @@ def explanation(name: str) -> str | None:
     return None
 
 
-def markdown() -> str:
-    """The whole catalogue as docs/messages.md."""
-    lines = [
-        "# Messages",
-        "",
-        "Every error, warning and note of dsframe ends with a code in brackets. `dsframe explain CODE` prints what stands",
-        "here. Written by `make docs` from dsframe/config/codes.py; do not edit.",
-        "",
-    ]
-    for name, code in sorted(CODES.items()):
-        lines += [f"## {name}", "", f"{code.means} {code.why}", "", f"What to write: {code.write}", ""]
-        lines += ["```json", code.example, "```", ""] if code.example else []
-        lines += [f"`dsframe {code.command}` shows the message.", ""]
-    lines += ["## Exit codes", "", "| exit code | code | meaning | what to do |", "|---|---|---|---|"]
-    for number, found in EXITS.items():
-        name = f"`{found.code}`" if found.code else ""
-        lines.append(f"| {number} | {name} | {found.means} | {found.do} |")
-    return "\n".join(lines) + "\n"
-
-
 def _unknown(name: str) -> str:
     known = [*CODES, *(found.code for found in EXITS.values() if found.code)]
     return f'no code "{name}"; ' + did_you_mean(name.strip("[]"), known, 3, "dsframe explain lists all codes")

@@ -72,71 +72,52 @@ class _Editor:
         """The text after one edit, or None where it cannot be made."""
         span = self.spans[edit.path]
         if edit.path in self.document.bare and not edit.replace:
-            return None  # text without quotes runs to the end of its line: moving it could swallow something
+            return None  # text without quotes runs to the end of its line, and so would what follows
         if edit.remove:
             return self.without(edit.path, self.text)
         value = json.dumps(edit.value) if edit.replace else self.text[span.start : span.end]
-        between = self.text[span.key_end : span.start]
-        member = json.dumps(edit.target[-1]) + between + value
-        if edit.target[:-1] == edit.path[:-1]:
-            if edit.target == edit.path:
-                return self.text[: span.start] + value + self.text[span.end :]
-            return self.text[: span.key_start] + member + self.text[span.end :]
-        return self.moved(edit, member)
-
-    def moved(self, edit: Fix, member: str) -> str | None:
-        span, home = self.spans[edit.path], edit.target[:-1]
-        if home in self.spans or not home:
-            return self.inserted(edit.path, home, member)
-        if edit.path[:-1] == home[: len(edit.path) - 1] and self.document.spans.get(home[: len(edit.path)]) is None:
-            # The section is not there yet: wrap the member where it stands.
-            for part in reversed(home[len(edit.path) - 1 :]):
-                member = f"{json.dumps(part)}: {{{member}}}"
-            return self.text[: span.key_start] + member + self.text[span.end :]
-        return None
-
-    def inserted(self, path: Path, home: Path, member: str) -> str | None:
-        """The text with a member taken out at ``path`` and put at the end of the object ``home``."""
-        target = self.spans[home]
-        end = target.end - 1
-        if self.text[end : end + 1] != "}":
-            return None
-        inside = [s for p, s in self.spans.items() if len(p) == len(home) + 1 and p[: len(home)] == home and p != path]
-        removed = self.spans[path]
-        if not inside:
-            place, addition = target.start + 1, member
-        else:
-            last = max(inside, key=lambda s: s.end)
-            bare = any(self.spans[p].end == last.end for p in self.document.bare)
-            comma = skip_blanks(self.text, last.end)
-            has_comma = self.text[comma : comma + 1] == ","
-            start = self.text.rfind("\n", 0, last.key_start) + 1
-            indent = self.text[start : last.key_start]
-            own_line = not indent.strip() and "\n" in self.text[target.start : target.end]
-            separator = f"\n{indent}" if own_line else " "
-            if bare and not own_line:
+        if edit.target == edit.path:
+            return self.text[: span.start] + value + self.text[span.end :]
+        member = json.dumps(edit.target[-1]) + self.text[span.key_end : span.start] + value
+        above = edit.target[:-1]
+        if above != edit.path[:-1]:
+            if above in self.spans or not above:
+                return self.inserted(edit.path, above, member)
+            depth = len(edit.path) - 1
+            if edit.path[:-1] != above[:depth] or above[: depth + 1] in self.spans:
                 return None
-            place = comma + 1 if has_comma else last.end
-            addition = (
-                ("" if has_comma or bare else ",") + separator + self.indented(path, member, indent if own_line else "")
-            )
-            if has_comma and self.text[skip_blanks(self.text, comma + 1)] == "}":
-                addition += ","
-        if place > removed.key_start:
-            longer = self.text[:place] + addition + self.text[place:]
-            return self.without(path, longer)
-        without = self.without(path, self.text)
-        return None if without is None else without[:place] + addition + without[place:]
+            for part in reversed(above[depth:]):  # the section is not there yet: it gets one here
+                member = f"{json.dumps(part)}: {{{member}}}"
+        return self.text[: span.key_start] + member + self.text[span.end :]
+
+    def inserted(self, path: Path, section: Path, member: str) -> str | None:
+        """The text with the member of ``path`` taken out and put first into the object ``section``."""
+        target, removed = self.spans[section], self.spans[path]
+        if self.text[target.start : target.start + 1] != "{":
+            return None
+        inside = [
+            span.key_start for other, span in self.spans.items() if other[:-1] == section and other and other != path
+        ]
+        start = min(inside, default=target.start + 1)
+        lines = self.text.rfind("\n", target.start, start)
+        indent = self.text[lines + 1 : start] if lines >= 0 else ""
+        if indent.strip():
+            indent, lines = "", -1
+        separator = f",\n{indent}" if lines >= 0 else ", "
+        addition = self.indented(path, member, indent) + (separator if inside else "")
+        if start > removed.key_start:
+            return self.without(path, self.text[:start] + addition + self.text[start:])
+        text = self.without(path, self.text)
+        return None if text is None else text[:start] + addition + text[start:]
 
     def indented(self, path: Path, member: str, indent: str) -> str:
         """A member of several lines, shifted to its new depth."""
         start = self.text.rfind("\n", 0, self.spans[path].key_start) + 1
-        old = self.text[start : self.spans[path].key_start]
+        before = self.text[start : self.spans[path].key_start]
         if not indent and not _COMMENTED.search(member):
             closed = re.sub(r"(?<=[{\[])\s*\n\s*|\s*\n\s*(?=[}\]])", "", member)
             return re.sub(r"\s*\n\s*", " ", closed)
-        first, *rest = member.split("\n")
-        return "\n".join([first, *(indent + line.removeprefix(old) if line.startswith(old) else line for line in rest)])
+        return member.replace(f"\n{before}", f"\n{indent}")
 
     def without(self, path: Path, text: str) -> str | None:
         """``text`` (equal to the document's up to and behind the member) without the member."""

@@ -1,4 +1,4 @@
-"""``dsframe schema``: the JSON Schema for editors, and the reference in Markdown, both from the models.
+"""``dsframe schema``: the JSON Schema for editors, from the models.
 
 The docstring under a field is its description. They are read from the source, here and only here: validation does not
 need them, and reading them through pydantic would double the time of ``dsframe check``.
@@ -11,12 +11,9 @@ import ast
 import inspect
 import json
 import sys
-import types
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cache
-from typing import Annotated, Any, Union, get_args, get_origin
-
-from annotated_types import Ge, Gt, Le, Lt
+from typing import Any
 
 from dsframe.config.resolve.auto import BATCH_KEYS, RULES
 from dsframe.config.schema.base import AUTO, STAND_IN, Epochs, Interval, Section
@@ -180,82 +177,13 @@ def takes_auto(owner: type[Section], path: tuple[str, ...]) -> bool:
     return owner.coerced and not free and path[0] != "dsframe"
 
 
-def _type(owner: type[Section], key: str) -> str:
-    expected = shape(owner, key)
-    if "any" in expected.kinds:
-        return "any"
-    text = "object" if expected.section else expected.phrase.replace(" in quotes", "").replace(" {...}", "")
-    unit = ' or {"epochs": 1}' if expected.unit else ""
-    text = text.removesuffix(unit)
-    words = {Gt: "> ", Ge: ">= ", Lt: "< ", Le: "<= "}
-    limits = []
-    field = owner.model_fields[key]
-    for constraint in (*field.metadata, *_constraints(field.annotation)):
-        for kind, sign in words.items():
-            if isinstance(constraint, kind):
-                limits.append(f"{sign}{getattr(constraint, kind.__name__.lower()):.15g}")
-    return text + (f" ({', '.join(limits)})" if limits else "") + unit
-
-
-def _constraints(annotation: Any) -> Iterator[Any]:
-    """What ``Annotated`` says inside unions; not inside lists."""
-    if get_origin(annotation) is Annotated:
-        base, *metadata = get_args(annotation)
-        for part in metadata:
-            yield from getattr(part, "metadata", [part])
-        yield from _constraints(base)
-    elif get_origin(annotation) in (Union, types.UnionType):
-        for part in get_args(annotation):
-            yield from _constraints(part)
-
-
-def _default(owner: type[Section], key: str) -> str:
-    field = owner.model_fields[key]
-    if field.is_required():
-        return "required"
-    if shape(owner, key).section:
-        return ""
-    value = field.get_default(call_default_factory=True, validated_data={})
-    return "" if value is None else f"`{json.dumps(value)}`"
-
-
-_REFUSED = ("data_efficiency", "hybrid_engine")
-"""Sections of DeepSpeed that no engine here accepts."""
-_OF_A_LIBRARY = (*_REFUSED, "autotuning", "params")
-"""Sections whose keys are listed without their meaning, which the library's own documentation has."""
-
-
-def markdown() -> str:
-    """Returns the reference of all keys, for docs/configuration.md: dsframe's own section first."""
-    lines: list[str] = []
-    for path, owner in sorted(sections(), key=lambda entry: entry[0][:1] != ("dsframe",)):
-        texts = describe(owner)
-        title = ".".join(path) if path else "DeepSpeed: top level"
-        lines += [f"### {title}" if path else f"## {title}", "", summary(owner).replace("``", "`"), ""]
-        if path and path[0] in _REFUSED:
-            lines += ["Refused: no engine of dsframe accepts this section.", ""]
-        keys = [key for key in owner.model_fields if not (path == () and shape(owner, key).section)]
-        if keys and any(part.partition(" (")[0] in _OF_A_LIBRARY for part in path):
-            lines += [", ".join(f"`{key}` {_default(owner, key)}".strip() for key in keys) + ".", ""]
-            continue
-        if keys:
-            lines += ["| key | type | default | meaning |", "|---|---|---|---|"]
-        for key in keys:
-            cells = (f"`{key}`", _type(owner, key), _default(owner, key), texts.get(key, ""))
-            lines.append("| " + " | ".join(cell.replace("|", "\\|").replace("``", "`") for cell in cells) + " |")
-        lines.append("")
-    return "\n".join(lines).rstrip() + "\n"
-
-
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    parser = command("schema", "Print the JSON Schema of ds_config files (for editors), or the reference of all keys.")
-    parser.add_argument("--markdown", action="store_true", help="the reference in Markdown")
-    return parser
+    return command("schema", "Print the JSON Schema of ds_config files, for editors.")
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Print the schema, or the reference."""
-    options = parser().parse_args(argv)
-    print(markdown() if options.markdown else json.dumps(json_schema(), indent=1), end="" if options.markdown else "\n")
+    """Print the schema."""
+    parser().parse_args(argv)
+    print(json.dumps(json_schema(), indent=1))
     return 0

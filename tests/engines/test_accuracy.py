@@ -54,7 +54,7 @@ def test_the_default_file(name: str, folder: Path) -> None:
 def test_the_table_compares_both_engines(folder: Path) -> None:
     for name in LAUNCH:
         trained(name, folder)
-    text = table({name: [folder / name] for name in LAUNCH})
+    text = table({name: folder / name for name in LAUNCH})
     assert "DeepSpeed ZeRO-3" in text
     assert "Horovod" in text
     for row in ("loss at step 2,344", "evaluation accuracy", "samples/s", "peak memory per rank"):

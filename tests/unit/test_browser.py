@@ -14,8 +14,6 @@ import pytest
 
 from dsframe.cli import main
 from dsframe.tools.plan import report_prediction
-from dsframe.tools.report.pictures import inline
-from dsframe.tools.scale import Point, draw
 from tests.unit.test_report_page import write_run
 
 CHROMIUM = next(
@@ -122,14 +120,3 @@ def test_a_page_in_a_browser(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) ->
     assert narrow["smallest"] > 700
     # pictures keep their white paper, on which every colour can be seen
     assert {colour(name) for name in ("#15171b", "#ffffff", "#0072B2", "#D55E00", "#000000")} <= colours
-
-
-def test_scale_in_a_browser(tmp_path: Path) -> None:
-    points = [Point(n, 4096, 1 / n + 0.01, 1.1 / n) for n in (1, 2, 4, 8, 16)]
-    page = tmp_path / "page.html"
-    drawn = "<br>".join(map(inline, draw({"strong": points, "weak": points})))
-    page.write_text(f"<!doctype html><html><body>{drawn}</body></html>")
-    seen, colours = look(page, 800)
-    assert seen["wrong"] == []
-    assert len(seen["titles"]) == 2
-    assert {colour(name) for name in ("#ffffff", "#0072B2")} <= colours

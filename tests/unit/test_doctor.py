@@ -9,7 +9,6 @@ from types import SimpleNamespace
 
 import pytest
 
-from dsframe.errors import DataError
 from dsframe.host.leftovers import host, stale_locks, unused_buffers
 from dsframe.tools import doctor
 from dsframe.tools.launch import devices
@@ -54,52 +53,45 @@ def test_finds_and_cleans(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
     dead.mkdir(parents=True)
     alive.mkdir()
     lock = lock_in(tmp_path)
-    what = f"the lock of a killed build, for which every run would wait: {lock}"
+    what = f"lock of a killed build, for which every run would wait: {lock}"
     assert [str(line) for line in doctor.leftovers(clean=False)] == [
-        f"  !!  found {what}; dsframe doctor --clean",
-        "  !!  found 1 buffers of killed runs in /dev/shm, 0.0 GiB of memory; dsframe doctor --clean",
-        f"  !!  found offloaded state of a killed run: {Path('swap', dead.name)}; dsframe doctor --clean",
+        f"  !!  {what}; dsframe doctor --clean",
+        f"  !!  buffer of a killed run: {buffer}; dsframe doctor --clean",
+        f"  !!  offloaded state of a killed run: {Path('swap', dead.name)}; dsframe doctor --clean",
     ]
     assert lock.exists()
     cleaned = [str(line) for line in doctor.leftovers(clean=True)]
-    assert cleaned[0] == f"  ok  removed {what}"
+    assert cleaned[0] == f"  ok  removed the {what}"
     assert not lock.exists()
     assert not buffer.exists()
     assert (dead.exists(), alive.exists()) == (False, True)
     assert [line.state for line in doctor.leftovers(clean=False)] == ["ok"]
 
 
-def test_a_buffer_that_goes_away_meanwhile_is_no_error(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor, "unused_buffers", lambda: [tmp_path / "gone"])
-    monkeypatch.setattr(doctor, "swap_places", list)
-    assert any("found 1 buffers" in str(line) for line in doctor.leftovers(clean=False))
+FACTS = {"Gloo": True, "NCCL": False, "cuda": None, "gpus": []}
+LACKING = {"deepspeed": None, "horovod": None, "torchvision": None}
 
 
 def test_what_is_absent_comes_with_what_installs_it(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "probe", lambda name, code: None)
     monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: None)
-    torch = doctor.Library("torch", "2.13.0", {"gloo": True, "nccl": False, "cuda": None, "gpus": []})
-    lines = [str(line) for line in (*doctor.engines(torch, None), *doctor.launchers(), *doctor.operators())]
+    torch = doctor.Library("torch", "2.13.0", FACTS)
+    found = (*doctor.engines({"torch": torch, **LACKING}), *doctor.launchers(), *doctor.operators())
+    lines = [str(line) for line in found]
+    assert "  ok  torch 2.13.0 (Gloo, no NCCL)" in lines
     assert "  --  deepspeed: not installed; pip install 'dsframe[deepspeed]'" in lines
-    assert "  --  horovod: not installed; rm -r .setup && make setup" in lines
-    assert "  --  mpirun: not found; apt-get install openmpi-bin" in lines
-    assert "  --  CPU optimizers (offload without torch_adam): no g++ (apt-get install g++)" in lines
-
-
-def test_a_user_of_the_wheel_is_told_what_a_wheel_has(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    """They have no Makefile and no launch/activate."""
-    monkeypatch.setattr(doctor, "probe", lambda name, code: None)
-    monkeypatch.setattr(doctor, "__file__", str(tmp_path / "site-packages" / "dsframe" / "tools" / "doctor.py"))
-    monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: f"/elsewhere/{name}")
-    torch = doctor.Library("torch", "2.13.0", {"gloo": True, "nccl": False, "cuda": None, "gpus": []})
-    lines = [str(line) for line in (*doctor.engines(torch, None), *doctor.launchers())]
     assert "  --  horovod: not installed; compile it as docs/coming_from/horovod.md says" in lines
+    assert "  --  mpirun: not found; apt-get install openmpi-bin" in lines
+    assert "  --  GPU operators: no nvcc (install the CUDA toolkit)" in lines
+
+
+def test_deepspeeds_own_launcher_is_told_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(doctor.shutil, "which", lambda name, path=None: f"/elsewhere/{name}")
+    lines = [str(line) for line in doctor.launchers()]
     assert '  ok  deepspeed: /elsewhere/deepspeed; DeepSpeed\'s own, without -m: eval "$(dsframe activate)"' in lines
-    assert not any("make " in line or "launch/activate" in line for line in lines)
 
 
 def test_a_gpu_that_torch_cannot_use_is_broken(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    torch = doctor.Library("torch", "2.13.0+cpu", {"gloo": True, "nccl": False, "cuda": None, "gpus": []})
+    torch = doctor.Library("torch", "2.13.0+cpu", FACTS)
     (tmp_path / "nvidia0").touch()
     monkeypatch.setattr(devices, "FOLDER", tmp_path)
     lines = [str(line) for line in doctor.machine(torch)]
@@ -110,47 +102,24 @@ def test_a_containers_little_shared_memory_is_named(monkeypatch: pytest.MonkeyPa
     sizes = {"total": 64 * 2**20, "used": 0, "free": 64 * 2**20}
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: SimpleNamespace(**sizes))
     (line,) = (str(line) for line in doctor.machine(None) if line.state == "absent")
-    assert "/dev/shm has only 64 MiB" in line
     assert line.endswith("docker run --shm-size=2g")
     sizes["total"] = 2**31
     assert [line for line in doctor.machine(None) if line.state == "absent"] == []
 
 
-def test_gpus_are_listed(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(doctor, "probe", lambda name, code: None)
-    facts = {"gloo": True, "nccl": True, "cuda": "13.0", "gpus": [["NVIDIA H200", 150 * 2**30]]}
-    torch = doctor.Library("torch", "2.13.0", facts)
+def test_gpus_are_listed() -> None:
+    torch = doctor.Library("torch", "2.13.0", {**FACTS, "cuda": "13.0", "gpus": [["NVIDIA H200", 150 * 2**30]]})
     assert "  ok  GPU NVIDIA H200, 150.0 GiB" in [str(line) for line in doctor.machine(torch)]
-    horovod = doctor.Library("horovod", "0.28.1", {"gloo": True, "mpi": True, "nccl": False})
-    lines = [str(line) for line in doctor.engines(torch, horovod)]
-    assert "  --  horovod on GPUs: needs NCCL; install CUDA's nvcc, then rm -r .setup && make setup" in lines
+    horovod = doctor.Library("horovod", "0.28.1", {"Gloo": True, "MPI": True, "NCCL": False})
+    lines = [str(line) for line in doctor.engines({**LACKING, "torch": torch, "horovod": horovod})]
+    assert "  --  horovod on GPUs: needs Horovod compiled with NCCL" in lines
 
 
-def test_what_is_near_to_what(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_topology_of_gpus(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     smi = tmp_path / "nvidia-smi"
-    smi.write_text(
-        '#!/bin/sh\nprintf "\\t\\033[4mGPU0\\tGPU1\\033[0m\\nGPU0\\t X \\tNV18\\nGPU1\\tNV18\\t X \\n\\nLegend:\\n X = Self\\n"\n'
-    )
+    text = "\\t\\033[4mGPU0\\tGPU1\\033[0m\\nGPU0\\t X \\tNV18\\n\\nLegend:\\n X = Self\\n"
+    smi.write_text(f'#!/bin/sh\nprintf "{text}"\n')
     smi.chmod(0o755)
     monkeypatch.setenv("PATH", f"{tmp_path}{os.pathsep}{os.environ['PATH']}")
-    lines = [str(line).split() for line in doctor.topology()]
-    assert any(line[0] == "network:" for line in lines)
-    assert lines[-3:] == [["GPU0", "GPU1"], ["GPU0", "X", "NV18"], ["GPU1", "NV18", "X"]]
-    smi.write_text("#!/bin/sh\nexit 9\n")  # no driver
-    assert [str(line).split() for line in doctor.topology()] == lines[:-3]
-
-
-def test_rates_of_collectives_are_drawn(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsframe.tools import collectives
-    from dsframe.tools.collectives import BARRIER, LATENCY_BYTES, SIZES_BYTES, Timing
-
-    sizes = dict.fromkeys((LATENCY_BYTES, *SIZES_BYTES), 0.001)
-    timings = [Timing("all_reduce", sizes), Timing(BARRIER, {LATENCY_BYTES: 0.001})]
-    monkeypatch.setattr(collectives, "measure", lambda transport: timings)
-    torch = doctor.Library("torch", "2.13.0", {"gloo": True, "nccl": False, "cuda": None, "gpus": []})
-    doctor.communication(torch, None, tmp_path / "rates.svg")
-    drawn = (tmp_path / "rates.svg").read_text()
-    assert "gloo: collectives" in drawn
-    assert BARRIER not in drawn
-    with pytest.raises(DataError, match=r"rates\.words"):
-        doctor.communication(torch, None, tmp_path / "rates.words")
+    lines = [str(line).split() for line in doctor.machine(None)]
+    assert lines[-2:] == [["GPU0", "GPU1"], ["GPU0", "X", "NV18"]]

@@ -185,9 +185,8 @@ def test_any_run_directory_is_read_or_refused(name: str, content: Any, cut: int,
         (tmp_path / file).write_text(text[: max(1, len(text) - cut)] if file == name and cut < 20 else text)
     try:
         with runs.understood():
-            run = runs._read(tmp_path)
-            for _ in (run.curve("loss"), run.step_seconds(), run.first_step_after()):
-                pass
+            run = runs.read_run(tmp_path)
+            runs.numbers(run, run)
             compare.losses(tmp_path)
     except DsframeError as error:
         assert "\n" not in str(error)  # noqa: PT017

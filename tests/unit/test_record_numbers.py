@@ -14,7 +14,7 @@ from dsframe.cluster.world import World
 from dsframe.config import load
 from dsframe.results import Summary
 from dsframe.run_dir.record import Record
-from dsframe.tools.report.runs import figures, read_run
+from dsframe.tools.report.runs import numbers, read_run
 
 
 def strict(text: str) -> Any:
@@ -55,4 +55,4 @@ def test_numbers_that_are_not_finite_are_null_at_any_depth(tmp_path: Path) -> No
     assert finished["mfu"] is None
     assert finished["peak_memory_bytes"] == [1, 2]
     run = read_run(tmp_path, "run")
-    assert strict(json.dumps(figures(run, run)))
+    assert strict(json.dumps(numbers(run, run)))

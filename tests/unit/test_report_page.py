@@ -14,7 +14,7 @@ import pytest
 from dsframe.cli import main
 from dsframe.errors import DataError
 from dsframe.tools.plan import report_prediction
-from dsframe.tools.report.pictures import Axis, Bar, Bars, Chart, Line, _figure, inline, thinned, write
+from dsframe.tools.report.pictures import Axis, Chart, Line, _figure, inline, thinned, write
 from dsframe.tools.report.runs import names
 
 
@@ -89,7 +89,6 @@ def test_a_page_of_two_runs(
     assert rows["last training loss"] == ["1", "2.5"]
     assert rows["command"] == ["python 'a b'"]
     figures = read.figures["a"]
-    assert figures["step, ms"] == pytest.approx(20)
     assert figures["time to first step, s"] == pytest.approx(6.25)
     assert figures["peak memory of the fullest rank, MiB"] == pytest.approx(3)
     assert figures["peak memory, predicted, MiB"] == pytest.approx(2)
@@ -99,9 +98,6 @@ def test_a_page_of_two_runs(
     assert titles == [
         "Training loss",
         "Difference of the training loss to a",
-        "Speed",
-        "Peak memory",
-        "Time to first step",
         "Learning rate",
         "Speed during training",
     ]
@@ -109,7 +105,7 @@ def test_a_page_of_two_runs(
     assert names([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ["x/run", "y/run"]
 
 
-def drawn(picture: Chart | Bars) -> Any:
+def drawn(picture: Chart) -> Any:
     """The axes that matplotlib makes of it."""
     (axes,) = _figure([picture]).axes
     return axes
@@ -162,15 +158,6 @@ def test_thousands_of_points_become_as_many_as_can_be_seen() -> None:
     assert (found[0], found[-1][0] > 99_000) == (values[0], True)
 
 
-def test_bars_say_their_values() -> None:
-    rows = [Bar("a" * 60, 30.0, "30", 0), Bar("b", 40.0, "40", 1, [35.0, 45.0])]
-    axes = drawn(Bars("Communication", "ms", rows))
-    assert [bar.get_width() for bar in axes.patches] == [30.0, 40.0]
-    names = [text.get_text() for text in axes.get_yticklabels()]
-    assert (len(names[0]), names[0][16], names[1]) == (34, "\u2026", "b")
-    assert [text.get_text() for text in axes.texts] == ["30", "40"]
-
-
 def test_without_matplotlib_there_are_tables(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
@@ -186,4 +173,4 @@ def test_without_matplotlib_there_are_tables(
 
 def test_a_file_of_a_kind_that_cannot_be_drawn(tmp_path: Path) -> None:
     with pytest.raises(DataError, match=r"p\.xyz"):
-        write(tmp_path / "p.xyz", [Bars("t", "x", [Bar("a", 1.0, "1", 0)])])
+        write(tmp_path / "p.xyz", [Chart("t", Axis("x"), Axis("y"), [])])

@@ -39,9 +39,7 @@ def test_the_directory_of_a_run_is_enough(tmp_path: Path, capsys: pytest.Capture
     assert (summary["script_task"], summary["training_processes"]) == (None, 1)
     assert summary["mfu"] is None or 0 < summary["mfu"] < 1
     guess = report_prediction.predicted(directory, summary)
-    assert guess["memory_bytes"] > guess["base_bytes"] > 2**20
-    # what MFU counts by one run and the plan by two is the same
-    assert guess["flops_per_step"] == pytest.approx(summary["flops_per_unit"] * summary["units_per_step"], rel=1e-6)
+    assert guess["memory_bytes"] > summary["base_bytes"] > 2**20
     assert main(["report", str(directory)]) == 0
     prediction, page = capsys.readouterr().out.splitlines()
     assert prediction.startswith("run: predicted: ")
@@ -65,5 +63,3 @@ def test_what_cannot_be_predicted_says_why(tmp_path: Path, capsys: pytest.Captur
     ):
         (directory / "summary.json").write_text(json.dumps(summary | changes))
         assert read_run(directory).predicted.get("problem", "").startswith(problem)
-    old = {name: value for name, value in summary.items() if name not in ("script_task", "base_bytes")}
-    assert "earlier version" in report_prediction.predicted(directory, old)["problem"]

@@ -10,7 +10,6 @@ import re
 from dataclasses import dataclass
 
 from dsframe.config.schema.deepspeed import DeepSpeed
-from dsframe.errors import Problem
 
 _UNITS = {"": 1, "b": 1} | {f"{letter}b": 1000**n for n, letter in enumerate("kmgt", 1)}
 _UNITS |= {f"{letter}ib": 1024**n for n, letter in enumerate("kmgt", 1)}
@@ -45,17 +44,6 @@ class Cost:
         return self.parameter + self.gradient + self.optimizer
 
 
-@dataclass(frozen=True)
-class SetUp:
-    """Bytes of one parameter on one rank while the model is built, sharded and handed to the engine."""
-
-    device: float
-    host: float
-    """In the memory of the rank's host."""
-    disk: float
-    """In files of the rank's host, which are gone when the set-up ends."""
-
-
 def moments(file: DeepSpeed) -> int:
     """fp32 numbers that the optimizer keeps for each parameter."""
     kind = file.optimizer.type.lower() if file.optimizer else "adamw"
@@ -63,41 +51,6 @@ def moments(file: DeepSpeed) -> int:
         return 2 * int(file.optimizer.params.get("history_size", 100)) + 2  # updates, a direction and a gradient
     plain = kind == "sgd" and not (file.optimizer and file.optimizer.params.get("momentum"))
     return _MOMENTS.get(kind, 0 if plain else 1)
-
-
-def note(per_parameter: Cost, setup: SetUp, world_size: int, limit: int, label: str) -> Problem:
-    """Returns what fits into ``limit`` bytes; a warning where the set-up takes more of a device than the training."""
-    where = f"on {world_size} processes" if world_size > 1 else "on one process"
-    builds = f"the set-up takes {_places(setup)} for each parameter and rank"
-    if setup.device > per_parameter.total:
-        message = (
-            f"{gigabytes(limit)} hold the set-up of at most {count(limit / setup.device)} parameters {where}: {builds}, more "
-            f"of the device than training, which takes {per_parameter.total:.3g}"
-        )
-        remedy = "take devices with more memory, or an engine or stage that never has the whole model on a device"
-        return Problem("warning", "", message, remedy, label, code="memory")
-    if per_parameter.total == 0:
-        what = "parameters, gradients and optimizer state are offloaded"
-        message = f"{what}: all {gigabytes(limit)} are free for activations"
-    else:
-        most = limit / per_parameter.total
-        message = (
-            f"{gigabytes(limit)} hold parameters ({per_parameter.parameter:.3g} bytes each), gradients "
-            f"({per_parameter.gradient:.3g}) and optimizer state ({per_parameter.optimizer:.3g}) of at most "
-            f"{count(most)} parameters {where}; activations and buffers come on top"
-        )
-    return Problem("note", "", f"{message}; {builds}", "", label, code="memory")
-
-
-def _places(setup: SetUp) -> str:
-    parts = (setup.device, "on the device"), (setup.host, "in the host's memory"), (setup.disk, "in files on its disk")
-    told = [f"{size:.3g} bytes {where}" for size, where in parts if size]
-    return " and ".join([", ".join(told[:-1]), told[-1]] if len(told) > 1 else told)
-
-
-def gigabytes(size: float) -> str:
-    """``80 GB``."""
-    return f"{size / 1e9:g} GB"
 
 
 def count(number: float) -> str:

@@ -9,46 +9,45 @@ import os
 import sys
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from itertools import pairwise
 from pathlib import Path
 
 from dsframe import engines
 from dsframe.cluster import world as worlds
 from dsframe.cluster.rendezvous import free_port, interface_to
 from dsframe.config import Config, load
-from dsframe.config.resolve import elastic
-from dsframe.errors import ConfigError, DsframeError, WorldError
+from dsframe.errors import DsframeError, WorldError
 from dsframe.host import streams, supervise
 from dsframe.run_dir.output import directory_of
 from dsframe.tools import check
 from dsframe.tools.commands import command
-from dsframe.tools.launch import devices, launchers
-from dsframe.tools.launch import hosts as places
+from dsframe.tools.launch import devices, hosts, launchers
 from dsframe.tools.launch.attempts import Attempts, say
-from dsframe.tools.launch.launchers import Elastic, Job, Launch
+from dsframe.tools.launch.launchers import Job, Launch
 from dsframe.train import parse as parse_training
 
 EPILOG = """\
 All other options go to dsframe.train, before or after "--":
   dsframe launch --config zero3.json -np 4 --set dsframe.steps=100 --run-dir runs/short
 
-Hosts: -H, a host file ("host slots=4" or "host:4" a line), or those of the Slurm allocation that this runs in.
-Without -np: one process for each slot; without hosts: one for each GPU of this machine.
+Hosts: -H, a host file ("host slots=4" a line), or those of the Slurm allocation that this runs in. The
+launcher reaches them by itself: deepspeed by pdsh, horovodrun and mpirun by ssh, srun by Slurm.
+Without -np: one process for each slot; without hosts: one for each GPU of this machine. For a number of
+processes that changes use horovodrun itself: horovodrun --min-np 2 ... python -m dsframe.train.
 
 exit codes: those of a training process (`dsframe explain` lists them), or 1 if the launcher gave no better one.
-With --restarts a failed run goes on from its newest checkpoint; the same failure at the same step ends it.
+With --restarts a failed run continues from its newest checkpoint; the same failure at the same step ends it.
 """
 
 
 @dataclass(frozen=True)
-class Wanted:
-    """The request of the command line."""
+class Request:
+    """What the command line asks for."""
 
     config: Config
     engine: str
     launcher: str
     job: Job
-    chosen: argparse.Namespace
+    training: argparse.Namespace
     """The options of dsframe.train."""
     directory: Path
 
@@ -60,223 +59,143 @@ def parser() -> argparse.ArgumentParser:
     add = result.add_argument
     add("-np", "--processes", type=int, metavar="N", help="number of processes in all")
     where = result.add_mutually_exclusive_group()
-    where.add_argument("-H", "--hosts", metavar="HOST:N,...", help="hosts, and the number of processes on each")
+    where.add_argument("-H", "--hosts", metavar="HOST:N,...", help="hosts, and the processes on each")
     where.add_argument("--hostfile", metavar="FILE", type=Path, help="the same, from a file")
-    add(
-        "--launcher",
-        choices=("auto", *launchers.NAMES),
-        default="auto",
-        help="default: the engine's own; srun in Slurm",
-    )
-    add("--min-np", type=int, metavar="N", help="horovodrun: continue with as few processes if some are lost")
-    add("--max-np", type=int, metavar="N", help="horovodrun: use up to so many processes as hosts are added")
-    where.add_argument(
-        "--host-discovery-script", metavar="SCRIPT", help="horovodrun: a program that prints the current hosts"
-    )
-    add("--interface", metavar="NAME", help="network interface to the other hosts (default: the one that leads there)")
-    add("--script", metavar="FILE", help="your program that ends in dsframe.main(task), instead of dsframe.train")
-    add(
-        "--print",
-        nargs="?",
-        choices=("one", "all"),
-        const="one",
-        dest="show",
-        help="print the command instead of running it; all: for every launcher",
-    )
+    default = "default: the engine's own; srun in Slurm"
+    add("--launcher", choices=("auto", *launchers.NAMES), default="auto", help=default)
+    interface = "network interface to the other hosts (default: the one that leads there)"
+    add("--interface", metavar="NAME", help=interface)
+    add("--script", metavar="FILE", help="your program that ends in dsframe.main(task)")
+    add("--print", action="store_true", dest="show", help="print the command instead of running it")
     add("--restarts", type=int, default=0, metavar="N", help="restart up to N times if the run fails")
-    add(
-        "--restart-wait",
-        type=float,
-        default=1.0,
-        metavar="SECONDS",
-        help="wait before the first restart; doubled after each that saves nothing new, at most 60 (default: %(default)s)",
-    )
+    wait = "before the first restart; doubled after each that saves nothing new (default: %(default)s)"
+    add("--restart-wait", type=float, default=1.0, metavar="SECONDS", help=wait)
     return result
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Runs the job that the command line describes and returns its exit code. Raises the subclasses of DsframeError."""
+    """Runs the job that the command line describes and returns its exit code. Raises DsframeErrors."""
     options, rest = parser().parse_known_args(argv)
     if options.processes is not None and options.processes < 1:
         parser().error("-np must be at least 1")
     if options.restarts < 0:
         parser().error("--restarts must be at least 0")
-    training = [word for word in rest if word != "--"]
-    wanted = read(options, training)
-    if options.show == "all":
-        for name in launchers.NAMES:
-            try:
-                text = launchers.plan(name, wanted.job).show(wanted.job.hosts)
-            except WorldError as error:
-                text = f"(not for this job: {error})"
-            print(f"# {name}\n{text}")
-        return 0
+    request = read(options, [word for word in rest if word != "--"])
+    launch = launchers.plan(request.launcher, request.job)
     if options.show:
-        print(launchers.plan(wanted.launcher, wanted.job).show(wanted.job.hosts))
+        print(launch)
         return 0
     streams.survive()
-    code = _check(wanted, wanted.chosen.set, quiet=wanted.chosen.quiet)
-    return code or _by_hand(wanted) or _run(wanted, options)
+    if code := _check(request):
+        return code
+    return _run(request, options)
 
 
-def read(options: argparse.Namespace, training: Sequence[str]) -> Wanted:
+def read(options: argparse.Namespace, arguments: Sequence[str]) -> Request:
     """Parses the command line. Raises ConfigError and WorldError."""
     outside = worlds.read(os.environ)
     if outside.launcher not in ("python", "srun"):
         raise WorldError(
-            f"this shell has the variables of {outside.launcher} (rank {outside.rank} of {outside.size}): dsframe launch starts "
-            "a launcher and cannot run under one; unset them"
+            f"this shell has the variables of {outside.launcher} (rank {outside.rank} of {outside.size}): "
+            "dsframe launch starts a launcher and cannot run under one; unset them"
         )
-    chosen = parse_training(training)
-    config = load(chosen.config, overrides=chosen.set)
-    if changing := _elastic(options):
-        options.launcher = "horovodrun" if options.launcher == "auto" else options.launcher
-    guess = options.launcher if options.launcher in ("horovodrun", "torchrun", "mpirun", "srun") else "deepspeed"
-    engine = engines.choose(config, guess).name
-    job = replace(_job(options, config, training), elastic=changing)
-    if changing:
-        engines.refuse_fixed(engine)
-        if wrong := elastic.problems(config, changing.least):
-            raise ConfigError(wrong)
-    launcher = launchers.natural(engine, job) if options.launcher == "auto" else options.launcher
-    directory = directory_of(config, engine, _task_name(options))
-    return Wanted(config, engine, launcher, job, chosen, directory)
+    training = parse_training(arguments)
+    config = load(training.config, overrides=training.set)
+    job = _job(options, config, arguments)
+    launcher = options.launcher
+    ambiguous = launcher in ("auto", "python")
+    engine = engines.choose(config, "deepspeed" if ambiguous else launcher).name
+    launcher = launchers.natural(engine, job) if launcher == "auto" else launcher
+    task = Path(options.script).stem if options.script else "Task"
+    return Request(config, engine, launcher, job, training, directory_of(config, engine, task))
 
 
-def _by_hand(wanted: Wanted) -> int:
-    """Prints a command for each host where the launcher has one for each, and returns an exit code; 0 where it has not."""
-    launch = launchers.plan(wanted.launcher, wanted.job)
-    if len(launch.commands) == 1:
-        return 0
-    print(launch.show(wanted.job.hosts))
-    say(
-        f"{wanted.launcher} starts the processes of one host: type each line on its host, or install pdsh (for deepspeed, "
-        "with --hostfile) or Open MPI"
-    )
-    return ConfigError.exit_code
-
-
-def _task_name(options: argparse.Namespace) -> str:
-    return Path(options.script).stem if options.script else "Task"
-
-
-def _elastic(options: argparse.Namespace) -> Elastic | None:
-    least, most, script = options.min_np, options.max_np, options.host_discovery_script
-    if least is None and most is None and script is None:
-        return None
-    if options.processes is None:
-        raise WorldError("write how many processes to start with: -np N")
-    if script is None and not options.hosts and not options.hostfile:
-        raise WorldError("--min-np and --max-np need --host-discovery-script, or -H")
-    if least is not None and least < 1:
-        raise WorldError(f"--min-np {least}: must be at least 1")
-    given = [
-        (name, n) for name, n in (("--min-np", least), ("-np", options.processes), ("--max-np", most)) if n is not None
-    ]
-    if any(one > other for (_, one), (_, other) in pairwise(given)):
-        raise WorldError(f"{', '.join(f'{name} {n}' for name, n in given)}: they must not decrease")
-    least = options.processes if least is None else least
-    if script is not None and not os.access(script, os.X_OK):
-        raise WorldError(f"{script} cannot be run; chmod +x {script}")
-    return Elastic(least, most, None if script is None else str(Path(script).absolute()))
-
-
-def _job(options: argparse.Namespace, config: Config, training: Sequence[str]) -> Job:
-    slurm = places.from_slurm(os.environ)
-    hosts: tuple[places.Host, ...] = ()
+def _job(options: argparse.Namespace, config: Config, arguments: Sequence[str]) -> Job:
+    allocated = hosts.from_slurm(os.environ)
+    given = allocated
     if options.hosts:
-        hosts = places.parse(options.hosts)
+        given = hosts.parse(options.hosts.split(","), f"-H {options.hosts}")
     elif options.hostfile:
-        hosts = places.read_file(options.hostfile)
-    allocation = not hosts and bool(slurm)
-    hosts = hosts or slurm
-    processes = options.processes
-    if hosts:
-        hosts = places.share(hosts, options.max_np or processes)
-        processes = (options.max_np and processes) or sum(host.slots for host in hosts)
+        given = hosts.read_file(options.hostfile)
+    allocation = bool(given) and given is allocated
+    slots = sum(host.slots for host in given)
+    processes = options.processes or slots
+    if slots and processes > slots:
+        remedy = "raise slots or lower -np"
+        raise WorldError(f"{processes} processes, but the hosts have {slots} slots: {hosts.show(given)}; {remedy}")
+    address = given[0].name if given else "127.0.0.1"
+    if len(given) == 1 and given[0].is_here and not allocation:
+        given, address = (), "127.0.0.1"
     gpus = devices.visible(os.environ)
     processes = processes or len(gpus)
     if not processes:
         raise WorldError("this machine has no GPU; write how many processes to start: -np N")
-    address = hosts[0].name if hosts else "127.0.0.1"
-    if len(hosts) == 1 and hosts[0].is_here and not allocation:
-        hosts, address = (), "127.0.0.1"
-    here = not hosts and options.host_discovery_script is None
-    mask = os.environ.get("CUDA_VISIBLE_DEVICES") if gpus and here else None
+    mask = os.environ.get("CUDA_VISIBLE_DEVICES") if gpus and not given else None
     if mask is not None and processes > len(gpus):
         raise WorldError(
-            f"-np {processes}, but CUDA_VISIBLE_DEVICES={mask} shows {len(gpus)}: start no more, name more GPUs there, or "
-            "hide all of them (CUDA_VISIBLE_DEVICES= ... --launcher torchrun) to train on the CPU"
+            f"-np {processes}, but CUDA_VISIBLE_DEVICES={mask} shows {len(gpus)}: start no more, name more "
+            "GPUs there, or hide all of them (CUDA_VISIBLE_DEVICES= ... --launcher torchrun) to train on the CPU"
         )
-    local = max((host.slots for host in hosts), default=processes)
-    given = os.environ.get("OMP_NUM_THREADS", "")
-    cores = len(os.sched_getaffinity(0))
+    others = [host.name for host in given if not host.is_here][:1]
     return Job(
         processes=processes,
         program=(options.script,) if options.script else ("-m", "dsframe.train"),
-        arguments=tuple(training),
-        hosts=hosts,
+        arguments=tuple(arguments),
+        hosts=given,
         hostfile=options.hostfile,
         gpus=() if mask is None else gpus[:processes],
-        threads=config.settings.threads_per_rank or (int(given) if given.isdigit() else max(1, cores // local)),
+        threads=_threads(config, max((host.slots for host in given), default=processes)),
         address=address,
         port=free_port(),
-        interface=options.interface or _interface(hosts),
+        interface=options.interface or next(map(interface_to, others), None),
         allocation=allocation,
     )
 
 
-_ASKED_FOR_ROUTE = 8
-"""Hosts whose routes may say which interface leads to the others: of thousands that nobody knows it is no use to ask all."""
+def _threads(config: Config, local_processes: int) -> int:
+    given = os.environ.get("OMP_NUM_THREADS", "")
+    share = max(1, len(os.sched_getaffinity(0)) // local_processes)
+    return config.settings.threads_per_rank or (int(given) if given.isdigit() else share)
 
 
-def _interface(hosts: tuple[places.Host, ...]) -> str | None:
-    others = (host for host in hosts[:_ASKED_FOR_ROUTE] if not host.is_here)
-    return next(filter(None, (interface_to(host.name) for host in others)), None)
-
-
-def _check(wanted: Wanted, overrides: Sequence[str], *, quiet: bool) -> int:
-    """``dsframe check`` for this engine and number of processes; its words are for the person, not for a pipe. ``quiet``: only
+def _check(request: Request) -> int:
+    """``dsframe check`` for this engine and number of processes, on standard error; with --quiet only
     where something is wrong."""
-    words = [str(wanted.config.path), "-np", str(wanted.job.processes), "--engine", wanted.engine]
-    for override in overrides:
-        words += ["--set", override]
-    said = io.StringIO()
-    with contextlib.redirect_stdout(said if quiet else sys.stderr):
+    words = [str(request.config.path), "-np", str(request.job.processes), "--engine", request.engine]
+    words += [word for override in request.training.set for word in ("--set", override)]
+    report = io.StringIO()
+    with contextlib.redirect_stdout(report if request.training.quiet else sys.stderr):
         code = check.main(words)
     if code:
-        print(said.getvalue(), end="", file=sys.stderr)
+        print(report.getvalue(), end="", file=sys.stderr)
     return code
 
 
-def _run(wanted: Wanted, options: argparse.Namespace) -> int:
-    attempts = Attempts(wanted.directory, restarts=options.restarts, wait_seconds=options.restart_wait)
+def _run(request: Request, options: argparse.Namespace) -> int:
+    wait = options.restart_wait
+    attempts = Attempts(request.directory, restarts=options.restarts, wait_seconds=wait)
 
     def attempt(resume: bool, received: list[int]) -> int:
-        job = replace(wanted.job, port=free_port())
+        job = replace(request.job, port=free_port())
         job = launchers.with_arguments(job, *(["--resume", "auto"] if resume else []))
-        if "--quiet" not in job.arguments:
-            say(launchers.plan(wanted.launcher, job).show(job.hosts, most=4))
-        job = launchers.with_arguments(job, "--report", str(attempts.report))
-        launch = launchers.plan(wanted.launcher, job)
-        launch = launch if "--verbose" in job.arguments else launchers.quietly(launch)
-        return _start(launch, received)
+        if not request.training.quiet:
+            say(str(launchers.plan(request.launcher, job)))
+        launch = launchers.plan(request.launcher, launchers.with_arguments(job, "--report", str(attempts.report)))
+        return _start(launch if request.training.verbose else launchers.quietly(launch), received)
 
     try:
         return attempts.run(attempt)
     except OSError as error:
-        raise DsframeError(
-            f"{error.filename}: {error.strerror}; is the run's folder writable? --run-dir chooses another"
-        ) from None
+        remedy = "is the run's folder writable? --run-dir chooses another"
+        raise DsframeError(f"{error.filename}: {error.strerror}; {remedy}") from None
 
 
 def _start(launch: Launch, received: list[int]) -> int:
-    (command,) = launch.commands
-    environment = {**os.environ, **launch.environment}
+    name, *words = launch.command
     return supervise.run(
-        launchers.program(command[0]),
-        [*command[1:]],
-        environment,
+        launchers.program(name),
+        words,
+        {**os.environ, **launch.environment},
         gentle=True,
         forwards=launch.forwards,
         received=received,

@@ -1,14 +1,14 @@
-"""Which strategies there are for a model on so many processes, as files of their own, and which of them is best.
+"""Which strategies there are for a model on so many processes, each as a file, and which is best.
 
-All are the same training: the global batch stays, and what changes is where state lies and how the model is cut. Of those
-that fit the simplest is best: one device as it is, replicas, ZeRO, offload, then cuts of the model.
+All are the same training: the global batch stays, and what changes is where state lies and how the
+model is split. Of those that fit the simplest is best: one device as it is, replicas, ZeRO, offload,
+then tensor parallelism and pipelines.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
-from fnmatch import fnmatch
 from typing import Any
 
 from dsframe import engines
@@ -19,15 +19,15 @@ from dsframe.tools.plan.model import Model
 from dsframe.tools.plan.predict import Prediction, predict
 
 Patch = dict[str, Any]
-TILES = (1, 4, 16)
-"""Pieces of a large linear layer (Rajbhandari et al. 2021, arXiv 2104.07857, section 5.1.3)."""
-MOST_SLICES = 8
-"""Of tensor parallelism: GPUs of one host, as it is usually built."""
+"""Sections of a file that are replaced; None: removed."""
+MOST_TENSOR_RANKS = 8
+"""GPUs of one node, as it is usually built."""
 _REPLICAS = {"ddp": "DDP", "horovod": "Horovod", "fsdp": "FSDP"}
-"""Engines beside DeepSpeed, as the plan calls them."""
-_BUCKETS = ("stage3_max_live_parameters", "reduce_bucket_size")
-_NOTHING_AHEAD = {"stage3_prefetch_bucket_size": 0, "stage3_max_reuse_distance": 0}
-"""Parameters come to the device when they are needed, and go at once."""
+"""Engines that take no sections of DeepSpeed's, as the plan calls them."""
+_STAGES = ((1, ""), (2, ""), (3, ""), (2, "optimizer"), (3, "optimizer"), (3, "all"))
+"""ZeRO stages and what is offloaded, from simple to involved."""
+_OFFLOADED = {"": "", "optimizer": ", optimizer on the CPU", "all": ", all on the CPU"}
+RECOMPUTING: Patch = {"activation_checkpointing": True}
 
 
 @dataclass(frozen=True)
@@ -53,51 +53,65 @@ class Plan:
     refused: Mapping[str, str]
     """What this file cannot be turned into: name of a strategy -> why."""
 
+    @property
+    def fits(self) -> bool:
+        """True if the file fits as it is written."""
+        return self.as_written.prediction.fits
 
-def engine_of(config: Config) -> str:
-    """The engine that a file names; DeepSpeed where the launcher would choose."""
-    return engines.named(config.settings.engine)
 
-
-def plan(config: Config, model: Model, device: Device, world_size: int) -> Plan:
-    """Raises ConfigError where the file as it is cannot run on so many processes."""
-    engine = engine_of(config)
+def plan(config: Config, model: Model, device: Device, world_size: int, recomputed: Model | None = None) -> Plan:
+    """``recomputed``: the model with blocks computed twice, as :func:`recomputing` asks; None: it is
+    not known. Raises ConfigError where the file as it is cannot run on so many processes."""
+    engine = engines.named(config.settings.engine)
     problems, _ = engines.examine(config, engine)
     if problems:
         raise ConfigError(problems)
-    own = Strategy("as written", config.given(), predict(config, engine, model, device, world_size))
-    samples = own.prediction.batch.train_batch_size
+    given = predict(config, engine, model, device, world_size)
+    written = Strategy("as written", config.given(), given)
     strategies: list[Strategy] = []
     refused: dict[str, str] = {}
 
-    def attempt(name: str, engine: str, patch: Patch, *, recomputes: bool = False) -> Strategy | None:
-        """The patched file with the largest micro-batch that fits."""
-        options = []
+    def attempt(name: str, file: Config, engine: str, patch: Patch, model: Model) -> Strategy | None:
         try:
-            for file, other in _variants(config, engine, patch, samples, world_size):
-                options.append(Strategy(name, file, predict(other, engine, model, device, world_size), recomputes))
+            return _best(name, file, engine, patch, (model, device, world_size))
         except ConfigError as error:
             refused[name] = str(error).splitlines()[0].removeprefix("error: ")
             return None
-        return min(options, key=_rank)
 
-    for name, other_engine, patch in _candidates(config, model, world_size):
-        strategy = attempt(name, other_engine, patch)
-        tiled = "dsframe" in patch  # which has no effect on blocks that are computed twice
-        if strategy is not None and not strategy.prediction.fits and model.layered and not tiled:
-            again = patch | {"dsframe": {"model": {"activation_checkpointing": True}}}
-            strategy = attempt(f"{name}, blocks computed twice", other_engine, again, recomputes=True) or strategy
-        if strategy is not None:
-            strategies.append(strategy)
-    return Plan(world_size, own, sorted(strategies, key=_rank), refused)
+    for name, other, patch in _candidates(config, model, world_size):
+        strategy = attempt(name, config, other, patch, model)
+        if strategy is None:
+            continue
+        if recomputed is not None and not strategy.prediction.fits:
+            again, changed = f"{name}, blocks computed twice", load(recomputing(config))
+            strategy = attempt(again, changed, other, patch, recomputed) or strategy
+        strategies.append(strategy)
+    return Plan(world_size, written, sorted(strategies, key=_order), refused)
 
 
-def _rank(strategy: Strategy) -> tuple[bool, bool, float]:
-    """Sorts what fits before what fits only just, and by what it costs in time. Equals keep their order, the simplest first.
+def recomputing(config: Config) -> dict[str, Any]:
+    """The file with every block recomputed in the backward pass."""
+    file = config.given()
+    section = file.setdefault("dsframe", {})
+    section["model"] = section.get("model", {}) | RECOMPUTING
+    return file
 
-    Blocks computed twice cost less than the optimizer on the CPU, and that less than parameters there. Of what does not fit,
-    that comes first which lacks least.
-    """
+
+def _best(name: str, config: Config, engine: str, patch: Patch, run: tuple[Model, Device, int]) -> Strategy:
+    """The patched file with the largest micro-batch that fits. Raises ConfigError."""
+    model, device, world_size = run
+    recomputes = config.settings.model.activation_checkpointing is True
+    options = [
+        Strategy(name, file, predict(other, engine, model, device, world_size), recomputes)
+        for file, other in _micro_batches(config, engine, patch, world_size)
+    ]
+    return min(options, key=_order)
+
+
+def _order(strategy: Strategy) -> tuple[bool, bool, float]:
+    """Sorts what fits before what fits only just, then by what it costs in time: recomputation less
+    than the optimizer on the CPU, and that less than parameters there. Equals keep their order, the
+    simplest first. Of what does not fit, what lacks least comes first."""
     prediction = strategy.prediction
     if not prediction.fits:
         return True, True, prediction.fullness
@@ -111,69 +125,27 @@ def _candidates(config: Config, model: Model, world_size: int) -> Iterator[tuple
     replicas = {"single": "one process"} if world_size == 1 else _REPLICAS
     for engine, name in replicas.items():
         yield name, engine, {"zero_optimization": None}
-    cuts = [(1, 1)]
-    pipes = [size for size in _powers(world_size) if model.layered and size <= len(model.segments) // 2]
-    slices = [size for size in _powers(min(world_size, MOST_SLICES)) if model.heads and model.heads % size == 0]
-    cuts += [(1, tensor) for tensor in slices]
-    cuts += [(stages, tensor) for stages in pipes for tensor in (1, *slices)]
-    for stages, tensor in cuts:
-        if world_size % (stages * tensor):
-            continue
-        for zero, offload in ((1, ""), (2, ""), (3, ""), (2, "optimizer"), (3, "optimizer"), (3, "all")):
-            if (stages > 1 and (zero > 1 or offload)) or (tensor > 1 and offload):
+    tensors = [1]
+    if model.heads:
+        limit = min(world_size, MOST_TENSOR_RANKS)
+        tensors += [size for size in _powers(limit) if model.heads % size == 0]
+    pipelines = [1]
+    if model.layered:
+        pipelines += [size for size in _powers(world_size) if size <= len(model.segments) // 2]
+    for stages in pipelines:
+        for tensor in tensors:
+            if world_size % (stages * tensor):
                 continue
-            patch: Patch = {"zero_optimization": _zero(config, zero, offload)}
-            patch["pipeline"] = {"stages": stages} if stages > 1 else None
-            patch["tensor_parallel"] = {"autotp_size": tensor} if tensor > 1 else None
-            cut = [f"{stages} stages"] * (stages > 1) + [f"tensor {tensor}"] * (tensor > 1)
-            off = {"": [], "optimizer": ["optimizer on the CPU"], "all": ["all on the CPU"]}[offload]
-            yield ", ".join([f"ZeRO-{zero}", *off, *cut]), engines.DEFAULT, patch
-    for pieces in TILES:  # what helps where a few large layers are too much, once everything else is on the host
-        names, largest = _tiled(model, pieces)
-        if not largest:  # nothing is known of the model but its size
-            return
-        patch = {"zero_optimization": _zero(config, 3, "all") | dict.fromkeys(_BUCKETS, largest) | _NOTHING_AHEAD}
-        patch |= {"pipeline": None, "tensor_parallel": None}
-        if pieces == 1:
-            yield "ZeRO-3, all on the CPU, one layer at a time", engines.DEFAULT, patch
-        elif names:
-            tiling = {"modules": names, "out_splits": pieces}
-            patch["dsframe"] = {"model": {"tiling": tiling}}
-            yield f"ZeRO-3, all on the CPU, large layers in {pieces} tiles", engines.DEFAULT, patch
-
-
-def _tiled(model: Model, pieces: int) -> tuple[list[str], int]:
-    """The linear layers to cut, and the most elements that are then needed at a time: no tile is to be larger than what cannot be
-    cut, or than the largest layer's tiles."""
-    linears = [one for segment in model.segments for one in segment.linears]
-    sizes: dict[str, int] = {}  # of the largest layer that a pattern matches
-    tiles: dict[str, int] = {}
-    for one in linears:
-        if one.rows:
-            pattern = _pattern(one.name, model.layered)
-            sizes[pattern] = max(one.elements, sizes.get(pattern, 0))
-            tiles[pattern] = max(one.elements // one.rows * -(-one.rows // pieces), tiles.get(pattern, 0))
-
-    def can_be_cut(pattern: str) -> bool:
-        """A layer with fewer rows, or none, keeps all that the pattern matches from being cut."""
-        return all(one.rows >= pieces for one in linears if fnmatch(_full(one.name, model.layered), pattern))
-
-    cut = [pattern for pattern in sizes if can_be_cut(pattern)]
-    whole = [size for pattern, size in sizes.items() if pattern not in cut]
-    bound = max([*(segment.largest for segment in model.segments), *whole, *(tiles[pattern] for pattern in cut)])
-    return sorted(pattern for pattern in cut if sizes[pattern] > bound), bound
-
-
-def _pattern(name: str, within_layer: bool) -> str:
-    """What ``tiling.modules`` calls a layer and those like it in other blocks: ``*.expand``, ``h.*.expand``; ``2`` is one."""
-    *parts, last = name.split(".")
-    parts = ["*" if part.isdecimal() else part for part in parts]
-    return ".".join(["*"] * within_layer + [*parts, last])
-
-
-def _full(name: str, within_layer: bool) -> str:
-    """A layer's name in the model; any number will do for patterns that have none."""
-    return f"0.{name}" if within_layer else name
+            parts = [f", {stages} stages"] * (stages > 1) + [f", tensor {tensor}"] * (tensor > 1)
+            for zero, offload in _STAGES:
+                if (offload and (tensor > 1 or stages > 1)) or (zero > 1 and stages > 1):
+                    continue
+                patch: Patch = {
+                    "zero_optimization": _zero(config, zero, offload),
+                    "pipeline": {"stages": stages} if stages > 1 else None,
+                    "tensor_parallel": {"autotp_size": tensor} if tensor > 1 else None,
+                }
+                yield f"ZeRO-{zero}{_OFFLOADED[offload]}{''.join(parts)}", engines.DEFAULT, patch
 
 
 def _powers(limit: int) -> list[int]:
@@ -183,31 +155,23 @@ def _powers(limit: int) -> list[int]:
 def _zero(config: Config, stage: int, offload: str) -> Patch:
     """The file's own section with another stage."""
     section = dict(config.given().get("zero_optimization", {})) | {"stage": stage}
-    for key, wanted in (("offload_optimizer", bool(offload)), ("offload_param", offload == "all")):
+    for key, wanted in (("offload_optimizer", offload), ("offload_param", offload == "all")):
         section.pop(key, None)
         if wanted:
             section[key] = {"device": "cpu"}
     return section
 
 
-def _variants(
-    config: Config, engine: str, patch: Patch, samples: int, world_size: int
+def _micro_batches(
+    config: Config, engine: str, patch: Patch, world_size: int
 ) -> Iterator[tuple[dict[str, Any], Config]]:
-    """The patched file with every micro-batch size that makes ``samples`` a step, the largest first.
-
-    Raises ConfigError where dsframe does not accept it.
-    """
-    file = config.given()
-    for key, value in patch.items():
-        if key == "dsframe":
-            continue
-        file.pop(key, None)
-        if value is not None:
-            file[key] = value
-    section = dict(file.get("dsframe", {}))
-    for key, value in patch.get("dsframe", {}).items():
-        section[key] = dict(section.get(key, {})) | value
-    file["dsframe"] = section | {"engine": engine}
+    """The patched file with every micro-batch size that makes the same global batch, the largest
+    first. Raises ConfigError where dsframe does not accept it."""
+    as_written = engines.TABLE[engines.named(config.settings.engine)].replicas
+    samples = config.batch(world_size, replicas=as_written).train_batch_size
+    file = {key: value for key, value in config.given().items() if key not in patch}
+    file |= {key: value for key, value in patch.items() if value is not None}
+    file["dsframe"] = file.get("dsframe", {}) | {"engine": engine}
     for size in ("train_batch_size", "gradient_accumulation_steps"):
         file.pop(size, None)
     file["train_micro_batch_size_per_gpu"] = 1
@@ -221,16 +185,18 @@ def _variants(
         problems = [*problems, other.error(("train_batch_size",), message, remedy, code="batch")]
     if problems:
         raise ConfigError(problems)
-    for micro in reversed(_divisors(samples // ranks)):  # of equal ones, that with the fewest passes
-        sized = file | {
+    share = samples // ranks
+    for micro in reversed(_divisors(share)):  # of equal ones, that with the fewest passes
+        sizes = {
             "train_micro_batch_size_per_gpu": micro,
-            "gradient_accumulation_steps": samples // ranks // micro,
+            "gradient_accumulation_steps": share // micro,
         }
-        yield sized, load(sized, facts=facts)
+        yield file | sizes, load(file | sizes, facts=facts)
 
 
 def _divisors(number: int, most: int = 6) -> list[int]:
-    """Powers of two that divide ``number``, and itself: at most so many, evenly chosen."""
-    found = [size for size in (1, *_powers(number)) if number % size == 0]
-    found = sorted({*found, number}) if number <= 64 else found
-    return found if len(found) <= most else found[: most - 1] + found[-1:]
+    """Powers of two that divide ``number``, at most ``most``; with itself where that is small."""
+    powers = [size for size in (1, *_powers(number)) if number % size == 0]
+    if number <= 64:
+        powers = sorted({*powers, number})
+    return powers if len(powers) <= most else [*powers[: most - 1], powers[-1]]

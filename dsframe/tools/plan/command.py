@@ -1,13 +1,10 @@
-"""``dsframe plan``: memory and communication of a file on any number of processes, and which strategies fit."""
+"""``dsframe plan``: the memory of a file's run on any number of processes, and which strategies fit."""
 
 from __future__ import annotations
 
 import argparse
 import json
-import sys
-from collections.abc import Sequence
-from dataclasses import asdict
-from pathlib import Path
+from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
 from dsframe.config import DEFAULT_CONFIG, Config
@@ -24,11 +21,13 @@ if TYPE_CHECKING:
 
 _SHOWN = 10
 """Strategies that are printed without --all."""
+_COLUMNS = "fits,a rank,its host,params,grads,optim,activ,buffers,sent"
 EPILOG = """\
-No training is started and nothing allocated: the model runs on torch's meta device.
-Memory is that of the rank that needs most, at the fullest moment. With --wide: "total" in a step, "set-up" before the first
-one, "host" in either. A GB is 10 to the 9 bytes. "tight" has less than a tenth to spare. Of the strategies that fit the
-simplest comes first.
+The model runs on torch's meta device, so nothing is allocated. Without --gpu-memory a training of
+two steps measures what a process takes on this machine.
+GB (10 to the 9 bytes) are those of the rank that needs most: "a rank" on its device at the fullest
+moment, "its host" in the memory of its node. "sent" is in a step. "tight" has less than a tenth to
+spare. Of the strategies that fit the simplest comes first.
 
 exit codes: 0 the file as it is written fits; 1 it does not; others as in training
 """
@@ -36,19 +35,16 @@ exit codes: 0 the file as it is written fits; 1 it does not; others as in traini
 
 def parser() -> argparse.ArgumentParser:
     """The command line."""
-    result = command(
-        "plan", "The memory that a run takes of each rank, before it starts, and which strategies fit.", EPILOG
-    )
+    about = "The memory that a run takes of each rank, before it starts, and which strategies fit."
+    result = command("plan", about, EPILOG)
     add = result.add_argument
     add("--config", default=DEFAULT_CONFIG, metavar="FILE", help="a path, or a name in ds_configs/")
     add("-np", "--processes", default="1", metavar="N[,N...]", help="processes of the run (default 1)")
     add_overrides(result)
     add("--gpu-memory", metavar="80GB", help="plan for GPUs of this size (default: this machine)")
-    add("--parameters", type=float, metavar="N", help="only a number of parameters, such as 7.5e9, instead of the task")
+    add("--parameters", type=float, metavar="N", help="only a number of parameters, such as 7.5e9")
     add("--all", action="store_true", help="every strategy, and why others are not possible")
-    add("--wide", action="store_true", help="every column: what memory consists of, and memory of the host")
-    add("--write", type=Path, metavar="DIR", help="write a ready file for every strategy that fits")
-    add("--format", choices=("text", "json"), default="text")
+    add("--format", choices=("text", "json"), default="text", help="json holds each strategy's file")
     return result
 
 
@@ -64,122 +60,97 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().error("-np must be at least 1")
     config = load_config(options.config, overrides=options.overrides)
 
+    from dsframe import engines
     from dsframe.tools.plan import choose, device
 
-    model = _model(config, options)
-    engine = choose.engine_of(config)
-    devices = [device.this_machine(engine, count) if limit is None else device.gpu(limit) for count in counts]
-    plans = [choose.plan(config, model, each, count) for count, each in zip(counts, devices, strict=True)]
+    model, recomputed = _models(config, options.parameters)
+    engine = engines.named(config.settings.engine)
+    planned: list[tuple[Plan, Device]] = []
+    for count in counts:
+        of_rank = device.gpu(limit) if limit else device.this_machine(engine, count)
+        planned.append((choose.plan(config, model, of_rank, count, recomputed), of_rank))
     if options.format == "json":
-        print(_json(config, model, plans, devices))
+        worlds = [_json(plan) for plan, _ in planned]
+        print(json.dumps({"file": str(config.path), **_about(model), "worlds": worlds}, indent=2))
     else:
-        print(_text(config, model, plans, devices, options))
-    if options.write:
-        _write(options.write, config, plans)
-    return 0 if all(plan.as_written.prediction.fits for plan in plans) else 1
+        parameters, flops = _about(model).values()
+        print(f"{config.path}: {memory.count(parameters)} parameters, {amount(flops, 3)}FLOP a sample")
+        for plan, of_rank in planned:
+            print("\n".join(_text(plan, of_rank, every=options.all)))
+    return 0 if all(plan.fits for plan, _ in planned) else 1
 
 
-def _model(config: Config, options: argparse.Namespace) -> Model:
+def _models(config: Config, parameters: float | None) -> tuple[Model, Model | None]:
+    """The model, and where the file recomputes nothing, the same with every block recomputed."""
     from dsframe import tasks
     from dsframe.engines import precision
+    from dsframe.errors import ConfigError
+    from dsframe.tools.plan.choose import recomputing
     from dsframe.tools.plan.model import bare
     from dsframe.tools.plan.trace import traced
 
-    if options.parameters:
-        return bare(int(options.parameters), precision.parameter_dtype(config).itemsize)
-    return traced(config, tasks.build(config.settings.task, config.settings.seed))
+    if parameters:
+        return bare(int(parameters), precision.parameter_dtype(config).itemsize), None
+    settings = config.settings
+    model = traced(config, tasks.build(settings.task, settings.seed))
+    if settings.model.recomputation is not None or settings.model.offload_activations:
+        return model, None
+    try:
+        changed = load_config(recomputing(config))
+        return model, traced(changed, tasks.build(settings.task, settings.seed))
+    except ConfigError:  # a model without blocks has none to recompute
+        return model, None
 
 
-def _json(config: Config, model: Model, plans: Sequence[Plan], devices: Sequence[Device]) -> str:
-    worlds = [
-        {
-            "world_size": plan.world_size,
-            "device": {name: None if value == float("inf") else value for name, value in asdict(device).items()},
-            "as_written": plan.as_written.prediction.to_json(),
-            "strategies": [{"name": each.name} | each.prediction.to_json() for each in plan.strategies],
-            "refused": dict(plan.refused),
-        }
-        for plan, device in zip(plans, devices, strict=True)
-    ]
-    report = {"file": str(config.path), "parameters": model.parameters, "flops_per_sample": model.flops(1)}
-    return json.dumps(report | {"worlds": worlds}, indent=2)
+def _about(model: Model) -> dict[str, float]:
+    return {"parameters": model.parameters, "flops_per_sample": model.flops(1)}
 
 
-def _text(
-    config: Config, model: Model, plans: Sequence[Plan], devices: Sequence[Device], options: argparse.Namespace
-) -> str:
-    lines = [f"{config.path}: {memory.count(model.parameters)} parameters, {amount(model.flops(1), 3)}FLOP a sample"]
-    for plan, device in zip(plans, devices, strict=True):
-        samples = plan.as_written.prediction.batch.train_batch_size
-        processes = "process" if plan.world_size == 1 else "processes"
-        lines += ["", f"{plan.world_size:,} {processes}, {samples:,} samples a step", str(device)]
-        shown = plan.strategies if options.all else plan.strategies[:_SHOWN]
-        lines += (_wide if options.wide else _table)([plan.as_written, *shown])
-        if not any(strategy.prediction.fits for strategy in (plan.as_written, *plan.strategies)):
-            lines.append(_lack(plan, device))
-        if options.all or not plan.strategies:
-            lines += [f"not possible: {name}: {reason}" for name, reason in plan.refused.items()]
-        elif len(shown) < len(plan.strategies):
-            lines.append(f"{len(plan.strategies) - len(shown)} more with --all")
-    return "\n".join(lines)
+def _json(plan: Plan) -> dict[str, object]:
+    return {
+        "world_size": plan.world_size,
+        "as_written": plan.as_written.prediction.to_json(),
+        "strategies": [
+            {"name": each.name, "file": secrets.without(dict(each.file))} | each.prediction.to_json()
+            for each in plan.strategies
+        ],
+        "refused": dict(plan.refused),
+    }
+
+
+def _text(plan: Plan, device: Device, *, every: bool) -> Iterator[str]:
+    samples = plan.as_written.prediction.batch.train_batch_size
+    processes = "process" if plan.world_size == 1 else "processes"
+    yield f"\n{plan.world_size:,} {processes}, {samples:,} samples a step\n{device}"
+    shown = plan.strategies if every else plan.strategies[:_SHOWN]
+    yield from columns([["", *_COLUMNS.split(",")], *map(_row, [plan.as_written, *shown])], left=1)
+    if not any(strategy.prediction.fits for strategy in (plan.as_written, *plan.strategies)):
+        yield _lack(plan, device)
+    if every or not plan.strategies:
+        yield from (f"not possible: {name}: {reason}" for name, reason in plan.refused.items())
+    elif len(shown) < len(plan.strategies):
+        yield f"{len(plan.strategies) - len(shown)} more with --all"
+
+
+def _row(strategy: Strategy) -> list[str]:
+    """The strategy with its engine and its batch, whether it fits, and sizes in GB."""
+    p = strategy.prediction
+    name = f"{strategy.name} ({p.engine}), {p.batch.micro_batch_size} x {p.batch.accumulation_steps}"
+    m = p.memory
+    sizes = (m.total, m.host, m.parameters, m.gradients, m.optimizer, m.activations, m.buffers)
+    fits = "tight" if p.tight else "yes" if p.fits else "NO"
+    return [name, fits, *(f"{size / 1e9:.3g}" for size in (*sizes, sum(p.sent.values())))]
 
 
 def _lack(plan: Plan, device: Device) -> str:
     """Why nothing fits, by what comes closest."""
-    closest = min((plan.as_written, *plan.strategies), key=lambda strategy: strategy.prediction.fullness)
+    closest = min((plan.as_written, *plan.strategies), key=lambda each: each.prediction.fullness)
     held = closest.prediction.memory
     text = f"nothing fits: {closest.name} comes closest"
-    if held.peak > device.memory_bytes:
-        text += f", and needs {held.peak / 1e9:.3g} GB of a device's {device.memory_bytes / 1e9:.3g}"
-    if held.host_peak > device.host_memory_bytes:
-        text += f", and needs {held.host_peak / 1e9:.3g} GB of the {device.host_memory_bytes / 1e9:.3g} GB of a process's host"
+    for needs, has, where in (
+        (held.total, device.memory_bytes, "device"),
+        (held.host, device.host_memory_bytes, "process's host memory"),
+    ):
+        if needs > has:
+            text += f", and needs {needs / 1e9:.3g} of {has / 1e9:.3g} GB of a {where}"
     return f"{text}; take more processes, larger devices, or offload to NVMe"
-
-
-_SHORT = (",,GB,GB of,GB", ",fits,a rank,its host,sent")
-_HEADS = (
-    ",,GB a rank:,,,,,,,,sent",
-    ",fits,params,grads,optim,activ,buffers,total,set-up,host,GB",
-)
-
-
-def _named(strategy: Strategy) -> list[str]:
-    """The strategy with its engine and its batch, and whether it fits."""
-    p = strategy.prediction
-    name = f"{strategy.name} ({p.engine}), {p.batch.micro_batch_size} x {p.batch.accumulation_steps}"
-    return [name, "tight" if p.tight else "yes" if p.fits else "NO"]
-
-
-def _table(strategies: Sequence[Strategy]) -> list[str]:
-    """What decides: the fullest moment of a device and of its host, and bytes sent in a step."""
-    rows = [head.split(",") for head in _SHORT]
-    for strategy in strategies:
-        p = strategy.prediction
-        sizes = (p.memory.peak, p.memory.host_peak, sum(p.sent.values()))
-        rows.append([*_named(strategy), *(f"{size / 1e9:.3g}" for size in sizes)])
-    return columns(rows, left=1)
-
-
-def _wide(strategies: Sequence[Strategy]) -> list[str]:
-    rows = [head.split(",") for head in _HEADS]
-    for strategy in strategies:
-        held = strategy.prediction.memory
-        sizes = (held.parameters, held.gradients, held.optimizer, held.activations, held.buffers + held.base)
-        moments = (held.total, held.setup, held.host_peak, sum(strategy.prediction.sent.values()))
-        rows.append([*_named(strategy), *(f"{size / 1e9:.3g}" for size in (*sizes, *moments))])
-    return columns(rows, left=1)
-
-
-def _write(folder: Path, config: Config, plans: Sequence[Plan]) -> None:
-    """A file for every strategy that fits, best first."""
-    folder.mkdir(parents=True, exist_ok=True)
-    stem = config.path.stem if config.path else "plan"
-    written = 0
-    for plan in plans:
-        fitting = [strategy for strategy in plan.strategies if strategy.prediction.fits]
-        for rank, strategy in enumerate(fitting, start=1):
-            words = "-".join("".join(c if c.isalnum() else " " for c in strategy.name.lower()).split())
-            path = folder / f"{stem}-np{plan.world_size}-{rank:02}-{words}.json"
-            path.write_text(json.dumps(secrets.without(dict(strategy.file)), indent=2) + "\n", encoding="utf-8")
-            written += 1
-    print(f"{written} files in {folder}", file=sys.stderr)

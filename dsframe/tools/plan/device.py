@@ -1,31 +1,39 @@
-"""The memory of one device, which a plan is made for: this machine's, or that of GPUs of a given size."""
+"""The memory of one device: this machine's, or that of GPUs of a given size."""
 
 from __future__ import annotations
 
+import importlib.util
 import json
-import subprocess
-import sys
+import tempfile
 from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from dsframe.engines import TABLE
+from dsframe.run_dir.record import read_summary
+from dsframe.tools import subprocess_runs
 
 GPU_BASE_BYTES = 0.6e9
-"""What CUDA's context and NCCL's buffers take, of a GPU that is not here: an assumption."""
-_MEASURE = """\
-import json, sys
-import torch
-from dsframe import engines
-from dsframe.errors import EngineError
-from dsframe.config import load
-from dsframe.host.memory import resident_bytes
-try:
-    engines.load(sys.argv[1], load({"train_batch_size": 1}))
-except EngineError:
-    pass  # not installed here
-if torch.cuda.is_available():
-    free, total = torch.cuda.mem_get_info()
-    print(json.dumps([total - free, total]))
-else:
-    print(json.dumps([resident_bytes(torch.device("cpu")), None]))
-"""
+"""What CUDA's context and NCCL's buffers take of a GPU that is not here: an assumption."""
+_TINY: dict[str, Any] = {
+    "train_batch_size": 1,
+    "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+    "dsframe": {
+        "task": {
+            "name": "language",
+            "layers": 1,
+            "heads": 1,
+            "width": 8,
+            "context": 8,
+            "corpus": "synthetic",
+            "samples": 8,
+        },
+        "steps": 2,
+        "eval_every_steps": 1,
+        "checkpoints": {"every_steps": 1},
+    },
+}
+"""A training whose model takes nothing: what it takes is the process's."""
 
 
 @dataclass(frozen=True)
@@ -34,46 +42,50 @@ class Device:
 
     name: str
     memory_bytes: float
-    """Of the device: of a GPU, or of one process's share of the CPU's memory."""
-    host_memory_bytes: float
-    """Of the host's memory, one process's share. Infinite where the host is not known."""
-    base_bytes: float
-    """What a process takes before it has a model."""
+    """Of the device: of a GPU, or of one process's part of the CPU's memory."""
+    host_memory_bytes: float = float("inf")
+    """One process's part of the host's memory. Infinite where the host is not known."""
+    base_bytes: float = 0.0
+    """What a process takes whatever its model."""
     on_cpu: bool = False
     """True if processes compute on CPUs: memory that nothing was written to takes none."""
+    measured: bool = False
 
     def __str__(self) -> str:
-        origin = "measured" if self.name == THIS_MACHINE else "assumed"
+        origin = "measured" if self.measured else "assumed"
         return (
             f"{self.name}: {self.memory_bytes / 1e9:.3g} GB for each process, of which it takes "
             f"{self.base_bytes / 1e9:.2g} GB before it has a model ({origin})"
         )
 
 
-THIS_MACHINE = "this machine"
-
-
 def gpu(memory_bytes: float) -> Device:
     """A GPU of this size, somewhere."""
-    return Device("GPU", memory_bytes, float("inf"), GPU_BASE_BYTES)
+    return Device("GPU", memory_bytes, base_bytes=GPU_BASE_BYTES)
 
 
 def unlimited(*, on_cpu: bool) -> Device:
     """A device that everything fits into, for the comparison with a finished run."""
-    return Device("any", float("inf"), float("inf"), 0.0, on_cpu)
+    return Device("any", float("inf"), on_cpu=on_cpu)
 
 
 def this_machine(engine: str, processes: int) -> Device:
-    """This machine with so many processes. What each takes at first is measured, in a process of its own."""
+    """This machine with so many processes. What each takes is measured in a training of two steps;
+    of a GPU, what it has in use when CUDA has started."""
     import psutil
-
-    command = [sys.executable, "-W", "ignore", "-c", _MEASURE, engine]
-    finished = subprocess.run(command, capture_output=True, text=True, check=True)
-    base, gpu_bytes = json.loads(finished.stdout.splitlines()[-1])
-    memory = psutil.virtual_memory().total
-    if gpu_bytes is None:
-        return Device(THIS_MACHINE, memory / processes, float("inf"), base, on_cpu=True)
     import torch
 
-    host_share = memory / min(processes, torch.cuda.device_count())
-    return Device(THIS_MACHINE, gpu_bytes, host_share, base)
+    memory = psutil.virtual_memory().total
+    if torch.cuda.is_available():
+        free, total = torch.cuda.mem_get_info()
+        host = memory / min(processes, torch.cuda.device_count())
+        return Device("this machine", total, host, total - free, measured=True)
+    package = TABLE[engine].package
+    installed = package is None or importlib.util.find_spec(package) is not None
+    with tempfile.TemporaryDirectory() as folder:
+        path, run = Path(folder, "tiny.json"), Path(folder, "run")
+        path.write_text(json.dumps(_TINY), encoding="utf-8")
+        words = ["--engine", engine if installed else "auto"]
+        subprocess_runs.train(path, 1, run, words=words)
+        base = max(read_summary(run)["peak_memory_bytes"])
+    return Device("this machine", memory / processes, base_bytes=base, on_cpu=True, measured=True)

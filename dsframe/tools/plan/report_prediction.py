@@ -1,4 +1,4 @@
-"""What a finished run was predicted to take, from its directory, to be compared with what it took."""
+"""What a finished run was predicted to take, by its directory, next to what it took."""
 
 from __future__ import annotations
 
@@ -16,19 +16,17 @@ from dsframe.text import reason
 def predicted(directory: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     """Memory of the fullest rank and bytes that it sends in a step.
 
-    ``summary``: of the run. What cannot be planned says why instead, as ``problem``: a script's own task, which only the
-    script can make; data or a module that are not there any more; a model that needs numbers.
+    ``summary``: of the run. What cannot be planned says why instead, as ``problem``: a script's own
+    task, data or a module that are gone, a model that needs numbers.
     """
     if task := summary.get("script_task"):
         return {"problem": f"the task {task} is a script's own, which this command cannot build"}
-    if "base_bytes" not in summary:
-        return {"problem": "the run was made by an earlier version of dsframe"}
     try:
         config = (directory / CONFIG).stat()
         if config.st_uid != os.getuid() or not stat.S_ISREG(config.st_mode):
             return {"problem": f"{CONFIG} is another user's, and a prediction runs the code that it names"}
         return _predicted(directory, summary)
-    except Exception as error:  # the user's own modules are run here: the page is written all the same
+    except Exception as error:  # the user's modules are run here; the page is written all the same
         return {"problem": reason(error, 200)}
 
 
@@ -41,17 +39,11 @@ def _predicted(directory: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     config = load(directory / CONFIG)
     model = traced(config, tasks.build(config.settings.task, config.settings.seed))
     device = unlimited(on_cpu=summary["device"] != "cuda")
-    prediction = predict(config, summary["engine"], model, device, summary["training_processes"])
-    memory = prediction.memory
+    ranks = summary["training_processes"]
+    prediction = predict(config, summary["engine"], model, device, ranks)
     return {
-        "memory_bytes": round(memory.peak + summary["base_bytes"]),
-        "base_bytes": summary["base_bytes"],
-        "setup_bytes": round(memory.setup + summary["base_bytes"]),
-        "states_bytes": round(memory.states),
-        "activation_bytes": round(memory.activations),
-        "buffer_bytes": round(memory.buffers),
+        "memory_bytes": round(prediction.memory.total + summary["base_bytes"]),
         "sent_bytes_per_step": {name: round(size) for name, size in prediction.sent.items()},
-        "flops_per_step": round(prediction.flops),
     }
 
 
