@@ -35,7 +35,6 @@ from dsframe.training.evaluations import Evaluations
 from dsframe.training.finite import FiniteCheck
 from dsframe.training.first_step import FirstStep
 from dsframe.training.loss_kind import LossTrial
-from dsframe.training.profilers import Profilers
 from dsframe.training.step_log import RunLog, StepLog
 from dsframe.training.weighting import LossWeights
 
@@ -83,7 +82,7 @@ class Trainer:
         if work.evaluation:
             self.evaluation = Evaluation(engine, work.evaluation, self._evaluating, outputs.progress.say)
         self.events = events = Events()
-        finite, hooks, profilers = FiniteCheck(engine), UserHooks(outputs.hooks), Profilers(observers)
+        finite, hooks = FiniteCheck(engine), UserHooks(outputs.hooks)
         self._checkpoints = Checkpoints(outputs.saver, events, finite, hooks)
         self._first_step = FirstStep(self._trial, outputs.record, outputs.saver)
         self._evaluations = None
@@ -94,7 +93,7 @@ class Trainer:
         listeners = [
             finite,
             StepLog(events, finite),
-            profilers,  # before what is written: they add to log entries
+            observers,  # before what is written: they add to log entries
             RunLog(outputs.record),
             hooks,
             self._first_step,

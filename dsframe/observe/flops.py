@@ -157,7 +157,7 @@ class FlopsProfile(Observer):
         return self._count.backward
 
     @contextmanager
-    def step(self, step: int) -> Iterator[None]:
+    def around_step(self, step: int) -> Iterator[None]:
         if step != self._step:
             yield
             return

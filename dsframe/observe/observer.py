@@ -1,19 +1,20 @@
-"""What watches a training from outside: the seam between the loop and what the file switches on."""
+"""What the file asks to measure: listeners of a training's events."""
 
 from __future__ import annotations
 
 import importlib
 import time
 from collections.abc import Callable, Iterator, Mapping
-from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
+from contextlib import ExitStack, contextmanager
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from dsframe.checkpoint import generators
+from dsframe.events import Listener, LogEntry, Training
 
 if TYPE_CHECKING:
     from dsframe.config import Config
-    from dsframe.engine import Engine
+    from dsframe.engine import Engine, StepResult
     from dsframe.model.plan import Plan
 
 
@@ -29,26 +30,16 @@ class ObserverContext:
     """Prints on rank 0, silent on others."""
 
 
-class Observer:
-    """One rank's. An observer overrides what it needs; the training depends on none of it."""
+class Observer(Listener):
+    """A listener that measures on one rank; the training depends on none of it."""
 
     def start(self, engine: Engine) -> Mapping[str, Any]:
         """**Collective.** Before the first step. Returns what the run's record should say of the run."""
         return {}
 
-    def step(self, step: int) -> AbstractContextManager[None]:
-        """Around one optimizer step, counted from 1."""
-        return nullcontext()
-
-    def stepped(self, step: int) -> None:
-        """After it. What this takes is no training time."""
-
     def figures(self, rate: float) -> Mapping[str, float]:
         """At a logged step: what happened since the last such step. ``rate``: units a second, or 0."""
         return {}
-
-    def finish(self, engine: Engine) -> None:
-        """**Collective.** After the last step of this process: writes what is still held."""
 
     def results(self, rate: float) -> Mapping[str, Any]:
         """After a training that was finished: what ``summary.json`` should say. ``rate``: of the run."""
@@ -87,29 +78,26 @@ class Observers(Observer):
         return record
 
     @contextmanager
-    def step(self, step: int) -> Iterator[None]:
+    def around_step(self, step: int) -> Iterator[None]:
         with ExitStack() as stack:
             for observer in self._all:
-                stack.enter_context(observer.step(step))
+                stack.enter_context(observer.around_step(step))
             yield
 
-    def stepped(self, step: int) -> None:
-        for observer in self._all:
-            observer.stepped(step)
-
-    def paused(self, step: int) -> float:
-        """:meth:`stepped`; returns for how many seconds the training stood still."""
+    def on_step(self, training: Training, result: StepResult) -> None:
+        """What observers take is no training time."""
         began = time.perf_counter()
-        self.stepped(step)
-        return time.perf_counter() - began
+        for observer in self._all:
+            observer.on_step(training, result)
+        training.pause(time.perf_counter() - began)
 
-    def figures(self, rate: float) -> Mapping[str, float]:
-        return _merged(observer.figures(rate) for observer in self._all)
+    def on_log(self, training: Training, entry: LogEntry) -> None:
+        entry.details |= _merged(observer.figures(entry.rate) for observer in self._all)
 
-    def finish(self, engine: Engine) -> None:
+    def on_finish(self, training: Training) -> None:
         """**Collective.** Ends all of them."""
         for observer in self._all:
-            observer.finish(engine)
+            observer.on_finish(training)
 
     def results(self, rate: float) -> Mapping[str, Any]:
         """Results of all of them."""

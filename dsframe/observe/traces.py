@@ -13,7 +13,8 @@ from dsframe.observe.observer import Observer, ObserverContext
 
 if TYPE_CHECKING:
     from dsframe.config.schema.settings_report import Profile
-    from dsframe.engine import Engine
+    from dsframe.engine import StepResult
+    from dsframe.events import Training
 
 FOLDER = "profile"
 """In the run's directory."""
@@ -59,23 +60,23 @@ class Traces(Observer):
         )
 
     @contextmanager
-    def step(self, step: int) -> Iterator[None]:
+    def around_step(self, step: int) -> Iterator[None]:
         """Starts the profiler before the first step."""
         if self._profiler is not None and not self._began:
             self._profiler.start()
             self._began = True
         yield
 
-    def stepped(self, step: int) -> None:
+    def on_step(self, training: Training, result: StepResult) -> None:
         """Tells the profiler that a step is done; the last one of a trace writes it."""
-        self._step = step
+        self._step = step = training.step
         if self._profiler is None:
             return
         self._profiler.step()
         if step == self._ends:
             self._close()
 
-    def finish(self, engine: Engine) -> None:
+    def on_finish(self, training: Training) -> None:
         """Says where the traces are."""
         self._close()
         first = self._done + self._waits

@@ -23,7 +23,7 @@ if TYPE_CHECKING:
     from types import FrameType
 
     from dsframe.config.schema.monitor import CommsLogger
-    from dsframe.engine import Engine
+    from dsframe.events import Training
 
 FILE = "communication.json"
 """In the run's directory."""
@@ -62,7 +62,7 @@ class TrafficLog(Observer):
         self._file, self._steps, self._reported = directory / FILE, 0, (0, 0.0)
 
     @contextmanager
-    def step(self, step: int) -> Iterator[None]:
+    def around_step(self, step: int) -> Iterator[None]:
         self._counter.step = step
         with self._counter:
             yield
@@ -74,14 +74,14 @@ class TrafficLog(Observer):
         self._reported = (self._steps, self._counter.bytes_sent)
         return {"sent_bytes": (self._reported[1] - sent) / max(self._reported[0] - steps, 1)}
 
-    def finish(self, engine: Engine) -> None:
+    def on_finish(self, training: Training) -> None:
         """**Collective.** Rank 0 writes what all ranks counted. Where no step was taken, what an
         earlier process counted stays."""
         if not self._steps:
             return
         mine = {kind: asdict(traffic) for kind, traffic in self._counter.by_kind.items()}
-        ranks = [json.loads(text) for text in all_gather_text(engine, json.dumps(mine))]
-        if engine.plan.world.is_main:
+        ranks = [json.loads(text) for text in all_gather_text(training.engine, json.dumps(mine))]
+        if training.engine.plan.world.is_main:
             text = json.dumps({"steps": self._steps, "ranks": ranks}, indent=2)
             self._file.write_text(text + "\n", encoding="utf-8")
         sent = [sum(kind["sent_bytes"] for kind in rank.values()) / self._steps / 1e6 for rank in ranks]

@@ -166,7 +166,7 @@ def test_the_logger_of_collectives_counts_what_it_is_asked_for(tmp_path: Path) -
     logger = load({"train_batch_size": 4, "comms_logger": section}).deepspeed.comms_logger
     assert logger is not None
     log = TrafficLog(logger, tmp_path, said.append)
-    with log.step(1):
+    with log.around_step(1):
         log._counter.add("all-reduce", 1000, 2)
         log._counter.add("all-gather", 5000, 2)
     assert log.figures(0.0) == {"sent_bytes": 1000}

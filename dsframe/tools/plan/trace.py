@@ -19,7 +19,6 @@ import torch
 from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves, tree_map
 
-
 from dsframe.engines import precision
 from dsframe.model import loss_head, switches
 from dsframe.model.forward import TargetedInputs, call
