@@ -66,7 +66,7 @@ def test_a_worker_that_raises(run: Callable[..., Finished]) -> None:
     finished = run("raise", 1_000_000)
     assert finished.returncode in (TaskError.exit_code, 1)  # horovodrun's and torchrun's own is 1
     assert "[rank 1] error: the task's code raised ValueError: a mistake of the task's own" in finished.output
-    assert "called by dsframe/engine.py, line" in finished.output
+    assert "called by dsframe/model/forward.py, line" in finished.output
 
 
 @pytest.mark.parametrize(
