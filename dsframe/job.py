@@ -283,8 +283,8 @@ def _describe(job: Job, engine: Engine) -> None:
         job.say(engine.built.origin)
     if engine.built.adapter is not None:
         job.say(engine.built.adapter.line)
-    for what in engine.built.depends:
-        job.say(f"this model's {what}")
+    for dependence in engine.built.depends:
+        job.say(f"this model's {dependence.text}")
     for line in engine.built.groups.lines:
         job.say(f"parameter group: {line}")
 

@@ -65,6 +65,8 @@ class Saver:
         self._group: Any = None
         self._told = False
         self._writing: tuple[int, Writing] | None = None
+        self._begun: int | None = None
+        """The step whose folder this rank has made, to write into."""
         self._ratings: dict[int, Mapping[str, float]] = {}
         """Evaluations of checkpoints that are still being written."""
         self.asynchronous = asynchronous
@@ -98,7 +100,9 @@ class Saver:
 
     def _begin(self, step: int) -> None:
         self.claim()
+        self._begun = None
         self._store.begin(step)
+        self._begun = step
 
     def save(self, step: int, *, loss: float | None, evaluation: Mapping[str, float]) -> float:
         """**Collective.** Saves a checkpoint after ``step``; returns the seconds that training stood still.
@@ -270,7 +274,7 @@ class Saver:
             self._give_up(step, wrong)
 
     def _give_up(self, step: int, wrong: Sequence[str]) -> NoReturn:
-        if self._engine.plan.world.is_main and "exists already" not in wrong[0]:
+        if self._begun == step:  # else the folder is another run's
             self._store.abandon(step)
         try:
             newest = self._store.newest_first()

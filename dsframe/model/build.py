@@ -34,6 +34,16 @@ for speed."""
 
 
 @dataclass(frozen=True)
+class Dependence:
+    """What the result depends on, though the file does not say so."""
+
+    text: str
+    """Printed at the start, behind "this model's"."""
+    on_processes: bool = False
+    """True if it depends on the number of processes."""
+
+
+@dataclass(frozen=True)
 class BuiltModel:
     """What is known of a model once it is built. An engine keeps it as one value."""
 
@@ -50,7 +60,7 @@ class BuiltModel:
     targets with the inputs."""
     origin: str = ""
     """Where a large model was built before it was sharded; printed at start."""
-    depends: tuple[str, ...] = ()
+    depends: tuple[Dependence, ...] = ()
     """Dependencies of the result that the file does not show, such as the micro-batch size; printed
     at start."""
     draws: DrawTrial | None = None
@@ -121,7 +131,7 @@ def build_model(
     return model, built
 
 
-def _all_dependences(plan: Plan, model: nn.Module) -> tuple[str, ...]:
+def _all_dependences(plan: Plan, model: nn.Module) -> tuple[Dependence, ...]:
     settings, task = plan.config.settings, plan.task
     depends = dependences(
         task,
@@ -130,9 +140,10 @@ def _all_dependences(plan: Plan, model: nn.Module) -> tuple[str, ...]:
         synced=settings.model.sync_batch_norm,
     )
     if task.over_micro_batches and plan.batch.accumulation_steps > 1:
-        depends += (
-            f"{task.over_micro_batches} is over a micro-batch, so the training depends on gradient_accumulation_steps",
+        text = (
+            f"{task.over_micro_batches} is over a micro-batch, so the training depends on gradient_accumulation_steps"
         )
+        depends += (Dependence(text),)
     return depends
 
 
@@ -212,24 +223,35 @@ def without_elements(model: nn.Module) -> str:
     return ", ".join(name for name, parameter in model.named_parameters() if not parameter.numel())
 
 
-def dependences(task: Task, model: nn.Module, *, per_sample: bool = False, synced: bool = False) -> tuple[str, ...]:
-    """Returns what the result depends on beside the file, as far as the task and ``model`` (in training mode) show it.
+def dependences(
+    task: Task, model: nn.Module, *, per_sample: bool = False, synced: bool = False
+) -> tuple[Dependence, ...]:
+    """Returns what the result depends on beside the file, as far as the task and ``model`` (in training
+    mode) show it.
 
-    ``per_sample``: whether random numbers belong to samples. ``synced``: whether BatchNorm uses the samples of all ranks.
+    Args:
+        task: Of the run.
+        model: In training mode.
+        per_sample: True if random numbers belong to samples.
+        synced: True if BatchNorm uses the samples of all ranks.
     """
     training = [module for module in model.modules() if module.training]
-    found = []
+    depends = []
     if not synced and any(isinstance(module, nn.modules.batchnorm._BatchNorm) for module in training):
-        found.append("BatchNorm sees one micro-batch at a time, so the training depends on the micro batch size")
+        text = "BatchNorm sees one micro-batch at a time, so the training depends on the micro batch size"
+        depends.append(Dependence(text))
     elif not synced and task.batch_dependent:
-        found.append("outputs depend on the rest of a micro-batch, so the training depends on the micro batch size")
+        text = "outputs depend on the rest of a micro-batch, so the training depends on the micro batch size"
+        depends.append(Dependence(text))
     drops = any(isinstance(module, nn.modules.dropout._DropoutNd) and module.p > 0 for module in training)
     if drops and not per_sample:
-        found.append(f"dropout draws other masks on each rank, {ON_RANKS}")
+        text = f"dropout draws other masks on each rank, {ON_RANKS}"
+        depends.append(Dependence(text, on_processes=True))
     sparse = ", ".join(name for name, buffer in model.named_buffers() if buffer.layout != torch.strided)
     if sparse:
-        found.append(f"sparse buffer {sparse} is not kept in checkpoints: model() makes it anew at each start")
-    return tuple(found)
+        text = f"sparse buffer {sparse} is not kept in checkpoints: model() makes it anew at each start"
+        depends.append(Dependence(text))
+    return tuple(depends)
 
 
 def assert_same_model(ranks: Ranks, *models: nn.Module) -> None:

@@ -30,7 +30,7 @@ class FirstStep(Listener):
         built, progress = training.engine.built, training.progress
         if line := self._trial.judge(resumed=step > 1):
             progress.say(f"dsframe: this task's {line}")
-        known = any(ON_RANKS in line for line in built.depends)
+        known = any(dependence.on_processes for dependence in built.depends)
         if built.draws and built.draws.found and not known:
             progress.say(f"dsframe: this model draws random numbers in training, others on each rank, {ON_RANKS}")
         self.ended = time.perf_counter()

@@ -62,7 +62,7 @@ def train(case: str, synced: bool = True) -> dict[str, Any]:
         state = engine.state()
         found = {name: buffer.double().flatten().tolist() for name, buffer in state.buffers.items()}
         found |= {one.name: one.weight.double().flatten().tolist() for one in state.parameters}
-        return {"losses": losses, "state": found, "depends": engine.built.depends}
+        return {"losses": losses, "state": found, "depends": [one.text for one in engine.built.depends]}
     finally:
         engine.close()
 

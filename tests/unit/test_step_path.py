@@ -73,7 +73,7 @@ def test_training_begins_in_training_mode_and_what_it_depends_on_is_announced(mo
     monkeypatch.setattr(task, "model", lambda: model)
     engine = make("single", task, 0.0)
     assert all(module.training for module in engine.model.modules())
-    assert [what.partition(" ")[0] for what in engine.built.depends] == ["BatchNorm", "dropout"]
+    assert [what.text.partition(" ")[0] for what in engine.built.depends] == ["BatchNorm", "dropout"]
 
 
 def test_batchnorm_is_announced_for_the_model_that_has_it(
