@@ -22,7 +22,7 @@ from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple
 import torch
 from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from dsframe.cluster.exchange import all_gather_text, by_value, failures, first_difference
 from dsframe.cluster.process_group import collective_limit
@@ -51,7 +51,9 @@ LARGE = 1 << 24
 """Elements. Of a larger model that is sharded, freed memory goes back to the system, which smaller ones keep for their speed."""
 
 Inputs = Any
-"""Inputs of the model: a tensor, a tuple (positional arguments) or a dict (keyword arguments), rows first."""
+"""Inputs of the model: a tensor, a tuple (positional arguments) or a dict (keyword arguments)."""
+Measure = Callable[[Any, Any], Mapping[str, Sum]]
+"""Makes sums of the outputs and the targets of an evaluation batch."""
 
 
 @dataclass(frozen=True)
@@ -166,12 +168,12 @@ class Engine(ABC):
         """**Collective.** One optimizer update from ``batch.accumulation_steps`` micro-batches of (inputs, targets)."""
 
     @abstractmethod
-    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
-        """**Collective.** The task's metrics over the first ``valid`` rows of ``batch``; the other rows are padding.
+    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+        """**Collective.** Returns ``measure(outputs, targets)`` of ``batch``, with the model in evaluation mode.
 
-        Without valid rows (a rank that ran out of samples) the model still runs, because others may wait for its shards,
-        and the mapping is empty. Of the ranks that split one model, one has the metrics and the others an empty mapping; of
-        those that share sequences, each has its slice's: sums over all ranks count every sample once.
+        ``measure`` is None on a rank that ran out of samples: the model still runs where others wait for its shards, and the
+        mapping is empty. Of the ranks that split one model, one measures and the others return an empty mapping; of those that
+        share sequences, each measures its slice: sums over all ranks count every sample once.
         """
 
     def evaluating(self, batches: int) -> AbstractContextManager[None]:
@@ -328,19 +330,6 @@ def _checked(task: Task, found: Any) -> Tensor:
             "without .item(), .detach() or torch.no_grad()"
         )
     return loss
-
-
-def measure(task: Task, outputs: Any, targets: Any, valid: int, watch: WeightWatch | None = None) -> Mapping[str, Sum]:
-    """The task's metrics over the first ``valid`` rows of each tensor; empty where ``valid`` is 0. Raises TaskError."""
-    if valid == 0:
-        return {}
-    outputs, targets = tree_map_only(
-        Tensor, lambda tensor: tensor[:valid] if tensor.ndim else tensor, (outputs, targets)
-    )
-    with nullcontext() if watch is None else watch.inside():
-        for metric in task.metric_objects.values():
-            task.update_metric(metric, outputs, targets)
-        return sums(task.metrics(outputs, targets), f"{type(task).__name__}.metrics")
 
 
 def without_dimensions(model: nn.Module) -> str:

@@ -12,6 +12,7 @@ from collections.abc import Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from fractions import Fraction
+from functools import partial
 from typing import TYPE_CHECKING, Any, NoReturn
 
 import torch
@@ -37,6 +38,7 @@ from dsframe.results import Summary
 from dsframe.run_dir import outcome
 from dsframe.run_dir.progress import Progress
 from dsframe.run_dir.record import Record
+from dsframe.training import running_model
 from dsframe.training.evaluation import Evaluation, totals
 from dsframe.training.loss_kind import LossTrial
 from dsframe.training.weighting import LossWeights
@@ -81,7 +83,8 @@ class Work:
     """What to train on, and for how long."""
 
     loader: Loader
-    evaluation: EvaluationLoader | None
+    evaluation: Mapping[str, EvaluationLoader]
+    """Sets to evaluate on, by name; a single one has an empty name."""
     schedule: RunSchedule
 
 
@@ -112,8 +115,9 @@ class Trainer:
         self.engine, self.loader, self.schedule = engine, work.loader, work.schedule
         self.progress, self.record, self.saver = outputs.progress, outputs.record, outputs.saver
         self._hooks = outputs.hooks
+        shown = self._show if self._hooks.listens("on_evaluation_batch") else None
         self.evaluation = (
-            Evaluation(engine, work.evaluation, self._evaluating, self.progress.say) if work.evaluation else None
+            Evaluation(engine, work.evaluation, self._evaluating, self.progress.say, shown) if work.evaluation else None
         )
         self._watchdog, self._observers = watchdog, observers
         self._commits, self._weights, self._trial = commits, LossWeights(engine), LossTrial(engine)
@@ -121,8 +125,8 @@ class Trainer:
         self._result: StepResult | None = None
         self._loss = math.nan
         self._results: Mapping[str, float] = {}
-        self._evaluated = 0
-        """The step of the last evaluation."""
+        self._evaluated = self._step = 0
+        """The step of the last evaluation; that of the one under way."""
         self._skipped = self._row = 0
         self._nonfinite = FirstNonFinite(engine.plan.device)
         self._stops = engine.plan.config.settings.on_nonfinite == "stop"
@@ -224,7 +228,11 @@ class Trainer:
             rank=plan.world.rank,
             world_size=plan.world.size,
             directory=plan.directory,
+            copy_model=partial(running_model.copy_of, self.engine),
         )
+
+    def _show(self, outputs: Any, targets: Any) -> None:
+        self._tell("on_evaluation_batch", self._step, outputs, targets)
 
     def _train_step(self, step: int, stream: Iterator[Any]) -> None:
         self.engine.plan.task.terms = {}
@@ -393,7 +401,7 @@ class Trainer:
         if self.evaluation is None:
             return
         self._finish_steps()
-        began = time.perf_counter()
+        began, self._step = time.perf_counter(), step
         with stop.between_batches() as stops, self.progress.evaluation(self.evaluation.batches):
             found = self.evaluation.run(stops)
         self._pause(time.perf_counter() - began)
@@ -404,7 +412,7 @@ class Trainer:
             if step in self.schedule.regular and (said := follower.observe(step, found)):
                 self.progress.say(f"step {step}: {said}")
         if step == self.saver.saved_step:
-            self.saver.rate(step, self._finite_results(step))
+            self.saver.rate(step, self._results)
         self.progress.say(
             f"evaluation after step {step}: " + "  ".join(f"{k} {v:.4f}" for k, v in self._results.items())
         )
@@ -419,7 +427,7 @@ class Trainer:
             self._refuse(step)  # a checkpoint of NaN would push good ones out
         self._finish_steps()
         logged = self.schedule.logs(step) and math.isfinite(self._loss)
-        evaluation = self._finite_results(step)
+        evaluation = self._results if step == self._evaluated else {}
         self._pause(self.saver.save(step, loss=self._loss if logged else None, evaluation=evaluation))
         if self._hooks.listens("on_checkpoint") and not self.saver.asynchronous:
             self.saver.settle()  # a hook may copy the checkpoint elsewhere
@@ -429,11 +437,6 @@ class Trainer:
         """Waits until a GPU has done the steps that it was given: the time that they take belongs to training's rate."""
         if self.engine.plan.device.type == "cuda":
             torch.cuda.synchronize(self.engine.plan.device)
-
-    def _finite_results(self, step: int) -> dict[str, float]:
-        """The evaluation after ``step``, if there was one: JSON has no other numbers."""
-        results = self._results if step == self._evaluated else {}
-        return {name: value for name, value in results.items() if math.isfinite(value)}
 
     def _pause(self, seconds: float) -> None:
         self._pausing += seconds

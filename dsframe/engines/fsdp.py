@@ -24,7 +24,7 @@ from torch.distributed.tensor import DTensor
 
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import all_gather_text
-from dsframe.engine import LARGE, Inputs, Plan, without_dimensions, without_elements
+from dsframe.engine import LARGE, Inputs, Measure, Plan, without_dimensions, without_elements
 from dsframe.engines import fsdp_units, precision, state_replica
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.evaluating import stays_gathered
@@ -176,9 +176,9 @@ class FsdpEngine(ReplicaEngine):
     def _slot(self, name: str, parameter: Tensor) -> ParameterView:
         return _ShardSlot(name, tuple(parameter.shape), parameter)
 
-    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
-        """**Collective.** The task's metrics; every rank's forward pass gathers the others' shards."""
-        found = super().eval_step(batch, valid)
+    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+        """**Collective.** Every rank's forward pass gathers the others' shards."""
+        found = super().eval_step(batch, measure)
         if self.calls is not None:
             self.calls.compare()
             self.calls.check(waits=not self._stays_gathered)

@@ -29,7 +29,7 @@ from dsframe.cluster import process_group
 from dsframe.cluster.exchange import by_value, first_difference
 from dsframe.config import Config, load
 from dsframe.config.features import features
-from dsframe.engine import Engine, Inputs, Plan, StepResult, Weighted
+from dsframe.engine import Engine, Inputs, Measure, Plan, StepResult, Weighted
 from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
 from dsframe.model import adapter, optimizers, schedules
 from dsframe.model.groups import ParameterGroups
@@ -177,8 +177,6 @@ class PartsEngine(Engine):
         plan, whole, others = self.plan, self.plan.task, self._losses.keys() - {name}
         task: Any = copy.copy(whole)
         task.model, task.loss, task.terms = lambda: self._build(name), lambda outputs, targets: outputs, {}
-        task.metrics = lambda outputs, targets: whole.metrics(outputs, targets)
-        task.update_metric = lambda metric, outputs, targets: whole.update_metric(metric, outputs, targets)
         task.parameter_groups = lambda model: _groups_of(whole.parameter_groups(model), others)
         if name not in self._losses:
             task.parameter_groups = lambda model: ()
@@ -271,10 +269,9 @@ class PartsEngine(Engine):
             found, task.terms = {**found, **task.terms}, {}
         self.plan.task.terms = found
 
-    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
-        """**Collective.** The task's metrics of the first model that is trained."""
-        self._first.plan.task.metric_objects = self.plan.task.metric_objects
-        return self._first.eval_step(batch, valid)
+    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+        """**Collective.** Of the first model that is trained."""
+        return self._first.eval_step(batch, measure)
 
     def evaluating(self, batches: int) -> AbstractContextManager[None]:
         """**Collective.** The first model's that is trained."""

@@ -13,7 +13,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsframe.engine import Engine, Inputs, Plan, StepResult, build_model, loss_of, measure, outputs_of
+from dsframe.engine import Engine, Inputs, Measure, Plan, StepResult, build_model, loss_of, outputs_of
 from dsframe.engines import precision, state_replica
 from dsframe.model import ema, lbfgs
 from dsframe.model.spill import Spill
@@ -218,14 +218,14 @@ class ReplicaEngine(Engine):
         return self._forward(self.model if module is None else module, inputs)
 
     @torch.no_grad()
-    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
-        """The task's metrics over the valid rows. Waits for nobody: the bare model runs, whose wrapper may communicate."""
+    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+        """Waits for nobody: the bare model runs, whose wrapper may communicate."""
         inputs, targets = batch
         self.model.eval()
         inputs = self.joined(inputs, targets)
-        outputs = self._forward(self.model, inputs) if valid or self.forward_is_collective else None
+        outputs = self._forward(self.model, inputs) if measure or self.forward_is_collective else None
         self.model.train()
-        return measure(self.plan.task, outputs, targets, valid, self.watch)
+        return measure(outputs, targets) if measure else {}
 
     def average(self, decay: float) -> None:
         """The average of the masters, in the optimizer's state. Sends nothing."""

@@ -285,7 +285,7 @@ def measure(case: str, kept: dict[str, Snapshot]) -> dict[str, Any]:
         found["averages"] = {one.name: one.moments[KEY].flatten().tolist() for one in every}
         source = as_source(engine.plan.task.eval_data(), 0, None)
         share = torch.arange(engine.data_rank, 96, engine.data_size)
-        one = engine.eval_step(source.batch(share, 0), len(share))["distance"]
+        one = engine.eval_step(source.batch(share, 0), engine.plan.task.metrics)["distance"]
         total = engine.sum_over_ranks(torch.tensor([float(one.total), float(one.count)], dtype=torch.float64))
         found["distance"] = float(total[0] / total[1])
         if frozen := engine._parts.get("teacher"):

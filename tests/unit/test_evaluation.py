@@ -62,7 +62,7 @@ def make(**switches: Any) -> tuple[Engine, Evaluation]:
     plan = Plan(config, World(), task, optimizers.read(config), schedules.constant(0.1), batch, CPU)
     engine = engines.load("single", config)(plan)
     loader = EvaluationLoader(task.train_data(), seed=0, micro_batch_size=5)
-    return engine, Evaluation(engine, loader, lambda: None, print)
+    return engine, Evaluation(engine, {"": loader}, lambda: None, print)
 
 
 def test_training_does_not_see_the_trial() -> None:
@@ -109,8 +109,8 @@ class Where(Dataset[tuple[Tensor, int]]):
 def test_workers_read_the_trials_batch_too(workers: int) -> None:
     """A data set opens its files when it is first read: opened here, all workers would share their position."""
     loader = EvaluationLoader(Where(), seed=0, micro_batch_size=3, workers=workers)
-    (_, readers), valid = loader.first()
-    assert valid == 3
+    (_, readers), samples, counts = next(loader.trial())
+    assert (samples, counts) == (range(3), True)
     assert (set(readers.tolist()) == {os.getpid()}) == (workers == 0)
 
 

@@ -24,12 +24,12 @@ from dsframe.config.features import makes_groups, shares_activations
 from dsframe.engine import (
     Engine,
     Inputs,
+    Measure,
     Plan,
     StepResult,
     build_model,
     call,
     loss_of,
-    measure,
     outputs_of,
     without_dimensions,
     without_elements,
@@ -355,8 +355,8 @@ class ZeroEngine(Engine):
             patches.forget_evaluation(self._engine)
 
     @torch.no_grad()
-    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
-        """**Collective.** The task's metrics; at stage 3 every rank's forward pass gathers the others' parameters."""
+    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+        """**Collective.** At stage 3 every rank's forward pass gathers the others' parameters."""
         inputs, targets = batch if self._slices is None else self._slices.cut(batch)
         alone = self._engine.training
         if alone:
@@ -369,7 +369,7 @@ class ZeroEngine(Engine):
             self.calls.check(waits=alone)
         if self._stage == 3:
             patches.forget_evaluation(self._engine)
-        return measure(self.plan.task, outputs, targets, valid if self._tensor_rank == 0 else 0, self.watch)
+        return measure(outputs, targets) if measure and self._tensor_rank == 0 else {}
 
     @contextlib.contextmanager
     def evaluating(self, batches: int) -> Iterator[None]:

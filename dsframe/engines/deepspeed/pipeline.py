@@ -18,7 +18,7 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from dsframe.cluster.exchange import all_gather_text
-from dsframe.engine import Inputs, Plan, StepResult, assert_same_model, loss_of, measure
+from dsframe.engine import Inputs, Measure, Plan, StepResult, assert_same_model, loss_of
 from dsframe.engines import precision
 from dsframe.engines.deepspeed import patches, state, state_tensor, tensor
 from dsframe.engines.deepspeed.engine import ZeroEngine
@@ -113,8 +113,8 @@ class PipelineEngine(ZeroEngine):
         self._sizes = sizes
 
     @torch.no_grad()
-    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
-        """**Collective.** The task's metrics, on the last stage; the others have none."""
+    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+        """**Collective.** The last stage measures; the others have no outputs."""
         engine = self._engine
         engine.module.eval()
         self._evaluating = True
@@ -122,7 +122,7 @@ class PipelineEngine(ZeroEngine):
         self._evaluating, outputs, self._evaluated = False, self._evaluated, None
         engine.module.train()
         speaks = engine.is_last_stage() and self._tensor_rank == 0
-        return measure(self.plan.task, outputs, batch[1], valid) if speaks else {}
+        return measure(outputs, batch[1]) if measure and speaks else {}
 
     def state(self) -> EngineState:
         """**Collective.** Every stage's parameters on every rank; sent when their turn comes."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from dsframe.cluster.process_group import joins, meet, rendezvous_address, stays_open
 from dsframe.cluster.rendezvous import bound_to, interface_to
 from dsframe.cluster.world import World
-from dsframe.engine import Inputs, Plan
+from dsframe.engine import Inputs, Measure, Plan
 from dsframe.engines import environment_scope, precision
 from dsframe.engines.buckets import Buckets
 from dsframe.engines.horovod.environment import note_start, pace, settle
@@ -97,9 +97,9 @@ class HorovodEngine(ReplicaEngine):
         loss = super()._gradients(micro_batches, scale)
         return loss if self._weight == 1.0 else loss * self._weight
 
-    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
-        """The task's metrics over the valid rows."""
-        return super().eval_step(batch, valid if self._counts else 0)
+    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+        """A rank that counts for nothing measures nothing."""
+        return super().eval_step(batch, measure if self._counts else None)
 
     @property
     def description(self) -> str:
