@@ -474,8 +474,10 @@ class EvaluationBatch(NamedTuple):
 class EvaluationLoader:
     """The evaluation batches of one rank; iterating gives :class:`EvaluationBatch` anew each time.
 
-    Every rank gets the same number of batches. The last ones are shorter than ``micro_batch_size``: over all ranks every sample is
-    in one batch. A rank that has no samples left repeats the first rank's.
+    Over all ranks every sample is in one batch. Every rank gets the same number of batches, and at a time all ranks have equally
+    long ones: models that call a module for each row call it as often on each rank, which ranks with shards need. So the samples
+    that do not fill a batch of each rank are shared out equally; where some are left then, some ranks have one more, and the
+    others repeat the first rank's.
     """
 
     def __init__(
@@ -516,16 +518,18 @@ class EvaluationLoader:
 
     def __len__(self) -> int:
         """Number of batches, the same on every rank."""
-        return -(-self.samples // (self.ranks * self.micro_batch_size))
+        whole, rest = divmod(self.samples, self.ranks * self.micro_batch_size)
+        return whole + (rest >= self.ranks) + (rest % self.ranks > 0)
 
     def __iter__(self) -> Iterator[EvaluationBatch]:
         return self._batches(self._fetch, range(len(self)))
 
     def trial(self) -> Iterator[EvaluationBatch]:
-        """The first batch, and the last one where it is another. By one worker where there are any: a file that this process opened
+        """The first batch, and the last ones that are shorter. By one worker where there are any: a file that this process opened
         all of them would share."""
         fetch = _Fetcher(self.source, self._fetch.device, min(self._fetch.workers, 1))
-        return self._batches(fetch, sorted({0, len(self) - 1}))
+        full = self.samples // (self.ranks * self.micro_batch_size)
+        return self._batches(fetch, sorted({0, *range(full, len(self))}))
 
     def _batches(self, fetch: _Fetcher, numbers: Sequence[int]) -> Iterator[EvaluationBatch]:
         own = [self._share(number, self._split[1]) for number in numbers]
@@ -536,12 +540,18 @@ class EvaluationLoader:
     def _share(self, number: int, rank: int) -> range:
         """The samples that ``rank`` has of batch ``number`` of all ranks."""
         samples, _, ranks, size = self._split
-        first = min((number * ranks + rank) * size, samples)
-        return range(first, min(first + size, samples))
+        whole, rest = divmod(samples, ranks * size)
+        first, each, holders = number * ranks * size, size, ranks
+        if number >= whole:
+            first, each = whole * ranks * size, rest // ranks
+            if number > whole or not each:
+                first, each, holders = first + each * ranks, 1, rest % ranks
+        return range(first + rank * each, first + (rank + 1) * each) if rank < holders else range(0)
 
     def _request(self, number: int, share: range) -> Request:
         """The samples of ``share``, as wide as batch ``number`` of all ranks."""
-        first, last = self._share(number, 0).start, self._share(number, self.ranks - 1).stop
+        first = self._share(number, 0).start
+        last = max(self._share(number, rank).stop for rank in range(self.ranks))
         return [(0, torch.arange(share.start, share.stop))], self._fetch.width(lambda: [(0, torch.arange(first, last))])
 
     def rows(self, indices: list[int]) -> Iterator[Batch]:

@@ -49,8 +49,9 @@ class Evaluation:
         self._engine, self._loaders, self._sign_of_life, self._say = engine, loaders, sign_of_life, say
         self._on_batch = on_batch
         self._told: set[str] = set()
+        self._has_loss = type(engine.plan.task).loss is not Task.loss
         self._no_loss = ""
-        """Why evaluations do not have the loss."""
+        """Why this rank could not compute the loss."""
         self._kept: list[Any] = []
         """What the task keeps of each batch for metrics of all."""
         self._keeps = type(engine.plan.task).metrics_of_all is not Task.metrics_of_all
@@ -92,8 +93,8 @@ class Evaluation:
         return results
 
     def try_out(self) -> None:
-        """**Collective.** The first batch and the last one of each set, before training: what is wrong with them shall not wait for
-        the first epoch's end.
+        """**Collective.** The first batch of each set, and the last one where it is incomplete, before training: what is wrong with
+        them shall not wait for the first epoch's end.
 
         Raises TaskError, too, where the file waits for a metric that there is not.
 
@@ -139,8 +140,8 @@ class Evaluation:
         found = self._batches(name, batches, measure, stops)
         if found is None:
             return None
-        if why := failures(self._engine, self._no_loss):
-            self._no_loss = why[0]
+        if self._has_loss and (why := failures(self._engine, self._no_loss)):
+            self._has_loss = False
             self._tell(f"note: evaluations are without the loss, which fails in evaluation mode: {why[0]}")
             found.pop("loss", None)
         return totals(self._engine, found)
@@ -199,7 +200,7 @@ class Evaluation:
         """The loss, where the task's metrics leave it out; nothing where it cannot be computed: a model may give something else
         in evaluation mode, as detectors do."""
         task = self._engine.plan.task
-        if self._no_loss or type(task).loss is Task.loss:
+        if self._no_loss or not self._has_loss:
             return {}
         try:
             return sums(task.validation_loss(outputs, targets), f"{type(task).__name__}.loss")
