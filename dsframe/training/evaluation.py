@@ -55,11 +55,11 @@ class Evaluation:
         self._kept: list[Any] = []
         """What the task keeps of each batch for metrics of all."""
         self._keeps = type(engine.plan.task).metrics_of_all is not Task.metrics_of_all
-        model, plan = engine.plan.config.settings.model, engine.plan
-        self._compiled = bool(model.compile or plan.config.deepspeed.compile.deepcompile)
-        splits = plan.batch.sharing > 1 or plan.config.deepspeed.pipeline.stages > 1
-        self._draws = None if self._compiled or splits else EvaluationDraws(plan.seed, plan.device)
-        """Gives the draws to samples: None where it cannot, or where the first batches have not drawn."""
+        plan = engine.plan
+        self._compiled = bool(plan.config.settings.model.compile)
+        whole = engine.data_size == plan.world.size and not self._compiled
+        self._draws = EvaluationDraws(plan.seed, plan.device) if whole else None
+        """Gives the draws to samples: None where it cannot, or where the first batch has not drawn."""
 
     @property
     def batches(self) -> int:

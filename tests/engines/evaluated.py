@@ -15,7 +15,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from dsframe import Sum, Task
+from dsframe import Hooks, RunView, Sum, Task
 from dsframe.data import EvaluationLoader, TensorSource
 from dsframe.data.loader import as_source
 from dsframe.job import sets
@@ -46,14 +46,15 @@ def numbers(seed: int) -> torch.Generator:
 class Detector(nn.Module):
     """Scores the patches of each image and keeps those above 0: another number of boxes for each image."""
 
-    def __init__(self) -> None:
+    def __init__(self, keeps: bool = False) -> None:
         super().__init__()
-        self.score, self.box = nn.Linear(6, 1), nn.Linear(6, 4)
+        self.score, self.box, self.keeps = nn.Linear(6, 1), nn.Linear(6, 4), keeps
 
     def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
         patches, sizes = torch.cat(images), [len(image) for image in images]
         scores, boxes = self.score(patches).squeeze(1).split(sizes), self.box(patches).split(sizes)
-        return [{"boxes": b[s > 0], "scores": s[s > 0]} for s, b in zip(scores, boxes, strict=True)]
+        kept = [s > 0 if not self.keeps else s == s for s in scores]
+        return [{"boxes": b[k], "scores": s[k]} for s, b, k in zip(scores, boxes, kept, strict=True)]
 
 
 class Boxes(Task):
@@ -210,6 +211,38 @@ class Flat(Task):
             tokens = torch.tensor(row)
             losses.append(F.cross_entropy(model(tokens[:-1]), tokens[1:], reduction="none"))
         return {"loss": float(torch.cat(losses).mean())}
+
+
+class Look(Hooks):
+    """Writes what it sees of evaluations: outputs of each rank, and the loss of a copy of the model."""
+
+    def on_evaluation_batch(self, run: RunView, outputs: Any, targets: Any) -> None:
+        with (run.directory / f"outputs{run.rank}.jsonl").open("a") as file:
+            file.write(json.dumps([run.step, len(outputs)]) + "\n")
+
+    def on_evaluation(self, run: RunView, metrics: Mapping[str, float]) -> None:
+        model = run.model(averages=True)
+        assert (model is None) == (run.rank > 0)
+        if model is not None:
+            assert not model.training
+            found = [metrics["loss"], Rated().by_hand(model)["loss"], metrics["images"]]
+            (run.directory / "seen.json").write_text(json.dumps(found))
+
+
+class Rated(Boxes):
+    """One that has a loss in evaluation mode too, and hooks that look at it."""
+
+    hooks = (Look(),)
+
+    def model(self) -> nn.Module:
+        return Detector(keeps=True)
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        return torch.stack([output["scores"].square().mean() for output in outputs]).mean()
+
+    def by_hand(self, model: nn.Module) -> dict[str, float]:
+        with torch.no_grad():
+            return {"loss": float(self.loss(model([image for image, _ in self.eval_data()]), None))}
 
 
 class Mixed(Task):
