@@ -441,7 +441,7 @@ def _facts(config: Config, work: Work) -> dict[str, str]:
         "configuration": config.digest[:16],
         "training samples": str(work.loader.sampler.samples),
         "order of samples": xxh3_64_hexdigest(torch.cat([rows for _, rows in first]).numpy().data),
-        "evaluation samples": str({name: len(one.source) for name, one in work.evaluation.items()}),
+        "evaluation samples": ", ".join(f"{name} {len(one.source)}" for name, one in work.evaluation.items()),
         "dsframe": __version__,
         "torch": torch.__version__,
     }

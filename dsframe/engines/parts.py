@@ -42,7 +42,7 @@ from dsframe.model.state import (
     ShardedParameters,
     persistent_buffers,
 )
-from dsframe.tasks.task import Sum, Task
+from dsframe.tasks.task import Sum, Task, sums
 
 Make = Callable[[Plan], Engine]
 
@@ -270,8 +270,26 @@ class PartsEngine(Engine):
         self.plan.task.terms = found
 
     def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
-        """**Collective.** Of the first model that is trained."""
-        return self._first.eval_step(batch, measure)
+        """**Collective.** Of the first model that is trained, and what the task measures of all of them."""
+        found = self._first.eval_step(batch, measure)
+        task = self.plan.task
+        if type(task).metrics_of_models is Task.metrics_of_models:
+            return found
+        models = {name: partial(self._outputs, name, False) for name in self._engines}
+        with self._in_evaluation_mode(), torch.no_grad():
+            more = sums(task.metrics_of_models(models, *batch), f"{type(task).__name__}.metrics_of_models")
+        for engine in self._engines.values():
+            engine.rest()
+        return {**found, **more} if measure else {}
+
+    @contextmanager
+    def _in_evaluation_mode(self) -> Iterator[None]:
+        before = {module: module.training for part in self._parts.values() for module in part.modules()}
+        for part in self._parts.values():
+            part.eval()
+        yield
+        for module, mode in before.items():
+            module.training = mode
 
     def evaluating(self, batches: int) -> AbstractContextManager[None]:
         """**Collective.** The first model's that is trained."""

@@ -307,6 +307,14 @@ class Task:
         total = torch.where(items > 0, loss * items, torch.zeros_like(loss))  # a mean over nothing is NaN
         return {**terms, "loss": Sum(total, items)}
 
+    def metrics_of_models(
+        self, models: Mapping[str, Callable[..., Any]], inputs: Any, targets: Any
+    ) -> Mapping[str, Sum]:
+        """**Collective.** For tasks with several :meth:`models`: more metrics of a batch, from outputs of any of them, such as how
+        often a policy prefers another answer than its reference. ``models`` are called as in :meth:`losses`, here in evaluation
+        mode and without gradients, on every rank the same times. By default there are none."""
+        return {}
+
     def update_metric(self, metric: Any, outputs: Any, targets: Any) -> None:
         """Gives one of :attr:`metric_objects` a batch, as :meth:`metrics` gets it: ``metric.update(outputs, targets)``."""
         metric.update(outputs, targets)

@@ -141,7 +141,9 @@ def _data(read: Callable[[], tuple[Any, Any]], task: Task, name: str | None, *, 
         raise TaskError(f"--data {name}: {type(task).__name__} has {', '.join(several) or 'one set, without a name'}")
     if name is None and predicts and several:
         raise TaskError(f"predict: {type(task).__name__} has several sets; write --data {' or --data '.join(several)}")
-    return training, chosen if name is None else chosen[name]
+    if name is not None:
+        chosen = chosen[name] if predicts else {name: chosen[name]}
+    return training, chosen
 
 
 def _refuse_script(directory: Path) -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Mapping
 from typing import Any
 
@@ -75,8 +74,6 @@ def _parts(value: Any) -> Mapping[str, Any] | None:
         return {str(name): part for name, part in value.items()}
     if hasattr(value, "_asdict"):
         return dict(value._asdict())
-    if dataclasses.is_dataclass(value):
-        return {field.name: getattr(value, field.name) for field in dataclasses.fields(value)}
     return None if isinstance(value, (tuple, list, set)) else attributes(value) or None
 
 

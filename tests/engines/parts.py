@@ -122,6 +122,10 @@ class Distilled(Gan):
     def losses(self) -> Mapping[str, Any]:
         return {"student": self.imitate}
 
+    def metrics_of_models(self, models: Mapping[str, Any], inputs: Tensor, targets: Tensor) -> dict[str, dsframe.Sum]:
+        right = models["student"](inputs).argmax(1) == models["teacher"](inputs).argmax(1)
+        return {"agreement": dsframe.Sum(right.sum(), len(right))}
+
     def imitate(self, models: Mapping[str, Any], inputs: Tensor, targets: Tensor) -> Tensor:
         found = models["student"](inputs)
         return mse_loss(found, models["teacher"](inputs)) + 0.1 * mse_loss(found, targets)
