@@ -118,7 +118,7 @@ def measure(name: str, rounds: int) -> dict[str, Any]:
     )
     model = getattr(engine, "_engine", None) or engine.model  # type: ignore[attr-defined]
     ways: dict[str, Callable[[], Any]] = {
-        "dsframe": Evaluation(engine, loader, lambda: None, lambda line: None).run,
+        "dsframe": Evaluation(engine, {"": loader}, lambda: None, lambda line: None).run,
         "by hand": by_hand(engine, model, model),
         "alone": alone(model, model, plan.world),
     }

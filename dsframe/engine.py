@@ -15,12 +15,13 @@ from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import dataclass, field
+from typing import Any
 
 from torch import Tensor
 
 from dsframe.errors import EngineError
 from dsframe.model.build import BuiltModel
-from dsframe.model.forward import Inputs, MicroBatch
+from dsframe.model.forward import Inputs, Measure, MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.model.state import EngineState, SavedState
 from dsframe.tasks.task import Sum
@@ -61,12 +62,12 @@ class Engine(ABC):
         """**Collective.** One optimizer update from ``batch.accumulation_steps`` micro-batches."""
 
     @abstractmethod
-    def eval_step(self, batch: tuple[Inputs, object], valid: int) -> Mapping[str, Sum]:
-        """**Collective.** The task's metrics over the first ``valid`` rows of ``batch``; the other rows are padding.
+    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+        """**Collective.** Returns ``measure(outputs, targets)`` of ``batch``, with the model in evaluation mode.
 
-        Without valid rows (a rank that ran out of samples) the model still runs, because others may wait for its shards,
-        and the mapping is empty. Of the ranks that split one model, one has the metrics and the others an empty mapping; of
-        those that share sequences, each has its slice's: sums over all ranks count every sample once.
+        ``measure`` is None on a rank that ran out of samples: the model still runs where others wait for its shards, and the
+        mapping is empty. Of the ranks that split one model, one measures and the others return an empty mapping; of those that
+        share sequences, each measures its slice: sums over all ranks count every sample once.
         """
 
     def evaluating(self, batches: int) -> AbstractContextManager[None]:

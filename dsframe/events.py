@@ -14,6 +14,8 @@ from fractions import Fraction
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from torch import nn
+
 from dsframe.config.resolve import epochs
 from dsframe.config.schema.base import Interval
 from dsframe.engine import Engine, StepResult
@@ -87,6 +89,8 @@ class Training:
     """Updates left out because gradients were not finite."""
     paused_seconds: float = 0.0
     """Time that was no training: evaluations, saves, profiles."""
+    copy_model: Callable[[bool], nn.Module | None] = lambda averages: None
+    """**Collective.** Copies the running model to rank 0 (``training.running_model``)."""
     stop_request: StopRequest | None = None
     """Signals that ask for an end."""
 
@@ -95,10 +99,9 @@ class Training:
         self.paused_seconds += seconds
         self.progress.pause(seconds)
 
-    def finite_metrics(self) -> dict[str, float]:
-        """Returns the evaluation after this step, if there was one, as JSON can hold it."""
-        metrics = self.metrics if self.step == self.evaluated_step else {}
-        return {name: value for name, value in metrics.items() if math.isfinite(value)}
+    def current_metrics(self) -> Mapping[str, float]:
+        """Returns the evaluation after this step, if there was one."""
+        return self.metrics if self.step == self.evaluated_step else {}
 
     def view(self) -> RunView:
         """Returns the training as users' hooks see it."""
@@ -112,6 +115,7 @@ class Training:
             rank=plan.world.rank,
             world_size=plan.world.size,
             directory=plan.directory,
+            copy_model=self.copy_model,
         )
 
 
@@ -142,6 +146,10 @@ class Listener:
     def on_log(self, training: Training, entry: LogEntry) -> None:
         """After each step that is logged. A listener may add details for those behind it."""
 
+    def on_evaluation_batch(self, training: Training, outputs: Any, targets: Any) -> None:
+        """After each batch of an evaluation, on ranks that have samples in it and hold the outputs:
+        not collective."""
+
     def on_evaluation(self, training: Training, metrics: Mapping[str, float]) -> None:
         """After each evaluation."""
 
@@ -155,7 +163,15 @@ class Listener:
         """After a training that came to its end."""
 
 
-_EVENTS = ("on_step", "on_log", "on_evaluation", "on_checkpoint", "on_finish", "on_end")
+_EVENTS = (
+    "on_step",
+    "on_log",
+    "on_evaluation_batch",
+    "on_evaluation",
+    "on_checkpoint",
+    "on_finish",
+    "on_end",
+)
 
 
 class Events:
@@ -191,12 +207,15 @@ class Events:
             method(training, *values)
 
 
+_HOOK_EVENTS = tuple(event for event in _EVENTS if hasattr(Hooks, event))
+
+
 class UserHooks(Listener):
     """Users' hooks, as one listener. They may look at weights, so each call is watched."""
 
     def __init__(self, hooks: Sequence[Hooks]) -> None:
         self._methods: dict[str, list[Callable[..., None]]] = {}
-        for name in ("on_step", "on_log", "on_evaluation", "on_checkpoint", "on_end"):
+        for name in _HOOK_EVENTS:
             self._methods[name] = [
                 getattr(hook, name) for hook in hooks if getattr(type(hook), name) is not getattr(Hooks, name)
             ]
@@ -219,6 +238,9 @@ class UserHooks(Listener):
 
     def on_log(self, training: Training, entry: LogEntry) -> None:
         self._call("on_log", training, dict(entry.metrics))
+
+    def on_evaluation_batch(self, training: Training, outputs: Any, targets: Any) -> None:
+        self._call("on_evaluation_batch", training, outputs, targets)
 
     def on_evaluation(self, training: Training, metrics: Mapping[str, float]) -> None:
         self._call("on_evaluation", training, dict(metrics))

@@ -8,12 +8,12 @@ of the mistake; one that hangs is found by the watchdog, as any other code of th
 from __future__ import annotations
 
 import inspect
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-from torch import Tensor
+from torch import Tensor, nn
 
 from dsframe.errors import TaskError
 from dsframe.user_class import named_class
@@ -40,6 +40,16 @@ class RunView:
     world_size: int
     directory: Path
     """The run's directory. Rank 0 alone should write there."""
+    copy_model: Callable[[bool], nn.Module | None] = lambda averages: None
+    """Makes what :meth:`model` returns."""
+
+    def model(self, *, averages: bool = False) -> nn.Module | None:
+        """**Collective**, so call it on every rank: a copy of the model as it is now, on the CPU and in evaluation mode, on rank 0;
+        None on the others. ``averages``: the averages of the weights ("ema") in the place of them. On rank 0 it takes the memory of
+        a whole model in fp32; of sharded weights one parameter at a time is gathered. Not inside of
+        :meth:`Hooks.on_evaluation_batch`.
+        """
+        return self.copy_model(averages)
 
 
 class Hooks:
@@ -50,6 +60,10 @@ class Hooks:
 
     def on_log(self, run: RunView, figures: Mapping[str, float]) -> None:
         """After each step that is logged: ``loss``, ``learning_rate``, and what the loss returned beside itself."""
+
+    def on_evaluation_batch(self, run: RunView, outputs: Any, targets: Any) -> None:
+        """After each batch of an evaluation, to save samples and pictures: the model's outputs as metrics see them. Only on ranks
+        that have samples in this batch and hold the outputs: do nothing here that other ranks have to join."""
 
     def on_evaluation(self, run: RunView, metrics: Mapping[str, float]) -> None:
         """After each evaluation. The metrics are of all held-out samples, the same on every rank."""

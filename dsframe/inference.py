@@ -10,30 +10,31 @@ import contextlib
 import heapq
 import json
 import os
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from torch import Tensor, nn
+from torch import nn
 
 from dsframe import tasks
 from dsframe.checkpoint import store
 from dsframe.checkpoint.portable import Checkpoint, write_tensors
-from dsframe.cluster.exchange import all_gather_text, failures
-from dsframe.data.source import Batch
+from dsframe.cluster.exchange import failures
 from dsframe.errors import CheckpointError, DataError, TaskError
 from dsframe.guard.watchdog import Watchdog
 from dsframe.job import make_engine, prepare
 from dsframe.model import adapter, ema
 from dsframe.model.state import ParameterState, SavedView
 from dsframe.tasks.layers import seed_generators
+from dsframe.training import predictions
 from dsframe.training.evaluation import Evaluation
 
 if TYPE_CHECKING:
     from dsframe.cluster.world import World
     from dsframe.config import Config
+    from dsframe.data.loader import EvaluationBatch
     from dsframe.engine import Engine
     from dsframe.job import Job, Run
     from dsframe.tasks.task import Task
@@ -58,7 +59,7 @@ class Weights(SavedView):
 def evaluate(run: Run, world: World, path: Path, *, averages: bool = False) -> dict[str, float]:
     """**Collective.** The task's metrics over its evaluation data. Raises TaskError where there are none, CheckpointError."""
     with _loaded(run, world, path, averages=averages) as (job, engine, watchdog):
-        if job.work.evaluation is None:
+        if not job.work.evaluation:
             raise TaskError(f"{type(run.task).__name__} has no eval_data, so there is nothing to evaluate")
         found = Evaluation(engine, job.work.evaluation, watchdog.beat, job.say).run()
         assert found is not None
@@ -75,7 +76,7 @@ def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool = F
     if kind not in _WRITERS:
         raise DataError(f"{out}: predictions are written as .{', .'.join(_WRITERS)}; choose one of these endings")
     with _loaded(run, world, path, averages=averages) as (job, engine, watchdog):
-        loader = job.work.evaluation
+        loader = job.work.evaluation.get("")
         engine.built = replace(engine.built, computes_loss=False)  # the outputs are wanted
         if job.plan.batch.sequence_parallel_size > 1:
             raise TaskError(
@@ -87,14 +88,9 @@ def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool = F
             )
         parts = [out.with_name(f".{out.name}.{rank:05}.partial") for rank in range(world.size)]
         _together(engine, lambda: _begin(out) if world.is_main else None)
-        written = _together(engine, lambda: _write_own(job, engine, watchdog, parts[world.rank]))
-        rows = sum(int(text) for text in all_gather_text(engine, str(written)))
-        samples = len(loader.source)
-        wrong = "" if rows == samples else f"{rows:,} rows came of {samples:,} samples"
+        _together(engine, lambda: _write_own(job, engine, watchdog, parts[world.rank]))
 
         def finish() -> None:
-            if wrong:
-                raise TaskError(f"{type(run.task).__name__}.predictions: {wrong}; return one row for each sample")
             if missing := [part for part in parts if not part.exists()]:
                 raise DataError(f"{missing[0]} is not on this host; give --out a folder that all hosts share")
             with contextlib.ExitStack() as files:
@@ -105,18 +101,20 @@ def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool = F
             _together(engine, lambda: finish() if world.is_main else None)
         finally:
             parts[world.rank].unlink(missing_ok=True)
-        return rows
+        return loader.samples
 
 
-def load_model(path: str | Path, task: Task | None = None, *, averages: bool = False) -> nn.Module:
+def load_model(path: str | Path, task: Task | None = None, *, averages: bool = False, best: bool = False) -> nn.Module:
     """A checkpoint's model on the CPU, in evaluation mode: what the task builds, with the saved weights and buffers.
 
-    ``path``: a checkpoint, or a run's directory (its newest complete one). ``task``: needed where a script brought
-    its own; else it is the one of the run's ``config.json``. Raises CheckpointError, TaskError.
+    ``path``: a checkpoint, or a run's directory (its newest complete one, or with ``best`` the best one by "keep_best").
+    ``task``: needed where a script brought its own; else it is the one of the run's ``config.json``.
+
+    Raises CheckpointError, TaskError.
     """
     from dsframe.config import load
 
-    found = store.complete(Path(path))
+    found = store.complete(Path(path), best=best)
     checkpoint = Checkpoint(found)
     adapted = "adapter" in checkpoint.manifest
     config = load(store.config_of(found)) if adapted or task is None else None
@@ -194,60 +192,20 @@ def _begin(out: Path) -> None:
         old.unlink()
 
 
-def _write_own(job: Job, engine: Engine, watchdog: Watchdog, path: Path) -> int:
-    """**Collective.** This rank's rows, each with the number of its sample, in order; returns how many. Raises TaskError."""
-    task, loader = engine.plan.task, job.work.evaluation
-    assert loader is not None
-    indices: Iterator[int] = iter(())
-    count = 0
+def _write_own(job: Job, engine: Engine, watchdog: Watchdog, path: Path) -> None:
+    """**Collective.** Writes this rank's rows, each with the number of its sample, in order. Raises TaskError."""
+    task = engine.plan.task
     with path.open("w", encoding="utf-8") as file:
 
-        def take(outputs: Any, targets: Any) -> Mapping[str, Any]:
-            nonlocal count
-            found = rows_of(task, outputs, targets)
-            for index, row in zip(indices, found, strict=False):
+        def take(batch: EvaluationBatch, outputs: Any, targets: Any) -> Mapping[str, Any]:
+            rows = predictions.rows_of(task, outputs, targets, len(batch.samples))
+            for index, row in zip(batch.samples, rows, strict=True):
                 file.write(json.dumps([index, row]) + "\n")
-            count += len(found)
             return {}
 
-        def noted() -> Iterator[tuple[Batch, int]]:
-            nonlocal indices
-            for (batch, valid), own in zip(loader, loader.indices(), strict=True):
-                indices = iter(own)
-                yield batch, valid
-
-        kept = task.metric_objects
-        task.metrics, task.metric_objects = take, {}  # type: ignore[method-assign]  # engines hand it what counts
-        try:
-            Evaluation(engine, loader, watchdog.beat, job.say).over(noted(), len(loader))
-        finally:
-            del task.metrics
-            task.metric_objects = kept
+        Evaluation(engine, job.work.evaluation, watchdog.beat, job.say).each("", take)
         file.flush()
         os.fsync(file.fileno())
-    return count
-
-
-def rows_of(task: Task, outputs: Any, targets: Any) -> list[dict[str, Any]]:
-    """Returns what the task predicts for a batch, a dict for each sample, as JSON has it. Raises TaskError."""
-    whose = f"{type(task).__name__}.predictions"
-    found = task.predictions(outputs, targets)
-    if not isinstance(found, Mapping):
-        raise TaskError(
-            f"{whose} returned {type(found).__name__}; return tensors or lists by name, a row for each sample"
-        )
-    columns: dict[str, Sequence[Any]] = {}
-    for name, values in found.items():
-        plain = values.detach().cpu().tolist() if isinstance(values, Tensor) else values
-        if not isinstance(plain, (list, tuple)):
-            raise TaskError(
-                f"{whose}: {name!r} is {type(values).__name__}, not a tensor or a list with a row for each sample"
-            )
-        columns[str(name)] = plain
-    if len({len(values) for values in columns.values()}) > 1:
-        sizes = ", ".join(f"{name} {len(values)}" for name, values in columns.items())
-        raise TaskError(f"{whose}: rows differ in number: {sizes}")
-    return [dict(zip(columns, row, strict=True)) for row in zip(*columns.values(), strict=True)]
 
 
 def _write_jsonl(out: Path, rows: Iterator[Mapping[str, Any]]) -> None:

@@ -5,8 +5,9 @@ This is the only place that knows all the parts. Where processes come and go, a 
 
 from __future__ import annotations
 
+import re
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
 from dataclasses import dataclass
 from pathlib import Path
@@ -164,8 +165,8 @@ def prepare(run: Run, world: World, commits: MemoryCheckpoint | None) -> Job:
     if config.deepspeed.optimizer is None:
         optimizers.read(config)  # raises: not after hours in which the task prepares its data
     loader, evaluation = _loaders(run, batch, world, device)
-    refuse(config, run.wishes.resume, evaluates=evaluation is not None)
-    schedule = RunSchedule.of(settings, loader.sampler, evaluates=evaluation is not None)
+    refuse(config, run.wishes.resume, evaluates=bool(evaluation))
+    schedule = RunSchedule.of(settings, loader.sampler, evaluates=bool(evaluation))
     epoch_steps = loader.sampler.epoch_steps
     on_gpu = device.type == "cuda"
     config = config.resolve(
@@ -174,7 +175,7 @@ def prepare(run: Run, world: World, commits: MemoryCheckpoint | None) -> Job:
     optimizer = optimizers.of_task(optimizers.read(config), task)
     rates = schedules.planned(config, task, optimizer.learning_rate, batch.train_batch_size)
     named = output.directory_of(config, run.engine, type(task).__name__)
-    _refuse_followers(config, evaluates=evaluation is not None, elastic=commits is not None)
+    _refuse_followers(config, evaluates=bool(evaluation), elastic=commits is not None)
     progress = Progress(
         schedule.total_steps,
         speaks=world.is_main and not run.wishes.quiet,
@@ -243,14 +244,13 @@ def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[E
         watchdog.connect(engine, engine.built.calls)
         assert_same_on_all_ranks(engine, _facts(plan.config, job.work))
     output.begin_anew()  # rank 0 has come here too, so the directory is this run's
-    held_out = job.work.evaluation
     job.progress.block(
         f"dsframe {__version__}",
         blocks.header(
             plan,
             engine,
             samples=job.work.loader.sampler.samples,
-            held_out=len(held_out.source) if held_out else None,
+            held_out=sum(len(one.source) for one in job.work.evaluation.values()),
             steps=job.work.schedule.total_steps if trains else None,
             threads=run.host.threads,
         ),
@@ -318,8 +318,8 @@ def _resume(job: Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]
     with watchdog:
         kept = generators.capture(plan.device)  # reading may draw
         mine["data"] = assert_same_samples(engine, job.work.loader)
-        if job.work.evaluation:
-            assert_same_samples(engine, job.work.evaluation)
+        for held_out in job.work.evaluation.values():
+            assert_same_samples(engine, held_out)
         generators.restore(kept, plan.device)
         if job.commits and job.commits.last:
             start = begin_again(engine, job.commits.last, checkpoints, job.say)
@@ -373,14 +373,14 @@ def _finish(job: Job, engine: Engine, record: Record | None, summary: Summary) -
     if record:
         record.finish(summary)
         settings = job.plan.config.settings
-        wanted = settings.stop.metric if settings.stop else settings.checkpoints.keep_best
+        wanted = settings.checkpoints.keep_best or (settings.stop.metric if settings.stop else None)
         best = None
         with suppress(DataError):  # of a disk that did not take the record
             best = blocks.best_of(read_metrics(job.plan.directory), wanted)
         job.progress.block("dsframe: done", blocks.ending(summary, job.plan.directory, best))
 
 
-def _loaders(run: Run, batch: Batch, world: World, device: torch.device) -> tuple[Loader, EvaluationLoader | None]:
+def _loaders(run: Run, batch: Batch, world: World, device: torch.device) -> tuple[Loader, dict[str, EvaluationLoader]]:
     """This rank's shares of the training and the held-out data."""
     config, task = run.config, run.task
     seed, rank, ranks = config.settings.seed, batch.data_rank(world.rank), batch.data_parallel_size
@@ -396,17 +396,32 @@ def _loaders(run: Run, batch: Batch, world: World, device: torch.device) -> tupl
         workers=task.workers,
         order=_order(config, task),
     )
-    held_out = run.data()[1]
-    if held_out is None:
-        return loader, None
-    size = config.settings.eval_micro_batch_size or batch.micro_batch_size
-    held_out = as_source(held_out, seed, task.collate)
-    evaluation = EvaluationLoader(
-        held_out, seed=seed, micro_batch_size=size, rank=rank, ranks=ranks, device=device, workers=task.workers
-    )
-    if config.settings.eval_samples:
-        evaluation.limit(config.settings.eval_samples)
+    evaluation = {}
+    for name, held_out in sets(task, run.data()[1]).items():
+        evaluation[name] = EvaluationLoader(
+            as_source(held_out, seed, task.eval_collate or task.collate),
+            seed=seed,
+            micro_batch_size=config.settings.eval_micro_batch_size or batch.micro_batch_size,
+            rank=rank,
+            ranks=ranks,
+            device=device,
+            workers=task.workers,
+        )
+        if config.settings.eval_samples:
+            evaluation[name].limit(config.settings.eval_samples)
     return loader, evaluation
+
+
+def sets(task: Task, held_out: Any) -> Mapping[str, Any]:
+    """Returns the sets to evaluate on, by name: one without a name where the task gives no dict. Raises TaskError."""
+    if not isinstance(held_out, dict):
+        return {} if held_out is None else {"": held_out}
+    for name in held_out:
+        if not (isinstance(name, str) and re.fullmatch(r"[\w.-]+", name)):
+            raise TaskError(
+                f"{type(task).__name__}.eval_data: a set is named {name!r}; take letters, digits, '_', '-' and '.'"
+            )
+    return held_out
 
 
 def _order(config: Config, task: Task) -> Callable[[int, int], torch.Tensor | None] | None:
@@ -428,7 +443,7 @@ def _facts(config: Config, work: Work) -> dict[str, str]:
         "configuration": config.digest[:16],
         "training samples": str(work.loader.sampler.samples),
         "order of samples": xxh3_64_hexdigest(torch.cat([rows for _, rows in first]).numpy().data),
-        "evaluation samples": str(len(work.evaluation.source)) if work.evaluation else "none",
+        "evaluation samples": ", ".join(f"{name} {len(one.source)}" for name, one in work.evaluation.items()),
         "dsframe": __version__,
         "torch": torch.__version__,
     }

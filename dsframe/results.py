@@ -2,10 +2,26 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass
 
 from dsframe.text import clock
+
+
+def best_step(evaluations: Mapping[int, Mapping[str, float | None]], wanted: str) -> int | None:
+    """Returns the step with the best finite value of ``wanted``, ``METRIC:min`` or ``METRIC:max``; of equal ones the first.
+
+    ``evaluations``: by step. None where none has a finite value.
+    """
+    metric, _, direction = wanted.partition(":")
+    sign = -1.0 if direction == "max" else 1.0
+    rated = []
+    for step, evaluation in evaluations.items():
+        value = evaluation.get(metric)
+        if isinstance(value, int | float) and math.isfinite(value):
+            rated.append((sign * value, step))
+    return min(rated)[1] if rated else None
 
 
 @dataclass(frozen=True)

@@ -93,7 +93,7 @@ def execute(
     """**Collective.** Trains as ``config`` says and returns what it came to. Raises the subclasses of DsframeError.
 
     ``task``: the user's own, instead of the file's. ``resume``: "never", "auto" (the run's newest whole checkpoint, if there
-    is one) or a path to a checkpoint. ``verbose``: let the libraries speak; ``quiet``: say nothing at all.
+    is one), "best" (its best one) or a path to a checkpoint. ``verbose``: let the libraries speak; ``quiet``: say nothing at all.
     """
     world = world or worlds.here()
     with prepared(config, task, world, resume=resume, verbose=verbose, quiet=quiet, choice=choice) as run:

@@ -58,10 +58,10 @@ def parser() -> argparse.ArgumentParser:
     )
     parser.add_argument(
         "--resume",
-        metavar="auto|PATH|never",
+        metavar="auto|best|PATH|never",
         default="never",
-        help="auto: resume from the newest whole checkpoint in the run's directory, or start from step 0 if it has none; PATH: "
-        "resume from this checkpoint; never: start from step 0 (default: %(default)s)",
+        help="auto: resume from the newest whole checkpoint in the run's directory, or start from step 0 if it has none; best: "
+        "from the best one there (keep_best); PATH: from this checkpoint; never: start from step 0 (default: %(default)s)",
     )
     parser.add_argument("--verbose", action="store_true", help="let the libraries say everything, and show tracebacks")
     parser.add_argument("--quiet", action="store_true", help="say nothing; the run's directory has the figures")

@@ -6,8 +6,9 @@ Nothing here waits for the device: a loss stays a tensor until a listener reads 
 from __future__ import annotations
 
 import time
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -17,7 +18,7 @@ from dsframe.checkpoint.resume import Start
 from dsframe.checkpoint.saver import Saver
 from dsframe.data import EvaluationLoader, Loader
 from dsframe.engine import Engine, StepResult
-from dsframe.events import Events, RunSchedule, Training, UserHooks
+from dsframe.events import Events, RunSchedule, Training
 from dsframe.guard.signals import StopRequest
 from dsframe.guard.watchdog import Watchdog
 from dsframe.hooks import Hooks
@@ -29,6 +30,7 @@ from dsframe.results import Summary
 from dsframe.run_dir import outcome
 from dsframe.run_dir.progress import Progress
 from dsframe.run_dir.record import Record
+from dsframe.training import running_model
 from dsframe.training.checkpoints import Checkpoints, MemoryCommits
 from dsframe.training.evaluation import Evaluation
 from dsframe.training.evaluations import Evaluations
@@ -44,7 +46,8 @@ class Work:
     """What to train on, and for how long."""
 
     loader: Loader
-    evaluation: EvaluationLoader | None
+    evaluation: Mapping[str, EvaluationLoader]
+    """Sets to evaluate on, by name; a single one has an empty name."""
     schedule: RunSchedule
 
 
@@ -78,11 +81,14 @@ class Trainer:
         self._watchdog, self._observers = watchdog, observers
         self._weights, self._trial = LossWeights(engine), LossTrial(engine)
         self.training = Training(engine, work.loader, work.schedule, outputs.progress)
+        self.training.copy_model = partial(running_model.copy_of, engine)
+        hooks = UserHooks(outputs.hooks)
         self.evaluation = None
         if work.evaluation:
-            self.evaluation = Evaluation(engine, work.evaluation, self._evaluating, outputs.progress.say)
+            show = self._show_batch if hooks.listens("on_evaluation_batch") else None
+            self.evaluation = Evaluation(engine, work.evaluation, self._evaluating, outputs.progress.say, show)
         self.events = events = Events()
-        finite, hooks = FiniteCheck(engine), UserHooks(outputs.hooks)
+        finite = FiniteCheck(engine)
         self._checkpoints = Checkpoints(outputs.saver, events, finite, hooks)
         self._first_step = FirstStep(self._trial, outputs.record, outputs.saver)
         self._evaluations = None
@@ -170,6 +176,9 @@ class Trainer:
     def _evaluating(self) -> None:
         self._watchdog.beat()
         self._progress.evaluated()
+
+    def _show_batch(self, outputs: Any, targets: Any) -> None:
+        self.events.emit("on_evaluation_batch", self.training, outputs, targets)
 
     def _train_step(self, step: int, stream: Iterator[Any]) -> StepResult:
         """**Collective.** One update, watched for weights that are used outside of the engine."""

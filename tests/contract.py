@@ -150,9 +150,9 @@ def check_evaluation_counts_every_sample_once(engine: Engine) -> None:
     loader = EvaluationLoader(
         source, seed=0, micro_batch_size=8, rank=engine.plan.data_rank, ranks=engine.plan.batch.data_parallel_size
     )
-    for batch, valid in loader:
-        found = engine.eval_step(batch, valid)
-        assert not found or valid  # of ranks that split one model, one has the metrics: the sums below say so
+    for batch, _, counts in loader:
+        found = engine.eval_step(batch, engine.plan.task.metrics if counts else None)
+        assert not found or counts  # of ranks that split one model, one has the metrics: the sums below say so
         if found:
             sums += torch.tensor([float(found["rows"].total), float(found["seen"].total)], dtype=torch.float64)
     rows, seen = engine.sum_over_ranks(sums).tolist()
@@ -162,8 +162,8 @@ def check_evaluation_counts_every_sample_once(engine: Engine) -> None:
 def check_evaluation_leaves_no_trace(engine: Engine) -> None:
     """The next step is the same with and without: its loss is the one an evaluation of the same rows gives."""
     sums = torch.zeros(2, dtype=torch.float64)
-    for inputs, targets in micro_batches(engine, 5):
-        found = engine.eval_step((inputs, targets), len(targets))
+    for batch in micro_batches(engine, 5):
+        found = engine.eval_step(batch, engine.plan.task.metrics)
         if found:
             sums += torch.tensor([float(found["loss"].total), float(found["loss"].count)], dtype=torch.float64)
     result = engine.train_step(MicroBatch.of(micro_batches(engine, 5)))
@@ -182,7 +182,7 @@ def check_evaluation_is_of_one_model(engine: Engine) -> None:
         source, seed=0, micro_batch_size=8, rank=engine.plan.data_rank, ranks=engine.plan.batch.data_parallel_size
     )
     said: list[str] = []
-    evaluation = Evaluation(engine, loader, lambda: None, said.append)
+    evaluation = Evaluation(engine, {"": loader}, lambda: None, said.append)
     before = evaluation.run()
     assert said == []
     for buffer in engine.buffers().values():
@@ -202,7 +202,7 @@ def check_weights_that_stay_gathered_change_nothing(engine: Engine) -> None:
     loader = EvaluationLoader(
         source, seed=0, micro_batch_size=2, rank=engine.plan.data_rank, ranks=engine.plan.batch.data_parallel_size
     )
-    evaluation = Evaluation(engine, loader, lambda: None, lambda line: None)
+    evaluation = Evaluation(engine, {"": loader}, lambda: None, lambda line: None)
     with Communication() as once:
         found = evaluation.run()
     with mock.patch.object(evaluating, "available_bytes", return_value=0), Communication() as each_time:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
@@ -45,11 +46,11 @@ def refuse(config: Config, wanted: str, *, evaluates: bool) -> None:
         message = "the task has no eval_data, so no checkpoint can be the best"
         where = "dsframe.checkpoints.keep_best"
         raise ConfigError([Problem("error", where, message, "remove it, or give the task eval_data", code="keep-best")])
-    if wanted not in ("auto", "never"):
+    if wanted not in ("auto", "best", "never"):
         try:
             store.locate(Path(wanted))
         except CheckpointError as error:
-            raise CheckpointError(f"--resume must be auto, never or a checkpoint: {error}") from None
+            raise CheckpointError(f"--resume must be auto, best, never or a checkpoint: {error}") from None
 
 
 def begin(
@@ -63,11 +64,11 @@ def begin(
 ) -> Start:
     """**Collective.** Goes on from a checkpoint or makes sure that none is in the way.
 
-    ``wanted``: "never", "auto" (the newest whole one in ``folder``, a run's own; from the start where there is none), or a path
-    to a checkpoint or a folder with some. Damaged ones found by "auto" or in a folder are renamed, named to ``say``, and
-    the one before is taken. ``sign_of_life`` is called after each file and each parameter. Raises CheckpointError where there
-    is nothing to go on from, only another training's, or what one rank cannot read (then nothing is renamed), and where the run
-    could not be saved.
+    ``wanted``: "never", "auto" (the newest whole one in ``folder``, a run's own; from the start where there is none), "best" (the
+    one there that is best by "keep_best"), or a path to a checkpoint or a folder with some. Damaged ones found by "auto" or in a
+    folder are renamed, named to ``say``, and the one before is taken. ``sign_of_life`` is called after each file and each
+    parameter. Raises CheckpointError where there is nothing to go on from, only another training's, or what one rank cannot read
+    (then nothing is renamed), and where the run could not be saved.
     """
     preflight(engine, folder.directory)
     sweep(engine, folder, say)
@@ -103,7 +104,8 @@ def begin(
     make_way(engine, folder, step if in_place else None, say)
     run = manifest["run"]
     say(f"going on after step {step} from {path}, written by {run['engine']} on {run['world_size']} rank(s)")
-    return Start(step, manifest["loss"], manifest["evaluation"], in_place)
+    evaluation = {name: math.nan if value is None else value for name, value in manifest["evaluation"].items()}
+    return Start(step, manifest["loss"], evaluation, in_place)
 
 
 def _first_step(checkpoint: Checkpoint, mine: Mapping[str, Any], total_steps: int, *, in_place: bool) -> int:
@@ -161,7 +163,11 @@ def _choose(
     failure, foreign = "", {}
     if main:
         try:
-            candidates = folder.newest_first() if wanted == "auto" else store.locate(Path(wanted))
+            if wanted == "auto":
+                candidates = folder.newest_first()
+            else:
+                best = wanted == "best"
+                candidates = store.locate(folder.directory if best else Path(wanted), best=best)
             foreign = {str(path): text for path in candidates if (text := _of_another_format(path))}
             failure = "" if candidates else _never_whole(folder)
         except (CheckpointError, OSError) as error:

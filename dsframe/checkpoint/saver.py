@@ -13,6 +13,7 @@ one checkpoint is under way: the next save waits for it, and says what went wron
 from __future__ import annotations
 
 import json
+import math
 import time
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict
@@ -182,7 +183,7 @@ class Saver:
             "loss_scale": asdict(state.loss_scale) if state.loss_scale else None,
             "learning_rate": plan.schedule(state.updates).learning_rate,
             "loss": loss,
-            "evaluation": dict(evaluation),
+            "evaluation": store.finite(evaluation),
             "aliases": dict(state.aliases),
             **{key: follower.state() for key, follower in plan.followers.items()},
             **self._about,
@@ -257,8 +258,10 @@ class Saver:
 
     def _look_for_metric(self, evaluation: Mapping[str, float]) -> None:
         metric = (self._retention.best or "").partition(":")[0]
-        if metric and evaluation and metric not in evaluation and not self._told:
-            self._say(f"warning: keep_best: {metric} is not a finite number here, so this checkpoint is not compared")
+        value = evaluation.get(metric, 0.0)
+        if not math.isfinite(value) and not self._told:
+            what = "NaN" if math.isnan(value) else "infinite"
+            self._say(f"warning: keep_best: {metric} is {what} here, so this checkpoint cannot be the best")
             self._told = True
 
     def _prune(self) -> str:

@@ -5,6 +5,7 @@
                         step-00000040.damaged/           found damaged and set aside, with a warning
                         .step-00000044.partial/          a save under way, or cut off: never looked at
                         latest                           the name of the newest, for people and scripts
+                        best                             the name of the best, where the file says "keep_best"
 
 A rename is atomic and follows the fsync of everything in it, so a checkpoint is whole or not there, whatever ends the
 process or the machine. Nothing here is collective, and nothing imports torch.
@@ -31,8 +32,10 @@ from pydantic import BaseModel, ConfigDict, Field, NonNegativeInt, PositiveInt, 
 
 from dsframe.config.resolve import epochs
 from dsframe.errors import CheckpointError
+from dsframe.results import best_step
 
 MANIFEST = "manifest.json"
+LATEST, BEST = "latest", "best"
 FORMAT = 2
 """The portable form's number."""
 SHARDED_FORMAT = 3
@@ -75,18 +78,14 @@ class Retention:
     every: Fraction | None = None
     """Keep also those at multiples of so many steps."""
 
-    def keeps(self, evaluations: Mapping[int, Mapping[str, float]]) -> set[int]:
+    def keeps(self, evaluations: Mapping[int, Mapping[str, float | None]]) -> set[int]:
         """Returns the steps to keep out of those in ``evaluations`` (step -> its metrics)."""
         steps = sorted(evaluations)
         kept = set(steps[-self.last :])
         if self.every:
             kept |= {step for step in steps if epochs.due(step, self.every)}
-        if self.best:
-            metric, _, direction = self.best.partition(":")
-            sign = 1.0 if direction == "max" else -1.0
-            rated = [(sign * evaluations[step][metric], step) for step in steps if metric in evaluations[step]]
-            kept |= {max(rated)[1]} if rated else set()
-        return kept
+        best = best_step(evaluations, self.best) if self.best else None
+        return kept if best is None else kept | {best}
 
 
 class Store:
@@ -131,11 +130,21 @@ class Store:
         sync_folder(folder)
         folder.rename(final)
         sync_folder(self.directory)
-        pointer = self.directory / ".latest.partial"
-        write(pointer, f"{final.name}\n".encode())
-        pointer.rename(self.directory / "latest")
-        sync_folder(self.directory)
+        self._point(LATEST, step)
         return final
+
+    def _point(self, pointer: str, step: int | None) -> None:
+        """Makes a pointer name the checkpoint of ``step``; None: removes it. Raises OSError."""
+        path, partial = self.directory / pointer, self.directory / f".{pointer}.partial"
+        if step is None:
+            path.unlink(missing_ok=True)
+            return
+        content = f"{self.path(step).name}\n".encode()
+        if path.is_file() and path.read_bytes() == content:
+            return
+        write(partial, content)
+        partial.rename(path)
+        sync_folder(self.directory)
 
     def rate(self, step: int, evaluation: Mapping[str, float]) -> None:
         """Adds the evaluation after ``step`` to its checkpoint, whose manifest is whole before and after. Raises OSError,
@@ -143,7 +152,7 @@ class Store:
         path = self.path(step)
         partial = path / f".{MANIFEST}.partial"
         remove(partial)  # cut off earlier
-        write(partial, dump({**read_manifest(path), "evaluation": dict(evaluation)}))
+        write(partial, dump({**read_manifest(path), "evaluation": finite(evaluation)}))
         partial.replace(path / MANIFEST)
         sync_folder(path)
 
@@ -152,14 +161,16 @@ class Store:
         shutil.rmtree(self.partial(step), ignore_errors=True)
 
     def prune(self, retention: Retention) -> list[int]:
-        """Removes checkpoints that need not be kept and returns their steps. The newest always stays, and damaged ones do."""
-        evaluations: dict[int, Mapping[str, float]] = {}
+        """Removes checkpoints that need not be kept and returns their steps. The newest always stays, and damaged ones do. ``best``
+        points to the best of those that stay."""
+        evaluations: dict[int, Mapping[str, float | None]] = {}
         for path in self.newest_first():
             try:
                 evaluations[int(path.name[5:])] = dict(read_manifest(path).get("evaluation") or {})
             except CheckpointError:
                 continue  # to be found, named and set aside when somebody wants to use it
         doomed = sorted(set(evaluations) - retention.keeps(evaluations))
+        self._point(BEST, best_step(evaluations, retention.best) if retention.best else None)
         for step in doomed:
             hidden = self.directory / f".step-{step:08}.removed"
             remove(hidden)
@@ -201,9 +212,12 @@ class Store:
             return target
         target.mkdir()
         if after is None:
-            found = [path for path in self.directory.iterdir() if path.name.startswith(("step-", "latest"))]
+            found = [path for path in self.directory.iterdir() if path.name.startswith(("step-", LATEST, BEST))]
         for path in found:
             path.rename(target / path.name)
+        best = self.directory / BEST
+        if best.is_file() and not self.directory.joinpath(best.read_text().strip()).exists():
+            best.unlink()
         return target
 
 
@@ -213,11 +227,22 @@ def step_of(path: Path) -> int | None:
     return int(found[1]) if found and path.is_dir() else None
 
 
-def locate(path: Path) -> list[Path]:
-    """The checkpoints that ``path`` means, best first: a checkpoint, a folder of checkpoints, or a run's folder.
+def locate(path: Path, *, best: bool = False) -> list[Path]:
+    """The checkpoints that ``path`` means, newest first: a checkpoint, a file that points to one, a folder of checkpoints, or a
+    run's folder. ``best``: of a folder the one that is best by the run's "keep_best".
 
     Raises CheckpointError where there is none.
     """
+    if path.name in (LATEST, BEST) and path.is_file():
+        return [_pointed(path)]
+    if best:
+        for folder in (path, path / "checkpoints"):
+            if (folder / BEST).is_file():
+                return [_pointed(folder / BEST)]
+        raise CheckpointError(
+            f"{path} has no best checkpoint: a run has one from its first evaluation on, where its file says "
+            '"checkpoints": {"keep_best": "METRIC:min"}'
+        )
     if (path / MANIFEST).exists() or step_of(path) is not None:
         return [path]
     for folder in (path, path / "checkpoints"):
@@ -227,12 +252,27 @@ def locate(path: Path) -> list[Path]:
     raise CheckpointError(f"{path} {what}")
 
 
-def complete(path: Path) -> Path:
-    """The newest complete checkpoint that ``path`` means. Raises CheckpointError."""
-    found = next((one for one in locate(path) if not verify(one)), None)
-    if found is None:
-        raise CheckpointError(f"{path}: damaged: {'; '.join(verify(locate(path)[0]))}")
+def _pointed(pointer: Path) -> Path:
+    """The checkpoint that a file points to. Raises CheckpointError."""
+    name = pointer.read_text(encoding="utf-8", errors="replace").strip()
+    found = pointer.parent / name
+    if not _NAME.fullmatch(name) or not found.is_dir():
+        raise CheckpointError(f"{pointer} names {name!r}, and there is no such checkpoint beside it")
     return found
+
+
+def complete(path: Path, *, best: bool = False) -> Path:
+    """The newest complete checkpoint that ``path`` means, or the best one. Raises CheckpointError."""
+    candidates = locate(path, best=best)
+    found = next((one for one in candidates if not verify(one)), None)
+    if found is None:
+        raise CheckpointError(f"{candidates[0]}: damaged: {'; '.join(verify(candidates[0]))}")
+    return found
+
+
+def finite(evaluation: Mapping[str, float]) -> dict[str, float | None]:
+    """Returns an evaluation as JSON has it: null for what is not a finite number."""
+    return {name: value if math.isfinite(value) else None for name, value in evaluation.items()}
 
 
 def config_of(checkpoint: Path) -> Path:
@@ -284,7 +324,7 @@ class _Known(BaseModel):
     updates: NonNegativeInt = 0
     learning_rate: float = 0.0
     loss: float | None = None
-    evaluation: dict[str, float] | None = None
+    evaluation: dict[str, float | None] | None = None
     loss_scale: dict[str, float] | None = None
     schedule: dict[str, float | None] | None = None
     stop: dict[str, float | str | None] | None = None

@@ -18,7 +18,6 @@ if TYPE_CHECKING:
     from dsframe.data.mixture import Mixture as Mixture
     from dsframe.data.preferences import Preferences as Preferences
     from dsframe.data.sampler import Sampler as Sampler
-    from dsframe.data.sampler import evaluation_rows as evaluation_rows
     from dsframe.data.sampler import permutation as permutation
     from dsframe.data.shards import Shards as Shards
     from dsframe.data.source import Batch as Batch
@@ -41,7 +40,6 @@ _HOMES = {
     "TensorSource": "source",
     "as_source": "loader",
     "draws": "source",
-    "evaluation_rows": "sampler",
     "permutation": "sampler",
 }
 __all__ = [*_HOMES]

@@ -8,10 +8,10 @@ from __future__ import annotations
 
 import itertools
 import random
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,7 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from dsframe.data.collate import Collate, Pad, collated
 from dsframe.data.mixture import Mixture, MixtureOrder, MixtureSource
 from dsframe.data.packed import RowSource
-from dsframe.data.sampler import Order, Part, Sampler, evaluation_rows, sequential
+from dsframe.data.sampler import Order, Part, Sampler, sequential
 from dsframe.data.shards import Shards
 from dsframe.data.source import Batch, ImageSource, Source, TensorSource, draw
 from dsframe.data.workers import held, outlive_signals
@@ -460,11 +460,24 @@ class Loader:
             step += 1
 
 
-class EvaluationLoader:
-    """The evaluation batches of one rank; iterating gives ``(batch, valid)`` anew each time.
+class EvaluationBatch(NamedTuple):
+    """A batch of one rank, and which samples it is made of."""
 
-    Every rank gets the same number of batches of ``micro_batch_size`` rows. Only the first ``valid`` rows of a batch
-    count (0 is possible): over all ranks every sample counts exactly once.
+    batch: Batch
+    """What the data made of the samples."""
+    samples: range
+    """Their numbers."""
+    counts: bool
+    """False where this rank has no samples left: the batch is there for what is collective, and its result is thrown away."""
+
+
+class EvaluationLoader:
+    """The evaluation batches of one rank; iterating gives :class:`EvaluationBatch` anew each time.
+
+    Over all ranks every sample is in one batch. Every rank gets the same number of batches, and at a time all ranks have equally
+    long ones: models that call a module for each row call it as often on each rank, which ranks with shards need. So the samples
+    that do not fill a batch of each rank are shared out equally; where some are left then, some ranks have one more, and the
+    others repeat the first rank's.
     """
 
     def __init__(
@@ -488,35 +501,59 @@ class EvaluationLoader:
         """From now on it has the first ``samples`` samples, if there are more."""
         self._split = (min(len(self.source), samples), *self._split[1:])
 
+    @property
+    def samples(self) -> int:
+        """Number of samples of all ranks."""
+        return self._split[0]
+
+    @property
+    def ranks(self) -> int:
+        """Number of ranks that share the samples."""
+        return self._split[2]
+
+    @property
+    def micro_batch_size(self) -> int:
+        """Samples of all batches but the last."""
+        return self._split[3]
+
     def __len__(self) -> int:
         """Number of batches, the same on every rank."""
+        whole, rest = divmod(self.samples, self.ranks * self.micro_batch_size)
+        return whole + (rest >= self.ranks) + (rest % self.ranks > 0)
+
+    def __iter__(self) -> Iterator[EvaluationBatch]:
+        return self._batches(self._fetch, range(len(self)))
+
+    def trial(self) -> Iterator[EvaluationBatch]:
+        """The first batch, and the last ones that are shorter. By one worker where there are any: a file that this process opened
+        all of them would share."""
+        fetch = _Fetcher(self.source, self._fetch.device, min(self._fetch.workers, 1))
+        full = self.samples // (self.ranks * self.micro_batch_size)
+        return self._batches(fetch, sorted({0, *range(full, len(self))}))
+
+    def _batches(self, fetch: _Fetcher, numbers: Sequence[int]) -> Iterator[EvaluationBatch]:
+        own = [self._share(number, self._split[1]) for number in numbers]
+        run = [share or self._share(number, 0) for number, share in zip(numbers, own, strict=True)]
+        batches = fetch(self._request(number, share) for number, share in zip(numbers, run, strict=True))
+        return map(EvaluationBatch, batches, run, map(bool, own))
+
+    def _share(self, number: int, rank: int) -> range:
+        """The samples that ``rank`` has of batch ``number`` of all ranks."""
         samples, _, ranks, size = self._split
-        return -(-samples // (ranks * size))
+        whole, rest = divmod(samples, ranks * size)
+        first, each, holders = number * ranks * size, size, ranks
+        if number >= whole:
+            first, each = whole * ranks * size, rest // ranks
+            if number > whole or not each:
+                first, each, holders = first + each * ranks, 1, rest % ranks
+        return range(first + rank * each, first + (rank + 1) * each) if rank < holders else range(0)
 
-    def __iter__(self) -> Iterator[tuple[Batch, int]]:
-        batches = self._fetch(
-            self._request(number, indices) for number, (indices, _) in enumerate(evaluation_rows(*self._split))
-        )
-        valid = (count for _, count in evaluation_rows(*self._split))
-        return zip(batches, valid, strict=True)
-
-    def indices(self) -> Iterator[list[int]]:
-        """For each batch, which samples its valid rows are."""
-        return (indices[:valid].tolist() for indices, valid in evaluation_rows(*self._split))
+    def _request(self, number: int, share: range) -> Request:
+        """The samples of ``share``, as wide as batch ``number`` of all ranks."""
+        first = self._share(number, 0).start
+        last = max(self._share(number, rank).stop for rank in range(self.ranks))
+        return [(0, torch.arange(share.start, share.stop))], self._fetch.width(lambda: [(0, torch.arange(first, last))])
 
     def rows(self, indices: list[int]) -> Iterator[Batch]:
         """Batches of one sample each, on the CPU."""
         return self._fetch.rows(indices)
-
-    def first(self) -> tuple[Batch, int]:
-        """The first batch alone, by one worker where there are any: a file that this process opened all of them would share."""
-        indices, valid = next(iter(evaluation_rows(*self._split)))
-        fetch = _Fetcher(self.source, self._fetch.device, min(self._fetch.workers, 1))
-        return next(fetch([self._request(0, indices)])), valid
-
-    def _request(self, number: int, indices: Tensor) -> Request:
-        """The samples ``indices``, as wide as batch ``number`` of all ranks."""
-        samples, _, ranks, size = self._split
-        first = number * ranks * size
-        last = min(first + ranks * size, samples)
-        return [(0, indices)], self._fetch.width(lambda: [(0, torch.arange(first, last))])

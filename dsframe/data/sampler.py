@@ -8,7 +8,7 @@ processes and every accumulation. There is no state: the step number alone says 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from typing import Any
@@ -164,16 +164,3 @@ class Sampler:
         else:
             epoch, start = divmod(step * self.global_batch_size + first, self.samples)
         return taken(self.order, epoch, start, count)
-
-
-def evaluation_rows(samples: int, rank: int, ranks: int, size: int) -> Iterator[tuple[Tensor, int]]:
-    """The evaluation batches of ``rank``: ``(indices, valid)``, ``indices`` int64 ``[size]``.
-
-    Every rank gets the same number of equally large batches, because evaluation is collective; the first ``valid`` rows
-    of each count (0 is possible) and the rest repeat the last sample. Over all ranks every sample counts exactly once.
-    """
-    if samples == 0:
-        raise DataError("the evaluation data set is empty")
-    for start in range(0, samples, ranks * size):
-        first = start + rank * size
-        yield torch.arange(first, first + size).clamp_(max=samples - 1), min(max(samples - first, 0), size)

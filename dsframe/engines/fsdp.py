@@ -33,7 +33,7 @@ from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError
 from dsframe.model import output_classes
 from dsframe.model.build import LARGE, without_dimensions, without_elements
-from dsframe.model.forward import Inputs
+from dsframe.model.forward import Inputs, Measure
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill, on_disk
 from dsframe.model.state import EngineState, ParameterState, SavedState, ShardedParameters, full_precision
@@ -180,9 +180,9 @@ class FsdpEngine(ReplicaEngine):
     def _slot(self, name: str, parameter: Tensor) -> ParameterView:
         return _ShardSlot(name, tuple(parameter.shape), parameter)
 
-    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
-        """**Collective.** The task's metrics; every rank's forward pass gathers the others' shards."""
-        found = super().eval_step(batch, valid)
+    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+        """**Collective.** Every rank's forward pass gathers the others' shards."""
+        found = super().eval_step(batch, measure)
         if self._calls is not None:
             self._calls.compare()
             self._calls.check(waits=not self._stays_gathered)

@@ -34,7 +34,7 @@ from dsframe.engines.base import ModelEngine
 from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
 from dsframe.model import adapter, optimizers, schedules
 from dsframe.model.build import BuiltModel
-from dsframe.model.forward import Inputs, MicroBatch
+from dsframe.model.forward import Inputs, Measure, MicroBatch
 from dsframe.model.groups import ParameterGroups
 from dsframe.model.plan import Plan
 from dsframe.model.sample_draws import DrawTrial
@@ -46,7 +46,7 @@ from dsframe.model.state import (
     ShardedParameters,
     persistent_buffers,
 )
-from dsframe.tasks.task import Sum, Task
+from dsframe.tasks.task import Sum, Task, sums
 
 Make = Callable[[Plan], ModelEngine]
 
@@ -189,8 +189,6 @@ class PartsEngine(Engine):
         plan, whole, others = self.plan, self.plan.task, self._losses.keys() - {name}
         task: Any = copy.copy(whole)
         task.model, task.loss = lambda: self._build(name), lambda outputs, targets: outputs
-        task.metrics = lambda outputs, targets: whole.metrics(outputs, targets)
-        task.update_metric = lambda metric, outputs, targets: whole.update_metric(metric, outputs, targets)
         task.parameter_groups = lambda model: _groups_of(whole.parameter_groups(model), others)
         if name not in self._losses:
             task.parameter_groups = lambda model: ()
@@ -273,10 +271,27 @@ class PartsEngine(Engine):
             if other != name:
                 engine.release_outputs()
 
-    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
-        """**Collective.** The task's metrics of the first model that is trained."""
-        self._first.plan.task.metric_objects = self.plan.task.metric_objects
-        return self._first.eval_step(batch, valid)
+    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+        """**Collective.** Of the first model that is trained, and what the task measures of all of them."""
+        found = self._first.eval_step(batch, measure)
+        task = self.plan.task
+        if type(task).metrics_of_models is Task.metrics_of_models:
+            return found
+        models = {name: partial(self._outputs, name, False) for name in self._engines}
+        with self._in_evaluation_mode(), torch.no_grad():
+            more = sums(task.metrics_of_models(models, *batch), f"{type(task).__name__}.metrics_of_models")
+        for engine in self._engines.values():
+            engine.release_outputs()
+        return {**found, **more} if measure else {}
+
+    @contextmanager
+    def _in_evaluation_mode(self) -> Iterator[None]:
+        before = {module: module.training for part in self._parts.values() for module in part.modules()}
+        for part in self._parts.values():
+            part.eval()
+        yield
+        for module, mode in before.items():
+            module.training = mode
 
     def evaluating(self, batches: int) -> AbstractContextManager[None]:
         """**Collective.** The first model's that is trained."""

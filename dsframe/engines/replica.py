@@ -18,7 +18,7 @@ from dsframe.engines import precision, state_replica
 from dsframe.engines.base import ModelEngine
 from dsframe.model import ema, lbfgs
 from dsframe.model.build import build_model
-from dsframe.model.forward import Inputs, MicroBatch, measure, outputs_of
+from dsframe.model.forward import Inputs, Measure, MicroBatch, outputs_of
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill
 from dsframe.model.state import (
@@ -224,14 +224,14 @@ class ReplicaEngine(ModelEngine):
         return self._forward(self.model if module is None else module, inputs)
 
     @torch.no_grad()
-    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
-        """The task's metrics over the valid rows. Waits for nobody: the bare model runs, whose wrapper may communicate."""
+    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+        """Waits for nobody: the bare model runs, whose wrapper may communicate."""
         inputs, targets = batch
         self.model.eval()
         inputs = self._joined(inputs, targets)
-        outputs = self._forward(self.model, inputs) if valid or self.forward_is_collective else None
+        outputs = self._forward(self.model, inputs) if measure or self.forward_is_collective else None
         self.model.train()
-        return measure(self.plan.task, outputs, targets, valid, self.built.watch)
+        return measure(outputs, targets) if measure else {}
 
     def average(self, decay: float) -> None:
         """The average of the masters, in the optimizer's state. Sends nothing."""

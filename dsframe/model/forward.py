@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
+from torch.utils._pytree import tree_leaves
 
 from dsframe.errors import TaskError
 from dsframe.model import loss_head, output_classes
@@ -20,6 +20,9 @@ if TYPE_CHECKING:
 
 Inputs = Any
 """Inputs of the model: a tensor, a tuple (positional arguments) or a dict (keyword arguments)."""
+
+Measure = Callable[[Any, Any], Mapping[str, Sum]]
+"""Makes sums of the outputs and the targets of an evaluation batch."""
 
 Terms = dict[str, Sum]
 """What a task's loss returned beside the loss, added up over the micro-batches of a step."""
@@ -126,20 +129,6 @@ def _loss(task: Task, outputs: Any, targets: Any, terms: Terms) -> Tensor:
             "it from the outputs, without .item(), .detach() or torch.no_grad()"
         )
     return loss
-
-
-def measure(task: Task, outputs: Any, targets: Any, valid: int, watch: WeightWatch | None = None) -> Mapping[str, Sum]:
-    """Returns the task's metrics over the first ``valid`` rows of each tensor; nothing for 0 rows.
-    Raises TaskError."""
-    if valid == 0:
-        return {}
-    outputs, targets = tree_map_only(
-        Tensor, lambda tensor: tensor[:valid] if tensor.ndim else tensor, (outputs, targets)
-    )
-    with _watched(watch):
-        for metric in task.metric_objects.values():
-            task.update_metric(metric, outputs, targets)
-        return sums(task.metrics(outputs, targets), f"{type(task).__name__}.metrics")
 
 
 def _watched(watch: WeightWatch | None) -> AbstractContextManager[None]:

@@ -32,14 +32,15 @@ def _objects(value: Any, depth: int) -> Iterator[Any]:
     if kind in pytree.SUPPORTED_NODES or pytree.is_namedtuple_instance(value):
         for part in value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ():
             yield from _objects(part, depth)
-    elif depth and not kind.__module__.startswith(("torch.", "builtins")) and (held := _attributes(value)):
+    elif depth and not kind.__module__.startswith(("torch.", "builtins")) and (held := attributes(value)):
         inside = [one for part in held.values() for one in _objects(part, depth - 1)]
         yield from inside
         if inside or any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(list(held.values()))):
             yield value
 
 
-def _attributes(value: Any) -> dict[str, Any]:
+def attributes(value: Any) -> dict[str, Any]:
+    """Returns what an object holds, by name."""
     slots = [
         name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if not name.startswith("__")
     ]
@@ -47,7 +48,7 @@ def _attributes(value: Any) -> dict[str, Any]:
 
 
 def _flatten(value: Any) -> tuple[list[Any], tuple[str, ...]]:
-    held = _attributes(value)
+    held = attributes(value)
     return list(held.values()), tuple(held)
 
 

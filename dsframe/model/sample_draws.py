@@ -58,36 +58,17 @@ class DrawTrial:
         hooks = [model.register_forward_pre_hook(begin), model.register_forward_hook(end)]
 
 
-class SampleDraws(TorchFunctionMode):
-    """Gives the draws of a model's forward passes in training. One per rank."""
+class DoesNotFitError(TaskError):
+    """The numbers of a draw belong to no sample."""
 
-    def __init__(self, model: nn.Module, seed: int, micro_batch_size: int, device: torch.device) -> None:
+
+class _Draws(TorchFunctionMode):
+    """Numbers that are a function of a sample, for torch's functions that draw."""
+
+    def __init__(self, seed: int, size: int, device: torch.device) -> None:
         super().__init__()
-        self._seed, self._size, self._device = seed, micro_batch_size, device
+        self._seed, self._size, self._device = seed, size, device
         self._step = self._row = self._draw = 0
-        self._before: Tensor | None = None
-        model.register_forward_pre_hook(self._begin, prepend=True)
-        model.register_forward_hook(self._end, always_call=True)
-
-    def at(self, step: int, row: int) -> None:
-        """The next forward pass is of ``step`` (from 0); its first row is number ``row`` of the global batch."""
-        self._step, self._row = step, row
-
-    def _begin(self, model: nn.Module, _: Any) -> None:
-        if model.training and torch.is_grad_enabled():
-            self._draw, self._before = 0, _generator(self._device)
-            self.__enter__()  # type: ignore[no-untyped-call]
-
-    def _end(self, *_: Any) -> None:
-        if self._before is None:
-            return
-        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
-        before, self._before = self._before, None
-        if not torch.equal(before, _generator(self._device)):
-            raise TaskError(
-                f"per_sample_randomness: the model draws random numbers inside a function of torch's that dsframe cannot give "
-                f"to samples, such as the dropout of nn.LSTM or nn.MultiheadAttention; {REMEDY}"
-            )
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The draw itself where ``function`` is one; else what it gives."""
@@ -99,9 +80,8 @@ class SampleDraws(TorchFunctionMode):
     def uniform(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Numbers in [0, 1): float32 of 24 bits, float64 of 53, other types rounded from float32.
 
-        Raises TaskError where the first dimension of ``shape`` is neither the micro-batch's nor a multiple of it.
+        Raises DoesNotFitError where the first dimension of ``shape`` is neither the micro-batch's nor a multiple of it.
         """
-        _refuse_recomputation()
         self._draw += 1
         if not shape:
             sample: tuple[int, ...] = ()
@@ -110,7 +90,7 @@ class SampleDraws(TorchFunctionMode):
             sample = (shape[0] // self._size, *shape[1:])
             first = torch.arange(self._row, self._row + self._size, device=device)
         else:
-            raise TaskError(
+            raise DoesNotFitError(
                 f"per_sample_randomness: the model draws numbers of shape {list(shape)}, whose first dimension is not that of "
                 f"the micro-batch ({self._size}), so that they belong to no sample; {REMEDY}"
             )
@@ -133,6 +113,79 @@ class SampleDraws(TorchFunctionMode):
         return (self.normal if normal else self.uniform)(tensor.shape, tensor.dtype, tensor.device)
 
 
+class SampleDraws(_Draws):
+    """Gives the draws of a model's forward passes in training. One per rank."""
+
+    def __init__(self, model: nn.Module, seed: int, micro_batch_size: int, device: torch.device) -> None:
+        super().__init__(seed, micro_batch_size, device)
+        self._before: Tensor | None = None
+        model.register_forward_pre_hook(self._begin, prepend=True)
+        model.register_forward_hook(self._end, always_call=True)
+
+    def at(self, step: int, row: int) -> None:
+        """The next forward pass is of ``step`` (from 0); its first row is number ``row`` of the global batch."""
+        self._step, self._row = step, row
+
+    def uniform(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """As without recomputation. Raises TaskError inside of a block that is computed again."""
+        _refuse_recomputation()
+        return super().uniform(shape, dtype, device)
+
+    def _begin(self, model: nn.Module, _: Any) -> None:
+        if model.training and torch.is_grad_enabled():
+            self._draw, self._before = 0, _generator(self._device)
+            self.__enter__()  # type: ignore[no-untyped-call]
+
+    def _end(self, *_: Any) -> None:
+        if self._before is None:
+            return
+        self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
+        before, self._before = self._before, None
+        if not torch.equal(before, _generator(self._device)):
+            raise TaskError(
+                f"per_sample_randomness: the model draws random numbers inside a function of torch's that dsframe cannot give "
+                f"to samples, such as the dropout of nn.LSTM or nn.MultiheadAttention; {REMEDY}"
+            )
+
+
+class EvaluationDraws(_Draws):
+    """Gives the draws of an evaluation, of the model, the loss and the metrics, without the file's asking for it.
+
+    They are the same in every evaluation. What belongs to no sample is left to torch.
+    """
+
+    def __init__(self, seed: int, device: torch.device) -> None:
+        super().__init__(seed, 1, device)
+        self.drawn = False
+        """True once something was drawn."""
+        self.left_out = False
+        """True once a draw belonged to no sample, or was of a generator of the task's own."""
+
+    def of(self, data: int, samples: range) -> EvaluationDraws:
+        """Is to be entered around the batch of these ``samples`` of the data set number ``data``."""
+        self._step, self._row, self._size, self._draw = _EVALUATION + data, samples.start, len(samples), 0
+        return self
+
+    def uniform(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
+        """Only for the rows of a batch: a multiple of few rows may be something else, such as time."""
+        self.drawn = True
+        if shape and shape[0] != self._size:
+            raise DoesNotFitError
+        return super().uniform(shape, dtype, device)
+
+    def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        """The draw itself where it belongs to samples; else what ``function`` gives."""
+        self.left_out |= function in _DRAWS and (kwargs or {}).get("generator") is not None
+        try:
+            return super().__torch_function__(function, types, args, kwargs)
+        except DoesNotFitError:
+            self.left_out = True
+            return function(*args, **(kwargs or {}))
+
+
+_EVALUATION = 0x6576616C << 32  # no training has so many steps
+
+
 def _refuse_recomputation() -> None:
     """Raises TaskError inside a block that the backward pass computes again, when nobody gives draws.
 
@@ -148,7 +201,7 @@ def _refuse_recomputation() -> None:
 def _dropout(leading: int | None = None) -> Callable[..., Tensor]:
     """Dropout of single numbers, or of whole channels where a mask has but the ``leading`` dimensions."""
 
-    def drop(its: SampleDraws, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
+    def drop(its: _Draws, input: Tensor, p: float = 0.5, training: bool = True, inplace: bool = False) -> Tensor:
         if not training or p == 0.0:
             return input
         shape = input.shape if leading is None else torch.Size([*input.shape[:leading], *[1] * (input.ndim - leading)])
@@ -160,7 +213,7 @@ def _dropout(leading: int | None = None) -> Callable[..., Tensor]:
 
 
 def _factory(normal: bool) -> Callable[..., Tensor]:
-    def make(its: SampleDraws, *size: Any, dtype: Any = None, device: Any = None, **others: Any) -> Tensor:
+    def make(its: _Draws, *size: Any, dtype: Any = None, device: Any = None, **others: Any) -> Tensor:
         shape = torch.Size(size[0] if size and not isinstance(size[0], int) else size or others.pop("size"))
         where = torch.empty(0, dtype=dtype, device=device)
         found = (its.normal if normal else its.uniform)(shape, where.dtype, where.device)
@@ -170,26 +223,34 @@ def _factory(normal: bool) -> Callable[..., Tensor]:
 
 
 def _like(normal: bool) -> Callable[..., Tensor]:
-    def make(its: SampleDraws, input: Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
+    def make(its: _Draws, input: Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
         draw = its.normal if normal else its.uniform
         return draw(input.shape, dtype or input.dtype, torch.device(device or input.device))
 
     return make
 
 
-def _normal(its: SampleDraws, mean: Any = 0.0, std: Any = 1.0, *size: Any, **_: Any) -> Tensor:
+def _normal(its: _Draws, mean: Any = 0.0, std: Any = 1.0, *size: Any, **_: Any) -> Tensor:
     given = [one for one in (mean, std) if isinstance(one, Tensor)]
     like = torch.broadcast_tensors(*given)[0] if given else torch.empty(size[0])  # type: ignore[no-untyped-call]
     drawn: Tensor = its.like(like, normal=True) * std + mean
     return drawn
 
 
-def _bernoulli(its: SampleDraws, input: Tensor, p: float | None = None, **_: Any) -> Tensor:
+def _integers(its: _Draws, *bounds: Any, dtype: Any = torch.int64, device: Any = None, **named: Any) -> Tensor:
+    *ends, size = [*bounds, named["size"]] if "size" in named else bounds
+    low, high = named.get("low", ends[0] if len(ends) == 2 else 0), named.get("high", ends[-1] if ends else None)
+    where = torch.device(device) if device is not None else torch.empty(0).device
+    uniform = its.uniform(torch.Size(size), torch.float64, where)
+    return (uniform * (high - low) + low).floor().to(dtype)
+
+
+def _bernoulli(its: _Draws, input: Tensor, p: float | None = None, **_: Any) -> Tensor:
     return (its.uniform(input.shape, torch.float32, input.device) < (input if p is None else p)).to(input.dtype)
 
 
 def _attention(
-    its: SampleDraws,
+    its: _Draws,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -224,6 +285,10 @@ _DRAWS: dict[Any, Callable[..., Any]] = {
     torch.randn: _factory(normal=True),
     torch.rand_like: _like(normal=False),
     torch.randn_like: _like(normal=True),
+    torch.randint: _integers,
+    torch.randint_like: lambda its, input, *ends, dtype=None, device=None, **named: _integers(
+        its, *ends, input.shape, dtype=dtype or input.dtype, device=device or input.device, **named
+    ),
     torch.normal: _normal,
     torch.bernoulli: _bernoulli,
     Tensor.bernoulli: _bernoulli,

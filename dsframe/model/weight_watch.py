@@ -111,6 +111,11 @@ class WeightWatch(TorchFunctionMode):
         self._trained = [one.requires_grad for one in self._parameters.values()]
         self._whole = not any(hasattr(one, "ds_numel") or _is_dtensor(one) for one in self._parameters.values())
 
+    @property
+    def model(self) -> nn.Module:
+        """The model that is watched."""
+        return self._model
+
     # What is called.
 
     @contextmanager

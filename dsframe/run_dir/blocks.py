@@ -8,6 +8,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from dsframe.engines import precision
+from dsframe.results import best_step
 from dsframe.text import clock
 
 if TYPE_CHECKING:
@@ -35,7 +36,7 @@ def has_colours(terminal: bool) -> bool:
 
 
 def header(
-    plan: Plan, engine: Engine, *, samples: int, held_out: int | None, steps: int | None, threads: int
+    plan: Plan, engine: Engine, *, samples: int, held_out: int, steps: int | None, threads: int
 ) -> list[tuple[str, str]]:
     """Returns what is going to be trained, or with ``steps`` None evaluated. ``samples``, ``held_out``: of the data; ``threads``:
     of each process."""
@@ -107,13 +108,16 @@ def ending(summary: Summary, directory: Path, best: tuple[str, float, int] | Non
     share = "" if summary.mfu is None else f", {summary.mfu:.1%} MFU"
     peak = max(summary.peak_memory_bytes) / 2**20
     speed = f"{summary.steps:,} steps in {clock(summary.seconds)}, {summary.rate:,.0f} {summary.unit}/s{share}"
-    checkpoint = directory / "checkpoints" / f"step-{summary.steps:08}"
+    folder = directory / "checkpoints"
+    checkpoint, pointer = folder / f"step-{summary.steps:08}", folder / "best"
+    saved = folder / pointer.read_text().strip() if pointer.is_file() else None
     return [
         ("training", f"{speed}, peak {peak:,.0f} MiB a rank"),
         ("ended by", summary.stopped),
         ("loss", f"{summary.loss:.4f} in the last step"),
         ("evaluation", "  ".join(f"{name} {value:.4f}" for name, value in summary.metrics.items())),
         ("best", f"{best[0]} {best[1]:.4f} after step {best[2]:,}" if best else ""),
+        ("best saved", str(saved) if saved else ""),
         ("checkpoint", str(checkpoint) if checkpoint.is_dir() else ""),
         ("next", f"dsframe report {directory}"),
     ]
@@ -122,15 +126,13 @@ def ending(summary: Summary, directory: Path, best: tuple[str, float, int] | Non
 def best_of(records: Sequence[Mapping[str, Any]], wanted: str | None) -> tuple[str, float, int] | None:
     """Returns metric, value and step of the best evaluation; None where there is none, or a single one.
 
-    ``wanted``: ``NAME:min`` or ``NAME:max``, as the file says what is better. None: the smallest loss.
+    ``wanted``: ``NAME:min`` or ``NAME:max``, as the file says what is better. None: the smallest loss, of the first set that has
+    one.
     """
-    name, _, direction = (wanted or "loss:min").partition(":")
-    found = [
-        (record["evaluation"][name], record["step"])
-        for record in records
-        if isinstance(record.get("evaluation", {}).get(name), int | float)
-    ]
-    if len(found) < 2:
+    evaluations = {int(record["step"]): record["evaluation"] for record in records if record.get("evaluation")}
+    names = dict.fromkeys(name for evaluation in evaluations.values() for name in evaluation)
+    wanted = wanted or next((f"{name}:min" for name in names if name.rpartition("/")[2] == "loss"), "loss:min")
+    step, name = best_step(evaluations, wanted), wanted.partition(":")[0]
+    if step is None or sum(evaluation.get(name) is not None for evaluation in evaluations.values()) < 2:
         return None
-    value, step = (max if direction == "max" else min)(found, key=lambda pair: pair[0])
-    return name, float(value), int(step)
+    return name, float(evaluations[step][name]), step

@@ -79,6 +79,10 @@ class TaskContext:
     world_size: int = 1
     step: int = 0
     """The optimizer step that is being made, counted from 1; 0 before the first."""
+    eval_set: str = ""
+    """The set of ``eval_data`` that is evaluated, if that names several."""
+    eval_samples: int = 0
+    """Samples in the batch that ``metrics`` is given: as many as ``collate`` was given."""
     ranks: Ranks | None = None
     """Sums over ranks, from when the model is built."""
 
@@ -104,6 +108,8 @@ class Task:
     """Makes a batch of a list of rows of a torch ``Dataset``: ``(inputs, targets)``, or a dict with ``labels``. A method
     ``collate(self, rows)``, :class:`dsframe.data.Pad`, or a collator of transformers; it runs where the rows are read. None: rows
     are pairs, or dicts with ``labels``, of one size. Numbers that it draws belong to the micro-batch, not to a sample."""
+    eval_collate: Any = None
+    """The same for evaluations and predictions, where :attr:`collate` is for training alone, as mixup is. None: :attr:`collate`."""
     data_dir: str | None = None
     """Folder that :meth:`prepare` writes to. None: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
     prepared_as: str = ""
@@ -289,22 +295,52 @@ class Task:
         return len(tree_leaves(targets)[0])
 
     def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
-        """Returns what evaluation reports, by name. By default the loss, a mean over samples also where it is a sum; an override
-        adds to it or replaces it.
+        """Returns what evaluation reports of a batch, by name, as sums and counts; by default :meth:`validation_loss`, which an
+        evaluation reports also where an override leaves it out.
 
-        Only rows that count arrive here (the padding at the end of the data is cut off), and at least one.
+        Outputs and targets are those of a whole batch as ``collate`` made it; the last batches have fewer samples. Gradients are
+        off: a model that takes derivatives does so inside of ``torch.enable_grad()``.
         """
+        return self.validation_loss(outputs, targets)
+
+    def validation_loss(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
+        """The loss, a mean over samples also where it is a sum, and what :meth:`loss` returns beside it. Without an own
+        :meth:`loss_weight` it is over as many items as all targets have rows, else as the batch has samples."""
         found, terms = loss_and_terms(self.loss(outputs, targets))
         loss = tensor_of(found, f"{type(self).__name__}.loss")
-        items = torch.as_tensor(self.loss_weight(targets)).to(loss.device)
+        weighted = type(self).loss_weight is not Task.loss_weight
+        items = torch.as_tensor(
+            self.loss_weight(targets) if weighted else _items(targets, self.context.eval_samples), device=loss.device
+        )
         if self.loss_is == "sum":
             return {**terms, "loss": Sum(loss, items)}
         total = torch.where(items > 0, loss * items, torch.zeros_like(loss))  # a mean over nothing is NaN
         return {**terms, "loss": Sum(total, items)}
 
+    def metrics_of_models(
+        self, models: Mapping[str, Callable[..., Any]], inputs: Any, targets: Any
+    ) -> Mapping[str, Sum]:
+        """**Collective.** For tasks with several :meth:`models`: more metrics of a batch, from outputs of any of them, such as how
+        often a policy prefers another answer than its reference. ``models`` are called as in :meth:`losses`, here in evaluation
+        mode and without gradients, on every rank the same times. By default there are none."""
+        return {}
+
     def update_metric(self, metric: Any, outputs: Any, targets: Any) -> None:
-        """Gives one of :attr:`metric_objects` a batch: ``metric.update(outputs, targets)``. Only rows that count arrive here."""
+        """Gives one of :attr:`metric_objects` a batch, as :meth:`metrics` gets it: ``metric.update(outputs, targets)``."""
         metric.update(outputs, targets)
+
+    def keep(self, outputs: Any, targets: Any) -> Any:
+        """Returns what :meth:`metrics_of_all` is given of a batch: any nesting of tensors, numbers and texts."""
+        return outputs, targets
+
+    def metrics_of_all(self, batches: list[Any]) -> Mapping[str, float]:
+        """Returns metrics that are no means, such as mAP, BLEU or an area under a curve, by a function of all ``batches``: what
+        :meth:`keep` returned of each, in the order of the samples, on the CPU.
+
+        Called on rank 0, on any number of ranks; how many samples a batch has depends on that number. Rank 0 has all of it in
+        memory, and every other rank its own part until the end of the evaluation: keep little. By default there are none.
+        """
+        return {}
 
     def finalize(self, sums: Mapping[str, Sum]) -> Mapping[str, float]:
         """Returns what an evaluation reports, of the ``sums`` of :meth:`metrics` over all samples. By default each one's mean.
@@ -378,16 +414,18 @@ class Task:
         """
         return None
 
-    def eval_data(self) -> Source | Dataset[Any] | None:
-        """Held-out data of the same kind, or None: no evaluation."""
+    def eval_data(self) -> Source | Dataset[Any] | Mapping[str, Any] | None:
+        """Held-out data of the same kind, or None: no evaluation. A dict has several sets by name: their metrics are called
+        ``val/loss``, ``clean/accuracy``."""
         return None
 
-    def predict_data(self) -> Source | Dataset[Any] | None:
+    def predict_data(self) -> Source | Dataset[Any] | Mapping[str, Any] | None:
         """Data for ``dsframe predict``, of the same kind; by default :meth:`eval_data`. Targets may be anything, one each."""
         return self.eval_data()
 
     def predictions(self, outputs: Any, targets: Any) -> Mapping[str, Any]:
-        """Returns what ``dsframe predict`` writes of a batch: tensors or lists by name, a row for each sample.
+        """Returns what ``dsframe predict`` writes of a batch: by name a tensor with a row for each sample, a list with an entry
+        for each, or any nesting of these in dicts, tuples and objects.
 
         By default the outputs: under ``output``, or by their own names where they are a mapping.
         """
@@ -413,6 +451,14 @@ class _OfParts(Task):
 
     def eval_data(self) -> Any:
         return self._held_out
+
+
+def _items(targets: Any, samples: int) -> int:
+    """Over how many items a loss is a mean, by the form of its ``targets``: the rows of all tensors, where a ``collate`` makes
+    another number of rows than it gets; the samples, where tensors differ in rows or there is a list with an entry for each."""
+    rows = {len(leaf) for leaf in tree_leaves(targets) if isinstance(leaf, Tensor) and leaf.ndim}
+    ragged = len(rows) != 1 or (isinstance(targets, list) and len(targets) == samples)
+    return samples if samples and ragged else next(iter(rows), 1)
 
 
 def loss_and_terms(found: Any) -> tuple[Any, Mapping[str, Any]]:

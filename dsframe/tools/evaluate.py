@@ -10,12 +10,12 @@ import argparse
 import atexit
 import json
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from dataclasses import replace
 from functools import cache
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from dsframe.cluster import world as worlds
 from dsframe.cluster.world import World
@@ -30,6 +30,7 @@ from dsframe.train import crash, leave, leave_at_once
 
 if TYPE_CHECKING:
     from dsframe.config import Config
+    from dsframe.tasks.task import Task
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -60,6 +61,8 @@ def _parser(what: str) -> argparse.ArgumentParser:
     parser = command(what, known[what])
     add = parser.add_argument
     add("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest complete one)")
+    add("--best", action="store_true", help="of a run's directory the best one (keep_best)")
+    add("--data", metavar="NAME", help="one set alone, where the task's data has several")
     add("--config", help="the file, which says engine, task and data (default: that of the run)")
     add_overrides(parser, "one key of it")
     add("--engine", help="short for --set dsframe.engine=...")
@@ -104,17 +107,17 @@ def _main(what: str, argv: Sequence[str] | None) -> int:
 def _run(what: str, options: argparse.Namespace, world: World) -> None:
     from dsframe.checkpoint import store
 
-    file = options.config or store.config_of(store.locate(options.checkpoint)[0])
+    file = options.config or store.config_of(store.locate(options.checkpoint, best=options.best)[0])
     if options.config is None and not any(text.startswith("dsframe.task") for text in options.overrides):
         _refuse_script(Path(file).parent)
     config = _fitting(file, options.overrides, world)
     with prepared(config, None, world, verbose=options.verbose, quiet=options.quiet) as run:
         from dsframe import inference
 
-        path = store.complete(options.checkpoint)
+        path = store.complete(options.checkpoint, best=options.best)
+        read, task = run.data, run.task
+        run = replace(run, data=cache(lambda: _data(read, task, options.data, predicts=what == "predict")))
         if what == "predict":
-            read, task = run.data, run.task
-            run = replace(run, data=cache(lambda: (read()[0], task.predict_data())))
             rows = inference.predict(run, world, path, options.out, averages=options.average)
             if world.is_main:
                 print(f"dsframe: {rows:,} rows of {path}: {options.out}", file=sys.stderr)
@@ -125,6 +128,22 @@ def _run(what: str, options: argparse.Namespace, world: World) -> None:
         print(line, flush=True)
         if options.out:
             options.out.write_text(line + "\n", encoding="utf-8")
+
+
+def _data(read: Callable[[], tuple[Any, Any]], task: Task, name: str | None, *, predicts: bool) -> tuple[Any, Any]:
+    """The data for training, and those that are asked for. Raises TaskError where there is no set of this ``name``, and for
+    predictions of several."""
+    training, chosen = read()
+    if predicts:
+        chosen = task.predict_data()
+    several = list(chosen) if isinstance(chosen, dict) else []
+    if name is not None and name not in several:
+        raise TaskError(f"--data {name}: {type(task).__name__} has {', '.join(several) or 'one set, without a name'}")
+    if name is None and predicts and several:
+        raise TaskError(f"predict: {type(task).__name__} has several sets; write --data {' or --data '.join(several)}")
+    if name is not None:
+        chosen = chosen[name] if predicts else {name: chosen[name]}
+    return training, chosen
 
 
 def _refuse_script(directory: Path) -> None:

@@ -9,6 +9,7 @@ from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING
 
+from dsframe.checkpoint import store
 from dsframe.checkpoint.export import DTYPES, SUFFIX, averages, export, say_aloud
 from dsframe.tools.commands import command
 
@@ -29,7 +30,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     if options.average and options.to == "universal":
         parser().error("--average: a universal checkpoint is to go on from, with the weights and the optimizer's state")
     weights = partial(merged, average=options.average) if options.merge else averages if options.average else None
-    out = export(options.checkpoint, to, options.dtype, options.out, shard_size=options.shard_size, weights=weights)
+    path = store.complete(options.checkpoint, best=True) if options.best else options.checkpoint
+    out = export(path, to, options.dtype, options.out, shard_size=options.shard_size, weights=weights)
     files = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
     say_aloud(f"{out}: {sum(path.stat().st_size for path in files) / 1e6:,.1f} MB")
     return 0
@@ -40,6 +42,7 @@ def parser() -> argparse.ArgumentParser:
     parser = command("export", "Write a checkpoint's weights into one file, or all of it for DeepSpeed.")
     add = parser.add_argument
     add("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest complete one)")
+    add("--best", action="store_true", help="of a run's directory the best one (keep_best)")
     add(
         "--to",
         choices=sorted(SUFFIX),

@@ -20,6 +20,7 @@ def parser() -> argparse.ArgumentParser:
     parser = command("generate", "Text from a checkpoint of a language model.")
     add = parser.add_argument
     add("checkpoint", type=Path, help="a checkpoint, or a run's directory (its newest complete one)")
+    add("--best", action="store_true", help="of a run's directory the best one (keep_best)")
     add("--prompt", action="append", required=True, help="text to go on from; may be given several times")
     add("--tokens", type=int, default=64, help="tokens to add (default: %(default)s)")
     add("--sample", action="store_true", help="draw tokens; without it always the likeliest one")
@@ -42,7 +43,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     from dsframe.tasks.huggingface import CausalLanguageModelTask
     from dsframe.tasks.language import LanguageTask
 
-    path = store.complete(options.checkpoint)
+    path = store.complete(options.checkpoint, best=options.best)
     config = load(options.config or store.config_of(path))
     task = tasks.build(config.settings.task, config.settings.seed)
     if not isinstance(task, (LanguageTask, CausalLanguageModelTask)):

@@ -46,7 +46,7 @@ class Checkpoints(Listener):
             seconds = self._saver.save(
                 step,
                 loss=training.loss if logged else None,
-                evaluation=training.finite_metrics(),
+                evaluation=training.current_metrics(),
             )
             training.pause(seconds)
             if self._hooks.listens("on_checkpoint") and not self._saver.asynchronous:
@@ -70,7 +70,7 @@ class Checkpoints(Listener):
     def add_evaluation(self, training: Training) -> None:
         """**Collective.** The evaluation joins the checkpoint that was saved before it."""
         if training.step == self._saver.saved_step:
-            self._saver.rate(training.step, training.finite_metrics())
+            self._saver.rate(training.step, training.current_metrics())
 
     def settle(self) -> None:
         """**Collective.** Waits for a checkpoint that is written in the background."""

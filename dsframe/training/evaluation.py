@@ -3,105 +3,239 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
+from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
 from xxhash import xxh3_64_hexdigest
 
 from dsframe.checkpoint import generators
-from dsframe.cluster.exchange import aligned, all_gather_text, sum_rows
+from dsframe.cluster.exchange import aligned, all_gather_text, failures, sum_rows
 from dsframe.data import EvaluationLoader
-from dsframe.data.source import Batch
+from dsframe.data.loader import EvaluationBatch
 from dsframe.engine import Engine
 from dsframe.errors import TaskError
 from dsframe.model import metric_objects
-from dsframe.tasks.task import Sum, Task
+from dsframe.model.plan import Plan
+from dsframe.model.sample_draws import EvaluationDraws
+from dsframe.tasks.task import Sum, Task, sums
+from dsframe.text import reason
+from dsframe.training import whole_set
 
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 """BatchNorm's, which training does not use (``dsframe.engine.dependences`` announces it)."""
+
+
+Take = Callable[[EvaluationBatch, Any, Any], Mapping[str, Sum]]
+"""Is given a batch that counts, the outputs and the targets."""
 
 
 class Evaluation:
     """Takes the task's metrics of an engine's model."""
 
     def __init__(
-        self, engine: Engine, loader: EvaluationLoader, sign_of_life: Callable[[], None], say: Callable[[str], None]
+        self,
+        engine: Engine,
+        loaders: Mapping[str, EvaluationLoader],
+        sign_of_life: Callable[[], None],
+        say: Callable[[str], None],
+        on_batch: Callable[[Any, Any], None] | None = None,
     ) -> None:
-        """``sign_of_life``: called before each batch. ``say``: rank 0's voice, silent on others."""
-        self._engine, self._loader, self._sign_of_life, self._say = engine, loader, sign_of_life, say
-        self._told = False
+        """``loaders``: of each set, by its name, which is empty where there is one. ``sign_of_life``: called before each batch.
+        ``say``: rank 0's voice, silent on others. ``on_batch``: is given outputs and targets of each batch that this rank has."""
+        self._engine, self._loaders, self._sign_of_life, self._say = engine, loaders, sign_of_life, say
+        self._on_batch = on_batch
+        self._told: set[str] = set()
+        self._has_loss = type(engine.plan.task).loss is not Task.loss
+        self._no_loss = ""
+        """Why this rank could not compute the loss."""
+        self._kept: list[Any] = []
+        """What the task keeps of each batch for metrics of all."""
+        self._keeps = type(engine.plan.task).metrics_of_all is not Task.metrics_of_all
+        plan = engine.plan
+        self._compiled = bool(plan.config.settings.model.compile)
+        whole = plan.batch.data_parallel_size == plan.world.size and not self._compiled
+        self._draws = EvaluationDraws(plan.seed, plan.device) if whole else None
+        """Gives the draws to samples: None where it cannot, or where the first batch has not drawn."""
 
     @property
     def batches(self) -> int:
         """Batches of each rank."""
-        return len(self._loader)
+        return sum(map(len, self._loaders.values()))
 
     def run(self, stops: Callable[[int], bool] = lambda batches: False) -> dict[str, float] | None:
-        """**Collective.** Means over all held-out samples, the same on every rank; None where ranks agree to stop before.
+        """**Collective.** Metrics over all held-out samples, the same on every rank; None where ranks agree to stop before.
 
         ``stops``: called with the number of batches done. Training does not see it: random generators are put back, so that
         a checkpoint from before the evaluation goes on as the run itself did.
         """
-        device = self._engine.plan.device
-        average = self._engine.plan.config.settings.ema
-        kept = generators.capture(device)
-        with self._engine.averaged() if average and average.evaluate else nullcontext():
-            found = self.over(self._loader, self.batches, stops)
-        results = None if found is None else self._results(found)
-        generators.restore(kept, device)
+        plan = self._engine.plan
+        average = plan.config.settings.ema
+        kept = generators.capture(plan.device)
+        with self._engine.averaged() if average and average.evaluate else nullcontext(), self._one_model():
+            results = self._over_all(stops)
+        self._look_at_draws(kept)
+        generators.restore(kept, plan.device)
+        return results
+
+    def _over_all(self, stops: Callable[[int], bool]) -> dict[str, float] | None:
+        results: dict[str, float] = {}
+        done = 0
+        for name, loader in self._loaders.items():
+            found = self._over(name, loader, self._measure_and_show, lambda count, done=done: stops(done + count))  # type: ignore[misc]
+            if found is None:
+                return None
+            results |= self._results(name, found)
+            done += len(loader)
         return results
 
     def try_out(self) -> None:
-        """**Collective.** One batch a rank, before training: what is wrong with it shall not wait for the first epoch's end.
+        """**Collective.** The first batch of each set, and the last one where it is incomplete, before training: what is wrong with
+        them shall not wait for the first epoch's end.
 
-        Raises TaskError, too, where a schedule waits for a metric that there is not.
+        Raises TaskError, too, where the file waits for a metric that there is not.
 
         Training does not see it: random generators are put back, and what the file asks to be compiled is not, for the compiler
         would take the training's batches for others of the same graph where theirs is another size.
         """
-        plan = self._engine.plan
-        device, compiled = plan.device, plan.config.settings.model.compile
+        device = self._engine.plan.device
         kept = generators.capture(device)
         watch = self._engine.built.watch
+        metrics: dict[str, float] = {}
+        complete = True
         with (
-            torch.compiler.set_stance("force_eager") if compiled else nullcontext(),
+            torch.compiler.set_stance("force_eager") if self._compiled else nullcontext(),
             watch.trial() if watch else nullcontext(),
+            self._one_model(),
         ):
-            found = self.over([self._loader.first()], 1)
-        with suppress(ArithmeticError, ValueError):  # of a few samples there may be nothing to divide by
-            metrics = self._results(found or {})
-            for follower in plan.followers.values():
-                follower.check(metrics)
-            best = (plan.config.settings.checkpoints.keep_best or "").partition(":")[0]
-            if best and metrics and best not in metrics:
-                raise TaskError(f"keep_best: no metric {best!r} in the evaluation; it has {', '.join(metrics)}")
+            for name, loader in self._loaders.items():
+                found = self._over(name, list(loader.trial()), self._measure)
+                try:
+                    metrics |= self._results(name, found or {})
+                except (ArithmeticError, ValueError):  # of a few samples there may be nothing to divide by
+                    complete = False
+        if complete:
+            refuse_unknown(self._engine.plan, metrics)
+        self._look_at_draws(kept)
         generators.restore(kept, device)
 
-    def _results(self, found: Mapping[str, Sum]) -> dict[str, float]:
-        """**Collective.** Returns what the task makes of its sums, and what its metric objects do."""
-        computed = metric_objects.compute(self._engine)
-        return {**finalized(self._engine.plan.task, found), **computed}
+    def each(self, name: str, take: Take) -> None:
+        """**Collective.** Gives ``take`` each batch of a set that counts, with its outputs and targets, in the place of metrics."""
+        with self._one_model():
+            self._batches(name, self._loaders[name], take)
 
-    def over(
+    def _over(
         self,
-        batches: Iterable[tuple[Batch, int]],
-        count: int,
+        name: str,
+        batches: Collection[EvaluationBatch] | EvaluationLoader,
+        measure: Take,
         stops: Callable[[int], bool] = lambda batches: False,
     ) -> dict[str, Sum] | None:
-        """**Collective.** The task's sums over ``count`` ``batches``, as many on each rank; None where ranks agree to stop."""
-        sums: dict[str, Sum] = {}
+        """**Collective.** The task's sums over ``batches``, as many on each rank; None where ranks agree to stop."""
         metric_objects.reset(self._engine)
-        with self._one_model(), self._engine.evaluating(count):
-            for number, (batch, valid) in enumerate(batches):
-                if number and stops(number):
+        self._kept.clear()
+        found = self._batches(name, batches, measure, stops)
+        if found is None:
+            return None
+        if self._has_loss and (why := failures(self._engine, self._no_loss)):
+            self._has_loss = False
+            self._tell(f"note: evaluations are without the loss, which fails in evaluation mode: {why[0]}")
+            found.pop("loss", None)
+        return totals(self._engine, found)
+
+    def _batches(
+        self,
+        name: str,
+        batches: Collection[EvaluationBatch] | EvaluationLoader,
+        take: Take,
+        stops: Callable[[int], bool] = lambda batches: False,
+    ) -> dict[str, Sum] | None:
+        engine, number = self._engine, list(self._loaders).index(name)
+        engine.plan.task.context.eval_set = name
+        total: dict[str, Sum] = {}
+        with engine.evaluating(len(batches)):
+            for done, one in enumerate(batches):
+                if done and stops(done):
                     return None
                 self._sign_of_life()
-                for name, value in self._engine.eval_step(batch, valid).items():
-                    sums[name] = sums[name] + value if name in sums else value
-        return totals(self._engine, sums)
+                with self._draws.of(number, one.samples) if self._draws else nullcontext(), self._stance(name, one):
+                    found = engine.eval_step(one.batch, partial(take, one) if one.counts else None)
+                if self._draws and not self._draws.drawn:
+                    self._draws = None
+                for metric, value in found.items():
+                    total[metric] = total[metric] + value if metric in total else value
+        return total
+
+    def _stance(self, name: str, one: EvaluationBatch) -> AbstractContextManager[Any]:
+        """A batch that is shorter is not compiled: the compiler would make another graph for it, and take the training's batches
+        for others of one graph whose size changes."""
+        short = len(one.samples) < self._loaders[name].micro_batch_size
+        return torch.compiler.set_stance("force_eager") if self._compiled and short else nullcontext()
+
+    def _measure(self, one: EvaluationBatch, outputs: Any, targets: Any) -> Mapping[str, Sum]:
+        """The task's metrics of a batch. Raises TaskError."""
+        task, watch = self._engine.plan.task, self._engine.built.watch
+        task.context.eval_samples = len(one.samples)
+        with nullcontext() if watch is None else watch.inside():
+            for metric in task.metric_objects.values():
+                task.update_metric(metric, outputs, targets)
+            found = sums(task.metrics(outputs, targets), f"{type(task).__name__}.metrics")
+            if "loss" not in found:
+                found = {**self._loss(outputs, targets), **found}
+            if self._keeps:
+                self._kept.append(whole_set.on_cpu(task.keep(outputs, targets)))
+        return found
+
+    def _measure_and_show(self, one: EvaluationBatch, outputs: Any, targets: Any) -> Mapping[str, Sum]:
+        """The same, for the hooks to see: not in a trial."""
+        found = self._measure(one, outputs, targets)
+        if self._on_batch:
+            self._on_batch(outputs, targets)
+        return found
+
+    def _loss(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
+        """The loss, where the task's metrics leave it out; nothing where it cannot be computed: a model may give something else
+        in evaluation mode, as detectors do."""
+        task = self._engine.plan.task
+        if self._no_loss or not self._has_loss:
+            return {}
+        try:
+            return sums(task.validation_loss(outputs, targets), f"{type(task).__name__}.loss")
+        except Exception as error:
+            self._no_loss = reason(error, 200)
+            return {}
+
+    def _results(self, name: str, found: Mapping[str, Sum]) -> dict[str, float]:
+        """**Collective.** Returns what the task makes of its sums, and what its metric objects and its metrics of all do."""
+        engine, task = self._engine, self._engine.plan.task
+        computed = metric_objects.compute(engine)
+        if self._keeps:
+            computed |= whole_set.compute(engine, self._kept)
+        own = finalized(task, found)
+        loss = {"loss": found["loss"].mean} if "loss" in found and "loss" not in own else {}
+        prefix = f"{name}/" if name else ""
+        return {f"{prefix}{metric}": value for metric, value in {**loss, **own, **computed}.items()}
+
+    def _look_at_draws(self, before: Any) -> None:
+        """**Collective.** Says once that something was drawn which belongs to no sample."""
+        engine = self._engine
+        left_out = self._draws is not None and self._draws.left_out
+        moved = generators.capture(engine.plan.device) != before
+        drawn = torch.tensor([float(left_out or moved)], dtype=torch.float64, device=engine.plan.device)
+        if engine.sum_over_ranks(drawn).item():
+            self._tell(
+                "note: this evaluation draws random numbers that belong to no sample, others on each rank, so its figures depend "
+                "on the number of processes"
+            )
+
+    def _tell(self, line: str) -> None:
+        if line not in self._told:
+            self._told.add(line)
+            self._say(line)
 
     @contextmanager
     @torch.no_grad()
@@ -115,15 +249,24 @@ class Evaluation:
         kept = {name: buffer.to("cpu", copy=True) for name, buffer in self._engine.buffers().items()}
         differ = _take_over(self._engine, kept)
         own = ", ".join(name for name in differ if name.rpartition(".")[2] not in _STATISTICS)
-        if own and not self._told:
-            self._say(f"warning: buffer {own} differs between ranks; results may depend on the number of processes")
-            self._told = True
+        if own:
+            self._tell(f"warning: buffer {own} differs between ranks; results may depend on the number of processes")
         try:
             yield
         finally:
             for name, buffer in self._engine.buffers().items():
                 if name in kept and not torch.equal(buffer.cpu(), kept[name]):
                     _put(kept[name], buffer)
+
+
+def refuse_unknown(plan: Plan, metrics: Collection[str]) -> None:
+    """Raises TaskError where the file waits for a metric that no evaluation reports."""
+    best = plan.config.settings.checkpoints.keep_best
+    wanted = {"dsframe.checkpoints.keep_best": best.partition(":")[0]} if best else {}
+    wanted |= {follower.key: follower.metric for follower in plan.followers.values()}
+    for key, metric in wanted.items():
+        if metric not in metrics:
+            raise TaskError(f"{key}: no metric {metric!r} in the evaluation; it has {', '.join(metrics) or 'none'}")
 
 
 def totals(engine: Engine, sums: Mapping[str, Sum]) -> dict[str, Sum]:

@@ -123,6 +123,10 @@ class Distilled(Gan):
     def losses(self) -> Mapping[str, Any]:
         return {"student": self.imitate}
 
+    def metrics_of_models(self, models: Mapping[str, Any], inputs: Tensor, targets: Tensor) -> dict[str, dsframe.Sum]:
+        right = models["student"](inputs).argmax(1) == models["teacher"](inputs).argmax(1)
+        return {"agreement": dsframe.Sum(right.sum(), len(right))}
+
     def imitate(self, models: Mapping[str, Any], inputs: Tensor, targets: Tensor) -> Tensor:
         found = models["student"](inputs)
         return mse_loss(found, models["teacher"](inputs)) + 0.1 * mse_loss(found, targets)
@@ -285,7 +289,7 @@ def measure(case: str, kept: dict[str, Snapshot]) -> dict[str, Any]:
         found["averages"] = {one.name: one.moments[KEY].flatten().tolist() for one in every}
         source = as_source(engine.plan.task.eval_data(), 0, None)
         share = torch.arange(engine.plan.data_rank, 96, engine.plan.batch.data_parallel_size)
-        one = engine.eval_step(source.batch(share, 0), len(share))["distance"]
+        one = engine.eval_step(source.batch(share, 0), engine.plan.task.metrics)["distance"]
         total = engine.sum_over_ranks(torch.tensor([float(one.total), float(one.count)], dtype=torch.float64))
         found["distance"] = float(total[0] / total[1])
         if frozen := engine._parts.get("teacher"):

@@ -179,7 +179,7 @@ def seeded() -> dict[str, list[float]]:
         if step == 2:
             fresh.load_state(Snapshot(straight.state()))
         report["straight"].append(float(straight.train_step(MicroBatch.of(micro_batches(straight, step))).loss))
-        other.eval_step(next(micro_batches(other, 0)), 2)
+        other.eval_step(next(micro_batches(other, 0)), other.plan.task.metrics)
         report["evaluated"].append(float(other.train_step(MicroBatch.of(micro_batches(other, step))).loss))
     report["resumed"] = [float(fresh.train_step(MicroBatch.of(micro_batches(fresh, 2))).loss)]
     for engine in (straight, other, fresh):
@@ -252,7 +252,7 @@ def sizes() -> dict[str, Any]:
             found[1].append(announced.call_count)
             tokens = torch.randint(256, (1, 7), generator=draw)
             if len(found[0]) == 4:
-                engine.eval_step((tokens[:, :-1].contiguous(), tokens[:, 1:]), 1)
+                engine.eval_step((tokens[:, :-1].contiguous(), tokens[:, 1:]), engine.plan.task.metrics)
         key = "always" if always else "needed"
         report[key] = found[0]
         report[f"announced {key}"] = json.loads(all_gather_text(engine, json.dumps(found[1]))[1])

@@ -151,7 +151,7 @@ def evaluated(made: tuple[Engine, Loader]) -> float:
     """The mean loss over batches of another size than those of training."""
     engine, loader = made
     inputs, targets = (torch.cat(both) for both in zip(*loader.micro_batches(0), strict=True))
-    found = engine.eval_step((inputs, targets), len(inputs)).get("loss")
+    found = engine.eval_step((inputs, targets), engine.plan.task.metrics).get("loss")
     own = [float(found.total), float(found.count)] if found else [0.0, 0.0]
     total, count = engine.sum_over_ranks(torch.tensor(own, dtype=torch.float64)).tolist()
     return total / count

@@ -131,6 +131,11 @@ def test_a_run_that_goes_on_elsewhere(task: str, tmp_path: Path, monkeypatch: py
         distance = TASKS[task]().metrics(model[trained[0]](inputs), targets)["distance"].mean
     assert distance == like(wanted["distance"], BOUND)
     if task == "distilled":
+        with torch.no_grad():
+            agreement = (model["student"](inputs).argmax(1) == taught().eval()(inputs).argmax(1)).float().mean()
+        assert summary.metrics["agreement"] == pytest.approx(float(agreement))
+        (evaluated,) = [row["evaluation"] for row in rows if row.get("step") == 3 and "evaluation" in row]
+        assert 0.0 <= evaluated["agreement"] <= 1.0
         monkeypatch.setattr("tests.engines.parts.taught", partial(taught, nn.LayerNorm))
         with pytest.raises(CheckpointError, match=r'models\.teacher was "frozen, digest .*", is "frozen, digest'):
             dsframe.fit(Distilled(), run_file(tmp_path, "distilled 1 single", steps=9), resume="auto")

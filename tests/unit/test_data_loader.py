@@ -197,19 +197,20 @@ def test_too_little_data_is_refused_before_training() -> None:
 
 
 @pytest.mark.parametrize(
-    ("size", "ranks", "workers"), [(1, 1, 0), (4, 1, 0), (4, 2, 0), (5, 3, 0), (20, 2, 0), (4, 2, 1)]
+    ("size", "ranks", "workers"), [(1, 1, 0), (4, 1, 0), (4, 2, 0), (5, 3, 0), (20, 2, 0), (4, 2, 1), (3, 8, 0)]
 )
-def test_evaluation_sees_every_sample_once_in_equal_batches(size: int, ranks: int, workers: int) -> None:
+def test_evaluation_sees_every_sample_once(size: int, ranks: int, workers: int) -> None:
     seen, lengths = [], set()
     for rank in range(ranks):
         loader = EvaluationLoader(Noisy(), seed=0, micro_batch_size=size, rank=rank, ranks=ranks, workers=workers)
         batches = list(loader)
         assert len(batches) == len(loader)
         lengths.add(len(loader))
-        for (inputs, targets), valid in batches:
-            assert len(inputs) == len(targets) == size
-            seen += targets[:valid].tolist()
-        assert [valid for _, valid in loader] == [valid for _, valid in batches]  # and again
+        for (inputs, targets), samples, counts in batches:
+            assert len(inputs) == len(targets) == len(samples) > 0
+            assert targets.tolist() == list(samples)
+            seen += targets.tolist() if counts else []
+        assert [samples for _, samples, _ in loader] == [samples for _, samples, _ in batches]  # and again
     assert sorted(seen) == list(range(13))
     assert len(lengths) == 1
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from dsframe.data import Sampler, draws, evaluation_rows, permutation
+from dsframe.data import Sampler, draws, permutation
 from dsframe.data.source import draw
 from dsframe.errors import DataError
 
@@ -87,22 +87,6 @@ def test_a_batch_larger_than_the_data_is_refused() -> None:
         Sampler(100, 128, seed=0)
     with pytest.raises(DataError, match="the training data set is empty"):
         Sampler(0, 1, seed=0)
-
-
-@pytest.mark.parametrize("samples", [1, 2, 7, 10, 16, 17])
-@pytest.mark.parametrize("size", [1, 3, 8])
-@pytest.mark.parametrize("ranks", [1, 2, 3, 8])
-def test_evaluation_counts_every_sample_exactly_once(samples: int, size: int, ranks: int) -> None:
-    batches = [list(evaluation_rows(samples, rank, ranks, size)) for rank in range(ranks)]
-    assert {len(of_rank) for of_rank in batches} == {math.ceil(samples / (size * ranks))}
-    assert all(len(indices) == size for of_rank in batches for indices, _ in of_rank)
-    counted = [index for of_rank in batches for indices, valid in of_rank for index in indices[:valid].tolist()]
-    assert sorted(counted) == list(range(samples))
-
-
-def test_evaluation_of_nothing_is_refused() -> None:
-    with pytest.raises(DataError, match="the evaluation data set is empty"):
-        next(evaluation_rows(0, 0, 1, 4))
 
 
 def test_one_draw_is_that_of_many() -> None:

@@ -7,6 +7,7 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
+import hypothesis
 import pytest
 import torch
 from torch import Tensor, nn
@@ -16,7 +17,7 @@ import dsframe
 from dsframe import engines
 from dsframe.cluster.world import World
 from dsframe.config import Facts, load
-from dsframe.data import EvaluationLoader, TensorSource
+from dsframe.data import EvaluationLoader, TensorSource, as_source
 from dsframe.engine import Engine
 from dsframe.errors import TaskError
 from dsframe.model import optimizers, schedules
@@ -64,7 +65,7 @@ def make(**switches: Any) -> tuple[Engine, Evaluation]:
     plan = Plan(config, World(), task, optimizers.read(config), schedules.constant(0.1), batch, CPU)
     engine = engines.load("single", config)(plan)
     loader = EvaluationLoader(task.train_data(), seed=0, micro_batch_size=5)
-    return engine, Evaluation(engine, loader, lambda: None, print)
+    return engine, Evaluation(engine, {"": loader}, lambda: None, print)
 
 
 def test_training_does_not_see_the_trial() -> None:
@@ -99,6 +100,75 @@ def test_the_trial_is_not_compiled() -> None:
     assert graphs
 
 
+def rows_first(rows: list[Any]) -> Any:
+    values = torch.tensor([sum(row) for row in rows], dtype=torch.float64)
+    return values, torch.zeros(len(rows))
+
+
+def dicts(rows: list[Any]) -> Any:
+    values, targets = rows_first(rows)
+    return {"inputs": {"value": values}}, {"targets": targets}
+
+
+def ragged(rows: list[Any]) -> Any:
+    return [torch.tensor(row, dtype=torch.float64) for row in rows], [{"boxes": torch.zeros(len(row))} for row in rows]
+
+
+def time_major(rows: list[Any]) -> Any:
+    padded = nn.utils.rnn.pad_sequence([torch.tensor(row, dtype=torch.float64) for row in rows])
+    return padded, (torch.zeros(sum(map(len, rows))), torch.tensor([len(row) for row in rows]))
+
+
+def items(rows: list[Any]) -> Any:
+    values = torch.tensor([value for row in rows for value in row], dtype=torch.float64)
+    return values, torch.zeros(len(values))
+
+
+class Summing(Task):
+    """The loss is the mean over samples of each one's sum, or over items of each item, by the form of the batch."""
+
+    def __init__(self, collate: Any) -> None:
+        self.collate = collate
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        if self.collate is items:
+            return outputs.mean()  # type: ignore[no-any-return]
+        values = outputs["inputs"]["value"] if isinstance(outputs, dict) else outputs
+        total = sum(map(torch.sum, values)) if isinstance(values, list) else values.sum()
+        return total / self.context.eval_samples  # type: ignore[no-any-return]
+
+
+ROWS = hypothesis.strategies.lists(hypothesis.strategies.integers(-9, 9), min_size=0, max_size=5)
+
+
+@pytest.mark.parametrize("collate", [rows_first, dicts, ragged, time_major, items])
+@hypothesis.given(
+    rows=hypothesis.strategies.lists(ROWS, min_size=1, max_size=40),
+    ranks=hypothesis.strategies.integers(1, 3),
+    size=hypothesis.strategies.integers(1, 9),
+)
+@hypothesis.settings(max_examples=60, deadline=None)
+def test_every_sample_is_counted_once_whatever_a_batch_is(collate: Any, rows: list[Any], ranks: int, size: int) -> None:
+    rows = rows if collate in (items, ragged) else [row or [0] for row in rows]
+    task = Summing(collate)
+    loaders = [
+        EvaluationLoader(as_source(rows, 0, collate), seed=0, micro_batch_size=size, rank=rank, ranks=ranks)
+        for rank in range(ranks)
+    ]
+    total, seen = Sum(torch.tensor(0.0), 0), []
+    for batches in zip(*loaders, strict=True):
+        assert len({len(one.samples) for one in batches}) == 1, "ranks have equally long batches at a time"
+        for (outputs, targets), samples, counts in batches:
+            if counts:
+                task.context.eval_samples = len(samples)
+                total += task.metrics(outputs, targets)["loss"]
+                seen += samples
+    assert seen == list(range(len(rows)))
+    numbers = [value for row in rows for value in row] if collate is items else rows
+    assert float(total.count) == len(numbers)
+    assert float(total.total) == pytest.approx(sum(value for row in rows for value in row), abs=1e-9)
+
+
 class Where(Dataset[tuple[Tensor, int]]):
     """Who reads it."""
 
@@ -113,8 +183,8 @@ class Where(Dataset[tuple[Tensor, int]]):
 def test_workers_read_the_trials_batch_too(workers: int) -> None:
     """A data set opens its files when it is first read: opened here, all workers would share their position."""
     loader = EvaluationLoader(Where(), seed=0, micro_batch_size=3, workers=workers)
-    (_, readers), valid = loader.first()
-    assert valid == 3
+    (_, readers), samples, counts = next(loader.trial())
+    assert (samples, counts) == (range(3), True)
     assert (set(readers.tolist()) == {os.getpid()}) == (workers == 0)
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import dataclasses
 import json
 import shutil
 from pathlib import Path
@@ -17,7 +18,8 @@ import dsframe
 from dsframe import cli
 from dsframe.data import TensorSource
 from dsframe.errors import CheckpointError, TaskError
-from dsframe.inference import load_model, rows_of
+from dsframe.inference import load_model
+from dsframe.training.predictions import rows_of
 from tests.processes import python, run_ranks
 
 SAMPLES = 37
@@ -158,22 +160,52 @@ def test_what_is_wrong_is_one_line(
     assert "Traceback" not in finished.output
 
 
-def test_predictions_have_a_row_for_each_sample() -> None:
-    class Odd(Plane):
-        given: Any = None
+@dataclasses.dataclass
+class Found:
+    boxes: Tensor
+    step: int = 3
 
-        def predictions(self, outputs: Any, targets: Any) -> Any:
-            return self.given
 
-    task = Odd()
-    for given, message in (
+BOXES = [{"boxes": torch.ones(2, 4), "name": "cat"}, {"boxes": torch.zeros(0, 4), "name": ""}]
+
+
+@pytest.mark.parametrize(
+    ("outputs", "rows"),
+    [
+        (torch.tensor([[1.0, 2.0], [3.0, 4.0]]), [{"output": [1.0, 2.0]}, {"output": [3.0, 4.0]}]),
+        (BOXES, [{"output": {"boxes": [[1.0] * 4] * 2, "name": "cat"}}, {"output": {"boxes": [], "name": ""}}]),
+        ({"a": {"b": torch.tensor([1, 2])}, "c": ["x", "y"]}, [{"a": {"b": 1}, "c": "x"}, {"a": {"b": 2}, "c": "y"}]),
+        (Found(torch.tensor([5, 6])), [{"output": {"boxes": 5, "step": 3}}, {"output": {"boxes": 6, "step": 3}}]),
+        ((torch.tensor([1, 2]), torch.tensor([3, 4])), [{"output": [1, 3]}, {"output": [2, 4]}]),
+        ([torch.ones(2), torch.ones(2), torch.zeros(2)], [{"output": [1.0, 1.0, 0.0]}] * 2),
+        ([torch.ones(3), torch.ones(1)], [{"output": [1.0] * 3}, {"output": [1.0]}]),
+        (torch.tensor([1 + 2j, 3]), [{"output": [1.0, 2.0]}, {"output": [3.0, 0.0]}]),
+    ],
+)
+def test_a_prediction_has_a_row_for_each_sample(outputs: Any, rows: list[Any]) -> None:
+    assert rows_of(dsframe.Task(), outputs, None, 2) == rows
+
+
+class Odd(Plane):
+    def predictions(self, outputs: Any, targets: Any) -> Any:
+        return outputs
+
+
+@pytest.mark.parametrize(
+    ("given", "message"),
+    [
         (3, "returned int"),
-        ({"a": 3}, "'a' is int, not a tensor or a list"),
-        ({"a": torch.ones(2), "b": torch.ones(3)}, "rows differ in number: a 2, b 3"),
-    ):
-        task.given = given
-        with pytest.raises(TaskError, match=message):
-            rows_of(task, None, None)
+        ({"a": 3}, "'a': int for a batch of 2 samples"),
+        ({"a": torch.tensor(3.0)}, r"'a': shape \[\] for a batch of 2 samples"),
+        ({"a": torch.ones(2), "b": torch.ones(3)}, r"'b': shape \[3\] for a batch of 2 samples; return a row for each"),
+        ({"a": ["x", "y", "z"]}, "'a': a list of 3 for a batch of 2 samples"),
+        ({"a": [torch.ones(2), torch.ones(2)]}, "its entries or its rows may be the samples"),
+        ({"a": [object(), object()]}, "'a': object is nothing that can be written"),
+    ],
+)
+def test_predictions_without_a_row_for_each_sample_are_refused(given: Any, message: str) -> None:
+    with pytest.raises(TaskError, match=message):
+        rows_of(Odd(), given, None, 2)
 
 
 def test_load_model_names_another_model(trained: tuple[Path, dsframe.Summary]) -> None:

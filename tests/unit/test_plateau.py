@@ -104,8 +104,8 @@ def test_a_run_that_goes_on_has_the_same_rates(
 
 def test_before_training_it_is_known_what_it_waits_for(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(TaskError, match="no metric 'loss' in the evaluation; it has score"):
-        dsframe.fit(Stuck(), file("a", metric="loss"))
+    with pytest.raises(TaskError, match="no metric 'right' in the evaluation; it has loss, score"):
+        dsframe.fit(Stuck(), file("a", metric="right"))
     task = Stuck()
     task.held_out = False
     with pytest.raises(TaskError, match="waits for evaluations, but the task has no eval_data"):

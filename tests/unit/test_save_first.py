@@ -120,7 +120,7 @@ def test_before_training_and_on_some_samples(tmp_path: Path) -> None:
     }
     run.fit(Counted(), file)
     # the trial before training, step 0, step 4
-    assert seen == [4, 4, 1, 4, 1]
+    assert seen == [4, 1, 4, 1, 4, 1]
     lines = [json.loads(line) for line in (tmp_path / "metrics.jsonl").read_text().splitlines()]
     assert [line["step"] for line in lines if "evaluation" in line] == [0, 4]
     file["dsframe"]["steps"] = 8

@@ -178,11 +178,11 @@ def test_evaluation_batches_are_padded_to_the_longest_of_all_ranks() -> None:
     shapes = [
         [
             tuple(inputs["input_ids"].shape)
-            for (inputs, _), _ in EvaluationLoader(source, seed=0, micro_batch_size=2, rank=rank, ranks=3)
+            for (inputs, _), _, _ in EvaluationLoader(source, seed=0, micro_batch_size=2, rank=rank, ranks=3)
         ]
         for rank in range(3)
     ]
-    assert shapes == [[(2, 6), (2, 7), (2, 7)]] * 3
+    assert shapes == [[(2, 6), (2, 7), (1, 7), (1, 3)]] * 3
 
 
 def test_padding_to_the_global_batch_needs_the_lengths_of_rows() -> None:

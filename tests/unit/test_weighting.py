@@ -15,7 +15,7 @@ from dsframe import Task
 from dsframe.config.resolve.batch import Batch
 from dsframe.errors import TaskError
 from dsframe.model.build import BuiltModel
-from dsframe.model.forward import MicroBatch, loss_of, measure
+from dsframe.model.forward import MicroBatch, loss_of
 from dsframe.trainer import Trainer
 from dsframe.training.weighting import LossWeights, refuse
 
@@ -132,7 +132,7 @@ def test_nothing_but_padding_has_no_loss_and_no_gradient() -> None:
 @pytest.mark.parametrize("weight", [torch.tensor(0), 0, 0.0])
 def test_nothing_but_padding_spoils_no_evaluation(weight: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(Padded, "loss_weight", lambda self, targets: weight)
-    found = measure(Padded(), torch.randn(6, 8), torch.full((6,), PADDING), 6)["loss"]
+    found = Padded().metrics(torch.randn(6, 8), torch.full((6,), PADDING))["loss"]
     assert (float(found.total), float(found.count)) == (0.0, 0.0)
 
 

@@ -34,7 +34,7 @@ from dsframe.engines.evaluating import stays_gathered
 from dsframe.errors import EngineError
 from dsframe.model import ema, optimizers, rates, switches
 from dsframe.model.build import build_model, without_dimensions, without_elements
-from dsframe.model.forward import Inputs, MicroBatch, call, measure, outputs_of
+from dsframe.model.forward import Inputs, Measure, MicroBatch, call, outputs_of
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill, on_disk
 from dsframe.model.state import EngineState, SavedState, persistent_buffers
@@ -350,8 +350,8 @@ class ZeroEngine(ModelEngine):
             patches.forget_evaluation(self._engine)
 
     @torch.no_grad()
-    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
-        """**Collective.** The task's metrics; at stage 3 every rank's forward pass gathers the others' parameters."""
+    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+        """**Collective.** At stage 3 every rank's forward pass gathers the others' parameters."""
         inputs, targets = batch if self._slices is None else self._slices.cut(batch)
         alone = self._engine.training
         if alone:
@@ -364,7 +364,7 @@ class ZeroEngine(ModelEngine):
             self._calls.check(waits=alone)
         if self._stage == 3:
             patches.forget_evaluation(self._engine)
-        return measure(self.plan.task, outputs, targets, valid if self._tensor_rank == 0 else 0, self.built.watch)
+        return measure(outputs, targets) if measure and self._tensor_rank == 0 else {}
 
     @contextlib.contextmanager
     def evaluating(self, batches: int) -> Iterator[None]:

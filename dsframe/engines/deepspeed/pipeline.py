@@ -28,7 +28,7 @@ from dsframe.engines.deepspeed.state_pipeline import Column, Share
 from dsframe.errors import TaskError
 from dsframe.model import formats
 from dsframe.model.build import BuiltModel, assert_same_model
-from dsframe.model.forward import Inputs, MicroBatch, measure
+from dsframe.model.forward import Inputs, Measure, MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.model.state import EngineState, ParameterState, SavedState, ShardedParameters, compare
 from dsframe.tasks.task import Sum
@@ -119,8 +119,8 @@ class PipelineEngine(ZeroEngine):
         self._sizes = sizes
 
     @torch.no_grad()
-    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
-        """**Collective.** The task's metrics, on the last stage; the others have none."""
+    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+        """**Collective.** The last stage measures; the others have no outputs."""
         engine = self._engine
         engine.module.eval()
         self._evaluating = True
@@ -128,7 +128,7 @@ class PipelineEngine(ZeroEngine):
         self._evaluating, outputs, self._evaluated = False, self._evaluated, None
         engine.module.train()
         speaks = engine.is_last_stage() and self._tensor_rank == 0
-        return measure(self.plan.task, outputs, batch[1], valid) if speaks else {}
+        return measure(outputs, batch[1]) if measure and speaks else {}
 
     def state(self) -> EngineState:
         """**Collective.** Every stage's parameters on every rank; sent when their turn comes."""

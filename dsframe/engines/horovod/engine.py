@@ -34,7 +34,7 @@ from dsframe.engines.horovod.environment import note_start, pace, settle
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
 from dsframe.host import phases
-from dsframe.model.forward import Inputs, MicroBatch
+from dsframe.model.forward import Inputs, Measure, MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.tasks.task import Sum
 
@@ -98,9 +98,9 @@ class HorovodEngine(ReplicaEngine):
         loss = super()._gradients(micro_batches, scale)
         return loss if self._weight == 1.0 else loss * self._weight
 
-    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
-        """The task's metrics over the valid rows."""
-        return super().eval_step(batch, valid if self._counts else 0)
+    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+        """A rank that counts for nothing measures nothing."""
+        return super().eval_step(batch, measure if self._counts else None)
 
     @property
     def description(self) -> str:

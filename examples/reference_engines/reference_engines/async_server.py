@@ -28,7 +28,7 @@ from torch import Tensor, nn
 from dsframe.engines import state_replica
 from dsframe.engines.deepspeed.state_pipeline import Column
 from dsframe.errors import TrainingError
-from dsframe.model.forward import Inputs
+from dsframe.model.forward import Inputs, Measure
 from dsframe.model.groups import ParameterGroups
 from dsframe.model.plan import Plan
 from dsframe.model.state import EngineState, SavedState
@@ -91,10 +91,10 @@ class AsyncParameterServerEngine(ReferenceEngine):
         if self._masters:
             self._masters.give_weights()
 
-    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
+    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
         """**Collective** after a step: one model is evaluated, the server's."""
         self._meet()
-        return super().eval_step(batch, valid)
+        return super().eval_step(batch, measure)
 
     def state(self) -> EngineState:
         """**Collective.** The server's weights and moments, sent to the others when their turn comes."""

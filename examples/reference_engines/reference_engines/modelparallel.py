@@ -23,7 +23,7 @@ from dsframe.engine import StepResult
 from dsframe.engines.deepspeed.state_pipeline import Column, Share
 from dsframe.engines.precision import MasterWeights
 from dsframe.errors import EngineError, TaskError
-from dsframe.model.forward import Inputs, MicroBatch, measure
+from dsframe.model.forward import Inputs, Measure, MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.model.state import EngineState, SavedState, aliases, compare, persistent_buffers
 from dsframe.tasks.layers import ready
@@ -129,14 +129,14 @@ class ModelParallelEngine(ReferenceEngine):
         return square.sqrt()
 
     @torch.no_grad()
-    def eval_step(self, batch: tuple[Inputs, Any], valid: int) -> Mapping[str, Sum]:
-        """**Collective.** The task's metrics, on the last rank; the others have none."""
+    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+        """**Collective.** The last rank measures; the others have no outputs."""
         inputs, targets = batch
         self.model.eval()
         outputs = self._forward(self.module, self._receive(self._rank - 1) if self._rank else inputs)
         self.model.train()
         if self._rank == self._last:
-            return measure(self.plan.task, outputs, targets, valid)
+            return measure(outputs, targets) if measure else {}
         self._send(outputs, self._rank + 1)
         return {}
 

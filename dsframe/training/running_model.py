@@ -1,0 +1,63 @@
+"""The model of a training as a plain module, for hooks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+
+from dsframe.checkpoint import generators
+from dsframe.cluster.exchange import failures
+from dsframe.engine import Engine
+from dsframe.errors import TaskError
+from dsframe.model import adapter, ema
+from dsframe.tasks.layers import seed_generators
+from dsframe.text import reason
+
+
+def copy_of(engine: Engine, averages: bool) -> nn.Module | None:
+    """**Collective.** On rank 0 a copy of the model, on the CPU, with the weights or their ``averages``; None on the others.
+
+    Raises TaskError on every rank where there are no averages, or where the task makes no second model.
+    """
+    plan = engine.plan
+    if averages and plan.config.settings.ema is None:
+        raise TaskError('model(averages=True): the file keeps no average of the weights; write "ema"')
+    kept = generators.capture(plan.device)
+    model, failure = None, ""
+    if plan.world.is_main:
+        try:
+            model = _made(engine)
+        except Exception as error:
+            failure = reason(error, 400)
+    generators.restore(kept, plan.device)
+    if wrong := failures(engine, failure):
+        raise TaskError(f"{type(plan.task).__name__}.model: {wrong[0]}")
+    state = engine.state()
+    tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())} if model else {}
+    for one in state.parameters:
+        _fill(tensors, one.name, one.moments.get(ema.KEY, one.weight) if averages else one.weight)
+    for name, buffer in state.buffers.items():
+        _fill(tensors, name, buffer)
+    return model.eval() if model else None
+
+
+@torch.no_grad()
+def _fill(tensors: Mapping[str, Tensor], name: str, content: Tensor) -> None:
+    """Copies into the tensor of this name. A forward pass may have given a buffer another size."""
+    if name in tensors:
+        target = tensors[name]
+        (target if target.shape == content.shape else target.resize_(content.shape)).copy_(content)
+
+
+def _made(engine: Engine) -> nn.Module:
+    """A new model of the task's, with the file's adapter in it."""
+    plan = engine.plan
+    seed_generators(plan.seed)
+    with torch.device("cpu"):
+        model = plan.task.model()
+        adapter.add(plan.config, model)
+    if engine.built.watch and engine.built.watch.model is model:
+        raise TaskError("model() gives the module that is trained; make a new one in each call")
+    return model

@@ -1,0 +1,398 @@
+"""Programs whose batches are not rows of tensors, and an evaluation of each on any engine.
+
+``python -m tests.engines.evaluated REPORT ENGINE`` evaluates all of them at several micro-batches, as one rank of whatever
+launched it, and writes the metrics.
+"""
+
+from __future__ import annotations
+
+import json
+import sys
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from dsframe import Hooks, RunView, Sum, Task
+from dsframe.data import EvaluationLoader, TensorSource
+from dsframe.data.loader import as_source
+from dsframe.job import sets
+from dsframe.tasks.layers import seed_generators
+from dsframe.training.evaluation import Evaluation
+from tests.engines.several import one_process_group, prepare
+
+F = nn.functional
+SAMPLES, MICRO_BATCHES = 13, (1, 4, 7)
+ENGINES: dict[str, tuple[str, dict[str, Any]]] = {
+    "single": ("single", {}),
+    "ddp": ("ddp", {}),
+    "horovod": ("horovod", {}),
+    "fsdp": ("fsdp", {}),
+    "zero1": ("deepspeed", {"zero_optimization": {"stage": 1}}),
+    "zero3": ("deepspeed", {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}}),
+}
+
+
+class Rows(list[Any]):
+    """A data set of rows."""
+
+
+def numbers(seed: int) -> torch.Generator:
+    return torch.Generator().manual_seed(seed)
+
+
+class Detector(nn.Module):
+    """Scores the patches of each image and keeps those above 0: another number of boxes for each image."""
+
+    def __init__(self, keeps: bool = False) -> None:
+        super().__init__()
+        self.score, self.box, self.keeps = nn.Linear(6, 1), nn.Linear(6, 4), keeps
+
+    def forward(self, images: list[Tensor]) -> list[dict[str, Tensor]]:
+        patches, sizes = torch.cat(images), [len(image) for image in images]
+        scores, boxes = self.score(patches).squeeze(1).split(sizes), self.box(patches).split(sizes)
+        kept = [s > 0 if not self.keeps else s == s for s in scores]
+        return [{"boxes": b[k], "scores": s[k]} for s, b, k in zip(scores, boxes, kept, strict=True)]
+
+
+class Boxes(Task):
+    """Detection: lists of images, dicts of boxes, another number of them in each image. Its loss is of training alone."""
+
+    @staticmethod
+    def collate(rows: list[Any]) -> Any:
+        return ([row[0] for row in rows],), [row[1] for row in rows]
+
+    def model(self) -> nn.Module:
+        return Detector()
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        raise RuntimeError("a detector has no loss in evaluation mode")
+
+    def metrics(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
+        assert len(outputs) == len(targets)
+        found, there, boxes = 0, 0, 0
+        for output, target in zip(outputs, targets, strict=True):
+            near = torch.cdist(target["boxes"], output["boxes"]) < 1.0
+            found, there = found + int(near.any(1).sum()), there + len(target["boxes"])
+            boxes += len(output["boxes"])
+        return {"recall": Sum(found, there), "boxes": Sum(boxes, len(outputs))}
+
+    def keep(self, outputs: Any, targets: Any) -> Any:
+        return [(output["scores"], len(target["boxes"])) for output, target in zip(outputs, targets, strict=True)]
+
+    def metrics_of_all(self, batches: list[Any]) -> Mapping[str, float]:
+        pairs = [pair for batch in batches for pair in batch]
+        best = torch.cat([scores for scores, _ in pairs]).sort().values
+        return {"median": float(best[len(best) // 2]), "images": len(pairs)}
+
+    def eval_data(self) -> Any:
+        draw, rows = numbers(1), Rows()
+        for _ in range(SAMPLES):
+            patches, truths = (int(torch.randint(3, 20, (), generator=draw)) for _ in range(2))
+            image = torch.randn(patches, 6, generator=draw)
+            rows.append((image, {"boxes": torch.randn(truths, 4, generator=draw) * 0.5}))
+        return rows
+
+    train_data = eval_data
+
+    def by_hand(self, model: nn.Module) -> dict[str, float]:
+        found = there = boxes = 0
+        scores = []
+        for image, target in self.eval_data():
+            (output,) = model([image])
+            near = torch.cdist(target["boxes"], output["boxes"]) < 1.0
+            found, there, boxes = found + int(near.any(1).sum()), there + len(near), boxes + near.shape[1]
+            scores.append(output["scores"])
+        ordered = torch.cat(scores).sort().values
+        median = float(ordered[len(ordered) // 2])
+        return {"recall": found / there, "boxes": boxes / SAMPLES, "median": median, "images": SAMPLES}
+
+
+class Words(Task):
+    """word2vec: a collate that makes pairs of words from texts, another number of them than it gets texts."""
+
+    @staticmethod
+    def collate(rows: list[list[int]]) -> Any:
+        pairs = [(row[i], row[j]) for row in rows for i in range(len(row)) for j in (i - 1, i + 1) if 0 <= j < len(row)]
+        return torch.tensor([one for one, _ in pairs]), torch.tensor([other for _, other in pairs])
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(30, 8), nn.Linear(8, 30))
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets)
+
+    def eval_data(self) -> Any:
+        draw = numbers(2)
+        sizes = torch.randint(2, 12, (SAMPLES,), generator=draw).tolist()
+        return Rows(torch.randint(30, (size,), generator=draw).tolist() for size in sizes)
+
+    train_data = eval_data
+
+    def by_hand(self, model: nn.Module) -> dict[str, float]:
+        losses = []
+        for row in self.eval_data():
+            inputs, targets = self.collate([row])
+            losses.append(F.cross_entropy(model(inputs), targets, reduction="none"))
+        return {"loss": float(torch.cat(losses).mean())}
+
+
+class TimeFirst(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(3, 5)
+
+    def forward(self, signals: Tensor) -> Tensor:
+        return self.net(signals).transpose(0, 1).log_softmax(-1)  # type: ignore[no-any-return]
+
+
+class Lines(Task):
+    """Text lines by CTC: outputs ``[time, rows, classes]``, targets of all rows one after the other."""
+
+    @staticmethod
+    def collate(rows: list[Any]) -> Any:
+        labels = torch.tensor([letter for _, line in rows for letter in line])
+        sizes = [torch.tensor([len(part[which]) for part in rows]) for which in (0, 1)]
+        return nn.utils.rnn.pad_sequence([signal for signal, _ in rows], batch_first=True), (labels, *sizes)
+
+    def model(self) -> nn.Module:
+        return TimeFirst()
+
+    def loss(self, outputs: Tensor, targets: Any) -> Tensor:
+        return F.ctc_loss(outputs, *targets)
+
+    def eval_data(self) -> Any:
+        draw, rows = numbers(3), Rows()
+        for _ in range(SAMPLES):
+            letters = int(torch.randint(1, 4, (), generator=draw))
+            time = 2 * letters + int(torch.randint(0, 6, (), generator=draw))
+            rows.append(
+                (torch.randn(time, 3, generator=draw), torch.randint(1, 5, (letters,), generator=draw).tolist())
+            )
+        return rows
+
+    train_data = eval_data
+
+    def by_hand(self, model: nn.Module) -> dict[str, float]:
+        losses = [
+            F.ctc_loss(model(inputs), *targets)
+            for inputs, targets in map(self.collate, ([r] for r in self.eval_data()))
+        ]
+        return {"loss": float(torch.stack(losses).mean())}
+
+
+class Flat(Task):
+    """Sequences one after the other in one row, as transformers' DataCollatorWithFlattening makes them."""
+
+    @staticmethod
+    def collate(rows: list[list[int]]) -> Any:
+        targets = [token for row in rows for token in [*row[1:], -100]]
+        return torch.tensor([[token for row in rows for token in row]]), torch.tensor([targets])
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Embedding(30, 8), nn.Linear(8, 30))
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs.flatten(0, 1), targets.flatten())
+
+    def loss_weight(self, targets: Tensor) -> Tensor:
+        return (targets != -100).sum()
+
+    def eval_data(self) -> Any:
+        return Words().eval_data()
+
+    train_data = eval_data
+
+    def by_hand(self, model: nn.Module) -> dict[str, float]:
+        losses = []
+        for row in self.eval_data():
+            tokens = torch.tensor(row)
+            losses.append(F.cross_entropy(model(tokens[:-1]), tokens[1:], reduction="none"))
+        return {"loss": float(torch.cat(losses).mean())}
+
+
+class Look(Hooks):
+    """Writes what it sees of evaluations: outputs of each rank, and the loss of a copy of the model."""
+
+    def on_evaluation_batch(self, run: RunView, outputs: Any, targets: Any) -> None:
+        with (run.directory / f"outputs{run.rank}.jsonl").open("a") as file:
+            file.write(json.dumps([run.step, len(outputs)]) + "\n")
+
+    def on_evaluation(self, run: RunView, metrics: Mapping[str, float]) -> None:
+        model = run.model(averages=True)
+        assert (model is None) == (run.rank > 0)
+        if model is not None:
+            assert not model.training
+            found = [metrics["loss"], Rated().by_hand(model)["loss"], metrics["images"]]
+            (run.directory / "seen.json").write_text(json.dumps(found))
+
+
+class Rated(Boxes):
+    """One that has a loss in evaluation mode too, and hooks that look at it."""
+
+    hooks = (Look(),)
+
+    def model(self) -> nn.Module:
+        return Detector(keeps=True)
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        return torch.stack([output["scores"].square().mean() for output in outputs]).mean()
+
+    def by_hand(self, model: nn.Module) -> dict[str, float]:
+        with torch.no_grad():
+            return {"loss": float(self.loss(model([image for image, _ in self.eval_data()]), None))}
+
+
+class Mixed(Task):
+    """Mixup in the collate of the training, two sets to evaluate on, and an accuracy beside which the loss is left out."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.Tanh(), nn.Linear(8, 3))
+
+    def collate(self, rows: list[Any]) -> Any:
+        raise AssertionError("the collate of the training")
+
+    @staticmethod
+    def eval_collate(rows: list[Any]) -> Any:
+        return torch.stack([row[0] for row in rows]), torch.tensor([row[1] for row in rows])
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets)
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Sum]:
+        return {
+            f"right of {self.context.eval_set}": Sum((outputs.argmax(1) == targets).sum(), self.context.eval_samples)
+        }
+
+    def train_data(self) -> Any:
+        draw = numbers(4)
+        return Rows((torch.randn(4, generator=draw), number % 3) for number in range(SAMPLES))
+
+    def eval_data(self) -> Any:
+        return {"val": self.train_data(), "clean": Rows(self.train_data()[:5])}
+
+    def by_hand(self, model: nn.Module) -> dict[str, float]:
+        found = {}
+        for name, rows in self.eval_data().items():
+            outputs, targets = model(torch.stack([row[0] for row in rows])), torch.tensor([row[1] for row in rows])
+            found[f"{name}/loss"] = float(F.cross_entropy(outputs, targets))
+            found[f"{name}/right of {name}"] = float((outputs.argmax(1) == targets).float().mean())
+        return found
+
+
+class Denoiser(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(5, 4)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        time = torch.randint(0, 10, (len(rows), 1))
+        noise = torch.randn_like(rows)
+        found = self.net(torch.cat([rows + noise * time / 10, time.to(rows.dtype)], 1))
+        return (found - noise).square().mean(1)  # type: ignore[no-any-return]
+
+
+class Noisy(Task):
+    """Diffusion: noise and times are drawn in the forward pass."""
+
+    def model(self) -> nn.Module:
+        return Denoiser()
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return outputs.mean()
+
+    def train_data(self) -> Any:
+        return TensorSource(torch.randn(SAMPLES, 4, generator=numbers(5)), torch.zeros(SAMPLES))
+
+    eval_data = train_data
+
+
+class Looped(Task):
+    """A model that is called once for each row: ranks whose last batches differ in length call it another number of times."""
+
+    def model(self) -> nn.Module:
+        return RowByRow()
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return F.cross_entropy(outputs, targets)
+
+    def train_data(self) -> Any:
+        draw = numbers(6)
+        return TensorSource(torch.randn(SAMPLES, 4, generator=draw), torch.randint(3, (SAMPLES,), generator=draw))
+
+    eval_data = train_data
+
+    def by_hand(self, model: nn.Module) -> dict[str, float]:
+        inputs, targets = self.train_data().batch(torch.arange(SAMPLES), 0)
+        return {"loss": float(F.cross_entropy(model(inputs), targets))}
+
+
+class RowByRow(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Linear(4, 3)
+
+    def forward(self, rows: Tensor) -> Tensor:
+        return torch.stack([self.net(row) for row in rows])
+
+
+TASKS: dict[str, Any] = {one.__name__: one for one in (Boxes, Words, Lines, Flat, Mixed, Noisy, Looped)}
+
+
+def by_hand(name: str) -> dict[str, float]:
+    """The metrics of a loop on one process, sample by sample."""
+    task = TASKS[name]()
+    seed_generators(0)
+    model = task.model().eval()
+    with torch.no_grad():
+        found: dict[str, float] = task.by_hand(model)
+    return found
+
+
+def measure(name: str, engine_name: str) -> dict[str, Any]:
+    """**Collective.** The metrics at each micro-batch, and what was said."""
+    kind, changes = ENGINES[engine_name]
+    file = {
+        "train_micro_batch_size_per_gpu": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.1}},
+        "dsframe": {"task": {"name": f"tests.engines.evaluated:{name}"}},
+        **changes,
+    }
+    engine = prepare(file, kind)[0]()
+    task, said = engine.plan.task, []
+    report: dict[str, Any] = {}
+    for size in MICRO_BATCHES:
+        loaders = {
+            key: EvaluationLoader(
+                as_source(data, 0, task.eval_collate or task.collate),
+                seed=0,
+                micro_batch_size=size,
+                rank=engine.plan.data_rank,
+                ranks=engine.plan.batch.data_parallel_size,
+            )
+            for key, data in sets(task, task.eval_data()).items()
+        }
+        evaluation = Evaluation(engine, loaders, lambda: None, said.append)
+        evaluation.try_out()
+        report[str(size)] = evaluation.run()
+    report["said"] = sorted(set(said))
+    if hasattr(engine, "_engine"):
+        engine._engine.destroy()
+    return report
+
+
+def main(path: str, engine_name: str) -> None:
+    torch.set_num_threads(1)
+    with one_process_group():
+        report = {name: measure(name, engine_name) for name in TASKS}
+        if not torch.distributed.is_initialized() or torch.distributed.get_rank() == 0:
+            Path(path).write_text(json.dumps(report))
+
+
+if __name__ == "__main__":
+    from dsframe.train import leave_at_once
+
+    main(*sys.argv[1:])
+    leave_at_once(0)

@@ -1,0 +1,96 @@
+"""Evaluations of programs whose batches are not rows of tensors: the plain loop's figures on any engine, ranks and micro-batch."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsframe.inference import load_model
+from tests.engines.evaluated import ENGINES, MICRO_BATCHES, SAMPLES, TASKS, Rated, by_hand
+from tests.processes import Finished, python, run_ranks, warm
+
+SETUPS = [("single", 1), *((engine, ranks) for engine in ENGINES for ranks in (1, 2, 3) if engine != "single")]
+QUICK = {("single", 1), ("ddp", 3), ("horovod", 2), ("fsdp", 2), ("zero1", 2), ("zero3", 3)}
+
+
+@pytest.mark.parametrize(
+    ("engine", "ranks"), [pytest.param(*one, marks=() if one in QUICK else pytest.mark.long) for one in SETUPS]
+)
+def test_it_is_the_plain_loop(engine: str, ranks: int, tmp_path: Path) -> None:
+    words = ["-m", "tests.engines.evaluated", str(tmp_path / "report.json"), engine]
+    run_ranks(warm(ranks, words) if ranks > 1 else python(words), timeout_seconds=100).check()
+    report = json.loads((tmp_path / "report.json").read_text())
+    noisy = report.pop("Noisy")
+    assert noisy.pop("said") == []
+    for size in noisy:
+        assert noisy[size] == pytest.approx({"loss": 2.318078}, rel=1e-6), size
+    for name, found in report.items():
+        expected = by_hand(name)
+        for size in MICRO_BATCHES:
+            assert found[str(size)] == pytest.approx(expected, rel=2e-6), (name, size)
+        (line,) = found["said"] or [""]
+        assert ("a detector has no loss in evaluation mode" in line) == (name == "Boxes")
+    assert set(TASKS) == {*report, "Noisy"}
+
+
+def on(ranks: int, words: Sequence[str], folder: Path) -> Finished:
+    line = ["-m", *words]
+    return run_ranks(warm(ranks, line) if ranks > 1 else python(line), cwd=folder, timeout_seconds=100)
+
+
+def read(path: Path) -> list[Any]:
+    return [json.loads(row) for row in path.read_text().splitlines()]
+
+
+def file(task: str, engine: str, **more: Any) -> dict[str, Any]:
+    kind, changes = ENGINES[engine]
+    name = f"tests.engines.evaluated:{task}"
+    settings = {"engine": kind, "task": {"name": name}, "steps": 4, "eval_every_steps": 2, "run_dir": "run", **more}
+    optimizer = {"type": "AdamW", "params": {"lr": 0.01}}
+    return {"train_batch_size": 6, "optimizer": optimizer, **changes, "dsframe": settings}
+
+
+@pytest.mark.parametrize(
+    ("engine", "ranks"), [("zero3", 2), ("fsdp", 3), pytest.param("ddp", 2, marks=pytest.mark.long)]
+)
+def test_hooks_see_batches_and_the_model(engine: str, ranks: int, tmp_path: Path) -> None:
+    """And the run's best is found by evaluations and predictions on other ranks: rows in order, each once."""
+    kept = {"every_steps": 2, "keep_best": "loss:min"}
+    document = file("Rated", engine, ema={"decay": 0.5, "evaluate": True}, checkpoints=kept)
+    (tmp_path / "file.json").write_text(json.dumps(document))
+    on(ranks, ["dsframe.train", "--config", "file.json"], tmp_path).check()
+    own, copied, images = json.loads((tmp_path / "run" / "seen.json").read_text())
+    assert own == pytest.approx(copied, rel=1e-6)
+    assert images == SAMPLES
+    seen = [row for path in (tmp_path / "run").glob("outputs*.jsonl") for row in read(path)]
+    assert {step: sum(size for each, size in seen if each == step) for step in (2, 4)} == {2: SAMPLES, 4: SAMPLES}
+    words = ["dsframe.tools.evaluate", "run", "--best", "--average", "--engine", "ddp"]
+    line = next(row for row in on(2, words, tmp_path).check().output.splitlines() if '{"checkpoint"' in row)
+    told = json.loads(line)
+    assert told["metrics"]["loss"] == pytest.approx(own, rel=1e-6)
+    model = load_model(tmp_path / "run", Rated(), averages=True, best=True)
+    rows = []
+    for processes, kind in ((1, "single"), (3, "fsdp")):
+        out = ["--out", f"{processes}.jsonl", "--set", "dsframe.eval_micro_batch_size=2"]
+        words = ["dsframe.tools.evaluate", "predict", "run", "--best", "--average", "--engine", kind, *out]
+        on(processes, words, tmp_path).check()
+        rows.append(read(tmp_path / f"{processes}.jsonl"))
+    for row, other, (image, _) in zip(*rows, Rated().eval_data(), strict=True):
+        expected = model([image])[0]["scores"].tolist()
+        assert row["output"]["scores"] == pytest.approx(expected, rel=1e-5)
+        assert other["output"]["scores"] == pytest.approx(expected, rel=1e-5)
+
+
+@pytest.mark.parametrize(("task", "what"), [("Words", r"'output': shape ["), ("Lines", r"'output': shape [")])
+def test_predictions_that_are_no_rows_are_refused(task: str, what: str, tmp_path: Path) -> None:
+    (tmp_path / "file.json").write_text(json.dumps(file(task, "single")))
+    on(1, ["dsframe.train", "--config", "file.json"], tmp_path).check()
+    finished = on(2, ["dsframe.tools.evaluate", "predict", "run", "--engine", "ddp", "--out", "a.jsonl"], tmp_path)
+    assert finished.returncode != 0
+    assert what in finished.output
+    assert "return a row for each sample from predictions(outputs, targets)" in finished.output
+    assert not (tmp_path / "a.jsonl").exists()

@@ -1,0 +1,150 @@
+"""The best checkpoint: which one it is, that it stays, and that commands find it."""
+
+from __future__ import annotations
+
+import json
+import math
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
+
+import dsframe
+from dsframe import cli
+from dsframe.checkpoint import store
+from dsframe.errors import CheckpointError, TaskError
+from dsframe.inference import load_model
+from dsframe.results import best_step
+
+
+class Told(dsframe.Task):
+    """Its evaluations come to what they are told to come to; the first is the trial."""
+
+    values: tuple[float, ...] = (0.0, math.nan, 0.5, 0.9, 0.9, 0.6)
+    calls = 0
+
+    def model(self) -> nn.Module:
+        return nn.Linear(2, 1)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.mse_loss(outputs, targets)
+
+    def train_data(self) -> Any:
+        rows = torch.randn(64, 2, generator=torch.Generator().manual_seed(0))
+        return TensorDataset(rows, rows.sum(1, keepdim=True))
+
+    eval_data = train_data
+
+    def finalize(self, sums: Mapping[str, dsframe.Sum]) -> Mapping[str, float]:
+        value = self.values[min(self.calls, len(self.values) - 1)]
+        self.calls += 1
+        return {"precision": value}
+
+
+def file(**more: Any) -> dict[str, Any]:
+    checkpoints = {"every_steps": 2, "keep_last": 1, "keep_best": "precision:max"}
+    settings = {"engine": "single", "steps": 10, "eval_every_steps": 2, "run_dir": "run", "checkpoints": checkpoints}
+    optimizer = {"type": "SGD", "params": {"lr": 0.01}}
+    return {"train_batch_size": 8, "optimizer": optimizer, "dsframe": {**settings, **more}}
+
+
+@pytest.fixture
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    monkeypatch.chdir(tmp_path)
+    return tmp_path / "run" / "checkpoints"
+
+
+def names(folder: Path) -> list[str]:
+    return sorted(path.name for path in folder.iterdir())
+
+
+def test_of_equal_values_the_first_is_the_best() -> None:
+    rated = {2: {"loss": 1.0}, 4: {"loss": 0.5}, 6: {"loss": 0.5}, 8: {"loss": math.nan}, 10: {"loss": None}, 12: {}}
+    assert best_step(rated, "loss:min") == 4
+    assert best_step(rated, "loss:max") == 2
+    assert best_step(rated, "accuracy:max") is None
+
+
+def test_the_best_stays_and_is_found(
+    folder: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    dsframe.fit(Told(), file())
+    said = capsys.readouterr().err
+    assert names(folder) == ["best", "latest", "step-00000006", "step-00000010"]
+    assert "warning: keep_best: precision is NaN here, so this checkpoint cannot be the best" in said
+    assert "  best        precision 0.9000 after step 6" in said
+    assert f"  best saved  {Path('run/checkpoints/step-00000006')}" in said
+    best = load_model("run", Told(), best=True).state_dict()
+    assert all(torch.equal(load_model(folder / "best", Told()).state_dict()[name], best[name]) for name in best)
+    assert not torch.equal(best["weight"], load_model("run", Told()).state_dict()["weight"])
+    assert cli.main(["export", "run", "--best"]) == 0
+    assert (folder / "step-00000006.safetensors").is_file()
+    dsframe.fit(Told(), file(steps=14), resume="best")
+    assert "going on after step 6" in capsys.readouterr().err
+    assert "step-00000006" in names(folder)
+    (folder / "best").write_text("../../elsewhere\n")
+    with pytest.raises(CheckpointError, match="there is no such checkpoint"):
+        store.complete(Path("run"), best=True)
+    (folder / "best").unlink()
+    with pytest.raises(CheckpointError, match="has no best checkpoint"):
+        store.complete(Path("run"), best=True)
+
+
+def test_an_evaluation_that_is_not_a_number_is_read_again(folder: Path) -> None:
+    """It joins the checkpoint, and early stopping takes it in when the run goes on."""
+
+    class Stopped(Told):
+        values = (0.0, 0.5, math.nan)
+
+    dsframe.fit(Stopped(), file(steps=4))
+    assert store.read_manifest(folder / "step-00000004")["evaluation"] == {
+        "loss": pytest.approx(2, abs=9),
+        "precision": None,
+    }
+    stop = {"metric": "precision:max", "patience": 2}
+    summary = dsframe.fit(Stopped(), file(stop=stop), resume="auto")
+    assert "precision is not better in 2 evaluation(s)" in summary.stopped
+
+
+def test_a_resume_from_an_earlier_step_leaves_no_pointer_to_what_is_moved_away(folder: Path) -> None:
+    dsframe.fit(Told(), file(checkpoints={"every_steps": 2, "keep_last": 9, "keep_best": "precision:max"}))
+    assert (folder / "best").read_text() == "step-00000006\n"
+    task = Told()
+    task.values = (0.0, 0.1, 0.2)
+    dsframe.fit(task, file(steps=6), resume=str(folder / "step-00000004"))
+    assert (folder / "best").read_text() == "step-00000004\n"
+
+
+@pytest.mark.parametrize(
+    ("more", "key"),
+    [
+        ({"checkpoints": {"every_steps": 2, "keep_best": "recall:max"}}, r"dsframe\.checkpoints\.keep_best"),
+        ({"stop": {"metric": "recall:max", "patience": 1}}, r"dsframe\.stop\.metric"),
+    ],
+)
+def test_a_metric_that_nobody_reports_is_refused_before_training(more: Any, key: str, folder: Path) -> None:
+    with pytest.raises(TaskError, match=f"{key}: no metric 'recall' in the evaluation; it has loss, precision"):
+        dsframe.fit(Told(), file(**more))
+    assert not folder.exists() or names(folder) == []
+
+
+def test_several_sets_have_names(folder: Path) -> None:
+    class Sets(Told):
+        values = (1.0, 1.0, 3.0, 3.0, 2.0, 2.0, 4.0, 4.0)
+
+        def eval_data(self) -> Any:
+            return {"val": self.train_data(), "clean": TensorDataset(*(rows[:5] for rows in self.train_data().tensors))}
+
+    wanted = {"every_steps": 2, "keep_best": "clean/precision:max", "keep_last": 1}
+    summary = dsframe.fit(Sets(), file(steps=6, checkpoints=wanted))
+    assert list(summary.metrics) == ["val/loss", "val/precision", "clean/loss", "clean/precision"]
+    rows = [json.loads(line) for line in Path("run/metrics.jsonl").read_text().splitlines()]
+    assert [row["evaluation"]["clean/precision"] for row in rows if "evaluation" in row] == [3.0, 2.0, 4.0]
+    with pytest.raises(
+        TaskError, match=r"keep_best: no metric 'precision' .* it has val/loss, val/precision, clean/loss"
+    ):
+        dsframe.fit(Sets(), file())
