@@ -18,7 +18,7 @@ from dsframe.checkpoint.resume import Start
 from dsframe.checkpoint.saver import Saver
 from dsframe.data import EvaluationLoader, Loader
 from dsframe.engine import Engine, StepResult
-from dsframe.events import Events, RunSchedule, Training
+from dsframe.events import Events, RunSchedule, Training, UserHooks
 from dsframe.guard.signals import StopRequest
 from dsframe.guard.watchdog import Watchdog
 from dsframe.hooks import Hooks
