@@ -17,6 +17,7 @@ from dsframe.config.resolve import auto, epochs, inherit, scaling
 from dsframe.config.resolve.auto import Facts
 from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN, Batch, check_groups, missing, nearest, solve
 from dsframe.config.rules import report
+from dsframe.config.rules.context import RuleContext
 from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.file import File
 from dsframe.config.schema.settings import Settings
@@ -273,7 +274,7 @@ def _judge(document: Document, name: str, overriding: Sequence[str], facts: Fact
     auto.resolve(raw, facts, findings)
     epochs.resolve(raw, facts, findings)
     file = validate.validate(raw, findings)
-    rules.check(file, raw, findings, facts.engine, facts.world_size)
+    rules.check(RuleContext(file, raw, findings, facts.engine or file.dsframe.engine, facts.world_size))
     _check_facts(file, facts, findings)
     _restore(raw, written, passed)
     problems = findings.sorted()

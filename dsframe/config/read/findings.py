@@ -133,6 +133,10 @@ class Findings:
                 return spans[path[:length]].key_start
         return None
 
+    def mentions(self, path: str) -> bool:
+        """True if something is already reported about ``path``, dotted."""
+        return any(problem.path == path for problem in self.problems)
+
     def fails(self, path: Path) -> bool:
         """True if an error is already reported at or under ``path``."""
         text = dotted(self.written(path))

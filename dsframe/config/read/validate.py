@@ -56,7 +56,8 @@ def validate(raw: dict[str, Any], findings: Findings) -> File:
             expected = ' {"enabled": true}' if "enabled" in section.model_fields else " an object {...}"
             message = f"expected an object, found {show(value)}"
             findings.error((key,), message, f"write{expected}", code="type", at_value=True)
-    return File.of({key: value for key, value in values.items() if value is not None})
+    given = {key: value for key, value in values.items() if value is not None}
+    return File.model_construct(set(given), **given)
 
 
 def _build(section: type[Section], raw: dict[str, Any], path: Path, findings: Findings) -> Section | None:
@@ -65,7 +66,7 @@ def _build(section: type[Section], raw: dict[str, Any], path: Path, findings: Fi
     if wrong:
         raw = {key: value for key, value in raw.items() if key not in wrong}
     try:
-        return section.checked(raw)
+        return section.model_validate(raw)
     except ValidationError:
         fields = section.model_fields
         return None if any(field.is_required() for field in fields.values()) else section.model_construct()
@@ -91,7 +92,7 @@ def _parameters(section: type[Section], raw: dict[str, Any], path: Path, finding
 def _check(section: type[Section], raw: dict[str, Any], path: Path, findings: Findings) -> set[str]:
     """Report what pydantic finds wrong. Returns the keys of ``raw`` that hold something wrong."""
     try:
-        section.checked(raw)
+        section.model_validate(raw)
     except ValidationError as failure:
         return _report(failure, section, raw, path, findings)
     return set()

@@ -1,4 +1,4 @@
-"""Mixtures of experts whose experts are spread over ranks, and the hybrid engine. Sources: as for ``parallel``."""
+"""Mixtures of experts whose experts are spread over ranks. Sources: as for ``parallel``."""
 
 from typing import ClassVar, Literal
 
@@ -82,24 +82,3 @@ class ExpertParallel(Section):
     """Their gate's name."""
     expert_activation: str | None = None
     """Activation of the experts. Default: the preset's."""
-
-
-class HybridEngine(Section):
-    """One engine that trains and generates, for RLHF."""
-
-    coerced: ClassVar[bool] = True
-
-    enabled: bool = False
-    """Turns it on."""
-    max_out_tokens: Count = 512
-    """Longest prompt and answer together."""
-    inference_tp_size: int = 1
-    """Tensor-parallel ranks while generating."""
-    release_inference_cache: bool = False
-    """Free the cache after generating."""
-    pin_parameters: bool = True
-    """Keep inference parameters at fixed addresses."""
-    tp_gather_partition_size: int = 8
-    """Parameters gathered at a time while generating."""
-    enable_cuda_graph: bool = False
-    """CUDA graphs while generating."""

@@ -10,17 +10,18 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin
 
 from pydantic import Field
 
-from dsframe.config.schema.base import Epochs, Later, Section
+from dsframe.config.schema.base import Epochs, Section
 from dsframe.config.schema.deepspeed import DeepSpeed
-from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, TORCH_OPTIMIZERS, Optimizer
-from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, Scheduler
+from dsframe.config.schema.optimizer import Optimizer
+from dsframe.config.schema.parameters import DEEPSPEED_OPTIMIZERS, DEEPSPEED_SCHEDULERS, TORCH_OPTIMIZERS
+from dsframe.config.schema.scheduler import Scheduler
 from dsframe.config.schema.settings import CustomTask, Settings, VisionTask
 
 
 class File(DeepSpeed):
     """A ds_config file: DeepSpeed's keys at the top level and one section of dsframe's."""
 
-    dsframe: Settings = Field(default_factory=lambda: Settings.of({}))
+    dsframe: Settings = Field(default_factory=Settings.model_construct)
     """What dsframe needs to know beyond DeepSpeed's keys."""
 
 
@@ -28,7 +29,7 @@ class File(DeepSpeed):
 class Shape:
     """What a field takes, as far as a reader of the file needs to know."""
 
-    declared: type[Section] | Later | None = None
+    section: type[Section] | None = None
     """The value is an object of this class."""
     item: Shape | None = None
     """The value is a list of these."""
@@ -39,11 +40,6 @@ class Shape:
     literals: tuple[Any, ...] = ()
     unit: type[Epochs] | None = None
     """An object of this class may stand for the number: the same in another unit."""
-
-    @property
-    def section(self) -> type[Section] | None:
-        """The class of which the value is an object, imported now if nobody needed it before."""
-        return self.declared.section() if isinstance(self.declared, Later) else self.declared
 
     @property
     def phrase(self) -> str:
@@ -93,13 +89,12 @@ def _shape(annotation: Any) -> Shape:
         return Shape(kinds=frozenset(_KINDS[type(value)] for value in values), literals=values)
     if origin in (Union, types.UnionType):
         every = [_shape(part) for part in get_args(annotation)]
-        declared = [part.declared for part in every if part.declared]
-        unit = next((part for part in declared if not isinstance(part, Later) and issubclass(part, Epochs)), None)
-        parts = [part for part in every if not unit or part.declared is not unit]
-        sections = [part for part in declared if part is not unit]
+        declared = [part.section for part in every if part.section]
+        unit = next((section for section in declared if issubclass(section, Epochs)), None)
+        parts = [part for part in every if not unit or part.section is not unit]
         return Shape(
             unit=unit,
-            declared=sections[0] if sections else None,
+            section=next((section for section in declared if section is not unit), None),
             item=next((part.item for part in parts if part.item), None),
             entry=next((part.entry for part in parts if part.entry), None),
             kinds=frozenset().union(*(part.kinds for part in parts)),
@@ -109,8 +104,8 @@ def _shape(annotation: Any) -> Shape:
         return Shape(kinds=frozenset({"list"}), item=_shape(get_args(annotation)[0]))
     if origin is dict:
         return Shape(kinds=frozenset({"dict"}), entry=_shape(get_args(annotation)[1]))
-    if isinstance(annotation, Later) or (isinstance(annotation, type) and issubclass(annotation, Section)):
-        return Shape(declared=annotation, kinds=frozenset({"dict"}))
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return Shape(section=annotation, kinds=frozenset({"dict"}))
     if annotation in _KINDS:
         return Shape(kinds=frozenset({_KINDS[annotation]}))
     return Shape(kinds=frozenset({"any"}))

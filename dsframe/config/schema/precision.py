@@ -3,21 +3,24 @@
 Source: ``deepspeed/runtime/precision_config.py`` and ``runtime/config.py`` of DeepSpeed 0.19.8.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
-from dsframe.config.schema.base import AUTO, NonNegative, Section
+from dsframe.config.schema.base import AUTO, Coerced, NonNegative, Section
 
 TorchDtype = Literal[
     "torch.float16", "fp16", "float16", "half", "torch.bfloat16", "bf16", "bfloat16",
     "torch.float32", "fp32", "float32", "float", "torch.int8", "int8",
 ]  # fmt: skip
 """The spellings of DeepSpeed's ``DtypeEnum``."""
+DTYPES = {spelling: name for name, spellings in (
+    ("fp16", ("torch.float16", "fp16", "float16", "half")), ("bf16", ("torch.bfloat16", "bf16", "bfloat16")),
+    ("fp32", ("torch.float32", "fp32", "float32", "float")), ("int8", ("torch.int8", "int8")),
+) for spelling in spellings}  # fmt: skip
+"""Spelling -> the short name."""
 
 
-class Fp16(Section):
+class Fp16(Coerced):
     """Parameters and gradients in float16 with loss scaling; the optimizer keeps fp32 weights."""
-
-    coerced: ClassVar[bool] = True
 
     enabled: bool = False
     """Turns it on. The device must support fp16; many CPUs do not."""
@@ -39,10 +42,8 @@ class Fp16(Section):
     """Keep the optimizer's weights and gradients in fp16 too. Stages 1 to 3, with DeepSpeed's CPU Adam."""
 
 
-class Bf16(Section):
+class Bf16(Coerced):
     """Parameters and gradients in bfloat16; the optimizer keeps fp32 weights. No loss scaling."""
-
-    coerced: ClassVar[bool] = True
 
     enabled: bool = False
     """Turns it on."""

@@ -1,14 +1,13 @@
-# ruff: noqa: RUF012 - pydantic copies mutable defaults
-"""Checkpoints, activation checkpointing, asynchronous I/O, compilation, weight quantisation.
+"""Checkpoints, activation checkpointing, asynchronous I/O, and sections that no training here uses.
 
-Source: ``deepspeed/runtime/model_checkpointing``, ``runtime/activation_checkpointing/config.py``,
-``runtime/swap_tensor/aio_config.py``, ``compile/config.py`` and ``inference/config.py`` of DeepSpeed 0.19.8.
+Source: ``deepspeed/runtime/model_checkpointing``, ``runtime/activation_checkpointing/config.py``
+and ``runtime/swap_tensor/aio_config.py`` of DeepSpeed 0.19.8.
 """
 
 from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from dsframe.config.schema.base import Count, Section
+from dsframe.config.schema.base import Count, Section, Unmodelled
 
 
 class ActivationCheckpointing(Section):
@@ -97,63 +96,15 @@ class Checkpoint(Section):
     folded: ClassVar[Mapping[str, str]] = {"tag_validation": "upper"}
 
 
-class Compile(Section):
-    """DeepCompile: ZeRO inside the compiled graph. CUDA only."""
-
-    coerced: ClassVar[bool] = True
+class Compile(Unmodelled):
+    """DeepCompile: ZeRO inside the compiled graph. No engine accepts it."""
 
     deepcompile: bool = False
-    """Turns it on; the program must call ``engine.compile()``."""
-    autoep_non_moe: bool = False
-    """Compile what surrounds AutoEP layers. Not with ``deepcompile``."""
-    free_activation: bool = False
-    """Free large activations early."""
-    free_activation_threshold: int = 10_485_760
-    """Bytes from which an activation counts as large."""
-    offload_activation: bool = False
-    """Move saved activations to CPU memory as the budget requires."""
-    offload_activation_pin_memory: bool = True
-    """Page-locked memory for it."""
-    offload_opt_states: bool = False
-    """Move optimizer state to CPU memory between steps."""
-    double_buffer: bool = True
-    """Two buffers in turn."""
-    symmetric_memory: bool = False
-    """torch's symmetric memory."""
-    debug_log: bool = False
-    """Write the graphs."""
-    offload_parameters: bool = False
-    """Move parameters to CPU memory."""
-    sync_before_reduce: bool = False
-    """Wait for the device before each reduction."""
-    sync_after_reduce: bool = False
-    """Wait for the device after each reduction."""
-    sync_before_allgather: bool = False
-    """Wait for the device before each gather."""
-    sync_after_allgather: bool = False
-    """Wait for the device after each gather."""
-    keep_int_input_tensors: bool = True
-    """Keep the values of integer inputs for profiling."""
-    keep_all_input_tensors: bool = False
-    """Keep the values of all inputs for profiling."""
-    passes: list[Literal["z1", "z3", "autosp", "autotp"]] | None = None
-    """Passes to compose. Default: by ZeRO stage."""
-
-
-class WeightQuantization(Section):
-    """Weight quantisation for ZeRO-Inference. No effect on training."""
-
-    coerced: ClassVar[bool] = True
-
-    enabled: bool = True
     """Turns it on."""
-    num_bits: int = 8
-    """Bits of a weight."""
-    q_type: Literal["symmetric", "asymmetric"] = "symmetric"
-    """Kind of quantisation."""
-    q_groups: int = 1
-    """Groups with a scale of their own."""
-    quantized_initialization: dict[str, Any] = {}
-    """Quantise while the model is built."""
-    post_init_quant: dict[str, Any] = {}
-    """Quantise after: patterns of names -> settings."""
+
+
+class Switched(Unmodelled):
+    """A section that no training here uses."""
+
+    enabled: bool = False
+    """Turns it on."""

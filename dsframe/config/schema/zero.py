@@ -5,19 +5,12 @@ Source: ``deepspeed/runtime/zero/config.py``, ``offload_config.py``, ``leaf_modu
 """
 
 import sys
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import TYPE_CHECKING, Literal
 
 from pydantic import Field
 
-from dsframe.config.schema.base import Count, Section, Size, later
-
-if TYPE_CHECKING:
-    from dsframe.config.schema.zero_offload import Device, LeafModule, OffloadOptimizer, OffloadParam, ZenFlow
-else:
-    LeafModule, OffloadOptimizer, OffloadParam, ZenFlow = later(
-        "zero_offload", "LeafModule", "OffloadOptimizer", "OffloadParam", "ZenFlow"
-    )
-
+from dsframe.config.schema.base import Coerced, Count, Size
+from dsframe.config.schema.zero_offload import Device, LeafModule, OffloadOptimizer, OffloadParam, ZenFlow
 
 SMALL = 1 << 23
 """Elements. Stage 3 keeps a model no larger than this whole (32 MiB in fp32) where the file does not say what to keep."""
@@ -27,11 +20,9 @@ FETCHES = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_
 """The keys that say what is gathered ahead, and what stays until it is needed again."""
 
 
-class Zero(Section):
+class Zero(Coerced):
     """ZeRO: stage 1 partitions the optimizer state over the data-parallel ranks, stage 2 the gradients too, stage 3 the
     parameters too."""
-
-    coerced: ClassVar[bool] = True
 
     stage: Literal[0, 1, 2, 3] = 0
     """0 partitions nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters."""
@@ -123,7 +114,7 @@ class Zero(Section):
     """Modules to fetch as one piece at stage 3."""
 
     @property
-    def optimizer_device(self) -> "Device":
+    def optimizer_device(self) -> Device:
         """Where the optimizer's state lives: ``none`` when it is not offloaded."""
         return self.offload_optimizer.device if self.offload_optimizer else "none"
 
@@ -169,6 +160,6 @@ class Zero(Section):
         return dict(zip(FETCHES, (ahead, 2 * ahead, 0), strict=True))
 
     @property
-    def parameter_device(self) -> "Device":
+    def parameter_device(self) -> Device:
         """Where idle parameters live: ``none`` when they are not offloaded."""
         return self.offload_param.device if self.offload_param else "none"

@@ -1,19 +1,17 @@
 # ruff: noqa: RUF012 - pydantic copies mutable defaults
 """Sections of ``zero_optimization`` that few files have: offload, ZenFlow, leaf modules. Sources: as for ``zero``."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dsframe.config.schema.base import Count, Fraction, Section, Size
+from dsframe.config.schema.base import Coerced, Count, Fraction, Section, Size
 
 Device = Literal["none", "cpu", "nvme"]
 
 
-class OffloadParam(Section):
+class OffloadParam(Coerced):
     """Where stage 3 keeps the parameters that are not in use. Below stage 3 it has no effect."""
-
-    coerced: ClassVar[bool] = True
 
     device: Device = "none"
     """``cpu``, ``nvme``, or ``none`` for no offload."""
@@ -29,10 +27,8 @@ class OffloadParam(Section):
     """Page-locked CPU memory: faster copies, but it cannot be swapped out. Default true since DeepSpeed 0.19."""
 
 
-class OffloadOptimizer(Section):
+class OffloadOptimizer(Coerced):
     """Where the optimizer's state lives and where its step is computed. Stages 1, 2 and 3."""
-
-    coerced: ClassVar[bool] = True
 
     device: Device = "none"
     """``cpu``, ``nvme`` (stage 3; stages 1 and 2 silently take ``cpu``), or ``none``. The step runs on the CPU either
@@ -57,10 +53,8 @@ class OffloadOptimizer(Section):
     """Share of the CPU cores for SuperOffload's Adam."""
 
 
-class ZenFlow(Section):
+class ZenFlow(Coerced):
     """ZenFlow: update the few important gradient columns on the device, the others later on the CPU."""
-
-    coerced: ClassVar[bool] = True
 
     topk_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
     """Share of the gradient columns that counts as important."""
@@ -84,10 +78,8 @@ class ZenFlow(Section):
     """Filled in by DeepSpeed while it runs. Leave it out."""
 
 
-class LeafModule(Section):
+class LeafModule(Coerced):
     """Modules that stage 3 fetches as one piece, for example mixtures of experts."""
-
-    coerced: ClassVar[bool] = True
 
     classes: list[str] = [
         "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
