@@ -88,7 +88,7 @@ class Config:
         Raises:
             ConfigError: they cannot be: the sizes disagree, or the world size does not divide.
         """
-        findings = self._findings.anew()
+        findings = self._findings.empty_copy()
         file = self.deepspeed
         assert isinstance(file, File)
         result = solve(file, world_size, findings, bool(self.facts.replicas) if replicas is None else replicas)
@@ -98,8 +98,7 @@ class Config:
 
     def position(self, path: tuple[str | int, ...]) -> tuple[int, int]:
         """Line and column of a key, or of the nearest one around it; (0, 0) where there is none."""
-        offset = self._findings.offset(path, at_value=False)
-        return (0, 0) if offset is None else self._findings.document.position(offset)
+        return self._findings.position(path)
 
     def error(self, path: tuple[str | int, ...], message: str, remedy: str, *, code: str) -> Problem:
         """Returns an error about the key at ``path`` of this file."""
@@ -112,7 +111,7 @@ class Config:
     def given(self) -> dict[str, Any]:
         """A deep copy of what the user wrote, with overrides, and ``"auto"`` where it stands."""
         raw: dict[str, Any] = copy.deepcopy(self._findings.document.root)
-        overrides.apply(raw, self._overrides, self._findings.anew())
+        overrides.apply(raw, self._overrides, self._findings.empty_copy())
         return raw
 
     def shown(self) -> dict[str, Any]:
@@ -147,7 +146,7 @@ class Config:
         found = self._findings
         if self.waits or known.engine != self.facts.engine or self.facts.world_size is not None:
             return _accept(_judge(found.document, found.file, self._overrides, known, self.path))
-        findings = found.anew()
+        findings = found.empty_copy()
         findings.problems.extend(self.problems)
         assert isinstance(self.deepspeed, File)
         _check_facts(self.deepspeed, known, findings)
@@ -262,7 +261,7 @@ def _judge(document: Document, name: str, overriding: Sequence[str], facts: Fact
         if keys & document.root.keys() and not _BATCH & document.root.keys():
             findings.error((), f"this is a configuration for {what}", remedy, code="other-tool")
             return Examined(findings.sorted(), None, document)
-    if repair.is_stranger(document.root):
+    if repair.has_no_known_key(document.root):
         message = "none of its keys is known to DeepSpeed: is this a DeepSpeed configuration?"
         findings.error((), message, "see dsframe schema --markdown for the keys", code="other-tool")
         return Examined(findings.sorted(), None, document)

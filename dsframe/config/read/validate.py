@@ -296,5 +296,5 @@ class _Converter:
     def converted(self, here: Path, value: Any, meaning: Any) -> Any:
         message = f"DeepSpeed reads {show(value)} as {show(meaning)}"
         self.findings.warning(here, message, f"write {show(meaning)}", code="coerced", at_value=True)
-        self.findings.fixes.append(Fix(self.findings.written(here), here, meaning, replace=True))
+        self.findings.fix(here, here, value=meaning, replace=True)
         return meaning

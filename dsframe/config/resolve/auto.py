@@ -13,8 +13,9 @@ from fractions import Fraction
 from typing import Any
 
 from dsframe.config.read.findings import Findings
-from dsframe.config.read.legacy import Keys
 from dsframe.config.read.reader import Path, inside
+
+Keys = tuple[str, ...]
 from dsframe.config.schema.base import AUTO, Section
 from dsframe.config.schema.file import File, section_at, shape
 from dsframe.config.schema.optimizer import MUP, muon_rates

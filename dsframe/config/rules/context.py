@@ -7,7 +7,7 @@ from functools import cached_property
 from typing import Any
 
 from dsframe.config.read.findings import Findings
-from dsframe.config.read.reader import Path, inside
+from dsframe.config.read.reader import Path, inside, keys
 from dsframe.config.schema.file import File
 from dsframe.engines.table import TABLE, Entry, named
 
@@ -68,16 +68,16 @@ class RuleContext:
     def wrote(self, path: str) -> bool:
         """True if the file has this key, and no error is reported about its value."""
         *parents, key = keys(path)
-        owner = inside(self.raw, tuple(parents))
+        owner = inside(self.raw, parents)
         return isinstance(owner, dict) and key in owner and not self.fails(path)
 
     def fails(self, path: str) -> bool:
         """True if an error is reported at or under ``path``."""
-        return self.findings.fails(keys(path))
+        return self.findings.fails(path)
 
     def conflict(self, path: str | Path, message: str, remedy: str = "remove it") -> None:
         """Report two values that exclude each other."""
-        self.findings.error(keys(path), message, remedy, code="conflict", at_value=True)
+        self.findings.error(path, message, remedy, code="conflict", at_value=True)
 
     def conflicts(self, path: str, when: bool, pairs: Iterable[tuple[object, str]], remedy: str = "remove it") -> None:
         """Report each pair of (True, message) at ``path``, if ``when``."""
@@ -85,25 +85,20 @@ class RuleContext:
             if wrong:
                 self.conflict(path, message, remedy)
 
-    def warn(self, path: str | Path, message: str, remedy: str, code: str) -> None:
+    def warn(self, path: str | Path, message: str, remedy: str, *, code: str) -> None:
         """Report a value that works and is perhaps not meant."""
-        self.findings.warning(keys(path), message, remedy, code=code, at_value=True)
+        self.findings.warning(path, message, remedy, code=code, at_value=True)
 
     def no_effect(self, path: str | Path, message: str = "has no effect", remedy: str = "remove it") -> None:
         """Report a key without effect."""
-        self.findings.warning(keys(path), message, remedy, code="no-effect")
+        self.findings.warning(path, message, remedy, code="no-effect")
 
-    def note(self, path: str | Path, message: str, remedy: str = "", code: str = "no-effect") -> None:
+    def note(self, path: str | Path, message: str, remedy: str = "", *, code: str = "no-effect") -> None:
         """Say what is easily overlooked."""
-        self.findings.note(keys(path), message, remedy, code=code)
+        self.findings.note(path, message, remedy, code=code)
 
     def imports(self, path: str | Path, name: object) -> None:
         """Say that a ``module:name`` runs code; a name of dsframe's own or of a library does not."""
         if isinstance(name, str) and ":" in name:
             text = f"imports and runs code: {name.partition(':')[0]}"
-            self.findings.note(keys(path), text, code="imports", at_value=True)
-
-
-def keys(path: str | Path) -> Path:
-    """The keys of a dotted path."""
-    return tuple(path.split(".")) if isinstance(path, str) else path
+            self.findings.note(path, text, code="imports", at_value=True)

@@ -76,10 +76,10 @@ def _compile(context: RuleContext) -> None:
             context.conflict(_COMPILE, "not possible in a pipeline: no stage has the whole model", 'write "blocks"')
         if context.stage == 3:
             message = "slow at stage 3: DeepSpeed gathers parameters module by module, and the graph breaks at each"
-            context.warn(_COMPILE, message, 'write "blocks": each block is gathered at once and compiled', "slow")
+            context.warn(_COMPILE, message, 'write "blocks": each block is gathered at once and compiled', code="slow")
     if compile_ and compiler() is None:
         message = "torch.compile needs a C++ compiler, which this machine does not have"
-        context.warn(_COMPILE, message, "install g++, or write false", "not-installed")
+        context.warn(_COMPILE, message, "install g++, or write false", code="not-installed")
 
 
 def _tasks(context: RuleContext) -> None:
@@ -127,4 +127,4 @@ def _large_batch(context: RuleContext) -> None:
         context.conflict(rule, "not possible with adasum, which replaces learning-rate scaling", 'write "none"')
     if wanted.warmup_steps and scheduler is not None and scheduler.type.startswith("Warmup"):
         message = f"{scheduler.type} warms up as well: the two ramps multiply"
-        context.warn(f"{_LARGE}.warmup_steps", message, "keep one of them", "schedule")
+        context.warn(f"{_LARGE}.warmup_steps", message, "keep one of them", code="schedule")

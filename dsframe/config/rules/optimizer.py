@@ -134,7 +134,7 @@ def _adam(context: RuleContext) -> None:
         refused |= dict.fromkeys(_DEEPSPEED_ADAM_ONLY, 'not an argument of torch\'s Adam: "torch_adam": true raises')
     for key, message in refused.items():
         if key in params:
-            context.conflict(f"{_PARAMS}.{key}", message)
+            context.conflict(f"{_PARAMS}.{key}", message, 'remove it, or use another optimizer or engine')
     for key in (*_TORCH_ADAM_ONLY, "amsgrad"):
         if not torch_adam and key in params and (key != "amsgrad" or params[key] is True):
             message = "an argument of torch's Adam only: DeepSpeed's Adam raises"
@@ -175,12 +175,12 @@ def _scheduler(context: RuleContext, scheduler: Scheduler) -> None:
     if name in HF_SCHEDULERS and "dsframe" in context.raw:
         message = f"works in dsframe only: plain DeepSpeed, which does not have {name}, raises"
         remedy = "for plain DeepSpeed choose one of its own, such as WarmupCosineLR"
-        context.warn("scheduler.type", message, remedy, "portability")
+        context.warn("scheduler.type", message, remedy, code="portability")
     elif name in TORCH_SCHEDULERS:
         if context.stage:
             message = f"works in dsframe only: torch's {name} does not accept a ZeRO optimizer: plain DeepSpeed raises"
             remedy = "for plain DeepSpeed choose one of its own, such as WarmupLR"
-            context.warn("scheduler.type", message, remedy, "portability")
+            context.warn("scheduler.type", message, remedy, code="portability")
     elif name not in DEEPSPEED_SCHEDULERS:
         known = [*DEEPSPEED_SCHEDULERS, *TORCH_SCHEDULERS]
         _unknown(context, "scheduler.type", name, known, SCHEDULERS_WITHOUT_ROUTE, "torch.optim.lr_scheduler")
@@ -197,7 +197,7 @@ def _scheduler(context: RuleContext, scheduler: Scheduler) -> None:
         message = f"total_num_steps {total} is less than warmup_num_steps {warmup}{default}"
         key = "warmup_num_steps" if written else "total_num_steps"
         remedy = "raise the first or lower the second"
-        context.warn(f"{_SCHEDULE}.{key}", f"{message}: training ends during the warm-up", remedy, "schedule")
+        context.warn(f"{_SCHEDULE}.{key}", f"{message}: training ends during the warm-up", remedy, code="schedule")
 
 
 def _parts(context: RuleContext, params: dict[str, Any], path: Path) -> None:

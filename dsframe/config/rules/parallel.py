@@ -60,7 +60,7 @@ def _pipeline(context: RuleContext) -> None:
     if file.gradient_accumulation_steps is not None or file.train_micro_batch_size_per_gpu is None:
         micro, others = file.gradient_accumulation_steps or 1, pipeline.stages - 1
         message = f"pipeline bubble: each stage is idle {others / (micro + others):.0%} of the time"
-        context.note(_STAGES, message, "raise gradient_accumulation_steps", "slow")
+        context.note(_STAGES, message, "raise gradient_accumulation_steps", code="slow")
     if context.wrote("dsframe") and "pipeline" in context.entry.supports:
         _model(context)
 

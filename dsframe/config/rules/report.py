@@ -39,14 +39,14 @@ def kind_of(operation: str) -> str | None:
 
 
 def check(context: RuleContext) -> None:
-    """Report what is wrong with profilers, loggers and checkpoints.
+    """Report what is wrong with checkpoints, profilers and loggers.
 
-    Files without a ``dsframe`` section are for DeepSpeed, which differs.
+    Files without a ``dsframe`` section are for DeepSpeed, whose profilers differ.
     """
+    _checkpoints(context)
     if not context.wrote("dsframe"):
         return
     _operations(context)
-    _checkpoints(context)
     if context.file.flops_profiler.enabled and context.file.flops_profiler.recompute_fwd_factor:
         message = "has no effect: dsframe counts recomputation when it happens"
         context.no_effect("flops_profiler.recompute_fwd_factor", message)

@@ -26,7 +26,7 @@ def check(context: RuleContext) -> None:
         context.conflict("aio.use_gds", message, "write false")
     if file.checkpoint.writer is not None and file.checkpoint.writer.type == "PYTHON":
         message = "the writer PYTHON of DeepSpeed 0.19.8 fails when it saves"
-        context.warn("checkpoint.writer.type", message, "remove the writer", "broken")
+        context.warn("checkpoint.writer.type", message, "remove the writer", code="broken")
     for path in _OF_DEEPSPEED:
         if context.wrote("dsframe") and context.wrote(path):
             context.no_effect(path, "has no effect: dsframe's checkpoints are of another form, see dsframe.checkpoints")
@@ -44,4 +44,4 @@ def _packages(context: RuleContext) -> None:
     for path, package in logger_packages(context.file, context.settings):
         if find_spec(package) is None:
             message = f"switched on, but the package {package} is not installed here: DeepSpeed raises"
-            context.warn(path, message, "install it, or write false", "not-installed")
+            context.warn(path, message, "install it, or write false", code="not-installed")

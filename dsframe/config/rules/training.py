@@ -114,9 +114,9 @@ def _ddp(context: RuleContext) -> None:
     if may_be_fp16(file) and file.torch_autocast.dtype is None:
         by_device = True
         text = f"torch_autocast without a dtype is float16 on GPUs, and then the run is refused: {message}"
-        context.warn(_DDP, text, 'add "dtype": "bfloat16" to torch_autocast', "portability")
+        context.warn(_DDP, text, 'add "dtype": "bfloat16" to torch_autocast', code="portability")
     scaled = file.fp16.enabled or (may_be_fp16(file) and not by_device)
     if scaled or context.settings.on_nonfinite == "skip":
         context.conflict(_DDP, message, 'use bf16 or fp32, "on_nonfinite": "stop", or another communication')
     message = "a resumed run will not continue exactly: PowerSGD's error feedback is not in checkpoints"
-    context.warn(_DDP, message, "choose another communication for runs that you resume", "resume")
+    context.warn(_DDP, message, "choose another communication for runs that you resume", code="resume")

@@ -88,13 +88,13 @@ def _offload(context: RuleContext) -> None:
             context.no_effect(path, f"has no effect at stage {stage}: nothing is offloaded", f"it needs {need}")
         elif nvme and stage < 3:
             message = f'"nvme" has no effect at stage {stage}: DeepSpeed silently offloads to the CPU'
-            context.warn(f"{path}.device", message, 'write "cpu", or use stage 3', "no-effect")
+            context.warn(f"{path}.device", message, 'write "cpu", or use stage 3', code="no-effect")
         elif nvme and folder is None:
             message = '"nvme" needs "nvme_path": DeepSpeed raises'
             context.conflict(f"{path}.device", message, "add the folder on the drive")
         elif nvme and folder is not None and not _may_exist(folder):
             message, remedy = f'"{folder}" is not on this machine', "mount the drive, or change the path"
-            context.warn(f"{path}.nvme_path", message, remedy, "nvme-path")
+            context.warn(f"{path}.nvme_path", message, remedy, code="nvme-path")
         elif folder is not None and not nvme:
             context.no_effect(f"{path}.nvme_path", f'has no effect while "device" is "{section.device}"')
 
