@@ -8,7 +8,8 @@ from dsframe.config.read.findings import Findings
 from dsframe.config.resolve import epochs
 from dsframe.config.rules.context import RuleContext
 from dsframe.config.schema.base import Interval
-from dsframe.config.schema.file import File
+from dsframe.config.schema.deepspeed import DeepSpeed
+from dsframe.config.schema.settings import Settings
 
 KINDS = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "gather", "scatter", "send", "receive",
@@ -115,11 +116,13 @@ def _metric(context: RuleContext, path: str, wanted: str | None) -> None:
         context.conflict(path, f"the task's evaluation has no metric {metric}", f"choose one of {', '.join(known)}")
 
 
-def check_world(file: File, world_size: int | None, total_steps: int | None, findings: Findings) -> None:
+def check_world(
+    file: DeepSpeed, settings: Settings, world_size: int | None, total_steps: int | None, findings: Findings
+) -> None:
     """Report profiles of ranks and steps that the run does not have."""
-    profile, profiler = file.dsframe.profile, file.flops_profiler
+    profile, profiler = settings.profile, file.flops_profiler
     path: tuple[str, ...] = ("dsframe", "profile")
-    steps = total_steps if total_steps is not None else file.dsframe.steps
+    steps = total_steps if total_steps is not None else settings.steps
     if steps is not None and profiler.enabled and profiler.profile_step >= steps:
         message = f"the profile comes after {profiler.profile_step} steps, but the run has only {steps}"
         where = ("flops_profiler", "profile_step")
