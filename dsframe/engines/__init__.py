@@ -76,13 +76,12 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
 
     ``processes``: the number of them if it is known; some engines refuse some numbers.
     """
-    from dsframe.config import features
     from dsframe.config.features import WATCHING
 
     entry = TABLE[name]
     found = [
         feature
-        for feature in features(config.deepspeed, config.settings, config.position)
+        for feature in config.features
         if feature.name not in entry.supports and feature.name not in WATCHING
     ]
     replicated = [feature.path for feature in found if feature.name in entry.replicates]
@@ -96,6 +95,9 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
         if one.name not in entry.replicates | entry.ignores
     ]
     refused += _size(config, name, processes)
+    if config.deepspeed.optimizer is None:
+        remedy = 'add "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}'
+        refused.append(config.error("optimizer", "is required", remedy, code="missing"))
     notes = [entry.caution] if entry.caution else []
     if replicated:
         instead = ", ".join(replicated)
@@ -109,8 +111,6 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
 
 def beside_several(config: Config, name: str) -> list[Problem]:
     """Returns what engine ``name`` refuses of the file because the task has several models (``Task.models``)."""
-    from dsframe.config import features
-
     entry, settings, stage = TABLE[name], config.settings, config.deepspeed.zero_optimization.stage
     wanted = settings.model
     if not entry.several:
@@ -120,7 +120,7 @@ def beside_several(config: Config, name: str) -> list[Problem]:
     apart = (entry.supports | {"flops_profiler"}) - entry.several
     found = [
         (tuple(one.path.split(".")), one.description)
-        for one in features(config.deepspeed, config.settings, config.position)
+        for one in config.features
         if one.name in apart
     ]
     for key, on in (
@@ -176,12 +176,10 @@ def refuse_fixed(name: str) -> None:
 
 def load(name: str, config: Config) -> type[Engine]:
     """Returns the engine's class for this file. Raises EngineError if its package cannot be imported."""
-    from dsframe.config import features
-
     entry = TABLE[name]
     on = [
         feature.name
-        for feature in features(config.deepspeed, config.settings, config.position)
+        for feature in config.features
         if feature.name in entry.variants
     ]
     module, _, cls = (entry.variants[on[0]] if on else entry.target).partition(":")

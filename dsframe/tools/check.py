@@ -144,7 +144,7 @@ def _judge(text: str, label: str, options: argparse.Namespace, limit: int | None
     config = examined.config
     assert config is not None
     clean = not any(problem.severity == "error" for problem in examined.problems)
-    if clean and config.waits and (epoch_steps := _epoch_steps(config, options)):
+    if clean and config.is_unresolved and (epoch_steps := _epoch_steps(config, options)):
         examined = examine(text, label, options.overrides, replace(config.facts, epoch_steps=epoch_steps), path)
         config = examined.config
         assert config is not None

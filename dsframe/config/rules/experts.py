@@ -25,9 +25,6 @@ def check(context: RuleContext) -> None:
         return
     experts, zero, stage = context.file.expert_parallel, context.zero, context.stage
     _refuse(context, _COMPUTES, "would change what the model computes, on engine deepspeed only: set it in the model")
-    if experts.comm_backend == "deepep" and experts.comm_max_tokens_per_rank == 0:
-        message = '"deepep" needs comm_max_tokens_per_rank: DeepSpeed raises'
-        context.conflict(f"{_SECTION}.comm_backend", message, "add micro-batch size x longest sequence")
     if not context.by_deepspeed or context.fails(_SECTION):
         return  # engines of full replicas spread nothing
     _refuse(context, _NAMES, "not supported: checkpoints have the names of the models that dsframe knows")

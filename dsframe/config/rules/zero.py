@@ -49,37 +49,26 @@ def _stage(context: RuleContext) -> None:
 
 
 def _raises(context: RuleContext) -> None:
-    zero, stage = context.zero, context.stage
+    zero, stage, offload = context.zero, context.stage, context.zero.offload_optimizer
+    clips = context.file.gradient_clipping > 0
+    if not zero.compute_grad_norm and (stage not in (1, 2) or clips or context.offloads or zero.zenflow):
+        message = "false needs stage 1 or 2, and no clipping (1.0 when absent), offload or ZenFlow: DeepSpeed raises"
+        context.conflict(f"{ZERO}.compute_grad_norm", message)
     if zero.legacy_stage1 and stage:
         context.conflict(f"{ZERO}.legacy_stage1", "removed in DeepSpeed 0.5.9: true raises")
-    if not zero.compute_grad_norm:
-        wrong = (
-            (stage not in (1, 2), f"at stage {stage}"),
-            (context.file.gradient_clipping > 0, "with gradient_clipping, which is 1.0 when absent"),
-            (context.offloads, "with offload_optimizer"),
-            (zero.zenflow is not None, "with ZenFlow"),
-        )
-        for is_on, other in wrong:
-            if is_on:
-                context.conflict(f"{ZERO}.compute_grad_norm", f"false is not possible {other}: DeepSpeed raises")
-                break
     if zero.round_robin_gradients and stage in (1, 2) and context.by_deepspeed:
         message = "is left off: with it DeepSpeed 0.19.8 puts wrong weights into checkpoints; the training is the same"
         context.note(f"{ZERO}.round_robin_gradients", message)
-    offload = zero.offload_optimizer
-    if offload is not None and stage != 3:
-        if offload.ratio < 1.0:
-            context.conflict(f"{_OFFLOAD}.ratio", "below 1.0 is possible at stage 3 only: DeepSpeed raises")
-        if offload.super_offload:
-            message = f"has no effect at stage {stage}"
-            context.no_effect(f"{_OFFLOAD}.super_offload", message, "it needs stage 3")
+    if offload is not None and offload.ratio < 1.0 and stage != 3:
+        context.conflict(f"{_OFFLOAD}.ratio", "below 1.0 is possible at stage 3 only: DeepSpeed raises")
+    if offload is not None and offload.super_offload and stage != 3:
+        context.no_effect(f"{_OFFLOAD}.super_offload", f"has no effect at stage {stage}", "it needs stage 3")
 
 
 def _offload(context: RuleContext) -> None:
     stage = context.stage
-    for key, section, least in (("offload_optimizer", context.zero.offload_optimizer, 1),
-                                ("offload_param", context.zero.offload_param, 3)):  # fmt: skip
-        path = f"{ZERO}.{key}"
+    for key, least in (("offload_optimizer", 1), ("offload_param", 3)):
+        section, path = getattr(context.zero, key), f"{ZERO}.{key}"
         if section is None or section.device == "none" or context.fails(path):
             continue
         nvme, folder = section.device == "nvme", section.nvme_path
@@ -109,22 +98,15 @@ def _may_exist(path: str) -> bool:
 
 
 def _zenflow(context: RuleContext) -> None:
-    zero, zenflow = context.zero, context.zero.zenflow
-    if zenflow is None or not zero.stage or context.fails(_ZENFLOW):
-        return
-    if not context.offloads:
-        message = "needs optimizer offload: DeepSpeed raises"
-        context.conflict(_ZENFLOW, message, 'add "offload_optimizer": {"device": "cpu"}')
+    """Report what ZenFlow needs; what it needs of its own keys DeepSpeed says itself."""
+    zero = context.zero
     overlap = zero.overlap_comm if zero.overlap_comm is not None else zero.stage == 3
-    if zenflow.offload and not overlap:
-        context.conflict(f"{_ZENFLOW}.offload", "needs overlap_comm: DeepSpeed raises", 'add "overlap_comm": true')
-    select, update = zenflow.select_interval, zenflow.update_interval
-    if zenflow.select_strategy != "auto" and select == "auto":
-        message = f'select_strategy "{zenflow.select_strategy}" needs a number in select_interval'
-        context.conflict(f"{_ZENFLOW}.select_strategy", message, "write one")
-    if isinstance(select, int) and isinstance(update, int) and select < update and zenflow.select_strategy == "step":
-        message = f"{select} is less than update_interval {update}"
-        context.conflict(f"{_ZENFLOW}.select_interval", message, "raise it")
+    if zero.zenflow and zero.stage and not context.fails(_ZENFLOW):
+        if not context.offloads:
+            message = "needs optimizer offload: DeepSpeed raises"
+            context.conflict(_ZENFLOW, message, 'add "offload_optimizer": {"device": "cpu"}')
+        if zero.zenflow.offload and not overlap:
+            context.conflict(f"{_ZENFLOW}.offload", "needs overlap_comm: DeepSpeed raises", 'add "overlap_comm": true')
 
 
 def _reduction(context: RuleContext) -> None:
