@@ -11,9 +11,6 @@ from dsframe.config.read.reader import Path, inside, keys
 from dsframe.config.schema.file import File
 from dsframe.engines.table import TABLE, Entry, named
 
-PER_TENSOR = ("lamb", "muon", "adafactor")
-"""Optimizers that compute the update of one element from its full tensor."""
-
 
 class RuleContext:
     """One file, as the rules see it. Paths are dotted, or tuples where they have an index."""

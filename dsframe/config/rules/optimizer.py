@@ -23,8 +23,6 @@ from dsframe.config.schema.scheduler import SCHEDULERS_WITHOUT_ROUTE, Scheduler
 _TYPE = "optimizer.type"
 _PARAMS = "optimizer.params"
 _SCHEDULE = "scheduler.params"
-_TORCH_ADAM_ONLY = ("foreach", "maximize", "fused", "capturable", "differentiable")
-_DEEPSPEED_ADAM_ONLY = ("bias_correction", "set_grad_none")
 _OWN_RATES = frozenset({"WarmupDecayLR", "LRRangeTest", "OneCycle", "OneCycleLR", "CyclicLR"})
 """Schedules with rates of their own, which replace the optimizer's."""
 _A_RATE = ("warmup_min_lr", "warmup_max_lr", "eta_min")
@@ -55,36 +53,22 @@ def _unknown(
 
 def _optimizer(context: RuleContext) -> None:
     assert context.file.optimizer is not None
-    name, kind, stage, params = context.file.optimizer.type, context.optimizer, context.stage, context.params
+    name = context.file.optimizer.type
     if ":" in name or name == OF_TASK:
         context.imports(_TYPE, name)
         _own(context)
         return
-    if kind not in DEEPSPEED_OPTIMIZERS and name not in TORCH_OPTIMIZERS:
+    if context.optimizer not in DEEPSPEED_OPTIMIZERS and name not in TORCH_OPTIMIZERS:
         _unknown(context, _TYPE, name, [*SPELLINGS, *TORCH_OPTIMIZERS], WITHOUT_ROUTE, "torch.optim")
         return
-    if kind in ("adam", "adamw"):
+    if context.optimizer in ("adam", "adamw"):
         _adam(context)
     _cpu_adam(context, name)
-    if kind == "muon" and stage == 3 and context.zero.reduce_scatter:
-        message = "Muon at stage 3 is not possible with reduce-scatter: DeepSpeed raises"
-        context.conflict(_TYPE, message, 'write "reduce_scatter": false under "zero_optimization"')
-    if kind == "muon" and stage in (1, 2) and not context.offloads and context.by_deepspeed:
-        remedy = 'write "stage": 3 and "reduce_scatter": false under "zero_optimization", or offload the optimizer'
-        context.conflict(_TYPE, "dsframe cannot save Muon's momentum at stages 1 and 2", remedy)
-    if kind == "lamb" and context.file.fp16.loss_scale != 0:
-        context.conflict(_TYPE, "Lamb needs dynamic loss scaling: DeepSpeed raises", 'write "loss_scale": 0')
-    untested = kind in ("lamb", *MUP) or kind not in DEEPSPEED_OPTIMIZERS
-    if kind == "adafactor" and stage and context.by_deepspeed:
-        message = "not possible with ZeRO, which flattens matrices, so Adafactor would compute other updates"
-        context.conflict(_TYPE, message, "set the stage to 0, or choose another optimizer")
-    elif stage and untested and not context.file.zero_allow_untested_optimizer:
+    untested = context.optimizer in ("lamb", *MUP) or context.optimizer not in DEEPSPEED_OPTIMIZERS
+    by_zero = context.stage and not (context.optimizer == "adafactor" and context.by_deepspeed)  # refused anyway
+    if untested and by_zero and not context.file.zero_allow_untested_optimizer:
         message = f"{name} is untested with ZeRO: DeepSpeed raises"
         context.conflict(_TYPE, message, 'add "zero_allow_untested_optimizer": true')
-    if kind == "lbfgs":
-        _lbfgs(context)
-    if kind == "sgd" and params.get("nesterov") is True and (not params.get("momentum") or params.get("dampening")):
-        context.conflict(f"{_PARAMS}.nesterov", "needs momentum above 0 and dampening 0: torch raises", "set both")
 
 
 def _own(context: RuleContext) -> None:
@@ -102,43 +86,16 @@ def _own(context: RuleContext) -> None:
     )  # fmt: skip
 
 
-def _lbfgs(context: RuleContext) -> None:
-    """Report what evaluating one batch several times excludes."""
-    file, settings = context.file, context.settings
-    if context.by_deepspeed and settings.engine == "auto":  # named, it is refused as what it does not support
-        remedy = 'write "engine": "ddp", "horovod" or "single" in the "dsframe" section'
-        context.conflict(_TYPE, "LBFGS evaluates a batch several times, which DeepSpeed cannot", remedy)
-    for path, wrong, why in (
-        ("dsframe.per_sample_randomness", settings.per_sample_randomness, "which draws once for each batch"),
-        ("dsframe.on_nonfinite", settings.on_nonfinite == "skip", "whose updates cannot be left out"),
-        ("fp16.enabled", file.fp16.enabled, "whose line search does not know loss scales"),
-        ("torch_autocast.dtype", file.torch_autocast.dtype == "float16", "whose line search does not know loss scales"),
-        ("gradient_allreduce_op", file.gradient_allreduce_op == "sum", "which needs the gradient of the mean loss"),
-        ("dsframe.ddp.communication", settings.ddp.communication == "power_sgd", "which needs exact gradients"),
-        ("dsframe.horovod.op", settings.horovod.op in ("adasum", "sum"), "which needs the gradient of the mean loss"),
-    ):
-        if wrong:
-            message = f"not possible with LBFGS, {why}"
-            context.conflict(path, message, "remove it, or choose another optimizer")
-
-
 def _adam(context: RuleContext) -> None:
-    """Report arguments that the chosen Adam does not have: FusedAdam, CPUAdam and torch's AdamW differ."""
-    params, by_deepspeed_adam = context.params, own_adam(context.file)
-    torch_adam, refused = params.get("torch_adam") is True, {}
-    if params.get("bias_correction") is False and by_deepspeed_adam and not context.by_deepspeed:
-        refused["bias_correction"] = f"torch's Adam, which engine {context.engine} uses, always corrects the bias"
-    if "set_grad_none" in params and by_deepspeed_adam and context.offloads:
-        refused["set_grad_none"] = "not an argument of DeepSpeed's CPU Adam, which raises"
-    if torch_adam:
-        refused |= dict.fromkeys(_DEEPSPEED_ADAM_ONLY, 'not an argument of torch\'s Adam: "torch_adam": true raises')
-    for key, message in refused.items():
-        if key in params:
-            context.conflict(f"{_PARAMS}.{key}", message, 'remove it, or use another optimizer or engine')
-    for key in (*_TORCH_ADAM_ONLY, "amsgrad"):
-        if not torch_adam and key in params and (key != "amsgrad" or params[key] is True):
-            message = "an argument of torch's Adam only: DeepSpeed's Adam raises"
-            context.conflict(f"{_PARAMS}.{key}", message, 'add "torch_adam": true')
+    """Report arguments that DeepSpeed's own Adam has on some devices or engines only."""
+    if not own_adam(context.file):
+        return
+    if context.params.get("bias_correction") is False and not context.by_deepspeed:
+        message = f"torch's Adam, which engine {context.engine} uses, always corrects the bias"
+        context.conflict(f"{_PARAMS}.bias_correction", message, 'remove it, or use engine "deepspeed"')
+    if "set_grad_none" in context.params and context.offloads:
+        message = "not an argument of DeepSpeed's CPU Adam, which raises"
+        context.conflict(f"{_PARAMS}.set_grad_none", message)
 
 
 def _cpu_adam(context: RuleContext, name: str) -> None:

@@ -14,9 +14,6 @@ from dsframe.config.schema.settings import CausalLanguageModelTask, LanguageTask
 _TENSOR = "tensor_parallel.autotp_size"
 _STAGES = "pipeline.stages"
 _PARTITION = "pipeline.partition"
-_INTERVAL = "pipeline.activation_checkpoint_interval"
-_NO_CHAIN = ("googlenet", "inception_v3")
-"""Classifiers of torchvision that are no chain of layers."""
 _PRESETS = ("llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3")
 _HAND_WRITTEN = 'describe in "partition_config" which layers are sharded, and how'
 # What transformers 5 says nothing about, so that DeepSpeed refuses or guesses: the best known of them.
@@ -45,23 +42,14 @@ def check(context: RuleContext) -> None:
 
 
 def _pipeline(context: RuleContext) -> None:
-    """Report models that cannot be split into so many stages, and keys that a pipeline excludes."""
-    file, pipeline = context.file, context.file.pipeline
+    """Report models that cannot be split into so many stages."""
+    file, stages = context.file, context.file.pipeline.stages
     _partition(context)
-    if pipeline.stages == 1:
-        if pipeline.activation_checkpoint_interval:
-            remedy = 'write "activation_checkpointing": true under "model" of "dsframe"'
-            context.no_effect(_INTERVAL, "has no effect without a pipeline", remedy)
-        return
-    if context.stage >= 2:
-        path = "zero_optimization.stage" if context.wrote("zero_optimization.stage") else "zero_optimization"
-        message = f"{context.stage} is not possible with a pipeline: DeepSpeed raises"
-        context.conflict(path, message, "use stage 0 or 1")
-    if file.gradient_accumulation_steps is not None or file.train_micro_batch_size_per_gpu is None:
-        micro, others = file.gradient_accumulation_steps or 1, pipeline.stages - 1
+    if stages > 1 and (file.gradient_accumulation_steps is not None or file.train_micro_batch_size_per_gpu is None):
+        micro, others = file.gradient_accumulation_steps or 1, stages - 1
         message = f"pipeline bubble: each stage is idle {others / (micro + others):.0%} of the time"
         context.note(_STAGES, message, "raise gradient_accumulation_steps", code="slow")
-    if context.wrote("dsframe") and "pipeline" in context.entry.supports:
+    if stages > 1 and context.wrote("dsframe") and "pipeline" in context.entry.supports:
         _model(context)
 
 
@@ -87,20 +75,13 @@ def _packs(task: CausalLanguageModelTask) -> bool:
 
 def _model(context: RuleContext) -> None:
     pipeline, task = context.file.pipeline, context.settings.task
-    if context.by_deepspeed and pipeline.activation_checkpoint_interval and context.model.activation_checkpointing:
-        message = "recomputation is switched on twice, here and in dsframe.model.activation_checkpointing"
-        context.conflict(_INTERVAL, message, "keep one of them")
-    if isinstance(task, CausalLanguageModelTask) and _packs(task):
-        message = "not possible in a pipeline: a stage passes on one tensor only, but these rows also have a mask"
-        remedy = 'write "packing": "concatenate", or train without a pipeline'
-        context.conflict("dsframe.task.data", message, remedy)
-    no_chain = isinstance(task, VisionTask) and task.model in _NO_CHAIN
-    whole = context.task == "image-classification" or (
-        context.task == "causal-language-model" and not context.by_deepspeed
-    )
-    if no_chain or whole:
-        remedy = 'use "zero_optimization" or "tensor_parallel" instead, or another model'
-        context.conflict(_STAGES, "this model cannot be split into stages: it is no chain of layers", remedy)
+    if isinstance(task, CausalLanguageModelTask):
+        if not context.by_deepspeed:
+            context.conflict(_STAGES, "a model of transformers cannot be split into stages", "choose another engine")
+        if _packs(task):
+            message = "not possible in a pipeline: a stage passes on one tensor only, but these rows also have a mask"
+            remedy = 'write "packing": "concatenate", or train without a pipeline'
+            context.conflict("dsframe.task.data", message, remedy)
     names = layers(task)
     if names is None:
         return
@@ -128,13 +109,6 @@ def _tensor(context: RuleContext) -> None:
     for path, heads in _heads(context):
         if heads % tensor.autotp_size:  # a shard has complete heads
             context.conflict(path, f"{heads} is not divisible by autotp_size {tensor.autotp_size}", "choose another")
-    for key, is_on in (
-        ("vocab_parallel_lm_head", tensor.vocab_parallel_lm_head),
-        ("vocab_parallel_ce_backend", tensor.vocab_parallel_ce_backend != "torch"),
-    ):
-        if is_on:
-            message = "this needs the loss inside the model, which dsframe's tasks do not have"
-            context.conflict(f"tensor_parallel.{key}", message)
     # A file without a task may belong to a program with its own.
     if context.wrote("dsframe.task") and tensor.partition_config is None and tensor.preset_model is None:
         _plan(context)
@@ -180,9 +154,6 @@ def _plan(context: RuleContext) -> None:
 def _sequence(context: RuleContext) -> None:
     """Report what is wrong with ``sequence_parallel_size``."""
     task, size = context.settings.task, context.file.sequence_parallel_size or 1
-    if context.wrote("seq_parallel_communication_data_type"):
-        message = "has no effect: communication_data_type counts for all gradients"
-        context.no_effect("seq_parallel_communication_data_type", message, 'write "communication_data_type"')
     if not context.wrote("dsframe.task"):
         return  # the file may belong to a program with a task of its own
     if isinstance(task, LanguageTask):

@@ -40,56 +40,21 @@ def kind_of(operation: str) -> str | None:
 
 
 def check(context: RuleContext) -> None:
-    """Report what is wrong with checkpoints, profilers and loggers.
-
-    Files without a ``dsframe`` section are for DeepSpeed, whose profilers differ.
-    """
-    _checkpoints(context)
-    if not context.wrote("dsframe"):
-        return
-    _operations(context)
-    if context.file.flops_profiler.enabled and context.file.flops_profiler.recompute_fwd_factor:
-        message = "has no effect: dsframe counts recomputation when it happens"
-        context.no_effect("flops_profiler.recompute_fwd_factor", message)
-    horovod, mlflow = context.settings.horovod, context.settings.mlflow
-    if horovod.timeline_mark_cycles and not horovod.timeline:
-        message = "has no effect without a timeline"
-        context.no_effect("dsframe.horovod.timeline_mark_cycles", message, 'add "timeline": true')
-    if horovod.autotune and None not in (horovod.fusion_threshold_bytes, horovod.cycle_time_milliseconds):
-        message = "has no effect: fusion_threshold_bytes and cycle_time_milliseconds are both fixed"
-        context.no_effect("dsframe.horovod.autotune", message, "remove it, or one of the two")
-    for key in sorted(mlflow.model_fields_set - {"enabled"})[: not mlflow.enabled]:
-        message = "has no effect while mlflow.enabled is false"
-        context.no_effect(f"dsframe.mlflow.{key}", message, 'add "enabled": true')
-
-
-def _operations(context: RuleContext) -> None:
+    """Report what is wrong with the logged collectives and the kept checkpoints."""
     section = context.file.comms_logger
-    if section is None or not section.enabled:
-        return
-    path = "comms_logger.prof_ops"
-    if section.prof_all:
-        if section.prof_ops:
-            context.no_effect(path, "has no effect while prof_all is true", 'add "prof_all": false')
-        return
-    if not section.prof_ops:
-        message = "false, and prof_ops is empty: no operation is counted"
-        context.no_effect("comms_logger.prof_all", message, "write true")
-    for name in section.prof_ops:
-        if not isinstance(name, str) or kind_of(name) is None:
-            remedy = f"choose from {', '.join(kind.replace('-', '_') for kind in KINDS)}"
-            path_ = ("comms_logger", "prof_ops")
-            context.findings.error(path_, f"{name!r} is no collective", remedy, code="value", at_value=True)
-            break
+    if section is not None and section.enabled and not section.prof_all and context.wrote("dsframe"):
+        for name in section.prof_ops:
+            if not isinstance(name, str) or kind_of(name) is None:
+                remedy = f"choose from {', '.join(kind.replace('-', '_') for kind in KINDS)}"
+                message = f"{name!r} is no collective"
+                context.findings.error("comms_logger.prof_ops", message, remedy, code="value", at_value=True)
+                break
+    _checkpoints(context)
 
 
 def _checkpoints(context: RuleContext) -> None:
     """Report keys that keep no checkpoint: else the user would find out only after the run."""
     settings, checkpoints = context.settings, context.settings.checkpoints
-    for key in ("keep_best", "keep_every"):
-        if getattr(checkpoints, key) is not None and checkpoints.every_steps is None:
-            message = "has no effect: only the last step is saved"
-            context.no_effect(f"{_CHECKPOINTS}.{key}", message, "write how often to save: every_steps")
     sharded = context.stage or context.file.pipeline.stages > 1 or not context.by_deepspeed
     if checkpoints.form == "sharded" and not ("zero3" in context.entry.supports and sharded):
         message = "has no effect: every rank holds all parameters, so each is written whole, by one rank"

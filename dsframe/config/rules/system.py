@@ -1,47 +1,35 @@
-"""Rules about checkpoints, I/O, and sections of DeepSpeed's that no training here uses."""
+"""Rules about what this machine lacks, and about DeepSpeed's activation checkpointing."""
 
 from __future__ import annotations
 
-from importlib.util import find_spec
+import importlib.util
 from pathlib import Path
 
 from dsframe.config.features import logger_packages
 from dsframe.config.rules.context import RuleContext
+from dsframe.config.schema.parameters import HF_SCHEDULERS
 
 NVIDIA_DRIVER = Path("/proc/driver/nvidia/version")
 """Exists while the driver is loaded: tells without torch whether this machine has CUDA devices."""
-_OF_DEEPSPEED = (
-    "checkpoint.load_universal",
-    "checkpoint.use_node_local_storage",
-    "zero_optimization.stage3_gather_16bit_weights_on_model_save",
-)
-"""Keys about DeepSpeed's own checkpoints, which dsframe does not write."""
+_OF_DSFRAME = ("nanogpt", "ReduceLROnPlateau")
+"""Schedules among those of Hugging Face that need no package."""
 
 
 def check(context: RuleContext) -> None:
-    """Report what is wrong with the sections around the training."""
-    file = context.file
+    """Report what this machine lacks. Without a logger's package rank 0 alone raises, and the others wait for it."""
+    file, section = context.file, context.file.activation_checkpointing
+    for path, package in logger_packages(file, context.settings):
+        if importlib.util.find_spec(package) is None:
+            message = f"switched on, but the package {package} is not installed here: DeepSpeed raises"
+            context.warn(path, message, "install it, or write false", code="not-installed")
+    name = file.scheduler.type if file.scheduler else ""
+    if name in HF_SCHEDULERS and name not in _OF_DSFRAME and importlib.util.find_spec("transformers") is None:
+        message, remedy = f"{name} needs the package transformers", "pip install 'dsframe[transformers]'"
+        context.warn("scheduler.type", message, remedy, code="not-installed")
     if file.aio.use_gds and not NVIDIA_DRIVER.exists():
         message = "needs CUDA, which this machine does not have: DeepSpeed raises"
         context.conflict("aio.use_gds", message, "write false")
-    if file.checkpoint.writer is not None and file.checkpoint.writer.type == "PYTHON":
-        message = "the writer PYTHON of DeepSpeed 0.19.8 fails when it saves"
-        context.warn("checkpoint.writer.type", message, "remove the writer", code="broken")
-    for path in _OF_DEEPSPEED:
-        if context.wrote("dsframe") and context.wrote(path):
-            context.no_effect(path, "has no effect: dsframe's checkpoints are of another form, see dsframe.checkpoints")
-    _packages(context)
-    if file.disable_allgather:
-        context.no_effect("disable_allgather", "has no effect: DeepSpeed 0.19 reads it and never uses it")
-    if context.wrote("weight_quantization"):
-        context.note("weight_quantization", "has no effect on training, only on inference")
-    if file.autotuning.enabled:
-        context.note("autotuning", "has no effect without deepspeed --autotuning")
-
-
-def _packages(context: RuleContext) -> None:
-    """Report packages that a section needs. Without them rank 0 alone raises, and the others wait for it."""
-    for path, package in logger_packages(context.file, context.settings):
-        if find_spec(package) is None:
-            message = f"switched on, but the package {package} is not installed here: DeepSpeed raises"
-            context.warn(path, message, "install it, or write false", code="not-installed")
+    missing = [key for key in ("partition_activations", "number_checkpoints") if not getattr(section, key)]
+    if missing and section.contiguous_memory_optimization and not context.fails("activation_checkpointing"):
+        message = f"needs {' and '.join(missing)}, in the file or from the program: else deepspeed.checkpointing raises"
+        context.note("activation_checkpointing.contiguous_memory_optimization", message, code="conflict")
