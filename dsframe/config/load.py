@@ -88,7 +88,7 @@ class Config:
     @cached_property
     def features(self) -> tuple[Feature, ...]:
         """Everything that the file switches on."""
-        return features(self.deepspeed, self.settings, self.position)
+        return features(self.deepspeed, self.position)
 
     def batch(self, world_size: int, *, replicas: bool | None = None) -> Batch:
         """The batch sizes on ``world_size`` processes, exact.

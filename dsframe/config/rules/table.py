@@ -14,9 +14,8 @@ from pathlib import Path
 from typing import Any
 
 from dsframe.config.rules.context import RuleContext
-from dsframe.config.schema.file import File
+from dsframe.config.schema.conditions import Row, holds, matches
 
-Row = Mapping[str, Any]
 _BY_DEEPSPEED = ("expert_parallel.autoep_size", "tensor_parallel.autotp_size", "sequence_parallel_size")
 """Splits that engines of full replicas go without."""
 
@@ -28,22 +27,17 @@ def table() -> Mapping[str, Any]:
     return content
 
 
-@cache
-def _defaults() -> File:
-    return File.model_construct()
-
-
 def check(context: RuleContext) -> None:
     """Report what the table says about the file."""
     for row in table()["rules"]:
         written = row.get("written")
-        if (context.wrote(row["key"]) if written else _is(context, row["key"], row.get("is"))) and _holds(context, row):
+        if (context.wrote(row["key"]) if written else matches(context.file, row["key"], row.get("is"))) and _holds(context, row):
             _report(context, row)
-    holds = {name: _holds(context, row) for name, row in table()["conditions"].items()}
+    active = {name: _holds(context, row) for name, row in table()["conditions"].items()}
     for key, others in table()["excludes"].items():
-        if _is(context, key, None) and (context.by_deepspeed or key not in _BY_DEEPSPEED):
+        if matches(context.file, key) and (context.by_deepspeed or key not in _BY_DEEPSPEED):
             for name, words in others.items():
-                if holds[name]:
+                if active[name]:
                     context.conflict(key, f"not possible with {words}", "remove one of them")
 
 
@@ -57,32 +51,4 @@ def _report(context: RuleContext, row: Row) -> None:
 def _holds(context: RuleContext, row: Row) -> bool:
     engine, needs = row.get("engine"), row.get("needs")
     supported = context.by_deepspeed if engine == "deepspeed" else not engine or engine in context.entry.supports
-    return (
-        supported
-        and (not needs or context.wrote(needs))
-        and all(_is(context, path, values) for path, values in row.get("with", {}).items())
-        and not any(_is(context, path, values) for path, values in row.get("without", {}).items())
-    )
-
-
-def _is(context: RuleContext, path: str, wanted: list[Any] | None) -> bool:
-    value = value_at(context.file, path)
-    if wanted is not None:
-        return any(_same(value, other) for other in wanted)
-    default = value_at(_defaults(), path)
-    if isinstance(value, bool):
-        return value is not bool(default)
-    return bool(value != default and (default or value not in (None, 0, 1, [], "none")))  # one rank, one stage: no split
-
-
-def _same(value: Any, other: Any) -> bool:
-    if isinstance(value, str) and isinstance(other, str):
-        return value.lower() == other.lower()
-    return bool(value == other) and isinstance(value, bool) == isinstance(other, bool)
-
-
-def value_at(owner: Any, path: str) -> Any:
-    """The value of a typed file at a dotted path; None where there is none."""
-    for part in path.split("."):
-        owner = owner.get(part) if isinstance(owner, Mapping) else getattr(owner, part, None)
-    return owner
+    return supported and (not needs or context.wrote(needs)) and holds(context.file, row)
