@@ -54,9 +54,7 @@ def _table() -> Sequence[Row]:
     return rows
 
 
-def features(
-    file: DeepSpeed, position: Callable[[Path], tuple[int, int]] = lambda path: (0, 0)
-) -> tuple[Feature, ...]:
+def features(file: DeepSpeed, position: Callable[[Path], tuple[int, int]] = lambda path: (0, 0)) -> tuple[Feature, ...]:
     """Everything that the file switches on, in the order of DeepSpeed's documentation.
 
     A row of ``features.json`` is on if its key's value is one of ``is``, or another than the default. ``position`` gives line

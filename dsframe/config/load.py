@@ -22,7 +22,6 @@ from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN, Batch
 from dsframe.config.rules import report
 from dsframe.config.rules.context import RuleContext
 from dsframe.config.schema.deepspeed import DeepSpeed
-from dsframe.config.schema.file import File
 from dsframe.config.schema.settings import Settings
 from dsframe.errors import ConfigError, Problem
 
@@ -232,7 +231,9 @@ def find(name: str | Path) -> Path:
     for path in (folder / spelling for folder in folders for spelling in names):
         if path.is_file():
             return path
-    known = sorted({path.stem for folder in folders[1:] for path in folder.glob("*.json") if ".schema" not in path.name})
+    known = sorted(
+        {path.stem for folder in folders[1:] for path in folder.glob("*.json") if ".schema" not in path.name}
+    )
     files = [f"{other}.json" for other in known]
     remedy = did_you_mean(f"{Path(stem).name}.json", files, otherwise=f"choose from {', '.join(files)}")
     problem = Problem("error", "", "no such file, here or in ds_configs/", remedy, str(name), code="missing-file")
@@ -276,9 +277,7 @@ def _validate(findings: Findings, overriding: Sequence[str], facts: Facts, path:
     problems = findings.sorted()
     harmless = tuple(problem for problem in problems if problem.severity != "error")
     resolved = tuple(findings.resolved)
-    config = Config(
-        path, file, file.dsframe, harmless, resolved, facts, raw, tuple(overriding), findings, inherited
-    )
+    config = Config(path, file, file.dsframe, harmless, resolved, facts, raw, tuple(overriding), findings, inherited)
     return Examined(problems, config, document, tuple(findings.fixes))
 
 

@@ -80,9 +80,7 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
 
     entry = TABLE[name]
     found = [
-        feature
-        for feature in config.features
-        if feature.name not in entry.supports and feature.name not in WATCHING
+        feature for feature in config.features if feature.name not in entry.supports and feature.name not in WATCHING
     ]
     replicated = [feature.path for feature in found if feature.name in entry.replicates]
     ignored = [feature.path for feature in found if feature.name in entry.ignores]
@@ -118,11 +116,7 @@ def beside_several(config: Config, name: str) -> list[Problem]:
             f'engine "{name}" trains one model, and the task has several (models()); choose another engine'
         )
     apart = (entry.supports | {"flops_profiler"}) - entry.several
-    found = [
-        (tuple(one.path.split(".")), one.description)
-        for one in config.features
-        if one.name in apart
-    ]
+    found = [(tuple(one.path.split(".")), one.description) for one in config.features if one.name in apart]
     for key, on in (
         ("mfu", settings.mfu),
         ("per_sample_randomness", settings.per_sample_randomness),
@@ -177,11 +171,7 @@ def refuse_fixed(name: str) -> None:
 def load(name: str, config: Config) -> type[Engine]:
     """Returns the engine's class for this file. Raises EngineError if its package cannot be imported."""
     entry = TABLE[name]
-    on = [
-        feature.name
-        for feature in config.features
-        if feature.name in entry.variants
-    ]
+    on = [feature.name for feature in config.features if feature.name in entry.variants]
     module, _, cls = (entry.variants[on[0]] if on else entry.target).partition(":")
     try:
         loaded: type[Engine] = getattr(importlib.import_module(module), cls)

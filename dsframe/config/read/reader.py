@@ -168,7 +168,9 @@ class _Reader:
             if set(line) & set("}],"):
                 word = re.split(r"[\s,}\]]", line)[0]
                 message = f"{word} without quotes is text to the end of the line, brackets included"
-                return ReadError(message, offset, NOT_JSON.get(word, "quote it, or write a number, true, false or null"))
+                return ReadError(
+                    message, offset, NOT_JSON.get(word, "quote it, or write a number, true, false or null")
+                )
         return ReadError(f'"{self.at(opened)}" is never closed', opened, f"add the missing {closing}")
 
     def key(self, offset: int) -> tuple[str, int]:

@@ -31,7 +31,9 @@ def check(context: RuleContext) -> None:
     """Report what the table says about the file."""
     for row in table()["rules"]:
         written = row.get("written")
-        if (context.wrote(row["key"]) if written else matches(context.file, row["key"], row.get("is"))) and _holds(context, row):
+        if (context.wrote(row["key"]) if written else matches(context.file, row["key"], row.get("is"))) and _holds(
+            context, row
+        ):
             _report(context, row)
     active = {name: _holds(context, row) for name, row in table()["conditions"].items()}
     for key, others in table()["excludes"].items():

@@ -8,7 +8,6 @@ from dsframe.config.rules.context import RuleContext
 from dsframe.engines.table import BUILT_IN
 
 
-
 def check(context: RuleContext) -> None:
     """Report what is wrong with number formats and with the ``dsframe`` section."""
     fp16 = context.file.fp16

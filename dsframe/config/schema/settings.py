@@ -11,9 +11,9 @@ from pydantic_core import PydanticCustomError
 from dsframe.config.schema.base import AUTO, Count, Every, ModuleName, Section
 from dsframe.config.schema.optimizer import Optimizer
 from dsframe.config.schema.settings_checkpoints import Checkpoints
-from dsframe.config.schema.settings_images import ImageData as ImageData
 from dsframe.config.schema.settings_engines import Ddp, Fsdp
 from dsframe.config.schema.settings_engines import Horovod as Horovod
+from dsframe.config.schema.settings_images import ImageData as ImageData
 from dsframe.config.schema.settings_model import DeepSpeedEngine, LargeBatch, Model
 from dsframe.config.schema.settings_report import Mlflow, Profile
 from dsframe.config.schema.settings_tasks import CausalLanguageModelTask as CausalLanguageModelTask

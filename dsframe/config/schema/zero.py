@@ -5,7 +5,7 @@ Source: ``deepspeed/runtime/zero/config.py``, ``offload_config.py``, ``leaf_modu
 """
 
 import sys
-from typing import TYPE_CHECKING, Literal
+from typing import Literal
 
 from pydantic import Field
 

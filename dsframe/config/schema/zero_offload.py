@@ -5,7 +5,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field
 
-from dsframe.config.schema.base import Coerced, Count, Fraction, Section, Size
+from dsframe.config.schema.base import Coerced, Count, Fraction, Size
 
 Device = Literal["none", "cpu", "nvme"]
 
