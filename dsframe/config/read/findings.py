@@ -37,6 +37,8 @@ class Resolved(NamedTuple):
     reason: str
     was: Any = AUTO
     """What the file says."""
+    detail: str = ""
+    """The part of the reason that is this value's own."""
 
 
 def dotted(path: Path) -> str:

@@ -21,7 +21,7 @@ _COMMON = frozenset(
      "shape"}
 )  # fmt: skip
 """Keys too common to tell where they belong."""
-_NULL = (False, None, {})
+_NULL: tuple[Any, ...] = (False, None, {})
 
 
 def is_comment(key: str) -> bool:

@@ -110,7 +110,7 @@ def _existing(location: tuple[str | int, ...], raw: Any) -> Path:
     for part in location:
         if (isinstance(raw, list) and isinstance(part, int)) or (isinstance(raw, dict) and part in raw):
             inner.append(part)
-            raw = raw[part]
+            raw = raw[part]  # type: ignore[index] - a list has numbers, an object names
     return tuple(inner)
 
 
@@ -125,10 +125,8 @@ def _expected(owner: type[Section], path: Path, raw: Any) -> Shape:
             expected = shape(section, part)
             chosen = section.variant(inside(raw, path[:index]), part) if isinstance(raw, dict) else None
             expected = replace(expected, section=chosen or expected.section)
-        elif expected.entry is None:
-            return Shape()
         else:
-            expected = expected.entry
+            expected = expected.entry or Shape()
     return expected
 
 
@@ -230,8 +228,8 @@ def _value(owner: type[Section], value: Any, expected: Shape, here: Path, findin
         return int(value) if whole else value
     if isinstance(value, int):
         meaning = bool(value) if "bool" in kinds and not numeric and value in (0, 1) else value
-    elif owner.__name__ == "LeafModule" and "list" in kinds:
-        return [value]  # DeepSpeed takes one name for a list of one
+    elif owner.wraps and "list" in kinds:
+        return [value]
     elif owner.coerced and isinstance(value, str) and "str" not in kinds:
         number = number_of(value)
         if number is not None and ("float" in kinds or ("int" in kinds and value.strip().lstrip("-").isdigit())):

@@ -26,11 +26,10 @@ def _stage(context: RuleContext) -> None:
     written, stage = context.raw[ZERO], context.stage
     if stage == 3:
         return
-    if "stage" not in written and written and not context.findings.mentions(f"{ZERO}.stage"):
-        if not context.fails(ZERO):
-            message = '"stage" is absent: it is 0, and ZeRO is off'
-            context.no_effect(ZERO, message, 'write "stage": 1, 2 or 3')
-            return
+    reported = context.findings.mentions(f"{ZERO}.stage") or context.fails(ZERO)
+    if "stage" not in written and written and not reported:
+        context.no_effect(ZERO, '"stage" is absent: it is 0, and ZeRO is off', 'write "stage": 1, 2 or 3')
+        return
     for key in written:
         changed = key in _ONLY_STAGE_3 and written[key] != Zero.model_fields[key].default
         if key.startswith("stage3_") or changed:

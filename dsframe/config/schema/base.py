@@ -37,6 +37,8 @@ class Section(BaseModel):
     """``null`` counts as absent."""
     open: ClassVar[bool] = False
     """Keys that are not fields are legal: dsframe does not read them."""
+    wraps: ClassVar[bool] = False
+    """DeepSpeed takes one name for a list of one."""
 
     def has(self, key: str) -> bool:
         """True if the file itself has this key."""

@@ -1,7 +1,7 @@
 # ruff: noqa: RUF012 - pydantic copies mutable defaults
 """Sections of ``zero_optimization`` that few files have: offload, ZenFlow, leaf modules. Sources: as for ``zero``."""
 
-from typing import Annotated, Literal
+from typing import Annotated, ClassVar, Literal
 
 from pydantic import Field
 
@@ -80,6 +80,8 @@ class ZenFlow(Coerced):
 
 class LeafModule(Coerced):
     """Modules that stage 3 fetches as one piece, for example mixtures of experts."""
+
+    wraps: ClassVar[bool] = True
 
     classes: list[str] = [
         "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",
