@@ -78,13 +78,13 @@ class EarlyStop(Follower):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from :meth:`state`; of another metric nothing is taken. Raises CheckpointError for anything else."""
-        counts = [state.get(key) for key in ("best_step", "waited", "observed")]
+        counts: list[Any] = [state.get(key) for key in ("best_step", "waited", "observed")]
         counted = all(type(count) is int and count >= 0 for count in counts)
         if state.keys() != self.state().keys() or not counted or not _is_number(state["best"]):
             raise CheckpointError(f"the checkpoint's stop is no state of early stopping: {dict(state)}")
         if state["metric"] == self._wanted.metric:
             self._best = -math.inf if state["best"] is None else float(state["best"])
-            self._best_step, self._waited, self.observed = counts
+            self._best_step, self._waited, self.observed = map(int, counts)
 
 
 def _is_number(value: Any) -> bool:

@@ -67,32 +67,23 @@ def moments(file: DeepSpeed) -> int:
 
 def note(per_parameter: Cost, setup: SetUp, world_size: int, limit: int, label: str) -> Problem:
     """Returns what fits into ``limit`` bytes; a warning where the set-up takes more of a device than the training."""
-    where = f"on {world_size} processes" if world_size > 1 else "on one process"
-    builds = f"the set-up takes {_places(setup)} for each parameter and rank"
-    if setup.device > per_parameter.total:
-        message = (
-            f"{gigabytes(limit)} hold the set-up of at most {count(limit / setup.device)} parameters {where}: {builds}, more "
-            f"of the device than training, which takes {per_parameter.total:.3g}"
-        )
+    processes, memory, most = f"{world_size} process{'es' * (world_size > 1)}", gigabytes(limit), per_parameter.total
+    builds = (
+        f"the set-up takes {setup.device:.3g} bytes of the device, {setup.host:.3g} of the host and {setup.disk:.3g} "
+        "on its disk for each parameter and rank"
+    )
+    if setup.device > most:
+        message = f"{memory} hold the set-up of at most {count(limit / setup.device)} parameters on {processes}"
         remedy = "take devices with more memory, or an engine or stage that never has the whole model on a device"
-        return Problem("warning", "", message, remedy, label, code="memory")
-    if per_parameter.total == 0:
-        what = "parameters, gradients and optimizer state are offloaded"
-        message = f"{what}: all {gigabytes(limit)} are free for activations"
-    else:
-        most = limit / per_parameter.total
+        return Problem("warning", "", f"{message}: {builds}, training {most:.3g}", remedy, label, code="memory")
+    message = f"parameters, gradients and optimizer state are offloaded: all {memory} are free for activations"
+    if most:
         message = (
-            f"{gigabytes(limit)} hold parameters ({per_parameter.parameter:.3g} bytes each), gradients "
+            f"{memory} hold parameters ({per_parameter.parameter:.3g} bytes each), gradients "
             f"({per_parameter.gradient:.3g}) and optimizer state ({per_parameter.optimizer:.3g}) of at most "
-            f"{count(most)} parameters {where}; activations and buffers come on top"
+            f"{count(limit / most)} parameters on {processes}; activations and buffers come on top"
         )
     return Problem("note", "", f"{message}; {builds}", "", label, code="memory")
-
-
-def _places(setup: SetUp) -> str:
-    parts = (setup.device, "on the device"), (setup.host, "in the host's memory"), (setup.disk, "in files on its disk")
-    told = [f"{size:.3g} bytes {where}" for size, where in parts if size]
-    return " and ".join([", ".join(told[:-1]), told[-1]] if len(told) > 1 else told)
 
 
 def gigabytes(size: float) -> str:

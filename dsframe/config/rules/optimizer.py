@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 from typing import Any
 
 from dsframe.config.features import makes_groups, needs_cpu_adam, own_adam
@@ -10,15 +10,16 @@ from dsframe.config.read.findings import show
 from dsframe.config.read.reader import Path
 from dsframe.config.read.suggest import did_you_mean
 from dsframe.config.rules.context import RuleContext
-from dsframe.config.schema.optimizer import MUP, OF_TASK, SPELLINGS, WITHOUT_ROUTE, muon_rates
+from dsframe.config.schema.optimizer import MUP, OF_TASK, SPELLINGS, muon_rates
 from dsframe.config.schema.parameters import (
     DEEPSPEED_OPTIMIZERS,
     DEEPSPEED_SCHEDULERS,
     HF_SCHEDULERS,
     TORCH_OPTIMIZERS,
     TORCH_SCHEDULERS,
+    WITHOUT_ROUTE,
 )
-from dsframe.config.schema.scheduler import SCHEDULERS_WITHOUT_ROUTE, Scheduler
+from dsframe.config.schema.scheduler import Scheduler
 
 _TYPE = "optimizer.type"
 _PARAMS = "optimizer.params"
@@ -38,17 +39,15 @@ def check(context: RuleContext) -> None:
         _scheduler(context, context.file.scheduler)
 
 
-def _unknown(
-    context: RuleContext, path: str, name: str, known: Iterable[str], excluded: Mapping[str, str], library: str
-) -> None:
-    section = path.partition(".")[0]
-    reason = excluded.get(name) or excluded.get(name.lower())
-    message, remedy = f"{show(name)} cannot be used: {reason}", ""
-    if not reason:
-        message = f"{show(name)} is neither in DeepSpeed nor in {library}"
+def _unknown(context: RuleContext, path: str, name: str, known: Iterable[str], library: str) -> None:
+    reasons = WITHOUT_ROUTE[path]
+    message, remedy = f"{show(name)} is neither in DeepSpeed nor in {library}", ""
+    if reason := reasons.get(name) or reasons.get(name.lower()):
+        message = f"{show(name)} cannot be used: {reason}"
+    else:
         same = next((other for other in known if other.lower() == name.lower()), None)
         remedy = f'did you mean "{same}"?' if same else did_you_mean(name, known, 3)
-    context.findings.error((section, "type"), message, remedy, code="value", at_value=True)
+    context.findings.error(path, message, remedy, code="value", at_value=True)
 
 
 def _optimizer(context: RuleContext) -> None:
@@ -59,7 +58,7 @@ def _optimizer(context: RuleContext) -> None:
         _own(context)
         return
     if context.optimizer not in DEEPSPEED_OPTIMIZERS and name not in TORCH_OPTIMIZERS:
-        _unknown(context, _TYPE, name, [*SPELLINGS, *TORCH_OPTIMIZERS], WITHOUT_ROUTE, "torch.optim")
+        _unknown(context, _TYPE, name, [*SPELLINGS, *TORCH_OPTIMIZERS], "torch.optim")
         return
     if context.optimizer in ("adam", "adamw"):
         _adam(context)
@@ -140,7 +139,7 @@ def _scheduler(context: RuleContext, scheduler: Scheduler) -> None:
             context.warn("scheduler.type", message, remedy, code="portability")
     elif name not in DEEPSPEED_SCHEDULERS:
         known = [*DEEPSPEED_SCHEDULERS, *TORCH_SCHEDULERS]
-        _unknown(context, "scheduler.type", name, known, SCHEDULERS_WITHOUT_ROUTE, "torch.optim.lr_scheduler")
+        _unknown(context, "scheduler.type", name, known, "torch.optim.lr_scheduler")
         return
     if "params" not in context.raw["scheduler"] and not context.fails("scheduler"):
         message = '"params" is required: DeepSpeed raises'
@@ -174,23 +173,15 @@ def _parts(context: RuleContext, params: dict[str, Any], path: Path) -> None:
 
 
 def _rates(context: RuleContext, scheduler: Scheduler) -> None:
-    """Report a start inside the schedule, and one rate for parameters whose rates differ.
+    """Report one rate for parameters whose rates differ.
 
     dsframe's schedules have one rate, which all parameter groups follow in proportion.
     """
     params = scheduler.params
     for key, value in params.items():
-        if key in ("last_batch_iteration", "last_epoch") and value != -1:
-            message = f"{value} has no meaning here: the schedule starts at the checkpoint's step"
-            context.conflict(f"{_SCHEDULE}.{key}", message, "remove it, and continue with --resume")
         if isinstance(value, list) and len(value) != 1 and key not in ("milestones", "schedulers"):
             message = f"{len(value)} rates, but the schedule has one for all parameters"
             context.conflict(f"{_SCHEDULE}.{key}", message, "write one number")
-    rate, default = context.params.get("lr"), scheduler.type == "WarmupDecayLR" and "warmup_max_lr" not in params
-    if default and isinstance(rate, (int, float)) and rate != 1e-3:
-        message = "the rate rises to warmup_max_lr, by DeepSpeed's default 0.001, and not to the optimizer's lr"
-        remedy = 'write "warmup_max_lr": "auto" for the optimizer\'s, or the rate that you mean'
-        context.findings.warning(("scheduler", "params"), f"{message} {rate:g}", remedy, code="schedule")
     if not (scheduler.type in _OWN_RATES or any(params.get(key) for key in _A_RATE)):
         return
     message, remedy = f"{scheduler.type} sets one rate for all parameters here, but", "choose WarmupCosineLR"

@@ -19,7 +19,7 @@ def check(context: RuleContext) -> None:
     """Report keys of ZeRO without effect, and drives that are not there."""
     if context.wrote(ZERO):
         _stage(context)
-        _offload(context)
+        _drives(context)
 
 
 def _stage(context: RuleContext) -> None:
@@ -36,27 +36,13 @@ def _stage(context: RuleContext) -> None:
             context.no_effect(f"{ZERO}.{key}", f"has no effect at stage {stage}", "use stage 3, or remove it")
 
 
-def _offload(context: RuleContext) -> None:
-    stage = context.stage
-    for key, least in (("offload_optimizer", 1), ("offload_param", 3)):
-        section, path = getattr(context.zero, key), f"{ZERO}.{key}"
-        if section is None or section.device == "none" or context.fails(path):
-            continue
-        nvme, folder = section.device == "nvme", section.nvme_path
-        if stage < least:
-            need = "stage 3" if least == 3 else "stage 1, 2 or 3"
-            context.no_effect(path, f"has no effect at stage {stage}: nothing is offloaded", f"it needs {need}")
-        elif nvme and stage < 3:
-            message = f'"nvme" has no effect at stage {stage}: DeepSpeed silently offloads to the CPU'
-            context.warn(f"{path}.device", message, 'write "cpu", or use stage 3', code="no-effect")
-        elif nvme and folder is None:
-            message = '"nvme" needs "nvme_path": DeepSpeed raises'
-            context.conflict(f"{path}.device", message, "add the folder on the drive")
-        elif nvme and folder is not None and not _may_exist(folder):
-            message, remedy = f'"{folder}" is not on this machine', "mount the drive, or change the path"
-            context.warn(f"{path}.nvme_path", message, remedy, code="nvme-path")
-        elif folder is not None and not nvme:
-            context.no_effect(f"{path}.nvme_path", f'has no effect while "device" is "{section.device}"')
+def _drives(context: RuleContext) -> None:
+    for key in ("offload_optimizer", "offload_param"):
+        section, path = getattr(context.zero, key), f"{ZERO}.{key}.nvme_path"
+        if context.stage == 3 and section is not None and section.device == "nvme" and section.nvme_path:
+            if not _may_exist(section.nvme_path):
+                message, remedy = f'"{section.nvme_path}" is not on this machine', "mount the drive, or change the path"
+                context.warn(path, message, remedy, code="nvme-path")
 
 
 def _may_exist(path: str) -> bool:

@@ -29,21 +29,6 @@ MUP = ("muadam", "muadamw", "musgd")
 SPELLINGS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD")
 """The usual spellings of DEEPSPEED_OPTIMIZERS, in the same order."""
 
-WITHOUT_ROUTE: Mapping[str, str] = {
-    "sparseadam": "it takes sparse gradients only",
-    "fusedadam": 'DeepSpeed picks it itself: write "AdamW"',
-    "deepspeedcpuadam": 'DeepSpeed picks it itself with optimizer offload: write "AdamW"',
-    "cpuadam": 'DeepSpeed picks it itself with optimizer offload: write "AdamW"',
-    "fusedlamb": 'write "Lamb"',
-    "adamw8bit": "it is of the package bitsandbytes, which a file cannot name; give DeepSpeed the object instead",
-    "adam8bit": "it is of the package bitsandbytes, which a file cannot name; give DeepSpeed the object instead",
-    "onebitadam": "1-bit Adam has been removed from DeepSpeed",
-    "zerooneadam": "0/1 Adam has been removed from DeepSpeed",
-    "onebitlamb": "1-bit LAMB has been removed from DeepSpeed",
-}
-"""Lower-case names of optimizers that cannot be used, and why."""
-
-
 OF_TASK = "task"
 """Type of an optimizer that the task makes (``Task.optimizer``)."""
 

@@ -108,3 +108,5 @@ DEEPSPEED_SCHEDULERS = _named("schedulers of DeepSpeed")
 TORCH_SCHEDULERS = _named("schedulers of torch")
 HF_SCHEDULERS = _named("schedulers of dsframe")
 """Names that dsframe knows and DeepSpeed does not: for files with a "dsframe" section."""
+WITHOUT_ROUTE: Mapping[str, Mapping[str, str]] = _TABLE["without a route"]
+"""Names that cannot be used as ``optimizer.type`` and ``scheduler.type``, and why."""

@@ -10,14 +10,6 @@ from typing import Any
 from dsframe.config.schema.base import Section, SectionClass
 from dsframe.config.schema.parameters import DEEPSPEED_SCHEDULERS, HF_SCHEDULERS, TORCH_SCHEDULERS
 
-SCHEDULERS_WITHOUT_ROUTE: Mapping[str, str] = {
-    "cosine": 'it is a name of Hugging Face: write "WarmupCosineLR"',
-    "linear": 'it is a name of Hugging Face: write "WarmupDecayLR"',
-    "constant": "it is a name of Hugging Face: leave the scheduler out",
-    "constant_with_warmup": 'it is a name of Hugging Face: write "WarmupLR"',
-    "ReduceLROnPlateau": "it needs a metric at each step, which no engine gives it",
-}
-
 
 class Scheduler(Section):
     """The learning-rate schedule, advanced once for each optimizer step."""
