@@ -18,7 +18,10 @@ _OF_DSFRAME = ("nanogpt", "ReduceLROnPlateau")
 def check(context: RuleContext) -> None:
     """Report what this machine lacks. Without a logger's package rank 0 alone raises, and the others wait for it."""
     file, section = context.file, context.file.activation_checkpointing
-    for path, package in logger_packages(file, context.settings):
+    packages = [*logger_packages(file, context.settings)]
+    if file.datastates_ckpt is not False:
+        packages.append((("datastates_ckpt",), "datastates"))
+    for path, package in packages:
         if importlib.util.find_spec(package) is None:
             message = f"switched on, but the package {package} is not installed here: DeepSpeed raises"
             context.warn(path, message, "install it, or write false", code="not-installed")

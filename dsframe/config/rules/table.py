@@ -1,8 +1,9 @@
 """The rules that are a table: which values contradict each other, which keys have no effect, and which features exclude which.
 
 A row of ``table.json`` says what is wrong (``says``) with ``key``, and what to write. It holds if the key's value is one of
-``is`` (absent: another than the default), or if the file has the key at all (``written``), on an engine that supports
-``engine`` ("deepspeed": that is DeepSpeed), in a file that has ``needs``, if all of ``with`` are so and none of ``without``.
+``is`` (absent: another than the default), or if the file has the key at all (``written``), under DeepSpeed
+(``by_deepspeed``), on an engine that ``supports`` a feature, in a file that has the key ``needs``, if all of ``with`` are so
+and none of ``without``.
 """
 
 from __future__ import annotations
@@ -51,6 +52,10 @@ def _report(context: RuleContext, row: Row) -> None:
 
 
 def _holds(context: RuleContext, row: Row) -> bool:
-    engine, needs = row.get("engine"), row.get("needs")
-    supported = context.by_deepspeed if engine == "deepspeed" else not engine or engine in context.entry.supports
-    return supported and (not needs or context.wrote(needs)) and holds(context.file, row)
+    supports, needs = row.get("supports"), row.get("needs")
+    return (
+        (context.by_deepspeed or not row.get("by_deepspeed"))
+        and (not supports or supports in context.entry.supports)
+        and (not needs or context.wrote(needs))
+        and holds(context.file, row)
+    )
