@@ -148,16 +148,6 @@ def test_plain_sections_have_their_defaults() -> None:
     same(expert_parallel.ExpertParallel, experts, {"expert_w3"})
 
 
-def test_checkpoint_writer_defaults() -> None:
-    from deepspeed.runtime.model_checkpointing.config import get_checkpoint_config
-
-    original = get_checkpoint_config({"checkpoint": {"writer": {}}})
-    writer = {key: default(field) for key, field in system.Writer.model_fields.items()}
-    assert writer == original["writer"]
-    assert default(system.Checkpoint.model_fields["tag_validation"]) == original["tag_validation"]
-    assert default(system.Checkpoint.model_fields["checkpoint_serialization"]) == original["checkpoint_serialization"]
-
-
 class Recorder(dict[str, Any]):
     """A dictionary that remembers which keys were asked for."""
 

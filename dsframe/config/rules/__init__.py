@@ -8,13 +8,13 @@ from __future__ import annotations
 
 from importlib import import_module
 
-from dsframe.config.rules import experts, model, optimizer, parallel, report, system, table, training, zero
+from dsframe.config.rules import model, optimizer, parallel, report, system, table, training, zero
 from dsframe.config.rules.context import RuleContext
 
 
 def check(context: RuleContext) -> None:
     """Report what is wrong with the combination of values."""
-    for rules in (zero, parallel, experts, training, optimizer, system, model, report, table):
+    for rules in (zero, parallel, training, optimizer, system, model, report, table):
         rules.check(context)
     if context.entry.rules:
         module, _, function = context.entry.rules.partition(":")

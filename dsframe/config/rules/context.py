@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from functools import cached_property
 from typing import Any
 
@@ -75,12 +74,6 @@ class RuleContext:
     def conflict(self, path: str | Path, message: str, remedy: str = "remove it") -> None:
         """Report two values that exclude each other."""
         self.findings.error(path, message, remedy, code="conflict", at_value=True)
-
-    def conflicts(self, path: str, when: bool, pairs: Iterable[tuple[object, str]], remedy: str = "remove it") -> None:
-        """Report each pair of (True, message) at ``path``, if ``when``."""
-        for wrong, message in pairs if when else ():
-            if wrong:
-                self.conflict(path, message, remedy)
 
     def warn(self, path: str | Path, message: str, remedy: str, *, code: str) -> None:
         """Report a value that works and is perhaps not meant."""

@@ -73,16 +73,16 @@ def _optimizer(context: RuleContext) -> None:
 def _own(context: RuleContext) -> None:
     """Report where DeepSpeed cannot take an optimizer of the user's own."""
     file, stage = context.file, context.stage
-    where = "an optimizer of your own is not possible with DeepSpeed"
-    context.conflicts(
-        _TYPE, context.by_deepspeed,
-        ((stage and not file.zero_allow_untested_optimizer, f"{where} with shards, unless the update of each number depends "
-          'on it only: then add "zero_allow_untested_optimizer": true'),
-         (context.offloads, f"{where} with optimizer offload, for which DeepSpeed has its own"),
-         (file.pipeline.stages > 1 or file.tensor_parallel.autotp_size > 1, f"{where} where ranks split a model"),
-         (context.half == "fp16" or (context.half and not stage), f"{where} in fp16, or in bf16 without ZeRO")),
-        "choose another optimizer, or remove the other key",
-    )  # fmt: skip
+    allowed = 'unless the update of each number depends on it only: then add "zero_allow_untested_optimizer": true'
+    for wrong, where in (
+        (stage and not file.zero_allow_untested_optimizer, f"with shards, {allowed}"),
+        (context.offloads, "with optimizer offload, for which DeepSpeed has its own"),
+        (file.pipeline.stages > 1 or file.tensor_parallel.autotp_size > 1, "where ranks split a model"),
+        (context.half == "fp16" or (context.half and not stage), "in fp16, or in bf16 without ZeRO"),
+    ):
+        if wrong and context.by_deepspeed:
+            message = f"an optimizer of your own is not possible with DeepSpeed {where}"
+            context.conflict(_TYPE, message, "choose another optimizer, or remove the other key")
 
 
 def _adam(context: RuleContext) -> None:

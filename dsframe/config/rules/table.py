@@ -1,6 +1,6 @@
 """The rules that are a table: which values contradict each other, which keys have no effect, and which features exclude which.
 
-A row of ``table.json`` says what is wrong (``says``) with ``key``, and what to write. It holds if the key's value is one of
+A row of ``table.json`` says what is wrong (``says``) with ``key``, or each of ``keys``, and what to write. It holds if the key's value is one of
 ``is`` (absent: another than the default), or if the file has the key at all (``written``), under DeepSpeed
 (``by_deepspeed``), on an engine that ``supports`` a feature, in a file that has the key ``needs``, if all of ``with`` are so
 and none of ``without``.
@@ -31,11 +31,10 @@ def table() -> Mapping[str, Any]:
 def check(context: RuleContext) -> None:
     """Report what the table says about the file."""
     for row in table()["rules"]:
-        written = row.get("written")
-        if (context.wrote(row["key"]) if written else matches(context.file, row["key"], row.get("is"))) and _holds(
-            context, row
-        ):
-            _report(context, row)
+        for key in row.get("keys") or (row["key"],):
+            on = context.wrote(key) if row.get("written") else matches(context.file, key, row.get("is"))
+            if on and _holds(context, row):
+                _report(context, key, row)
     active = {name: _holds(context, row) for name, row in table()["conditions"].items()}
     for key, others in table()["excludes"].items():
         if matches(context.file, key) and (context.by_deepspeed or key not in _BY_DEEPSPEED):
@@ -44,11 +43,11 @@ def check(context: RuleContext) -> None:
                     context.conflict(key, f"not possible with {words}", "remove one of them")
 
 
-def _report(context: RuleContext, row: Row) -> None:
+def _report(context: RuleContext, key: str, row: Row) -> None:
     code = row.get("code", "conflict")
     severity = row.get("severity", "warning" if code == "no-effect" else "error")
     remedy = row.get("write", "remove it")
-    context.findings.add(severity, row["key"], row["says"], remedy, code=code, at_value=code != "no-effect")
+    context.findings.add(severity, key, row["says"], remedy, code=code, at_value=code != "no-effect")
 
 
 def _holds(context: RuleContext, row: Row) -> bool:

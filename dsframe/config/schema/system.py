@@ -1,11 +1,10 @@
 """Checkpoints, activation checkpointing, asynchronous I/O, and sections that no training here uses.
 
-Source: ``deepspeed/runtime/model_checkpointing``, ``runtime/activation_checkpointing/config.py``
+Source: ``runtime/activation_checkpointing/config.py``
 and ``runtime/swap_tensor/aio_config.py`` of DeepSpeed 0.19.8.
 """
 
-from collections.abc import Mapping
-from typing import ClassVar, Literal
+from typing import Any, ClassVar
 
 from dsframe.config.schema.base import Count, Section, Unmodelled
 
@@ -47,53 +46,15 @@ class Aio(Section):
     """NVIDIA GPUDirect Storage. CUDA only."""
 
 
-class ParallelWrite(Section):
-    """Who writes what."""
+class Checkpoint(Unmodelled):
+    """DeepSpeed's own checkpoints, which dsframe neither reads nor writes."""
 
-    pipeline_stage: bool = False
-    """Each pipeline stage's data-parallel ranks share the writing."""
-
-
-class Writer(Section):
-    """The fast checkpoint writer. With type PYTHON, DeepSpeed 0.19.8 fails when it saves."""
-
-    nullable: ClassVar[bool] = True
-
-    type: Literal["FAST", "PYTHON", "MOCK"] = "FAST"
-    """Kind of writer. FAST needs libaio."""
-    io_buffer_size: Count = 67_108_864
-    """Bytes in the page-locked buffer."""
-    io_buffer_double: bool = True
-    """Two buffers in turn."""
-    io_multiplier: Count = 1
-    """Files in one stripe."""
-    show_statistics: bool = False
-    """Print the rate."""
-    data_parallel: Literal["REPLICA", "SOCKET", "MACHINE"] | None = None
-    """Which ranks share the writing."""
-    decoupled: bool = False
-    """Write beside training."""
-
-    folded: ClassVar[Mapping[str, str]] = {"type": "upper", "data_parallel": "upper"}
-
-
-class Checkpoint(Section):
-    """How DeepSpeed's own checkpoints are read and written."""
-
-    tag_validation: Literal["WARN", "IGNORE", "FAIL"] = "WARN"
-    """What happens when ranks save under different tags."""
     load_universal: bool = False
     """The checkpoint is a Universal one."""
     use_node_local_storage: bool = False
     """Each node has a file system of its own."""
-    parallel_write: ParallelWrite | None = None
-    """Who writes what."""
-    checkpoint_serialization: bool = True
-    """Serialise tensors as torch does."""
-    writer: Writer | None = None
-    """The fast writer."""
-
-    folded: ClassVar[Mapping[str, str]] = {"tag_validation": "upper"}
+    writer: Any = None
+    """The fast writer. With type PYTHON, DeepSpeed 0.19.8 fails when it saves."""
 
 
 class Compile(Unmodelled):
