@@ -14,6 +14,7 @@ from dsframe.config import rules
 from dsframe.config.features import Feature, features
 from dsframe.config.read import overrides, repair, secrets, validate
 from dsframe.config.read.findings import Findings, Fix, Resolved, dotted
+from dsframe.config.read.legacy import OTHER_TOOLS
 from dsframe.config.read.reader import Document, ReadError, inside, keys, read
 from dsframe.config.read.suggest import did_you_mean
 from dsframe.config.resolve import auto, batch, epochs, inherit, scaling
@@ -29,17 +30,6 @@ DEFAULT_CONFIG = "zero3.json"
 """The file that is used when none is named."""
 
 _NOTHING = Facts()
-_OTHER_TOOLS = {
-    "this is a configuration for Hugging Face Accelerate": (
-        {"compute_environment", "distributed_type", "deepspeed_config_file", "deepspeed_config"},
-        "check the file that its deepspeed_config_file names",
-    ),
-    "this is a configuration for DeepSpeed-Inference, not for training": (
-        {"replace_with_kernel_inject", "kernel_inject", "replace_method", "max_out_tokens", "load_with_sys_mem"},
-        "give it to deepspeed.init_inference",
-    ),
-}
-"""Message -> keys that only files of that program have, and the remedy."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -286,8 +276,8 @@ def _is_ours(root: Any, findings: Findings) -> bool:
     if not isinstance(root, dict):
         findings.error((), "the top of the file must be an object {...}", code="type")
         return False
-    for message, (names, remedy) in _OTHER_TOOLS.items():
-        if names & root.keys() and not {TRAIN, MICRO} & root.keys():
+    for message, (names, remedy) in OTHER_TOOLS.items():
+        if root.keys() & set(names) and not root.keys() & {TRAIN, MICRO}:
             findings.error((), message, remedy, code="other-tool")
             return False
     if repair.has_no_known_key(root):

@@ -42,7 +42,6 @@ PAIRS: list[tuple[type[Section], str, str]] = [
     (monitor.Wandb, "deepspeed.monitor.config", "WandbConfig"),
     (monitor.CsvMonitor, "deepspeed.monitor.config", "CSVConfig"),
     (monitor.Comet, "deepspeed.monitor.config", "CometConfig"),
-    (monitor.ThroughputTimer, "deepspeed.utils.config", "DeepSpeedThroughputTimerConfig"),
     (monitor.CommsLogger, "deepspeed.comm.config", "CommsLoggerConfig"),
 ]
 

@@ -15,6 +15,8 @@ from dsframe.config.read.findings import Findings, show
 from dsframe.config.read.reader import Path, inside, keys
 
 _TABLE = json.loads(FilePath(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+OTHER_TOOLS: Mapping[str, tuple[list[str], str]] = _TABLE["other tools"]
+"""Message -> keys that only files of that program have, and the remedy."""
 REMOVED: Mapping[str, str] = _TABLE["removed"]
 """Removed from DeepSpeed 0.19: the mere presence of the key raises, whatever its value. Path -> the remedy."""
 RENAMED: Mapping[str, str] = _TABLE["renamed"]
@@ -68,31 +70,27 @@ def _rename(raw: dict[str, Any], old: Path, new: Path, findings: Findings) -> No
 
 
 def _cpu_offload(zero: dict[str, Any], findings: Findings) -> None:
-    for old, new in (
-        ("cpu_offload", "offload_optimizer"),
-        ("cpu_offload_param", "offload_param"),
-        ("cpu_offload_use_pin_memory", ""),
-    ):
+    sections = {"cpu_offload": "offload_optimizer", "cpu_offload_param": "offload_param"}
+    for old in (*sections, "cpu_offload_use_pin_memory"):
+        new = sections.get(old)
         if old not in zero or (new and zero[old] == "auto"):
             continue
         path: Path = ("zero_optimization", old)
-        value = zero.pop(old)
-        section, remedy = {"device": "cpu"}, f'write "{new}": {{"device": "cpu"}}' if new else "remove it"
+        value, section = zero.pop(old), {"device": "cpu"}
+        message, remedy = "deprecated, and DeepSpeed ignores it", 'write "pin_memory" under the offload'
+        if new is not None:
+            message, remedy = "deprecated, and false is the default", f'write "{new}": {{"device": "cpu"}}'
         if not isinstance(value, bool) and (new or value not in (None, "auto")):
             message = f"deprecated, and {show(value)} is not true or false"
             findings.error(path, message, remedy, code="type", at_value=True)
-        elif not new:
-            remedy = 'write "pin_memory" under "offload_optimizer" or "offload_param"'
-            findings.warning(path, "deprecated, and DeepSpeed ignores it", remedy, code="deprecated")
+        elif new is None or not value:
+            findings.warning(path, message, remedy if new is None else "remove it", code="deprecated")
             findings.fix(path, remove=True)
         elif zero.get(new) is not None:
             message = f'deprecated name of "{new}", which the file has as well: DeepSpeed raises'
             findings.error(path, message, "remove it", code="conflict")
-        elif value:
+        else:
             zero[new] = section
             findings.warning(path, "deprecated", remedy, code="deprecated")
             findings.fix(path, ("zero_optimization", new), value=section, replace=True)
             findings.moved(path, ("zero_optimization", new))
-        else:
-            findings.warning(path, "deprecated, and false is the default", "remove it", code="deprecated")
-            findings.fix(path, remove=True)

@@ -86,24 +86,18 @@ def check_world(
 ) -> None:
     """Report profiles of ranks and steps that the run does not have."""
     profile, profiler = settings.profile, file.flops_profiler
-    path: tuple[str, ...] = ("dsframe", "profile")
-    steps = total_steps if total_steps is not None else settings.steps
+    steps = settings.steps if total_steps is None else total_steps
     if steps is not None and profiler.enabled and profiler.profile_step >= steps:
         message = f"the profile comes after {profiler.profile_step} steps, but the run has only {steps}"
-        where = ("flops_profiler", "profile_step")
-        findings.error(where, message, f"write at most {steps - 1}", code="conflict", at_value=True)
-    if profile is None:
-        return
-    if steps is not None and profile.steps > steps:
+        remedy = f"write at most {steps - 1}"
+        findings.error("flops_profiler.profile_step", message, remedy, code="conflict", at_value=True)
+    if profile is not None and steps is not None and profile.steps > steps:
         parts = f"({profile.wait} + {profile.warmup} + {profile.active}) x {profile.repeat}"
         message = f"takes {parts} = {profile.steps} steps, but the run has only {steps}"
-        findings.error(path, message, "shorten it", code="conflict")
-    ranks = [] if profile.ranks == "all" else profile.ranks
-    path = (*path, "ranks")
-    if ranks == profile.ranks == []:
+        findings.error("dsframe.profile", message, "shorten it", code="conflict")
+    path, ranks = "dsframe.profile.ranks", profile.ranks if profile else "all"
+    if ranks == []:
         findings.error(path, "the list is empty", 'write [0] or "all"', code="value", at_value=True)
-    absent = [rank for rank in ranks if world_size is not None and rank >= world_size]
-    if absent:
-        message = f"there is no rank {absent[0]} among {world_size} processes"
-        remedy = 'ranks are counted from 0; write [0] or "all"'
-        findings.error(path, message, remedy, code="world", at_value=True)
+    if ranks and ranks != "all" and world_size is not None and max(ranks) >= world_size:
+        message, remedy = f"there is no rank {max(ranks)} among {world_size} processes", "ranks are counted from 0"
+        findings.error(path, message, f'{remedy}; write [0] or "all"', code="world", at_value=True)

@@ -7,9 +7,7 @@ DeepSpeed 0.19.8.
 
 from typing import Any
 
-from pydantic import Field
-
-from dsframe.config.schema.base import Coerced, Count, NonNegative, Section, Size
+from dsframe.config.schema.base import Coerced, Count, NonNegative, Section, Size, Unmodelled
 
 
 class TensorBoard(Coerced):
@@ -106,17 +104,5 @@ class CommsLogger(Coerced):
     """Tell operations apart by the function that had them sent."""
 
 
-class ThroughputTimer(Coerced):
-    """Samples per second, as printed each ``steps_per_print`` steps."""
-
-    enabled: bool = True
-    """Turns it on."""
-    synchronized: bool = True
-    """Wait for the device before taking the time: exact, slower."""
-
-
-class Timers(Section):
-    """Timers of the engine."""
-
-    throughput: ThroughputTimer = Field(default_factory=ThroughputTimer.model_construct)
-    """The samples-per-second timer."""
+class Timers(Unmodelled):
+    """Timers of DeepSpeed's engine."""

@@ -12,8 +12,6 @@ from pydantic import Field
 
 from dsframe.config.schema.base import Coerced, Count, Section, Size
 
-Preset = Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"]
-
 
 class Pipeline(Section):
     """Pipeline parallelism. DeepSpeed parses ``stages``, ``partition`` and ``seed_layers`` and ignores them; dsframe
