@@ -12,7 +12,6 @@ from dsframe.config.read.reader import Path, keys
 from dsframe.config.schema.conditions import Row, holds, matches, value_at
 from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.optimizer import MUP
-from dsframe.config.schema.precision import DTYPES as DTYPES
 from dsframe.config.schema.settings import Settings
 
 LOGGERS: Mapping[str, str | None]

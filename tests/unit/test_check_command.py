@@ -17,7 +17,9 @@ from dsframe.config import load
 
 REPOSITORY = Path(__file__).resolve().parents[2]
 
-CLEAN = '{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 1}}'
+CLEAN = (
+    '{"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "zero_optimization": {"stage": 1}}'
+)
 WARNS = '{"train_batch_size": 8, "zero_optimization": {"stage": 1, "cpu_offload": true}}'
 WRONG = '{\n  "train_batch_size": 8,\n  "zero_optimisation": {"stage": 1}\n}'
 

@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 from pydantic import ValidationError
 
-from dsframe.config import CustomTask, Facts, LanguageTask, VisionTask, features, find, load
+from dsframe.config import CustomTask, Facts, LanguageTask, VisionTask, find, load
 from dsframe.config.read import secrets
 from dsframe.errors import ConfigError
 from dsframe.tools import check

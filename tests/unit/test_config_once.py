@@ -59,11 +59,7 @@ def test_what_is_asked_of_a_config_parses_nothing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys.modules["dsframe.config.load"], "read", None)
     assert config.position(("zero_optimization", "stage"))[0] > 1
     assert config.batch(2).train_batch_size
-    assert [
-        feature.line
-        for feature in config.features
-        if feature.name == "zero3"
-    ] != [0]
+    assert [feature.line for feature in config.features if feature.name == "zero3"] != [0]
     assert config.resolve(Facts(2, 100, None)).resolve(Facts(4, 100, None)).facts.world_size == 4
 
 

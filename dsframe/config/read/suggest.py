@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import re
 from collections.abc import Iterable
-from os.path import commonprefix
 
 
 def closest(word: str, candidates: Iterable[str], limit: int | None = None) -> str | None:
@@ -14,7 +13,7 @@ def closest(word: str, candidates: Iterable[str], limit: int | None = None) -> s
         limit: Most slips (letters added, left out, changed, or swapped with their neighbour). By default one in four
             letters, at least one.
     """
-    from rapidfuzz.distance import DamerauLevenshtein  # 20 ms: only for files that have something to suggest
+    from rapidfuzz.distance import DamerauLevenshtein, Prefix  # 20 ms: only for files that have something to suggest
 
     limit = max(1, len(word) // 4) if limit is None else limit
     ranked = []
@@ -24,7 +23,7 @@ def closest(word: str, candidates: Iterable[str], limit: int | None = None) -> s
             distance = DamerauLevenshtein.distance(word, candidate, score_cutoff=limit)
         if distance <= limit and distance < max(len(word), len(candidate)):
             # Among equals: the same letters in another order, then the longest common start.
-            other_letters, start = sorted(word) != sorted(candidate), len(commonprefix((word, candidate)))
+            other_letters, start = sorted(word) != sorted(candidate), Prefix.similarity(word, candidate)
             ranked.append((distance, other_letters, -start, candidate))
     return min(ranked)[-1] if ranked else None
 

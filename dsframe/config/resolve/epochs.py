@@ -29,7 +29,10 @@ def resolve(raw: dict[str, Any], facts: Facts, findings: Findings) -> None:
         except ValidationError:  # which validation explains
             continue
         if "dsframe" not in raw:
-            message, remedy = "is dsframe's way to count steps: DeepSpeed raises", 'write steps, or add a "dsframe" section'
+            message, remedy = (
+                "is dsframe's way to count steps: DeepSpeed raises",
+                'write steps, or add a "dsframe" section',
+            )
             findings.error(path, message, remedy, code="value", at_value=True)
         elif epoch_steps is not None:
             value, detail = math.ceil(exact), ", rounded up" if exact.denominator > 1 else ""

@@ -1,9 +1,10 @@
 """The rules that are a table: which values contradict each other, which keys have no effect, and which features exclude which.
 
-A row of ``table.json`` says what is wrong (``says``) with ``key``, or each of ``keys``, and what to write. It holds if the key's value is one of
-``is`` (absent: another than the default), or if the file has the key at all (``written``), under DeepSpeed
-(``by_deepspeed``), on an engine that ``supports`` a feature, in a file that has the key ``needs``, if all of ``with`` are so
-and none of ``without``.
+A row of ``table.json`` says what is wrong (``says``) with ``key``, or each of ``keys``, and what to ``write``. It holds
+
+* if the key's value is one of ``is`` (absent: another than the default), or the file has the key at all (``written``);
+* under DeepSpeed (``by_deepspeed``), on an engine that ``supports`` a feature, in a file that has the key ``needs``;
+* if all of ``with`` are so and none of ``without`` (``dsframe.config.schema.conditions``).
 """
 
 from __future__ import annotations

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dsframe.config.features import DTYPES, MADE_HERE
+from dsframe.config.features import MADE_HERE
 from dsframe.config.read.findings import show
 from dsframe.config.rules.context import RuleContext
 from dsframe.engines.table import BUILT_IN
@@ -15,19 +15,7 @@ def check(context: RuleContext) -> None:
         if fp16.enabled and fp16.loss_scale == 0 and value <= 0:
             message = f"{value} must be above 0 with dynamic loss scaling: DeepSpeed raises"
             context.conflict(f"fp16.{key}", message, "raise it")
-    _types(context)
     _dsframe(context)
-
-
-def _types(context: RuleContext) -> None:
-    model, types = context.half or "fp32", context.file.data_types
-    if types.param_dtype is not None and DTYPES[types.param_dtype] != model:
-        message = f'"{types.param_dtype}" contradicts fp16 and bf16, which make parameters {model}: DeepSpeed raises'
-        context.conflict("data_types.param_dtype", message)
-    gradients = types.grad_accum_dtype
-    if gradients is not None and context.stage == 0 and DTYPES[gradients] != model:
-        message = f'"{gradients}" with {model} parameters needs ZeRO: DeepSpeed raises'
-        context.conflict("data_types.grad_accum_dtype", message, "remove it, or set the stage to 1, 2 or 3")
 
 
 def _dsframe(context: RuleContext) -> None:

@@ -39,10 +39,10 @@ def _stage(context: RuleContext) -> None:
 def _drives(context: RuleContext) -> None:
     for key in ("offload_optimizer", "offload_param"):
         section, path = getattr(context.zero, key), f"{ZERO}.{key}.nvme_path"
-        if context.stage == 3 and section is not None and section.device == "nvme" and section.nvme_path:
-            if not _may_exist(section.nvme_path):
-                message, remedy = f'"{section.nvme_path}" is not on this machine', "mount the drive, or change the path"
-                context.warn(path, message, remedy, code="nvme-path")
+        on_drive = context.stage == 3 and section is not None and section.device == "nvme" and section.nvme_path
+        if on_drive and not _may_exist(section.nvme_path):
+            message, remedy = f'"{section.nvme_path}" is not on this machine', "mount the drive, or change the path"
+            context.warn(path, message, remedy, code="nvme-path")
 
 
 def _may_exist(path: str) -> bool:

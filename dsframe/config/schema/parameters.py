@@ -1,4 +1,5 @@
-"""``optimizer.params`` and ``scheduler.params``: a section for each type, made from the table ``parameters.json``.
+"""``optimizer.params`` and ``scheduler.params``, a section for each type, and keys that DeepSpeed alone reads: made from
+the table ``parameters.json``.
 
 A row of the table is a key's type, its default (absent: required) and its meaning. Sources: DeepSpeed 0.19.8
 (``DeepSpeedEngine._configure_basic_optimizer``, ``runtime/lr_schedules.py``), torch 2.13 (``torch.optim``,
@@ -60,6 +61,10 @@ _TYPES: Mapping[str, Any] = {
     "pair": Annotated[list[Real], Field(min_length=2, max_length=2)],
     "pair?": Annotated[list[Real | None], Field(min_length=2, max_length=2)],
     "module:name": ModuleName,
+    "null": None,
+    "int or auto": int | Literal["auto"],
+    "number or auto": Real | Literal["auto"],
+    "count or auto": Literal["auto"] | Count,
     "schedules": Annotated[list[SchedulePart], Field(min_length=1)],
 }
 
@@ -110,3 +115,8 @@ HF_SCHEDULERS = _named("schedulers of dsframe")
 """Names that dsframe knows and DeepSpeed does not: for files with a "dsframe" section."""
 WITHOUT_ROUTE: Mapping[str, Mapping[str, str]] = _TABLE["without a route"]
 """Names that cannot be used as ``optimizer.type`` and ``scheduler.type``, and why."""
+
+
+def passed(name: str) -> Any:
+    """The base class of a section, with the keys of it that DeepSpeed alone reads."""
+    return _SECTIONS[f"Passed{name}"]

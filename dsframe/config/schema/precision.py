@@ -12,11 +12,6 @@ TorchDtype = Literal[
     "torch.float32", "fp32", "float32", "float", "torch.int8", "int8",
 ]  # fmt: skip
 """The spellings of DeepSpeed's ``DtypeEnum``."""
-DTYPES = {spelling: name for name, spellings in (
-    ("fp16", ("torch.float16", "fp16", "float16", "half")), ("bf16", ("torch.bfloat16", "bf16", "bfloat16")),
-    ("fp32", ("torch.float32", "fp32", "float32", "float")), ("int8", ("torch.int8", "int8")),
-) for spelling in spellings}  # fmt: skip
-"""Spelling -> the short name."""
 
 
 class Fp16(Coerced):

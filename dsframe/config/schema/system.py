@@ -7,6 +7,7 @@ and ``runtime/swap_tensor/aio_config.py`` of DeepSpeed 0.19.8.
 from typing import Any, ClassVar
 
 from dsframe.config.schema.base import Count, Section, Unmodelled
+from dsframe.config.schema.parameters import passed
 
 
 class ActivationCheckpointing(Section):
@@ -27,21 +28,11 @@ class ActivationCheckpointing(Section):
     """Time each checkpoint."""
 
 
-class Aio(Section):
+class Aio(passed("Aio")):  # type: ignore[misc] - keys from a table
     """Asynchronous I/O to NVMe."""
 
     nullable: ClassVar[bool] = True
 
-    block_size: Count = 1_048_576
-    """Bytes in one request."""
-    queue_depth: Count = 8
-    """Requests in flight for each thread."""
-    intra_op_parallelism: Count = 1
-    """Threads for one read or write."""
-    single_submit: bool = False
-    """Submit requests one by one."""
-    overlap_events: bool = True
-    """Submit the next requests while waiting."""
     use_gds: bool = False
     """NVIDIA GPUDirect Storage. CUDA only."""
 

@@ -1,11 +1,10 @@
 # ruff: noqa: RUF012 - pydantic copies mutable defaults
 """Sections of ``zero_optimization`` that few files have: offload, ZenFlow, leaf modules. Sources: as for ``zero``."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
-
-from dsframe.config.schema.base import Coerced, Count, Fraction, Size
+from dsframe.config.schema.base import Coerced, Fraction, Size
+from dsframe.config.schema.parameters import passed
 
 Device = Literal["none", "cpu", "nvme"]
 
@@ -53,29 +52,13 @@ class OffloadOptimizer(Coerced):
     """Share of the CPU cores for SuperOffload's Adam."""
 
 
-class ZenFlow(Coerced):
+class ZenFlow(passed("ZenFlow")):  # type: ignore[misc] - keys from a table
     """ZenFlow: update the few important gradient columns on the device, the others later on the CPU."""
 
-    topk_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """Share of the gradient columns that counts as important."""
-    select_strategy: Literal["auto", "step", "epoch"] = "auto"
-    """Unit of ``select_interval``."""
-    select_interval: Literal["auto"] | Count = "auto"
-    """Steps or epochs between two selections of the important columns."""
-    update_interval: Literal["auto"] | Count = "auto"
-    """Steps for which unimportant gradients are accumulated before they are applied."""
-    overlap_step: bool = False
-    """Compute the CPU's step beside the next forward and backward pass."""
+    coerced: ClassVar[bool] = True
+
     offload: bool = False
     """Keep the selected optimizer state on the CPU too."""
-    auto_ratio: Fraction = 0.99
-    """Threshold by which ``update_interval: "auto"`` decides."""
-    full_warm_up_rounds: int = 0
-    """First rounds in which every gradient is applied at once."""
-    pt_reserved_cores_perc: Fraction = 0.5
-    """Share of the CPU cores kept for PyTorch; the others work for ZenFlow."""
-    steps_per_epoch: int | None = None
-    """Filled in by DeepSpeed while it runs. Leave it out."""
 
 
 class LeafModule(Coerced):
