@@ -110,7 +110,7 @@ def _existing(location: tuple[str | int, ...], raw: Any) -> Path:
     for part in location:
         if (isinstance(raw, list) and isinstance(part, int)) or (isinstance(raw, dict) and part in raw):
             inner.append(part)
-            raw = raw[part]  # type: ignore[index] - a list has numbers, an object names
+            raw = inside(raw, (part,))
     return tuple(inner)
 
 

@@ -32,16 +32,16 @@ def fill(raw: dict[str, Any]) -> tuple[Resolved, ...]:
         values["gradient_clipping",] = 0.0 if by_torch else 1.0
     name, params = inside(raw, ("optimizer", "type")), inside(raw, ("optimizer", "params")) or {}
     section = Optimizer.variant(raw["optimizer"], "params") if isinstance(name, str) else None
-    own = TORCH.get(str(name).lower(), {}) if by_torch else {}
+    torchs = TORCH.get(str(name).lower(), {}) if by_torch else {}
     if section is not None and isinstance(params, dict):
         for key in _PARAMS:
             if key in section.model_fields and key not in params and (key != "adam_w_mode" or name.lower() == "adam"):
-                values["optimizer", "params", key] = own.get(key, section.model_fields[key].get_default())
-        decoupled = str(name).lower() == "adamw" or {**own, **params}.get("adam_w_mode", True)
-        if params.get("torch_adam") is True and decoupled and "weight_decay" not in {**own, **params}:
+                values["optimizer", "params", key] = torchs.get(key, section.model_fields[key].get_default())
+        decoupled = str(name).lower() == "adamw" or {**torchs, **params}.get("adam_w_mode", True)
+        if params.get("torch_adam") is True and decoupled and "weight_decay" not in {**torchs, **params}:
             values["optimizer", "params", "weight_decay"] = 0.01  # DeepSpeed hands torch what is written, and no more
-        if own:
-            raw["optimizer"]["params"] = {**own, **params}
+        if torchs:
+            raw["optimizer"]["params"] = {**torchs, **params}
     if by_torch:
         raw.setdefault("gradient_clipping", 0.0)
     reason = f"inherited, {library}"

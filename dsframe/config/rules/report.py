@@ -36,7 +36,7 @@ def kind_of(operation: str) -> str | None:
     """Return the kind of an operation by DeepSpeed's name: ``all_gather_into_tensor`` is an all-gather."""
     name = operation.strip().lower()
     name = _OTHER_NAMES.get(name, name).replace("_", "-")
-    return next((kind for kind in KINDS if name == kind or name.startswith(f"{kind}-")), None)
+    return next((known for known in KINDS if name == known or name.startswith(f"{known}-")), None)
 
 
 def check(context: RuleContext) -> None:
@@ -45,7 +45,7 @@ def check(context: RuleContext) -> None:
     if section is not None and section.enabled and not section.prof_all and context.wrote("dsframe"):
         for name in section.prof_ops:
             if not isinstance(name, str) or kind_of(name) is None:
-                remedy = f"choose from {', '.join(kind.replace('-', '_') for kind in KINDS)}"
+                remedy = f"choose from {', '.join(known.replace('-', '_') for known in KINDS)}"
                 message = f"{name!r} is no collective"
                 context.findings.error("comms_logger.prof_ops", message, remedy, code="value", at_value=True)
                 break

@@ -153,7 +153,7 @@ class DeepSpeed(Scalars):
         zero = self.zero_optimization
         if zero.stage == 3:
             return not zero.reduce_scatter
-        said = "contiguous_gradients" in zero.model_fields_set
+        written = "contiguous_gradients" in zero.model_fields_set
         short = self.fp16.enabled or self.bf16.enabled or self.on("torch_autocast")
         needed = short or zero.optimizer_device != "none" or bool(zero.overlap_comm) or self.on("expert_parallel")
-        return zero.contiguous_gradients if said else needed or self.pipeline.stages > 1
+        return zero.contiguous_gradients if written else needed or self.pipeline.stages > 1

@@ -6,7 +6,7 @@ from dsframe.config.schema.base import Count
 from dsframe.config.schema.parameters import passed
 
 
-class ExpertParallel(passed("ExpertParallel")):  # type: ignore[misc] - keys from a table
+class ExpertParallel(passed("ExpertParallel")):  # type: ignore[misc]  # keys from a table
     """AutoEP: the experts of a mixture-of-experts model over several ranks."""
 
     nullable: ClassVar[bool] = True

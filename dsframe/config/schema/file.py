@@ -46,7 +46,7 @@ class Shape:
         """What is expected, in words."""
         words = [show_literal(value) for value in self.literals if not str(value).startswith(("None", "torch."))]
         spelled = {_KINDS[type(value)] for value in self.literals}
-        words += [text for kind, text in _PHRASES.items() if kind in self.kinds and kind not in spelled]
+        words += [text for name, text in _PHRASES.items() if name in self.kinds and name not in spelled]
         if self.item and self.item.kinds and "a list" in words:
             words[words.index("a list")] = f"a list of {self.item.plural}"
         words += ['{"epochs": 1}'] if self.unit else []
@@ -57,7 +57,7 @@ class Shape:
     @property
     def plural(self) -> str:
         """What is expected of list items, in words."""
-        text = next((text for kind, text in _PLURALS.items() if kind in self.kinds), "values")
+        text = next((text for name, text in _PLURALS.items() if name in self.kinds), "values")
         return f'{text} or {{"epochs": 1}}' if self.unit else text
 
 

@@ -89,7 +89,8 @@ def _sections(rows: Mapping[str, Any]) -> dict[str, SectionClass]:
     for name, row in rows.items():
         base = made.get(row.get("like"), _Open if row.get("open") else Section)
         fields: dict[str, Any] = {
-            key: (_type(kind), Field(*default, description=text)) for key, (kind, *default, text) in row["keys"].items()
+            key: (_type(written), Field(*default, description=text))
+            for key, (written, *default, text) in row["keys"].items()
         }
         made[name] = create_model(name, __base__=base, __doc__=row["about"], **fields)
     return made

@@ -92,8 +92,8 @@ def _options_class(engine: Any) -> type[Section] | None:
     if entry is None or not entry.options:
         return None
     module, _, name = entry.options.partition(":")
-    found: type[Section] = getattr(import_module(module), name)
-    return found
+    section: type[Section] = getattr(import_module(module), name)
+    return section
 
 
 class Settings(Section):

@@ -28,7 +28,7 @@ class ActivationCheckpointing(Section):
     """Time each checkpoint."""
 
 
-class Aio(passed("Aio")):  # type: ignore[misc] - keys from a table
+class Aio(passed("Aio")):  # type: ignore[misc]  # keys from a table
     """Asynchronous I/O to NVMe."""
 
     nullable: ClassVar[bool] = True

@@ -124,10 +124,10 @@ class Zero(Coerced):
 
         They are gathered once a step then, as one; sharded are gradients, fp32 masters and the optimizer's state.
         """
-        said = {*PERSISTENCE, "offload_param", "stage3_max_live_parameters", "stage3_max_reuse_distance"}
+        written = {*PERSISTENCE, "offload_param", "stage3_max_live_parameters", "stage3_max_reuse_distance"}
         quantized = self.zero_quantized_weights or self.zero_quantized_nontrainable_weights
         plain = not (quantized or self.zero_hpz_partition_size > 1)
-        return self.stage == 3 and not self.model_fields_set & said and plain and elements <= SMALL
+        return self.stage == 3 and not self.model_fields_set & written and plain and elements <= SMALL
 
     def bucket_elements(self, elements: int, *, on_cpu: bool) -> int:
         """How many of a model's ``elements`` are reduced at a time.
@@ -153,8 +153,8 @@ class Zero(Coerced):
         what is fetched ahead lies there twice. On CPUs stage 3 gives each layer up instead, and gathers it again: a rank's peak was
         1,015 MiB with the defaults and 720 with these (as above), of which its share of the state is 540.
         """
-        said = self.stage < 3 or self.model_fields_set & set(FETCHES)
-        if said or not on_cpu or elements <= 2 * SMALL:
+        written = self.stage < 3 or self.model_fields_set & set(FETCHES)
+        if written or not on_cpu or elements <= 2 * SMALL:
             return {}
         ahead = elements // 16
         return dict(zip(FETCHES, (ahead, 2 * ahead, 0), strict=True))

@@ -52,7 +52,7 @@ class OffloadOptimizer(Coerced):
     """Share of the CPU cores for SuperOffload's Adam."""
 
 
-class ZenFlow(passed("ZenFlow")):  # type: ignore[misc] - keys from a table
+class ZenFlow(passed("ZenFlow")):  # type: ignore[misc]  # keys from a table
     """ZenFlow: update the few important gradient columns on the device, the others later on the CPU."""
 
     coerced: ClassVar[bool] = True
