@@ -83,7 +83,8 @@ def test_text(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
         "warns.json: 1 warning",
         "clean.json: batch 8 = 4 (micro) x 1 (accumulation) x 2 (data-parallel ranks); derived: gradient_accumulation_steps = 1 "
         "(DeepSpeed's default), train_micro_batch_size_per_gpu = 4 = 8 / 1 (accumulation) / 2 (ranks)",
-        "clean.json: the file does not say, so inherited: gradient_clipping 1.0; DeepSpeed's defaults",
+        "clean.json: the file does not say, so inherited: gradient_clipping 1.0, betas [0.9, 0.999], eps 1e-08, "
+        "weight_decay 0.0, bias_correction true; DeepSpeed's defaults",
         "clean.json: no problems",
     ]
 
@@ -157,24 +158,24 @@ def test_gpu_memory(folder: Path, memory: str, stage: int, number: str, capsys: 
 @pytest.mark.parametrize(
     ("engine", "overrides", "expected"),
     [
-        ("ddp", [], "note: 80 GB hold .* 8 bytes on the device and 4 bytes in the host's memory for each"),
+        ("ddp", [], "note: 80 GB hold .* 8 bytes of the device, 4 of the host and 0 on its disk"),
         (
             "fsdp",
             [],
-            "note: 80 GB hold .* 1 bytes on the device, 1 bytes in the host's memory and 3 bytes in files on its disk for each",
+            "note: 80 GB hold .* 1 bytes of the device, 1 of the host and 3 on its disk",
         ),
         # 4 bytes of weights, flat gradients and masters, divided by 4 ranks
         (
             "deepspeed",
             ["zero_optimization.stage=3"],
-            "note: 80 GB hold .* 3 bytes on the device, 1 bytes in the host's memory and 3 bytes in files on its",
+            "note: 80 GB hold .* 3 bytes of the device, 1 of the host and 3 on its",
         ),
         # What is sliced for 4 ranks is whole on the device before, and 20 bytes in 16 ranks are less.
         (
             "deepspeed",
             ["zero_optimization.stage=3", "tensor_parallel.autotp_size=4", "train_batch_size=16"],
-            r"warning: 80 GB hold the set-up of at most 20 billion parameters on 16 processes: .* 4 bytes on the device, "
-            r".* takes 1\.25; take devices with more memory",
+            r"warning: 80 GB hold the set-up of at most 20 billion parameters on 16 processes: .* 4 bytes of the device, "
+            r".* training 1\.25; take devices with more memory",
         ),
     ],
 )
@@ -438,3 +439,10 @@ def test_the_command_names_its_commands(capsys: pytest.CaptureFixture[str]) -> N
     assert all(name in printed for name in COMMANDS)
     assert main(["chek"]) == 2
     assert 'no command "chek"; did you mean "check"?' in capsys.readouterr().err
+
+
+def test_a_file_for_an_engine_has_an_optimizer(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (folder / "bare.json").write_text('{"train_batch_size": 8}')
+    assert main(["check", "bare.json"]) == 0
+    assert main(["check", "bare.json", "--engine", "ddp"]) == 2
+    assert "optimizer: is required" in capsys.readouterr().out

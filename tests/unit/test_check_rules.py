@@ -26,7 +26,14 @@ def test_rule(keys: dict[str, Any], expected: list[str], monkeypatch: pytest.Mon
 def test_the_table_names_keys_that_there_are() -> None:
     rows = [*table.table()["rules"], *table.table()["conditions"].values()]
     paths = {path for row in rows for path in (row.get("key"), *row.get("with", {}), *row.get("without", {})) if path}
-    free = ("optimizer.params.", "dsframe.task.", "zero_optimization.optimizer_device")
+    free = (
+        "optimizer.params.",
+        "scheduler.params.",
+        "dsframe.task.",
+        "checkpoint.writer.",
+        "zero_optimization.optimizer",
+        "zero_optimization.parameter_",
+    )
     for path in {path for path in paths | table.table()["excludes"].keys() if not path.startswith(free)}:
         owner: Any = File
         for key in path.split("."):

@@ -211,6 +211,7 @@ def test_where_it_has_no_meaning_it_is_refused() -> None:
 
 def test_check_resolves_what_the_file_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = scheduler("MultiStepLR", milestones=[{"epochs": 30}, {"epochs": 60}])
+    file |= {"optimizer": {"type": "SGD", "params": {}}}
     file |= {"train_batch_size": 64, "dsframe": {"eval_every_steps": {"epochs": 1}}}
     path = tmp_path / "file.json"
     for task, expected in (({}, '[{"epochs": 30}, {"epochs": 60}],'), ({"name": "vision"}, "[28125, 56250]  //")):
