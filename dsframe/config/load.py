@@ -6,19 +6,23 @@ import copy
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 from pathlib import Path
 from typing import Any
 
 from dsframe.config import rules
-from dsframe.config.read import overrides, repair, validate
+from dsframe.config.features import Feature, features
+from dsframe.config.read import overrides, repair, secrets, validate
 from dsframe.config.read.findings import Findings, Fix, Resolved, dotted
-from dsframe.config.read.reader import Document, ReadError, inside, read
-from dsframe.config.resolve import auto, epochs, inherit, scaling
+from dsframe.config.read.legacy import OTHER_TOOLS
+from dsframe.config.read.reader import Document, ReadError, inside, keys, read
+from dsframe.config.read.suggest import did_you_mean
+from dsframe.config.resolve import auto, batch, epochs, inherit, scaling
 from dsframe.config.resolve.auto import Facts
-from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN, Batch, check_groups, missing, nearest, solve
+from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN, Batch
 from dsframe.config.rules import report
+from dsframe.config.rules.context import RuleContext
 from dsframe.config.schema.deepspeed import DeepSpeed
-from dsframe.config.schema.file import File
 from dsframe.config.schema.settings import Settings
 from dsframe.errors import ConfigError, Problem
 
@@ -26,21 +30,6 @@ DEFAULT_CONFIG = "zero3.json"
 """The file that is used when none is named."""
 
 _NOTHING = Facts()
-_EMPTY = Document("", None, {})
-_BATCH = {TRAIN, MICRO}
-_OTHER_TOOLS = (
-    (
-        "Hugging Face Accelerate",
-        {"compute_environment", "distributed_type", "deepspeed_config_file", "deepspeed_config"},
-        "check the file that its deepspeed_config_file names",
-    ),
-    (
-        "DeepSpeed-Inference, not for training",
-        {"replace_with_kernel_inject", "kernel_inject", "replace_method", "max_out_tokens", "load_with_sys_mem"},
-        "give it to deepspeed.init_inference",
-    ),
-)
-"""Program, keys that only its files have, and the remedy."""
 
 
 @dataclass(frozen=True, eq=False, repr=False)
@@ -52,6 +41,14 @@ class Examined:
     """None when the text cannot be read or its top is not an object."""
     document: Document | None = None
     fixes: tuple[Fix, ...] = ()
+
+    @property
+    def accepted(self) -> Config:
+        """The configuration. Raises ConfigError with every problem of severity error."""
+        errors = [problem for problem in self.problems if problem.severity == "error"]
+        if errors or self.config is None:
+            raise ConfigError(errors)
+        return self.config
 
 
 @dataclass(frozen=True)
@@ -72,10 +69,15 @@ class Config:
     """The facts by which they were resolved."""
     _raw: dict[str, Any] = field(default_factory=dict, repr=False)
     _overrides: tuple[str, ...] = field(default=(), repr=False)
-    _findings: Findings = field(default_factory=lambda: Findings(_EMPTY, ""), repr=False, compare=False)
-    """What was found when the file was read, with the file itself: it is parsed once."""
+    _findings: Findings = field(default_factory=lambda: Findings(Document("", None, {}), ""), repr=False, compare=False)
+    """The problems of the file, with the file itself: it is parsed once."""
     inherited: tuple[Resolved, ...] = ()
-    """Defaults of consequence that train because the file does not say them."""
+    """Defaults of consequence that train because the file does not name them."""
+
+    @cached_property
+    def features(self) -> tuple[Feature, ...]:
+        """Everything that the file switches on."""
+        return features(self.deepspeed, self.position)
 
     def batch(self, world_size: int, *, replicas: bool | None = None) -> Batch:
         """The batch sizes on ``world_size`` processes, exact.
@@ -87,21 +89,20 @@ class Config:
         Raises:
             ConfigError: they cannot be: the sizes disagree, or the world size does not divide.
         """
-        findings = self._findings.anew()
-        file = self.deepspeed
-        assert isinstance(file, File)
-        result = solve(file, world_size, findings, bool(self.facts.replicas) if replicas is None else replicas)
+        findings = self._findings.empty_copy()
+        whole = bool(self.facts.replicas) if replicas is None else replicas
+        result = batch.solve(self.deepspeed, world_size, findings, whole)
         if result is None:
             raise ConfigError(findings.sorted())
         return result
 
     def position(self, path: tuple[str | int, ...]) -> tuple[int, int]:
         """Line and column of a key, or of the nearest one around it; (0, 0) where there is none."""
-        offset = self._findings.offset(path, at_value=False)
-        return (0, 0) if offset is None else self._findings.document.position(offset)
+        return self._findings.position(path)
 
-    def error(self, path: tuple[str | int, ...], message: str, remedy: str, *, code: str) -> Problem:
+    def error(self, path: str | tuple[str | int, ...], message: str, remedy: str, *, code: str) -> Problem:
         """Returns an error about the key at ``path`` of this file."""
+        path = keys(path)
         return Problem("error", dotted(path), message, remedy, str(self.path or ""), *self.position(path), code=code)
 
     def written(self) -> dict[str, Any]:
@@ -111,15 +112,13 @@ class Config:
     def given(self) -> dict[str, Any]:
         """A deep copy of what the user wrote, with overrides, and ``"auto"`` where it stands."""
         raw: dict[str, Any] = copy.deepcopy(self._findings.document.root)
-        overrides.apply(raw, self._overrides, self._findings.anew())
+        overrides.apply(raw, self._overrides, self._findings.empty_copy())
         return raw
 
     def shown(self) -> dict[str, Any]:
         """A copy to be kept or printed: without passwords and keys of accounts."""
-        from dsframe.config.read import secrets
-
-        found: dict[str, Any] = secrets.without(self._raw)
-        return copy.deepcopy(found)
+        public: dict[str, Any] = secrets.without(self._raw)
+        return copy.deepcopy(public)
 
     def for_deepspeed(self, world_size: int) -> dict[str, Any]:
         """Return the dictionary for ``deepspeed.initialize``: only what the user wrote, without the ``dsframe`` section, with
@@ -130,31 +129,31 @@ class Config:
         """
         raw = self.written()
         raw.pop("dsframe", None)
-        batch = self.batch(world_size)
-        raw[TRAIN] = batch.deepspeed_train_batch_size
-        raw[MICRO] = batch.micro_batch_size
-        raw[STEPS] = batch.accumulation_steps
-        return raw
+        sizes = self.batch(world_size)
+        return raw | {
+            TRAIN: sizes.deepspeed_train_batch_size, MICRO: sizes.micro_batch_size, STEPS: sizes.accumulation_steps
+        }  # fmt: skip
 
     def resolve(self, facts: Facts) -> Config:
         """Return the same file, resolved with what is known now of the model and the data.
+
+        It is validated once more only where values or rules depend on what is known now.
 
         Raises:
             ConfigError: what is known now contradicts the file.
         """
         known = replace(self.facts, **{key: value for key, value in vars(facts).items() if value is not None})
-        found = self._findings
-        if self.waits or known.engine != self.facts.engine or self.facts.world_size is not None:
-            return _accept(_judge(found.document, found.file, self._overrides, known, self.path))
-        findings = found.anew()
+        findings = self._findings.empty_copy()
+        if self.is_unresolved or known.engine != self.facts.engine or self.facts.world_size is not None:
+            findings = Findings(findings.document, findings.file)
+            return _validate(findings, self._overrides, known, self.path).accepted
         findings.problems.extend(self.problems)
-        assert isinstance(self.deepspeed, File)
-        _check_facts(self.deepspeed, known, findings)
+        _check_facts(self.deepspeed, self.settings, known, findings)
         problems = findings.sorted()
-        return _accept(Examined(problems, replace(self, facts=known, problems=_no_errors(problems))))
+        return Examined(problems, replace(self, facts=known, problems=problems)).accepted
 
     @property
-    def waits(self) -> bool:
+    def is_unresolved(self) -> bool:
         """True if what is known later may change values: an "auto", or a number of epochs in place of steps."""
         return bool(self._findings.resolved or self._findings.pending)
 
@@ -178,21 +177,23 @@ def load(name: str | Path | Mapping[str, Any], overrides: Sequence[str] = (), fa
     Raises:
         ConfigError: with every problem of severity error.
     """
+    facts = facts or _NOTHING
     if isinstance(name, Mapping):
-        return _accept(examine(_text_of(name), "", overrides, facts or _NOTHING))
+        return _validate(Findings(Document("", _as_json(name), {}), ""), overrides, facts, None).accepted
     path = find(name)
     text, problem = read_text(path)
     if problem:
         raise ConfigError([problem])
-    return _accept(examine(text, str(path), overrides, facts or _NOTHING, path))
+    return examine(text, str(path), overrides, facts, path).accepted
 
 
-def _text_of(content: Mapping[str, Any]) -> str:
-    try:
-        return json.dumps(content, indent=2, allow_nan=False, default=str)
-    except ValueError as error:
-        problem = Problem("error", "", f"the dictionary is not JSON: {error}", "write finite numbers", code="syntax")
-        raise ConfigError([problem]) from None
+def _as_json(value: Any) -> Any:
+    """A copy of ``value`` as a JSON file would have it: other objects as text."""
+    if isinstance(value, Mapping):
+        return {str(key): _as_json(item) for key, item in value.items()}
+    if isinstance(value, (list, tuple)):
+        return [_as_json(item) for item in value]
+    return value if value is None or isinstance(value, (bool, int, float, str)) else str(value)
 
 
 def read_text(path: Path) -> tuple[str, Problem | None]:
@@ -215,21 +216,18 @@ def find(name: str | Path) -> Path:
     """
     package = Path(__file__).resolve().parents[1]
     folders = (Path(), Path("ds_configs"), package / "ds_configs", package.parent / "ds_configs")
-    names = (str(name),) if str(name).endswith(".json") else (str(name), f"{name}.json")
-    for folder in folders:
-        for ending in names:
-            if (folder / ending).is_file():
-                return folder / ending
-    there = (path for folder in folders[1:] for path in folder.glob("*.json"))
-    known = sorted({path.stem for path in there if ".schema" not in path.name})
-    from dsframe.config.read.suggest import closest
-
-    similar = closest(Path(name).name.removesuffix(".json"), known)
-    remedy = f'did you mean "{similar}.json"?' if similar else ""
-    if not remedy and known:
-        remedy = "choose from " + ", ".join(f"{stem}.json" for stem in known)
-    message = "no such file, here or in ds_configs/"
-    raise ConfigError([Problem("error", "", message, remedy, str(name), code="missing-file")])
+    stem = str(name).removesuffix(".json")
+    names = (str(name), f"{stem}.json")
+    for path in (folder / spelling for folder in folders for spelling in names):
+        if path.is_file():
+            return path
+    known = sorted(
+        {path.stem for folder in folders[1:] for path in folder.glob("*.json") if ".schema" not in path.name}
+    )
+    files = [f"{other}.json" for other in known]
+    remedy = did_you_mean(f"{Path(stem).name}.json", files, otherwise=f"choose from {', '.join(files)}")
+    problem = Problem("error", "", "no such file, here or in ds_configs/", remedy, str(name), code="missing-file")
+    raise ConfigError([problem])
 
 
 def examine(
@@ -239,31 +237,20 @@ def examine(
     try:
         document = read(text)
     except ReadError as error:
-        document = Document(text, None, {})
-        line, column = document.position(error.offset)
+        line, column = Document(text, None, {}).position(error.offset)
         problem = Problem("error", "", error.message, error.remedy, name, line, column, code="syntax")
         return Examined((problem,), None)
-    if not name:  # a dictionary has no lines
-        document = replace(document, spans={})
-    return _judge(document, name, overriding, facts, path)
+    return _validate(Findings(document, name), overriding, facts, path)
 
 
-def _judge(document: Document, name: str, overriding: Sequence[str], facts: Facts, path: Path | None) -> Examined:
+def _validate(findings: Findings, overriding: Sequence[str], facts: Facts, path: Path | None) -> Examined:
     """Everything that can be said about what was parsed, which stays as it is."""
-    findings = Findings(document, name, overrides.paths(overriding))
+    document = findings.document
+    findings.overridden.update(overrides.paths(overriding))
     for duplicate, offset, first in document.duplicates:
         message = f"duplicate key, first on line {document.position(first)[0]}: DeepSpeed raises"
         findings.add("error", duplicate, message, "keep one", code="duplicate-key", offset=offset)
-    if not isinstance(document.root, dict):
-        findings.error((), "the top of the file must be an object {...}", code="type")
-        return Examined(findings.sorted(), None, document)
-    for what, keys, remedy in _OTHER_TOOLS:
-        if keys & document.root.keys() and not _BATCH & document.root.keys():
-            findings.error((), f"this is a configuration for {what}", remedy, code="other-tool")
-            return Examined(findings.sorted(), None, document)
-    if repair.is_stranger(document.root):
-        message = "none of its keys is known to DeepSpeed: is this a DeepSpeed configuration?"
-        findings.error((), message, "see dsframe schema --markdown for the keys", code="other-tool")
+    if not _is_ours(document.root, findings):
         return Examined(findings.sorted(), None, document)
     raw = copy.deepcopy(document.root)
     overrides.apply(raw, overriding, findings)
@@ -273,59 +260,50 @@ def _judge(document: Document, name: str, overriding: Sequence[str], facts: Fact
     auto.resolve(raw, facts, findings)
     epochs.resolve(raw, facts, findings)
     file = validate.validate(raw, findings)
-    rules.check(file, raw, findings, facts.engine, facts.world_size)
-    _check_facts(file, facts, findings)
-    _restore(raw, written, passed)
+    rules.check(RuleContext(file, raw, findings, facts.engine or file.dsframe.engine, facts.world_size))
+    _check_facts(file, file.dsframe, facts, findings)
+    for name in passed:
+        _restore(raw, written, name)
     problems = findings.sorted()
-    known = _no_errors(problems), tuple(findings.resolved), facts
-    config = Config(path, file, file.dsframe, *known, raw, tuple(overriding), findings, inherited)
+    harmless = tuple(problem for problem in problems if problem.severity != "error")
+    resolved = tuple(findings.resolved)
+    config = Config(path, file, file.dsframe, harmless, resolved, facts, raw, tuple(overriding), findings, inherited)
     return Examined(problems, config, document, tuple(findings.fixes))
 
 
-def _no_errors(problems: Sequence[Problem]) -> tuple[Problem, ...]:
-    return tuple(problem for problem in problems if problem.severity != "error")
+def _is_ours(root: Any, findings: Findings) -> bool:
+    """Report files that are no objects, and those of other programs."""
+    if not isinstance(root, dict):
+        findings.error((), "the top of the file must be an object {...}", code="type")
+        return False
+    for message, (names, remedy) in OTHER_TOOLS.items():
+        if root.keys() & set(names) and not root.keys() & {TRAIN, MICRO}:
+            findings.error((), message, remedy, code="other-tool")
+            return False
+    if repair.has_no_known_key(root):
+        message = "none of its keys is known to DeepSpeed: is this a DeepSpeed configuration?"
+        findings.error((), message, "see dsframe schema --markdown for the keys", code="other-tool")
+        return False
+    return True
 
 
-def _check_facts(file: File, facts: Facts, findings: Findings) -> None:
+def _check_facts(file: DeepSpeed, settings: Settings, facts: Facts, findings: Findings) -> None:
     """Checks what the file alone does not decide: its batch and schedules for this number of processes and steps."""
-    report.check_world(file, facts.world_size, facts.total_steps, findings)
-    _check_batch(file, facts, findings)
-
-
-def _check_batch(file: File, facts: Facts, findings: Findings) -> None:
-    if any(findings.fails((key,)) for key in (TRAIN, MICRO, STEPS)):
+    report.check_world(file, settings, facts.world_size, facts.total_steps, findings)
+    if any(findings.fails(key) for key in (TRAIN, MICRO, STEPS)):
         return
-    if facts.world_size is not None:
-        batch = solve(file, facts.world_size, findings, bool(facts.replicas))
-        if batch is not None:
-            check_groups(file, facts.world_size, findings)
-            scaled = scaling.sentence(file.dsframe.large_batch, batch.train_batch_size)
-            if scaled:
-                findings.note(("dsframe", "large_batch"), scaled, code="lr-scaling")
-    elif file.train_batch_size is None and file.train_micro_batch_size_per_gpu is None:
-        missing(findings)
-    else:
-        train, unit = file.train_batch_size, (file.train_micro_batch_size_per_gpu or 1)
-        unit *= file.gradient_accumulation_steps or 1
-        if train is not None and train % unit:
-            parts = [f"{file.train_micro_batch_size_per_gpu} (micro)"] if file.train_micro_batch_size_per_gpu else []
-            parts += [f"{file.gradient_accumulation_steps} (accumulation)"] if file.gradient_accumulation_steps else []
-            message = f"{train} is not divisible by {' x '.join(parts)}, on any number of processes"
-            remedy = f"the nearest legal batch sizes are {nearest(train, unit)}"
-            findings.error((TRAIN,), message, remedy, code="batch", at_value=True)
+    if facts.world_size is None:
+        batch.check(file, findings)
+    elif sizes := batch.solve(file, facts.world_size, findings, bool(facts.replicas)):
+        batch.check_groups(file, facts.world_size, findings)
+        scaled = scaling.sentence(settings.large_batch, sizes.train_batch_size)
+        if scaled:
+            findings.note("dsframe.large_batch", scaled, code="lr-scaling")
 
 
-def _restore(raw: dict[str, Any], written: dict[str, Any], passed: frozenset[str]) -> None:
+def _restore(raw: dict[str, Any], written: dict[str, Any], name: str) -> None:
     """Put back what ``dsframe.pass_through`` lists."""
-    for name in passed:
-        *parents, last = name.split(".")
-        source, target = inside(written, tuple(parents)), inside(raw, tuple(parents))
-        if isinstance(source, dict) and isinstance(target, dict) and last in source:
-            target.setdefault(last, source[last])
-
-
-def _accept(examined: Examined) -> Config:
-    errors = [problem for problem in examined.problems if problem.severity == "error"]
-    if errors or examined.config is None:
-        raise ConfigError(errors)
-    return examined.config
+    *parents, last = keys(name)
+    source, target = inside(written, parents), inside(raw, parents)
+    if isinstance(source, dict) and isinstance(target, dict) and last in source:
+        target.setdefault(last, source[last])

@@ -76,14 +76,11 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
 
     ``processes``: the number of them if it is known; some engines refuse some numbers.
     """
-    from dsframe.config import features
     from dsframe.config.features import WATCHING
 
     entry = TABLE[name]
     found = [
-        feature
-        for feature in features(config.deepspeed, config.settings, config.position)
-        if feature.name not in entry.supports and feature.name not in WATCHING
+        feature for feature in config.features if feature.name not in entry.supports and feature.name not in WATCHING
     ]
     replicated = [feature.path for feature in found if feature.name in entry.replicates]
     ignored = [feature.path for feature in found if feature.name in entry.ignores]
@@ -96,6 +93,9 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
         if one.name not in entry.replicates | entry.ignores
     ]
     refused += _size(config, name, processes)
+    if config.deepspeed.optimizer is None:
+        remedy = 'add "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}'
+        refused.append(config.error("optimizer", "is required", remedy, code="missing"))
     notes = [entry.caution] if entry.caution else []
     if replicated:
         instead = ", ".join(replicated)
@@ -109,8 +109,6 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
 
 def beside_several(config: Config, name: str) -> list[Problem]:
     """Returns what engine ``name`` refuses of the file because the task has several models (``Task.models``)."""
-    from dsframe.config import features
-
     entry, settings, stage = TABLE[name], config.settings, config.deepspeed.zero_optimization.stage
     wanted = settings.model
     if not entry.several:
@@ -118,11 +116,7 @@ def beside_several(config: Config, name: str) -> list[Problem]:
             f'engine "{name}" trains one model, and the task has several (models()); choose another engine'
         )
     apart = (entry.supports | {"flops_profiler"}) - entry.several
-    found = [
-        (tuple(one.path.split(".")), one.description)
-        for one in features(config.deepspeed, config.settings, config.position)
-        if one.name in apart
-    ]
+    found = [(tuple(one.path.split(".")), one.description) for one in config.features if one.name in apart]
     for key, on in (
         ("mfu", settings.mfu),
         ("per_sample_randomness", settings.per_sample_randomness),
@@ -176,14 +170,8 @@ def refuse_fixed(name: str) -> None:
 
 def load(name: str, config: Config) -> type[ModelEngine]:
     """Returns the engine's class for this file. Raises EngineError if its package cannot be imported."""
-    from dsframe.config import features
-
     entry = TABLE[name]
-    on = [
-        feature.name
-        for feature in features(config.deepspeed, config.settings, config.position)
-        if feature.name in entry.variants
-    ]
+    on = [feature.name for feature in config.features if feature.name in entry.variants]
     module, _, cls = (entry.variants[on[0]] if on else entry.target).partition(":")
     try:
         loaded: type[ModelEngine] = getattr(importlib.import_module(module), cls)

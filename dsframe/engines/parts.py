@@ -28,7 +28,6 @@ from dsframe.checkpoint import changes
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import by_value, first_difference
 from dsframe.config import Config, load
-from dsframe.config.features import features
 from dsframe.engine import Engine, StepResult
 from dsframe.engines.base import ModelEngine
 from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
@@ -391,8 +390,8 @@ def _config_of(config: Config, name: str, others: Collection[str], *, frozen: bo
     except ConfigError as error:
         whose = f"with dsframe.optimizers.{name}: "
         raise ConfigError([replace(one, message=whose + one.message) for one in error.problems]) from None
-    known = {feature.name for feature in features(config.deepspeed, config.settings, config.position)}
-    for feature in features(found.deepspeed, found.settings, found.position):
+    known = {feature.name for feature in config.features}
+    for feature in found.features:
         if feature.name not in known:
             raise EngineError(f"dsframe.optimizers.{name}: {feature.description} is not possible with several models")
     return found

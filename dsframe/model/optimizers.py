@@ -22,7 +22,6 @@ import torch
 
 from dsframe.config.features import own_adam
 from dsframe.config.schema.optimizer import OF_TASK, Optimizer, muon_rates
-from dsframe.config.schema.optimizer_params import Params
 from dsframe.errors import ConfigError, EngineError, Problem, TaskError
 from dsframe.tasks.task import Task
 
@@ -53,8 +52,8 @@ class OptimizerSpec:
             return max(muon_rates(self.arguments))
         if self.own:
             return float(self.arguments["lr"])
-        params = Optimizer.variant({"type": self.kind}, "params") or Params
-        return float(self.arguments.get("lr", params.model_fields["lr"].default))
+        params = Optimizer.variant({"type": self.kind}, "params")
+        return float(self.arguments.get("lr", params.model_fields["lr"].default if params else 1e-3))
 
     @property
     def own(self) -> bool:

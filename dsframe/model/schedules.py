@@ -12,11 +12,11 @@ from __future__ import annotations
 import math
 from collections.abc import Callable, Iterator, Mapping
 from dataclasses import dataclass, replace
-from functools import partial
 from importlib import import_module
 from typing import TYPE_CHECKING, Any
 
 from dsframe.config.resolve import scaling
+from dsframe.config.schema.parameters import HF_SCHEDULERS
 from dsframe.errors import ConfigError, Problem, TaskError
 from dsframe.model import hf_schedules
 from dsframe.model.followers import Plateau
@@ -54,9 +54,9 @@ def scaled(schedule: Schedule, factor: float, warmup_steps: int = 0) -> Schedule
     return at
 
 
-def _ramp(last: int, steps: int, kind: str) -> float:
+def _ramp(last: int, steps: int, form: str) -> float:
     """Warm-up from 0 at ``last`` = 0 to 1 at ``last`` = steps (linear) or steps - 1 (log)."""
-    return math.log(last + 1) / math.log(steps) if kind == "log" else last / steps
+    return math.log(last + 1) / math.log(steps) if form == "log" else last / steps
 
 
 def warmup(
@@ -190,26 +190,22 @@ class OneCycle:
 
 
 class TorchSchedule:
-    """One of ``torch.optim.lr_scheduler``, run beside a stand-in optimizer and read off.
+    """One of ``torch.optim.lr_scheduler``, run with an optimizer of its own and read off.
 
     ZeRO's optimizers are no ``torch.optim.Optimizer`` and refuse these classes (measured, deepspeed 0.19.8); reading the
-    rate off a stand-in makes them work on every engine. Stepping is sequential: a resumed run replays the steps.
+    rate off makes them work on every engine. Stepping is sequential: a resumed run replays the steps.
     """
 
-    def __init__(self, kind: str, base: float, params: Mapping[str, Any]) -> None:
-        """Raises ConfigError where torch has no such schedule, or it needs more than a step number, or params are wrong."""
-        import torch
-
-        self._make: Callable[[Optimizer], LRScheduler] = lambda optimizer: _torchs(kind, params, optimizer)
-        self._stand_in: Callable[[], Optimizer] = lambda: torch.optim.AdamW([torch.zeros(1)], lr=base)
-        try:
-            self._restart()
-        except (TypeError, ValueError, AttributeError, ImportError) as error:
-            raise _wrong("params", f"{kind}: {error}") from None
+    def __init__(self, name: str, base: float, params: Mapping[str, Any]) -> None:
+        """Raises ConfigError where torch has no such schedule, or it needs more than a step number."""
+        self._name, self._base, self._params = name, base, params
+        self._restart()
 
     def _restart(self) -> None:
-        self._optimizer = self._stand_in()
-        self._scheduler = self._make(self._optimizer)
+        import torch
+
+        self._optimizer = torch.optim.AdamW([torch.zeros(1)], lr=self._base)
+        self._scheduler = _of_torch(self._name, self._params, self._optimizer)
         self._updates = 0
 
     def __call__(self, updates: int) -> Rates:
@@ -226,25 +222,25 @@ class TorchSchedule:
         return Rates(float(group["lr"]), float(group["betas"][0]) if cycles else None)
 
 
-def _torchs(kind: str, params: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:
+def _of_torch(name: str, params: Mapping[str, Any], optimizer: Optimizer) -> LRScheduler:
     """torch's schedule of this name; its parts, too, where it is made of others, and functions by ``module:function``."""
     from torch.optim import lr_scheduler
 
-    cls: Any = getattr(lr_scheduler, kind, None)
-    if cls is None or not isinstance(cls, type) or kind == "ReduceLROnPlateau":
+    cls: Any = getattr(lr_scheduler, name, None)
+    if not isinstance(cls, type) or name == "ReduceLROnPlateau":
         raise _wrong(
-            "type", f"{kind!r} is neither a DeepSpeed schedule nor one of torch's that depends on the step alone"
+            "type", f"{name!r} is neither a DeepSpeed schedule nor one of torch's that depends on the step alone"
         )
     arguments = dict(params)
-    for key in arguments.keys() & {"lr_lambda"}:
-        module, _, name = str(arguments[key]).partition(":")
-        arguments[key] = getattr(import_module(module), name)
+    if "lr_lambda" in arguments:
+        module, _, function = str(arguments["lr_lambda"]).partition(":")
+        arguments["lr_lambda"] = getattr(import_module(module), function)
     if "schedulers" in arguments:
-        parts = arguments.pop("schedulers")
-        made = [_torchs(part["type"], part.get("params", {}), optimizer) for part in parts]
-        cls = partial(cls, made) if kind == "ChainedScheduler" else partial(cls, schedulers=made)
-    found: LRScheduler = cls(**arguments) if kind == "ChainedScheduler" else cls(optimizer, **arguments)
-    return found
+        arguments["schedulers"] = [
+            _of_torch(part["type"], part.get("params", {}), optimizer) for part in arguments["schedulers"]
+        ]
+    scheduler: LRScheduler = cls(**arguments) if name == "ChainedScheduler" else cls(optimizer, **arguments)
+    return scheduler
 
 
 _SCHEDULES: dict[str, Callable[..., Schedule]] = {
@@ -256,39 +252,27 @@ _SCHEDULES: dict[str, Callable[..., Schedule]] = {
 }
 
 
-def build(kind: str | None, base: float, params: Mapping[str, Any]) -> Schedule:
-    """The schedule of the file's ``scheduler`` section (``kind`` None: constant), over the optimizer's rate ``base``.
+def build(name: str | None, base: float, params: Mapping[str, Any]) -> Schedule:
+    """The schedule of the file's ``scheduler`` section (``name`` None: constant), over the optimizer's rate ``base``.
 
     Raises ConfigError where the name or a parameter is unknown.
     """
-    if kind is None:
+    if name is None:
         return constant(base)
-    if kind == "ReduceLROnPlateau":
+    if name == "ReduceLROnPlateau":
         return Plateau(base, params)
-    if kind in hf_schedules.FACTORS:
-        return by_factor(kind, base, params)
-    make = _SCHEDULES.get(kind)
-    if make is None:
-        return TorchSchedule(kind, base, params)
-    given = {name: _single(value) for name, value in params.items() if name != "last_batch_iteration"}
     try:
-        return make(base, **given)
-    except TypeError as error:
-        raise _wrong("params", f"{kind}: {error}") from None
-
-
-def by_factor(kind: str, base: float, params: Mapping[str, Any]) -> Schedule:
-    """One of Hugging Face's, or nanoGPT's. Raises ConfigError for params that it does not take."""
-    try:
-        factor = hf_schedules.FACTORS[kind](base, **params)
-    except TypeError as error:
-        raise _wrong("params", f"{kind}: {error}") from None
-    return lambda updates: Rates(base * factor(updates))
-
-
-def _single(value: Any) -> Any:
-    """A list of rates has one for each parameter group, and there is one."""
-    return value[0] if isinstance(value, list) and len(value) == 1 else value
+        if name in HF_SCHEDULERS:
+            factor = hf_schedules.factor(name, base, params)
+            return lambda updates: Rates(base * factor(updates))
+        if name not in _SCHEDULES:
+            return TorchSchedule(name, base, params)
+        # A list of rates has one for each parameter group, and there is one.
+        single = {key: value[0] if isinstance(value, list) else value for key, value in params.items()}
+        single.pop("last_batch_iteration", None)
+        return _SCHEDULES[name](base, **single)
+    except (TypeError, ValueError, AttributeError, ImportError) as error:
+        raise _wrong("params", f"{name}: {error}") from None
 
 
 def _wrong(key: str, message: str) -> ConfigError:
@@ -330,18 +314,18 @@ def planned(config: Config, task: Task, base: float, train_batch_size: int) -> S
     Raises TaskError where both have one, or where the task's gives no number.
     """
     scheduler, wanted = config.deepspeed.scheduler, config.settings.large_batch
-    course = build(scheduler.type, base, scheduler.params) if scheduler else constant(base)
+    schedule = build(scheduler.type, base, scheduler.params) if scheduler else constant(base)
     if task.schedule(0) is not None:
         if scheduler:
             raise TaskError(
                 f'{type(task).__name__}.schedule gives the rate, and the file has "scheduler" too; remove one of them'
             )
-        course = of_task(task, base)
+        schedule = of_task(task, base)
     if wanted.lr_scaling == "none":
-        return course
+        return schedule
     if scheduler and scheduler.type == "ReduceLROnPlateau":
         raise _wrong(
             "type", "ReduceLROnPlateau is not possible with dsframe.large_batch.lr_scaling; remove one of them"
         )
     assert isinstance(wanted.warmup_steps, int)  # the steps of an epoch are known
-    return scaled(course, scaling.factor(wanted, train_batch_size), wanted.warmup_steps)
+    return scaled(schedule, scaling.factor(wanted, train_batch_size), wanted.warmup_steps)

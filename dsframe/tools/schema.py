@@ -16,12 +16,18 @@ from functools import cache
 from typing import Any
 
 from dsframe.config.resolve.auto import BATCH_KEYS, RULES
-from dsframe.config.schema.base import AUTO, STAND_IN, Epochs, Interval, Section
+from dsframe.config.schema.base import AUTO, Epochs, Interval, Section
 from dsframe.config.schema.file import File, section_at, shape
-from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, SPELLINGS, TORCH_OPTIMIZERS, Optimizer
-from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, HF_SCHEDULERS, TORCH_SCHEDULERS
+from dsframe.config.schema.optimizer import SPELLINGS, Optimizer
+from dsframe.config.schema.parameters import (
+    DEEPSPEED_OPTIMIZERS,
+    DEEPSPEED_SCHEDULERS,
+    HF_SCHEDULERS,
+    TORCH_OPTIMIZERS,
+    TORCH_SCHEDULERS,
+    SchedulePart,
+)
 from dsframe.config.schema.settings import TASKS, CustomTask
-from dsframe.config.schema.torch_scheduler import SchedulePart
 from dsframe.tools.commands import command
 
 
@@ -51,7 +57,8 @@ def describe(owner: type[Section]) -> dict[str, str]:
     for base in reversed(owner.__mro__):
         if issubclass(base, Section) and base.__module__ in sys.modules:
             result.update(_module_docs(base.__module__).get(base.__name__, {}))
-    return {name: result[name] for name in owner.model_fields if name in result}
+    texts = {name: result.get(name) or field.description for name, field in owner.model_fields.items()}
+    return {name: text for name, text in texts.items() if text}
 
 
 def summary(owner: type[Section]) -> str:
@@ -123,7 +130,6 @@ def json_schema() -> dict[str, Any]:
             for parameters, types in _names(types_of).items()
         ]
     top = definitions.pop("File")
-    _refer([top, definitions])
     return {
         "$schema": "http://json-schema.org/draft-07/schema#",
         "$comment": "Written by: dsframe schema. Do not edit.",
@@ -134,19 +140,6 @@ def json_schema() -> dict[str, Any]:
         "patternProperties": {"^(_|//|#|comments?$|description$)": {}},
         "$defs": dict(sorted(definitions.items())),
     }
-
-
-def _refer(content: Any) -> None:
-    """Turns what the stand-ins of sections say (``dsframe.config.schema.base.Later``) into references, in place."""
-    if isinstance(content, dict):
-        if STAND_IN in content and isinstance(content[STAND_IN], str):
-            others = {key: value for key, value in content.items() if key != STAND_IN}
-            name = content[STAND_IN]
-            content.clear()
-            content.update({"$ref": f"#/$defs/{name}"}, **others)
-        content = list(content.values())
-    for part in content if isinstance(content, list) else ():
-        _refer(part)
 
 
 def _annotate(definition: dict[str, Any], owner: type[Section], path: tuple[str, ...]) -> None:
@@ -170,7 +163,7 @@ def _annotate(definition: dict[str, Any], owner: type[Section], path: tuple[str,
 
 def takes_auto(owner: type[Section], path: tuple[str, ...]) -> bool:
     """Whether ``"auto"`` may stand at ``path``."""
-    if path in RULES or (path[-1:] == path and path[0] in BATCH_KEYS):
+    if ".".join(path) in RULES or (path[-1:] == path and path[0] in BATCH_KEYS):
         return True
     expected = shape(owner, path[-1])
     free = expected.section or expected.kinds & {"str", "any", "list", "dict"} or AUTO in expected.literals

@@ -61,7 +61,7 @@ MAY_IMPORT = {
     "deepspeed": {"engines/deepspeed/imports.py"},
     "horovod": {"engines/horovod/engine.py", "engines/horovod/elastic.py", "tools/collectives.py"},
     "torchvision": {"data/_torchvision.py"},
-    "transformers": {"tasks/_transformers.py"},
+    "transformers": {"model/hf_schedules.py", "tasks/_transformers.py"},
 }
 """Who may import these, anywhere in the file. DeepSpeed's patches.py looks up by name what it patches.
 collectives.py measures Horovod beside the others, in a process of its own."""

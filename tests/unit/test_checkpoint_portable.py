@@ -26,7 +26,7 @@ from dsframe.checkpoint.resume import refuse
 from dsframe.checkpoint.store import Store
 from dsframe.cluster.exchange import all_gather_tensor, all_gather_text, failures
 from dsframe.config import load
-from dsframe.config.rules import checkpoints
+from dsframe.config.rules import report
 from dsframe.data import Loader
 from dsframe.engines import state_replica
 from dsframe.engines.deepspeed import state_flat
@@ -352,12 +352,12 @@ TINY: dict[str, dict[str, Any]] = {
 }
 
 
-@pytest.mark.parametrize("name", checkpoints.METRICS)
+@pytest.mark.parametrize("name", report.METRICS)
 def test_the_metrics_that_the_check_knows_are_the_tasks(name: str) -> None:
     settings = load({"train_batch_size": 4, "dsframe": {"task": TINY[name]}}).settings.task
     task = tasks.build(settings, 0)
     inputs, targets = next(Loader(task.train_data(), seed=0, micro_batch_size=4).stream())
-    assert set(task.metrics(task.model()(inputs), targets)) == set(checkpoints.METRICS[name])
+    assert set(task.metrics(task.model()(inputs), targets)) == set(report.METRICS[name])
 
 
 def test_what_only_the_task_and_the_disk_can_tell(tmp_path: Path) -> None:

@@ -10,7 +10,7 @@ from pathlib import Path
 
 import pytest
 
-from dsframe.config import Facts, features, load
+from dsframe.config import Facts, load
 from tests.processes import REPOSITORY
 
 COUNTED = """
@@ -19,7 +19,7 @@ from collections import Counter
 
 counts = Counter()
 for module, name in (
-    ("dsframe.config.load", "read"), ("dsframe.config.load", "_judge"), ("dsframe.config.rules", "check"),
+    ("dsframe.config.load", "read"), ("dsframe.config.load", "_validate"), ("dsframe.config.rules", "check"),
     ("dsframe.config.read.validate", "validate"), ("dsframe.engines", "choose"), ("dsframe.engines", "examine"),
 ):
     owner = importlib.import_module(module) if module != "dsframe.config.load" else (
@@ -50,7 +50,7 @@ def test_a_run_reads_its_file_once(auto: bool, tmp_path: Path) -> None:
     done = subprocess.run(command, capture_output=True, text=True, cwd=tmp_path, env=environment, timeout=120)
     assert done.returncode == 0, done.stderr
     once = 2 if auto else 1
-    expected = {"read": 1, "_judge": once, "check": once, "validate": once, "choose": 1, "examine": 1}
+    expected = {"read": 1, "_validate": once, "check": once, "validate": once, "choose": 1, "examine": 1}
     assert json.loads(done.stdout.splitlines()[-1]) == expected
 
 
@@ -59,11 +59,7 @@ def test_what_is_asked_of_a_config_parses_nothing(monkeypatch: pytest.MonkeyPatc
     monkeypatch.setattr(sys.modules["dsframe.config.load"], "read", None)
     assert config.position(("zero_optimization", "stage"))[0] > 1
     assert config.batch(2).train_batch_size
-    assert [
-        feature.line
-        for feature in features(config.deepspeed, config.settings, config.position)
-        if feature.name == "zero3"
-    ] != [0]
+    assert [feature.line for feature in config.features if feature.name == "zero3"] != [0]
     assert config.resolve(Facts(2, 100, None)).resolve(Facts(4, 100, None)).facts.world_size == 4
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ast
 import enum
 import inspect
 import types
@@ -14,13 +13,18 @@ from typing import Any, Union, get_args, get_origin
 import pytest
 
 from dsframe.config.read.legacy import REMOVED, RENAMED
-from dsframe.config.schema import data, expert_parallel, monitor, parallel, precision, system, zero, zero_offload
+from dsframe.config.schema import expert_parallel, monitor, parallel, precision, system, zero, zero_offload
 from dsframe.config.schema.base import Section
 from dsframe.config.schema.deepspeed import DeepSpeed
-from dsframe.config.schema.file import File, Shape, shape
-from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, TORCH_OPTIMIZERS, WITHOUT_ROUTE
-from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, SCHEDULERS_WITHOUT_ROUTE, TORCH_SCHEDULERS
-from dsframe.tools.schema import describe, sections
+from dsframe.config.schema.file import Shape, shape
+from dsframe.config.schema.optimizer import WITHOUT_ROUTE
+from dsframe.config.schema.parameters import (
+    DEEPSPEED_OPTIMIZERS,
+    DEEPSPEED_SCHEDULERS,
+    TORCH_OPTIMIZERS,
+    TORCH_SCHEDULERS,
+)
+from dsframe.config.schema.scheduler import SCHEDULERS_WITHOUT_ROUTE
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
@@ -32,17 +36,13 @@ PAIRS: list[tuple[type[Section], str, str]] = [
     (zero_offload.LeafModule, "deepspeed.runtime.zero.leaf_module_config", "DeepSpeedZeroLeafModuleConfig"),
     (precision.Fp16, "deepspeed.runtime.precision_config", "DeepSpeedFP16Config"),
     (precision.Bf16, "deepspeed.runtime.precision_config", "DeepSpeedBF16Config"),
-    (expert_parallel.HybridEngine, "deepspeed.runtime.config", "HybridEngineConfig"),
     (parallel.TensorParallel, "deepspeed.runtime.tensor_parallel.config", "TPTrainingConfig"),
     (parallel.TensorParallelGroup, "deepspeed.runtime.tensor_parallel.config", "TPConfig"),
     (monitor.TensorBoard, "deepspeed.monitor.config", "TensorBoardConfig"),
     (monitor.Wandb, "deepspeed.monitor.config", "WandbConfig"),
     (monitor.CsvMonitor, "deepspeed.monitor.config", "CSVConfig"),
     (monitor.Comet, "deepspeed.monitor.config", "CometConfig"),
-    (monitor.ThroughputTimer, "deepspeed.utils.config", "DeepSpeedThroughputTimerConfig"),
     (monitor.CommsLogger, "deepspeed.comm.config", "CommsLoggerConfig"),
-    (system.Compile, "deepspeed.compile.config", "CompileConfig"),
-    (system.WeightQuantization, "deepspeed.inference.config", "WeightQuantConfig"),
 ]
 
 # What a file cannot hold: objects of Python.
@@ -120,8 +120,8 @@ def test_pydantic_sections(ours: type[Section], module: str, name: str) -> None:
         if label not in NARROWER:
             assert comparable(mine) == kinds(field.annotation), label
         if key != original:
-            path = ("zero_optimization" if ours is zero.Zero else "tensor_parallel", original)
-            assert RENAMED[path][-1] == key
+            section = "zero_optimization" if ours is zero.Zero else "tensor_parallel"
+            assert RENAMED[f"{section}.{original}"] == f"{section}.{key}"
 
 
 def comparable(mine: Shape) -> set[str]:
@@ -129,7 +129,6 @@ def comparable(mine: Shape) -> set[str]:
 
 
 def test_plain_sections_have_their_defaults() -> None:
-    from deepspeed.autotuning.config import DeepSpeedAutotuningConfig
     from deepspeed.module_inject.auto_ep_config import parse_autoep_config
     from deepspeed.profiling.config import DeepSpeedFlopsProfilerConfig
     from deepspeed.runtime.activation_checkpointing.config import ACT_CHKPT_DEFAULT
@@ -144,20 +143,8 @@ def test_plain_sections_have_their_defaults() -> None:
     same(system.ActivationCheckpointing, dict(ACT_CHKPT_DEFAULT))
     same(system.Aio, dict(AIO_DEFAULT_DICT))
     same(monitor.FlopsProfiler, vars(DeepSpeedFlopsProfilerConfig({})))
-    autotuning = vars(DeepSpeedAutotuningConfig({}))
-    same(data.Autotuning, autotuning, {"start_step", "end_step"})
     experts = {key: value for key, value in vars(parse_autoep_config({})).items() if not key.startswith("_")}
     same(expert_parallel.ExpertParallel, experts, {"expert_w3"})
-
-
-def test_checkpoint_writer_defaults() -> None:
-    from deepspeed.runtime.model_checkpointing.config import get_checkpoint_config
-
-    original = get_checkpoint_config({"checkpoint": {"writer": {}}})
-    writer = {key: default(field) for key, field in system.Writer.model_fields.items()}
-    assert writer == original["writer"]
-    assert default(system.Checkpoint.model_fields["tag_validation"]) == original["tag_validation"]
-    assert default(system.Checkpoint.model_fields["checkpoint_serialization"]) == original["checkpoint_serialization"]
 
 
 class Recorder(dict[str, Any]):
@@ -203,7 +190,7 @@ def test_top_level_keys_are_what_deepspeed_reads() -> None:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")
             DeepSpeedConfig(Recorder(dict(content), seen))
-    removed = {path[0] for path in REMOVED if len(path) == 1}
+    removed = {path for path in REMOVED if "." not in path}
     # Read outside DeepSpeedConfig: deepspeed/__init__.py makes the device mesh of these two.
     read_elsewhere = {"sequence_parallel_size", "data_parallel_size"}
     assert seen | read_elsewhere == set(DeepSpeed.model_fields) | removed | {"bfloat16"}
@@ -232,8 +219,8 @@ def test_top_level_defaults() -> None:
 def test_removed_keys_are_deepspeeds() -> None:
     from deepspeed.runtime import config
 
-    top = {(key,) for key in config._REMOVED_TOP_LEVEL_CONFIG_KEYS}
-    inside = {("zero_optimization", key) for key in config._REMOVED_ZERO_CONFIG_KEYS}
+    top = set(config._REMOVED_TOP_LEVEL_CONFIG_KEYS)
+    inside = {f"zero_optimization.{key}" for key in config._REMOVED_ZERO_CONFIG_KEYS}
     assert set(REMOVED) == top | inside
 
 
@@ -295,23 +282,3 @@ def test_schedulers_are_deepspeeds_and_torchs() -> None:
     for name, parameters in TORCH_SCHEDULERS.items():
         signature = inspect.signature(classes[name]).parameters
         assert set(parameters.model_fields) == set(signature) - {"optimizer", "scale_fn"}, name
-
-
-def test_every_field_and_section_is_documented() -> None:
-    for path, owner in sections():
-        assert owner.__doc__, path
-        assert set(describe(owner)) == set(owner.model_fields), path
-
-
-def test_field_docstrings_end() -> None:
-    for path, owner in sections():
-        for key, text in describe(owner).items():
-            assert text.endswith("."), f"{path}.{key}: {text}"
-
-
-def test_schema_modules_evaluate_no_annotation_strings() -> None:
-    """Strings would cost milliseconds each time the command starts."""
-    for module in (zero, precision, parallel, monitor, system, data):
-        tree = ast.parse(inspect.getsource(module))
-        assert not any(isinstance(node, ast.ImportFrom) and node.module == "__future__" for node in tree.body)
-    assert "dsframe" in File.model_fields

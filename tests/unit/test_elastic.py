@@ -64,7 +64,7 @@ def test_it_is_refused_before_anything_starts(monkeypatch: pytest.MonkeyPatch) -
         engines.elastic("deepspeed")
     # What launch accepts with --min-np 2 its workers accept too: 12 = 2 x 3 on two processes, and no such batch on one.
     fixed = {"train_batch_size": 12, "train_micro_batch_size_per_gpu": 2, "gradient_accumulation_steps": 3}
-    config = load({**fixed, "dsframe": {"engine": "horovod"}})
+    config = load({**fixed, "optimizer": {"type": "SGD", "params": {}}, "dsframe": {"engine": "horovod"}})
     assert elastic.problems(config, 2) == [] != elastic.problems(config)
     (caution,) = elastic.cautions(config, 2)
     assert "1 process cannot divide this file's batch" in caution

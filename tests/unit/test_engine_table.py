@@ -43,7 +43,7 @@ def package(folder: Path, name: str, points: dict[str, str]) -> None:
 def check(folder: Path, section: dict[str, object], *arguments: str) -> tuple[int, str]:
     """What ``dsframe check`` says of a file with this section, where the packages of ``folder`` are installed."""
     file = folder / "my.json"
-    file.write_text(json.dumps({"train_batch_size": 6, "dsframe": section}))
+    file.write_text(json.dumps({"train_batch_size": 6, "optimizer": {"type": "SGD", "params": {}}, "dsframe": section}))
     done = subprocess.run(
         [sys.executable, "-m", "dsframe.cli", "check", str(file), *arguments],
         capture_output=True,
@@ -68,7 +68,7 @@ def test_an_engine_from_outside_is_named_like_any_other(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("section", "message"),
     [
-        ({"engine": "my-engin"}, 'my.json:1:47: error: dsframe.engine: "my-engin" must be "auto", "deepspeed"'),
+        ({"engine": "my-engin"}, 'my.json:1:91: error: dsframe.engine: "my-engin" must be "auto", "deepspeed"'),
         ({"engine": "my-engin"}, 'did you mean "my-engine"?'),
         ({"engine": "my-engine", "engine_options": {"round": 2}}, 'round: unknown key; did you mean "rounds"?'),
         ({"engine": "my-engine", "engine_options": {"rounds": 0}}, "dsframe.engine_options.rounds: 0 must be above 0"),

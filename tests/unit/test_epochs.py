@@ -206,11 +206,12 @@ def test_where_it_has_no_meaning_it_is_refused() -> None:
     rare = {"eval_every_steps": {"epochs": 2}, "checkpoints": {"every_steps": {"epochs": 1}, "keep_best": "loss:min"}}
     warned = load({"train_batch_size": 8, "dsframe": rare}).problems
     assert "only 1 of 2 checkpoints is evaluated" in str(warned[0])
-    assert 'make every_steps ({"epochs": 1}) a multiple of eval_every_steps ({"epochs": 2})' in str(warned[0])
+    assert "make every_steps a multiple of eval_every_steps" in str(warned[0])
 
 
 def test_check_resolves_what_the_file_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = scheduler("MultiStepLR", milestones=[{"epochs": 30}, {"epochs": 60}])
+    file |= {"optimizer": {"type": "SGD", "params": {}}}
     file |= {"train_batch_size": 64, "dsframe": {"eval_every_steps": {"epochs": 1}}}
     path = tmp_path / "file.json"
     for task, expected in (({}, '[{"epochs": 30}, {"epochs": 60}],'), ({"name": "vision"}, "[28125, 56250]  //")):

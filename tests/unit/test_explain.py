@@ -14,6 +14,7 @@ import pytest
 from dsframe import errors
 from dsframe.cli import main
 from dsframe.config.codes import CODES, EXITS
+from dsframe.config.rules import table
 from dsframe.tools.explain import markdown
 from tests.processes import REPOSITORY
 
@@ -50,6 +51,7 @@ def used() -> Iterator[str]:
             given = node.value if isinstance(node, ast.keyword) and node.arg == "code" else None
             if isinstance(given, ast.Constant) and isinstance(given.value, str):
                 yield given.value
+    yield from (row["code"] for row in table.table()["rules"] if "code" in row)
 
 
 def classes() -> list[type[errors.DsframeError]]:

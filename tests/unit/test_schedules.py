@@ -11,9 +11,9 @@ import torch
 
 import dsframe
 from dsframe.config import load
-from dsframe.config.schema.scheduler import HF_SCHEDULERS
+from dsframe.config.schema.parameters import HF_SCHEDULERS
 from dsframe.errors import ConfigError, TaskError
-from dsframe.model import hf_schedules, schedules
+from dsframe.model import schedules
 from dsframe.model.rates import Rates, keep_ratios
 
 BASE = 0.05
@@ -187,8 +187,7 @@ def test_the_names_of_hugging_face_are_theirs(kind: str, params: dict[str, Any])
 
 
 def test_every_name_of_hugging_face_is_compared_and_in_the_schema() -> None:
-    assert {kind for kind, _ in HF_CASES} | {"nanogpt"} == set(hf_schedules.FACTORS)
-    assert set(HF_SCHEDULERS) == {*hf_schedules.FACTORS, "ReduceLROnPlateau"}
+    assert {kind for kind, _ in HF_CASES} | {"nanogpt", "ReduceLROnPlateau"} == set(HF_SCHEDULERS)
 
 
 def test_nanogpts_recipe() -> None:

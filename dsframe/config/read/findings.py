@@ -1,12 +1,13 @@
-"""Collects the problems of one file, with their places, while it is repaired and checked."""
+"""Collects the problems of one file, with their positions, while it is repaired and checked."""
 
 from __future__ import annotations
 
 import json
 from collections.abc import Iterable
+from functools import partialmethod
 from typing import Any, NamedTuple
 
-from dsframe.config.read.reader import Document, Path
+from dsframe.config.read.reader import Document, Path, keys
 from dsframe.config.schema.base import AUTO
 from dsframe.errors import Problem, Severity
 
@@ -36,6 +37,8 @@ class Resolved(NamedTuple):
     reason: str
     was: Any = AUTO
     """What the file says."""
+    detail: str = ""
+    """The part of the reason that is this value's own."""
 
 
 def dotted(path: Path) -> str:
@@ -56,7 +59,7 @@ def show(value: Any) -> str:
 
 
 class Findings:
-    """Problems, fixes and resolved values of one file."""
+    """Problems, fixes and resolved values of one file. A path is a tuple, or dotted text where no key has a dot."""
 
     def __init__(self, document: Document, file: str, overridden: Iterable[Path] = ()) -> None:
         self.document = document
@@ -69,11 +72,11 @@ class Findings:
         """Members that wait for the model or the data, as "auto" does."""
         self._moved: dict[Path, Path] = {}
 
-    def anew(self) -> Findings:
-        """The same file's, with nothing found yet."""
-        fresh = Findings(self.document, self.file, self.overridden)
-        fresh._moved = self._moved
-        return fresh
+    def empty_copy(self) -> Findings:
+        """The same file's, without any problem yet."""
+        copy = Findings(self.document, self.file, self.overridden)
+        copy._moved = self._moved
+        return copy
 
     def moved(self, old: Path, new: Path) -> None:
         """Remember that what the file has at ``old`` is handled as if it stood at ``new``."""
@@ -89,7 +92,7 @@ class Findings:
     def add(
         self,
         severity: Severity,
-        path: Path,
+        path: str | Path,
         message: str,
         remedy: str = "",
         *,
@@ -98,50 +101,52 @@ class Findings:
         offset: int | None = None,
     ) -> None:
         """Report one finding about the member handled at ``path``."""
-        path = self.written(path)
+        path = self.written(keys(path))
+        file, line, column = self.file, 0, 0
         if any(path[: len(prefix)] == prefix for prefix in self.overridden):
-            file, line, column = OVERRIDE, 0, 0
+            file = OVERRIDE
         else:
-            file = self.file
-            place = self.offset(path, at_value) if offset is None else offset
-            line, column = (0, 0) if place is None else self.document.position(place)
+            line, column = self.position(path, at_value=at_value, offset=offset)
         problem = Problem(severity, dotted(path), message, remedy, file, line, column, code=code)
         if problem not in self.problems:
             self.problems.append(problem)
 
-    def error(self, path: Path, message: str, remedy: str = "", *, code: str, at_value: bool = False) -> None:
-        self.add("error", path, message, remedy, code=code, at_value=at_value)
-
-    def warning(self, path: Path, message: str, remedy: str = "", *, code: str, at_value: bool = False) -> None:
-        self.add("warning", path, message, remedy, code=code, at_value=at_value)
-
-    def note(self, path: Path, message: str, remedy: str = "", *, code: str, at_value: bool = False) -> None:
-        self.add("note", path, message, remedy, code=code, at_value=at_value)
+    error = partialmethod(add, "error")
+    warning = partialmethod(add, "warning")
+    note = partialmethod(add, "note")
 
     def resolve(self, path: Path, value: Any, reason: str) -> None:
         """Record that ``"auto"`` at ``path`` became ``value``."""
         self.resolved.append(Resolved(path, value, reason))
         self.note(path, f'"auto" is {show(value)}: {reason}', code="auto", at_value=True)
 
-    def offset(self, path: Path, at_value: bool) -> int | None:
-        """Return the offset of ``path``: of the member, else of the nearest one around it; None if the file has no text."""
-        spans = self.document.spans
-        if path in spans:
-            return spans[path].start if at_value else spans[path].key_start
-        for length in range(len(path) - 1, 0, -1):
-            if path[:length] in spans:
-                return spans[path[:length]].key_start
-        return None
+    def fix(self, path: Path, target: Path | None = None, **edit: Any) -> None:
+        """Record an edit of the member handled at ``path``."""
+        path = self.written(path)
+        self.fixes.append(Fix(path, target or path, **edit))
 
-    def fails(self, path: Path) -> bool:
+    def position(self, path: Path, *, at_value: bool = False, offset: int | None = None) -> tuple[int, int]:
+        """Line and column of the member at ``path``, else of the nearest one around it; (0, 0) where there is none."""
+        spans = self.document.spans
+        for length in range(len(path), 0, -1):
+            if offset is None and (span := spans.get(path[:length])):
+                offset = span.start if at_value and length == len(path) else span.key_start
+        if offset is None and not path and path in spans:
+            offset = spans[path].start
+        return (0, 0) if offset is None else self.document.position(offset)
+
+    def mentions(self, path: str) -> bool:
+        """True if something is already reported about ``path``, dotted."""
+        return any(problem.path == path for problem in self.problems)
+
+    def fails(self, path: str | Path) -> bool:
         """True if an error is already reported at or under ``path``."""
-        text = dotted(self.written(path))
-        return any(
-            problem.severity == "error" and (problem.path == text or problem.path.startswith((f"{text}.", f"{text}[")))
-            for problem in self.problems
-        )
+        text = dotted(self.written(keys(path)))
+        inner = (f"{text}.", f"{text}[")
+        errors = (problem.path for problem in self.problems if problem.severity == "error")
+        return any(path == text or path.startswith(inner) for path in errors)
 
     def sorted(self) -> tuple[Problem, ...]:
-        """All problems in the order of the file; those without a place last."""
-        rank = {"error": 0, "warning": 1, "note": 2}
-        return tuple(sorted(self.problems, key=lambda p: (p.line == 0, p.line, p.column, rank[p.severity])))
+        """All problems in the order of the file; those without a position last."""
+        rank = ("error", "warning", "note").index
+        return tuple(sorted(self.problems, key=lambda p: (p.line == 0, p.line, p.column, rank(p.severity))))

@@ -56,9 +56,9 @@ def anonymous(text: str) -> str:
     return _PARAMETER.sub(_hidden_parameter, _ACCOUNT.sub("", text)) if "://" in text else text
 
 
-def _hidden_parameter(found: re.Match[str]) -> str:
-    secret = is_secret(found["key"]) or _SIGNATURE.match(found["key"])
-    return found["start"] + HIDDEN if secret else found[0]
+def _hidden_parameter(match: re.Match[str]) -> str:
+    secret = is_secret(match["key"]) or _SIGNATURE.match(match["key"])
+    return match["start"] + HIDDEN if secret else match[0]
 
 
 def redact(command: Sequence[str]) -> list[str]:
@@ -73,11 +73,9 @@ def redact(command: Sequence[str]) -> list[str]:
 
 def _word(word: str) -> str:
     word = anonymous(word)
-    found = _SETTING.fullmatch(word)
-    if found is None:
+    setting = _SETTING.fullmatch(word)
+    if setting is None:
         return word
-    if is_secret(found["key"]):
-        return found["start"] + HIDDEN
-    value = value_of(found["value"])
-    kept = without(value)
-    return word if kept == value else found["start"] + json.dumps(kept)
+    value = value_of(setting["value"])
+    public = HIDDEN if is_secret(setting["key"]) else without(value)
+    return word if public == value else setting["start"] + (public if public == HIDDEN else json.dumps(public))

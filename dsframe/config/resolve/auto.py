@@ -12,11 +12,10 @@ from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from dsframe.config.read.findings import Findings
-from dsframe.config.read.legacy import Keys
-from dsframe.config.read.reader import Path, inside
+from dsframe.config.read.findings import Findings, dotted
+from dsframe.config.read.reader import Path, inside, keys
 from dsframe.config.schema.base import AUTO, Section
-from dsframe.config.schema.file import File, section_at, shape
+from dsframe.config.schema.file import File, children, shape
 from dsframe.config.schema.optimizer import MUP, muon_rates
 from dsframe.config.schema.settings import LanguageTask
 
@@ -25,6 +24,8 @@ COMPILE_STEPS = 1_000
 """From so many steps on ``"compile": "auto"`` compiles: a choice, so that a minute of compiling is a small part of a training."""
 TRAINER_MICRO_BATCH = 8
 """``per_device_train_batch_size`` of Hugging Face's Trainer, for files whose batch sizes are all ``"auto"``."""
+_TRAINER = "the default of Hugging Face's Trainer"
+BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 @dataclass(frozen=True)
@@ -52,67 +53,53 @@ Answer = tuple[Any, str] | None
 Rule = Callable[[dict[str, Any], Facts], Answer]
 
 
-def _default(value: Any, reason: str = "the default of Hugging Face's Trainer") -> Rule:
+def _default(value: Any, reason: str = _TRAINER) -> Rule:
     return lambda raw, facts: (value, reason)
 
 
-def _from_hidden(compute: Callable[[int], int], formula: str) -> Rule:
+def _from_hidden(compute: Callable[[int], float], formula: str) -> Rule:
     def rule(raw: dict[str, Any], facts: Facts) -> Answer:
         size = facts.hidden_size or _width(raw)
-        return None if size is None else (compute(size), f"{formula}, and the model's hidden size is {size}")
+        return None if size is None else (int(compute(size)), f"{formula}, and the model's hidden size is {size}")
 
     return rule
 
 
 def _width(raw: dict[str, Any]) -> int | None:
     """The hidden size of a language model, where the file alone tells it."""
-    settings = raw.get("dsframe")
-    task = settings.get("task") if isinstance(settings, dict) else None
-    if not isinstance(task, dict):
-        return None
-    width = None
-    if task.get("name") == "language":
+    task = inside(raw, ("dsframe", "task"))
+    width = inside(task, ("model", "hidden_size"))
+    if isinstance(task, dict) and task.get("name") == "language":
         width = task.get("width", LanguageTask.model_fields["width"].default)
-    elif isinstance(task.get("model"), dict):
-        width = task["model"].get("hidden_size")
     return width if isinstance(width, int) else None
 
 
 def _total_steps(raw: dict[str, Any], facts: Facts) -> Answer:
     if facts.total_steps is not None:
         return facts.total_steps, "the optimizer steps of this training"
-    settings = raw.get("dsframe")
-    steps = settings.get("steps") if isinstance(settings, dict) else None
+    steps = inside(raw, ("dsframe", "steps"))
     return (steps, "dsframe.steps") if isinstance(steps, int) else None
 
 
 def _learning_rate(raw: dict[str, Any], facts: Facts) -> Answer:
-    optimizer, scheduler = (_owner(raw, (section, "type")) or {} for section in ("optimizer", "scheduler"))
-    kind = str(optimizer.get("type")).lower()
-    if scheduler.get("type") == "WarmupLR" and kind in ("muon", *MUP):
+    name, schedule = (str(inside(raw, (section, "type"))) for section in ("optimizer", "scheduler"))
+    name = name.lower()
+    if schedule == "WarmupLR" and name in ("muon", *MUP):
         return None, "each parameter warms up to the optimizer's own rate for it, as where the key is left out"
-    parameters = _owner(optimizer, ("params", "lr")) or {}
-    keys = ("muon_lr", "lr", "adam_lr") if kind == "muon" else ("lr",)
-    rates = {key: parameters[key] for key in keys if type(parameters.get(key)) in (int, float)}
-    if kind == "muon" and [*rates] == ["adam_lr"]:
-        return muon_rates(rates)[0], "Muon's own rate for its matrices"
-    if rates:
-        key = next(iter(rates))
-        return rates[key], f"optimizer.params.{key}"
+    params = inside(raw, ("optimizer", "params"))
+    for key in ("muon_lr", "lr", "adam_lr") if name == "muon" else ("lr",):
+        rate = inside(params, (key,))
+        if type(rate) in (int, float):
+            if key == "adam_lr":
+                return muon_rates({})[0], "Muon's own rate for its matrices"
+            return rate, f"optimizer.params.{key}"
     return 5e-5, "the default learning rate of Hugging Face's Trainer"
 
 
 def _compile(raw: dict[str, Any], facts: Facts) -> Answer:
     """Blocks, on GPUs, where norms and residuals that are not compiled each read and write their activations once more."""
-    settings = raw["dsframe"]
-    model = settings["model"]
-    excluded = {
-        "dsframe.per_sample_randomness": settings.get("per_sample_randomness"),
-        "dsframe.model.sync_batch_norm": model.get("sync_batch_norm"),
-        "sequence_parallel_size": raw.get("sequence_parallel_size") not in (None, 1),
-    }
-    for key, is_on in excluded.items():
-        if is_on:
+    for key in ("dsframe.per_sample_randomness", "dsframe.model.sync_batch_norm", "sequence_parallel_size"):
+        if inside(raw, keys(key)) not in (None, False, 1) or inside(raw, keys(key)) is True:
             return False, f"not possible with {key}"
     if facts.gpu is None:
         return None
@@ -127,106 +114,88 @@ def _compile(raw: dict[str, Any], facts: Facts) -> Answer:
 _NO_WARMUP = "no warm-up, the default of Hugging Face's Trainer; DeepSpeed takes no less than 1"
 
 # The optimizer comes before the scheduler, whose rules look at it.
-RULES: Mapping[Keys, Rule] = {
-    ("gradient_clipping",): _default(1.0, "the default of DeepSpeed and of Hugging Face's Trainer"),
-    ("optimizer", "params", "lr"): _default(5e-5),
-    ("optimizer", "params", "betas"): _default([0.9, 0.999]),
-    ("optimizer", "params", "eps"): _default(1e-8),
-    ("optimizer", "params", "weight_decay"): _default(0.0),
-    ("scheduler", "params", "warmup_min_lr"): _default(0.0),
-    ("scheduler", "params", "warmup_max_lr"): _learning_rate,
-    ("scheduler", "params", "warmup_num_steps"): _default(1, _NO_WARMUP),
-    ("scheduler", "params", "total_num_steps"): _total_steps,
-    ("scheduler", "params", "num_training_steps"): _total_steps,
-    ("scheduler", "params", "lr_decay_iters"): _total_steps,
-    ("scheduler", "params", "warmup_type"): _default("log", "DeepSpeed's default"),
-    ("fp16", "enabled"): _default(False, "DeepSpeed's default; the Trainer would take its --fp16"),
-    ("bf16", "enabled"): _default(False, "DeepSpeed's default; the Trainer would take its --bf16"),
-    ("zero_optimization", "reduce_bucket_size"): _from_hidden(lambda n: n * n, "hidden size squared"),
-    ("zero_optimization", "stage3_prefetch_bucket_size"): _from_hidden(
-        lambda n: int(0.9 * n * n), "0.9 x hidden size squared"
+RULES: Mapping[str, Rule] = {
+    "gradient_clipping": _default(1.0, "the default of DeepSpeed and of Hugging Face's Trainer"),
+    "optimizer.params.lr": _default(5e-5),
+    "optimizer.params.betas": _default([0.9, 0.999]),
+    "optimizer.params.eps": _default(1e-8),
+    "optimizer.params.weight_decay": _default(0.0),
+    "scheduler.params.warmup_min_lr": _default(0.0),
+    "scheduler.params.warmup_max_lr": _learning_rate,
+    "scheduler.params.warmup_num_steps": _default(1, _NO_WARMUP),
+    **dict.fromkeys(
+        (f"scheduler.params.{key}" for key in
+         ("total_num_steps", "num_training_steps", "lr_decay_iters", "total_steps", "T_max")),
+        _total_steps,
     ),
-    ("zero_optimization", "stage3_param_persistence_threshold"): _from_hidden(lambda n: 10 * n, "10 x hidden size"),
-    ("pipeline", "stages"): _default(1, "no pipeline unless the file asks for one"),
-    COMPILE: _compile,
-}
+    "scheduler.params.warmup_type": _default("log", "DeepSpeed's default"),
+    "fp16.enabled": _default(False, "DeepSpeed's default; the Trainer would take its --fp16"),
+    "bf16.enabled": _default(False, "DeepSpeed's default; the Trainer would take its --bf16"),
+    "zero_optimization.reduce_bucket_size": _from_hidden(lambda n: n * n, "hidden size squared"),
+    "zero_optimization.stage3_prefetch_bucket_size": _from_hidden(lambda n: 0.9 * n * n, "0.9 x hidden size squared"),
+    "zero_optimization.stage3_param_persistence_threshold": _from_hidden(lambda n: 10 * n, "10 x hidden size"),
+    "pipeline.stages": _default(1, "no pipeline unless the file asks for one"),
+    dotted(COMPILE): _compile,
+}  # fmt: skip
 _WAITS_FOR = {"zero_optimization": "hidden size", "scheduler": "number of steps", "dsframe": "device"}
 """Section -> what of the training its ``"auto"`` may wait for."""
-
-BATCH_KEYS = ("train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps")
 
 
 def resolve(raw: dict[str, Any], facts: Facts, findings: Findings) -> None:
     """Replace or drop every ``"auto"`` of ``raw``, in place, and say why."""
     _batch(raw, findings)
-    for path, rule in RULES.items():
-        owner = _owner(raw, path)
-        if owner is None or owner.get(path[-1]) != AUTO:
+    for name, rule in RULES.items():
+        path = keys(name)
+        owner = inside(raw, path[:-1])
+        if not isinstance(owner, dict) or owner.get(path[-1]) != AUTO:
             continue
         answer = rule(raw, facts)
         if answer is None:
             del owner[path[-1]]
             findings.pending.add(path)
-            message = f'"auto" is resolved when the {_WAITS_FOR[path[0]]} of the training is known'
+            message = f'"auto" is resolved when the {_WAITS_FOR[str(path[0])]} of the training is known'
             findings.note(path, message, code="auto-later", at_value=True)
         else:
             owner[path[-1]] = answer[0]
             findings.resolve(path, *answer)
-    _rest(File, raw, (), findings)
-
-
-def _owner(raw: dict[str, Any], path: Keys) -> dict[str, Any] | None:
-    owner = inside(raw, path[:-1])
-    return owner if isinstance(owner, dict) else None
+    _others(File, raw, (), findings)
 
 
 def _batch(raw: dict[str, Any], findings: Findings) -> None:
+    train, micro, steps = BATCH_KEYS
     asked = [key for key in BATCH_KEYS if raw.get(key) == AUTO]
     for key in asked:
         del raw[key]
-    train, micro = raw.get("train_batch_size"), raw.get("train_micro_batch_size_per_gpu")
-    if not asked:
-        return
-    if train is None and micro is None:
-        micro = raw["train_micro_batch_size_per_gpu"] = TRAINER_MICRO_BATCH
-        key = next((key for key in asked if key == "train_micro_batch_size_per_gpu"), asked[0])
-        if key == "train_micro_batch_size_per_gpu":
-            findings.resolve((key,), micro, "the default of Hugging Face's Trainer (per_device_train_batch_size)")
+    if asked and train not in raw and micro not in raw:
+        raw[micro] = TRAINER_MICRO_BATCH
+        if micro in asked:
+            findings.resolve((micro,), TRAINER_MICRO_BATCH, f"{_TRAINER} (per_device_train_batch_size)")
         else:
-            message = f"no micro-batch size is given: {micro}, the default of Hugging Face's Trainer"
-            findings.note((key,), message, code="auto")
-        asked = [other for other in asked if other != key or key == "train_batch_size"]
-    if "gradient_accumulation_steps" in asked and (train is None or micro is None):
-        raw["gradient_accumulation_steps"] = 1
-        findings.resolve(("gradient_accumulation_steps",), 1, "the default of Hugging Face's Trainer")
-        asked.remove("gradient_accumulation_steps")
+            message = f"no micro-batch size is given: {TRAINER_MICRO_BATCH}, {_TRAINER}"
+            findings.note(asked[0], message, code="auto")
+    if steps in asked and not (train in raw and micro in raw):
+        raw[steps] = 1
+        findings.resolve((steps,), 1, _TRAINER)
     for key in asked:
         if key not in raw:
-            findings.note((key,), '"auto" follows from the other two and the world size', code="auto", at_value=True)
+            findings.note(key, '"auto" follows from the other two and the world size', code="auto", at_value=True)
 
 
-def _rest(owner: type[Section], raw: dict[str, Any], path: Path, findings: Findings) -> None:
+def _others(owner: type[Section], raw: dict[str, Any], path: Path, findings: Findings) -> None:
     """``"auto"`` elsewhere: DeepSpeed's default where its parser drops the word, an error where it would crash."""
-    for key in list(raw):
-        value, here = raw[key], (*path, key)
-        if key in owner.model_fields:
-            expected = shape(owner, key)
-            section = section_at(owner, key, raw)
-            if isinstance(value, dict) and section is not None:
-                _rest(section, value, here, findings)
-            elif value == AUTO and AUTO not in expected.literals and not expected.kinds & {"str", "any"}:
-                _drop(owner, raw, key, here, findings)
-
-
-def _drop(owner: type[Section], raw: dict[str, Any], key: str, here: Path, findings: Findings) -> None:
-    default = owner.model_fields[key].get_default(call_default_factory=False)
-    if owner.coerced:
+    for key in [key for key, value in raw.items() if value == AUTO and key in owner.model_fields]:
+        expected, here = shape(owner, key), (*path, key)
+        if AUTO in expected.literals or expected.kinds & {"str", "any"}:
+            continue
         del raw[key]
-        if here == ("zero_optimization", "stage"):
+        if not owner.coerced:
+            remedy = "write a value, or remove the key"
+            findings.error(here, '"auto" is not possible here', remedy, code="auto", at_value=True)
+        elif here == ("zero_optimization", "stage"):
             message = 'has no effect: DeepSpeed takes "auto" for 0, and ZeRO is off'
             findings.warning(here, message, "write 0, 1, 2 or 3", code="no-effect", at_value=True)
-            return
-        findings.resolve(here, default, "DeepSpeed's default")
-        return
-    del raw[key]
-    findings.error(here, '"auto" is not possible here', "write a value, or remove the key", code="auto", at_value=True)
+        else:
+            default = owner.model_fields[key].get_default(call_default_factory=False)
+            findings.resolve(here, default, "DeepSpeed's default")
+    for inner, section, value in list(children(owner, raw)):
+        _others(section, value, path + inner, findings)

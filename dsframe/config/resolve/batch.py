@@ -7,7 +7,6 @@ from dataclasses import dataclass, field
 
 from dsframe.config.read.findings import Findings
 from dsframe.config.schema.deepspeed import DeepSpeed
-from dsframe.config.schema.file import File
 
 TRAIN, MICRO, STEPS = "train_batch_size", "train_micro_batch_size_per_gpu", "gradient_accumulation_steps"
 
@@ -75,104 +74,93 @@ def replica_size(file: DeepSpeed) -> tuple[int, dict[str, int]]:
     return math.prod(factors.values()), factors
 
 
-def solve(file: File, world_size: int, findings: Findings, replicas: bool = False) -> Batch | None:
+def solve(file: DeepSpeed, world_size: int, findings: Findings, replicas: bool = False) -> Batch | None:
     """Return the batch sizes on ``world_size`` processes; problems go to ``findings``. ``replicas``: one model on each.
 
     With replicas the file means the same samples in a step as without: DeepSpeed's way of counting tensor-parallel ranks is
     kept, though there are none.
     """
-    tensor = max(1, file.tensor_parallel.autotp_size)
+    tensor, sequence = max(1, file.tensor_parallel.autotp_size), file.sequence_parallel_size or 1
     size, factors = (1, {}) if replicas else replica_size(file)
     if world_size % size:
         product = " x ".join(f"{value} ({key})" for key, value in factors.items())
-        if len(factors) > 1:
-            product += f" = {size}"
-        path = tuple(next(iter(factors)).split("."))
+        product += f" = {size}" if len(factors) > 1 else ""
         message, remedy = f"{world_size} processes are not divisible by {product}", f"start {nearest(world_size, size)}"
-        findings.error(path, message, remedy, code="world", at_value=True)
+        findings.error(next(iter(factors)), message, remedy, code="world", at_value=True)
         return None
     # DeepSpeed forgets tensor-parallel ranks when it checks the triangle (measured: 2 ranks, autotp_size 2, micro 4
     # want train_batch_size 8, although a step reads 4 different samples).
     data_parallel = world_size // size
     ranks = data_parallel * tensor
+    if not check(file, findings, ranks):
+        return None
     train, micro, steps = file.train_batch_size, file.train_micro_batch_size_per_gpu, file.gradient_accumulation_steps
-    if train is None and micro is None:
-        missing(findings)
-        return None
-    if train is not None and not _divides(train, micro, steps, ranks, findings):
-        return None
     derived: list[str] = []
-    if train is None:
-        steps = steps or _derive(derived, STEPS, 1, "absent")
-    elif micro is not None:
-        how = f"{train} / {micro} (micro) / {ranks} (ranks)"
-        steps = steps or _derive(derived, STEPS, train // micro // ranks, how)
-    else:
-        steps = steps or _derive(derived, STEPS, 1, "absent")
-        how = f"{train} / {steps} (accumulation) / {ranks} (ranks)"
-        micro = _derive(derived, MICRO, train // steps // ranks, how)
-    assert micro is not None
+    if steps is None and train is not None and micro is not None:
+        steps = train // micro // ranks
+        derived.append(f"{STEPS} = {steps} = {train} / {micro} (micro) / {ranks} (ranks)")
+    elif steps is None:
+        steps = 1
+        derived.append(f"{STEPS} = 1 (DeepSpeed's default)")
+    if micro is None:
+        assert train is not None
+        micro = train // steps // ranks
+        derived.append(f"{MICRO} = {micro} = {train} / {steps} (accumulation) / {ranks} (ranks)")
+    samples = micro * steps * data_parallel
     if train is None:
         how = f"{micro} (micro) x {steps} (accumulation) x {data_parallel} (data-parallel ranks)"
-        _derive(derived, TRAIN, micro * steps * data_parallel, how)
+        derived.append(f"{TRAIN} = {samples} = {how}")
     elif data_parallel != ranks:
-        findings.note(
-            (TRAIN,),
+        message = (
             f"DeepSpeed counts the {ranks // data_parallel} ranks of a tensor-parallel group as data parallel: "
-            f"{train} means {micro * steps * data_parallel} different samples in a step",
-            code="batch",
+            f"{train} means {samples} different samples in a step"
         )
-    samples = micro * steps * data_parallel
-    shared = (1, 1) if replicas else (tensor, file.sequence_parallel_size or 1)
-    return Batch(samples, micro, steps, data_parallel, tuple(derived), ranks, *shared)
+        findings.note(TRAIN, message, code="batch")
+    sharing = (1, 1) if replicas else (tensor, sequence)
+    return Batch(samples, micro, steps, data_parallel, tuple(derived), ranks, *sharing)
 
 
-def check_groups(file: File, world_size: int, findings: Findings) -> None:
+def check(file: DeepSpeed, findings: Findings, ranks: int | None = None) -> bool:
+    """Report batch sizes that disagree, on ``ranks`` data-parallel ranks, or on any number. Returns whether they agree."""
+    train, micro, steps = file.train_batch_size, file.train_micro_batch_size_per_gpu, file.gradient_accumulation_steps
+    if train is None:
+        if micro is None:
+            findings.error((), "no batch size: DeepSpeed needs one", f'write "{TRAIN}" or "{MICRO}"', code="batch")
+        return micro is not None
+    factors = {"micro": micro, "accumulation": steps, "data-parallel ranks": ranks}
+    given = {name: value for name, value in factors.items() if value}
+    unit = math.prod(given.values())
+    exact = len(given) == 3
+    if train == unit or (train % unit == 0 and not exact):
+        return True
+    product = " x ".join(f"{value} ({name})" for name, value in given.items())
+    product += f" = {unit}" if len(given) > 1 and ranks else ""
+    per_rank = unit // (ranks or 1)
+    message = f"{train} {'!=' if exact else 'is not divisible by'} {product}"
+    if exact:
+        remedy = "remove one of the three and dsframe computes it"
+        remedy += "" if train % per_rank else f", or start {train // per_rank} data-parallel ranks"
+    else:
+        message += "" if ranks else ", on any number of processes"
+        several = "the nearest legal batch sizes are" if train >= unit else "the smallest legal batch size is"
+        remedy = f"{several} {nearest(train, unit)}"
+        worlds = [n for n in divisors(train // per_rank) if n != ranks] if ranks and train % per_rank == 0 else []
+        near = sorted(sorted(worlds, key=lambda n: abs(n - (ranks or 0)))[:4])
+        if near:
+            remedy += f"; legal numbers of data-parallel ranks near {ranks}: {', '.join(map(str, near))}"
+    findings.error(TRAIN, message, remedy, code="batch", at_value=True)
+    return False
+
+
+def check_groups(file: DeepSpeed, world_size: int, findings: Findings) -> None:
     """Report groups of ranks that cannot be made of ``world_size`` processes, besides those of ``replica_size``."""
     secondary = min(file.zero_optimization.zero_hpz_partition_size, world_size)
     if file.zero_optimization.stage == 3 and secondary > 1 and world_size % secondary:
         message = f"{secondary} does not divide {world_size} processes: DeepSpeed raises"
-        remedy = "write the number of processes of a host"
-        findings.error(("zero_optimization", "zero_hpz_partition_size"), message, remedy, code="world", at_value=True)
+        remedy = "write the number of processes of a node"
+        findings.error("zero_optimization.zero_hpz_partition_size", message, remedy, code="world", at_value=True)
     data, sequence = file.data_parallel_size, file.sequence_parallel_size
     if data and sequence and data * sequence != world_size:
         message = f"{data} x sequence_parallel_size {sequence} is not {world_size} processes: DeepSpeed raises"
         remedy = f"write {world_size // sequence}" if world_size % sequence == 0 else ""
-        findings.error(("data_parallel_size",), message, remedy, code="world", at_value=True)
-
-
-def missing(findings: Findings) -> None:
-    """Report that the file gives no batch size at all."""
-    findings.error((), "no batch size: DeepSpeed needs one", f'write "{TRAIN}" or "{MICRO}"', code="batch")
-
-
-def _derive(derived: list[str], key: str, value: int, how: str) -> int:
-    derived.append(f"{key} = {value}" + (" (DeepSpeed's default)" if how == "absent" else f" = {how}"))
-    return value
-
-
-def _divides(train: int, micro: int | None, steps: int | None, ranks: int, findings: Findings) -> bool:
-    unit = (micro or 1) * (steps or 1)
-    parts = [f"{micro} (micro)"] if micro else []
-    parts += [f"{steps} (accumulation)"] if steps else []
-    parts += [f"{ranks} (data-parallel ranks)"]
-    product = " x ".join(parts) + (f" = {unit * ranks}" if len(parts) > 1 else "")
-    if micro and steps:
-        if train == unit * ranks:
-            return True
-        remedy = "remove one of the three and dsframe computes it"
-        if train % unit == 0:
-            remedy += f", or start {train // unit} data-parallel ranks"
-        findings.error((TRAIN,), f"{train} != {product}", remedy, code="batch", at_value=True)
-        return False
-    if train % (unit * ranks) == 0:
-        return True
-    near = nearest(train, unit * ranks)
-    worlds = [n for n in divisors(train // unit) if n != ranks] if train % unit == 0 else []
-    several = train >= unit * ranks
-    remedy = f"the nearest legal batch sizes are {near}" if several else f"the smallest legal batch size is {near}"
-    if worlds:
-        close = sorted(sorted(worlds, key=lambda n: abs(n - ranks))[:4])
-        remedy += f"; legal numbers of data-parallel ranks near {ranks}: {', '.join(map(str, close))}"
-    findings.error((TRAIN,), f"{train} is not divisible by {product}", remedy, code="batch", at_value=True)
-    return False
+        findings.error("data_parallel_size", message, remedy, code="world", at_value=True)

@@ -3,35 +3,28 @@
 from __future__ import annotations
 
 from dsframe.config.load import Config
-from dsframe.config.read.reader import Path
 from dsframe.config.resolve.batch import TRAIN, Batch
+from dsframe.config.rules.table import table
+from dsframe.config.schema.conditions import holds, matches
 from dsframe.errors import ConfigError, Problem
 
 
 def problems(config: Config, smallest: int = 1) -> list[Problem]:
     """Return why an elastic run of ``smallest`` or more processes cannot train this file."""
-    found: list[tuple[Path, str, str]] = []
-    settings, file = config.settings, config.deepspeed
+    file, reasons = config.deepspeed, []
     if file.train_batch_size is None:
         remedy = f'write "{TRAIN}" instead of the micro-batch size'
-        text = "is required in elastic runs: the batch would change with the number of processes"
-        found.append(((TRAIN,), text, remedy))
+        message = "is required in elastic runs: the batch would change with the number of processes"
+        reasons.append(config.error(TRAIN, message, remedy, code="world"))
     else:
         try:
             batch(config, smallest)
         except ConfigError as error:
             return [*error.problems]
-    if settings.horovod.op == "adasum":
-        found.append((("dsframe", "horovod", "op"), "adasum needs MPI, but elastic runs use Gloo", 'choose "average"'))
-    elif settings.horovod.op == "sum" or (settings.horovod.op is None and file.gradient_allreduce_op == "sum"):
-        text = "a sum of gradients changes with the number of processes"
-        found.append((("gradient_allreduce_op",), text, 'choose "mean", or start horovodrun without --min-np'))
-    if settings.horovod.timeline:
-        found.append((("dsframe", "horovod", "timeline"), "is not possible in elastic runs", "remove it"))
-    if settings.horovod.autotune:
-        text = "Horovod's autotuning crashes when processes come or go"
-        found.append((("dsframe", "horovod", "autotune"), text, "remove it"))
-    return [config.error(path, text, remedy, code="world") for path, text, remedy in found]
+    for row in table()["elastic"]:
+        if matches(file, row["key"], row.get("is")) and holds(file, row):
+            reasons.append(config.error(row["key"], row["says"], row.get("write", "remove it"), code="world"))
+    return reasons
 
 
 def batch(config: Config, processes: int) -> Batch:

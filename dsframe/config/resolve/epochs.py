@@ -23,28 +23,28 @@ def resolve(raw: dict[str, Any], facts: Facts, findings: Findings) -> None:
     An interval that is no whole number of steps stays: :func:`due` says at which steps it ends.
     """
     epoch_steps = facts.epoch_steps
-    for path, kind, written in [*_found(File, raw, ())]:
+    for path, unit, written in [*_epochs(File, raw, ())]:
         try:
-            exact = steps(kind.model_validate(written), epoch_steps or Fraction(1))
+            exact = steps(unit.model_validate(written), epoch_steps or Fraction(1))
         except ValidationError:  # which validation explains
             continue
         if "dsframe" not in raw:
-            message = "is dsframe's way to count steps: DeepSpeed raises"
-            findings.error(path, message, 'write steps, or add a "dsframe" section', code="value", at_value=True)
-        elif epoch_steps is None and facts.total_steps is not None:
-            message = "the training data has no length, so an epoch has no number of steps"
-            findings.error(path, message, "write steps", code="value", at_value=True)
-        elif epoch_steps is None:
+            message, remedy = (
+                "is dsframe's way to count steps: DeepSpeed raises",
+                'write steps, or add a "dsframe" section',
+            )
+            findings.error(path, message, remedy, code="value", at_value=True)
+        elif epoch_steps is not None:
+            value, detail = math.ceil(exact), ", rounded up" if exact.denominator > 1 else ""
+            if detail and issubclass(unit, Interval):
+                value, detail = written, f": after steps {', '.join(map(str, first(exact)))}, ..."
+            inside(raw, path[:-1])[path[-1]] = value
+            findings.resolved.append(Resolved(path, value, _length(epoch_steps) + detail, written, detail))
+        elif facts.total_steps is None:
             findings.pending.add(path)
         else:
-            value: Any = math.ceil(exact)
-            reason = _known(epoch_steps)
-            if issubclass(kind, Interval) and value != exact:
-                value, reason = written, f"{reason}: after steps {', '.join(map(str, first(exact)))}, ..."
-            elif value != exact:
-                reason += ", rounded up"
-            inside(raw, path[:-1])[path[-1]] = value
-            findings.resolved.append(Resolved(path, value, reason, was=written))
+            message = "the training data has no length, so an epoch has no number of steps"
+            findings.error(path, message, "write steps", code="value", at_value=True)
 
 
 def steps(written: int | Epochs, epoch_steps: Fraction) -> Fraction:
@@ -64,22 +64,21 @@ def first(every: Fraction, count: int = 3) -> list[int]:
 
 def sentence(resolved: Sequence[Resolved], epoch_steps: Fraction | None) -> str:
     """Return what each became, for a run's first lines; empty where the file has none."""
-    known = _known(epoch_steps or Fraction(1))
-    parts = [known]
-    for one in resolved:
-        if isinstance(one.was, dict):
-            became = f" is {one.value:,} steps" if isinstance(one.value, int) else ""
-            parts.append(f"{dotted(one.path)} {json.dumps(one.was)}{became}{one.reason.removeprefix(known)}")
+    parts = [_length(epoch_steps or Fraction(1))]
+    for change in resolved:
+        if isinstance(change.was, dict):
+            became = f" is {change.value:,} steps" if isinstance(change.value, int) else ""
+            parts.append(f"{dotted(change.path)} {json.dumps(change.was)}{became}{change.detail}")
     return "; ".join(parts) if parts[1:] else ""
 
 
-def _found(owner: type[Section], raw: dict[str, Any], path: Path) -> Iterator[tuple[Path, type[Epochs], Any]]:
+def _epochs(owner: type[Section], raw: dict[str, Any], path: Path) -> Iterator[tuple[Path, type[Epochs], Any]]:
     for inner, section, value in children(owner, raw):
         if issubclass(section, Epochs):
             yield path + inner, section, value
         else:
-            yield from _found(section, value, path + inner)
+            yield from _epochs(section, value, path + inner)
 
 
-def _known(epoch_steps: Fraction) -> str:
+def _length(epoch_steps: Fraction) -> str:
     return f"an epoch has {float(epoch_steps):,.6g} step{'s' * (epoch_steps != 1)}"

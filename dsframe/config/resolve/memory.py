@@ -46,11 +46,11 @@ class Cost:
 
 def moments(file: DeepSpeed) -> int:
     """fp32 numbers that the optimizer keeps for each parameter."""
-    kind = file.optimizer.type.lower() if file.optimizer else "adamw"
-    if file.optimizer and kind == "lbfgs":
+    name = file.optimizer.type.lower() if file.optimizer else "adamw"
+    if file.optimizer and name == "lbfgs":
         return 2 * int(file.optimizer.params.get("history_size", 100)) + 2  # updates, a direction and a gradient
-    plain = kind == "sgd" and not (file.optimizer and file.optimizer.params.get("momentum"))
-    return _MOMENTS.get(kind, 0 if plain else 1)
+    plain = name == "sgd" and not (file.optimizer and file.optimizer.params.get("momentum"))
+    return _MOMENTS.get(name, 0 if plain else 1)
 
 
 def count(number: float) -> str:

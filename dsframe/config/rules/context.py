@@ -2,27 +2,41 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 from dsframe.config.read.findings import Findings
+from dsframe.config.read.reader import Path, inside, keys
 from dsframe.config.schema.file import File
 from dsframe.engines.table import TABLE, Entry, named
 
 
-@dataclass(eq=False, repr=False)
 class RuleContext:
-    """One file, as the rules see it."""
+    """One file, as the rules see it. Paths are dotted, or tuples where they have an index."""
 
-    file: File
-    raw: dict[str, Any]
-    findings: Findings
-    engine: str = "auto"
-    """The engine that will run."""
-    world_size: int | None = None
-    """Processes of the run, where that is known."""
+    def __init__(
+        self, file: File, raw: dict[str, Any], findings: Findings, engine: str = "auto", world_size: int | None = None
+    ) -> None:
+        self.file = file
+        self.raw = raw
+        self.findings = findings
+        self.engine = engine
+        """The engine that will run."""
+        self.world_size = world_size
+        """Processes of the run, where that is known."""
+        self.settings, self.model = file.dsframe, file.dsframe.model
+        self.zero, self.stage = file.zero_optimization, file.zero_optimization.stage
+        self.optimizer = file.optimizer.type.lower() if file.optimizer else ""
+        """The optimizer's type in lower case, or nothing."""
+        self.params = file.optimizer.params if file.optimizer else {}
+        self.task = str(getattr(file.dsframe.task, "name", ""))
+        """The task's name."""
+        self.offloads = self.zero.optimizer_device != "none"
+        """True if the optimizer is offloaded."""
+        self.half = "bf16" if file.bf16.enabled else "fp16" if file.fp16.enabled else ""
+        """The 16-bit format of the parameters, or nothing."""
 
-    @property
+    @cached_property
     def entry(self) -> Entry:
         """Returns the facts about this engine; nothing, where a command line names one that there is not."""
         return TABLE.get(named(self.engine), Entry(""))
@@ -47,24 +61,33 @@ class RuleContext:
         """True if DeepSpeed splits each sample (sequence parallelism)."""
         return self.by_deepspeed and (self.file.sequence_parallel_size or 1) > 1
 
-    def wrote(self, *path: str) -> bool:
+    def wrote(self, path: str) -> bool:
         """True if the file has this key, and no error is reported about its value."""
-        owner: Any = self.raw
-        for part in path:
-            if not isinstance(owner, dict) or part not in owner:
-                return False
-            owner = owner[part]
-        return not self.findings.fails(path)
+        *parents, key = keys(path)
+        owner = inside(self.raw, parents)
+        return isinstance(owner, dict) and key in owner and not self.fails(path)
 
-    def conflict(self, path: tuple[str, ...], message: str, remedy: str) -> None:
+    def fails(self, path: str) -> bool:
+        """True if an error is reported at or under ``path``."""
+        return self.findings.fails(path)
+
+    def conflict(self, path: str | Path, message: str, remedy: str = "remove it") -> None:
         """Report two values that exclude each other."""
         self.findings.error(path, message, remedy, code="conflict", at_value=True)
 
-    def no_effect(self, path: tuple[str, ...], message: str, remedy: str = "remove it") -> None:
+    def warn(self, path: str | Path, message: str, remedy: str, *, code: str) -> None:
+        """Report a value that works and is perhaps not meant."""
+        self.findings.warning(path, message, remedy, code=code, at_value=True)
+
+    def no_effect(self, path: str | Path, message: str = "has no effect", remedy: str = "remove it") -> None:
         """Report a key without effect."""
         self.findings.warning(path, message, remedy, code="no-effect")
 
-    def imports(self, path: tuple[str | int, ...], name: object) -> None:
+    def note(self, path: str | Path, message: str, remedy: str = "", *, code: str = "no-effect") -> None:
+        """Say what is easily overlooked."""
+        self.findings.note(path, message, remedy, code=code)
+
+    def imports(self, path: str | Path, name: object) -> None:
         """Say that a ``module:name`` runs code; a name of dsframe's own or of a library does not."""
         if isinstance(name, str) and ":" in name:
             text = f"imports and runs code: {name.partition(':')[0]}"

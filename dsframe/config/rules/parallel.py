@@ -9,15 +9,12 @@ from pathlib import Path
 from typing import Any
 
 from dsframe.config.rules.context import RuleContext
-from dsframe.config.rules.model import PER_TENSOR
 from dsframe.config.schema.settings import CausalLanguageModelTask, LanguageTask, VisionTask
 
-_TASK = ("dsframe", "task")
-_TENSOR = ("tensor_parallel", "autotp_size")
-_SEQUENCE = ("sequence_parallel_size",)
-_NO_CHAIN = ("googlenet", "inception_v3")
-"""Classifiers of torchvision that are no chain of layers."""
-_HEADS = ("num_attention_heads", "num_key_value_heads")
+_TENSOR = "tensor_parallel.autotp_size"
+_STAGES = "pipeline.stages"
+_PARTITION = "pipeline.partition"
+_PRESETS = ("llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3")
 _HAND_WRITTEN = 'describe in "partition_config" which layers are sharded, and how'
 # What transformers 5 says nothing about, so that DeepSpeed refuses or guesses: the best known of them.
 _WITHOUT_A_PLAN = ("gpt2", "gpt_bigcode", "gpt_neo", "gptj", "bloom", "falcon", "codegen", "mpt", "vit")
@@ -36,21 +33,37 @@ def layers(task: object) -> list[str] | None:
     return None
 
 
-def check_pipeline(context: RuleContext) -> None:
-    """Report models that cannot be split into so many stages, and keys that a pipeline excludes."""
-    file, pipeline = context.file, context.file.pipeline
-    if pipeline.stages == 1:
-        if pipeline.activation_checkpoint_interval:
-            message = "has no effect without a pipeline"
-            remedy = 'write "activation_checkpointing": true under "model" of "dsframe"'
-            context.no_effect(("pipeline", "activation_checkpoint_interval"), message, remedy)
-        return
-    if file.gradient_accumulation_steps is not None or file.train_micro_batch_size_per_gpu is None:
-        micro, others = file.gradient_accumulation_steps or 1, pipeline.stages - 1
+def check(context: RuleContext) -> None:
+    """Report what is wrong with a model that ranks share."""
+    _pipeline(context)
+    _tensor(context)
+    if context.splits_sequences:
+        _sequence(context)
+
+
+def _pipeline(context: RuleContext) -> None:
+    """Report models that cannot be split into so many stages."""
+    file, stages = context.file, context.file.pipeline.stages
+    _partition(context)
+    if stages > 1 and (file.gradient_accumulation_steps is not None or file.train_micro_batch_size_per_gpu is None):
+        micro, others = file.gradient_accumulation_steps or 1, stages - 1
         message = f"pipeline bubble: each stage is idle {others / (micro + others):.0%} of the time"
-        context.findings.note(("pipeline", "stages"), message, "raise gradient_accumulation_steps", code="slow")
-    if context.wrote("dsframe") and "pipeline" in context.entry.supports:
+        context.note(_STAGES, message, "raise gradient_accumulation_steps", code="slow")
+    if stages > 1 and context.wrote("dsframe") and "pipeline" in context.entry.supports:
         _model(context)
+
+
+def _partition(context: RuleContext) -> None:
+    partition = context.file.pipeline.partition
+    by_type, _, pattern = partition.partition(":")
+    if by_type.lower() == "type":
+        try:
+            re.compile(pattern)
+        except re.error as error:
+            context.conflict(_PARTITION, f'"{partition}" is not a regular expression: {error}', "correct it")
+    elif partition not in ("parameters", "uniform", "best"):
+        message = f'"{partition}" is not a method of partitioning'
+        context.conflict(_PARTITION, message, 'write "parameters", "uniform" or "type:REGEX"')
 
 
 def _packs(task: CausalLanguageModelTask) -> bool:
@@ -61,151 +74,99 @@ def _packs(task: CausalLanguageModelTask) -> bool:
 
 
 def _model(context: RuleContext) -> None:
-    pipeline, settings = context.file.pipeline, context.file.dsframe
-    task = settings.task
-    if context.by_deepspeed and pipeline.activation_checkpoint_interval and settings.model.activation_checkpointing:
-        message = "recomputation is switched on twice, here and in dsframe.model.activation_checkpointing"
-        context.conflict(("pipeline", "activation_checkpoint_interval"), message, "keep one of them")
-    elsewhere = 'use "zero_optimization" or "tensor_parallel" instead, or another model'
-    if task.name == "image-classification" or (task.name == "causal-language-model" and not context.by_deepspeed):
-        context.conflict(("pipeline", "stages"), "a model of transformers cannot be split into stages", elsewhere)
-    if isinstance(task, CausalLanguageModelTask) and _packs(task):
-        message = "not possible in a pipeline: a stage passes on one tensor only, but these rows also have a mask"
-        remedy = 'write "packing": "concatenate", or train without a pipeline'
-        context.conflict(("dsframe", "task", "data"), message, remedy)
-    if isinstance(task, VisionTask) and task.model in _NO_CHAIN:
-        message = f"{task.model} cannot be split into stages: it is no chain of layers"
-        context.conflict(("pipeline", "stages"), message, elsewhere)
-    found = layers(task)
-    if found is None:
+    pipeline, task = context.file.pipeline, context.settings.task
+    if isinstance(task, CausalLanguageModelTask):
+        if not context.by_deepspeed:
+            context.conflict(_STAGES, "a model of transformers cannot be split into stages", "choose another engine")
+        if _packs(task):
+            message = "not possible in a pipeline: a stage passes on one tensor only, but these rows also have a mask"
+            remedy = 'write "packing": "concatenate", or train without a pipeline'
+            context.conflict("dsframe.task.data", message, remedy)
+    names = layers(task)
+    if names is None:
         return
-    if pipeline.stages > len(found):
-        message = f"{pipeline.stages} stages, but the model has {len(found)} layers"
-        context.conflict(("pipeline", "stages"), message, "use fewer")
-    elif context.by_deepspeed and pipeline.partition.lower().startswith("type:"):
+    if pipeline.stages > len(names):
+        context.conflict(_STAGES, f"{pipeline.stages} stages, but the model has {len(names)} layers", "use fewer")
+    elif context.by_deepspeed and pipeline.partition.lower().startswith("type:") and not context.fails(_PARTITION):
         pattern = pipeline.partition.partition(":")[2]
-        try:
-            matches = sum(re.search(pattern, name, re.IGNORECASE) is not None for name in found)
-        except re.error:
-            return  # reported with the value
+        matches = sum(re.search(pattern, name, re.IGNORECASE) is not None for name in names)
         if matches < pipeline.stages:
             message = f'"{pattern}" matches {matches} layers, too few for {pipeline.stages} stages'
-            context.conflict(("pipeline", "partition"), message, f"their classes are {', '.join(sorted(set(found)))}")
+            context.conflict(_PARTITION, message, f"their classes are {', '.join(sorted(set(names)))}")
 
 
-def check_tensor(context: RuleContext) -> None:
+def _tensor(context: RuleContext) -> None:
     """Report what is wrong with ``tensor_parallel``."""
-    size = context.file.tensor_parallel.autotp_size
-    if size < 2 or not context.by_deepspeed or context.findings.fails(("tensor_parallel",)):
+    tensor = context.file.tensor_parallel
+    if tensor.tp.tp_size not in (1, max(1, tensor.autotp_size)):
+        message = f"{tensor.tp.tp_size} != autotp_size {tensor.autotp_size}: DeepSpeed raises"
+        context.conflict("tensor_parallel.tp.tp_size", message)
+    if tensor.preset_model is not None and tensor.preset_model.lower() not in _PRESETS:
+        message = f'"{tensor.preset_model}" is not a preset: DeepSpeed ignores it'
+        context.conflict("tensor_parallel.preset_model", message, f"choose one of {', '.join(_PRESETS)}")
+    if not context.splits_layers or context.fails("tensor_parallel"):
         return  # engines of full replicas shard nothing
-    _heads(context, size)
-    _cuts(context)
-    file = context.file
-    if file.zero_optimization.stage == 0 and (file.bf16.enabled or file.fp16.enabled):
-        width = "bf16" if file.bf16.enabled else "fp16"
-        message = f"not possible at stage 0 with {width}: DeepSpeed computes the gradient norm from one rank only"
-        context.conflict(_TENSOR, message, 'write "zero_optimization": {"stage": 1}')
-    kind = file.optimizer.type.lower() if file.optimizer else ""
-    if kind in PER_TENSOR:
-        message = f"{kind.capitalize()} computes each update from the full weight: shards would train differently"
-        context.conflict(_TENSOR, message, "choose another optimizer")
-    if (file.sequence_parallel_size or 1) > 1:
-        context.conflict(_TENSOR, "DeepSpeed cannot combine tensor and sequence parallelism", "keep one of them")
-    if file.tensor_parallel.vocab_parallel_lm_head or file.tensor_parallel.vocab_parallel_ce_backend != "torch":
-        key = "vocab_parallel_lm_head" if file.tensor_parallel.vocab_parallel_lm_head else "vocab_parallel_ce_backend"
-        message = "this needs the loss inside the model, which dsframe's tasks do not have"
-        context.conflict(("tensor_parallel", key), message, "remove it")
-    if file.dsframe.model.tiling is not None:
-        message = "not possible with tensor parallelism: AutoTP does not know the tiles' names"
-        context.conflict(("dsframe", "model", "tiling"), message, "remove it")
+    for path, heads in _heads(context):
+        if heads % tensor.autotp_size:  # a shard has complete heads
+            context.conflict(path, f"{heads} is not divisible by autotp_size {tensor.autotp_size}", "choose another")
+    # A file without a task may belong to a program with its own.
+    if context.wrote("dsframe.task") and tensor.partition_config is None and tensor.preset_model is None:
+        _plan(context)
 
 
-def _heads(context: RuleContext, size: int) -> None:
-    """Report heads that ranks cannot divide: a shard has complete heads."""
-    for path, heads in _written_heads(context):
-        if heads % size:
-            context.conflict(path, f"{heads} is not divisible by autotp_size {size}", "choose another")
-
-
-def _written_heads(context: RuleContext) -> list[tuple[tuple[str, ...], int]]:
+def _heads(context: RuleContext) -> list[tuple[str, int]]:
     task = context.file.dsframe.task
-    ours = getattr(task, "heads", None)
-    if isinstance(ours, int):
-        return [((*_TASK, "heads"), ours)]
-    settings = _settings(task)
-    inside = isinstance(getattr(task, "model", None), dict)
-    found = [(name, settings.get(name)) for name in _HEADS]
+    heads = getattr(task, "heads", None)
+    if isinstance(heads, int):
+        return [("dsframe.task.heads", heads)]
+    settings, in_file = _transformers(task), isinstance(getattr(task, "model", None), dict)
     return [
-        ((*_TASK, "model", name) if inside else (*_TASK, "model"), heads)
-        for name, heads in found
-        if isinstance(heads, int) and not isinstance(heads, bool)
+        (f"dsframe.task.model.{name}" if in_file else "dsframe.task.model", settings[name])
+        for name in ("num_attention_heads", "num_key_value_heads")
+        if type(settings.get(name)) is int
     ]
 
 
-def _settings(task: Any) -> Mapping[str, Any]:
+def _transformers(task: Any) -> Mapping[str, Any]:
     """Return the settings of a model of transformers: from the file, or from its folder."""
     model = getattr(task, "model", None)
-    if isinstance(model, dict):
-        return model
-    if isinstance(model, str) and getattr(task, "name", "") in ("causal-language-model", "image-classification"):
+    if isinstance(model, str) and task.name in ("causal-language-model", "image-classification"):
         try:
-            read = json.loads(Path(model).expanduser().joinpath("config.json").read_text())
+            model = json.loads(Path(model).expanduser().joinpath("config.json").read_text())
         except (OSError, ValueError):  # its absence is said when the task is built
             return {}
-        return read if isinstance(read, dict) else {}
-    return {}
+    return model if isinstance(model, dict) else {}
 
 
-def _cuts(context: RuleContext) -> None:
-    """Report models that nobody says how to shard. A file without a task may belong to a program with its own."""
-    if not context.wrote(*_TASK):
-        return
-    section, task = context.file.tensor_parallel, context.file.dsframe.task
-    if section.partition_config is not None or section.preset_model is not None:
-        return
-    name = getattr(task, "name", "")
-    kind = _settings(task).get("model_type")
-    if name == "causal-language-model" and context.file.pipeline.stages > 1:
+def _plan(context: RuleContext) -> None:
+    """Report models that nobody says how to shard."""
+    task = context.file.dsframe.task
+    model_type = _transformers(task).get("model_type")
+    if context.task == "causal-language-model" and context.file.pipeline.stages > 1:
         context.conflict(_TENSOR, "nothing says how to shard the stages of a model of transformers", _HAND_WRITTEN)
-    elif name == "vision":
-        context.conflict(_TENSOR, f'nothing says how to shard the model "{getattr(task, "model", "")}"', _HAND_WRITTEN)
-    elif kind in _WITHOUT_A_PLAN:
-        message = f'neither transformers nor DeepSpeed says how to shard a model of type "{kind}"'
+    elif isinstance(task, VisionTask):
+        context.conflict(_TENSOR, f'nothing says how to shard the model "{task.model}"', _HAND_WRITTEN)
+    elif model_type in _WITHOUT_A_PLAN:
+        message = f'neither transformers nor DeepSpeed says how to shard a model of type "{model_type}"'
         context.conflict(_TENSOR, message, _HAND_WRITTEN)
 
 
-def check_sequence(context: RuleContext) -> None:
+def _sequence(context: RuleContext) -> None:
     """Report what is wrong with ``sequence_parallel_size``."""
-    file = context.file
-    size = file.sequence_parallel_size or 1
-    if size < 2 or not context.by_deepspeed:
-        return  # engines of full replicas shard nothing
-    if file.pipeline.stages > 1:
-        message = "not possible with a pipeline, whose stages exchange full sequences"
-        context.conflict(_SEQUENCE, message, "remove one of them")
-    if file.gradient_allreduce_op == "sum":
-        message = "not possible with sums: gradients of slices are averaged"
-        context.conflict(_SEQUENCE, message, 'write "gradient_allreduce_op": "mean"')
-    if file.dsframe.model.compile:
-        message = "not possible with dsframe.model.compile: a compiled block cannot communicate"
-        context.conflict(_SEQUENCE, message, "remove one of them")
-    if context.wrote("seq_parallel_communication_data_type"):
-        message = "has no effect: communication_data_type counts for all gradients"
-        context.no_effect(("seq_parallel_communication_data_type",), message, 'write "communication_data_type"')
-    if not context.wrote(*_TASK):
+    task, size = context.settings.task, context.file.sequence_parallel_size or 1
+    if not context.wrote("dsframe.task"):
         return  # the file may belong to a program with a task of its own
-    task = file.dsframe.task
     if isinstance(task, LanguageTask):
-        numbers: dict[tuple[str, ...], Any] = {("heads",): task.heads, ("context",): task.context}
+        numbers: dict[str, Any] = {"heads": task.heads, "context": task.context}
     elif isinstance(task, CausalLanguageModelTask):
         heads = task.model.get("num_attention_heads") if isinstance(task.model, dict) else None
-        numbers = {("model", "num_attention_heads"): heads, ("context",): task.context}
+        numbers = {"model.num_attention_heads": heads, "context": task.context}
     else:
         numbers = {}
     for key, count in numbers.items():
         if isinstance(count, int) and count % size:
             message = f"{count} is not divisible by sequence_parallel_size {size}"
-            context.conflict((*_TASK, *key), message, "choose another")
-    if not numbers and ":" not in task.name:
-        message = f'a model of the task "{task.name}" does not support sequence parallelism'
-        context.conflict(_SEQUENCE, message, 'remove it, or train "language"')
+            context.conflict(f"dsframe.task.{key}", message, "choose another")
+    if not numbers and ":" not in context.task:
+        message = f'a model of the task "{context.task}" does not support sequence parallelism'
+        context.conflict("sequence_parallel_size", message, 'remove it, or train "language"')

@@ -1,98 +1,103 @@
-"""Rules about profilers and loggers."""
+"""Rules about profilers, loggers, and what the run keeps."""
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING
+from fractions import Fraction
 
 from dsframe.config.read.findings import Findings
+from dsframe.config.resolve import epochs
 from dsframe.config.rules.context import RuleContext
-from dsframe.config.schema.file import File
-
-if TYPE_CHECKING:
-    from dsframe.config.schema.settings_report import Profile
+from dsframe.config.schema.base import Interval
+from dsframe.config.schema.deepspeed import DeepSpeed
+from dsframe.config.schema.settings import Settings
 
 KINDS = (
     "all-reduce", "all-gather", "reduce-scatter", "all-to-all", "broadcast", "reduce", "gather", "scatter", "send", "receive",
 )  # fmt: skip
 """Kinds of collectives that are counted."""
-_OTHER_NAMES = {"isend": "send", "irecv": "receive", "recv": "receive"}
-_OTHER_NAMES |= {"allreduce": "all-reduce", "allgather": "all-gather"}
+_OTHER_NAMES = {
+    "isend": "send",
+    "irecv": "receive",
+    "recv": "receive",
+    "allreduce": "all-reduce",
+    "allgather": "all-gather",
+}
+METRICS = {
+    "vision": ("loss", "accuracy"),
+    "image-classification": ("loss", "accuracy"),
+    "language": ("loss", "bits_per_byte", "accuracy"),
+    "causal-language-model": ("loss", "bits_per_token", "accuracy"),
+}
+"""What evaluation reports, by the task's name; a user's own task says so when it runs."""
+_CHECKPOINTS = "dsframe.checkpoints"
 
 
 def kind_of(operation: str) -> str | None:
     """Return the kind of an operation by DeepSpeed's name: ``all_gather_into_tensor`` is an all-gather."""
     name = operation.strip().lower()
     name = _OTHER_NAMES.get(name, name).replace("_", "-")
-    return next((kind for kind in KINDS if name == kind or name.startswith(f"{kind}-")), None)
+    return next((known for known in KINDS if name == known or name.startswith(f"{known}-")), None)
 
 
 def check(context: RuleContext) -> None:
-    """Report what is wrong with profilers and loggers. Files without a ``dsframe`` section are for DeepSpeed, which differs."""
-    if not context.wrote("dsframe"):
-        return
-    _operations(context)
-    if context.file.on("flops_profiler") and context.file.flops_profiler.recompute_fwd_factor:
-        message = "has no effect: dsframe counts recomputation when it happens"
-        context.no_effect(("flops_profiler", "recompute_fwd_factor"), message)
-    if context.wrote("dsframe", "horovod"):
-        _horovod(context)
-    mlflow = context.file.dsframe.mlflow if context.wrote("dsframe", "mlflow") else None
-    written = sorted(mlflow.model_fields_set - {"enabled"}) if mlflow else []
-    if mlflow and written and not mlflow.enabled:
-        message = "has no effect while mlflow.enabled is false"
-        context.no_effect(("dsframe", "mlflow", written[0]), message, 'add "enabled": true')
-
-
-def _horovod(context: RuleContext) -> None:
-    horovod, base = context.file.dsframe.horovod, ("dsframe", "horovod")
-    if horovod.timeline_mark_cycles and not horovod.timeline:
-        context.no_effect((*base, "timeline_mark_cycles"), "has no effect without a timeline", 'add "timeline": true')
-    if horovod.autotune and None not in (horovod.fusion_threshold_bytes, horovod.cycle_time_milliseconds):
-        message = "has no effect: fusion_threshold_bytes and cycle_time_milliseconds are both fixed"
-        context.no_effect((*base, "autotune"), message, "remove it, or one of the two")
-
-
-def _operations(context: RuleContext) -> None:
+    """Report what is wrong with the logged collectives and the kept checkpoints."""
     section = context.file.comms_logger
-    if section is None or not section.enabled:
-        return
-    where = ("comms_logger", "prof_ops")
-    if section.prof_all and section.prof_ops:
-        context.no_effect(where, "has no effect while prof_all is true", 'add "prof_all": false')
-        return
-    if not section.prof_all and not section.prof_ops:
-        message = "false, and prof_ops is empty: no operation is counted"
-        context.no_effect(("comms_logger", "prof_all"), message, "write true")
-    unknown = [name for name in section.prof_ops if not isinstance(name, str) or kind_of(name) is None]
-    if unknown and not section.prof_all:
-        remedy = f"choose from {', '.join(kind.replace('-', '_') for kind in KINDS)}"
-        context.findings.error(where, f"{unknown[0]!r} is no collective", remedy, code="value", at_value=True)
+    if section is not None and section.enabled and not section.prof_all and context.wrote("dsframe"):
+        for name in section.prof_ops:
+            if not isinstance(name, str) or kind_of(name) is None:
+                remedy = f"choose from {', '.join(known.replace('-', '_') for known in KINDS)}"
+                message = f"{name!r} is no collective"
+                context.findings.error("comms_logger.prof_ops", message, remedy, code="value", at_value=True)
+                break
+    _checkpoints(context)
 
 
-def check_world(file: File, world_size: int | None, total_steps: int | None, findings: Findings) -> None:
-    """Report what depends on the number of processes or steps."""
-    profile = file.dsframe.profile
-    steps = total_steps or file.dsframe.steps
-    if profile is not None:
-        _check_profile(profile, world_size, steps, findings)
-    if file.on("flops_profiler") and steps is not None and file.flops_profiler.profile_step >= steps:
-        message = f"the profile comes after {file.flops_profiler.profile_step} steps, but the run has only {steps}"
-        remedy, path = f"write at most {steps - 1}", ("flops_profiler", "profile_step")
-        findings.error(path, message, remedy, code="conflict", at_value=True)
+def _checkpoints(context: RuleContext) -> None:
+    """Report keys that keep no checkpoint: else the user would find out only after the run."""
+    settings, checkpoints = context.settings, context.settings.checkpoints
+    sharded = context.stage or context.file.pipeline.stages > 1 or not context.by_deepspeed
+    if checkpoints.form == "sharded" and not ("zero3" in context.entry.supports and sharded):
+        message = "has no effect: every rank holds all parameters, so each is written whole, by one rank"
+        context.no_effect(f"{_CHECKPOINTS}.form", message)
+    _metric(context, f"{_CHECKPOINTS}.keep_best", checkpoints.keep_best)
+    _metric(context, "dsframe.stop.metric", settings.stop.metric if settings.stop else None)
+    saved, evaluated = checkpoints.every_steps, settings.eval_every_steps
+    if isinstance(saved, Interval) and evaluated is None:
+        evaluated = Interval(epochs=1)  # its default
+    if checkpoints.keep_best is not None and saved and evaluated and type(saved) is type(evaluated):
+        ratio = epochs.steps(saved, Fraction(1)) / epochs.steps(evaluated, Fraction(1))
+        if ratio.denominator != 1:
+            message = f"only 1 of {ratio.denominator} checkpoints is evaluated, and only those can be the best"
+            remedy = "make every_steps a multiple of eval_every_steps"
+            context.no_effect(f"{_CHECKPOINTS}.keep_best", message, remedy)
 
 
-def _check_profile(profile: Profile, world_size: int | None, steps: int | None, findings: Findings) -> None:
-    path = ("dsframe", "profile")
-    if steps is not None and profile.steps > steps:
+def _metric(context: RuleContext, path: str, wanted: str | None) -> None:
+    """Report a metric, such as ``loss:min``, that the evaluation of the file's task does not have."""
+    if "task" not in context.settings.model_fields_set:
+        return  # a script brings its own task
+    metric, known = (wanted or "").partition(":")[0], METRICS.get(context.task)
+    if wanted and known and metric not in known:
+        context.conflict(path, f"the task's evaluation has no metric {metric}", f"choose one of {', '.join(known)}")
+
+
+def check_world(
+    file: DeepSpeed, settings: Settings, world_size: int | None, total_steps: int | None, findings: Findings
+) -> None:
+    """Report profiles of ranks and steps that the run does not have."""
+    profile, profiler = settings.profile, file.flops_profiler
+    steps = settings.steps if total_steps is None else total_steps
+    if steps is not None and profiler.enabled and profiler.profile_step >= steps:
+        message = f"the profile comes after {profiler.profile_step} steps, but the run has only {steps}"
+        remedy = f"write at most {steps - 1}"
+        findings.error("flops_profiler.profile_step", message, remedy, code="conflict", at_value=True)
+    if profile is not None and steps is not None and profile.steps > steps:
         parts = f"({profile.wait} + {profile.warmup} + {profile.active}) x {profile.repeat}"
         message = f"takes {parts} = {profile.steps} steps, but the run has only {steps}"
-        findings.error(path, message, "shorten it", code="conflict")
-    if profile.ranks == "all":
-        return
-    if not profile.ranks:
-        findings.error((*path, "ranks"), "the list is empty", 'write [0] or "all"', code="value", at_value=True)
-    absent = [rank for rank in profile.ranks if world_size is not None and rank >= world_size]
-    if absent:
-        message = f"there is no rank {absent[0]} among {world_size} processes"
-        remedy = 'ranks are counted from 0; write [0] or "all"'
-        findings.error((*path, "ranks"), message, remedy, code="world", at_value=True)
+        findings.error("dsframe.profile", message, "shorten it", code="conflict")
+    path, ranks = "dsframe.profile.ranks", profile.ranks if profile else "all"
+    if ranks == []:
+        findings.error(path, "the list is empty", 'write [0] or "all"', code="value", at_value=True)
+    if ranks and ranks != "all" and world_size is not None and max(ranks) >= world_size:
+        message, remedy = f"there is no rank {max(ranks)} among {world_size} processes", "ranks are counted from 0"
+        findings.error(path, message, f'{remedy}; write [0] or "all"', code="world", at_value=True)

@@ -5,31 +5,19 @@ Source: ``deepspeed/runtime/config.py`` and ``constants.py``. Which keys DeepSpe
 """
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, ClassVar, Literal
+from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from dsframe.config.schema.base import Count, NonNegative, Positive, Section, later
+from dsframe.config.schema.base import Count, NonNegative, Positive, Section
+from dsframe.config.schema.expert_parallel import ExpertParallel
+from dsframe.config.schema.monitor import Comet, CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Timers, Wandb
 from dsframe.config.schema.optimizer import Optimizer
 from dsframe.config.schema.parallel import Pipeline, TensorParallel
 from dsframe.config.schema.precision import Bf16, CommunicationType, DataTypes, Fp16, TorchAutocast
 from dsframe.config.schema.scheduler import Scheduler
+from dsframe.config.schema.system import ActivationCheckpointing, Aio, Checkpoint, Compile, Switched
 from dsframe.config.schema.zero import Zero
-
-if TYPE_CHECKING:
-    from dsframe.config.schema.data import Autotuning, DataEfficiency
-    from dsframe.config.schema.expert_parallel import ExpertParallel, HybridEngine
-    from dsframe.config.schema.monitor import Comet, CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Timers, Wandb
-    from dsframe.config.schema.system import ActivationCheckpointing, Aio, Checkpoint, Compile, WeightQuantization
-else:
-    Autotuning, DataEfficiency = later("data", "Autotuning", "DataEfficiency")
-    Comet, CommsLogger, CsvMonitor, FlopsProfiler, TensorBoard, Timers, Wandb = later(
-        "monitor", "Comet", "CommsLogger", "CsvMonitor", "FlopsProfiler", "TensorBoard", "Timers", "Wandb"
-    )
-    ExpertParallel, HybridEngine = later("expert_parallel", "ExpertParallel", "HybridEngine")
-    ActivationCheckpointing, Aio, Checkpoint, Compile, WeightQuantization = later(
-        "system", "ActivationCheckpointing", "Aio", "Checkpoint", "Compile", "WeightQuantization"
-    )
 
 LogLevel = Literal["debug", "info", "warning", "error", "critical"]
 
@@ -113,7 +101,7 @@ class DeepSpeed(Scalars):
     """Mixed precision by torch."""
     data_types: DataTypes = Field(default_factory=DataTypes.model_construct)
     """Number formats of single parts."""
-    zero_optimization: Zero = Field(default_factory=lambda: Zero.of({}))
+    zero_optimization: Zero = Field(default_factory=Zero.model_construct)
     """ZeRO and offload."""
     activation_checkpointing: ActivationCheckpointing = Field(default_factory=ActivationCheckpointing.model_construct)
     """Recompute activations in the backward pass."""
@@ -125,7 +113,7 @@ class DeepSpeed(Scalars):
     """Tensor parallelism."""
     expert_parallel: ExpertParallel = Field(default_factory=ExpertParallel.model_construct)
     """Expert parallelism."""
-    hybrid_engine: HybridEngine = Field(default_factory=HybridEngine.model_construct)
+    hybrid_engine: Switched = Field(default_factory=Switched.model_construct)
     """Training and generating in one engine."""
     compile: Compile = Field(default_factory=Compile.model_construct)
     """DeepCompile."""
@@ -133,11 +121,11 @@ class DeepSpeed(Scalars):
     """DeepSpeed's checkpoints."""
     datastates_ckpt: Any = False
     """DataStates checkpoints: any value but false turns them on. Needs the package ``datastates``."""
-    data_efficiency: DataEfficiency = Field(default_factory=DataEfficiency.model_construct)
+    data_efficiency: Switched = Field(default_factory=Switched.model_construct)
     """Curriculum learning and token dropping."""
     flops_profiler: FlopsProfiler = Field(default_factory=FlopsProfiler.model_construct)
     """Count of operations."""
-    autotuning: Autotuning = Field(default_factory=Autotuning.model_construct)
+    autotuning: Switched = Field(default_factory=Switched.model_construct)
     """Settings of the tuner."""
     comms_logger: CommsLogger | None = None
     """Log of collectives."""
@@ -151,7 +139,7 @@ class DeepSpeed(Scalars):
     """Comet."""
     timers: Timers = Field(default_factory=Timers.model_construct)
     """Timers of the engine."""
-    weight_quantization: WeightQuantization | None = None
+    weight_quantization: Switched | None = None
     """ZeRO-Inference."""
 
     @property
@@ -165,7 +153,7 @@ class DeepSpeed(Scalars):
         zero = self.zero_optimization
         if zero.stage == 3:
             return not zero.reduce_scatter
-        said = "contiguous_gradients" in zero.model_fields_set
+        written = "contiguous_gradients" in zero.model_fields_set
         short = self.fp16.enabled or self.bf16.enabled or self.on("torch_autocast")
         needed = short or zero.optimizer_device != "none" or bool(zero.overlap_comm) or self.on("expert_parallel")
-        return zero.contiguous_gradients if said else needed or self.pipeline.stages > 1
+        return zero.contiguous_gradients if written else needed or self.pipeline.stages > 1

@@ -6,21 +6,22 @@ import types
 from collections.abc import Iterator
 from dataclasses import dataclass
 from functools import cache
-from typing import Annotated, Any, Literal, Union, get_args, get_origin
+from typing import Annotated, Any, Literal, Union, cast, get_args, get_origin
 
 from pydantic import Field
 
-from dsframe.config.schema.base import Epochs, Later, Section
+from dsframe.config.schema.base import Epochs, Section
 from dsframe.config.schema.deepspeed import DeepSpeed
-from dsframe.config.schema.optimizer import DEEPSPEED_OPTIMIZERS, TORCH_OPTIMIZERS, Optimizer
-from dsframe.config.schema.scheduler import DEEPSPEED_SCHEDULERS, Scheduler
-from dsframe.config.schema.settings import CustomTask, Settings, VisionTask
+from dsframe.config.schema.optimizer import Optimizer
+from dsframe.config.schema.parameters import DEEPSPEED_OPTIMIZERS, DEEPSPEED_SCHEDULERS, TORCH_OPTIMIZERS
+from dsframe.config.schema.scheduler import Scheduler
+from dsframe.config.schema.settings import Settings, VisionTask
 
 
 class File(DeepSpeed):
     """A ds_config file: DeepSpeed's keys at the top level and one section of dsframe's."""
 
-    dsframe: Settings = Field(default_factory=lambda: Settings.of({}))
+    dsframe: Settings = Field(default_factory=Settings.model_construct)
     """What dsframe needs to know beyond DeepSpeed's keys."""
 
 
@@ -28,7 +29,7 @@ class File(DeepSpeed):
 class Shape:
     """What a field takes, as far as a reader of the file needs to know."""
 
-    declared: type[Section] | Later | None = None
+    section: type[Section] | None = None
     """The value is an object of this class."""
     item: Shape | None = None
     """The value is a list of these."""
@@ -41,37 +42,35 @@ class Shape:
     """An object of this class may stand for the number: the same in another unit."""
 
     @property
-    def section(self) -> type[Section] | None:
-        """The class of which the value is an object, imported now if nobody needed it before."""
-        return self.declared.section() if isinstance(self.declared, Later) else self.declared
-
-    @property
     def phrase(self) -> str:
         """What is expected, in words."""
         words = [show_literal(value) for value in self.literals if not str(value).startswith(("None", "torch."))]
         spelled = {_KINDS[type(value)] for value in self.literals}
-        names = {
-            "bool": "true or false", "int": "a whole number", "float": "a number", "str": "text in quotes",
-            "list": "a list", "dict": "an object {...}",
-        }  # fmt: skip
-        words += [text for kind, text in names.items() if kind in self.kinds and kind not in spelled]
+        words += [text for name, text in _PHRASES.items() if name in self.kinds and name not in spelled]
+        if self.item and self.item.kinds and "a list" in words:
+            words[words.index("a list")] = f"a list of {self.item.plural}"
         words += ['{"epochs": 1}'] if self.unit else []
-        if self.item and self.item.kinds:
-            words = [w if w != "a list" else f"a list of {self.item.plural}" for w in words]
-        if len(words) > 1:
-            return ", ".join(words[:-1]) + f" or {words[-1]}"
-        return words[0] if words else "null" if "null" in self.kinds else "another value"
+        return " or ".join(filter(None, (", ".join(words[:-1]), *words[-1:]))) or (
+            "null" if "null" in self.kinds else "another value"
+        )
 
     @property
     def plural(self) -> str:
         """What is expected of list items, in words."""
-        for kind, text in (("float", "numbers"), ("int", "whole numbers"), ("str", "texts"), ("dict", "objects")):
-            if kind in self.kinds:
-                return f'{text} or {{"epochs": 1}}' if self.unit else text
-        return "values"
+        text = next((text for name, text in _PLURALS.items() if name in self.kinds), "values")
+        return f'{text} or {{"epochs": 1}}' if self.unit else text
+
+
+_KINDS = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null"}
+_PHRASES = {
+    "bool": "true or false", "int": "a whole number", "float": "a number", "str": "text in quotes", "list": "a list",
+    "dict": "an object {...}",
+}  # fmt: skip
+_PLURALS = {"float": "numbers", "int": "whole numbers", "str": "texts", "dict": "objects"}
 
 
 def show_literal(value: Any) -> str:
+    """A value as JSON."""
     return f'"{value}"' if isinstance(value, str) else str(value).lower()
 
 
@@ -81,39 +80,34 @@ def shape(owner: type[Section], key: str) -> Shape:
     return _shape(owner.model_fields[key].annotation)
 
 
-_KINDS = {int: "int", float: "float", bool: "bool", str: "str", type(None): "null"}
-
-
 def _shape(annotation: Any) -> Shape:
-    origin = get_origin(annotation)
+    origin, arguments = get_origin(annotation), get_args(annotation)
     if origin is Annotated:
-        return _shape(get_args(annotation)[0])
+        return _shape(arguments[0])
     if origin is Literal:
-        values = get_args(annotation)
-        return Shape(kinds=frozenset(_KINDS[type(value)] for value in values), literals=values)
+        return Shape(kinds=frozenset(_KINDS[type(value)] for value in arguments), literals=arguments)
     if origin in (Union, types.UnionType):
-        every = [_shape(part) for part in get_args(annotation)]
-        declared = [part.declared for part in every if part.declared]
-        unit = next((part for part in declared if not isinstance(part, Later) and issubclass(part, Epochs)), None)
-        parts = [part for part in every if not unit or part.declared is not unit]
-        sections = [part for part in declared if part is not unit]
-        return Shape(
-            unit=unit,
-            declared=sections[0] if sections else None,
-            item=next((part.item for part in parts if part.item), None),
-            entry=next((part.entry for part in parts if part.entry), None),
-            kinds=frozenset().union(*(part.kinds for part in parts)),
-            literals=tuple(value for part in parts for value in part.literals),
-        )
+        return _union([_shape(part) for part in arguments])
     if origin is list:
-        return Shape(kinds=frozenset({"list"}), item=_shape(get_args(annotation)[0]))
+        return Shape(kinds=frozenset({"list"}), item=_shape(arguments[0]))
     if origin is dict:
-        return Shape(kinds=frozenset({"dict"}), entry=_shape(get_args(annotation)[1]))
-    if isinstance(annotation, Later) or (isinstance(annotation, type) and issubclass(annotation, Section)):
-        return Shape(declared=annotation, kinds=frozenset({"dict"}))
-    if annotation in _KINDS:
-        return Shape(kinds=frozenset({_KINDS[annotation]}))
-    return Shape(kinds=frozenset({"any"}))
+        return Shape(kinds=frozenset({"dict"}), entry=_shape(arguments[1]))
+    if isinstance(annotation, type) and issubclass(annotation, Section):
+        return Shape(section=annotation, kinds=frozenset({"dict"}))
+    return Shape(kinds=frozenset({_KINDS.get(annotation, "any")}))
+
+
+def _union(parts: list[Shape]) -> Shape:
+    units = [part for part in parts if part.section and issubclass(part.section, Epochs)]
+    others = [part for part in parts if part not in units]
+    return Shape(
+        unit=cast("type[Epochs]", units[0].section) if units else None,
+        section=next((part.section for part in others if part.section), None),
+        item=next((part.item for part in others if part.item), None),
+        entry=next((part.entry for part in others if part.entry), None),
+        kinds=frozenset().union(*(part.kinds for part in others)),
+        literals=tuple(value for part in others for value in part.literals),
+    )
 
 
 def section_at(owner: type[Section], key: str, raw: Any) -> type[Section] | None:
@@ -126,25 +120,20 @@ def children(owner: type[Section], raw: dict[str, Any]) -> Iterator[tuple[tuple[
     """Each object below ``raw`` that has a schema, with its path relative to it."""
     for key in [key for key in raw if key in owner.model_fields]:
         value, expected = raw[key], shape(owner, key)
-        section = section_at(owner, key, raw) or expected.unit
-        inside = expected.item and (expected.item.section or expected.item.unit)
+        section, inner = section_at(owner, key, raw) or expected.unit, expected.item or expected.entry
+        items: Any = value.items() if isinstance(value, dict) else enumerate(value if isinstance(value, list) else ())
         if section is not None and isinstance(value, dict):
             yield (key,), section, value
-        elif inside and isinstance(value, list):
-            for index, item in enumerate(value):
+        elif inner is not None and (part := inner.section or inner.unit):
+            for name, item in items:
                 if isinstance(item, dict):
-                    yield (key, index), inside, item
-        elif expected.entry is not None and expected.entry.section and isinstance(value, dict):
-            for name, item in value.items():
-                if isinstance(item, dict):
-                    yield (key, name), expected.entry.section, item
+                    yield (key, name), part, item
 
 
 @cache
 def places() -> dict[str, tuple[tuple[str, ...], ...]]:
     """Every key of the schema -> the sections it is legal in, as paths, shortest first."""
-    found: dict[str, list[tuple[str, ...]]] = {}
-    samples: dict[tuple[str, ...], type[Section]] = {("dsframe", "task"): VisionTask}
+    homes: dict[str, dict[tuple[str, ...], None]] = {}
     typical: dict[type[Section], tuple[type[Section], ...]] = {
         Optimizer: (DEEPSPEED_OPTIMIZERS["adam"], TORCH_OPTIMIZERS["SGD"]),
         Scheduler: tuple(DEEPSPEED_SCHEDULERS.values()),
@@ -152,14 +141,12 @@ def places() -> dict[str, tuple[tuple[str, ...], ...]]:
 
     def visit(owner: type[Section], path: tuple[str, ...]) -> None:
         for key in owner.model_fields:
-            found.setdefault(key, []).append(path)
-            section = samples.get((*path, key)) or shape(owner, key).section
-            if section is not None and section is not CustomTask:
+            homes.setdefault(key, {})[path] = None
+            section = VisionTask if (*path, key) == ("dsframe", "task") else shape(owner, key).section
+            if section is not None:
                 visit(section, (*path, key))
         for parameters in typical.get(owner, ()):
-            for key in parameters.model_fields:
-                if (*path, "params") not in found.setdefault(key, []):
-                    found[key].append((*path, "params"))
+            visit(parameters, (*path, "params"))
 
     visit(File, ())
-    return {key: tuple(sorted(paths, key=len)) for key, paths in found.items()}
+    return {key: tuple(sorted(paths, key=len)) for key, paths in homes.items()}

@@ -5,17 +5,13 @@ Source: ``deepspeed/monitor/config.py``, ``profiling/config.py``, ``comm/config.
 DeepSpeed 0.19.8.
 """
 
-from typing import Any, ClassVar
+from typing import Any
 
-from pydantic import Field
-
-from dsframe.config.schema.base import Count, NonNegative, Section, Size
+from dsframe.config.schema.base import Coerced, Count, NonNegative, Section, Size, Unmodelled
 
 
-class TensorBoard(Section):
+class TensorBoard(Coerced):
     """Event files for TensorBoard, written by rank 0. Needs the package ``tensorboard``."""
-
-    coerced: ClassVar[bool] = True
 
     enabled: bool = False
     """Turns it on."""
@@ -25,10 +21,8 @@ class TensorBoard(Section):
     """Folder inside ``output_path``, where that is named."""
 
 
-class Wandb(Section):
+class Wandb(Coerced):
     """Weights & Biases. Needs the package ``wandb``."""
-
-    coerced: ClassVar[bool] = True
 
     enabled: bool = False
     """Turns it on."""
@@ -40,10 +34,8 @@ class Wandb(Section):
     """Project."""
 
 
-class CsvMonitor(Section):
+class CsvMonitor(Coerced):
     """One CSV file for each metric, written by rank 0."""
-
-    coerced: ClassVar[bool] = True
 
     enabled: bool = False
     """Turns it on."""
@@ -53,10 +45,8 @@ class CsvMonitor(Section):
     """Folder inside ``output_path``, where that is named."""
 
 
-class Comet(Section):
+class Comet(Coerced):
     """Comet. Needs the package ``comet_ml``."""
-
-    coerced: ClassVar[bool] = True
 
     enabled: bool = False
     """Turns it on."""
@@ -98,11 +88,9 @@ class FlopsProfiler(Section):
     """Where the report goes. Default: among what the run says, on standard error."""
 
 
-class CommsLogger(Section):
+class CommsLogger(Coerced):
     """What each rank sends, counted by dsframe on every engine: ``communication.json`` in the run's directory, ``sent_bytes`` among
     the figures. Calls and bytes; times are in traces (``dsframe.profile``) and in Horovod's timeline. Slower."""
-
-    coerced: ClassVar[bool] = True
 
     enabled: bool = False
     """Turns it on."""
@@ -116,19 +104,5 @@ class CommsLogger(Section):
     """Tell operations apart by the function that had them sent."""
 
 
-class ThroughputTimer(Section):
-    """Samples per second, as printed each ``steps_per_print`` steps."""
-
-    coerced: ClassVar[bool] = True
-
-    enabled: bool = True
-    """Turns it on."""
-    synchronized: bool = True
-    """Wait for the device before taking the time: exact, slower."""
-
-
-class Timers(Section):
-    """Timers of the engine."""
-
-    throughput: ThroughputTimer = Field(default_factory=ThroughputTimer.model_construct)
-    """The samples-per-second timer."""
+class Timers(Unmodelled):
+    """Timers of DeepSpeed's engine."""

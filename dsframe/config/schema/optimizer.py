@@ -8,7 +8,8 @@ depends on it. Source: ``DeepSpeedEngine._configure_basic_optimizer`` of DeepSpe
 from collections.abc import Mapping
 from typing import Any
 
-from dsframe.config.schema.base import Classes, Section, SectionClass, later
+from dsframe.config.schema.base import Section, SectionClass
+from dsframe.config.schema.parameters import DEEPSPEED_OPTIMIZERS, OWN_OPTIMIZER, TORCH_OPTIMIZERS
 
 
 def muon_rates(params: Mapping[str, Any]) -> tuple[float, float]:
@@ -25,59 +26,11 @@ MUP = ("muadam", "muadamw", "musgd")
 """Optimizers of the package ``mup``, whose rates differ by the layers' widths."""
 
 
-DEEPSPEED_OPTIMIZERS: Mapping[str, SectionClass] = Classes(
-    {
-        "adam": "optimizer_params:AdamParams",
-        "adamw": "optimizer_params:AdamParams",
-        "adagrad": "deepspeed_optimizer:AdagradParams",
-        "lamb": "deepspeed_optimizer:LambParams",
-        "lion": "deepspeed_optimizer:LionParams",
-        "muon": "deepspeed_optimizer:MuonParams",
-        "muadam": "deepspeed_optimizer:MupParams",
-        "muadamw": "deepspeed_optimizer:MupParams",
-        "musgd": "deepspeed_optimizer:MupParams",
-    }
-)
-"""Lower-case name -> parameters: DeepSpeed ignores the case of these."""
 SPELLINGS = ("Adam", "AdamW", "Adagrad", "Lamb", "Lion", "Muon", "MuAdam", "MuAdamW", "MuSGD")
-"""Their usual spellings, in the same order."""
-
-TORCH_OPTIMIZERS: Mapping[str, SectionClass] = Classes(
-    {
-        "SGD": "torch_optimizer:SgdParams",
-        "RMSprop": "torch_optimizer:RmspropParams",
-        "Adamax": "torch_optimizer:AdamaxParams",
-        "NAdam": "torch_optimizer:NadamParams",
-        "RAdam": "torch_optimizer:RadamParams",
-        "Adadelta": "torch_optimizer:AdadeltaParams",
-        "ASGD": "torch_optimizer:AsgdParams",
-        "Rprop": "torch_optimizer:RpropParams",
-        "Adafactor": "torch_optimizer:AdafactorParams",
-        "LBFGS": "torch_optimizer:LbfgsParams",
-    }
-)
-"""Classes of ``torch.optim``. The case counts."""
-
-WITHOUT_ROUTE: Mapping[str, str] = {
-    "sparseadam": "it takes sparse gradients only",
-    "fusedadam": 'DeepSpeed picks it itself: write "AdamW"',
-    "deepspeedcpuadam": 'DeepSpeed picks it itself with optimizer offload: write "AdamW"',
-    "cpuadam": 'DeepSpeed picks it itself with optimizer offload: write "AdamW"',
-    "fusedlamb": 'write "Lamb"',
-    "adamw8bit": "it is of the package bitsandbytes, which a file cannot name; give DeepSpeed the object instead",
-    "adam8bit": "it is of the package bitsandbytes, which a file cannot name; give DeepSpeed the object instead",
-    "onebitadam": "1-bit Adam has been removed from DeepSpeed",
-    "zerooneadam": "0/1 Adam has been removed from DeepSpeed",
-    "onebitlamb": "1-bit LAMB has been removed from DeepSpeed",
-}
-"""Lower-case names of optimizers that cannot be used, and why."""
-
+"""The usual spellings of DEEPSPEED_OPTIMIZERS, in the same order."""
 
 OF_TASK = "task"
 """Type of an optimizer that the task makes (``Task.optimizer``)."""
-
-
-(_OWN,) = later("deepspeed_optimizer", "OwnParams")
 
 
 class Optimizer(Section):
@@ -99,4 +52,4 @@ class Optimizer(Section):
             return None
         if name.lower() in DEEPSPEED_OPTIMIZERS:
             return DEEPSPEED_OPTIMIZERS[name.lower()]
-        return _OWN.section() if ":" in name or name == OF_TASK else TORCH_OPTIMIZERS.get(name)
+        return OWN_OPTIMIZER if ":" in name or name == OF_TASK else TORCH_OPTIMIZERS.get(name)

@@ -10,9 +10,7 @@ from typing import Any, ClassVar, Literal
 
 from pydantic import Field
 
-from dsframe.config.schema.base import Count, Section, Size
-
-Preset = Literal["llama", "bloom", "chatglm", "mixtral", "deepseek_v2", "qwen2", "phi3"]
+from dsframe.config.schema.base import Coerced, Count, Section, Size
 
 
 class Pipeline(Section):
@@ -75,10 +73,8 @@ class PartitionConfig(Section):
     """The rules; the first that matches counts."""
 
 
-class TensorParallelGroup(Section):
+class TensorParallelGroup(Coerced):
     """Lower-level settings."""
-
-    coerced: ClassVar[bool] = True
 
     tp_size: Count = 1
     """Must agree with ``autotp_size``."""
@@ -86,10 +82,8 @@ class TensorParallelGroup(Section):
     """Not used in training."""
 
 
-class TensorParallel(Section):
+class TensorParallel(Coerced):
     """Tensor parallelism for training (AutoTP). Ranks of one group must read the same batches."""
-
-    coerced: ClassVar[bool] = True
 
     autotp_size: Size = 0
     """Ranks that share each layer. 0: off. Divides the world size and the number of heads."""

@@ -3,9 +3,9 @@
 Source: ``deepspeed/runtime/precision_config.py`` and ``runtime/config.py`` of DeepSpeed 0.19.8.
 """
 
-from typing import ClassVar, Literal
+from typing import Literal
 
-from dsframe.config.schema.base import AUTO, NonNegative, Section
+from dsframe.config.schema.base import AUTO, Coerced, NonNegative, Section
 
 TorchDtype = Literal[
     "torch.float16", "fp16", "float16", "half", "torch.bfloat16", "bf16", "bfloat16",
@@ -14,10 +14,8 @@ TorchDtype = Literal[
 """The spellings of DeepSpeed's ``DtypeEnum``."""
 
 
-class Fp16(Section):
+class Fp16(Coerced):
     """Parameters and gradients in float16 with loss scaling; the optimizer keeps fp32 weights."""
-
-    coerced: ClassVar[bool] = True
 
     enabled: bool = False
     """Turns it on. The device must support fp16; many CPUs do not."""
@@ -39,10 +37,8 @@ class Fp16(Section):
     """Keep the optimizer's weights and gradients in fp16 too. Stages 1 to 3, with DeepSpeed's CPU Adam."""
 
 
-class Bf16(Section):
+class Bf16(Coerced):
     """Parameters and gradients in bfloat16; the optimizer keeps fp32 weights. No loss scaling."""
-
-    coerced: ClassVar[bool] = True
 
     enabled: bool = False
     """Turns it on."""

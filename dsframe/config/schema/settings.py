@@ -3,34 +3,25 @@
 
 from collections.abc import Mapping
 from importlib import import_module
-from typing import TYPE_CHECKING, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
-from dsframe.config.schema.base import AUTO, Classes, Count, Every, Section, later
+from dsframe.config.schema.base import AUTO, Count, Every, ModuleName, Section
 from dsframe.config.schema.optimizer import Optimizer
 from dsframe.config.schema.settings_checkpoints import Checkpoints
+from dsframe.config.schema.settings_engines import Ddp, Fsdp
+from dsframe.config.schema.settings_engines import Horovod as Horovod
 from dsframe.config.schema.settings_images import ImageData as ImageData
 from dsframe.config.schema.settings_model import DeepSpeedEngine, LargeBatch, Model
+from dsframe.config.schema.settings_report import Mlflow, Profile
+from dsframe.config.schema.settings_tasks import CausalLanguageModelTask as CausalLanguageModelTask
+from dsframe.config.schema.settings_tasks import ImageClassificationTask as ImageClassificationTask
+from dsframe.config.schema.settings_tasks import LanguageTask as LanguageTask
+from dsframe.config.schema.settings_tasks import TextFiles as TextFiles
+from dsframe.config.schema.settings_training import Adapter, Ema, ParameterGroup, Stop
 from dsframe.engines.table import BUILT_IN, TABLE
-
-if TYPE_CHECKING:
-    from dsframe.config.schema.settings_engines import Ddp, Fsdp
-    from dsframe.config.schema.settings_engines import Horovod as Horovod
-    from dsframe.config.schema.settings_report import Mlflow, Profile
-    from dsframe.config.schema.settings_tasks import CausalLanguageModelTask as CausalLanguageModelTask
-    from dsframe.config.schema.settings_tasks import ImageClassificationTask as ImageClassificationTask
-    from dsframe.config.schema.settings_tasks import LanguageTask as LanguageTask
-    from dsframe.config.schema.settings_tasks import TextFiles as TextFiles
-    from dsframe.config.schema.settings_training import Adapter, Ema, ParameterGroup, Stop
-else:
-    Ddp, Fsdp, Horovod = later("settings_engines", "Ddp", "Fsdp", "Horovod")
-    Mlflow, Profile = later("settings_report", "Mlflow", "Profile")
-    Adapter, Ema, ParameterGroup, Stop = later("settings_training", "Adapter", "Ema", "ParameterGroup", "Stop")
-    CausalLanguageModelTask, ImageClassificationTask, LanguageTask, TextFiles = later(
-        "settings_tasks", "CausalLanguageModelTask", "ImageClassificationTask", "LanguageTask", "TextFiles"
-    )
 
 
 def _known(name: str) -> str:
@@ -61,20 +52,18 @@ class VisionTask(ImageData):
 class CustomTask(Section):
     """A task of your own: a subclass of ``dsframe.Task``."""
 
-    name: Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]
+    name: ModuleName
     """``package.module:Class``."""
     options: dict[str, Any] = {}
     """Keyword arguments of the class."""
 
 
-TASKS: Mapping[str, type[Section]] = Classes(
-    {
-        "vision": "settings:VisionTask",
-        "language": "settings_tasks:LanguageTask",
-        "causal-language-model": "settings_tasks:CausalLanguageModelTask",
-        "image-classification": "settings_tasks:ImageClassificationTask",
-    }
-)
+TASKS: Mapping[str, type[Section]] = {
+    "vision": VisionTask,
+    "language": LanguageTask,
+    "causal-language-model": CausalLanguageModelTask,
+    "image-classification": ImageClassificationTask,
+}
 
 
 def task_class(raw: Any) -> type[Section]:
@@ -103,8 +92,8 @@ def _options_class(engine: Any) -> type[Section] | None:
     if entry is None or not entry.options:
         return None
     module, _, name = entry.options.partition(":")
-    found: type[Section] = getattr(import_module(module), name)
-    return found
+    section: type[Section] = getattr(import_module(module), name)
+    return section
 
 
 class Settings(Section):
@@ -164,7 +153,7 @@ class Settings(Section):
     """Folder of the run's results. Default: ``runs/NAME-ENGINE`` after the config file's name."""
     checkpoints: Checkpoints = Field(default_factory=Checkpoints.model_construct)
     """When the run saves its state, and what it keeps."""
-    hooks: list[Annotated[str, Field(pattern=r"^[A-Za-z_][\w.]*:[A-Za-z_]\w*$")]] = []
+    hooks: list[ModuleName] = []
     """Classes of your own that are called in the middle of the training, ``package.module:Class`` (``dsframe.Hooks``)."""
     adapter: Adapter | None = None
     """Trains an adapter (LoRA) instead of the model's own weights."""

@@ -1,14 +1,13 @@
-# ruff: noqa: RUF012 - pydantic copies mutable defaults
-"""Checkpoints, activation checkpointing, asynchronous I/O, compilation, weight quantisation.
+"""Checkpoints, activation checkpointing, asynchronous I/O, and sections that no training here uses.
 
-Source: ``deepspeed/runtime/model_checkpointing``, ``runtime/activation_checkpointing/config.py``,
-``runtime/swap_tensor/aio_config.py``, ``compile/config.py`` and ``inference/config.py`` of DeepSpeed 0.19.8.
+Source: ``runtime/activation_checkpointing/config.py``
+and ``runtime/swap_tensor/aio_config.py`` of DeepSpeed 0.19.8.
 """
 
-from collections.abc import Mapping
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
-from dsframe.config.schema.base import Count, Section
+from dsframe.config.schema.base import Count, Section, Unmodelled
+from dsframe.config.schema.parameters import passed
 
 
 class ActivationCheckpointing(Section):
@@ -29,131 +28,35 @@ class ActivationCheckpointing(Section):
     """Time each checkpoint."""
 
 
-class Aio(Section):
+class Aio(passed("Aio")):  # type: ignore[misc]  # keys from a table
     """Asynchronous I/O to NVMe."""
 
     nullable: ClassVar[bool] = True
 
-    block_size: Count = 1_048_576
-    """Bytes in one request."""
-    queue_depth: Count = 8
-    """Requests in flight for each thread."""
-    intra_op_parallelism: Count = 1
-    """Threads for one read or write."""
-    single_submit: bool = False
-    """Submit requests one by one."""
-    overlap_events: bool = True
-    """Submit the next requests while waiting."""
     use_gds: bool = False
     """NVIDIA GPUDirect Storage. CUDA only."""
 
 
-class ParallelWrite(Section):
-    """Who writes what."""
+class Checkpoint(Unmodelled):
+    """DeepSpeed's own checkpoints, which dsframe neither reads nor writes."""
 
-    pipeline_stage: bool = False
-    """Each pipeline stage's data-parallel ranks share the writing."""
-
-
-class Writer(Section):
-    """The fast checkpoint writer. With type PYTHON, DeepSpeed 0.19.8 fails when it saves."""
-
-    nullable: ClassVar[bool] = True
-
-    type: Literal["FAST", "PYTHON", "MOCK"] = "FAST"
-    """Kind of writer. FAST needs libaio."""
-    io_buffer_size: Count = 67_108_864
-    """Bytes in the page-locked buffer."""
-    io_buffer_double: bool = True
-    """Two buffers in turn."""
-    io_multiplier: Count = 1
-    """Files in one stripe."""
-    show_statistics: bool = False
-    """Print the rate."""
-    data_parallel: Literal["REPLICA", "SOCKET", "MACHINE"] | None = None
-    """Which ranks share the writing."""
-    decoupled: bool = False
-    """Write beside training."""
-
-    folded: ClassVar[Mapping[str, str]] = {"type": "upper", "data_parallel": "upper"}
-
-
-class Checkpoint(Section):
-    """How DeepSpeed's own checkpoints are read and written."""
-
-    tag_validation: Literal["WARN", "IGNORE", "FAIL"] = "WARN"
-    """What happens when ranks save under different tags."""
     load_universal: bool = False
     """The checkpoint is a Universal one."""
     use_node_local_storage: bool = False
     """Each node has a file system of its own."""
-    parallel_write: ParallelWrite | None = None
-    """Who writes what."""
-    checkpoint_serialization: bool = True
-    """Serialise tensors as torch does."""
-    writer: Writer | None = None
-    """The fast writer."""
-
-    folded: ClassVar[Mapping[str, str]] = {"tag_validation": "upper"}
+    writer: Any = None
+    """The fast writer. With type PYTHON, DeepSpeed 0.19.8 fails when it saves."""
 
 
-class Compile(Section):
-    """DeepCompile: ZeRO inside the compiled graph. CUDA only."""
-
-    coerced: ClassVar[bool] = True
+class Compile(Unmodelled):
+    """DeepCompile: ZeRO inside the compiled graph. No engine accepts it."""
 
     deepcompile: bool = False
-    """Turns it on; the program must call ``engine.compile()``."""
-    autoep_non_moe: bool = False
-    """Compile what surrounds AutoEP layers. Not with ``deepcompile``."""
-    free_activation: bool = False
-    """Free large activations early."""
-    free_activation_threshold: int = 10_485_760
-    """Bytes from which an activation counts as large."""
-    offload_activation: bool = False
-    """Move saved activations to CPU memory as the budget requires."""
-    offload_activation_pin_memory: bool = True
-    """Page-locked memory for it."""
-    offload_opt_states: bool = False
-    """Move optimizer state to CPU memory between steps."""
-    double_buffer: bool = True
-    """Two buffers in turn."""
-    symmetric_memory: bool = False
-    """torch's symmetric memory."""
-    debug_log: bool = False
-    """Write the graphs."""
-    offload_parameters: bool = False
-    """Move parameters to CPU memory."""
-    sync_before_reduce: bool = False
-    """Wait for the device before each reduction."""
-    sync_after_reduce: bool = False
-    """Wait for the device after each reduction."""
-    sync_before_allgather: bool = False
-    """Wait for the device before each gather."""
-    sync_after_allgather: bool = False
-    """Wait for the device after each gather."""
-    keep_int_input_tensors: bool = True
-    """Keep the values of integer inputs for profiling."""
-    keep_all_input_tensors: bool = False
-    """Keep the values of all inputs for profiling."""
-    passes: list[Literal["z1", "z3", "autosp", "autotp"]] | None = None
-    """Passes to compose. Default: by ZeRO stage."""
-
-
-class WeightQuantization(Section):
-    """Weight quantisation for ZeRO-Inference. No effect on training."""
-
-    coerced: ClassVar[bool] = True
-
-    enabled: bool = True
     """Turns it on."""
-    num_bits: int = 8
-    """Bits of a weight."""
-    q_type: Literal["symmetric", "asymmetric"] = "symmetric"
-    """Kind of quantisation."""
-    q_groups: int = 1
-    """Groups with a scale of their own."""
-    quantized_initialization: dict[str, Any] = {}
-    """Quantise while the model is built."""
-    post_init_quant: dict[str, Any] = {}
-    """Quantise after: patterns of names -> settings."""
+
+
+class Switched(Unmodelled):
+    """A section that no training here uses."""
+
+    enabled: bool = False
+    """Turns it on."""

@@ -5,19 +5,12 @@ Source: ``deepspeed/runtime/zero/config.py``, ``offload_config.py``, ``leaf_modu
 """
 
 import sys
-from typing import TYPE_CHECKING, ClassVar, Literal
+from typing import Literal
 
 from pydantic import Field
 
-from dsframe.config.schema.base import Count, Section, Size, later
-
-if TYPE_CHECKING:
-    from dsframe.config.schema.zero_offload import Device, LeafModule, OffloadOptimizer, OffloadParam, ZenFlow
-else:
-    LeafModule, OffloadOptimizer, OffloadParam, ZenFlow = later(
-        "zero_offload", "LeafModule", "OffloadOptimizer", "OffloadParam", "ZenFlow"
-    )
-
+from dsframe.config.schema.base import Coerced, Count, Size
+from dsframe.config.schema.zero_offload import Device, LeafModule, OffloadOptimizer, OffloadParam, ZenFlow
 
 SMALL = 1 << 23
 """Elements. Stage 3 keeps a model no larger than this whole (32 MiB in fp32) where the file does not say what to keep."""
@@ -27,11 +20,9 @@ FETCHES = ("stage3_prefetch_bucket_size", "stage3_max_live_parameters", "stage3_
 """The keys that say what is gathered ahead, and what stays until it is needed again."""
 
 
-class Zero(Section):
+class Zero(Coerced):
     """ZeRO: stage 1 partitions the optimizer state over the data-parallel ranks, stage 2 the gradients too, stage 3 the
     parameters too."""
-
-    coerced: ClassVar[bool] = True
 
     stage: Literal[0, 1, 2, 3] = 0
     """0 partitions nothing, 1 the optimizer state, 2 also the gradients, 3 also the parameters."""
@@ -123,7 +114,7 @@ class Zero(Section):
     """Modules to fetch as one piece at stage 3."""
 
     @property
-    def optimizer_device(self) -> "Device":
+    def optimizer_device(self) -> Device:
         """Where the optimizer's state lives: ``none`` when it is not offloaded."""
         return self.offload_optimizer.device if self.offload_optimizer else "none"
 
@@ -133,10 +124,10 @@ class Zero(Section):
 
         They are gathered once a step then, as one; sharded are gradients, fp32 masters and the optimizer's state.
         """
-        said = {*PERSISTENCE, "offload_param", "stage3_max_live_parameters", "stage3_max_reuse_distance"}
+        written = {*PERSISTENCE, "offload_param", "stage3_max_live_parameters", "stage3_max_reuse_distance"}
         quantized = self.zero_quantized_weights or self.zero_quantized_nontrainable_weights
         plain = not (quantized or self.zero_hpz_partition_size > 1)
-        return self.stage == 3 and not self.model_fields_set & said and plain and elements <= SMALL
+        return self.stage == 3 and not self.model_fields_set & written and plain and elements <= SMALL
 
     def bucket_elements(self, elements: int, *, on_cpu: bool) -> int:
         """How many of a model's ``elements`` are reduced at a time.
@@ -162,13 +153,13 @@ class Zero(Section):
         what is fetched ahead lies there twice. On CPUs stage 3 gives each layer up instead, and gathers it again: a rank's peak was
         1,015 MiB with the defaults and 720 with these (as above), of which its share of the state is 540.
         """
-        said = self.stage < 3 or self.model_fields_set & set(FETCHES)
-        if said or not on_cpu or elements <= 2 * SMALL:
+        written = self.stage < 3 or self.model_fields_set & set(FETCHES)
+        if written or not on_cpu or elements <= 2 * SMALL:
             return {}
         ahead = elements // 16
         return dict(zip(FETCHES, (ahead, 2 * ahead, 0), strict=True))
 
     @property
-    def parameter_device(self) -> "Device":
+    def parameter_device(self) -> Device:
         """Where idle parameters live: ``none`` when they are not offloaded."""
         return self.offload_param.device if self.offload_param else "none"

@@ -1,19 +1,16 @@
 # ruff: noqa: RUF012 - pydantic copies mutable defaults
 """Sections of ``zero_optimization`` that few files have: offload, ZenFlow, leaf modules. Sources: as for ``zero``."""
 
-from typing import Annotated, ClassVar, Literal
+from typing import ClassVar, Literal
 
-from pydantic import Field
-
-from dsframe.config.schema.base import Count, Fraction, Section, Size
+from dsframe.config.schema.base import Coerced, Fraction, Size
+from dsframe.config.schema.parameters import passed
 
 Device = Literal["none", "cpu", "nvme"]
 
 
-class OffloadParam(Section):
+class OffloadParam(Coerced):
     """Where stage 3 keeps the parameters that are not in use. Below stage 3 it has no effect."""
-
-    coerced: ClassVar[bool] = True
 
     device: Device = "none"
     """``cpu``, ``nvme``, or ``none`` for no offload."""
@@ -29,10 +26,8 @@ class OffloadParam(Section):
     """Page-locked CPU memory: faster copies, but it cannot be swapped out. Default true since DeepSpeed 0.19."""
 
 
-class OffloadOptimizer(Section):
+class OffloadOptimizer(Coerced):
     """Where the optimizer's state lives and where its step is computed. Stages 1, 2 and 3."""
-
-    coerced: ClassVar[bool] = True
 
     device: Device = "none"
     """``cpu``, ``nvme`` (stage 3; stages 1 and 2 silently take ``cpu``), or ``none``. The step runs on the CPU either
@@ -57,37 +52,19 @@ class OffloadOptimizer(Section):
     """Share of the CPU cores for SuperOffload's Adam."""
 
 
-class ZenFlow(Section):
+class ZenFlow(passed("ZenFlow")):  # type: ignore[misc]  # keys from a table
     """ZenFlow: update the few important gradient columns on the device, the others later on the CPU."""
 
     coerced: ClassVar[bool] = True
 
-    topk_ratio: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.1
-    """Share of the gradient columns that counts as important."""
-    select_strategy: Literal["auto", "step", "epoch"] = "auto"
-    """Unit of ``select_interval``."""
-    select_interval: Literal["auto"] | Count = "auto"
-    """Steps or epochs between two selections of the important columns."""
-    update_interval: Literal["auto"] | Count = "auto"
-    """Steps for which unimportant gradients are accumulated before they are applied."""
-    overlap_step: bool = False
-    """Compute the CPU's step beside the next forward and backward pass."""
     offload: bool = False
     """Keep the selected optimizer state on the CPU too."""
-    auto_ratio: Fraction = 0.99
-    """Threshold by which ``update_interval: "auto"`` decides."""
-    full_warm_up_rounds: int = 0
-    """First rounds in which every gradient is applied at once."""
-    pt_reserved_cores_perc: Fraction = 0.5
-    """Share of the CPU cores kept for PyTorch; the others work for ZenFlow."""
-    steps_per_epoch: int | None = None
-    """Filled in by DeepSpeed while it runs. Leave it out."""
 
 
-class LeafModule(Section):
+class LeafModule(Coerced):
     """Modules that stage 3 fetches as one piece, for example mixtures of experts."""
 
-    coerced: ClassVar[bool] = True
+    wraps: ClassVar[bool] = True
 
     classes: list[str] = [
         "transformers.models.mixtral.modeling_mixtral.MixtralSparseMoeBlock",

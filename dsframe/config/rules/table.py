@@ -1,0 +1,61 @@
+"""The rules that are a table: which values contradict each other, which keys have no effect, and which features exclude which.
+
+A row of ``table.json`` says what is wrong (``says``) with ``key``, or each of ``keys``, and what to ``write``. It holds
+
+* if the key's value is one of ``is`` (absent: another than the default), or the file has the key at all (``written``);
+* under DeepSpeed (``by_deepspeed``), on an engine that ``supports`` a feature, in a file that has the key ``needs``;
+* if all of ``with`` are so and none of ``without`` (``dsframe.config.schema.conditions``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+from dsframe.config.rules.context import RuleContext
+from dsframe.config.schema.conditions import Row, holds, matches
+
+_BY_DEEPSPEED = ("expert_parallel.autoep_size", "tensor_parallel.autotp_size", "sequence_parallel_size")
+"""Splits that engines of full replicas go without."""
+
+
+@cache
+def table() -> Mapping[str, Any]:
+    """The content of ``table.json``."""
+    content: Mapping[str, Any] = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+    return content
+
+
+def check(context: RuleContext) -> None:
+    """Report what the table says about the file."""
+    for row in table()["rules"]:
+        for key in row.get("keys") or (row["key"],):
+            on = context.wrote(key) if row.get("written") else matches(context.file, key, row.get("is"))
+            if on and _holds(context, row):
+                _report(context, key, row)
+    active = {name: _holds(context, row) for name, row in table()["conditions"].items()}
+    for key, others in table()["excludes"].items():
+        if matches(context.file, key) and (context.by_deepspeed or key not in _BY_DEEPSPEED):
+            for name, words in others.items():
+                if active[name]:
+                    context.conflict(key, f"not possible with {words}", "remove one of them")
+
+
+def _report(context: RuleContext, key: str, row: Row) -> None:
+    code = row.get("code", "conflict")
+    severity = row.get("severity", "warning" if code == "no-effect" else "error")
+    remedy = row.get("write", "remove it")
+    context.findings.add(severity, key, row["says"], remedy, code=code, at_value=code != "no-effect")
+
+
+def _holds(context: RuleContext, row: Row) -> bool:
+    supports, needs = row.get("supports"), row.get("needs")
+    return (
+        (context.by_deepspeed or not row.get("by_deepspeed"))
+        and (not supports or supports in context.entry.supports)
+        and (not needs or context.wrote(needs))
+        and holds(context.file, row)
+    )

@@ -1,0 +1,123 @@
+"""``optimizer.params`` and ``scheduler.params``, a section for each type, and keys that DeepSpeed alone reads: made from
+the table ``parameters.json``.
+
+A row of the table is a key's type, its default (absent: required) and its meaning. Sources: DeepSpeed 0.19.8
+(``DeepSpeedEngine._configure_basic_optimizer``, ``runtime/lr_schedules.py``), torch 2.13 (``torch.optim``,
+``torch.optim.lr_scheduler``), transformers 5.23 (``optimization.py``).
+"""
+
+import json
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated, Any, ClassVar, Literal, Optional
+
+from pydantic import ConfigDict, Field, create_model
+
+from dsframe.config.schema.base import (
+    Count,
+    Fraction,
+    ModuleName,
+    NonNegative,
+    Real,
+    Section,
+    SectionClass,
+    Size,
+    Steps,
+    StepsOrNone,
+)
+
+Share = Annotated[float, Field(ge=0.0, lt=1.0)]
+
+
+class SchedulePart(Section):
+    """One of torch's schedules as a part of another."""
+
+    type: str
+    """A class of ``torch.optim.lr_scheduler``. Required."""
+    params: dict[str, Any] = {}  # noqa: RUF012 - pydantic copies it
+    """Its arguments."""
+
+    @classmethod
+    def variant(cls, raw: Mapping[str, Any], key: str) -> SectionClass | None:
+        return TORCH_SCHEDULERS.get(str(raw.get("type"))) if key == "params" else None
+
+
+_TYPES: Mapping[str, Any] = {
+    "bool": bool,
+    "int": int,
+    "text": str,
+    "count": Count,
+    "size": Size,
+    "number": Real,
+    "number >= 0": NonNegative,
+    "share": Share,
+    "fraction": Fraction,
+    "inside 0 to 1": Annotated[float, Field(gt=0.0, lt=1.0)],
+    "steps": Steps,
+    "steps or 0": StepsOrNone,
+    "rates": NonNegative | list[NonNegative],
+    "milestones": list[StepsOrNone],
+    "betas": Annotated[list[Share], Field(min_length=2, max_length=2)],
+    "pair": Annotated[list[Real], Field(min_length=2, max_length=2)],
+    "pair?": Annotated[list[Real | None], Field(min_length=2, max_length=2)],
+    "module:name": ModuleName,
+    "null": None,
+    "int or auto": int | Literal["auto"],
+    "number or auto": Real | Literal["auto"],
+    "count or auto": Literal["auto"] | Count,
+    "schedules": Annotated[list[SchedulePart], Field(min_length=1)],
+}
+
+
+class _Open(Section):
+    """Parameters that go to a callable which dsframe does not know."""
+
+    model_config = ConfigDict(extra="allow")
+
+    open: ClassVar[bool] = True
+
+
+def _type(written: Any) -> Any:
+    if isinstance(written, list):
+        return Literal[tuple(written)]
+    name = written.removesuffix(" or null")
+    return _TYPES[name] if name == written else Optional[_TYPES[name]]  # noqa: UP045 - of a value
+
+
+def _sections(rows: Mapping[str, Any]) -> dict[str, SectionClass]:
+    made: dict[str, SectionClass] = {}
+    for name, row in rows.items():
+        base = made.get(row.get("like"), _Open if row.get("open") else Section)
+        fields: dict[str, Any] = {
+            key: (_type(written), Field(*default, description=text))
+            for key, (written, *default, text) in row["keys"].items()
+        }
+        made[name] = create_model(name, __base__=base, __doc__=row["about"], **fields)
+    return made
+
+
+_TABLE = json.loads(Path(__file__).with_suffix(".json").read_text(encoding="utf-8"))
+_SECTIONS = _sections(_TABLE["parameters"])
+
+
+def _named(group: str) -> dict[str, SectionClass]:
+    return {name: _SECTIONS[section] for name, section in _TABLE[group].items()}
+
+
+DEEPSPEED_OPTIMIZERS = _named("optimizers of DeepSpeed")
+"""Lower-case name -> parameters: DeepSpeed ignores the case of these."""
+TORCH_OPTIMIZERS = _named("optimizers of torch")
+"""Classes of ``torch.optim``. The case counts."""
+OWN_OPTIMIZER = _SECTIONS["OwnParams"]
+"""An optimizer of the user's own, ``module:Class``."""
+DEEPSPEED_SCHEDULERS = _named("schedulers of DeepSpeed")
+TORCH_SCHEDULERS = _named("schedulers of torch")
+HF_SCHEDULERS = _named("schedulers of dsframe")
+"""Names that dsframe knows and DeepSpeed does not: for files with a "dsframe" section."""
+WITHOUT_ROUTE: Mapping[str, Mapping[str, str]] = _TABLE["without a route"]
+"""Names that cannot be used as ``optimizer.type`` and ``scheduler.type``, and why."""
+
+
+def passed(name: str) -> Any:
+    """The base class of a section, with the keys of it that DeepSpeed alone reads."""
+    return _SECTIONS[f"Passed{name}"]
