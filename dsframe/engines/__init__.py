@@ -80,20 +80,23 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
     from dsframe.config.features import WATCHING
 
     entry = TABLE[name]
-    found = [
+    used = [
         feature
         for feature in features(config.deepspeed, config.settings, config.position)
         if feature.name not in entry.supports and feature.name not in WATCHING
     ]
-    replicated = [feature.path for feature in found if feature.name in entry.replicates]
-    ignored = [feature.path for feature in found if feature.name in entry.ignores]
+    replicated = [feature.path for feature in used if feature.name in entry.replicates]
+    ignored = [feature.path for feature in used if feature.name in entry.ignores]
     remedy = 'choose another "engine", or take it out'
     refused = [
         config.error(
-            tuple(one.path.split(".")), f"{one.description} {_reason(name, one.name)}", remedy, code="engine-cannot"
+            tuple(feature.path.split(".")),
+            f"{feature.description} {_reason(name, feature.name)}",
+            remedy,
+            code="engine-cannot",
         )
-        for one in found
-        if one.name not in entry.replicates | entry.ignores
+        for feature in used
+        if feature.name not in entry.replicates | entry.ignores
     ]
     refused += _size(config, name, processes)
     notes = [entry.caution] if entry.caution else []
@@ -118,10 +121,10 @@ def beside_several(config: Config, name: str) -> list[Problem]:
             f'engine "{name}" trains one model, and the task has several (models()); choose another engine'
         )
     apart = (entry.supports | {"flops_profiler"}) - entry.several
-    found = [
-        (tuple(one.path.split(".")), one.description)
-        for one in features(config.deepspeed, config.settings, config.position)
-        if one.name in apart
+    refused = [
+        (tuple(feature.path.split(".")), feature.description)
+        for feature in features(config.deepspeed, config.settings, config.position)
+        if feature.name in apart
     ]
     for key, on in (
         ("mfu", settings.mfu),
@@ -132,9 +135,9 @@ def beside_several(config: Config, name: str) -> list[Problem]:
     ):
         if on:
             path = ("dsframe", *key.split("."))
-            found.append((path, path[-1]))
+            refused.append((path, path[-1]))
     why = "is not possible with several models (models() of the task)"
-    return [config.error(path, f"{what} {why}", "take it out", code="engine-cannot") for path, what in found]
+    return [config.error(path, f"{what} {why}", "take it out", code="engine-cannot") for path, what in refused]
 
 
 def _size(config: Config, name: str, processes: int | None) -> list[Problem]:
@@ -160,8 +163,8 @@ def elastic(name: str) -> Callable[..., Any]:
     """Returns the function that trains on while processes come and go. Raises EngineError if this engine has none."""
     refuse_fixed(name)
     module, _, function = TABLE[name].elastic.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return found
+    train: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return train
 
 
 def refuse_fixed(name: str) -> None:
