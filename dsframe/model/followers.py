@@ -79,13 +79,13 @@ class EarlyStop(Follower):
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from :meth:`state`; of another metric nothing is taken over. Raises CheckpointError for anything else."""
         counts = [state.get(key) for key in ("best_step", "waited", "observed")]
-        best, whole = state.get("best"), all(type(one) is int and one >= 0 for one in counts)
+        best, whole = state.get("best"), all(type(count) is int and count >= 0 for count in counts)
         if state.keys() != self.state().keys() or not whole or type(best) not in (int, float, type(None)):
             raise CheckpointError(f"the checkpoint's stop is no state of early stopping: {dict(state)}")
         if state["metric"] != self._wanted.metric:
             return
         self._best = -math.inf if best is None else float(best)
-        self._best_step, self._waited, self.observed = (int(one) for one in counts if one is not None)
+        self._best_step, self._waited, self.observed = (int(count) for count in counts if count is not None)
 
 
 _KEPT = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
@@ -130,7 +130,7 @@ class Plateau(Follower):
 
     def restore(self, state: Mapping[str, Any]) -> None:
         """Goes on from :meth:`state`. Raises CheckpointError for anything else."""
-        numbers = all(type(one) in (int, float, type(None)) for one in state.values())
+        numbers = all(type(number) in (int, float, type(None)) for number in state.values())
         if state.keys() != self.state().keys() or not numbers:
             raise CheckpointError(f"the checkpoint's schedule is no ReduceLROnPlateau: {dict(state)}")
         worst = math.inf if self._torchs.mode == "min" else -math.inf

@@ -243,8 +243,8 @@ def _torchs(kind: str, params: Mapping[str, Any], optimizer: Optimizer) -> LRSch
         parts = arguments.pop("schedulers")
         made = [_torchs(part["type"], part.get("params", {}), optimizer) for part in parts]
         cls = partial(cls, made) if kind == "ChainedScheduler" else partial(cls, schedulers=made)
-    found: LRScheduler = cls(**arguments) if kind == "ChainedScheduler" else cls(optimizer, **arguments)
-    return found
+    schedule: LRScheduler = cls(**arguments) if kind == "ChainedScheduler" else cls(optimizer, **arguments)
+    return schedule
 
 
 _SCHEDULES: dict[str, Callable[..., Schedule]] = {
