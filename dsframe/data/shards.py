@@ -408,8 +408,9 @@ def _shards(
             and shards[-1].index["columns"][0] != first.index["columns"][0]
         ):
             raise DataError(
-                f"{path}: has the columns {shards[-1].describe_columns()}, but {first.path} has {first.describe_columns()}; all files need the same: name "
-                "those that you use in columns"
+                f"{path}: has the columns {shards[-1].describe_columns()}, "
+                f"but {first.path} has {first.describe_columns()}; "
+                "all files need the same: name those that you use in columns"
             )
     return shards
 
