@@ -75,13 +75,13 @@ def about(
 
     ``samples``: training samples. ``engine``: its name in the table; ``package``: what it needs beyond torch.
     """
-    cls, own = type(task), config.settings.task
+    cls, task_settings = type(task), config.settings.task
     sections = ("gradient_clipping", "scheduler", "bf16", "fp16", "torch_autocast")
-    found = json.loads(config.deepspeed.model_dump_json(include=set(sections)))
+    settings = json.loads(config.deepspeed.model_dump_json(include=set(sections)))
     return {
         "training": {
             "task": f"{cls.__module__}:{cls.__qualname__}",
-            "task settings": secrets.without(json.loads(own.model_dump_json(exclude=_ELSEWHERE))),
+            "task settings": secrets.without(json.loads(task_settings.model_dump_json(exclude=_ELSEWHERE))),
             "optimizer": kind_of(optimizer),
             "train_batch_size": batch.train_batch_size,
             "training samples": samples,
@@ -91,7 +91,7 @@ def about(
         },
         "course": {
             "optimizer.params": course_of(optimizer),
-            **{name: found[name] for name in sections},
+            **{name: settings[name] for name in sections},
             "per_sample_randomness": config.settings.per_sample_randomness,
         },
         "run": {
@@ -122,7 +122,7 @@ def course_of(optimizer: OptimizerSpec) -> dict[str, Any]:
 
 def _versions(engines: str | None) -> dict[str, str | None]:
     """Returns the versions of what computes: dsframe, torch, what the engine needs, and what the task has imported."""
-    found: dict[str, str | None] = {}
+    versions: dict[str, str | None] = {}
     for name in (
         "dsframe",
         "torch",
@@ -131,8 +131,8 @@ def _versions(engines: str | None) -> dict[str, str | None]:
     ):
         if name is not None:
             with suppress(metadata.PackageNotFoundError):
-                found[name] = metadata.version(name)
-    return found
+                versions[name] = metadata.version(name)
+    return versions
 
 
 def differences(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> list[str]:
@@ -140,30 +140,32 @@ def differences(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> list[st
 
     Raises CheckpointError, naming every difference, where the checkpoint is of another training.
     """
-    own = json.loads(json.dumps(mine))
+    current = json.loads(json.dumps(mine))
     wrong = [
         f"{line} ({FIXED.get(key, 'it must stay')})"
-        for key in {**own["training"], **manifest["training"]}
+        for key in {**current["training"], **manifest["training"]}
         if key != BATCH
-        for line in _changes(key, manifest["training"].get(key), own["training"].get(key))
+        for line in _changes(key, manifest["training"].get(key), current["training"].get(key))
     ]
     if wrong:
         raise CheckpointError(
             f"the checkpoint is of another training: {'; '.join(wrong)}. Change it back, or start over with --resume never"
         )
-    found = []
-    if new_batch(manifest, own):
-        line = _changes(BATCH, manifest["training"][BATCH], own["training"][BATCH])[0]
-        steps = f"step {manifest['step']} is step {place(manifest, own)} now, and less than a batch is read once more"
-        found.append(f"{line}: {steps}; {FOLLOWS[BATCH]}")
-    found += _told(manifest["course"], own["course"])
-    found += _told(_of_run(manifest), _of_run(own))
-    found += _told(manifest.get("versions", {}), own.get("versions", {}), "versions")
-    if modules := _unlike(manifest.get("source", {}), own.get("source", {})):
-        found.append(f"the source of {', '.join(sorted(modules))} was changed: {FOLLOWS['source']}")
-    if samples := _unlike(manifest.get("data", {}), own.get("data", {})):
-        found.append(f"the training data: sample {samples[0]} was another one: {FOLLOWS['training data']}")
-    return found
+    changed = []
+    if new_batch(manifest, current):
+        line = _changes(BATCH, manifest["training"][BATCH], current["training"][BATCH])[0]
+        steps = (
+            f"step {manifest['step']} is step {place(manifest, current)} now, and less than a batch is read once more"
+        )
+        changed.append(f"{line}: {steps}; {FOLLOWS[BATCH]}")
+    changed += _told(manifest["course"], current["course"])
+    changed += _told(_of_run(manifest), _of_run(current))
+    changed += _told(manifest.get("versions", {}), current.get("versions", {}), "versions")
+    if modules := _unlike(manifest.get("source", {}), current.get("source", {})):
+        changed.append(f"the source of {', '.join(sorted(modules))} was changed: {FOLLOWS['source']}")
+    if samples := _unlike(manifest.get("data", {}), current.get("data", {})):
+        changed.append(f"the training data: sample {samples[0]} was another one: {FOLLOWS['training data']}")
+    return changed
 
 
 def _of_run(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -81,17 +81,17 @@ class Found:
     frozen: Mapping[str, Sequence[Tensor]]
     """Stage 3: each rank's shard of parameters that are not trained."""
 
-    def parameters(self, own: Mapping[str, bool], shapes: Shapes) -> Iterator[ParameterState]:
-        """Every parameter of the model, one at a time. ``own``: name -> whether it is trained, in the model's order.
+    def parameters(self, is_trained: Mapping[str, bool], shapes: Shapes) -> Iterator[ParameterState]:
+        """Every parameter of the model, one at a time. ``is_trained``: name -> whether it is trained, in the model's order.
 
         Raises CheckpointError where state and model do not fit together.
         """
-        trained = {0: _stage_0, 2: _stage_1_2, 3: _stage_3}[self.stage](self, own, shapes)
+        trained = {0: _stage_0, 2: _stage_1_2, 3: _stage_3}[self.stage](self, is_trained, shapes)
         done = set()
-        for one in trained:
-            done.add(one.name)
-            yield one
-        for name in own:
+        for parameter in trained:
+            done.add(parameter.name)
+            yield parameter
+        for name in is_trained:
             if name in done:
                 continue
             if name in self.frozen:
@@ -180,7 +180,7 @@ def read(path: Path) -> Found:
 
 
 def _by_rank(names: Iterator[str]) -> dict[int, str]:
-    return {int(found[1]): name for name in names if (found := _RANK.search(name))}
+    return {int(match[1]): name for name in names if (match := _RANK.search(name))}
 
 
 def _base(optimizer: Mapping[str, Any], stage: int) -> Mapping[str, Any]:
@@ -206,19 +206,19 @@ def _loss_scale(optimizer: Mapping[str, Any]) -> LossScaleState | None:
     )
 
 
-def _stage_0(found: Found, own: Mapping[str, bool], shapes: Shapes) -> Iterator[ParameterState]:
+def _stage_0(checkpoint: Found, is_trained: Mapping[str, bool], shapes: Shapes) -> Iterator[ParameterState]:
     """The optimizer numbers its parameters: all of the model's, or those that are trained, in the model's order."""
-    optimizer = found.optimizers[0]
+    optimizer = checkpoint.optimizers[0]
     base = _base(optimizer, 0)
     if len(base["param_groups"]) > 1:
-        raise CheckpointError(f"{found.path}: at stage 0 parameters in several groups have no names in the file")
+        raise CheckpointError(f"{checkpoint.path}: at stage 0 parameters in several groups have no names in the file")
     masters = [master for group in optimizer.get("fp32_groups", ()) for master in group]
     flat = list(optimizer.get("fp32_groups_flat", ()))
     if flat:
-        names = [name for name, trained in own.items() if trained]
+        names = [name for name, trained in is_trained.items() if trained]
         yield from _cut(names, shapes, flat[0].flatten(), *split(base["state"].get(0, {}), _FLAT))
         return
-    for names in (list(own), [name for name, trained in own.items() if trained]):
+    for names in (list(is_trained), [name for name, trained in is_trained.items() if trained]):
         if len(names) == len(base["param_groups"][0]["params"]) and all(
             tensor.shape == torch.Size(shapes[names[number]])
             for number, held in base["state"].items()
@@ -226,11 +226,11 @@ def _stage_0(found: Found, own: Mapping[str, bool], shapes: Shapes) -> Iterator[
         ):
             break
     else:
-        raise CheckpointError(f"{found.path}: the optimizer's state does not fit the model's parameters")
+        raise CheckpointError(f"{checkpoint.path}: the optimizer's state does not fit the model's parameters")
     for number, name in enumerate(names):
-        if own[name]:
+        if is_trained[name]:
             moments, scalars = split(base["state"].get(number, {}), shapes[name])
-            weight = masters[number] if masters else found.module[name]
+            weight = masters[number] if masters else checkpoint.module[name]
             yield ParameterState(name, weight.float(), {key: value.float() for key, value in moments.items()}, scalars)
 
 
@@ -251,14 +251,20 @@ def _cut(
         start += size
 
 
-def _stage_1_2(found: Found, own: Mapping[str, bool], shapes: Shapes) -> Iterator[ParameterState]:
-    for number, group in enumerate(found.groups):
-        held = [split(_base(one, 2)["state"].get(number, {}), _FLAT) for one in found.optimizers]
+def _stage_1_2(checkpoint: Found, is_trained: Mapping[str, bool], shapes: Shapes) -> Iterator[ParameterState]:
+    for number, group in enumerate(checkpoint.groups):
+        held = [split(_base(optimizer, 2)["state"].get(number, {}), _FLAT) for optimizer in checkpoint.optimizers]
         if any(
-            padding for one in found.optimizers for padding in (one.get("param_alignment_paddings") or [[]])[number]
+            padding
+            for optimizer in checkpoint.optimizers
+            for padding in (optimizer.get("param_alignment_paddings") or [[]])[number]
         ):
-            raise CheckpointError(f"{found.path}: parameters are padded one by one, which dsframe does not support")
-        flat = torch.cat([one["single_partition_of_fp32_groups"][number].flatten() for one in found.optimizers])
+            raise CheckpointError(
+                f"{checkpoint.path}: parameters are padded one by one, which dsframe does not support"
+            )
+        flat = torch.cat(
+            [optimizer["single_partition_of_fp32_groups"][number].flatten() for optimizer in checkpoint.optimizers]
+        )
         # Weights are saved without the padding at the end of a group, moments with it.
         moments = {
             key: torch.cat([parts[key].flatten() for parts, _ in held if key in parts])[: flat.numel()]
@@ -267,22 +273,29 @@ def _stage_1_2(found: Found, own: Mapping[str, bool], shapes: Shapes) -> Iterato
         yield from _cut(list(group), group, flat, moments, held[0][1])
 
 
-def _stage_3(found: Found, own: Mapping[str, bool], shapes: Shapes) -> Iterator[ParameterState]:
-    ranks = len(found.optimizers)
-    weights = [torch.cat([flat.flatten() for flat in one["fp32_flat_groups"]]) for one in found.optimizers]
-    held = [[split(state, _FLAT) for _, state in sorted(_base(one, 3)["state"].items())] for one in found.optimizers]
+def _stage_3(checkpoint: Found, is_trained: Mapping[str, bool], shapes: Shapes) -> Iterator[ParameterState]:
+    ranks = len(checkpoint.optimizers)
+    weights = [
+        torch.cat([flat.flatten() for flat in optimizer["fp32_flat_groups"]]) for optimizer in checkpoint.optimizers
+    ]
+    held = [
+        [split(state, _FLAT) for _, state in sorted(_base(optimizer, 3)["state"].items())]
+        for optimizer in checkpoint.optimizers
+    ]
     keys = sorted({key for moments, _ in held[0] for key in moments})
-    of_rank = [{key: torch.cat([moments[key].flatten() for moments, _ in one]) for key in keys} for one in held]
+    of_rank = [{key: torch.cat([moments[key].flatten() for moments, _ in states]) for key in keys} for states in held]
     scalars = held[0][0][1] if held[0] else {}
     start = 0
-    for group in found.groups:
+    for group in checkpoint.groups:
         for name, shape in group.items():
             size = math.prod(shape)
             share = -(-size // ranks)
             if start + share > weights[0].numel() or any(
-                one[key].numel() != weights[0].numel() for one in of_rank for key in keys
+                tensors[key].numel() != weights[0].numel() for tensors in of_rank for key in keys
             ):
-                raise CheckpointError(f"{found.path}: the flat tensors end before {name}; is part of them on NVMe?")
+                raise CheckpointError(
+                    f"{checkpoint.path}: the flat tensors end before {name}; is part of them on NVMe?"
+                )
 
             def whole(parts: Sequence[Tensor], start: int = start, share: int = share, size: int = size) -> Tensor:
                 return torch.cat([part[start : start + share] for part in parts])[:size]
@@ -290,7 +303,7 @@ def _stage_3(found: Found, own: Mapping[str, bool], shapes: Shapes) -> Iterator[
             yield ParameterState(
                 name,
                 whole(weights).view(*shape).float(),
-                {key: whole([one[key] for one in of_rank]).view(*shape).float() for key in keys},
+                {key: whole([tensors[key] for tensors in of_rank]).view(*shape).float() for key in keys},
                 dict(scalars),
             )
             start += share

@@ -63,21 +63,21 @@ def export(
     from dsframe.checkpoint import store
     from dsframe.model.spill import on_disk
 
-    found = store.complete(path)
-    target = _target(out or found.with_name(found.name + SUFFIX[to]))
-    if weights in (None, averages) and to != "peft" and "adapter" in store.read_manifest(found):
+    checkpoint = store.complete(path)
+    target = _target(out or checkpoint.with_name(checkpoint.name + SUFFIX[to]))
+    if weights in (None, averages) and to != "peft" and "adapter" in store.read_manifest(checkpoint):
         raise CheckpointError(
-            f"{found} has an adapter alone, without the model that it was trained beside: write --to peft, or --merge to add it to "
-            "that model, which is built again"
+            f"{checkpoint} has only an adapter, not the model that it was trained with: write --to peft, "
+            "or --merge to add it to that model, which is built again"
         )
     partial = target.with_name(f".{target.name}.partial")
     spill = on_disk(target.parent)
     try:
         shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
         if to == "universal":
-            _universal(found, dtype, partial, spill, say)
+            _universal(checkpoint, dtype, partial, spill, say)
         else:
-            _write(found, to, dtype, partial, (weights or read)(found, dtype, spill), shard_size, say)
+            _write(checkpoint, to, dtype, partial, (weights or read)(checkpoint, dtype, spill), shard_size, say)
         partial.rename(target)
     except (OSError, RuntimeError, SafetensorError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or error
@@ -88,19 +88,25 @@ def export(
     return target
 
 
-def _universal(found: Path, dtype: str, out: Path, spill: Spill, say: Callable[[str], None]) -> None:
+def _universal(path: Path, dtype: str, out: Path, spill: Spill, say: Callable[[str], None]) -> None:
     import torch
 
     from dsframe.checkpoint import universal
     from dsframe.checkpoint.portable import Checkpoint
 
-    checkpoint = Checkpoint(found)
+    checkpoint = Checkpoint(path)
     universal.write(checkpoint, out, lambda weight: spill.converted(weight, getattr(torch, dtype)), say)
     checkpoint.close()
 
 
 def _write(
-    found: Path, to: str, dtype: str, out: Path, weights: dict[str, Tensor], shard_size: str, say: Callable[[str], None]
+    checkpoint: Path,
+    to: str,
+    dtype: str,
+    out: Path,
+    weights: dict[str, Tensor],
+    shard_size: str,
+    say: Callable[[str], None],
 ) -> None:
     import torch
 
@@ -108,9 +114,9 @@ def _write(
     from dsframe.model import adapter
 
     if to == "huggingface":
-        pretrained.write(store.read_manifest(found), weights, dtype, out, shard_size, say)
+        pretrained.write(store.read_manifest(checkpoint), weights, dtype, out, shard_size, say)
     elif to == "peft":
-        adapter.write(store.read_manifest(found), weights, out)
+        adapter.write(store.read_manifest(checkpoint), weights, out)
     elif to == "torch":
         torch.save(weights, out)
     else:

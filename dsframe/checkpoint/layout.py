@@ -45,20 +45,20 @@ class Parameter:
     scalars: Mapping[str, float]
 
 
-def agree(ranks: Ranks, own: Sequence[ParameterShard]) -> list[Parameter]:
+def agree(ranks: Ranks, shards: Sequence[ParameterShard]) -> list[Parameter]:
     """**Collective.** Every parameter that some rank lists, in the order of the lists, rank after rank.
 
     Raises CheckpointError, on every rank, where the ranges leave a gap or overlap: a fault of the engine.
     """
     facts = [
-        [one.name, dict(one.scalars), [[k, list(t.shape), _text(t.dtype)] for k, t in one.tensors.items()]]
-        for one in own
+        [shard.name, dict(shard.scalars), [[k, list(t.shape), _text(t.dtype)] for k, t in shard.tensors.items()]]
+        for shard in shards
     ]
     every = _union(ranks, json.dumps(facts))
-    held = {(one.name, key): (tensor.first, tensor.size) for one in own for key, tensor in one.tensors.items()}
+    held = {(shard.name, key): (tensor.first, tensor.size) for shard in shards for key, tensor in shard.tensors.items()}
     names = [(name, key) for name, (_, tensors) in every.items() for key, _, _ in tensors]
     table = torch.tensor([held.get(name, (0, 0)) for name in names], dtype=torch.int64).reshape(-1, 2)
-    columns = [one.tolist() for one in all_gather_tensor(ranks, table)]
+    columns = [gathered.tolist() for gathered in all_gather_tensor(ranks, table)]
     of = {name: [tuple(rows[index]) for rows in columns] for index, name in enumerate(names)}
     return [
         Parameter(
@@ -79,31 +79,31 @@ def _text(dtype: torch.dtype) -> str:
 
 def _union(ranks: Ranks, facts: str) -> dict[str, Any]:
     """**Collective.** Name -> its scalars and tensors; the lists themselves are sent only where they differ, as in a pipeline."""
-    told = [facts] if same(ranks, facts) else all_gather_text(ranks, facts)
+    texts = [facts] if same(ranks, facts) else all_gather_text(ranks, facts)
     every: dict[str, Any] = {}
-    for text in told:
+    for text in texts:
         for name, *rest in json.loads(text):
             every.setdefault(name, rest)
     return every
 
 
 def _holders(what: str, shape: Sequence[int], ranges: Sequence[Range]) -> dict[Range, list[int]]:
-    found: dict[Range, list[int]] = {}
-    for rank, one in enumerate(ranges):
-        if one[1]:
-            found.setdefault(one, []).append(rank)
+    holders: dict[Range, list[int]] = {}
+    for rank, held in enumerate(ranges):
+        if held[1]:
+            holders.setdefault(held, []).append(rank)
     end = 0
-    for first, size in sorted(found):
+    for first, size in sorted(holders):
         if first != end:
             break
         end += size
     else:
         if end == math.prod(shape):
-            return dict(sorted(found.items()))
-    raise CheckpointError(f"the ranks' shards do not make {what} of shape {list(shape)}: they hold {sorted(found)}")
+            return dict(sorted(holders.items()))
+    raise CheckpointError(f"the ranks' shards do not make {what} of shape {list(shape)}: they hold {sorted(holders)}")
 
 
-class Dealer:
+class ByteBalancer:
     """Deals tensors to ranks, to the one that has fewest bytes so far, and to files of about ``part_bytes``."""
 
     def __init__(self, ranks: int, part_bytes: int, prefix: str = "part") -> None:
@@ -169,15 +169,15 @@ class FilePlan:
         written: dict[int, int] = {}
         window: list[Chunk] = []
         for chunk in self.chunks:
-            for one in _cut(chunk, limit):
-                if (sent.get(one.source, 0) + one.bytes > limit and one.source != one.owner) or written.get(
-                    one.owner, 0
-                ) + one.bytes > limit:
+            for piece in _cut(chunk, limit):
+                travels = piece.source != piece.owner
+                too_much_sent = travels and sent.get(piece.source, 0) + piece.bytes > limit
+                if too_much_sent or written.get(piece.owner, 0) + piece.bytes > limit:
                     yield window
                     sent, written, window = {}, {}, []
-                sent[one.source] = sent.get(one.source, 0) + one.bytes * (one.source != one.owner)
-                written[one.owner] = written.get(one.owner, 0) + one.bytes
-                window.append(one)
+                sent[piece.source] = sent.get(piece.source, 0) + piece.bytes * travels
+                written[piece.owner] = written.get(piece.owner, 0) + piece.bytes
+                window.append(piece)
         if window:
             yield window
 
@@ -192,66 +192,69 @@ def _cut(chunk: Chunk, limit: int) -> Iterator[Chunk]:
 
 def plan(parameters: Sequence[Parameter], ranks: int, part_bytes: int, *, sharded: bool) -> FilePlan:
     """Deals the parameters. ``sharded``: each range stays with a rank that holds it; else a parameter is put together by one."""
-    found, dealer = FilePlan(), Dealer(ranks, part_bytes, "shard" if sharded else "part")
-    for one in parameters:
-        ranges = one.tensors[WEIGHT].holders
-        alike = all(entry.holders == ranges for entry in one.tensors.values())
+    file_plan = FilePlan()
+    balancer = ByteBalancer(ranks, part_bytes, "shard" if sharded else "part")
+    for parameter in parameters:
+        ranges = parameter.tensors[WEIGHT].holders
+        alike = all(entry.holders == ranges for entry in parameter.tensors.values())
         if sharded and len(ranges) > 1 and alike:
-            _deal_ranges(found, dealer, one)
+            _deal_ranges(file_plan, balancer, parameter)
         else:
-            _deal_whole(found, dealer, one)
-    return found
+            _deal_whole(file_plan, balancer, parameter)
+    return file_plan
 
 
-def _deal_whole(found: FilePlan, dealer: Dealer, one: Parameter) -> None:
-    tensors = _widest_first(one)
-    owner = dealer.owner(set.intersection(*(_whole_on(entry) for _, entry in tensors)))
-    name = _file(found, dealer, owner, tensors, sum(entry.bytes for _, entry in tensors))
+def _deal_whole(file_plan: FilePlan, balancer: ByteBalancer, parameter: Parameter) -> None:
+    tensors = _widest_first(parameter)
+    owner = balancer.owner(set.intersection(*(_whole_on(entry) for _, entry in tensors)))
+    name = _file(file_plan, balancer, owner, tensors, sum(entry.bytes for _, entry in tensors))
     for key, entry in tensors:
-        found.files[name].append(Content(f"{key}/{one.name}", entry.dtype, entry.shape))
+        file_plan.files[name].append(Content(f"{key}/{parameter.name}", entry.dtype, entry.shape))
         for (_, size), ranks in entry.holders.items():
             source = owner if owner in ranks else ranks[owner % len(ranks)]
-            _send(found, name, owner, source, (one.name, key, size), entry.dtype)
-    found.parameters[one.name] = {"file": name, **_described(one)}
+            _send(file_plan, name, owner, source, (parameter.name, key, size), entry.dtype)
+    file_plan.parameters[parameter.name] = {"file": name, **_described(parameter)}
 
 
-def _deal_ranges(found: FilePlan, dealer: Dealer, one: Parameter) -> None:
-    tensors = _widest_first(one)
+def _deal_ranges(file_plan: FilePlan, balancer: ByteBalancer, parameter: Parameter) -> None:
+    tensors = _widest_first(parameter)
     each = sum(entry.dtype.itemsize for _, entry in tensors)
     pieces = []
-    for (first, size), holders in one.tensors[WEIGHT].holders.items():  # a rank holds one of them
-        owner = dealer.owner(holders)
-        pieces.append((owner, _file(found, dealer, owner, tensors, size * each), first, size))
+    for (first, size), holders in parameter.tensors[WEIGHT].holders.items():  # a rank holds one of them
+        owner = balancer.owner(holders)
+        pieces.append((owner, _file(file_plan, balancer, owner, tensors, size * each), first, size))
     for key, entry in tensors:  # ranks read tensor by tensor
         for owner, name, _, size in pieces:
-            found.files[name].append(Content(f"{key}/{one.name}", entry.dtype, (size,)))
-            _send(found, name, owner, owner, (one.name, key, size), entry.dtype)
-    found.parameters[one.name] = {"pieces": [[*piece[1:]] for piece in pieces], **_described(one)}
+            file_plan.files[name].append(Content(f"{key}/{parameter.name}", entry.dtype, (size,)))
+            _send(file_plan, name, owner, owner, (parameter.name, key, size), entry.dtype)
+    file_plan.parameters[parameter.name] = {"pieces": [[*piece[1:]] for piece in pieces], **_described(parameter)}
 
 
-def _send(found: FilePlan, file: str, owner: int, source: int, what: tuple[str, str, int], dtype: torch.dtype) -> None:
+def _send(
+    file_plan: FilePlan, file: str, owner: int, source: int, what: tuple[str, str, int], dtype: torch.dtype
+) -> None:
     """Appends elements (parameter, key, number of elements) to ``file``."""
     parameter, key, size = what
-    begin, count = found.sizes[file], size * dtype.itemsize
-    found.chunks.append(Chunk(owner, source, parameter, key, 0, size, count, file, begin))
-    found.sizes[file] = begin + count
+    begin, count = file_plan.sizes[file], size * dtype.itemsize
+    file_plan.chunks.append(Chunk(owner, source, parameter, key, 0, size, count, file, begin))
+    file_plan.sizes[file] = begin + count
 
 
-def _file(found: FilePlan, dealer: Dealer, owner: int, tensors: list[tuple[str, Entry]], count: int) -> str:
-    name = dealer.file(owner, count, tensors[0][1].dtype.itemsize, tensors[-1][1].dtype.itemsize)
-    found.files.setdefault(name, [])
-    found.sizes.setdefault(name, 0)
-    found.owners[name] = owner
+def _file(file_plan: FilePlan, balancer: ByteBalancer, owner: int, tensors: list[tuple[str, Entry]], count: int) -> str:
+    name = balancer.file(owner, count, tensors[0][1].dtype.itemsize, tensors[-1][1].dtype.itemsize)
+    file_plan.files.setdefault(name, [])
+    file_plan.sizes.setdefault(name, 0)
+    file_plan.owners[name] = owner
     return name
 
 
-def _described(one: Parameter) -> dict[str, Any]:
-    moments = sorted(key for key in one.tensors if key != WEIGHT)
-    return {"shape": list(one.tensors[WEIGHT].shape), "moments": moments, "scalars": dict(one.scalars)}
+def _described(parameter: Parameter) -> dict[str, Any]:
+    moments = sorted(key for key in parameter.tensors if key != WEIGHT)
+    return {"shape": list(parameter.tensors[WEIGHT].shape), "moments": moments, "scalars": dict(parameter.scalars)}
 
 
-def _widest_first(one: Parameter) -> list[tuple[str, Entry]]:
-    return sorted(one.tensors.items(), key=lambda item: -item[1].dtype.itemsize)
+def _widest_first(parameter: Parameter) -> list[tuple[str, Entry]]:
+    return sorted(parameter.tensors.items(), key=lambda item: -item[1].dtype.itemsize)
 
 
 def _whole_on(entry: Entry) -> set[int]:

@@ -27,7 +27,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from dsframe.checkpoint import store
-from dsframe.checkpoint.layout import Dealer
+from dsframe.checkpoint.layout import ByteBalancer
 from dsframe.checkpoint.staging import Staging
 from dsframe.checkpoint.store import FileEntry
 from dsframe.errors import CheckpointError
@@ -83,32 +83,32 @@ class PartWriter:
         self.parameters: dict[str, dict[str, Any]] = {}
         """The manifest's entry of every parameter, whoever wrote it."""
         self._folder, self._rank = folder, rank
-        self._dealer = Dealer(ranks, part_bytes)
+        self._balancer = ByteBalancer(ranks, part_bytes)
         self._name = ""
         self._held: dict[str, Tensor] = {}
         self._staging, self._sync = staging, sync
         self._kept: list[tuple[str, dict[str, Tensor]]] = []
-        self._hand = ThreadPoolExecutor(1, "dsframe-part")
+        self._executor = ThreadPoolExecutor(1, "dsframe-part")
         self._written: tuple[str, Future[FileEntry]] | None = None
         self._failed = False
 
-    def take(self, one: ParameterState) -> None:
+    def take(self, parameter: ParameterState) -> None:
         """The next parameter; keeps it if it is this rank's. Raises OSError where it cannot be written."""
-        owner = self._dealer.owner()
-        name = self._dealer.file(owner, one.bytes)
+        owner = self._balancer.owner()
+        name = self._balancer.file(owner, parameter.bytes)
         if owner == self._rank and name != self._name:
             if self._held:
                 self._write()
             self._name = name
-        self.parameters[one.name] = {
+        self.parameters[parameter.name] = {
             "file": name,
-            "shape": list(one.weight.shape),
-            "moments": sorted(one.moments),
-            "scalars": dict(one.scalars),
+            "shape": list(parameter.weight.shape),
+            "moments": sorted(parameter.moments),
+            "scalars": dict(parameter.scalars),
         }
         if owner == self._rank:
-            for key, tensor in ((WEIGHT, one.weight), *one.moments.items()):
-                self._held[f"{key}/{one.name}"] = self._copied(tensor)
+            for key, tensor in ((WEIGHT, parameter.weight), *parameter.moments.items()):
+                self._held[f"{key}/{parameter.name}"] = self._copied(tensor)
 
     def _copied(self, tensor: Tensor) -> Tensor:
         dtype = full_precision(tensor.dtype)
@@ -123,7 +123,7 @@ class PartWriter:
                 self._write()
             self._wait()
         finally:
-            self._hand.shutdown()
+            self._executor.shutdown()
 
     def flush(self, sign_of_life: Callable[[], None]) -> None:
         """Writes what was kept, and lets go of it file by file; all files are on the disk when it returns. Raises OSError."""
@@ -143,7 +143,7 @@ class PartWriter:
             self._kept.append((name, tensors))
         else:
             self._wait()
-            self._written = name, self._hand.submit(write_tensors, self._folder / name, tensors, sync=self._sync)
+            self._written = name, self._executor.submit(write_tensors, self._folder / name, tensors, sync=self._sync)
 
     def _wait(self) -> None:
         if self._written is None:
@@ -182,14 +182,14 @@ def header(
 
     Raises CheckpointError for a dtype that the format does not have.
     """
-    told: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
+    entries: dict[str, Any] = {"__metadata__": dict(metadata)} if metadata else {}
     end = 0
     for name, (dtype, shape) in tensors.items():
         if dtype not in DTYPES:
             raise CheckpointError(f"{name}: checkpoints do not support {dtype}")
         begin, end = end, end + math.prod(shape) * dtype.itemsize
-        told[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
-    text = json.dumps(told, separators=(",", ":")).encode()
+        entries[name] = {"dtype": DTYPES[dtype], "shape": list(shape), "data_offsets": [begin, end]}
+    text = json.dumps(entries, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text, end
 
@@ -227,9 +227,9 @@ def write_state(
     writer's ``flush`` does it, and the state may change meanwhile.
     """
     writer, failure = PartWriter(folder, rank, ranks, part_bytes, staging=staging, sync=sync), ""
-    for one in state.parameters:
+    for parameter in state.parameters:
         if not failure:
-            failure = catch_io_error(lambda one=one: writer.take(one))
+            failure = catch_io_error(lambda parameter=parameter: writer.take(parameter))
         sign_of_life()
     if not failure and buffers and state.buffers:
         failure = catch_io_error(lambda: writer.put(buffers, copied(state.buffers)))
@@ -336,7 +336,7 @@ class Checkpoint:
 
     def _range(self, name: str, key: str, first: int, size: int) -> Tensor:
         """Elements of one tensor that lies in pieces; a view where they are all in one."""
-        found = []
+        pieces = []
         for file, begin, count in self._parameters[name]["pieces"]:
             low, high = max(first, begin), min(first + size, begin + count)
             if low < high:
@@ -345,8 +345,8 @@ class Checkpoint:
                     raise CheckpointError(
                         f"{self.path}/{file}: {key}/{name} has shape {list(piece.shape)} instead of [{count}]"
                     )
-                found.append(piece[low - begin : high - begin])
-        return found[0] if len(found) == 1 else torch.cat(found) if found else torch.zeros(0)
+                pieces.append(piece[low - begin : high - begin])
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.zeros(0)
 
     def _tensor(self, file: str, key: str, name: str) -> Tensor:
         try:

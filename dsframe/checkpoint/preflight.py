@@ -29,15 +29,17 @@ def preflight(engine: Engine, folder: Path) -> None:
     wanted, world = engine.plan.config.settings.checkpoints, engine.plan.world
     if not wanted.at_end and wanted.every_steps is None:
         return
-    odd = [f"{name} ({one.dtype})" for name, one in engine.state().buffers.items() if one.dtype not in DTYPES]
+    odd = [f"{name} ({buffer.dtype})" for name, buffer in engine.state().buffers.items() if buffer.dtype not in DTYPES]
     if odd := sorted({name for text in all_gather_text(engine, json.dumps(odd)) for name in json.loads(text)}):
         raise CheckpointError(
             f"this run cannot be saved: checkpoints do not support the buffer {', '.join(odd)}; register it with "
             "persistent=False, or use another dtype"
         )
     # A name that no host has asked for before: it cannot be remembered as missing.
-    own = f"{folder.name if folder.is_symlink() else '.'}/.{os.urandom(8).hex()}.partial" if world.is_main else ""
-    trial = folder.parent / all_gather_text(engine, own)[0]
+    trial_name = (
+        f"{folder.name if folder.is_symlink() else '.'}/.{os.urandom(8).hex()}.partial" if world.is_main else ""
+    )
+    trial = folder.parent / all_gather_text(engine, trial_name)[0]
     failure = catch_io_error(lambda: _begin(trial)) if world.is_main else ""
     said = all_gather_text(engine, failure)
     if not world.is_main and not said[0]:
@@ -69,13 +71,13 @@ def examine(ranks: Ranks, path: Path, sign_of_life: Callable[[], None] = lambda:
     A file is damaged only if every rank says so. Raises CheckpointError, on every rank, if only some ranks cannot read it: then
     their hosts have the problem, and the checkpoint may be complete.
     """
-    suspects = sorted({name for one in _look(ranks, path, None, sign_of_life) for name in one})
+    suspects = sorted({name for damages in _look(ranks, path, None, sign_of_life) for name in damages})
     if not suspects:
         return []
-    found = _look(ranks, path, suspects, sign_of_life)
-    if damaged := sorted(set(suspects).intersection(*found)):
-        return [found[0][name] for name in damaged]
-    raise _unread(path, ["; ".join(one.values()) for one in found], ranks)
+    damage_of = _look(ranks, path, suspects, sign_of_life)
+    if damaged := sorted(set(suspects).intersection(*damage_of)):
+        return [damage_of[0][name] for name in damaged]
+    raise _unread(path, ["; ".join(damages.values()) for damages in damage_of], ranks)
 
 
 def _look(
@@ -86,16 +88,16 @@ def _look(
     damage: dict[str, str] = {}
     failure = ""
     try:
-        own = sorted(store.read_manifest(path)["files"])[world.rank :: world.size] if names is None else names
-        damage = store.damage(path, own, sign_of_life)
+        names_here = sorted(store.read_manifest(path)["files"])[world.rank :: world.size] if names is None else names
+        damage = store.damage(path, names_here, sign_of_life)
     except store.UnreadableError as error:
         failure = str(error)
     except CheckpointError as error:
         damage = {store.MANIFEST: str(error)}
-    told = [json.loads(text) for text in all_gather_text(ranks, json.dumps({"damage": damage, "failure": failure}))]
-    if any(one["failure"] for one in told):
-        raise _unread(path, [one["failure"] for one in told], ranks)
-    return [one["damage"] for one in told]
+    reports = [json.loads(text) for text in all_gather_text(ranks, json.dumps({"damage": damage, "failure": failure}))]
+    if any(report["failure"] for report in reports):
+        raise _unread(path, [report["failure"] for report in reports], ranks)
+    return [report["damage"] for report in reports]
 
 
 def _unread(path: Path, said: list[str], ranks: Ranks) -> CheckpointError:

@@ -46,14 +46,14 @@ def write(
 
     Raises OSError, TaskError where transformers is missing, and CheckpointError where the model is none of transformers'.
     """
-    told = manifest.get("pretrained")
-    if told is None:
+    recorded = manifest.get("pretrained")
+    if recorded is None:
         raise CheckpointError(
             f"the model of {manifest['training']['task']} is not known to be a transformers model (Task.pretrained returns "
             "None, or the checkpoint is from before it existed): use --to safetensors"
         )
     try:
-        known = _Told.model_validate(told)
+        known = _Told.model_validate(recorded)
         config = json.loads(known.config)
     except (ValueError, RecursionError) as error:
         why = " ".join(str(error).split())
@@ -65,14 +65,14 @@ def write(
     if known.tokenizer is None:
         return
     try:
-        found = _transformers.tokenizer(known.tokenizer, {})
+        tokenizer = _transformers.tokenizer(known.tokenizer, {})
     except TaskError as error:
         say(f"no tokenizer is written: {error}")
         return
-    assert found is not None  # a folder was named
-    if found[1] != known.tokenizer_sha256:
+    assert tokenizer is not None  # a folder was named
+    if tokenizer[1] != known.tokenizer_sha256:
         say(f"no tokenizer is written: {known.tokenizer} has changed since the training")
         return
     if known.chat_template is not None:
-        found[0].chat_template = known.chat_template
-    found[0].save_pretrained(out)
+        tokenizer[0].chat_template = known.chat_template
+    tokenizer[0].save_pretrained(out)

@@ -73,7 +73,7 @@ class ShardWriter:
         self._folder, self._rank, self._ranks, self._window = folder, world.rank, world.size, window_bytes
         self._sync = sync
         self._device, self._group = ranks.plan.device, None
-        self._held: _Living | _Kept = _Living(shards, world.rank)
+        self._held: _LiveShards | _StagedShards = _LiveShards(shards, world.rank)
         self._more: list[tuple[str, dict[str, Tensor]]] = []
 
     def add(self, name: str, tensors: dict[str, Tensor]) -> None:
@@ -82,20 +82,20 @@ class ShardWriter:
 
     def keep(self, staging: Staging, group: Any, sign_of_life: Callable[[], None]) -> None:
         """Copies this rank's ranges, so that training may go on. ``group``: over which :meth:`flush` exchanges them later."""
-        assert isinstance(self._held, _Living)
+        assert isinstance(self._held, _LiveShards)
         kept = {}
         for chunk in self._plan.chunks:
             if (content := self._held.get(chunk)) is not None:
                 kept[chunk.parameter, chunk.key] = staging.copy(content)
             sign_of_life()
-        self._held, self._group, self._device = _Kept(kept, self._rank), group, torch.device("cpu")
+        self._held, self._group, self._device = _StagedShards(kept, self._rank), group, torch.device("cpu")
 
     def flush(self, sign_of_life: Callable[[], None]) -> None:
         """**Collective** where ranges were kept that are to be exchanged. Writes them; all files are on the disk when it returns.
 
         Raises OSError.
         """
-        if isinstance(self._held, _Kept):
+        if isinstance(self._held, _StagedShards):
             self.write(sign_of_life)
         if self._in_place is not None:
             for name in self._own:
@@ -153,8 +153,8 @@ class ShardWriter:
 
     def _write_windows(self, sign_of_life: Callable[[], None]) -> None:
         plan = self._plan
-        own = {self._folder / name: plan.files[name] for name in self._own}
-        sink, exchange = _Sink(own, self._sync), _Exchange(self._rank, self._ranks, self._device, self._group)
+        files = {self._folder / name: plan.files[name] for name in self._own}
+        sink, exchange = _Sink(files, self._sync), _Exchange(self._rank, self._ranks, self._device, self._group)
         try:
             for window in plan.windows(self._window):
                 sink.take(exchange.run(window, self._held))
@@ -163,11 +163,11 @@ class ShardWriter:
             self.files |= sink.finish()
 
 
-class _Living:
+class _LiveShards:
     """This rank's ranges where they lie."""
 
     def __init__(self, shards: Sequence[ParameterShard], rank: int) -> None:
-        self._shards = {(one.name, key): tensor for one in shards for key, tensor in one.tensors.items()}
+        self._shards = {(shard.name, key): tensor for shard in shards for key, tensor in shard.tensors.items()}
         self._rank = rank
         self._place: Place | None = None
         self._tensor: Tensor | None = None
@@ -187,14 +187,14 @@ class _Living:
 
 
 def _begin(contents: Sequence[Content]) -> bytes:
-    return header({one.name: (one.dtype, one.shape) for one in contents})[0]
+    return header({content.name: (content.dtype, content.shape) for content in contents})[0]
 
 
 def _read(shard: TensorShard) -> Tensor:
     return shard.read().detach().to(shard.dtype).contiguous().view(-1)
 
 
-class _Kept:
+class _StagedShards:
     """Copies of this rank's ranges."""
 
     def __init__(self, tensors: dict[Place, Tensor], rank: int) -> None:
@@ -203,7 +203,7 @@ class _Kept:
         self._tensor = torch.zeros(0)
 
     def get(self, chunk: Chunk) -> Tensor | None:
-        """As :meth:`_Living.get`."""
+        """As :meth:`_LiveShards.get`."""
         if chunk.source != self._rank:
             return None
         if (chunk.parameter, chunk.key) != self._place:
@@ -220,7 +220,7 @@ class _Exchange:
         self._buffers: dict[str, Tensor] = {}
         self._turn = 0
 
-    def run(self, window: Sequence[Chunk], held: _Living | _Kept) -> list[Tensor]:
+    def run(self, window: Sequence[Chunk], held: _LiveShards | _StagedShards) -> list[Tensor]:
         """**Collective** if a chunk changes rank. What this rank writes of the window, in order: bytes on the CPU, which hold until
         the call after the next."""
         self._turn ^= 1
@@ -232,35 +232,35 @@ class _Exchange:
         outgoing, incoming = self._buffer("send", sum(sent)), self._buffer(f"receive {self._turn}", sum(got))
         to = list(itertools.accumulate(sent, initial=0))
         at = list(itertools.accumulate(got, initial=0))
-        found = []
+        contents = []
         for chunk in window:
             content = held.get(chunk)
             if content is not None and chunk.owner == self._rank:
-                found.append(content.view(torch.uint8))
+                contents.append(content.view(torch.uint8))
             elif content is not None:
                 outgoing[to[chunk.owner] : to[chunk.owner] + chunk.bytes] = content.view(torch.uint8)
                 to[chunk.owner] += chunk.bytes
             elif chunk.owner == self._rank:
-                found.append(incoming[at[chunk.source] : at[chunk.source] + chunk.bytes])
+                contents.append(incoming[at[chunk.source] : at[chunk.source] + chunk.bytes])
                 at[chunk.source] += chunk.bytes
         if away:
             dist.all_to_all_single(incoming, outgoing, got, sent, group=self._group)
-        return found if self._device.type == "cpu" else self._on_host(found)
+        return contents if self._device.type == "cpu" else self._on_host(contents)
 
     def _buffer(self, name: str, size: int) -> Tensor:
         if name not in self._buffers or self._buffers[name].numel() < size:
             self._buffers[name] = torch.empty(size, dtype=torch.uint8, device=self._device)
         return self._buffers[name][:size]
 
-    def _on_host(self, found: Sequence[Tensor]) -> list[Tensor]:
+    def _on_host(self, contents: Sequence[Tensor]) -> list[Tensor]:
         """Copies through pinned memory. A stream of its own would gain nothing: the disk takes far longer than the copy."""
-        name, size = f"host {self._turn}", sum(one.numel() for one in found)
+        name, size = f"host {self._turn}", sum(content.numel() for content in contents)
         if name not in self._buffers or self._buffers[name].numel() < size:
             self._buffers[name] = torch.empty(size, dtype=torch.uint8, pin_memory=True)
         copies, begin = [], 0
-        for one in found:
-            copies.append(self._buffers[name][begin : begin + one.numel()].copy_(one, non_blocking=True))
-            begin += one.numel()
+        for content in contents:
+            copies.append(self._buffers[name][begin : begin + content.numel()].copy_(content, non_blocking=True))
+            begin += content.numel()
         torch.cuda.synchronize(self._device)
         return copies
 
@@ -274,7 +274,7 @@ class _Sink:
         self._entries: dict[str, FileEntry] = {}
         self._writer: FileWriter | None = None
         self._left = 0
-        self._hand = ThreadPoolExecutor(1, "dsframe-part")
+        self._executor = ThreadPoolExecutor(1, "dsframe-part")
         self._written: Future[None] | None = None
         self._failure: BaseException | None = None
 
@@ -282,15 +282,15 @@ class _Sink:
         """Writes ``contents`` when those before are written, and nothing after a failure."""
         self._wait()
         if contents and self._failure is None:
-            self._written = self._hand.submit(self._write, contents)
+            self._written = self._executor.submit(self._write, contents)
 
     def finish(self) -> dict[str, FileEntry]:
         """Waits until all is written. Raises OSError."""
         self._wait()
         if self._failure is None:
-            self._written = self._hand.submit(self._rest)
+            self._written = self._executor.submit(self._rest)
             self._wait()
-        self._hand.shutdown()
+        self._executor.shutdown()
         self._files.close()
         if self._failure is not None:
             raise self._failure
@@ -304,7 +304,7 @@ class _Sink:
     def _open(self, files: Mapping[Path, Sequence[Content]]) -> Generator[None]:
         """Each step ends the file before, which is full, and begins the next."""
         for path, contents in files.items():
-            begin, self._left = header({one.name: (one.dtype, one.shape) for one in contents})
+            begin, self._left = header({content.name: (content.dtype, content.shape) for content in contents})
             with FileWriter(path, sync=self._sync) as self._writer:
                 self._writer.write(begin)
                 yield

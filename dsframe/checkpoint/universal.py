@@ -58,18 +58,18 @@ def write(
     shapes: OrderedDict[str, torch.Size] = OrderedDict()
     step = 0.0
     for name in entries:
-        one = checkpoint.parameter(name)
+        parameter = checkpoint.parameter(name)
         place = _inside(folder / "zero", name)
         place.mkdir(parents=True)
-        module[name] = convert(one.weight)
-        torch.save({"cat_dim": 0, "param": one.weight}, place / "fp32.pt")
-        if not one.moments:
-            untrained[name] = one.weight
+        module[name] = convert(parameter.weight)
+        torch.save({"cat_dim": 0, "param": parameter.weight}, place / "fp32.pt")
+        if not parameter.moments:
+            untrained[name] = parameter.weight
             continue
-        shapes[name], step = one.weight.shape, one.scalars["step"]
+        shapes[name], step = parameter.weight.shape, parameter.scalars["step"]
         torch.save(torch.tensor(step), place / "step.pt")
         for key in _MOMENTS:
-            torch.save({"cat_dim": 0, "param": one.moments[key]}, place / f"{key}.pt")
+            torch.save({"cat_dim": 0, "param": parameter.moments[key]}, place / f"{key}.pt")
     if untrained:
         torch.save(untrained, folder / UNTRAINED)
         say(

@@ -21,10 +21,10 @@ def bind(world: World) -> tuple[int, ...]:
     What a launcher has bound already (mpirun, srun and numactl do) stays as it is. Raises WorldError where there are fewer cores
     than ranks.
     """
-    own = os.sched_getaffinity(0)
-    if own < _affinity(os.getppid()):
-        return tuple(sorted(own))
-    chosen = share(by_core(own), world.local_rank, world.local_size)
+    allowed = os.sched_getaffinity(0)
+    if allowed < _affinity(os.getppid()):
+        return tuple(sorted(allowed))
+    chosen = share(by_core(allowed), world.local_rank, world.local_size)
     os.sched_setaffinity(0, chosen)
     return chosen
 
@@ -37,8 +37,8 @@ def sentence(bound: tuple[int, ...]) -> str | None:
 def available(world: World) -> int:
     """Cores for this rank's threads: its part of the host's, and no fewer than ``srun --cpus-per-task`` has given it alone."""
     here, given = len(os.sched_getaffinity(0)), os.environ.get("SLURM_CPUS_PER_TASK", "")
-    own = min(here, int(given)) if world.launcher == "srun" and given.isdecimal() else 1
-    return max(here // world.local_size, own)
+    assigned = min(here, int(given)) if world.launcher == "srun" and given.isdecimal() else 1
+    return max(here // world.local_size, assigned)
 
 
 def share(cores: tuple[int, ...], rank: int, ranks: int) -> tuple[int, ...]:

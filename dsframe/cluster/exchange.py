@@ -68,20 +68,20 @@ def all_gather_tensor(ranks: Ranks, tensor: Tensor) -> list[Tensor]:
 
     For megabytes: every rank gets all. A tensor without elements takes the dtype of the others.
     """
-    own = tensor.detach().cpu().contiguous()
-    fact = {"dtype": str(own.dtype).removeprefix("torch."), "shape": list(own.shape)}
-    told = [json.loads(text) for text in all_gather_text(ranks, json.dumps(fact))]
-    dtypes = [getattr(torch, one["dtype"]) for one in told]
-    sizes = [dtype.itemsize * math.prod(one["shape"]) for dtype, one in zip(dtypes, told, strict=True)]
+    local = tensor.detach().cpu().contiguous()
+    fact = {"dtype": str(local.dtype).removeprefix("torch."), "shape": list(local.shape)}
+    facts = [json.loads(text) for text in all_gather_text(ranks, json.dumps(fact))]
+    dtypes = [getattr(torch, fact_of["dtype"]) for fact_of in facts]
+    sizes = [dtype.itemsize * math.prod(fact_of["shape"]) for dtype, fact_of in zip(dtypes, facts, strict=True)]
     starts = [0, *itertools.accumulate(map(aligned, sizes))]
     row = torch.zeros(starts[-1], dtype=torch.uint8)
     rank = ranks.plan.world.rank
-    row[starts[rank] : starts[rank] + sizes[rank]] = own.reshape(-1).view(torch.uint8)
+    row[starts[rank] : starts[rank] + sizes[rank]] = local.reshape(-1).view(torch.uint8)
     sum_rows(ranks, row)
     filled = next((dtype for dtype, size in zip(dtypes, sizes, strict=True) if size), dtypes[0])
     return [
-        row[start : start + size].clone().view(dtype if size else filled).reshape(one["shape"])
-        for start, size, dtype, one in zip(starts, sizes, dtypes, told, strict=False)
+        row[start : start + size].clone().view(dtype if size else filled).reshape(fact_of["shape"])
+        for start, size, dtype, fact_of in zip(starts, sizes, dtypes, facts, strict=False)
     ]
 
 
@@ -103,8 +103,8 @@ def same(ranks: Ranks, text: str) -> bool:
         return True
     digest = xxh3_128_hexdigest(text.encode())
     words = [float(int(digest[at : at + 8], 16)) for at in range(0, 32, 8)]  # 32 bits: exact among two million ranks
-    own = torch.tensor(words, dtype=torch.float64, device=ranks.plan.device)
-    differs = torch.tensor([float(not torch.equal(ranks.sum_over_ranks(own), size * own))], dtype=torch.float64)
+    sums = torch.tensor(words, dtype=torch.float64, device=ranks.plan.device)
+    differs = torch.tensor([float(not torch.equal(ranks.sum_over_ranks(sums), size * sums))], dtype=torch.float64)
     return not ranks.sum_over_ranks(differs.to(ranks.plan.device)).item()
 
 
@@ -128,10 +128,10 @@ def first_difference(ranks: Ranks, entries: Sequence[str]) -> list[str]:
     return all_gather_text(ranks, entries[place] if place < len(entries) else "")
 
 
-def by_value(told: Sequence[str]) -> str:
+def by_value(of_ranks: Sequence[str]) -> str:
     """Returns what the ranks told, one text per rank, as ``A on ranks 0, 2; B on rank 1``."""
     having: dict[str, list[int]] = {}
-    for rank, text in enumerate(told):
+    for rank, text in enumerate(of_ranks):
         having.setdefault(text, []).append(rank)
     return "; ".join(f"{text} on {numbered(ranks)}" for text, ranks in having.items())
 
@@ -147,12 +147,12 @@ def assert_same_on_all_ranks(ranks: Ranks, facts: Mapping[str, str]) -> None:
     text = json.dumps(dict(facts), sort_keys=True)
     if same(ranks, text):
         return
-    told = [json.loads(one) for one in all_gather_text(ranks, text)]
+    facts_of = [json.loads(gathered) for gathered in all_gather_text(ranks, text)]
     wrong = [
-        f"{name} is {theirs.get(name)} on rank {rank} and {told[0][name]} on rank 0"
-        for rank, theirs in enumerate(told)
-        for name in told[0]
-        if theirs.get(name) != told[0][name]
+        f"{name} is {theirs.get(name)} on rank {rank} and {facts_of[0][name]} on rank 0"
+        for rank, theirs in enumerate(facts_of)
+        for name in facts_of[0]
+        if theirs.get(name) != facts_of[0][name]
     ]
     if wrong:
         raise WorldError(

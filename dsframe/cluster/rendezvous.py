@@ -40,10 +40,12 @@ def interface_to(host: str) -> str | None:
     try:
         with socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
             probe.connect((host, 9))  # sends nothing: it only asks for the route
-            own = probe.getsockname()[0]
+            local_address = probe.getsockname()[0]
     except OSError:
         return None
-    return next((interface for address, interface in addresses() if address == own and interface != "lo"), None)
+    return next(
+        (interface for address, interface in addresses() if address == local_address and interface != "lo"), None
+    )
 
 
 def addresses() -> Iterator[tuple[str, str]]:
@@ -59,9 +61,11 @@ def bound_to(address: str) -> str:
     The name of a host often is 127.0.1.1 to itself (Debian), and another address to others.
     """
     with contextlib.suppress(OSError):
-        own = socket.gethostbyname(address)
-        if own in {one for one, _ in addresses()} and (not own.startswith("127.") or address in ("localhost", own)):
-            return own
+        resolved = socket.gethostbyname(address)
+        if resolved in {local for local, _ in addresses()} and (
+            not resolved.startswith("127.") or address in ("localhost", resolved)
+        ):
+            return resolved
     return ""
 
 
@@ -70,13 +74,13 @@ def listener(address: str, port: int) -> socket.socket | None:
 
     Then the caller listens everywhere, for IPv6 too, as torch's own server does and this socket would not.
     """
-    own = bound_to(address)
-    if not own:
+    bound = bound_to(address)
+    if not bound:
         return None
     listening = socket.socket()
     listening.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
-        listening.bind((own, port))
+        listening.bind((bound, port))
         listening.listen(1024)
     except OSError:
         listening.close()
@@ -127,8 +131,8 @@ def _through_horovod(world: World, environ: Mapping[str, str]) -> tuple[str, int
     url = f"http://{environ['HOROVOD_GLOO_RENDEZVOUS_ADDR']}:{environ.get('HOROVOD_GLOO_RENDEZVOUS_PORT')}/dsframe/meeting_point"
     opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))
     if world.is_main:
-        own = "127.0.0.1" if world.local_size == world.size else environ.get("HOROVOD_HOSTNAME", socket.gethostname())
-        point = f"{own} {free_port()}"
+        host = "127.0.0.1" if world.local_size == world.size else environ.get("HOROVOD_HOSTNAME", socket.gethostname())
+        point = f"{host} {free_port()}"
         opener.open(urllib.request.Request(url, data=point.encode(), method="PUT"), timeout=_MEETING_SECONDS).close()
     else:
         point = _read_when_there(opener, url)

@@ -102,33 +102,35 @@ _LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 def _launcher(environ: Mapping[str, str]) -> Launcher:
     """The launcher whose variables are there; WorldError where two started this process at once."""
-    found: list[Launcher] = []
+    launchers: list[Launcher] = []
     if "RANK" in environ and "WORLD_SIZE" in environ and not _repeats_slurm(environ):
-        found.append("deepspeed" if "LOCAL_SIZE" in environ and "TORCHELASTIC_RUN_ID" not in environ else "torchrun")
+        launchers.append(
+            "deepspeed" if "LOCAL_SIZE" in environ and "TORCHELASTIC_RUN_ID" not in environ else "torchrun"
+        )
     if "HOROVOD_RANK" in environ and "HOROVOD_SIZE" in environ:
-        found.append("horovodrun")
+        launchers.append("horovodrun")
     if _is_horovods_mpirun(environ):
-        found.append("horovodrun")
+        launchers.append("horovodrun")
     elif "OMPI_COMM_WORLD_RANK" in environ or _mpi(environ):
-        found.append("mpirun")
-    if not found and "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
+        launchers.append("mpirun")
+    if not launchers and "SLURM_PROCID" in environ and "SLURM_STEP_NUM_TASKS" in environ:
         # An srun around another launcher is usual and means one task a host: only srun on its own counts.
-        found.append("srun")
-    if len(found) > 1:
-        first, second = found[:2]
+        launchers.append("srun")
+    if len(launchers) > 1:
+        first, second = launchers[:2]
         names = [_names(launcher, environ) for launcher in (first, second)]
         raise WorldError(
             f"two launchers at once: {first} ({names[0].rank}={environ[names[0].rank]}) and "
             f"{second} ({names[1].rank}={environ[names[1].rank]}); unset the variables of the one that did not start this run"
         )
     many = next((name for name in _ONE_OF_MANY if environ.get(name, "1") not in ("0", "1")), None)
-    if not found and many:
+    if not launchers and many:
         raise WorldError(
             f"{many}={environ[many]} says that this is one of several processes, but dsframe does not know the launcher that "
             "started them; start them with one of deepspeed, torchrun, horovodrun, mpirun and srun, or export RANK, WORLD_SIZE, "
             "LOCAL_RANK and LOCAL_WORLD_SIZE (and MASTER_ADDR and MASTER_PORT) in each"
         )
-    return found[0] if found else "python"
+    return launchers[0] if launchers else "python"
 
 
 def _mpi(environ: Mapping[str, str]) -> _Names | None:
@@ -216,11 +218,11 @@ def _numbers(piece: str) -> list[str]:
     """Returns what a part of such a name stands for: ``[03-05,9]`` for 03, 04, 05 and 9, any other text for itself."""
     if not piece.startswith("["):
         return [piece]
-    found: list[str] = []
+    names: list[str] = []
     for part in piece[1:-1].split(","):
         first, _, last = part.partition("-")
-        found += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
-    return found
+        names += [f"{number:0{len(first)}}" for number in range(int(first), int(last or first) + 1)]
+    return names
 
 
 _worlds: list[World] = []

@@ -34,13 +34,13 @@ def collated(numbered: Sequence[tuple[int, Any]], collate: Collate | None = None
         return _by_default(numbered, rows)
     whose = getattr(collate, "__qualname__", type(collate).__qualname__)
     try:
-        found = collate(rows, width) if isinstance(collate, Pad) else collate(rows)
+        batch = collate(rows, width) if isinstance(collate, Pad) else collate(rows)
     except Exception as error:  # a collator of any library's
         numbers = ", ".join(str(number) for number, _ in numbered[:8]) + (" ..." if len(numbered) > 8 else "")
         last = traceback.extract_tb(error.__traceback__)[-1]
         where = f"{last.filename}:{last.lineno}"
         raise DataError(f"{whose} makes no batch of rows {numbers}: {reason(error, 400)} ({where})") from error
-    return _split(found, f"{whose} returned {_kind(found)}")
+    return _split(batch, f"{whose} returned {_kind(batch)}")
 
 
 def _by_default(numbered: Sequence[tuple[int, Any]], rows: list[Any]) -> Batch:
@@ -55,25 +55,25 @@ def _by_default(numbered: Sequence[tuple[int, Any]], rows: list[Any]) -> Batch:
     if as_dicts:
         rows = [{name: _tensor(value) for name, value in row.items()} for row in rows]
     try:
-        found = default_collate(rows)
+        batch = default_collate(rows)
     except (RuntimeError, TypeError, KeyError) as error:
         what = _misfit([number for number, _ in numbered], rows) or error
         raise DataError(f"the rows of a batch do not fit each other: {what}") from error
-    return _split(found, f"a data set gave dicts with {', '.join(map(repr, found))}" if as_dicts else "")
+    return _split(batch, f"a data set gave dicts with {', '.join(map(repr, batch))}" if as_dicts else "")
 
 
-def _split(found: Any, what: str) -> Batch:
+def _split(batch: Any, what: str) -> Batch:
     """Inputs and targets. ``what`` there is instead, for the message."""
-    if isinstance(found, Mapping):
-        names = [name for name in LABELS if name in found]
+    if isinstance(batch, Mapping):
+        names = [name for name in LABELS if name in batch]
         if not names:
             raise DataError(
                 f"{what}: a dict without labels has no target; name one of them labels, or return (inputs, targets) from the "
                 "task's collate(rows)"
             )
-        return {name: value for name, value in found.items() if name not in LABELS}, found[names[0]]
-    if isinstance(found, (tuple, list)) and len(found) == 2:
-        return found[0], found[1]
+        return {name: value for name, value in batch.items() if name not in LABELS}, batch[names[0]]
+    if isinstance(batch, (tuple, list)) and len(batch) == 2:
+        return batch[0], batch[1]
     raise DataError(f"{what}, not (inputs, targets) or a dict with labels")
 
 
@@ -96,18 +96,18 @@ def _kind(row: Any) -> str:
 def _misfit(numbers: list[int], rows: list[Any]) -> str:
     """Names the first row whose leaves differ from those of the first one in shape, dtype, or number."""
 
-    def told(row: Any) -> list[str]:
-        found = []
+    def describe(row: Any) -> list[str]:
+        lines = []
         for path, leaf in tree_leaves_with_path(row):
             tensor = leaf if isinstance(leaf, Tensor) else np.asarray(leaf)
-            found.append(f"{keystr(path)} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}")
-        return found
+            lines.append(f"{keystr(path)} {list(tensor.shape)} {str(tensor.dtype).removeprefix('torch.')}")
+        return lines
 
-    first = told(rows[0])
+    first = describe(rows[0])
     for number, row in zip(numbers[1:], rows[1:], strict=True):
-        if (other := told(row)) != first:
-            mine = [one for one in first if one not in other] or first
-            theirs = [one for one in other if one not in first] or other
+        if (other := describe(row)) != first:
+            mine = [leaf for leaf in first if leaf not in other] or first
+            theirs = [leaf for leaf in other if leaf not in first] or other
             return (
                 f"row {numbers[0]} has {', '.join(mine)}, but row {number} has {', '.join(theirs)}; pad them to one size "
                 "(collate = dsframe.data.Pad() in the task), or cut them"
@@ -138,12 +138,12 @@ class Pad:
     def __call__(self, rows: list[Mapping[str, Any]], width: int | None = None) -> dict[str, Tensor]:
         """The rows as one tensor for each name, ``[rows, longest, ...]``. ``width``: the longest of the global batch, where it is
         to be one of all. Raises DataError where a row is too long."""
-        found: dict[str, Tensor] = {}
+        batch: dict[str, Tensor] = {}
         masks = all("input_ids" in row and "attention_mask" not in row for row in rows)
         for name in rows[0]:
             tensors = [torch.as_tensor(row[name]) for row in rows]
             if tensors[0].ndim == 0:
-                found[name] = torch.stack(tensors)
+                batch[name] = torch.stack(tensors)
                 continue
             longest = max(len(tensor) for tensor in tensors)
             size = self.length or -(-(width or longest) // self.multiple) * self.multiple
@@ -157,8 +157,8 @@ class Pad:
             padded = tensors[0].new_full((len(rows), size, *tensors[0].shape[1:]), value)
             for row, tensor in zip(padded, tensors, strict=True):
                 row[: len(tensor)] = tensor
-            found[name] = padded
+            batch[name] = padded
             if name == "input_ids" and masks:
                 lengths = torch.tensor([len(tensor) for tensor in tensors])
-                found["attention_mask"] = (torch.arange(size) < lengths[:, None]).long()
-        return found
+                batch["attention_mask"] = (torch.arange(size) < lengths[:, None]).long()
+        return batch

@@ -58,7 +58,7 @@ def find(patterns: str | Sequence[str], key: str, kinds: Sequence[str] = ()) -> 
 
     Raises DataError where a pattern finds nothing, where two find the same file, and for a kind of file that is not read.
     """
-    found: dict[Path, str] = {}
+    pattern_of: dict[Path, str] = {}
     for pattern in [patterns] if isinstance(patterns, str) else patterns:
         expanded = os.path.expanduser(pattern)  # noqa: PTH111  # a glob is not a path
         names = sorted(Path(name) for name in glob.glob(expanded, recursive=True))  # noqa: PTH207  # absolute ones too
@@ -71,12 +71,14 @@ def find(patterns: str | Sequence[str], key: str, kinds: Sequence[str] = ()) -> 
                 raise DataError(f"{key}: {path}: files of {', '.join(kinds)} are read")
             if not kinds:
                 _check_kind(path, key)
-            if path in found:
-                raise DataError(f"{key}: {path} is named twice, by {found[path]} and {pattern}; remove one of them")
-            found[path] = pattern
-    if not found:
+            if path in pattern_of:
+                raise DataError(
+                    f"{key}: {path} is named twice, by {pattern_of[path]} and {pattern}; remove one of them"
+                )
+            pattern_of[path] = pattern
+    if not pattern_of:
         raise DataError(f"{key}: names no file")
-    return list(found)
+    return list(pattern_of)
 
 
 def _check_kind(path: Path, key: str) -> None:
@@ -152,11 +154,11 @@ def parsed(line: bytes, place: str) -> dict[str, Any]:
 
 
 def _without_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    found = dict(pairs)
-    if len(found) < len(pairs):
+    unique = dict(pairs)
+    if len(unique) < len(pairs):
         names = [name for name, _ in pairs]
         raise ValueError(f'"{next(name for name in names if names.count(name) > 1)}" is there twice')
-    return found
+    return unique
 
 
 def _text(path: Path, columns: Sequence[str]) -> Iterator[Row]:
@@ -235,7 +237,7 @@ def local(pattern: str, data_dir: str | None) -> str:
     if not (folder / _SAVED[0]).is_file():
         datasets = _datasets(pattern)
         try:
-            found = datasets.load_dataset(name, config or None, split=split or "train")
+            dataset = datasets.load_dataset(name, config or None, split=split or "train")
         except Exception as error:  # of the network, of the library
             raise DataError(
                 f"{pattern}: cannot be downloaded ({reason(error, 400)}); without a network, name a folder that "
@@ -244,7 +246,7 @@ def local(pattern: str, data_dir: str | None) -> str:
         with writing(folder):
             folder.parent.mkdir(parents=True, exist_ok=True)
             with tempfile.TemporaryDirectory(dir=folder.parent, prefix=f".{folder.name}.") as partial:
-                found.save_to_disk(f"{partial}/whole")
+                dataset.save_to_disk(f"{partial}/whole")
                 try:
                     Path(partial, "whole").rename(folder)
                 except OSError as error:
@@ -256,10 +258,10 @@ def local(pattern: str, data_dir: str | None) -> str:
 def _saved(path: Path) -> Iterator[Row]:
     datasets = _datasets(path)
     try:
-        found = datasets.load_from_disk(str(path), keep_in_memory=False)
+        dataset = datasets.load_from_disk(str(path), keep_in_memory=False)
     except Exception as error:  # of pyarrow, of JSON, of the library
         raise DataError(f"{path}: cannot be read by datasets ({' '.join(str(error).split())})") from error
-    for number, value in enumerate(found.with_format(None)):
+    for number, value in enumerate(dataset.with_format(None)):
         yield Row(f"{path}, row {number}", value)
 
 
@@ -283,10 +285,10 @@ def digest(paths: Sequence[Path], data_dir: str | None) -> str:
     files = [file for file in files if file.is_file()]
     key, newest = xxh3_128(), 0
     for file in files:
-        found = _stat(file)
-        facts = (found.st_dev, found.st_ino, found.st_size, found.st_mtime_ns, found.st_ctime_ns)
+        status = _stat(file)
+        facts = (status.st_dev, status.st_ino, status.st_size, status.st_mtime_ns, status.st_ctime_ns)
         key.update(f"{file.absolute()}\0{file.suffix}\0{facts}\0".encode())
-        newest = max(newest, found.st_mtime_ns, found.st_ctime_ns)
+        newest = max(newest, status.st_mtime_ns, status.st_ctime_ns)
     kept = data_root(data_dir) / "tokens" / "sources" / key.hexdigest()
     began = time.time_ns()
     if kept.is_file() and len(known := kept.read_text()) == 32:

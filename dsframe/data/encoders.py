@@ -43,10 +43,10 @@ class TextEncoder:
     def encode(self, rows: list[Row]) -> Iterator[Any]:
         texts = [column(row, self._field) for row in rows]
         if self._tokenizer is None:
-            found: Any = [np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8) for text in texts]
+            encoded: Any = [np.frombuffer(text.encode("utf-8", "surrogatepass"), np.uint8) for text in texts]
         else:
-            found = tokens_of(self._tokenizer, texts, rows)
-        for row, tokens in zip(rows, found, strict=True):
+            encoded = tokens_of(self._tokenizer, texts, rows)
+        for row, tokens in zip(rows, encoded, strict=True):
             empty = row.last and not self._within and not len(tokens)
             begun = self._within or empty or (self._begin and list(tokens[:1]) == self._begin)  # a text may have them
             before = [] if begun else self._begin
@@ -81,8 +81,8 @@ class ConversationEncoder:
         for row in rows:
             if not self._told and (others := [name for name in row.value if name not in self.columns]):
                 self._told = True
-                told = f"dsframe: warning: {row.place}: columns that are not read: {', '.join(map(str, others))}"
-                print(told, file=sys.stderr, flush=True)
+                warning = f"dsframe: warning: {row.place}: columns that are not read: {', '.join(map(str, others))}"
+                print(warning, file=sys.stderr, flush=True)
             self._choose_template(row)
             if "messages" in row.value and row.value["messages"] is not None:
                 tokens, learned = self._conversation(row)
@@ -93,8 +93,8 @@ class ConversationEncoder:
                 raise DataError(
                     missing(row.place, ["messages", "prompt and completion"], there).partition("; name the")[0]
                 )
-            found = np.asarray(tokens, np.int32)
-            yield np.where(np.asarray(learned, bool), found, ~found)
+            ids = np.asarray(tokens, np.int32)
+            yield np.where(np.asarray(learned, bool), ids, ~ids)
 
     def _choose_template(self, row: Row) -> None:
         """Of several by name the one that transformers takes: that for tools where there are some, else the default."""
@@ -120,7 +120,7 @@ class ConversationEncoder:
             )
         messages = _messages(row.value["messages"], row, "messages")
         counts = [_counts(message, row) for message in messages if message["role"] == "assistant"]
-        messages = [{key: part for key, part in one.items() if key not in _WEIGHTS} for one in messages]
+        messages = [{key: part for key, part in message.items() if key not in _WEIGHTS} for message in messages]
         tokens = self._applied(messages, row)["input_ids"]
         text, spans = self._rendered(messages, row)
         if not all(counts) and len(spans) != len(counts):
@@ -211,10 +211,10 @@ def _counts(message: Mapping[str, Any], row: Row) -> bool:
     return all(message.get(key, 1) == 1 for key in _WEIGHTS)
 
 
-def _common(one: Sequence[int], other: Sequence[int]) -> int:
+def _common(first: Sequence[int], other: Sequence[int]) -> int:
     """The length of the common beginning."""
-    same = (number for number, (a, b) in enumerate(zip(one, other, strict=False)) if a != b)
-    return next(same, min(len(one), len(other)))
+    same = (number for number, (a, b) in enumerate(zip(first, other, strict=False)) if a != b)
+    return next(same, min(len(first), len(other)))
 
 
 def tokens_of(tokenizer: Any, texts: Sequence[str], rows: Sequence[Row]) -> Any:
@@ -250,9 +250,11 @@ def _string(value: Any, row: Row, name: str) -> str:
 
 
 def _messages(value: Any, row: Row, name: str) -> list[Any]:
-    if not isinstance(value, (list, tuple)) or not all(isinstance(one, Mapping) and "role" in one for one in value):
+    if not isinstance(value, (list, tuple)) or not all(
+        isinstance(message, Mapping) and "role" in message for message in value
+    ):
         raise DataError(f'{row.place}: "{name}" must be a list of messages, {{"role": "user", "content": "..."}}')
-    return [_without_nulls(one) for one in value]
+    return [_without_nulls(message) for message in value]
 
 
 def _without_nulls(value: Any) -> Any:

@@ -97,9 +97,9 @@ def _local(name: str, root: Path, scratch: Path) -> str:
     """A copy elsewhere on this machine."""
     from dsframe.data import vision
 
-    found = vision.find_mnist(name, None)
-    _store(found, name, root)
-    return f"copied from {next(iter(found.values())).parent}"
+    files = vision.find_mnist(name, None)
+    _store(files, name, root)
+    return f"copied from {next(iter(files.values())).parent}"
 
 
 def _debian(name: str, root: Path, scratch: Path) -> str:
@@ -158,14 +158,14 @@ def _download(name: str, root: Path, scratch: Path) -> str:
     return "downloaded by torchvision"
 
 
-def _store(found: dict[str, Path], name: str, root: Path) -> None:
+def _store(files: dict[str, Path], name: str, root: Path) -> None:
     """Writes the four files, checked and decompressed, in torchvision's layout under ``root``."""
     from dsframe.data import vision
     from dsframe.data.files import read_bytes, read_idx, replacing
 
     target = root / vision.TORCHVISION_FOLDER[name]
     target.mkdir(parents=True, exist_ok=True)
-    for file, path in found.items():
+    for file, path in files.items():
         read_idx(path)
         with replacing(target / file) as out:
             out.write(read_bytes(path))

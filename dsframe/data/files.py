@@ -104,11 +104,11 @@ def read_idx(path: Path) -> Tensor:
     header = 4 + 4 * dimensions
     shape = [int.from_bytes(content[at : at + 4], "big") for at in range(4, header, 4)]
     size = math.prod(shape)
-    found = len(content) if path.suffix == ".gz" else path.stat().st_size
-    if found != header + size:
+    bytes_read = len(content) if path.suffix == ".gz" else path.stat().st_size
+    if bytes_read != header + size:
         raise DataError(
             f"{path}: truncated or damaged: its header says {' x '.join(map(str, shape))}, {header + size:,} bytes, "
-            f"but it has {found:,}; delete it and fetch it again"
+            f"but it has {bytes_read:,}; delete it and fetch it again"
         )
     if path.suffix == ".gz":  # the copy makes the array writable, which torch asks for
         return torch.from_numpy(np.frombuffer(content, np.uint8, offset=header).reshape(shape).copy())

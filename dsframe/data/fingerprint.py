@@ -33,19 +33,19 @@ def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader) -> dict
     Samples that look otherwise each time they are read have no digest: of those only the structure is compared, and nothing
     is returned. May draw random numbers, if the data do.
     """
-    own = {str(index): digest(row) for index, row in _rows(loader, _chosen(loader))}
-    told = [json.loads(text) for text in all_gather_text(ranks, json.dumps(own))]
-    common = [index for index in told[0] if all(index in one for one in told)]
-    index = next((index for index in common if len({one[index] for one in told}) > 1), None)
+    digests = {str(index): digest(row) for index, row in _rows(loader, _chosen(loader))}
+    of_ranks = [json.loads(text) for text in all_gather_text(ranks, json.dumps(digests))]
+    common = [index for index in of_ranks[0] if all(index in digests_there for digests_there in of_ranks)]
+    index = next((index for index in common if len({digests_there[index] for digests_there in of_ranks}) > 1), None)
     if index is None:
-        return {index: own[index] for index in common}
+        return {index: digests[index] for index in common}
     rows = [row for _, row in _rows(loader, [int(index)] * _READINGS)]
-    again = json.dumps({"random": len({own[index], *map(digest, rows)}) > 1, "kind": _kind(rows[0])})
+    again = json.dumps({"random": len({digests[index], *map(digest, rows)}) > 1, "kind": _kind(rows[0])})
     said = [json.loads(text) for text in all_gather_text(ranks, again)]
-    kinds = [one["kind"] for one in said]
-    if any(one["random"] for one in said) and len(set(kinds)) == 1:
+    kinds = [reading["kind"] for reading in said]
+    if any(reading["random"] for reading in said) and len(set(kinds)) == 1:
         return {}
-    others = [rank for rank, one in enumerate(told) if one[index] != told[0][index]]
+    others = [rank for rank, digests_there in enumerate(of_ranks) if digests_there[index] != of_ranks[0][index]]
     what = f": {by_value(kinds)}" if len(set(kinds)) > 1 else ""
     which = "training" if isinstance(loader, Loader) else "evaluation"
     raise DataError(
@@ -57,15 +57,15 @@ def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader) -> dict
 
 def digest(row: Batch) -> str:
     """Returns a digest of everything in ``row``: names, types, shapes and values."""
-    found = xxh3_64()
+    hasher = xxh3_64()
     for path, leaf in tree_leaves_with_path(row):
-        found.update(keystr(path).encode())
+        hasher.update(keystr(path).encode())
         if isinstance(leaf, Tensor) and leaf.layout == torch.strided:
-            found.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
-            found.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
+            hasher.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
+            hasher.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         else:
-            found.update(repr(leaf).encode())
-    return found.hexdigest()
+            hasher.update(repr(leaf).encode())
+    return hasher.hexdigest()
 
 
 def _kind(row: Batch) -> str:

@@ -95,11 +95,11 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
         unknown = sorted({entry.name for entry in _folders(folder)} - set(classes))
         if unknown:
             raise DataError(f"image-folder: {folder} has classes that train/ has not: {', '.join(unknown)}")
-        found = {name: _files(folder / name) for name in classes}
+        paths_of = {name: _files(folder / name) for name in classes}
         self.samples = [
             (path, label)
             for label, name in enumerate(classes)
-            for path in found[name]
+            for path in paths_of[name]
             if path.suffix.lower() in SUFFIXES
         ]
         there = {label for _, label in self.samples}
@@ -123,28 +123,28 @@ class ImageFolder(Dataset[tuple[Tensor, int]]):
 
 
 def _folders(folder: Path) -> list[Path]:
-    found = [entry for entry in folder.iterdir() if entry.is_dir()]
-    return [entry for entry in found if entry.name not in _JUNK and not entry.name.startswith(".")]
+    folders = [entry for entry in folder.iterdir() if entry.is_dir()]
+    return [entry for entry in folders if entry.name not in _JUNK and not entry.name.startswith(".")]
 
 
 def _files(folder: Path) -> list[Path]:
     """The files below ``folder``, sorted, without hidden ones and what systems put there."""
-    found = []
+    paths = []
     for place, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in _JUNK and not name.startswith(".")]
-        found += [Path(place, name) for name in files if not name.startswith(".") and name != "Thumbs.db"]
-    return sorted(found)
+        paths += [Path(place, name) for name in files if not name.startswith(".") and name != "Thumbs.db"]
+    return sorted(paths)
 
 
 def check(data_dir: str, classes: list[str], say: Callable[[str], None]) -> None:
     """Opens the images of all splits. Raises DataError that names all files which are no whole images."""
     root = Path(data_dir).expanduser()
     places = [root / name for name in ("train", *_TEST_FOLDERS) if (root / name).is_dir()]
-    files = [one for place in places for name in classes for one in _files(place / name)]
-    paths = [one for one in files if one.suffix.lower() in SUFFIXES]
-    if others := Counter(one.suffix.lower() or "no suffix" for one in files if one.suffix.lower() not in SUFFIXES):
-        told = ", ".join(f"{count} with {suffix}" for suffix, count in sorted(others.items()))
-        say(f"dsframe: files in {root} that are not read as images: {told}")
+    files = [file for place in places for name in classes for file in _files(place / name)]
+    paths = [file for file in files if file.suffix.lower() in SUFFIXES]
+    if others := Counter(file.suffix.lower() or "no suffix" for file in files if file.suffix.lower() not in SUFFIXES):
+        counts = ", ".join(f"{count} with {suffix}" for suffix, count in sorted(others.items()))
+        say(f"dsframe: files in {root} that are not read as images: {counts}")
     if len(paths) > _MOST_CHECKED:
         say(f"dsframe: {len(paths):,} images are not opened before training; a damaged one ends it where it is read")
         return

@@ -50,11 +50,11 @@ class Mixture:
     ) -> None:
         """Raises DataError for names without a set, weights that are no numbers above 0, and sets that are empty."""
         self.sets = dict(sets)
-        for name, one in self.sets.items():
-            if len(one) == 0:
+        for name, data in self.sets.items():
+            if len(data) == 0:
                 raise DataError(f"mixture: {name} is empty")
-        self.ends = list(accumulate(len(one) for one in self.sets.values()))
-        given = {name: len(one) for name, one in self.sets.items()} if weights is None else dict(weights)
+        self.ends = list(accumulate(len(data) for data in self.sets.values()))
+        given = {name: len(data) for name, data in self.sets.items()} if weights is None else dict(weights)
         what = dict.fromkeys(sets, exhausted) if isinstance(exhausted, str) else dict(exhausted)
         if not self.sets or set(given) != set(self.sets) or not set(what) <= set(self.sets):
             raise DataError(
@@ -76,8 +76,8 @@ class Mixture:
     @cached_property
     def lengths(self) -> list[int] | None:
         """The ``lengths`` of all data sets, one after another; None where one has none."""
-        each: list[Any] = [getattr(one, "lengths", None) for one in self.sets.values()]
-        return None if any(one is None for one in each) else [int(n) for one in each for n in one]
+        each: list[Any] = [getattr(data, "lengths", None) for data in self.sets.values()]
+        return None if any(data is None for data in each) else [int(n) for data in each for n in data]
 
     def __getitem__(self, index: int) -> Any:
         number = bisect_right(self.ends, index)
@@ -91,7 +91,7 @@ class MixtureSource:
         self.mixture = mixture
         self._sources: list[Source] = list(mixture.sets.values())
         self._ends = torch.tensor(mixture.ends)
-        self.global_width = any(isinstance(one, RowSource) and one.global_width for one in self._sources)
+        self.global_width = any(isinstance(source, RowSource) and source.global_width for source in self._sources)
 
     def __len__(self) -> int:
         return len(self.mixture)
@@ -105,9 +105,9 @@ class MixtureSource:
         which = torch.searchsorted(self._ends, indices, right=True)
         widths = []
         for number, source in enumerate(self._sources):
-            own = indices[which == number] - (self._ends[number - 1] if number else 0)
-            if isinstance(source, RowSource) and len(own):
-                widths.append(source.width(own))
+            numbers = indices[which == number] - (self._ends[number - 1] if number else 0)
+            if isinstance(source, RowSource) and len(numbers):
+                widths.append(source.width(numbers))
         return max(widths)
 
     def gather(self, parts: list[Part], width: int | None = None) -> Batch:
@@ -118,19 +118,19 @@ class MixtureSource:
         widths = [width or 0]
         wanted: list[tuple[Source, list[Part], Tensor]] = []
         for number, source in enumerate(self._sources):
-            own = indices - (self._ends[number - 1] if number else 0)
+            numbers = indices - (self._ends[number - 1] if number else 0)
             for epoch in epochs[which == number].unique().tolist():  # type: ignore[no-untyped-call]
                 here = ((which == number) & (epochs == epoch)).nonzero().flatten()
-                wanted.append((source, [(epoch, own[here])], here))
+                wanted.append((source, [(epoch, numbers[here])], here))
                 if isinstance(source, RowSource):
-                    widths.append(source.width(own[here]))
-        found = [
+                    widths.append(source.width(numbers[here]))
+        batches = [
             source.gather(rows, max(widths)) if isinstance(source, RowSource) else source.batch(rows[0][1], rows[0][0])
             for source, rows, _ in wanted
         ]
         back = torch.cat([here for _, _, here in wanted]).argsort()
         try:
-            inputs, targets = tree_map(lambda *rows: torch.cat(rows).index_select(0, back), *found)
+            inputs, targets = tree_map(lambda *rows: torch.cat(rows).index_select(0, back), *batches)
         except (RuntimeError, ValueError, TypeError) as error:
             raise DataError(
                 f"mixture: the rows of {', '.join(self.mixture.sets)} do not fit each other: {error}"
@@ -166,8 +166,8 @@ class MixtureOrder(Order):
         for number, order in enumerate(self._orders):
             here = (which == number).nonzero().flatten()
             offset = self._mixture.ends[number] - order.samples
-            own = taken(order, *divmod(int(nth[here[0]]), order.samples), len(here)) if len(here) else []
-            for (passes, rows), places in zip(own, here.split([len(rows) for _, rows in own]), strict=True):  # type: ignore[no-untyped-call]
+            drawn = taken(order, *divmod(int(nth[here[0]]), order.samples), len(here)) if len(here) else []
+            for (passes, rows), places in zip(drawn, here.split([len(rows) for _, rows in drawn]), strict=True):  # type: ignore[no-untyped-call]
                 epochs[places], indices[places] = passes, rows + offset
         cuts = (epochs.diff().nonzero().flatten() + 1).tolist()
         return [(int(epochs[cut]), rows) for cut, rows in zip([0, *cuts], indices.tensor_split(cuts), strict=True)]
@@ -212,10 +212,10 @@ class MixtureOrder(Order):
             phase = _Phase(begin, before, block, int(block.sum()))
             phases.append(phase)
             ends = []
-            for one in (alive & finite).nonzero().flatten().tolist():
-                whole, rest = divmod(int(self._sizes[one] - before[one]), int(block[one]))
+            for index in (alive & finite).nonzero().flatten().tolist():
+                whole, rest = divmod(int(self._sizes[index] - before[index]), int(block[index]))
                 sets, ranks = _shuffled(block, self.seed, cycle, len(phases) - 1, whole)
-                last = ((sets == one) & (ranks == rest - 1)).nonzero()
+                last = ((sets == index) & (ranks == rest - 1)).nonzero()
                 ends.append(whole * phase.size + (int(last) + 1 if rest else 0))
             if not ends:
                 return phases
@@ -242,9 +242,9 @@ class MixtureOrder(Order):
         shares = [weight / sum(weights) for weight in weights]
         size = min(math.lcm(*(share.denominator for share in shares)), _FINEST)
         counts = [math.floor(share * size) for share in shares]
-        largest = sorted(range(len(shares)), key=lambda one: counts[one] - shares[one] * size)
-        for one in largest[: size - sum(counts)]:
-            counts[one] += 1
+        largest = sorted(range(len(shares)), key=lambda index: counts[index] - shares[index] * size)
+        for index in largest[: size - sum(counts)]:
+            counts[index] += 1
         for name, share, count in zip(self._mixture.sets, shares, counts, strict=True):
             if share and not count:
                 raise DataError(
@@ -266,7 +266,7 @@ class MixtureOrder(Order):
         }
 
     def lines(self, samples: int) -> list[str]:
-        found = []
+        lines = []
         counts = self.shares(samples)
         for (name, count), size, what in zip(
             counts.items(), self._sizes.tolist(), self._mixture.exhausted, strict=True
@@ -277,8 +277,8 @@ class MixtureOrder(Order):
                     'of this training; train less, lower its weight, or let it repeat or end ("exhausted")'
                 )
             then = ", which then ends" if what == "ends" and count >= size and not self._ends else ""
-            found.append(f"mixture: {name}: {count / samples:.1%} of the samples, {count:,} of its {size:,}{then}")
-        return found
+            lines.append(f"mixture: {name}: {count / samples:.1%} of the samples, {count:,} of its {size:,}{then}")
+        return lines
 
     def _last(self, name: str) -> int:
         """Returns how many samples of the training there are until the set of that name is read."""

@@ -75,14 +75,14 @@ class RowSource:
         before = np.cumsum(lengths) - lengths
         first = before - (np.cumsum(filled) - filled)[row] + row * width
         source, place = _ranges(pieces[:, 0], lengths), _ranges(first, lengths)
-        own, after = self._tokens[source], self._tokens[source + 1]
+        tokens, after = self._tokens[source], self._tokens[source + 1]
 
         def laid(values: Any, fill: int) -> Tensor:
             table = np.full(len(chosen) * width, fill, np.int64)
             table[place] = values
             return torch.from_numpy(table.reshape(len(chosen), width))
 
-        inputs = {"input_ids": laid(np.maximum(own, ~own), 0)}
+        inputs = {"input_ids": laid(np.maximum(tokens, ~tokens), 0)}
         targets = laid(np.where(after < 0, IGNORED, after), IGNORED)
         if self._together:
             inputs["position_ids"] = laid(_ranges(np.zeros_like(lengths), lengths), 0)

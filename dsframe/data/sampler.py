@@ -71,22 +71,22 @@ class Order:
         return lru_cache(maxsize=2)(self._ordered)  # a batch reaches over the end of at most one epoch
 
     def _ordered(self, epoch: int) -> Tensor:
-        found = self._chosen(epoch, self.samples) if self._chosen else None
-        if found is None:
+        order = self._chosen(epoch, self.samples) if self._chosen else None
+        if order is None:
             return permutation(self.samples, self.seed, epoch)
         what = ""
-        if not isinstance(found, Tensor) or found.dtype != torch.int64 or found.device.type != "cpu":
-            what = f"{found.dtype} on {found.device}" if isinstance(found, Tensor) else type(found).__name__
-        elif found.shape != (self.samples,):
-            what = f"shape {list(found.shape)}"
-        elif found.min() < 0 or found.max() >= self.samples:
-            what = f"indices from {int(found.min())} to {int(found.max())}"
+        if not isinstance(order, Tensor) or order.dtype != torch.int64 or order.device.type != "cpu":
+            what = f"{order.dtype} on {order.device}" if isinstance(order, Tensor) else type(order).__name__
+        elif order.shape != (self.samples,):
+            what = f"shape {list(order.shape)}"
+        elif order.min() < 0 or order.max() >= self.samples:
+            what = f"indices from {int(order.min())} to {int(order.max())}"
         if what:
             raise DataError(
                 f"the order of epoch {epoch} has {what}; give {self.samples} indices from 0 to {self.samples - 1}, an int64 tensor "
                 "on the CPU"
             )
-        return found
+        return order
 
 
 def taken(order: Order, epoch: int, start: int, count: int) -> list[Part]:

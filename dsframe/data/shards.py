@@ -91,14 +91,14 @@ class Shards(Dataset[Any]):
         place = int(np.searchsorted(self._first_group, group, side="right")) - 1
         shard = self._shards[place]
         whole = self._whole(group, shard, group - int(self._first_group[place])) if shard.whole else None
-        found = shard.read(whole, number)
-        return found if self.row is None else self.row(found)
+        row = shard.read(whole, number)
+        return row if self.row is None else self.row(row)
 
     def _whole(self, group: int, shard: _Shard, number: int) -> Any:
         """A group that is decoded. As many are kept as a window can lie in."""
         if group not in self._cache:
             self._cache[group] = shard.group(number)
-            kept = sum(int(self.sizes[one]) for one in self._cache)
+            kept = sum(int(self.sizes[cached]) for cached in self._cache)
             while kept > self.window + 2 * int(self.sizes.max()) and len(self._cache) > 1:
                 kept -= int(self.sizes[self._cache.popitem(last=False)[0]])
         self._cache.move_to_end(group)
@@ -121,12 +121,12 @@ class _Windows(Order):
         self._begins = self._sizes.cumsum(0) - self._sizes
 
     def take(self, epoch: int, start: int, count: int) -> list[Part]:
-        found = []
+        parts = []
         while count:
             window, at = divmod(start, self._window)
-            found.append(self._shuffled(epoch, window)[at : at + count])
-            start, count = start + len(found[-1]), count - len(found[-1])
-        return [(epoch, torch.cat(found))]
+            parts.append(self._shuffled(epoch, window)[at : at + count])
+            start, count = start + len(parts[-1]), count - len(parts[-1])
+        return [(epoch, torch.cat(parts))]
 
     def about(self) -> dict[str, Any]:
         return {"window": self._window, "groups": len(self._sizes)}
@@ -189,10 +189,10 @@ class _Shard(ABC):
     def bytes(self, offset: int, size: int) -> bytes:
         """Returns what lies there. Raises DataError where the file is gone, another one, or shorter."""
         with _readable(self.path):
-            found = os.pread(_opened(self).number, size, offset)
-        if len(found) != size:
+            content = os.pread(_opened(self).number, size, offset)
+        if len(content) != size:
             raise DataError(f"{self.path}: truncated: it ends before byte {offset + size:,}")
-        return found
+        return content
 
 
 class _Tar(_Shard):
@@ -234,11 +234,11 @@ class _Tar(_Shard):
                 "dot of the name between them"
             )
         names = np.array([os.fsencode(key) for key in keys] or [b""])[: len(keys)]
-        found = np.empty(len(keys), [("__key__", names.dtype), *((suffix, "<i8", (2,)) for suffix in suffixes)])
-        found["__key__"] = names
+        index = np.empty(len(keys), [("__key__", names.dtype), *((suffix, "<i8", (2,)) for suffix in suffixes)])
+        index["__key__"] = names
         for suffix in suffixes:
-            found[suffix] = [sample.get(suffix, (-1, -1)) for sample in parts]
-        return found
+            index[suffix] = [sample.get(suffix, (-1, -1)) for sample in parts]
+        return index
 
     def read(self, group: Any, number: int) -> dict[str, Any]:
         record = self.index[number]
@@ -278,13 +278,13 @@ class _Lines(_Shard):
 
     @staticmethod
     def scan(path: Path, columns: list[str] | None) -> Any:
-        found, offset = [], 0
+        index, offset = [], 0
         with path.open("rb") as file:
             for number, line in enumerate(file, 1):
                 if line.strip():
-                    found.append((offset, len(line), number))
+                    index.append((offset, len(line), number))
                 offset += len(line)
-        return np.array(found, [("offset", "<i8"), ("size", "<i8"), ("line", "<i8")])
+        return np.array(index, [("offset", "<i8"), ("size", "<i8"), ("line", "<i8")])
 
     def read(self, group: Any, number: int) -> dict[str, Any]:
         offset, size, line = self.index[number].tolist()
@@ -330,8 +330,8 @@ class _Parquet(_Shard):
             schema = file.schema_arrow
             if gone := [name for name in columns or [] if name not in schema.names]:
                 raise DataError(documents.missing(str(path), gone, schema.names).partition("; name the")[0])
-            told = _told(schema, columns)
-            digest = hashlib.sha256(told.encode()).hexdigest()[:32]
+            columns_text = _describe(schema, columns)
+            digest = hashlib.sha256(columns_text.encode()).hexdigest()[:32]
             rows = [(file.metadata.row_group(number).num_rows, digest) for number in range(file.num_row_groups)]
             return np.array(rows, [("rows", "<i8"), ("columns", "S32")])
 
@@ -344,10 +344,10 @@ class _Parquet(_Shard):
     def read(self, group: Any, number: int) -> dict[str, Any]:
         return {name: value(number) for name, value in group.items()}
 
-    def told(self) -> str:
+    def describe_columns(self) -> str:
         """Names and types of its columns."""
         with documents.parquet_file(self.path) as file:
-            return _told(file.schema_arrow, self.columns)
+            return _describe(file.schema_arrow, self.columns)
 
 
 def _values(column: Any) -> Callable[[int], Any]:
@@ -367,8 +367,8 @@ def _values(column: Any) -> Callable[[int], Any]:
     return lambda row: column[row].as_py()
 
 
-def _told(schema: Any, columns: list[str] | None) -> str:
-    return ", ".join(f"{one.name} ({one.type})" for one in schema if columns is None or one.name in columns)
+def _describe(schema: Any, columns: list[str] | None) -> str:
+    return ", ".join(f"{column.name} ({column.type})" for column in schema if columns is None or column.name in columns)
 
 
 _KINDS: Mapping[str, type[_Shard]] = {
@@ -384,7 +384,7 @@ def _shards(
     paths: list[Path], columns: list[str] | None, data_dir: str | None, say: Callable[[str], None]
 ) -> list[_Shard]:
     """The files with their indexes, which are made where they are not there. Any number of processes may do so at once."""
-    found: list[_Shard] = []
+    shards: list[_Shard] = []
     folder, said = data_root(data_dir) / "shards", time.monotonic()
     for number, path in enumerate(paths):
         kind, facts = _KINDS[documents.kind_of(path, _KINDS)], _facts(path)
@@ -400,18 +400,19 @@ def _shards(
                 raise DataError(f"{path}: empty: there is no sample in it")
             with writing(kept), replacing(kept) as out:
                 np.save(out, index, allow_pickle=False)
-        found.append(kind(path, np.load(kept, mmap_mode="r", allow_pickle=False), facts, columns))
-        first = found[0]
+        shards.append(kind(path, np.load(kept, mmap_mode="r", allow_pickle=False), facts, columns))
+        first = shards[0]
         if (
             isinstance(first, _Parquet)
-            and isinstance(found[-1], _Parquet)
-            and found[-1].index["columns"][0] != first.index["columns"][0]
+            and isinstance(shards[-1], _Parquet)
+            and shards[-1].index["columns"][0] != first.index["columns"][0]
         ):
             raise DataError(
-                f"{path}: has the columns {found[-1].told()}, but {first.path} has {first.told()}; all files need the same: name "
-                "those that you use in columns"
+                f"{path}: has the columns {shards[-1].describe_columns()}, "
+                f"but {first.path} has {first.describe_columns()}; "
+                "all files need the same: name those that you use in columns"
             )
-    return found
+    return shards
 
 
 class _Descriptor:
@@ -434,8 +435,8 @@ def _opened(shard: _Shard) -> _Descriptor:
 def _facts(path: Path) -> str:
     """Returns what changes when the file does."""
     with _readable(path):
-        found = path.stat()
-    return f"{found.st_size} {found.st_mtime_ns}"
+        status = path.stat()
+    return f"{status.st_size} {status.st_mtime_ns}"
 
 
 @contextlib.contextmanager

@@ -243,8 +243,8 @@ class _Writer:
         start, learned = counts.tokens, 0
         for batch in _batches(documents.rows(source, recipe.encoder.columns), recipe.encoder):
             self._progress(which)
-            for row, found in zip(batch, recipe.encoder.encode(batch), strict=True):
-                tokens = found
+            for row, encoded in zip(batch, recipe.encoder.encode(batch), strict=True):
+                tokens = encoded
                 self._check(row, tokens)
                 if recipe.encoder.whole and len(tokens) > recipe.context + 1:
                     counts.long += 1

@@ -146,8 +146,10 @@ def _shards(settings: ImageData, images: Images, train: bool, say: Callable[[str
     look = folder.Look(images, augment=train and settings.augment)
 
     def labelled(sample: dict[str, Any]) -> tuple[Tensor, int]:
-        found = [one for name, one in sample.items() if f".{name.rpartition('.')[2].lower()}" in folder.SUFFIXES]
-        if len(found) != 1 or "cls" not in sample:
+        pictures = [
+            content for name, content in sample.items() if f".{name.rpartition('.')[2].lower()}" in folder.SUFFIXES
+        ]
+        if len(pictures) != 1 or "cls" not in sample:
             raise DataError(
                 f"image-shards: sample {sample['__key__']} in {place} has {', '.join(list(sample)[1:])}; it needs one image and cls"
             )
@@ -155,7 +157,7 @@ def _shards(settings: ImageData, images: Images, train: bool, say: Callable[[str
             raise DataError(
                 f"image-shards: sample {sample['__key__']} in {place} is of class {sample['cls']}, but classes is {images.classes}"
             )
-        return look(found[0]), sample["cls"]
+        return look(pictures[0]), sample["cls"]
 
     return Shards(f"{glob.escape(str(place))}/*.tar", labelled, say=say)
 
@@ -176,11 +178,11 @@ def find_mnist(name: str, data_dir: str | None) -> dict[str, Path]:
         folders = folders[1:] + ([DEBIAN_FASHION_MNIST] if name == "fashion-mnist" else [])
     incomplete = []
     for place in folders:
-        found = {file: path for file in MNIST_FILES for path in (place / f"{file}.gz", place / file) if path.is_file()}
-        if len(found) == len(MNIST_FILES):
-            return found
-        if found:
-            missing = [file for file in MNIST_FILES if file not in found]
+        paths = {file: path for file in MNIST_FILES for path in (place / f"{file}.gz", place / file) if path.is_file()}
+        if len(paths) == len(MNIST_FILES):
+            return paths
+        if paths:
+            missing = [file for file in MNIST_FILES if file not in paths]
             incomplete.append(f"{place} lacks {', '.join(missing)}")
     raise _not_found(name, data_dir, root, folders, incomplete)
 

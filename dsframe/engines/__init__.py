@@ -79,18 +79,21 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
     from dsframe.config.features import WATCHING
 
     entry = TABLE[name]
-    found = [
+    used = [
         feature for feature in config.features if feature.name not in entry.supports and feature.name not in WATCHING
     ]
-    replicated = [feature.path for feature in found if feature.name in entry.replicates]
-    ignored = [feature.path for feature in found if feature.name in entry.ignores]
+    replicated = [feature.path for feature in used if feature.name in entry.replicates]
+    ignored = [feature.path for feature in used if feature.name in entry.ignores]
     remedy = 'choose another "engine", or take it out'
     refused = [
         config.error(
-            tuple(one.path.split(".")), f"{one.description} {_reason(name, one.name)}", remedy, code="engine-cannot"
+            tuple(feature.path.split(".")),
+            f"{feature.description} {_reason(name, feature.name)}",
+            remedy,
+            code="engine-cannot",
         )
-        for one in found
-        if one.name not in entry.replicates | entry.ignores
+        for feature in used
+        if feature.name not in entry.replicates | entry.ignores
     ]
     refused += _size(config, name, processes)
     if config.deepspeed.optimizer is None:
@@ -116,7 +119,9 @@ def beside_several(config: Config, name: str) -> list[Problem]:
             f'engine "{name}" trains one model, and the task has several (models()); choose another engine'
         )
     apart = (entry.supports | {"flops_profiler"}) - entry.several
-    found = [(tuple(one.path.split(".")), one.description) for one in config.features if one.name in apart]
+    refused = [
+        (tuple(feature.path.split(".")), feature.description) for feature in config.features if feature.name in apart
+    ]
     for key, on in (
         ("mfu", settings.mfu),
         ("per_sample_randomness", settings.per_sample_randomness),
@@ -126,9 +131,9 @@ def beside_several(config: Config, name: str) -> list[Problem]:
     ):
         if on:
             path = ("dsframe", *key.split("."))
-            found.append((path, path[-1]))
+            refused.append((path, path[-1]))
     why = "is not possible with several models (models() of the task)"
-    return [config.error(path, f"{what} {why}", "take it out", code="engine-cannot") for path, what in found]
+    return [config.error(path, f"{what} {why}", "take it out", code="engine-cannot") for path, what in refused]
 
 
 def _size(config: Config, name: str, processes: int | None) -> list[Problem]:
@@ -154,8 +159,8 @@ def elastic(name: str) -> Callable[..., Any]:
     """Returns the function that trains on while processes come and go. Raises EngineError if this engine has none."""
     refuse_fixed(name)
     module, _, function = TABLE[name].elastic.partition(":")
-    found: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return found
+    train: Callable[..., Any] = getattr(importlib.import_module(module), function)
+    return train
 
 
 def refuse_fixed(name: str) -> None:

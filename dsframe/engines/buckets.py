@@ -68,7 +68,7 @@ class Buckets:
         self._buckets = [_bucket(f"gradients.{number}", members) for number, members in enumerate(cut)]
         self._of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters}
         hooked = parameters if overlaps else ()
-        self._hooks = [one.register_post_accumulate_grad_hook(self._came) for one in hooked]  # type: ignore[no-untyped-call]
+        self._hooks = [parameter.register_post_accumulate_grad_hook(self._came) for parameter in hooked]  # type: ignore[no-untyped-call]
         self._expect_all()
 
     def __len__(self) -> int:
@@ -131,11 +131,11 @@ class Buckets:
     @torch.no_grad()
     def _launch(self, bucket: _Bucket) -> None:
         there = [(p.grad, view) for p, view in zip(bucket.parameters, bucket.views, strict=True)]
-        found = [(gradient, view) for gradient, view in there if gradient is not None]
-        if len(found) < len(there):
+        filled = [(gradient, view) for gradient, view in there if gradient is not None]
+        if len(filled) < len(there):
             bucket.flat.zero_()
-        if found:
-            torch._foreach_copy_([view for _, view in found], [gradient for gradient, _ in found])
+        if filled:
+            torch._foreach_copy_([view for _, view in filled], [gradient for gradient, _ in filled])
         for parameter, view in zip(bucket.parameters, bucket.views, strict=True):
             parameter.grad = view
         bucket.wait = self._start(bucket.name, bucket.flat)

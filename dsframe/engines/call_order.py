@@ -118,8 +118,8 @@ class CallOrder:
         self._passes += 1
         if True not in self._known and self._parameters:
             numbers = sorted(self._numbers[leaf] for leaf in _leaves(loss) if leaf in self._numbers)
-            if told := first_difference(self._engine, [self._gradient(number) for number in numbers]):
-                raise TaskError(self._described(told))
+            if difference := first_difference(self._engine, [self._gradient(number) for number in numbers]):
+                raise TaskError(self._described(difference))
 
     def compare(self) -> None:
         """**Collective.** Sends what is to be compared, and does not wait for it."""
@@ -191,9 +191,9 @@ class CallOrder:
         keys = [f"{place}/{rank}" for rank in range(world.size)]
         if not store.check(keys):
             return ""
-        for told in zip(*(json.loads(store.get(key)) for key in keys), strict=False):
-            if len(set(told)) > 1:
-                return self._described(told)
+        for calls in zip(*(json.loads(store.get(key)) for key in keys), strict=False):
+            if len(set(calls)) > 1:
+                return self._described(calls)
         return ""
 
     def _told(self) -> Iterator[str]:
@@ -206,10 +206,10 @@ class CallOrder:
     def _gradient(self, number: int) -> str:
         return f"a gradient of {self._parameters[number % len(self._parameters)]}"
 
-    def _described(self, told: Sequence[str]) -> str:
-        """Returns the message. ``told``: what each rank called at the first place at which they differ, in rank order."""
+    def _described(self, of_ranks: Sequence[str]) -> str:
+        """Returns the message. ``of_ranks``: what each rank called at the first place at which they differ, in rank order."""
         plan = self._engine.plan
-        first = by_value([text or "nothing more" for text in told])
+        first = by_value([text or "nothing more" for text in of_ranks])
         return (
             f"{type(plan.task).__name__}: ranks call different modules of the model. The first difference: {first}. "
             f"{self._engine.description} gathers a module's weights from all ranks when it is called, so every rank has to call "
@@ -225,13 +225,13 @@ def _digest(numbers: Sequence[int]) -> float:
 
 def _leaves(loss: Tensor) -> set[int]:
     """Returns the ids of the parameters that ``loss`` depends on."""
-    found, seen, ahead = set[int](), set[Any](), [loss.grad_fn]
+    leaves, seen, ahead = set[int](), set[Any](), [loss.grad_fn]
     while ahead:
         node = ahead.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
         if (variable := getattr(node, "variable", None)) is not None:
-            found.add(id(variable))
+            leaves.add(id(variable))
         ahead += [following for following, _ in node.next_functions]
-    return found
+    return leaves

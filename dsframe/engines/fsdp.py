@@ -117,13 +117,13 @@ class FsdpEngine(ReplicaEngine):
 
     def _take_from_rank_0(self, tensors: list[Tensor]) -> None:
         """**Collective.** Every rank keeps a shard of rank 0's model. What a rank has drawn otherwise is sent, and that alone."""
-        own = []
+        local_digests = []
         for tensor in tensors:
             flat: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
-            own.append(xxhash.xxh3_128_hexdigest(flat))
+            local_digests.append(xxhash.xxh3_128_hexdigest(flat))
             if self._spill is not None:
                 self._spill.touched(tensor.nbytes)
-        of_ranks = [json.loads(text) for text in all_gather_text(self, json.dumps(own))]
+        of_ranks = [json.loads(text) for text in all_gather_text(self, json.dumps(local_digests))]
         for tensor, *digests in zip(tensors, *of_ranks, strict=True):
             if len(set(digests)) > 1:
                 sent = tensor.data.to(self.plan.device)
@@ -182,13 +182,13 @@ class FsdpEngine(ReplicaEngine):
 
     def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
         """**Collective.** Every rank's forward pass gathers the others' shards."""
-        found = super().eval_step(batch, measure)
+        metrics = super().eval_step(batch, measure)
         if self._calls is not None:
             self._calls.compare()
             self._calls.check(waits=not self._stays_gathered)
         if not self._stays_gathered:
             self._reshard()
-        return found
+        return metrics
 
     @contextmanager
     def evaluating(self, batches: int) -> Iterator[None]:
@@ -228,9 +228,9 @@ class FsdpEngine(ReplicaEngine):
         """
         if self._calls is not None:
             self._calls.check()
-        found = super().state()
+        whole = super().state()
         shards = state_replica.shards(self._slots(), self._frozen(), self.optimizer)
-        return replace(found, parameters=ShardedParameters(shards, found.parameters))
+        return replace(whole, parameters=ShardedParameters(shards, whole.parameters))
 
     def load_state(self, saved: SavedState) -> None:
         """**Collective.** Each rank reads its shards, and nothing else."""

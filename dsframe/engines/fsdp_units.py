@@ -62,14 +62,14 @@ def _owning(model: nn.Module) -> Callable[[nn.Module], bool]:
 
 def _listed(model: nn.Module) -> list[str]:
     """Returns for models without blocks the most frequent class in their lists of layers, if it is there more than once."""
-    found = Counter(
+    classes = Counter(
         type(child).__name__
         for module in model.modules()
         if isinstance(module, (nn.Sequential, nn.ModuleList))
         for child in module.children()
         if any(True for _ in child.parameters())
     )
-    return [name for name, count in found.most_common(1) if count > 1]
+    return [name for name, count in classes.most_common(1) if count > 1]
 
 
 def chosen(engine: Engine, model: nn.Module, ranks: int) -> list[nn.Module]:
@@ -84,15 +84,15 @@ def chosen(engine: Engine, model: nn.Module, ranks: int) -> list[nn.Module]:
     if not fsdp.splits(largest, whole, ranks, on_cpu=engine.plan.device.type == "cpu"):
         return blocks
     least = whole // (128 * ranks)
-    own = _owning(model)
+    owns_parameters = _owning(model)
     large = {
         name: module
         for name, module in model.named_modules()
-        if module is not model and own(module) and elements(module, recurse=False) >= least
+        if module is not model and owns_parameters(module) and elements(module, recurse=False) >= least
     }
     usable = called_alone(model, engine.plan.task, engine.built.dtype)
-    told = [set(json.loads(text)) for text in all_gather_text(engine, json.dumps(sorted(usable)))]
-    parts = [module for name, module in large.items() if all(name in one for one in told)]
+    of_ranks = [set(json.loads(text)) for text in all_gather_text(engine, json.dumps(sorted(usable)))]
+    parts = [module for name, module in large.items() if all(name in names for names in of_ranks)]
     inside = set(map(id, parts))
 
     def rest(block: nn.Module) -> int:

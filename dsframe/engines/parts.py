@@ -133,44 +133,46 @@ class PartsEngine(Engine):
             for name in every:
                 self._engines[name] = engine(self._plan_of(name))
         plan.task.context = replace(plan.task.context, ranks=weakref.proxy(self))
-        self._trained = {name: one for name, one in self._engines.items() if name in self._losses}
+        self._trained = {name: trained_engine for name, trained_engine in self._engines.items() if name in self._losses}
         self._learning = {
             name: [p for p in self._parts[name].parameters() if p.requires_grad] for name in self._trained
         }
-        if told := first_difference(self, [f"{name} with digest {one}" for name, one in self._digests.items()]):
-            raise TaskError(f"{type(plan.task).__name__}: a frozen model differs between ranks: {by_value(told)}")
+        if difference := first_difference(
+            self, [f"{name} with digest {digest}" for name, digest in self._digests.items()]
+        ):
+            raise TaskError(f"{type(plan.task).__name__}: a frozen model differs between ranks: {by_value(difference)}")
         self._settle()
 
     def _settle(self) -> None:
         """Sets what is to be known of all models together."""
         engines = self._engines.values()
-        draws: Any = _Draws([DrawTrial(one, self.plan.device) for one in self._passes.values()])
-        depends = tuple(dict.fromkeys(what for one in engines for what in one.built.depends))
-        trained = {name: one.built.groups for name, one in self._trained.items()}
+        draws: Any = _Draws([DrawTrial(module, self.plan.device) for module in self._passes.values()])
+        depends = tuple(dict.fromkeys(what for engine in engines for what in engine.built.depends))
+        trained = {name: engine.built.groups for name, engine in self._trained.items()}
         groups = ParameterGroups(
             asked={
-                key: {name: one.asked.get(key) for name, one in trained.items()}
-                for key in dict.fromkeys(key for one in trained.values() for key in one.asked)
+                key: {name: group.asked.get(key) for name, group in trained.items()}
+                for key in dict.fromkeys(key for group in trained.values() for key in group.asked)
             },
-            lines=tuple(f"{name}, {line}" for name, one in trained.items() for line in one.lines),
+            lines=tuple(f"{name}, {line}" for name, group in trained.items() for line in group.lines),
         )
         called = {name: engine.built.calls for name, engine in self._engines.items() if engine.built.calls is not None}
         self._calls = _Calls(called) if called else None
-        specs = {name: one.plan.optimizer for name, one in self._trained.items()}
+        specs = {name: engine.plan.optimizer for name, engine in self._trained.items()}
         how = {
             name: f"loss {place}, {changes.kind_of(specs[name])}" for place, name in enumerate(self._losses, start=1)
         }
-        how |= {name: f"frozen, digest {one}" for name, one in self._digests.items()}
+        how |= {name: f"frozen, digest {digest}" for name, digest in self._digests.items()}
         manifest: dict[str, dict[str, Any]] = {
             "training": {"models": {name: how[name] for name in self._engines}},
-            "course": {"optimizers": {name: changes.course_of(one) for name, one in specs.items()}},
+            "course": {"optimizers": {name: changes.course_of(spec) for name, spec in specs.items()}},
         }
-        told = [f"{name} ({self._parts[name].size:,} parameters; {how[name]})" for name in self._engines]
+        descriptions = [f"{name} ({self._parts[name].size:,} parameters; {how[name]})" for name in self._engines]
         origins = [engine.built.origin for engine in engines if engine.built.origin]
         self.built = BuiltModel(
             dtype=self._first.built.dtype,
             groups=groups,
-            origin="; ".join([*origins, f"models: {', '.join(told)}"]),
+            origin="; ".join([*origins, f"models: {', '.join(descriptions)}"]),
             depends=depends,
             draws=draws,
             calls=self._calls,
@@ -199,8 +201,8 @@ class PartsEngine(Engine):
                 schedule = schedules.scaled(schedule, optimizer.learning_rate / plan.optimizer.learning_rate)
             else:
                 schedule = schedules.planned(config, whole, optimizer.learning_rate, plan.batch.train_batch_size)
-        own = replace(plan, config=config, task=task, optimizer=optimizer, schedule=schedule)
-        return replace(own, part=name, frozen=name not in self._losses)
+        part_plan = replace(plan, config=config, task=task, optimizer=optimizer, schedule=schedule)
+        return replace(part_plan, part=name, frozen=name not in self._losses)
 
     def _build(self, name: str) -> _Part:
         task, drawn = self.plan.task, _Drawn()
@@ -209,9 +211,9 @@ class PartsEngine(Engine):
         else:
             with drawn:
                 part = _Part(name, task.model_of(name), None)
-            if found := drawn.among(part):
+            if random := drawn.among(part):
                 raise TaskError(
-                    f"{type(task).__name__}: no loss trains the model {name!r}, and its {found} is drawn from random numbers; "
+                    f"{type(task).__name__}: no loss trains the model {name!r}, and its {random} is drawn from random numbers; "
                     "load its weights where models() makes it, or give it a loss in losses()"
                 )
             part.requires_grad_(False)
@@ -244,21 +246,23 @@ class PartsEngine(Engine):
         for name in self._losses:
             with self._alone(name):
                 results[name] = self._trained[name].train_step(iter(batches))
-        found = list(results.values())
-        norms = [one.gradient_norm for one in found]
+        steps = list(results.values())
+        norms = [step.gradient_norm for step in steps]
         norm: Tensor | float | None = norms[0]
-        if len(found) > 1:
-            place = found[0].loss.device
-            known = [torch.as_tensor(one, dtype=torch.float32, device=place) for one in norms if one is not None]
+        if len(steps) > 1:
+            place = steps[0].loss.device
+            known = [torch.as_tensor(norm, dtype=torch.float32, device=place) for norm in norms if norm is not None]
             norm = torch.stack(known).norm() if len(known) == len(norms) else None
-        loss = sum((one.loss for one in found[1:]), found[0].loss)
-        skipped = any(one.skipped for one in found)
-        return StepResult(loss, found[0].learning_rate, norm, skipped, _terms(results))
+        loss = sum((step.loss for step in steps[1:]), steps[0].loss)
+        skipped = any(step.skipped for step in steps)
+        return StepResult(loss, steps[0].learning_rate, norm, skipped, _terms(results))
 
     @contextmanager
     def _alone(self, name: str) -> Iterator[None]:
         """**Collective.** No other model's parameters get gradients inside."""
-        others = [parameter for other, own in self._learning.items() if other != name for parameter in own]
+        others = [
+            parameter for other, parameters in self._learning.items() if other != name for parameter in parameters
+        ]
         for parameter in others:
             parameter.requires_grad_(False)
         try:
@@ -298,39 +302,39 @@ class PartsEngine(Engine):
 
     def average(self, decay: float) -> None:
         """The averages of all models that are trained."""
-        for one in self._trained.values():
-            one.average(decay)
+        for engine in self._trained.values():
+            engine.average(decay)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
         """**Collective.** All of them have their averages inside."""
         with ExitStack() as stack:
-            for one in self._trained.values():
-                stack.enter_context(one.averaged())
+            for engine in self._trained.values():
+                stack.enter_context(engine.averaged())
             yield
 
     # The state.
 
     def buffers(self) -> Mapping[str, Tensor]:
         """Those of the models that are trained."""
-        return {name: buffer for one in self._trained.values() for name, buffer in one.buffers().items()}
+        return {name: buffer for engine in self._trained.values() for name, buffer in engine.buffers().items()}
 
     def state(self) -> EngineState:
         """**Collective** to read to its end. A frozen model is not in it."""
-        found = [one.state() for one in self._trained.values()]
-        parameters: Iterable[ParameterState] = chain.from_iterable(one.parameters for one in found)
-        sharded = [one.parameters for one in found if isinstance(one.parameters, ShardedParameters)]
-        if len(sharded) == len(found):
-            parameters = ShardedParameters([shard for one in sharded for shard in one.shards], parameters)
-        further = {name: kept for one in found for name, kept in one.aliases.items()}
-        return EngineState(found[0].updates, None, self.buffers(), further, parameters)
+        states = [engine.state() for engine in self._trained.values()]
+        parameters: Iterable[ParameterState] = chain.from_iterable(state.parameters for state in states)
+        sharded = [state.parameters for state in states if isinstance(state.parameters, ShardedParameters)]
+        if len(sharded) == len(states):
+            parameters = ShardedParameters([shard for group in sharded for shard in group.shards], parameters)
+        further = {name: kept for state in states for name, kept in state.aliases.items()}
+        return EngineState(states[0].updates, None, self.buffers(), further, parameters)
 
     def load_state(self, saved: SavedState) -> None:
         """**Collective.** Each engine reads its model."""
         if strange := [name for name in saved.shapes if name.partition(".")[0] not in self._trained]:
             raise CheckpointError(f"the checkpoint belongs to another model (parameters differ): {strange[0]} is gone")
-        for name, one in self._trained.items():
-            one.load_state(_OfPart(saved, name))
+        for name, engine in self._trained.items():
+            engine.load_state(_OfPart(saved, name))
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """**Collective.** Element-wise sum over the ranks."""
@@ -344,8 +348,8 @@ class PartsEngine(Engine):
         """**Collective.** Closes all, and last the one that has opened what they share."""
         opener, *others = self._engines.values()
         with process_group.shared():
-            for one in others:
-                one.close()
+            for engine in others:
+                engine.close()
         opener.close()
 
 
@@ -361,13 +365,13 @@ def _terms(results: Mapping[str, StepResult]) -> dict[str, Sum]:
 
 def _groups_of(groups: Iterable[Any], others: Collection[str]) -> list[Any]:
     """The groups without patterns that begin with the name of another model that is trained."""
-    found = []
-    for one in groups:
-        match = one.get("match") if isinstance(one, Mapping) else None
-        own = [pattern for pattern in match or () if str(pattern).partition(".")[0] not in others]
-        if own or not match:  # what is no group is for others to say
-            found.append({**one, "match": own} if own else one)
-    return found
+    kept = []
+    for group in groups:
+        match = group.get("match") if isinstance(group, Mapping) else None
+        patterns = [pattern for pattern in match or () if str(pattern).partition(".")[0] not in others]
+        if patterns or not match:  # what is no group is for others to say
+            kept.append({**group, "match": patterns} if patterns else group)
+    return kept
 
 
 def _config_of(config: Config, name: str, others: Collection[str], *, frozen: bool) -> Config:
@@ -376,9 +380,9 @@ def _config_of(config: Config, name: str, others: Collection[str], *, frozen: bo
     section = raw.get("dsframe", {})
     if not section.keys() & {"optimizers", "parameter_groups", "layer_decay", "model"}:
         return config
-    own = section.pop("optimizers", {}).get(name)
-    if own is not None:
-        raw["optimizer"] = own
+    optimizer = section.pop("optimizers", {}).get(name)
+    if optimizer is not None:
+        raw["optimizer"] = optimizer
     if frozen:
         section.pop("layer_decay", None)
         section.get("model", {}).pop("activation_checkpointing", None)
@@ -386,15 +390,15 @@ def _config_of(config: Config, name: str, others: Collection[str], *, frozen: bo
     if groups and not frozen:
         section["parameter_groups"] = groups
     try:
-        found = load(raw, facts=config.facts)
+        loaded = load(raw, facts=config.facts)
     except ConfigError as error:
         whose = f"with dsframe.optimizers.{name}: "
-        raise ConfigError([replace(one, message=whose + one.message) for one in error.problems]) from None
+        raise ConfigError([replace(problem, message=whose + problem.message) for problem in error.problems]) from None
     known = {feature.name for feature in config.features}
-    for feature in found.features:
+    for feature in loaded.features:
         if feature.name not in known:
             raise EngineError(f"dsframe.optimizers.{name}: {feature.description} is not possible with several models")
-    return found
+    return loaded
 
 
 class _OfPart(SavedView):
@@ -409,7 +413,7 @@ class _OfPart(SavedView):
         return {name: shape for name, shape in self._saved.shapes.items() if name.startswith(self._prefix)}
 
     def buffers(self) -> Mapping[str, Tensor]:
-        return {name: one for name, one in self._saved.buffers().items() if name.startswith(self._prefix)}
+        return {name: buffer for name, buffer in self._saved.buffers().items() if name.startswith(self._prefix)}
 
 
 class _Draws:
@@ -421,7 +425,7 @@ class _Draws:
     @property
     def found(self) -> bool:
         """True once one has."""
-        return any(one.found for one in self._every)
+        return any(trial.found for trial in self._every)
 
 
 class _Calls:
@@ -429,8 +433,8 @@ class _Calls:
 
     def __init__(self, every: Mapping[str, Any]) -> None:
         self._every, self._log = every, list[str]()
-        for one in every.values():
-            one.log = self._log
+        for calls in every.values():
+            calls.log = self._log
 
     def begin(self) -> None:
         """A step begins."""
@@ -438,13 +442,13 @@ class _Calls:
 
     def connect(self, store: Any) -> None:
         """``store``: as for each."""
-        for name, one in self._every.items():
-            one.connect(PrefixStore(name, store))
+        for name, calls in self._every.items():
+            calls.connect(PrefixStore(name, store))
 
     def difference(self, store: Any, moment: str) -> str:
         """Returns what is to be said where the calls of the step, of all models in one order, are not the same on all ranks."""
-        told: str = next(iter(self._every.values())).difference(store, moment)
-        return told
+        difference: str = next(iter(self._every.values())).difference(store, moment)
+        return difference
 
 
 class _Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
@@ -455,17 +459,17 @@ class _Drawn(TorchDispatchMode):  # type: ignore[no-untyped-call]
         self._filled: set[StorageWeakRef] = set()
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        found = func(*args, **(kwargs or {}))
+        results = func(*args, **(kwargs or {}))
         if torch.Tag.nondeterministic_seeded in func.tags:
-            self._filled.update(_storage(one) for one in tree_leaves(found) if isinstance(one, Tensor))
+            self._filled.update(_storage(result) for result in tree_leaves(results) if isinstance(result, Tensor))
         elif func is torch.ops.aten.copy_.default and isinstance(args[1], Tensor):
             change = self._filled.add if _storage(args[1]) in self._filled else self._filled.discard
             change(_storage(args[0]))
-        return found
+        return results
 
     def among(self, model: nn.Module) -> str:
         """Returns the name of the first parameter with random numbers; "" where there is none."""
-        return next((name for name, one in model.named_parameters() if _storage(one) in self._filled), "")
+        return next((name for name, parameter in model.named_parameters() if _storage(parameter) in self._filled), "")
 
 
 def _storage(tensor: Tensor) -> StorageWeakRef:

@@ -99,9 +99,9 @@ class MasterWeights:
             if full:
                 torch._foreach_copy_(full, short)
             del short
-            found = iter(full)
+            converted = iter(full)
             for parameter, master in pairs:
-                master.grad = None if parameter.grad is None else next(found)
+                master.grad = None if parameter.grad is None else next(converted)
                 parameter.grad = None
 
     @torch.no_grad()

@@ -165,7 +165,7 @@ class ReplicaEngine(ModelEngine):
 
     def _step_with_closure(self, batches: Sequence[MicroBatch], learning_rate: float) -> StepResult:
         """**Collective.** A step of an optimizer that evaluates the same batch several times; figures are the first's."""
-        found: list[tuple[Tensor, Tensor | None]] = []
+        evaluations: list[tuple[Tensor, Tensor | None]] = []
 
         def closure() -> float:
             if self._masters:
@@ -174,7 +174,7 @@ class ReplicaEngine(ModelEngine):
             self._begin_step()  # terms of the last evaluation of the batch alone
             loss = self._gradients(batches, 1.0)
             norm = self._clip(1.0, always=True)
-            found.append((loss, norm))
+            evaluations.append((loss, norm))
             # All ranks search along the line by the same number.
             return float(self.sum_over_ranks(loss.reshape(1).double())) / self.plan.world.size
 
@@ -183,7 +183,7 @@ class ReplicaEngine(ModelEngine):
         if self._masters:
             self._masters.give_weights()
         self.optimizer.zero_grad()
-        loss, norm = found[0]
+        loss, norm = evaluations[0]
         return self._result(loss.to(self.built.dtype), learning_rate, norm, skipped=False)
 
     def _pass(self, batch: MicroBatch, factor: float) -> Tensor:

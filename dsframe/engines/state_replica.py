@@ -85,7 +85,7 @@ def read(
     for slot in slots:
         moments, scalars = split(optimizer.state.get(slot.master, {}), slot.master.shape)
         weight = slot.whole(slot.cut(slot.master.detach()))
-        full = {key: slot.whole(slot.cut(one)) for key, one in moments.items()}
+        full = {key: slot.whole(slot.cut(moment)) for key, moment in moments.items()}
         yield ParameterState(slot.name, weight, full, scalars)
     for slot in frozen:
         yield ParameterState(slot.name, slot.whole(slot.cut(slot.master.detach())), {}, {})
@@ -95,11 +95,11 @@ def shards(
     slots: Iterable[ParameterView], frozen: Iterable[ParameterView], optimizer: torch.optim.Optimizer
 ) -> list[ParameterShard]:
     """This rank's ranges of each parameter's state: views of the living one."""
-    found = []
+    local = []
     for slot in slots:
         moments, scalars = split(optimizer.state.get(slot.master, {}), slot.master.shape)
-        found.append(_shard(slot, {WEIGHT: slot.master.detach(), **moments}, scalars))
-    return found + [_shard(slot, {WEIGHT: slot.master.detach()}, {}) for slot in frozen]
+        local.append(_shard(slot, {WEIGHT: slot.master.detach(), **moments}, scalars))
+    return local + [_shard(slot, {WEIGHT: slot.master.detach()}, {}) for slot in frozen]
 
 
 def _shard(slot: ParameterView, tensors: Mapping[str, Tensor], scalars: Mapping[str, float]) -> ParameterShard:
@@ -119,27 +119,27 @@ def write(
     groups = {id(master): group for group in optimizer.param_groups for master in group["params"]}
     shared: dict[int, dict[str, float]] = {}
     for slot in slots:
-        one = slot.load(saved)
-        slot.target(slot.master.detach()).copy_(one.weight)
-        if not one.moments and not one.scalars:
+        parameter = slot.load(saved)
+        slot.target(slot.master.detach()).copy_(parameter.weight)
+        if not parameter.moments and not parameter.scalars:
             if slot.start is None:
                 optimizer.state.pop(slot.master, None)
             continue
         held = optimizer.state[slot.master]
-        for key, value in one.moments.items():
+        for key, value in parameter.moments.items():
             if key not in held or held[key] is None:
                 held[key] = slot.moment(value)
             slot.target(held[key]).copy_(value)
-        same_step(slot.name, shared.setdefault(id(slot.master), dict(one.scalars)), one.scalars)
-        put_scalars(optimizer, held, one.scalars, groups[id(slot.master)], slot.master.device)
+        same_step(slot.name, shared.setdefault(id(slot.master), dict(parameter.scalars)), parameter.scalars)
+        put_scalars(optimizer, held, parameter.scalars, groups[id(slot.master)], slot.master.device)
     for slot in frozen:
         slot.target(slot.master.detach()).copy_(slot.load(saved).weight)
 
 
-def same_step(name: str, first: dict[str, float], own: object) -> None:
+def same_step(name: str, first: dict[str, float], other: object) -> None:
     """Raises CheckpointError where parameters that share one optimizer entry were saved with different step counts."""
-    if first != own:
+    if first != other:
         raise CheckpointError(
-            f"{name} has step count {own}, but its neighbours {first}: parameters have different step counts, and this engine "
+            f"{name} has step count {other}, but its neighbours {first}: parameters have different step counts, and this engine "
             "keeps one; resume on an engine of full replicas (ddp, horovod, single)"
         )

@@ -204,8 +204,8 @@ def _load(name: str, points: list[EntryPoint]) -> Entry:
     if len({point.value for point in points}) > 1:
         raise EngineError(f'engine "{name}" is offered by {packages}; uninstall all but one')
     try:
-        found: Any = points[0].load()
-        entry = found() if callable(found) else found
+        loaded: Any = points[0].load()
+        entry = loaded() if callable(loaded) else loaded
     except Exception as error:  # whatever a package that is not ours does when it is imported
         raise EngineError(f'engine "{name}" of the package {packages} cannot be loaded: {error}') from error
     if not isinstance(entry, Entry):

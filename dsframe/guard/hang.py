@@ -86,13 +86,13 @@ def last_collectives() -> dict[str, Call]:
     """
     core: Any = torch._C._distributed_c10d
     dumps = (getattr(core, f"_dump_{kind}_trace_json", None) for kind in ("nccl", "fr"))  # the second: Gloo's
-    found: dict[str, Call] = {}
+    last_calls: dict[str, Call] = {}
     for entry in (entry for dump in dumps if dump for entry in json.loads(dump()).get("entries", [])):
         group = " ".join(entry["process_group"])
-        if not entry["is_p2p"] and (group not in found or found[group][3]):
+        if not entry["is_p2p"] and (group not in last_calls or last_calls[group][3]):
             name, sizes = entry["profiling_name"], json.dumps(entry["input_sizes"])
-            found[group] = (entry["collective_seq_id"], name, sizes, bool(entry["retired"]))
-    return found
+            last_calls[group] = (entry["collective_seq_id"], name, sizes, bool(entry["retired"]))
+    return last_calls
 
 
 def moment(step: int) -> str:
@@ -115,50 +115,51 @@ def waits_in(frame: FrameType) -> tuple[str, str]:
                 name = stack[caller].name
             caller -= 1
         name = name or "a collective"
-    own = stack[caller]
-    return name, f"{own.name}, {Path(own.filename).name}:{own.lineno}: {(own.line or '').strip()}"
+    called_from = stack[caller]
+    return (
+        name,
+        f"{called_from.name}, {Path(called_from.filename).name}:{called_from.lineno}: {(called_from.line or '').strip()}",
+    )
 
 
 def _in(filename: str, folders: Sequence[str]) -> bool:
     return any(f"/{folder}" in filename.replace("\\", "/") for folder in folders)
 
 
-def diagnose(found: Mapping[int, RankStatus], ranks: int, limit_seconds: float) -> str:
-    """The report: a line about each rank, then the stacks, equal ones once. ``found``: by rank, those that answered."""
-    absent = [rank for rank in range(ranks) if rank not in found]
-    some_wait = any(one.waits_for for one in found.values())
-    furthest = max((one.beats for one in found.values()), default=0)
+def diagnose(statuses: Mapping[int, RankStatus], ranks: int, limit_seconds: float) -> str:
+    """The report: a line about each rank, then the stacks, equal ones once. ``statuses``: by rank, those that answered."""
+    absent = [rank for rank in range(ranks) if rank not in statuses]
+    some_wait = any(status.waits_for for status in statuses.values())
+    furthest = max((status.beats for status in statuses.values()), default=0)
     lines = []
-    for rank, one in sorted(found.items()):
-        if one.waits_for and one.beats == furthest:
-            what = f"waits in {one.waits_for}, called by {one.place}"
-        elif one.waits_for:
-            what = (
-                f"waits in {one.waits_for}, but is {furthest - one.beats} micro-batch(es) behind, called by {one.place}"
-            )
+    for rank, status in sorted(statuses.items()):
+        if status.waits_for and status.beats == furthest:
+            what = f"waits in {status.waits_for}, called by {status.place}"
+        elif status.waits_for:
+            what = f"waits in {status.waits_for}, but is {furthest - status.beats} micro-batch(es) behind, called by {status.place}"
         elif some_wait or absent:
-            what = f"IS MISSING there: it is in {one.place}"
+            what = f"IS MISSING there: it is in {status.place}"
         else:
-            what = f"is in {one.place}"
+            what = f"is in {status.place}"
         lines.append(f"  rank {rank} {what}")
     why = "its process has ended or is stopped, or C code holds Python's lock"
     lines += [f"  rank {rank} DOES NOT ANSWER: {why}" for rank in absent]
-    lines += _collectives(found)
-    step = max((one.step for one in found.values()), default=SET_UP)
-    idle = max((one.seconds for one in found.values()), default=0.0)
+    lines += _collectives(statuses)
+    step = max((status.step for status in statuses.values()), default=SET_UP)
+    idle = max((status.seconds for status in statuses.values()), default=0.0)
     limit = "the limit is" if step == SET_UP else "dsframe.hang_timeout_seconds is"
     head = f"dsframe: error: the run hangs {moment(step)}: no progress for {idle:,.0f} s ({limit} {limit_seconds:g}) [hang]"
     same: dict[str, list[int]] = {}
-    for rank, one in sorted(found.items()):
-        same.setdefault(one.stacks, []).append(rank)
+    for rank, status in sorted(statuses.items()):
+        same.setdefault(status.stacks, []).append(rank)
     stacks = [f"--- rank {', '.join(map(str, who))}\n{text}" for text, who in same.items()]
     return "\n".join([head, *lines, *stacks])
 
 
-def _collectives(found: Mapping[int, RankStatus]) -> Iterator[str]:
+def _collectives(statuses: Mapping[int, RankStatus]) -> Iterator[str]:
     """Yields a line for each process group in which ranks are not at the same collective, or one is not done."""
-    for group in sorted({group for one in found.values() for group in one.calls}):
-        calls = {rank: one.calls[group] for rank, one in sorted(found.items()) if group in one.calls}
+    for group in sorted({group for status in statuses.values() for group in status.calls}):
+        calls = {rank: status.calls[group] for rank, status in sorted(statuses.items()) if group in status.calls}
         if len({json.dumps(call) for call in calls.values()}) > 1 or not all(call[3] for call in calls.values()):
             texts = (
                 f"rank {rank} {'has done' if done else 'waits in'} number {number}, {name} of {sizes}"

@@ -46,22 +46,22 @@ class FirstNonFinite:
 
 def diagnose_nonfinite(engine: Engine, loader: Loader, first: FirstNonFinite, step: int) -> str:
     """**Collective.** Reports what is not finite after ``step``: which rank's loss since when, its samples, the first parameter."""
-    own, gradients = first.steps()
-    if own is not None and gradients is not None and gradients < own:
-        own = None  # it follows from them
+    bad_since, gradients = first.steps()
+    if bad_since is not None and gradients is not None and gradients < bad_since:
+        bad_since = None  # it follows from them
     # Where no loss was: the gradients were not finite, made of somebody's samples.
-    at = own or gradients or step
-    said = json.dumps({"since": own, "samples": _samples(loader, at), "broken": _broken(loader, at)})
+    at = bad_since or gradients or step
+    said = json.dumps({"since": bad_since, "samples": _samples(loader, at), "broken": _broken(loader, at)})
     ranks = [json.loads(text) for text in all_gather_text(engine, said)]
-    since = min((one["since"] for one in ranks if one["since"]), default=None)
+    since = min((reported["since"] for reported in ranks if reported["since"]), default=None)
     lines = [f"the gradients are not finite at step {gradients or step}, though the loss is" if since is None else ""]
-    for rank, one in enumerate(ranks):
-        if one["since"] is not None and one["since"] == since:
+    for rank, reported in enumerate(ranks):
+        if reported["since"] is not None and reported["since"] == since:
             lines.append(
-                f"the loss of rank {rank} is not finite since step {since}, made of samples {_few(one['samples'])}"
+                f"the loss of rank {rank} is not finite since step {since}, made of samples {_few(reported['samples'])}"
             )
-        if one["broken"] and one["since"] == since:
-            lines.append(f"of these, {_few(one['broken'])} hold NaN or infinity themselves")
+        if reported["broken"] and reported["since"] == since:
+            lines.append(f"of these, {_few(reported['broken'])} hold NaN or infinity themselves")
     lines.append(_parameters(engine))
     return "; ".join(line for line in lines if line)
 
@@ -89,7 +89,7 @@ def _parts(loader: Loader, step: int) -> list[tuple[int, Tensor]]:
 
 def _parameters(engine: Engine) -> str:
     """**Collective.** Every rank sees every parameter, so all come to the same words."""
-    names = [(one.name, _finite(one.weight)) for one in engine.state().parameters]
+    names = [(parameter.name, _finite(parameter.weight)) for parameter in engine.state().parameters]
     bad = [name for name, finite in names if not finite]
     if not bad:
         return "every parameter is finite"

@@ -97,12 +97,12 @@ class StopRequest:
             return False
         now = time.perf_counter()
         plan = self._ranks.plan
-        own = torch.tensor(
+        votes = torch.tensor(
             [float(self._received is not None), now - self._since, float(self._trouble())],
             dtype=torch.float64,
             device=plan.device,
         )
-        wishes, seconds, troubles = self._ranks.sum_over_ranks(own).tolist()
+        wishes, seconds, troubles = self._ranks.sum_over_ranks(votes).tolist()
         step_seconds = seconds / plan.world.size / (step - self._asked_at)
         self._next = step + max(1, min(int(AGREE_SECONDS / max(step_seconds, 1e-6)), 100_000))
         self._asked_at, self._since = step, now

@@ -166,17 +166,17 @@ class Watchdog:
     def _interval(self) -> float:
         return min(self._seconds / 4, 2.0)
 
-    def _tell(self, own: hang.RankStatus) -> None:
+    def _tell(self, status: hang.RankStatus) -> None:
         """Ends the process where it is a hang: said for ``dsframe launch``, printed, and told to the others. Else returns."""
         world = self._world
         verdict, text = "hang", ""
         try:
-            verdict, text = self._judge(own)
+            verdict, text = self._judge(status)
         except Exception as error:  # better a report of this rank alone than a run that hangs in silence
-            text = f"[rank {world.rank}] error: the watchdog itself failed: {error!r}\n{self._alone(own)}"
+            text = f"[rank {world.rank}] error: the watchdog itself failed: {error!r}\n{self._alone(status)}"
         try:
             if text:
-                said = f"the run hangs {hang.moment(own.step)}; the report on standard error says who waits where"
+                said = f"the run hangs {hang.moment(status.step)}; the report on standard error says who waits where"
                 _within(lambda: outcome.reporter().failed(HangError.exit_code, said))
                 _within(lambda: print(f"{text}\n", end="", file=sys.stderr, flush=True))
             if world.is_main and self._store is not None:
@@ -187,29 +187,29 @@ class Watchdog:
             if verdict == "hang":
                 os._exit(HangError.exit_code)
 
-    def _judge(self, own: hang.RankStatus) -> tuple[str, str]:
+    def _judge(self, status: hang.RankStatus) -> tuple[str, str]:
         """Compares notes with the other ranks: "hang" or (one rank moves on) "slow", and what this rank is to print."""
         world = self._world
         if self._store is None:
-            return "hang", self._alone(own)
-        if not self._answer(own):
-            return "hang", f"[rank {world.rank}] rank 0 does not answer\n{self._alone(own)}"
+            return "hang", self._alone(status)
+        if not self._answer(status):
+            return "hang", f"[rank {world.rank}] rank 0 does not answer\n{self._alone(status)}"
         if world.is_main:
-            found = self._gather()
-            if any(one.seconds < self._limit / 2 for one in found.values()):
+            statuses = self._gather()
+            if any(other.seconds < self._limit / 2 for other in statuses.values()):
                 return "slow", ""
-            return "hang", hang.diagnose(found, world.size, self._limit)
+            return "hang", hang.diagnose(statuses, world.size, self._limit)
         if self._wait([f"verdict/{self._round}"], 2 * ANSWER_SECONDS):
             return (self._try(lambda: self._store.get(f"verdict/{self._round}")) or b"hang").decode(), ""
-        return "hang", f"[rank {world.rank}] rank 0 says nothing\n{self._alone(own)}"
+        return "hang", f"[rank {world.rank}] rank 0 says nothing\n{self._alone(status)}"
 
-    def _alone(self, own: hang.RankStatus) -> str:
-        return hang.diagnose({self._world.rank: own}, 1, self._limit)
+    def _alone(self, status: hang.RankStatus) -> str:
+        return hang.diagnose({self._world.rank: status}, 1, self._limit)
 
-    def _answer(self, own: hang.RankStatus) -> bool:
+    def _answer(self, status: hang.RankStatus) -> bool:
         def send() -> bool:
             self._store.set(f"hang/{self._round}", "1")
-            self._store.set(f"standing/{self._round}/{self._world.rank}", json.dumps(asdict(own)))
+            self._store.set(f"standing/{self._round}/{self._world.rank}", json.dumps(asdict(status)))
             return True
 
         return bool(self._try(send))
@@ -236,17 +236,17 @@ class Watchdog:
 
 def _within(action: Callable[[], Any]) -> Any:
     """Returns the result of ``action``; None if it fails, or takes over ANSWER_SECONDS: then its thread is left behind."""
-    found: list[Any] = []
+    result: list[Any] = []
 
     def work() -> None:
         # No store, a closed pipe, a closed stream, and records of another torch.
         with contextlib.suppress(RuntimeError, OSError, ValueError, LookupError):
-            found.append(action())
+            result.append(action())
 
     thread = threading.Thread(target=work, name=f"{hang.WATCHERS}-action", daemon=True)
     thread.start()
     thread.join(ANSWER_SECONDS)
-    return found[0] if found else None
+    return result[0] if result else None
 
 
 def _meet(world: World) -> Any:
@@ -310,16 +310,16 @@ def _own_address(world: World) -> str:
 
     The name alone does not do: Debian writes 127.0.1.1 for it into /etc/hosts. Raises OSError where there is only the loopback.
     """
-    told = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("HOROVOD_GLOO_IFACE") or ""
-    own = [(address, interface) for address, interface in addresses() if address.count(".") == 3]
-    usable = [address for address, interface in own if interface in told.split(",")]
+    named_interfaces = os.environ.get("GLOO_SOCKET_IFNAME") or os.environ.get("HOROVOD_GLOO_IFACE") or ""
+    local_addresses = [(address, interface) for address, interface in addresses() if address.count(".") == 3]
+    usable = [address for address, interface in local_addresses if interface in named_interfaces.split(",")]
     for name in filter(None, (world.master_address, os.environ.get("HOROVOD_HOSTNAME"), socket.gethostname())):
         with contextlib.suppress(OSError):
             usable.append(socket.gethostbyname(name))
     with contextlib.suppress(OSError), socket.socket(socket.AF_INET, socket.SOCK_DGRAM) as probe:
         probe.connect(("192.0.2.1", 9))  # RFC 5737, an address of nobody's: nothing is sent, it only asks for the route
         usable.append(probe.getsockname()[0])
-    here = {address for address, _ in own}
+    here = {address for address, _ in local_addresses}
     for address in usable:
         if address in here and not address.startswith("127."):
             return str(address)

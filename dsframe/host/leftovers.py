@@ -55,10 +55,10 @@ def unused_swap(directory: Path) -> list[Path]:
     """Folders right under ``directory`` into which runs on this host swapped whose process is no longer alive."""
     name = re.compile(rf"dsframe-{re.escape(host())}-(\d+)-[0-9a-f]{{8}}")
     try:
-        found = [(path, match) for path in directory.iterdir() if (match := name.fullmatch(path.name))]
+        matches = [(path, match) for path in directory.iterdir() if (match := name.fullmatch(path.name))]
     except OSError:
         return []
-    return sorted(path for path, match in found if not psutil.pid_exists(int(match[1])))
+    return sorted(path for path, match in matches if not psutil.pid_exists(int(match[1])))
 
 
 def host() -> str:
@@ -67,16 +67,16 @@ def host() -> str:
 
 
 def _open_files() -> set[Path]:
-    found = set()
+    paths = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):  # another user's, or gone meanwhile
-            found |= {Path(file.path).resolve() for file in process.open_files()}
-    return found
+            paths |= {Path(file.path).resolve() for file in process.open_files()}
+    return paths
 
 
 def _mapped_files() -> set[Path]:
-    found = set()
+    paths = set()
     for process in psutil.process_iter():
         with contextlib.suppress(psutil.Error):
-            found |= {Path(region.path) for region in process.memory_maps()}
-    return found
+            paths |= {Path(region.path) for region in process.memory_maps()}
+    return paths

@@ -38,8 +38,8 @@ def available_bytes(device: torch.device, processes: int) -> int:
     import psutil  # here, for no run needs it at its start
 
     left = [int(psutil.virtual_memory().available)]
-    if own := _CGROUP.exists() and re.search(r"^0::(/.*)$", _CGROUP.read_text(), re.MULTILINE):
-        path = _CGROUPS / own[1].lstrip("/")
+    if membership := _CGROUP.exists() and re.search(r"^0::(/.*)$", _CGROUP.read_text(), re.MULTILINE):
+        path = _CGROUPS / membership[1].lstrip("/")
         for group in (path, *path.parents):
             limit, used = group / "memory.max", group / "memory.current"
             if limit.is_file() and (text := limit.read_text().strip()) != "max":
@@ -66,8 +66,8 @@ def resident_bytes(device: torch.device) -> int:
 
 def _status_bytes(name: str) -> int:
     """A size that Linux tells of this process; 0 where it does not."""
-    found = re.search(rf"{name}:\s+(\d+) kB", _STATUS.read_text()) if _STATUS.exists() else None
-    return int(found[1]) * 1024 if found else 0
+    match = re.search(rf"{name}:\s+(\d+) kB", _STATUS.read_text()) if _STATUS.exists() else None
+    return int(match[1]) * 1024 if match else 0
 
 
 def give_back() -> bool:

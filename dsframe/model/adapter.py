@@ -105,18 +105,18 @@ def settle(
     section = config.settings.adapter
     assert section is not None
     base = base_of(model)
-    own: dict[str, str] = {}
+    digests: dict[str, str] = {}
     for name in sorted(base)[share[0] :: share[1]]:
-        own[name] = _digest(base[name])
+        digests[name] = _digest(base[name])
         touched(base[name].nbytes)
-    found = {name: one for text in exchange(json.dumps(own)) for name, one in json.loads(text).items()}
+    digest_of = {name: value for text in exchange(json.dumps(digests)) for name, value in json.loads(text).items()}
     leave_out(model, base)
     trained = sum(parameter.numel() for parameter in model.parameters() if parameter.requires_grad)
     frozen = sum(parameter.numel() for parameter in base.values())
     return Adapter(
         json.loads(section.model_dump_json(exclude_none=True)),
         peft,
-        _combined(found),
+        _combined(digest_of),
         f"{trained:,} parameters of an adapter ({section.type}) train beside {frozen:,} frozen ones",
     )
 
@@ -133,7 +133,7 @@ def quantise(config: Config, model: nn.Module, dtype: torch.dtype) -> None:
     bitsandbytes = _bitsandbytes(config)
     ask: Any = getattr(model, "get_output_embeddings", None)
     logits = ask() if ask else None
-    owners = Counter(id(one) for module in model.modules() for one in module.parameters(recurse=False))
+    owners = Counter(id(parameter) for module in model.modules() for parameter in module.parameters(recurse=False))
     for name, module in list(model.named_modules()):
         whole = type(module) is nn.Linear and module is not logits and owners[id(module.weight)] == 1
         if not whole or module.weight.requires_grad:
@@ -146,8 +146,8 @@ def quantise(config: Config, model: nn.Module, dtype: torch.dtype) -> None:
         )
         layer.bias = module.bias
         layer.support_avx512bf16_for_cpu = False  # an evaluation would repack the weights, which training then reads
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, layer.to("cpu"))  # this is where it is rounded
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, layer.to("cpu"))  # this is where it is rounded
 
 
 def base_of(model: nn.Module) -> dict[str, nn.Parameter]:
@@ -163,8 +163,8 @@ def leave_out(model: nn.Module, names: Iterable[str]) -> None:
 
 def left_out(model: nn.Module) -> frozenset[str]:
     """The names that :func:`leave_out` was given."""
-    found: frozenset[str] = getattr(model, _LEFT_OUT, frozenset())
-    return found
+    excluded: frozenset[str] = getattr(model, _LEFT_OUT, frozenset())
+    return excluded
 
 
 def digest_of(model: nn.Module) -> str:
@@ -174,7 +174,7 @@ def digest_of(model: nn.Module) -> str:
 
 def digest(tensors: Mapping[str, Tensor]) -> str:
     """The digest of tensors by their names, which this process has whole: of their values as float32."""
-    return _combined({name: _digest(one) for name, one in tensors.items()})
+    return _combined({name: _digest(tensor) for name, tensor in tensors.items()})
 
 
 def compare(manifest: Mapping[str, Any], digest: str, where: object) -> None:
@@ -200,8 +200,8 @@ def merge(model: nn.Module) -> nn.Module:
             whole = module.modules_to_save[NAME]
         else:
             continue
-        parent, _, own = name.rpartition(".")
-        setattr(model.get_submodule(parent), own, whole)
+        parent, _, attribute = name.rpartition(".")
+        setattr(model.get_submodule(parent), attribute, whole)
     return model.requires_grad_(True)
 
 
@@ -209,18 +209,18 @@ def write(manifest: Mapping[str, Any], weights: Mapping[str, Tensor], out: Path)
     """Writes the folder ``out`` for ``PeftModel.from_pretrained``. Raises CheckpointError where the checkpoint has no adapter."""
     from safetensors.torch import save_file
 
-    told = manifest.get("adapter")
-    if not isinstance(told, str):
+    saved_settings = manifest.get("adapter")
+    if not isinstance(saved_settings, str):
         raise CheckpointError('the checkpoint has no adapter: its training had no "adapter"; choose another format')
     try:
-        settings = json.loads(told)
+        settings = json.loads(saved_settings)
         if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
             raise ValueError("no settings of peft's")
     except (ValueError, RecursionError) as error:
         raise CheckpointError(f"the manifest's 'adapter' is not what dsframe has written: {error}") from None
     out.mkdir()
-    found = {_PREFIX + peft_name(name): tensor.contiguous() for name, tensor in weights.items() if is_adapters(name)}
-    save_file(found, out / _FILE, {"format": "pt"})
+    tensors = {_PREFIX + peft_name(name): tensor.contiguous() for name, tensor in weights.items() if is_adapters(name)}
+    save_file(tensors, out / _FILE, {"format": "pt"})
     (out / _SETTINGS).write_text(json.dumps({**settings, "inference_mode": True}, indent=2, sort_keys=True) + "\n")
 
 
@@ -269,15 +269,15 @@ def _check_modules(config: Config, model: nn.Module, settings: Any) -> None:
     named = [name for name, _ in model.named_modules() if name]
     if settings.target_modules == "all-linear" and not hasattr(model, "get_output_embeddings"):
         # peft knows the layers of transformers' models alone.
-        settings.target_modules = {name for name, one in model.named_modules() if isinstance(one, nn.Linear)}
-    known = sorted({name.rpartition(".")[2] for name, one in model.named_modules() if isinstance(one, nn.Linear)})
+        settings.target_modules = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
+    known = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
     for key in ("target_modules", "modules_to_save"):
         wanted = getattr(settings, key) or ()
-        for one in () if isinstance(wanted, str) else wanted:
-            if not any(name == one or name.endswith(f".{one}") for name in named):
-                near = closest(one, {*named, *(name.rpartition(".")[2] for name in named)})
+        for name_wanted in () if isinstance(wanted, str) else wanted:
+            if not any(name == name_wanted or name.endswith(f".{name_wanted}") for name in named):
+                near = closest(name_wanted, {*named, *(name.rpartition(".")[2] for name in named)})
                 hint = f'write "{near}"' if near else f"linear layers of this model are {', '.join(known)}"
-                raise _wrong(config, f'{key}: the model has no module "{one}"', hint)
+                raise _wrong(config, f'{key}: the model has no module "{name_wanted}"', hint)
 
 
 def _read(config: Config, peft: Any, folder: Path) -> Any:
@@ -302,17 +302,19 @@ def _load(config: Config, model: nn.Module, folder: Path) -> None:
         saved = load_file(folder / _FILE)
     except (OSError, SafetensorError) as error:
         raise _wrong(config, f"{folder / _FILE} cannot be read: {error}", _BY_PEFT) from None
-    own = {_PREFIX + peft_name(name): one for name, one in model.named_parameters() if is_adapters(name)}
-    differing = sorted(own.keys() ^ saved.keys()) or [
-        name for name, one in own.items() if one.shape != saved[name].shape
+    parameters = {
+        _PREFIX + peft_name(name): parameter for name, parameter in model.named_parameters() if is_adapters(name)
+    }
+    differing = sorted(parameters.keys() ^ saved.keys()) or [
+        name for name, parameter in parameters.items() if parameter.shape != saved[name].shape
     ]
     if differing:
         message = f"{folder} is an adapter of another model: {differing[0]} differs"
         raise _wrong(config, message, "give the model that it was trained for")
     with torch.no_grad():
-        for name, one in own.items():
-            if not one.is_meta:
-                one.copy_(saved[name])
+        for name, parameter in parameters.items():
+            if not parameter.is_meta:
+                parameter.copy_(saved[name])
 
 
 def _digest(parameter: Tensor) -> str:
@@ -338,9 +340,9 @@ def _without_wrappers(name: str) -> str:
 
 def _plain(value: Any) -> Any:
     if isinstance(value, Mapping):
-        return {str(key): _plain(one) for key, one in value.items()}
+        return {str(key): _plain(item) for key, item in value.items()}
     if isinstance(value, (set, frozenset)):
         return sorted(map(_plain, value))
     if isinstance(value, (list, tuple)):
-        return [_plain(one) for one in value]
+        return [_plain(item) for item in value]
     return value if value is None or isinstance(value, (bool, int, float)) else str(getattr(value, "value", value))

@@ -41,17 +41,17 @@ def own_dtype(config: Config, task: Task, model: nn.Module, *, keeps_float64: bo
     model is in float64 and the engine cannot keep it.
     """
     file = config.deepspeed
-    found = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
-    if file.bf16.enabled or file.fp16.enabled or found <= {torch.float32}:
+    dtypes = {parameter.dtype for parameter in model.parameters() if parameter.is_floating_point()}
+    if file.bf16.enabled or file.fp16.enabled or dtypes <= {torch.float32}:
         return torch.float32
-    if found == {torch.float64} and keeps_float64:
+    if dtypes == {torch.float64} and keeps_float64:
         return torch.float64
-    if found == {torch.float64}:
+    if dtypes == {torch.float64}:
         raise EngineError(
             "the model is in float64, and this engine keeps float32: every weight would be rounded; choose an engine of torch or "
             "Horovod, or return model.float()"
         )
-    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in found))
+    names = ", ".join(sorted(str(dtype).removeprefix("torch.") for dtype in dtypes))
     raise TaskError(
         f"{type(task).__name__}.model is in {names}, and the file names no number format; write "
         '"bf16": {"enabled": true} (its masters are float32), or return model.float()'

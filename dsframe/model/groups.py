@@ -55,13 +55,13 @@ class ParameterGroups:
 
     def split(self, named: Iterable[tuple[str, Tensor]]) -> list[Any]:
         """Returns what torch's optimizers take: the tensors themselves where all are alike, else one dict for each group."""
-        found: dict[tuple[Any, ...], dict[str, Any]] = {}
+        by_options: dict[tuple[Any, ...], dict[str, Any]] = {}
         for name, tensor in named:
             options = self.options.get(name, {})
-            found.setdefault(tuple(sorted(options.items())), {"params": [], **options})["params"].append(tensor)
+            by_options.setdefault(tuple(sorted(options.items())), {"params": [], **options})["params"].append(tensor)
         if not self.options:
-            return [tensor for group in found.values() for tensor in group["params"]]
-        return list(found.values())
+            return [tensor for group in by_options.values() for tensor in group["params"]]
+        return list(by_options.values())
 
 
 class _Wanted:
@@ -78,7 +78,7 @@ class _Wanted:
         if self.groups:
             raise TaskError(f'{self._whose} gives groups, and the file has "parameter_groups" too; remove one of them')
         try:
-            self.groups = [ParameterGroup.model_validate(dict(one)) for one in given]
+            self.groups = [ParameterGroup.model_validate(dict(group)) for group in given]
         except (TypeError, ValueError) as error:
             text = "; ".join(str(error).split("\n")[1:3]) if isinstance(error, ValidationError) else str(error)
             raise TaskError(f"{self._whose}: {text}; give dicts as in the file's parameter_groups") from None
@@ -97,8 +97,13 @@ class _Wanted:
 def are_asked(config: Config, task: Task) -> bool:
     """True if :func:`settle` may find groups."""
     settings = config.settings
-    own = type(task).parameter_groups is not Task.parameter_groups
-    return bool(settings.parameter_groups) or settings.no_decay != "none" or settings.layer_decay is not None or own
+    task_has_groups = type(task).parameter_groups is not Task.parameter_groups
+    return (
+        bool(settings.parameter_groups)
+        or settings.no_decay != "none"
+        or settings.layer_decay is not None
+        or task_has_groups
+    )
 
 
 def settle(config: Config, task: Task, model: nn.Module) -> ParameterGroups:
@@ -111,15 +116,15 @@ def settle(config: Config, task: Task, model: nn.Module) -> ParameterGroups:
         if vars(parameter).pop(_FROZEN, False):
             parameter.requires_grad_(True)
     wanted, preset = _Wanted(config, task, model), config.settings.no_decay
-    own = {name: {"weight_decay": 0.0} for name in (without_decay(model) if preset != "none" else ())}
+    options_of = {name: {"weight_decay": 0.0} for name in (without_decay(model) if preset != "none" else ())}
     for name, factor in _by_layer(config, model).items():
-        own[name] = own.get(name, {}) | {"lr_scale": factor}
+        options_of[name] = options_of.get(name, {}) | {"lr_scale": factor}
     frozen = set()
     for name, (index, _) in _claims(wanted, model).items():
         group = wanted.groups[index]
-        scale = None if group.lr_scale is None else group.lr_scale * own.get(name, {}).get("lr_scale", 1.0)
+        scale = None if group.lr_scale is None else group.lr_scale * options_of.get(name, {}).get("lr_scale", 1.0)
         given = {"weight_decay": group.weight_decay, "lr_scale": scale}
-        own[name] = own.get(name, {}) | {key: value for key, value in given.items() if value is not None}
+        options_of[name] = options_of.get(name, {}) | {key: value for key, value in given.items() if value is not None}
         if group.freeze:
             frozen.add(name)
     asked = {
@@ -127,15 +132,15 @@ def settle(config: Config, task: Task, model: nn.Module) -> ParameterGroups:
         "no_decay": None if preset == "none" else preset,
         "layer_decay": config.settings.layer_decay,
     }
-    found = ParameterGroups(
-        {name: options for name, options in own.items() if options},
+    parameter_groups = ParameterGroups(
+        {name: options for name, options in options_of.items() if options},
         frozenset(frozen),
         {key: value for key, value in asked.items() if value},
     )
-    found.freeze(model)
+    parameter_groups.freeze(model)
     if frozen and not any(parameter.requires_grad for parameter in model.parameters()):
         raise wanted.wrong(len(wanted.groups) - 1, "with it all parameters are frozen", "leave some to train")
-    return replace(found, lines=tuple(_lines(found, model)) if found.asked else ())
+    return replace(parameter_groups, lines=tuple(_lines(parameter_groups, model)) if parameter_groups.asked else ())
 
 
 def without_decay(model: nn.Module) -> list[str]:
@@ -163,14 +168,14 @@ def _by_layer(config: Config, model: nn.Module) -> dict[str, float]:
         )
         path = ("dsframe", "layer_decay")
         raise ConfigError([config.error(path, message, f"remove it, or {remedy}", code="model")])
-    found, number = {}, 0
+    scales, number = {}, 0
     for name, parameter in model.named_parameters():
         at = inside.get(id(parameter))
         number = max(number, at or 0)
         layer = at if at is not None else 0 if number == 0 else len(blocks) + 1
         if layer <= len(blocks) and decay != 1.0:
-            found[name] = decay ** (len(blocks) + 1 - layer)
-    return found
+            scales[name] = decay ** (len(blocks) + 1 - layer)
+    return scales
 
 
 def _claims(wanted: _Wanted, model: nn.Module) -> dict[str, tuple[int, str]]:

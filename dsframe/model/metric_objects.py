@@ -31,7 +31,7 @@ def reset(engine: Ranks) -> None:
 
 def compute(engine: Ranks) -> dict[str, float]:
     """**Collective.** Returns the metric objects' numbers over all samples; those of a dict are named ``name_key``."""
-    found: dict[str, float] = {}
+    numbers: dict[str, float] = {}
     for name, metric in engine.plan.task.metric_objects.items():
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", ".*was called before the ``update`` method")  # a rank without samples
@@ -41,8 +41,8 @@ def compute(engine: Ranks) -> dict[str, float]:
             if isinstance(part, Tensor) and part.numel() != 1:
                 whose = f"{type(engine.plan.task).__name__}.metric_objects[{name!r}]"
                 raise TaskError(f"{whose} gives shape {list(part.shape)}, not a number; choose an average")
-            found[key] = float(part)
-    return found
+            numbers[key] = float(part)
+    return numbers
 
 
 def _connect(engine: Ranks, metric: Any, whose: str) -> None:
@@ -54,7 +54,7 @@ def _connect(engine: Ranks, metric: Any, whose: str) -> None:
             )
 
     def gather(tensor: Tensor, group: Any = None) -> list[Tensor]:
-        return [one.to(tensor.device) for one in all_gather_tensor(engine, tensor)]
+        return [gathered.to(tensor.device) for gathered in all_gather_tensor(engine, tensor)]
 
     metric.dist_sync_fn = gather
     metric.distributed_available_fn = lambda: engine.plan.world.size > 1

@@ -19,10 +19,10 @@ def register(value: Any) -> set[type]:
     Casts of outputs and evaluations then treat their attributes as they treat the fields of a named tuple. For the rest of the
     process; objects are rebuilt without calling ``__init__``. Returns the classes that are new.
     """
-    found = {type(one) for one in _objects(value, _DEPTH)}
-    for kind in found:
+    classes = {type(node) for node in _objects(value, _DEPTH)}
+    for kind in classes:
         pytree.register_pytree_node(kind, _flatten, partial(_rebuilt, kind))
-    return found
+    return classes
 
 
 def _objects(value: Any, depth: int) -> Iterator[Any]:
@@ -33,7 +33,7 @@ def _objects(value: Any, depth: int) -> Iterator[Any]:
         for part in value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ():
             yield from _objects(part, depth)
     elif depth and not kind.__module__.startswith(("torch.", "builtins")) and (held := attributes(value)):
-        inside = [one for part in held.values() for one in _objects(part, depth - 1)]
+        inside = [node for part in held.values() for node in _objects(part, depth - 1)]
         yield from inside
         if inside or any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(list(held.values()))):
             yield value

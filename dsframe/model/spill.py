@@ -82,9 +82,9 @@ class Spill:
         self._waiting += size
         self._made += size
         while self._waiting > max(self._window, self._share * self._made):
-            found, bytes_of_it = self._newest.pop(next(iter(self._newest)))
+            reference, bytes_of_it = self._newest.pop(next(iter(self._newest)))
             self._waiting -= bytes_of_it
-            oldest = found()  # None: its constructor has put another in its place
+            oldest = reference()  # None: its constructor has put another in its place
             # Another tensor that looks at the same numbers would not see what is written into the file.
             if oldest is not None and _users(oldest) == _ALONE:
                 self.move(oldest)
@@ -118,9 +118,9 @@ class Spill:
         """The numbers of ``tensor`` as ``dtype``, in a file of their own where they are many; itself where it has that format."""
         if tensor.dtype == dtype:
             return tensor
-        found = nn.Parameter(tensor, requires_grad=False)
-        self.move(found, dtype)
-        return found.data
+        parameter = nn.Parameter(tensor, requires_grad=False)
+        self.move(parameter, dtype)
+        return parameter.data
 
     def touched(self, size: int) -> None:
         """Counts bytes of files that have been read or written: their pages are given back when a window is full."""
@@ -160,7 +160,7 @@ class Spill:
                     numbers: Any = data.contiguous().flatten().view(torch.uint8).numpy()
                     with open(handle, "wb", closefd=False) as file:
                         file.write(numbers)
-                found = torch.from_file(path, shared=True, size=data.numel(), dtype=dtype).view(data.shape)
+                mapped = torch.from_file(path, shared=True, size=data.numel(), dtype=dtype).view(data.shape)
             finally:
                 os.close(handle)
                 Path(path).unlink()
@@ -170,9 +170,9 @@ class Spill:
                 "files there while a rank shards them, and while they are exported. Set TMPDIR to a folder on a larger disk"
             ) from error
         if data.dtype != dtype:  # without a copy of it in memory
-            found.copy_(data)
-        self._mapped[found.data_ptr()] = found.untyped_storage()
-        return found
+            mapped.copy_(data)
+        self._mapped[mapped.data_ptr()] = mapped.untyped_storage()
+        return mapped
 
 
 def _users(parameter: nn.Parameter) -> int:

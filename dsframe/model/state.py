@@ -168,9 +168,9 @@ class SavedView:
         """A range of one visible parameter."""
         return self.seen(self._saved.part(name, first, size))
 
-    def seen(self, one: ParameterState) -> ParameterState:
+    def seen(self, parameter: ParameterState) -> ParameterState:
         """Returns a parameter, or a range of one, as this view has it."""
-        return one
+        return parameter
 
 
 class Snapshot:
@@ -181,19 +181,19 @@ class Snapshot:
         self.updates, self.loss_scale = state.updates, state.loss_scale
         self._buffers = {name: buffer.detach().cpu().clone() for name, buffer in state.buffers.items()}
         self._parameters = {
-            one.name: ParameterState(
-                one.name,
-                one.weight.detach().cpu().clone(),
-                {key: moment.detach().cpu().clone() for key, moment in one.moments.items()},
-                dict(one.scalars),
+            parameter.name: ParameterState(
+                parameter.name,
+                parameter.weight.detach().cpu().clone(),
+                {key: moment.detach().cpu().clone() for key, moment in parameter.moments.items()},
+                dict(parameter.scalars),
             )
-            for one in state.parameters
+            for parameter in state.parameters
         }
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
         """Every parameter's full shape."""
-        return {name: tuple(one.weight.shape) for name, one in self._parameters.items()}
+        return {name: tuple(parameter.weight.shape) for name, parameter in self._parameters.items()}
 
     def buffers(self) -> Mapping[str, Tensor]:
         """The model's persistent buffers."""
@@ -208,17 +208,18 @@ class Snapshot:
         return narrowed(self._parameters[name], first, size)
 
 
-def narrowed(one: ParameterState, first: int, size: int) -> ParameterState:
+def narrowed(parameter: ParameterState, first: int, size: int) -> ParameterState:
     """The range of a whole parameter as :meth:`SavedState.part` returns it: views."""
-    for key, moment in one.moments.items():
-        if moment.shape != one.weight.shape:
+    for key, moment in parameter.moments.items():
+        if moment.shape != parameter.weight.shape:
             raise CheckpointError(
-                f"{one.name}: the optimizer's {key} has shape {list(moment.shape)}, the weight {list(one.weight.shape)}: such "
-                "state cannot be sharded; resume where each rank holds the whole model, such as in one process"
+                f"{parameter.name}: the optimizer's {key} has shape {list(moment.shape)}, "
+                f"the weight {list(parameter.weight.shape)}: such state cannot be sharded; "
+                "resume where each rank holds the whole model, such as in one process"
             )
     cut: Callable[[Tensor], Tensor] = lambda tensor: tensor.flatten().narrow(0, first, size)  # noqa: E731
-    moments = {key: cut(moment) for key, moment in one.moments.items()}
-    return ParameterState(one.name, cut(one.weight), moments, one.scalars)
+    moments = {key: cut(moment) for key, moment in parameter.moments.items()}
+    return ParameterState(parameter.name, cut(parameter.weight), moments, parameter.scalars)
 
 
 def full_precision(dtype: torch.dtype) -> torch.dtype:
@@ -231,12 +232,12 @@ def persistent_buffers(model: nn.Module) -> dict[str, Tensor]:
 
     Nor are sparse ones, such as a graph's edges: the files hold dense tensors, and ``model()`` makes these anew.
     """
-    found = {}
+    buffers = {}
     for prefix, module in model.named_modules():
         for name, buffer in module.named_buffers(recurse=False):
             if name not in module._non_persistent_buffers_set and buffer.layout == torch.strided:
-                found[f"{prefix}.{name}" if prefix else name] = buffer
-    return found
+                buffers[f"{prefix}.{name}" if prefix else name] = buffer
+    return buffers
 
 
 def saved_parameters(model: nn.Module) -> Iterator[tuple[str, nn.Parameter]]:
@@ -250,27 +251,29 @@ def aliases(model: nn.Module) -> dict[str, str]:
     first: dict[int, str] = {}
     every = model.named_parameters(remove_duplicate=False)
     without = left_out(model)
-    found = {name: first[id(p)] for name, p in every if first.setdefault(id(p), name) != name}
-    return {name: kept for name, kept in found.items() if kept not in without}
+    further = {name: first[id(p)] for name, p in every if first.setdefault(id(p), name) != name}
+    return {name: kept for name, kept in further.items() if kept not in without}
 
 
 @torch.no_grad()
 def load_buffers(model: nn.Module, saved: SavedState) -> None:
     """Puts the saved buffers into the model, in place. Raises CheckpointError where names or shapes differ."""
-    own, kept = persistent_buffers(model), saved.buffers()
-    compare("buffer", {name: tuple(b.shape) for name, b in own.items()}, {n: tuple(b.shape) for n, b in kept.items()})
-    for name, buffer in own.items():
+    buffers, kept = persistent_buffers(model), saved.buffers()
+    compare(
+        "buffer", {name: tuple(b.shape) for name, b in buffers.items()}, {n: tuple(b.shape) for n, b in kept.items()}
+    )
+    for name, buffer in buffers.items():
         buffer.copy_(kept[name])
 
 
-def compare(what: str, own: Mapping[str, Sequence[int]], saved: Mapping[str, Sequence[int]]) -> None:
+def compare(what: str, expected: Mapping[str, Sequence[int]], saved: Mapping[str, Sequence[int]]) -> None:
     """Raises CheckpointError, naming the first few differences, where names or shapes are not the same."""
-    differences = [f"{name} is new" for name in own if name not in saved]
-    differences += [f"{name} is gone" for name in saved if name not in own]
+    differences = [f"{name} is new" for name in expected if name not in saved]
+    differences += [f"{name} is gone" for name in saved if name not in expected]
     differences += [
-        f"{name} has shape {list(own[name])}, saved {list(saved[name])}"
-        for name in own
-        if name in saved and tuple(own[name]) != tuple(saved[name])
+        f"{name} has shape {list(expected[name])}, saved {list(saved[name])}"
+        for name in expected
+        if name in saved and tuple(expected[name]) != tuple(saved[name])
     ]
     if differences:
         more = f" and {len(differences) - 3} more" if len(differences) > 3 else ""

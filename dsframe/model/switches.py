@@ -55,7 +55,7 @@ def apply(model: nn.Module, config: Config, device: torch.device, whole: nn.Modu
     if wanted.channels_last:
         channels_last(model, whole)
     if wanted.compile == "blocks":
-        by_auto = names is None and any(found.path == auto.COMPILE for found in config.resolved)
+        by_auto = names is None and any(resolved.path == auto.COMPILE for resolved in config.resolved)
         if not by_auto or repeated(whole):  # "auto" leaves a model without repeated blocks as it is
             for block in _of(model, picked(whole, names, "compile")):
                 compile_(block, device)
@@ -69,8 +69,8 @@ def apply(model: nn.Module, config: Config, device: torch.device, whole: nn.Modu
         for block in _of(model, recomputed(whole, config)):
             recompute(block, to_host=to_host)
     if wanted.offload_activations:
-        found = offloaded(whole, config)
-        for block in _of(model, found) if device.type != "cpu" else ():
+        names_offloaded = offloaded(whole, config)
+        for block in _of(model, names_offloaded) if device.type != "cpu" else ():
             offload(block)
 
 
@@ -91,10 +91,10 @@ def dense(model: nn.Module) -> None:
 
     Norms, flat buckets and fused optimizers have no kernels for sparse ones, nor has Adam any.
     """
-    found = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
-    for module in found:
+    sparse = [m for m in model.modules() if isinstance(m, (nn.Embedding, nn.EmbeddingBag)) and m.sparse]
+    for module in sparse:
         module.sparse = False
-    if found:
+    if sparse:
         warnings.warn("embeddings with sparse=True are trained with dense gradients: the same numbers", stacklevel=1)
 
 
@@ -111,23 +111,23 @@ def picked(model: nn.Module, wanted: Sequence[str] | None, key: str) -> list[str
     named = [(name, module) for name, module in model.named_modules() if module is not model]
     classes = Counter(type(module).__name__ for _, module in named)
     if wanted is None:
-        found = repeated(model)
-        if found is None:
+        class_name = repeated(model)
+        if class_name is None:
             raise _wrong(key, "the model has no repeated block", f"name some of its classes: {_list(classes)}")
-        wanted = [found]
+        wanted = [class_name]
     chosen: set[str] = set()
     for entry in wanted:
         by_name = "." in entry or "*" in entry
         if by_name:
-            own = {name for name, _ in named if fnmatch.fnmatch(name, entry)}
+            matching = {name for name, _ in named if fnmatch.fnmatch(name, entry)}
         else:
-            own = {name for name, one in named if type(one).__name__ == entry}
-        if not own and by_name:
+            matching = {name for name, module in named if type(module).__name__ == entry}
+        if not matching and by_name:
             there = list(dict.fromkeys(re.sub(r"\b\d+\b", "*", name) for name, _ in named))
             raise _wrong(key, f"no module of the model is called {entry}", f"there are {', '.join(there)}")
-        if not own:
+        if not matching:
             raise _wrong(key, f"the model has no module of class {entry}", f"there are {_list(classes)}")
-        chosen |= own
+        chosen |= matching
     return [name for name, _ in named if name in chosen and not any(above in chosen for above in _above(name))]
 
 
@@ -169,7 +169,9 @@ def linears(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear]:
         if not fnmatch.filter(there, pattern):
             known = f"there are {', '.join(there)}" if there else "the model has no linear layer"
             raise _wrong("tiling", f"no linear layer of the model is called {pattern}", known)
-    return {name: module for name, module in there.items() if any(fnmatch.fnmatch(name, one) for one in patterns)}
+    return {
+        name: module for name, module in there.items() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
+    }
 
 
 # Activation checkpointing.
@@ -197,15 +199,15 @@ def recompute(block: nn.Module, *, to_host: bool = False) -> None:
 
 def _mlps(whole: nn.Module) -> list[str]:
     """The names of the modules called ``mlp``. Raises ConfigError where there is none, or one that slices would change."""
-    found = {name: module for name, module in whole.named_modules() if name.rpartition(".")[2] == "mlp"}
-    if not found:
+    mlps = {name: module for name, module in whole.named_modules() if name.rpartition(".")[2] == "mlp"}
+    if not mlps:
         raise _wrong("mlp_chunk_tokens", "no module of the model is called mlp", "remove it")
-    for name, module in found.items():
-        if any(one.endswith("experts") for one, _ in module.named_modules()):
+    for name, module in mlps.items():
+        if any(inner_name.endswith("experts") for inner_name, _ in module.named_modules()):
             raise _wrong("mlp_chunk_tokens", f"{name} is a mixture of experts, which is not sliced", "remove it")
-        if any(isinstance(one, nn.modules.dropout._DropoutNd) and one.p > 0 for one in module.modules()):
+        if any(isinstance(inner, nn.modules.dropout._DropoutNd) and inner.p > 0 for inner in module.modules()):
             raise _wrong("mlp_chunk_tokens", f"{name} has dropout, whose masks would differ in slices", "set it to 0")
-    return list(found)
+    return list(mlps)
 
 
 def compute_in_slices(module: nn.Module, tokens: int) -> None:
@@ -227,8 +229,8 @@ def compute_in_slices(module: nn.Module, tokens: int) -> None:
         if rows.shape[1] <= tokens:
             return forward(hidden)  # type: ignore[no-any-return]
         each = partial(again, forward) if torch.is_grad_enabled() else forward
-        found = torch.cat([each(piece) for piece in torch.split(rows, tokens, dim=1)], dim=1)
-        return found.reshape(*hidden.shape[:-1], found.shape[-1])
+        outputs = torch.cat([each(piece) for piece in torch.split(rows, tokens, dim=1)], dim=1)
+        return outputs.reshape(*hidden.shape[:-1], outputs.shape[-1])
 
     module.forward = sliced
     setattr(module, _UNIT, True)
@@ -239,7 +241,7 @@ def _compare_tokens(module: nn.Module, forward: Callable[..., Any], rows: Tensor
     two = rows[:, :2]
     before = _held_buffers(module)
     with _as_before(before):
-        together, alone = forward(two), torch.cat([forward(one) for one in torch.split(two, 1, dim=1)], dim=1)
+        together, alone = forward(two), torch.cat([forward(token) for token in torch.split(two, 1, dim=1)], dim=1)
         changed = [
             name
             for (owner, name), held in before.items()
@@ -325,7 +327,7 @@ def checkpoint_function(module: nn.Module) -> Callable[..., Any]:
     @contextmanager
     def watched(before: dict[tuple[nn.Module, str], _Held]) -> Iterator[None]:
         yield
-        changed = {key for key, one in before.items() if one.changed(*key)}
+        changed = {key for key, buffer in before.items() if buffer.changed(*key)}
         for owner, name in changed:
             if before[owner, name].copy is None:
                 raise TaskError(
@@ -362,13 +364,13 @@ def _held_buffers(
     module: nn.Module, changing: set[tuple[nn.Module, str]] | None = None
 ) -> dict[tuple[nn.Module, str], _Held]:
     """The buffers of ``module``; copies of small ones and of those that are ``changing``, of all where that is None."""
-    found = {}
+    held = {}
     for owner in module.modules():
-        for name, one in owner._buffers.items():
-            if one is not None:
-                copied = changing is None or one.numel() <= _SMALL_BUFFER or (owner, name) in changing
-                found[owner, name] = _Held(one, one._version, one.detach().clone() if copied else None)
-    return found
+        for name, buffer in owner._buffers.items():
+            if buffer is not None:
+                copied = changing is None or buffer.numel() <= _SMALL_BUFFER or (owner, name) in changing
+                held[owner, name] = _Held(buffer, buffer._version, buffer.detach().clone() if copied else None)
+    return held
 
 
 @contextmanager
@@ -380,8 +382,8 @@ def _as_before(before: Mapping[tuple[nn.Module, str], _Held]) -> Iterator[None]:
     try:
         yield
     finally:
-        for (owner, name), one in now.items():
-            owner._buffers[name] = one
+        for (owner, name), buffer in now.items():
+            owner._buffers[name] = buffer
 
 
 def keep(block: nn.Module, how: Callable[[], AbstractContextManager[Any]]) -> None:
@@ -423,8 +425,8 @@ def channels_last(model: nn.Module, whole: nn.Module) -> None:
 
 def _innermost(module: nn.Module, inputs: tuple[Any, ...]) -> tuple[Any, ...]:
     return tuple(
-        one.to(memory_format=torch.channels_last) if isinstance(one, Tensor) and one.ndim == 4 else one
-        for one in inputs
+        value.to(memory_format=torch.channels_last) if isinstance(value, Tensor) and value.ndim == 4 else value
+        for value in inputs
     )
 
 

@@ -51,15 +51,15 @@ class _Sum(torch.autograd.Function):
 
 
 def _summed(value: Tensor, ranks: Ranks) -> Tensor:
-    found: Tensor = _Sum.apply(value, ranks)  # type: ignore[no-untyped-call]
-    return found
+    total: Tensor = _Sum.apply(value, ranks)  # type: ignore[no-untyped-call]
+    return total
 
 
 def _forward(layer: Any, ranks: Ranks, rows: Tensor) -> Tensor:
     """**Collective** in training. What ``layer`` makes of ``rows``, ``[samples, channels, ...]``."""
     if not layer.training:
-        found: Tensor = type(layer).forward(layer, rows)
-        return found
+        outputs: Tensor = type(layer).forward(layer, rows)
+        return outputs
     layer._check_input_dim(rows)
     wide = rows.float() if rows.dtype in (torch.float16, torch.bfloat16) else rows
     others = [dimension for dimension in range(wide.ndim) if dimension != 1]

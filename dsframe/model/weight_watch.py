@@ -56,7 +56,7 @@ class WeightWatch(TorchFunctionMode):
         self._engine, self._model = weakref.proxy(engine), model
         self._looks_inside = not engine.plan.config.settings.model.compile  # a compiler would see the mode
         # Objects that the model's code may hold, and that a library replaces; weakly, for they are a whole model.
-        self._built = {id(one): (name, weakref.ref(one)) for name, one in model.named_parameters()}
+        self._built = {id(parameter): (name, weakref.ref(parameter)) for name, parameter in model.named_parameters()}
         self._parameters: dict[str, nn.Parameter] = {}
         self._trained: list[bool] = []
         self._whole = True
@@ -90,7 +90,7 @@ class WeightWatch(TorchFunctionMode):
 
     def end(self, step: int) -> None:
         """**Collective.** After a step, and before the next one's update. Raises EngineError, TaskError."""
-        trained = [one.requires_grad for one in self._parameters.values()]
+        trained = [parameter.requires_grad for parameter in self._parameters.values()]
         if trained != self._trained:
             self._refuse_frozen(trained, f"in step {step}")
         if not self._watching:
@@ -108,8 +108,10 @@ class WeightWatch(TorchFunctionMode):
         if self._parameters:
             return
         self._parameters = dict(self._model.named_parameters())
-        self._trained = [one.requires_grad for one in self._parameters.values()]
-        self._whole = not any(hasattr(one, "ds_numel") or _is_dtensor(one) for one in self._parameters.values())
+        self._trained = [parameter.requires_grad for parameter in self._parameters.values()]
+        self._whole = not any(
+            hasattr(parameter, "ds_numel") or _is_dtensor(parameter) for parameter in self._parameters.values()
+        )
 
     @property
     def model(self) -> nn.Module:
@@ -138,7 +140,7 @@ class WeightWatch(TorchFunctionMode):
         """After each micro-batch's loss. Raises TaskError where parameters that are not the model's take part."""
         self._losses += 1
         if not self._whole:  # some libraries put other objects in the place of parameters while modules run
-            now = [one.requires_grad for one in self._model.parameters()]
+            now = [parameter.requires_grad for parameter in self._model.parameters()]
             if len(now) == len(self._trained) and now != self._trained:
                 self._refuse_frozen(now, "in this step")
         # Optimizers that evaluate a batch several times move weights between its losses.
@@ -199,15 +201,15 @@ class WeightWatch(TorchFunctionMode):
             return
         line = _caller()
         if line:
-            name = known or next((n for n, one in self._parameters.items() if one is parameter), "a weight")
+            name = known or next((n for n, other in self._parameters.items() if other is parameter), "a weight")
             raise EngineError(f"{line} uses {name} outside of its module's forward pass: {self._shards()}")
 
     def _wrote(self, target: Tensor) -> None:
         if target.requires_grad and not target.is_leaf:
             return
         place = _storage(target)
-        for name, one in self._parameters.items() if self._whole else self._model.named_parameters():
-            if place and _is_whole(one) and _storage(one) == place and (line := _caller()):
+        for name, parameter in self._parameters.items() if self._whole else self._model.named_parameters():
+            if place and _is_whole(parameter) and _storage(parameter) == place and (line := _caller()):
                 if not self._whole:
                     raise EngineError(
                         f"{line} writes to {name} in the middle of a step, and only to a copy: {self._shards()}"
@@ -219,7 +221,7 @@ class WeightWatch(TorchFunctionMode):
     def _marks(self) -> dict[str, Any]:
         """What changes when a weight does: its sum and norm where it is whole, else how often it was written to."""
         if not self._whole:
-            return {name: one._version for name, one in self._parameters.items()}
+            return {name: parameter._version for name, parameter in self._parameters.items()}
         return _sums(self._parameters)
 
     def _changed(self, before: Mapping[str, Any]) -> dict[str, Any]:
@@ -235,8 +237,8 @@ class WeightWatch(TorchFunctionMode):
             if written:
                 raise EngineError(f"{where}: {self._shards()}")
             return
-        told = all_gather_text(engine, json.dumps(written, sort_keys=True)) if engine.plan.world.size > 1 else [""]
-        if not any(text.strip("{}") for text in told) and not written:
+        of_ranks = all_gather_text(engine, json.dumps(written, sort_keys=True)) if engine.plan.world.size > 1 else [""]
+        if not any(text.strip("{}") for text in of_ranks) and not written:
             return
         trained = [name for name in written if self._parameters[name].requires_grad]
         if trained and not self.updates_in_place:
@@ -244,7 +246,7 @@ class WeightWatch(TorchFunctionMode):
                 f"{where}: the optimizer keeps these weights a second time and overwrites what was written. Write what is to "
                 "hold as a part of the loss, or choose an engine that updates the model's own weights, in fp32"
             )
-        if len(set(told)) > 1:
+        if len(set(of_ranks)) > 1:
             raise TaskError(
                 f"{where or 'weights were written ' + when}: not the same numbers on all ranks, whose models would drift apart. "
                 "Write numbers that do not depend on a rank's samples, leave out options that write to weights (Embedding's "
@@ -273,20 +275,20 @@ class WeightWatch(TorchFunctionMode):
         )
 
     def _refuse_others(self, loss: Tensor) -> None:
-        known = {id(one) for one in self._parameters.values()}
-        known |= {id(one) for _, ref in self._built.values() if (one := ref()) is not None}
-        found = [one for one in _leaves(loss) if id(one) not in known]
+        known = {id(parameter) for parameter in self._parameters.values()}
+        known |= {id(parameter) for _, ref in self._built.values() if (parameter := ref()) is not None}
+        strangers = [parameter for parameter in _leaves(loss) if id(parameter) not in known]
         if any(
             map(_is_dtensor, self._parameters.values())
         ):  # whose whole parameters are other objects while modules run
-            held = {id(one) for one in _held(self._engine.plan.task)}
-            found = [one for one in found if id(one) in held]
-        if found:
-            shapes = ", ".join(str(list(one.shape)) for one in found[:3])
+            held = {id(parameter) for parameter in _held(self._engine.plan.task)}
+            strangers = [parameter for parameter in strangers if id(parameter) in held]
+        if strangers:
+            shapes = ", ".join(str(list(parameter.shape)) for parameter in strangers[:3])
             raise TaskError(
-                f"{type(self._engine.plan.task).__name__}: the loss depends on {len(found)} trainable parameter(s) that are not "
-                f"the model's (shape {shapes}): nothing would train or save them. Let model() return a module that holds "
-                "them too, or freeze them with requires_grad_(False)"
+                f"{type(self._engine.plan.task).__name__}: the loss depends on {len(strangers)} trainable parameter(s) "
+                f"that are not the model's (shape {shapes}): nothing would train or save them. Let model() return a "
+                "module that holds them too, or freeze them with requires_grad_(False)"
             )
 
     def _shards(self) -> str:
@@ -299,13 +301,13 @@ class WeightWatch(TorchFunctionMode):
 
 def refuse_unusual(model: nn.Module, whose: str) -> None:
     """Raises TaskError for parameters that get their shapes in the first forward pass, and for complex ones."""
-    if names := [name for name, one in model.named_parameters() if one.is_complex()]:
+    if names := [name for name, parameter in model.named_parameters() if parameter.is_complex()]:
         raise TaskError(
             f"{whose}.model: {', '.join(names)} is complex; optimizers, norms and shards are of real numbers. Keep it as pairs, "
             "nn.Parameter(torch.view_as_real(weight)), and use torch.view_as_complex(self.weight) in the forward pass; "
             "a frozen one may be a buffer"
         )
-    if names := [name for name, one in model.named_parameters() if is_lazy(one)]:
+    if names := [name for name, parameter in model.named_parameters() if is_lazy(parameter)]:
         raise TaskError(
             f"{whose}.model: {', '.join(names)} have no shape before the first forward pass, and the optimizer is made before it. "
             "Call the model once in model(), or give the layer its sizes"
@@ -340,11 +342,11 @@ def _storage(tensor: Tensor) -> int:
 
 
 def _tensors(args: Any, kwargs: Mapping[str, Any]) -> Iterator[Any]:
-    for one in (*args, *kwargs.values()):
-        if isinstance(one, Tensor):
-            yield one
-        elif isinstance(one, (tuple, list)):
-            yield from (leaf for leaf in tree_leaves(one) if isinstance(leaf, Tensor))
+    for argument in (*args, *kwargs.values()):
+        if isinstance(argument, Tensor):
+            yield argument
+        elif isinstance(argument, (tuple, list)):
+            yield from (leaf for leaf in tree_leaves(argument) if isinstance(leaf, Tensor))
 
 
 def _caller(*, direct: bool = False) -> str:
@@ -366,23 +368,23 @@ def _caller(*, direct: bool = False) -> str:
 
 @torch.no_grad()
 def _sums(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
-    found = []
-    for one in parameters.values():
-        flat = torch.view_as_real(one.detach()) if one.is_complex() else one.detach()
+    sums = []
+    for parameter in parameters.values():
+        flat = torch.view_as_real(parameter.detach()) if parameter.is_complex() else parameter.detach()
         if not flat.is_floating_point():
             flat = flat.double()
         wide = torch.float64 if flat.dtype == torch.float64 else torch.float32
-        found.append(torch.stack([flat.sum(dtype=wide), torch.linalg.vector_norm(flat, dtype=wide)]).double())
-    if not found:
+        sums.append(torch.stack([flat.sum(dtype=wide), torch.linalg.vector_norm(flat, dtype=wide)]).double())
+    if not sums:
         return {}
     return {
-        name: [each.hex() for each in row] for name, row in zip(parameters, torch.stack(found).tolist(), strict=True)
+        name: [each.hex() for each in row] for name, row in zip(parameters, torch.stack(sums).tolist(), strict=True)
     }
 
 
 def _leaves(loss: Tensor) -> list[nn.Parameter]:
     """Returns the parameters that ``loss`` depends on."""
-    found, seen, ahead = dict[int, nn.Parameter](), set[Any](), [loss.grad_fn]
+    leaves, seen, ahead = dict[int, nn.Parameter](), set[Any](), [loss.grad_fn]
     while ahead:
         node = ahead.pop()
         if node is None or node in seen:
@@ -390,6 +392,6 @@ def _leaves(loss: Tensor) -> list[nn.Parameter]:
         seen.add(node)
         variable = getattr(node, "variable", None)
         if isinstance(variable, nn.Parameter):
-            found[id(variable)] = variable
+            leaves[id(variable)] = variable
         ahead += [following for following, _ in node.next_functions]
-    return list(found.values())
+    return list(leaves.values())

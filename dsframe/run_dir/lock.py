@@ -114,10 +114,10 @@ class RunLock:
 def _identity(directory: Path) -> tuple[int, int] | None:
     """Device and inode; None where nothing can be found out."""
     try:
-        found = directory.stat()
+        status = directory.stat()
     except OSError:
         return None
-    return found.st_dev, found.st_ino
+    return status.st_dev, status.st_ino
 
 
 def _holder(descriptor: int) -> tuple[str, str, str]:
@@ -134,7 +134,7 @@ def _requeued(descriptor: int) -> bool:
 
 def _lock(descriptor: int, directory: Path, say: Callable[[str], None]) -> bool:
     """False where the file system knows no locks. Raises WorldError where another process has it, and keeps it."""
-    deadline, told = time.monotonic() + PATIENCE_SECONDS, False
+    deadline, announced = time.monotonic() + PATIENCE_SECONDS, False
     while True:
         try:
             fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -148,7 +148,7 @@ def _lock(descriptor: int, directory: Path, say: Callable[[str], None]) -> bool:
             here = host == socket.gethostname()
             gone = "" if here else f"; if {host or 'its host'} is down, remove {directory / _LOCK}"
             raise WorldError(f"{directory} is in use by {who}; stop it, or choose another with --run-dir{gone}")
-        if not told:
+        if not announced:
             say(f"{directory} is in use by {who}; waiting {PATIENCE_SECONDS:.0f} s for its end")
-            told = True
+            announced = True
         time.sleep(0.1)

@@ -43,14 +43,14 @@ _KINDS = ("Train/Samples/", "Evaluation/")
 
 def missing(config: Config) -> list[Problem]:
     """Sections that are on without their package."""
-    found = []
+    problems = []
     for path, package in logger_packages(config.deepspeed, config.settings):
         if importlib.util.find_spec(package) is None:
             message = f"turned on, and the package {package} is not installed"
             remedy = f"pip install {_PACKAGES.get(package, package)}, or write false"
             problem = config.error(path, message, remedy, code="not-installed")
-            found.append(replace(problem, path=dotted(path[:-1])))
-    return found
+            problems.append(replace(problem, path=dotted(path[:-1])))
+    return problems
 
 
 class Logger(ABC):

@@ -96,13 +96,13 @@ def read(path: Path) -> Outcome:
         return Outcome()
     records = [record for line in lines if line.endswith(b"\n") and (record := _record(line)) is not None]
     failures = [record for record in records if "code" in record]
-    own = [record for record in failures if record["message"] != LOST_A_PEER]
-    first = next(iter(own or failures), None)
+    causes = [record for record in failures if record["message"] != LOST_A_PEER]
+    first = next(iter(causes or failures), None)
     return Outcome(
         began=any("began" in record for record in records),
         done=any(record.get("done") for record in records),
         code=first["code"] if first else None,
         rank=first["rank"] if first else None,
         step=max((record["step"] for record in failures if record["step"] is not None), default=None),
-        message=own[0]["message"] if own else "",
+        message=causes[0]["message"] if causes else "",
     )

@@ -121,9 +121,9 @@ def begin_anew() -> None:
     while _earlier:
         file, size = _earlier.pop()
         with suppress(OSError):  # then they stay
-            own = os.pread(file, os.fstat(file).st_size - size, size)
+            current = os.pread(file, os.fstat(file).st_size - size, size)
             os.ftruncate(file, 0)
-            os.write(file, own)
+            os.write(file, current)
 
 
 def _flush() -> None:

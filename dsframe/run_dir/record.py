@@ -212,9 +212,9 @@ def _partial(path: Path) -> Path:
 def _clean(value: Any) -> Any:
     """``value`` with null for every number that is not finite: JSON has none of those."""
     if isinstance(value, Mapping):
-        return {key: _clean(one) for key, one in value.items()}
+        return {key: _clean(item) for key, item in value.items()}
     if isinstance(value, list | tuple):
-        return [_clean(one) for one in value]
+        return [_clean(item) for item in value]
     return None if isinstance(value, float) and not math.isfinite(value) else value
 
 
@@ -260,8 +260,8 @@ def _text(path: Path) -> str:
     """A regular file's text: a directory may come from somebody else, with pipes and devices in it. Raises OSError."""
     descriptor = os.open(path, os.O_RDONLY | os.O_NONBLOCK)
     with os.fdopen(descriptor, "rb") as file:
-        found = os.fstat(descriptor)
-        if not stat.S_ISREG(found.st_mode) or found.st_size > _LARGEST_BYTES:
+        status = os.fstat(descriptor)
+        if not stat.S_ISREG(status.st_mode) or status.st_size > _LARGEST_BYTES:
             raise OSError(errno.EINVAL, "not a file that dsframe has written", str(path))
         return file.read().decode("utf-8", errors="replace")
 
@@ -269,12 +269,12 @@ def _text(path: Path) -> str:
 def _object(path: Path, text: str) -> dict[str, Any]:
     """Raises DataError where ``text`` is no JSON object."""
     try:
-        found = json.loads(text)
+        content = json.loads(text)
     except (ValueError, RecursionError) as error:
         raise DataError(f"{path} is damaged, or dsframe has not written it: {error}") from None
-    if not isinstance(found, dict):
-        raise DataError(f"{path} is damaged, or dsframe has not written it: {type(found).__name__} is no object")
-    return found
+    if not isinstance(content, dict):
+        raise DataError(f"{path} is damaged, or dsframe has not written it: {type(content).__name__} is no object")
+    return content
 
 
 def finished(directory: Path, steps: int) -> bool:

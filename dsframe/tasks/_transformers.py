@@ -128,13 +128,15 @@ def build(auto: str, config: Any, weights: str | None, dtype: torch.dtype = torc
     place = folder(weights)
     stored = _stored(place)
     short = auto == "AutoModelForCausalLM" and stored == {dtype}
-    model, told = _from_files(cls, place, config, dtype if short else torch.float32)
+    model, loading_report = _from_files(cls, place, config, dtype if short else torch.float32)
     if short and any(buffer.dtype == dtype for buffer in model.buffers()):  # they are computed with, in fp32
-        model, told = _from_files(cls, place, config, torch.float32)
-    new = {str(name) for name in told["missing_keys"]} | {str(entry[0]) for entry in told["mismatched_keys"]}
-    own = {} if auto == "AutoModelForCausalLM" else dict(model.named_parameters())
+        model, loading_report = _from_files(cls, place, config, torch.float32)
+    new = {str(name) for name in loading_report["missing_keys"]} | {
+        str(entry[0]) for entry in loading_report["mismatched_keys"]
+    }
+    parameters = {} if auto == "AutoModelForCausalLM" else dict(model.named_parameters())
     classes = config.num_labels
-    wrong = sorted(name for name in new if name not in own or own[name].shape[0] != classes)
+    wrong = sorted(name for name in new if name not in parameters or parameters[name].shape[0] != classes)
     if wrong:  # of a classifier the output layer may be new
         raise TaskError(f"task.model: {weights} has no weights, or of another shape, for {', '.join(wrong[:3])}")
     return _aligned(model.train())  # from_pretrained hands it over in evaluation mode
@@ -143,8 +145,8 @@ def build(auto: str, config: Any, weights: str | None, dtype: torch.dtype = torc
 def _aligned(model: Any) -> nn.Module:
     """The model, with a mixture's experts one by one where torch's grouped product takes no rows of their size: it wants 16 bytes,
     and raises in the first step."""
-    stacked = [one for name, one in model.named_parameters() if ".experts." in name and one.ndim == 3]
-    if any(size % 8 for one in stacked for size in one.shape[1:]):
+    stacked = [parameter for name, parameter in model.named_parameters() if ".experts." in name and parameter.ndim == 3]
+    if any(size % 8 for parameter in stacked for size in parameter.shape[1:]):
         model.set_experts_implementation("eager")
     return model  # type: ignore[no-any-return]
 
@@ -161,17 +163,17 @@ def _stored(place: Path) -> set[torch.dtype]:
             else "there is no .safetensors file"
         )
         raise TaskError(f'task.model: {place}: {why}; "fresh": true takes the configuration alone')
-    found = set()
+    dtypes = set()
     for file in files:
         try:
             with safe_open(file, framework="pt") as opened:
-                found |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118 - no mapping
+                dtypes |= {opened.get_slice(name).get_dtype() for name in opened.keys()}  # noqa: SIM118 - no mapping
         except (SafetensorError, OSError) as error:
             raise TaskError(
                 f"task.model: {file}: {_one_line(error)}; the file is truncated or damaged: copy it again"
             ) from error
     known = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    return {known.get(kind, torch.float32) for kind in found}
+    return {known.get(kind, torch.float32) for kind in dtypes}
 
 
 def _from_files(cls: Any, place: Path, config: Any, dtype: torch.dtype) -> tuple[Any, Mapping[str, Any]]:
@@ -228,8 +230,8 @@ def write(config: Mapping[str, Any], weights: Mapping[str, Tensor], dtype: str, 
 
 def generation_config(path: str) -> str | None:
     """The text of a model folder's generation_config.json; None where there is none."""
-    found = _object(folder(path) / "generation_config.json")
-    return json.dumps(found, indent=2) if found else None
+    settings = _object(folder(path) / "generation_config.json")
+    return json.dumps(settings, indent=2) if settings else None
 
 
 def preprocessor(path: str) -> dict[str, Any]:
@@ -239,17 +241,17 @@ def preprocessor(path: str) -> dict[str, Any]:
 
 def _object(file: Path) -> dict[str, Any]:
     try:
-        found = json.loads(file.read_text(encoding="utf-8"))
+        content = json.loads(file.read_text(encoding="utf-8"))
     except (OSError, ValueError):
         return {}
-    return found if isinstance(found, dict) else {}
+    return content if isinstance(content, dict) else {}
 
 
 def loss(kind: str) -> Callable[..., Tensor]:
     """Transformers' own loss for ``kind``: ``ForCausalLM``, ``ForImageClassification``."""
     transformers()
-    found: Callable[..., Tensor] = importlib.import_module("transformers.loss.loss_utils").LOSS_MAPPING[kind]
-    return found
+    loss_function: Callable[..., Tensor] = importlib.import_module("transformers.loss.loss_utils").LOSS_MAPPING[kind]
+    return loss_function
 
 
 def register_attention(name: str, function: Callable[..., Any]) -> None:
@@ -270,14 +272,14 @@ def tokenizer(path: str | None, model: Mapping[str, Any] | str) -> tuple[Any, st
             raise TaskError(f"task.tokenizer: {path} has no tokenizer.json; without a tokenizer a token is a byte")
         return None
     try:
-        found = transformers().AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+        loaded = transformers().AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
     except (ValueError, OSError, TypeError, ImportError) as error:
         raise TaskError(f"task.tokenizer: {place}: {_one_line(error)}") from error
     digest = hashlib.sha256()
     for file in files:
         if file.is_file():
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
-    return found, digest.hexdigest()
+    return loaded, digest.hexdigest()
 
 
 def _one_line(error: Exception) -> str:

@@ -50,8 +50,8 @@ def cross_entropy(hidden: Tensor, weight: Tensor, bias: Tensor | None, targets: 
         ``[rows, 3]``, float32, or float64 where ``hidden`` is.
     """
     training = torch.is_grad_enabled()
-    found: Tensor = _CrossEntropy.apply(hidden, weight, bias, targets, tokens, training)  # type: ignore[no-untyped-call]
-    return found
+    result: Tensor = _CrossEntropy.apply(hidden, weight, bias, targets, tokens, training)  # type: ignore[no-untyped-call]
+    return result
 
 
 class _CrossEntropy(torch.autograd.Function):
@@ -73,12 +73,12 @@ class _CrossEntropy(torch.autograd.Function):
         of_bias = torch.zeros_like(bias, dtype=wide) if bias is not None and wants[2] else None
         for first in range(0, len(labels), tokens):
             part = slice(first, first + tokens)
-            piece, own = flat[part], labels[part]
-            counted = own != IGNORED
-            index = own.clamp(min=0)[:, None]
+            piece, expected = flat[part], labels[part]
+            counted = expected != IGNORED
+            index = expected.clamp(min=0)[:, None]
             logits = torch.nn.functional.linear(piece, weight, bias).to(wide)
             if not training:
-                columns[2, part] = (logits.argmax(-1) == own).to(wide)
+                columns[2, part] = (logits.argmax(-1) == expected).to(wide)
             logits -= logits.amax(-1, keepdim=True)
             chosen = logits.gather(-1, index)[:, 0]
             total = logits.exp_().sum(-1)

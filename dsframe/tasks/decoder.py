@@ -31,10 +31,10 @@ class DecoderBlock(nn.Module):
     def forward(self, stream: Tensor) -> Tensor:
         places = torch.arange(stream.shape[1], device=stream.device)[None]
         # Without a mask attention is causal.
-        found = self.layer(
+        outputs = self.layer(
             stream, attention_mask=None, position_ids=places, position_embeddings=self.angles(stream, places)
         )
-        return found[0] if isinstance(found, tuple) else found  # type: ignore[no-any-return]
+        return outputs[0] if isinstance(outputs, tuple) else outputs  # type: ignore[no-any-return]
 
 
 def cut(model: Any) -> list[Layer] | None:

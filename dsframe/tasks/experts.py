@@ -40,10 +40,10 @@ def balance(
         chosen = chosen + (picks * tokens[:, None]).sum(0)
         likely = likely + (shares * tokens[:, None]).sum(0)
     with torch.no_grad():
-        own = tokens.sum() * len(router_logits)
+        routed = tokens.sum() * len(router_logits)
         counted = torch.as_tensor(weight, dtype=torch.float64, device=tokens.device).reshape(1)
-        told = torch.cat([chosen.double(), own.double().reshape(1), counted])
-        total = told if ranks is None else ranks.sum_over_ranks(told)
+        local_sums = torch.cat([chosen.double(), routed.double().reshape(1), counted])
+        total = local_sums if ranks is None else ranks.sum_over_ranks(local_sums)
         used, factor = total[:experts] / total[-2], total[-1] / counted / total[-2]
     loss = experts * (used.float() * likely).sum() * factor.float()[0]
-    return loss, {f"expert_load/{index}": Sum(chosen[index], own * top_k) for index in range(experts)}
+    return loss, {f"expert_load/{index}": Sum(chosen[index], routed * top_k) for index in range(experts)}

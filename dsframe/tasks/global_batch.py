@@ -29,8 +29,8 @@ def all_rows(ranks: Ranks, rows: Tensor) -> Tensor:
         )
     if world.size == 1:
         return rows
-    found: Tensor = _Gather.apply(rows, ranks)  # type: ignore[no-untyped-call]
-    return found
+    gathered: Tensor = _Gather.apply(rows, ranks)  # type: ignore[no-untyped-call]
+    return gathered
 
 
 class _Gather(torch.autograd.Function):

@@ -40,9 +40,9 @@ class CausalLanguageModelTask(Task):
     def __init__(self, settings: sections.CausalLanguageModelTask, seed: int) -> None:
         """Raises TaskError where there is no such model, or where it fits neither the tokenizer nor the context."""
         self.settings, self.seed = settings, seed
-        found = _transformers.tokenizer(settings.tokenizer, settings.model)
-        self.tokenizer: Any = found[0] if found else None
-        self._digest = found[1] if found else ""
+        loaded = _transformers.tokenizer(settings.tokenizer, settings.model)
+        self.tokenizer: Any = loaded[0] if loaded else None
+        self._digest = loaded[1] if loaded else ""
         facts = {"vocab_size": len(self.tokenizer) if self.tokenizer is not None else _BYTES}
         if settings.data is not None and self.tokenizer is None:
             facts = {"vocab_size": _BYTES + 1, "eos_token_id": encoders.END_OF_BYTES}
@@ -112,8 +112,8 @@ class CausalLanguageModelTask(Task):
     def head(self, model: nn.Module) -> nn.Module | None:
         """Raises TaskError where the model does more with the logits than this layer gives."""
         _refuse_changed_logits(self.pretrained_config)
-        found: nn.Module | None = model.get_output_embeddings()  # type: ignore[operator]
-        return found
+        head: nn.Module | None = model.get_output_embeddings()  # type: ignore[operator]
+        return head
 
     def cut(self, model: nn.Module) -> Sequence[Layer] | None:
         """Raises TaskError where the model is no chain of its layers."""
@@ -130,12 +130,12 @@ class CausalLanguageModelTask(Task):
         return inputs if self._sequences is None else self._sequences.see(inputs)
 
     def pretrained(self) -> Mapping[str, Any]:
-        own, model, files = self.settings.tokenizer, self.settings.model, self.settings.data
-        folder = own or model if self.tokenizer is not None else None
+        tokenizer, model, files = self.settings.tokenizer, self.settings.model, self.settings.data
+        folder = tokenizer or model if self.tokenizer is not None else None
         config, generation = json.loads(self.pretrained_config.to_json_string()), None
         if isinstance(model, str):
             generation = _transformers.generation_config(model)
-        if self.tokenizer is not None and (own or not isinstance(model, str)):
+        if self.tokenizer is not None and (tokenizer or not isinstance(model, str)):
             # A tokenizer from elsewhere: its special tokens are those that the model has learned.
             ids = {name: getattr(self.tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
             config |= ids
@@ -170,8 +170,8 @@ class CausalLanguageModelTask(Task):
 
 def logits_of(outputs: Any) -> Tensor:
     """Returns the logits of a model, or of its last pipeline stage, which gives nothing else."""
-    found: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits
-    return found
+    logits: Tensor = outputs if isinstance(outputs, Tensor) else outputs.logits
+    return logits
 
 
 def right_tokens(logits: Tensor, targets: Tensor) -> Sum:
@@ -184,14 +184,14 @@ def right_tokens(logits: Tensor, targets: Tensor) -> Sum:
 
 def small(config: Any) -> Any:
     """A copy of the configuration with one layer of each kind, a small vocabulary and small layers between the attentions."""
-    found = copy.deepcopy(config)
+    small_config = copy.deepcopy(config)
     kinds = list(dict.fromkeys(getattr(config, "layer_types", None) or [])) or None
     changes = {"vocab_size": 64, "intermediate_size": 32, "pad_token_id": None, "layer_types": kinds}
     for name, value in {"num_hidden_layers": len(kinds or [0]), **changes}.items():
-        if getattr(found, name, None) is not None:
+        if getattr(small_config, name, None) is not None:
             with contextlib.suppress(AttributeError):  # it follows from another setting
-                setattr(found, name, value)
-    return found
+                setattr(small_config, name, value)
+    return small_config
 
 
 def _refuse_changed_logits(config: Any) -> None:

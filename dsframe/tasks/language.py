@@ -177,7 +177,7 @@ def _products(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
     """
     time, size = query.shape[-2:]
     later = query.new_full((time, time), -math.inf).triu_(1)
-    rows, columns, values = (one.flatten(0, 1) for one in (query, key, value))
+    rows, columns, values = (tensor.flatten(0, 1) for tensor in (query, key, value))
     scores = torch.baddbmm(later, rows, columns.transpose(1, 2), alpha=1 / math.sqrt(size))
     return torch.bmm(scores.softmax(-1), values).view(query.shape)
 

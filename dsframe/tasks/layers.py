@@ -95,15 +95,15 @@ def check_ties(layers: Sequence[Layer]) -> None:
 def ready(layers: Sequence[Layer]) -> list[nn.Module]:
     """Returns layers that are modules already, and ties, as modules. Raises TaskError for one that is to be made."""
     check_ties(layers)
-    found: list[nn.Module] = []
+    modules: list[nn.Module] = []
     for index, layer in enumerate(layers):
         if isinstance(layer, Tied):
-            found.append(TiedLayer(layer, tied_weight(layers, index, found[layer.layer])))
+            modules.append(TiedLayer(layer, tied_weight(layers, index, modules[layer.layer])))
         elif isinstance(layer, nn.Module):
-            found.append(layer)
+            modules.append(layer)
         else:
             raise TaskError(f"layer {index} of cut() is no module; cut() gives the parts of a model that is there")
-    return found
+    return modules
 
 
 def assemble(layers: Sequence[Layer], seed: int) -> nn.Sequential:

@@ -46,9 +46,9 @@ def meta_device() -> Iterator[None]:
 
 def example(task: Task, *, prepared: bool = False) -> tuple[Any, Any]:
     """Shapes of one sample, as the task tells them, else from its training data, which a run has ``prepared``."""
-    told = task.example()
-    if told is not None:
-        return told
+    example = task.example()
+    if example is not None:
+        return example
     if not prepared:
         preparation.alone(task, lambda line: None)
     return as_source(task.train_data(), task.seed, task.collate, streams=True).batch(torch.tensor([0]), 0)

@@ -81,8 +81,8 @@ class _Who:
     def ended(self) -> bool:
         """True if the process, of this host, is gone. Its number may be another one's by now."""
         try:
-            found = psutil.Process(self.process)
-            return bool(found.status() == psutil.STATUS_ZOMBIE or found.create_time() != self.started)
+            process = psutil.Process(self.process)
+            return bool(process.status() == psutil.STATUS_ZOMBIE or process.create_time() != self.started)
         except psutil.Error:
             return True
 
@@ -92,14 +92,14 @@ class _Together:
 
     def __init__(self, task: Task, world: World, say: Say, store: Any) -> None:
         self._task, self._world, self._say, self._store = task, world, say, store
-        own = psutil.Process()
-        me = _Who(world.rank, world.local_rank == 0, socket.gethostname(), own.pid, own.create_time())
+        process = psutil.Process()
+        me = _Who(world.rank, world.local_rank == 0, socket.gethostname(), process.pid, process.create_time())
         store.set(f"who/{world.rank}", json.dumps(asdict(me)))
         if world.is_main:
             store.set("start", secrets.token_hex(8))
-        told = [store.get(f"who/{rank}") for rank in range(world.size)]
-        everybody = [_Who(**json.loads(text)) for text in told]
-        self._me, self._first = me, [one for one in everybody if one.first]
+        texts = [store.get(f"who/{rank}") for rank in range(world.size)]
+        everybody = [_Who(**json.loads(text)) for text in texts]
+        self._me, self._first = me, [member for member in everybody if member.first]
         self._start = store.get("start").decode()
         self._signs: dict[int, tuple[bytes, float]] = {}
 
@@ -138,37 +138,37 @@ class _Together:
             over.wait(_SIGN_SECONDS)
 
     def _failed(self) -> bool:
-        keys = [f"outcome/{one.rank}" for one in self._first]
+        keys = [f"outcome/{preparer.rank}" for preparer in self._first]
         return any(self._store.get(key) for key in keys if self._store.check([key]))
 
     def _wait(self) -> str:
         """Returns the first failure, as :func:`_told` has it; empty where all is well."""
         waiting = list(self._first)
         while waiting:
-            for one in list(waiting):
-                key = f"outcome/{one.rank}"
+            for preparer in list(waiting):
+                key = f"outcome/{preparer.rank}"
                 try:
                     there = self._store.check([key])
                     if there and (said := self._store.get(key).decode()):
                         return str(said)
-                    dead = not there and self._is_dead(one)
+                    dead = not there and self._is_dead(preparer)
                 except RuntimeError:  # the store is gone: rank 0 is one of those that prepare
-                    dead, one, there = True, self._first[0], False
+                    dead, preparer, there = True, self._first[0], False
                 if there:
-                    waiting.remove(one)
+                    waiting.remove(preparer)
                 elif dead:
-                    return _lost(one)
+                    return _lost(preparer)
             time.sleep(_LOOK_SECONDS if waiting else 0.0)
         return ""
 
-    def _is_dead(self, one: _Who) -> bool:
-        if one.host == self._me.host:
-            return one.ended and not self._store.check([f"outcome/{one.rank}"])
-        key, now = f"sign/{one.rank}", time.monotonic()
+    def _is_dead(self, preparer: _Who) -> bool:
+        if preparer.host == self._me.host:
+            return preparer.ended and not self._store.check([f"outcome/{preparer.rank}"])
+        key, now = f"sign/{preparer.rank}", time.monotonic()
         sign = self._store.get(key) if self._store.check([key]) else b""
-        before, since = self._signs.get(one.rank, (b"none", now))
+        before, since = self._signs.get(preparer.rank, (b"none", now))
         if sign != before:
-            self._signs[one.rank] = sign, now
+            self._signs[preparer.rank] = sign, now
             return False
         return now - since > SILENT_SECONDS
 
@@ -209,16 +209,16 @@ def _told(work: Callable[[], None]) -> str:
 
 
 def _error(said: str) -> DsframeError:
-    told = json.loads(said)
-    kind = getattr(errors, told["kind"])
-    error: DsframeError = DataError(told["said"]) if kind is errors.ConfigError else kind(told["said"])
-    error.first_is_gone = told.get("gone", False)
+    failure = json.loads(said)
+    kind = getattr(errors, failure["kind"])
+    error: DsframeError = DataError(failure["said"]) if kind is errors.ConfigError else kind(failure["said"])
+    error.first_is_gone = failure.get("gone", False)
     return error
 
 
-def _lost(one: _Who) -> str:
+def _lost(lost: _Who) -> str:
     said = (
-        f"the process that prepared the data (rank {one.rank}, process {one.process} on {one.host}) ended before it was done; "
+        f"the process that prepared the data (rank {lost.rank}, process {lost.process} on {lost.host}) ended before it was done; "
         "perhaps it was killed, or memory was short. Start again: what is half done is not used"
     )
     return json.dumps({"kind": "DataError", "said": said, "gone": True})
@@ -238,7 +238,7 @@ def _lock(task: Task, say: Say) -> Iterator[Path]:
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
     try:
-        told = False
+        announced = False
         while True:
             try:
                 fcntl.lockf(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -246,10 +246,10 @@ def _lock(task: Task, say: Say) -> Iterator[Path]:
             except OSError as error:
                 if error.errno not in (errno.EAGAIN, errno.EACCES):
                     break  # a file system without locks
-            if not told:
+            if not announced:
                 holder = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "another process"
                 say(f"{holder} prepares the same data in {folder}; waiting until it is done")
-                told = True
+                announced = True
             time.sleep(_LOOK_SECONDS)
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, 0)

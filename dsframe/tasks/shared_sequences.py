@@ -62,23 +62,23 @@ class Sequences:
         heads, groups = query.shape[1], key.shape[1]
         copies = _copies(heads, groups, self._parts)
         if copies > 1:  # so that each rank has whole heads
-            key, value = (one.repeat_interleave(copies, dim=1) for one in (key, value))
+            key, value = (tensor.repeat_interleave(copies, dim=1) for tensor in (key, value))
 
         def whole(query: Tensor, key: Tensor, value: Tensor) -> Tensor:
             each = query.shape[2] // key.shape[2]
-            parts = [one.transpose(1, 2) for one in (query, key, value)]
+            parts = [tensor.transpose(1, 2) for tensor in (query, key, value)]
             if each > 1:
-                parts[1:] = [one.repeat_interleave(each, dim=1) for one in parts[1:]]
+                parts[1:] = [tensor.repeat_interleave(each, dim=1) for tensor in parts[1:]]
             return self._causal(parts, scale, dropout, window).transpose(1, 2)
 
-        return self._exchange(whole)(*(one.transpose(1, 2) for one in (query, key, value)))
+        return self._exchange(whole)(*(tensor.transpose(1, 2) for tensor in (query, key, value)))
 
     def _causal(self, parts: list[Tensor], scale: float | None, dropout: float, window: int | None) -> Tensor:
         if self._documents is None:
             return _seen(parts, scale, dropout, window)
         rows = []
         for row, lengths in enumerate(self._documents):
-            pieces = zip(*(torch.split(one[row : row + 1], lengths, dim=2) for one in parts), strict=True)
+            pieces = zip(*(torch.split(tensor[row : row + 1], lengths, dim=2) for tensor in parts), strict=True)
             rows.append(torch.cat([_seen(list(piece), scale, dropout, window) for piece in pieces], dim=2))
         return torch.cat(rows)
 

@@ -17,14 +17,14 @@ def sources() -> dict[str, str]:
 
     All of them, because what a task takes from where cannot be seen: a constant does not know its module.
     """
-    found = {}
+    digests = {}
     for name, module in sorted(sys.modules.items()):
         file = getattr(module, "__file__", None)
         alias = name == "__mp_main__"  # multiprocessing's, of __main__
         if not alias and isinstance(file, str) and is_users(str(Path(file).absolute())):
             with suppress(OSError):  # in an archive, or gone since
-                found[_name(name, module, file)] = xxh3_64_hexdigest(Path(file).read_bytes())
-    return found
+                digests[_name(name, module, file)] = xxh3_64_hexdigest(Path(file).read_bytes())
+    return digests
 
 
 def _name(name: str, module: ModuleType, file: str) -> str:

@@ -68,15 +68,15 @@ class WindowsTask(CausalLanguageModelTask):
         how = [self._digest, files.format, files.field, template]
         if self.tokenizer is not None:
             how += [str(self.tokenizer.eos_token_id), _transformers.transformers().__version__, version("tokenizers")]
-        found = {}
+        recipes = {}
         for name, patterns in ({**self._parts, "eval": files.eval} if files.eval else self._parts).items():
             encoder: Any = (
                 encoders.ConversationEncoder(self.tokenizer, template or None)
                 if files.format == "conversations"
                 else encoders.TextEncoder(self.tokenizer, files.field)
             )
-            places = [documents.local(one, self.settings.data_dir) for one in _listed(patterns)]
-            found[name] = Recipe(
+            places = [documents.local(pattern, self.settings.data_dir) for pattern in _listed(patterns)]
+            recipes[name] = Recipe(
                 tuple(documents.find(places, f"task.data.{name}")),
                 encoder,
                 self.packing,
@@ -86,7 +86,7 @@ class WindowsTask(CausalLanguageModelTask):
                 self.settings.data_dir,
                 f"task.data.{name}",
             )
-        return found
+        return recipes
 
     def prepare(self, say: Say) -> None:
         for recipe in self._recipes.values():
@@ -97,12 +97,12 @@ class WindowsTask(CausalLanguageModelTask):
 
     def _opened(self, name: str) -> tuple[Recipe, Tokenised]:
         recipe = self._recipes[name]
-        found = tokenised.find(recipe)
-        if found is None:  # asked by a program that has not called prepare()
+        opened = tokenised.find(recipe)
+        if opened is None:  # asked by a program that has not called prepare()
             tokenised.make(recipe, lambda line: None)
-            found = tokenised.find(recipe)
-        assert found is not None
-        return recipe, found
+            opened = tokenised.find(recipe)
+        assert opened is not None
+        return recipe, opened
 
     @property
     def _parts(self) -> dict[str, str | list[str]]:
@@ -130,8 +130,8 @@ class WindowsTask(CausalLanguageModelTask):
 
     def _source(self, name: str) -> Any:
         train, s = name != "eval", self.settings
-        recipe, found = self._opened(name)
-        tokens = torch.from_numpy(found.tokens)
+        recipe, opened = self._opened(name)
+        tokens = torch.from_numpy(opened.tokens)
         if train and s.samples is not None:
             tokens = tokens[: s.samples * s.context + s.context]
         try:
@@ -163,8 +163,8 @@ class RowsTask(WindowsTask):
                 first, other, second = torch.randint(1, 60, (3, 1, 5)).unbind(0)
                 places = torch.arange(5).repeat(2)[None]
                 behind, elsewhere = (
-                    model(input_ids=torch.cat([one, second], 1), position_ids=places).logits[:, 5:]
-                    for one in (first, other)
+                    model(input_ids=torch.cat([document, second], 1), position_ids=places).logits[:, 5:]
+                    for document in (first, other)
                 )
                 alone = model(input_ids=second).logits
             except Exception as error:  # of whatever model this is
@@ -172,7 +172,7 @@ class RowsTask(WindowsTask):
                 raise TaskError(
                     f'task.data.packing: model_type "{kind}" cannot take documents that are packed ({reason}); write "rows"'
                 ) from error
-        difference = max(float((behind - one).abs().max()) for one in (elsewhere, alone))
+        difference = max(float((behind - outputs).abs().max()) for outputs in (elsewhere, alone))
         if not difference < 1e-4 * max(float(alone.abs().max()), 1e-3):
             raise TaskError(
                 f'task.data.packing: in model_type "{kind}" packed documents see each other (outputs differ by {difference:.1g}); '
@@ -201,15 +201,15 @@ class RowsTask(WindowsTask):
         # The unit of rates: tokens that are no padding.
         weights = [part.weight for part in self._files.mixture or ()] or [1.0]
         counts = [self._opened(name)[1].counts for name in self._parts]
-        tokens = [weight * one.positions / one.rows for weight, one in zip(weights, counts, strict=True)]
+        tokens = [weight * count.positions / count.rows for weight, count in zip(weights, counts, strict=True)]
         self.units_per_sample = max(round(sum(tokens) / sum(weights)), 1)
         return super().train_data()
 
     def _source(self, name: str) -> RowSource:
         train, s = name != "eval", self.settings
-        _, found = self._opened(name)
+        _, opened = self._opened(name)
         return RowSource(
-            found,
+            opened,
             s.context,
             together=self.packing == "documents",
             samples=s.samples if train else None,

@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from dsframe.checkpoint import layout, portable, store
-from dsframe.checkpoint.layout import Dealer, agree, plan
+from dsframe.checkpoint.layout import ByteBalancer, agree, plan
 from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.staging import Staging
 from dsframe.checkpoint.store import MANIFEST, Store, dump, read_manifest, verify
@@ -184,8 +184,8 @@ def test_no_rank_sends_or_writes_more_than_a_window(limit: int) -> None:
 
 def test_wider_elements_begin_a_file() -> None:
     """safetensors' readers map tensors, which are aligned where none follows a narrower one."""
-    dealer = Dealer(1, 1 << 20)
-    names = [dealer.file(0, 8, wide, narrow) for wide, narrow in ((4, 4), (4, 4), (8, 4), (4, 4), (8, 8), (8, 4))]
+    balancer = ByteBalancer(1, 1 << 20)
+    names = [balancer.file(0, 8, wide, narrow) for wide, narrow in ((4, 4), (4, 4), (8, 4), (4, 4), (8, 8), (8, 4))]
     assert [int(name[11:14]) for name in names] == [0, 0, 1, 1, 2, 2]
 
 

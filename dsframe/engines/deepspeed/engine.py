@@ -116,8 +116,8 @@ class ZeroEngine(ModelEngine):
         modules, parameters = {}, {}
         inside: set[nn.Module] = set()
         for name, module in model.named_modules():
-            own = [*module.parameters(recurse=False)]
-            if module in inside or not (own or z3_leaf_module(module)):
+            weights = [*module.parameters(recurse=False)]
+            if module in inside or not (weights or z3_leaf_module(module)):
                 continue
             modules[name] = module
             if z3_leaf_module(module):  # gathered as one, and gradients that are missing there are zeros
@@ -187,17 +187,17 @@ class ZeroEngine(ModelEngine):
             del document["optimizer"]
             document["zero_optimization"].pop("offload_optimizer", None)
             document.pop("expert_parallel", None)  # nothing of it trains: it is whole, or in shards
-        own, parameters = None, self._split()
+        optimizer, parameters = None, self._split()
         if self.plan.optimizer.own and not self.plan.frozen:
             del document["optimizer"]
-            own = self.plan.optimizer.build
+            optimizer = self.plan.optimizer.build
             parameters = parameters or [parameter for parameter in module.parameters() if parameter.requires_grad]
         if self._spreads_experts:
             from dsframe.engines.deepspeed import experts
 
-            own, parameters = experts.prepared(own, parameters)
+            optimizer, parameters = experts.prepared(optimizer, parameters)
         self._engine, *_ = deepspeed.initialize(
-            model=module, optimizer=own, model_parameters=parameters, config=document, dist_init_required=False
+            model=module, optimizer=optimizer, model_parameters=parameters, config=document, dist_init_required=False
         )
         if self.plan.frozen:
             return
@@ -338,8 +338,8 @@ class ZeroEngine(ModelEngine):
 
     def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:
         """**Collective** at stage 3. The model's, or a part's; not by DeepSpeed's engine, which would expect a backward pass."""
-        found = call(self._model if module is None else module, precision.cast_inputs(inputs, self._dtype))
-        return precision.cast_outputs(found)
+        outputs = call(self._model if module is None else module, precision.cast_inputs(inputs, self._dtype))
+        return precision.cast_outputs(outputs)
 
     def release_outputs(self) -> None:
         """**Collective** at stage 3. Compares the calls, and leaves no trace of them."""
@@ -417,19 +417,19 @@ class ZeroEngine(ModelEngine):
 
     def state(self) -> EngineState:
         """**Collective** to read to its end; at stages 1 to 3 each parameter is gathered when its turn comes."""
-        found = state.state(self._engine, self._model, self._updates)
+        collected = state.state(self._engine, self._model, self._updates)
         if self._tiles is not None:
-            found = self._tiles.join(found)
+            collected = self._tiles.join(collected)
         if self._experts:
             from dsframe.engines.deepspeed import experts, state_experts
 
             size = self.plan.config.deepspeed.expert_parallel.autoep_size
-            return state_experts.whole(found, self._experts, experts.group(size))
+            return state_experts.whole(collected, self._experts, experts.group(size))
         if not self._shares:
-            return found
+            return collected
         from dsframe.engines.deepspeed import state_tensor
 
-        return state_tensor.whole(found, self._shares, self._tensor_group())
+        return state_tensor.whole(collected, self._shares, self._tensor_group())
 
     def load_state(self, saved: SavedState) -> None:
         """**Collective.** Each rank takes its shares out of the whole parameters."""

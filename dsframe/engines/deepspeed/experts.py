@@ -38,7 +38,7 @@ def refuse(plan: Plan, model: nn.Module) -> None:
     preset = plan.config.deepspeed.expert_parallel.preset_model
     if preset not in (None, kind):
         raise EngineError(f'expert_parallel: preset_model "{preset}" is for another model than "{kind}"; remove it')
-    count = next(found for name in _COUNTS if (found := getattr(config, name, None)) is not None)
+    count = next(number for name in _COUNTS if (number := getattr(config, name, None)) is not None)
     if count % size:
         raise EngineError(f"expert_parallel: {count} experts are not divisible by autoep_size {size}; choose another")
     if getattr(config, "hidden_act", "silu") != "silu":
@@ -55,7 +55,7 @@ def prepared(build: Callable[[Any], Any] | None, parameters: list[Any] | None) -
     DeepSpeed's ZeRO needs experts in groups of their own. It makes them where it builds the optimizer, of groups with a name.
     """
     if parameters is not None and isinstance(parameters[0], dict):
-        parameters = [{"name": f"group-{number}", **one} for number, one in enumerate(parameters)]
+        parameters = [{"name": f"group-{number}", **group} for number, group in enumerate(parameters)]
     return build and (lambda given: build(configure_moe_param_groups(given))), parameters
 
 

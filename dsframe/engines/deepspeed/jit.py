@@ -111,9 +111,9 @@ def _cuda_problem(ops: list[str]) -> str:
     if not nvcc.exists():
         return f"{what}, and there is no {nvcc}; {remedy}"
     said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
-    found = re.search(r"release (\d+)", said)
-    if found and found[1] != wanted and not os.environ.get("DS_SKIP_CUDA_CHECK"):
-        return f"{what}, and {nvcc} is of CUDA {found[1]} while torch is built for {wanted}; {remedy}"
+    release = re.search(r"release (\d+)", said)
+    if release and release[1] != wanted and not os.environ.get("DS_SKIP_CUDA_CHECK"):
+        return f"{what}, and {nvcc} is of CUDA {release[1]} while torch is built for {wanted}; {remedy}"
     return ""
 
 

@@ -50,9 +50,9 @@ class Parts:
             return tensor, None, tensor.device
         flat = tensor.detach().view(-1)
         length = -(-flat.numel() // self._size)
-        own = flat[self._rank * length : (self._rank + 1) * length]
+        share = flat[self._rank * length : (self._rank + 1) * length]
         part = flat.new_zeros(length)  # backends gather equal sizes
-        part[: own.numel()] = own
+        part[: share.numel()] = share
         kept = part, tensor.shape, tensor.device
         if not self._looked:
             self._look(flat, self.unpack(kept).view(-1))

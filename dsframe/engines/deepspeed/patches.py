@@ -154,16 +154,16 @@ def version() -> str:
 def _upstream(patch: str, module: str, *path: str) -> Any:
     """An object of DeepSpeed's. Raises EngineError, naming the patch, where it has gone."""
     try:
-        found: Any = importlib.import_module(f"deepspeed.{module}")
+        target: Any = importlib.import_module(f"deepspeed.{module}")
         for name in path:
-            found = getattr(found, name)
+            target = getattr(target, name)
     except (ImportError, AttributeError):
         where = ".".join((f"deepspeed.{module}", *path))
         raise EngineError(
             f'DeepSpeed {version()} has no {where}, which the patch "{patch}" changes ({PATCHES[patch].reason}); '
             "install deepspeed==0.19.8"
         ) from None
-    return found
+    return target
 
 
 # At import and start.
@@ -293,15 +293,15 @@ def scale_until_updated(optimizer: Any) -> None:
         return
     for module, name in (("stage_1_and_2", "DeepSpeedZeroOptimizer"), ("stage3", "DeepSpeedZeroOptimizer_Stage3")):
         _upstream("loss_scale", f"runtime.zero.{module}", name, "_update_scale")
-    move, update, told = optimizer._update_scale, optimizer.step, list[bool]()
+    move, update, overflows = optimizer._update_scale, optimizer.step, list[bool]()
 
     def step(*arguments: Any, **keywords: Any) -> Any:
         result = update(*arguments, **keywords)
-        while told:
-            move(told.pop())
+        while overflows:
+            move(overflows.pop())
         return result
 
-    optimizer._update_scale, optimizer.step = told.append, step
+    optimizer._update_scale, optimizer.step = overflows.append, step
 
 
 def look_before_each_step(engine: Any) -> None:
@@ -341,7 +341,10 @@ def reduce_in_order(engine: Any) -> None:
     reduce = optimizer.reduce_ready_partitions_and_remove_grads
     finish = optimizer.independent_gradient_partition_epilogue
     order = [
-        (one, group) for group, members in enumerate(optimizer.bit16_groups) for one in members if one.requires_grad
+        (parameter, group)
+        for group, members in enumerate(optimizer.bit16_groups)
+        for parameter in members
+        if parameter.requires_grad
     ]
     if optimizer.partition_gradients or optimizer.overlap_comm:  # as the backward pass comes to them, not after it
         order.reverse()
@@ -384,19 +387,26 @@ def zero_unused(engine: Any) -> None:
         _upstream("unused", "runtime.zero.stage3", "DeepSpeedZeroOptimizer_Stage3", name)
     partition, finish = optimizer.partition_grads, optimizer.independent_gradient_partition_epilogue
     begin = optimizer.clear_backward_seen_flag
-    trained = [one for group in optimizer.fp16_groups for one in group if one.requires_grad]
+    trained = [parameter for group in optimizer.fp16_groups for parameter in group if parameter.requires_grad]
     arrived = set[int]()
 
     def come(parameters: Any, partitions: Any) -> Any:
-        arrived.update(one.ds_id for one in parameters)
+        arrived.update(parameter.ds_id for parameter in parameters)
         return partition(parameters, partitions)
 
     def close() -> None:
         finish()
-        unused = [] if optimizer._coalesce_grad_reduction else [one for one in trained if one.ds_id not in arrived]
+        unused = (
+            []
+            if optimizer._coalesce_grad_reduction
+            else [parameter for parameter in trained if parameter.ds_id not in arrived]
+        )
         if unused:  # a gradient that comes later in this pass takes the place of the zeros
             dtype = optimizer.gradient_accumulation_dtype
-            partition(unused, [torch.zeros_like(one.ds_tensor, dtype=dtype, device=engine.device) for one in unused])
+            partition(
+                unused,
+                [torch.zeros_like(parameter.ds_tensor, dtype=dtype, device=engine.device) for parameter in unused],
+            )
 
     def forget() -> None:
         arrived.clear()
@@ -473,8 +483,8 @@ def coalesce_gathers(engine: Any) -> None:
     def gather(param_list: Any = None, *more: Any, **options: Any) -> Any:  # named as DeepSpeed's callers name it
         if param_list is not kept or more or options:
             return one_by_one(param_list, *more, **options)
-        absent = [one for one in kept if one.ds_status is absent_status]
-        if any(_elsewhere(one) for one in absent):
+        absent = [parameter for parameter in kept if parameter.ds_status is absent_status]
+        if any(_elsewhere(parameter) for parameter in absent):
             return one_by_one(kept)
         if absent:
             first.all_gather_coalesced(absent).wait()
@@ -503,8 +513,8 @@ def forget_evaluation(engine: Any) -> None:
 def all_stay_gathered(model: nn.Module) -> bool:
     """Whether every parameter is gathered, and stays so until the next update."""
     available = _upstream("hooks_set_aside", "runtime.zero.partition_parameters", "ZeroParamStatus", "AVAILABLE")
-    found: Iterable[Any] = model.parameters()
-    return all(one.ds_persist and one.ds_status is available for one in found)
+    parameters: Iterable[Any] = model.parameters()
+    return all(parameter.ds_persist and parameter.ds_status is available for parameter in parameters)
 
 
 @contextlib.contextmanager
@@ -512,11 +522,11 @@ def hooks_set_aside(engine: Any) -> Iterator[None]:
     """ "hooks_set_aside": inside, modules are called without DeepSpeed's hooks. Only where all parameters stay gathered."""
     offload = engine.optimizer.parameter_offload
     handles = [offload.fwd_pre_hook, *offload.forward_hooks, *offload.backward_hooks]
-    own = {handle.id for handle in handles}
+    handle_ids = {handle.id for handle in handles}
     registers = {id(hooks): hooks for handle in handles if (hooks := handle.hooks_dict_ref()) is not None}
     before = {key: dict(hooks) for key, hooks in registers.items()}
     for hooks in registers.values():
-        for key in own.intersection(hooks):
+        for key in handle_ids.intersection(hooks):
             del hooks[key]
     try:
         yield
@@ -524,23 +534,28 @@ def hooks_set_aside(engine: Any) -> Iterator[None]:
         for key, hooks in registers.items():  # in the old order, with what a model may have added or removed meanwhile
             now = dict(hooks)
             hooks.clear()
-            hooks.update({one: hook for one, hook in before[key].items() if one in own or one in now} | now)
+            hooks.update(
+                {hook_id: hook for hook_id, hook in before[key].items() if hook_id in handle_ids or hook_id in now}
+                | now
+            )
 
 
 @contextlib.contextmanager
 def kept_gathered(model: nn.Module) -> Iterator[None]:
     """ "kept_gathered": inside, what a forward pass gathers stays."""
     available = _upstream("kept_gathered", "runtime.zero.partition_parameters", "ZeroParamStatus", "AVAILABLE")
-    found: Iterable[Any] = model.parameters()
-    parameters = [one for one in found if not (one.ds_persist or one.is_external_param)]
-    for one in parameters:
-        one.is_external_param = True  # which DeepSpeed does not release after a module's pass
+    all_parameters: Iterable[Any] = model.parameters()
+    parameters = [
+        parameter for parameter in all_parameters if not (parameter.ds_persist or parameter.is_external_param)
+    ]
+    for parameter in parameters:
+        parameter.is_external_param = True  # which DeepSpeed does not release after a module's pass
     try:
         yield
     finally:
-        for one in parameters:
-            one.is_external_param = False
-        gathered = [one for one in parameters if one.ds_status is available]
+        for parameter in parameters:
+            parameter.is_external_param = False
+        gathered = [parameter for parameter in parameters if parameter.ds_status is available]
         if gathered:
             gathered[0].partition(gathered)
 

@@ -132,33 +132,34 @@ class PipelineEngine(ZeroEngine):
 
     def state(self) -> EngineState:
         """**Collective.** Every stage's parameters on every rank; sent when their turn comes."""
-        own = super().state()
+        local = super().state()
         stage, column = self._stage_module, self._column
-        buffers = column.buffers(own.buffers)
-        parameters: Iterable[ParameterState] = column.parameters(own.parameters, stage.borrowed)
-        if isinstance(own.parameters, ShardedParameters):
-            shards = [one for one in own.parameters.shards if one.name not in stage.borrowed]
+        buffers = column.buffers(local.buffers)
+        parameters: Iterable[ParameterState] = column.parameters(local.parameters, stage.borrowed)
+        if isinstance(local.parameters, ShardedParameters):
+            shards = [shard for shard in local.parameters.shards if shard.name not in stage.borrowed]
             parameters = ShardedParameters(shards, parameters)
-        return EngineState(own.updates, own.loss_scale, buffers, stage.further_names, parameters)
+        return EngineState(local.updates, local.loss_scale, buffers, stage.further_names, parameters)
 
     def load_state(self, saved: SavedState) -> None:
         """**Collective.** Each stage takes its layers out of the whole, each rank its shares of those."""
-        own = state.shapes(self._model)
+        local_shapes = state.shapes(self._model)
         shapes = {
-            name: list(self._shares[name].shape if name in self._shares else shape) for name, shape in own.items()
+            name: list(self._shares[name].shape if name in self._shares else shape)
+            for name, shape in local_shapes.items()
         }
         buffers = self.buffers()
         kinds = {name: list(buffer.shape) for name, buffer in buffers.items()}
-        told = [json.loads(text) for text in all_gather_text(self, json.dumps([shapes, kinds]))]
+        of_ranks = [json.loads(text) for text in all_gather_text(self, json.dumps([shapes, kinds]))]
         everywhere: list[dict[str, Any]] = [{}, {}]
-        for one in told:
-            for part, names in zip(everywhere, one, strict=True):
+        for of_rank in of_ranks:
+            for part, names in zip(everywhere, of_rank, strict=True):
                 part.update(names)
         compare("parameter", everywhere[0], saved.shapes)
         compare("buffer", everywhere[1], {name: tuple(buffer.shape) for name, buffer in saved.buffers().items()})
         batch = self.plan.batch
         mine: SavedState = Share(saved, shapes, buffers)
         if self._shares:
-            mine = state_tensor.Shares(mine, own, self._shares, self._tensor_rank)
+            mine = state_tensor.Shares(mine, local_shapes, self._shares, self._tensor_rank)
         state.load_state(self._engine, self._model, mine, batch.accumulation_steps, batch.train_batch_size)
         self._updates = saved.updates

@@ -135,15 +135,15 @@ class Cut:
             bounds = partition_balanced(marked, pipeline.stages)
         else:
             bounds = partition_balanced(self.sizes, pipeline.stages)
-        found = [int(bound) for bound in bounds]
-        for stage, (first, end) in enumerate(pairwise(found)):
+        edges = [int(bound) for bound in bounds]
+        for stage, (first, end) in enumerate(pairwise(edges)):
             if not sum(self.sizes[first:end]):
                 what = f"layers {first} to {end - 1}" if end > first else "no layers"
                 raise EngineError(
                     f"pipeline: stage {stage} of {pipeline.stages} would have {what} and nothing to train; "
                     "use fewer stages, or another partition"
                 )
-        return found
+        return edges
 
     def _refuse_weights_in_two_stages(self) -> None:
         seen: dict[int, int] = {}
@@ -163,10 +163,10 @@ class Cut:
         plan = self._plan
         rank, size = plan.world.rank, plan.world.size
         stage = rank // (size // self.stages)
-        own = range(self.bounds[stage], self.bounds[stage + 1])
+        local_layers = range(self.bounds[stage], self.bounds[stage + 1])
         ties = {layer.layer: layer for layer in self.layers if isinstance(layer, Tied)}
         with torch.device("cpu"):
-            specs = [self._spec(index, ties, index in own) for index in range(len(self.layers))]
+            specs = [self._spec(index, ties, index in local_layers) for index in range(len(self.layers))]
         pipeline = plan.config.deepspeed.pipeline
         module = Stage(
             specs,
@@ -186,7 +186,7 @@ class Cut:
         if plan.batch.tensor_parallel_size > 1:
             section = plan.config.written()["tensor_parallel"]
             tensor.cut_stage(module, section, plan, module.mpu().get_slice_parallel_group())
-        module.name(self._whole, self.layers, own)
+        module.name(self._whole, self.layers, local_layers)
         self.groups.freeze(module.model)
         # What is whole on all ranks that split the layers is the first one's.
         patches.count_for_clipping(module, first=plan.world.rank % plan.batch.tensor_parallel_size == 0)
@@ -195,7 +195,7 @@ class Cut:
         self._spill.close()
         return module
 
-    def _spec(self, index: int, ties: dict[int, Tied], own: bool) -> Any:
+    def _spec(self, index: int, ties: dict[int, Tied], local: bool) -> Any:
         """What DeepSpeed is told of a layer. Of another stage's, only what its parameters are tied to."""
         layer, seed = self.layers[index], self._plan.seed
         if isinstance(layer, Tied):
@@ -205,7 +205,7 @@ class Cut:
             )
         if index in ties:
             return _Tie(index, ties[index].weight, self._maker(index), None)
-        return self._ready(make(layer, index, seed)) if own else None
+        return self._ready(make(layer, index, seed)) if local else None
 
     def _ready(self, layer: nn.Module) -> nn.Module:
         """A layer of this stage, in memory and on its device."""
@@ -263,7 +263,7 @@ class Stage(patches.StagePatches, PipelineModule):  # type: ignore[misc]
                 )
         return outputs
 
-    def name(self, whole: nn.Module | None, layers: Sequence[Layer], own: range) -> None:
+    def name(self, whole: nn.Module | None, layers: Sequence[Layer], local_layers: range) -> None:
         """Settles ``model`` and the rest. ``whole``: the model, where it was built whole; other stages' weights leave it."""
         self.borrowed, self._sizes = frozenset(), {}
         ties = {index: layer for index, layer in enumerate(layers) if isinstance(layer, Tied)}
@@ -274,17 +274,17 @@ class Stage(patches.StagePatches, PipelineModule):  # type: ignore[misc]
             lent = {
                 id(self.tied_modules[str(tie.layer)].get_parameter(tie.weight))
                 for index, tie in ties.items()
-                if index in own and tie.layer not in own
+                if index in local_layers and tie.layer not in local_layers
             }
-            self.borrowed = frozenset(name for name, one in whole.named_parameters() if id(one) in lent)
+            self.borrowed = frozenset(name for name, parameter in whole.named_parameters() if id(parameter) in lent)
         else:
             names = nn.Module()
             owners = {tie.layer for tie in ties.values()}
-            for index in own:
+            for index in local_layers:
                 owner = ties[index].layer if index in ties else index
                 shared = owner in owners
                 names.add_module(str(owner), self.tied_modules[str(owner)] if shared else self._modules[str(index)])
-                if shared and owner not in own:
+                if shared and owner not in local_layers:
                     self.borrowed |= {f"{owner}.{ties[index].weight}"}
             self.further_names = {f"{index}.{tie.weight}": f"{tie.layer}.{tie.weight}" for index, tie in ties.items()}
         object.__setattr__(self, "model", names)  # not a submodule: DeepSpeed would count its parameters twice

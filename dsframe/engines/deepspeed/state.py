@@ -167,18 +167,18 @@ def _shards_stage_1_2(engine: Any, model: nn.Module) -> list[ParameterShard]:
     names = {id(p): name for name, p in saved_parameters(model)}
     flats = _flat_partitions(optimizer)
     assert flats is not None
-    found = []
+    shards = []
     for group, flat in zip(_bit16_groups(optimizer), flats, strict=True):
         moments, scalars = split(optimizer.optimizer.state.get(flat, {}), flat.shape)
         for parameter in group:
             piece = _piece(names.pop(id(parameter)), parameter)
             tensors = {
-                key: range_of(parameter.shape, piece.first, one.detach().narrow(0, piece.start, piece.size))
-                for key, one in ((WEIGHT, flat), *moments.items())
+                key: range_of(parameter.shape, piece.first, tensor.detach().narrow(0, piece.start, piece.size))
+                for key, tensor in ((WEIGHT, flat), *moments.items())
             }
-            found.append(ParameterShard(piece.name, tensors, scalars))
+            shards.append(ParameterShard(piece.name, tensors, scalars))
     frozen = [(name, parameter.detach()) for name, parameter in saved_parameters(model) if id(parameter) in names]
-    return found + [
+    return shards + [
         ParameterShard(name, {WEIGHT: TensorShard(p.shape, full_precision(p.dtype), 0, p.numel(), p.flatten)}, {})
         for name, p in frozen
     ]
@@ -187,8 +187,8 @@ def _shards_stage_1_2(engine: Any, model: nn.Module) -> list[ParameterShard]:
 def _piece(name: str, parameter: Any) -> Piece:
     if (mapping := parameter._hp_mapping) is None:  # another rank has all of it
         return Piece(name, 0, 0, 0)
-    own, here = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
-    return Piece(name, here.start, own.numel, own.start)
+    address, here = mapping.lp_fragment_address, mapping.get_hp_fragment_address()
+    return Piece(name, here.start, address.numel, address.start)
 
 
 def _load_stage_1_2(engine: Any, model: nn.Module, saved: SavedState) -> None:
@@ -246,7 +246,7 @@ def _read_stage_3(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
 def _shards_stage_3(engine: Any, model: nn.Module) -> list[ParameterShard]:
     optimizer = engine.optimizer
     names = {id(p): name for name, p in saved_parameters(model)}
-    found: list[ParameterShard] = []
+    shards: list[ParameterShard] = []
     for index, (group, flat) in enumerate(
         zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True)
     ):
@@ -256,24 +256,24 @@ def _shards_stage_3(engine: Any, model: nn.Module) -> list[ParameterShard]:
         for parameter in group:
             piece, shape = _piece_stage_3(optimizer, names.pop(id(parameter)), parameter), _shape(parameter)
             tensors = {}
-            for key, one in every.items():
+            for key, tensor in every.items():
                 if swapped:
                     at = parameter is group[0] and key == WEIGHT, parameter is group[-1] and key == list(every)[-1]
-                    read = partial(_swapped_in, optimizer, index, one, piece, at)
+                    read = partial(_swapped_in, optimizer, index, tensor, piece, at)
                 else:
-                    read = partial(one.detach().narrow, 0, piece.start, piece.size)
-                dtype = full_precision(one.dtype)
+                    read = partial(tensor.detach().narrow, 0, piece.start, piece.size)
+                dtype = full_precision(tensor.dtype)
                 tensors[key] = TensorShard(shape, dtype, piece.first, piece.size, read, in_order=swapped)
-            found.append(ParameterShard(piece.name, tensors, scalars))
-    return found + [_shard_frozen(name, p) for name, p in saved_parameters(model) if id(p) in names]
+            shards.append(ParameterShard(piece.name, tensors, scalars))
+    return shards + [_shard_frozen(name, p) for name, p in saved_parameters(model) if id(p) in names]
 
 
 def _piece_stage_3(optimizer: Any, name: str, parameter: Any) -> Piece:
     _, start, count = optimizer.grad_position[optimizer.get_param_id(parameter)]
     first = count * optimizer._get_param_partition_rank(parameter)
     whole = math.prod(_shape(parameter))
-    own = max(0, min(count, whole - first))  # the last rank's piece may end in padding
-    return Piece(name, start, own, min(first, whole))
+    size = max(0, min(count, whole - first))  # the last rank's piece may end in padding
+    return Piece(name, start, size, min(first, whole))
 
 
 def _shard_frozen(name: str, parameter: Any) -> ParameterShard:
@@ -284,14 +284,14 @@ def _shard_frozen(name: str, parameter: Any) -> ParameterShard:
     )
 
 
-def _swapped_in(optimizer: Any, index: int, one: Tensor, piece: Piece, at: tuple[bool, bool]) -> Tensor:
+def _swapped_in(optimizer: Any, index: int, tensor: Tensor, piece: Piece, at: tuple[bool, bool]) -> Tensor:
     """A copy of a piece on NVMe; ``at``: whether it is the first, and the last, of its sub-group's, in memory in between."""
     if at[0]:
         optimizer._optimizer_states_and_gradient_swap_in(index)
-    own = one.detach().narrow(0, piece.start, piece.size).clone()
+    copy = tensor.detach().narrow(0, piece.start, piece.size).clone()
     if at[1]:
         optimizer._release_swap_buffers(index)
-    return own
+    return copy
 
 
 def _gather_frozen(name: str, parameter: Any) -> ParameterState:
@@ -336,8 +336,8 @@ def masters(engine: Any, model: nn.Module) -> tuple[torch.optim.Optimizer, list[
     flats = _flat_partitions(optimizer)
     if flats is not None:
         return optimizer.optimizer, list(flats)
-    own = {id(slot.master): slot.master for slot in _stage_0(engine, model)[0]}
-    return engine.basic_optimizer, list(own.values())
+    unique = {id(slot.master): slot.master for slot in _stage_0(engine, model)[0]}
+    return engine.basic_optimizer, list(unique.values())
 
 
 @torch.no_grad()

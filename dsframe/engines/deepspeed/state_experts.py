@@ -55,26 +55,26 @@ class Part:
 
 def parts(model: nn.Module) -> dict[str, Part]:
     """Every parameter of ``model`` that AutoEP has made, by its own name."""
-    found: dict[str, Part] = {}
+    by_name: dict[str, Part] = {}
     module: Any
     for prefix, module in model.named_modules():
         if not getattr(module, "_is_autoep_layer", False):
             continue
-        own = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
-        _, rows, columns = own["experts.w1"]
+        shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in module.named_parameters()}
+        _, rows, columns = shapes["experts.w1"]
         count, first = module.num_experts, module.ep_rank * module.num_local_experts
         router, both, down = (count, columns), (count, 2 * rows, columns), (count, columns, rows)
         made = {
             "router.gate.weight": Part("gate.weight", router, router),
-            "experts.w1": Part("experts.gate_up_proj", both, own["experts.w1"], first),
-            "experts.w3": Part("experts.gate_up_proj", both, own["experts.w3"], first, rows),
-            "experts.w2": Part("experts.down_proj", down, own["experts.w2"], first),
+            "experts.w1": Part("experts.gate_up_proj", both, shapes["experts.w1"], first),
+            "experts.w3": Part("experts.gate_up_proj", both, shapes["experts.w3"], first, rows),
+            "experts.w2": Part("experts.down_proj", down, shapes["experts.w2"], first),
         }
-        assert made.keys() == own.keys(), f"{prefix}: {sorted(own)}"
-        found |= {
+        assert made.keys() == shapes.keys(), f"{prefix}: {sorted(shapes)}"
+        by_name |= {
             f"{prefix}.{name}": dataclasses.replace(part, whole=f"{prefix}.{part.whole}") for name, part in made.items()
         }
-    return found
+    return by_name
 
 
 def whole(state: EngineState, made: Mapping[str, Part], group: dist.ProcessGroup) -> EngineState:
@@ -90,21 +90,21 @@ def whole(state: EngineState, made: Mapping[str, Part], group: dist.ProcessGroup
 def _joined(state: EngineState, made: Mapping[str, Part], group: dist.ProcessGroup) -> Iterator[ParameterState]:
     missing = Counter(part.whole for part in made.values())
     begun: dict[str, ParameterState] = {}
-    for one in state.parameters:
-        part = made.get(one.name)
+    for parameter in state.parameters:
+        part = made.get(parameter.name)
         if part is None:
-            yield one
+            yield parameter
         elif not part.spread:
-            yield dataclasses.replace(one, name=part.whole)
+            yield dataclasses.replace(parameter, name=part.whole)
         else:
-            refuse_unlike(one, part.whole, "expert_parallel")
+            refuse_unlike(parameter, part.whole, "expert_parallel")
             if part.whole not in begun:
-                empty = {key: moment.new_empty(part.shape) for key, moment in one.moments.items()}
-                weight = one.weight.new_empty(part.shape)
-                begun[part.whole] = ParameterState(part.whole, weight, empty, dict(one.scalars))
+                empty = {key: moment.new_empty(part.shape) for key, moment in parameter.moments.items()}
+                weight = parameter.weight.new_empty(part.shape)
+                begun[part.whole] = ParameterState(part.whole, weight, empty, dict(parameter.scalars))
             complete = begun[part.whole]
-            _gather(one.weight, complete.weight, part, group)
-            for key, moment in one.moments.items():
+            _gather(parameter.weight, complete.weight, part, group)
+            for key, moment in parameter.moments.items():
                 _gather(moment, complete.moments[key], part, group)
             missing[part.whole] -= 1
             if not missing[part.whole]:
@@ -129,11 +129,11 @@ class Experts(SavedView):
     def shapes(self) -> Mapping[str, Sequence[int]]:
         """Of this rank's parameters. Where the saved whole is of another model, the whole's, so that the difference is seen."""
         saved = self._saved.shapes
-        found = {name: shape for name, shape in saved.items() if name not in self._wholes}
+        shapes = {name: shape for name, shape in saved.items() if name not in self._wholes}
         for name, part in self._made.items():
             if (kept := saved.get(part.whole)) is not None:
-                found[name] = part.own if tuple(kept) == part.shape else kept
-        return found
+                shapes[name] = part.own if tuple(kept) == part.shape else kept
+        return shapes
 
     def parameter(self, name: str) -> ParameterState:
         """One of this rank's parameters: of the saved whole, only its experts are read."""
@@ -143,9 +143,9 @@ class Experts(SavedView):
         if not part.spread:
             return dataclasses.replace(self._saved.parameter(part.whole), name=name)
         each, count = math.prod(part.shape[1:]), part.own[0]
-        one = self._saved.part(part.whole, part.expert * each, count * each)
-        moments = {key: part.pick(moment.view(count, *part.shape[1:])) for key, moment in one.moments.items()}
-        return ParameterState(name, part.pick(one.weight.view(count, *part.shape[1:])), moments, one.scalars)
+        stored = self._saved.part(part.whole, part.expert * each, count * each)
+        moments = {key: part.pick(moment.view(count, *part.shape[1:])) for key, moment in stored.moments.items()}
+        return ParameterState(name, part.pick(stored.weight.view(count, *part.shape[1:])), moments, stored.scalars)
 
     def part(self, name: str, first: int, size: int) -> ParameterState:
         """A range of one of this rank's parameters."""

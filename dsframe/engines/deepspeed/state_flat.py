@@ -27,21 +27,26 @@ def fill(optimizer: torch.optim.Optimizer, flat: Tensor, pieces: list[Piece], sa
     held = optimizer.state[flat]
     common: dict[str, float] | None = None
     for name, start, size, first in pieces:
-        one = saved.part(name, first, size)
-        _make_moments(optimizer, held, one, flat)
-        if one.moments or one.scalars:
-            common = dict(one.scalars) if common is None else common
-            same_step(one.name, common, one.scalars)
-        for target, source in ((flat, one.weight), *((held[key], moment) for key, moment in one.moments.items())):
+        parameter = saved.part(name, first, size)
+        _make_moments(optimizer, held, parameter, flat)
+        if parameter.moments or parameter.scalars:
+            common = dict(parameter.scalars) if common is None else common
+            same_step(parameter.name, common, parameter.scalars)
+        for target, source in (
+            (flat, parameter.weight),
+            *((held[key], moment) for key, moment in parameter.moments.items()),
+        ):
             target.detach().narrow(0, start, size).copy_(source)
     _settle(optimizer, flat, common)
 
 
-def _make_moments(optimizer: torch.optim.Optimizer, held: dict[str, Any], one: ParameterState, flat: Tensor) -> None:
+def _make_moments(
+    optimizer: torch.optim.Optimizer, held: dict[str, Any], parameter: ParameterState, flat: Tensor
+) -> None:
     """A fresh optimizer has no state yet: makes the tensors it would make at its first step."""
     # DeepSpeed's CPU Adam keeps moments in fp32 beside masters of 16 bits, unless it is told not to.
     dtype = torch.float32 if getattr(optimizer, "fp32_optimizer_states", False) else flat.dtype
-    for key in one.moments:
+    for key in parameter.moments:
         if not isinstance(held.get(key), Tensor):
             held[key] = torch.zeros_like(flat.detach(), dtype=dtype)
 

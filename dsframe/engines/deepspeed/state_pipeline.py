@@ -24,37 +24,41 @@ class Column:
         """``group``: of torch.distributed (None: all), with ``ranks`` in the order of stages; ``rank`` is this process's."""
         self._group, self._ranks, self._rank, self._device = group, ranks, rank, device
 
-    def parameters(self, own: Iterable[ParameterState], borrowed: frozenset[str]) -> Iterator[ParameterState]:
+    def parameters(self, local: Iterable[ParameterState], borrowed: frozenset[str]) -> Iterator[ParameterState]:
         """**Collective** to iterate. Every stage's parameters, in the order of stages; copies of an earlier stage's once."""
         for source in self._ranks:
-            mine = iter(own) if source == self._rank else None
-            while (one := self._next(mine, borrowed, source)) is not None:
-                yield one
+            mine = iter(local) if source == self._rank else None
+            while (parameter := self._next(mine, borrowed, source)) is not None:
+                yield parameter
 
     def _next(
         self, mine: Iterator[ParameterState] | None, borrowed: frozenset[str], source: int
     ) -> ParameterState | None:
-        one = next((one for one in mine if one.name not in borrowed), None) if mine is not None else None
-        told = json.loads(self._text(_describe(one), source))
-        if told is None:
+        parameter = (
+            next((parameter for parameter in mine if parameter.name not in borrowed), None)
+            if mine is not None
+            else None
+        )
+        description = json.loads(self._text(_describe(parameter), source))
+        if description is None:
             return None
-        weight = self._tensor(one.weight if one else None, told["shape"], torch.float32, source)
+        weight = self._tensor(parameter.weight if parameter else None, description["shape"], torch.float32, source)
         moments = {
-            key: self._tensor(one.moments[key] if one else None, shape, torch.float32, source)
-            for key, shape in told["moments"].items()
+            key: self._tensor(parameter.moments[key] if parameter else None, shape, torch.float32, source)
+            for key, shape in description["moments"].items()
         }
-        return one or ParameterState(told["name"], weight, moments, told["scalars"])
+        return parameter or ParameterState(description["name"], weight, moments, description["scalars"])
 
-    def buffers(self, own: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    def buffers(self, local: Mapping[str, Tensor]) -> dict[str, Tensor]:
         """**Collective.** Every stage's buffers, in the order of stages."""
-        found: dict[str, Tensor] = {}
+        gathered: dict[str, Tensor] = {}
         for source in self._ranks:
             mine = source == self._rank
-            kinds = {name: [list(b.shape), str(b.dtype).removeprefix("torch.")] for name, b in own.items()}
+            kinds = {name: [list(b.shape), str(b.dtype).removeprefix("torch.")] for name, b in local.items()}
             for name, (shape, dtype) in json.loads(self._text(json.dumps(kinds), source)).items():
-                sent = self._tensor(own[name] if mine else None, shape, getattr(torch, dtype), source)
-                found.setdefault(name, sent)  # the first stage's, which runs it, where a later one shares the layer
-        return found
+                sent = self._tensor(local[name] if mine else None, shape, getattr(torch, dtype), source)
+                gathered.setdefault(name, sent)  # the first stage's, which runs it, where a later one shares the layer
+        return gathered
 
     def _text(self, text: str, source: int) -> str:
         content = bytearray(text.encode())
@@ -72,12 +76,17 @@ class Column:
         return here
 
 
-def _describe(one: ParameterState | None) -> str:
-    if one is None:
+def _describe(parameter: ParameterState | None) -> str:
+    if parameter is None:
         return "null"
-    moments = {key: list(moment.shape) for key, moment in one.moments.items()}
+    moments = {key: list(moment.shape) for key, moment in parameter.moments.items()}
     return json.dumps(
-        {"name": one.name, "shape": list(one.weight.shape), "moments": moments, "scalars": dict(one.scalars)}
+        {
+            "name": parameter.name,
+            "shape": list(parameter.weight.shape),
+            "moments": moments,
+            "scalars": dict(parameter.scalars),
+        }
     )
 
 

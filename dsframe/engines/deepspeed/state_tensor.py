@@ -68,24 +68,24 @@ class Cut:
 
 def cuts(model: nn.Module) -> dict[str, Cut]:
     """How each parameter of ``model`` that is not whole on every rank was cut, by name."""
-    found = {}
+    cut_by_name = {}
     for name, parameter in model.named_parameters():
         note: Mapping[str, Any] | None = getattr(parameter, _NOTE, None)
         if note is None or note["replicated"] or note["partition_dim"] is None:
             continue
         widths = note["sub_param_shard_widths"] or [note["partition_sizes"]]
         shape, view = tuple(note["original_shape"]), tuple(note["logical_shape"])
-        found[name] = Cut(shape, view, note["partition_dim"], tuple(tuple(part) for part in widths))
-    return found
+        cut_by_name[name] = Cut(shape, view, note["partition_dim"], tuple(tuple(part) for part in widths))
+    return cut_by_name
 
 
-def refuse_unlike(one: ParameterState, name: str, section: str) -> None:
+def refuse_unlike(parameter: ParameterState, name: str, section: str) -> None:
     """Raises CheckpointError where the optimizer's state of a rank's share has another shape than the share: the ranks' cannot be
     joined. ``name``: the whole parameter's; ``section``: the file's, by which ranks have shares."""
-    for key, moment in one.moments.items():
-        if moment.shape != one.weight.shape:
+    for key, moment in parameter.moments.items():
+        if moment.shape != parameter.weight.shape:
             raise CheckpointError(
-                f"{name}: this rank's share has shape {list(one.weight.shape)}, but the optimizer's {key} for it has "
+                f"{name}: this rank's share has shape {list(parameter.weight.shape)}, but the optimizer's {key} for it has "
                 f"shape {list(moment.shape)}, so the shares of {key} cannot be joined; train with an "
                 f"optimizer that keeps state for each element, or without {section}"
             )
@@ -95,13 +95,15 @@ def whole(state: EngineState, cut: Mapping[str, Cut], group: dist.ProcessGroup) 
     """**Collective** to read to its end, over ``group``: a rank's state with the shares of the others, one parameter at a time."""
 
     def gathered() -> Iterator[ParameterState]:
-        for one in state.parameters:
-            if one.name not in cut:
-                yield one
+        for parameter in state.parameters:
+            if parameter.name not in cut:
+                yield parameter
                 continue
-            refuse_unlike(one, one.name, "tensor_parallel")
-            moments = {key: _gather(moment, cut[one.name], group) for key, moment in one.moments.items()}
-            yield ParameterState(one.name, _gather(one.weight, cut[one.name], group), moments, one.scalars)
+            refuse_unlike(parameter, parameter.name, "tensor_parallel")
+            moments = {key: _gather(moment, cut[parameter.name], group) for key, moment in parameter.moments.items()}
+            yield ParameterState(
+                parameter.name, _gather(parameter.weight, cut[parameter.name], group), moments, parameter.scalars
+            )
 
     return dataclasses.replace(state, parameters=gathered())
 
@@ -112,17 +114,19 @@ def _gather(share: Tensor, cut: Cut, group: dist.ProcessGroup) -> Tensor:
     padded[: share.numel()].copy_(share.flatten())
     everyones = [torch.empty_like(padded) for _ in sizes]
     dist.all_gather(everyones, padded, group)
-    return cut.whole([one[:size] for one, size in zip(everyones, sizes, strict=True)])
+    return cut.whole([row[:size] for row, size in zip(everyones, sizes, strict=True)])
 
 
 class Shares(SavedView):
     """A saved state as one rank of a tensor-parallel group sees it: its share of every parameter that is cut."""
 
-    def __init__(self, saved: SavedState, own: Mapping[str, Sequence[int]], cut: Mapping[str, Cut], rank: int) -> None:
-        """``own``: the shapes of this rank's parameters. Raises CheckpointError where the models differ."""
-        compare("parameter", {name: cut[name].shape if name in cut else own[name] for name in own}, saved.shapes)
+    def __init__(
+        self, saved: SavedState, shapes: Mapping[str, Sequence[int]], cut: Mapping[str, Cut], rank: int
+    ) -> None:
+        """``shapes``: the shapes of this rank's parameters. Raises CheckpointError where the models differ."""
+        compare("parameter", {name: cut[name].shape if name in cut else shapes[name] for name in shapes}, saved.shapes)
         super().__init__(saved)
-        self._own, self._cut, self._rank = own, cut, rank
+        self._own, self._cut, self._rank = shapes, cut, rank
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
@@ -131,12 +135,12 @@ class Shares(SavedView):
 
     def parameter(self, name: str) -> ParameterState:
         """This rank's share. Optimizer state that is not shaped like the weight stays as it is."""
-        one = self._saved.parameter(name)
+        parameter = self._saved.parameter(name)
         if name not in self._cut:
-            return one
+            return parameter
         share: Callable[[Tensor], Tensor] = lambda whole: self._cut[name].own(whole, self._rank, self._own[name])  # noqa: E731
-        moments = {key: share(m) if m.shape == one.weight.shape else m for key, m in one.moments.items()}
-        return ParameterState(name, share(one.weight), moments, one.scalars)
+        moments = {key: share(m) if m.shape == parameter.weight.shape else m for key, m in parameter.moments.items()}
+        return ParameterState(name, share(parameter.weight), moments, parameter.scalars)
 
     def part(self, name: str, first: int, size: int) -> ParameterState:
         """A range of this rank's share."""

@@ -37,17 +37,17 @@ def completed(section: Mapping[str, Any], model: nn.Module, plan: Plan) -> dict[
     Raises EngineError where nobody says how to split the model, or its heads do not divide.
     """
     size = plan.batch.tensor_parallel_size
-    found = {**section, "vocab_parallel_lm_head": False}
+    completed = {**section, "vocab_parallel_lm_head": False}
     config = getattr(model, "config", None)
     config = getattr(config, "text_config", None) or config
     for name in _HEADS:
         heads = getattr(config, name, None)
         if isinstance(heads, int) and heads % size:
             raise EngineError(f"tensor_parallel: {name} {heads} is not divisible by autotp_size {size}; choose another")
-    if found.get("partition_config") or found.get("preset_model"):
-        return found
+    if completed.get("partition_config") or completed.get("preset_model"):
+        return completed
     if plan.task.partition_config is not None:
-        return {**found, "partition_config": {**plan.task.partition_config, "use_default_specs": False}}
+        return {**completed, "partition_config": {**plan.task.partition_config, "use_default_specs": False}}
     what, styles = type(model).__name__, _get_hf_tp_plan(model)
     if not styles:
         raise EngineError(f"tensor_parallel: nothing says how to shard a {what}; {_REMEDY}")
@@ -56,7 +56,7 @@ def completed(section: Mapping[str, Any], model: nn.Module, plan: Plan) -> dict[
         raise EngineError(
             f"tensor_parallel: transformers shards a {what} in ways unknown to DeepSpeed ({ways}); {_REMEDY}"
         )
-    return found
+    return completed
 
 
 def cut_stage(stage: Any, section: Mapping[str, Any], plan: Plan, among: dist.ProcessGroup) -> None:
@@ -84,10 +84,10 @@ def cut_stage(stage: Any, section: Mapping[str, Any], plan: Plan, among: dist.Pr
 
 def cuts(model: nn.Module) -> dict[str, state_tensor.Cut]:
     """How DeepSpeed has cut ``model``. Raises EngineError where it has cut nothing, or what it cannot train."""
-    found = state_tensor.cuts(model)
-    refuse_nothing(bool(found))
-    _refuse_embeddings(model, found)
-    return found
+    cut = state_tensor.cuts(model)
+    refuse_nothing(bool(cut))
+    _refuse_embeddings(model, cut)
+    return cut
 
 
 def refuse_nothing(cut: bool) -> None:
@@ -98,10 +98,10 @@ def refuse_nothing(cut: bool) -> None:
         )
 
 
-def _refuse_embeddings(model: nn.Module, found: Mapping[str, state_tensor.Cut]) -> None:
+def _refuse_embeddings(model: nn.Module, cut: Mapping[str, state_tensor.Cut]) -> None:
     """An embedding that is cut gives a cut output, and DeepSpeed leaves all its shares but one out of the gradients' norm."""
     for name, parameter in model.named_parameters():
-        if name in found and not getattr(parameter, "tensor_model_parallel", False):
+        if name in cut and not getattr(parameter, "tensor_model_parallel", False):
             raise EngineError(
                 f"tensor_parallel: partition_config shards {name}; DeepSpeed can do that for inference only; leave it out"
             )

@@ -50,19 +50,19 @@ class Tiles:
     def _joined(self, parameters: Any) -> Iterator[ParameterState]:
         missing = {whole: sum(piece.whole == whole for piece in self.pieces.values()) for whole in self.shapes}
         begun: dict[str, ParameterState] = {}
-        for one in parameters:
-            tile = self.pieces.get(one.name)
+        for parameter in parameters:
+            tile = self.pieces.get(parameter.name)
             if tile is None:
-                yield one
+                yield parameter
                 continue
             if tile.whole not in begun:
-                empty = {key: self._empty(tile.whole, moment) for key, moment in one.moments.items()}
+                empty = {key: self._empty(tile.whole, moment) for key, moment in parameter.moments.items()}
                 begun[tile.whole] = ParameterState(
-                    tile.whole, self._empty(tile.whole, one.weight), empty, dict(one.scalars)
+                    tile.whole, self._empty(tile.whole, parameter.weight), empty, dict(parameter.scalars)
                 )
             whole = begun[tile.whole]
-            whole.weight[tile.place] = one.weight
-            for key, moment in one.moments.items():
+            whole.weight[tile.place] = parameter.weight
+            for key, moment in parameter.moments.items():
                 whole.moments[key][tile.place] = moment
             missing[tile.whole] -= 1
             if not missing[tile.whole]:
@@ -82,12 +82,12 @@ class _Cut(SavedView):
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:
-        found = {name: shape for name, shape in self._saved.shapes.items() if name not in self._tiles.shapes}
+        shapes = {name: shape for name, shape in self._saved.shapes.items() if name not in self._tiles.shapes}
         for name, tile in self._tiles.pieces.items():
             kept = self._saved.shapes.get(tile.whole)
             if kept is not None:  # of another model where the shape is not ours: let that be seen
-                found[name] = tile.shape if tuple(kept) == self._tiles.shapes[tile.whole] else kept
-        return found
+                shapes[name] = tile.shape if tuple(kept) == self._tiles.shapes[tile.whole] else kept
+        return shapes
 
     def parameter(self, name: str) -> ParameterState:
         tile = self._tiles.pieces.get(name)
@@ -95,9 +95,9 @@ class _Cut(SavedView):
             return self._saved.parameter(name)
         if self._last is None or self._last.name != tile.whole:  # pieces of one whole come one after another
             self._last = self._saved.parameter(tile.whole)
-        one = self._last
-        moments = {key: moment[tile.place].contiguous() for key, moment in one.moments.items()}
-        return ParameterState(name, one.weight[tile.place].contiguous(), moments, one.scalars)
+        parameter = self._last
+        moments = {key: moment[tile.place].contiguous() for key, moment in parameter.moments.items()}
+        return ParameterState(name, parameter.weight[tile.place].contiguous(), moments, parameter.scalars)
 
     def part(self, name: str, first: int, size: int) -> ParameterState:
         if name not in self._tiles.pieces:

@@ -65,11 +65,11 @@ class HostCommits(State):  # type: ignore[misc]  # Horovod has no types
 
     def sync(self) -> None:
         """**Collective.** Everybody has the newest commit that anybody has."""
-        own = -1 if self.last is None else self.last.start.step
-        steps: list[int] = hvd.allgather_object(own, name="dsframe.steps")
+        step = -1 if self.last is None else self.last.start.step
+        steps: list[int] = hvd.allgather_object(step, name="dsframe.steps")
         newest = max(steps)
         if min(steps) != newest:
-            self.last = _sent(self.last, steps.index(newest), own == newest)
+            self.last = _sent(self.last, steps.index(newest), step == newest)
 
 
 @dataclass(frozen=True)
@@ -90,19 +90,24 @@ def _sent(commit: Commit | None, root: int, has: bool) -> Commit:
     if commit is not None and has:
         parts = {name: commit.state.parameter(name) for name in commit.state.shapes}
         tensors = {
-            f"{name}/{key}": t for name, one in parts.items() for key, t in {"": one.weight, **one.moments}.items()
+            f"{name}/{key}": t
+            for name, parameter in parts.items()
+            for key, t in {"": parameter.weight, **parameter.moments}.items()
         }
         shapes = {
-            name: ({key: tuple(t.shape) for key, t in {"": one.weight, **one.moments}.items()}, dict(one.scalars))
-            for name, one in parts.items()
+            name: (
+                {key: tuple(t.shape) for key, t in {"": parameter.weight, **parameter.moments}.items()},
+                dict(parameter.scalars),
+            )
+            for name, parameter in parts.items()
         }
         state = commit.state
         outline = _Outline(commit.start, state.updates, state.loss_scale, dict(state.buffers()), shapes)
-    found: _Outline = hvd.broadcast_object(outline, root, name="dsframe.commit")
+    received: _Outline = hvd.broadcast_object(outline, root, name="dsframe.commit")
     if not tensors:
         tensors = {
             f"{name}/{key}": torch.empty(shape)
-            for name, (shapes_of, _) in found.parameters.items()
+            for name, (shapes_of, _) in received.parameters.items()
             for key, shape in shapes_of.items()
         }
     hvd.broadcast_parameters(tensors, root)
@@ -110,9 +115,11 @@ def _sent(commit: Commit | None, root: int, has: bool) -> Commit:
         return commit
     parameters = [
         ParameterState(name, tensors[f"{name}/"], {key: tensors[f"{name}/{key}"] for key in shapes_of if key}, scalars)
-        for name, (shapes_of, scalars) in found.parameters.items()
+        for name, (shapes_of, scalars) in received.parameters.items()
     ]
-    return Commit(found.start, Snapshot(EngineState(found.updates, found.loss_scale, found.buffers, {}, parameters)))
+    return Commit(
+        received.start, Snapshot(EngineState(received.updates, received.loss_scale, received.buffers, {}, parameters))
+    )
 
 
 def train(attempt: Callable[[World, HostCommits], Result], config: Config) -> Result:

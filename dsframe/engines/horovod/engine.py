@@ -220,8 +220,8 @@ def _initialise(world: World) -> None:
     note_start(running=hvd.is_initialized())
     # horovodrun's server keeps addresses of the training before: it forgets them only where all ranks leave every ring in one
     # order (``runner/http/http_server.py``: do_DELETE clears the lists of all scopes, 0.28.1), else peers are not reachable.
-    own = world.launcher == "horovodrun" and (world.elastic or not next(_starts))
-    known = own or (world.launcher == "mpirun" and hvd.mpi_built())
+    by_horovodrun = world.launcher == "horovodrun" and (world.elastic or not next(_starts))
+    known = by_horovodrun or (world.launcher == "mpirun" and hvd.mpi_built())
     store = _meet(world) if world.size > 1 and not known else None
     hvd.init()
     del store  # not earlier: others may still be reading from it until everybody is in the ring
