@@ -105,7 +105,6 @@ def switched(**switches: Any) -> dict[str, Any]:
     return {"dsframe": {"model": switches}}
 
 
-_TILES = {"modules": ["*.expand", "*.contract"], "in_splits": 2, "out_splits": 4}
 _BF16 = {"bf16": {"enabled": True}}
 _ALL = ("cnn", "gpt", "llama", *SEVERAL_MODELS)
 _OWN = ("cnn", "gpt", *SEVERAL_MODELS)
@@ -140,10 +139,9 @@ CASES: dict[str, Case] = {
     "pipeline 2x2 zero1": Case(
         "deepspeed", {**pipeline(activation_checkpoint_interval=1), **zero(1)}, processes=4, tasks=("gpt",)
     ),
-    "zero3 tiled": Case("deepspeed", {**zero(3), **switched(tiling=_TILES)}, deepspeed, tasks=("gpt",)),
-    "zero3+cpu tiled alone": Case(
+    "zero3+cpu alone": Case(
         "deepspeed",
-        {**zero(3, offload_optimizer=_CPU, offload_param=_CPU, **_ALONE), **switched(tiling=_TILES)},
+        {**zero(3, offload_optimizer=_CPU, offload_param=_CPU, **_ALONE)},
         SINGLE.launcher,
         1,
         tasks=("gpt",),

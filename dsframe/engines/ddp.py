@@ -9,18 +9,15 @@ from typing import Any, cast
 import torch
 from torch import Tensor, nn
 from torch.distributed.algorithms.ddp_comm_hooks.default_hooks import bf16_compress_hook, fp16_compress_hook
-from torch.distributed.algorithms.ddp_comm_hooks.powerSGD_hook import PowerSGDState, powerSGD_hook
 from torch.nn.parallel import DistributedDataParallel
 
 from dsframe.cluster import process_group
 from dsframe.engine import StepResult
-from dsframe.engines import precision, torch_patches
+from dsframe.engines import torch_patches
 from dsframe.engines.buckets import usual_bytes
 from dsframe.engines.replica import ReplicaEngine
-from dsframe.errors import EngineError
 from dsframe.model.forward import MicroBatch
 from dsframe.model.plan import Plan
-from dsframe.model.state import SavedState
 
 _HOOKS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 
@@ -45,14 +42,7 @@ class DdpEngine(ReplicaEngine):
     """Full replicas; gradients are averaged in buckets while the backward pass still runs."""
 
     def __init__(self, plan: Plan) -> None:
-        """**Collective.** Raises WorldError where the processes cannot meet, before that EngineError for PowerSGD in fp16."""
-        settings = plan.config.settings
-        skips = settings.on_nonfinite == "skip" or precision.scales_losses(plan.config, plan.device)
-        if settings.ddp.communication == "power_sgd" and skips:
-            raise EngineError(
-                'ddp.communication "power_sgd": error feedback would spread one NaN step to all later ones; use bf16 or fp32 (for '
-                'torch_autocast "dtype": "bfloat16"), and leave "on_nonfinite" at "stop"'
-            )
+        """**Collective.** Raises WorldError where the processes cannot meet."""
         process_group.open_process_group(plan.world, plan.device, plan.collective_limit)
         if plan.config.deepspeed.gradient_allreduce_op == "sum":
             self.gradient_factor = float(plan.world.size)  # DDP averages
@@ -64,8 +54,7 @@ class DdpEngine(ReplicaEngine):
         settings = self.plan.config.settings.ddp
         if settings.communication == "none":
             return "PyTorch DDP"
-        rank = f" of rank {settings.power_sgd_rank}" if settings.communication == "power_sgd" else ""
-        return f"PyTorch DDP, gradients sent by {settings.communication}{rank}"
+        return f"PyTorch DDP, gradients sent by {settings.communication}"
 
     def _wrap(self, model: nn.Module) -> nn.Module:
         settings = self.plan.config.settings.ddp
@@ -91,37 +80,7 @@ class DdpEngine(ReplicaEngine):
             self._masters.take_weights()  # DDP has just made the model rank 0's everywhere
         if settings.communication in _HOOKS:
             wrapped.register_comm_hook(None, torch_patches.by_another_name(_HOOKS[settings.communication]))
-        elif settings.communication == "power_sgd":
-            self._power_sgd = self._fresh_power_sgd(0)
-            wrapped.register_comm_hook(None, lambda _, bucket: self._send_by_power_sgd(bucket))
         return wrapped
-
-    def _fresh_power_sgd(self, updates: int) -> PowerSGDState:
-        """PowerSGD with nothing in its memory. DDP may arrange its buckets anew after a step: two must pass before."""
-        settings = self.plan.config.settings.ddp
-        state = PowerSGDState(
-            None,
-            matrix_approximation_rank=settings.power_sgd_rank,
-            start_powerSGD_iter=settings.power_sgd_start_step,
-            orthogonalization_epsilon=1e-8,  # a gradient of less than full rank has columns of zeros to be divided by
-            random_seed=self.plan.seed,
-        )
-        state.iter = min(updates, settings.power_sgd_start_step - 2)
-        return state
-
-    def _send_by_power_sgd(self, bucket: Any) -> torch.futures.Future[Tensor]:
-        sent: torch.futures.Future[Tensor] = powerSGD_hook(self._power_sgd, bucket)
-        if self.plan.device.type == "cpu":
-            # Its later rounds start on Gloo's threads as they come to it: with two buckets under way ranks would send them in
-            # different orders, or have every thread wait for one that none is left to send.
-            sent.wait()
-        return sent
-
-    def load_state(self, saved: SavedState) -> None:
-        """Every rank reads the same; PowerSGD's error feedback is not in it."""
-        super().load_state(saved)
-        if self.plan.config.settings.ddp.communication == "power_sgd":
-            self._power_sgd = self._fresh_power_sgd(saved.updates)
 
     def train_step(self, micro_batches: Iterator[MicroBatch]) -> StepResult:
         """**Collective.** As for every replica."""

@@ -159,21 +159,6 @@ def _list(classes: Counter[str]) -> str:
     return ", ".join(f"{name} ({count})" if count > 1 else name for name, count in classes.most_common())
 
 
-def linears(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear]:
-    """The linear layers whose names match ``patterns`` (as of a shell: ``*.expand``), by name.
-
-    Raises ConfigError where a pattern matches none, naming the ones that there are.
-    """
-    there = {name: module for name, module in model.named_modules() if isinstance(module, nn.Linear)}
-    for pattern in patterns:
-        if not fnmatch.filter(there, pattern):
-            known = f"there are {', '.join(there)}" if there else "the model has no linear layer"
-            raise _wrong("tiling", f"no linear layer of the model is called {pattern}", known)
-    return {
-        name: module for name, module in there.items() if any(fnmatch.fnmatch(name, pattern) for pattern in patterns)
-    }
-
-
 # Activation checkpointing.
 
 

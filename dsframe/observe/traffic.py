@@ -1,7 +1,7 @@
 """``comms_logger``: what each rank sends and receives, counted the same on every engine.
 
 Calls and bytes only: to take a collective's time one would have to wait for it, which is another
-training, in which nothing overlaps. Times are in the traces and in Horovod's timeline.
+training, in which nothing overlaps. Times are in the traces.
 """
 
 from __future__ import annotations

@@ -29,7 +29,6 @@ GROUPS: dict[str, Any] = {
     ],
 }
 CPU = {"offload_optimizer": {"device": "cpu"}}
-TILES = {"tiling": {"modules": ["*.expand"], "out_splits": 2}}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "ddp": ("ddp", {}, {}),
     "fsdp": ("fsdp", {}, {}),
@@ -41,7 +40,6 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
     "zero2 cpu": ("deepspeed", zero(2, **CPU), {}),
     "zero3": ("deepspeed", zero(3, stage3_param_persistence_threshold=0), {}),
     "zero3 cpu": ("deepspeed", zero(3, **CPU), {}),
-    "zero3 tiles": ("deepspeed", zero(3), TILES),
     "tensor parallel zero0": ("deepspeed", {**CUT, **zero(0)}, {}),
     "tensor parallel zero2": ("deepspeed", {**CUT, **zero(2)}, {}),
     "tensor parallel zero3": ("deepspeed", {**CUT, **zero(3)}, {}),

@@ -202,34 +202,12 @@ def check_ddp() -> None:
         engine, losses = plain(communication=kind)
         assert 1e-7 < far(losses, expected) < 2e-3, kind
         assert traffic(engine) == (1, payload / 2), kind
-    check_power_sgd(payload, expected)
 
 
 def spy(engine: Engine, seen: set[int]) -> list[Tensor]:
     gradients: list[Tensor] = type(engine)._pieces(engine)  # type: ignore[attr-defined]
     seen |= {gradient.untyped_storage().data_ptr() for gradient in gradients}
     return gradients
-
-
-def check_power_sgd(payload: int, expected: list[float]) -> None:
-    """Several buckets, whose rounds must not overtake each other; and twice the same from one checkpoint."""
-    settings = {
-        "communication": "power_sgd",
-        "power_sgd_rank": 2,
-        "power_sgd_start_step": 3,
-        "bucket_cap_megabytes": 0.002,
-    }
-    engine = make(Next(Plain), "ddp", **settings)
-    losses = steps(engine)
-    assert far(losses[:6], expected[:6]) < 2e-6, "three steps are sent as they are"
-    assert 1e-5 < far(losses, expected) < 0.5
-    assert traffic(engine)[1] < payload / 2
-    kept = Snapshot(engine.state())
-    twice = []
-    for _ in range(2):
-        engine.load_state(kept)
-        twice.append(steps(engine, STEPS))
-    assert twice[0] == twice[1]
 
 
 def main() -> None:

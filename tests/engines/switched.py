@@ -11,7 +11,6 @@ from __future__ import annotations
 import json
 import os
 import sys
-from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -21,7 +20,6 @@ from dsframe.run import settle_threads
 
 GPT = {"name": "language", "layers": 2, "heads": 2, "width": 32, "context": 16, "corpus": "synthetic", "samples": 64}
 CNN = {"name": "vision", "dataset": "synthetic", "image_size": 16, "classes": 10, "samples": 64}
-TILES = {"modules": ["*.expand", "*.contract"], "in_splits": 2, "out_splits": 3}
 KEEP_NOTHING = {
     "stage3_param_persistence_threshold": 0,
     "stage3_max_reuse_distance": 0,
@@ -56,7 +54,6 @@ VARIANTS: dict[str, dict[str, Any]] = {
     **{f"zero{stage} x 3, whole": zero(stage, 3, WHOLE) for stage in (2, 3)},
     "zero3": zero(3),
     "zero3, recomputed": zero(3, settings={"model": {"activation_checkpointing": True}}),
-    "zero3, tiled": zero(3, settings={"model": {"tiling": TILES}}),
     "zero3, compiled": zero(3, settings={"model": {"compile": "blocks"}}),
     "zero3 kept": zero(3, zero_optimization=KEEP_SOME),
     "zero3 kept, secondary": zero(3, zero_optimization={**KEEP_SOME, "zero_hpz_partition_size": 2}),
@@ -113,7 +110,6 @@ def main(report: Path) -> None:
                 losses += [float(engine.train_step(MicroBatch.of(loader.micro_batches(step))).loss) for step in (3, 4)]
             reference = plain.setdefault(name.partition(",")[0], weights)
             # Not where a compiler would look at what looks.
-            gathered = 0 if "compiled" in name else _most_gathered(engine, loader)
             with Communication() as counted:
                 engine.train_step(MicroBatch.of(loader.micro_batches(4)))
             found[name] = {
@@ -124,38 +120,11 @@ def main(report: Path) -> None:
                     for one in reference.shapes
                 ),
                 "collectives": {kind: traffic.calls for kind, traffic in counted.by_kind.items()},
-                "gathered": gathered,
             }
             del make, engine
         if worlds.here().is_main:
             report.write_text(json.dumps(found))
     os._exit(0)
-
-
-def _most_gathered(engine: Any, loader: Any) -> int:
-    """The most elements of parameters that ZeRO-3 held in full at once, in one step; 0 on other engines."""
-    coordinator = getattr(getattr(getattr(engine, "_engine", None), "optimizer", None), "parameter_offload", None)
-    if coordinator is None:
-        engine.train_step(MicroBatch.of(loader.micro_batches(3)))
-        return 0
-    import torch
-
-    parameters = [one for one in engine._engine.module.parameters() if hasattr(one, "ds_shape")]
-    most = 0
-    call = torch.nn.functional.linear
-
-    def looking(*args: Any, **kwargs: Any) -> Any:
-        nonlocal most
-        most = max(most, sum(one.data.numel() for one in parameters))
-        return call(*args, **kwargs)
-
-    torch.nn.functional.linear = looking
-    engine.built = replace(engine.built, watch=None)  # it would refuse the look
-    try:
-        engine.train_step(MicroBatch.of(loader.micro_batches(3)))
-    finally:
-        torch.nn.functional.linear = call
-    return most
 
 
 if __name__ == "__main__":

@@ -50,8 +50,8 @@ def test_the_command_trains_a_case(monkeypatch: pytest.MonkeyPatch, capsys: pyte
     train = equivalence.train
     monkeypatch.setattr(equivalence, "reference", reference)
     monkeypatch.setattr(equivalence, "train", lambda task, case, cut=2, _=None: train(task, case, cut, warm))
-    assert equivalence.main(["--of", "gpt", "--case", "zero3+cpu tiled alone"]) == 0
-    assert re.search(r"\nzero3\+cpu tiled alone( +\d\.\de[-+]\d\d){3}  \n", capsys.readouterr().out)
+    assert equivalence.main(["--of", "gpt", "--case", "zero3+cpu alone"]) == 0
+    assert re.search(r"\nzero3\+cpu alone( +\d\.\de[-+]\d\d){3}  \n", capsys.readouterr().out)
 
 
 def test_the_command_has_a_row_for_every_case(

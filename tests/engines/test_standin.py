@@ -66,8 +66,6 @@ class Case:
 
     @property
     def bound(self) -> float:
-        if "power_sgd" in str(self.section):
-            return POWER_SGD_BOUND
         return BF16_BOUND if "bf16" in self.file else BOUND
 
 
@@ -77,8 +75,6 @@ _EPILOGUE = "runtime/zero/stage3.py"
 """``independent_gradient_partition_epilogue`` waits for its stream of reductions."""
 _OVERFLOW = "runtime/zero/stage_1_and_2.py"
 """``has_overflow``: in bf16 and fp16 the host looks whether gradients are numbers."""
-_POWER_SGD = "dsframe/engines/ddp.py"
-"""Where torch's ``powerSGD_hook`` is called, which waits by itself."""
 _TWO_STEPS_AGO = "dsframe/engines/call_order.py"
 """Engines whose ranks must call the same compare what they called two steps ago: that has long arrived."""
 
@@ -96,12 +92,6 @@ CASES: dict[str, Case] = {
     "zero3 bf16": Case("deepspeed", {**zero(3), **_BF16}, waits=(_NORM, _EPILOGUE)),
     "ddp bf16": Case("ddp", _BF16),
     "ddp in bf16": Case("ddp", {}, section={"ddp": {"communication": "bf16"}}),
-    "ddp by PowerSGD": Case(
-        "ddp",
-        {},
-        section={"ddp": {"communication": "power_sgd", "power_sgd_start_step": 2}},
-        waits=(_POWER_SGD,),
-    ),
     "fsdp, activations offloaded": Case("fsdp", {}, section={"model": {"offload_activations": True}}),
     "pipeline": Case("deepspeed", {"pipeline": {"stages": 2}}),
     "tensor": Case("deepspeed", {"train_batch_size": 16, "tensor_parallel": {"autotp_size": 2}}),

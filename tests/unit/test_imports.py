@@ -46,7 +46,7 @@ found = sorted(name for name in set(sys.modules) - brought if name.startswith(("
 engine.close()
 print(json.dumps([sorted(name for name in brought if name.startswith("deepspeed.")), found]))
 """
-FEATURES = ("pipe", "tensor_parallel", "tp_plan", "auto_tp", "sequence", "tiling")
+FEATURES = ("pipe", "tensor_parallel", "tp_plan", "auto_tp", "sequence")
 
 
 @pytest.mark.parametrize("stage", [0, 1])

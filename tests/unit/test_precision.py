@@ -13,7 +13,6 @@ import torch
 
 from dsframe.config import load
 from dsframe.engines import precision
-from dsframe.engines.ddp import DdpEngine
 from dsframe.errors import EngineError, TrainingError
 from reference_engines.averaging import ParameterAveragingEngine
 from reference_engines.server import ParameterServerEngine
@@ -66,7 +65,6 @@ def test_clipping_is_torchs(max_norm: float) -> None:
 
 
 AUTOCAST = {"train_batch_size": 2, "torch_autocast": {"enabled": True}}
-POWER_SGD = {"dsframe": {"ddp": {"communication": "power_sgd"}}}
 
 
 @pytest.mark.parametrize(
@@ -74,7 +72,6 @@ POWER_SGD = {"dsframe": {"ddp": {"communication": "power_sgd"}}}
     [
         (ParameterAveragingEngine, AUTOCAST, "cannot leave out an update on all ranks"),
         (ParameterServerEngine, AUTOCAST, "cannot leave out an update on all ranks"),
-        (DdpEngine, {**AUTOCAST, **POWER_SGD}, 'ddp.communication "power_sgd": error feedback would spread'),
     ],
 )
 def test_float16_is_refused_before_the_processes_meet(engine: Any, file: dict[str, Any], message: str) -> None:

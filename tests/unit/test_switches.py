@@ -322,48 +322,6 @@ def test_a_model_without_repeated_blocks() -> None:
         switched(nn.Sequential(nn.Linear(2, 2), nn.Tanh(), nn.Linear(2, 2)), activation_checkpointing=True)
 
 
-def test_tiles_are_cut_and_joined_again(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("DS_ACCELERATOR", "cpu")
-    tiling = pytest.importorskip("deepspeed.runtime.zero.tiling", reason="DeepSpeed is not installed")
-    from dsframe.config.schema.settings_model import Tiling
-    from dsframe.engines.deepspeed.tiling import tile
-    from dsframe.model.state import EngineState, ParameterState, Snapshot
-
-    plain = language_model()
-    tiled = copy.deepcopy(plain)
-    torch.manual_seed(0)
-    tiles = tile(tiled, Tiling(modules=["*.expand", "2.contract"], in_splits=2, out_splits=3), tiling.TiledLinear)
-    drawn, _ = torch.rand(1), torch.manual_seed(0)
-    assert torch.equal(drawn, torch.rand(1)), "it drew no random numbers"
-    assert len(tiles.shapes) == 8
-    torch.testing.assert_close(tiled(tokens()), plain(tokens()))
-
-    def state(model: nn.Module) -> EngineState:
-        parameters = [
-            ParameterState(name, one.detach(), {"exp_avg": one.detach() * 2}, {"step": 3.0})
-            for name, one in model.named_parameters()
-        ]
-        return EngineState(3, None, {}, {}, parameters)
-
-    joined = Snapshot(tiles.join(state(tiled)))
-    assert list(joined.shapes) == [name for name, _ in plain.named_parameters()]
-    for name, parameter in plain.named_parameters():
-        assert torch.equal(joined.parameter(name).weight, parameter), name
-        assert torch.equal(joined.parameter(name).moments["exp_avg"], parameter * 2), name
-    cut = tiles.cut(joined)
-    assert {name: tuple(shape) for name, shape in cut.shapes.items()} == {
-        name: tuple(parameter.shape) for name, parameter in tiled.named_parameters()
-    }
-    for name, parameter in tiled.named_parameters():
-        assert torch.equal(cut.parameter(name).weight, parameter), name
-    for modules, message in (
-        (["*.nothing"], "no linear layer of the model is called .*; there are .*expand"),
-        (["*.expand"], "has only 32 inputs and 128 outputs; cut it less often"),
-    ):
-        with pytest.raises(ConfigError, match=message):
-            tile(language_model(), Tiling(modules=modules, in_splits=33), tiling.TiledLinear)
-
-
 def test_fsdp_gathers_the_blocks_that_others_recompute() -> None:
     model = nn.ModuleDict(
         {"blocks": nn.ModuleList([Pair(), Pair()]), "heads": nn.ModuleList(nn.Linear(2, 1) for _ in range(3))}

@@ -1,9 +1,7 @@
 # ruff: noqa: RUF012 - pydantic copies mutable defaults
 """Sections of the ``dsframe`` section with the options of single engines."""
 
-from typing import Annotated, Literal
-
-from pydantic import Field
+from typing import Literal
 
 from dsframe.config.schema.base import Count, Positive, Section, Size
 
@@ -26,11 +24,6 @@ class Horovod(Section):
     once in a process: in a second training, and where processes come and go."""
     groups: Size = 0
     """Gradients are reduced in so many groups of as many parameters. 0: by ``fusion_threshold_bytes``."""
-    timeline: bool = False
-    """Write when each tensor was negotiated, fused and reduced to ``timeline.json`` in the run's directory, for
-    https://ui.perfetto.dev or chrome://tracing. Else as $HOROVOD_TIMELINE says."""
-    timeline_mark_cycles: bool = False
-    """Mark the rounds of reductions in it."""
     commit_every_steps: Count = 50
     """Under ``horovodrun --min-np``: steps between two copies of the state in each process's memory, which keeps the one before
     until the next is whole. So many steps at most are trained again when a process is lost, and hosts that were added join at the
@@ -51,14 +44,8 @@ class Ddp(Section):
     find_unused_parameters: bool = False
     """DDP's own way with parameters that take no part in a loss: it reads the graph at each step. Without it they have zero
     gradients too, at less cost."""
-    communication: Literal["none", "fp16", "bf16", "power_sgd"] = "none"
-    """How gradients are sent: as they are; rounded to 16 bits and added up so (``fp16`` ends at 65,504); or by ``power_sgd``,
-    as products of two narrow matrices, with what that leaves out added to the next step's (Vogels et al. 2019,
-    arXiv 1905.13727)."""
-    power_sgd_rank: Count = 1
-    """Columns of the two matrices."""
-    power_sgd_start_step: Annotated[int, Field(strict=True, ge=2)] = 1000
-    """Steps before the first one that is compressed: gradients change most at the beginning."""
+    communication: Literal["none", "fp16", "bf16"] = "none"
+    """How gradients are sent: as they are, or rounded to 16 bits and added up so (``fp16`` ends at 65,504)."""
 
 
 class Fsdp(Section):

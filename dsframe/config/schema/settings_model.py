@@ -7,17 +7,6 @@ from pydantic import Field
 from dsframe.config.schema.base import Count, Section, StepsOrNone
 
 
-class Tiling(Section):
-    """Linear layers cut into tiles, each a parameter of its own, so that ZeRO-3 never holds a whole one."""
-
-    modules: list[str]
-    """Names of linear layers; ``*`` stands for anything: ``*.expand``."""
-    in_splits: Count = 1
-    """Cuts along the inputs."""
-    out_splits: Count = 1
-    """Cuts along the outputs."""
-
-
 class Recomputation(Section):
     """Which modules keep their inputs alone, where not all of the model's blocks shall."""
 
@@ -57,8 +46,6 @@ class Model(Section):
     """Modules called ``mlp``, which most models of transformers have in their blocks, are computed so many tokens at a time, and
     each slice again in the backward pass: what is wide inside of them is there for one slice only. The plan does not count
     the saving. Default: all tokens at once. Refused with ``compile``, for mixtures of experts, and where ``mlp`` has dropout."""
-    tiling: Tiling | None = None
-    """Cut large linear layers, at ZeRO stage 3."""
     channels_last: bool = False
     """Channels innermost in the activations of 2-D convolutions."""
     sync_batch_norm: bool = False

@@ -44,7 +44,6 @@ if TYPE_CHECKING:
     from dsframe.engines.deepspeed.sequence import Slices
     from dsframe.engines.deepspeed.state_experts import Part
     from dsframe.engines.deepspeed.state_tensor import Cut
-    from dsframe.engines.deepspeed.tiling import Tiles
 
 
 class ZeroEngine(ModelEngine):
@@ -61,7 +60,6 @@ class ZeroEngine(ModelEngine):
             and self._stage >= 2
             and plan.batch.accumulation_steps > 1
         )
-        self._tiles: Tiles | None = None
         self._spill: Spill | None = None
         self._slices: Slices | None = None
         self._spreads_experts = plan.config.deepspeed.on("expert_parallel") and not plan.frozen
@@ -82,7 +80,7 @@ class ZeroEngine(ModelEngine):
             module, self._model = self._build()
             refuse_scalars(self._model, shards=self._stage == 3)
             self._elements = sum(parameter.numel() for parameter in module.parameters())
-            self._kept = self._tiles is None and plan.config.deepspeed.zero_optimization.keeps_whole(self._elements)
+            self._kept = plan.config.deepspeed.zero_optimization.keeps_whole(self._elements)
             self._shares = self._initialize(module)
         if not plan.frozen:
             self._prepare_steps(module)
@@ -145,12 +143,6 @@ class ZeroEngine(ModelEngine):
             set_z3_leaf_module(block, True)
             if self._stage == 3:
                 block.register_forward_pre_hook(_differentiable, with_kwargs=True)
-        if self._stage == 3 and self.plan.config.settings.model.tiling is not None:
-            from dsframe.engines.deepspeed.imports import TiledLinear
-            from dsframe.engines.deepspeed.tiling import tile
-
-            tiles = tile(model, self.plan.config.settings.model.tiling, TiledLinear)
-            self._tiles = tiles if tiles.pieces else None
         return model, model
 
     def _initialize(self, module: nn.Module) -> dict[str, Cut]:
@@ -236,11 +228,8 @@ class ZeroEngine(ModelEngine):
             raise EngineError(
                 f"parameter groups: {who} makes its own in DeepSpeed; use another optimizer, or no groups"
             )
-        pieces = self._tiles.pieces if self._tiles is not None else {}
         return self.built.groups.split(
-            (pieces[name].whole if name in pieces else name, parameter)
-            for name, parameter in self._model.named_parameters()
-            if parameter.requires_grad
+            (name, parameter) for name, parameter in self._model.named_parameters() if parameter.requires_grad
         )
 
     def _tensor_group(self) -> dist.ProcessGroup:
@@ -418,8 +407,6 @@ class ZeroEngine(ModelEngine):
     def state(self) -> EngineState:
         """**Collective** to read to its end; at stages 1 to 3 each parameter is gathered when its turn comes."""
         collected = state.state(self._engine, self._model, self._updates)
-        if self._tiles is not None:
-            collected = self._tiles.join(collected)
         if self._experts:
             from dsframe.engines.deepspeed import experts, state_experts
 
@@ -442,8 +429,6 @@ class ZeroEngine(ModelEngine):
             from dsframe.engines.deepspeed import state_experts
 
             saved = state_experts.Experts(saved, self._experts)
-        if self._tiles is not None:
-            saved = self._tiles.cut(saved)
         state.load_state(self._engine, self._model, saved, batch.accumulation_steps, batch.train_batch_size)
         self._updates = updates
 

@@ -38,7 +38,6 @@ _BY_FEATURE = {
     "PipeModelDataParallelTopology": "runtime.pipe.topology",
     "partition_balanced": "runtime.utils",
     "partition_uniform": "runtime.utils",
-    "TiledLinear": "runtime.zero.tiling",
     "DistributedAttention": "sequence.layer",
 }
 """Name -> its module in DeepSpeed, imported when one of dsframe's modules asks for it: those of features, when a file has them."""

@@ -28,7 +28,7 @@ from torch import Tensor
 from dsframe.cluster.process_group import joins, meet, rendezvous_address, stays_open
 from dsframe.cluster.rendezvous import bound_to, interface_to
 from dsframe.cluster.world import World
-from dsframe.engines import environment_scope, precision
+from dsframe.engines import precision
 from dsframe.engines.buckets import Buckets
 from dsframe.engines.horovod.environment import note_start, pace, settle
 from dsframe.engines.replica import ReplicaEngine
@@ -64,9 +64,6 @@ class HorovodEngine(ReplicaEngine):
         _refuse_gpus_without_nccl(plan.device)
         self._bucket_bytes = settle(settings, plan.world, plan.device, running=hvd.is_initialized())
         self._buckets: Buckets | None = None
-        if settings.timeline:  # rank 0 writes it
-            environment_scope.put("HOROVOD_TIMELINE", str((plan.directory / "timeline.json").absolute()))
-            environment_scope.put("HOROVOD_TIMELINE_MARK_CYCLES", str(int(settings.timeline_mark_cycles)))
         self._joins = joins()
         if not self._joins:
             _initialise(plan.world)
@@ -183,8 +180,6 @@ class HorovodEngine(ReplicaEngine):
             self._buckets.remove()
         if stays_open():
             return
-        if self.plan.config.settings.horovod.timeline:
-            hvd.stop_timeline()  # over MPI nothing else closes the file, and the process may end in the middle of a record
         hvd.barrier()
         _leave()
 

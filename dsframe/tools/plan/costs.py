@@ -173,7 +173,7 @@ class ZeroCosts(Costs):
     def keeps(self, parameters: int) -> bool:
         """True below the threshold (``dsframe.engines.deepspeed.engine``)."""
         zero = self.file.zero_optimization
-        return zero.keeps_whole(parameters) and self.settings.model.tiling is None
+        return zero.keeps_whole(parameters)
 
     def gathers(self, parameters: float, passes: int) -> int:
         """Once where parameters may stay until the backward pass."""
