@@ -38,8 +38,6 @@ QUIET = (6, 7)
 """Steps that neither log nor evaluate, in which no weights are looked at (``dsframe.model.weight_watch``), and that come after
 those in which ranks first compare what they have called."""
 BOUND = 1e-5
-POWER_SGD_BOUND = 1e-4
-"""To itself on the CPU: it makes columns orthogonal, which multiplies differences."""
 BF16_BOUND = 5e-3
 """Against fp32: a rounding to bf16 is 2**16 times larger than one to fp32."""
 _CPU = {"device": "cpu", "pin_memory": True}
