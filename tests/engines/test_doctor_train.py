@@ -21,9 +21,7 @@ FACTS = {"Gloo": True, "NCCL": False, "cuda": None, "gpus": []}
 
 def report(folder: Path, monkeypatch: pytest.MonkeyPatch, *words: str) -> dict[str, Any]:
     """What ``dsframe doctor --train`` writes, without what it says of libraries (test_doctor.py)."""
-    monkeypatch.setattr(
-        doctor, "probe", lambda name: doctor.Library(name, "0", FACTS) if name == "torch" else None
-    )
+    monkeypatch.setattr(doctor, "probe", lambda name: doctor.Library(name, "0", FACTS) if name == "torch" else None)
     doctor.main(["--train", "--out", str(folder), *words])
     found: dict[str, Any] = json.loads((folder / "doctor.json").read_text())
     return found

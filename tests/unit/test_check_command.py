@@ -57,9 +57,7 @@ def test_exit_codes(folder: Path, arguments: list[str], code: int, capsys: pytes
     assert capsys.readouterr().err == ""
 
 
-@pytest.mark.parametrize(
-    "arguments", [["--nonsense"], [], ["clean.json", "-np", "0"]]
-)
+@pytest.mark.parametrize("arguments", [["--nonsense"], [], ["clean.json", "-np", "0"]])
 def test_wrong_usage(folder: Path, arguments: list[str], capsys: pytest.CaptureFixture[str]) -> None:
     with pytest.raises(SystemExit) as caught:
         main(["check", *arguments])

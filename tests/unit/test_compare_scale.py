@@ -112,5 +112,7 @@ def test_a_verdict_tells_rounding_from_another_training() -> None:
     assert rounded == (
         "b: the same training as a: up to step 10 the losses differ by 1.0e-07, as rounding does (up to 1e-05)"
     )
-    assert other.startswith("c: not the same training as a: at step 10 the losses differ by 1.0e-02, which is more than")
+    assert other.startswith(
+        "c: not the same training as a: at step 10 the losses differ by 1.0e-02, which is more than"
+    )
     assert compare.verdicts(["a", "b"], [{1: 2.0}, {}], 1e-5) == ["b: no step was logged by both runs"]

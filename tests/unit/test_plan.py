@@ -75,9 +75,7 @@ def test_the_table_of_the_zero_paper(tmp_path: Path, capsys: pytest.CaptureFixtu
             assert found[size, ranks, stage] == pytest.approx(printed, rel=0.006, abs=0.006), (size, ranks, stage)
 
 
-def test_a_model_of_175_billion_parameters(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_model_of_175_billion_parameters(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     task = {"name": "language", "layers": 96, "heads": 96, "width": 12288, "context": 2048, "corpus": "synthetic"}
     file = {"train_batch_size": 2048, "bf16": {"enabled": True}, "optimizer": ADAM, "zero_optimization": {"stage": 1}}
     file |= {"pipeline": {"stages": 8}, "dsframe": {"task": task}}
