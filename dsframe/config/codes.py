@@ -178,7 +178,7 @@ CODES: Mapping[str, Code] = {
     "other-tool": Code(
         "This is the configuration of another program.",
         "None of its keys means anything to DeepSpeed's training.",
-        "Check the DeepSpeed configuration instead. `dsframe schema --markdown` lists its keys.",
+        "Check the DeepSpeed configuration instead. docs/configuration.md lists its keys.",
         '{"distributed_type": "DEEPSPEED", "num_machines": 1}',
     ),
     "override": Code(
