@@ -70,15 +70,16 @@ class Conversion:
 
     def put_precision(self, key: str, value: str) -> None:
         """A number format, by its name in any of the libraries."""
-        short = next((name for name in ("bf16", "fp16") if value.replace("16-", "fp16-").startswith(name)), None)
-        short = "fp16" if value == "16" else short
-        if short is None and value not in ("no", "None", "32", "32-true"):
-            self.leave(key, f"{value} has no counterpart")
-        elif short and self.document.get("dsframe", {}).get("engine") == "deepspeed":
+        name = value.removesuffix("-mixed").removesuffix("-true")
+        short = {"bf16": "bf16", "fp16": "fp16", "16": "fp16"}.get(name)
+        if short is None:
+            if name not in ("no", "None", "32"):
+                self.leave(key, f"{value} has no counterpart")
+        elif self.document.get("dsframe", {}).get("engine") == "deepspeed":
             self.put(key, f"{short}.enabled", True)
-        elif short:
+        else:
             self.put(key, "torch_autocast.enabled", True)
-            self.put(key, "torch_autocast.dtype", {"bf16": "bfloat16", "fp16": "float16"}[short])
+            self.put(key, "torch_autocast.dtype", "bfloat16" if short == "bf16" else "float16")
 
     def leave_to_code(self, *, optimizer: bool) -> None:
         """What Accelerate and Lightning leave to the program."""

@@ -89,7 +89,7 @@ def test_a_ds_config_stays_as_it_is(tmp_path: Path) -> None:
     assert found.document["zero_optimization"]["stage"] == 2
     assert found.document["gradient_clipping"] == 1.0
     assert dict(found.left)["zero_stage"] == "the ds_config has zero_optimization.stage = 2, which stays; it said 3"
-    with pytest.raises(ConfigError, match=r"names the ds_config gone\.json, which is not there"):
+    with pytest.raises(ConfigError, match=r"names the ds_config gone\.json, which does not exist"):
         convert(given(tmp_path, "b.yaml", text.replace("ds.json", "gone.json")))
 
 

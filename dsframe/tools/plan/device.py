@@ -16,7 +16,7 @@ from dsframe.tools import subprocess_runs
 GPU_BASE_BYTES = 0.6e9
 """What CUDA's context and NCCL's buffers take of a GPU that is not here: an assumption."""
 _TINY: dict[str, Any] = {
-    "train_batch_size": 1,
+    "train_batch_size": 2,
     "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
     "dsframe": {
         "task": {
@@ -86,6 +86,6 @@ def this_machine(engine: str, processes: int) -> Device:
         path, run = Path(folder, "tiny.json"), Path(folder, "run")
         path.write_text(json.dumps(_TINY), encoding="utf-8")
         words = ["--engine", engine if installed else "auto"]
-        subprocess_runs.train(path, 1, run, words=words)
+        subprocess_runs.train(path, min(processes, 2), run, words=words)
         base = max(read_summary(run)["peak_memory_bytes"])
     return Device("this machine", memory / processes, base_bytes=base, on_cpu=True, measured=True)

@@ -127,10 +127,10 @@ def _activations(case: Case, part: Sequence[Segment], under_way: int, *, last: b
 def _evaluation(case: Case, part: Sequence[Segment], *, last: bool) -> float:
     """Evaluation keeps nothing for a backward pass, but its batches may be larger
     (``eval_micro_batch_size``): what the largest operation reads and writes."""
-    rows = case.settings.eval_micro_batch_size or 0
+    rows = case.settings.eval_micro_batch_size or case.rows
     segments = [*part, *([case.model.loss] if last else [])]
     largest = max((2 * segment.scratch.at(rows) for segment in segments), default=0.0)
-    return largest / case.tensor / case.sequence if rows else 0.0
+    return largest / case.tensor / case.sequence
 
 
 def _buffers(case: Case, part: Sequence[Segment], trained: float, *, last: bool) -> float:
