@@ -17,14 +17,13 @@ from dsframe.config.schema import expert_parallel, monitor, parallel, precision,
 from dsframe.config.schema.base import Section
 from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.file import Shape, shape
-from dsframe.config.schema.optimizer import WITHOUT_ROUTE
 from dsframe.config.schema.parameters import (
     DEEPSPEED_OPTIMIZERS,
     DEEPSPEED_SCHEDULERS,
     TORCH_OPTIMIZERS,
     TORCH_SCHEDULERS,
+    WITHOUT_ROUTE,
 )
-from dsframe.config.schema.scheduler import SCHEDULERS_WITHOUT_ROUTE
 
 pytest.importorskip("deepspeed", reason="DeepSpeed is not installed")
 
@@ -234,7 +233,11 @@ def test_optimizers_are_deepspeeds_and_torchs() -> None:
         for name, cls in vars(torch.optim).items()
         if inspect.isclass(cls) and issubclass(cls, torch.optim.Optimizer) and cls is not torch.optim.Optimizer
     }
-    known = {name for name in classes if name.lower() in DEEPSPEED_OPTIMIZERS or name.lower() in WITHOUT_ROUTE}
+    known = {
+        name
+        for name in classes
+        if name.lower() in DEEPSPEED_OPTIMIZERS or name.lower() in WITHOUT_ROUTE["optimizer.type"]
+    }
     assert set(TORCH_OPTIMIZERS) == set(classes) - known
     for name, parameters in TORCH_OPTIMIZERS.items():
         signature = inspect.signature(classes[name])
@@ -277,7 +280,9 @@ def test_schedulers_are_deepspeeds_and_torchs() -> None:
         for name, cls in vars(module).items()
         if inspect.isclass(cls) and issubclass(cls, module.LRScheduler) and cls not in bases
     }
-    without = {name for name in SCHEDULERS_WITHOUT_ROUTE if name[0].isupper()}  # the others are Hugging Face's names
+    without = {
+        name for name in WITHOUT_ROUTE["scheduler.type"] if name[0].isupper()
+    }  # the others are Hugging Face's names
     assert set(TORCH_SCHEDULERS) | without == set(classes)
     for name, parameters in TORCH_SCHEDULERS.items():
         signature = inspect.signature(classes[name]).parameters

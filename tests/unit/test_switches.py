@@ -342,6 +342,7 @@ def test_fsdp_gathers_the_blocks_that_others_recompute() -> None:
 def test_an_engine_says_whether_kept_inputs_are_shared_out(name: str, size: int, refused: list[str], note: str) -> None:
     file = {
         "train_batch_size": 4,
+        "optimizer": {"type": "SGD", "params": {}},
         "tensor_parallel": {"autotp_size": size},
         "activation_checkpointing": {"partition_activations": True},
         "dsframe": {"task": {"name": "language"}, "model": {"activation_checkpointing": True}},
