@@ -241,9 +241,8 @@ def _integers(its: _Draws, *bounds: Any, dtype: Any = torch.int64, device: Any =
     *ends, size = [*bounds, named["size"]] if "size" in named else bounds
     low, high = named.get("low", ends[0] if len(ends) == 2 else 0), named.get("high", ends[-1] if ends else None)
     where = torch.device(device) if device is not None else torch.empty(0).device
-    uniform = its.uniform(torch.Size(size), torch.float64, where)
-    drawn: Tensor = (uniform * (high - low) + low).floor().to(dtype)
-    return drawn
+    drawn: Tensor = its.uniform(torch.Size(size), torch.float64, where) * (high - low) + low
+    return drawn.floor().to(dtype)
 
 
 def _bernoulli(its: _Draws, input: Tensor, p: float | None = None, **_: Any) -> Tensor:

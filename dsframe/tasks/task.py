@@ -305,12 +305,13 @@ class Task:
 
     def validation_loss(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
         """The loss, a mean over samples also where it is a sum, and what :meth:`loss` returns beside it. Without an own
-        :meth:`loss_weight` it is over as many items as all targets have rows, else as the batch has samples."""
+        :meth:`loss_weight` it is over as many items as outputs and targets have rows, where these are as many, else samples."""
         found, terms = loss_and_terms(self.loss(outputs, targets))
         loss = tensor_of(found, f"{type(self).__name__}.loss")
         weighted = type(self).loss_weight is not Task.loss_weight
         items = torch.as_tensor(
-            self.loss_weight(targets) if weighted else _items(targets, self.context.eval_samples), device=loss.device
+            self.loss_weight(targets) if weighted else _items(outputs, targets, self.context.eval_samples),
+            device=loss.device,
         )
         if self.loss_is == "sum":
             return {**terms, "loss": Sum(loss, items)}
@@ -453,12 +454,14 @@ class _OfParts(Task):
         return self._held_out
 
 
-def _items(targets: Any, samples: int) -> int:
-    """Over how many items a loss is a mean, by the form of its ``targets``: the rows of all tensors, where a ``collate`` makes
-    another number of rows than it gets; the samples, where tensors differ in rows or there is a list with an entry for each."""
-    rows = {len(leaf) for leaf in tree_leaves(targets) if isinstance(leaf, Tensor) and leaf.ndim}
-    ragged = len(rows) != 1 or (isinstance(targets, list) and len(targets) == samples)
-    return samples if samples and ragged else next(iter(rows), 1)
+def _items(outputs: Any, targets: Any, samples: int) -> int:
+    """Over how many items a loss is a mean, by the form of a batch of so many ``samples``: the rows that all targets and an output
+    have, where a ``collate`` makes another number of rows than it gets; else the samples."""
+    rows, given = (
+        {len(leaf) for leaf in tree_leaves(one) if isinstance(leaf, Tensor) and leaf.ndim} for one in (targets, outputs)
+    )
+    by_sample = isinstance(outputs, list) and len(outputs) == samples
+    return samples if samples and (by_sample or len(rows) != 1 or not rows <= given) else next(iter(rows), 1)
 
 
 def loss_and_terms(found: Any) -> tuple[Any, Mapping[str, Any]]:
