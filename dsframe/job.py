@@ -57,8 +57,8 @@ from dsframe.version import __version__
 
 
 @dataclass(frozen=True)
-class Wishes:
-    """What the command line asks for beside the file."""
+class RunOptions:
+    """Options of the command line that are not keys of the file."""
 
     resume: str
     verbose: bool
@@ -66,8 +66,8 @@ class Wishes:
 
 
 @dataclass(frozen=True)
-class Host:
-    """What this process has of its host."""
+class HostResources:
+    """What this process may use of its machine."""
 
     threads: int
     cores: tuple[int, ...]
@@ -94,8 +94,8 @@ class Run:
     """The file's, then the task's."""
     lines: tuple[str, ...]
     """To be said at the start."""
-    wishes: Wishes
-    host: Host
+    options: RunOptions
+    host: HostResources
 
 
 @dataclass(frozen=True)
@@ -114,7 +114,7 @@ class Job:
         self.progress.say(f"dsframe: {line}")
 
     @property
-    def goes_on(self) -> bool:
+    def resumes_in_memory(self) -> bool:
         """Whether this run had other processes before."""
         return self.commits is not None and self.commits.last is not None
 
@@ -128,7 +128,7 @@ def train(run: Run, world: World, commits: MemoryCheckpoint | None) -> Summary:
     job = prepare(run, world, commits)
     _announce(job)
     weighting.refuse(run.task, job.plan.batch)
-    run.host.lock.take(job.plan.directory, world, job.say, takes_over=job.goes_on)
+    run.host.lock.take(job.plan.directory, world, job.say, takes_over=job.resumes_in_memory)
     phases.done("data")
     watchdog = Watchdog(world, run.config.settings.hang_timeout_seconds)
     engine, facts = make_engine(job, watchdog)
@@ -165,7 +165,7 @@ def prepare(run: Run, world: World, commits: MemoryCheckpoint | None) -> Job:
     if config.deepspeed.optimizer is None:
         optimizers.read(config)  # raises: not after hours in which the task prepares its data
     loader, evaluation = _loaders(run, batch, world, device)
-    refuse(config, run.wishes.resume, evaluates=bool(evaluation))
+    refuse(config, run.options.resume, evaluates=bool(evaluation))
     schedule = RunSchedule.of(settings, loader.sampler, evaluates=bool(evaluation))
     epoch_steps = loader.sampler.epoch_steps
     on_gpu = device.type == "cuda"
@@ -178,14 +178,14 @@ def prepare(run: Run, world: World, commits: MemoryCheckpoint | None) -> Job:
     _refuse_followers(config, evaluates=bool(evaluation), elastic=commits is not None)
     progress = Progress(
         schedule.total_steps,
-        speaks=world.is_main and not run.wishes.quiet,
+        speaks=world.is_main and not run.options.quiet,
         unit=task.unit,
         units_per_step=batch.train_batch_size * task.units_per_sample,
         home=None if named.is_absolute() else run.host.home,
     )
     directory = run.host.home / named
     early = EarlyStop(settings.stop) if settings.stop else None
-    plan = Plan(config, world, task, optimizer, rates, batch, device, run.wishes.verbose, directory, early)
+    plan = Plan(config, world, task, optimizer, rates, batch, device, run.options.verbose, directory, early)
     return Job(run, plan, Work(loader, evaluation, schedule), progress, processes, commits)
 
 
@@ -221,7 +221,7 @@ def _announce(job: Job) -> None:
     """What the user should know of the machine, and what this run does to rates and cores because the file asks for it."""
     run, plan = job.run, job.plan
     of_data = job.work.loader.lines(job.work.schedule.total_steps)
-    if not job.goes_on:
+    if not job.resumes_in_memory:
         slow = precision.emulated(plan.config, plan.device)
         scaled = scaling.sentence(plan.config.settings.large_batch, plan.batch.train_batch_size)
         for line in (*run.lines, slow, scaled, cores.sentence(run.host.cores), *of_data):
@@ -255,7 +255,7 @@ def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[E
             threads=run.host.threads,
         ),
     )
-    if trains and not job.goes_on:
+    if trains and not job.resumes_in_memory:
         _describe(job, engine)
     return engine, {
         "engine": run.engine,
@@ -325,7 +325,7 @@ def _resume(job: Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]
             start = begin_again(engine, job.commits.last, checkpoints, job.say)
         else:
             total = job.work.schedule.total_steps
-            start = begin(engine, run.wishes.resume, checkpoints, mine, total, job.say, watchdog.alive)
+            start = begin(engine, run.options.resume, checkpoints, mine, total, job.say, watchdog.alive)
     for follower in plan.followers.values():
         if start.evaluation and start.step in job.work.schedule.regular and follower.observed != start.step:
             follower.observe(start.step, start.evaluation)  # which joined the checkpoint after it had been written
@@ -342,7 +342,7 @@ def _resume(job: Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]
     )
     saver.sign_of_life = watchdog.alive
     saver.claim = lambda: run.host.lock.renew(job.progress.say)
-    if start.in_place and not job.goes_on:
+    if start.in_place and not job.resumes_in_memory:
         saver.saved_step = start.step  # it may still get its evaluation
     return saver, start
 

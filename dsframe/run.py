@@ -151,10 +151,10 @@ def prepared(
     called = hooks.all_hooks(config.settings.hooks, task.hooks)
     settings = config.settings
     with RunLock() as lock, numerics.chosen(deterministic=settings.deterministic, tf32=settings.tf32):
-        wishes = job.Wishes(resume, verbose=verbose, quiet=quiet)
-        host = job.Host(threads, bound, began, lock, home)
+        options = job.RunOptions(resume, verbose=verbose, quiet=quiet)
+        host = job.HostResources(threads, bound, began, lock, home)
         phases.done("data")
-        yield job.Run(config, task, "" if ours else _name(task), engine, data, called, lines, wishes, host)
+        yield job.Run(config, task, "" if ours else _name(task), engine, data, called, lines, options, host)
 
 
 def choose(config: Config, world: World) -> tuple[str, tuple[str, ...]]:
