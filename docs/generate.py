@@ -215,6 +215,25 @@ LISTED = (
     "tensor_parallel.partition_config.layer_specs[]",
 )
 """Sections whose keys are listed without their meaning, which DeepSpeed's documentation has."""
+SELDOM = frozenset(
+    """
+    allgather_partitions allgather_size auto_cast bf16_master_weights_and_grads
+    bf16_optimizer_states compute_grad_norm consecutive_hysteresis
+    contiguous_memory_optimization data_parallel_size disable_python_gc dump_state
+    elastic_checkpoint enable_sanity_checks fast_init fp16_master_weights_and_grads
+    grad_partitioned hysteresis immediate_grad_update injection_policy_tuple keep_module_on_host
+    kernel_inject legacy_fusion legacy_stage1 load_from_fp32_weights log_level
+    log_trace_cache_warnings managed_gradient_accumulation memory_breakdown
+    memory_efficient_linear number_checkpoints override_module_apply parameter_alignment
+    pipe_partitioned pipeline_loading_checkpoint pipeline_read pipeline_write profile
+    save_muon_momentum_buffer_in_memory seq_parallel_communication_data_type
+    stage3_allgather_sequential stage3_model_persistence_threshold
+    stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params
+    synchronize_checkpoint_boundary use_data_before_expert_parallelism use_reentrant
+    vocabulary_size zero_force_ds_cpu_optimizer
+    """.split()
+)
+"""Keys that are listed without their meaning, too."""
 DOCUMENTATION = "https://www.deepspeed.ai/docs/config-json/"
 
 
@@ -225,7 +244,8 @@ def configuration() -> str:
     lines = [
         "# Configuration",
         "",
-        "Every key of a file. Written by `make docs` from the schema; do not edit.",
+        "Every key of a file. Written by `make docs` from the schema; do not edit. Editors show the whole",
+        "description of each key ([editors](checking.md#editors)).",
         "",
         "## The dsframe section",
         "",
@@ -273,9 +293,10 @@ def _section(path: tuple[str, ...], owner: type[Section], seen: set[str] | None)
     if title in LISTED:
         return [*lines, f"{_names(keys)}.", ""]
     rows, repeated = [], []
+    seldom = [key for key in keys if seen is None and (key in SELDOM or texts.get(key, "").startswith("Deprecated"))]
     for key in keys:
         kind = _type(owner, key, _limits(properties[key]))
-        if key == "enabled":
+        if key == "enabled" or key in seldom:
             continue
         default = _default(owner, key)
         kind += f", {default}" if default not in ("", "`false`") else ""
@@ -287,6 +308,7 @@ def _section(path: tuple[str, ...], owner: type[Section], seen: set[str] | None)
             if seen is not None:
                 seen.add(row)
     lines += ["| key | type, default | meaning |", "|---|---|---|", *rows, ""]
+    lines += [f"Also: {_names(seldom)}.", ""] if seldom else []
     return [*lines, f"As above: {_names(repeated)}.", ""] if repeated else lines
 
 
@@ -295,11 +317,10 @@ def _cell(text: str) -> str:
 
 
 def _plain(text: str, full: bool) -> str:
-    """Returns a docstring's first two sentences, or only the first half, in Markdown."""
-    text = text.replace("``", "`")
-    if full:
-        return " ".join(re.split(r"(?<=\.) ", text)[:2])
-    return re.split(r"(?<=[.;]) ", text, maxsplit=1)[0].rstrip(";")
+    """Returns a docstring's first sentence in Markdown; ``full``: also the default, and what is refused."""
+    first, *others = re.split(r"(?<=[.]) ", text.replace("``", "`"))
+    kept = [sentence for sentence in others if sentence.startswith(("Default", "Refused", "Not with"))]
+    return " ".join([first, *kept] if full else [first])
 
 
 def _arguments(entries: list[tuple[tuple[str, ...], type[Section]]]) -> list[str]:
