@@ -14,7 +14,7 @@ from typing import Any
 
 import dsframe
 import dsframe.data
-from dsframe.config.codes import CODES, EXITS
+from dsframe.config.codes import CODES
 from dsframe.config.schema.base import Section
 from dsframe.config.schema.file import shape
 from dsframe.tools.commands import COMMANDS, parser_of
@@ -33,7 +33,11 @@ def commands() -> Iterator[str]:
     yield from (f"| {option} | {text} |" for option, text in shared)
     for name, parser in parsers.items():
         yield f"\n## dsframe {name}\n\n{_sentence(parser.description or '')}\n"
-        rows = [row for row in _options(parser) if row not in shared]
+        rows = [
+            row
+            for row in _options(parser)
+            if row not in shared and row[0].partition(" ")[0] not in ("`--set`", "`--verbose`", "`--quiet`")
+        ]
         if rows:
             yield "| option | meaning |\n|---|---|"
             yield from (f"| {option} | {text} |" for option, text in rows)
@@ -54,7 +58,8 @@ def _options(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
 def _shared_options(parsers: dict[str, argparse.ArgumentParser]) -> list[tuple[str, str]]:
     """Returns the options that several commands have with the same meaning."""
     counts = Counter(row for parser in parsers.values() for row in _options(parser))
-    return [row for row, count in counts.items() if count > 1]
+    shared = {option.partition(" ")[0]: (option, text) for (option, text), count in counts.items() if count > 1}
+    return list(shared.values())
 
 
 def _option(action: argparse.Action) -> str:
@@ -215,24 +220,22 @@ LISTED = (
     "tensor_parallel.partition_config.layer_specs[]",
 )
 """Sections whose keys are listed without their meaning, which DeepSpeed's documentation has."""
-SELDOM = frozenset(
-    """
-    allgather_partitions allgather_size auto_cast bf16_master_weights_and_grads
-    bf16_optimizer_states compute_grad_norm consecutive_hysteresis
-    contiguous_memory_optimization data_parallel_size disable_python_gc dump_state
-    elastic_checkpoint enable_sanity_checks fast_init fp16_master_weights_and_grads
-    grad_partitioned hysteresis immediate_grad_update injection_policy_tuple keep_module_on_host
-    kernel_inject legacy_fusion legacy_stage1 load_from_fp32_weights log_level
-    log_trace_cache_warnings managed_gradient_accumulation memory_breakdown
-    memory_efficient_linear number_checkpoints override_module_apply parameter_alignment
-    pipe_partitioned pipeline_loading_checkpoint pipeline_read pipeline_write profile
-    save_muon_momentum_buffer_in_memory seq_parallel_communication_data_type
-    stage3_allgather_sequential stage3_model_persistence_threshold
-    stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params
-    synchronize_checkpoint_boundary use_data_before_expert_parallelism use_reentrant
-    vocabulary_size zero_force_ds_cpu_optimizer
-    """.split()
-)
+SELDOM = """
+allgather_partitions allgather_size auto_cast bf16_master_weights_and_grads
+bf16_optimizer_states compute_grad_norm consecutive_hysteresis
+contiguous_memory_optimization data_parallel_size disable_python_gc dump_state
+elastic_checkpoint enable_sanity_checks fast_init fp16_master_weights_and_grads
+grad_partitioned hysteresis immediate_grad_update injection_policy_tuple keep_module_on_host
+kernel_inject legacy_fusion legacy_stage1 load_from_fp32_weights log_level
+log_trace_cache_warnings managed_gradient_accumulation memory_breakdown
+memory_efficient_linear number_checkpoints override_module_apply parameter_alignment
+pipe_partitioned pipeline_loading_checkpoint pipeline_read pipeline_write profile
+save_muon_momentum_buffer_in_memory seq_parallel_communication_data_type
+stage3_allgather_sequential stage3_model_persistence_threshold
+stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params
+synchronize_checkpoint_boundary use_data_before_expert_parallelism use_reentrant
+vocabulary_size zero_force_ds_cpu_optimizer
+"""
 """Keys that are listed without their meaning, too."""
 DOCUMENTATION = "https://www.deepspeed.ai/docs/config-json/"
 
@@ -293,7 +296,9 @@ def _section(path: tuple[str, ...], owner: type[Section], seen: set[str] | None)
     if title in LISTED:
         return [*lines, f"{_names(keys)}.", ""]
     rows, repeated = [], []
-    seldom = [key for key in keys if seen is None and (key in SELDOM or texts.get(key, "").startswith("Deprecated"))]
+    seldom = [
+        key for key in keys if seen is None and (key in SELDOM.split() or texts.get(key, "").startswith("Deprecated"))
+    ]
     for key in keys:
         kind = _type(owner, key, _limits(properties[key]))
         if key == "enabled" or key in seldom:
@@ -355,10 +360,6 @@ def messages() -> str:
     for name, code in sorted(CODES.items()):
         cells = (f"`{name}`", _plain(code.means, full=False), code.write)
         lines.append("| " + " | ".join(cell.replace("|", "\\|") for cell in cells) + " |")
-    lines += ["", "## Exit codes", "", "| exit code | code | meaning | what to do |", "|---|---|---|---|"]
-    for number, code in EXITS.items():
-        name = f"`{code.code}`" if code.code else ""
-        lines.append(f"| {number} | {name} | {code.means} | {code.do} |")
     return "\n".join(lines) + "\n"
 
 
