@@ -30,14 +30,10 @@ def commands() -> Iterator[str]:
     yield "# Commands\n\nWritten by `make docs` from the commands' parsers; do not edit.\n"
     yield "`dsframe COMMAND --help` prints the same. Options that several commands have:\n"
     yield "| option | meaning |\n|---|---|"
-    yield from (f"| {option} | {text} |" for option, text in shared)
+    yield from (f"| {option} | {text} |" for option, text in shared.values())
     for name, parser in parsers.items():
         yield f"\n## dsframe {name}\n\n{_sentence(parser.description or '')}\n"
-        rows = [
-            row
-            for row in _options(parser)
-            if row not in shared and row[0].partition(" ")[0] not in ("`--set`", "`--verbose`", "`--quiet`")
-        ]
+        rows = [row for row in _options(parser) if _flag(row) not in shared]
         if rows:
             yield "| option | meaning |\n|---|---|"
             yield from (f"| {option} | {text} |" for option, text in rows)
@@ -55,11 +51,18 @@ def _options(parser: argparse.ArgumentParser) -> list[tuple[str, str]]:
     return [(_option(action), _help(action, parser)) for action in actions if action.dest != "help"]
 
 
-def _shared_options(parsers: dict[str, argparse.ArgumentParser]) -> list[tuple[str, str]]:
-    """Returns the options that several commands have with the same meaning."""
+def _flag(row: tuple[str, str]) -> str:
+    return row[0].partition(" ")[0]
+
+
+def _shared_options(parsers: dict[str, argparse.ArgumentParser]) -> dict[str, tuple[str, str]]:
+    """Returns the options that several commands have with the same words, by their first name."""
     counts = Counter(row for parser in parsers.values() for row in _options(parser))
-    shared = {option.partition(" ")[0]: (option, text) for (option, text), count in counts.items() if count > 1}
-    return list(shared.values())
+    shared: dict[str, tuple[str, str]] = {}
+    for row, count in counts.most_common():
+        if count > 1:
+            shared.setdefault(_flag(row), row)
+    return shared
 
 
 def _option(action: argparse.Action) -> str:
@@ -221,20 +224,22 @@ LISTED = (
 )
 """Sections whose keys are listed without their meaning, which DeepSpeed's documentation has."""
 SELDOM = """
-allgather_partitions allgather_size auto_cast bf16_master_weights_and_grads
-bf16_optimizer_states compute_grad_norm consecutive_hysteresis
-contiguous_memory_optimization data_parallel_size disable_python_gc dump_state
-elastic_checkpoint enable_sanity_checks fast_init fp16_master_weights_and_grads
-grad_partitioned hysteresis immediate_grad_update injection_policy_tuple keep_module_on_host
-kernel_inject legacy_fusion legacy_stage1 load_from_fp32_weights log_level
-log_trace_cache_warnings managed_gradient_accumulation memory_breakdown
-memory_efficient_linear number_checkpoints override_module_apply parameter_alignment
-pipe_partitioned pipeline_loading_checkpoint pipeline_read pipeline_write profile
-save_muon_momentum_buffer_in_memory seq_parallel_communication_data_type
-stage3_allgather_sequential stage3_model_persistence_threshold
-stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params
-synchronize_checkpoint_boundary use_data_before_expert_parallelism use_reentrant
-vocabulary_size zero_force_ds_cpu_optimizer
+allgather_partitions allgather_size auto_cast bf16_master_weights_and_grads bf16_optimizer_states
+buffer_count compute_grad_norm consecutive_hysteresis contiguous_memory_optimization
+cpuadam_cores_perc data_parallel_size detailed disable_python_gc dump_state elastic_checkpoint
+enable_sanity_checks fast_init fp16_master_weights_and_grads grad_partitioned
+gradient_predivide_factor hysteresis ignore_unused_parameters immediate_grad_update
+injection_policy_tuple keep_module_on_host kernel_inject legacy_fusion legacy_stage1
+load_from_fp32_weights log_level log_trace_cache_warnings lower_precision_safe_modules
+managed_gradient_accumulation memory_breakdown memory_efficient_linear module_depth
+number_checkpoints override_module_apply parameter_alignment pipe_partitioned
+pipeline_loading_checkpoint pipeline_read pipeline_write prescale_gradients profile
+recompute_fwd_factor save_muon_momentum_buffer_in_memory seq_parallel_communication_data_type
+stage3_allgather_sequential stage3_max_reuse_distance stage3_model_persistence_threshold
+stage3_module_granularity_threshold stage3_use_all_reduce_for_fetch_params super_offload
+synchronize_checkpoint_boundary top_modules tp_overlap_comm use_data_before_expert_parallelism
+use_reentrant vocab_parallel_ce_backend vocabulary_size zero_force_ds_cpu_optimizer
+zero_quantized_nontrainable_weights
 """
 """Keys that are listed without their meaning, too."""
 DOCUMENTATION = "https://www.deepspeed.ai/docs/config-json/"
