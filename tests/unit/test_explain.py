@@ -14,7 +14,6 @@ import pytest
 from dsframe import errors
 from dsframe.cli import main
 from dsframe.config.codes import CODES, EXITS
-from dsframe.tools.explain import markdown
 from tests.processes import REPOSITORY
 
 STARTS = [name for name, code in CODES.items() if code.command.startswith("train ")]
@@ -131,10 +130,6 @@ def test_explain_suggests(capsys: pytest.CaptureFixture[str]) -> None:
         'dsframe: error: no code "unkown-key"; did you mean "unknown-key"?',
         'dsframe: error: no code "zzzzzz"; dsframe explain lists all codes',
     ]
-
-
-def test_the_written_page_is_up_to_date() -> None:
-    assert (REPOSITORY / "docs" / "messages.md").read_text() == markdown(), "run: make docs"
 
 
 def test_an_error_is_printed_with_label_and_code() -> None:
