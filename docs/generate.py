@@ -135,22 +135,33 @@ def _methods(owner: type) -> Iterator[tuple[str, Any]]:
 def _signature(value: Any) -> str:
     """Returns the arguments of a function or class, without types and without private ones."""
     try:
-        parameters = inspect.signature(value).parameters.values()
-    except ValueError:
+        signature = inspect.signature(value)
+    except ValueError:  # an exception without __init__
         return "()"
-    texts: list[str] = []
-    for parameter in parameters:
-        if parameter.name == "self" or parameter.name == "cls" or parameter.name.startswith("_"):
-            continue
-        if parameter.kind == parameter.KEYWORD_ONLY and "*" not in "".join(texts):
+    parameters = [
+        parameter
+        for parameter in signature.parameters.values()
+        if parameter.name not in ("self", "cls", "args", "kwargs") and not parameter.name.startswith("_")
+    ]
+    texts = []
+    for number, parameter in enumerate(parameters):
+        if parameter.kind == parameter.KEYWORD_ONLY and (
+            number == 0 or parameters[number - 1].kind != parameter.KEYWORD_ONLY
+        ):
             texts.append("*")
-        text = {parameter.VAR_POSITIONAL: "*", parameter.VAR_KEYWORD: "**"}.get(parameter.kind, "")
-        text += parameter.name
-        default = parameter.default
-        if default is not parameter.empty:
-            text += f"={default!r}" if isinstance(default, str | int | float | None | tuple) else "=..."
-        texts.append(text)
+        texts.append(_argument(parameter))
     return f"({', '.join(texts)})"
+
+
+def _argument(parameter: inspect.Parameter) -> str:
+    if parameter.kind == parameter.VAR_KEYWORD:
+        return f"**{parameter.name}"
+    if parameter.kind == parameter.VAR_POSITIONAL:
+        return f"*{parameter.name}"
+    if parameter.default is parameter.empty:
+        return parameter.name
+    plain = isinstance(parameter.default, str | int | float | tuple | None)
+    return f"{parameter.name}={parameter.default!r}" if plain else f"{parameter.name}=..."
 
 
 def _prose(value: Any, paragraphs: int) -> str:
@@ -248,7 +259,7 @@ DOCUMENTATION = "https://www.deepspeed.ai/docs/config-json/"
 def configuration() -> str:
     """Returns docs/configuration.md: dsframe's own section in full, then DeepSpeed's in short."""
     own = [entry for entry in sections() if entry[0][:1] == ("dsframe",)]
-    others = [entry for entry in sections() if entry[0][:1] not in {("dsframe",), *((name,) for name in REFUSED)}]
+    others = [entry for entry in sections() if not entry[0] or entry[0][0] not in ("dsframe", *REFUSED)]
     lines = [
         "# Configuration",
         "",
@@ -276,7 +287,8 @@ def configuration() -> str:
     ]
     arguments = [entry for entry in others if entry[0][-1:] and entry[0][-1].startswith("params (")]
     for path, owner in others:
-        if not any(owner is other for _, other in arguments) and path[:1] not in ((name,) for name in NO_EFFECT):
+        is_arguments = any(owner is other for _, other in arguments)
+        if not is_arguments and (not path or path[0] not in NO_EFFECT):
             lines += _section(path, owner, None)
         if path in (("optimizer",), ("scheduler",)):
             lines += _arguments([entry for entry in arguments if entry[0][:1] == path])
