@@ -66,7 +66,3 @@ def test_a_misspelt_key_is_named() -> None:
     section["packing"] = "document"
     with pytest.raises(ConfigError, match=r'dsframe.task.data.packing: .*"documents"'):
         load(file)
-
-
-def test_every_block_is_run() -> None:
-    assert len(re.findall(r"^```\w", PAGE, re.MULTILINE)) == len(blocks("python")) + len(blocks("json"))

@@ -1,4 +1,4 @@
-"""The documentation: built without a warning, three clicks deep, and its blocks of code are right."""
+"""The documentation: built without a warning, found by search, and its blocks of code are right."""
 
 from __future__ import annotations
 
@@ -32,9 +32,9 @@ PAGES = sorted(
 GENERATED = {"configuration.md", "messages.md", "commands.md", "api.md"}
 """Written from code; their examples have their own tests."""
 RUN = ("tutorials", "coming_from", "how_to")
-"""Folders of docs/ in which each command is run, or a comment before it says why not or that reading it is enough."""
-
-
+"""Folders of docs/ whose blocks are run if a comment before them says so."""
+QUICK = ("line_by_line", "notebooks")
+"""Pages that are run in every test run; the others take longer."""
 NOT_WHOLE = ("missing-key", "batch")
 """Mistakes of what a page shows of a file in part: no batch size."""
 
@@ -94,10 +94,10 @@ def test_the_site_is_built_without_a_warning(tmp_path: Path) -> None:
     )
     assert done.returncode == 0, done.stdout + done.stderr
     pages = {str(path.relative_to(tmp_path)) for path in tmp_path.rglob("*.html")} - {"404.html"}
-    assert len(pages) > 50
+    assert len(pages) > len(SOUGHT)
     assert reached(tmp_path, 3) >= pages
     found = searched(tmp_path / "search" / "search_index.json", SOUGHT)
-    assert all(pages for pages in found.values()), found
+    assert all(found.values()), found
     outside = [
         (page, link) for page in pages for link in loaded(tmp_path / page) if link.startswith(("http:", "https:", "//"))
     ]
@@ -113,6 +113,14 @@ SOUGHT = {
     "TORCH_INDEX": "environment.html",
     "misplaced-key": "messages.html",
     "--restarts": "commands.html",
+    "multi-node": "how_to/multi_node.html",
+    "jupyter": "how_to/notebooks.html",
+    "colab": "how_to/notebooks.html",
+    "macos": "faq.html",
+    "flash attention": "faq.html",
+    "early stopping": "how_to/validation.html",
+    "lora": "how_to/fine_tuning.html",
+    "bf16": "how_to/mixed_precision.html",
 }
 """What a reader types into the search, and a page that must be among what it finds."""
 
@@ -191,11 +199,17 @@ def test_a_program_on_a_page_can_be_read(block: Block) -> None:
 
 
 def test_each_block_of_a_tutorial_is_run_or_says_why_not() -> None:
-    for folder in RUN:
-        for page in sorted((REPOSITORY / "docs" / folder).glob("*.md")):
-            for block in blocks(page):
-                if block.language in ("bash", "python") and folder == "tutorials":
-                    assert re.match(r"(run\b|file: |not run: .)", block.mark), f"{page.name}: {block.text[:80]}"
+    for page in sorted((REPOSITORY / "docs" / "tutorials").glob("*.md")):
+        for block in blocks(page):
+            if block.language in ("bash", "python"):
+                assert re.match(r"(run\b|file: |not run: .)", block.mark), f"{page.name}: {block.text[:80]}"
+
+
+def test_a_file_of_the_repository_is_shown_as_it_is() -> None:
+    shown = [block for page in PAGES for block in blocks(page) if block.mark.startswith("is: ")]
+    assert shown
+    for block in shown:
+        assert block.text == (REPOSITORY / block.mark.removeprefix("is: ")).read_text(), block.page
 
 
 def test_every_command_has_the_options_that_it_is_given() -> None:
@@ -231,7 +245,7 @@ def complain(words: list[str]) -> str:
 
 TUTORIALS = [
     page
-    for folder in ("tutorials", "coming_from")
+    for folder in RUN
     for page in sorted((REPOSITORY / "docs" / folder).glob("*.md"))
     if any(block.mark.startswith("run") for block in blocks(page))
 ]
@@ -239,7 +253,7 @@ TUTORIALS = [
 
 @pytest.mark.parametrize(
     "page",
-    [page if page.stem == "line_by_line" else pytest.param(page, marks=pytest.mark.long) for page in TUTORIALS],
+    [page if page.stem in QUICK else pytest.param(page, marks=pytest.mark.long) for page in TUTORIALS],
     ids=lambda page: page.stem,
 )
 def test_a_tutorial_works_as_it_stands(page: Path, tmp_path: Path) -> None:
