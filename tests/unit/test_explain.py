@@ -14,6 +14,7 @@ import pytest
 from dsframe import errors
 from dsframe.cli import main
 from dsframe.config.codes import CODES, EXITS
+from dsframe.config.rules import table
 from tests.processes import REPOSITORY
 
 STARTS = [name for name, code in CODES.items() if code.command.startswith("train ")]

@@ -1,6 +1,6 @@
 """Bytes that a run of each engine holds and sends for each parameter.
 
-``dsframe plan`` and ``dsframe check --gpu-memory`` use these formulas. ``Costs`` is that of full
+``dsframe plan`` use these formulas. ``Costs`` is that of full
 replicas, which an engine from outside is taken to hold. ``python -m tests.footprint`` measures them.
 Imports nothing heavy.
 """
