@@ -282,7 +282,7 @@ def _is_ours(root: Any, findings: Findings) -> bool:
             return False
     if repair.has_no_known_key(root):
         message = "none of its keys is known to DeepSpeed: is this a DeepSpeed configuration?"
-        findings.error((), message, "see dsframe schema --markdown for the keys", code="other-tool")
+        findings.error((), message, "docs/configuration.md lists the keys", code="other-tool")
         return False
     return True
 
