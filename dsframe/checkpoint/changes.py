@@ -158,9 +158,9 @@ def differences(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> list[st
             f"step {manifest['step']} is step {place(manifest, current)} now, and less than a batch is read once more"
         )
         changed.append(f"{line}: {steps}; {FOLLOWS[BATCH]}")
-    changed += _told(manifest["course"], current["course"])
-    changed += _told(_of_run(manifest), _of_run(current))
-    changed += _told(manifest.get("versions", {}), current.get("versions", {}), "versions")
+    changed += _lines_of(manifest["course"], current["course"])
+    changed += _lines_of(_of_run(manifest), _of_run(current))
+    changed += _lines_of(manifest.get("versions", {}), current.get("versions", {}), "versions")
     if modules := _unlike(manifest.get("source", {}), current.get("source", {})):
         changed.append(f"the source of {', '.join(sorted(modules))} was changed: {FOLLOWS['source']}")
     if samples := _unlike(manifest.get("data", {}), current.get("data", {})):
@@ -173,7 +173,7 @@ def _of_run(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {name: manifest["run"][key] for key, name in names.items() if key in manifest["run"]}
 
 
-def _told(before: Mapping[str, Any], now: Mapping[str, Any], follows: str = "") -> list[str]:
+def _lines_of(before: Mapping[str, Any], now: Mapping[str, Any], follows: str = "") -> list[str]:
     return [
         f"{line}: {FOLLOWS[follows or key]}"
         for key in _unlike(before, now)

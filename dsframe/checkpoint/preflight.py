@@ -71,16 +71,16 @@ def examine(ranks: Ranks, path: Path, sign_of_life: Callable[[], None] = lambda:
     A file is damaged only if every rank says so. Raises CheckpointError, on every rank, if only some ranks cannot read it: then
     their hosts have the problem, and the checkpoint may be complete.
     """
-    suspects = sorted({name for damages in _look(ranks, path, None, sign_of_life) for name in damages})
+    suspects = sorted({name for damages in _damage_of_ranks(ranks, path, None, sign_of_life) for name in damages})
     if not suspects:
         return []
-    damage_of = _look(ranks, path, suspects, sign_of_life)
+    damage_of = _damage_of_ranks(ranks, path, suspects, sign_of_life)
     if damaged := sorted(set(suspects).intersection(*damage_of)):
         return [damage_of[0][name] for name in damaged]
     raise _unread(path, ["; ".join(damages.values()) for damages in damage_of], ranks)
 
 
-def _look(
+def _damage_of_ranks(
     ranks: Ranks, path: Path, names: Collection[str] | None, sign_of_life: Callable[[], None]
 ) -> list[dict[str, str]]:
     """**Collective.** Returns what each rank finds damaged among ``names``, or in its share of all files."""

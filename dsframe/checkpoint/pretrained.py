@@ -18,7 +18,7 @@ from dsframe.errors import CheckpointError, TaskError
 from dsframe.tasks import _transformers
 
 
-class _Told(BaseModel):
+class _PretrainedRecord(BaseModel):
     """What a manifest says of the model: data, whoever wrote it."""
 
     model_config = ConfigDict(strict=True)
@@ -53,7 +53,7 @@ def write(
             "None, or the checkpoint is from before it existed): use --to safetensors"
         )
     try:
-        known = _Told.model_validate(recorded)
+        known = _PretrainedRecord.model_validate(recorded)
         config = json.loads(known.config)
     except (ValueError, RecursionError) as error:
         why = " ".join(str(error).split())

@@ -54,13 +54,14 @@ class ShardWriter:
         window_bytes: int = WINDOW_BYTES,
         sync: bool = True,
     ) -> None:
-        """**Collective.** ``sharded``: each rank writes its own ranges. ``sync``: files are on the disk when :meth:`write` returns,
-        else :meth:`flush` brings them there, when all ranks have written. Raises CheckpointError as ``layout.agree`` does."""
+        """**Collective.** ``sharded``: each rank writes its own ranges. ``sync``: files are on the disk when
+        :meth:`write` returns, else :meth:`flush` brings them there, when all ranks have written. Raises
+        CheckpointError as ``layout.agree_on_parameters`` does."""
         world = ranks.plan.world
         self.files: dict[str, FileEntry] = {}
         """Files of this rank, when they are written; without ``sync``, when they are flushed."""
         size = part_bytes or (SHARD_BYTES if sharded else PART_BYTES)
-        self._plan = layout.plan(layout.agree(ranks, shards), world.size, size, sharded=sharded)
+        self._plan = layout.plan(layout.agree_on_parameters(ranks, shards), world.size, size, sharded=sharded)
         self.parameters = self._plan.parameters
         """The manifest's entry of every parameter."""
         self.exchanges = any(chunk.source != chunk.owner for chunk in self._plan.chunks)

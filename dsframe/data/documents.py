@@ -51,7 +51,7 @@ class Row:
     """False if the document goes on in the next row."""
 
 
-def find(patterns: str | Sequence[str], key: str, kinds: Sequence[str] = ()) -> list[Path]:
+def find_files(patterns: str | Sequence[str], key: str, kinds: Sequence[str] = ()) -> list[Path]:
     """The files and folders that ``patterns`` name, those of a pattern by name. ``key`` of the patterns, for messages.
 
     ``kinds``: the files to look for, by suffix; by default those that hold documents, and saved folders.

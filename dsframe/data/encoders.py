@@ -72,15 +72,15 @@ class ConversationEncoder:
         self._tokenizer, self._templates = tokenizer, template or tokenizer.chat_template
         self._template: Any = self._templates
         self._end = tokenizer.eos_token_id
-        self._told = False
+        self._warned = False
 
     def length(self, row: Row) -> int:
         return 4096  # not known before the template
 
     def encode(self, rows: list[Row]) -> Iterator[Any]:
         for row in rows:
-            if not self._told and (others := [name for name in row.value if name not in self.columns]):
-                self._told = True
+            if not self._warned and (others := [name for name in row.value if name not in self.columns]):
+                self._warned = True
                 warning = f"dsframe: warning: {row.place}: columns that are not read: {', '.join(map(str, others))}"
                 print(warning, file=sys.stderr, flush=True)
             self._choose_template(row)

@@ -72,7 +72,7 @@ class Shards(Dataset[Any]):
         if window < 1:
             raise DataError(f"shards: window {window}; give 1 (shards are shuffled, but not what is in them) or more")
         self.row, self.columns, self.window = row, None if columns is None else list(columns), window
-        paths = documents.find(files, "shards", tuple(_KINDS))
+        paths = documents.find_files(files, "shards", tuple(_KINDS))
         self._shards = _shards(paths, self.columns, data_dir, say or (lambda line: None))
         self.sizes = np.concatenate([shard.groups for shard in self._shards])
         """How many samples each group has, int64: groups are shuffled, and those that must be decoded whole are read at once."""

@@ -133,7 +133,7 @@ class Tokenised:
     rows: Any
 
 
-def find(recipe: Recipe) -> Tokenised | None:
+def find_tokens(recipe: Recipe) -> Tokenised | None:
     """Returns what has been made before; None where it is not there or not whole. Raises DataError."""
     return _opened(recipe.folder())
 

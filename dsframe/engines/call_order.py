@@ -187,7 +187,7 @@ class CallOrder:
         is to be said if all have told it and have called different modules; else ""."""
         world = self._engine.plan.world
         place = f"calls/{moment}"
-        store.set(f"{place}/{world.rank}", json.dumps(list(self._told())))
+        store.set(f"{place}/{world.rank}", json.dumps(list(self._names_called())))
         keys = [f"{place}/{rank}" for rank in range(world.size)]
         if not store.check(keys):
             return ""
@@ -196,7 +196,7 @@ class CallOrder:
                 return self._described(calls)
         return ""
 
-    def _told(self) -> Iterator[str]:
+    def _names_called(self) -> Iterator[str]:
         if self.log is not None:
             yield from self.log[:]
             return

@@ -75,7 +75,7 @@ class FsdpEngine(ReplicaEngine):
         _refuse_scalars(model)
         large = fsdp_units.elements(model) > LARGE
         wrap = self._settings.wrap
-        units = fsdp_units.named(model, wrap) if wrap else fsdp_units.chosen(self, model, self._shards.size())
+        units = fsdp_units.named(model, wrap) if wrap else fsdp_units.default_units(self, model, self._shards.size())
         self._units = Counter(type(unit).__name__ for unit in units)
         dense = [buffer for buffer in model.buffers() if buffer.layout == torch.strided]
         self._take_from_rank_0([*model.parameters(), *dense])
@@ -155,7 +155,7 @@ class FsdpEngine(ReplicaEngine):
     def _accumulating(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._settings.accumulate == "shards" else self._whole_gradients()
 
-    def _reach(self, loss: Tensor) -> Tensor:
+    def _touch_unused(self, loss: Tensor) -> Tensor:
         if self._calls is not None:
             self._calls.backward(loss)
         return loss

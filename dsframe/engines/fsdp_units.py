@@ -72,7 +72,7 @@ def _listed(model: nn.Module) -> list[str]:
     return [name for name, count in classes.most_common(1) if count > 1]
 
 
-def chosen(engine: Engine, model: nn.Module, ranks: int) -> list[nn.Module]:
+def default_units(engine: Engine, model: nn.Module, ranks: int) -> list[nn.Module]:
     """**Collective.** Returns the units where the file names none: the blocks, or modules with parameters of their own.
 
     A block and its gradients, several times, stay in memory beside the shards (:meth:`Fsdp.splits`). A module alone is a unit

@@ -142,9 +142,9 @@ class PartsEngine(Engine):
             self, [f"{name} with digest {digest}" for name, digest in self._digests.items()]
         ):
             raise TaskError(f"{type(plan.task).__name__}: a frozen model differs between ranks: {by_value(difference)}")
-        self._settle()
+        self._set_built()
 
-    def _settle(self) -> None:
+    def _set_built(self) -> None:
         """Sets what is to be known of all models together."""
         engines = self._engines.values()
         draws: Any = _Draws([DrawTrial(module, self.plan.device) for module in self._passes.values()])

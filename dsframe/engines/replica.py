@@ -109,7 +109,7 @@ class ReplicaEngine(ModelEngine):
         """Wraps the micro-batches that are not the last of a step: no communication."""
         return nullcontext()
 
-    def _reach(self, loss: Tensor) -> Tensor:
+    def _touch_unused(self, loss: Tensor) -> Tensor:
         """Returns ``loss`` as the library wants it for the backward pass."""
         return loss
 
@@ -190,7 +190,7 @@ class ReplicaEngine(ModelEngine):
         """Forward and backward of one micro-batch, whose loss counts ``factor`` times; returns the
         loss itself, detached."""
         outputs = self._forward(self.module, self._joined(batch.inputs, batch.targets))
-        loss = self._reach(self._loss(outputs, batch))
+        loss = self._touch_unused(self._loss(outputs, batch))
         (loss * factor if factor != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 

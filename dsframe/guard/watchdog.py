@@ -171,7 +171,7 @@ class Watchdog:
         world = self._world
         verdict, text = "hang", ""
         try:
-            verdict, text = self._judge(status)
+            verdict, text = self._compare_ranks(status)
         except Exception as error:  # better a report of this rank alone than a run that hangs in silence
             text = f"[rank {world.rank}] error: the watchdog itself failed: {error!r}\n{self._alone(status)}"
         try:
@@ -187,7 +187,7 @@ class Watchdog:
             if verdict == "hang":
                 os._exit(HangError.exit_code)
 
-    def _judge(self, status: hang.RankStatus) -> tuple[str, str]:
+    def _compare_ranks(self, status: hang.RankStatus) -> tuple[str, str]:
         """Compares notes with the other ranks: "hang" or (one rank moves on) "slow", and what this rank is to print."""
         world = self._world
         if self._store is None:

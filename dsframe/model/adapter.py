@@ -84,7 +84,7 @@ def add(config: Config, model: nn.Module) -> str:
     return json.dumps(_plain(settings.to_dict()), sort_keys=True)
 
 
-def settle(
+def settle_adapter(
     config: Config,
     model: nn.Module,
     peft: str,

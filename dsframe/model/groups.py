@@ -95,7 +95,7 @@ class _Wanted:
 
 
 def are_asked(config: Config, task: Task) -> bool:
-    """True if :func:`settle` may find groups."""
+    """True if :func:`settle_groups` may find groups."""
     settings = config.settings
     task_has_groups = type(task).parameter_groups is not Task.parameter_groups
     return (
@@ -106,7 +106,7 @@ def are_asked(config: Config, task: Task) -> bool:
     )
 
 
-def settle(config: Config, task: Task, model: nn.Module) -> ParameterGroups:
+def settle_groups(config: Config, task: Task, model: nn.Module) -> ParameterGroups:
     """The file's and the task's groups for ``model``, whose parameters of frozen groups no longer need a gradient.
 
     Looks at names, sizes and classes alone, so a model without numbers (device "meta") will do. Raises ConfigError, or TaskError

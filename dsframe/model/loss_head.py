@@ -22,7 +22,7 @@ TARGETS = "dsframe_targets"
 """Keyword argument of the model's call that brings the targets."""
 
 
-def settle(config: Config, task: Task, model: nn.Module) -> bool:
+def settle_chunks(config: Config, task: Task, model: nn.Module) -> bool:
     """Switches it on where the file asks for it; whether it does. Raises TaskError where the model has no such layer."""
     wanted = config.settings.model.loss_chunk_tokens
     if wanted is None:

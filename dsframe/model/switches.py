@@ -269,25 +269,25 @@ def offload(block: nn.Module) -> None:
     def kept_away(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        away = _Away()
+        away = _OffloadedActivations()
         with torch.autograd.graph.saved_tensors_hooks(away.pack, away.unpack):
             return forward(*args, **kwargs)
 
     block.forward = kept_away
 
 
-_Kept = Tensor | tuple[torch.device, Tensor]
+_Packed = Tensor | tuple[torch.device, Tensor]
 _SMALL = 1 << 10
 """Elements: what has fewer stays on the device."""
 
 
-class _Away:
+class _OffloadedActivations:
     """Copies on the host of what one forward pass of a block keeps; one of each, however many operations keep it."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[StorageWeakRef, int, tuple[torch.device, Tensor]]] = {}
 
-    def pack(self, tensor: Tensor) -> _Kept:
+    def pack(self, tensor: Tensor) -> _Packed:
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter) or tensor.numel() < _SMALL:
             return tensor
         storage = tensor.untyped_storage()
@@ -302,7 +302,7 @@ class _Away:
         self._known[key] = StorageWeakRef(storage), tensor._version, held  # type: ignore[no-untyped-call]
         return held
 
-    def unpack(self, held: _Kept) -> Tensor:
+    def unpack(self, held: _Packed) -> Tensor:
         if isinstance(held, Tensor):
             return held
         device, copy = held

@@ -77,10 +77,10 @@ class WeightWatch(TorchFunctionMode):
 
     def begin(self, step: int) -> None:
         """**Collective.** Before a step. Raises EngineError, TaskError where weights were written since the last one."""
-        self._settle()
+        self._note_parameters()
         self._first = self._first or step
         if self._after:
-            self._judge(self._changed(self._after), "between two steps, in a hook for example")
+            self._check_writes(self._changed(self._after), "between two steps, in a hook for example")
             self._after = {}
         self._watching = step <= self._first + 1 or step & (step - 1) == 0
         if self._watching:
@@ -96,14 +96,14 @@ class WeightWatch(TorchFunctionMode):
         if not self._watching:
             return
         self._refuse_added(step)
-        self._judge(self._written, "in the forward pass or the loss")
+        self._check_writes(self._written, "in the forward pass or the loss")
         self._after = self._marks()
 
     @property
     def _written(self) -> dict[str, Any]:
         return {name: mark for name, mark in self._last.items() if mark != self._before[name]}
 
-    def _settle(self) -> None:
+    def _note_parameters(self) -> None:
         """The model as the engine has made it."""
         if self._parameters:
             return
@@ -127,7 +127,7 @@ class WeightWatch(TorchFunctionMode):
     @contextmanager
     def inside(self, *, always: bool = False) -> Iterator[None]:
         """Around a forward pass, a loss, metrics or hooks: looks at what they call. ``always``: in every step."""
-        self._settle()
+        self._note_parameters()
         with self if self._looks_inside and (self._watching or always) else nullcontext():
             yield
 
@@ -162,10 +162,10 @@ class WeightWatch(TorchFunctionMode):
         if name in ("__get__", "__set__"):
             name = "=" + getattr(func.__self__, "__name__", "") if name == "__set__" else func.__self__.__name__
         if name not in _METADATA or func is torch.autograd.grad:
-            self._look(func, name, args, kwargs)
+            self._check_call(func, name, args, kwargs)
         return func(*args, **kwargs)
 
-    def _look(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _check_call(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
         if func is torch.autograd.grad and not self._whole and (line := _caller()):
             raise EngineError(f"{line} takes derivatives in the middle of a step, which need weights: {self._shards()}")
         if kwargs.get("max_norm") is not None and not self._whole:
@@ -222,7 +222,7 @@ class WeightWatch(TorchFunctionMode):
     def _changed(self, before: Mapping[str, Any]) -> dict[str, Any]:
         return {name: mark for name, mark in self._marks().items() if name in before and mark != before[name]}
 
-    def _judge(self, written: Mapping[str, Any], when: str) -> None:
+    def _check_writes(self, written: Mapping[str, Any], when: str) -> None:
         """**Collective** where this rank has whole weights. Raises EngineError, TaskError."""
         engine = self._engine
         where = f"{', '.join(sorted(written))} {'was' if len(written) == 1 else 'were'} written {when}"

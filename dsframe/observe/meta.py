@@ -63,7 +63,7 @@ class Loss(nn.Module):
 def stages_of(task: Task, dtype: torch.dtype, config: Config | None = None) -> tuple[list[Stage], bool]:
     """The model with parameters of ``dtype``, and whether it is a list of layers. Layers that repeat are made once.
 
-    ``config``: whose frozen groups need no gradient. Raises ConfigError and TaskError as ``groups.settle``.
+    ``config``: whose frozen groups need no gradient. Raises ConfigError and TaskError as ``groups.settle_groups``.
     """
     if task.models():
         raise TaskError(
@@ -77,7 +77,7 @@ def stages_of(task: Task, dtype: torch.dtype, config: Config | None = None) -> t
     if config is not None and adapted:
         adapter.add(config, modules[0])
     if config is not None and grouped:
-        groups.settle(config, task, modules[0] if layers is None else nn.Sequential(*modules))
+        groups.settle_groups(config, task, modules[0] if layers is None else nn.Sequential(*modules))
         found = [(key and (key, *_trained(module)), module, owner) for key, module, owner in found]
     for module in modules:
         for parameter in module.parameters():

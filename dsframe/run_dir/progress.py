@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsframe.host.streams import Surviving
+from dsframe.host.streams import TolerantStream
 from dsframe.run_dir import blocks
 from dsframe.text import clock, mebibytes
 
@@ -119,4 +119,4 @@ class Progress:
 def _line(total: int, unit: str, name: str | None = None) -> Any:
     from tqdm import tqdm
 
-    return tqdm(total=total, unit=unit, desc=name, dynamic_ncols=True, leave=False, file=Surviving(sys.stderr))
+    return tqdm(total=total, unit=unit, desc=name, dynamic_ncols=True, leave=False, file=TolerantStream(sys.stderr))

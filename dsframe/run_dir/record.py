@@ -107,7 +107,7 @@ class Record:
     ) -> None:
         """``about``: what the plan does not know of the run. ``done_steps``: steps of an earlier run to go on from."""
         directory = plan.directory
-        self._directory, self._say, self._told = directory, say, False
+        self._directory, self._say, self._warned = directory, say, False
         with self.surviving():
             (directory / _SUMMARY).unlink(missing_ok=True)
         self._about = {
@@ -158,11 +158,11 @@ class Record:
         if not self._begun:
             self._partial.replace(self._directory / _METRICS)
             self._begun = True
-        self._told = False
+        self._warned = False
 
     def close(self, ending: Ending) -> None:
         """The run ends; what was written stays."""
-        self._told = False  # what does not get there now never does
+        self._warned = False  # what does not get there now never does
         with self.surviving():
             self._flush()
         if self._file:
@@ -176,12 +176,12 @@ class Record:
         try:
             yield
         except (OSError, DataError) as error:
-            if not self._told:
+            if not self._warned:
                 self._say(
                     f"warning: the record in {self._directory} cannot be written ({error}); the training does not depend on it, "
                     "and metrics.jsonl is completed as soon as it can be"
                 )
-            self._told = True
+            self._warned = True
 
     def finish(self, summary: Summary) -> None:
         """Writes ``summary.json``; its presence says that the run came to its end."""

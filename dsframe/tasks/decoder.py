@@ -50,7 +50,7 @@ def cut(model: Any) -> list[Layer] | None:
     return [embeddings, *(DecoderBlock(block, angles) for block in blocks), norm, last]
 
 
-def refuse(config: Any) -> None:
+def refuse_other_models(config: Any) -> None:
     """Raises TaskError where a small model of this ``config`` is another one than the chain of its layers."""
     kind, problem = config.model_type, ""
     for name in ("sliding_window", "attention_chunk_size"):

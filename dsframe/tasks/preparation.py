@@ -56,7 +56,7 @@ def prepare(task: Task, world: World, say: Say) -> None:
     if store is None:
         alone(task, say)
         return
-    _Together(task, world, say, store).run()
+    _SharedPreparation(task, world, say, store).run()
 
 
 def alone(task: Task, say: Say) -> None:
@@ -67,7 +67,7 @@ def alone(task: Task, say: Say) -> None:
 
 
 @dataclass(frozen=True)
-class _Who:
+class _Process:
     """A process of the run."""
 
     rank: int
@@ -87,18 +87,18 @@ class _Who:
             return True
 
 
-class _Together:
+class _SharedPreparation:
     """The ranks of a run, one of each host preparing."""
 
     def __init__(self, task: Task, world: World, say: Say, store: Any) -> None:
         self._task, self._world, self._say, self._store = task, world, say, store
         process = psutil.Process()
-        me = _Who(world.rank, world.local_rank == 0, socket.gethostname(), process.pid, process.create_time())
+        me = _Process(world.rank, world.local_rank == 0, socket.gethostname(), process.pid, process.create_time())
         store.set(f"who/{world.rank}", json.dumps(asdict(me)))
         if world.is_main:
             store.set("start", secrets.token_hex(8))
         texts = [store.get(f"who/{rank}") for rank in range(world.size)]
-        everybody = [_Who(**json.loads(text)) for text in texts]
+        everybody = [_Process(**json.loads(text)) for text in texts]
         self._me, self._first = me, [member for member in everybody if member.first]
         self._start = store.get("start").decode()
         self._signs: dict[int, tuple[bytes, float]] = {}
@@ -106,7 +106,7 @@ class _Together:
     def run(self) -> None:
         """Prepares or waits; then every rank has the same outcome. Raises DsframeError."""
         if self._me.first:
-            self._store.set(f"outcome/{self._me.rank}", _told(self._guarded))
+            self._store.set(f"outcome/{self._me.rank}", _failure_of(self._guarded))
         said = self._wait()
         self._leave()
         if said:
@@ -142,7 +142,7 @@ class _Together:
         return any(self._store.get(key) for key in keys if self._store.check([key]))
 
     def _wait(self) -> str:
-        """Returns the first failure, as :func:`_told` has it; empty where all is well."""
+        """Returns the first failure, as :func:`_failure_of` has it; empty where all is well."""
         waiting = list(self._first)
         while waiting:
             for preparer in list(waiting):
@@ -161,7 +161,7 @@ class _Together:
             time.sleep(_LOOK_SECONDS if waiting else 0.0)
         return ""
 
-    def _is_dead(self, preparer: _Who) -> bool:
+    def _is_dead(self, preparer: _Process) -> bool:
         if preparer.host == self._me.host:
             return preparer.ended and not self._store.check([f"outcome/{preparer.rank}"])
         key, now = f"sign/{preparer.rank}", time.monotonic()
@@ -199,7 +199,7 @@ def _call(task: Task, say: Say) -> None:
         ) from error
 
 
-def _told(work: Callable[[], None]) -> str:
+def _failure_of(work: Callable[[], None]) -> str:
     """Runs ``work``; returns its failure in a form that other ranks can raise again; empty where all is well."""
     try:
         work()
@@ -216,7 +216,7 @@ def _error(said: str) -> DsframeError:
     return error
 
 
-def _lost(lost: _Who) -> str:
+def _lost(lost: _Process) -> str:
     said = (
         f"the process that prepared the data (rank {lost.rank}, process {lost.process} on {lost.host}) ended before it was done; "
         "perhaps it was killed, or memory was short. Start again: what is half done is not used"

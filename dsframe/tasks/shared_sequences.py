@@ -126,7 +126,7 @@ def _attention(
     return owner.attend(query, key, value, scale, dropout, named.get("sliding_window")), None
 
 
-def refuse(config: Any, parts: int) -> None:
+def refuse_unshareable(config: Any, parts: int) -> None:
     """Raises TaskError where ``parts`` ranks cannot share the heads of a model of this configuration, or where its positions look
     at each other outside of attention, as a small one of its kind shows.
 

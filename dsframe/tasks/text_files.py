@@ -77,7 +77,7 @@ class WindowsTask(CausalLanguageModelTask):
             )
             places = [documents.local(pattern, self.settings.data_dir) for pattern in _listed(patterns)]
             recipes[name] = Recipe(
-                tuple(documents.find(places, f"task.data.{name}")),
+                tuple(documents.find_files(places, f"task.data.{name}")),
                 encoder,
                 self.packing,
                 self.settings.context,
@@ -91,16 +91,16 @@ class WindowsTask(CausalLanguageModelTask):
     def prepare(self, say: Say) -> None:
         for recipe in self._recipes.values():
             tokenised.make(recipe, say)
-            opened = tokenised.find(recipe)
+            opened = tokenised.find_tokens(recipe)
             for line in opened.counts.sentences(recipe) if opened else ():
                 say(line)
 
     def _opened(self, name: str) -> tuple[Recipe, Tokenised]:
         recipe = self._recipes[name]
-        opened = tokenised.find(recipe)
+        opened = tokenised.find_tokens(recipe)
         if opened is None:  # asked by a program that has not called prepare()
             tokenised.make(recipe, lambda line: None)
-            opened = tokenised.find(recipe)
+            opened = tokenised.find_tokens(recipe)
         assert opened is not None
         return recipe, opened
 

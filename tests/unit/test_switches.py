@@ -119,7 +119,7 @@ def test_activations_wait_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -
     )
     assert names == ["2", "3", "4"]
     moved: list[Tensor] = []
-    pack = switches._Away.pack
+    pack = switches._OffloadedActivations.pack
 
     def noted(self: Any, tensor: Tensor) -> Any:
         held = pack(self, tensor)
@@ -127,7 +127,7 @@ def test_activations_wait_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -
             moved.append(held[1])
         return held
 
-    monkeypatch.setattr(switches._Away, "pack", noted)
+    monkeypatch.setattr(switches._OffloadedActivations, "pack", noted)
     for name in names:
         switches.offload(frugal.get_submodule(name))
     expected, found = gradients(plain, tokens()), gradients(frugal, tokens())

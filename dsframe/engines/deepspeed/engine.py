@@ -160,7 +160,7 @@ class ZeroEngine(ModelEngine):
         if self._spreads_experts:
             from dsframe.engines.deepspeed import experts, state_experts
 
-            experts.refuse(self.plan, module)
+            experts.refuse_unsupported(self.plan, module)
             with patches.recorded_routers():
                 self._start(module)
             self._experts = state_experts.parts(module)

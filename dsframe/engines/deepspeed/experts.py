@@ -20,7 +20,7 @@ from dsframe.model.plan import Plan
 _COUNTS = ("num_local_experts", "num_experts")
 
 
-def refuse(plan: Plan, model: nn.Module) -> None:
+def refuse_unsupported(plan: Plan, model: nn.Module) -> None:
     """Raises EngineError where ``model``'s experts cannot be spread over the file's number of ranks, or AutoEP's layers would
     compute something else than the model's."""
     size = plan.config.deepspeed.expert_parallel.autoep_size

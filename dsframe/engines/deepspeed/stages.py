@@ -61,7 +61,9 @@ class Cut:
         refuse_scalars(self._probes)  # every rank here, before they meet; a stage knows no other's layers
         self.depends = dependences(plan.task, self._probes.train())
         """``BuiltModel.depends``, of all stages' layers."""
-        self.groups = groups.settle(plan.config, plan.task, self._named(probes) if self._whole is None else self._whole)
+        self.groups = groups.settle_groups(
+            plan.config, plan.task, self._named(probes) if self._whole is None else self._whole
+        )
         """``BuiltModel.groups``, of all stages."""
         self.sizes = [sum(p.numel() for p in probe.parameters() if p.requires_grad) for probe in probes]
         """Trainable parameters of each layer; a tied one counts with its weight, which is used there too."""

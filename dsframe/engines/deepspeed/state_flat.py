@@ -37,7 +37,7 @@ def fill(optimizer: torch.optim.Optimizer, flat: Tensor, pieces: list[Piece], sa
             *((held[key], moment) for key, moment in parameter.moments.items()),
         ):
             target.detach().narrow(0, start, size).copy_(source)
-    _settle(optimizer, flat, common)
+    _set_scalars(optimizer, flat, common)
 
 
 def _make_moments(
@@ -51,7 +51,7 @@ def _make_moments(
             held[key] = torch.zeros_like(flat.detach(), dtype=dtype)
 
 
-def _settle(optimizer: torch.optim.Optimizer, flat: Tensor, scalars: dict[str, float] | None) -> None:
+def _set_scalars(optimizer: torch.optim.Optimizer, flat: Tensor, scalars: dict[str, float] | None) -> None:
     """The numbers, such as the step count, that go with one flat tensor. Without any saved, as before the first update."""
     held = optimizer.state[flat]
     if not held:

@@ -24,7 +24,7 @@ from dsframe.checkpoint.resume import Start
 from dsframe.cluster import world as worlds
 from dsframe.cluster.process_group import device_of
 from dsframe.cluster.world import World
-from dsframe.engines.horovod.environment import settle
+from dsframe.engines.horovod.environment import settle_environment
 from dsframe.model.state import EngineState, LossScaleState, ParameterState, Snapshot
 
 if TYPE_CHECKING:
@@ -129,7 +129,7 @@ def train(attempt: Callable[[World, HostCommits], Result], config: Config) -> Re
     """
     here = worlds.here()
     # Before Horovod starts, also in processes that come later.
-    settle(config.settings.horovod, here, device_of(here), running=hvd.is_initialized())
+    settle_environment(config.settings.horovod, here, device_of(here), running=hvd.is_initialized())
     hvd.init()
 
     @run  # type: ignore[untyped-decorator]

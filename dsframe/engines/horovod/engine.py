@@ -30,7 +30,7 @@ from dsframe.cluster.rendezvous import bound_to, interface_to
 from dsframe.cluster.world import World
 from dsframe.engines import environment_scope, precision
 from dsframe.engines.buckets import Buckets
-from dsframe.engines.horovod.environment import note_start, pace, settle
+from dsframe.engines.horovod.environment import note_start, pace, settle_environment
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
 from dsframe.host import phases
@@ -62,7 +62,7 @@ class HorovodEngine(ReplicaEngine):
         """**Collective.** Raises EngineError where this build of Horovod cannot do what the file asks for."""
         settings = plan.config.settings.horovod
         _refuse_gpus_without_nccl(plan.device)
-        self._bucket_bytes = settle(settings, plan.world, plan.device, running=hvd.is_initialized())
+        self._bucket_bytes = settle_environment(settings, plan.world, plan.device, running=hvd.is_initialized())
         self._buckets: Buckets | None = None
         if settings.timeline:  # rank 0 writes it
             environment_scope.put("HOROVOD_TIMELINE", str((plan.directory / "timeline.json").absolute()))

@@ -33,7 +33,7 @@ _fixed: set[str] = set()
 """Names of values that its starts in this process have fixed."""
 
 
-def settle(settings: Horovod, world: World, device: torch.device, *, running: bool) -> float | None:
+def settle_environment(settings: Horovod, world: World, device: torch.device, *, running: bool) -> float | None:
     """Before Horovod starts: puts the file's settings where it reads them. Returns the bytes of a bucket, if anybody says.
 
     The threshold goes there only where Horovod fuses; else buckets are cut by it, and Horovod takes them as they are. ``running``:
