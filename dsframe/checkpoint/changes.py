@@ -109,10 +109,10 @@ def about(
 
 def kind_of(optimizer: OptimizerSpec) -> str:
     """Returns the optimizer's name in manifests."""
-    kind = optimizer.name.lower() if optimizer.kind != OF_TASK else OF_TASK
-    if optimizer.cls is None and kind == "adam" and optimizer.arguments.get("adam_w_mode", True):
+    name = optimizer.name.lower() if optimizer.kind != OF_TASK else OF_TASK
+    if optimizer.cls is None and name == "adam" and optimizer.arguments.get("adam_w_mode", True):
         return "adamw"  # DeepSpeed's Adam decouples weight decay unless told otherwise
-    return kind
+    return name
 
 
 def course_of(optimizer: OptimizerSpec) -> dict[str, Any]:

@@ -51,6 +51,6 @@ class Staging:
             self._block, self._used = self._block + 1, 0
         if self._block == len(self._blocks):
             self._blocks.append(torch.empty(max(BLOCK_BYTES, size), dtype=torch.uint8))
-        place = self._blocks[self._block][self._used : self._used + size].view(wanted).view(tensor.shape)
+        staged = self._blocks[self._block][self._used : self._used + size].view(wanted).view(tensor.shape)
         self._used += -(-size // ALIGN) * ALIGN
-        return place.copy_(tensor.detach())
+        return staged.copy_(tensor.detach())

@@ -144,13 +144,13 @@ class ShardWriter:
             content = self._held.get(chunk)
             if content is None:
                 continue
-            place, flat = len(headers[chunk.file]) + chunk.begin, content.view(torch.uint8)
+            offset, flat = len(headers[chunk.file]) + chunk.begin, content.view(torch.uint8)
             for first in range(0, chunk.bytes, self._window):
                 piece = flat[first : first + self._window]
                 if piece.device.type != "cpu":
                     pinned = torch.empty(self._window, dtype=torch.uint8, pin_memory=True) if pinned is None else pinned
                     piece = pinned[: piece.numel()].copy_(piece)
-                yield chunk.file, place + first, piece.numpy().data
+                yield chunk.file, offset + first, piece.numpy().data
 
     def _write_windows(self, sign_of_life: Callable[[], None]) -> None:
         plan = self._plan

@@ -96,7 +96,7 @@ def _check_kind(path: Path, key: str) -> None:
 
 def kind_of(path: Path, kinds: Iterable[str]) -> str:
     """Which of ``kinds``, suffixes such as ``.jsonl.zst``, the file is of by its name; empty for none."""
-    return max((kind for kind in kinds if path.name.endswith(kind)), key=len, default="")
+    return max((suffix for suffix in kinds if path.name.endswith(suffix)), key=len, default="")
 
 
 def rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
@@ -114,8 +114,8 @@ def _jsonl(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     with opened(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                place = f"{path}:{number}"
-                yield Row(place, parsed(line, place))
+                source = f"{path}:{number}"
+                yield Row(source, parsed(line, source))
 
 
 @contextlib.contextmanager
@@ -137,19 +137,19 @@ def opened(path: Path) -> Iterator[io.BufferedIOBase]:
         raise DataError(f"{path}: truncated or damaged ({' '.join(str(error).split())})") from None
 
 
-def parsed(line: bytes, place: str) -> dict[str, Any]:
-    """A line of JSON, found at ``place``. Raises DataError where it is no object."""
+def parsed(line: bytes, source: str) -> dict[str, Any]:
+    """A line of JSON, read from ``source``. Raises DataError where it is no object."""
     try:
         value = json.loads(line.rstrip(), object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
         why = f"{error.msg}, column {error.colno}"
-        raise DataError(f"{place}: not JSON ({why}); each line is one JSON object") from None
+        raise DataError(f"{source}: not JSON ({why}); each line is one JSON object") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start})") from None
+        raise DataError(f"{source}: not UTF-8 ({error.reason} at byte {error.start})") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; nested too deeply
-        raise DataError(f"{place}: not JSON that can be read ({error})") from None
+        raise DataError(f"{source}: not JSON that can be read ({error})") from None
     if not isinstance(value, dict):
-        raise DataError(f"{place}: {type(value).__name__} in place of a JSON object with columns")
+        raise DataError(f"{source}: {type(value).__name__} in place of a JSON object with columns")
     return value
 
 
@@ -265,11 +265,11 @@ def _saved(path: Path) -> Iterator[Row]:
         yield Row(f"{path}, row {number}", value)
 
 
-def missing(place: str, wanted: Sequence[str], there: Sequence[str]) -> str:
+def missing(source: str, wanted: Sequence[str], there: Sequence[str]) -> str:
     """The message for columns that are not there."""
     named = " or ".join(f'"{name}"' for name in wanted)
     has = ", ".join(map(repr, there)) or "none"
-    return f'{place}: no column {named}; it has {has}; name the column of the text in "field"'
+    return f'{source}: no column {named}; it has {has}; name the column of the text in "field"'
 
 
 _READERS = {".jsonl": _jsonl, ".jsonl.zst": _jsonl, ".jsonl.gz": _jsonl, ".parquet": _parquet, ".txt": _text}

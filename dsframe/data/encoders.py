@@ -128,7 +128,7 @@ class ConversationEncoder:
                 f"{row.place}: {len(counts)} messages of the assistant, but the chat template marks {len(spans)} parts, so it "
                 "cannot be told which one has the weight 0"
             )
-        ends = [text[:place] for span in spans for place in span]
+        ends = [text[:position] for span in spans for position in span]
         whole, *before = tokens_of(self._tokenizer, [text, *ends], [row] * (1 + len(ends)))
         if list(whole) != list(tokens):
             raise DataError(f"{row.place}: the tokenizer gives other tokens for a conversation than for its text")

@@ -130,9 +130,9 @@ def _folders(folder: Path) -> list[Path]:
 def _files(folder: Path) -> list[Path]:
     """The files below ``folder``, sorted, without hidden ones and what systems put there."""
     paths = []
-    for place, folders, files in os.walk(folder):
+    for parent, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in _JUNK and not name.startswith(".")]
-        paths += [Path(place, name) for name in files if not name.startswith(".") and name != "Thumbs.db"]
+        paths += [Path(parent, name) for name in files if not name.startswith(".") and name != "Thumbs.db"]
     return sorted(paths)
 
 
@@ -162,11 +162,11 @@ def _damage(path: Path) -> str:
     try:
         with images.open(path) as file:
             refuse_unshown(file)
-            kind = file.format
+            image_format = file.format
         with path.open("rb") as content:
             content.seek(max(0, path.stat().st_size - _TAIL))
-            ends = _ENDS.get(kind, b"") in content.read()
-        if not ends and kind != "JPEG":
+            ends = _ENDS.get(image_format, b"") in content.read()
+        if not ends and image_format != "JPEG":
             return "its end is missing"
         if not ends:  # cut off, or a telephone has put a film behind its picture
             with images.open(path) as file:

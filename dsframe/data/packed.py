@@ -74,12 +74,12 @@ class RowSource:
         # Where each piece begins in its row: behind those before it.
         before = np.cumsum(lengths) - lengths
         first = before - (np.cumsum(filled) - filled)[row] + row * width
-        source, place = _ranges(pieces[:, 0], lengths), _ranges(first, lengths)
+        source, position = _ranges(pieces[:, 0], lengths), _ranges(first, lengths)
         tokens, after = self._tokens[source], self._tokens[source + 1]
 
         def laid(values: Any, fill: int) -> Tensor:
             table = np.full(len(chosen) * width, fill, np.int64)
-            table[place] = values
+            table[position] = values
             return torch.from_numpy(table.reshape(len(chosen), width))
 
         inputs = {"input_ids": laid(np.maximum(tokens, ~tokens), 0)}

@@ -101,11 +101,11 @@ class CallOrder:
     def _called(self, number: int, *_: object) -> None:
         if not self.watches:
             return
-        place, known = len(self._calls), self._known.get(self._model.training, ())
+        position, known = len(self._calls), self._known.get(self._model.training, ())
         self._calls.append(number)
         if self.log is not None:
             self.log.append(self._names[number])
-        if (place >= len(known) or known[place] != number) and self._store is not None:
+        if (position >= len(known) or known[position] != number) and self._store is not None:
             self._meet(number)
 
     def _reduced(self, number: int, *_: object) -> None:
@@ -186,9 +186,9 @@ class CallOrder:
         """Tells the others through ``store`` where this rank stands at ``moment``, a name that is the same on all. Returns what
         is to be said if all have told it and have called different modules; else ""."""
         world = self._engine.plan.world
-        place = f"calls/{moment}"
-        store.set(f"{place}/{world.rank}", json.dumps(list(self._names_called())))
-        keys = [f"{place}/{rank}" for rank in range(world.size)]
+        prefix = f"calls/{moment}"
+        store.set(f"{prefix}/{world.rank}", json.dumps(list(self._names_called())))
+        keys = [f"{prefix}/{rank}" for rank in range(world.size)]
         if not store.check(keys):
             return ""
         for calls in zip(*(json.loads(store.get(key)) for key in keys), strict=False):

@@ -306,11 +306,11 @@ def _mesh(plan: Plan) -> DeviceMesh:
 
 def _refuse_opaque(module: nn.Module, _: Any, outputs: Any) -> None:
     """torch 2.13 looks for tensors in tuples, lists, dicts and dataclasses (``_fully_shard/_fsdp_state.py``)."""
-    for kind in output_classes.register(outputs):
-        if not is_dataclass(kind):
+    for output_class in output_classes.register(outputs):
+        if not is_dataclass(output_class):
             raise EngineError(
-                f"{type(module).__name__.removeprefix('FSDP')} returns a {kind.__name__}, in which FSDP sees no tensors; make "
-                "that class a dataclass or a named tuple"
+                f"{type(module).__name__.removeprefix('FSDP')} returns a {output_class.__name__}, "
+                "in which FSDP sees no tensors; make that class a dataclass or a named tuple"
             )
 
 

@@ -161,7 +161,7 @@ class PartsEngine(Engine):
         self._calls = _Calls(called) if called else None
         specs = {name: engine.plan.optimizer for name, engine in self._trained.items()}
         how = {
-            name: f"loss {place}, {changes.kind_of(specs[name])}" for place, name in enumerate(self._losses, start=1)
+            name: f"loss {number}, {changes.kind_of(specs[name])}" for number, name in enumerate(self._losses, start=1)
         }
         how |= {name: f"frozen, digest {digest}" for name, digest in self._digests.items()}
         manifest: dict[str, dict[str, Any]] = {
@@ -253,8 +253,8 @@ class PartsEngine(Engine):
         norms = [step.gradient_norm for step in steps]
         norm: Tensor | float | None = norms[0]
         if len(steps) > 1:
-            place = steps[0].loss.device
-            known = [torch.as_tensor(norm, dtype=torch.float32, device=place) for norm in norms if norm is not None]
+            device = steps[0].loss.device
+            known = [torch.as_tensor(norm, dtype=torch.float32, device=device) for norm in norms if norm is not None]
             norm = torch.stack(known).norm() if len(known) == len(norms) else None
         loss = sum((step.loss for step in steps[1:]), steps[0].loss)
         skipped = any(step.skipped for step in steps)

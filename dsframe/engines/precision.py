@@ -48,10 +48,10 @@ def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
 
 def emulated(config: Config, device: torch.device) -> str | None:
     """Returns a note if a training computes in 16 bits on a processor without instructions for them."""
-    kind = str(autocast_dtype(config, device) or parameter_dtype(config)).removeprefix("torch.")
-    if device.type != "cpu" or kind == "float32" or not cores.emulates(kind):
+    dtype = str(autocast_dtype(config, device) or parameter_dtype(config)).removeprefix("torch.")
+    if device.type != "cpu" or dtype == "float32" or not cores.emulates(dtype):
         return None
-    return f"this processor has no instructions for {kind}: training here is slower than in fp32"
+    return f"this processor has no instructions for {dtype}: training here is slower than in fp32"
 
 
 def autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:

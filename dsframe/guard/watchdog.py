@@ -88,7 +88,7 @@ class Watchdog:
                 thread.start()
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, cls: object, error: BaseException | None, trace: object) -> None:
         self._over.set()
         for thread in self._threads:
             thread.join(1.0)  # not inside torch's store when the interpreter is taken down

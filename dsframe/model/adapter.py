@@ -127,8 +127,8 @@ def quantise(config: Config, model: nn.Module, dtype: torch.dtype) -> None:
     As transformers does, the layer that gives logits stays as it is, and so do weights that other modules use too. Products are
     computed in ``dtype``. Raises ConfigError where bitsandbytes is missing.
     """
-    kind = config.settings.adapter.base_format if config.settings.adapter else None
-    if kind is None:
+    number_format = config.settings.adapter.base_format if config.settings.adapter else None
+    if number_format is None:
         return
     bitsandbytes = _bitsandbytes(config)
     ask: Any = getattr(model, "get_output_embeddings", None)
@@ -139,10 +139,15 @@ def quantise(config: Config, model: nn.Module, dtype: torch.dtype) -> None:
         if not whole or module.weight.requires_grad:
             continue
         layer = bitsandbytes.nn.Linear4bit(
-            module.in_features, module.out_features, bias=False, compute_dtype=dtype, quant_type=kind, device="meta"
+            module.in_features,
+            module.out_features,
+            bias=False,
+            compute_dtype=dtype,
+            quant_type=number_format,
+            device="meta",
         )
         layer.weight = bitsandbytes.nn.Params4bit(
-            module.weight.data, requires_grad=False, quant_type=kind, module=layer
+            module.weight.data, requires_grad=False, quant_type=number_format, module=layer
         )
         layer.bias = module.bias
         layer.support_avx512bf16_for_cpu = False  # an evaluation would repack the weights, which training then reads

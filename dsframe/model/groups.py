@@ -158,8 +158,8 @@ def _by_layer(config: Config, model: nn.Module) -> dict[str, float]:
     decay = config.settings.layer_decay
     if decay is None:
         return {}
-    kind = switches.repeated(model)
-    blocks = [(name, module) for name, module in model.named_modules() if type(module).__name__ == kind]
+    block_class = switches.repeated(model)
+    blocks = [(name, module) for name, module in model.named_modules() if type(module).__name__ == block_class]
     inside = {id(p): number for number, (_, block) in enumerate(blocks, start=1) for p in block.parameters()}
     if not inside:
         message, remedy = (
@@ -210,8 +210,9 @@ def _lines(groups: ParameterGroups, model: nn.Module) -> Iterator[str]:
     counts, elements = Counter[str](), Counter[str]()
     for name, parameter in model.named_parameters():
         options = groups.options.get(name, {}) if parameter.requires_grad else {"frozen": 1.0}
-        kind = ", ".join(key if key == "frozen" else f"{key} {value:g}" for key, value in options.items())
-        counts[kind] += 1
-        elements[kind] += parameter.numel()
-    for kind, count in counts.items():
-        yield f"{kind or 'as the optimizer says'}: {count:,} parameter{'s' * (count > 1)}, {elements[kind]:,} elements"
+        label = ", ".join(key if key == "frozen" else f"{key} {value:g}" for key, value in options.items())
+        counts[label] += 1
+        elements[label] += parameter.numel()
+    for label, count in counts.items():
+        parameters = f"{count:,} parameter{'s' * (count > 1)}"
+        yield f"{label or 'as the optimizer says'}: {parameters}, {elements[label]:,} elements"

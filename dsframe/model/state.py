@@ -313,9 +313,9 @@ def put_scalars(
     """
     keeper = getattr(optimizer, "aux_optimizer", None) or optimizer
     torchs_own = any(cls.__module__.startswith("torch.optim") for cls in type(keeper).__mro__[:-2])
-    place = device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+    step_device = device if group.get("fused") or group.get("capturable") else torch.device("cpu")
     for key, value in scalars.items():
-        held[key] = torch.tensor(value, dtype=torch.float32, device=place) if torchs_own else _plain(value)
+        held[key] = torch.tensor(value, dtype=torch.float32, device=step_device) if torchs_own else _plain(value)
 
 
 def _plain(value: float) -> int | float:

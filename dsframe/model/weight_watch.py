@@ -202,9 +202,9 @@ class WeightWatch(TorchFunctionMode):
     def _wrote(self, target: Tensor) -> None:
         if target.requires_grad and not target.is_leaf:
             return
-        place = _storage(target)
+        storage = _storage(target)
         for name, parameter in self._parameters.items() if self._whole else self._model.named_parameters():
-            if place and _is_whole(parameter) and _storage(parameter) == place and (line := _caller()):
+            if storage and _is_whole(parameter) and _storage(parameter) == storage and (line := _caller()):
                 if not self._whole:
                     raise EngineError(
                         f"{line} writes to {name} in the middle of a step, and only to a copy: {self._shards()}"

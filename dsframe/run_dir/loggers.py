@@ -173,7 +173,7 @@ class _Csv(Logger):
     def __init__(self, folder: Path, directory: Path, done: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        tables = [path for kind in _KINDS for path in folder.glob(f"{_file_name(kind)}*.csv")]
+        tables = [path for name in _KINDS for path in folder.glob(f"{_file_name(name)}*.csv")]
         owner, run_id = folder / ".dsframe-run", _run_id(directory)
         if not tables:
             owner.write_text(f"{run_id}\n", encoding="utf-8")

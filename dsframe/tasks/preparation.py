@@ -192,10 +192,10 @@ def _call(task: Task, say: Say) -> None:
         raise
     except Exception as error:  # of the user's code
         frames = traceback.extract_tb(error.__traceback__)
-        place = next((frame for frame in reversed(frames) if is_users(frame.filename)), frames[-1])
+        raised_in = next((frame for frame in reversed(frames) if is_users(frame.filename)), frames[-1])
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise DataError(
-            f"{type(task).__name__}.prepare() failed: {reason} ({place.filename}:{place.lineno})"
+            f"{type(task).__name__}.prepare() failed: {reason} ({raised_in.filename}:{raised_in.lineno})"
         ) from error
 
 
@@ -210,8 +210,10 @@ def _failure_of(work: Callable[[], None]) -> str:
 
 def _error(said: str) -> DsframeError:
     failure = json.loads(said)
-    kind = getattr(errors, failure["kind"])
-    error: DsframeError = DataError(failure["said"]) if kind is errors.ConfigError else kind(failure["said"])
+    error_class = getattr(errors, failure["kind"])
+    error: DsframeError = (
+        DataError(failure["said"]) if error_class is errors.ConfigError else error_class(failure["said"])
+    )
     error.first_is_gone = failure.get("gone", False)
     return error
 
@@ -232,8 +234,8 @@ def _folder(task: Task) -> Path:
 def _lock(task: Task, say: Say) -> Iterator[Path]:
     """The folder of the data, while no other process prepares the same there. Ends with the process, however that ends."""
     folder = _folder(task)
-    kind = type(task)
-    path = folder / f".{kind.__module__}.{kind.__qualname__}{task.prepared_as}.lock".replace("<", "").replace(">", "")
+    cls = type(task)
+    path = folder / f".{cls.__module__}.{cls.__qualname__}{task.prepared_as}.lock".replace("<", "").replace(">", "")
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

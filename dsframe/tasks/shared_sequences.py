@@ -132,7 +132,7 @@ def refuse_unshareable(config: Any, parts: int) -> None:
 
     ``config``: of a small model, whose numbers of heads are those of the large one.
     """
-    kind, heads = config.model_type, getattr(config, "num_attention_heads", 0)
+    model_type, heads = config.model_type, getattr(config, "num_attention_heads", 0)
     if heads and heads % parts:
         raise TaskError(
             f"task.model: num_attention_heads {heads} is not divisible by sequence_parallel_size {parts}; choose another"
@@ -160,5 +160,6 @@ def refuse_unshareable(config: Any, parts: int) -> None:
                 problem = "its positions look at each other outside of attention"
     if problem:
         raise TaskError(
-            f'sequence_parallel_size: not possible with model_type "{kind}": {problem}; train it without, or choose another model'
+            f'sequence_parallel_size: not possible with model_type "{model_type}": {problem}; '
+            "train it without, or choose another model"
         )

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 def needed_ops(config: Config, optimizer: OptimizerSpec) -> tuple[str, ...]:
     """Names of the ops that DeepSpeed will load for this file; empty on the default path."""
     zero = config.deepspeed.zero_optimization
-    kind = optimizer.kind.lower()
+    optimizer_name = optimizer.kind.lower()
     ops = []
     offloaded = zero.offload_optimizer is not None and zero.offload_optimizer.device != "none"
-    if kind == "adagrad" and offloaded:
+    if optimizer_name == "adagrad" and offloaded:
         ops.append("cpu_adagrad")
-    if optimizer.cls is None and kind in ("adam", "adamw", "lamb", "lion"):
-        ops.append(f"{'cpu' if offloaded else 'fused'}_{kind.removesuffix('w')}")
-    if kind == "muon" and not optimizer.arguments.get("torch_adam"):
+    if optimizer.cls is None and optimizer_name in ("adam", "adamw", "lamb", "lion"):
+        ops.append(f"{'cpu' if offloaded else 'fused'}_{optimizer_name.removesuffix('w')}")
+    if optimizer_name == "muon" and not optimizer.arguments.get("torch_adam"):
         ops.append("cpu_adam" if offloaded else "fused_adam")
     if any(
         section is not None and section.device == "nvme" for section in (zero.offload_optimizer, zero.offload_param)

@@ -130,13 +130,13 @@ def tile(model: nn.Module, wanted: Tiling | None, make: Callable[..., Any]) -> T
                 device=linear.weight.device, dtype=linear.weight.dtype,
             )  # fmt: skip
         for key, parameter in tiled.named_parameters():
-            _, row, column, kind = key.split(".")
+            _, row, column, attribute = key.split(".")
             rows = slice(tiled.out_parts[int(row)], tiled.out_parts[int(row) + 1])
             columns = slice(tiled.in_parts[int(column)], tiled.in_parts[int(column) + 1])
-            whole = getattr(linear, kind)
+            whole = getattr(linear, attribute)
             parameter.requires_grad_(whole.requires_grad)
-            pieces[f"{name}.{key}"] = Tile(f"{name}.{kind}", (rows, columns) if kind == "weight" else (rows,))
-            shapes[f"{name}.{kind}"] = tuple(whole.shape)
+            pieces[f"{name}.{key}"] = Tile(f"{name}.{attribute}", (rows, columns) if attribute == "weight" else (rows,))
+            shapes[f"{name}.{attribute}"] = tuple(whole.shape)
         parent, _, last = name.rpartition(".")
         setattr(model.get_submodule(parent), last, tiled)
     return Tiles(pieces, shapes)

@@ -135,8 +135,8 @@ def train(attempt: Callable[[World, HostCommits], Result], config: Config) -> Re
     @run  # type: ignore[untyped-decorator]
     def again(commits: HostCommits) -> Result:
         # The environment keeps what was so when this process was started (measured, 0.28.1).
-        place = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank())
-        return attempt(World(*place, launcher="horovodrun", elastic=True), commits)
+        ranks_and_sizes = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank())
+        return attempt(World(*ranks_and_sizes, launcher="horovodrun", elastic=True), commits)
 
     result: Result = again(HostCommits(config.settings.horovod.commit_every_steps))
     return result
