@@ -1,4 +1,7 @@
-"""What a checkpoint tells of its run, and what may change until a run goes on from it: each change is said, with what follows."""
+"""What a checkpoint records of its run, and what may change before a run continues from it.
+
+Each change is reported, with what follows from it.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ def about(
     engine: str,
     package: str | None,
 ) -> dict[str, Any]:
-    """Returns what the manifest tells of a run: ``training`` must be the same to go on, the rest may change and is pointed out.
+    """Returns what the manifest tells of a run: ``training`` must be the same to continue, the rest may change and is reported.
 
     ``samples``: training samples. ``engine``: its name in the table; ``package``: what it needs beyond torch.
     """

@@ -1,4 +1,4 @@
-"""Training's state in memory, for engines whose processes may come and go while it goes on."""
+"""Training's state in memory, for elastic engines."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ class MemoryCheckpoint(Protocol):
 
 
 def begin_again(engine: Engine, commit: Commit, folder: Store, say: Callable[[str], None]) -> Start:
-    """**Collective.** Goes on from ``commit``, which is the same on every rank; no file is read.
+    """**Collective.** Continues from ``commit``, which is the same on every rank; no file is read.
 
     Later checkpoints in ``folder`` are moved away. Ranks are other ones than before, so random generators start from seed,
     rank and step. Raises CheckpointError where the folder does not let it.

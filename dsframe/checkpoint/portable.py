@@ -61,9 +61,9 @@ class PartWriter:
     """One rank's share of the parameters, in files of about ``part_bytes``.
 
     Parameters are dealt to the ranks by size, each to the one that has fewest bytes so far; every rank sees every parameter
-    pass, so all come to the same result without a word. One file is written, by a thread, while the next is gathered. Memory: a
-    rank holds at most twice ``part_bytes`` plus one parameter with its moments on the host, beside the one that the engine has
-    just gathered; with ``staging``, a copy there of its whole share (for Adam 12 bytes times parameters divided by ranks), which
+    pass, so all compute the same assignment without communication. One file is written, by a thread, while the next is
+    gathered. Memory: a rank holds at most twice ``part_bytes`` plus one parameter with its moments on the host, in addition
+    to the one that the engine has just gathered; with ``staging``, a copy there of its whole share (for Adam 12 bytes times parameters divided by ranks), which
     :meth:`flush` writes.
     """
 
@@ -126,7 +126,7 @@ class PartWriter:
             self._executor.shutdown()
 
     def flush(self, sign_of_life: Callable[[], None]) -> None:
-        """Writes what was kept, and lets go of it file by file; all files are on the disk when it returns. Raises OSError."""
+        """Writes what was kept, and releases it file by file; all files are on the disk when it returns. Raises OSError."""
         while self._kept:
             name, tensors = self._kept.pop(0)
             self.files[name] = write_tensors(self._folder / name, tensors)

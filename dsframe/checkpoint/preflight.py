@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def preflight(engine: Engine, folder: Path) -> None:
-    """**Collective.** Tries what a save needs: rank 0 creates a folder beside ``folder`` (in the target, if that is a link),
+    """**Collective.** Tries what a save needs: rank 0 creates a folder next to ``folder`` (in the target, if that is a link),
     every other rank writes into it, and it is removed. Raises CheckpointError, on every rank, if one cannot.
 
     Otherwise the first save would fail, which by default is at the end of training. Not in the folder itself: it may be renamed to
-    make way, and hosts would remember the old one by its name (NFS).
+    make room, and hosts would remember the old one by its name (NFS).
     """
     wanted, world = engine.plan.config.settings.checkpoints, engine.plan.world
     if not wanted.at_end and wanted.every_steps is None:

@@ -1,7 +1,7 @@
 """A checkpoint's model as transformers' ``from_pretrained`` reads it: config.json, safetensors, the tokenizer's files.
 
-What transformers has to know beside the weights was asked of the task when the checkpoint was saved (``Task.pretrained``) and is
-in its manifest, so that nothing of the training, its file or its model folder, has to be there.
+What transformers has to know in addition to the weights was asked of the task when the checkpoint was saved
+(``Task.pretrained``) and is in its manifest: the training's file and its model folder are not needed.
 """
 
 from __future__ import annotations

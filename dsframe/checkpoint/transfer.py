@@ -1,7 +1,7 @@
 """Saving sharded parameters: each rank gets what it writes, window by window, and nothing else.
 
 A window is so many bytes that no rank sends, and none writes, more than ``WINDOW_BYTES`` of it. While one is on its way, a thread
-writes the one before into files, so that beside its state a rank holds at most one window to send and two to write, on GPUs
+writes the one before into files, so that in addition to its state a rank holds at most one window to send and two to write, on GPUs
 one more on the device. What a rank holds itself is written from where it lies.
 
 Where all ranks see the folder through one kernel, as on one host, a save at once exchanges nothing: each rank writes what it holds
@@ -32,7 +32,7 @@ from dsframe.cluster.exchange import Ranks, all_gather_text
 from dsframe.model.state import ParameterShard, TensorShard
 
 WINDOW_BYTES = 64 << 20
-"""A rank's memory grows by at most four times as much in a save, 256 MiB, beside a copy of its own ranges in the background."""
+"""A rank's memory grows by at most four times as much in a save, 256 MiB, in addition to a copy of its own ranges."""
 SHARD_BYTES = 1 << 30
 """Size of the files of the sharded form: few, and enough for many ranks to verify them together."""
 
@@ -82,7 +82,7 @@ class ShardWriter:
         self._more.append((name, tensors))
 
     def keep(self, staging: Staging, group: Any, sign_of_life: Callable[[], None]) -> None:
-        """Copies this rank's ranges, so that training may go on. ``group``: over which :meth:`flush` exchanges them later."""
+        """Copies this rank's ranges, so that training may continue. ``group``: over which :meth:`flush` exchanges them later."""
         assert isinstance(self._held, _LiveShards)
         kept = {}
         for chunk in self._plan.chunks:

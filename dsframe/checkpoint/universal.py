@@ -29,7 +29,7 @@ from dsframe.checkpoint.portable import Checkpoint
 from dsframe.errors import CheckpointError
 
 LAYOUT = "0.19.8"
-"""DeepSpeed's version whose layout this is."""
+"""The version of DeepSpeed that has this layout."""
 _MOMENTS = ["exp_avg", "exp_avg_sq"]
 
 

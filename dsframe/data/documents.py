@@ -48,7 +48,7 @@ class Row:
     value: Any
     """A mapping of columns; of a text file its text."""
     last: bool = True
-    """False if the document goes on in the next row."""
+    """False if the document continues in the next row."""
 
 
 def find_files(patterns: str | Sequence[str], key: str, kinds: Sequence[str] = ()) -> list[Path]:
@@ -278,7 +278,7 @@ _READERS = {".jsonl": _jsonl, ".jsonl.zst": _jsonl, ".jsonl.gz": _jsonl, ".parqu
 def digest(paths: Sequence[Path], data_dir: str | None) -> str:
     """A digest of what is in the files, in their order. Raises DataError.
 
-    A file that is the same by device, inode, size, and the times of its last change is not read again: its digest is kept beside
+    A file that is the same by device, inode, size, and the times of its last change is not read again: its digest is kept with
     the data. The time of the last change of the inode cannot be set by programs, as that of the content can.
     """
     files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]

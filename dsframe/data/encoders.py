@@ -157,7 +157,7 @@ class ConversationEncoder:
         return text, [(int(first), int(end)) for first, end in spans]
 
     def _variables(self, row: Row) -> dict[str, Any]:
-        """What the template is given beside the messages."""
+        """What the template is given in addition to the messages."""
         more = row.value.get("chat_template_kwargs") or {}
         if not isinstance(more, Mapping):
             raise DataError(f'{row.place}: "chat_template_kwargs" is {type(more).__name__} in place of an object')

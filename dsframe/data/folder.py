@@ -55,7 +55,7 @@ def class_names(data_dir: str | None) -> list[str]:
 
 
 def test_folder(data_dir: str, dataset: str) -> Path:
-    """``val``, ``test`` or ``eval`` beside ``train``, whichever comes first. Raises DataError where there is none."""
+    """``val``, ``test`` or ``eval`` next to ``train``, whichever comes first. Raises DataError where there is none."""
     root = Path(data_dir).expanduser()
     for name in _TEST_FOLDERS:
         if (root / name).is_dir():

@@ -59,7 +59,7 @@ class Order:
         return {}
 
     def about(self) -> dict[str, Any]:
-        """Returns what must stay for a saved place to be one in this order, beside number and seed; as JSON has it."""
+        """Returns what must stay for a saved place to be one in this order, in addition to number and seed; as JSON has it."""
         return {}
 
     def lines(self, samples: int) -> list[str]:

@@ -1,6 +1,6 @@
 """Sets of many files that are read where they lie: tar shards as webdataset writes them, parquet, JSON lines, also compressed.
 
-An index says where each sample lies, so that any sample can be read without those before it. It is made once and kept beside the
+An index says where each sample lies, so that any sample can be read without those before it. It is made once and kept with the
 data, one file for each shard. An epoch takes the shards in a drawn order and shuffles within a window of the samples that follow:
 memory and reading ahead depend on the window, and where training stands on the step alone.
 """

@@ -104,9 +104,7 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
         instead = ", ".join(replicated)
         notes.append(f"{name} keeps {entry.keeps} instead of {instead}: the same training, {entry.cost}")
     if ignored:
-        notes.append(
-            f"{name} goes without {', '.join(ignored)}: the same training; metrics.jsonl has the run's figures"
-        )
+        notes.append(f"{name} ignores {', '.join(ignored)}: the same training; metrics.jsonl has the run's metrics")
     return refused, notes
 
 

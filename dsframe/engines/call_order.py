@@ -5,7 +5,7 @@ for ever, a library ends the process, or weights of modules of equal size are mi
 its calls:
 
 - In the first step, and where a call is another than in the step before, ranks meet in a store before anything is gathered.
-- At the end of a step they compare a number that is made of the list, over a collective that runs while the step goes on.
+- At the end of a step they compare a number that is made of the list, over a collective that runs while the step continues.
 - Where a step does not end, the watchdog compares the lists (:mod:`dsframe.guard.watchdog`).
 """
 

@@ -134,7 +134,7 @@ class FsdpEngine(ReplicaEngine):
         """16-bit training starts from rounded weights on every engine; shards are in fp32."""
         if precision.is_short(self._dtype):
             parameter.data.copy_(parameter.data.to(self._dtype))
-        # What an adapter stands beside needs no masters, and a frozen model.
+        # The base model of an adapter needs no masters, nor does a frozen model.
         base = self.plan.frozen or (self.built.adapter is not None and not parameter.requires_grad)
         wanted = self._dtype if base and precision.is_short(self._dtype) else self.built.dtype
         if self._spill is not None and wanted != parameter.dtype:

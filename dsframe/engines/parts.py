@@ -1,4 +1,4 @@
-"""Several models of one task, each in an engine of its own: GANs, distillation, a policy beside its reference.
+"""Several models of one task, each in an engine of its own: GANs, distillation, a policy and its reference.
 
 All are engines of one kind, the run's. What an engine trains is its model under its name, with the loss that trains it as the
 forward pass: a library that wraps, gathers or reduces sees one forward and one backward pass of one module. Inside of that loss
@@ -340,7 +340,7 @@ class PartsEngine(Engine):
 
 
 def _terms(results: Mapping[str, StepResult]) -> dict[str, Sum]:
-    """Returns what the losses returned beside themselves; with several losses, these too."""
+    """Returns the terms that the losses returned with their values; with several losses, these too."""
     terms: dict[str, Sum] = {}
     for name, result in results.items():
         if len(results) > 1:

@@ -160,7 +160,7 @@ class LossScale:
         return LossScaleState(self.scale, self._left, self._steps, self._last_overflow) if self.dynamic else None
 
     def restore(self, saved: LossScaleState | None) -> None:
-        """Goes on from a checkpoint; without one (it was not an fp16 run) from the file's first factor."""
+        """Continues from a checkpoint; without one (it was not an fp16 run) from the file's first factor."""
         if self.dynamic and saved is not None:
             self.scale, self._left = saved.scale, saved.hysteresis_left
             self._steps, self._last_overflow = saved.steps, saved.last_overflow

@@ -82,7 +82,7 @@ def standing(step: int, beats: int, seconds: float, calls: Mapping[str, Call]) -
 def last_collectives() -> dict[str, Call]:
     """Returns, by process group, the first collective that is not done, or else the last one, as torch's flight recorder has them.
 
-    On GPUs a rank calls a collective and goes on: its device waits, and its stack does not show it.
+    On GPUs a rank calls a collective and continues: its device waits, and its stack does not show it.
     """
     core: Any = torch._C._distributed_c10d
     dumps = (getattr(core, f"_dump_{backend}_trace_json", None) for backend in ("nccl", "fr"))  # the second: Gloo's

@@ -58,7 +58,7 @@ class _Call:
 
 
 def is_transient(error: Exception) -> bool:
-    """Returns whether a restart may well mend it, although the user's code raised it: a disk, a connection, memory."""
+    """Returns True if a restart may help, although the user's code raised the error: a disk, a connection, memory."""
     return isinstance(error, (OSError, MemoryError)) or type(error).__name__ == "OutOfMemoryError"
 
 

@@ -100,7 +100,7 @@ class Watchdog:
                 time.sleep(self._interval)
 
     def begin(self, step: int) -> None:
-        """Set up; training goes on after ``step``."""
+        """Set up; training continues after ``step``."""
         self._step, self._limit = step, self._seconds * FIRST_FACTOR
         self._last = time.monotonic()
 

@@ -1,4 +1,4 @@
-"""Adapters by peft: a few new weights beside a model whose own weights, the base, are frozen and in no checkpoint.
+"""Adapters by peft: a few new weights in a model whose own weights, the base, are frozen and in no checkpoint.
 
 The adapter's layers are put into the task's model where it is built, so every engine trains them as it trains a model with frozen
 parameters. A checkpoint has the adapter and names the base by a digest.
@@ -53,7 +53,7 @@ class Adapter:
 
     @property
     def training(self) -> dict[str, Any]:
-        """Returns what must be the same for a run to go on from a checkpoint."""
+        """Returns what must be the same for a run to continue from a checkpoint."""
         kept = {key: value for key, value in self.settings.items() if key != "folder"}
         return {"adapter": kept, "adapter's base": self.digest}
 
@@ -117,7 +117,7 @@ def settle_adapter(
         json.loads(section.model_dump_json(exclude_none=True)),
         peft,
         _combined(digest_of),
-        f"{trained:,} parameters of an adapter ({section.type}) train beside {frozen:,} frozen ones",
+        f"{trained:,} parameters of an adapter ({section.type}) train, {frozen:,} are frozen",
     )
 
 
@@ -183,11 +183,11 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def compare(manifest: Mapping[str, Any], digest: str, where: object) -> None:
-    """Raises CheckpointError where the checkpoint's adapter was trained beside another base."""
+    """Raises CheckpointError where the checkpoint's adapter was trained with another base."""
     saved = manifest["training"].get("adapter's base")
     if saved is not None and saved != digest:
         raise CheckpointError(
-            f"{where} has an adapter that was trained beside another base model: its weights have the digest {saved}, those that "
+            f"{where} has an adapter that was trained with another base model: its weights have the digest {saved}, those that "
             f"were built here {digest}. Give the task the model, the seed and the weights of that training"
         )
 

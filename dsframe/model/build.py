@@ -52,7 +52,7 @@ class BuiltModel:
     groups: ParameterGroups = field(default_factory=ParameterGroups)
     """Parameters with options of their own."""
     adapter: Adapter | None = None
-    """What trains beside a frozen base, if the file asks for it."""
+    """The adapter of a frozen base model, if the file asks for it."""
     sizes: tuple[int, int] | None = None
     """Numbers of trained parameters and of all; None if no rank has seen the whole model."""
     computes_loss: bool = False
@@ -226,7 +226,7 @@ def without_elements(model: nn.Module) -> str:
 def dependences(
     task: Task, model: nn.Module, *, per_sample: bool = False, synced: bool = False
 ) -> tuple[Dependence, ...]:
-    """Returns what the result depends on beside the file, as far as the task and ``model`` (in training
+    """Returns what the result depends on other than the file, as far as the task and ``model`` (in training
     mode) show it.
 
     Args:

@@ -77,7 +77,7 @@ class EarlyStop(Follower):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from :meth:`state`; of another metric nothing is taken over. Raises CheckpointError for anything else."""
+        """Continues from :meth:`state`; of another metric nothing is taken over. Raises CheckpointError for anything else."""
         counts = [state.get(key) for key in ("best_step", "waited", "observed")]
         best, whole = state.get("best"), all(type(count) is int and count >= 0 for count in counts)
         if state.keys() != self.state().keys() or not whole or type(best) not in (int, float, type(None)):
@@ -94,7 +94,7 @@ _KEPT = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 class Plateau(Follower):
     """A rate that falls where the metric no longer gets better, the only schedule that the step number does not decide.
 
-    torch's class beside a stand-in optimizer, as a :data:`dsframe.model.schedules.Schedule`.
+    torch's class with a stand-in optimizer, as a :data:`dsframe.model.schedules.Schedule`.
     """
 
     key = "scheduler.params.metric"
@@ -129,7 +129,7 @@ class Plateau(Follower):
         return {key: value if math.isfinite(value) else None for key, value in values.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from :meth:`state`. Raises CheckpointError for anything else."""
+        """Continues from :meth:`state`. Raises CheckpointError for anything else."""
         numbers = all(type(number) in (int, float, type(None)) for number in state.values())
         if state.keys() != self.state().keys() or not numbers:
             raise CheckpointError(f"the checkpoint's schedule is no ReduceLROnPlateau: {dict(state)}")

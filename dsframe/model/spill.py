@@ -136,7 +136,7 @@ class Spill:
         self._fresh = 0
 
     def close(self) -> None:
-        """The engine has its shards: lets go of the files. One that a tensor still uses stays until that goes."""
+        """The engine has its shards: releases the files. One that a tensor still uses stays until the tensor is gone."""
         self.evict()
         self._newest.clear()
         self._mapped.clear()

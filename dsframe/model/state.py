@@ -37,7 +37,7 @@ class ParameterState:
 
 
 WEIGHT = "weight"
-"""The key of a parameter's weight among its tensors, beside those of the moments."""
+"""The key of a parameter's weight among its tensors, next to those of the moments."""
 
 
 @dataclass(frozen=True)

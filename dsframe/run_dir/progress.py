@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: lines that stay, and in a terminal a moving line below them."""
+"""What a person sees during a run: lines that stay, and in a terminal a moving line below them."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ class Progress:
             self._bar = _line(total_steps, "step")
 
     def say(self, line: str) -> None:
-        """One line that stays. Where it cannot be written (a closed pipe, a full disk), training goes on."""
+        """One line that stays. Where it cannot be written (a closed pipe, a full disk), training continues."""
         if not self._speaks:
             return
         if self._prefix:

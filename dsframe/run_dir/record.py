@@ -1,7 +1,7 @@
 """A run's directory: ``run.json`` and ``config.json`` say what runs, ``metrics.jsonl`` is written as it happens, and
 ``summary.json`` when the run has succeeded.
 
-Only rank 0 keeps a record. The files hold plain JSON and can be read while the run goes on. A disk that is full ends no training:
+Only rank 0 keeps a record. The files hold plain JSON and can be read while the run continues. A disk that is full ends no training:
 lines wait until they can be written, and a file that replaces another is whole before it does.
 """
 
@@ -47,7 +47,7 @@ CONFIG = "config.json"
 
 
 def provenance() -> dict[str, Any]:
-    """Where a run's figures come from: plain values, as JSON has them.
+    """Where a run's metrics come from: plain values, as JSON has them.
 
     Versions are those that are installed, whether the run uses them or not.
     """
@@ -105,7 +105,7 @@ class Record:
     def __init__(
         self, plan: Plan, about: Mapping[str, Any], done_steps: int = 0, *, say: Callable[[str], None]
     ) -> None:
-        """``about``: what the plan does not know of the run. ``done_steps``: steps of an earlier run to go on from."""
+        """``about``: what the plan does not know of the run. ``done_steps``: steps of an earlier run to continue from."""
         directory = plan.directory
         self._directory, self._say, self._warned = directory, say, False
         with self.surviving():
@@ -286,7 +286,7 @@ def finished(directory: Path, steps: int) -> bool:
 
 
 def read_origin(directory: Path) -> dict[str, Any]:
-    """Where a run's figures come from; empty for a directory without it."""
+    """Where a run's metrics come from; empty for a directory without it."""
     return _read(directory / _ORIGIN)
 
 

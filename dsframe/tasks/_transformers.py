@@ -46,13 +46,13 @@ def transformers() -> Any:
         raise TaskError('transformers is not installed; pip install "dsframe[transformers]"')
     os.environ["HF_HUB_OFFLINE"] = "1"
     if importlib.util.find_spec("torchvision"):
-        _torchvision.torchvision()  # transformers imports it, and beside a CPU torch it needs help with that
+        _torchvision.torchvision()  # transformers imports it, and with a CPU torch it needs help with that
     try:
         package = importlib.import_module("transformers")
         package.utils.logging.set_verbosity_error()
         package.utils.logging.disable_progress_bar()
     except (ImportError, RuntimeError) as error:
-        raise TaskError(f"cannot import transformers beside torch {torch.__version__}: {error}") from error
+        raise TaskError(f"cannot import transformers with torch {torch.__version__}: {error}") from error
     return package
 
 

@@ -376,7 +376,7 @@ def test_fsdp_gathers_the_blocks_that_others_recompute() -> None:
     ("name", "size", "refused", "note"),
     [
         ("deepspeed", 2, [], ""),
-        ("deepspeed", 1, [], "goes without activation_checkpointing.partition_activations"),
+        ("deepspeed", 1, [], "ignores activation_checkpointing.partition_activations"),
         ("ddp", 2, [], "instead of tensor_parallel.autotp_size, activation_checkpointing.partition_activations"),
         ("reference-model-parallel", 2, ["tensor_parallel.autotp_size"], "instead of activation_checkpointing.part"),
     ],

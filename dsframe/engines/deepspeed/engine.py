@@ -93,7 +93,7 @@ class ZeroEngine(ModelEngine):
         self._updates = 0
 
     def _prepare_steps(self, module: nn.Module) -> None:
-        """What DeepSpeed's engine needs beside itself to take steps."""
+        """What DeepSpeed's engine needs to take steps."""
         plan = self.plan
         if shares_activations(plan.config.deepspeed, plan.config.settings):
             from dsframe.engines.deepspeed import partition

@@ -94,7 +94,7 @@ def _shape(parameter: Any) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))  # stage 3 keeps an empty tensor in its place
 
 
-# Stage 0: a plain optimizer, or one of two wrappers that keep fp32 masters beside a 16-bit model.
+# Stage 0: a plain optimizer, or one of two wrappers that keep fp32 masters of a 16-bit model.
 
 
 def _stage_0(engine: Any, model: nn.Module) -> tuple[list[ParameterView], list[ParameterView]]:

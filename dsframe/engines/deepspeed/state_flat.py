@@ -44,7 +44,7 @@ def _make_moments(
     optimizer: torch.optim.Optimizer, held: dict[str, Any], parameter: ParameterState, flat: Tensor
 ) -> None:
     """A fresh optimizer has no state yet: makes the tensors it would make at its first step."""
-    # DeepSpeed's CPU Adam keeps moments in fp32 beside masters of 16 bits, unless it is told not to.
+    # DeepSpeed's CPU Adam keeps moments in fp32 with masters of 16 bits, unless it is told not to.
     dtype = torch.float32 if getattr(optimizer, "fp32_optimizer_states", False) else flat.dtype
     for key in parameter.moments:
         if not isinstance(held.get(key), Tensor):

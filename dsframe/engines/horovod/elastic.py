@@ -1,4 +1,4 @@
-"""Horovod's elastic mode: processes come and go under ``horovodrun --min-np``, and training goes on in those that stay.
+"""Horovod's elastic mode: processes come and go under ``horovodrun --min-np``, and training continues in those that stay.
 
 ``horovod.torch.elastic`` says when: a collective fails because a process is gone, or its driver has found other hosts. Then the
 ring is made anew, and every process builds its engine for the new size around the last commit, a copy of the whole state in

@@ -49,10 +49,10 @@ def settle_environment(settings: Horovod, world: World, device: torch.device, *,
         environment_scope.number(APART, None, 1)
         if bucket_bytes is None:
             bucket_bytes = environment_scope.number(THRESHOLD, None, None)
-    # No default for what is to be tuned; nor beside a threshold, for both would be fixed.
+    # No default for what is to be tuned; nor next to a threshold, for both would be fixed.
     default = device.type == "cpu" and not tunes() and THRESHOLD not in os.environ
     environment_scope.number(ROUNDS, settings.cycle_time_milliseconds, CPU_ROUND_MILLISECONDS if default else None)
-    if device.type == "cuda":  # the host hands buckets over and goes on; else it waits for each
+    if device.type == "cuda":  # the host hands buckets over and continues; else it waits for each
         environment_scope.number(ASYNC_COMPLETION, None, 1)
     if world.elastic or (_started and not running):
         _refuse_another_start(world.elastic)
