@@ -63,8 +63,8 @@ class PartWriter:
     Parameters are dealt to the ranks by size, each to the one that has fewest bytes so far; every rank sees every parameter
     pass, so all compute the same assignment without communication. One file is written, by a thread, while the next is
     gathered. Memory: a rank holds at most twice ``part_bytes`` plus one parameter with its moments on the host, in addition
-    to the one that the engine has just gathered; with ``staging``, a copy there of its whole share (for Adam 12 bytes times parameters divided by ranks), which
-    :meth:`flush` writes.
+    to the one that the engine has just gathered; with ``staging``, a copy there of its whole share (for Adam 12 bytes times
+    parameters divided by ranks), which :meth:`flush` writes.
     """
 
     def __init__(
@@ -257,7 +257,7 @@ class Checkpoint:
     """A checkpoint on disk, read as :class:`dsframe.model.state.SavedState`. Files stay open until :meth:`close`."""
 
     def __init__(self, path: Path, rank: int = 0) -> None:
-        """Reads the manifest alone. ``rank``: whose buffers are wanted, where ranks had different ones.
+        """Reads only the manifest. ``rank``: whose buffers are wanted, where ranks had different ones.
 
         Raises CheckpointError where the manifest is missing or damaged; ``store.verify`` reads the rest.
         """
@@ -324,7 +324,7 @@ class Checkpoint:
         )
 
     def part(self, name: str, first: int, size: int) -> ParameterState:
-        """A range of one flattened parameter: maps and reads its own pages of the files alone.
+        """A range of one flattened parameter: maps and reads only its own pages of the files.
 
         Raises CheckpointError where a file does not hold it, and where a moment has another shape than the weight.
         """

@@ -41,15 +41,15 @@ def preflight(engine: Engine, folder: Path) -> None:
     )
     trial = folder.parent / all_gather_text(engine, trial_name)[0]
     failure = catch_io_error(lambda: _begin(trial)) if world.is_main else ""
-    said = all_gather_text(engine, failure)
-    if not world.is_main and not said[0]:
+    failures = all_gather_text(engine, failure)
+    if not world.is_main and not failures[0]:
         failure = catch_io_error(lambda: _join(trial, world.rank))
-    said = all_gather_text(engine, failure)
+    failures = all_gather_text(engine, failure)
     if world.is_main:
         shutil.rmtree(trial, ignore_errors=True)
-    if any(said):
+    if any(failures):
         raise CheckpointError(
-            f"this run cannot be saved: {'; '.join(named(engine, said))}; every host needs this folder, shared (NFS) and "
+            f"this run cannot be saved: {'; '.join(named(engine, failures))}; every host needs this folder, shared (NFS) and "
             'writable: choose another with --run-dir, or write "checkpoints": {"at_end": false} to save nothing'
         )
 
@@ -100,15 +100,17 @@ def _damage_of_ranks(
     return [report["damage"] for report in reports]
 
 
-def _unread(path: Path, said: list[str], ranks: Ranks) -> CheckpointError:
-    """**Collective.** The same error on every rank; ``said``: by each of them, empty where all is well."""
+def _unread(path: Path, failures: list[str], ranks: Ranks) -> CheckpointError:
+    """**Collective.** The same error on every rank; ``failures``: by rank, empty where all is well."""
     return CheckpointError(
-        f"not every rank can read {path}: {'; '.join(named(ranks, said))}; nothing was renamed; every host needs this "
+        f"not every rank can read {path}: {'; '.join(named(ranks, failures))}; nothing was renamed; every host needs this "
         "folder, shared (NFS) and readable"
     )
 
 
-def named(ranks: Ranks, said: list[str]) -> list[str]:
-    """**Collective.** Returns what each rank ``said``, with its number and host; not those that said nothing."""
+def named(ranks: Ranks, failures: list[str]) -> list[str]:
+    """**Collective.** Returns the failures, each with its rank and host, without the empty ones."""
     hosts = all_gather_text(ranks, socket.gethostname())
-    return [f"rank {rank} on {host}: {text}" for rank, (host, text) in enumerate(zip(hosts, said, strict=True)) if text]
+    return [
+        f"rank {rank} on {host}: {text}" for rank, (host, text) in enumerate(zip(hosts, failures, strict=True)) if text
+    ]

@@ -1,4 +1,4 @@
-"""From rows to tokens: texts, and conversations of which the answers alone are learned."""
+"""From rows to tokens: texts, and conversations of which only the answers are learned."""
 
 from __future__ import annotations
 
@@ -176,9 +176,9 @@ class ConversationEncoder:
                 end_of(self._tokenizer)
             first = self._tokenizer("")["input_ids"][:1]
             begin = first if first and first[0] == self._tokenizer.bos_token_id else []
-            asked, said = tokens_of(self._tokenizer, [prompt, completion], [row, row])
+            asked, answered = tokens_of(self._tokenizer, [prompt, completion], [row, row])
             before = [*([] if list(asked[:1]) == begin else begin), *asked]
-            after = [*said, *([] if list(said[-1:]) == [self._end] else [self._end])] if completion else []
+            after = [*answered, *([] if list(answered[-1:]) == [self._end] else [self._end])] if completion else []
             return [*before, *after], [0] * len(before) + [1] * len(after)
         asked = _messages(prompt, row, "prompt")
         before = self._applied(asked, row, add_generation_prompt=True)["input_ids"]

@@ -63,7 +63,7 @@ class RowSource:
         counts = self._ends[chosen] - begins  # pieces of each row
         pieces = self._pieces[_ranges(begins, counts)]
         row = np.repeat(np.arange(len(chosen)), counts)
-        lengths = pieces[:, 1] - 1  # the last token is a target alone
+        lengths = pieces[:, 1] - 1  # the last token is only a target
         return pieces, row, np.bincount(row, weights=lengths, minlength=len(chosen)).astype(np.int64)
 
     def gather(self, parts: list[Part], width: int | None = None) -> Batch:

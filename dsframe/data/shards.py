@@ -2,7 +2,7 @@
 
 An index says where each sample lies, so that any sample can be read without those before it. It is made once and kept with the
 data, one file for each shard. An epoch takes the shards in a drawn order and shuffles within a window of the samples that follow:
-memory and reading ahead depend on the window, and where training stands on the step alone.
+memory and reading ahead depend on the window, and where training stands only on the step.
 """
 
 from __future__ import annotations
@@ -385,14 +385,14 @@ def _shards(
 ) -> list[_Shard]:
     """The files with their indexes, which are made where they are not there. Any number of processes may do so at once."""
     shards: list[_Shard] = []
-    folder, said = data_root(data_dir) / "shards", time.monotonic()
+    folder, last_message = data_root(data_dir) / "shards", time.monotonic()
     for number, path in enumerate(paths):
         shard_class, facts = _KINDS[documents.kind_of(path, _KINDS)], _facts(path)
         key = f"{FORM}\0{path.absolute()}\0{facts}\0{columns if shard_class is _Parquet else None}"
         kept = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.npy"
         if not kept.is_file():
-            if time.monotonic() - said > _SAY_SECONDS:
-                said = time.monotonic()
+            if time.monotonic() - last_message > _SAY_SECONDS:
+                last_message = time.monotonic()
                 say(f"indexing file {number + 1:,} of {len(paths):,}")
             with _readable(path):
                 index = shard_class.scan(path, columns)

@@ -27,7 +27,7 @@ def held() -> Iterator[None]:
 
 
 def outlive_signals(worker: int) -> None:
-    """Makes this worker of a torch ``DataLoader`` end with its parent alone, and at once.
+    """Makes this worker of a torch ``DataLoader`` end only with its parent, and at once.
 
     Launchers and clusters send a stop to every process of a job, and the training still needs its workers to finish the step and
     save. To ignore SIGTERM would be too much: torch and Python end workers by it and may then wait for them without a limit. So

@@ -178,9 +178,9 @@ class CallOrder:
             pause = min(2 * pause, 0.02)
             if time.monotonic() - looked > _LOOK_SECONDS:
                 looked = time.monotonic()
-                if said := self.difference(store, f"meet/{self._meetings}"):
+                if difference := self.difference(store, f"meet/{self._meetings}"):
                     time.sleep(_LOOK_SECONDS)  # the others read it too
-                    raise TaskError(said)
+                    raise TaskError(difference)
 
     def difference(self, store: Any, moment: str) -> str:
         """Tells the others through ``store`` where this rank stands at ``moment``, a name that is the same on all. Returns what

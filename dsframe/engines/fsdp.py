@@ -1,7 +1,7 @@
 """PyTorch's fully sharded data parallelism, the current ``fully_shard`` (Zhao et al. 2023, arXiv 2304.11277).
 
 Every rank has a shard of each parameter, its gradient and its optimizer state. A unit, such as a transformer block, is
-gathered when its turn comes and given up again afterwards: ZeRO stage 3, by torch alone. The step is that of every engine of
+gathered when its turn comes and given up again afterwards: ZeRO stage 3, implemented by torch. The step is that of every engine of
 replicas; what is different here is where tensors lie.
 """
 
@@ -116,7 +116,7 @@ class FsdpEngine(ReplicaEngine):
         return on_disk(self.plan.directory, self.plan.world.size) if shards else None
 
     def _take_from_rank_0(self, tensors: list[Tensor]) -> None:
-        """**Collective.** Every rank keeps a shard of rank 0's model. What a rank has drawn otherwise is sent, and that alone."""
+        """**Collective.** Every rank keeps a shard of rank 0's model. Only what a rank has drawn otherwise is sent."""
         local_digests = []
         for tensor in tensors:
             flat: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()

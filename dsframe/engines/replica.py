@@ -171,7 +171,7 @@ class ReplicaEngine(ModelEngine):
             if self._masters:
                 self._masters.give_weights()
             self.optimizer.zero_grad()
-            self._begin_step()  # terms of the last evaluation of the batch alone
+            self._begin_step()  # only the terms of the last evaluation of the batch
             loss = self._gradients(batches, 1.0)
             norm = self._clip(1.0, always=True)
             evaluations.append((loss, norm))

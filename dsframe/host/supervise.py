@@ -133,9 +133,9 @@ def supervise(
             return 128 + asked_to_end if brief and asked_to_end and code == 1 else code
         if time.monotonic() > patience:
             if not asked_to_end:
-                said = "dsframe: warning: the launcher ended before its workers: ending them"
+                warning = "dsframe: warning: the launcher ended before its workers: ending them"
                 with contextlib.suppress(OSError):
-                    print(said, file=sys.stderr, flush=True)
+                    print(warning, file=sys.stderr, flush=True)
             end_descendants()
             return code or (128 + asked_to_end if brief and asked_to_end else 1)
         arrived = signal.sigtimedwait({*heard, signal.SIGCHLD}, min(3600.0, max(0.0, patience - time.monotonic())))

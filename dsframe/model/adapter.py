@@ -273,7 +273,7 @@ def _check_modules(config: Config, model: nn.Module, settings: Any) -> None:
     """Raises ConfigError for a module that is not there: peft says nothing where another one of the list is."""
     named = [name for name, _ in model.named_modules() if name]
     if settings.target_modules == "all-linear" and not hasattr(model, "get_output_embeddings"):
-        # peft knows the layers of transformers' models alone.
+        # peft knows only the layers of transformers' models.
         settings.target_modules = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     known = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
     for key in ("target_modules", "modules_to_save"):

@@ -109,7 +109,7 @@ def are_asked(config: Config, task: Task) -> bool:
 def settle_groups(config: Config, task: Task, model: nn.Module) -> ParameterGroups:
     """The file's and the task's groups for ``model``, whose parameters of frozen groups no longer need a gradient.
 
-    Looks at names, sizes and classes alone, so a model without numbers (device "meta") will do. Raises ConfigError, or TaskError
+    Looks only at names, sizes and classes, so a model without numbers (device "meta") will do. Raises ConfigError, or TaskError
     where the task has the groups, for a pattern that matches nothing, a parameter in two groups, and a model with nothing to train.
     """
     for parameter in model.parameters():

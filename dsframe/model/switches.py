@@ -178,7 +178,7 @@ def linears(model: nn.Module, patterns: Sequence[str]) -> dict[str, nn.Linear]:
 
 
 def recompute(block: nn.Module, *, to_host: bool = False) -> None:
-    """Keeps of ``block`` its inputs alone and computes the rest again in the backward pass (Chen et al. 2016, arXiv 1604.06174).
+    """Keeps only the inputs of ``block`` and computes the rest again in the backward pass (Chen et al. 2016, arXiv 1604.06174).
 
     The method is replaced, not the module wrapped: names stay. ``to_host``: the inputs wait in the host's memory.
     """
@@ -214,7 +214,7 @@ def compute_in_slices(module: nn.Module, tokens: int) -> None:
     """Calls ``module`` with so many tokens at a time, and once more with each slice in the backward pass (as the paper on Arctic's
     long sequences does; Bekman et al. 2025, arXiv 2506.13996).
 
-    The first call compares two tokens together and alone: raises ConfigError where they look at each other.
+    The first call compares two tokens together and one by one: raises ConfigError where they look at each other.
     """
     forward, again = module.forward, checkpoint_function(module)
     compared = False

@@ -4,7 +4,7 @@ Weights belong to the optimizer. Who writes to them elsewhere trains another mod
 rows ask for), and nothing where the optimizer has masters or shards of its own. Who reads a shard computes with a part of a weight.
 So the first steps are watched, and then every step whose number is a power of two:
 
-- what is read or written while this rank holds a shard alone, by the functions of torch that are called (``TorchFunctionMode``);
+- what is read or written while this rank holds only a shard, by the functions of torch that are called (``TorchFunctionMode``);
 - what was written in the forward pass, in the loss, or between two steps, by sums over each weight;
 - parameters that are made, frozen or unfrozen after the start, in every step;
 - parameters that take part in the loss and are not the model's.

@@ -1,6 +1,6 @@
 """The only place that imports Hugging Face transformers: configurations, models and tokenizers, from the file or a local folder.
 
-Nothing goes to the network: the library is told so before it is imported, and every call asks for local files alone. No code
+Nothing goes to the network: the library is told so before it is imported, and every call asks only for local files. No code
 out of a folder is run (``trust_remote_code=False``), and weights are read from safetensors, never unpickled.
 """
 

@@ -107,10 +107,10 @@ class _SharedPreparation:
         """Prepares or waits; then every rank has the same outcome. Raises DsframeError."""
         if self._me.first:
             self._store.set(f"outcome/{self._me.rank}", _failure_of(self._guarded))
-        said = self._wait()
+        failure = self._wait()
         self._leave()
-        if said:
-            raise _error(said)
+        if failure:
+            raise _error(failure)
 
     def _guarded(self) -> None:
         """Prepares, unless another host has done so in the same folder, and gives signs of life meanwhile."""
@@ -149,8 +149,8 @@ class _SharedPreparation:
                 key = f"outcome/{preparer.rank}"
                 try:
                     there = self._store.check([key])
-                    if there and (said := self._store.get(key).decode()):
-                        return str(said)
+                    if there and (failure := self._store.get(key).decode()):
+                        return str(failure)
                     dead = not there and self._is_dead(preparer)
                 except RuntimeError:  # the store is gone: rank 0 is one of those that prepare
                     dead, preparer, there = True, self._first[0], False
@@ -204,26 +204,26 @@ def _failure_of(work: Callable[[], None]) -> str:
     try:
         work()
     except DsframeError as error:
-        return json.dumps({"kind": type(error).__name__, "said": str(error)})
+        return json.dumps({"kind": type(error).__name__, "message": str(error)})
     return ""
 
 
-def _error(said: str) -> DsframeError:
-    failure = json.loads(said)
+def _error(text: str) -> DsframeError:
+    failure = json.loads(text)
     error_class = getattr(errors, failure["kind"])
     error: DsframeError = (
-        DataError(failure["said"]) if error_class is errors.ConfigError else error_class(failure["said"])
+        DataError(failure["message"]) if error_class is errors.ConfigError else error_class(failure["message"])
     )
     error.first_is_gone = failure.get("gone", False)
     return error
 
 
 def _lost(lost: _Process) -> str:
-    said = (
+    message = (
         f"the process that prepared the data (rank {lost.rank}, process {lost.process} on {lost.host}) ended before it was done; "
         "perhaps it was killed, or memory was short. Start again: what is half done is not used"
     )
-    return json.dumps({"kind": "DataError", "said": said, "gone": True})
+    return json.dumps({"kind": "DataError", "message": message, "gone": True})
 
 
 def _folder(task: Task) -> Path:

@@ -84,7 +84,7 @@ class Sequences:
 
 
 def _seen(parts: list[Tensor], scale: float | None, dropout: float, window: int | None) -> Tensor:
-    """Attention to what came before, ``[rows, heads, time, head size]``; of a ``window`` to its last positions alone."""
+    """Attention to what came before, ``[rows, heads, time, head size]``; of a ``window`` only to its last positions."""
     query, key, value = parts
     time, mask = query.shape[2], None
     if window is not None and window < time:

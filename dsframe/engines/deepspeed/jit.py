@@ -94,7 +94,7 @@ def _cuda_problem(ops: list[str]) -> str:
     """Why a build of torch for CUDA cannot compile ``ops`` here; empty where it can. DeepSpeed itself ends in a TypeError then."""
     needing = [
         op for op in ops if op.startswith("fused_") or op == "async_io"
-    ]  # the CPU's optimizers need a C++ compiler alone
+    ]  # the CPU's optimizers need only a C++ compiler
     if not needing:
         return ""
     import torch
@@ -110,8 +110,8 @@ def _cuda_problem(ops: list[str]) -> str:
         remedy += ', or leave out "torch_adam": false'
     if not nvcc.exists():
         return f"{what}, and there is no {nvcc}; {remedy}"
-    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
-    release = re.search(r"release (\d+)", said)
+    version_text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    release = re.search(r"release (\d+)", version_text)
     if release and release[1] != wanted and not os.environ.get("DS_SKIP_CUDA_CHECK"):
         return f"{what}, and {nvcc} is of CUDA {release[1]} while torch is built for {wanted}; {remedy}"
     return ""

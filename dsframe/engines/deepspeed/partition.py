@@ -19,7 +19,7 @@ _KEY = "activation_checkpointing.partition_activations"
 
 
 def share_out(model: nn.Module, group: dist.ProcessGroup, *, to_host: bool) -> None:
-    """Each rank of ``group`` keeps its part alone of what the recomputed blocks of ``model`` keep.
+    """Each rank of ``group`` keeps only its part of what the recomputed blocks of ``model`` keep.
 
     From then on their forward passes (the first of each block) and backward passes are **collective** over the group.
     ``to_host``: the parts wait in the host's memory. Raises EngineError, in the first step, where a block's inputs are not

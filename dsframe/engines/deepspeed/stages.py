@@ -109,7 +109,7 @@ class Cut:
         )
 
     def _probe(self, layer: Any, index: int) -> nn.Module:
-        """The layer for its size and class alone: without memory where it can be made so."""
+        """The layer, only for its size and class: without memory where it can be made so."""
         if isinstance(layer, nn.Module):
             return layer
         try:

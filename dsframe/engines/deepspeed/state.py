@@ -325,7 +325,7 @@ def _load_stage_3(engine: Any, model: nn.Module, saved: SavedState) -> None:
             frozen.partition(param_list=[frozen], has_been_updated=True)
 
 
-# The masters alone, of every stage that keeps them in memory.
+# Only the masters, of every stage that keeps them in memory.
 
 
 def masters(engine: Any, model: nn.Module) -> tuple[torch.optim.Optimizer, list[Tensor]]:

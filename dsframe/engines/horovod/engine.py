@@ -7,7 +7,7 @@ What ``hvd.DistributedOptimizer`` loses on CPUs, measured with 0.28.1 over Gloo,
 all ranks every millisecond what is ready, which takes 0.12 ms of processor time each; a main thread that waits does so in a loop
 of ``sched_yield`` (``mpi_ops_v2.cc``: WaitAndClear) and takes a core from the threads that it waits for; and every gradient is a
 request of its own, copied into a fusion buffer and out of it. So here gradients lie in a few buckets, rounds are rarer, and who
-waits sleeps. Adasum alone is left to Horovod's optimizer.
+waits sleeps. Only Adasum is left to Horovod's optimizer.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ class HorovodEngine(ReplicaEngine):
         if self._op == "adasum" and not hvd.mpi_built():
             _leave()
             raise EngineError(
-                'horovod.op "adasum" needs a Horovod with MPI, and this one has Gloo alone; rebuild it with an MPI installed'
+                'horovod.op "adasum" needs a Horovod with MPI, and this one has only Gloo; rebuild it with an MPI installed'
             )
         looks = precision.scales_losses(plan.config, plan.device) or plan.config.settings.on_nonfinite == "skip"
         if self._op == "adasum" and (plan.config.deepspeed.gradient_clipping > 0 or looks):
