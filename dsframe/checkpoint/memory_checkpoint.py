@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from dsframe.checkpoint.preflight import preflight
-from dsframe.checkpoint.resume import Start, make_way, sweep
+from dsframe.checkpoint.resume import Start, archive_earlier, remove_unfinished
 from dsframe.checkpoint.store import Store
 from dsframe.model.state import SavedState
 
@@ -47,9 +47,9 @@ def begin_again(engine: Engine, commit: Commit, folder: Store, say: Callable[[st
     """
     plan, start = engine.plan, commit.start
     preflight(engine, folder.directory)
-    sweep(engine, folder, say)
+    remove_unfinished(engine, folder, say)
     engine.load_state(commit.state)
     torch.manual_seed(plan.seed + 1 + plan.data_rank + 1_000_003 * start.step)
-    make_way(engine, folder, start.step, say)
+    archive_earlier(engine, folder, start.step, say)
     say(f"going on after step {start.step} from memory, with {plan.world.size} rank(s)")
     return start

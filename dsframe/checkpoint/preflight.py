@@ -65,7 +65,7 @@ def _join(trial: Path, rank: int) -> None:
     (trial / str(rank)).unlink()  # here, where it is known at once
 
 
-def examine(ranks: Ranks, path: Path, sign_of_life: Callable[[], None] = lambda: None) -> list[str]:
+def damaged_files(ranks: Ranks, path: Path, sign_of_life: Callable[[], None] = lambda: None) -> list[str]:
     """**Collective.** Returns what is damaged in a checkpoint, of which each rank reads its share; none where it is whole.
 
     A file is damaged only if every rank says so. Raises CheckpointError, on every rank, if only some ranks cannot read it: then

@@ -29,7 +29,7 @@ def bind(world: World) -> tuple[int, ...]:
     return chosen
 
 
-def sentence(bound: tuple[int, ...]) -> str | None:
+def describe(bound: tuple[int, ...]) -> str | None:
     """Returns a line about rank 0's cores."""
     return f"each rank is bound to cores of its own, rank 0 to {', '.join(map(str, bound))}" if bound else None
 

@@ -108,7 +108,7 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
     return refused, notes
 
 
-def beside_several(config: Config, name: str) -> list[Problem]:
+def problems_with_several_models(config: Config, name: str) -> list[Problem]:
     """Returns what engine ``name`` refuses of the file because the task has several models (``Task.models``)."""
     from dsframe.config import features
 
