@@ -157,9 +157,7 @@ def differences(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> list[st
     changed = []
     if new_batch(manifest, current):
         line = _changes(BATCH, manifest["training"][BATCH], current["training"][BATCH])[0]
-        steps = (
-            f"step {manifest['step']} is step {place(manifest, current)} now, and less than a batch is read once more"
-        )
+        steps = f"step {manifest['step']} is step {step_now(manifest, current)} now, and less than a batch is read once more"
         changed.append(f"{line}: {steps}; {FOLLOWS[BATCH]}")
     changed += _lines_of(manifest["course"], current["course"])
     changed += _lines_of(_of_run(manifest), _of_run(current))
@@ -203,7 +201,7 @@ def new_batch(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
     return bool(manifest["training"].get(BATCH) != mine["training"].get(BATCH))
 
 
-def place(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> int:
+def step_now(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> int:
     """Returns the step at which this run stands in the data where the saved one stood: the number of its own batches that fit into
     what had been read. Less than a batch is read once more.
     """

@@ -346,7 +346,9 @@ class Checkpoint:
                         f"{self.path}/{file}: {key}/{name} has shape {list(piece.shape)} instead of [{count}]"
                     )
                 pieces.append(piece[low - begin : high - begin])
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.zeros(0)
+        if not pieces:
+            return torch.zeros(0)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _tensor(self, file: str, key: str, name: str) -> Tensor:
         try:

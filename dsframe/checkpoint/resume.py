@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsframe.checkpoint import generators, store
-from dsframe.checkpoint.changes import differences, new_batch, place
+from dsframe.checkpoint.changes import differences, new_batch, step_now
 from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.preflight import damaged_files, preflight
 from dsframe.checkpoint.store import Store
@@ -108,7 +108,7 @@ def begin(
 
 def _first_step(checkpoint: Checkpoint, mine: Mapping[str, Any], total_steps: int, *, in_place: bool) -> int:
     """Returns after which step of this run training goes on. Raises CheckpointError if there is no such step."""
-    step = place(checkpoint.manifest, mine)
+    step = step_now(checkpoint.manifest, mine)
     if new_batch(checkpoint.manifest, mine) and in_place:
         raise CheckpointError(
             f"train_batch_size has changed, so step {checkpoint.step} of {checkpoint.path} is now step {step}. This run's record "

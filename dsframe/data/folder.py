@@ -194,7 +194,9 @@ def rgb(image: Any) -> Any:
     refuse_unshown(image)
     image = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        most = 1.0 if image.mode == "F" else 65535.0 if image.mode != "I" or image.getextrema()[1] > 255 else 255.0
+        most = 65535.0 if image.mode != "I" or image.getextrema()[1] > 255 else 255.0
+        if image.mode == "F":
+            most = 1.0
         return Image.fromarray(np.rint(np.asarray(image, np.float64) / most * 255).astype(np.uint8)).convert("RGB")
     if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
         image = image.convert("RGBA")

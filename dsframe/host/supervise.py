@@ -144,7 +144,9 @@ def supervise(
         if number in ENDING and not asked_to_end:
             asked_to_end = number
             patience = min(patience, time.monotonic() + SHUTDOWN_SECONDS) if brief else patience
-        hearing = ([launcher] if forwards else workers()) if saves or number in FOR_WORKERS else []
+        hearing: list[int] = []
+        if saves or number in FOR_WORKERS:
+            hearing = [launcher] if forwards else workers()
         if number in FOR_WORKERS or hearing:
             for pid in hearing:
                 signal_process(pid, signal.SIGUSR1 if saves else number)

@@ -168,11 +168,13 @@ def _by_layer(config: Config, model: nn.Module) -> dict[str, float]:
         )
         path = ("dsframe", "layer_decay")
         raise ConfigError([config.error(path, message, f"remove it, or {remedy}", code="model")])
-    scales, number = {}, 0
+    scales = {}
+    last_block = 0
     for name, parameter in model.named_parameters():
-        at = inside.get(id(parameter))
-        number = max(number, at or 0)
-        layer = at if at is not None else 0 if number == 0 else len(blocks) + 1
+        layer = inside.get(id(parameter))
+        last_block = max(last_block, layer or 0)
+        if layer is None:  # before the blocks, or behind the first of them
+            layer = 0 if last_block == 0 else len(blocks) + 1
         if layer <= len(blocks) and decay != 1.0:
             scales[name] = decay ** (len(blocks) + 1 - layer)
     return scales

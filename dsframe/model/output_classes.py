@@ -30,7 +30,8 @@ def _objects(value: Any, depth: int) -> Iterator[Any]:
         return
     cls = type(value)
     if cls in pytree.SUPPORTED_NODES or pytree.is_namedtuple_instance(value):
-        for part in value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ():
+        parts = value.values() if isinstance(value, dict) else value
+        for part in parts if isinstance(value, (dict, tuple, list)) else ():
             yield from _objects(part, depth)
     elif depth and not cls.__module__.startswith(("torch.", "builtins")) and (held := _attributes(value)):
         inside = [node for part in held.values() for node in _objects(part, depth - 1)]

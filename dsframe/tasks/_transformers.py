@@ -269,7 +269,11 @@ def tokenizer(path: str | None, model: Mapping[str, Any] | str) -> tuple[Any, st
 
     Raises TaskError where the named folder has none.
     """
-    tokenizer_folder = folder(path, "a tokenizer") if path else folder(model) if isinstance(model, str) else None
+    tokenizer_folder = None
+    if path:
+        tokenizer_folder = folder(path, "a tokenizer")
+    elif isinstance(model, str):
+        tokenizer_folder = folder(model)
     files = (
         sorted({file for pattern in _TOKENIZER_FILES for file in tokenizer_folder.glob(pattern)})
         if tokenizer_folder

@@ -24,12 +24,12 @@ class Tile:
     """Where a piece lies in the whole weight (two ranges) or bias (one)."""
 
     whole: str
-    place: tuple[slice, ...]
+    slices: tuple[slice, ...]
 
     @property
     def shape(self) -> tuple[int, ...]:
         """Of the piece."""
-        return tuple(part.stop - part.start for part in self.place)
+        return tuple(part.stop - part.start for part in self.slices)
 
 
 @dataclass(frozen=True)
@@ -61,9 +61,9 @@ class Tiles:
                     tile.whole, self._empty(tile.whole, parameter.weight), empty, dict(parameter.scalars)
                 )
             whole = begun[tile.whole]
-            whole.weight[tile.place] = parameter.weight
+            whole.weight[tile.slices] = parameter.weight
             for key, moment in parameter.moments.items():
-                whole.moments[key][tile.place] = moment
+                whole.moments[key][tile.slices] = moment
             missing[tile.whole] -= 1
             if not missing[tile.whole]:
                 yield begun.pop(tile.whole)
@@ -96,8 +96,8 @@ class _Cut(SavedView):
         if self._last is None or self._last.name != tile.whole:  # pieces of one whole come one after another
             self._last = self._saved.parameter(tile.whole)
         parameter = self._last
-        moments = {key: moment[tile.place].contiguous() for key, moment in parameter.moments.items()}
-        return ParameterState(name, parameter.weight[tile.place].contiguous(), moments, parameter.scalars)
+        moments = {key: moment[tile.slices].contiguous() for key, moment in parameter.moments.items()}
+        return ParameterState(name, parameter.weight[tile.slices].contiguous(), moments, parameter.scalars)
 
     def part(self, name: str, first: int, size: int) -> ParameterState:
         if name not in self._tiles.pieces:

@@ -87,7 +87,9 @@ class HorovodEngine(ReplicaEngine):
         # In elastic runs there may be more ranks than can share the batch. Those compute what others do and count for nothing.
         readers, size = plan.batch.data_parallel_size, plan.world.size
         self._counts = plan.world.rank < readers
-        self._weight = (size / readers if self._counts else 0.0) if size > readers else 1.0
+        self._weight = 1.0
+        if size > readers:
+            self._weight = size / readers if self._counts else 0.0
         self.gradient_factor = self._weight
         super().__init__(plan)
 
@@ -104,9 +106,9 @@ class HorovodEngine(ReplicaEngine):
 
     @property
     def description(self) -> str:
-        transport = (
-            "NCCL" if self.plan.device.type == "cuda" and hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "Gloo"
-        )
+        transport = "MPI" if hvd.mpi_enabled() else "Gloo"
+        if self.plan.device.type == "cuda" and hvd.nccl_built():
+            transport = "NCCL"
         return f"Horovod ({transport}, {self._op}{pace()})"
 
     def _distribute(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

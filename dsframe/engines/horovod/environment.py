@@ -78,8 +78,10 @@ def tunes() -> bool:
 
 def pace() -> str:
     """Returns a few words for the first line of a run."""
+    if tunes():
+        return ", autotuned"
     rounds = os.environ.get(ROUNDS)
-    return ", autotuned" if tunes() else f", a round every {float(rounds):g} ms" if rounds else ""
+    return f", a round every {float(rounds):g} ms" if rounds else ""
 
 
 def _fixes() -> set[str]:
