@@ -70,8 +70,12 @@ class ShardWriter:
         self._in_place: Mapping[str, bytes] | None = None
         """File -> its first bytes, where each rank writes what it holds into its place in the files of all."""
         if one_kernel:
-            self.exchanges, self._in_place = False, {name: _begin(of) for name, of in self._plan.files.items()}
-        self._folder, self._rank, self._ranks, self._window = folder, world.rank, world.size, window_bytes
+            self.exchanges = False
+            self._in_place = {name: _begin(of) for name, of in self._plan.files.items()}
+        self._folder = folder
+        self._rank = world.rank
+        self._ranks = world.size
+        self._window = window_bytes
         self._sync = sync
         self._device, self._group = ranks.plan.device, None
         self._held: _LiveShards | _StagedShards = _LiveShards(shards, world.rank)
@@ -89,7 +93,9 @@ class ShardWriter:
             if (content := self._held.get(chunk)) is not None:
                 kept[chunk.parameter, chunk.key] = staging.copy(content)
             sign_of_life()
-        self._held, self._group, self._device = _StagedShards(kept, self._rank), group, torch.device("cpu")
+        self._held = _StagedShards(kept, self._rank)
+        self._group = group
+        self._device = torch.device("cpu")
 
     def flush(self, sign_of_life: Callable[[], None]) -> None:
         """**Collective** where ranges were kept that are to be exchanged. Writes them; all files are on the disk when it returns.
@@ -155,7 +161,8 @@ class ShardWriter:
     def _write_windows(self, sign_of_life: Callable[[], None]) -> None:
         plan = self._plan
         files = {self._folder / name: plan.files[name] for name in self._own}
-        sink, exchange = _Sink(files, self._sync), _Exchange(self._rank, self._ranks, self._device, self._group)
+        sink = _Sink(files, self._sync)
+        exchange = _Exchange(self._rank, self._ranks, self._device, self._group)
         try:
             for window in plan.windows(self._window):
                 sink.take(exchange.run(window, self._held))
@@ -178,7 +185,8 @@ class _LiveShards:
         place = (chunk.parameter, chunk.key)
         shard = self._shards.get(place)
         if place != self._place:
-            self._place, self._tensor = place, _read(shard) if shard is not None and shard.in_order else None
+            self._place = place
+            self._tensor = _read(shard) if shard is not None and shard.in_order else None
         if chunk.source != self._rank:
             return None
         assert shard is not None
@@ -230,7 +238,8 @@ class _Exchange:
         for chunk in away:
             sent[chunk.owner] += chunk.bytes * (chunk.source == self._rank)
             got[chunk.source] += chunk.bytes * (chunk.owner == self._rank)
-        outgoing, incoming = self._buffer("send", sum(sent)), self._buffer(f"receive {self._turn}", sum(got))
+        outgoing = self._buffer("send", sum(sent))
+        incoming = self._buffer(f"receive {self._turn}", sum(got))
         to = list(itertools.accumulate(sent, initial=0))
         at = list(itertools.accumulate(got, initial=0))
         contents = []

@@ -71,7 +71,9 @@ class Shards(Dataset[Any]):
         """``files``: paths or patterns. ``window``: samples that are shuffled at once. Raises DataError."""
         if window < 1:
             raise DataError(f"shards: window {window}; give 1 (shards are shuffled, but not what is in them) or more")
-        self.row, self.columns, self.window = row, None if columns is None else list(columns), window
+        self.row = row
+        self.columns = None if columns is None else list(columns)
+        self.window = window
         paths = documents.find_files(files, "shards", tuple(_KINDS))
         self._shards = _shards(paths, self.columns, data_dir, say or (lambda line: None))
         self.sizes = np.concatenate([shard.groups for shard in self._shards])

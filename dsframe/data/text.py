@@ -69,7 +69,8 @@ def sources(
     if encode is not None:
         tokens = encode(tokens)
     validation_tokens = min(len(tokens) // 20, _EVALUATION_TOKENS)
-    training, evaluation = tokens[: len(tokens) - validation_tokens], tokens[len(tokens) - validation_tokens :]
+    training = tokens[: len(tokens) - validation_tokens]
+    evaluation = tokens[len(tokens) - validation_tokens :]
     try:
         if samples is not None:
             training = training[: samples * context + context]

@@ -137,4 +137,5 @@ class Plateau(Follower):
         self._torchs.best = worst if state["best"] is None else float(state["best"])
         for key in _KEPT[1:]:
             setattr(self._torchs, key, int(state[key]))
-        self._optimizer.param_groups[0]["lr"], self.observed = float(state["rate"]), int(state["observed"])
+        self._optimizer.param_groups[0]["lr"] = float(state["rate"])
+        self.observed = int(state["observed"])

@@ -241,7 +241,8 @@ def _compare_tokens(module: nn.Module, forward: Callable[..., Any], rows: Tensor
     two = rows[:, :2]
     before = _held_buffers(module)
     with _as_before(before):
-        together, alone = forward(two), torch.cat([forward(token) for token in torch.split(two, 1, dim=1)], dim=1)
+        together = forward(two)
+        alone = torch.cat([forward(token) for token in torch.split(two, 1, dim=1)], dim=1)
         changed = [
             name
             for (owner, name), held in before.items()

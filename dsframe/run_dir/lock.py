@@ -61,7 +61,8 @@ class RunLock:
                 pass
             descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            text, remedy = f"{directory} cannot be written to: {error.strerror}", "choose another with --run-dir"
+            text = f"{directory} cannot be written to: {error.strerror}"
+            remedy = "choose another with --run-dir"
             raise ConfigError([Problem("error", "dsframe.run_dir", text, remedy, code="run-dir")]) from None
         locked = False
         try:

@@ -215,7 +215,8 @@ def write(config: Mapping[str, Any], weights: Mapping[str, Tensor], dtype: str, 
     of_dict = config if isinstance(config, Mapping) else {}
     model_type, names = str(of_dict.get("model_type")), of_dict.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
-    cls, known = getattr(transformers(), name, None), transformers().models.auto.configuration_auto.CONFIG_MAPPING
+    cls = getattr(transformers(), name, None)
+    known = transformers().models.auto.configuration_auto.CONFIG_MAPPING
     if not (isinstance(cls, type) and issubclass(cls, transformers().PreTrainedModel)) or model_type not in known:
         what = f"model {name!r} of model_type {model_type!r}"
         raise TaskError(f"transformers {transformers().__version__} has no {what}")

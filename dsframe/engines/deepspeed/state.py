@@ -254,7 +254,8 @@ def _shards_stage_3(engine: Any, model: nn.Module) -> list[ParameterShard]:
         every = {WEIGHT: flat, **moments}
         swapped = optimizer._swappable_optimizer_subgroup(index)
         for parameter in group:
-            piece, shape = _piece_stage_3(optimizer, names.pop(id(parameter)), parameter), _shape(parameter)
+            piece = _piece_stage_3(optimizer, names.pop(id(parameter)), parameter)
+            shape = _shape(parameter)
             tensors = {}
             for key, tensor in every.items():
                 if swapped:
@@ -386,4 +387,6 @@ def _put_loss_scale(engine: Any, saved: LossScaleState | None) -> None:
         scaler.cur_iter, scaler.last_overflow_iter = saved.steps, saved.last_overflow
     config = getattr(engine.optimizer, "loss_scale_config", None)
     if config is not None and config.dynamic_loss_scale:
-        config.cur_scale, config.cur_iter, config.last_overflow_iter = saved.scale, saved.steps, saved.last_overflow
+        config.cur_scale = saved.scale
+        config.cur_iter = saved.steps
+        config.last_overflow_iter = saved.last_overflow
