@@ -86,15 +86,17 @@ def all_hooks(names: Sequence[str], objects: Sequence[Any]) -> tuple[Hooks, ...]
 
 def from_names(names: Sequence[str]) -> list[Hooks]:
     """The hooks that a file names, each ``package.module:Class`` without arguments. Raises TaskError."""
-    found = []
+    hooks = []
     for name in names:
         cls = named_class(name, Hooks, "hook")
         needed = [
-            one.name for one in inspect.signature(cls).parameters.values() if one.default is one.empty and one.kind < 2
+            parameter.name
+            for parameter in inspect.signature(cls).parameters.values()
+            if parameter.default is parameter.empty and parameter.kind < 2
         ]
         if needed:
             raise TaskError(
                 f'hook "{name}": its class needs {", ".join(needed)}; give them defaults, or give fit() an object'
             )
-        found.append(cls())
-    return found
+        hooks.append(cls())
+    return hooks

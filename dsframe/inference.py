@@ -50,10 +50,10 @@ class Weights(SavedView):
         if averages and not checkpoint.keeps(ema.KEY):
             raise CheckpointError(f'{checkpoint.path} has no averages: its training had no "ema"; leave out --average')
 
-    def seen(self, one: ParameterState) -> ParameterState:
+    def seen(self, parameter: ParameterState) -> ParameterState:
         """The parameter without the optimizer's state; a frozen one has no average."""
-        weight = one.moments.get(ema.KEY, one.weight) if self._averages else one.weight
-        return ParameterState(one.name, weight, {}, {})
+        weight = parameter.moments.get(ema.KEY, parameter.weight) if self._averages else parameter.weight
+        return ParameterState(parameter.name, weight, {}, {})
 
 
 def evaluate(run: Run, world: World, path: Path, *, averages: bool = False) -> dict[str, float]:
@@ -147,7 +147,7 @@ def _adapted(config: Config, model: nn.Module, checkpoint: Checkpoint) -> set[st
     adapter.add(config, model)
     adapter.compare(checkpoint.manifest, adapter.digest_of(model), checkpoint.path)
     base = set(map(id, adapter.base_of(model).values()))
-    return {name for name, one in model.named_parameters(remove_duplicate=False) if id(one) in base}
+    return {name for name, parameter in model.named_parameters(remove_duplicate=False) if id(parameter) in base}
 
 
 @contextlib.contextmanager

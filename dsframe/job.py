@@ -205,7 +205,7 @@ def _refuse_followers(config: Config, *, evaluates: bool, elastic: bool) -> None
 def _refuse_several(run: Run, *, elastic: bool) -> None:
     """Raises TaskError, ConfigError, EngineError where the task has several models and something cannot be with them."""
     if parts.names(run.task):
-        if refused := engines.beside_several(run.config, run.engine):
+        if refused := engines.problems_with_several_models(run.config, run.engine):
             raise ConfigError(refused)
         if elastic:
             raise EngineError(
@@ -224,7 +224,7 @@ def _announce(job: Job) -> None:
     if not job.resumes_in_memory:
         slow = precision.emulated(plan.config, plan.device)
         scaled = scaling.sentence(plan.config.settings.large_batch, plan.batch.train_batch_size)
-        for line in (*run.lines, slow, scaled, cores.sentence(run.host.cores), *of_data):
+        for line in (*run.lines, slow, scaled, cores.describe(run.host.cores), *of_data):
             if line:
                 job.say(line)
     for line in elastic.said(plan.batch, plan.world.size) if job.commits else ():
@@ -272,9 +272,9 @@ def _describe(job: Job, engine: Engine) -> None:
     config = job.plan.config
     if inherited := inherit.sentence(config.inherited):
         job.say(inherited)
-    for found in config.resolved:
-        if found.path == auto.COMPILE and found.value:
-            job.say(f'dsframe.model.compile: "{found.value}": {found.reason}')
+    for resolved in config.resolved:
+        if resolved.path == auto.COMPILE and resolved.value:
+            job.say(f'dsframe.model.compile: "{resolved.value}": {resolved.reason}')
     if became := epochs.sentence(config.resolved, config.facts.epoch_steps):
         job.say(became)
     for line in schedules.notes(config, job.plan.schedule, job.work.schedule.total_steps):
@@ -426,10 +426,10 @@ def sets(task: Task, held_out: Any) -> Mapping[str, Any]:
 
 def _order(config: Config, task: Task) -> Callable[[int, int], torch.Tensor | None] | None:
     """The order of an epoch's samples: the task's, or the file's; None: the data's own. Raises TaskError where both say one."""
-    own = task.order if type(task).order is not Task.order else None
+    of_task = task.order if type(task).order is not Task.order else None
     if config.settings.order == "shuffled":
-        return own
-    if own:
+        return of_task
+    if of_task:
         raise TaskError(
             f'{type(task).__name__}.order gives the order of the samples, and the file has "order" too; remove one of them'
         )

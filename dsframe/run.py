@@ -66,16 +66,16 @@ def fit(
     For programs that go on afterwards; a script's last line is better ``dsframe.main(task)``, which reads the command line
     and tells mistakes in one voice. Raises the subclasses of DsframeError.
     """
-    found = load(config, overrides=overrides)
+    loaded = load(config, overrides=overrides)
     if processes is None:
-        return execute(found, task=task, resume=resume)
+        return execute(loaded, task=task, resume=resume)
     from dsframe import spawn
     from dsframe.results import Summary
     from dsframe.run_dir.record import read_summary
 
-    directory = spawn.train(task, found, processes, resume=resume)
+    directory = spawn.train(task, loaded, processes, resume=resume)
     kept = read_summary(directory)
-    names = {one.name for one in fields(Summary)} - {"directory"}
+    names = {field.name for field in fields(Summary)} - {"directory"}
     kept["peak_memory_bytes"] = tuple(kept["peak_memory_bytes"])
     return Summary(**{name: value for name, value in kept.items() if name in names}, directory=str(directory))
 

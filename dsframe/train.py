@@ -162,8 +162,8 @@ def crash(error: Exception, world: World, *, verbose: bool) -> NoReturn:
         passing = theirs is None or user_code.is_transient(error)
         code = 1 if passing else TaskError.exit_code
         outcome.reporter().failed(code, f"{type(error).__name__}: {error}")
-        found = traceback.format_exc() if theirs is None or verbose else f"error: {theirs} [{TaskError.code}]"
-        print(f"[rank {world.rank}] {found}", file=sys.stderr, flush=True)
+        text = traceback.format_exc() if theirs is None or verbose else f"error: {theirs} [{TaskError.code}]"
+        print(f"[rank {world.rank}] {text}", file=sys.stderr, flush=True)
         leave_at_once(code)
     reason = str(error).strip().partition("\n")[0]
     outcome.reporter().failed(TrainingError.exit_code, outcome.LOST_A_PEER)

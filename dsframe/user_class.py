@@ -20,9 +20,9 @@ def named_class(path: str, base: type[Named], what: str) -> type[Named]:
     """The subclass of ``base`` named by ``package.module:Class``. ``what`` it is, for messages. Raises TaskError."""
     module_name, _, class_name = path.partition(":")
     module = _import(module_name, f'{what} "{path}"')
-    found: Any = module
+    target: Any = module
     for part in class_name.split("."):
-        if not hasattr(found, part):
+        if not hasattr(target, part):
             known = [
                 name
                 for name, value in vars(module).items()
@@ -37,11 +37,13 @@ def named_class(path: str, base: type[Named], what: str) -> type[Named]:
                 )
                 + close_match(class_name, [name for name in vars(module) if not name.startswith("_")])
             )
-        found = getattr(found, part)
-    if not (isinstance(found, type) and issubclass(found, base)):
-        kind = f"a class that does not derive from {base.__name__}" if isinstance(found, type) else type(found).__name__
+        target = getattr(target, part)
+    if not (isinstance(target, type) and issubclass(target, base)):
+        kind = (
+            f"a class that does not derive from {base.__name__}" if isinstance(target, type) else type(target).__name__
+        )
         raise TaskError(f'{what} "{path}": {class_name} is {kind}; write "class {class_name}(dsframe.{base.__name__})"')
-    return found
+    return target
 
 
 def _import(name: str, who: str) -> ModuleType:

@@ -1,7 +1,7 @@
-"""One checkpoint's files, brought to the disk by a thread while training goes on, and written by it where they were copied first.
+"""One checkpoint's files, brought to the disk by a thread while training continues, and written by it where they were copied first.
 
 Threads take part in no collective of training's: what one rank writes of another's goes over a process group of their own
-(``transfer``), each rank's thread leaves word in a file of the checkpoint's folder when its own files are on the disk, and rank
+(``transfer``), each rank's thread writes a status file into the checkpoint's folder when its own files are on the disk, and rank
 0's waits for all of them before it commits. The folder is hidden until then, and what ends a process in between leaves it as a
 save that was cut off.
 """

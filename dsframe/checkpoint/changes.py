@@ -1,4 +1,7 @@
-"""What a checkpoint tells of its run, and what may change until a run goes on from it: each change is said, with what follows."""
+"""What a checkpoint records of its run, and what may change before a run continues from it.
+
+Each change is reported, with what follows from it.
+"""
 
 from __future__ import annotations
 
@@ -71,7 +74,7 @@ def about(
     engine: str,
     package: str | None,
 ) -> dict[str, Any]:
-    """Returns what the manifest tells of a run: ``training`` must be the same to go on, the rest may change and is pointed out.
+    """Returns what the manifest tells of a run: ``training`` must be the same to continue, the rest may change and is reported.
 
     ``samples``: training samples. ``engine``: its name in the table; ``package``: what it needs beyond torch.
     """
@@ -109,10 +112,10 @@ def about(
 
 def kind_of(optimizer: OptimizerSpec) -> str:
     """Returns the optimizer's name in manifests."""
-    kind = optimizer.name.lower() if optimizer.kind != OF_TASK else OF_TASK
-    if optimizer.cls is None and kind == "adam" and optimizer.arguments.get("adam_w_mode", True):
+    name = optimizer.name.lower() if optimizer.kind != OF_TASK else OF_TASK
+    if optimizer.cls is None and name == "adam" and optimizer.arguments.get("adam_w_mode", True):
         return "adamw"  # DeepSpeed's Adam decouples weight decay unless told otherwise
-    return kind
+    return name
 
 
 def course_of(optimizer: OptimizerSpec) -> dict[str, Any]:
@@ -154,13 +157,11 @@ def differences(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> list[st
     changed = []
     if new_batch(manifest, current):
         line = _changes(BATCH, manifest["training"][BATCH], current["training"][BATCH])[0]
-        steps = (
-            f"step {manifest['step']} is step {place(manifest, current)} now, and less than a batch is read once more"
-        )
+        steps = f"step {manifest['step']} is step {step_now(manifest, current)} now, and less than a batch is read once more"
         changed.append(f"{line}: {steps}; {FOLLOWS[BATCH]}")
-    changed += _told(manifest["course"], current["course"])
-    changed += _told(_of_run(manifest), _of_run(current))
-    changed += _told(manifest.get("versions", {}), current.get("versions", {}), "versions")
+    changed += _lines_of(manifest["course"], current["course"])
+    changed += _lines_of(_of_run(manifest), _of_run(current))
+    changed += _lines_of(manifest.get("versions", {}), current.get("versions", {}), "versions")
     if modules := _unlike(manifest.get("source", {}), current.get("source", {})):
         changed.append(f"the source of {', '.join(sorted(modules))} was changed: {FOLLOWS['source']}")
     if samples := _unlike(manifest.get("data", {}), current.get("data", {})):
@@ -173,7 +174,7 @@ def _of_run(manifest: Mapping[str, Any]) -> dict[str, Any]:
     return {name: manifest["run"][key] for key, name in names.items() if key in manifest["run"]}
 
 
-def _told(before: Mapping[str, Any], now: Mapping[str, Any], follows: str = "") -> list[str]:
+def _lines_of(before: Mapping[str, Any], now: Mapping[str, Any], follows: str = "") -> list[str]:
     return [
         f"{line}: {FOLLOWS[follows or key]}"
         for key in _unlike(before, now)
@@ -200,7 +201,7 @@ def new_batch(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> bool:
     return bool(manifest["training"].get(BATCH) != mine["training"].get(BATCH))
 
 
-def place(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> int:
+def step_now(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> int:
     """Returns the step at which this run stands in the data where the saved one stood: the number of its own batches that fit into
     what had been read. Less than a batch is read once more.
     """

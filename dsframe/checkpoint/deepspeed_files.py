@@ -50,8 +50,8 @@ def load(path: Path) -> Any:
         with torch.serialization.safe_globals(inert):
             return torch.load(path, map_location="cpu", weights_only=True, mmap=True)
     except Exception as error:  # a damaged pickle can raise nearly anything
-        said = str(error).strip().splitlines()
-        reason = next((line for line in said if "GLOBAL" in line), said[0] if said else repr(error))
+        lines = str(error).strip().splitlines()
+        reason = next((line for line in lines if "GLOBAL" in line), lines[0] if lines else repr(error))
         raise CheckpointError(f"{path} cannot be read: {reason}") from None
 
 

@@ -1,6 +1,6 @@
 """``dsframe export``: a checkpoint for other programs.
 
-Weights alone, in one file that needs no dsframe, or as the folder that transformers' ``from_pretrained`` reads; or, for
+Only weights, in one file that needs no dsframe, or as the folder that transformers' ``from_pretrained`` reads; or, for
 DeepSpeed's universal loader, everything. The file holds every name of the model's ``state_dict``: parameters, buffers, and
 shared parameters under each of their names.
 """

@@ -45,7 +45,7 @@ class Parameter:
     scalars: Mapping[str, float]
 
 
-def agree(ranks: Ranks, shards: Sequence[ParameterShard]) -> list[Parameter]:
+def agree_on_parameters(ranks: Ranks, shards: Sequence[ParameterShard]) -> list[Parameter]:
     """**Collective.** Every parameter that some rank lists, in the order of the lists, rank after rank.
 
     Raises CheckpointError, on every rank, where the ranges leave a gap or overlap: a fault of the engine.

@@ -1,4 +1,4 @@
-"""Training's state in memory, for engines whose processes may come and go while it goes on."""
+"""Training's state in memory, for elastic engines."""
 
 from __future__ import annotations
 
@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Protocol
 import torch
 
 from dsframe.checkpoint.preflight import preflight
-from dsframe.checkpoint.resume import Start, make_way, sweep
+from dsframe.checkpoint.resume import Start, archive_earlier, remove_unfinished
 from dsframe.checkpoint.store import Store
 from dsframe.model.state import SavedState
 
@@ -40,16 +40,16 @@ class MemoryCheckpoint(Protocol):
 
 
 def begin_again(engine: Engine, commit: Commit, folder: Store, say: Callable[[str], None]) -> Start:
-    """**Collective.** Goes on from ``commit``, which is the same on every rank; no file is read.
+    """**Collective.** Continues from ``commit``, which is the same on every rank; no file is read.
 
     Later checkpoints in ``folder`` are moved away. Ranks are other ones than before, so random generators start from seed,
     rank and step. Raises CheckpointError where the folder does not let it.
     """
     plan, start = engine.plan, commit.start
     preflight(engine, folder.directory)
-    sweep(engine, folder, say)
+    remove_unfinished(engine, folder, say)
     engine.load_state(commit.state)
     torch.manual_seed(plan.seed + 1 + plan.data_rank + 1_000_003 * start.step)
-    make_way(engine, folder, start.step, say)
+    archive_earlier(engine, folder, start.step, say)
     say(f"going on after step {start.step} from memory, with {plan.world.size} rank(s)")
     return start

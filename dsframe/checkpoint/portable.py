@@ -61,10 +61,10 @@ class PartWriter:
     """One rank's share of the parameters, in files of about ``part_bytes``.
 
     Parameters are dealt to the ranks by size, each to the one that has fewest bytes so far; every rank sees every parameter
-    pass, so all come to the same result without a word. One file is written, by a thread, while the next is gathered. Memory: a
-    rank holds at most twice ``part_bytes`` plus one parameter with its moments on the host, beside the one that the engine has
-    just gathered; with ``staging``, a copy there of its whole share (for Adam 12 bytes times parameters divided by ranks), which
-    :meth:`flush` writes.
+    pass, so all compute the same assignment without communication. One file is written, by a thread, while the next is
+    gathered. Memory: a rank holds at most twice ``part_bytes`` plus one parameter with its moments on the host, in addition
+    to the one that the engine has just gathered; with ``staging``, a copy there of its whole share (for Adam 12 bytes times
+    parameters divided by ranks), which :meth:`flush` writes.
     """
 
     def __init__(
@@ -126,7 +126,7 @@ class PartWriter:
             self._executor.shutdown()
 
     def flush(self, sign_of_life: Callable[[], None]) -> None:
-        """Writes what was kept, and lets go of it file by file; all files are on the disk when it returns. Raises OSError."""
+        """Writes what was kept, and releases it file by file; all files are on the disk when it returns. Raises OSError."""
         while self._kept:
             name, tensors = self._kept.pop(0)
             self.files[name] = write_tensors(self._folder / name, tensors)
@@ -257,7 +257,7 @@ class Checkpoint:
     """A checkpoint on disk, read as :class:`dsframe.model.state.SavedState`. Files stay open until :meth:`close`."""
 
     def __init__(self, path: Path, rank: int = 0) -> None:
-        """Reads the manifest alone. ``rank``: whose buffers are wanted, where ranks had different ones.
+        """Reads only the manifest. ``rank``: whose buffers are wanted, where ranks had different ones.
 
         Raises CheckpointError where the manifest is missing or damaged; ``store.verify`` reads the rest.
         """
@@ -324,7 +324,7 @@ class Checkpoint:
         )
 
     def part(self, name: str, first: int, size: int) -> ParameterState:
-        """A range of one flattened parameter: maps and reads its own pages of the files alone.
+        """A range of one flattened parameter: maps and reads only its own pages of the files.
 
         Raises CheckpointError where a file does not hold it, and where a moment has another shape than the weight.
         """
@@ -346,7 +346,9 @@ class Checkpoint:
                         f"{self.path}/{file}: {key}/{name} has shape {list(piece.shape)} instead of [{count}]"
                     )
                 pieces.append(piece[low - begin : high - begin])
-        return pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.zeros(0)
+        if not pieces:
+            return torch.zeros(0)
+        return pieces[0] if len(pieces) == 1 else torch.cat(pieces)
 
     def _tensor(self, file: str, key: str, name: str) -> Tensor:
         try:

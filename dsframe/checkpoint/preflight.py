@@ -20,11 +20,11 @@ if TYPE_CHECKING:
 
 
 def preflight(engine: Engine, folder: Path) -> None:
-    """**Collective.** Tries what a save needs: rank 0 creates a folder beside ``folder`` (in the target, if that is a link),
+    """**Collective.** Tries what a save needs: rank 0 creates a folder next to ``folder`` (in the target, if that is a link),
     every other rank writes into it, and it is removed. Raises CheckpointError, on every rank, if one cannot.
 
     Otherwise the first save would fail, which by default is at the end of training. Not in the folder itself: it may be renamed to
-    make way, and hosts would remember the old one by its name (NFS).
+    make room, and hosts would remember the old one by its name (NFS).
     """
     wanted, world = engine.plan.config.settings.checkpoints, engine.plan.world
     if not wanted.at_end and wanted.every_steps is None:
@@ -41,15 +41,15 @@ def preflight(engine: Engine, folder: Path) -> None:
     )
     trial = folder.parent / all_gather_text(engine, trial_name)[0]
     failure = catch_io_error(lambda: _begin(trial)) if world.is_main else ""
-    said = all_gather_text(engine, failure)
-    if not world.is_main and not said[0]:
+    failures = all_gather_text(engine, failure)
+    if not world.is_main and not failures[0]:
         failure = catch_io_error(lambda: _join(trial, world.rank))
-    said = all_gather_text(engine, failure)
+    failures = all_gather_text(engine, failure)
     if world.is_main:
         shutil.rmtree(trial, ignore_errors=True)
-    if any(said):
+    if any(failures):
         raise CheckpointError(
-            f"this run cannot be saved: {'; '.join(named(engine, said))}; every host needs this folder, shared (NFS) and "
+            f"this run cannot be saved: {'; '.join(named(engine, failures))}; every host needs this folder, shared (NFS) and "
             'writable: choose another with --run-dir, or write "checkpoints": {"at_end": false} to save nothing'
         )
 
@@ -65,22 +65,22 @@ def _join(trial: Path, rank: int) -> None:
     (trial / str(rank)).unlink()  # here, where it is known at once
 
 
-def examine(ranks: Ranks, path: Path, sign_of_life: Callable[[], None] = lambda: None) -> list[str]:
+def damaged_files(ranks: Ranks, path: Path, sign_of_life: Callable[[], None] = lambda: None) -> list[str]:
     """**Collective.** Returns what is damaged in a checkpoint, of which each rank reads its share; none where it is whole.
 
     A file is damaged only if every rank says so. Raises CheckpointError, on every rank, if only some ranks cannot read it: then
     their hosts have the problem, and the checkpoint may be complete.
     """
-    suspects = sorted({name for damages in _look(ranks, path, None, sign_of_life) for name in damages})
+    suspects = sorted({name for damages in _damage_of_ranks(ranks, path, None, sign_of_life) for name in damages})
     if not suspects:
         return []
-    damage_of = _look(ranks, path, suspects, sign_of_life)
+    damage_of = _damage_of_ranks(ranks, path, suspects, sign_of_life)
     if damaged := sorted(set(suspects).intersection(*damage_of)):
         return [damage_of[0][name] for name in damaged]
     raise _unread(path, ["; ".join(damages.values()) for damages in damage_of], ranks)
 
 
-def _look(
+def _damage_of_ranks(
     ranks: Ranks, path: Path, names: Collection[str] | None, sign_of_life: Callable[[], None]
 ) -> list[dict[str, str]]:
     """**Collective.** Returns what each rank finds damaged among ``names``, or in its share of all files."""
@@ -100,15 +100,17 @@ def _look(
     return [report["damage"] for report in reports]
 
 
-def _unread(path: Path, said: list[str], ranks: Ranks) -> CheckpointError:
-    """**Collective.** The same error on every rank; ``said``: by each of them, empty where all is well."""
+def _unread(path: Path, failures: list[str], ranks: Ranks) -> CheckpointError:
+    """**Collective.** The same error on every rank; ``failures``: by rank, empty where all is well."""
     return CheckpointError(
-        f"not every rank can read {path}: {'; '.join(named(ranks, said))}; nothing was renamed; every host needs this "
+        f"not every rank can read {path}: {'; '.join(named(ranks, failures))}; nothing was renamed; every host needs this "
         "folder, shared (NFS) and readable"
     )
 
 
-def named(ranks: Ranks, said: list[str]) -> list[str]:
-    """**Collective.** Returns what each rank ``said``, with its number and host; not those that said nothing."""
+def named(ranks: Ranks, failures: list[str]) -> list[str]:
+    """**Collective.** Returns the failures, each with its rank and host, without the empty ones."""
     hosts = all_gather_text(ranks, socket.gethostname())
-    return [f"rank {rank} on {host}: {text}" for rank, (host, text) in enumerate(zip(hosts, said, strict=True)) if text]
+    return [
+        f"rank {rank} on {host}: {text}" for rank, (host, text) in enumerate(zip(hosts, failures, strict=True)) if text
+    ]

@@ -1,7 +1,7 @@
 """A checkpoint's model as transformers' ``from_pretrained`` reads it: config.json, safetensors, the tokenizer's files.
 
-What transformers has to know beside the weights was asked of the task when the checkpoint was saved (``Task.pretrained``) and is
-in its manifest, so that nothing of the training, its file or its model folder, has to be there.
+What transformers has to know in addition to the weights was asked of the task when the checkpoint was saved
+(``Task.pretrained``) and is in its manifest: the training's file and its model folder are not needed.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from dsframe.errors import CheckpointError, TaskError
 from dsframe.tasks import _transformers
 
 
-class _Told(BaseModel):
+class _PretrainedRecord(BaseModel):
     """What a manifest says of the model: data, whoever wrote it."""
 
     model_config = ConfigDict(strict=True)
@@ -53,7 +53,7 @@ def write(
             "None, or the checkpoint is from before it existed): use --to safetensors"
         )
     try:
-        known = _Told.model_validate(recorded)
+        known = _PretrainedRecord.model_validate(recorded)
         config = json.loads(known.config)
     except (ValueError, RecursionError) as error:
         why = " ".join(str(error).split())

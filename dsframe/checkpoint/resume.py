@@ -12,9 +12,9 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from dsframe.checkpoint import generators, store
-from dsframe.checkpoint.changes import differences, new_batch, place
+from dsframe.checkpoint.changes import differences, new_batch, step_now
 from dsframe.checkpoint.portable import Checkpoint
-from dsframe.checkpoint.preflight import examine, preflight
+from dsframe.checkpoint.preflight import damaged_files, preflight
 from dsframe.checkpoint.store import Store
 from dsframe.cluster.exchange import all_gather_text, failures
 from dsframe.errors import CheckpointError, ConfigError, Problem
@@ -71,9 +71,9 @@ def begin(
     (then nothing is renamed), and where the run could not be saved.
     """
     preflight(engine, folder.directory)
-    sweep(engine, folder, say)
+    remove_unfinished(engine, folder, say)
     if wanted == "never":
-        make_way(engine, folder, None, say)
+        archive_earlier(engine, folder, None, say)
         return Start()
     path = _choose(engine, wanted, folder, say, sign_of_life)
     if path is None:
@@ -101,7 +101,7 @@ def begin(
     for line in _next_rate(engine, manifest, checkpoint.updates):
         say(f"resuming with a change: {line}")
     checkpoint.close()
-    make_way(engine, folder, step if in_place else None, say)
+    archive_earlier(engine, folder, step if in_place else None, say)
     run = manifest["run"]
     say(f"going on after step {step} from {path}, written by {run['engine']} on {run['world_size']} rank(s)")
     evaluation = {name: math.nan if value is None else value for name, value in manifest["evaluation"].items()}
@@ -110,7 +110,7 @@ def begin(
 
 def _first_step(checkpoint: Checkpoint, mine: Mapping[str, Any], total_steps: int, *, in_place: bool) -> int:
     """Returns after which step of this run training goes on. Raises CheckpointError if there is no such step."""
-    step = place(checkpoint.manifest, mine)
+    step = step_now(checkpoint.manifest, mine)
     if new_batch(checkpoint.manifest, mine) and in_place:
         raise CheckpointError(
             f"train_batch_size has changed, so step {checkpoint.step} of {checkpoint.path} is now step {step}. This run's record "
@@ -130,18 +130,18 @@ class _Watched(SavedView):
         super().__init__(saved)
         self._sign_of_life = sign_of_life
 
-    def seen(self, one: ParameterState) -> ParameterState:
+    def seen(self, parameter: ParameterState) -> ParameterState:
         self._sign_of_life()
-        return one
+        return parameter
 
 
 class _WithoutAverages(SavedView):
     """A saved state without the averages, which a training that keeps none would carry along for ever."""
 
-    def seen(self, one: ParameterState) -> ParameterState:
+    def seen(self, parameter: ParameterState) -> ParameterState:
         """The parameter without its average."""
-        moments = {key: value for key, value in one.moments.items() if key != ema.KEY}
-        return ParameterState(one.name, one.weight, moments, one.scalars)
+        moments = {key: value for key, value in parameter.moments.items() if key != ema.KEY}
+        return ParameterState(parameter.name, parameter.weight, moments, parameter.scalars)
 
 
 def _next_rate(engine: Engine, manifest: Mapping[str, Any], updates: int) -> list[str]:
@@ -181,7 +181,7 @@ def _choose(
     for path in paths:
         if str(path) in found["foreign"]:
             raise CheckpointError(found["foreign"][str(path)])  # whole: neither to be used here, nor to be set aside
-        if wrong := examine(engine, path, sign_of_life):
+        if wrong := damaged_files(engine, path, sign_of_life):
             damaged[path] = "; ".join(wrong)
             continue
         for old, text in damaged.items():
@@ -217,18 +217,18 @@ def _of_another_format(path: Path) -> str:
     return ""
 
 
-def sweep(engine: Engine, folder: Store, say: Callable[[str], None]) -> None:
+def remove_unfinished(engine: Engine, folder: Store, say: Callable[[str], None]) -> None:
     """Rank 0 removes unfinished saves."""
-    if engine.plan.world.is_main and (swept := _quietly(folder.sweep)):
-        say(f"removed unfinished saves in {folder.directory}: {', '.join(swept)}")
+    if engine.plan.world.is_main and (removed := _quietly(folder.remove_unfinished)):
+        say(f"removed unfinished saves in {folder.directory}: {', '.join(removed)}")
 
 
-def make_way(engine: Engine, folder: Store, after: int | None, say: Callable[[str], None]) -> None:
+def archive_earlier(engine: Engine, folder: Store, after: int | None, say: Callable[[str], None]) -> None:
     """**Collective.** Moves the checkpoints of the run's folder, or those of steps ``after`` this one, out of the way."""
     failure = ""
     if engine.plan.world.is_main:
         try:
-            if moved := folder.make_way(after):
+            if moved := folder.archive_earlier(after):
                 say(f"{'earlier' if after is None else 'later'} checkpoints of {folder.directory} are now in {moved}")
         except OSError as error:
             failure = f"{error.filename}: {error.strerror}"

@@ -126,17 +126,17 @@ class Saver:
             manifest["format"] = store.SHARDED_FORMAT
 
         def commit(words: Sequence[Mapping[str, Any]]) -> None:
-            own = store.write(folder / portable.RNG, json.dumps([word["random"] for word in words]).encode())
+            rng_entry = store.write(folder / portable.RNG, json.dumps([word["random"] for word in words]).encode())
             every = {name: entry for word in words for name, entry in word["files"].items()}
-            every[portable.RNG] = asdict(own)
+            every[portable.RNG] = asdict(rng_entry)
             self._store.commit(step, {**manifest, "files": every})
             size = sum(entry["bytes"] for entry in every.values())
             how = " in the background" if self.asynchronous else ""
             seconds, removed = time.perf_counter() - began, self._prune()
             self._say(f"saved {self._store.path(step)}: {size / 1e6:,.1f} MB in {seconds:.2f} s{how}{removed}")
 
-        own = commit if world.is_main else None
-        self._writing = step, Writing(writer, folder, world.rank, world.size, random, own, self.sign_of_life)
+        commit_here = commit if world.is_main else None
+        self._writing = step, Writing(writer, folder, world.rank, world.size, random, commit_here, self.sign_of_life)
         self.saved_step = step
         stall = time.perf_counter() - began
         if self.asynchronous:
@@ -204,7 +204,9 @@ class Saver:
         ratings, self._ratings = self._ratings, {}
         for step, evaluation in ratings.items():
             if self._store.path(step).is_dir():  # not where another run's was gone on from
-                if failure := portable.catch_io_error(lambda step=step, one=evaluation: self._store.rate(step, one)):
+                if failure := portable.catch_io_error(
+                    lambda step=step, metrics=evaluation: self._store.rate(step, metrics)
+                ):
                     self._say(f"warning: the evaluation after step {step} cannot be added to its checkpoint: {failure}")
                 self._prune()
 
@@ -271,9 +273,9 @@ class Saver:
             return f"; an old checkpoint cannot be removed: {error}"
         return f"; removed {', '.join(str(step) for step in removed)}" if removed else ""
 
-    def _check(self, step: int, own: str) -> None:
-        """**Collective.** Raises CheckpointError on every rank where any rank failed. ``own``: what went wrong here, or ""."""
-        if wrong := failures(self._engine, own):
+    def _check(self, step: int, failure: str) -> None:
+        """**Collective.** Raises CheckpointError on every rank where any rank failed. ``failure``: what went wrong here, or ""."""
+        if wrong := failures(self._engine, failure):
             self._give_up(step, wrong)
 
     def _give_up(self, step: int, wrong: Sequence[str]) -> NoReturn:

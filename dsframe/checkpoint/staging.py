@@ -1,7 +1,7 @@
 """Memory of one rank for copies of what is saved in the background; it stays from one save to the next.
 
 The first write to fresh memory costs two to three times as much processor time as the copy itself: the system hands it out page by
-page. A run's peak is the same either way, since training goes on while a save is being written. Huge pages were tried
+page. A run's peak is the same either way, since training continues while a save is being written. Huge pages were tried
 (``MADV_HUGEPAGE``) and dropped: most copies take a third of the time, and some, for which the system first moves other pages, ten
 times as long.
 """
@@ -51,6 +51,6 @@ class Staging:
             self._block, self._used = self._block + 1, 0
         if self._block == len(self._blocks):
             self._blocks.append(torch.empty(max(BLOCK_BYTES, size), dtype=torch.uint8))
-        place = self._blocks[self._block][self._used : self._used + size].view(wanted).view(tensor.shape)
+        staged = self._blocks[self._block][self._used : self._used + size].view(wanted).view(tensor.shape)
         self._used += -(-size // ALIGN) * ALIGN
-        return place.copy_(tensor.detach())
+        return staged.copy_(tensor.detach())

@@ -107,8 +107,8 @@ class Store:
         """Every checkpoint by name, verified or not."""
         if not self.directory.is_dir():
             return []
-        found = [(step, path) for path in self.directory.iterdir() if (step := step_of(path)) is not None]
-        return [path for _, path in sorted(found, reverse=True)]
+        numbered = [(step, path) for path in self.directory.iterdir() if (step := step_of(path)) is not None]
+        return [path for _, path in sorted(numbered, reverse=True)]
 
     def damaged(self) -> list[str]:
         """Names of those that were set aside."""
@@ -178,7 +178,7 @@ class Store:
             remove(hidden)
         return doomed
 
-    def sweep(self) -> list[str]:
+    def remove_unfinished(self) -> list[str]:
         """Removes unfinished saves and removals, and returns their names."""
         if not self.directory.is_dir():
             return []
@@ -193,7 +193,7 @@ class Store:
         path.rename(target)
         return target
 
-    def make_way(self, after: int | None = None) -> Path | None:
+    def archive_earlier(self, after: int | None = None) -> Path | None:
         """Moves an earlier run's checkpoints into ``checkpoints.1`` (2, ...), so that a new one does not mix with them. Where
         ``checkpoints`` is a link, to another disk perhaps, it stays one: they go into ``checkpoints/earlier.1``.
 
@@ -223,8 +223,8 @@ class Store:
 
 def step_of(path: Path) -> int | None:
     """The step of a checkpoint's folder, None for anything else."""
-    found = _NAME.fullmatch(path.name)
-    return int(found[1]) if found and path.is_dir() else None
+    match = _NAME.fullmatch(path.name)
+    return int(match[1]) if match and path.is_dir() else None
 
 
 def locate(path: Path, *, best: bool = False) -> list[Path]:
@@ -277,12 +277,12 @@ def finite(evaluation: Mapping[str, float]) -> dict[str, float | None]:
 
 def config_of(checkpoint: Path) -> Path:
     """The file of the run that wrote a ``checkpoint``. Raises CheckpointError where it is not beside it."""
-    found = checkpoint.resolve().parent.parent / "config.json"
-    if not found.is_file():
+    file = checkpoint.resolve().parent.parent / "config.json"
+    if not file.is_file():
         raise CheckpointError(
             f"{checkpoint} is not in a run's directory, which has its config.json; give --config FILE"
         )
-    return found
+    return file
 
 
 def read_manifest(path: Path) -> dict[str, Any]:
@@ -377,8 +377,8 @@ def _check_content(path: Path, manifest: Mapping[str, Any]) -> None:
         raise CheckpointError(
             f"{path}: {MANIFEST} is of step {known.step}; a folder was renamed, or the file was copied"
         )
-    for name, one in known.parameters.items():
-        if wrong := one.wrong(manifest["files"]):
+    for name, entry in known.parameters.items():
+        if wrong := entry.wrong(manifest["files"]):
             raise CheckpointError(f"{path}: {MANIFEST}: parameter {name!r} {wrong}")
     if lost := [alias for alias, name in known.aliases.items() if name not in known.parameters]:
         raise CheckpointError(f"{path}: {MANIFEST}: {lost[0]!r} is another name of a parameter that is not there")
@@ -505,9 +505,9 @@ def write_range(path: Path, begin: int, content: bytes | memoryview) -> None:
 
 def read_entry(path: Path, size: int) -> FileEntry:
     """The entry of a file of ``size`` bytes that several processes have written. Raises OSError, also where it is not as long."""
-    found = path.stat().st_size
-    if found != size:
-        raise OSError(errno.EIO, f"it has {found:,} bytes instead of {size:,}", str(path))
+    bytes_read = path.stat().st_size
+    if bytes_read != size:
+        raise OSError(errno.EIO, f"it has {bytes_read:,} bytes instead of {size:,}", str(path))
     return FileEntry(size, checksum(path))
 
 
@@ -515,19 +515,19 @@ def folder_id(path: Path) -> str:
     """The same text for all processes of one kernel that see the same folder, and for no others: what one of them has written
     into a file there, each of them reads."""
     try:
-        kernel, found = _BOOT.read_text().strip(), path.stat()
+        kernel, status = _BOOT.read_text().strip(), path.stat()
     except OSError:
         return os.urandom(16).hex()  # nobody else's
-    return f"{kernel} {found.st_dev} {found.st_ino}"
+    return f"{kernel} {status.st_dev} {status.st_ino}"
 
 
 def checksum(path: Path) -> str:
     """XXH3-128 of a file. Raises OSError."""
-    found = xxhash.xxh3_128()
+    hasher = xxhash.xxh3_128()
     with path.open("rb") as file:
         while chunk := file.read(_CHUNK):
-            found.update(chunk)
-    return found.hexdigest()
+            hasher.update(chunk)
+    return hasher.hexdigest()
 
 
 def remove(path: Path) -> None:

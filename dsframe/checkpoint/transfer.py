@@ -1,7 +1,7 @@
 """Saving sharded parameters: each rank gets what it writes, window by window, and nothing else.
 
 A window is so many bytes that no rank sends, and none writes, more than ``WINDOW_BYTES`` of it. While one is on its way, a thread
-writes the one before into files, so that beside its state a rank holds at most one window to send and two to write, on GPUs
+writes the one before into files, so that in addition to its state a rank holds at most one window to send and two to write, on GPUs
 one more on the device. What a rank holds itself is written from where it lies.
 
 Where all ranks see the folder through one kernel, as on one host, a save at once exchanges nothing: each rank writes what it holds
@@ -32,7 +32,7 @@ from dsframe.cluster.exchange import Ranks, all_gather_text
 from dsframe.model.state import ParameterShard, TensorShard
 
 WINDOW_BYTES = 64 << 20
-"""A rank's memory grows by at most four times as much in a save, 256 MiB, beside a copy of its own ranges in the background."""
+"""A rank's memory grows by at most four times as much in a save, 256 MiB, in addition to a copy of its own ranges."""
 SHARD_BYTES = 1 << 30
 """Size of the files of the sharded form: few, and enough for many ranks to verify them together."""
 
@@ -54,13 +54,14 @@ class ShardWriter:
         window_bytes: int = WINDOW_BYTES,
         sync: bool = True,
     ) -> None:
-        """**Collective.** ``sharded``: each rank writes its own ranges. ``sync``: files are on the disk when :meth:`write` returns,
-        else :meth:`flush` brings them there, when all ranks have written. Raises CheckpointError as ``layout.agree`` does."""
+        """**Collective.** ``sharded``: each rank writes its own ranges. ``sync``: files are on the disk when
+        :meth:`write` returns, else :meth:`flush` brings them there, when all ranks have written. Raises
+        CheckpointError as ``layout.agree_on_parameters`` does."""
         world = ranks.plan.world
         self.files: dict[str, FileEntry] = {}
         """Files of this rank, when they are written; without ``sync``, when they are flushed."""
         size = part_bytes or (SHARD_BYTES if sharded else PART_BYTES)
-        self._plan = layout.plan(layout.agree(ranks, shards), world.size, size, sharded=sharded)
+        self._plan = layout.plan(layout.agree_on_parameters(ranks, shards), world.size, size, sharded=sharded)
         self.parameters = self._plan.parameters
         """The manifest's entry of every parameter."""
         self.exchanges = any(chunk.source != chunk.owner for chunk in self._plan.chunks)
@@ -69,8 +70,12 @@ class ShardWriter:
         self._in_place: Mapping[str, bytes] | None = None
         """File -> its first bytes, where each rank writes what it holds into its place in the files of all."""
         if one_kernel:
-            self.exchanges, self._in_place = False, {name: _begin(of) for name, of in self._plan.files.items()}
-        self._folder, self._rank, self._ranks, self._window = folder, world.rank, world.size, window_bytes
+            self.exchanges = False
+            self._in_place = {name: _begin(of) for name, of in self._plan.files.items()}
+        self._folder = folder
+        self._rank = world.rank
+        self._ranks = world.size
+        self._window = window_bytes
         self._sync = sync
         self._device, self._group = ranks.plan.device, None
         self._held: _LiveShards | _StagedShards = _LiveShards(shards, world.rank)
@@ -81,14 +86,16 @@ class ShardWriter:
         self._more.append((name, tensors))
 
     def keep(self, staging: Staging, group: Any, sign_of_life: Callable[[], None]) -> None:
-        """Copies this rank's ranges, so that training may go on. ``group``: over which :meth:`flush` exchanges them later."""
+        """Copies this rank's ranges, so that training may continue. ``group``: over which :meth:`flush` exchanges them later."""
         assert isinstance(self._held, _LiveShards)
         kept = {}
         for chunk in self._plan.chunks:
             if (content := self._held.get(chunk)) is not None:
                 kept[chunk.parameter, chunk.key] = staging.copy(content)
             sign_of_life()
-        self._held, self._group, self._device = _StagedShards(kept, self._rank), group, torch.device("cpu")
+        self._held = _StagedShards(kept, self._rank)
+        self._group = group
+        self._device = torch.device("cpu")
 
     def flush(self, sign_of_life: Callable[[], None]) -> None:
         """**Collective** where ranges were kept that are to be exchanged. Writes them; all files are on the disk when it returns.
@@ -143,18 +150,19 @@ class ShardWriter:
             content = self._held.get(chunk)
             if content is None:
                 continue
-            place, flat = len(headers[chunk.file]) + chunk.begin, content.view(torch.uint8)
+            offset, flat = len(headers[chunk.file]) + chunk.begin, content.view(torch.uint8)
             for first in range(0, chunk.bytes, self._window):
                 piece = flat[first : first + self._window]
                 if piece.device.type != "cpu":
                     pinned = torch.empty(self._window, dtype=torch.uint8, pin_memory=True) if pinned is None else pinned
                     piece = pinned[: piece.numel()].copy_(piece)
-                yield chunk.file, place + first, piece.numpy().data
+                yield chunk.file, offset + first, piece.numpy().data
 
     def _write_windows(self, sign_of_life: Callable[[], None]) -> None:
         plan = self._plan
         files = {self._folder / name: plan.files[name] for name in self._own}
-        sink, exchange = _Sink(files, self._sync), _Exchange(self._rank, self._ranks, self._device, self._group)
+        sink = _Sink(files, self._sync)
+        exchange = _Exchange(self._rank, self._ranks, self._device, self._group)
         try:
             for window in plan.windows(self._window):
                 sink.take(exchange.run(window, self._held))
@@ -177,7 +185,8 @@ class _LiveShards:
         place = (chunk.parameter, chunk.key)
         shard = self._shards.get(place)
         if place != self._place:
-            self._place, self._tensor = place, _read(shard) if shard is not None and shard.in_order else None
+            self._place = place
+            self._tensor = _read(shard) if shard is not None and shard.in_order else None
         if chunk.source != self._rank:
             return None
         assert shard is not None
@@ -229,7 +238,8 @@ class _Exchange:
         for chunk in away:
             sent[chunk.owner] += chunk.bytes * (chunk.source == self._rank)
             got[chunk.source] += chunk.bytes * (chunk.owner == self._rank)
-        outgoing, incoming = self._buffer("send", sum(sent)), self._buffer(f"receive {self._turn}", sum(got))
+        outgoing = self._buffer("send", sum(sent))
+        incoming = self._buffer(f"receive {self._turn}", sum(got))
         to = list(itertools.accumulate(sent, initial=0))
         at = list(itertools.accumulate(got, initial=0))
         contents = []

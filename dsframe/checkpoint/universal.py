@@ -29,7 +29,7 @@ from dsframe.checkpoint.portable import Checkpoint
 from dsframe.errors import CheckpointError
 
 LAYOUT = "0.19.8"
-"""DeepSpeed's version whose layout this is."""
+"""The version of DeepSpeed that has this layout."""
 _MOMENTS = ["exp_avg", "exp_avg_sq"]
 
 
@@ -59,17 +59,17 @@ def write(
     step = 0.0
     for name in entries:
         parameter = checkpoint.parameter(name)
-        place = _inside(folder / "zero", name)
-        place.mkdir(parents=True)
+        parameter_folder = _inside(folder / "zero", name)
+        parameter_folder.mkdir(parents=True)
         module[name] = convert(parameter.weight)
-        torch.save({"cat_dim": 0, "param": parameter.weight}, place / "fp32.pt")
+        torch.save({"cat_dim": 0, "param": parameter.weight}, parameter_folder / "fp32.pt")
         if not parameter.moments:
             untrained[name] = parameter.weight
             continue
         shapes[name], step = parameter.weight.shape, parameter.scalars["step"]
-        torch.save(torch.tensor(step), place / "step.pt")
+        torch.save(torch.tensor(step), parameter_folder / "step.pt")
         for key in _MOMENTS:
-            torch.save({"cat_dim": 0, "param": parameter.moments[key]}, place / f"{key}.pt")
+            torch.save({"cat_dim": 0, "param": parameter.moments[key]}, parameter_folder / f"{key}.pt")
     if untrained:
         torch.save(untrained, folder / UNTRAINED)
         say(

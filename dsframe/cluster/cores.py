@@ -29,7 +29,7 @@ def bind(world: World) -> tuple[int, ...]:
     return chosen
 
 
-def sentence(bound: tuple[int, ...]) -> str | None:
+def describe(bound: tuple[int, ...]) -> str | None:
     """Returns a line about rank 0's cores."""
     return f"each rank is bound to cores of its own, rank 0 to {', '.join(map(str, bound))}" if bound else None
 
@@ -70,8 +70,8 @@ def _affinity(process: int) -> set[int]:
         return set()
 
 
-def emulates(kind: str, information: Path = Path("/proc/cpuinfo")) -> bool:
-    """True if this host's processor is known to have no instructions for numbers of ``kind``, "bfloat16" or "float16"."""
+def emulates(dtype: str, information: Path = Path("/proc/cpuinfo")) -> bool:
+    """True if this host's processor is known to have no instructions for numbers of ``dtype``, "bfloat16" or "float16"."""
     try:
         lines = information.read_text(encoding="utf-8").splitlines()
     except OSError:
@@ -79,4 +79,4 @@ def emulates(kind: str, information: Path = Path("/proc/cpuinfo")) -> bool:
     known = {
         word for line in lines if line.startswith(("flags", "Features")) for word in line.partition(":")[2].split()
     }
-    return bool(known) and not known & _INSTRUCTIONS[kind]
+    return bool(known) and not known & _INSTRUCTIONS[dtype]

@@ -124,8 +124,8 @@ def first_difference(ranks: Ranks, entries: Sequence[str]) -> list[str]:
     if not differ():
         return []
     longest = max(map(int, all_gather_text(ranks, str(len(entries)))))
-    place = bisect_left(range(longest), True, key=lambda place: differ(place + 1))
-    return all_gather_text(ranks, entries[place] if place < len(entries) else "")
+    position = bisect_left(range(longest), True, key=lambda position: differ(position + 1))
+    return all_gather_text(ranks, entries[position] if position < len(entries) else "")
 
 
 def by_value(of_ranks: Sequence[str]) -> str:

@@ -108,11 +108,11 @@ def open_process_group(world: World, device: torch.device, limit: timedelta | No
         return
     _closed.clear()
     address, port = rendezvous_address(world)
-    # DeepSpeed takes LOCAL_RANK for the number of this process's GPU, which is 0 for every task of a host where each sees one alone
+    # DeepSpeed takes LOCAL_RANK for the number of this process's GPU, which is 0 for every task of a host where each sees only one
     # (srun --gpus-per-task=1). Under mpirun it asserts that Open MPI's variable says the same.
     on_gpu = device.type == "cuda" and device.index is not None
     local_rank = str(device.index if on_gpu else world.local_rank)
-    said = {
+    variables = {
         "RANK": str(world.rank),
         "WORLD_SIZE": str(world.size),
         "LOCAL_RANK": local_rank,
@@ -121,7 +121,7 @@ def open_process_group(world: World, device: torch.device, limit: timedelta | No
         "MASTER_ADDR": address,
         "MASTER_PORT": str(port),
     }
-    for name, value in said.items():
+    for name, value in variables.items():
         _before.setdefault(name, os.environ.get(name))
         os.environ[name] = value
     # torch asks for the interface of the host's name, which on many machines does not resolve to an address of its own.

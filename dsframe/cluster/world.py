@@ -45,7 +45,7 @@ class World:
     master_port: int | None = None
     """TCP port at which rank 0 listens for torch.distributed, where the launcher says so."""
     elastic: bool = False
-    """True if the launcher may take processes away and add others while training goes on (``horovodrun --min-np``)."""
+    """True if the launcher may take processes away and add others while training continues (``horovodrun --min-np``)."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.size and 0 <= self.local_rank < self.local_size <= self.size):

@@ -37,12 +37,12 @@ def torchvision() -> Any:
         return importlib.import_module("torchvision")
     except (ImportError, RuntimeError) as error:
         raise TaskError(
-            f"cannot import torchvision beside torch {torch.__version__}: {error}; install the release made for it"
+            f"cannot import torchvision with torch {torch.__version__}: {error}; install the release made for it"
         ) from error
 
 
 def define_operators() -> None:
-    """Makes torchvision, which is not yet imported, importable beside this torch; does nothing where it is so already."""
+    """Makes torchvision, which is not yet imported, importable with this torch; does nothing where it is so already."""
     spec = importlib.util.find_spec("torchvision")
     if spec and spec.origin and not _has_operators(Path(spec.origin).parent):
         _define_schemas()

@@ -48,10 +48,10 @@ class Row:
     value: Any
     """A mapping of columns; of a text file its text."""
     last: bool = True
-    """False if the document goes on in the next row."""
+    """False if the document continues in the next row."""
 
 
-def find(patterns: str | Sequence[str], key: str, kinds: Sequence[str] = ()) -> list[Path]:
+def find_files(patterns: str | Sequence[str], key: str, kinds: Sequence[str] = ()) -> list[Path]:
     """The files and folders that ``patterns`` name, those of a pattern by name. ``key`` of the patterns, for messages.
 
     ``kinds``: the files to look for, by suffix; by default those that hold documents, and saved folders.
@@ -96,7 +96,7 @@ def _check_kind(path: Path, key: str) -> None:
 
 def kind_of(path: Path, kinds: Iterable[str]) -> str:
     """Which of ``kinds``, suffixes such as ``.jsonl.zst``, the file is of by its name; empty for none."""
-    return max((kind for kind in kinds if path.name.endswith(kind)), key=len, default="")
+    return max((suffix for suffix in kinds if path.name.endswith(suffix)), key=len, default="")
 
 
 def rows(path: Path, columns: Sequence[str]) -> Iterator[Row]:
@@ -114,8 +114,8 @@ def _jsonl(path: Path, columns: Sequence[str]) -> Iterator[Row]:
     with opened(path) as file:
         for number, line in enumerate(file, 1):
             if line.strip():
-                place = f"{path}:{number}"
-                yield Row(place, parsed(line, place))
+                source = f"{path}:{number}"
+                yield Row(source, parsed(line, source))
 
 
 @contextlib.contextmanager
@@ -137,19 +137,19 @@ def opened(path: Path) -> Iterator[io.BufferedIOBase]:
         raise DataError(f"{path}: truncated or damaged ({' '.join(str(error).split())})") from None
 
 
-def parsed(line: bytes, place: str) -> dict[str, Any]:
-    """A line of JSON, found at ``place``. Raises DataError where it is no object."""
+def parsed(line: bytes, source: str) -> dict[str, Any]:
+    """A line of JSON, read from ``source``. Raises DataError where it is no object."""
     try:
         value = json.loads(line.rstrip(), object_pairs_hook=_without_duplicates)
     except json.JSONDecodeError as error:
         why = f"{error.msg}, column {error.colno}"
-        raise DataError(f"{place}: not JSON ({why}); each line is one JSON object") from None
+        raise DataError(f"{source}: not JSON ({why}); each line is one JSON object") from None
     except UnicodeDecodeError as error:
-        raise DataError(f"{place}: not UTF-8 ({error.reason} at byte {error.start})") from None
+        raise DataError(f"{source}: not UTF-8 ({error.reason} at byte {error.start})") from None
     except (ValueError, RecursionError) as error:  # a number of thousands of digits; nested too deeply
-        raise DataError(f"{place}: not JSON that can be read ({error})") from None
+        raise DataError(f"{source}: not JSON that can be read ({error})") from None
     if not isinstance(value, dict):
-        raise DataError(f"{place}: {type(value).__name__} in place of a JSON object with columns")
+        raise DataError(f"{source}: {type(value).__name__} in place of a JSON object with columns")
     return value
 
 
@@ -265,11 +265,11 @@ def _saved(path: Path) -> Iterator[Row]:
         yield Row(f"{path}, row {number}", value)
 
 
-def missing(place: str, wanted: Sequence[str], there: Sequence[str]) -> str:
+def missing(source: str, wanted: Sequence[str], there: Sequence[str]) -> str:
     """The message for columns that are not there."""
     named = " or ".join(f'"{name}"' for name in wanted)
     has = ", ".join(map(repr, there)) or "none"
-    return f'{place}: no column {named}; it has {has}; name the column of the text in "field"'
+    return f'{source}: no column {named}; it has {has}; name the column of the text in "field"'
 
 
 _READERS = {".jsonl": _jsonl, ".jsonl.zst": _jsonl, ".jsonl.gz": _jsonl, ".parquet": _parquet, ".txt": _text}
@@ -278,7 +278,7 @@ _READERS = {".jsonl": _jsonl, ".jsonl.zst": _jsonl, ".jsonl.gz": _jsonl, ".parqu
 def digest(paths: Sequence[Path], data_dir: str | None) -> str:
     """A digest of what is in the files, in their order. Raises DataError.
 
-    A file that is the same by device, inode, size, and the times of its last change is not read again: its digest is kept beside
+    A file that is the same by device, inode, size, and the times of its last change is not read again: its digest is kept with
     the data. The time of the last change of the inode cannot be set by programs, as that of the content can.
     """
     files = [file for path in paths for file in (sorted(path.rglob("*")) if path.is_dir() else [path])]

@@ -1,4 +1,4 @@
-"""From rows to tokens: texts, and conversations of which the answers alone are learned."""
+"""From rows to tokens: texts, and conversations of which only the answers are learned."""
 
 from __future__ import annotations
 
@@ -72,15 +72,15 @@ class ConversationEncoder:
         self._tokenizer, self._templates = tokenizer, template or tokenizer.chat_template
         self._template: Any = self._templates
         self._end = tokenizer.eos_token_id
-        self._told = False
+        self._warned = False
 
     def length(self, row: Row) -> int:
         return 4096  # not known before the template
 
     def encode(self, rows: list[Row]) -> Iterator[Any]:
         for row in rows:
-            if not self._told and (others := [name for name in row.value if name not in self.columns]):
-                self._told = True
+            if not self._warned and (others := [name for name in row.value if name not in self.columns]):
+                self._warned = True
                 warning = f"dsframe: warning: {row.place}: columns that are not read: {', '.join(map(str, others))}"
                 print(warning, file=sys.stderr, flush=True)
             self._choose_template(row)
@@ -128,7 +128,7 @@ class ConversationEncoder:
                 f"{row.place}: {len(counts)} messages of the assistant, but the chat template marks {len(spans)} parts, so it "
                 "cannot be told which one has the weight 0"
             )
-        ends = [text[:place] for span in spans for place in span]
+        ends = [text[:position] for span in spans for position in span]
         whole, *before = tokens_of(self._tokenizer, [text, *ends], [row] * (1 + len(ends)))
         if list(whole) != list(tokens):
             raise DataError(f"{row.place}: the tokenizer gives other tokens for a conversation than for its text")
@@ -157,7 +157,7 @@ class ConversationEncoder:
         return text, [(int(first), int(end)) for first, end in spans]
 
     def _variables(self, row: Row) -> dict[str, Any]:
-        """What the template is given beside the messages."""
+        """What the template is given in addition to the messages."""
         more = row.value.get("chat_template_kwargs") or {}
         if not isinstance(more, Mapping):
             raise DataError(f'{row.place}: "chat_template_kwargs" is {type(more).__name__} in place of an object')
@@ -176,9 +176,9 @@ class ConversationEncoder:
                 end_of(self._tokenizer)
             first = self._tokenizer("")["input_ids"][:1]
             begin = first if first and first[0] == self._tokenizer.bos_token_id else []
-            asked, said = tokens_of(self._tokenizer, [prompt, completion], [row, row])
+            asked, answered = tokens_of(self._tokenizer, [prompt, completion], [row, row])
             before = [*([] if list(asked[:1]) == begin else begin), *asked]
-            after = [*said, *([] if list(said[-1:]) == [self._end] else [self._end])] if completion else []
+            after = [*answered, *([] if list(answered[-1:]) == [self._end] else [self._end])] if completion else []
             return [*before, *after], [0] * len(before) + [1] * len(after)
         asked = _messages(prompt, row, "prompt")
         before = self._applied(asked, row, add_generation_prompt=True)["input_ids"]

@@ -60,7 +60,7 @@ def fetch(name: str, to: str | None = None, report: Callable[[str], None] = prin
 
 
 def _nothing_to_do(name: str, to: str | None) -> Path | None:
-    """The folder when all of ``name`` is there, by the files' sizes alone; training reads and checks them anyway."""
+    """The folder when all of ``name`` is there, only by the files' sizes; training reads and checks them anyway."""
     layout = {"fashion-mnist": "FashionMNIST/raw", "mnist": "MNIST/raw"}.get(name)
     if layout is None:
         return None

@@ -39,7 +39,7 @@ def read_bytes(path: Path) -> bytes:
 
 @contextlib.contextmanager
 def writing(path: Path) -> Iterator[None]:
-    """Wraps the writing of ``path``, a file or folder kept beside the data. Raises DataError where the system refuses it."""
+    """Wraps the writing of ``path``, a file or folder kept with the data. Raises DataError where the system refuses it."""
     try:
         yield
     except OSError as error:

@@ -41,9 +41,9 @@ def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader) -> dict
         return {index: digests[index] for index in common}
     rows = [row for _, row in _rows(loader, [int(index)] * _READINGS)]
     again = json.dumps({"random": len({digests[index], *map(digest, rows)}) > 1, "kind": _kind(rows[0])})
-    said = [json.loads(text) for text in all_gather_text(ranks, again)]
-    kinds = [reading["kind"] for reading in said]
-    if any(reading["random"] for reading in said) and len(set(kinds)) == 1:
+    readings = [json.loads(text) for text in all_gather_text(ranks, again)]
+    kinds = [reading["kind"] for reading in readings]
+    if any(reading["random"] for reading in readings) and len(set(kinds)) == 1:
         return {}
     others = [rank for rank, digests_there in enumerate(of_ranks) if digests_there[index] != of_ranks[0][index]]
     what = f": {by_value(kinds)}" if len(set(kinds)) > 1 else ""

@@ -55,7 +55,7 @@ def class_names(data_dir: str | None) -> list[str]:
 
 
 def test_folder(data_dir: str, dataset: str) -> Path:
-    """``val``, ``test`` or ``eval`` beside ``train``, whichever comes first. Raises DataError where there is none."""
+    """``val``, ``test`` or ``eval`` next to ``train``, whichever comes first. Raises DataError where there is none."""
     root = Path(data_dir).expanduser()
     for name in _TEST_FOLDERS:
         if (root / name).is_dir():
@@ -130,9 +130,9 @@ def _folders(folder: Path) -> list[Path]:
 def _files(folder: Path) -> list[Path]:
     """The files below ``folder``, sorted, without hidden ones and what systems put there."""
     paths = []
-    for place, folders, files in os.walk(folder):
+    for parent, folders, files in os.walk(folder):
         folders[:] = [name for name in folders if name not in _JUNK and not name.startswith(".")]
-        paths += [Path(place, name) for name in files if not name.startswith(".") and name != "Thumbs.db"]
+        paths += [Path(parent, name) for name in files if not name.startswith(".") and name != "Thumbs.db"]
     return sorted(paths)
 
 
@@ -162,11 +162,11 @@ def _damage(path: Path) -> str:
     try:
         with images.open(path) as file:
             refuse_unshown(file)
-            kind = file.format
+            image_format = file.format
         with path.open("rb") as content:
             content.seek(max(0, path.stat().st_size - _TAIL))
-            ends = _ENDS.get(kind, b"") in content.read()
-        if not ends and kind != "JPEG":
+            ends = _ENDS.get(image_format, b"") in content.read()
+        if not ends and image_format != "JPEG":
             return "its end is missing"
         if not ends:  # cut off, or a telephone has put a film behind its picture
             with images.open(path) as file:
@@ -194,7 +194,9 @@ def rgb(image: Any) -> Any:
     refuse_unshown(image)
     image = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        most = 1.0 if image.mode == "F" else 65535.0 if image.mode != "I" or image.getextrema()[1] > 255 else 255.0
+        most = 65535.0 if image.mode != "I" or image.getextrema()[1] > 255 else 255.0
+        if image.mode == "F":
+            most = 1.0
         return Image.fromarray(np.rint(np.asarray(image, np.float64) / most * 255).astype(np.uint8)).convert("RGB")
     if "transparency" in image.info or image.mode in ("RGBA", "LA", "PA", "La", "RGBa"):
         image = image.convert("RGBA")

@@ -71,16 +71,16 @@ def as_source(data: Any, seed: int, collate: Collate | None = None, *, streams: 
 
 
 def _mixed(data: Mixture, seed: int, collate: Collate | None) -> Source:
-    own = {name: isinstance(one, Source) and not _of_datasets(one) for name, one in data.sets.items()}
-    if not any(own.values()):
-        for name, one in data.sets.items():
-            if isinstance(as_source(one, seed), MixtureSource):
+    makes_batches = {name: isinstance(part, Source) and not _of_datasets(part) for name, part in data.sets.items()}
+    if not any(makes_batches.values()):
+        for name, part in data.sets.items():
+            if isinstance(as_source(part, seed), MixtureSource):
                 raise DataError(
                     f"mixture: {name} is a mixture of what makes its own batches; name its parts in this one"
                 )
         return DatasetSource(data, seed, collate)  # type: ignore[arg-type]  # it has what a map-style one has
-    if not all(own.values()) or collate is not None:
-        makes = next(name for name, whole in own.items() if whole)
+    if not all(makes_batches.values()) or collate is not None:
+        makes = next(name for name, whole in makes_batches.items() if whole)
         raise DataError(
             f"mixture: {makes} makes its own batches, so every other part must do so too, and the task's collate would not be "
             "called; give parts of one kind, and leave collate out"
@@ -210,7 +210,7 @@ def _order_of(data: Any, seed: int, chosen: Callable[[int, int], Tensor | None] 
     if isinstance(data, StreamSource):
         return Order(len(data), seed, sequential)
     if isinstance(data, Mixture):
-        orders = [_order_of(one, seed + number, chosen) for number, one in enumerate(data.sets.values())]
+        orders = [_order_of(part, seed + number, chosen) for number, part in enumerate(data.sets.values())]
         return MixtureOrder(data, orders, seed)
     return data.order(seed) if isinstance(data, Shards) and chosen is None else Order(len(data), seed, chosen)
 
@@ -225,9 +225,9 @@ class _Keyed(Dataset[Any]):
         epoch, index, width = key
         return index, self.source.item(epoch, index), width
 
-    def collated(self, found: list[tuple[int, Any, int | None]]) -> Batch:
+    def collated(self, items: list[tuple[int, Any, int | None]]) -> Batch:
         """A batch of what ``__getitem__`` gave."""
-        return collated([(index, row) for index, row, _ in found], self.source.collate, found[0][2])
+        return collated([(index, row) for index, row, _ in items], self.source.collate, items[0][2])
 
 
 class _Fetcher:
@@ -283,7 +283,9 @@ class _Fetcher:
         try:
             inputs, targets = tree_map(lambda *rows: torch.cat(rows), *batches)
         except (RuntimeError, ValueError) as error:
-            shapes = "; then ".join(", ".join(str(list(leaf.shape)) for leaf in tree_leaves(one)) for one in batches)
+            shapes = "; then ".join(
+                ", ".join(str(list(leaf.shape)) for leaf in tree_leaves(batch)) for batch in batches
+            )
             raise DataError(
                 f"{type(self.source).__name__}.batch gives rows of different sizes. This batch has rows of two epochs, and "
                 f"its two parts cannot be joined: shapes {shapes}. Give all rows one size, or write "
@@ -334,9 +336,9 @@ class _Ahead:
         begin = partial(torch.cuda.set_device, self._device)  # a thread has its own, on which memory is pinned
         with ThreadPoolExecutor(1, READER, begin) as reader:
             coming = reader.submit(self._read, batches)
-            while (found := coming.result()) is not None:
+            while (item := coming.result()) is not None:
                 coming = reader.submit(self._read, batches)
-                yield self._arrived(*found)
+                yield self._arrived(*item)
 
     def _read(self, batches: Iterator[Batch]) -> tuple[Batch, Any] | None:
         batch = next(batches, None)
@@ -429,19 +431,19 @@ class Loader:
     def lines(self, steps: int) -> list[str]:
         """Returns what is to be said before a training of so many steps. Raises DataError where the data do not suffice."""
         samples = steps * self.sampler.global_batch_size
-        found = self.sampler.order.lines(samples)
+        lines = self.sampler.order.lines(samples)
         if isinstance(self.source, StreamSource):
             if samples >= ENDLESS:
                 raise DataError(
                     f'{type(self.source.dataset).__name__} does not say how many rows it has; write "steps"'
                 )
-            own, every = self.micro_batch_size * self.accumulation_steps, self.sampler.global_batch_size
-            found.append(
-                f"{type(self.source.dataset).__name__} is an IterableDataset: each rank reads all of its rows and takes {own:,} of "
-                f"every {every:,}; a resumed run reads again from the first row; dsframe does not know whether the rows are the "
-                "same on every rank and at every start"
+            read, every = self.micro_batch_size * self.accumulation_steps, self.sampler.global_batch_size
+            lines.append(
+                f"{type(self.source.dataset).__name__} is an IterableDataset: each rank reads all of its rows "
+                f"and takes {read:,} of every {every:,}; a resumed run reads again from the first row; "
+                "dsframe does not know whether the rows are the same on every rank and at every start"
             )
-        return found
+        return lines
 
     def rows_read(self) -> list[int]:
         """As :meth:`StreamSource.read`; empty for other data, of which all ranks have the same."""

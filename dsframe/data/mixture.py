@@ -151,7 +151,7 @@ class _Phase:
 
 
 class MixtureOrder(Order):
-    """The order of a mixture's samples, numbered from set to set. An epoch goes on in each set where the last one stopped."""
+    """The order of a mixture's samples, numbered from set to set. An epoch continues in each set where the last one stopped."""
 
     def __init__(self, mixture: Mixture, orders: Sequence[Order], seed: int) -> None:
         super().__init__(len(mixture), seed)

@@ -49,5 +49,5 @@ def by_length(lengths: Tensor | Sequence[int], global_batch_size: int, seed: int
     pools = [part[of[part].argsort(descending=True, stable=True)] for part in order.split(pool * global_batch_size)]  # type: ignore[no-untyped-call]
     batches = torch.cat(pools).split(global_batch_size)  # type: ignore[no-untyped-call]
     whole = len(of) // global_batch_size
-    shuffled = [batches[place] for place in permutation(whole, seed + 1, epoch).tolist()]
+    shuffled = [batches[position] for position in permutation(whole, seed + 1, epoch).tolist()]
     return torch.cat([*shuffled, *batches[whole:]])

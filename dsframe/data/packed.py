@@ -63,7 +63,7 @@ class RowSource:
         counts = self._ends[chosen] - begins  # pieces of each row
         pieces = self._pieces[_ranges(begins, counts)]
         row = np.repeat(np.arange(len(chosen)), counts)
-        lengths = pieces[:, 1] - 1  # the last token is a target alone
+        lengths = pieces[:, 1] - 1  # the last token is only a target
         return pieces, row, np.bincount(row, weights=lengths, minlength=len(chosen)).astype(np.int64)
 
     def gather(self, parts: list[Part], width: int | None = None) -> Batch:
@@ -74,12 +74,12 @@ class RowSource:
         # Where each piece begins in its row: behind those before it.
         before = np.cumsum(lengths) - lengths
         first = before - (np.cumsum(filled) - filled)[row] + row * width
-        source, place = _ranges(pieces[:, 0], lengths), _ranges(first, lengths)
+        source, position = _ranges(pieces[:, 0], lengths), _ranges(first, lengths)
         tokens, after = self._tokens[source], self._tokens[source + 1]
 
         def laid(values: Any, fill: int) -> Tensor:
             table = np.full(len(chosen) * width, fill, np.int64)
-            table[place] = values
+            table[position] = values
             return torch.from_numpy(table.reshape(len(chosen), width))
 
         inputs = {"input_ids": laid(np.maximum(tokens, ~tokens), 0)}

@@ -39,17 +39,17 @@ class Preferences:
         encoder, answers = ConversationEncoder(self.tokenizer, self.template), []
         for number, row in enumerate(rows):
             for name in ("chosen", "rejected"):
-                place = f"row {number} of the batch, {name}"
+                source = f"row {number} of the batch, {name}"
                 if row.get("prompt") is None or row.get(name) is None:
                     raise DataError(
-                        f"{place}: a row needs prompt, chosen and rejected; it has {', '.join(map(repr, row))}"
+                        f"{source}: a row needs prompt, chosen and rejected; it has {', '.join(map(repr, row))}"
                     )
                 pair = {"prompt": row["prompt"], "completion": row[name], "tools": row.get("tools")}
-                (tokens,) = encoder.encode([Row(place, pair)])
+                (tokens,) = encoder.encode([Row(source, pair)])
                 tokens = tokens[: self.context + 1]
                 if not (tokens[1:] >= 0).any():
                     raise DataError(
-                        f"{place}: nothing of the answer is within context {self.context}; leave such rows out"
+                        f"{source}: nothing of the answer is within context {self.context}; leave such rows out"
                     )
                 answers.append(tokens)
         longest = max(len(tokens) for tokens in answers) - 1

@@ -59,7 +59,7 @@ class Order:
         return {}
 
     def about(self) -> dict[str, Any]:
-        """Returns what must stay for a saved place to be one in this order, beside number and seed; as JSON has it."""
+        """Returns what must stay for a saved place to be one in this order, in addition to number and seed; as JSON has it."""
         return {}
 
     def lines(self, samples: int) -> list[str]:
@@ -125,7 +125,10 @@ class Sampler:
                 f"one global batch takes {global_batch_size:,} samples, but the training data set has only "
                 f"{samples:,}; lower train_batch_size to {samples} or less"
             )
-        self.samples, self.global_batch_size, self.seed, self.drop_last = samples, global_batch_size, seed, drop_last
+        self.samples = samples
+        self.global_batch_size = global_batch_size
+        self.seed = seed
+        self.drop_last = drop_last
         self.epoch_steps = Fraction(samples // global_batch_size if drop_last else Fraction(samples, global_batch_size))
         """Steps of an epoch: no whole number where its last batch takes samples of the next one."""
         self.order = order if isinstance(order, Order) else Order(samples, seed, order)

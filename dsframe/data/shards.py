@@ -1,8 +1,8 @@
 """Sets of many files that are read where they lie: tar shards as webdataset writes them, parquet, JSON lines, also compressed.
 
-An index says where each sample lies, so that any sample can be read without those before it. It is made once and kept beside the
+An index says where each sample lies, so that any sample can be read without those before it. It is made once and kept with the
 data, one file for each shard. An epoch takes the shards in a drawn order and shuffles within a window of the samples that follow:
-memory and reading ahead depend on the window, and where training stands on the step alone.
+memory and reading ahead depend on the window, and where training stands only on the step.
 """
 
 from __future__ import annotations
@@ -71,8 +71,10 @@ class Shards(Dataset[Any]):
         """``files``: paths or patterns. ``window``: samples that are shuffled at once. Raises DataError."""
         if window < 1:
             raise DataError(f"shards: window {window}; give 1 (shards are shuffled, but not what is in them) or more")
-        self.row, self.columns, self.window = row, None if columns is None else list(columns), window
-        paths = documents.find(files, "shards", tuple(_KINDS))
+        self.row = row
+        self.columns = None if columns is None else list(columns)
+        self.window = window
+        paths = documents.find_files(files, "shards", tuple(_KINDS))
         self._shards = _shards(paths, self.columns, data_dir, say or (lambda line: None))
         self.sizes = np.concatenate([shard.groups for shard in self._shards])
         """How many samples each group has, int64: groups are shuffled, and those that must be decoded whole are read at once."""
@@ -88,9 +90,9 @@ class Shards(Dataset[Any]):
             raise IndexError(index)
         group = int(np.searchsorted(self._ends, index, side="right"))
         number = index - int(self._ends[group] - self.sizes[group])
-        place = int(np.searchsorted(self._first_group, group, side="right")) - 1
-        shard = self._shards[place]
-        whole = self._whole(group, shard, group - int(self._first_group[place])) if shard.whole else None
+        shard_number = int(np.searchsorted(self._first_group, group, side="right")) - 1
+        shard = self._shards[shard_number]
+        whole = self._whole(group, shard, group - int(self._first_group[shard_number])) if shard.whole else None
         row = shard.read(whole, number)
         return row if self.row is None else self.row(row)
 
@@ -290,12 +292,12 @@ class _Lines(_Shard):
         offset, size, line = self.index[number].tolist()
         return self.chosen(documents.parsed(self.bytes(offset, size), f"{self.path}:{line}"), f"{self.path}:{line}")
 
-    def chosen(self, row: dict[str, Any], place: str) -> dict[str, Any]:
+    def chosen(self, row: dict[str, Any], source: str) -> dict[str, Any]:
         """The columns that are asked for. Raises DataError where one is not there."""
         if self.columns is None:
             return row
         if gone := [name for name in self.columns if name not in row]:
-            raise DataError(documents.missing(place, gone, list(row)).partition("; name the")[0])
+            raise DataError(documents.missing(source, gone, list(row)).partition("; name the")[0])
         return {name: row[name] for name in self.columns}
 
 
@@ -312,11 +314,11 @@ class _CompressedLines(_Lines):
     def group(self, number: int) -> Any:
         self.check()
         with documents.opened(self.path) as file:
-            return [(line, place) for place, line in enumerate(file, 1) if line.strip()]
+            return [(line, line_number) for line_number, line in enumerate(file, 1) if line.strip()]
 
     def read(self, group: Any, number: int) -> dict[str, Any]:
-        line, place = group[number]
-        return self.chosen(documents.parsed(line, f"{self.path}:{place}"), f"{self.path}:{place}")
+        line, line_number = group[number]
+        return self.chosen(documents.parsed(line, f"{self.path}:{line_number}"), f"{self.path}:{line_number}")
 
 
 class _Parquet(_Shard):
@@ -385,22 +387,22 @@ def _shards(
 ) -> list[_Shard]:
     """The files with their indexes, which are made where they are not there. Any number of processes may do so at once."""
     shards: list[_Shard] = []
-    folder, said = data_root(data_dir) / "shards", time.monotonic()
+    folder, last_message = data_root(data_dir) / "shards", time.monotonic()
     for number, path in enumerate(paths):
-        kind, facts = _KINDS[documents.kind_of(path, _KINDS)], _facts(path)
-        key = f"{FORM}\0{path.absolute()}\0{facts}\0{columns if kind is _Parquet else None}"
+        shard_class, facts = _KINDS[documents.kind_of(path, _KINDS)], _facts(path)
+        key = f"{FORM}\0{path.absolute()}\0{facts}\0{columns if shard_class is _Parquet else None}"
         kept = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.npy"
         if not kept.is_file():
-            if time.monotonic() - said > _SAY_SECONDS:
-                said = time.monotonic()
+            if time.monotonic() - last_message > _SAY_SECONDS:
+                last_message = time.monotonic()
                 say(f"indexing file {number + 1:,} of {len(paths):,}")
             with _readable(path):
-                index = kind.scan(path, columns)
+                index = shard_class.scan(path, columns)
             if not len(index) or ("rows" in index.dtype.names and not index["rows"].sum()):
                 raise DataError(f"{path}: empty: there is no sample in it")
             with writing(kept), replacing(kept) as out:
                 np.save(out, index, allow_pickle=False)
-        shards.append(kind(path, np.load(kept, mmap_mode="r", allow_pickle=False), facts, columns))
+        shards.append(shard_class(path, np.load(kept, mmap_mode="r", allow_pickle=False), facts, columns))
         first = shards[0]
         if (
             isinstance(first, _Parquet)

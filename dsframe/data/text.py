@@ -62,20 +62,21 @@ def sources(
     """Training and evaluation windows of ``corpus``: ``stdlib``, ``synthetic``, or a path or glob of text files.
 
     ``encode``: what makes tokens, int32 ``[tokens]``, of the text's bytes, uint8 ``[bytes]``; without it the bytes are the
-    tokens. The last twentieth, at most 65,536 tokens, is held out. ``samples`` keeps only the first windows for training.
+    tokens. The last twentieth, at most 65,536 tokens, is for validation. ``samples`` keeps only the first windows for training.
     Raises DataError.
     """
     tokens = synthetic(_SYNTHETIC_BYTES) if corpus == "synthetic" else read_corpus(corpus, data_dir)
     if encode is not None:
         tokens = encode(tokens)
-    held_out = min(len(tokens) // 20, _EVALUATION_TOKENS)
-    training, evaluation = tokens[: len(tokens) - held_out], tokens[len(tokens) - held_out :]
+    validation_tokens = min(len(tokens) // 20, _EVALUATION_TOKENS)
+    training = tokens[: len(tokens) - validation_tokens]
+    evaluation = tokens[len(tokens) - validation_tokens :]
     try:
         if samples is not None:
             training = training[: samples * context + context]
         return TextSource(training, context, seed=seed, shifted=True), TextSource(evaluation, context)
     except DataError as error:
-        raise DataError(f"corpus {corpus}: {error} (a twentieth of it is held out for evaluation)") from error
+        raise DataError(f"corpus {corpus}: {error} (a twentieth of it is kept for validation)") from error
 
 
 def read_corpus(corpus: str, data_dir: str | None) -> Tensor:

@@ -133,7 +133,7 @@ class Tokenised:
     rows: Any
 
 
-def find(recipe: Recipe) -> Tokenised | None:
+def find_tokens(recipe: Recipe) -> Tokenised | None:
     """Returns what has been made before; None where it is not there or not whole. Raises DataError."""
     return _opened(recipe.folder())
 
@@ -143,7 +143,7 @@ def _opened(folder: Path) -> Tokenised | None:
         counts = Counts(**json.loads((folder / "counts.json").read_text()))
         if any((folder / name).stat().st_size != size for name, size in counts.sizes.items()):
             return None
-        mapped = [_mapped(folder / name, kind) for name, kind in _FILES.items()]
+        mapped = [_mapped(folder / name, dtype) for name, dtype in _FILES.items()]
     except (OSError, ValueError, TypeError):
         return None
     return Tokenised(counts, mapped[0], mapped[1].reshape(-1, 2), mapped[2])
@@ -182,10 +182,10 @@ def make(recipe: Recipe, say: Callable[[str], None]) -> None:
 _FILES = {"tokens": np.int32, "pieces": np.int64, "rows": np.int64}
 
 
-def _mapped(path: Path, kind: Any) -> Any:
+def _mapped(path: Path, dtype: Any) -> Any:
     if path.stat().st_size == 0:
-        return np.zeros(0, kind)
-    return np.memmap(path, kind, mode="c")  # copy on write: torch warns of arrays that cannot be written to
+        return np.zeros(0, dtype)
+    return np.memmap(path, dtype, mode="c")  # copy on write: torch warns of arrays that cannot be written to
 
 
 def _sync(folder: Path) -> None:

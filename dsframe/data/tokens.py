@@ -1,4 +1,4 @@
-"""A tokenizer's tokens of a text, made once and kept beside the data."""
+"""A tokenizer's tokens of a text, made once and kept with the data."""
 
 from __future__ import annotations
 

@@ -120,9 +120,9 @@ def load(
     if settings.dataset == "synthetic":
         pixels, labels = _synthetic(images, settings.samples or 10_000, train)
     elif settings.dataset == "cifar10":
-        place, files = find_cifar(settings.data_dir)
+        cifar_folder, files = find_cifar(settings.data_dir)
         caches = data_root(settings.data_dir) / "arrays"
-        pixels, labels = shared_cifar(place, files[:-1] if train else files[-1:], caches)
+        pixels, labels = shared_cifar(cifar_folder, files[:-1] if train else files[-1:], caches)
     else:
         pixels, labels = _read_mnist(settings.dataset, settings.data_dir, train)
     if train and settings.samples is not None:
@@ -142,7 +142,7 @@ def load(
 
 def _shards(settings: ImageData, images: Images, train: bool, say: Callable[[str], None] | None) -> Shards:
     root = str(settings.data_dir)
-    place = Path(root).expanduser() / "train" if train else folder.test_folder(root, "image-shards")
+    split_folder = Path(root).expanduser() / "train" if train else folder.test_folder(root, "image-shards")
     look = folder.Look(images, augment=train and settings.augment)
 
     def labelled(sample: dict[str, Any]) -> tuple[Tensor, int]:
@@ -151,15 +151,17 @@ def _shards(settings: ImageData, images: Images, train: bool, say: Callable[[str
         ]
         if len(pictures) != 1 or "cls" not in sample:
             raise DataError(
-                f"image-shards: sample {sample['__key__']} in {place} has {', '.join(list(sample)[1:])}; it needs one image and cls"
+                f"image-shards: sample {sample['__key__']} in {split_folder} has {', '.join(list(sample)[1:])}; "
+                "it needs one image and cls"
             )
         if not 0 <= sample["cls"] < images.classes:
             raise DataError(
-                f"image-shards: sample {sample['__key__']} in {place} is of class {sample['cls']}, but classes is {images.classes}"
+                f"image-shards: sample {sample['__key__']} in {split_folder} is of class {sample['cls']}, "
+                f"but classes is {images.classes}"
             )
         return look(pictures[0]), sample["cls"]
 
-    return Shards(f"{glob.escape(str(place))}/*.tar", labelled, say=say)
+    return Shards(f"{glob.escape(str(split_folder))}/*.tar", labelled, say=say)
 
 
 MNIST_FILES = ("train-images-idx3-ubyte", "train-labels-idx1-ubyte", "t10k-images-idx3-ubyte", "t10k-labels-idx1-ubyte")
@@ -177,13 +179,18 @@ def find_mnist(name: str, data_dir: str | None) -> dict[str, Path]:
     if not data_dir:
         folders = folders[1:] + ([DEBIAN_FASHION_MNIST] if name == "fashion-mnist" else [])
     incomplete = []
-    for place in folders:
-        paths = {file: path for file in MNIST_FILES for path in (place / f"{file}.gz", place / file) if path.is_file()}
+    for candidate in folders:
+        paths = {
+            file: path
+            for file in MNIST_FILES
+            for path in (candidate / f"{file}.gz", candidate / file)
+            if path.is_file()
+        }
         if len(paths) == len(MNIST_FILES):
             return paths
         if paths:
             missing = [file for file in MNIST_FILES if file not in paths]
-            incomplete.append(f"{place} lacks {', '.join(missing)}")
+            incomplete.append(f"{candidate} lacks {', '.join(missing)}")
     raise _not_found(name, data_dir, root, folders, incomplete)
 
 
@@ -193,13 +200,13 @@ def find_cifar(data_dir: str | None) -> tuple[Path, list[str]]:
     folders = [root, root / "cifar-10-batches-bin", root / "cifar-10-batches-py"]
     versions = [[f"data_batch_{i}{suffix}" for i in range(1, 6)] + [f"test_batch{suffix}"] for suffix in (".bin", "")]
     incomplete = []
-    for place in folders:
+    for candidate in folders:
         for files in versions:
-            missing = [file for file in files if not (place / file).is_file()]
+            missing = [file for file in files if not (candidate / file).is_file()]
             if not missing:
-                return place, files
+                return candidate, files
             if len(missing) < len(files):
-                incomplete.append(f"{place} lacks {', '.join(missing)}")
+                incomplete.append(f"{candidate} lacks {', '.join(missing)}")
     raise _not_found("cifar10", data_dir, root, folders, incomplete)
 
 

@@ -27,7 +27,7 @@ def held() -> Iterator[None]:
 
 
 def outlive_signals(worker: int) -> None:
-    """Makes this worker of a torch ``DataLoader`` end with its parent alone, and at once.
+    """Makes this worker of a torch ``DataLoader`` end only with its parent, and at once.
 
     Launchers and clusters send a stop to every process of a job, and the training still needs its workers to finish the step and
     save. To ignore SIGTERM would be too much: torch and Python end workers by it and may then wait for them without a limit. So
@@ -41,13 +41,13 @@ def outlive_signals(worker: int) -> None:
     threading.Thread(target=_end_with, args=(parent.pid, os.getppid()), name="dsframe-signals", daemon=True).start()
 
 
-def _without_resets(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
+def _without_resets(cls: type[BaseException], error: BaseException, trace: TracebackType | None) -> None:
     """A ``sys.excepthook`` that is silent when the training ends while it takes a tensor from this worker.
 
     Python's ``resource_sharer`` hands tensors over in a thread, and calls the hook for a closed connection.
     """
     if not isinstance(error, (ConnectionError, EOFError)):
-        sys.__excepthook__(kind, error, trace)
+        sys.__excepthook__(cls, error, trace)
 
 
 def _end_with(parent: int | None, above: int) -> None:

@@ -104,13 +104,11 @@ def examine(config: Config, name: str, processes: int | None = None) -> tuple[li
         instead = ", ".join(replicated)
         notes.append(f"{name} keeps {entry.keeps} instead of {instead}: the same training, {entry.cost}")
     if ignored:
-        notes.append(
-            f"{name} goes without {', '.join(ignored)}: the same training; metrics.jsonl has the run's figures"
-        )
+        notes.append(f"{name} ignores {', '.join(ignored)}: the same training; metrics.jsonl has the run's metrics")
     return refused, notes
 
 
-def beside_several(config: Config, name: str) -> list[Problem]:
+def problems_with_several_models(config: Config, name: str) -> list[Problem]:
     """Returns what engine ``name`` refuses of the file because the task has several models (``Task.models``)."""
     entry, settings, stage = TABLE[name], config.settings, config.deepspeed.zero_optimization.stage
     wanted = settings.model

@@ -16,7 +16,7 @@ class ModelEngine(Engine):
     (``engines.parts``)."""
 
     _terms: Terms
-    """What the loss returned beside itself in this step."""
+    """The terms that the loss returned with its value in this step."""
 
     def _begin_step(self) -> None:
         self._terms = {}

@@ -1,6 +1,6 @@
 """Gradients in a few flat tensors, each of which is reduced as soon as the backward pass has filled it.
 
-What a library of collectives that has only an asynchronous all-reduce needs beside it. Autograd hands a parameter its gradient
+What a library of collectives needs in addition to its asynchronous all-reduce. Autograd hands a parameter its gradient
 without a copy; the whole bucket is then copied into its flat tensor at once, and ``grad`` becomes a view of it. So nothing is
 copied back, nothing has to be zeroed, and the library gets one tensor where it would get one a parameter.
 """

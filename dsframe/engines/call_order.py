@@ -5,7 +5,7 @@ for ever, a library ends the process, or weights of modules of equal size are mi
 its calls:
 
 - In the first step, and where a call is another than in the step before, ranks meet in a store before anything is gathered.
-- At the end of a step they compare a number that is made of the list, over a collective that runs while the step goes on.
+- At the end of a step they compare a number that is made of the list, over a collective that runs while the step continues.
 - Where a step does not end, the watchdog compares the lists (:mod:`dsframe.guard.watchdog`).
 """
 
@@ -101,11 +101,11 @@ class CallOrder:
     def _called(self, number: int, *_: object) -> None:
         if not self.watches:
             return
-        place, known = len(self._calls), self._known.get(self._model.training, ())
+        position, known = len(self._calls), self._known.get(self._model.training, ())
         self._calls.append(number)
         if self.log is not None:
             self.log.append(self._names[number])
-        if (place >= len(known) or known[place] != number) and self._store is not None:
+        if (position >= len(known) or known[position] != number) and self._store is not None:
             self._meet(number)
 
     def _reduced(self, number: int, *_: object) -> None:
@@ -178,17 +178,17 @@ class CallOrder:
             pause = min(2 * pause, 0.02)
             if time.monotonic() - looked > _LOOK_SECONDS:
                 looked = time.monotonic()
-                if said := self.difference(store, f"meet/{self._meetings}"):
+                if difference := self.difference(store, f"meet/{self._meetings}"):
                     time.sleep(_LOOK_SECONDS)  # the others read it too
-                    raise TaskError(said)
+                    raise TaskError(difference)
 
     def difference(self, store: Any, moment: str) -> str:
         """Tells the others through ``store`` where this rank stands at ``moment``, a name that is the same on all. Returns what
         is to be said if all have told it and have called different modules; else ""."""
         world = self._engine.plan.world
-        place = f"calls/{moment}"
-        store.set(f"{place}/{world.rank}", json.dumps(list(self._told())))
-        keys = [f"{place}/{rank}" for rank in range(world.size)]
+        prefix = f"calls/{moment}"
+        store.set(f"{prefix}/{world.rank}", json.dumps(list(self._names_called())))
+        keys = [f"{prefix}/{rank}" for rank in range(world.size)]
         if not store.check(keys):
             return ""
         for calls in zip(*(json.loads(store.get(key)) for key in keys), strict=False):
@@ -196,7 +196,7 @@ class CallOrder:
                 return self._described(calls)
         return ""
 
-    def _told(self) -> Iterator[str]:
+    def _names_called(self) -> Iterator[str]:
         if self.log is not None:
             yield from self.log[:]
             return

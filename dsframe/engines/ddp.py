@@ -22,7 +22,7 @@ from dsframe.model.plan import Plan
 _HOOKS: dict[str, Any] = {"fp16": fp16_compress_hook, "bf16": bf16_compress_hook}
 
 
-class _Reached(torch.autograd.Function):
+class _TouchAllParameters(torch.autograd.Function):
     """The loss as a function of all parameters: the gradient of those that it does not depend on is none, which is a zero.
 
     DDP waits until the backward pass has come to each parameter. Only C++ goes through them, and nothing is computed.
@@ -88,11 +88,11 @@ class DdpEngine(ReplicaEngine):
         self._graph_known = True
         return result
 
-    def _reach(self, loss: Tensor) -> Tensor:
+    def _touch_unused(self, loss: Tensor) -> Tensor:
         if not self._reached:
             return loss
         # The C++ function below torch.autograd.Function's, which looks at each argument in Python, for functorch.
-        reached: Any = super(torch.autograd.Function, _Reached)
+        reached: Any = super(torch.autograd.Function, _TouchAllParameters)
         return cast(Tensor, reached.apply(loss, *self._reached))
 
     def _accumulating(self) -> AbstractContextManager[Any]:

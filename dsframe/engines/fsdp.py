@@ -1,7 +1,7 @@
 """PyTorch's fully sharded data parallelism, the current ``fully_shard`` (Zhao et al. 2023, arXiv 2304.11277).
 
 Every rank has a shard of each parameter, its gradient and its optimizer state. A unit, such as a transformer block, is
-gathered when its turn comes and given up again afterwards: ZeRO stage 3, by torch alone. The step is that of every engine of
+gathered when its turn comes and given up again afterwards: ZeRO stage 3, implemented by torch. The step is that of every engine of
 replicas; what is different here is where tensors lie.
 """
 
@@ -75,7 +75,7 @@ class FsdpEngine(ReplicaEngine):
         _refuse_scalars(model)
         large = fsdp_units.elements(model) > LARGE
         wrap = self._settings.wrap
-        units = fsdp_units.named(model, wrap) if wrap else fsdp_units.chosen(self, model, self._shards.size())
+        units = fsdp_units.named(model, wrap) if wrap else fsdp_units.default_units(self, model, self._shards.size())
         self._units = Counter(type(unit).__name__ for unit in units)
         dense = [buffer for buffer in model.buffers() if buffer.layout == torch.strided]
         self._take_from_rank_0([*model.parameters(), *dense])
@@ -116,7 +116,7 @@ class FsdpEngine(ReplicaEngine):
         return on_disk(self.plan.directory, self.plan.world.size) if shards else None
 
     def _take_from_rank_0(self, tensors: list[Tensor]) -> None:
-        """**Collective.** Every rank keeps a shard of rank 0's model. What a rank has drawn otherwise is sent, and that alone."""
+        """**Collective.** Every rank keeps a shard of rank 0's model. Only what a rank has drawn otherwise is sent."""
         local_digests = []
         for tensor in tensors:
             flat: Any = tensor.detach().cpu().contiguous().flatten().view(torch.uint8).numpy()
@@ -134,7 +134,7 @@ class FsdpEngine(ReplicaEngine):
         """16-bit training starts from rounded weights on every engine; shards are in fp32."""
         if precision.is_short(self._dtype):
             parameter.data.copy_(parameter.data.to(self._dtype))
-        # What an adapter stands beside needs no masters, and a frozen model.
+        # The base model of an adapter needs no masters, nor does a frozen model.
         base = self.plan.frozen or (self.built.adapter is not None and not parameter.requires_grad)
         wanted = self._dtype if base and precision.is_short(self._dtype) else self.built.dtype
         if self._spill is not None and wanted != parameter.dtype:
@@ -155,7 +155,7 @@ class FsdpEngine(ReplicaEngine):
     def _accumulating(self) -> AbstractContextManager[Any]:
         return nullcontext() if self._settings.accumulate == "shards" else self._whole_gradients()
 
-    def _reach(self, loss: Tensor) -> Tensor:
+    def _touch_unused(self, loss: Tensor) -> Tensor:
         if self._calls is not None:
             self._calls.backward(loss)
         return loss
@@ -306,11 +306,11 @@ def _mesh(plan: Plan) -> DeviceMesh:
 
 def _refuse_opaque(module: nn.Module, _: Any, outputs: Any) -> None:
     """torch 2.13 looks for tensors in tuples, lists, dicts and dataclasses (``_fully_shard/_fsdp_state.py``)."""
-    for kind in output_classes.register(outputs):
-        if not is_dataclass(kind):
+    for output_class in output_classes.register(outputs):
+        if not is_dataclass(output_class):
             raise EngineError(
-                f"{type(module).__name__.removeprefix('FSDP')} returns a {kind.__name__}, in which FSDP sees no tensors; make "
-                "that class a dataclass or a named tuple"
+                f"{type(module).__name__.removeprefix('FSDP')} returns a {output_class.__name__}, "
+                "in which FSDP sees no tensors; make that class a dataclass or a named tuple"
             )
 
 

@@ -1,4 +1,4 @@
-"""Which modules FSDP gathers as one: the model's blocks, or parts of them where a block is large beside a rank's shard."""
+"""Which modules FSDP gathers as one: the model's blocks, or parts of them where a block is large compared with a rank's shard."""
 
 from __future__ import annotations
 
@@ -72,11 +72,12 @@ def _listed(model: nn.Module) -> list[str]:
     return [name for name, count in classes.most_common(1) if count > 1]
 
 
-def chosen(engine: Engine, model: nn.Module, ranks: int) -> list[nn.Module]:
+def default_units(engine: Engine, model: nn.Module, ranks: int) -> list[nn.Module]:
     """**Collective.** Returns the units where the file names none: the blocks, or modules with parameters of their own.
 
-    A block and its gradients, several times, stay in memory beside the shards (:meth:`Fsdp.splits`). A module alone is a unit
-    only if all that uses its parameters is its own forward pass, which a run of the model without numbers shows.
+    A block and its gradients, several times, stay in memory in addition to the shards (:meth:`Fsdp.splits`). A single
+    module is a unit only if nothing but its own forward pass uses its parameters, which a run of the model without
+    numbers shows.
     """
     blocks, fsdp = named(model, []), engine.plan.config.settings.fsdp
     whole = elements(model)

@@ -1,4 +1,4 @@
-"""Several models of one task, each in an engine of its own: GANs, distillation, a policy beside its reference.
+"""Several models of one task, each in an engine of its own: GANs, distillation, a policy and its reference.
 
 All are engines of one kind, the run's. What an engine trains is its model under its name, with the loss that trains it as the
 forward pass: a library that wraps, gathers or reduces sees one forward and one backward pass of one module. Inside of that loss
@@ -141,9 +141,9 @@ class PartsEngine(Engine):
             self, [f"{name} with digest {digest}" for name, digest in self._digests.items()]
         ):
             raise TaskError(f"{type(plan.task).__name__}: a frozen model differs between ranks: {by_value(difference)}")
-        self._settle()
+        self._set_built()
 
-    def _settle(self) -> None:
+    def _set_built(self) -> None:
         """Sets what is to be known of all models together."""
         engines = self._engines.values()
         draws: Any = _Draws([DrawTrial(module, self.plan.device) for module in self._passes.values()])
@@ -160,7 +160,7 @@ class PartsEngine(Engine):
         self._calls = _Calls(called) if called else None
         specs = {name: engine.plan.optimizer for name, engine in self._trained.items()}
         how = {
-            name: f"loss {place}, {changes.kind_of(specs[name])}" for place, name in enumerate(self._losses, start=1)
+            name: f"loss {number}, {changes.kind_of(specs[name])}" for number, name in enumerate(self._losses, start=1)
         }
         how |= {name: f"frozen, digest {digest}" for name, digest in self._digests.items()}
         manifest: dict[str, dict[str, Any]] = {
@@ -250,8 +250,8 @@ class PartsEngine(Engine):
         norms = [step.gradient_norm for step in steps]
         norm: Tensor | float | None = norms[0]
         if len(steps) > 1:
-            place = steps[0].loss.device
-            known = [torch.as_tensor(norm, dtype=torch.float32, device=place) for norm in norms if norm is not None]
+            device = steps[0].loss.device
+            known = [torch.as_tensor(norm, dtype=torch.float32, device=device) for norm in norms if norm is not None]
             norm = torch.stack(known).norm() if len(known) == len(norms) else None
         loss = sum((step.loss for step in steps[1:]), steps[0].loss)
         skipped = any(step.skipped for step in steps)
@@ -354,7 +354,7 @@ class PartsEngine(Engine):
 
 
 def _terms(results: Mapping[str, StepResult]) -> dict[str, Sum]:
-    """Returns what the losses returned beside themselves; with several losses, these too."""
+    """Returns the terms that the losses returned with their values; with several losses, these too."""
     terms: dict[str, Sum] = {}
     for name, result in results.items():
         if len(results) > 1:

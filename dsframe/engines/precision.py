@@ -48,10 +48,10 @@ def autocast_dtype(config: Config, device: torch.device) -> torch.dtype | None:
 
 def emulated(config: Config, device: torch.device) -> str | None:
     """Returns a note if a training computes in 16 bits on a processor without instructions for them."""
-    kind = str(autocast_dtype(config, device) or parameter_dtype(config)).removeprefix("torch.")
-    if device.type != "cpu" or kind == "float32" or not cores.emulates(kind):
+    dtype = str(autocast_dtype(config, device) or parameter_dtype(config)).removeprefix("torch.")
+    if device.type != "cpu" or dtype == "float32" or not cores.emulates(dtype):
         return None
-    return f"this processor has no instructions for {kind}: training here is slower than in fp32"
+    return f"this processor has no instructions for {dtype}: training here is slower than in fp32"
 
 
 def autocast(config: Config, device: torch.device) -> AbstractContextManager[Any]:
@@ -160,7 +160,7 @@ class LossScale:
         return LossScaleState(self.scale, self._left, self._steps, self._last_overflow) if self.dynamic else None
 
     def restore(self, saved: LossScaleState | None) -> None:
-        """Goes on from a checkpoint; without one (it was not an fp16 run) from the file's first factor."""
+        """Continues from a checkpoint; without one (it was not an fp16 run) from the file's first factor."""
         if self.dynamic and saved is not None:
             self.scale, self._left = saved.scale, saved.hysteresis_left
             self._steps, self._last_overflow = saved.steps, saved.last_overflow

@@ -109,7 +109,7 @@ class ReplicaEngine(ModelEngine):
         """Wraps the micro-batches that are not the last of a step: no communication."""
         return nullcontext()
 
-    def _reach(self, loss: Tensor) -> Tensor:
+    def _touch_unused(self, loss: Tensor) -> Tensor:
         """Returns ``loss`` as the library wants it for the backward pass."""
         return loss
 
@@ -171,7 +171,7 @@ class ReplicaEngine(ModelEngine):
             if self._masters:
                 self._masters.give_weights()
             self.optimizer.zero_grad()
-            self._begin_step()  # terms of the last evaluation of the batch alone
+            self._begin_step()  # only the terms of the last evaluation of the batch
             loss = self._gradients(batches, 1.0)
             norm = self._clip(1.0, always=True)
             evaluations.append((loss, norm))
@@ -190,7 +190,7 @@ class ReplicaEngine(ModelEngine):
         """Forward and backward of one micro-batch, whose loss counts ``factor`` times; returns the
         loss itself, detached."""
         outputs = self._forward(self.module, self._joined(batch.inputs, batch.targets))
-        loss = self._reach(self._loss(outputs, batch))
+        loss = self._touch_unused(self._loss(outputs, batch))
         (loss * factor if factor != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
         return loss.detach()
 

@@ -1,4 +1,4 @@
-"""Rules about a file that hold for one engine alone (``Entry.rules``). DeepSpeed's are in ``dsframe.config.rules``."""
+"""Rules about a file that hold for one engine only (``Entry.rules``). DeepSpeed's are in ``dsframe.config.rules``."""
 
 from __future__ import annotations
 

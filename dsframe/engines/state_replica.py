@@ -35,7 +35,7 @@ class ParameterView:
     master: Tensor
     """The tensor that the optimizer updates; the key of its state."""
     start: int | None = None
-    """First element in a flat ``master``; None where the master is this parameter's alone."""
+    """First element in a flat ``master``; None where the master belongs to this parameter only."""
 
     @property
     def numel(self) -> int:
@@ -81,7 +81,7 @@ class ParameterView:
 def read(
     slots: Iterable[ParameterView], frozen: Iterable[ParameterView], optimizer: torch.optim.Optimizer
 ) -> Iterator[ParameterState]:
-    """Each parameter's state, in fp32, views of the living one where that is whole; the ``frozen`` ones have a weight alone."""
+    """Each parameter's state, in fp32, views of the living one where that is whole; the ``frozen`` ones have only a weight."""
     for slot in slots:
         moments, scalars = split(optimizer.state.get(slot.master, {}), slot.master.shape)
         weight = slot.whole(slot.cut(slot.master.detach()))

@@ -75,17 +75,17 @@ def standing(step: int, beats: int, seconds: float, calls: Mapping[str, Call]) -
         for ident, frame in sorted(frames.items(), key=lambda item: item[1] is not main)
         if ident != threading.get_ident() and not names.get(ident, "").startswith(WATCHERS)
     ]
-    collective, place = waits_in(main)
-    return RankStatus(step, beats, seconds, collective, place, "\n".join(texts), calls)
+    collective, called_from = waits_in(main)
+    return RankStatus(step, beats, seconds, collective, called_from, "\n".join(texts), calls)
 
 
 def last_collectives() -> dict[str, Call]:
     """Returns, by process group, the first collective that is not done, or else the last one, as torch's flight recorder has them.
 
-    On GPUs a rank calls a collective and goes on: its device waits, and its stack does not show it.
+    On GPUs a rank calls a collective and continues: its device waits, and its stack does not show it.
     """
     core: Any = torch._C._distributed_c10d
-    dumps = (getattr(core, f"_dump_{kind}_trace_json", None) for kind in ("nccl", "fr"))  # the second: Gloo's
+    dumps = (getattr(core, f"_dump_{backend}_trace_json", None) for backend in ("nccl", "fr"))  # the second: Gloo's
     last_calls: dict[str, Call] = {}
     for entry in (entry for dump in dumps if dump for entry in json.loads(dump()).get("entries", [])):
         group = " ".join(entry["process_group"])

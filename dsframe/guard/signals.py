@@ -65,7 +65,7 @@ class StopRequest:
         return self
 
     def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+        self, cls: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         if self._pipe is None:
             return

@@ -58,7 +58,7 @@ class _Call:
 
 
 def is_transient(error: Exception) -> bool:
-    """Returns whether a restart may well mend it, although the user's code raised it: a disk, a connection, memory."""
+    """Returns True if a restart may help, although the user's code raised the error: a disk, a connection, memory."""
     return isinstance(error, (OSError, MemoryError)) or type(error).__name__ == "OutOfMemoryError"
 
 
@@ -69,9 +69,9 @@ def user_traceback(error: Exception) -> str | None:
     """
     walked = [_Call(frame, line) for frame, line in traceback.walk_tb(error.__traceback__)]
     calls = [call for call in walked if call.frame.f_code.co_name != "__torch_function__"]  # the watch over weights
-    first = next((place for place, call in enumerate(calls) if call.ours), len(calls))
+    first = next((number for number, call in enumerate(calls) if call.ours), len(calls))
     calls = calls[first:]
-    theirs = [place for place, call in enumerate(calls) if call.users]
+    theirs = [number for number, call in enumerate(calls) if call.users]
     above = calls[: theirs[0]] if theirs else calls
     by = next((call for call in reversed(above) if call.ours), None)
     if by is None:
@@ -82,7 +82,7 @@ def user_traceback(error: Exception) -> str | None:
     in_worker = "DataLoader worker process" in str(error).partition("\n")[0]
     if not (theirs or in_worker or _is_model_call(by)):
         return None
-    return _text(error, by, [calls[place] for place in theirs])
+    return _text(error, by, [calls[number] for number in theirs])
 
 
 def _text(error: Exception, by: _Call, theirs: Sequence[_Call]) -> str:
@@ -92,8 +92,8 @@ def _text(error: Exception, by: _Call, theirs: Sequence[_Call]) -> str:
         lines.append(f'  File "{call.file}", line {call.line}, in {call.frame.f_code.co_name}')
         if call.source:
             lines.append(f"    {call.source}")
-    place = Path(by.file).relative_to(Path(source_files.OURS).parent)
-    lines.append(f"called by {place}, line {by.line}, in {by.frame.f_code.co_name}: {by.source}")
+    file = Path(by.file).relative_to(Path(source_files.OURS).parent)
+    lines.append(f"called by {file}, line {by.line}, in {by.frame.f_code.co_name}: {by.source}")
     values = by.frame.f_locals
     if _is_model_call(by) and "inputs" in values and not theirs:
         lines.append(_INPUTS.format(kind=_kind(values["inputs"])))

@@ -88,19 +88,19 @@ class Watchdog:
                 thread.start()
         return self
 
-    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
+    def __exit__(self, cls: object, error: BaseException | None, trace: object) -> None:
         self._over.set()
         for thread in self._threads:
             thread.join(1.0)  # not inside torch's store when the interpreter is taken down
         if isinstance(error, RuntimeError) and _MIXED_UP.search(str(error)):
             limit = time.monotonic() + 2 * self._look_seconds + ANSWER_SECONDS  # the others wait for this rank by now
             while time.monotonic() < limit and self._calls is not None and self._store is not None:
-                if said := self._different_calls():
-                    raise TaskError(said) from None
+                if difference := self._different_calls():
+                    raise TaskError(difference) from None
                 time.sleep(self._interval)
 
     def begin(self, step: int) -> None:
-        """Set up; training goes on after ``step``."""
+        """Set up; training continues after ``step``."""
         self._step, self._limit = step, self._seconds * FIRST_FACTOR
         self._last = time.monotonic()
 
@@ -147,13 +147,15 @@ class Watchdog:
 
     def _end_if_different(self) -> None:
         """Ends this process where its main thread stands in a collective that the others never enter."""
-        said = self._different_calls()
-        if not said:
+        difference = self._different_calls()
+        if not difference:
             return
         try:
-            _within(lambda: outcome.reporter().failed(TaskError.exit_code, said))
+            _within(lambda: outcome.reporter().failed(TaskError.exit_code, difference))
             if self._world.is_main:
-                _within(lambda: print(f"dsframe: {TaskError(said).printed}\n", end="", file=sys.stderr, flush=True))
+                _within(
+                    lambda: print(f"dsframe: {TaskError(difference).printed}\n", end="", file=sys.stderr, flush=True)
+                )
             time.sleep(2 * self._interval)  # the others have to read it, and rank 0 to say it
         finally:
             os._exit(TaskError.exit_code)
@@ -171,13 +173,13 @@ class Watchdog:
         world = self._world
         verdict, text = "hang", ""
         try:
-            verdict, text = self._judge(status)
-        except Exception as error:  # better a report of this rank alone than a run that hangs in silence
+            verdict, text = self._compare_ranks(status)
+        except Exception as error:  # better a report of only this rank than a run that hangs in silence
             text = f"[rank {world.rank}] error: the watchdog itself failed: {error!r}\n{self._alone(status)}"
         try:
             if text:
-                said = f"the run hangs {hang.moment(status.step)}; the report on standard error says who waits where"
-                _within(lambda: outcome.reporter().failed(HangError.exit_code, said))
+                reason = f"the run hangs {hang.moment(status.step)}; the report on standard error says who waits where"
+                _within(lambda: outcome.reporter().failed(HangError.exit_code, reason))
                 _within(lambda: print(f"{text}\n", end="", file=sys.stderr, flush=True))
             if world.is_main and self._store is not None:
                 self._try(lambda: self._store.set(f"verdict/{self._round}", verdict))
@@ -187,7 +189,7 @@ class Watchdog:
             if verdict == "hang":
                 os._exit(HangError.exit_code)
 
-    def _judge(self, status: hang.RankStatus) -> tuple[str, str]:
+    def _compare_ranks(self, status: hang.RankStatus) -> tuple[str, str]:
         """Compares notes with the other ranks: "hang" or (one rank moves on) "slow", and what this rank is to print."""
         world = self._world
         if self._store is None:
@@ -266,17 +268,17 @@ def _open_store(ranks: Ranks) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     world: World = ranks.plan.world
-    listening, said = None, ""
+    listening, address_text = None, ""
     if world.is_main:
         try:
             listening = _listen(world)
-            said = json.dumps(listening.getsockname()[:2])
+            address_text = json.dumps(listening.getsockname()[:2])
         except OSError as error:
-            _warn(0, f"the watchdogs cannot talk, so each rank is watched alone: {error}")
-    said = all_gather_text(ranks, said)[0]
-    if not said:
+            _warn(0, f"the watchdogs cannot talk, so each rank watches only itself: {error}")
+    address_text = all_gather_text(ranks, address_text)[0]
+    if not address_text:
         return None
-    address, port = json.loads(said)
+    address, port = json.loads(address_text)
     descriptor = listening.detach() if listening else None
     try:
         return TCPStore(

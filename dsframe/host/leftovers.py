@@ -36,9 +36,9 @@ def stale_locks(cache: Path) -> list[Path]:
 def is_shared(folder: Path) -> bool:
     """True if other hosts may write to ``folder``: on a network's file system, unless it has this host's name."""
     kinds = {Path(mount.mountpoint): mount.fstype for mount in psutil.disk_partitions(all=True)}
-    place = folder.resolve()
-    kind = next((kinds[parent] for parent in (place, *place.parents) if parent in kinds), "")
-    return bool(kind) and kind not in LOCAL and place.name != host()
+    resolved = folder.resolve()
+    file_system = next((kinds[parent] for parent in (resolved, *resolved.parents) if parent in kinds), "")
+    return bool(file_system) and file_system not in LOCAL and resolved.name != host()
 
 
 def unused_buffers(directory: Path = SHARED_MEMORY) -> list[Path]:

@@ -55,7 +55,7 @@ def reset_peak(device: torch.device) -> None:
 
 def resident_bytes(device: torch.device) -> int:
     """Returns this process's resident set before training on a CPU, after one step of one weight, so that what
-    torch loads at its first step is included. 0 on a GPU, whose peak counts torch's own tensors alone."""
+    torch loads at its first step is included. 0 on a GPU, whose peak counts only torch's own tensors."""
     if device.type == "cuda":
         return 0
     weight = torch.nn.Parameter(torch.zeros(8, 8))

@@ -43,8 +43,8 @@ def variables(rank: int, number: int, port: int) -> dict[str, str]:
 def command(rank: int, python: str, options: Sequence[str], program: Sequence[str]) -> list[str]:
     """Returns the words of a rank's command line."""
     words = [] if "--no_python" in options else [python, "-u", *(["-m"] if "--module" in options else [])]
-    place = [] if "--no_local_rank" in options else [f"--local_rank={rank}"]
-    return [*words, program[0], *place, *program[1:]]
+    option = [] if "--no_local_rank" in options else [f"--local_rank={rank}"]
+    return [*words, program[0], *option, *program[1:]]
 
 
 def run(

@@ -1,4 +1,4 @@
-"""Which source files are the user's, and where those lie that dsframe brings beside its modules."""
+"""Which source files are the user's, and where those lie that dsframe brings in addition to its modules."""
 
 from __future__ import annotations
 

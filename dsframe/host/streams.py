@@ -18,7 +18,7 @@ NOTE = "output-lost.txt"
 """In the run's directory: since when lines did not get out, and why."""
 
 
-class Surviving:
+class TolerantStream:
     """A stream whose writes do not raise OSError; what cannot be written is dropped, and noted once in ``directory``."""
 
     def __init__(self, stream: TextIO) -> None:
@@ -62,7 +62,7 @@ def survive(directory: Path | None = None) -> None:
         stream = getattr(sys, name)
         if stream is None:  # closed by the shell: 2>&-
             stream = Path(os.devnull).open("w", encoding="utf-8")  # noqa: SIM115 - to the process's end
-        if not isinstance(stream, Surviving):
-            stream = Surviving(stream)
+        if not isinstance(stream, TolerantStream):
+            stream = TolerantStream(stream)
         stream.directory = directory or stream.directory
         setattr(sys, name, stream)

@@ -133,9 +133,9 @@ def supervise(
             return 128 + asked_to_end if brief and asked_to_end and code == 1 else code
         if time.monotonic() > patience:
             if not asked_to_end:
-                said = "dsframe: warning: the launcher ended before its workers: ending them"
+                warning = "dsframe: warning: the launcher ended before its workers: ending them"
                 with contextlib.suppress(OSError):
-                    print(said, file=sys.stderr, flush=True)
+                    print(warning, file=sys.stderr, flush=True)
             end_descendants()
             return code or (128 + asked_to_end if brief and asked_to_end else 1)
         arrived = signal.sigtimedwait({*heard, signal.SIGCHLD}, min(3600.0, max(0.0, patience - time.monotonic())))
@@ -144,7 +144,9 @@ def supervise(
         if number in ENDING and not asked_to_end:
             asked_to_end = number
             patience = min(patience, time.monotonic() + SHUTDOWN_SECONDS) if brief else patience
-        hearing = ([launcher] if forwards else workers()) if saves or number in FOR_WORKERS else []
+        hearing: list[int] = []
+        if saves or number in FOR_WORKERS:
+            hearing = [launcher] if forwards else workers()
         if number in FOR_WORKERS or hearing:
             for pid in hearing:
                 signal_process(pid, signal.SIGUSR1 if saves else number)

@@ -1,4 +1,4 @@
-"""Adapters by peft: a few new weights beside a model whose own weights, the base, are frozen and in no checkpoint.
+"""Adapters by peft: a few new weights in a model whose own weights, the base, are frozen and in no checkpoint.
 
 The adapter's layers are put into the task's model where it is built, so every engine trains them as it trains a model with frozen
 parameters. A checkpoint has the adapter and names the base by a digest.
@@ -53,7 +53,7 @@ class Adapter:
 
     @property
     def training(self) -> dict[str, Any]:
-        """Returns what must be the same for a run to go on from a checkpoint."""
+        """Returns what must be the same for a run to continue from a checkpoint."""
         kept = {key: value for key, value in self.settings.items() if key != "folder"}
         return {"adapter": kept, "adapter's base": self.digest}
 
@@ -84,7 +84,7 @@ def add(config: Config, model: nn.Module) -> str:
     return json.dumps(_plain(settings.to_dict()), sort_keys=True)
 
 
-def settle(
+def settle_adapter(
     config: Config,
     model: nn.Module,
     peft: str,
@@ -117,7 +117,7 @@ def settle(
         json.loads(section.model_dump_json(exclude_none=True)),
         peft,
         _combined(digest_of),
-        f"{trained:,} parameters of an adapter ({section.type}) train beside {frozen:,} frozen ones",
+        f"{trained:,} parameters of an adapter ({section.type}) train, {frozen:,} are frozen",
     )
 
 
@@ -127,8 +127,8 @@ def quantise(config: Config, model: nn.Module, dtype: torch.dtype) -> None:
     As transformers does, the layer that gives logits stays as it is, and so do weights that other modules use too. Products are
     computed in ``dtype``. Raises ConfigError where bitsandbytes is missing.
     """
-    kind = config.settings.adapter.base_format if config.settings.adapter else None
-    if kind is None:
+    number_format = config.settings.adapter.base_format if config.settings.adapter else None
+    if number_format is None:
         return
     bitsandbytes = _bitsandbytes(config)
     ask: Any = getattr(model, "get_output_embeddings", None)
@@ -139,10 +139,15 @@ def quantise(config: Config, model: nn.Module, dtype: torch.dtype) -> None:
         if not whole or module.weight.requires_grad:
             continue
         layer = bitsandbytes.nn.Linear4bit(
-            module.in_features, module.out_features, bias=False, compute_dtype=dtype, quant_type=kind, device="meta"
+            module.in_features,
+            module.out_features,
+            bias=False,
+            compute_dtype=dtype,
+            quant_type=number_format,
+            device="meta",
         )
         layer.weight = bitsandbytes.nn.Params4bit(
-            module.weight.data, requires_grad=False, quant_type=kind, module=layer
+            module.weight.data, requires_grad=False, quant_type=number_format, module=layer
         )
         layer.bias = module.bias
         layer.support_avx512bf16_for_cpu = False  # an evaluation would repack the weights, which training then reads
@@ -178,11 +183,11 @@ def digest(tensors: Mapping[str, Tensor]) -> str:
 
 
 def compare(manifest: Mapping[str, Any], digest: str, where: object) -> None:
-    """Raises CheckpointError where the checkpoint's adapter was trained beside another base."""
+    """Raises CheckpointError where the checkpoint's adapter was trained with another base."""
     saved = manifest["training"].get("adapter's base")
     if saved is not None and saved != digest:
         raise CheckpointError(
-            f"{where} has an adapter that was trained beside another base model: its weights have the digest {saved}, those that "
+            f"{where} has an adapter that was trained with another base model: its weights have the digest {saved}, those that "
             f"were built here {digest}. Give the task the model, the seed and the weights of that training"
         )
 
@@ -268,7 +273,7 @@ def _check_modules(config: Config, model: nn.Module, settings: Any) -> None:
     """Raises ConfigError for a module that is not there: peft says nothing where another one of the list is."""
     named = [name for name, _ in model.named_modules() if name]
     if settings.target_modules == "all-linear" and not hasattr(model, "get_output_embeddings"):
-        # peft knows the layers of transformers' models alone.
+        # peft knows only the layers of transformers' models.
         settings.target_modules = {name for name, module in model.named_modules() if isinstance(module, nn.Linear)}
     known = sorted({name.rpartition(".")[2] for name, module in model.named_modules() if isinstance(module, nn.Linear)})
     for key in ("target_modules", "modules_to_save"):

@@ -52,7 +52,7 @@ class BuiltModel:
     groups: ParameterGroups = field(default_factory=ParameterGroups)
     """Parameters with options of their own."""
     adapter: Adapter | None = None
-    """What trains beside a frozen base, if the file asks for it."""
+    """The adapter of a frozen base model, if the file asks for it."""
     sizes: tuple[int, int] | None = None
     """Numbers of trained parameters and of all; None if no rank has seen the whole model."""
     computes_loss: bool = False
@@ -101,7 +101,7 @@ def build_model(
     sizes = _sizes(model)
     task.context = replace(task.context, ranks=weakref.proxy(ranks))
     dtype = formats.own_dtype(plan.config, task, model, keeps_float64=keeps_float64)
-    parameter_groups = groups.settle(plan.config, task, model)
+    parameter_groups = groups.settle_groups(plan.config, task, model)
     adapter = _adapter(ranks, model, peft, spill) if peft else None
     origin = _place(plan, model, spill)
     # As every training loop begins, and as evaluation leaves it: a loaded model is in evaluation mode.
@@ -119,7 +119,7 @@ def build_model(
         groups=parameter_groups,
         adapter=adapter,
         sizes=sizes,
-        computes_loss=loss_head.settle(plan.config, task, model),
+        computes_loss=loss_head.settle_chunks(plan.config, task, model),
         origin=origin,
         depends=_all_dependences(plan, model),
         draws=DrawTrial(model, plan.device),
@@ -150,7 +150,7 @@ def _all_dependences(plan: Plan, model: nn.Module) -> tuple[Dependence, ...]:
 def _adapter(ranks: Ranks, model: nn.Module, peft: str, spill: Spill | None) -> Adapter:
     """**Collective.** Returns the file's adapter; its base is quantised if the file asks for it."""
     plan = ranks.plan
-    adapter = adapters.settle(
+    adapter = adapters.settle_adapter(
         plan.config,
         model,
         peft,
@@ -226,7 +226,7 @@ def without_elements(model: nn.Module) -> str:
 def dependences(
     task: Task, model: nn.Module, *, per_sample: bool = False, synced: bool = False
 ) -> tuple[Dependence, ...]:
-    """Returns what the result depends on beside the file, as far as the task and ``model`` (in training
+    """Returns what the result depends on other than the file, as far as the task and ``model`` (in training
     mode) show it.
 
     Args:

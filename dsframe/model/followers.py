@@ -77,7 +77,7 @@ class EarlyStop(Follower):
         }
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from :meth:`state`; of another metric nothing is taken. Raises CheckpointError for anything else."""
+        """Continues from :meth:`state`; of another metric nothing is taken. Raises CheckpointError for anything else."""
         counts: list[Any] = [state.get(key) for key in ("best_step", "waited", "observed")]
         counted = all(type(count) is int and count >= 0 for count in counts)
         if state.keys() != self.state().keys() or not counted or not _is_number(state["best"]):
@@ -98,7 +98,7 @@ _KEPT = ("best", "num_bad_epochs", "cooldown_counter", "last_epoch")
 class Plateau(Follower):
     """A rate that falls where the metric no longer gets better, the only schedule that the step number does not decide.
 
-    torch's class beside a stand-in optimizer, as a :data:`dsframe.model.schedules.Schedule`.
+    torch's class with a stand-in optimizer, as a :data:`dsframe.model.schedules.Schedule`.
     """
 
     key = "scheduler.params.metric"
@@ -133,11 +133,12 @@ class Plateau(Follower):
         return {key: value if math.isfinite(value) else None for key, value in values.items()}
 
     def restore(self, state: Mapping[str, Any]) -> None:
-        """Goes on from :meth:`state`. Raises CheckpointError for anything else."""
+        """Continues from :meth:`state`. Raises CheckpointError for anything else."""
         if state.keys() != self.state().keys() or not all(map(_is_number, state.values())):
             raise CheckpointError(f"the checkpoint's schedule is no ReduceLROnPlateau: {dict(state)}")
         worst = math.inf if self._torchs.mode == "min" else -math.inf
         self._torchs.best = worst if state["best"] is None else float(state["best"])
         for key in _KEPT[1:]:
             setattr(self._torchs, key, int(state[key]))
-        self._optimizer.param_groups[0]["lr"], self.observed = float(state["rate"]), int(state["observed"])
+        self._optimizer.param_groups[0]["lr"] = float(state["rate"])
+        self.observed = int(state["observed"])

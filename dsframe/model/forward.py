@@ -25,7 +25,7 @@ Measure = Callable[[Any, Any], Mapping[str, Sum]]
 """Makes sums of the outputs and the targets of an evaluation batch."""
 
 Terms = dict[str, Sum]
-"""What a task's loss returned beside the loss, added up over the micro-batches of a step."""
+"""The terms that a task's loss returned with the loss, added up over the micro-batches of a step."""
 
 
 @dataclass(frozen=True)
@@ -84,7 +84,7 @@ def loss_of(
 ) -> Tensor:
     """Returns the task's loss of a micro-batch times its weight, a scalar; 0 where the weight is 0.
 
-    What the task returns beside it is added to ``terms``. Raises TaskError for what is no loss.
+    What the task returns with it is added to ``terms``. Raises TaskError for what is no loss.
     """
     with _watched(watch):
         if batch.inspect:
@@ -117,7 +117,7 @@ def _loss(task: Task, outputs: Any, targets: Any, terms: Terms) -> Tensor:
     returned, more = loss_and_terms(task.loss(outputs, targets))
     for name, term in (sums(more, source) if more else {}).items():
         if name == "loss":
-            raise TaskError(f'{source}: "loss" is the loss itself; give what is returned beside it another name')
+            raise TaskError(f'{source}: "loss" is the loss itself; give what is returned with it another name')
         detached = Sum(term.total.detach(), term.count)
         terms[name] = terms[name] + detached if name in terms else detached
     loss = tensor_of(returned, source)

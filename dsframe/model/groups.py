@@ -95,7 +95,7 @@ class _Wanted:
 
 
 def are_asked(config: Config, task: Task) -> bool:
-    """True if :func:`settle` may find groups."""
+    """True if :func:`settle_groups` may find groups."""
     settings = config.settings
     task_has_groups = type(task).parameter_groups is not Task.parameter_groups
     return (
@@ -106,10 +106,10 @@ def are_asked(config: Config, task: Task) -> bool:
     )
 
 
-def settle(config: Config, task: Task, model: nn.Module) -> ParameterGroups:
+def settle_groups(config: Config, task: Task, model: nn.Module) -> ParameterGroups:
     """The file's and the task's groups for ``model``, whose parameters of frozen groups no longer need a gradient.
 
-    Looks at names, sizes and classes alone, so a model without numbers (device "meta") will do. Raises ConfigError, or TaskError
+    Looks only at names, sizes and classes, so a model without numbers (device "meta") will do. Raises ConfigError, or TaskError
     where the task has the groups, for a pattern that matches nothing, a parameter in two groups, and a model with nothing to train.
     """
     for parameter in model.parameters():
@@ -158,8 +158,8 @@ def _by_layer(config: Config, model: nn.Module) -> dict[str, float]:
     decay = config.settings.layer_decay
     if decay is None:
         return {}
-    kind = switches.repeated(model)
-    blocks = [(name, module) for name, module in model.named_modules() if type(module).__name__ == kind]
+    block_class = switches.repeated(model)
+    blocks = [(name, module) for name, module in model.named_modules() if type(module).__name__ == block_class]
     inside = {id(p): number for number, (_, block) in enumerate(blocks, start=1) for p in block.parameters()}
     if not inside:
         message, remedy = (
@@ -168,11 +168,13 @@ def _by_layer(config: Config, model: nn.Module) -> dict[str, float]:
         )
         path = ("dsframe", "layer_decay")
         raise ConfigError([config.error(path, message, f"remove it, or {remedy}", code="model")])
-    scales, number = {}, 0
+    scales = {}
+    last_block = 0
     for name, parameter in model.named_parameters():
-        at = inside.get(id(parameter))
-        number = max(number, at or 0)
-        layer = at if at is not None else 0 if number == 0 else len(blocks) + 1
+        layer = inside.get(id(parameter))
+        last_block = max(last_block, layer or 0)
+        if layer is None:  # before the blocks, or behind the first of them
+            layer = 0 if last_block == 0 else len(blocks) + 1
         if layer <= len(blocks) and decay != 1.0:
             scales[name] = decay ** (len(blocks) + 1 - layer)
     return scales
@@ -210,8 +212,9 @@ def _lines(groups: ParameterGroups, model: nn.Module) -> Iterator[str]:
     counts, elements = Counter[str](), Counter[str]()
     for name, parameter in model.named_parameters():
         options = groups.options.get(name, {}) if parameter.requires_grad else {"frozen": 1.0}
-        kind = ", ".join(key if key == "frozen" else f"{key} {value:g}" for key, value in options.items())
-        counts[kind] += 1
-        elements[kind] += parameter.numel()
-    for kind, count in counts.items():
-        yield f"{kind or 'as the optimizer says'}: {count:,} parameter{'s' * (count > 1)}, {elements[kind]:,} elements"
+        label = ", ".join(key if key == "frozen" else f"{key} {value:g}" for key, value in options.items())
+        counts[label] += 1
+        elements[label] += parameter.numel()
+    for label, count in counts.items():
+        parameters = f"{count:,} parameter{'s' * (count > 1)}"
+        yield f"{label or 'as the optimizer says'}: {parameters}, {elements[label]:,} elements"

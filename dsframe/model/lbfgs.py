@@ -49,33 +49,33 @@ class ByParameter:
         self._held.clear()
         parts = [self.state.get(parameter, {}) for parameter in self._parameters]
         for name in parts[0]:
-            kind, _, place = name.partition(".")
-            if kind in (*_VECTORS, *_HISTORY):
+            key, _, position = name.partition(".")
+            if key in (*_VECTORS, *_HISTORY):
                 value: Any = torch.cat([part[name].reshape(-1) for part in parts])
             else:
-                value = int(parts[0][name]) if kind in _WHOLE_NUMBERS else float(parts[0][name])
-            if place:
-                self._held.setdefault(kind, []).append((int(place), value))
+                value = int(parts[0][name]) if key in _WHOLE_NUMBERS else float(parts[0][name])
+            if position:
+                self._held.setdefault(key, []).append((int(position), value))
             else:
-                self._held[kind] = value
+                self._held[key] = value
         if "d" in self._held:
-            for kind in (*_HISTORY, "ro"):
-                self._held[kind] = [value for _, value in sorted(self._held.get(kind, []), key=lambda pair: pair[0])]
+            for key in (*_HISTORY, "ro"):
+                self._held[key] = [value for _, value in sorted(self._held.get(key, []), key=lambda pair: pair[0])]
 
     def _flat(self) -> Iterator[tuple[str, Tensor]]:
         for name in _VECTORS:
             if isinstance(self._held.get(name), Tensor):
                 yield name, self._held[name]
         for name in _HISTORY:
-            for place, vector in enumerate(self._held.get(name) or ()):
-                yield f"{name}.{place}", vector
+            for position, vector in enumerate(self._held.get(name) or ()):
+                yield f"{name}.{position}", vector
 
     def _numbers(self) -> Iterator[tuple[str, Any]]:
         for name in _NUMBERS:
             if self._held.get(name) is not None:
                 yield name, self._held[name]
-        for place, value in enumerate(self._held.get("ro") or ()):
-            yield f"ro.{place}", value
+        for position, value in enumerate(self._held.get("ro") or ()):
+            yield f"ro.{position}", value
 
 
 def by_parameter(optimizer: torch.optim.Optimizer) -> Any:

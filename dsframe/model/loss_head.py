@@ -22,7 +22,7 @@ TARGETS = "dsframe_targets"
 """Keyword argument of the model's call that brings the targets."""
 
 
-def settle(config: Config, task: Task, model: nn.Module) -> bool:
+def settle_chunks(config: Config, task: Task, model: nn.Module) -> bool:
     """Switches it on where the file asks for it; whether it does. Raises TaskError where the model has no such layer."""
     wanted = config.settings.model.loss_chunk_tokens
     if wanted is None:
@@ -41,8 +41,8 @@ def switch(head: nn.Module, wanted: int | Literal["auto"], whose: str = "loss_ch
     plain = isinstance(head, TiedLayer) and head.is_linear
     if not plain and getattr(type(head), "forward", None) is not nn.Linear.forward:
         raise TaskError(f"{whose}: its logits come from a {type(head).__name__}, not from a linear layer; remove it")
-    layer, kind = cast(Any, head), cast(Any, type(head))
-    layer.__class__ = _of(kind)
+    layer, layer_class = cast(Any, head), cast(Any, type(head))
+    layer.__class__ = _of(layer_class)
     layer.chunk_tokens = chunked_loss.tokens_of(len(layer.weight)) if wanted == "auto" else wanted
     layer.targets = None
 
@@ -63,13 +63,13 @@ def listen(model: nn.Module, head: nn.Module) -> None:
 
 
 @functools.cache
-def _of(kind: type[nn.Module]) -> type[nn.Module]:
+def _of(layer_class: type[nn.Module]) -> type[nn.Module]:
     """The class of a layer that computes the loss where it has targets. It has the same name, by which files name classes."""
 
     def forward(self: Any, inputs: Tensor) -> Tensor:
         if self.targets is None:
-            return kind.forward(self, inputs)  # type: ignore[no-any-return]
+            return layer_class.forward(self, inputs)  # type: ignore[no-any-return]
         bias = getattr(self, "bias", None)
         return chunked_loss.cross_entropy(inputs, self.weight, bias, self.targets, self.chunk_tokens)
 
-    return type(kind.__name__, (kind,), {"forward": forward, "__module__": __name__})
+    return type(layer_class.__name__, (layer_class,), {"forward": forward, "__module__": __name__})

@@ -20,19 +20,20 @@ def register(value: Any) -> set[type]:
     process; objects are rebuilt without calling ``__init__``. Returns the classes that are new.
     """
     classes = {type(node) for node in _objects(value, _DEPTH)}
-    for kind in classes:
-        pytree.register_pytree_node(kind, _flatten, partial(_rebuilt, kind))
+    for cls in classes:
+        pytree.register_pytree_node(cls, _flatten, partial(_rebuilt, cls))
     return classes
 
 
 def _objects(value: Any, depth: int) -> Iterator[Any]:
     if isinstance(value, (Tensor, str, bytes, int, float, nn.Module, type, type(None))):
         return
-    kind = type(value)
-    if kind in pytree.SUPPORTED_NODES or pytree.is_namedtuple_instance(value):
-        for part in value.values() if isinstance(value, dict) else value if isinstance(value, (tuple, list)) else ():
+    cls = type(value)
+    if cls in pytree.SUPPORTED_NODES or pytree.is_namedtuple_instance(value):
+        parts = value.values() if isinstance(value, dict) else value
+        for part in parts if isinstance(value, (dict, tuple, list)) else ():
             yield from _objects(part, depth)
-    elif depth and not kind.__module__.startswith(("torch.", "builtins")) and (held := attributes(value)):
+    elif depth and not cls.__module__.startswith(("torch.", "builtins")) and (held := attributes(value)):
         inside = [node for part in held.values() for node in _objects(part, depth - 1)]
         yield from inside
         if inside or any(isinstance(leaf, Tensor) for leaf in pytree.tree_leaves(list(held.values()))):
@@ -41,9 +42,7 @@ def _objects(value: Any, depth: int) -> Iterator[Any]:
 
 def attributes(value: Any) -> dict[str, Any]:
     """Returns what an object holds, by name."""
-    slots = [
-        name for kind in type(value).__mro__ for name in getattr(kind, "__slots__", ()) if not name.startswith("__")
-    ]
+    slots = [name for cls in type(value).__mro__ for name in getattr(cls, "__slots__", ()) if not name.startswith("__")]
     return {**{name: getattr(value, name) for name in slots if hasattr(value, name)}, **getattr(value, "__dict__", {})}
 
 
@@ -52,8 +51,8 @@ def _flatten(value: Any) -> tuple[list[Any], tuple[str, ...]]:
     return list(held.values()), tuple(held)
 
 
-def _rebuilt(kind: Any, leaves: Any, names: tuple[str, ...]) -> Any:
-    made: Any = kind.__new__(kind)
+def _rebuilt(cls: Any, leaves: Any, names: tuple[str, ...]) -> Any:
+    made: Any = cls.__new__(cls)
     for name, leaf in zip(names, leaves, strict=True):
         object.__setattr__(made, name, leaf)
     return made

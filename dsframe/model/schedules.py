@@ -190,7 +190,7 @@ class OneCycle:
 
 
 class TorchSchedule:
-    """One of ``torch.optim.lr_scheduler``, run with an optimizer of its own and read off.
+    """One of ``torch.optim.lr_scheduler``, run with a stand-in optimizer and read off.
 
     ZeRO's optimizers are no ``torch.optim.Optimizer`` and refuse these classes (measured, deepspeed 0.19.8); reading the
     rate off makes them work on every engine. Stepping is sequential: a resumed run replays the steps.

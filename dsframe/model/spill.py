@@ -136,7 +136,7 @@ class Spill:
         self._fresh = 0
 
     def close(self) -> None:
-        """The engine has its shards: lets go of the files. One that a tensor still uses stays until that goes."""
+        """The engine has its shards: releases the files. One that a tensor still uses stays until the tensor is gone."""
         self.evict()
         self._newest.clear()
         self._mapped.clear()
@@ -189,18 +189,18 @@ def on_disk(directory: Path, ranks: int = 1) -> Spill:
     ``ranks``: Among which the model is sharded: one of several keeps as much of it in memory as it will hold.
     """
     places = (Path(tempfile.gettempdir()), directory)
-    for place in places:
-        if is_disk(place):
-            return Spill(place, share=1 / ranks if ranks > 1 else 0.0)
+    for candidate in places:
+        if is_disk(candidate):
+            return Spill(candidate, share=1 / ranks if ranks > 1 else 0.0)
     return Spill(None, why=f"{' and '.join(map(str, places))} are not on a disk")
 
 
 def is_disk(folder: Path) -> bool:
     """False where files in ``folder`` lie in memory (tmpfs), or where the system does not tell."""
-    place = folder.absolute()
-    while not place.exists():
-        place = place.parent
-    device = place.stat().st_dev
+    existing = folder.absolute()
+    while not existing.exists():
+        existing = existing.parent
+    device = existing.stat().st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
     try:
         lines = Path("/proc/self/mountinfo").read_text().splitlines()

@@ -37,7 +37,7 @@ class ParameterState:
 
 
 WEIGHT = "weight"
-"""The key of a parameter's weight among its tensors, beside those of the moments."""
+"""The key of a parameter's weight among its tensors, next to those of the moments."""
 
 
 @dataclass(frozen=True)
@@ -313,9 +313,9 @@ def put_scalars(
     """
     keeper = getattr(optimizer, "aux_optimizer", None) or optimizer
     torchs_own = any(cls.__module__.startswith("torch.optim") for cls in type(keeper).__mro__[:-2])
-    place = device if group.get("fused") or group.get("capturable") else torch.device("cpu")
+    step_device = device if group.get("fused") or group.get("capturable") else torch.device("cpu")
     for key, value in scalars.items():
-        held[key] = torch.tensor(value, dtype=torch.float32, device=place) if torchs_own else _plain(value)
+        held[key] = torch.tensor(value, dtype=torch.float32, device=step_device) if torchs_own else _plain(value)
 
 
 def _plain(value: float) -> int | float:

@@ -163,7 +163,7 @@ def _list(classes: Counter[str]) -> str:
 
 
 def recompute(block: nn.Module, *, to_host: bool = False) -> None:
-    """Keeps of ``block`` its inputs alone and computes the rest again in the backward pass (Chen et al. 2016, arXiv 1604.06174).
+    """Keeps only the inputs of ``block`` and computes the rest again in the backward pass (Chen et al. 2016, arXiv 1604.06174).
 
     The method is replaced, not the module wrapped: names stay. ``to_host``: the inputs wait in the host's memory.
     """
@@ -199,7 +199,7 @@ def compute_in_slices(module: nn.Module, tokens: int) -> None:
     """Calls ``module`` with so many tokens at a time, and once more with each slice in the backward pass (as the paper on Arctic's
     long sequences does; Bekman et al. 2025, arXiv 2506.13996).
 
-    The first call compares two tokens together and alone: raises ConfigError where they look at each other.
+    The first call compares two tokens together and one by one: raises ConfigError where they look at each other.
     """
     forward, again = module.forward, checkpoint_function(module)
     compared = False
@@ -226,7 +226,8 @@ def _compare_tokens(module: nn.Module, forward: Callable[..., Any], rows: Tensor
     two = rows[:, :2]
     before = _held_buffers(module)
     with _as_before(before):
-        together, alone = forward(two), torch.cat([forward(token) for token in torch.split(two, 1, dim=1)], dim=1)
+        together = forward(two)
+        alone = torch.cat([forward(token) for token in torch.split(two, 1, dim=1)], dim=1)
         changed = [
             name
             for (owner, name), held in before.items()
@@ -254,25 +255,25 @@ def offload(block: nn.Module) -> None:
     def kept_away(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        away = _Away()
+        away = _OffloadedActivations()
         with torch.autograd.graph.saved_tensors_hooks(away.pack, away.unpack):
             return forward(*args, **kwargs)
 
     block.forward = kept_away
 
 
-_Kept = Tensor | tuple[torch.device, Tensor]
+_Packed = Tensor | tuple[torch.device, Tensor]
 _SMALL = 1 << 10
 """Elements: what has fewer stays on the device."""
 
 
-class _Away:
+class _OffloadedActivations:
     """Copies on the host of what one forward pass of a block keeps; one of each, however many operations keep it."""
 
     def __init__(self) -> None:
         self._known: dict[Any, tuple[StorageWeakRef, int, tuple[torch.device, Tensor]]] = {}
 
-    def pack(self, tensor: Tensor) -> _Kept:
+    def pack(self, tensor: Tensor) -> _Packed:
         if isinstance(tensor, nn.Parameter) or isinstance(tensor._base, nn.Parameter) or tensor.numel() < _SMALL:
             return tensor
         storage = tensor.untyped_storage()
@@ -287,7 +288,7 @@ class _Away:
         self._known[key] = StorageWeakRef(storage), tensor._version, held  # type: ignore[no-untyped-call]
         return held
 
-    def unpack(self, held: _Kept) -> Tensor:
+    def unpack(self, held: _Packed) -> Tensor:
         if isinstance(held, Tensor):
             return held
         device, copy = held

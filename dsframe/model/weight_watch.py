@@ -4,7 +4,7 @@ Weights belong to the optimizer. Who writes to them elsewhere trains another mod
 rows ask for), and nothing where the optimizer has masters or shards of its own. Who reads a shard computes with a part of a weight.
 So the first steps are watched, and then every step whose number is a power of two:
 
-- what is read or written while this rank holds a shard alone, by the functions of torch that are called (``TorchFunctionMode``);
+- what is read or written while this rank holds only a shard, by the functions of torch that are called (``TorchFunctionMode``);
 - what was written in the forward pass, in the loss, or between two steps, by sums over each weight;
 - parameters that are made, frozen or unfrozen after the start, in every step;
 - parameters that take part in the loss and are not the model's.
@@ -77,10 +77,10 @@ class WeightWatch(TorchFunctionMode):
 
     def begin(self, step: int) -> None:
         """**Collective.** Before a step. Raises EngineError, TaskError where weights were written since the last one."""
-        self._settle()
+        self._note_parameters()
         self._first = self._first or step
         if self._after:
-            self._judge(self._changed(self._after), "between two steps, in a hook for example")
+            self._check_writes(self._changed(self._after), "between two steps, in a hook for example")
             self._after = {}
         self._watching = step <= self._first + 1 or step & (step - 1) == 0
         if self._watching:
@@ -96,14 +96,14 @@ class WeightWatch(TorchFunctionMode):
         if not self._watching:
             return
         self._refuse_added(step)
-        self._judge(self._written, "in the forward pass or the loss")
+        self._check_writes(self._written, "in the forward pass or the loss")
         self._after = self._marks()
 
     @property
     def _written(self) -> dict[str, Any]:
         return {name: mark for name, mark in self._last.items() if mark != self._before[name]}
 
-    def _settle(self) -> None:
+    def _note_parameters(self) -> None:
         """The model as the engine has made it."""
         if self._parameters:
             return
@@ -132,7 +132,7 @@ class WeightWatch(TorchFunctionMode):
     @contextmanager
     def inside(self, *, always: bool = False) -> Iterator[None]:
         """Around a forward pass, a loss, metrics or hooks: looks at what they call. ``always``: in every step."""
-        self._settle()
+        self._note_parameters()
         with self if self._looks_inside and (self._watching or always) else nullcontext():
             yield
 
@@ -167,10 +167,10 @@ class WeightWatch(TorchFunctionMode):
         if name in ("__get__", "__set__"):
             name = "=" + getattr(func.__self__, "__name__", "") if name == "__set__" else func.__self__.__name__
         if name not in _METADATA or func is torch.autograd.grad:
-            self._look(func, name, args, kwargs)
+            self._check_call(func, name, args, kwargs)
         return func(*args, **kwargs)
 
-    def _look(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
+    def _check_call(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
         if func is torch.autograd.grad and not self._whole and (line := _caller()):
             raise EngineError(f"{line} takes derivatives in the middle of a step, which need weights: {self._shards()}")
         if kwargs.get("max_norm") is not None and not self._whole:
@@ -207,9 +207,9 @@ class WeightWatch(TorchFunctionMode):
     def _wrote(self, target: Tensor) -> None:
         if target.requires_grad and not target.is_leaf:
             return
-        place = _storage(target)
+        storage = _storage(target)
         for name, parameter in self._parameters.items() if self._whole else self._model.named_parameters():
-            if place and _is_whole(parameter) and _storage(parameter) == place and (line := _caller()):
+            if storage and _is_whole(parameter) and _storage(parameter) == storage and (line := _caller()):
                 if not self._whole:
                     raise EngineError(
                         f"{line} writes to {name} in the middle of a step, and only to a copy: {self._shards()}"
@@ -227,7 +227,7 @@ class WeightWatch(TorchFunctionMode):
     def _changed(self, before: Mapping[str, Any]) -> dict[str, Any]:
         return {name: mark for name, mark in self._marks().items() if name in before and mark != before[name]}
 
-    def _judge(self, written: Mapping[str, Any], when: str) -> None:
+    def _check_writes(self, written: Mapping[str, Any], when: str) -> None:
         """**Collective** where this rank has whole weights. Raises EngineError, TaskError."""
         engine = self._engine
         where = f"{', '.join(sorted(written))} {'was' if len(written) == 1 else 'were'} written {when}"

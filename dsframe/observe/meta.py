@@ -63,7 +63,7 @@ class Loss(nn.Module):
 def stages_of(task: Task, dtype: torch.dtype, config: Config | None = None) -> tuple[list[Stage], bool]:
     """The model with parameters of ``dtype``, and whether it is a list of layers. Layers that repeat are made once.
 
-    ``config``: whose frozen groups need no gradient. Raises ConfigError and TaskError as ``groups.settle``.
+    ``config``: whose frozen groups need no gradient. Raises ConfigError and TaskError as ``groups.settle_groups``.
     """
     if task.models():
         raise TaskError(
@@ -72,17 +72,17 @@ def stages_of(task: Task, dtype: torch.dtype, config: Config | None = None) -> t
     adapted = config is not None and config.settings.adapter is not None
     layers = None if adapted else task.layers()
     grouped = config is not None and groups.are_asked(config, task)
-    found: list[Stage] = [(None, task.model(), None)] if layers is None else _layers(layers, task.seed, apart=grouped)
-    modules = [module for _, module, _ in found]
+    stages: list[Stage] = [(None, task.model(), None)] if layers is None else _layers(layers, task.seed, apart=grouped)
+    modules = [module for _, module, _ in stages]
     if config is not None and adapted:
         adapter.add(config, modules[0])
     if config is not None and grouped:
-        groups.settle(config, task, modules[0] if layers is None else nn.Sequential(*modules))
-        found = [(key and (key, *_trained(module)), module, owner) for key, module, owner in found]
+        groups.settle_groups(config, task, modules[0] if layers is None else nn.Sequential(*modules))
+        stages = [(key and (key, *_trained(module)), module, owner) for key, module, owner in stages]
     for module in modules:
         for parameter in module.parameters():
             parameter.data = parameter.data.to(dtype)
-    return found, layers is not None
+    return stages, layers is not None
 
 
 def _trained(module: nn.Module) -> list[bool]:
@@ -92,13 +92,13 @@ def _trained(module: nn.Module) -> list[bool]:
 def _layers(layers: Sequence[Any], seed: int, *, apart: bool) -> list[Stage]:
     check_ties(layers)
     made: dict[int, nn.Module] = {}
-    found: list[Stage] = []
+    stages: list[Stage] = []
     for index, layer in enumerate(layers):
         if isinstance(layer, Tied):
-            weight = found[layer.layer][1].get_parameter(layer.weight)
-            found.append((None, TiedLayer(layer, weight), layer.layer))
+            weight = stages[layer.layer][1].get_parameter(layer.weight)
+            stages.append((None, TiedLayer(layer, weight), layer.layer))
             continue
         if apart or id(layer) not in made:
             made[id(layer)] = make(layer, index, seed)
-        found.append((id(layer), made[id(layer)], None))
-    return found
+        stages.append((id(layer), made[id(layer)], None))
+    return stages

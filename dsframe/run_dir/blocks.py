@@ -82,7 +82,7 @@ def _optimizer(plan: Plan) -> str:
     spec, clipping = plan.optimizer, plan.config.deepspeed.gradient_clipping
     values = {**spec.arguments, "lr": spec.learning_rate}
     said = [f"{key} {values[key]:g}" for key in _SHOWN if isinstance(values.get(key), int | float)]
-    inherited = any(found.path == ("gradient_clipping",) for found in plan.config.inherited)
+    inherited = any(resolved.path == ("gradient_clipping",) for resolved in plan.config.inherited)
     clipped = f"gradients clipped to {clipping:g}" if clipping else "gradients not clipped"
     return f"{', '.join([spec.name, *said])}; {clipped}{' (inherited)' if inherited else ''}"
 

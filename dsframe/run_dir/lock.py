@@ -1,4 +1,4 @@
-"""A run's directory is that run's alone while it goes on: rank 0 holds a lock on a file in it, which ends with its process.
+"""Only one run uses a directory at a time: rank 0 holds a lock on a file in it, which ends with its process.
 
 A record lock (``lockf``) and not ``flock``: it is the process's own, so workers that it has forked and that outlive it for a
 moment do not hold it. No other part of dsframe may open the file: a process that closes it anywhere has let the lock go.
@@ -26,7 +26,7 @@ _LOCK = ".lock"
 
 
 class RunLock:
-    """This process's hold on a run's directory; a context manager, at whose end it lets go."""
+    """This process's hold on a run's directory; a context manager, which releases the lock at its end."""
 
     def __init__(self) -> None:
         self._descriptor: int | None = None
@@ -45,7 +45,7 @@ class RunLock:
         self.release()
 
     def take(self, directory: Path, world: World, say: Callable[[str], None], *, takes_over: bool = False) -> None:
-        """Rank 0 makes the directory and claims it, before anything is set up; a rank that has been 0 lets go.
+        """Rank 0 makes the directory and claims it, before anything is set up; a former rank 0 releases the lock.
 
         ``takes_over``: a lock left by an earlier process of this same run may be taken over. Raises ConfigError if the directory
         cannot be written to, WorldError if another run uses it.
@@ -61,7 +61,8 @@ class RunLock:
                 pass
             descriptor = os.open(directory / _LOCK, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)
         except OSError as error:
-            text, remedy = f"{directory} cannot be written to: {error.strerror}", "choose another with --run-dir"
+            text = f"{directory} cannot be written to: {error.strerror}"
+            remedy = "choose another with --run-dir"
             raise ConfigError([Problem("error", "dsframe.run_dir", text, remedy, code="run-dir")]) from None
         locked = False
         try:

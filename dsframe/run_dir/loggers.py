@@ -37,7 +37,7 @@ _NAMES = {"loss": "train_loss", "learning_rate": "lr"}
 _PACKAGES = {"mlflow": "mlflow-skinny"}
 """What to install, where it is called otherwise than the module."""
 _KINDS = ("Train/Samples/", "Evaluation/")
-"""What the names of figures begin with."""
+"""What the names of metrics begin with."""
 """What the names of our event files end in: only those are replaced."""
 
 
@@ -54,11 +54,11 @@ def missing(config: Config) -> list[Problem]:
 
 
 class Logger(ABC):
-    """One place where figures go. Only rank 0 has one."""
+    """One destination of metrics. Only rank 0 has one."""
 
     @abstractmethod
-    def write(self, figures: Mapping[str, float], samples: int) -> None:
-        """``figures``: finite numbers, by DeepSpeed's names."""
+    def write(self, metrics: Mapping[str, float], samples: int) -> None:
+        """``metrics``: finite numbers, by DeepSpeed's names."""
 
     @abstractmethod
     def close(self, ending: Ending) -> None:
@@ -71,7 +71,7 @@ class Loggers:
     def __init__(
         self, config: Config, about: Mapping[str, Any], directory: Path, train_batch_size: int, done_steps: int
     ) -> None:
-        """``about``: the run, for those that keep a description. ``done_steps``: of an earlier run, whose figures stay."""
+        """``about``: the run, for those that keep a description. ``done_steps``: of an earlier run, whose metrics stay."""
         file, mlflow = config.deepspeed, config.settings.mlflow
         self._batch = train_batch_size
         done = done_steps * train_batch_size
@@ -105,11 +105,11 @@ class Loggers:
         named = {f"{training}{_NAMES.get(name, name)}": value for name, value in others.items()}
         named |= {f"{evaluation}{name}": value for name, value in record.get("evaluation", {}).items()}
         numbers = {name: float(value) for name, value in named.items() if isinstance(value, int | float)}
-        figures = {name: value for name, value in numbers.items() if math.isfinite(value)}
+        metrics = {name: value for name, value in numbers.items() if math.isfinite(value)}
         for name in [name for name in self._all if name not in self._failed]:
             self._failed.add(name)  # stays there where it fails
             with _survived(name):
-                self._all[name].write(figures, record["step"] * self._batch)
+                self._all[name].write(metrics, record["step"] * self._batch)
                 self._failed.remove(name)
 
     def close(self, ending: Ending = "FINISHED") -> None:
@@ -126,7 +126,7 @@ def _survived(name: str) -> Iterator[None]:
         yield
     except Exception as error:  # a package's own, of any kind
         why = anonymous(reason(error))[:400]
-        what = f"{name} failed and gets no more figures; the training goes on, and metrics.jsonl has them all"
+        what = f"{name} failed and gets no more metrics; the training continues, and metrics.jsonl has them all"
         print(f"dsframe: {what} ({why})", file=sys.stderr, flush=True)
 
 
@@ -154,8 +154,8 @@ class _TensorBoard(Logger):
             old.unlink()
         self._writer: Any = SummaryWriter(str(folder), purge_step=done + 1 if done else None, filename_suffix=suffix)
 
-    def write(self, figures: Mapping[str, float], samples: int) -> None:
-        for name, value in figures.items():
+    def write(self, metrics: Mapping[str, float], samples: int) -> None:
+        for name, value in metrics.items():
             self._writer.add_scalar(name, value, samples)
         self._writer.flush()
 
@@ -173,7 +173,7 @@ class _Csv(Logger):
     def __init__(self, folder: Path, directory: Path, done: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        tables = [path for kind in _KINDS for path in folder.glob(f"{_file_name(kind)}*.csv")]
+        tables = [path for name in _KINDS for path in folder.glob(f"{_file_name(name)}*.csv")]
         owner, run_id = folder / ".dsframe-run", _run_id(directory)
         if not tables:
             owner.write_text(f"{run_id}\n", encoding="utf-8")
@@ -184,8 +184,8 @@ class _Csv(Logger):
                 kept = [row for row in rows if (at := row.partition(",")[0]).isdecimal() and int(at) <= done]
                 old.write_text("".join([head, *kept]), encoding="utf-8")
 
-    def write(self, figures: Mapping[str, float], samples: int) -> None:
-        for name, value in figures.items():
+    def write(self, metrics: Mapping[str, float], samples: int) -> None:
+        for name, value in metrics.items():
             path = self._folder / f"{_file_name(name)}.csv"
             head: Sequence[Any] = [] if path.exists() else [("step", name.rpartition("/")[2])]
             with path.open("a", newline="", encoding="utf-8") as file:
@@ -231,8 +231,8 @@ class _Wandb(Logger):
             )
         note.write_text(f"{self._run.id}\n", encoding="utf-8")
 
-    def write(self, figures: Mapping[str, float], samples: int) -> None:
-        self._run.log(dict(figures), step=samples)
+    def write(self, metrics: Mapping[str, float], samples: int) -> None:
+        self._run.log(dict(metrics), step=samples)
 
     def close(self, ending: Ending) -> None:
         self._run.finish(exit_code=int(ending != "FINISHED"))
@@ -252,11 +252,11 @@ class _Comet(Logger):
             self._run.set_name(section.experiment_name)
         self._interval, self._last = section.samples_log_interval, -math.inf
 
-    def write(self, figures: Mapping[str, float], samples: int) -> None:
+    def write(self, metrics: Mapping[str, float], samples: int) -> None:
         if samples != self._last and samples - self._last < self._interval:
             return
         self._last = samples
-        for name, value in figures.items():
+        for name, value in metrics.items():
             self._run.log_metric(name, value, step=samples)
 
     def close(self, ending: Ending) -> None:
@@ -264,7 +264,7 @@ class _Comet(Logger):
 
 
 class _Mlflow(Logger):
-    """A resumed run goes on in the run that it had there; MLflow cannot take back what was written after the checkpoint."""
+    """A resumed run continues the run that it had there; MLflow cannot take back what was written after the checkpoint."""
 
     def __init__(self, section: Any, about: Mapping[str, Any], directory: Path, *, resumed: bool) -> None:
         # Figures are sent while the training waits: not, as MLflow has it, up to 7 times with 120 s each.
@@ -291,11 +291,11 @@ class _Mlflow(Logger):
         self._run: str = known
         note.write_text(f"{known}\n", encoding="utf-8")
 
-    def write(self, figures: Mapping[str, float], samples: int) -> None:
+    def write(self, metrics: Mapping[str, float], samples: int) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._client.log_batch(self._run, [Metric(name, value, now, samples) for name, value in figures.items()])
+        self._client.log_batch(self._run, [Metric(name, value, now, samples) for name, value in metrics.items()])
 
     def close(self, ending: Ending) -> None:
         self._client.set_terminated(self._run, ending)

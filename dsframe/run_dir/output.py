@@ -25,7 +25,7 @@ _earlier: list[tuple[int, int]] = []
 """This rank's file (its descriptor), and how many bytes of earlier runs it begins with, until they are taken out."""
 
 
-class Marked:
+class PrefixedStream:
     """A stream that puts ``mark`` before each line, and writes lines whole, so that those of other ranks do not get into them."""
 
     def __init__(self, stream: TextIO, mark: str) -> None:
@@ -41,7 +41,7 @@ class Marked:
         return len(text)
 
     def writelines(self, lines: Iterable[str]) -> None:
-        """Marked too: the stream's own would write past the mark."""
+        """Prefixed too: the stream's own would write past the mark."""
         self.write("".join(lines))
 
     def close_line(self) -> None:
@@ -80,7 +80,7 @@ def rank_output(world: World, how: str, directory: Path, *, append: bool) -> Ite
 @contextmanager
 def _prefixed(mark: str) -> Iterator[None]:
     before = sys.stdout, sys.stderr
-    out, err = Marked(sys.stdout, mark), Marked(sys.stderr, mark)
+    out, err = PrefixedStream(sys.stdout, mark), PrefixedStream(sys.stderr, mark)
     sys.stdout, sys.stderr = out, err
     try:
         yield

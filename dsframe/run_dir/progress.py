@@ -1,4 +1,4 @@
-"""What a person sees while a run goes on: lines that stay, and in a terminal a moving line below them."""
+"""What a person sees during a run: lines that stay, and in a terminal a moving line below them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from dsframe.host.streams import Surviving
+from dsframe.host.streams import TolerantStream
 from dsframe.run_dir import blocks
 from dsframe.text import clock, mebibytes
 
@@ -36,7 +36,7 @@ class Progress:
             self._bar = _line(total_steps, "step")
 
     def say(self, line: str) -> None:
-        """One line that stays. Where it cannot be written (a closed pipe, a full disk), training goes on."""
+        """One line that stays. Where it cannot be written (a closed pipe, a full disk), training continues."""
         if not self._speaks:
             return
         if self._prefix:
@@ -119,4 +119,4 @@ class Progress:
 def _line(total: int, unit: str, name: str | None = None) -> Any:
     from tqdm import tqdm
 
-    return tqdm(total=total, unit=unit, desc=name, dynamic_ncols=True, leave=False, file=Surviving(sys.stderr))
+    return tqdm(total=total, unit=unit, desc=name, dynamic_ncols=True, leave=False, file=TolerantStream(sys.stderr))

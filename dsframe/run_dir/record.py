@@ -1,7 +1,7 @@
 """A run's directory: ``run.json`` and ``config.json`` say what runs, ``metrics.jsonl`` is written as it happens, and
 ``summary.json`` when the run has succeeded.
 
-Only rank 0 keeps a record. The files hold plain JSON and can be read while the run goes on. A disk that is full ends no training:
+Only rank 0 keeps a record. The files hold plain JSON and can be read while the run continues. A disk that is full ends no training:
 lines wait until they can be written, and a file that replaces another is whole before it does.
 """
 
@@ -47,7 +47,7 @@ CONFIG = "config.json"
 
 
 def provenance() -> dict[str, Any]:
-    """Where a run's figures come from: plain values, as JSON has them.
+    """Where a run's metrics come from: plain values, as JSON has them.
 
     Versions are those that are installed, whether the run uses them or not.
     """
@@ -105,9 +105,9 @@ class Record:
     def __init__(
         self, plan: Plan, about: Mapping[str, Any], done_steps: int = 0, *, say: Callable[[str], None]
     ) -> None:
-        """``about``: what the plan does not know of the run. ``done_steps``: steps of an earlier run to go on from."""
+        """``about``: what the plan does not know of the run. ``done_steps``: steps of an earlier run to continue from."""
         directory = plan.directory
-        self._directory, self._say, self._told = directory, say, False
+        self._directory, self._say, self._warned = directory, say, False
         with self.surviving():
             (directory / _SUMMARY).unlink(missing_ok=True)
         self._about = {
@@ -158,11 +158,11 @@ class Record:
         if not self._begun:
             self._partial.replace(self._directory / _METRICS)
             self._begun = True
-        self._told = False
+        self._warned = False
 
     def close(self, ending: Ending) -> None:
         """The run ends; what was written stays."""
-        self._told = False  # what does not get there now never does
+        self._warned = False  # what does not get there now never does
         with self.surviving():
             self._flush()
         if self._file:
@@ -176,12 +176,12 @@ class Record:
         try:
             yield
         except (OSError, DataError) as error:
-            if not self._told:
+            if not self._warned:
                 self._say(
                     f"warning: the record in {self._directory} cannot be written ({error}); the training does not depend on it, "
                     "and metrics.jsonl is completed as soon as it can be"
                 )
-            self._told = True
+            self._warned = True
 
     def finish(self, summary: Summary) -> None:
         """Writes ``summary.json``; its presence says that the run came to its end."""
@@ -286,7 +286,7 @@ def finished(directory: Path, steps: int) -> bool:
 
 
 def read_origin(directory: Path) -> dict[str, Any]:
-    """Where a run's figures come from; empty for a directory without it."""
+    """Where a run's metrics come from; empty for a directory without it."""
     return _read(directory / _ORIGIN)
 
 

@@ -1,6 +1,6 @@
 """The only place that imports Hugging Face transformers: configurations, models and tokenizers, from the file or a local folder.
 
-Nothing goes to the network: the library is told so before it is imported, and every call asks for local files alone. No code
+Nothing goes to the network: the library is told so before it is imported, and every call asks only for local files. No code
 out of a folder is run (``trust_remote_code=False``), and weights are read from safetensors, never unpickled.
 """
 
@@ -46,13 +46,13 @@ def transformers() -> Any:
         raise TaskError('transformers is not installed; pip install "dsframe[transformers]"')
     os.environ["HF_HUB_OFFLINE"] = "1"
     if importlib.util.find_spec("torchvision"):
-        _torchvision.torchvision()  # transformers imports it, and beside a CPU torch it needs help with that
+        _torchvision.torchvision()  # transformers imports it, and with a CPU torch it needs help with that
     try:
         package = importlib.import_module("transformers")
         package.utils.logging.set_verbosity_error()
         package.utils.logging.disable_progress_bar()
     except (ImportError, RuntimeError) as error:
-        raise TaskError(f"cannot import transformers beside torch {torch.__version__}: {error}") from error
+        raise TaskError(f"cannot import transformers with torch {torch.__version__}: {error}") from error
     return package
 
 
@@ -72,44 +72,46 @@ def configure(auto: str, model: Mapping[str, Any] | str, facts: Mapping[str, Any
 
 def _from_settings(model: Mapping[str, Any], facts: Mapping[str, Any]) -> Any:
     settings = dict(model)
-    kind = settings.pop("model_type", None)
+    model_type = settings.pop("model_type", None)
     known = transformers().models.auto.configuration_auto.CONFIG_MAPPING_NAMES
-    if not isinstance(kind, str) or kind not in known:
+    if not isinstance(model_type, str) or model_type not in known:
         what = (
-            f'model_type "{kind}": not known to transformers {transformers().__version__}' if kind else "no model_type"
+            f'model_type "{model_type}": not known to transformers {transformers().__version__}'
+            if model_type
+            else "no model_type"
         )
-        raise TaskError(f"task.model: {what}{_close(str(kind), known) or '; such as llama, qwen3, gpt2, vit'}")
-    defaults = transformers().AutoConfig.for_model(kind)
+        raise TaskError(f"task.model: {what}{_close(str(model_type), known) or '; such as llama, qwen3, gpt2, vit'}")
+    defaults = transformers().AutoConfig.for_model(model_type)
     strange = [name for name in settings if not hasattr(defaults, name)]
     if strange:
         name = type(defaults).__name__
         raise TaskError(f"task.model.{strange[0]}: no setting of {name}{_close(strange[0], vars(defaults))}")
     settings = {name: value for name, value in facts.items() if hasattr(defaults, name)} | settings
     try:
-        return transformers().AutoConfig.for_model(kind, **settings)
+        return transformers().AutoConfig.for_model(model_type, **settings)
     except Exception as error:  # their validators have exceptions of their own, without a common class
         raise TaskError(f"task.model: {_one_line(error)}") from error
 
 
 def folder(path: str, what: str = "a model") -> Path:
     """An existing local folder. Raises TaskError: nothing is downloaded."""
-    place = Path(path).expanduser()
-    if not place.is_dir():
+    local = Path(path).expanduser()
+    if not local.is_dir():
         raise TaskError(
             f"task: {path} is not a local folder with {what}, and dsframe downloads nothing; "
             f"on a machine with network: hf download {path} --local-dir FOLDER"
         )
-    return place
+    return local
 
 
 def _from_folder(path: str) -> Any:
-    place = folder(path)
-    if not (place / "config.json").is_file():
-        raise TaskError(f"task.model: {place} has no config.json; name the folder that save_pretrained wrote")
+    model_folder = folder(path)
+    if not (model_folder / "config.json").is_file():
+        raise TaskError(f"task.model: {model_folder} has no config.json; name the folder that save_pretrained wrote")
     try:
-        return transformers().AutoConfig.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+        return transformers().AutoConfig.from_pretrained(model_folder, local_files_only=True, trust_remote_code=False)
     except Exception as error:  # as above
-        raise TaskError(f"task.model: {place / 'config.json'}: {_one_line(error)}") from error
+        raise TaskError(f"task.model: {model_folder / 'config.json'}: {_one_line(error)}") from error
 
 
 def build(auto: str, config: Any, weights: str | None, dtype: torch.dtype = torch.float32) -> nn.Module:
@@ -125,12 +127,12 @@ def build(auto: str, config: Any, weights: str | None, dtype: torch.dtype = torc
     planned = torch.empty(0).device.type == "meta"  # the sizes are asked for, and transformers loads nothing there
     if weights is None or planned:
         return _aligned(cls.from_config(config, dtype=torch.float32, trust_remote_code=False))
-    place = folder(weights)
-    stored = _stored(place)
+    weights_folder = folder(weights)
+    stored = _stored(weights_folder)
     short = auto == "AutoModelForCausalLM" and stored == {dtype}
-    model, loading_report = _from_files(cls, place, config, dtype if short else torch.float32)
+    model, loading_report = _from_files(cls, weights_folder, config, dtype if short else torch.float32)
     if short and any(buffer.dtype == dtype for buffer in model.buffers()):  # they are computed with, in fp32
-        model, loading_report = _from_files(cls, place, config, torch.float32)
+        model, loading_report = _from_files(cls, weights_folder, config, torch.float32)
     new = {str(name) for name in loading_report["missing_keys"]} | {
         str(entry[0]) for entry in loading_report["mismatched_keys"]
     }
@@ -151,18 +153,20 @@ def _aligned(model: Any) -> nn.Module:
     return model  # type: ignore[no-any-return]
 
 
-def _stored(place: Path) -> set[torch.dtype]:
+def _stored(model_folder: Path) -> set[torch.dtype]:
     """The number formats of a folder's weights. Raises TaskError for weights that are missing, truncated or pickled."""
-    files = sorted(place.glob("*.safetensors"))
+    files = sorted(model_folder.glob("*.safetensors"))
     if not files:
-        pickled = next((file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in place.glob(pattern)), None)
+        pickled = next(
+            (file.name for pattern in ("*.bin", "*.pt", "*.pth") for file in model_folder.glob(pattern)), None
+        )
         why = (
             f"{pickled} is pickled, a format that can contain code; if you know who wrote it, convert it once: load it with "
             "transformers' from_pretrained, and save_pretrained into another folder"
             if pickled
             else "there is no .safetensors file"
         )
-        raise TaskError(f'task.model: {place}: {why}; "fresh": true takes the configuration alone')
+        raise TaskError(f'task.model: {model_folder}: {why}; "fresh": true takes the configuration alone')
     dtypes = set()
     for file in files:
         try:
@@ -173,16 +177,16 @@ def _stored(place: Path) -> set[torch.dtype]:
                 f"task.model: {file}: {_one_line(error)}; the file is truncated or damaged: copy it again"
             ) from error
     known = {"F32": torch.float32, "BF16": torch.bfloat16, "F16": torch.float16}
-    return {known.get(kind, torch.float32) for kind in dtypes}
+    return {known.get(stored_name, torch.float32) for stored_name in dtypes}
 
 
-def _from_files(cls: Any, place: Path, config: Any, dtype: torch.dtype) -> tuple[Any, Mapping[str, Any]]:
+def _from_files(cls: Any, model_folder: Path, config: Any, dtype: torch.dtype) -> tuple[Any, Mapping[str, Any]]:
     """The model and what transformers says of the loading. Raises TaskError."""
     before = os.environ.get(_ONE_BY_ONE)
     os.environ[_ONE_BY_ONE] = "1"  # else its threads read ahead, as far as the whole model
     try:
         return cls.from_pretrained(  # type: ignore[no-any-return]
-            place,
+            model_folder,
             config=config,
             dtype=dtype,
             local_files_only=True,
@@ -193,7 +197,7 @@ def _from_files(cls: Any, place: Path, config: Any, dtype: torch.dtype) -> tuple
         )
     except (ValueError, OSError, RuntimeError, SafetensorError) as error:
         raise TaskError(
-            f'task.model: {place}: {_one_line(error)}; "fresh": true takes the configuration alone'
+            f'task.model: {model_folder}: {_one_line(error)}; "fresh": true takes the configuration alone'
         ) from error
     finally:
         if before is None:
@@ -209,15 +213,16 @@ def write(config: Mapping[str, Any], weights: Mapping[str, Tensor], dtype: str, 
     memory. Raises TaskError where this is no model of transformers', or where the weights are not its own.
     """
     of_dict = config if isinstance(config, Mapping) else {}
-    kind, names = str(of_dict.get("model_type")), of_dict.get("architectures")
+    model_type, names = str(of_dict.get("model_type")), of_dict.get("architectures")
     name = str(names[0]) if isinstance(names, list) and names else ""
-    cls, known = getattr(transformers(), name, None), transformers().models.auto.configuration_auto.CONFIG_MAPPING
-    if not (isinstance(cls, type) and issubclass(cls, transformers().PreTrainedModel)) or kind not in known:
-        what = f"model {name!r} of model_type {kind!r}"
+    cls = getattr(transformers(), name, None)
+    known = transformers().models.auto.configuration_auto.CONFIG_MAPPING
+    if not (isinstance(cls, type) and issubclass(cls, transformers().PreTrainedModel)) or model_type not in known:
+        what = f"model {name!r} of model_type {model_type!r}"
         raise TaskError(f"transformers {transformers().__version__} has no {what}")
     try:
         with torch.device("meta"):
-            model = cls(known[kind].from_dict({**config, "dtype": dtype}))
+            model = cls(known[model_type].from_dict({**config, "dtype": dtype}))
     except Exception as error:  # as above: of a configuration that this version does not know, or nobody does
         raise TaskError(f"transformers cannot build {name}: {_one_line(error)}") from error
     try:
@@ -247,10 +252,10 @@ def _object(file: Path) -> dict[str, Any]:
     return content if isinstance(content, dict) else {}
 
 
-def loss(kind: str) -> Callable[..., Tensor]:
-    """Transformers' own loss for ``kind``: ``ForCausalLM``, ``ForImageClassification``."""
+def loss(name: str) -> Callable[..., Tensor]:
+    """Transformers' own loss called ``name``: ``ForCausalLM``, ``ForImageClassification``."""
     transformers()
-    loss_function: Callable[..., Tensor] = importlib.import_module("transformers.loss.loss_utils").LOSS_MAPPING[kind]
+    loss_function: Callable[..., Tensor] = importlib.import_module("transformers.loss.loss_utils").LOSS_MAPPING[name]
     return loss_function
 
 
@@ -265,16 +270,26 @@ def tokenizer(path: str | None, model: Mapping[str, Any] | str) -> tuple[Any, st
 
     Raises TaskError where the named folder has none.
     """
-    place = folder(path, "a tokenizer") if path else folder(model) if isinstance(model, str) else None
-    files = sorted({file for pattern in _TOKENIZER_FILES for file in place.glob(pattern)}) if place else []
+    tokenizer_folder = None
+    if path:
+        tokenizer_folder = folder(path, "a tokenizer")
+    elif isinstance(model, str):
+        tokenizer_folder = folder(model)
+    files = (
+        sorted({file for pattern in _TOKENIZER_FILES for file in tokenizer_folder.glob(pattern)})
+        if tokenizer_folder
+        else []
+    )
     if not files:
         if path:
             raise TaskError(f"task.tokenizer: {path} has no tokenizer.json; without a tokenizer a token is a byte")
         return None
     try:
-        loaded = transformers().AutoTokenizer.from_pretrained(place, local_files_only=True, trust_remote_code=False)
+        loaded = transformers().AutoTokenizer.from_pretrained(
+            tokenizer_folder, local_files_only=True, trust_remote_code=False
+        )
     except (ValueError, OSError, TypeError, ImportError) as error:
-        raise TaskError(f"task.tokenizer: {place}: {_one_line(error)}") from error
+        raise TaskError(f"task.tokenizer: {tokenizer_folder}: {_one_line(error)}") from error
     digest = hashlib.sha256()
     for file in files:
         if file.is_file():

@@ -36,13 +36,13 @@ def build(settings: sections.Task, seed: int) -> Task:
         module, _, name = TABLE[settings.name].partition(":")
         task = getattr(importlib.import_module(module), name)(settings, seed)
     else:
-        cls = find(settings.name)
+        cls = find_task(settings.name)
         task = _construct(cls, getattr(settings, "options", {}), settings.name)
     task.seed = seed
     return task
 
 
-def find(path: str) -> type[Task]:
+def find_task(path: str) -> type[Task]:
     """The Task subclass named by ``package.module:Class``. Raises TaskError."""
     if not re.fullmatch(r"[^:]+:[^:]+", path):
         raise TaskError(

@@ -117,8 +117,8 @@ class _CrossEntropy(torch.autograd.Function):
 
 
 def _add_product(total: Tensor, slope: Tensor, piece: Tensor) -> None:
-    kind = total.device.type  # autocast knows no device "meta"
-    casts = kind != "meta" and torch.is_autocast_enabled(kind)
+    device_type = total.device.type  # autocast knows no device "meta"
+    casts = device_type != "meta" and torch.is_autocast_enabled(device_type)
     if slope.dtype == total.dtype == piece.dtype and not casts:
         total.addmm_(slope.t(), piece)
     else:

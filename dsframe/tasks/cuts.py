@@ -92,11 +92,11 @@ def classifier(model: nn.Module) -> list[nn.Module] | None:
 
 def cut(network: nn.Module) -> list[nn.Module] | None:
     """The layers of one of torchvision's classifiers; None for the few that are not a chain (GoogLeNet, Inception)."""
-    kind = type(network).__name__
-    if kind == "VisionTransformer":
+    class_name = type(network).__name__
+    if class_name == "VisionTransformer":
         parts = _vision_transformer(network)
-    elif kind in _ORDER:
-        parts = [getattr(network, part) if isinstance(part, str) else part() for part in _ORDER[kind]]
+    elif class_name in _ORDER:
+        parts = [getattr(network, part) if isinstance(part, str) else part() for part in _ORDER[class_name]]
     else:
         return None
     return [layer for part in parts for layer in _apart(part)]

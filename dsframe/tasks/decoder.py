@@ -50,9 +50,9 @@ def cut(model: Any) -> list[Layer] | None:
     return [embeddings, *(DecoderBlock(block, angles) for block in blocks), norm, last]
 
 
-def refuse(config: Any) -> None:
+def refuse_other_models(config: Any) -> None:
     """Raises TaskError where a small model of this ``config`` is another one than the chain of its layers."""
-    kind, problem = config.model_type, ""
+    model_type, problem = config.model_type, ""
     for name in ("sliding_window", "attention_chunk_size"):
         if isinstance(getattr(config, name, None), int):
             with contextlib.suppress(AttributeError):
@@ -68,7 +68,7 @@ def refuse(config: Any) -> None:
             problem = _difference(model, layers)
     if problem:
         raise TaskError(
-            f'pipeline: a model of model_type "{kind}" cannot be split into stages: {problem}; use "zero_optimization" or '
+            f'pipeline: a model of model_type "{model_type}" cannot be split into stages: {problem}; use "zero_optimization" or '
             '"tensor_parallel" instead, or another model'
         )
 

@@ -33,7 +33,8 @@ def balance(
     experts = router_logits[0].shape[-1]
     numbers = torch.arange(experts, device=router_logits[0].device)
     tokens = router_logits[0].new_ones(len(router_logits[0])) if mask is None else mask.reshape(-1).float()
-    chosen, likely = torch.zeros(experts, device=tokens.device), torch.zeros(experts, device=tokens.device)
+    chosen = torch.zeros(experts, device=tokens.device)
+    likely = torch.zeros(experts, device=tokens.device)
     for logits in router_logits:
         shares = logits.float().softmax(-1)
         picks = (shares.detach().topk(top_k, dim=-1).indices[..., None] == numbers).sum(1)

@@ -117,13 +117,13 @@ class CausalLanguageModelTask(Task):
 
     def cut(self, model: nn.Module) -> Sequence[Layer] | None:
         """Raises TaskError where the model is no chain of its layers."""
-        decoder.refuse(small(self.pretrained_config))
+        decoder.refuse_other_models(small(self.pretrained_config))
         return decoder.cut(model)
 
     def share_sequences(
         self, model: nn.Module, part: int, parts: int, exchange: Callable[[Attention], Attention]
     ) -> None:
-        shared_sequences.refuse(small(self.pretrained_config), parts)
+        shared_sequences.refuse_unshareable(small(self.pretrained_config), parts)
         self._sequences = shared_sequences.Sequences(model, parts, exchange)
 
     def before_slicing(self, inputs: Any) -> Any:

@@ -56,7 +56,7 @@ def prepare(task: Task, world: World, say: Say) -> None:
     if store is None:
         alone(task, say)
         return
-    _Together(task, world, say, store).run()
+    _SharedPreparation(task, world, say, store).run()
 
 
 def alone(task: Task, say: Say) -> None:
@@ -67,7 +67,7 @@ def alone(task: Task, say: Say) -> None:
 
 
 @dataclass(frozen=True)
-class _Who:
+class _Process:
     """A process of the run."""
 
     rank: int
@@ -87,18 +87,18 @@ class _Who:
             return True
 
 
-class _Together:
+class _SharedPreparation:
     """The ranks of a run, one of each host preparing."""
 
     def __init__(self, task: Task, world: World, say: Say, store: Any) -> None:
         self._task, self._world, self._say, self._store = task, world, say, store
         process = psutil.Process()
-        me = _Who(world.rank, world.local_rank == 0, socket.gethostname(), process.pid, process.create_time())
+        me = _Process(world.rank, world.local_rank == 0, socket.gethostname(), process.pid, process.create_time())
         store.set(f"who/{world.rank}", json.dumps(asdict(me)))
         if world.is_main:
             store.set("start", secrets.token_hex(8))
         texts = [store.get(f"who/{rank}") for rank in range(world.size)]
-        everybody = [_Who(**json.loads(text)) for text in texts]
+        everybody = [_Process(**json.loads(text)) for text in texts]
         self._me, self._first = me, [member for member in everybody if member.first]
         self._start = store.get("start").decode()
         self._signs: dict[int, tuple[bytes, float]] = {}
@@ -106,11 +106,11 @@ class _Together:
     def run(self) -> None:
         """Prepares or waits; then every rank has the same outcome. Raises DsframeError."""
         if self._me.first:
-            self._store.set(f"outcome/{self._me.rank}", _told(self._guarded))
-        said = self._wait()
+            self._store.set(f"outcome/{self._me.rank}", _failure_of(self._guarded))
+        failure = self._wait()
         self._leave()
-        if said:
-            raise _error(said)
+        if failure:
+            raise _error(failure)
 
     def _guarded(self) -> None:
         """Prepares, unless another host has done so in the same folder, and gives signs of life meanwhile."""
@@ -142,15 +142,15 @@ class _Together:
         return any(self._store.get(key) for key in keys if self._store.check([key]))
 
     def _wait(self) -> str:
-        """Returns the first failure, as :func:`_told` has it; empty where all is well."""
+        """Returns the first failure, as :func:`_failure_of` has it; empty where all is well."""
         waiting = list(self._first)
         while waiting:
             for preparer in list(waiting):
                 key = f"outcome/{preparer.rank}"
                 try:
                     there = self._store.check([key])
-                    if there and (said := self._store.get(key).decode()):
-                        return str(said)
+                    if there and (failure := self._store.get(key).decode()):
+                        return str(failure)
                     dead = not there and self._is_dead(preparer)
                 except RuntimeError:  # the store is gone: rank 0 is one of those that prepare
                     dead, preparer, there = True, self._first[0], False
@@ -161,7 +161,7 @@ class _Together:
             time.sleep(_LOOK_SECONDS if waiting else 0.0)
         return ""
 
-    def _is_dead(self, preparer: _Who) -> bool:
+    def _is_dead(self, preparer: _Process) -> bool:
         if preparer.host == self._me.host:
             return preparer.ended and not self._store.check([f"outcome/{preparer.rank}"])
         key, now = f"sign/{preparer.rank}", time.monotonic()
@@ -192,36 +192,38 @@ def _call(task: Task, say: Say) -> None:
         raise
     except Exception as error:  # of the user's code
         frames = traceback.extract_tb(error.__traceback__)
-        place = next((frame for frame in reversed(frames) if is_users(frame.filename)), frames[-1])
+        raised_in = next((frame for frame in reversed(frames) if is_users(frame.filename)), frames[-1])
         reason = " ".join(f"{type(error).__name__}: {error}".split())
         raise DataError(
-            f"{type(task).__name__}.prepare() failed: {reason} ({place.filename}:{place.lineno})"
+            f"{type(task).__name__}.prepare() failed: {reason} ({raised_in.filename}:{raised_in.lineno})"
         ) from error
 
 
-def _told(work: Callable[[], None]) -> str:
+def _failure_of(work: Callable[[], None]) -> str:
     """Runs ``work``; returns its failure in a form that other ranks can raise again; empty where all is well."""
     try:
         work()
     except DsframeError as error:
-        return json.dumps({"kind": type(error).__name__, "said": str(error)})
+        return json.dumps({"kind": type(error).__name__, "message": str(error)})
     return ""
 
 
-def _error(said: str) -> DsframeError:
-    failure = json.loads(said)
-    kind = getattr(errors, failure["kind"])
-    error: DsframeError = DataError(failure["said"]) if kind is errors.ConfigError else kind(failure["said"])
+def _error(text: str) -> DsframeError:
+    failure = json.loads(text)
+    error_class = getattr(errors, failure["kind"])
+    error: DsframeError = (
+        DataError(failure["message"]) if error_class is errors.ConfigError else error_class(failure["message"])
+    )
     error.first_is_gone = failure.get("gone", False)
     return error
 
 
-def _lost(lost: _Who) -> str:
-    said = (
+def _lost(lost: _Process) -> str:
+    message = (
         f"the process that prepared the data (rank {lost.rank}, process {lost.process} on {lost.host}) ended before it was done; "
         "perhaps it was killed, or memory was short. Start again: what is half done is not used"
     )
-    return json.dumps({"kind": "DataError", "said": said, "gone": True})
+    return json.dumps({"kind": "DataError", "message": message, "gone": True})
 
 
 def _folder(task: Task) -> Path:
@@ -232,8 +234,8 @@ def _folder(task: Task) -> Path:
 def _lock(task: Task, say: Say) -> Iterator[Path]:
     """The folder of the data, while no other process prepares the same there. Ends with the process, however that ends."""
     folder = _folder(task)
-    kind = type(task)
-    path = folder / f".{kind.__module__}.{kind.__qualname__}{task.prepared_as}.lock".replace("<", "").replace(">", "")
+    cls = type(task)
+    path = folder / f".{cls.__module__}.{cls.__qualname__}{task.prepared_as}.lock".replace("<", "").replace(">", "")
     with writing(path):
         folder.mkdir(parents=True, exist_ok=True)
         descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o666)

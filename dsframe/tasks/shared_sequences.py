@@ -84,7 +84,7 @@ class Sequences:
 
 
 def _seen(parts: list[Tensor], scale: float | None, dropout: float, window: int | None) -> Tensor:
-    """Attention to what came before, ``[rows, heads, time, head size]``; of a ``window`` to its last positions alone."""
+    """Attention to what came before, ``[rows, heads, time, head size]``; of a ``window`` only to its last positions."""
     query, key, value = parts
     time, mask = query.shape[2], None
     if window is not None and window < time:
@@ -126,13 +126,13 @@ def _attention(
     return owner.attend(query, key, value, scale, dropout, named.get("sliding_window")), None
 
 
-def refuse(config: Any, parts: int) -> None:
+def refuse_unshareable(config: Any, parts: int) -> None:
     """Raises TaskError where ``parts`` ranks cannot share the heads of a model of this configuration, or where its positions look
     at each other outside of attention, as a small one of its kind shows.
 
     ``config``: of a small model, whose numbers of heads are those of the large one.
     """
-    kind, heads = config.model_type, getattr(config, "num_attention_heads", 0)
+    model_type, heads = config.model_type, getattr(config, "num_attention_heads", 0)
     if heads and heads % parts:
         raise TaskError(
             f"task.model: num_attention_heads {heads} is not divisible by sequence_parallel_size {parts}; choose another"
@@ -160,5 +160,6 @@ def refuse(config: Any, parts: int) -> None:
                 problem = "its positions look at each other outside of attention"
     if problem:
         raise TaskError(
-            f'sequence_parallel_size: not possible with model_type "{kind}": {problem}; train it without, or choose another model'
+            f'sequence_parallel_size: not possible with model_type "{model_type}": {problem}; '
+            "train it without, or choose another model"
         )

@@ -201,10 +201,10 @@ class Task:
                 f"{type(self).__name__}.models: {name!r} is {type(made).__name__}, made already; give what makes the model"
             )
         seed_generators(self.seed * 1_000_003 + list(models).index(name))
-        found = made()
-        if not isinstance(found, nn.Module):
-            raise TaskError(f"{type(self).__name__}.models: {name!r} made {type(found).__name__}, which is no module")
-        return found
+        model = made()
+        if not isinstance(model, nn.Module):
+            raise TaskError(f"{type(self).__name__}.models: {name!r} made {type(model).__name__}, which is no module")
+        return model
 
     def layers(self) -> Sequence[Layer] | None:
         """The model as a list of layers, each of which takes what the one before gives; None where it is not one.
@@ -455,20 +455,22 @@ class _OfParts(Task):
 
 
 def _items(outputs: Any, targets: Any, samples: int) -> int:
-    """Over how many items a loss is a mean, by the form of a batch of so many ``samples``: the rows that all targets and an output
-    have, where a ``collate`` makes another number of rows than it gets; else the samples."""
+    """Returns over how many items a loss is a mean, by the form of a batch of ``samples``: the rows
+    that all targets and an output have, where a ``collate`` makes another number of rows than it
+    gets; else the samples."""
     rows, given = (
-        {len(leaf) for leaf in tree_leaves(one) if isinstance(leaf, Tensor) and leaf.ndim} for one in (targets, outputs)
+        {len(leaf) for leaf in tree_leaves(part) if isinstance(leaf, Tensor) and leaf.ndim}
+        for part in (targets, outputs)
     )
     by_sample = isinstance(outputs, list) and len(outputs) == samples
     return samples if samples and (by_sample or len(rows) != 1 or not rows <= given) else next(iter(rows), 1)
 
 
-def loss_and_terms(found: Any) -> tuple[Any, Mapping[str, Any]]:
+def loss_and_terms(returned: Any) -> tuple[Any, Mapping[str, Any]]:
     """Returns the two parts of what a task's loss gave: the loss, and what else is to be logged."""
-    if isinstance(found, tuple) and len(found) == 2 and isinstance(found[1], Mapping):
-        return found
-    return found, {}
+    if isinstance(returned, tuple) and len(returned) == 2 and isinstance(returned[1], Mapping):
+        return returned
+    return returned, {}
 
 
 def tensor_of(loss: Any, whose: str) -> Tensor:
@@ -484,8 +486,8 @@ def tensor_of(loss: Any, whose: str) -> Tensor:
     raise TaskError(f"{text}; return the mean loss of the micro-batch")
 
 
-def sums(found: Any, whose: str) -> Mapping[str, Sum]:
-    """``found``, which a task's metrics have given, with totals that are scalar tensors. Raises TaskError."""
+def sums(metrics: Any, whose: str) -> Mapping[str, Sum]:
+    """``metrics``, which a task's metrics have given, with totals that are scalar tensors. Raises TaskError."""
 
     def refuse(what: str) -> NoReturn:
         raise TaskError(
@@ -501,10 +503,10 @@ def sums(found: Any, whose: str) -> Mapping[str, Sum]:
             refuse(f"{what} of shape {list(value.shape)}")
         return value.reshape(())
 
-    if not isinstance(found, Mapping):
-        refuse(f"{type(found).__name__} is no mapping")
+    if not isinstance(metrics, Mapping):
+        refuse(f"{type(metrics).__name__} is no mapping")
     scalars: dict[str, Sum] = {}
-    for name, value in found.items():
+    for name, value in metrics.items():
         if not isinstance(value, Sum):
             refuse(f"{name!r} is {type(value).__name__}")
         scalar(value.count, f"{name!r} has a count")

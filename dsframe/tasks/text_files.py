@@ -77,7 +77,7 @@ class WindowsTask(CausalLanguageModelTask):
             )
             places = [documents.local(pattern, self.settings.data_dir) for pattern in _listed(patterns)]
             recipes[name] = Recipe(
-                tuple(documents.find(places, f"task.data.{name}")),
+                tuple(documents.find_files(places, f"task.data.{name}")),
                 encoder,
                 self.packing,
                 self.settings.context,
@@ -91,16 +91,16 @@ class WindowsTask(CausalLanguageModelTask):
     def prepare(self, say: Say) -> None:
         for recipe in self._recipes.values():
             tokenised.make(recipe, say)
-            opened = tokenised.find(recipe)
+            opened = tokenised.find_tokens(recipe)
             for line in opened.counts.sentences(recipe) if opened else ():
                 say(line)
 
     def _opened(self, name: str) -> tuple[Recipe, Tokenised]:
         recipe = self._recipes[name]
-        opened = tokenised.find(recipe)
+        opened = tokenised.find_tokens(recipe)
         if opened is None:  # asked by a program that has not called prepare()
             tokenised.make(recipe, lambda line: None)
-            opened = tokenised.find(recipe)
+            opened = tokenised.find_tokens(recipe)
         assert opened is not None
         return recipe, opened
 
@@ -155,7 +155,7 @@ class RowsTask(WindowsTask):
     def _refuse_leaks(self) -> None:
         """Raises TaskError where a small model of this kind lets a document see the one before it in its row."""
         config = small(self.pretrained_config)
-        kind = config.model_type
+        model_type = config.model_type
         with torch.random.fork_rng(devices=[]), torch.no_grad():
             torch.manual_seed(0)
             try:
@@ -170,13 +170,13 @@ class RowsTask(WindowsTask):
             except Exception as error:  # of whatever model this is
                 reason = " ".join(f"{type(error).__name__}: {error}".split())
                 raise TaskError(
-                    f'task.data.packing: model_type "{kind}" cannot take documents that are packed ({reason}); write "rows"'
+                    f'task.data.packing: model_type "{model_type}" cannot take documents that are packed ({reason}); write "rows"'
                 ) from error
         difference = max(float((behind - outputs).abs().max()) for outputs in (elsewhere, alone))
         if not difference < 1e-4 * max(float(alone.abs().max()), 1e-3):
             raise TaskError(
-                f'task.data.packing: in model_type "{kind}" packed documents see each other (outputs differ by {difference:.1g}); '
-                'write "rows"'
+                f'task.data.packing: in model_type "{model_type}" packed documents see each other '
+                f'(outputs differ by {difference:.1g}); write "rows"'
             )
 
     def example(self) -> tuple[Any, Any]:

@@ -76,7 +76,7 @@ def convert(directory: Path, tag: str | None, config: Config, task: Task, run_di
     task.seed = config.settings.seed
     found = deepspeed_files.read(deepspeed_files.find(directory, tag))
     model = task.model()
-    asked = groups.settle(config, task, model).asked
+    asked = groups.settle_groups(config, task, model).asked
     own = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
     trained = {name: shape for name, shape in shapes.items() if own[name]} if found.shapes else {}

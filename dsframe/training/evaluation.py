@@ -271,7 +271,7 @@ def refuse_unknown(plan: Plan, metrics: Collection[str]) -> None:
 
 def totals(engine: Engine, sums: Mapping[str, Sum]) -> dict[str, Sum]:
     """**Collective.** Exact sums over all ranks, float64 on the CPU; a rank that did not see a metric takes part with zeros."""
-    names = sorted({name for found in all_gather_text(engine, json.dumps(sorted(sums))) for name in json.loads(found)})
+    names = sorted({name for text in all_gather_text(engine, json.dumps(sorted(sums))) for name in json.loads(text)})
     table = torch.zeros(len(names), 2, dtype=torch.float64, device=engine.plan.device)
     for row, name in enumerate(names):
         if name in sums:
@@ -282,11 +282,11 @@ def totals(engine: Engine, sums: Mapping[str, Sum]) -> dict[str, Sum]:
 
 def finalized(task: Task, sums: Mapping[str, Sum]) -> dict[str, float]:
     """Returns what the task makes of the sums over all samples. Raises TaskError where that is no mapping from names to numbers."""
-    found = task.finalize(sums)
-    if not isinstance(found, Mapping):
-        raise TaskError(f"{type(task).__name__}.finalize returned {type(found).__name__}; return numbers by name")
+    metrics = task.finalize(sums)
+    if not isinstance(metrics, Mapping):
+        raise TaskError(f"{type(task).__name__}.finalize returned {type(metrics).__name__}; return numbers by name")
     values = {}
-    for name, value in found.items():
+    for name, value in metrics.items():
         try:
             values[str(name)] = float(value)
         except (TypeError, ValueError, RuntimeError):
@@ -337,11 +337,11 @@ class _RowSpan:
     bytes: slice
 
 
-def _row_spans(told: Sequence[Mapping[str, tuple[int, str]]]) -> tuple[dict[str, _RowSpan], int]:
-    """Returns where each differing buffer lies in the exchange row, and the row's length in bytes. ``told``: by rank, the size
+def _row_spans(of_ranks: Sequence[Mapping[str, tuple[int, str]]]) -> tuple[dict[str, _RowSpan], int]:
+    """Returns where each differing buffer lies in the exchange row, and the row's length in bytes. ``of_ranks``: by rank, the size
     and digest of each. A pipeline's stage holds its own layers' alone; what has other sizes on other ranks stays with each."""
     by_name: dict[str, dict[int, tuple[int, str]]] = {}
-    for rank, held in enumerate(told):
+    for rank, held in enumerate(of_ranks):
         for name, (size, digest) in held.items():
             by_name.setdefault(name, {})[rank] = (size, digest)
     places: dict[str, _RowSpan] = {}

@@ -49,24 +49,26 @@ class LossTrial:
 
     def watched(self, batch: MicroBatch) -> MicroBatch:
         """Returns the micro-batch, with its loss to be inspected."""
-        return replace(batch, inspect=self._look) if self._looks else batch
+        return replace(batch, inspect=self._inspect) if self._looks else batch
 
     def judge(self, *, resumed: bool = False) -> str:
         """**Collective.** Returns what is to be said, or nothing. Raises TaskError where the task says another kind of loss, and
         where the loss has a state that ranks, or a run that is ``resumed``, would not share."""
         engine, task = self._engine, self._engine.plan.task
-        told = self._judge_state(resumed=resumed)
-        own = torch.tensor([float(self._votes[kind]) for kind in _KINDS], dtype=torch.float64)
-        votes = dict(zip(_KINDS, engine.sum_over_ranks(own.to(engine.plan.device)).tolist(), strict=True))
+        verdict = self._judge_state(resumed=resumed)
+        local_votes = torch.tensor([float(self._votes[kind]) for kind in _KINDS], dtype=torch.float64)
+        votes = dict(zip(_KINDS, engine.sum_over_ranks(local_votes.to(engine.plan.device)).tolist(), strict=True))
         kind = max(votes, key=lambda name: votes[name]) if any(votes.values()) else ""
         if task.gathers_rows:
-            return told  # the look, without gradients, saw one rank's rows; the loss is that of the global batch
+            return verdict  # the look, without gradients, saw one rank's rows; the loss is that of the global batch
         if kind == "neither":
             if task.batch_dependent:
-                return told  # has been said
-            return told or "loss is neither a mean nor a sum over rows, so the training depends on the micro batch size"
+                return verdict  # has been said
+            return (
+                verdict or "loss is neither a mean nor a sum over rows, so the training depends on the micro batch size"
+            )
         if kind in ("", task.loss_is):
-            return told
+            return verdict
         whose = type(task).__name__
         if task.loss_is == "sum":
             raise TaskError(
@@ -84,37 +86,37 @@ class LossTrial:
 
     def _judge_state(self, *, resumed: bool) -> str:
         whose, world = type(self._engine.plan.task).__name__, self._engine.plan.world
-        found = {
+        state = {
             name for text in all_gather_text(self._engine, json.dumps(sorted(self._state))) for name in json.loads(text)
         }
-        names = ", ".join(sorted(found))
-        if found and (resumed or world.size > 1):
+        names = ", ".join(sorted(state))
+        if state and (resumed or world.size > 1):
             why = "a resumed run would begin with another" if resumed else "each rank would have its own"
             raise TaskError(
                 f"{whose}.loss changes {names}, a state that the task keeps: {why}, and no checkpoint has it. Keep it as a buffer "
                 "of a module that model() returns, and make it from the rows of all ranks (dsframe.tasks.global_batch.all_rows)"
             )
-        if found or self._numbers:
+        if state or self._numbers:
             return f"loss changes {names or ', '.join(sorted(self._numbers))} of the task, which no checkpoint has"
         return ""
 
     @torch.no_grad()
-    def _look(self, outputs: Any, targets: Any) -> None:
+    def _inspect(self, outputs: Any, targets: Any) -> None:
         kept = generators.capture(self._engine.plan.device)
         task = self._engine.plan.task
         with _unchanged_buffers(task) as changed:
             twin = copy.copy(task)
             vars(twin).update({name: _copied(value) for name, value in vars(task).items()})
-            self._look_at(twin, outputs, targets, kept)
+            self._inspect_copy(twin, outputs, targets, kept)
             self._state |= changed()
         before = vars(task)
         for name, value in vars(twin).items():
-            told = self._numbers if isinstance(value, (int, float)) else self._state
+            changes = self._numbers if isinstance(value, (int, float)) else self._state
             made = name not in before and isinstance(value, Tensor)
             if name != "terms" and (made or not _same(before.get(name), value)):
-                told.add(name)
+                changes.add(name)
 
-    def _look_at(self, task: Task, outputs: Any, targets: Any, kept: Any) -> None:
+    def _inspect_copy(self, task: Task, outputs: Any, targets: Any, kept: Any) -> None:
         try:
             kind = _kind_of(task, outputs, targets)
         except Exception:  # a loss that takes no other number of rows: the training says what is wrong, if anything is
@@ -131,16 +133,16 @@ def _copied(value: Any, depth: int = 2) -> Any:
         return value.detach().clone() if value.numel() <= _ELEMENTS else value
     if isinstance(value, (list, set, dict, deque)) and len(value) <= _FEW:
         if isinstance(value, dict):
-            return {key: _copied(one, depth - 1) for key, one in value.items()} if depth else dict(value)
-        return type(value)(_copied(one, depth - 1) if depth else one for one in value)
+            return {key: _copied(item, depth - 1) for key, item in value.items()} if depth else dict(value)
+        return type(value)(_copied(item, depth - 1) if depth else item for item in value)
     if isinstance(value, (nn.Module, Dataset)) or not depth or not type(value).__dict__.get("__dict__"):
         return value
     try:
-        found = copy.copy(value)
-        vars(found).update({name: _copied(one, depth - 1) for name, one in vars(value).items()})
+        copied = copy.copy(value)
+        vars(copied).update({name: _copied(item, depth - 1) for name, item in vars(value).items()})
     except Exception:  # an object that cannot be copied
         return value
-    return found
+    return copied
 
 
 def _same(before: Any, after: Any) -> bool:
@@ -149,7 +151,7 @@ def _same(before: Any, after: Any) -> bool:
     if isinstance(before, (int, float)):
         return before is after or before == after
     if isinstance(before, dict) and isinstance(after, dict):
-        return before.keys() == after.keys() and all(_same(one, after[key]) for key, one in before.items())
+        return before.keys() == after.keys() and all(_same(value, after[key]) for key, value in before.items())
     if isinstance(before, (list, tuple, deque)) and isinstance(after, type(before)):
         return len(before) == len(after) and all(map(_same, before, after))
     if type(before) is type(after) and type(before).__dict__.get("__dict__") and not isinstance(before, nn.Module):

@@ -129,7 +129,7 @@ def test_models_that_cannot_be_spread(model: dict[str, Any], section: dict[str, 
     file = {"train_batch_size": 8, "expert_parallel": {"enabled": True, "autoep_size": 2, **section}}
     plan: Any = SimpleNamespace(config=load(file), world=SimpleNamespace(size=4))
     with pytest.raises(EngineError, match=message):
-        experts.refuse(plan, SimpleNamespace(config=SimpleNamespace(**settings)))  # type: ignore[arg-type]
+        experts.refuse_unsupported(plan, SimpleNamespace(config=SimpleNamespace(**settings)))  # type: ignore[arg-type]
 
 
 def test_each_kind_is_measured() -> None:

@@ -237,7 +237,7 @@ def test_the_example_trains(tmp_path: Path) -> None:
 def test_what_is_not_possible_is_named(engine: str, changes: dict[str, Any], path: str) -> None:
     plain = {"train_batch_size": 12, "optimizer": {"type": "AdamW", "params": {"lr": 0.01}}}
     config = load({**plain, **changes, "dsframe": {"engine": engine, **changes.get("dsframe", {})}})
-    (problem,) = engines.beside_several(config, engine)
+    (problem,) = engines.problems_with_several_models(config, engine)
     assert problem.path == path
     assert "is not possible with several models" in problem.message
 

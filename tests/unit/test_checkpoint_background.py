@@ -222,7 +222,7 @@ def test_a_crash_between_any_two_operations_leaves_the_one_before(tmp_path: Path
         assert code == 9
         steps = [store.step_of(path) or 0 for path in newest]
         assert steps[0] in (1, 2, 3), f"operation {points}: {steps}"
-        Store(folder).sweep()
+        Store(folder).remove_unfinished()
         assert {path.name for path in folder.iterdir()} <= {"latest", *(path.name for path in newest)}
         checkpoint = Checkpoint(newest[0])
         assert torch.equal(checkpoint.parameter("b").weight, torch.full((200, 2), float(checkpoint.step)))

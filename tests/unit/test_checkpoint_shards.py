@@ -11,7 +11,7 @@ import torch
 from safetensors.torch import load_file
 
 from dsframe.checkpoint import layout, portable, store
-from dsframe.checkpoint.layout import ByteBalancer, agree, plan
+from dsframe.checkpoint.layout import ByteBalancer, agree_on_parameters, plan
 from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.staging import Staging
 from dsframe.checkpoint.store import MANIFEST, Store, dump, read_manifest, verify
@@ -143,7 +143,7 @@ def test_shards_that_do_not_make_the_whole_are_refused(ranges: list[tuple[int, i
         first, size = ranges[room.plan.world.rank]
         own = [ParameterShard("w", {WEIGHT: range_of([2, 3], first, torch.zeros(size))}, {})]
         with pytest.raises(CheckpointError, match=r"do not make weight/w of shape \[2, 3\]") as raised:
-            agree(room, own)
+            agree_on_parameters(room, own)
         return str(raised.value)
 
     assert len(set(Room(2).run(run))) == 1
@@ -155,7 +155,7 @@ def test_ranks_that_list_others_come_one_after_another() -> None:
 
     def run(room: Any) -> Any:
         rank = room.plan.world.rank
-        return agree(room, [shard((one, other)[rank], 0, 1), shard(both, 0, 1)])
+        return agree_on_parameters(room, [shard((one, other)[rank], 0, 1), shard(both, 0, 1)])
 
     found = Room(2).run(run)[0]
     assert [parameter.name for parameter in found] == ["a", "c", "b"]
@@ -171,7 +171,7 @@ def test_ranks_that_list_others_come_one_after_another() -> None:
 @pytest.mark.parametrize("limit", [64, 1000, 1 << 20])
 def test_no_rank_sends_or_writes_more_than_a_window(limit: int) -> None:
     def run(room: Any) -> Any:
-        return agree(room, [shard(one, room.plan.world.rank, 3) for one in states(SIZES)])
+        return agree_on_parameters(room, [shard(one, room.plan.world.rank, 3) for one in states(SIZES)])
 
     dealt = plan(Room(3).run(run)[0], 3, 5000, sharded=False)
     windows = list(dealt.windows(limit))

@@ -134,7 +134,7 @@ def test_a_save_cut_off_at_any_moment_leaves_the_one_before(folder: Store, monke
         assert whole in ([good], [folder.path(2), good])
         assert whole == folder.newest_first()  # what is not whole has no checkpoint's name
         again = Store(folder.directory)
-        again.sweep()
+        again.remove_unfinished()
         if folder.path(2).exists():
             folder.set_aside(folder.path(2)).rename(folder.directory / f"tried-{failing}")
     assert operations >= 8
@@ -144,8 +144,8 @@ def test_what_is_cut_off_is_removed_and_named(folder: Store) -> None:
     save(folder, 1)
     (folder.begin(2) / "half.bin").write_bytes(b"x")
     assert folder.newest_first() == [folder.path(1)]
-    assert folder.sweep() == [".step-00000002.partial"]
-    assert folder.sweep() == []
+    assert folder.remove_unfinished() == [".step-00000002.partial"]
+    assert folder.remove_unfinished() == []
 
 
 def test_the_same_step_is_not_written_twice(folder: Store) -> None:
@@ -161,15 +161,15 @@ def test_damage_is_renamed_each_time_to_a_free_name(folder: Store) -> None:
 
 
 def test_an_earlier_run_is_moved_out_of_the_way(folder: Store) -> None:
-    assert folder.make_way() is None
+    assert folder.archive_earlier() is None
     save(folder, 1)
-    assert folder.make_way() == folder.directory.with_name("checkpoints.1")
+    assert folder.archive_earlier() == folder.directory.with_name("checkpoints.1")
     save(folder, 2)
-    assert folder.make_way() == folder.directory.with_name("checkpoints.2")
+    assert folder.archive_earlier() == folder.directory.with_name("checkpoints.2")
     assert folder.newest_first() == []
     for step in (5, 10, 15):
         save(folder, step)
-    moved = folder.make_way(after=5)
+    moved = folder.archive_earlier(after=5)
     assert moved is not None
     assert sorted(path.name for path in moved.iterdir()) == ["step-00000010", "step-00000015"]
     assert folder.newest_first() == [folder.path(5)]
@@ -181,11 +181,11 @@ def test_a_link_to_another_disk_stays_one(folder: Store, tmp_path: Path) -> None
     folder.directory.parent.mkdir()
     folder.directory.symlink_to(elsewhere)
     save(folder, 7)
-    assert folder.make_way() == folder.directory / "earlier.1"
+    assert folder.archive_earlier() == folder.directory / "earlier.1"
     assert folder.newest_first() == []
     save(folder, 3)
     save(folder, 9)
-    assert folder.make_way(after=5) == folder.directory / "earlier.2"
+    assert folder.archive_earlier(after=5) == folder.directory / "earlier.2"
     assert folder.directory.is_symlink()
     kept = {path.relative_to(elsewhere).as_posix() for path in elsewhere.rglob("step-*")}
     assert kept == {"earlier.1/step-00000007", "earlier.2/step-00000009", "step-00000003"}
@@ -254,7 +254,7 @@ def test_links_are_taken_away_and_not_what_they_lead_to(folder: Store, tmp_path:
     folder.partial(9).symlink_to(elsewhere)
     save(folder, 2)
     assert folder.prune(Retention(last=1)) == [1]
-    assert folder.sweep() == [".step-00000009.partial"]
+    assert folder.remove_unfinished() == [".step-00000009.partial"]
     folder.partial(3).symlink_to(elsewhere)
     assert folder.begin(3).is_dir()
     assert sorted(path.name for path in folder.directory.iterdir()) == [

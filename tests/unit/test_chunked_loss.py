@@ -126,7 +126,7 @@ class Words(Task):
 def test_a_layer_gives_logits_where_no_targets_come() -> None:
     model, tokens = Words().model(), torch.arange(6).view(2, 3)
     plain = model(tokens)
-    assert loss_head.settle(config(), Words(), model)
+    assert loss_head.settle_chunks(config(), Words(), model)
     scores = call(model, TargetedInputs(tokens, tokens))
     assert scores.shape == (2, 3)
     assert torch.equal(model(tokens), plain)
@@ -152,7 +152,7 @@ def test_models_without_a_linear_output_layer_are_refused(
 ) -> None:
     monkeypatch.setattr(Words, "head", lambda *_: head)
     with pytest.raises(TaskError, match=message):
-        loss_head.settle(config(), Words(), Words().model())
+        loss_head.settle_chunks(config(), Words(), Words().model())
 
 
 def test_a_model_that_caps_its_logits_is_refused() -> None:
@@ -160,7 +160,7 @@ def test_a_model_that_caps_its_logits_is_refused() -> None:
     section = {"name": "causal-language-model", "model": kind, "context": 16}
     task = tasks.build(config(task=section).settings.task, 1)
     with pytest.raises(TaskError, match='model_type "gemma2" changes the logits of its output layer'):
-        loss_head.settle(config(task=section), task, task.model())
+        loss_head.settle_chunks(config(task=section), task, task.model())
 
 
 @pytest.mark.parametrize(

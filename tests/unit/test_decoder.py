@@ -49,7 +49,7 @@ def test_a_chain_is_the_model(tied: bool) -> None:
 
 @pytest.mark.parametrize("kind", ["llama", "qwen2", "qwen3", "gemma"])
 def test_kinds_that_can_be_split(kind: str) -> None:
-    decoder.refuse(small(config(kind, head_dim=8)))
+    decoder.refuse_other_models(small(config(kind, head_dim=8)))
 
 
 @pytest.mark.parametrize(
@@ -67,7 +67,7 @@ def test_kinds_that_are_refused(kind: str, more: dict[str, Any], message: str) -
     with pytest.raises(
         TaskError, match=f'pipeline: a model of model_type "{kind}" cannot be split into stages: {message}'
     ):
-        decoder.refuse(small(config(kind, **more)))
+        decoder.refuse_other_models(small(config(kind, **more)))
 
 
 def test_rows_with_a_mask_are_refused_in_a_pipeline() -> None:

@@ -79,7 +79,7 @@ def units(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **settings: Any) ->
     plan = SimpleNamespace(config=file, task=Tokens(model), device=torch.device("cpu"))
     engine: Any = SimpleNamespace(plan=plan, dtype=torch.float32)
     names = {module: name for name, module in model.named_modules()}
-    return [names[unit] for unit in fsdp_units.chosen(engine, model, 2)]
+    return [names[unit] for unit in fsdp_units.default_units(engine, model, 2)]
 
 
 def test_modules_that_are_used_by_themselves_are_units(monkeypatch: pytest.MonkeyPatch) -> None:

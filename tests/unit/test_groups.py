@@ -64,7 +64,7 @@ class Tokens(dsframe.Task):
 
 def settled(*wanted: Mapping[str, Any], task: dsframe.Task | None = None, **more: Any) -> ParameterGroups:
     config = load(FILE | {"dsframe": {"parameter_groups": list(wanted), **more}})
-    return groups.settle(config, task or Tokens(), Net())
+    return groups.settle_groups(config, task or Tokens(), Net())
 
 
 def test_patterns_choose_parameters_by_any_of_their_names() -> None:
@@ -88,7 +88,7 @@ def test_patterns_choose_parameters_by_any_of_their_names() -> None:
 def test_frozen_parameters_need_no_gradient() -> None:
     model = Net()
     config = load(FILE | {"dsframe": {"parameter_groups": [{"match": ["embed*", "norm.bias"], "freeze": True}]}})
-    found = groups.settle(config, Tokens(), model)
+    found = groups.settle_groups(config, Tokens(), model)
     assert {name for name, p in model.named_parameters() if not p.requires_grad} == {"embed.weight", "norm.bias"}
     assert found.frozen == {"embed.weight", "norm.bias"}
     assert found.lines == (
@@ -102,9 +102,9 @@ def test_a_module_that_is_trained_again_is_frozen_anew() -> None:
     model = Net()
     model.norm.bias.requires_grad_(False)
     wanted = {"parameter_groups": [{"match": ["embed*", "norm.*"], "freeze": True}]}
-    groups.settle(load(FILE | {"dsframe": wanted}), Tokens(), model)
+    groups.settle_groups(load(FILE | {"dsframe": wanted}), Tokens(), model)
     assert [name for name, p in model.named_parameters() if p.requires_grad] == ["body.weight", "body.bias"]
-    groups.settle(load(FILE), Tokens(), model)
+    groups.settle_groups(load(FILE), Tokens(), model)
     assert [name for name, p in model.named_parameters() if not p.requires_grad] == ["norm.bias"]
 
 
@@ -314,7 +314,7 @@ def test_layer_decay_is_that_of_mae() -> None:
     """``layer_scales = [decay ** (n + 1 - i)]``, and layer 0 is what comes before the blocks."""
     given = {"layer_decay": 0.5, "no_decay": "norms-and-biases"}
     given |= {"parameter_groups": [{"match": ["blocks.1.layer.weight"], "lr_scale": 3.0}]}
-    found = groups.settle(load({**FILE, "dsframe": given}), Tokens(), Blocks())
+    found = groups.settle_groups(load({**FILE, "dsframe": given}), Tokens(), Blocks())
     scales = {name: options["lr_scale"] for name, options in found.options.items() if "lr_scale" in options}
     first = dict.fromkeys(("token", "embed.weight", "embed.bias"), 0.125)
     blocks = {
@@ -329,4 +329,4 @@ def test_layer_decay_is_that_of_mae() -> None:
 
 def test_layer_decay_needs_blocks() -> None:
     with pytest.raises(ConfigError, match="layer_decay: the model repeats no block"):
-        groups.settle(load({**FILE, "dsframe": {"layer_decay": 0.5}}), Tokens(), nn.Linear(2, 2))
+        groups.settle_groups(load({**FILE, "dsframe": {"layer_decay": 0.5}}), Tokens(), nn.Linear(2, 2))

@@ -14,7 +14,7 @@ from dsframe.cluster.world import World
 from dsframe.config.schema.settings import Horovod
 from dsframe.engines import environment_scope
 from dsframe.engines.horovod import environment
-from dsframe.engines.horovod.environment import APART, ROUNDS, THRESHOLD, TUNES, note_start, pace, settle
+from dsframe.engines.horovod.environment import APART, ROUNDS, THRESHOLD, TUNES, note_start, pace, settle_environment
 from dsframe.errors import EngineError
 
 HERE = World(0, 2, 0, 2, 0, "torchrun")
@@ -54,7 +54,7 @@ def crashes(fixed: set[str]) -> bool:
 
 
 def start(file: Horovod, world: World = HERE, device: torch.device = CPU) -> float | None:
-    bucket_bytes = settle(file, world, device, running=False)
+    bucket_bytes = settle_environment(file, world, device, running=False)
     note_start(running=False)
     return bucket_bytes
 
@@ -111,10 +111,10 @@ def test_what_the_file_says_of_buckets_fixes_nothing() -> None:
 def test_horovod_fuses_what_it_tunes_and_the_parameters_of_adasum() -> None:
     for file in (Horovod(autotune=True), Horovod(op="adasum")):
         file = file.model_copy(update={"fusion_threshold_bytes": 1024})
-        assert settle(file, HERE, CPU, running=False) == 1024
+        assert settle_environment(file, HERE, CPU, running=False) == 1024
         assert os.environ[THRESHOLD] == "1024"
         assert {APART, ROUNDS} & told().keys() == set()
-    assert settle(Horovod(op="adasum"), HERE, CPU, running=False) is None
+    assert settle_environment(Horovod(op="adasum"), HERE, CPU, running=False) is None
     assert told() == {ROUNDS: "5.0"}
 
 
@@ -140,19 +140,19 @@ def test_nor_where_others_come_and_go() -> None:
 
 def test_over_mpi_it_starts_once() -> None:
     start(Horovod(fusion_threshold_bytes=1024))
-    settle(Horovod(fusion_threshold_bytes=2048), HERE, CPU, running=True)
+    settle_environment(Horovod(fusion_threshold_bytes=2048), HERE, CPU, running=True)
     note_start(running=True)
-    settle(Horovod(cycle_time_milliseconds=1), HERE, CPU, running=True)
+    settle_environment(Horovod(cycle_time_milliseconds=1), HERE, CPU, running=True)
     with pytest.raises(EngineError, match="HOROVOD_CYCLE_TIME cannot change; train in a new process"):
         note_start(running=True)
 
 
 def test_on_gpus_buckets_are_handed_over_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(environment.ASYNC_COMPLETION, raising=False)
-    settle(Horovod(), HERE, CPU, running=False)
+    settle_environment(Horovod(), HERE, CPU, running=False)
     assert environment.ASYNC_COMPLETION not in os.environ
-    settle(Horovod(), HERE, torch.device("cuda", 0), running=False)
+    settle_environment(Horovod(), HERE, torch.device("cuda", 0), running=False)
     assert os.environ[environment.ASYNC_COMPLETION] == "1"
     monkeypatch.setenv(environment.ASYNC_COMPLETION, "0")
-    settle(Horovod(), HERE, torch.device("cuda", 0), running=False)
+    settle_environment(Horovod(), HERE, torch.device("cuda", 0), running=False)
     assert os.environ[environment.ASYNC_COMPLETION] == "0", "what the user has set stays"

@@ -161,7 +161,7 @@ def test_a_logger_that_fails_is_said_once_and_ends_no_training(
     found.close()
     assert len((tmp_path / "table" / "Train_Samples_train_loss.csv").read_text().splitlines()) == 3
     first, second = capsys.readouterr().err.splitlines()
-    assert first.startswith("dsframe: tensorboard failed and gets no more figures; the training goes on")
+    assert first.startswith("dsframe: tensorboard failed and gets no more metrics; the training continues")
     assert "(RuntimeError: API request to https://host:5000/api/2.0 failed with many lines)" in second
 
 

@@ -14,7 +14,7 @@ import dsframe
 from dsframe import Task
 from dsframe.errors import ConfigError, DataError, TaskError
 from dsframe.tasks import preparation
-from dsframe.tasks.preparation import _Together, _Who, alone
+from dsframe.tasks.preparation import _Process, _SharedPreparation, alone
 from dsframe.tasks.task import Say
 
 
@@ -87,8 +87,8 @@ class Store(dict[str, bytes]):
 
 def test_a_silent_process_on_another_host_is_given_up(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(preparation, "SILENT_SECONDS", 0.3)
-    here = _Who(1, True, "here", 1, 0.0)
-    waiting: Any = object.__new__(_Together)
+    here = _Process(1, True, "here", 1, 0.0)
+    waiting: Any = object.__new__(_SharedPreparation)
     waiting._me, waiting._store, waiting._signs = here, Store(), {}
     waiting._first = [replace(here, rank=0, host="there", process=5)]
     until = time.monotonic() + 0.6

@@ -29,7 +29,7 @@ from dsframe.observe.flops import FlopsProfile
 from dsframe.observe.observer import ObserverContext, Observers
 from dsframe.observe.traffic import TrafficLog
 from dsframe.observe.utilization import MfuObserver, Utilization, peak_flops
-from dsframe.run_dir.output import Marked, rank_output
+from dsframe.run_dir.output import PrefixedStream, rank_output
 from dsframe.tasks import Task
 from dsframe.text import amount
 from dsframe.tools.check import main as check
@@ -271,7 +271,7 @@ def test_what_other_ranks_print_says_whose_it_is(
 
 
 def test_lines_stay_whole_and_carry_one_mark(capsys: pytest.CaptureFixture[str]) -> None:
-    stream = Marked(sys.stdout, "[rank 1] ")
+    stream = PrefixedStream(sys.stdout, "[rank 1] ")
     for piece in ("a", "b\n", "\n", "c\r", "\n", "\r 10 %", "\r 20 %", "\r100 %\n", "d"):
         stream.write(piece)
     assert capsys.readouterr().out == "[rank 1] ab\n\n[rank 1] c\n[rank 1] 100 %\n"

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from dsframe.checkpoint.changes import FIXED, FOLLOWS, differences, place
+from dsframe.checkpoint.changes import FIXED, FOLLOWS, differences, step_now
 from dsframe.checkpoint.store import Store, read_manifest
 from dsframe.errors import CheckpointError
 from tests.processes import REPOSITORY, Finished, run_ranks, warm
@@ -169,7 +169,7 @@ def test_a_new_batch_stands_where_the_samples_do(
     for one, batch in ((saved, before), (own, now)):
         one["training"] |= {"train_batch_size": batch, "dataloader_drop_last": drop_last}
     saved["step"] = step
-    assert place(saved, own) == stands_at
+    assert step_now(saved, own) == stands_at
 
 
 TASK = """

@@ -244,7 +244,7 @@ def test_lines_of_packed_files_are_documents_too(tmp_path: Path) -> None:
 
     for name in ("a.jsonl", "a.jsonl.gz", "a.jsonl.zst"):
         lines(tmp_path / name, range(300))
-        (path,) = documents.find(name, "task.data.train")
+        (path,) = documents.find_files(name, "task.data.train")
         found = list(documents.rows(path, ["number"]))
         assert [row.value["number"] for row in found] == list(range(300))
         assert found[1].place == f"{name}:3"
@@ -273,7 +273,7 @@ def test_a_name_of_the_hub_without_a_network_is_named(monkeypatch: pytest.Monkey
     folder = documents.local("hub:some/words:en@test", None)
     assert documents.local("hub:some/words:en@test", None) == folder
     assert asked == [(("some/words", "en"), {"split": "test"})]
-    (path,) = documents.find(folder, "task.data.train")
+    (path,) = documents.find_files(folder, "task.data.train")
     assert [row.value for row in documents.rows(path, ["text"])] == [{"text": "a"}, {"text": "b"}]
     assert documents.local("a.jsonl", None) == "a.jsonl"
 

@@ -39,7 +39,7 @@ def config(kind: str, **more: Any) -> Any:
 )
 def test_models_whose_attention_can_be_shared(kind: str, more: dict[str, Any]) -> None:
     """With numbers: the small model's outputs are those of its own attention, and nothing else looks at other positions."""
-    shared_sequences.refuse(small(config(kind, **more)), 2)
+    shared_sequences.refuse_unshareable(small(config(kind, **more)), 2)
 
 
 @pytest.mark.parametrize(
@@ -53,12 +53,12 @@ def test_models_whose_attention_can_be_shared(kind: str, more: dict[str, Any]) -
 def test_models_that_are_refused(kind: str, message: str) -> None:
     more = {"head_dim": 8} if kind == "gemma2" else {}
     with pytest.raises(TaskError, match=f'not possible with model_type "{kind}": .*{message}'):
-        shared_sequences.refuse(small(config(kind, **more)), 2)
+        shared_sequences.refuse_unshareable(small(config(kind, **more)), 2)
 
 
 def test_heads_that_ranks_cannot_share_are_refused() -> None:
     with pytest.raises(TaskError, match="num_attention_heads 4 is not divisible by sequence_parallel_size 3"):
-        shared_sequences.refuse(small(config("llama")), 3)
+        shared_sequences.refuse_unshareable(small(config("llama")), 3)
 
 
 def test_a_model_that_looks_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -67,7 +67,7 @@ def test_a_model_that_looks_elsewhere_is_refused(monkeypatch: pytest.MonkeyPatch
     plain = module.LlamaMLP.forward
     monkeypatch.setattr(module.LlamaMLP, "forward", lambda self, x: plain(self, x + x.roll(1, dims=1)))
     with pytest.raises(TaskError, match="its positions look at each other outside of attention"):
-        shared_sequences.refuse(small(config("llama")), 2)
+        shared_sequences.refuse_unshareable(small(config("llama")), 2)
 
 
 @pytest.mark.parametrize(

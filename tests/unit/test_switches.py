@@ -119,7 +119,7 @@ def test_activations_wait_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -
     )
     assert names == ["2", "3", "4"]
     moved: list[Tensor] = []
-    pack = switches._Away.pack
+    pack = switches._OffloadedActivations.pack
 
     def noted(self: Any, tensor: Tensor) -> Any:
         held = pack(self, tensor)
@@ -127,7 +127,7 @@ def test_activations_wait_in_the_hosts_memory(monkeypatch: pytest.MonkeyPatch) -
             moved.append(held[1])
         return held
 
-    monkeypatch.setattr(switches._Away, "pack", noted)
+    monkeypatch.setattr(switches._OffloadedActivations, "pack", noted)
     for name in names:
         switches.offload(frugal.get_submodule(name))
     expected, found = gradients(plain, tokens()), gradients(frugal, tokens())
@@ -334,7 +334,7 @@ def test_fsdp_gathers_the_blocks_that_others_recompute() -> None:
     ("name", "size", "refused", "note"),
     [
         ("deepspeed", 2, [], ""),
-        ("deepspeed", 1, [], "goes without activation_checkpointing.partition_activations"),
+        ("deepspeed", 1, [], "ignores activation_checkpointing.partition_activations"),
         ("ddp", 2, [], "instead of tensor_parallel.autotp_size, activation_checkpointing.partition_activations"),
         ("reference-model-parallel", 2, ["tensor_parallel.autotp_size"], "instead of activation_checkpointing.part"),
     ],

@@ -217,7 +217,10 @@ def test_the_synthetic_corpus_is_fixed() -> None:
         ("{}/nothing*.txt", r"no such file \(searched from /"),
         ("{}", r'a folder; name its files, for example "/.*/\*\*/\*.txt"'),
         ("{}/empty", "empty: empty"),
-        ("{}/short", r"the text has \d+ bytes, too few for one window of 16 \(a twentieth of it is held out"),
+        (
+            "{}/short",
+            r"the text has \d+ bytes, too few for one window of 16 \(a twentieth of it is kept for validation",
+        ),
     ],
 )
 def test_texts_that_cannot_be_used_are_refused(tmp_path: Path, corpus: str, message: str) -> None:

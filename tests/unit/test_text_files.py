@@ -43,7 +43,7 @@ def texts(count: int = 40) -> list[str]:
 
 
 def tokens(found: Any) -> list[int]:
-    opened = tokenised.find(found._recipes["train"])
+    opened = tokenised.find_tokens(found._recipes["train"])
     assert opened is not None
     return [int(token) for token in opened.tokens]
 
@@ -276,7 +276,7 @@ def test_the_masks_of_fifty_conversations_are_those_of_transformers(tmp_path: Pa
             said.append(next(one["content"] for one in row["messages"] if one["role"] == "assistant"))
     source = found.train_data()
     assert answers(source.batch(torch.arange(len(source)), 0)) == expected
-    opened = tokenised.find(found._recipes["train"])
+    opened = tokenised.find_tokens(found._recipes["train"])
     assert opened is not None
     assert opened.counts.long == cut > 3
     assert opened.counts.dropped == 50 - len(expected)
@@ -327,7 +327,7 @@ def test_the_second_start_reads_what_the_first_has_made(tmp_path: Path) -> None:
     assert first._recipes["train"].folder() != folder
     (folder / "tokens").write_bytes(b"1234")
     path.write_text(content)
-    assert tokenised.find(first._recipes["train"]) is None  # damaged
+    assert tokenised.find_tokens(first._recipes["train"]) is None  # damaged
     assert tokens(prepared("a.jsonl", packing="documents"))[:10]
 
 
@@ -342,7 +342,7 @@ def test_what_a_killed_process_left_is_neither_read_nor_kept(tmp_path: Path) -> 
     assert os.waitpid(child, 0)[1] == 0
     cache = tmp_path / "cache" / "tokens"
     assert [path.name.endswith(f".{child}.partial") for path in cache.iterdir() if path.name != "sources"] == [True]
-    assert tokenised.find(found._recipes["train"]) is None
+    assert tokenised.find_tokens(found._recipes["train"]) is None
     found.prepare(lambda line: None)
     assert [path.name.startswith(".") for path in cache.iterdir() if path.name != "sources"] == [False]
 

@@ -91,7 +91,7 @@ class ZeroEngine(ModelEngine):
         self._updates = 0
 
     def _prepare_steps(self, module: nn.Module) -> None:
-        """What DeepSpeed's engine needs beside itself to take steps."""
+        """What DeepSpeed's engine needs to take steps."""
         plan = self.plan
         if shares_activations(plan.config.deepspeed, plan.config.settings):
             from dsframe.engines.deepspeed import partition
@@ -152,7 +152,7 @@ class ZeroEngine(ModelEngine):
         if self._spreads_experts:
             from dsframe.engines.deepspeed import experts, state_experts
 
-            experts.refuse(self.plan, module)
+            experts.refuse_unsupported(self.plan, module)
             with patches.recorded_routers():
                 self._start(module)
             self._experts = state_experts.parts(module)

@@ -20,7 +20,7 @@ from dsframe.model.plan import Plan
 _COUNTS = ("num_local_experts", "num_experts")
 
 
-def refuse(plan: Plan, model: nn.Module) -> None:
+def refuse_unsupported(plan: Plan, model: nn.Module) -> None:
     """Raises EngineError where ``model``'s experts cannot be spread over the file's number of ranks, or AutoEP's layers would
     compute something else than the model's."""
     size = plan.config.deepspeed.expert_parallel.autoep_size
@@ -29,15 +29,17 @@ def refuse(plan: Plan, model: nn.Module) -> None:
             f"expert_parallel: {plan.world.size} processes are not divisible by autoep_size {size}; start another number"
         )
     config: Any = getattr(model, "config", None)
-    kind = getattr(config, "model_type", type(model).__name__)
-    if kind not in KINDS:
+    model_type = getattr(config, "model_type", type(model).__name__)
+    if model_type not in KINDS:
         raise EngineError(
-            f'expert_parallel: "{kind}" is no model whose experts dsframe can spread over ranks; remove expert_parallel, or train '
-            f"one of {', '.join(KINDS)}"
+            f'expert_parallel: "{model_type}" is no model whose experts dsframe can spread over ranks; '
+            f"remove expert_parallel, or train one of {', '.join(KINDS)}"
         )
     preset = plan.config.deepspeed.expert_parallel.preset_model
-    if preset not in (None, kind):
-        raise EngineError(f'expert_parallel: preset_model "{preset}" is for another model than "{kind}"; remove it')
+    if preset not in (None, model_type):
+        raise EngineError(
+            f'expert_parallel: preset_model "{preset}" is for another model than "{model_type}"; remove it'
+        )
     count = next(number for name in _COUNTS if (number := getattr(config, name, None)) is not None)
     if count % size:
         raise EngineError(f"expert_parallel: {count} experts are not divisible by autoep_size {size}; choose another")

@@ -51,7 +51,7 @@ def handover(
         document.setdefault("timers", {"throughput": {"enabled": False}})
     if "zero_optimization" in document:
         # It changes where gradients lie, and DeepSpeed 0.19.8 looks for each parameter's part as if it did not
-        # (``runtime/zero/stage_1_and_2.py``: round_robin_bit16_groups beside tensor_fragment's mapping).
+        # (``runtime/zero/stage_1_and_2.py``: round_robin_bit16_groups and tensor_fragment's mapping).
         document["zero_optimization"].pop("round_robin_gradients", None)
     if plan.config.deepspeed.zero_optimization.stage == 3:
         _stage_3(document["zero_optimization"], plan, elements, keeps_weights)

@@ -30,14 +30,14 @@ if TYPE_CHECKING:
 def needed_ops(config: Config, optimizer: OptimizerSpec) -> tuple[str, ...]:
     """Names of the ops that DeepSpeed will load for this file; empty on the default path."""
     zero = config.deepspeed.zero_optimization
-    kind = optimizer.kind.lower()
+    optimizer_name = optimizer.kind.lower()
     ops = []
     offloaded = zero.offload_optimizer is not None and zero.offload_optimizer.device != "none"
-    if kind == "adagrad" and offloaded:
+    if optimizer_name == "adagrad" and offloaded:
         ops.append("cpu_adagrad")
-    if optimizer.cls is None and kind in ("adam", "adamw", "lamb", "lion"):
-        ops.append(f"{'cpu' if offloaded else 'fused'}_{kind.removesuffix('w')}")
-    if kind == "muon" and not optimizer.arguments.get("torch_adam"):
+    if optimizer.cls is None and optimizer_name in ("adam", "adamw", "lamb", "lion"):
+        ops.append(f"{'cpu' if offloaded else 'fused'}_{optimizer_name.removesuffix('w')}")
+    if optimizer_name == "muon" and not optimizer.arguments.get("torch_adam"):
         ops.append("cpu_adam" if offloaded else "fused_adam")
     if any(
         section is not None and section.device == "nvme" for section in (zero.offload_optimizer, zero.offload_param)
@@ -94,7 +94,7 @@ def _cuda_problem(ops: list[str]) -> str:
     """Why a build of torch for CUDA cannot compile ``ops`` here; empty where it can. DeepSpeed itself ends in a TypeError then."""
     needing = [
         op for op in ops if op.startswith("fused_") or op == "async_io"
-    ]  # the CPU's optimizers need a C++ compiler alone
+    ]  # the CPU's optimizers need only a C++ compiler
     if not needing:
         return ""
     import torch
@@ -110,8 +110,8 @@ def _cuda_problem(ops: list[str]) -> str:
         remedy += ', or leave out "torch_adam": false'
     if not nvcc.exists():
         return f"{what}, and there is no {nvcc}; {remedy}"
-    said = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
-    release = re.search(r"release (\d+)", said)
+    version_text = subprocess.run([nvcc, "--version"], capture_output=True, text=True, check=False).stdout
+    release = re.search(r"release (\d+)", version_text)
     if release and release[1] != wanted and not os.environ.get("DS_SKIP_CUDA_CHECK"):
         return f"{what}, and {nvcc} is of CUDA {release[1]} while torch is built for {wanted}; {remedy}"
     return ""

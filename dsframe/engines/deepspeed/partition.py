@@ -19,7 +19,7 @@ _KEY = "activation_checkpointing.partition_activations"
 
 
 def share_out(model: nn.Module, group: dist.ProcessGroup, *, to_host: bool) -> None:
-    """Each rank of ``group`` keeps its part alone of what the recomputed blocks of ``model`` keep.
+    """Each rank of ``group`` keeps only its part of what the recomputed blocks of ``model`` keep.
 
     From then on their forward passes (the first of each block) and backward passes are **collective** over the group.
     ``to_host``: the parts wait in the host's memory. Raises EngineError, in the first step, where a block's inputs are not
@@ -42,7 +42,7 @@ class Parts:
         """``name``: of the block, for an error's text."""
         self._name, self._group, self._to_host = name, group, to_host
         self._rank, self._size = dist.get_rank(group), dist.get_world_size(group)
-        self._looked = False
+        self._compared = False
 
     def pack(self, tensor: Tensor) -> Kept:
         """This rank's part. Masks and the like, which are every block's, and what is not laid out in one piece stay whole."""
@@ -54,8 +54,8 @@ class Parts:
         part = flat.new_zeros(length)  # backends gather equal sizes
         part[: share.numel()] = share
         kept = part, tensor.shape, tensor.device
-        if not self._looked:
-            self._look(flat, self.unpack(kept).view(-1))
+        if not self._compared:
+            self._compare(flat, self.unpack(kept).view(-1))
         return (part.cpu(), *kept[1:]) if self._to_host else kept
 
     def unpack(self, kept: Kept) -> Tensor:
@@ -68,7 +68,7 @@ class Parts:
         dist.all_gather(everyones, mine, self._group)
         return torch.cat(everyones)[: shape.numel()].view(shape)
 
-    def _look(self, mine: Tensor, gathered: Tensor) -> None:
+    def _compare(self, mine: Tensor, gathered: Tensor) -> None:
         """Parts of different wholes would train something else, in silence. As bytes: what is not a number equals itself."""
         same = torch.tensor(float(torch.equal(mine.view(torch.uint8), gathered.view(torch.uint8))), device=mine.device)
         dist.all_reduce(same, dist.ReduceOp.MIN, self._group)
@@ -77,4 +77,4 @@ class Parts:
                 f"{_KEY}: ranks that share layers have different inputs to {self._name}; "
                 "name whole blocks in dsframe.model.activation_checkpointing, or write false"
             )
-        self._looked = True
+        self._compared = True

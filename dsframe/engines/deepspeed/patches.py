@@ -495,7 +495,7 @@ def coalesce_gathers(engine: Any) -> None:
 
 def _elsewhere(parameter: Any) -> bool:
     """Whether the two ways of gathering read different things: a secondary copy (hpZ), which at this moment is that of before the
-    update and which ``all_gather_coalesced`` alone takes; or a quantized share, which it looks for in its own way."""
+    update and which only ``all_gather_coalesced`` takes; or a quantized share, which it looks for in its own way."""
     return parameter.ds_secondary_tensor is not None or hasattr(parameter.ds_tensor, "ds_quant_scale")
 
 
@@ -583,7 +583,7 @@ def recompute_once(engine: Any, stage: Any) -> None:
     """ "pipeline_recompute": torch's function, which counts a batch once and computes again under the same autocast."""
     _upstream("pipeline_recompute", "runtime.pipe.engine", "PipelineEngine", "_reentrant_activation_checkpointing")
     stage.activation_checkpoint_func = switches.checkpoint_function(stage)
-    engine._reentrant_activation_checkpointing = lambda: False  # DeepSpeed knows its own function by name alone
+    engine._reentrant_activation_checkpointing = lambda: False  # DeepSpeed knows its own function only by name
 
 
 def count_for_clipping(stage: nn.Module, *, first: bool) -> None:

@@ -54,7 +54,7 @@ class PipelineEngine(ZeroEngine):
         # PipelineModule speaks through it before initialize() would.
         deepspeed.init_distributed(dist_init_required=False)
         assert_same_model(self, *self._cut.models)  # of all stages: ranks that cut otherwise would wait for each other
-        self._stage_module: Stage = self._cut.build(self._judge)
+        self._stage_module: Stage = self._cut.build(self._loss_or_outputs)
         self.built = BuiltModel(depends=self._cut.depends, groups=self._cut.groups)
         formats.own_dtype(self.plan.config, self.plan.task, self._stage_module.model, keeps_float64=False)
         return self._stage_module, self._stage_module.model
@@ -73,7 +73,7 @@ class PipelineEngine(ZeroEngine):
         stages, ranks = self._cut.stages, self.plan.batch.data_parallel_size
         return f"{super().description}, a pipeline of {stages} stages x {ranks} rank{'s' if ranks > 1 else ''}"
 
-    def _judge(self, outputs: Any, labels: dict[str, Any]) -> Tensor:
+    def _loss_or_outputs(self, outputs: Any, labels: dict[str, Any]) -> Tensor:
         """The loss of one micro-batch, on the last stage; while evaluating, the outputs themselves are wanted."""
         outputs = precision.cast_outputs(outputs)
         if self._evaluating:

@@ -61,7 +61,9 @@ class Cut:
         refuse_scalars(self._probes)  # every rank here, before they meet; a stage knows no other's layers
         self.depends = dependences(plan.task, self._probes.train())
         """``BuiltModel.depends``, of all stages' layers."""
-        self.groups = groups.settle(plan.config, plan.task, self._named(probes) if self._whole is None else self._whole)
+        self.groups = groups.settle_groups(
+            plan.config, plan.task, self._named(probes) if self._whole is None else self._whole
+        )
         """``BuiltModel.groups``, of all stages."""
         self.sizes = [sum(p.numel() for p in probe.parameters() if p.requires_grad) for probe in probes]
         """Trainable parameters of each layer; a tied one counts with its weight, which is used there too."""
@@ -107,7 +109,7 @@ class Cut:
         )
 
     def _probe(self, layer: Any, index: int) -> nn.Module:
-        """The layer for its size and class alone: without memory where it can be made so."""
+        """The layer, only for its size and class: without memory where it can be made so."""
         if isinstance(layer, nn.Module):
             return layer
         try:

@@ -94,7 +94,7 @@ def _shape(parameter: Any) -> tuple[int, ...]:
     return tuple(getattr(parameter, "ds_shape", parameter.shape))  # stage 3 keeps an empty tensor in its place
 
 
-# Stage 0: a plain optimizer, or one of two wrappers that keep fp32 masters beside a 16-bit model.
+# Stage 0: a plain optimizer, or one of two wrappers that keep fp32 masters of a 16-bit model.
 
 
 def _stage_0(engine: Any, model: nn.Module) -> tuple[list[ParameterView], list[ParameterView]]:
@@ -254,7 +254,8 @@ def _shards_stage_3(engine: Any, model: nn.Module) -> list[ParameterShard]:
         every = {WEIGHT: flat, **moments}
         swapped = optimizer._swappable_optimizer_subgroup(index)
         for parameter in group:
-            piece, shape = _piece_stage_3(optimizer, names.pop(id(parameter)), parameter), _shape(parameter)
+            piece = _piece_stage_3(optimizer, names.pop(id(parameter)), parameter)
+            shape = _shape(parameter)
             tensors = {}
             for key, tensor in every.items():
                 if swapped:
@@ -325,7 +326,7 @@ def _load_stage_3(engine: Any, model: nn.Module, saved: SavedState) -> None:
             frozen.partition(param_list=[frozen], has_been_updated=True)
 
 
-# The masters alone, of every stage that keeps them in memory.
+# Only the masters, of every stage that keeps them in memory.
 
 
 def masters(engine: Any, model: nn.Module) -> tuple[torch.optim.Optimizer, list[Tensor]]:
@@ -386,4 +387,6 @@ def _put_loss_scale(engine: Any, saved: LossScaleState | None) -> None:
         scaler.cur_iter, scaler.last_overflow_iter = saved.steps, saved.last_overflow
     config = getattr(engine.optimizer, "loss_scale_config", None)
     if config is not None and config.dynamic_loss_scale:
-        config.cur_scale, config.cur_iter, config.last_overflow_iter = saved.scale, saved.steps, saved.last_overflow
+        config.cur_scale = saved.scale
+        config.cur_iter = saved.steps
+        config.last_overflow_iter = saved.last_overflow

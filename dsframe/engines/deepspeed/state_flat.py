@@ -37,21 +37,21 @@ def fill(optimizer: torch.optim.Optimizer, flat: Tensor, pieces: list[Piece], sa
             *((held[key], moment) for key, moment in parameter.moments.items()),
         ):
             target.detach().narrow(0, start, size).copy_(source)
-    _settle(optimizer, flat, common)
+    _set_scalars(optimizer, flat, common)
 
 
 def _make_moments(
     optimizer: torch.optim.Optimizer, held: dict[str, Any], parameter: ParameterState, flat: Tensor
 ) -> None:
     """A fresh optimizer has no state yet: makes the tensors it would make at its first step."""
-    # DeepSpeed's CPU Adam keeps moments in fp32 beside masters of 16 bits, unless it is told not to.
+    # DeepSpeed's CPU Adam keeps moments in fp32 with masters of 16 bits, unless it is told not to.
     dtype = torch.float32 if getattr(optimizer, "fp32_optimizer_states", False) else flat.dtype
     for key in parameter.moments:
         if not isinstance(held.get(key), Tensor):
             held[key] = torch.zeros_like(flat.detach(), dtype=dtype)
 
 
-def _settle(optimizer: torch.optim.Optimizer, flat: Tensor, scalars: dict[str, float] | None) -> None:
+def _set_scalars(optimizer: torch.optim.Optimizer, flat: Tensor, scalars: dict[str, float] | None) -> None:
     """The numbers, such as the step count, that go with one flat tensor. Without any saved, as before the first update."""
     held = optimizer.state[flat]
     if not held:

@@ -68,7 +68,7 @@ class Column:
         return bytes(self._tensor(sent, [int(size)], torch.uint8, source).cpu().numpy()).decode()
 
     def _tensor(self, tensor: Tensor | None, shape: Sequence[int], dtype: torch.dtype, source: int) -> Tensor:
-        """``tensor`` of the ``source``, which alone has it. It travels as bytes: Gloo does not know every dtype."""
+        """``tensor`` of the ``source``, the only rank that has it. It travels as bytes: Gloo does not know every dtype."""
         if tensor is None:
             tensor = torch.empty(tuple(shape), dtype=dtype, device=self._device)
         here = tensor.detach().to(self._device).contiguous()

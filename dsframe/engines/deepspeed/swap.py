@@ -1,6 +1,6 @@
 """A folder of this run's own under ``nvme_path``.
 
-DeepSpeed names its swap files after stage and rank alone, so two runs with one ``nvme_path`` would overwrite each other's
+DeepSpeed names its swap files after stage and rank only, so two runs with one ``nvme_path`` would overwrite each other's
 state without a word, and it leaves the files behind. Each run gets ``dsframe-HOST-PID-RANDOM`` there, removes it at the end,
 and removes those of runs on this host that are no longer alive.
 """

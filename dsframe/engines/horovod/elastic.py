@@ -1,4 +1,4 @@
-"""Horovod's elastic mode: processes come and go under ``horovodrun --min-np``, and training goes on in those that stay.
+"""Horovod's elastic mode: processes come and go under ``horovodrun --min-np``, and training continues in those that stay.
 
 ``horovod.torch.elastic`` says when: a collective fails because a process is gone, or its driver has found other hosts. Then the
 ring is made anew, and every process builds its engine for the new size around the last commit, a copy of the whole state in
@@ -24,7 +24,7 @@ from dsframe.checkpoint.resume import Start
 from dsframe.cluster import world as worlds
 from dsframe.cluster.process_group import device_of
 from dsframe.cluster.world import World
-from dsframe.engines.horovod.environment import settle
+from dsframe.engines.horovod.environment import settle_environment
 from dsframe.model.state import EngineState, LossScaleState, ParameterState, Snapshot
 
 if TYPE_CHECKING:
@@ -129,14 +129,14 @@ def train(attempt: Callable[[World, HostCommits], Result], config: Config) -> Re
     """
     here = worlds.here()
     # Before Horovod starts, also in processes that come later.
-    settle(config.settings.horovod, here, device_of(here), running=hvd.is_initialized())
+    settle_environment(config.settings.horovod, here, device_of(here), running=hvd.is_initialized())
     hvd.init()
 
     @run  # type: ignore[untyped-decorator]
     def again(commits: HostCommits) -> Result:
         # The environment keeps what was so when this process was started (measured, 0.28.1).
-        place = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank())
-        return attempt(World(*place, launcher="horovodrun", elastic=True), commits)
+        ranks_and_sizes = (hvd.rank(), hvd.size(), hvd.local_rank(), hvd.local_size(), hvd.cross_rank())
+        return attempt(World(*ranks_and_sizes, launcher="horovodrun", elastic=True), commits)
 
     result: Result = again(HostCommits(config.settings.horovod.commit_every_steps))
     return result

@@ -7,7 +7,7 @@ What ``hvd.DistributedOptimizer`` loses on CPUs, measured with 0.28.1 over Gloo,
 all ranks every millisecond what is ready, which takes 0.12 ms of processor time each; a main thread that waits does so in a loop
 of ``sched_yield`` (``mpi_ops_v2.cc``: WaitAndClear) and takes a core from the threads that it waits for; and every gradient is a
 request of its own, copied into a fusion buffer and out of it. So here gradients lie in a few buckets, rounds are rarer, and who
-waits sleeps. Adasum alone is left to Horovod's optimizer.
+waits sleeps. Only Adasum is left to Horovod's optimizer.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from dsframe.cluster.rendezvous import bound_to, interface_to
 from dsframe.cluster.world import World
 from dsframe.engines import precision
 from dsframe.engines.buckets import Buckets
-from dsframe.engines.horovod.environment import note_start, pace, settle
+from dsframe.engines.horovod.environment import note_start, pace, settle_environment
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError
 from dsframe.host import phases
@@ -62,7 +62,7 @@ class HorovodEngine(ReplicaEngine):
         """**Collective.** Raises EngineError where this build of Horovod cannot do what the file asks for."""
         settings = plan.config.settings.horovod
         _refuse_gpus_without_nccl(plan.device)
-        self._bucket_bytes = settle(settings, plan.world, plan.device, running=hvd.is_initialized())
+        self._bucket_bytes = settle_environment(settings, plan.world, plan.device, running=hvd.is_initialized())
         self._buckets: Buckets | None = None
         self._joins = joins()
         if not self._joins:
@@ -72,7 +72,7 @@ class HorovodEngine(ReplicaEngine):
         if self._op == "adasum" and not hvd.mpi_built():
             _leave()
             raise EngineError(
-                'horovod.op "adasum" needs a Horovod with MPI, and this one has Gloo alone; rebuild it with an MPI installed'
+                'horovod.op "adasum" needs a Horovod with MPI, and this one has only Gloo; rebuild it with an MPI installed'
             )
         looks = precision.scales_losses(plan.config, plan.device) or plan.config.settings.on_nonfinite == "skip"
         if self._op == "adasum" and (plan.config.deepspeed.gradient_clipping > 0 or looks):
@@ -84,7 +84,9 @@ class HorovodEngine(ReplicaEngine):
         # In elastic runs there may be more ranks than can share the batch. Those compute what others do and count for nothing.
         readers, size = plan.batch.data_parallel_size, plan.world.size
         self._counts = plan.world.rank < readers
-        self._weight = (size / readers if self._counts else 0.0) if size > readers else 1.0
+        self._weight = 1.0
+        if size > readers:
+            self._weight = size / readers if self._counts else 0.0
         self.gradient_factor = self._weight
         super().__init__(plan)
 
@@ -101,9 +103,9 @@ class HorovodEngine(ReplicaEngine):
 
     @property
     def description(self) -> str:
-        transport = (
-            "NCCL" if self.plan.device.type == "cuda" and hvd.nccl_built() else "MPI" if hvd.mpi_enabled() else "Gloo"
-        )
+        transport = "MPI" if hvd.mpi_enabled() else "Gloo"
+        if self.plan.device.type == "cuda" and hvd.nccl_built():
+            transport = "NCCL"
         return f"Horovod ({transport}, {self._op}{pace()})"
 
     def _distribute(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:

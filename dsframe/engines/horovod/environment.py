@@ -33,7 +33,7 @@ _fixed: set[str] = set()
 """Names of values that its starts in this process have fixed."""
 
 
-def settle(settings: Horovod, world: World, device: torch.device, *, running: bool) -> float | None:
+def settle_environment(settings: Horovod, world: World, device: torch.device, *, running: bool) -> float | None:
     """Before Horovod starts: puts the file's settings where it reads them. Returns the bytes of a bucket, if anybody says.
 
     The threshold goes there only where Horovod fuses; else buckets are cut by it, and Horovod takes them as they are. ``running``:
@@ -49,10 +49,10 @@ def settle(settings: Horovod, world: World, device: torch.device, *, running: bo
         environment_scope.number(APART, None, 1)
         if bucket_bytes is None:
             bucket_bytes = environment_scope.number(THRESHOLD, None, None)
-    # No default for what is to be tuned; nor beside a threshold, for both would be fixed.
+    # No default for what is to be tuned; nor next to a threshold, for both would be fixed.
     default = device.type == "cpu" and not tunes() and THRESHOLD not in os.environ
     environment_scope.number(ROUNDS, settings.cycle_time_milliseconds, CPU_ROUND_MILLISECONDS if default else None)
-    if device.type == "cuda":  # the host hands buckets over and goes on; else it waits for each
+    if device.type == "cuda":  # the host hands buckets over and continues; else it waits for each
         environment_scope.number(ASYNC_COMPLETION, None, 1)
     if world.elastic or (_started and not running):
         _refuse_another_start(world.elastic)
@@ -78,8 +78,10 @@ def tunes() -> bool:
 
 def pace() -> str:
     """Returns a few words for the first line of a run."""
+    if tunes():
+        return ", autotuned"
     rounds = os.environ.get(ROUNDS)
-    return ", autotuned" if tunes() else f", a round every {float(rounds):g} ms" if rounds else ""
+    return f", a round every {float(rounds):g} ms" if rounds else ""
 
 
 def _fixes() -> set[str]:
