@@ -250,7 +250,7 @@ def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[E
             plan,
             engine,
             samples=job.work.loader.sampler.samples,
-            held_out=sum(len(one.source) for one in job.work.evaluation.values()),
+            held_out=sum(len(loader.source) for loader in job.work.evaluation.values()),
             steps=job.work.schedule.total_steps if trains else None,
             threads=run.host.threads,
         ),
@@ -443,7 +443,7 @@ def _facts(config: Config, work: Work) -> dict[str, str]:
         "configuration": config.digest[:16],
         "training samples": str(work.loader.sampler.samples),
         "order of samples": xxh3_64_hexdigest(torch.cat([rows for _, rows in first]).numpy().data),
-        "evaluation samples": ", ".join(f"{name} {len(one.source)}" for name, one in work.evaluation.items()),
+        "evaluation samples": ", ".join(f"{name} {len(loader.source)}" for name, loader in work.evaluation.items()),
         "dsframe": __version__,
         "torch": torch.__version__,
     }

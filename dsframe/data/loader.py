@@ -534,10 +534,10 @@ class EvaluationLoader:
         return self._batches(fetch, sorted({0, *range(full, len(self))}))
 
     def _batches(self, fetch: _Fetcher, numbers: Sequence[int]) -> Iterator[EvaluationBatch]:
-        own = [self._share(number, self._split[1]) for number in numbers]
-        run = [share or self._share(number, 0) for number, share in zip(numbers, own, strict=True)]
+        shares = [self._share(number, self._split[1]) for number in numbers]
+        run = [share or self._share(number, 0) for number, share in zip(numbers, shares, strict=True)]
         batches = fetch(self._request(number, share) for number, share in zip(numbers, run, strict=True))
-        return map(EvaluationBatch, batches, run, map(bool, own))
+        return map(EvaluationBatch, batches, run, map(bool, shares))
 
     def _share(self, number: int, rank: int) -> range:
         """The samples that ``rank`` has of batch ``number`` of all ranks."""

@@ -276,16 +276,16 @@ class PartsEngine(Engine):
 
     def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
         """**Collective.** Of the first model that is trained, and what the task measures of all of them."""
-        found = self._first.eval_step(batch, measure)
+        metrics = self._first.eval_step(batch, measure)
         task = self.plan.task
         if type(task).metrics_of_models is Task.metrics_of_models:
-            return found
+            return metrics
         models = {name: partial(self._outputs, name, False) for name in self._engines}
         with self._in_evaluation_mode(), torch.no_grad():
             more = sums(task.metrics_of_models(models, *batch), f"{type(task).__name__}.metrics_of_models")
         for engine in self._engines.values():
             engine.release_outputs()
-        return {**found, **more} if measure else {}
+        return {**metrics, **more} if measure else {}
 
     @contextmanager
     def _in_evaluation_mode(self) -> Iterator[None]:

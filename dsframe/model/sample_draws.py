@@ -216,8 +216,8 @@ def _factory(normal: bool) -> Callable[..., Tensor]:
     def make(its: _Draws, *size: Any, dtype: Any = None, device: Any = None, **others: Any) -> Tensor:
         shape = torch.Size(size[0] if size and not isinstance(size[0], int) else size or others.pop("size"))
         where = torch.empty(0, dtype=dtype, device=device)
-        found = (its.normal if normal else its.uniform)(shape, where.dtype, where.device)
-        return found.requires_grad_(bool(others.get("requires_grad")))
+        drawn = (its.normal if normal else its.uniform)(shape, where.dtype, where.device)
+        return drawn.requires_grad_(bool(others.get("requires_grad")))
 
     return make
 
@@ -231,7 +231,7 @@ def _like(normal: bool) -> Callable[..., Tensor]:
 
 
 def _normal(its: _Draws, mean: Any = 0.0, std: Any = 1.0, *size: Any, **_: Any) -> Tensor:
-    given = [one for one in (mean, std) if isinstance(one, Tensor)]
+    given = [value for value in (mean, std) if isinstance(value, Tensor)]
     like = torch.broadcast_tensors(*given)[0] if given else torch.empty(size[0])  # type: ignore[no-untyped-call]
     drawn: Tensor = its.like(like, normal=True) * std + mean
     return drawn
@@ -264,7 +264,7 @@ def _attention(
         return functional.scaled_dot_product_attention(query, key, value, attn_mask, is_causal=is_causal, **named)
     scale = named.get("scale")
     if named.get("enable_gqa"):
-        key, value = (one.repeat_interleave(query.size(-3) // one.size(-3), -3) for one in (key, value))
+        key, value = (tensor.repeat_interleave(query.size(-3) // tensor.size(-3), -3) for tensor in (key, value))
     weights = query @ key.transpose(-2, -1) * (query.size(-1) ** -0.5 if scale is None else scale)
     if is_causal:
         attn_mask = torch.ones(weights.shape[-2:], dtype=torch.bool, device=weights.device).tril()

@@ -306,8 +306,8 @@ class Task:
     def validation_loss(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
         """The loss, a mean over samples also where it is a sum, and what :meth:`loss` returns beside it. Without an own
         :meth:`loss_weight` it is over as many items as outputs and targets have rows, where these are as many, else samples."""
-        found, terms = loss_and_terms(self.loss(outputs, targets))
-        loss = tensor_of(found, f"{type(self).__name__}.loss")
+        returned, terms = loss_and_terms(self.loss(outputs, targets))
+        loss = tensor_of(returned, f"{type(self).__name__}.loss")
         weighted = type(self).loss_weight is not Task.loss_weight
         items = torch.as_tensor(
             self.loss_weight(targets) if weighted else _items(outputs, targets, self.context.eval_samples),

@@ -72,7 +72,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             if options.fix:
                 text = _fix(text, name, label, options)
             examined = _judge(text, label, options)
-        severities = {found.severity for found in examined.problems}
+        severities = {finding.severity for finding in examined.problems}
         code = 2 if "error" in severities else 1 if options.strict and "warning" in severities else 0
         worst = max(worst, code)
         reports.append((label, examined))
@@ -176,7 +176,8 @@ def _report(label: str, examined: Examined, options: argparse.Namespace) -> dict
     if config is not None:
         for name, values in (("auto", config.resolved), ("inherited", config.inherited)):
             report[name] = [
-                {"path": ".".join(map(str, one.path)), "value": one.value, "reason": one.reason} for one in values
+                {"path": ".".join(map(str, entry.path)), "value": entry.value, "reason": entry.reason}
+                for entry in values
             ]
         if not any(problem.severity == "error" for problem in examined.problems):
             if options.processes:

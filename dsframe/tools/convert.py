@@ -74,59 +74,63 @@ def convert(directory: Path, tag: str | None, config: Config, task: Task, run_di
     from dsframe.model.state import aliases, compare, persistent_buffers
 
     task.seed = config.settings.seed
-    found = deepspeed_files.read(deepspeed_files.find(directory, tag))
+    checkpoint = deepspeed_files.read(deepspeed_files.find(directory, tag))
     model = task.model()
     asked = groups.settle_groups(config, task, model).asked
-    own = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
+    trainable = {name: parameter.requires_grad for name, parameter in model.named_parameters()}
     shapes = {name: tuple(parameter.shape) for name, parameter in model.named_parameters()}
-    trained = {name: shape for name, shape in shapes.items() if own[name]} if found.shapes else {}
-    compare("parameter", trained, {name: tuple(shape) for name, shape in found.shapes.items() if own.get(name, True)})
+    trained = {name: shape for name, shape in shapes.items() if trainable[name]} if checkpoint.shapes else {}
+    compare(
+        "parameter",
+        trained,
+        {name: tuple(shape) for name, shape in checkpoint.shapes.items() if trainable.get(name, True)},
+    )
     folder = Store(run_dir / "checkpoints")
     manifest = {
         "format": store.FORMAT,
         "saved_at": datetime.now(timezone.utc).isoformat(timespec="seconds"),
-        "step": found.step,
-        "updates": found.updates,
-        "loss_scale": asdict(found.loss_scale) if found.loss_scale else None,
-        "learning_rate": found.learning_rate,
+        "step": checkpoint.step,
+        "updates": checkpoint.updates,
+        "loss_scale": asdict(checkpoint.loss_scale) if checkpoint.loss_scale else None,
+        "learning_rate": checkpoint.learning_rate,
         "loss": None,
         "evaluation": {},
         "aliases": aliases(model),
-        **_about(config, task, found),
+        **_about(config, task, checkpoint),
     }
     manifest["course"].update(asked)
-    buffers = _buffers(found, model, persistent_buffers(model))
+    buffers = _buffers(checkpoint, model, persistent_buffers(model))
     with RunLock() as claim:
         claim.take(run_dir, World(), lambda line: print(line, file=sys.stderr))
         try:
-            partial = folder.begin(found.step)
+            partial = folder.begin(checkpoint.step)
             writer = portable.PartWriter(partial, 0, 1)
-            for one in found.parameters(own, shapes):
-                compare("parameter", {one.name: shapes[one.name]}, {one.name: tuple(one.weight.shape)})
-                writer.take(one)
+            for state in checkpoint.parameters(trainable, shapes):
+                compare("parameter", {state.name: shapes[state.name]}, {state.name: tuple(state.weight.shape)})
+                writer.take(state)
             if buffers:
                 writer.put(portable.BUFFERS, buffers)
             writer.finish()
             writer.files[portable.RNG] = store.write(partial / portable.RNG, json.dumps([]).encode())
             files = {name: asdict(entry) for name, entry in writer.files.items()}
-            return folder.commit(found.step, {**manifest, "parameters": writer.parameters, "files": files})
+            return folder.commit(checkpoint.step, {**manifest, "parameters": writer.parameters, "files": files})
         except OSError as error:
-            folder.abandon(found.step)
+            folder.abandon(checkpoint.step)
             raise CheckpointError(f"{error.filename or folder.directory}: {error.strerror}") from None
         except CheckpointError as error:
             if "exists already" not in str(error):
-                folder.abandon(found.step)
+                folder.abandon(checkpoint.step)
             raise
 
 
-def _buffers(found: Found, model: nn.Module, own: dict[str, Any]) -> dict[str, Any]:
-    missing = [name for name in own if name not in found.module]
+def _buffers(checkpoint: Found, model: nn.Module, wanted: dict[str, Any]) -> dict[str, Any]:
+    missing = [name for name in wanted if name not in checkpoint.module]
     if missing:
-        raise CheckpointError(f"{found.path} has no buffer {missing[0]}, which the model has")
-    return {name: found.module[name].clone() for name in own}
+        raise CheckpointError(f"{checkpoint.path} has no buffer {missing[0]}, which the model has")
+    return {name: checkpoint.module[name].clone() for name in wanted}
 
 
-def _about(config: Config, task: Task, found: Found) -> dict[str, Any]:
+def _about(config: Config, task: Task, checkpoint: Found) -> dict[str, Any]:
     from dsframe.checkpoint.changes import about
     from dsframe.data.loader import as_source
     from dsframe.data.sampler import Sampler
@@ -137,21 +141,21 @@ def _about(config: Config, task: Task, found: Found) -> dict[str, Any]:
     preparation.alone(task, lambda line: print(f"dsframe: {line}", file=sys.stderr))
     samples, batch = (
         len(as_source(task.train_data(), settings.seed, task.collate, streams=True)),
-        config.batch(found.ranks),
+        config.batch(checkpoint.ranks),
     )
     sampler = Sampler(samples, batch.train_batch_size, settings.seed, drop_last=config.deepspeed.dataloader_drop_last)
     steps = settings.steps or sampler.total_steps(settings.epochs or 1)
-    facts = Facts(found.ranks, steps, sampler.epoch_steps, task.hidden_size)
+    facts = Facts(checkpoint.ranks, steps, sampler.epoch_steps, task.hidden_size)
     config = config.resolve(facts)
-    told = about(
+    manifest = about(
         config,
         task,
         optimizers.read(config),
         batch,
         samples=samples,
-        world_size=found.ranks,
+        world_size=checkpoint.ranks,
         engine="deepspeed",
         package=None,
     )
-    told["versions"]["deepspeed"] = found.version
-    return told
+    manifest["versions"]["deepspeed"] = checkpoint.version
+    return manifest

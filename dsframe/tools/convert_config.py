@@ -256,27 +256,27 @@ use_distributed_sampler""",
 
 
 def _offload(name: str) -> Callable[[Conversion, str, Any], None]:
-    def put(found: Conversion, key: str, value: Any) -> None:
+    def put(conversion: Conversion, key: str, value: Any) -> None:
         device = "cpu" if value is True else value
-        found.put(key, f"zero_optimization.{name}.device", device)
+        conversion.put(key, f"zero_optimization.{name}.device", device)
 
     return put
 
 
-def _sharding(found: Conversion, key: str, value: Any) -> None:
+def _sharding(conversion: Conversion, key: str, value: Any) -> None:
     names = {"FULL_SHARD": "full", "1": "full", "HYBRID_SHARD": "hybrid", "4": "hybrid"}
     if str(value) in names:
-        found.put(key, "dsframe.fsdp.sharding", names[str(value)])
+        conversion.put(key, "dsframe.fsdp.sharding", names[str(value)])
     elif isinstance(value, bool):
-        found.put(key, "dsframe.fsdp.reshard_after_forward", value)
+        conversion.put(key, "dsframe.fsdp.reshard_after_forward", value)
     else:
         remedy = "for SHARD_GRAD_OP write reshard_after_forward false, for NO_SHARD engine ddp"
-        found.leave(key, f"{value} has no counterpart; {remedy}")
+        conversion.leave(key, f"{value} has no counterpart; {remedy}")
 
 
-def _wrap(found: Conversion, key: str, value: Any) -> None:
+def _wrap(conversion: Conversion, key: str, value: Any) -> None:
     classes = value.split(",") if isinstance(value, str) else value
-    found.put(key, "dsframe.fsdp.wrap", [name.strip() for name in classes])
+    conversion.put(key, "dsframe.fsdp.wrap", [name.strip() for name in classes])
 
 
 _ENGINES = {"DEEPSPEED": "deepspeed", "FSDP": "fsdp", "NO": "single"}
@@ -304,23 +304,23 @@ def _accelerate(path: Path, given: dict[str, Any]) -> Conversion:
     zero, fsdp, dynamo = (dict(given.pop(name, None) or {}) for name in sections)
     distributed = str(given.pop("distributed_type", "NO"))
     zero = zero if distributed == "DEEPSPEED" else {}
-    found = Conversion(path, zero.pop("deepspeed_config_file", None))
+    conversion = Conversion(path, zero.pop("deepspeed_config_file", None))
     if distributed in _ENGINES:
-        found.put("distributed_type", "dsframe.engine", _ENGINES[distributed])
+        conversion.put("distributed_type", "dsframe.engine", _ENGINES[distributed])
     else:
-        found.leave("distributed_type", f"{distributed} has no engine here; choose one (docs/engines.md)")
+        conversion.leave("distributed_type", f"{distributed} has no engine here; choose one (docs/engines.md)")
     processes = given.pop("num_processes", None)
-    found.processes = processes if isinstance(processes, int) else None
-    found.put_precision("mixed_precision", str(given.pop("mixed_precision", "no")))
+    conversion.processes = processes if isinstance(processes, int) else None
+    conversion.put_precision("mixed_precision", str(given.pop("mixed_precision", "no")))
     if "fsdp_reshard_after_forward" in fsdp and distributed == "FSDP":  # false says something here
-        _sharding(found, "fsdp_reshard_after_forward", fsdp.pop("fsdp_reshard_after_forward"))
-    found.put_all(fsdp if distributed == "FSDP" else {}, _FSDP, _REASONS)
-    found.put_all(zero, _ZERO, _REASONS)
+        _sharding(conversion, "fsdp_reshard_after_forward", fsdp.pop("fsdp_reshard_after_forward"))
+    conversion.put_all(fsdp if distributed == "FSDP" else {}, _FSDP, _REASONS)
+    conversion.put_all(zero, _ZERO, _REASONS)
     if any(isinstance(value, str) and value.upper() != "NO" for value in dynamo.values()):
-        found.put("dynamo_config", "dsframe.model.compile", True)
-    found.put_all(given, {}, _REASONS)
-    found.leave_to_code(optimizer="optimizer" not in found.document)
-    return found
+        conversion.put("dynamo_config", "dsframe.model.compile", True)
+    conversion.put_all(given, {}, _REASONS)
+    conversion.leave_to_code(optimizer="optimizer" not in conversion.document)
+    return conversion
 
 
 # Hugging Face's Trainer.
@@ -379,66 +379,66 @@ _LOGGERS = {
 def _trainer(path: Path, given: dict[str, Any], unknown: set[str]) -> Conversion:
     given = {_RENAMED.get(key, key): value for key, value in given.items()}
     ds_config = given.pop("deepspeed", None)
-    found = Conversion(path, ds_config)
+    conversion = Conversion(path, ds_config)
     for name in sorted(_RENAMED.get(key, key) for key in unknown):
         default = f"; the Trainer's default {_DEFAULTS[name]} is in the file" if name in _DEFAULTS else ""
-        found.leave(name, f"its value is not written in the call{default}; write it")
+        conversion.leave(name, f"its value is not written in the call{default}; write it")
     wanted = {**_DEFAULTS, **given}
     if wanted.pop("fsdp", None):
-        found.put("fsdp", "dsframe.engine", "fsdp")
+        conversion.put("fsdp", "dsframe.engine", "fsdp")
     elif ds_config:
-        found.put("deepspeed", "dsframe.engine", "deepspeed")
+        conversion.put("deepspeed", "dsframe.engine", "deepspeed")
     elif "deepspeed" not in unknown:
-        found.put("no deepspeed, no fsdp", "dsframe.engine", "ddp")
+        conversion.put("no deepspeed, no fsdp", "dsframe.engine", "ddp")
     for key, target in _DIRECT.items():
         if (value := wanted.pop(key, None)) is not None:
-            found.put(key, target, value)
-    if given.get("weight_decay") and "no_decay" not in found.document.get("dsframe", {}):
-        found.put("weight_decay", "dsframe.no_decay", "norms-and-biases")
-    _length(found, wanted)
-    _optimizer(found, wanted)
-    _schedule(found, wanted)
-    _intervals(found, wanted)
+            conversion.put(key, target, value)
+    if given.get("weight_decay") and "no_decay" not in conversion.document.get("dsframe", {}):
+        conversion.put("weight_decay", "dsframe.no_decay", "norms-and-biases")
+    _length(conversion, wanted)
+    _optimizer(conversion, wanted)
+    _schedule(conversion, wanted)
+    _intervals(conversion, wanted)
     short = [name for name in ("bf16", "fp16") if wanted.pop(name, False)]
-    found.put_precision("bf16 or fp16", short[0] if short else "no")
+    conversion.put_precision("bf16 or fp16", short[0] if short else "no")
     if best := wanted.pop("metric_for_best_model", None):
         name, greater = str(best).removeprefix("eval_"), wanted.get("greater_is_better")
         better = "max" if greater or (greater is None and not name.endswith("loss")) else "min"
-        found.put("metric_for_best_model", "dsframe.checkpoints.keep_best", f"{name}:{better}")
-    found.put_all(wanted, _SWITCHES, _REASONS)
-    return found
+        conversion.put("metric_for_best_model", "dsframe.checkpoints.keep_best", f"{name}:{better}")
+    conversion.put_all(wanted, _SWITCHES, _REASONS)
+    return conversion
 
 
-def _length(found: Conversion, wanted: dict[str, Any]) -> None:
+def _length(conversion: Conversion, wanted: dict[str, Any]) -> None:
     steps, epochs = wanted.pop("max_steps"), wanted.pop("num_train_epochs")
     if isinstance(steps, int) and steps > 0:
-        found.put("max_steps", "dsframe.steps", steps)
+        conversion.put("max_steps", "dsframe.steps", steps)
     elif float(epochs).is_integer() and epochs > 0:
-        found.put("num_train_epochs", "dsframe.epochs", int(epochs))
+        conversion.put("num_train_epochs", "dsframe.epochs", int(epochs))
     else:
-        found.leave("num_train_epochs", f"{epochs} is no whole number of epochs; write dsframe.steps")
+        conversion.leave("num_train_epochs", f"{epochs} is no whole number of epochs; write dsframe.steps")
 
 
-def _optimizer(found: Conversion, wanted: dict[str, Any]) -> None:
+def _optimizer(conversion: Conversion, wanted: dict[str, Any]) -> None:
     name = str(wanted.pop("optim"))
     betas = [wanted.pop("adam_beta1"), wanted.pop("adam_beta2")]
     if name not in _OPTIMIZERS and not name.startswith("adamw"):
-        found.leave("optim", f"{name} has no counterpart, AdamW is in the file; for your own write module:Class")
-    found.put("optim", "optimizer.type", _OPTIMIZERS.get(name, "AdamW"))
-    if found.document["optimizer"]["type"] == "AdamW":
-        found.put("adam_beta1, adam_beta2", "optimizer.params.betas", betas)
+        conversion.leave("optim", f"{name} has no counterpart, AdamW is in the file; for your own write module:Class")
+    conversion.put("optim", "optimizer.type", _OPTIMIZERS.get(name, "AdamW"))
+    if conversion.document["optimizer"]["type"] == "AdamW":
+        conversion.put("adam_beta1, adam_beta2", "optimizer.params.betas", betas)
     else:
-        found.document["optimizer"]["params"].pop("eps", None)
+        conversion.document["optimizer"]["params"].pop("eps", None)
 
 
-def _schedule(found: Conversion, wanted: dict[str, Any]) -> None:
+def _schedule(conversion: Conversion, wanted: dict[str, Any]) -> None:
     name, more = str(wanted.pop("lr_scheduler_type")), wanted.pop("lr_scheduler_kwargs", None) or {}
     warmup, ratio = wanted.pop("warmup_steps", 0), wanted.pop("warmup_ratio", None)
-    if "scheduler" in found.document:
-        found.leave("lr_scheduler_type", "the ds_config has a scheduler, which stays")
+    if "scheduler" in conversion.document:
+        conversion.leave("lr_scheduler_type", "the ds_config has a scheduler, which stays")
         return
     if name not in _SCHEDULES:
-        found.leave("lr_scheduler_type", f"{name} has no counterpart; write scheduler, or Task.schedule")
+        conversion.leave("lr_scheduler_type", f"{name} has no counterpart; write scheduler, or Task.schedule")
         return
     if isinstance(warmup, float) and 0 < warmup < 1:  # of transformers 5
         warmup, ratio = 0, warmup
@@ -446,37 +446,37 @@ def _schedule(found: Conversion, wanted: dict[str, Any]) -> None:
     if name != "constant":
         params["num_warmup_steps"] = int(warmup)
     if ratio and not warmup and name != "constant":
-        settings = found.document["dsframe"]
+        settings = conversion.document["dsframe"]
         steps, epochs = settings.get("steps"), settings.get("epochs")
         in_epochs = {"epochs": ratio * (epochs or 1)}
         params["num_warmup_steps"] = -int(-ratio * steps // 1) if steps else in_epochs
     if not name.startswith("constant"):
         params["num_training_steps"] = "auto"
-    found.put("lr_scheduler_type, warmup", "scheduler", {"type": name, "params": {**params, **more}})
+    conversion.put("lr_scheduler_type, warmup", "scheduler", {"type": name, "params": {**params, **more}})
 
 
-def _intervals(found: Conversion, wanted: dict[str, Any]) -> None:
+def _intervals(conversion: Conversion, wanted: dict[str, Any]) -> None:
     """How often it logs, evaluates and saves, and where to."""
     logging = wanted.pop("logging_steps")
     if isinstance(logging, int) and logging > 0:
-        found.put("logging_steps", "dsframe.log_every_steps", logging)
+        conversion.put("logging_steps", "dsframe.log_every_steps", logging)
     else:
-        found.leave("logging_steps", f"{logging}: write dsframe.log_every_steps")
+        conversion.leave("logging_steps", f"{logging}: write dsframe.log_every_steps")
     for what, target in (("eval", "dsframe.eval_every_steps"), ("save", "dsframe.checkpoints.every_steps")):
         strategy, every = str(wanted.pop(f"{what}_strategy")), wanted.pop(f"{what}_steps", None) or logging
         if strategy == "epoch":
-            found.put(f"{what}_strategy", target, {"epochs": 1})
+            conversion.put(f"{what}_strategy", target, {"epochs": 1})
         elif strategy == "steps" and isinstance(every, int):
-            found.put(f"{what}_steps", target, every)
+            conversion.put(f"{what}_steps", target, every)
         elif strategy not in ("no", "steps"):
             remedy = 'write dsframe.checkpoints.keep_best, such as "loss:min"'
-            found.leave(f"{what}_strategy", f"{strategy}: {remedy}")
+            conversion.leave(f"{what}_strategy", f"{strategy}: {remedy}")
     loggers = wanted.pop("report_to", None) or []
     for name in [loggers] if isinstance(loggers, str) else loggers:
         if name in _LOGGERS:
-            found.put("report_to", _LOGGERS[name], True)
+            conversion.put("report_to", _LOGGERS[name], True)
         elif name != "none":
-            found.leave("report_to", f"{name} has no counterpart; tensorboard, wandb, comet, mlflow and csv have")
+            conversion.leave("report_to", f"{name} has no counterpart; tensorboard, wandb, comet, mlflow and csv have")
 
 
 # Lightning.
@@ -487,7 +487,9 @@ _LIGHTNING: Rules = {
     "max_epochs": "dsframe.epochs",
     "max_steps": "dsframe.steps",
     "log_every_n_steps": "dsframe.log_every_steps",
-    "check_val_every_n_epoch": lambda found, key, value: found.put(key, "dsframe.eval_every_steps", {"epochs": value}),
+    "check_val_every_n_epoch": lambda conversion, key, value: conversion.put(
+        key, "dsframe.eval_every_steps", {"epochs": value}
+    ),
     "default_root_dir": "dsframe.run_dir",
     "deterministic": ("dsframe.deterministic", True),
     "sync_batchnorm": ("dsframe.model.sync_batch_norm", True),
@@ -509,27 +511,27 @@ _SAME_NAMES = {
 
 def _lightning(path: Path, given: dict[str, Any], unknown: set[str]) -> Conversion:
     config = given.pop("config", None)
-    found = Conversion(path, config)
+    conversion = Conversion(path, config)
     strategy = str(given.pop("strategy", "") or "")
     sharded = config or given.keys() & {"offload_optimizer", "stage", "zero_optimization"}
     engine = "fsdp" if strategy.startswith("fsdp") else "ddp"
     engine = "deepspeed" if sharded or strategy.startswith("deepspeed") else engine
-    found.put("strategy", "dsframe.engine", engine)
+    conversion.put("strategy", "dsframe.engine", engine)
     if strategy.startswith("deepspeed_stage_"):
-        found.put("strategy", "zero_optimization.stage", int(strategy.split("_")[2]))
+        conversion.put("strategy", "zero_optimization.stage", int(strategy.split("_")[2]))
         if "offload" in strategy:
-            found.put("strategy", "zero_optimization.offload_optimizer.device", "cpu")
-    found.put_precision("precision", str(given.pop("precision", "no")))
+            conversion.put("strategy", "zero_optimization.offload_optimizer.device", "cpu")
+    conversion.put_precision("precision", str(given.pop("precision", "no")))
     devices, nodes = given.get("devices"), given.get("num_nodes", 1)
     if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
-        found.processes = devices * nodes
+        conversion.processes = devices * nodes
     for name in sorted(unknown - {"strategy", "callbacks", "logger"}):
-        found.leave(name, "its value is not written in the call; write it")
+        conversion.leave(name, "its value is not written in the call; write it")
     if given.get("max_steps", 0) <= 0:
         given.pop("max_steps", None)
     for section, names in _SAME_NAMES.items():
         for name in given.keys() & set(names.split()):
-            found.put(name, f"{section}.{name}", given.pop(name))
-    found.put_all(given, _LIGHTNING, _REASONS)
-    found.leave_to_code(optimizer=True)
-    return found
+            conversion.put(name, f"{section}.{name}", given.pop(name))
+    conversion.put_all(given, _LIGHTNING, _REASONS)
+    conversion.leave_to_code(optimizer=True)
+    return conversion

@@ -183,7 +183,7 @@ def setups_of(engines: Sequence[str], processes: int) -> tuple[list[Setup], list
     if not os.environ.get("SLURM_JOB_ID"):
         reasons["srun"] = "not in a Slurm allocation"
     absent = [Row(name, "left out", reason) for name, reason in reasons.items()]
-    found: list[Setup] = []
+    setups: list[Setup] = []
     for name in engines or BUILT_IN:
         entry = TABLE[name]
         if entry.package and importlib.util.find_spec(entry.package) is None:
@@ -193,11 +193,11 @@ def setups_of(engines: Sequence[str], processes: int) -> tuple[list[Setup], list
         variants = {} if entry.size == "one" else _BY_DEEPSPEED if entry.by_deepspeed else {"": {}}
         for variant, more in variants.items():
             if "pipeline" not in more or processes > 1:
-                found.append(Setup(f"{name} {variant}".strip(), name, launcher, more))
-    used = {setup.launcher for setup in found} | {*reasons}
-    for spare in [name for name in names if name not in used] if found else []:
-        found.append(replace(found[0], name=f"{found[0].name} {spare}", launcher=spare))
-    return found, absent
+                setups.append(Setup(f"{name} {variant}".strip(), name, launcher, more))
+    used = {setup.launcher for setup in setups} | {*reasons}
+    for spare in [name for name in names if name not in used] if setups else []:
+        setups.append(replace(setups[0], name=f"{setups[0].name} {spare}", launcher=spare))
+    return setups, absent
 
 
 def _train(

@@ -45,7 +45,7 @@ def listing() -> list[str]:
     lines = ["codes of messages about a file:"]
     lines += [f"  {name:<{width}}  {_first(code.means)}" for name, code in sorted(CODES.items())]
     lines += ["", "exit codes, and the code of their message:"]
-    lines += [f"  {number:<4}{found.code:<{width - 2}}{_first(found.means)}" for number, found in EXITS.items()]
+    lines += [f"  {number:<4}{ending.code:<{width - 2}}{_first(ending.means)}" for number, ending in EXITS.items()]
     return [*lines, "", "dsframe explain CODE says more."]
 
 
@@ -57,15 +57,15 @@ def explanation(name: str) -> str | None:
         command = f"    dsframe {code.command}"
         parts.append(f"Example:\n\n    {code.example}\n\n{command}" if code.example else f"Example:\n\n{command}")
         return "\n\n".join(parts)
-    for number, found in EXITS.items():
-        if name == str(number) or (name == found.code and name):
-            title = f"exit code {number}" + (f" ({found.code})" if found.code else "")
-            return "\n\n".join((title, _wrapped(found.means), _wrapped(f"What to do: {found.do}")))
+    for number, ending in EXITS.items():
+        if name == str(number) or (name == ending.code and name):
+            title = f"exit code {number}" + (f" ({ending.code})" if ending.code else "")
+            return "\n\n".join((title, _wrapped(ending.means), _wrapped(f"What to do: {ending.do}")))
     return None
 
 
 def _unknown(name: str) -> str:
-    known = [*CODES, *(found.code for found in EXITS.values() if found.code)]
+    known = [*CODES, *(ending.code for ending in EXITS.values() if ending.code)]
     return f'no code "{name}"; ' + did_you_mean(name.strip("[]"), known, 3, "dsframe explain lists all codes")
 
 

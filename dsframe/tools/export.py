@@ -80,5 +80,5 @@ def merged(path: Path, dtype: str, spill: Spill | None, *, average: bool = False
     from dsframe.inference import load_model
     from dsframe.model import adapter
 
-    found = adapter.merge(load_model(path, averages=average)).to(getattr(torch, dtype))
-    return dict(found.state_dict())
+    model = adapter.merge(load_model(path, averages=average)).to(getattr(torch, dtype))
+    return dict(model.state_dict())

@@ -84,10 +84,10 @@ def continued(task: Any, model: Any, prompt: str, options: argparse.Namespace) -
             for _ in range(options.tokens):
                 logits = model(tokens[:, -task.units_per_sample :])[:, -1]
                 tokens = torch.cat([tokens, _next(logits, options)], 1)
-    found = tokens[0].tolist()
+    numbers = tokens[0].tolist()
     if tokenizer is None:
-        return bytes(token for token in found if token < 256).decode(errors="replace")
-    return str(tokenizer.decode(found))
+        return bytes(token for token in numbers if token < 256).decode(errors="replace")
+    return str(tokenizer.decode(numbers))
 
 
 def _next(logits: Any, options: argparse.Namespace) -> Any:

@@ -35,10 +35,10 @@ from dsframe.tools.commands import command
 def _module_docs(module: str) -> dict[str, dict[str, str]]:
     """Class name -> field -> docstring, of one module."""
     tree = ast.parse(inspect.getsource(sys.modules[module]))
-    found: dict[str, dict[str, str]] = {}
+    docs: dict[str, dict[str, str]] = {}
     for node in tree.body:
         if isinstance(node, ast.ClassDef):
-            fields = found.setdefault(node.name, {})
+            fields = docs.setdefault(node.name, {})
             for field, after in zip(node.body, node.body[1:], strict=False):
                 if (
                     isinstance(field, ast.AnnAssign)
@@ -48,7 +48,7 @@ def _module_docs(module: str) -> dict[str, dict[str, str]]:
                     text = getattr(after.value, "value", None)
                     if isinstance(text, str):
                         fields[field.target.id] = " ".join(text.split())
-    return found
+    return docs
 
 
 def describe(owner: type[Section]) -> dict[str, str]:
@@ -111,9 +111,9 @@ def json_schema() -> dict[str, Any]:
     classes |= {cls.__name__: cls for _, cls in sections()}
     for cls in (*classes.values(), *OPTIMIZER_TYPES.values(), *SCHEDULER_TYPES.values()):
         if cls is not File and cls.__name__ not in definitions:
-            own = cls.model_json_schema()
-            definitions.update(own.pop("$defs", {}))
-            definitions[cls.__name__] = own
+            described = cls.model_json_schema()
+            definitions.update(described.pop("$defs", {}))
+            definitions[cls.__name__] = described
     paths = dict.fromkeys(classes, ("",)) | {cls.__name__: path for path, cls in sections()}
     definitions["File"] = {key: schema.pop(key) for key in ("properties", "description") if key in schema}
     for name, definition in definitions.items():

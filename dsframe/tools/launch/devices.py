@@ -24,8 +24,8 @@ def installed(folder: Path | None = None) -> int:
     if count or not (folder / "dxg").exists():
         return count
     environ = os.environ | {"PATH": os.environ.get("PATH", os.defpath) + ":/usr/lib/wsl/lib"}
-    told = supervise.output_of(["nvidia-smi", "-L"], 20, environ=environ) or ""
-    return sum(line.startswith("GPU ") for line in told.splitlines())
+    listed = supervise.output_of(["nvidia-smi", "-L"], 20, environ=environ) or ""
+    return sum(line.startswith("GPU ") for line in listed.splitlines())
 
 
 def visible(environ: Mapping[str, str], folder: Path | None = None) -> tuple[str, ...]:

@@ -186,8 +186,8 @@ def cut(segments: Sequence[Segment], stages: int) -> list[list[Segment]]:
         else:
             low = middle + 1
     indexes = fill(low) if stages > 1 else [list(range(len(segments)))]
-    found: list[list[Segment]] = []
+    stage_segments: list[list[Segment]] = []
     for part in indexes:
         inside = [segments[index] for index in part]
-        found.append([replace(one, shared=0) if one.owner in part else one for one in inside])
-    return found + [[] for _ in range(stages - len(found))]
+        stage_segments.append([replace(piece, shared=0) if piece.owner in part else piece for piece in inside])
+    return stage_segments + [[] for _ in range(stages - len(stage_segments))]

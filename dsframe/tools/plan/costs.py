@@ -52,8 +52,8 @@ class Costs:
     def cost(self, world_size: int) -> Cost:
         """Bytes on the device for each parameter of a model that is evenly split among the ranks
         that share one."""
-        one = self.held(max(1, world_size // self.model_ranks))
-        sizes = (one.parameter, one.gradient, one.optimizer, one.host)
+        held = self.held(max(1, world_size // self.model_ranks))
+        sizes = (held.parameter, held.gradient, held.optimizer, held.host)
         return Cost(*(size / self.model_ranks for size in sizes))
 
     def builds_in_files(self, ranks: int) -> bool:

@@ -100,18 +100,18 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     metrics = sorted({name for evaluation in recorded for name in evaluation})
     samples = Axis("over all validation samples")
     wanted = [*_CURVES, *((f"Evaluation: {name}", f"evaluation.{name}", samples) for name in metrics)]
-    found = []
+    panels = []
     for title, key, axis in wanted:
         lines = [Line(run.name, run.curve(key)) for run in runs]
         if any(len(line.points) > 1 for line in lines):  # one point is in the table
-            found.append(Chart(title, steps, axis, lines))
+            panels.append(Chart(title, steps, axis, lines))
     apart = [Line(run.name, differences(run, runs[0]), index) for index, run in enumerate(runs) if index]
     above = [value for line in apart for _, value in line.points if value > 0]
     if above:
         axis = Axis("absolute difference", log=True, floor=10.0 ** (math.floor(math.log10(min(above))) - 1))
         title = f"Difference of the training loss to {runs[0].name}"
-        found.insert(1, Chart(title, steps, axis, apart))
-    return found
+        panels.insert(1, Chart(title, steps, axis, apart))
+    return panels
 
 
 def _table(runs: Sequence[Run]) -> str:

@@ -127,9 +127,9 @@ def _scaled(value: float | None, unit: float) -> float | None:
 def rows(runs: Sequence[Run]) -> list[list[str]]:
     """The :func:`numbers` of runs as a table, without what no run has."""
     of_runs = [numbers(run, runs[0]) for run in runs]
-    keys = dict.fromkeys(key for one in of_runs for key in one)
-    kept = [key for key in keys if any(one.get(key) is not None for one in of_runs)]
-    return [[key, *(_shown(one.get(key)) for one in of_runs)] for key in kept]
+    keys = dict.fromkeys(key for values in of_runs for key in values)
+    kept = [key for key in keys if any(values.get(key) is not None for values in of_runs)]
+    return [[key, *(_shown(values.get(key)) for values in of_runs)] for key in kept]
 
 
 def _shown(value: Value) -> str:
