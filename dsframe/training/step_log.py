@@ -29,9 +29,12 @@ class StepLog(Listener):
     def on_step(self, training: Training, result: StepResult) -> None:
         """**Collective** on a step that is logged. Raises TrainingError for a loss that is not
         finite, DataError where ranks have read different streams."""
+        if training.schedule.logs(training.step):
+            self.log(training, result)
+
+    def log(self, training: Training, result: StepResult) -> None:
+        """**Collective.** Emits what is logged of this step. Raises as :meth:`on_step`."""
         step = training.step
-        if not training.schedule.logs(step):
-            return
         loss, terms = _means(training.engine, result)
         rate = training.progress.rate(step) if step > training.first_step else 0.0
         norm = None if result.gradient_norm is None else float(result.gradient_norm)

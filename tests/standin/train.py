@@ -47,6 +47,10 @@ def record(folder: Path) -> None:
     from dsframe.data.loader import EvaluationLoader, as_source
     from dsframe.engines.deepspeed.imports import deepspeed
     from dsframe.trainer import Trainer
+    from dsframe.training.checkpoints import Checkpoints
+    from dsframe.training.evaluations import Evaluations
+    from dsframe.training.finite import FiniteCheck
+    from dsframe.training.step_log import StepLog
     from tests.engines.briefly import First
 
     full = EvaluationLoader.__init__
@@ -58,9 +62,10 @@ def record(folder: Path) -> None:
     in_phase(job, "make_engine", lambda *_: "set-up")
     in_phase(Trainer, "fit", lambda *_: "training")
     in_phase(Trainer, "_train_step", lambda _, step, *__: f"step {step}")
-    in_phase(Trainer, "_log", lambda _, step, *__: f"log {step}")
-    in_phase(Trainer, "_save", lambda _, step, *__: f"save {step}")
-    in_phase(Trainer, "_evaluate", lambda _, step, *__: f"evaluation {step}")
+    in_phase(FiniteCheck, "on_step", lambda _, training, *__: f"step {training.step}")
+    in_phase(StepLog, "log", lambda _, training, *__: f"log {training.step}")
+    in_phase(Checkpoints, "save", lambda _, training: f"save {training.step}")
+    in_phase(Evaluations, "evaluate", lambda _, training: f"evaluation {training.step}")
     folder.mkdir(parents=True, exist_ok=True)
     rank, leave = os.environ.get("RANK", "0"), os._exit
 
@@ -113,10 +118,15 @@ def host_tensor_in_a_collective() -> None:
 
 def item_in_every_step() -> None:
     """A step reads its loss."""
-    from dsframe.trainer import Trainer
+    from dsframe.guard.nonfinite import FirstNonFinite
 
-    original = Trainer._look
-    Trainer._look = lambda self, step, result: (float(result.loss), original(self, step, result))[1]  # type: ignore[assignment,method-assign]
+    original = FirstNonFinite.look
+
+    def reads(self: FirstNonFinite, step: int, loss: torch.Tensor, norm: Any) -> None:
+        float(loss)
+        original(self, step, loss, norm)
+
+    FirstNonFinite.look = reads  # type: ignore[method-assign]
 
 
 def batch_on_the_host() -> None:
@@ -128,9 +138,9 @@ def batch_on_the_host() -> None:
 
 def model_on_the_host() -> None:
     """The model is not moved."""
-    from dsframe import engine
+    from dsframe.model import build
 
-    engine._settle = lambda *_: None
+    build._place = lambda *_: ""
 
 
 def device_of_another_host() -> None:
@@ -158,14 +168,14 @@ def pageable_batch() -> None:
 
 def reads_before_it_arrived() -> None:
     """A number is fetched without waiting for the device, and then read."""
-    from dsframe.trainer import Trainer
+    from dsframe.training import step_log
 
-    def read(self: Any, value: torch.Tensor) -> float:
+    def means(engine: Any, result: Any) -> tuple[float, dict[str, float]]:
         host = torch.empty(1, dtype=torch.float64).pin_memory()
-        host.copy_(self.engine.sum_over_ranks(value.detach().reshape(1).double()), non_blocking=True)
-        return float(host) / self.engine.plan.world.size
+        host.copy_(engine.sum_over_ranks(result.loss.detach().reshape(1).double()), non_blocking=True)
+        return float(host) / engine.plan.world.size, {}
 
-    Trainer._figures = lambda self, result: (read(self, result.loss), {})  # type: ignore[assignment,method-assign]
+    step_log._means = means
 
 
 def sleeping_rank() -> None:

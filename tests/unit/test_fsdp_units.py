@@ -12,6 +12,7 @@ from torch import Tensor, nn
 
 from dsframe.config.schema.settings_engines import Fsdp
 from dsframe.engines import fsdp_units
+from dsframe.model.build import BuiltModel
 from dsframe.tasks import Task
 
 
@@ -77,7 +78,7 @@ def units(model: nn.Module, monkeypatch: pytest.MonkeyPatch, **settings: Any) ->
     monkeypatch.setattr(fsdp_units, "all_gather_text", lambda engine, text: [text, text])
     file = SimpleNamespace(settings=SimpleNamespace(fsdp=Fsdp(**settings)))
     plan = SimpleNamespace(config=file, task=Tokens(model), device=torch.device("cpu"))
-    engine: Any = SimpleNamespace(plan=plan, dtype=torch.float32)
+    engine: Any = SimpleNamespace(plan=plan, built=BuiltModel())
     names = {module: name for name, module in model.named_modules()}
     return [names[unit] for unit in fsdp_units.default_units(engine, model, 2)]
 
