@@ -91,7 +91,7 @@ def _train(
     (folder / "file.json").write_text(json.dumps(TRAINING | more))
     arguments = ("--config", "file.json", "--engine", engine, "--run-dir", "run")
     launch = plan(launcher, Job(processes, ("-m", "dsframe.train"), arguments, port=free_port()))
-    command, variables = list(launch.commands[0]), dict(launch.environment)
+    command, variables = list(launch.command), dict(launch.environment)
     if cluster:
         hosts, scheduler = cluster
         command, variables = hosts.on("node1", command), variables | scheduler.environment
