@@ -18,7 +18,7 @@ from dsframe.cluster.exchange import aligned, all_gather_text, failures, sum_row
 from dsframe.data import EvaluationLoader
 from dsframe.data.loader import EvaluationBatch
 from dsframe.engine import Engine
-from dsframe.errors import TaskError
+from dsframe.errors import EngineError, TaskError
 from dsframe.model import metric_objects
 from dsframe.model.plan import Plan
 from dsframe.model.sample_draws import EvaluationDraws
@@ -86,7 +86,7 @@ class Evaluation:
         results: dict[str, float] = {}
         done = 0
         for name, loader in self._loaders.items():
-            found = self._over(name, loader, self._measure_and_show, lambda count, done=done: stops(done + count))  # type: ignore[misc]
+            found = self._over(name, loader, self._measure_and_show, partial(_stops_after, stops, done))
             if found is None:
                 return None
             results |= self._results(name, found)
@@ -164,7 +164,7 @@ class Evaluation:
                 self._sign_of_life()
                 with self._draws.of(number, one.samples) if self._draws else nullcontext(), self._stance(name, one):
                     found = engine.eval_step(one.batch, partial(take, one) if one.counts else None)
-                if self._draws and not self._draws.drawn:
+                if self._draws and not (self._draws.drawn or self._draws.left_out):
                     self._draws = None
                 for metric, value in found.items():
                     total[metric] = total[metric] + value if metric in total else value
@@ -205,6 +205,8 @@ class Evaluation:
             return {}
         try:
             return sums(task.validation_loss(outputs, targets), f"{type(task).__name__}.loss")
+        except EngineError:  # of the watch over weights
+            raise
         except Exception as error:
             self._no_loss = reason(error, 200)
             return {}
@@ -215,6 +217,7 @@ class Evaluation:
         computed = metric_objects.compute(engine)
         if self._keeps:
             computed |= whole_set.compute(engine, self._kept)
+            self._kept.clear()
         own = finalized(task, found)
         loss = {"loss": found["loss"].mean} if "loss" in found and "loss" not in own else {}
         prefix = f"{name}/" if name else ""
@@ -257,6 +260,10 @@ class Evaluation:
             for name, buffer in self._engine.buffers().items():
                 if name in kept and not torch.equal(buffer.cpu(), kept[name]):
                     _put(kept[name], buffer)
+
+
+def _stops_after(stops: Callable[[int], bool], done: int, batches: int) -> bool:
+    return stops(done + batches)
 
 
 def refuse_unknown(plan: Plan, metrics: Collection[str]) -> None:

@@ -58,10 +58,10 @@ class ReadyTask(dsframe.Task):
         return TensorSource(torch.randn(12, 3, generator=torch.Generator().manual_seed(1)), torch.ones(12))
 
 
-def make(**switches: Any) -> tuple[Engine, Evaluation]:
+def make(task: Task | None = None, **switches: Any) -> tuple[Engine, Evaluation]:
     file = {"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "dsframe": {"model": switches}}
     config = load(file).resolve(Facts(1, 100, None, replicas=True))
-    batch, task = config.batch(1, replicas=True), ReadyTask()
+    batch, task = config.batch(1, replicas=True), task or ReadyTask()
     plan = Plan(config, World(), task, optimizers.read(config), schedules.constant(0.1), batch, CPU)
     engine = engines.load("single", config)(plan)
     loader = EvaluationLoader(task.train_data(), seed=0, micro_batch_size=5)
@@ -220,3 +220,42 @@ def test_a_finalize_that_gives_no_numbers(gives: Any, message: str, monkeypatch:
     monkeypatch.setattr(Perplexity, "finalize", lambda self, sums: gives)
     with pytest.raises(TaskError, match=rf"Perplexity\.finalize.*{message}"):
         finalized(Perplexity(), {})
+
+
+class Random(ReadyTask):
+    """Draws numbers that belong to no sample: their order is the batch's, or their generator the task's own."""
+
+    draws: Any = None
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(3, 1), nn.Flatten(0))
+
+    def metrics(self, outputs: Tensor, targets: Tensor) -> Mapping[str, Sum]:
+        self.draws(len(targets))
+        return super().metrics(outputs, targets)
+
+
+@pytest.mark.parametrize(
+    ("draws", "said"),
+    [
+        (lambda rows: torch.randn(rows, 2), False),
+        (lambda rows: torch.randint(3, (rows,)), False),
+        (lambda rows: torch.randn(rows + 1), True),
+        (torch.randperm, True),
+        (lambda rows: torch.randn(rows, generator=torch.Generator().manual_seed(0)), True),
+        (lambda rows: None, False),
+    ],
+)
+def test_draws_that_belong_to_no_sample_are_said_once(
+    draws: Any, said: bool, capsys: pytest.CaptureFixture[str]
+) -> None:
+    task = Random()
+    task.draws = draws
+    _, evaluation = make(task)
+    evaluation.try_out()
+    evaluation.run()
+    evaluation.run()
+    lines = [
+        line for line in capsys.readouterr().out.splitlines() if "draws random numbers that belong to no sample" in line
+    ]
+    assert len(lines) == said
