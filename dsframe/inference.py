@@ -61,9 +61,9 @@ def evaluate(run: Run, world: World, path: Path, *, averages: bool = False) -> d
     with _loaded(run, world, path, averages=averages) as (job, engine, watchdog):
         if not job.work.evaluation:
             raise TaskError(f"{type(run.task).__name__} has no eval_data, so there is nothing to evaluate")
-        found = Evaluation(engine, job.work.evaluation, watchdog.beat, job.say).run()
-        assert found is not None
-        return found
+        metrics = Evaluation(engine, job.work.evaluation, watchdog.beat, job.say).run()
+        assert metrics is not None
+        return metrics
 
 
 def predict(run: Run, world: World, path: Path, out: Path, *, averages: bool = False) -> int:
@@ -114,10 +114,10 @@ def load_model(path: str | Path, task: Task | None = None, *, averages: bool = F
     """
     from dsframe.config import load
 
-    found = store.complete(Path(path), best=best)
-    checkpoint = Checkpoint(found)
+    folder = store.complete(Path(path), best=best)
+    checkpoint = Checkpoint(folder)
     adapted = "adapter" in checkpoint.manifest
-    config = load(store.config_of(found)) if adapted or task is None else None
+    config = load(store.config_of(folder)) if adapted or task is None else None
     if task is None:
         assert config is not None
         task = tasks.build(config.settings.task, config.settings.seed)
@@ -131,10 +131,10 @@ def load_model(path: str | Path, task: Task | None = None, *, averages: bool = F
     try:
         missing, unexpected = model.load_state_dict(state, strict=False)
     except RuntimeError as error:
-        raise CheckpointError(f"{found} belongs to another model: {error}") from None
+        raise CheckpointError(f"{folder} belongs to another model: {error}") from None
     lost = [name for name in missing if name in dict(model.named_parameters()) and name not in base]
     if lost or unexpected:
-        raise CheckpointError(f"{found} belongs to another model: {', '.join([*lost, *unexpected][:5])}")
+        raise CheckpointError(f"{folder} belongs to another model: {', '.join([*lost, *unexpected][:5])}")
     checkpoint.close()
     return model.eval()
 

@@ -173,14 +173,14 @@ def _choose(
         except (CheckpointError, OSError) as error:
             failure = str(error)
     known = {"failure": failure, "paths": [str(path) for path in candidates], "foreign": foreign}
-    found = json.loads(all_gather_text(engine, json.dumps(known))[0])
-    if found["failure"]:
-        raise CheckpointError(found["failure"])
-    paths = [Path(path) for path in found["paths"]]
+    choice = json.loads(all_gather_text(engine, json.dumps(known))[0])
+    if choice["failure"]:
+        raise CheckpointError(choice["failure"])
+    paths = [Path(path) for path in choice["paths"]]
     damaged: dict[Path, str] = {}
     for path in paths:
-        if str(path) in found["foreign"]:
-            raise CheckpointError(found["foreign"][str(path)])  # whole: neither to be used here, nor to be set aside
+        if str(path) in choice["foreign"]:
+            raise CheckpointError(choice["foreign"][str(path)])  # whole: neither to be used here, nor to be set aside
         if wrong := damaged_files(engine, path, sign_of_life):
             damaged[path] = "; ".join(wrong)
             continue

@@ -199,8 +199,8 @@ class Store:
 
         ``after``: only whole ones of later steps. Returns where to, None where there are none. Raises OSError.
         """
-        found = [path for path in self.newest_first() if after is None or (step_of(path) or 0) > after]
-        if not found and (after is not None or not self.damaged()):
+        earlier = [path for path in self.newest_first() if after is None or (step_of(path) or 0) > after]
+        if not earlier and (after is not None or not self.damaged()):
             return None
         linked = self.directory.is_symlink()
         base = self.directory / "earlier" if linked else self.directory
@@ -212,8 +212,8 @@ class Store:
             return target
         target.mkdir()
         if after is None:
-            found = [path for path in self.directory.iterdir() if path.name.startswith(("step-", LATEST, BEST))]
-        for path in found:
+            earlier = [path for path in self.directory.iterdir() if path.name.startswith(("step-", LATEST, BEST))]
+        for path in earlier:
             path.rename(target / path.name)
         best = self.directory / BEST
         if best.is_file() and not self.directory.joinpath(best.read_text().strip()).exists():
@@ -246,8 +246,8 @@ def locate(path: Path, *, best: bool = False) -> list[Path]:
     if (path / MANIFEST).exists() or step_of(path) is not None:
         return [path]
     for folder in (path, path / "checkpoints"):
-        if found := Store(folder).newest_first():
-            return found
+        if checkpoints := Store(folder).newest_first():
+            return checkpoints
     what = "does not exist" if not path.exists() else "is neither a checkpoint nor a folder that holds one"
     raise CheckpointError(f"{path} {what}")
 
@@ -255,19 +255,19 @@ def locate(path: Path, *, best: bool = False) -> list[Path]:
 def _pointed(pointer: Path) -> Path:
     """The checkpoint that a file points to. Raises CheckpointError."""
     name = pointer.read_text(encoding="utf-8", errors="replace").strip()
-    found = pointer.parent / name
-    if not _NAME.fullmatch(name) or not found.is_dir():
+    folder = pointer.parent / name
+    if not _NAME.fullmatch(name) or not folder.is_dir():
         raise CheckpointError(f"{pointer} names {name!r}, and there is no such checkpoint beside it")
-    return found
+    return folder
 
 
 def complete(path: Path, *, best: bool = False) -> Path:
     """The newest complete checkpoint that ``path`` means, or the best one. Raises CheckpointError."""
     candidates = locate(path, best=best)
-    found = next((one for one in candidates if not verify(one)), None)
-    if found is None:
+    checkpoint = next((candidate for candidate in candidates if not verify(candidate)), None)
+    if checkpoint is None:
         raise CheckpointError(f"{candidates[0]}: damaged: {'; '.join(verify(candidates[0]))}")
-    return found
+    return checkpoint
 
 
 def finite(evaluation: Mapping[str, float]) -> dict[str, float | None]:

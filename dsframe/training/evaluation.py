@@ -86,10 +86,10 @@ class Evaluation:
         results: dict[str, float] = {}
         done = 0
         for name, loader in self._loaders.items():
-            found = self._over(name, loader, self._measure_and_show, partial(_stops_after, stops, done))
-            if found is None:
+            set_totals = self._over(name, loader, self._measure_and_show, partial(_stops_after, stops, done))
+            if set_totals is None:
                 return None
-            results |= self._results(name, found)
+            results |= self._results(name, set_totals)
             done += len(loader)
         return results
 
@@ -113,9 +113,9 @@ class Evaluation:
             self._one_model(),
         ):
             for name, loader in self._loaders.items():
-                found = self._over(name, list(loader.trial()), self._measure)
+                set_totals = self._over(name, list(loader.trial()), self._measure)
                 try:
-                    metrics |= self._results(name, found or {})
+                    metrics |= self._results(name, set_totals or {})
                 except (ArithmeticError, ValueError):  # of a few samples there may be nothing to divide by
                     complete = False
         if complete:
@@ -138,14 +138,14 @@ class Evaluation:
         """**Collective.** The task's sums over ``batches``, as many on each rank; None where ranks agree to stop."""
         metric_objects.reset(self._engine)
         self._kept.clear()
-        found = self._batches(name, batches, measure, stops)
-        if found is None:
+        local_totals = self._batches(name, batches, measure, stops)
+        if local_totals is None:
             return None
         if self._has_loss and (why := failures(self._engine, self._no_loss)):
             self._has_loss = False
             self._tell(f"note: evaluations are without the loss, which fails in evaluation mode: {why[0]}")
-            found.pop("loss", None)
-        return totals(self._engine, found)
+            local_totals.pop("loss", None)
+        return totals(self._engine, local_totals)
 
     def _batches(
         self,
@@ -158,44 +158,44 @@ class Evaluation:
         engine.plan.task.context.eval_set = name
         total: dict[str, Sum] = {}
         with engine.evaluating(len(batches)):
-            for done, one in enumerate(batches):
+            for done, batch in enumerate(batches):
                 if done and stops(done):
                     return None
                 self._sign_of_life()
-                with self._draws.of(number, one.samples) if self._draws else nullcontext(), self._stance(name, one):
-                    found = engine.eval_step(one.batch, partial(take, one) if one.counts else None)
+                with self._draws.of(number, batch.samples) if self._draws else nullcontext(), self._stance(name, batch):
+                    measured = engine.eval_step(batch.batch, partial(take, batch) if batch.counts else None)
                 if self._draws and not (self._draws.drawn or self._draws.left_out):
                     self._draws = None
-                for metric, value in found.items():
+                for metric, value in measured.items():
                     total[metric] = total[metric] + value if metric in total else value
         return total
 
-    def _stance(self, name: str, one: EvaluationBatch) -> AbstractContextManager[Any]:
+    def _stance(self, name: str, batch: EvaluationBatch) -> AbstractContextManager[Any]:
         """A batch that is shorter is not compiled: the compiler would make another graph for it, and take the training's batches
         for others of one graph whose size changes."""
-        short = len(one.samples) < self._loaders[name].micro_batch_size
+        short = len(batch.samples) < self._loaders[name].micro_batch_size
         return torch.compiler.set_stance("force_eager") if self._compiled and short else nullcontext()
 
-    def _measure(self, one: EvaluationBatch, outputs: Any, targets: Any) -> Mapping[str, Sum]:
+    def _measure(self, batch: EvaluationBatch, outputs: Any, targets: Any) -> Mapping[str, Sum]:
         """The task's metrics of a batch. Raises TaskError."""
         task, watch = self._engine.plan.task, self._engine.built.watch
-        task.context.eval_samples = len(one.samples)
+        task.context.eval_samples = len(batch.samples)
         with nullcontext() if watch is None else watch.inside():
             for metric in task.metric_objects.values():
                 task.update_metric(metric, outputs, targets)
-            found = sums(task.metrics(outputs, targets), f"{type(task).__name__}.metrics")
-            if "loss" not in found:
-                found = {**self._loss(outputs, targets), **found}
+            metrics = sums(task.metrics(outputs, targets), f"{type(task).__name__}.metrics")
+            if "loss" not in metrics:
+                metrics = {**self._loss(outputs, targets), **metrics}
             if self._keeps:
                 self._kept.append(whole_set.on_cpu(task.keep(outputs, targets)))
-        return found
+        return metrics
 
-    def _measure_and_show(self, one: EvaluationBatch, outputs: Any, targets: Any) -> Mapping[str, Sum]:
+    def _measure_and_show(self, batch: EvaluationBatch, outputs: Any, targets: Any) -> Mapping[str, Sum]:
         """The same, for the hooks to see: not in a trial."""
-        found = self._measure(one, outputs, targets)
+        metrics = self._measure(batch, outputs, targets)
         if self._on_batch:
             self._on_batch(outputs, targets)
-        return found
+        return metrics
 
     def _loss(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
         """The loss, where the task's metrics leave it out; nothing where it cannot be computed: a model may give something else
@@ -211,17 +211,17 @@ class Evaluation:
             self._no_loss = reason(error, 200)
             return {}
 
-    def _results(self, name: str, found: Mapping[str, Sum]) -> dict[str, float]:
+    def _results(self, name: str, totals_by_name: Mapping[str, Sum]) -> dict[str, float]:
         """**Collective.** Returns what the task makes of its sums, and what its metric objects and its metrics of all do."""
         engine, task = self._engine, self._engine.plan.task
         computed = metric_objects.compute(engine)
         if self._keeps:
             computed |= whole_set.compute(engine, self._kept)
             self._kept.clear()
-        own = finalized(task, found)
-        loss = {"loss": found["loss"].mean} if "loss" in found and "loss" not in own else {}
+        finished = finalized(task, totals_by_name)
+        loss = {"loss": totals_by_name["loss"].mean} if "loss" in totals_by_name and "loss" not in finished else {}
         prefix = f"{name}/" if name else ""
-        return {f"{prefix}{metric}": value for metric, value in {**loss, **own, **computed}.items()}
+        return {f"{prefix}{metric}": value for metric, value in {**loss, **finished, **computed}.items()}
 
     def _look_at_draws(self, before: Any) -> None:
         """**Collective.** Says once that something was drawn which belongs to no sample."""
@@ -251,9 +251,11 @@ class Evaluation:
         """
         kept = {name: buffer.to("cpu", copy=True) for name, buffer in self._engine.buffers().items()}
         differ = _take_over(self._engine, kept)
-        own = ", ".join(name for name in differ if name.rpartition(".")[2] not in _STATISTICS)
-        if own:
-            self._tell(f"warning: buffer {own} differs between ranks; results may depend on the number of processes")
+        stateful = ", ".join(name for name in differ if name.rpartition(".")[2] not in _STATISTICS)
+        if stateful:
+            self._tell(
+                f"warning: buffer {stateful} differs between ranks; results may depend on the number of processes"
+            )
         try:
             yield
         finally:

@@ -17,12 +17,12 @@ from dsframe.tasks.task import Task
 def rows_of(task: Task, outputs: Any, targets: Any, samples: int) -> list[dict[str, Any]]:
     """Returns what the task predicts for a batch of so many ``samples``, a dict for each, as JSON has it. Raises TaskError."""
     whose = f"{type(task).__name__}.predictions"
-    found = task.predictions(outputs, targets)
-    if not isinstance(found, Mapping):
+    predicted = task.predictions(outputs, targets)
+    if not isinstance(predicted, Mapping):
         raise TaskError(
-            f"{whose} returned {type(found).__name__}; return tensors or lists by name, a row for each sample"
+            f"{whose} returned {type(predicted).__name__}; return tensors or lists by name, a row for each sample"
         )
-    return _dicts({str(name): _rows(value, samples, f"{whose}: {name!r}") for name, value in found.items()})
+    return _dicts({str(name): _rows(value, samples, f"{whose}: {name!r}") for name, value in predicted.items()})
 
 
 def _dicts(columns: Mapping[str, list[Any]]) -> list[dict[str, Any]]:
@@ -40,8 +40,8 @@ def _rows(value: Any, samples: int, what: str) -> list[Any]:
         return _dicts({name: _constant(part, samples, f"{what}, {name}") for name, part in parts.items()})
     if not isinstance(value, (tuple, list)):
         raise _refused(what, type(value).__name__, samples)
-    tensors = bool(value) and all(isinstance(one, (Tensor, np.ndarray)) and one.ndim for one in value)
-    by_part = tensors and all(len(one) == samples for one in value)
+    tensors = bool(value) and all(isinstance(array, (Tensor, np.ndarray)) and array.ndim for array in value)
+    by_part = tensors and all(len(array) == samples for array in value)
     if by_part and isinstance(value, list) and len(value) == samples > 1:
         raise TaskError(
             f"{what}: a list of {samples} tensors of {samples} rows each: its entries or its rows may be the samples; return them "
@@ -51,7 +51,7 @@ def _rows(value: Any, samples: int, what: str) -> list[Any]:
         each = [_constant(part, samples, f"{what}, part {number}") for number, part in enumerate(value)]
         return [list(row) for row in zip(*each, strict=True)]
     if len(value) == samples:
-        return [plain(one, what) for one in value]
+        return [plain(array, what) for array in value]
     raise _refused(what, f"a {type(value).__name__} of {len(value)}", samples)
 
 
@@ -86,7 +86,7 @@ def plain(value: Any, what: str) -> Any:
     if isinstance(value, (np.ndarray, np.generic)):
         return value.tolist()
     if isinstance(value, (tuple, list)) and not hasattr(value, "_asdict"):
-        return [plain(one, what) for one in value]
+        return [plain(item, what) for item in value]
     parts = _parts(value)
     if parts is None:
         raise TaskError(

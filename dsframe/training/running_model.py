@@ -36,8 +36,10 @@ def copy_of(engine: Engine, averages: bool) -> nn.Module | None:
         raise TaskError(f"{type(plan.task).__name__}.model: {wrong[0]}")
     state = engine.state()
     tensors = {**dict(model.named_parameters()), **dict(model.named_buffers())} if model else {}
-    for one in state.parameters:
-        _fill(tensors, one.name, one.moments.get(ema.KEY, one.weight) if averages else one.weight)
+    for parameter in state.parameters:
+        _fill(
+            tensors, parameter.name, parameter.moments.get(ema.KEY, parameter.weight) if averages else parameter.weight
+        )
     for name, buffer in state.buffers.items():
         _fill(tensors, name, buffer)
     return model.eval() if model else None

@@ -31,8 +31,8 @@ def compute(engine: Ranks, kept: Sequence[Any]) -> dict[str, float]:
     if engine.plan.batch.sequence_parallel_size > 1:
         raise TaskError(f"{type(task).__name__}.metrics_of_all: a rank has slices of sequences; choose another engine")
     batches = gathered(engine, kept)
-    told = _computed(task, batches) if is_main else {}
-    answer = json.loads(all_gather_text(engine, json.dumps(told))[0])
+    computed = _computed(task, batches) if is_main else {}
+    answer = json.loads(all_gather_text(engine, json.dumps(computed))[0])
     if error := answer.get("error"):
         raise (UndefinedMetricError if answer["undefined"] else TaskError)(error)
     return {str(name): float(value) for name, value in answer["metrics"].items()}
@@ -56,13 +56,13 @@ def gathered(engine: Ranks, kept: Sequence[Any]) -> list[Any]:
     if engine.plan.world.size == 1:
         return list(kept)
     most = max(int(text) for text in all_gather_text(engine, str(len(kept))))
-    found: list[Any] = []
+    batches: list[Any] = []
     for number in range(most):
         content = pickle.dumps(kept[number]) if number < len(kept) else b""
         parts = all_gather_tensor(engine, torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else _NONE)
         if engine.plan.world.is_main:
-            found += [pickle.loads(part.numpy().tobytes()) for part in parts if part.numel()]
-    return found
+            batches += [pickle.loads(part.numpy().tobytes()) for part in parts if part.numel()]
+    return batches
 
 
 _NONE = torch.zeros(0, dtype=torch.uint8)
