@@ -229,6 +229,22 @@ def assigned(node: ast.AST) -> Iterator[ast.Attribute]:
                 yield one
 
 
+MOST_CORE_LINES, MOST_MEMBERS = 5_000, 12
+
+
+def test_the_core_is_read_in_an_evening() -> None:
+    """The files of CONTRIBUTING.md's reading order, and how much the contract of engines and the loop define."""
+    text = (REPOSITORY / "CONTRIBUTING.md").read_text()
+    order = text.split("## The house")[1].split("| folder |")[0]
+    files = re.findall(r"`([\w/]+\.py)`", order)
+    assert len(files) > 20
+    assert sum((PACKAGE / file).read_text().count("\n") for file in files) <= MOST_CORE_LINES
+    for file, name in (("engine.py", "Engine"), ("trainer.py", "Trainer")):
+        cls = next(node for node in sources()[file].body if isinstance(node, ast.ClassDef) and node.name == name)
+        methods = [node.name for node in cls.body if isinstance(node, ast.FunctionDef)]
+        assert len(methods) <= MOST_MEMBERS, methods
+
+
 def test_libraries_are_patched_in_their_files_only() -> None:
     """An attribute of a library's object or module that is assigned, mock.patch, or an entry of sys.modules."""
     wrong, seen = [], 0
