@@ -43,6 +43,17 @@ class RunView:
     copy_model: Callable[[bool], nn.Module | None] = lambda averages: None
     """Makes what :meth:`model` returns."""
 
+    image_logger: Callable[[str, Tensor], None] = lambda name, image: None
+    """Receives what :meth:`log_image` is given."""
+
+    def log_image(self, name: str, image: Tensor) -> None:
+        """Sends an image to TensorBoard, Weights & Biases, Comet and MLflow, as far as the file switches them on. Not collective;
+        on ranks other than 0 nothing happens.
+
+        ``image``: ``[channels, height, width]`` with 1 or 3 channels, uint8, or floating point from 0 to 1.
+        """
+        self.image_logger(name, image)
+
     def model(self, *, averages: bool = False) -> nn.Module | None:
         """**Collective**, so call it on every rank: a copy of the model as it is now, on the CPU and in evaluation mode, on rank 0;
         None on the others. ``averages``: the averages of the weights ("ema") in the place of them. On rank 0 it takes the memory of

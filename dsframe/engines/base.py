@@ -2,13 +2,40 @@
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable, Mapping
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from dsframe.engine import Engine, StepResult
-from dsframe.errors import EngineError
-from dsframe.model.forward import Inputs, MicroBatch, TargetedInputs, Terms, loss_of
+from dsframe.errors import EngineError, TaskError
+from dsframe.model.forward import Inputs, Measure, MicroBatch, TargetedInputs, Terms, loss_of
+from dsframe.model.plan import Plan
+from dsframe.tasks.task import Sum
+
+EvalStep = Callable[[Any, tuple[Inputs, Any], Measure | None], Mapping[str, Sum]]
+
+
+def without_gradients(eval_step: EvalStep) -> EvalStep:
+    """Decorates an engine's ``eval_step``: no graph is kept, unless the task asks for gradients."""
+
+    @functools.wraps(eval_step)
+    def step(self: ModelEngine, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
+        with torch.set_grad_enabled(self.plan.task.eval_gradients):
+            return eval_step(self, batch, measure)
+
+    return step
+
+
+def refuse_evaluation_gradients(plan: Plan, reason: str) -> None:
+    """Raises TaskError if the task takes derivatives in evaluations, and the engine cannot."""
+    if plan.task.eval_gradients:
+        raise TaskError(
+            f"{type(plan.task).__name__}.eval_gradients: {reason}, so an evaluation cannot take "
+            "derivatives of the outputs; choose an engine with whole weights"
+        )
 
 
 class ModelEngine(Engine):

@@ -25,6 +25,7 @@ from torch.distributed.tensor import DTensor
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.engines import fsdp_units, precision, state_replica
+from dsframe.engines.base import refuse_evaluation_gradients
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.evaluating import stays_gathered
 from dsframe.engines.precision import MasterWeights, gradients_of, total_norm
@@ -51,6 +52,7 @@ class FsdpEngine(ReplicaEngine):
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises EngineError if the model cannot be sharded as the file says, WorldError as DDP does."""
         self._settings = plan.config.settings.fsdp
+        refuse_evaluation_gradients(plan, "FSDP shards weights")
         process_group.open_process_group(plan.world, plan.device, plan.collective_limit)
         if plan.config.deepspeed.gradient_allreduce_op == "sum":
             self.gradient_factor = float(plan.world.size)  # FSDP averages

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 
 from dsframe.engine import StepResult
 from dsframe.engines import precision, state_replica
-from dsframe.engines.base import ModelEngine
+from dsframe.engines.base import ModelEngine, without_gradients
 from dsframe.model import ema, lbfgs
 from dsframe.model.build import build_model
 from dsframe.model.forward import Inputs, Measure, MicroBatch, outputs_of
@@ -223,7 +223,7 @@ class ReplicaEngine(ModelEngine):
         """The model's, or a part's; not through its wrapper, which would expect a backward pass."""
         return self._forward(self.model if module is None else module, inputs)
 
-    @torch.no_grad()
+    @without_gradients
     def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
         """Waits for nobody: the bare model runs, whose wrapper may communicate."""
         inputs, targets = batch

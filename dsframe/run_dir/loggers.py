@@ -60,6 +60,9 @@ class Logger(ABC):
     def write(self, metrics: Mapping[str, float], samples: int) -> None:
         """``metrics``: finite numbers, by DeepSpeed's names."""
 
+    def log_image(self, name: str, pixels: Any, samples: int) -> None:  # noqa: B027 - not all take images
+        """``pixels``: a uint8 array ``[height, width, channels]``."""
+
     @abstractmethod
     def close(self, ending: Ending) -> None:
         """Sends what is still held."""
@@ -112,6 +115,12 @@ class Loggers:
                 self._all[name].write(metrics, record["step"] * self._batch)
                 self._failed.remove(name)
 
+    def log_image(self, name: str, step: int, pixels: Any) -> None:
+        """``pixels``: a uint8 array ``[height, width, channels]``."""
+        for logger_name, logger in self._all.items():
+            with _survived(logger_name):
+                logger.log_image(name, pixels, step * self._batch)
+
     def close(self, ending: Ending = "FINISHED") -> None:
         """Sends what is still held. One that has failed, which everybody knows, may still be able to say that the run is over."""
         for name, logger in self._all.items():
@@ -157,6 +166,10 @@ class _TensorBoard(Logger):
     def write(self, metrics: Mapping[str, float], samples: int) -> None:
         for name, value in metrics.items():
             self._writer.add_scalar(name, value, samples)
+        self._writer.flush()
+
+    def log_image(self, name: str, pixels: Any, samples: int) -> None:
+        self._writer.add_image(name, pixels, samples, dataformats="HWC")
         self._writer.flush()
 
     def close(self, ending: Ending) -> None:
@@ -234,6 +247,11 @@ class _Wandb(Logger):
     def write(self, metrics: Mapping[str, float], samples: int) -> None:
         self._run.log(dict(metrics), step=samples)
 
+    def log_image(self, name: str, pixels: Any, samples: int) -> None:
+        import wandb
+
+        self._run.log({name: wandb.Image(pixels)}, step=samples)
+
     def close(self, ending: Ending) -> None:
         self._run.finish(exit_code=int(ending != "FINISHED"))
 
@@ -258,6 +276,9 @@ class _Comet(Logger):
         self._last = samples
         for name, value in metrics.items():
             self._run.log_metric(name, value, step=samples)
+
+    def log_image(self, name: str, pixels: Any, samples: int) -> None:
+        self._run.log_image(pixels, name=name, step=samples)
 
     def close(self, ending: Ending) -> None:
         self._run.end()
@@ -296,6 +317,9 @@ class _Mlflow(Logger):
 
         now = int(time.time() * 1000)
         self._client.log_batch(self._run, [Metric(name, value, now, samples) for name, value in metrics.items()])
+
+    def log_image(self, name: str, pixels: Any, samples: int) -> None:
+        self._client.log_image(self._run, pixels, key=name, step=samples)
 
     def close(self, ending: Ending) -> None:
         self._client.set_terminated(self._run, ending)

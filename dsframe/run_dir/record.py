@@ -26,9 +26,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
+from torch import Tensor
 
 from dsframe.config.read.secrets import redact
-from dsframe.errors import DataError
+from dsframe.errors import DataError, TaskError
 from dsframe.host import supervise
 from dsframe.run_dir.loggers import Ending, Loggers
 from dsframe.version import __version__
@@ -138,6 +139,17 @@ class Record:
         clean = _clean(record)
         self._add(clean)
         self._loggers.write(clean)
+
+    def log_image(self, name: str, step: int, image: Tensor) -> None:
+        """Sends ``image`` (``[channels, height, width]``, uint8 or floating point from 0 to 1) to the
+        loggers that take images. Raises TaskError for anything else."""
+        if image.ndim != 3 or image.shape[0] not in (1, 3):
+            shape = list(image.shape)
+            raise TaskError(f"log_image {name!r}: shape {shape} is not [1 or 3, height, width]")
+        image = image.detach().cpu()
+        if image.is_floating_point():
+            image = (image.clamp(0, 1) * 255).round().to(torch.uint8)
+        self._loggers.log_image(name, step, image.movedim(0, -1).contiguous().numpy())
 
     def started(self, phases: Mapping[str, float]) -> None:
         """The first step has ended. ``phases``: seconds since the process's start, by what they were spent on."""

@@ -110,6 +110,9 @@ class Task:
     are pairs, or dicts with ``labels``, of one size. Numbers that it draws belong to the micro-batch, not to a sample."""
     eval_collate: Any = None
     """The same for evaluations and predictions, where :attr:`collate` is for training alone, as mixup is. None: :attr:`collate`."""
+    eval_gradients: bool = False
+    """True if :meth:`metrics` or :meth:`loss` takes derivatives of the outputs, as for a differential equation: evaluations then
+    keep the graph of a batch. Refused where weights are sharded (ZeRO-3, FSDP) and in a pipeline."""
     data_dir: str | None = None
     """Folder that :meth:`prepare` writes to. None: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
     prepared_as: str = ""

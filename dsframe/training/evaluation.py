@@ -188,7 +188,7 @@ class Evaluation:
                 metrics = {**self._loss(outputs, targets), **metrics}
             if self._keeps:
                 self._kept.append(whole_set.on_cpu(task.keep(outputs, targets)))
-        return metrics
+        return {name: Sum(metric.total.detach(), metric.count) for name, metric in metrics.items()}
 
     def _measure_and_show(self, batch: EvaluationBatch, outputs: Any, targets: Any) -> Mapping[str, Sum]:
         """The same, for the hooks to see: not in a trial."""

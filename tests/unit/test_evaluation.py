@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import os
 from collections.abc import Mapping
+from pathlib import Path
 from typing import Any
 
 import hypothesis
@@ -259,3 +260,48 @@ def test_draws_that_belong_to_no_sample_are_said_once(
         line for line in capsys.readouterr().out.splitlines() if "draws random numbers that belong to no sample" in line
     ]
     assert len(lines) == said
+
+
+class Heat(Task):
+    """A differential equation: the metric is a derivative of the outputs by the inputs."""
+
+    def model(self) -> torch.nn.Module:
+        class Net(torch.nn.Sequential):
+            def forward(self, points: Any) -> Any:
+                points.requires_grad_()
+                return super().forward(points), points
+
+        return Net(torch.nn.Linear(1, 8), torch.nn.Tanh(), torch.nn.Linear(8, 1))
+
+    def loss(self, outputs: Any, targets: Any) -> Any:
+        values, points = outputs
+        (slope,) = torch.autograd.grad(values.sum(), points, create_graph=True)
+        return (slope - targets).square().mean()
+
+    def train_data(self) -> Any:
+        points = torch.linspace(0, 1, 8).unsqueeze(1)
+        return torch.utils.data.TensorDataset(points, points.cos())
+
+    eval_data = train_data
+
+
+@pytest.mark.parametrize(("engine", "stage"), [("single", 0), ("deepspeed", 3)])
+def test_an_evaluation_takes_derivatives_where_weights_are_whole(engine: str, stage: int, tmp_path: Path) -> None:
+    task = Heat()
+    task.eval_gradients = True
+    file = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}},
+        "zero_optimization": {"stage": stage},
+        "dsframe": {"engine": engine, "steps": 1, "run_dir": str(tmp_path / "run")},
+    }
+    if stage == 3:
+        pytest.importorskip("deepspeed")
+        with pytest.raises(TaskError, match=r"Heat\.eval_gradients: ZeRO stage 3 shards weights"):
+            dsframe.fit(task, file)
+        return
+    summary = dsframe.fit(task, file)
+    torch.manual_seed(0)
+    model = dsframe.load_model(tmp_path / "run", Heat())
+    points, targets = Heat().train_data().tensors
+    assert summary.metrics["loss"] == pytest.approx(float(task.loss(model(points), targets).detach()), abs=1e-6)

@@ -10,7 +10,9 @@ from types import ModuleType, SimpleNamespace
 from typing import Any
 
 import pytest
+import torch
 
+import dsframe
 from dsframe import engines
 from dsframe.config import load
 from dsframe.engines import TABLE
@@ -185,3 +187,27 @@ def test_they_mean_the_same_on_every_engine(engine: str) -> None:
     refused, notes = engines.examine(load(file), engine)
     assert refused == []
     assert not any(name in note for note in notes for name in sections)
+
+
+class Pictures(dsframe.Hooks):
+    def on_evaluation_batch(self, run: dsframe.RunView, outputs: torch.Tensor, targets: torch.Tensor) -> None:
+        run.log_image("outputs", outputs[:1, :1].reshape(1, 1, 1).expand(3, 4, 5))
+
+
+def test_hooks_send_images_of_an_evaluation_to_tensorboard(tmp_path: Path) -> None:
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    data = torch.utils.data.TensorDataset(torch.rand(8, 2), torch.rand(8, 1))
+    task = dsframe.Task.from_module(lambda: torch.nn.Linear(2, 1), torch.nn.MSELoss(), data, data)
+    task.hooks = [Pictures()]
+    file = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "tensorboard": {"enabled": True},
+        "dsframe": {"engine": "single", "steps": 2, "run_dir": str(tmp_path / "run")},
+    }
+    dsframe.fit(task, file)
+    events = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"images": 0})
+    events.Reload()
+    assert [(image.step, image.height, image.width) for image in events.Images("outputs")] == [(8, 4, 5)] * 2

@@ -24,7 +24,7 @@ from dsframe.cluster import process_group
 from dsframe.config.features import makes_groups, shares_activations
 from dsframe.engine import StepResult
 from dsframe.engines import precision
-from dsframe.engines.base import ModelEngine
+from dsframe.engines.base import ModelEngine, refuse_evaluation_gradients, without_gradients
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.deepspeed import jit, patches, state, versions
 from dsframe.engines.deepspeed.handover import handover
@@ -66,6 +66,8 @@ class ZeroEngine(ModelEngine):
         self._experts: Mapping[str, Part] = {}
         self._dtype = precision.parameter_dtype(plan.config)
         self._refuse_what_the_machine_lacks()
+        if self._stage == 3:
+            refuse_evaluation_gradients(plan, "ZeRO stage 3 shards weights")
         if plan.config.deepspeed.log_level is None and not plan.verbose:
             logger.setLevel(logging.ERROR)
         patches.leave_out_shm_comm()
@@ -338,7 +340,7 @@ class ZeroEngine(ModelEngine):
         if self._stage == 3 and not self.plan.frozen:
             patches.forget_evaluation(self._engine)
 
-    @torch.no_grad()
+    @without_gradients
     def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
         """**Collective.** At stage 3 every rank's forward pass gathers the others' parameters."""
         inputs, targets = batch if self._slices is None else self._slices.cut(batch)

@@ -20,6 +20,7 @@ from torch import Tensor, nn
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.engine import StepResult
 from dsframe.engines import precision
+from dsframe.engines.base import refuse_evaluation_gradients
 from dsframe.engines.deepspeed import patches, state, state_tensor, tensor
 from dsframe.engines.deepspeed.engine import ZeroEngine
 from dsframe.engines.deepspeed.imports import deepspeed
@@ -39,6 +40,7 @@ class PipelineEngine(ZeroEngine):
 
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises TaskError and EngineError where the model makes no such stages, before processes meet."""
+        refuse_evaluation_gradients(plan, "a pipeline's stages hold parts of the model")
         self._cut = Cut(plan)
         self._evaluated: Any = None
         self._evaluating = False
