@@ -242,7 +242,7 @@ def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[E
         phases.done("engine")
         extend_limits(plan.collective_limit)
         watchdog.connect(engine, engine.built.calls)
-        assert_same_on_all_ranks(engine, _facts(plan.config, job.work))
+        assert_same_on_all_ranks(engine, {**_facts(plan.config, job.work), "--resume": run.options.resume})
     output.begin_anew()  # rank 0 has come here too, so the directory is this run's
     job.progress.block(
         f"dsframe {__version__}",

@@ -25,6 +25,12 @@ class Ranks(Protocol):
     def sum_over_ranks(self, values: Tensor) -> Tensor: ...
 
 
+_FRAME = float(1 << 40)
+"""Added to each length: another exchange's numbers, such as a digest, are not taken for lengths."""
+_MOST_BYTES = 1 << 30
+"""Longest text of a rank."""
+
+
 def all_gather_text(ranks: Ranks, text: str) -> list[str]:
     """**Collective.** ``text`` of every rank, in rank order; also a barrier. For kilobytes: the whole table is summed.
 
@@ -34,8 +40,13 @@ def all_gather_text(ranks: Ranks, text: str) -> list[str]:
     content = text.encode()
     words = np.frombuffer(content + bytes(-len(content) % 4), np.uint32).astype(np.float64)
     sizes = torch.zeros(world.size, dtype=torch.float64, device=device)
-    sizes[world.rank] = len(content)
-    lengths = [int(size) for size in ranks.sum_over_ranks(sizes).tolist()]
+    sizes[world.rank] = _FRAME + len(content)
+    lengths = [int(size - _FRAME) for size in ranks.sum_over_ranks(sizes).tolist()]
+    if not all(0 <= length < _MOST_BYTES for length in lengths):
+        raise WorldError(
+            "the processes of this run exchange different things, so they do not do the same; start all with the same command, "
+            "files and versions"
+        )
     width = -(-max(lengths) // 4)
     if width == 0:
         return [""] * world.size

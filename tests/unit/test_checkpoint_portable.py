@@ -30,7 +30,7 @@ from dsframe.config.rules import report
 from dsframe.data import Loader
 from dsframe.engines import state_replica
 from dsframe.engines.deepspeed import state_flat
-from dsframe.errors import CheckpointError, ConfigError
+from dsframe.errors import CheckpointError, ConfigError, WorldError
 from dsframe.model.state import (
     EngineState,
     LossScaleState,
@@ -417,3 +417,18 @@ def test_numbers_of_torchs_optimizers_stay_numbers() -> None:
         optimizer.step()
         bare, full = split(optimizer.state[weight], ()), split(optimizer.state[wide], (2,))
         assert [list(of) for of in bare] == [list(of) for of in full], kind.__name__
+
+
+def test_ranks_that_are_elsewhere_are_no_lengths() -> None:
+    """Another exchange's numbers were taken for the length of a text, and gigabytes were allocated."""
+
+    def exchange(ranks: Any) -> str:
+        if ranks.plan.world.rank == 1:
+            ranks.sum_over_ranks(torch.tensor([4e9, 3e9], dtype=torch.float64))  # words of a digest
+            return ""
+        with pytest.raises(WorldError, match="exchange different things"):
+            all_gather_text(ranks, "text")
+        return "refused"
+
+    assert Room(2).run(exchange) == ["refused", ""]
+    assert Room(2).run(lambda ranks: all_gather_text(ranks, "é" * ranks.plan.world.rank)) == [["", "é"]] * 2
