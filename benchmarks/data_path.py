@@ -42,7 +42,7 @@ from dsframe.data._torchvision import torchvision
 from dsframe.data.documents import Row
 from dsframe.data.packed import RowSource
 from dsframe.data.text import TextSource
-from dsframe.data.tokenised import Recipe, find, make
+from dsframe.data.tokenised import Recipe, find_tokens, make
 
 SHAPES = {"Fashion-MNIST": (1, 28, 3), "CIFAR-10": (3, 32, 4)}
 """Channels, size and padding."""
@@ -166,7 +166,7 @@ def own(folder: Path, ids: list[list[int]], packing: str) -> Any:
         path.write_text("".join(json.dumps({"input_ids": one}) + "\n" for one in ids))
     recipe = Recipe((path,), Given(), packing, CONTEXT, 8000, "given", str(folder), "benchmark")
     make(recipe, lambda line: None)
-    found = find(recipe)
+    found = find_tokens(recipe)
     assert found is not None
     if packing == "concatenate":
         return TextSource(torch.from_numpy(found.tokens), CONTEXT, shifted=True)
