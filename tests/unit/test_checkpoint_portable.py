@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from dsframe import tasks
 from dsframe.checkpoint import export, generators, portable, store
-from dsframe.checkpoint.changes import differences
 from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.resume import refuse
 from dsframe.checkpoint.store import Store
@@ -267,26 +266,6 @@ def test_another_model_is_named() -> None:
     many = {f"layer.{i}": (1,) for i in range(9)}
     with pytest.raises(CheckpointError, match="and 6 more"):
         compare("parameter", many, {})
-
-
-def test_another_training_is_named_and_changes_are_pointed_out() -> None:
-    saved = {
-        "training": {"optimizer": "adamw", "seed": 0, "train_batch_size": 8},
-        "course": {"gradient_clipping": 1.0, "scheduler": None},
-        "run": {"micro_batch_size": 8},
-    }
-    own = {**saved, "course": {"gradient_clipping": 0.5, "scheduler": None}, "run": {"micro_batch_size": 4}}
-    assert differences(saved, own) == [
-        "gradient_clipping was 1.0, is 0.5: the next update uses it",
-        "micro-batch size was 8, is 4: the same global batches, split differently",
-    ]
-    own = {**saved, "training": {"optimizer": "sgd", "seed": 1, "train_batch_size": 8}}
-    with pytest.raises(CheckpointError) as raised:
-        differences(saved, own)
-    assert str(raised.value) == (
-        'the checkpoint is of another training: optimizer was "adamw", is "sgd" (the saved moments are of this kind); seed was 0, '
-        "is 1 (the order of samples follows from it). Change it back, or start over with --resume never"
-    )
 
 
 def test_optimizer_entries_are_tensors_and_numbers() -> None:

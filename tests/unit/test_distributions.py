@@ -5,7 +5,6 @@ from __future__ import annotations
 import json
 import os
 import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -61,33 +60,6 @@ def test_the_two_lines_work_from_the_wheel(site: Path, tmp_path: Path, line: str
     finished = shell(site, tmp_path, f"{active} && {where} && {line} {SHORT} --run-dir run").check()
     assert f"{site}/dsframe/__init__.py" in finished.stdout
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 2
-
-
-def links(text: str) -> list[str]:
-    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    return re.findall(r"\]\(([^)\s]+)\)", text)
-
-
-def test_the_readme_of_the_wheel_has_no_link_that_an_index_breaks(site: Path) -> None:
-    (metadata,) = site.glob("dsframe-*.dist-info/METADATA")
-    text = metadata.read_text(encoding="utf-8")
-    assert links(text) == [], "no address of the repository is known, so a link would lead nowhere"
-    assert "[tasks]" not in text
-    assert "tasks (`docs/tasks.md`)" in text
-    assert links((REPOSITORY / "README.md").read_text())
-
-
-def test_with_an_address_every_link_of_the_readme_leads_to_a_file_of_this_version() -> None:
-    for_an_index = runpy.run_path(str(REPOSITORY / "launch" / "readme.py"))["for_an_index"]
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    found = links(for_an_index(readme, "https://code.example/us/dsframe/", dsframe.__version__))
-    start = f"https://code.example/us/dsframe/blob/v{dsframe.__version__}/"
-    assert len(found) == len(links(readme)) > 20
-    pictures = [link for link in found if "/raw/v" in link]
-    assert [Path(link).name for link in pictures] == ["one_file_two_engines.svg"]
-    for link in set(found) - set(pictures):
-        assert link.startswith(start), link
-        assert (REPOSITORY / link.removeprefix(start).partition("#")[0]).exists(), link
 
 
 def form(line: str) -> str:

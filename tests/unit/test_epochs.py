@@ -16,13 +16,11 @@ from dsframe.checkpoint.store import Retention
 from dsframe.cli import main
 from dsframe.config import Config, Facts, load
 from dsframe.config.resolve import epochs
-from dsframe.config.schema.base import Interval, Section
-from dsframe.config.schema.file import shape
+from dsframe.config.schema.base import Interval
 from dsframe.data import TensorSource
 from dsframe.data.sampler import Sampler
 from dsframe.errors import ConfigError
 from dsframe.events import RunSchedule
-from dsframe.tools.schema import json_schema, sections
 
 
 def known(config: Config, samples: int, *, drop_last: bool = False) -> Config:
@@ -223,20 +221,6 @@ def test_check_resolves_what_the_file_tells(tmp_path: Path, capsys: pytest.Captu
         assert ("after steps 938, 1875, 2813, ..." in printed) is bool(task)
         path.write_text("\n".join(line.partition("//")[0] for line in printed.splitlines()))
         load(path)  # what is printed is a file
-
-
-def test_the_editors_schema_has_it_wherever_steps_are_counted() -> None:
-    definitions = json_schema()["$defs"]
-    text = json.dumps(definitions["StepLrParams"]["properties"]["step_size"])
-    assert '"#/$defs/Epochs"' in text
-    assert definitions["Epochs"]["required"] == ["epochs"]
-    owners: dict[str, type[Section]] = {".".join(path): owner for path, owner in sections()}
-    for path, owner in owners.items():
-        if path.startswith("scheduler.params") and "ReduceLROnPlateau" not in path:
-            for key in owner.model_fields:
-                expected = shape(owner, key)
-                counts = "step" in key and "rate" not in key and "int" in expected.kinds
-                assert bool(expected.unit) or not counts, (path, key)
 
 
 class Line(dsframe.Task):

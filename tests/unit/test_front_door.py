@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 from dsframe.cli import main
-from dsframe.tools.commands import COMMANDS, parser_of
 from dsframe.tools.init import BEGINNINGS
 from tests.processes import REPOSITORY
 
@@ -49,11 +48,6 @@ def test_activate_puts_the_launchers_first(tmp_path: Path) -> None:
     ]
 
 
-def test_fish_gets_its_own_words(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["activate", "--shell", "fish"])
-    assert capsys.readouterr().out.startswith(f"set -gx PATH {REPOSITORY / 'launch' / 'bin'} ")
-
-
 def test_bash_completes_commands_and_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["completion", "bash"])
     (tmp_path / "completion").write_text(capsys.readouterr().out)
@@ -66,12 +60,6 @@ def test_bash_completes_commands_and_options(tmp_path: Path, capsys: pytest.Capt
     """
     done = subprocess.run(["bash", "-c", ask], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout.splitlines() == ["compare completion", "--restarts --restart-wait", "text table"]
-
-
-def test_every_command_has_its_parser() -> None:
-    for name in COMMANDS:
-        assert parser_of(name).prog in (f"dsframe {name}", "dsframe.train")
-        assert parser_of(name).description
 
 
 def test_the_version_has_one_place() -> None:

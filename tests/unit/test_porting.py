@@ -41,7 +41,3 @@ def test_its_programs_run(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> No
 @pytest.mark.parametrize("block", blocks("json"))
 def test_its_files_are_right(block: str) -> None:
     assert load(json.loads(block)).problems == ()
-
-
-def test_every_block_is_run() -> None:
-    assert len(re.findall(r"^```\w", PAGE, re.MULTILINE)) == len(blocks("python")) + len(blocks("json"))

@@ -10,9 +10,8 @@ from typing import Any
 
 import pytest
 
-import dsframe
 from dsframe import Task
-from dsframe.errors import ConfigError, DataError, TaskError
+from dsframe.errors import DataError, TaskError
 from dsframe.tasks import preparation
 from dsframe.tasks.preparation import _Together, _Who, alone
 from dsframe.tasks.task import Say
@@ -70,12 +69,6 @@ def test_a_folder_that_cannot_be_written_to_is_named(tmp_path: Path) -> None:
         DataError, match=r"cannot write .*Slow.lock \(Not a directory\); set data_dir or \$DSFRAME_DATA"
     ):
         alone(Slow(tmp_path / "file" / "data"), lambda line: None)
-
-
-def test_a_file_without_an_optimizer_is_refused_before(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="optimizer: missing"):
-        dsframe.fit(Slow(tmp_path), {"train_batch_size": 8, "dsframe": {"engine": "single", "run_dir": str(tmp_path)}})
-    assert not (tmp_path / "notes").exists()
 
 
 class Store(dict[str, bytes]):

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import copy
 import json
-import re
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +14,6 @@ from dsframe.checkpoint.store import Store, read_manifest
 from dsframe.errors import CheckpointError
 from tests.processes import REPOSITORY, Finished, run_ranks, warm
 
-PAGE = (REPOSITORY / "docs" / "resuming.md").read_text()
 MANIFEST: dict[str, Any] = {
     "step": 100,
     "training": {
@@ -111,29 +109,6 @@ def changed(path: str, value: Any) -> dict[str, Any]:
         section = section[key]
     section[last] = value
     return found
-
-
-def rows(after: str) -> dict[str, str]:
-    """The first table of docs/resuming.md after these words."""
-    table = PAGE[PAGE.index(after) :].partition("|---|---|\n")[2].partition("\n\n")[0]
-    found = {}
-    for line in table.splitlines():
-        names, text = re.fullmatch(r"\| (.+?) \| (.+?) \|", line).groups()  # type: ignore[union-attr]
-        found |= dict.fromkeys(names.split(", "), text)
-    return found
-
-
-def test_the_page_has_each_change_and_what_follows() -> None:
-    said = rows("| change |")
-    rates = ("learning rate", "`Task.schedule`")
-    assert {name: text for name, text in said.items() if name not in rates} == FOLLOWS
-    assert said.keys() - FOLLOWS.keys() == set(rates)
-    assert CHANGES.keys() == FOLLOWS.keys()
-
-
-def test_the_page_has_what_must_stay_and_why() -> None:
-    assert rows("| setting |") == FIXED
-    assert STAYS.keys() == FIXED.keys()
 
 
 @pytest.mark.parametrize(
