@@ -333,3 +333,13 @@ def test_a_file_for_an_engine_has_an_optimizer(folder: Path, capsys: pytest.Capt
     assert main(["check", "bare.json"]) == 0
     assert main(["check", "bare.json", "--engine", "ddp"]) == 2
     assert "optimizer: is required" in capsys.readouterr().out
+
+
+def test_many_autos_are_one_line(folder: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    content = {"train_micro_batch_size_per_gpu": "auto", "gradient_clipping": "auto", "bf16": {"enabled": "auto"}}
+    (folder / "auto.json").write_text(json.dumps(content))
+    main(["check", "auto.json"])
+    assert capsys.readouterr().out.splitlines() == [
+        'auto.json: note: 3 values are "auto"; --resolved shows what they become, and why',
+        "auto.json: no problems",
+    ]

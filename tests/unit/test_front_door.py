@@ -79,3 +79,8 @@ def test_zsh_reads_its_completion(tmp_path: Path, capsys: pytest.CaptureFixture[
     main(["completion", "zsh"])
     (tmp_path / "_dsframe").write_text(capsys.readouterr().out)
     subprocess.run(["zsh", "-n", tmp_path / "_dsframe"], timeout=30, check=True)
+
+
+def test_fish_gets_its_own_words(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["activate", "--shell", "fish"])
+    assert capsys.readouterr().out.startswith(f"set -gx PATH {REPOSITORY / 'launch' / 'bin'} ")

@@ -10,8 +10,9 @@ from typing import Any
 
 import pytest
 
+import dsframe
 from dsframe import Task
-from dsframe.errors import DataError, TaskError
+from dsframe.errors import ConfigError, DataError, TaskError
 from dsframe.tasks import preparation
 from dsframe.tasks.preparation import _Together, _Who, alone
 from dsframe.tasks.task import Say
@@ -96,3 +97,9 @@ def test_a_silent_process_on_another_host_is_given_up(monkeypatch: pytest.Monkey
     assert time.monotonic() - began < 2.0
     assert "(rank 0, process 5 on there) ended before it was done" in str(said)
     assert said.first_is_gone
+
+
+def test_a_file_without_an_optimizer_is_refused_before(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="optimizer: missing"):
+        dsframe.fit(Slow(tmp_path), {"train_batch_size": 8, "dsframe": {"engine": "single", "run_dir": str(tmp_path)}})
+    assert not (tmp_path / "notes").exists()

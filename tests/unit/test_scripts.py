@@ -58,11 +58,18 @@ def test_mpi(tmp_path: Path) -> None:
     ), done
 
 
-@pytest.mark.parametrize(("script", "usage"), [("many-machines", "HOSTFILE"), ("mpi", "PROCESSES")])
+@pytest.mark.parametrize(
+    ("script", "usage"),
+    [
+        ("many-machines", "HOSTFILE --config"),
+        ("mpi", "PROCESSES --config"),
+        ("one-machine", "deepspeed|horovod|ddp [-n PROCESSES]"),
+    ],
+)
 def test_without_arguments_they_say_how(script: str, usage: str, tmp_path: Path) -> None:
     done = said(tmp_path, script)
     assert done.returncode == 2
-    assert f"launch/{script} {usage} --config" in done.stderr
+    assert f"launch/{script} {usage}" in done.stderr
     assert "set -euo" not in done.stderr
 
 

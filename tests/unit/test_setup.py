@@ -626,3 +626,32 @@ def test_one_machine_starts_nothing_when_the_file_is_wrong(tmp_path: Path) -> No
         [tmp_path / "launch" / "one-machine", "ddp"], capture_output=True, text=True, timeout=30, check=False
     )
     assert (done.returncode, done.stdout, done.stderr) == (2, "", "the mistake\n")
+
+
+def test_a_profile_that_does_not_exist(clone: Clone) -> None:
+    finished = clone.setup(profile="everything")
+    assert (finished.returncode, finished.stderr) == (1, "setup: launch/setup takes one word: train or test\n")
+
+
+def test_a_build_of_torch_that_does_not_exist(clone: Clone) -> None:
+    finished = clone.setup(DSFRAME_TORCH="rocm")
+    assert (finished.returncode, finished.stderr) == (1, "setup: DSFRAME_TORCH=rocm: write cpu or cuda\n")
+
+
+def test_make_train_uses_one_process_on_one_gpu(tmp_path: Path) -> None:
+    lines = two_engines(tmp_path, gpus=1, horovod="nccl", cuda=True)
+    assert lines[0].startswith("deepspeed --num_gpus=1 ")
+
+
+def test_activate_before_setup(tmp_path: Path) -> None:
+    shutil.copytree(REPOSITORY / "launch", tmp_path / "launch")
+    finished = subprocess.run(
+        ["bash", "-c", ". launch/activate; echo $?"],
+        cwd=tmp_path,
+        capture_output=True,
+        text=True,
+        timeout=30,
+        check=True,
+    )
+    assert finished.stdout == "1\n"
+    assert f"no virtual environment at {tmp_path}/.venv; run `make setup` there first" in finished.stderr

@@ -15,7 +15,7 @@ from dsframe import engines
 from dsframe.config import Facts, load
 from dsframe.config.resolve import auto
 from dsframe.engines import fsdp_units
-from dsframe.errors import ConfigError
+from dsframe.errors import ConfigError, EngineError
 from dsframe.model import switches
 from dsframe.tasks import layers
 from dsframe.tasks.language import gpt
@@ -327,6 +327,8 @@ def test_fsdp_gathers_the_blocks_that_others_recompute() -> None:
         {"blocks": nn.ModuleList([Pair(), Pair()]), "heads": nn.ModuleList(nn.Linear(2, 1) for _ in range(3))}
     )
     assert {type(unit) for unit in fsdp_units.named(model, [])} == {Pair}
+    with pytest.raises(EngineError, match="this model has no Blok"):
+        fsdp_units.named(model, ["Blok"])
     assert {type(unit) for unit in fsdp_units.named(nn.Sequential(nn.Linear(2, 2), nn.Linear(2, 2)), [])} == {nn.Linear}
 
 

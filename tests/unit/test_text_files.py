@@ -390,3 +390,9 @@ def test_rows_are_padded_to_the_longest_of_the_global_batch_where_the_file_says_
     assert len({str(step) for step in expected}) > 1
     assert all(len(step) == 1 for step in expected)
     assert widths(2, 3) == widths(3, 1) == expected
+
+
+def test_padding_is_for_rows_alone(tmp_path: Path) -> None:
+    jsonl(tmp_path / "a.jsonl", [{"text": "a"}])
+    with pytest.raises(TaskError, match='only "rows" are padded; remove it, or write "packing": "rows"'):
+        prepared("a.jsonl", padding="global-batch")
