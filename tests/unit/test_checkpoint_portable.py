@@ -344,7 +344,7 @@ def test_what_only_the_task_and_the_disk_can_tell(tmp_path: Path) -> None:
     refuse(config, "auto", evaluates=True)
     with pytest.raises(ConfigError, match="the task has no eval_data, so no checkpoint can be the best"):
         refuse(config, "auto", evaluates=False)
-    with pytest.raises(CheckpointError, match="--resume must be .*: atuo does not exist"):
+    with pytest.raises(CheckpointError, match=r"--resume must be .*: atuo does not exist"):
         refuse(config, "atuo", evaluates=True)
     write(tmp_path, 1, 5000)
     refuse(config, str(tmp_path), evaluates=True)

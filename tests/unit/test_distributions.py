@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
 import subprocess
 import sys
 from pathlib import Path
@@ -60,28 +59,6 @@ def test_the_two_lines_work_from_the_wheel(site: Path, tmp_path: Path, line: str
     finished = shell(site, tmp_path, f"{active} && {where} && {line} {SHORT} --run-dir run").check()
     assert f"{site}/dsframe/__init__.py" in finished.stdout
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 2
-
-
-def form(line: str) -> str:
-    """A line with 0 for every number: what a program says, whatever it measures."""
-    return " ".join(re.sub(r"\d[\d,.:]*(e[+-]?\d+)?", "0", line).split())
-
-
-def test_the_first_minute_of_the_readme_is_as_it_stands(site: Path, tmp_path: Path) -> None:
-    """From the wheel: nothing is activated, no make, no repository. Every line of the transcript is printed, in this order."""
-    readme = (REPOSITORY / "README.md").read_text()
-    section = readme.split("## The first minute")[1].split("\n## ")[0]
-    typed = [line.split("  #")[0].strip() for line in re.findall(r"^    (.*)$", section.split("```")[0], re.MULTILINE)]
-    assert [line.split()[0] for line in typed] == ["dsframe", "cd", "dsframe"]
-    script = " && ".join(line.replace("dsframe ", "python -m dsframe ", 1) for line in typed)
-    finished = shell(site, tmp_path, script).check()
-    said = iter([form(line) for line in finished.output.splitlines()])
-    transcript = re.findall(r"```text\n(.*?)```", section, re.DOTALL)[0].splitlines()
-    assert len(transcript) > 15
-    for line in transcript:
-        assert form(line) in said, f"not printed, or not in this place: {line}"
-    assert (tmp_path / "first" / "runs" / "config-deepspeed" / "summary.json").exists()
-    assert "(docs/tasks.md in dsframe's repository)" in (tmp_path / "first" / "README.md").read_text()
 
 
 def test_the_check_by_itself_needs_no_torch(tmp_path: Path) -> None:

@@ -57,15 +57,3 @@ def test_make_train_in_a_fresh_clone_on_another_python(tmp_path: Path) -> None:
     lines = "make setup; source launch/activate; command -v deepspeed"
     again = fresh_shell(lines, tmp_path / "clone", python, 60, DSFRAME_HOROVOD="0").check()
     assert again.output.strip() == f"{tmp_path}/clone/launch/bin/deepspeed"
-
-
-def test_an_environment_beside_the_clone(tmp_path: Path) -> None:
-    """With the build of torch that the tests have: pip would take CUDA. From the wheel, the README's line for DeepSpeed."""
-    (tmp_path / "torch.txt").write_text(f"torch=={version('torch')}\n")
-    lines = typed()[3:]
-    lines[2] = lines[2].replace("/path/to/dsframe", str(REPOSITORY))
-    short = "--set dsframe.steps=3 --set dsframe.task.samples=256 --set dsframe.task.dataset=synthetic"
-    lines.append(f"deepspeed --num_gpus=2 -m dsframe.train --config zero3.json {short}")
-    script = "\n".join([f"cd {tmp_path}", *lines])
-    finished = fresh_shell(script, tmp_path, sys.executable, 600, PIP_CONSTRAINT=str(tmp_path / "torch.txt"))
-    assert "dsframe: done" in finished.check().output
