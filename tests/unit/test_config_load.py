@@ -8,6 +8,8 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
 from dsframe.config import CustomTask, Facts, LanguageTask, find, load
@@ -209,31 +211,30 @@ def test_auto_is_the_rate_of_the_optimizer(
 # The batch triangle
 
 
-@pytest.mark.parametrize(
-    ("given", "world", "expected"),
-    [
-        ({TRAIN: 32}, 4, (32, 8, 1, 4)),
-        ({MICRO: 8}, 4, (32, 8, 1, 4)),
-        ({MICRO: 8, STEPS: 3}, 2, (48, 8, 3, 2)),
-        ({TRAIN: 48, STEPS: 3}, 2, (48, 8, 3, 2)),
-        ({TRAIN: 48, MICRO: 8}, 2, (48, 8, 3, 2)),
-        ({TRAIN: 48, MICRO: 8, STEPS: 3}, 2, (48, 8, 3, 2)),
-        ({TRAIN: 16, "pipeline": {"stages": 2}}, 4, (16, 8, 1, 2)),
-        ({MICRO: 4, **CUT}, 4, (8, 4, 1, 2)),
-        ({TRAIN: 16, MICRO: 4, **CUT}, 4, (8, 4, 1, 2)),
-        ({MICRO: 4, "sequence_parallel_size": 2}, 4, (8, 4, 1, 2)),
-        ({MICRO: 1, "pipeline": {"stages": 2}, **CUT}, 8, (2, 1, 1, 2)),
-    ],
-)
-def test_batch(given: dict[str, Any], world: int, expected: tuple[int, ...]) -> None:
-    batch = load(given).batch(world)
-    assert (
-        batch.train_batch_size,
-        batch.micro_batch_size,
-        batch.accumulation_steps,
-        batch.data_parallel_size,
-    ) == expected
-    assert len(batch.derived) == 3 - sum(key in given for key in (TRAIN, MICRO, STEPS))
+COUNTS = st.integers(1, 4)
+
+
+@settings(deadline=None)
+@given(COUNTS, COUNTS, COUNTS, st.sampled_from([{}, CUT, {"sequence_parallel_size": 2}]), st.data())
+def test_a_batch_is_micro_batches_of_all_ranks(
+    micro: int, accumulation: int, ranks: int, cut: dict[str, Any], data: st.DataObject
+) -> None:
+    """Whichever of the three the file gives; "auto" is as where the key is left out."""
+    stages = 1 if "sequence_parallel_size" in cut else data.draw(COUNTS)
+    tensor, sharing = (2 if cut is CUT else 1), (2 if cut else 1)
+    whole = {TRAIN: micro * accumulation * ranks * tensor, MICRO: micro, STEPS: accumulation}  # as DeepSpeed counts
+    written = data.draw(
+        st.sets(st.sampled_from([TRAIN, MICRO, STEPS]), min_size=1).filter(lambda keys: keys != {STEPS})
+    )
+    silent = data.draw(st.sampled_from([{}, {key: "auto" for key in whole if key not in written}]))
+    config = load({**silent, **{key: whole[key] for key in written}, "pipeline": {"stages": stages}, **cut})
+    batch = config.batch(ranks * stages * sharing)
+    assert batch.data_parallel_size == ranks
+    assert batch.train_batch_size == batch.micro_batch_size * batch.accumulation_steps * ranks
+    assert MICRO not in written or batch.micro_batch_size == micro
+    assert STEPS not in written or batch.accumulation_steps == accumulation
+    assert TRAIN not in written or batch.train_batch_size * tensor == whole[TRAIN]
+    assert silent or len(batch.derived) == 3 - len(written)
 
 
 def test_deepspeed_counts_tensor_parallel_ranks_as_data_parallel() -> None:

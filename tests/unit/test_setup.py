@@ -380,16 +380,23 @@ def test_an_index_that_prefers_the_cpu_build_is_asked_for_the_other(clone: Clone
     assert (clone.folder / ".setup" / "torch.txt").read_text() == "torch==2.13.0\n"
 
 
+def installed(folder: Path, *programs: str, says: str = 'ran $(basename "$0") $*') -> Path:
+    """Copies launch/ beside an environment of programs that say how they are called. Without the wrappers: they need dsframe."""
+    shutil.copytree(REPOSITORY / "launch", folder / "launch", ignore=shutil.ignore_patterns("bin"))
+    environment = folder / ".venv" / "bin"
+    environment.mkdir(parents=True)
+    (environment / "activate").write_text(f'PATH="{environment}:$PATH"\n')
+    for name in programs:
+        (environment / name).write_text(f'#!/bin/sh\necho "{says}"\n')
+        (environment / name).chmod(0o755)
+    return environment
+
+
 def two_engines(
     tmp_path: Path, *, gpus: int = 0, horovod: str = "cpu", cuda: bool = False, data: bool = True
 ) -> list[str]:
     """Runs launch/two-engines with stand-ins that print how they are called. ``horovod``: what it was compiled for, or empty."""
-    shutil.copytree(REPOSITORY / "launch", tmp_path / "launch", ignore=shutil.ignore_patterns("bin"))
-    folder = tmp_path / ".venv" / "bin"
-    folder.mkdir(parents=True)
-    (folder / "activate").write_text(f'PATH="{folder}:$PATH"\n')
-    for name in ("deepspeed", "horovodrun", "torchrun", "dsframe"):
-        (folder / name).write_text('#!/bin/sh\necho "ran $(basename "$0")"\n')
+    folder = installed(tmp_path, "deepspeed", "horovodrun", "torchrun", "dsframe", says='ran $(basename "$0")')
     (folder / "python").write_text(
         f"""#!/bin/sh
 case "$*" in
@@ -399,8 +406,7 @@ case "$*" in
 esac
 """
     )
-    for path in folder.iterdir():
-        path.chmod(0o755)
+    (folder / "python").chmod(0o755)
     (tmp_path / "dev").mkdir()
     for number in range(gpus):
         (tmp_path / "dev" / f"nvidia{number}").touch()
@@ -559,14 +565,7 @@ def test_activate(tmp_path: Path, shell: str) -> None:
 )
 @without_gpu
 def test_one_machine(tmp_path: Path, arguments: str, checked: str, run: str) -> None:
-    shutil.copytree(REPOSITORY / "launch", tmp_path / "launch")
-    bin_folder = tmp_path / ".venv" / "bin"
-    bin_folder.mkdir(parents=True)
-    shutil.rmtree(tmp_path / "launch" / "bin")  # the wrappers are part of dsframe, which is not there
-    (bin_folder / "activate").write_text(f'PATH="{bin_folder}:$PATH"\n')
-    for name in ("dsframe", "deepspeed", "horovodrun", "torchrun"):
-        (bin_folder / name).write_text('#!/bin/sh\necho "ran $(basename "$0") $*"\n')
-        (bin_folder / name).chmod(0o755)
+    installed(tmp_path, "dsframe", "deepspeed", "horovodrun", "torchrun")
     done = subprocess.run(
         [tmp_path / "launch" / "one-machine", *arguments.split()],
         cwd="/",
@@ -594,13 +593,7 @@ def test_one_machine(tmp_path: Path, arguments: str, checked: str, run: str) -> 
     ],
 )
 def test_one_machine_takes_the_gpus_that_are_visible(tmp_path: Path, arguments: str, visible: str, last: str) -> None:
-    shutil.copytree(REPOSITORY / "launch", tmp_path / "launch", ignore=shutil.ignore_patterns("bin"))
-    bin_folder = tmp_path / ".venv" / "bin"
-    bin_folder.mkdir(parents=True)
-    (bin_folder / "activate").write_text(f'PATH="{bin_folder}:$PATH"\n')
-    for name in ("dsframe", "deepspeed", "torchrun"):
-        (bin_folder / name).write_text('#!/bin/sh\necho "ran $(basename "$0") $*"\n')
-        (bin_folder / name).chmod(0o755)
+    installed(tmp_path, "dsframe", "deepspeed", "torchrun")
     (tmp_path / "launch" / "gpus").write_text("#!/bin/sh\necho 2\n")
     done = subprocess.run(
         [tmp_path / "launch" / "one-machine", *arguments.split()],
@@ -616,12 +609,7 @@ def test_one_machine_takes_the_gpus_that_are_visible(tmp_path: Path, arguments: 
 
 
 def test_one_machine_starts_nothing_when_the_file_is_wrong(tmp_path: Path) -> None:
-    shutil.copytree(REPOSITORY / "launch", tmp_path / "launch")
-    bin_folder = tmp_path / ".venv" / "bin"
-    bin_folder.mkdir(parents=True)
-    (bin_folder / "activate").write_text(f'PATH="{bin_folder}:$PATH"\n')
-    (bin_folder / "dsframe").write_text("#!/bin/sh\necho the mistake >&2\nexit 2\n")
-    (bin_folder / "dsframe").chmod(0o755)
+    (installed(tmp_path, "dsframe") / "dsframe").write_text("#!/bin/sh\necho the mistake >&2\nexit 2\n")
     done = subprocess.run(
         [tmp_path / "launch" / "one-machine", "ddp"], capture_output=True, text=True, timeout=30, check=False
     )
