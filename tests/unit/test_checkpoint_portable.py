@@ -112,15 +112,6 @@ def test_parts_are_bounded_and_the_work_is_shared(tmp_path: Path) -> None:
     assert abs(by_rank[0] - by_rank[1]) <= one
 
 
-def test_views_of_one_flat_tensor_are_written_one_by_one(tmp_path: Path) -> None:
-    flat = torch.arange(10.0)
-    parameters = [ParameterState(f"p{i}", flat[i * 5 : i * 5 + 5], {}, {}) for i in range(2)]
-    writer, failure = portable.write_state(EngineState(1, None, {}, {}, parameters), tmp_path, 0, 1, None)
-    assert failure == ""
-    found = load_file(tmp_path / next(iter(writer.files)))
-    assert found["weight/p1"].tolist() == [5, 6, 7, 8, 9]
-
-
 def test_every_kind_of_tensor_is_what_safetensors_reads(tmp_path: Path) -> None:
     numbers = torch.arange(24)
     tensors = {"odd": torch.ones(3, dtype=torch.bool), "freqs_cis": torch.polar(torch.ones(3, 2), torch.rand(3, 2))}

@@ -200,18 +200,13 @@ def test_where_it_has_no_meaning_it_is_refused() -> None:
     assert "make every_steps a multiple of eval_every_steps" in str(warned[0])
 
 
-def test_check_resolves_what_the_file_tells(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_what_check_prints_of_it_is_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = scheduler("MultiStepLR", milestones=[{"epochs": 30}, {"epochs": 60}])
-    file |= {"optimizer": {"type": "SGD", "params": {}}}
-    file |= {"train_batch_size": 64, "dsframe": {"eval_every_steps": {"epochs": 1}}}
     path = tmp_path / "file.json"
-    for task, expected in (({}, [{"epochs": 30}, {"epochs": 60}]), ({"name": "vision"}, [28125, 56250])):
-        file["dsframe"] |= {"task": task} if task else {}
-        path.write_text(json.dumps(file))
-        assert main(["check", str(path), "--resolved"]) == 0
-        printed = capsys.readouterr().out
-        path.write_text("\n".join(line.partition("//")[0] for line in printed.splitlines()))
-        assert params_of(load(path))["milestones"] == expected  # what is printed is a file
+    path.write_text(json.dumps(file | {"optimizer": {"type": "SGD", "params": {}}}))
+    assert main(["check", str(path), "--resolved"]) == 0
+    path.write_text(capsys.readouterr().out)
+    assert params_of(load(path))["milestones"] == [{"epochs": 30}, {"epochs": 60}]
 
 
 class Line(dsframe.Task):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 
+import dsframe
 from dsframe.cli import main
 from dsframe.tools.init import BEGINNINGS
 from tests.processes import REPOSITORY
@@ -62,18 +63,6 @@ def test_bash_completes_commands_and_options(tmp_path: Path, capsys: pytest.Capt
     assert done.stdout.splitlines() == ["compare completion", "--restarts --restart-wait", "text table"]
 
 
-def test_the_version_has_one_place() -> None:
-    import dsframe
-
-    for path in ("pyproject.toml", "check/pyproject.toml"):
-        text = (REPOSITORY / path).read_text()
-        assert 'dynamic = ["version"' in text
-        assert "version.py" in text.split("[tool.hatch.version]")[1]
-    assert f"## {dsframe.__version__} (" in (REPOSITORY / "CHANGELOG.md").read_text()
-    done = subprocess.run([sys.executable, "-m", "dsframe", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout == f"dsframe {dsframe.__version__}\n"
-
-
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
 def test_zsh_reads_its_completion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["completion", "zsh"])
@@ -84,3 +73,8 @@ def test_zsh_reads_its_completion(tmp_path: Path, capsys: pytest.CaptureFixture[
 def test_fish_gets_its_own_words(capsys: pytest.CaptureFixture[str]) -> None:
     main(["activate", "--shell", "fish"])
     assert capsys.readouterr().out.startswith(f"set -gx PATH {REPOSITORY / 'launch' / 'bin'} ")
+
+
+def test_the_command_says_its_version() -> None:
+    done = subprocess.run([sys.executable, "-m", "dsframe", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"dsframe {dsframe.__version__}\n"

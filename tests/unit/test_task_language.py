@@ -118,12 +118,6 @@ def test_heads_must_divide_the_width() -> None:
         task(heads=3)
 
 
-def test_facts_for_the_rest_of_the_program() -> None:
-    language = task()
-    assert (language.hidden_size, language.unit, language.units_per_sample) == (32, "tokens", 16)
-    assert language.train_data() is language.train_data()
-
-
 def content(source: Any) -> bytes:
     inputs, targets = source.batch(torch.arange(len(source)), 0)
     return bytes([*inputs.flatten().tolist(), int(targets[-1, -1])])
