@@ -117,7 +117,7 @@ def test_every_kind_of_tensor_is_what_safetensors_reads(tmp_path: Path) -> None:
     tensors = {"odd": torch.ones(3, dtype=torch.bool), "freqs_cis": torch.polar(torch.ones(3, 2), torch.rand(3, 2))}
     tensors |= {f"{kind} as it is": torch.ones(5, dtype=kind) for kind in (torch.uint16, torch.uint32, torch.uint64)}
     tensors |= {f"{kind}": numbers.to(kind).reshape(2, 3, 4) for kind in portable.DTYPES}
-    tensors |= {"view": numbers.reshape(4, 6).t(), "scalar": torch.tensor(2.5), "none": torch.zeros(0, 3)}
+    tensors |= {"view": numbers.reshape(4, 6)[1:].t(), "scalar": torch.tensor(2.5), "none": torch.zeros(0, 3)}
     entry = portable.write_tensors(tmp_path / "all", tensors)
     found = load_file(tmp_path / "all")
     assert found.keys() == tensors.keys()

@@ -253,9 +253,7 @@ def test_the_second_start_reads_what_the_first_has_made(tmp_path: Path) -> None:
     first = prepared("a.jsonl", packing="documents")
     folder = first._recipes["train"].folder()
     inode = (folder / "tokens").stat().st_ino
-    began = time.perf_counter()
     assert len(prepared("a.jsonl", packing="documents").train_data()) == len(first.train_data())
-    assert time.perf_counter() - began < 1.0
     assert (folder / "tokens").stat().st_ino == inode
     before = path.stat()
     content = path.read_text()
