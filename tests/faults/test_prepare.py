@@ -115,20 +115,3 @@ def test_a_killed_process_ends_all_ranks_and_leaves_nothing_that_is_taken_for_wh
     assert line.endswith("what is half done is not used [data]")
     (tmp_path / "data" / "sleeps").unlink()
     run_ranks(processes((0, 0)), cwd=tmp_path, env=data(tmp_path), timeout_seconds=120).check()
-
-
-def test_a_broken_line_is_named_by_all_ranks_before_training(tmp_path: Path) -> None:
-    write(tmp_path)
-    file = json.loads((tmp_path / "my.json").read_text())
-    model = {"model_type": "llama", "hidden_size": 32, "num_attention_heads": 4, "intermediate_size": 32}
-    data = {"train": "broken.jsonl", "packing": "documents"}
-    file["dsframe"]["task"] = {"name": "causal-language-model", "model": model, "data": data, "data_dir": "cache"}
-    (tmp_path / "my.json").write_text(json.dumps(file))
-    (tmp_path / "broken.jsonl").write_text('{"text": "a"}\n{"text": "b"\n')
-    finished = run_ranks(processes((0, 0)), cwd=tmp_path, timeout_seconds=120)
-    assert finished.returncode == 6, finished
-    (line,) = errors(finished)
-    assert line.startswith("error: broken.jsonl:2: not JSON (Expecting ',' delimiter, column 13)")
-    assert finished.stderr.count("broken.jsonl:2") == 2, finished
-    assert "Traceback" not in finished.output
-    assert not [path for path in (tmp_path / "cache").rglob("*") if path.name == "tokens" and path.is_file()]

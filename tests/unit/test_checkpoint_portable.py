@@ -20,7 +20,6 @@ from torch import Tensor, nn
 
 from dsframe import tasks
 from dsframe.checkpoint import export, generators, portable, store
-from dsframe.checkpoint.changes import differences
 from dsframe.checkpoint.portable import Checkpoint
 from dsframe.checkpoint.resume import refuse
 from dsframe.checkpoint.store import Store
@@ -113,21 +112,12 @@ def test_parts_are_bounded_and_the_work_is_shared(tmp_path: Path) -> None:
     assert abs(by_rank[0] - by_rank[1]) <= one
 
 
-def test_views_of_one_flat_tensor_are_written_one_by_one(tmp_path: Path) -> None:
-    flat = torch.arange(10.0)
-    parameters = [ParameterState(f"p{i}", flat[i * 5 : i * 5 + 5], {}, {}) for i in range(2)]
-    writer, failure = portable.write_state(EngineState(1, None, {}, {}, parameters), tmp_path, 0, 1, None)
-    assert failure == ""
-    found = load_file(tmp_path / next(iter(writer.files)))
-    assert found["weight/p1"].tolist() == [5, 6, 7, 8, 9]
-
-
 def test_every_kind_of_tensor_is_what_safetensors_reads(tmp_path: Path) -> None:
     numbers = torch.arange(24)
     tensors = {"odd": torch.ones(3, dtype=torch.bool), "freqs_cis": torch.polar(torch.ones(3, 2), torch.rand(3, 2))}
     tensors |= {f"{kind} as it is": torch.ones(5, dtype=kind) for kind in (torch.uint16, torch.uint32, torch.uint64)}
     tensors |= {f"{kind}": numbers.to(kind).reshape(2, 3, 4) for kind in portable.DTYPES}
-    tensors |= {"view": numbers.reshape(4, 6).t(), "scalar": torch.tensor(2.5), "none": torch.zeros(0, 3)}
+    tensors |= {"view": numbers.reshape(4, 6)[1:].t(), "scalar": torch.tensor(2.5), "none": torch.zeros(0, 3)}
     entry = portable.write_tensors(tmp_path / "all", tensors)
     found = load_file(tmp_path / "all")
     assert found.keys() == tensors.keys()
@@ -269,26 +259,6 @@ def test_another_model_is_named() -> None:
         compare("parameter", many, {})
 
 
-def test_another_training_is_named_and_changes_are_pointed_out() -> None:
-    saved = {
-        "training": {"optimizer": "adamw", "seed": 0, "train_batch_size": 8},
-        "course": {"gradient_clipping": 1.0, "scheduler": None},
-        "run": {"micro_batch_size": 8},
-    }
-    own = {**saved, "course": {"gradient_clipping": 0.5, "scheduler": None}, "run": {"micro_batch_size": 4}}
-    assert differences(saved, own) == [
-        "gradient_clipping was 1.0, is 0.5: the next update uses it",
-        "micro-batch size was 8, is 4: the same global batches, split differently",
-    ]
-    own = {**saved, "training": {"optimizer": "sgd", "seed": 1, "train_batch_size": 8}}
-    with pytest.raises(CheckpointError) as raised:
-        differences(saved, own)
-    assert str(raised.value) == (
-        'the checkpoint is of another training: optimizer was "adamw", is "sgd" (the saved moments are of this kind); seed was 0, '
-        "is 1 (the order of samples follows from it). Change it back, or start over with --resume never"
-    )
-
-
 def test_optimizer_entries_are_tensors_and_numbers() -> None:
     held = {"step": torch.tensor(3.0), "exp_avg": torch.ones(2), "momentum_buffer": None, "count": 7}
     moments, scalars = split(held, (2,))
@@ -365,9 +335,7 @@ def test_what_only_the_task_and_the_disk_can_tell(tmp_path: Path) -> None:
     refuse(config, "auto", evaluates=True)
     with pytest.raises(ConfigError, match="the task has no eval_data, so no checkpoint can be the best"):
         refuse(config, "auto", evaluates=False)
-    with pytest.raises(
-        CheckpointError, match="--resume must be auto, best, never or a checkpoint: atuo does not exist"
-    ):
+    with pytest.raises(CheckpointError, match=r"--resume must be .*: atuo does not exist"):
         refuse(config, "atuo", evaluates=True)
     write(tmp_path, 1, 5000)
     refuse(config, str(tmp_path), evaluates=True)

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 from pathlib import Path
 from typing import Any
@@ -237,13 +236,6 @@ def test_a_path_may_mean_a_checkpoint_its_folder_or_the_run(folder: Store, tmp_p
         store.locate(tmp_path / "nowhere")
     with pytest.raises(CheckpointError, match="neither a checkpoint nor a folder that holds one"):
         store.locate(tmp_path)
-
-
-def test_numbers_come_back_as_they_were(folder: Store) -> None:
-    numbers = {"a": 1e-323, "b": 0.1, "c": 2.0**53 + 2, "d": -0.0, "e": 5, "f": 5.0}
-    folder.begin(1)
-    path = folder.commit(1, {**manifest({}), "numbers": numbers})
-    assert json.dumps(store.read_manifest(path)["numbers"]) == json.dumps(numbers)
 
 
 def test_links_are_taken_away_and_not_what_they_lead_to(folder: Store, tmp_path: Path) -> None:

@@ -8,9 +8,11 @@ from pathlib import Path
 from typing import Any
 
 import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
 from pydantic import ValidationError
 
-from dsframe.config import CustomTask, Facts, LanguageTask, VisionTask, find, load
+from dsframe.config import CustomTask, Facts, LanguageTask, find, load
 from dsframe.config.read import secrets
 from dsframe.errors import ConfigError
 from dsframe.tools import check
@@ -29,19 +31,6 @@ def messages(caught: pytest.ExceptionInfo[ConfigError]) -> list[str]:
     return [str(problem) for problem in caught.value.problems]
 
 
-def test_defaults_are_deepspeeds() -> None:
-    config = load({TRAIN: 8})
-    file = config.deepspeed
-    assert file.gradient_clipping == 1.0  # since 0.19
-    assert file.optimizer is None
-    assert file.zero_optimization.stage == 0
-    assert file.zero_optimization.optimizer_device == "none"
-    assert file.pipeline.stages == 1
-    assert config.settings.engine == "auto"
-    assert isinstance(config.settings.task, VisionTask)
-    assert config.problems == ()
-
-
 def test_everything_is_frozen() -> None:
     config = load({TRAIN: 8})
     with pytest.raises(ValidationError, match="frozen"):
@@ -55,19 +44,6 @@ def test_integral_floats_are_integers(tmp_path: Path) -> None:
     config = load(path)
     assert config.deepspeed.zero_optimization.sub_group_size == 10**12
     assert isinstance(config.for_deepspeed(1)["zero_optimization"]["sub_group_size"], int)
-
-
-@pytest.mark.parametrize(
-    ("task", "kind"),
-    [
-        ({}, VisionTask),
-        ({"name": "vision"}, VisionTask),
-        ({"name": "language"}, LanguageTask),
-        ({"name": "a.b:C"}, CustomTask),
-    ],
-)
-def test_tasks(task: dict[str, str], kind: type) -> None:
-    assert isinstance(load({TRAIN: 8, "dsframe": {"task": task}}).settings.task, kind)
 
 
 def test_all_errors_at_once_in_the_order_of_the_file(tmp_path: Path) -> None:
@@ -232,50 +208,33 @@ def test_auto_is_the_rate_of_the_optimizer(
     assert found.params["warmup_max_lr"] == rate
 
 
-@pytest.mark.parametrize(
-    ("given", "expected"),
-    [
-        ({TRAIN: "auto", MICRO: 4, STEPS: 2}, (16, 4, 2)),
-        ({TRAIN: 16, MICRO: "auto", STEPS: "auto"}, (16, 8, 1)),
-        ({TRAIN: 16, MICRO: 2, STEPS: "auto"}, (16, 2, 4)),
-        ({TRAIN: 16, MICRO: "auto", STEPS: 4}, (16, 2, 4)),
-        ({MICRO: "auto"}, (16, 8, 1)),
-        ({TRAIN: "auto", STEPS: 3}, (48, 8, 3)),
-    ],
-)
-def test_auto_batch_sizes(given: dict[str, Any], expected: tuple[int, int, int]) -> None:
-    batch = load(given).batch(2)
-    assert (batch.train_batch_size, batch.micro_batch_size, batch.accumulation_steps) == expected
-
-
 # The batch triangle
 
 
-@pytest.mark.parametrize(
-    ("given", "world", "expected"),
-    [
-        ({TRAIN: 32}, 4, (32, 8, 1, 4)),
-        ({MICRO: 8}, 4, (32, 8, 1, 4)),
-        ({MICRO: 8, STEPS: 3}, 2, (48, 8, 3, 2)),
-        ({TRAIN: 48, STEPS: 3}, 2, (48, 8, 3, 2)),
-        ({TRAIN: 48, MICRO: 8}, 2, (48, 8, 3, 2)),
-        ({TRAIN: 48, MICRO: 8, STEPS: 3}, 2, (48, 8, 3, 2)),
-        ({TRAIN: 16, "pipeline": {"stages": 2}}, 4, (16, 8, 1, 2)),
-        ({MICRO: 4, **CUT}, 4, (8, 4, 1, 2)),
-        ({TRAIN: 16, MICRO: 4, **CUT}, 4, (8, 4, 1, 2)),
-        ({MICRO: 4, "sequence_parallel_size": 2}, 4, (8, 4, 1, 2)),
-        ({MICRO: 1, "pipeline": {"stages": 2}, **CUT}, 8, (2, 1, 1, 2)),
-    ],
-)
-def test_batch(given: dict[str, Any], world: int, expected: tuple[int, ...]) -> None:
-    batch = load(given).batch(world)
-    assert (
-        batch.train_batch_size,
-        batch.micro_batch_size,
-        batch.accumulation_steps,
-        batch.data_parallel_size,
-    ) == expected
-    assert len(batch.derived) == 3 - sum(key in given for key in (TRAIN, MICRO, STEPS))
+COUNTS = st.integers(1, 4)
+
+
+@settings(deadline=None)
+@given(COUNTS, COUNTS, COUNTS, st.sampled_from([{}, CUT, {"sequence_parallel_size": 2}]), st.data())
+def test_a_batch_is_micro_batches_of_all_ranks(
+    micro: int, accumulation: int, ranks: int, cut: dict[str, Any], data: st.DataObject
+) -> None:
+    """Whichever of the three the file gives; "auto" is as where the key is left out."""
+    stages = 1 if "sequence_parallel_size" in cut else data.draw(COUNTS)
+    tensor, sharing = (2 if cut is CUT else 1), (2 if cut else 1)
+    whole = {TRAIN: micro * accumulation * ranks * tensor, MICRO: micro, STEPS: accumulation}  # as DeepSpeed counts
+    written = data.draw(
+        st.sets(st.sampled_from([TRAIN, MICRO, STEPS]), min_size=1).filter(lambda keys: keys != {STEPS})
+    )
+    silent = data.draw(st.sampled_from([{}, {key: "auto" for key in whole if key not in written}]))
+    config = load({**silent, **{key: whole[key] for key in written}, "pipeline": {"stages": stages}, **cut})
+    batch = config.batch(ranks * stages * sharing)
+    assert batch.data_parallel_size == ranks
+    assert batch.train_batch_size == batch.micro_batch_size * batch.accumulation_steps * ranks
+    assert MICRO not in written or batch.micro_batch_size == micro
+    assert STEPS not in written or batch.accumulation_steps == accumulation
+    assert TRAIN not in written or batch.train_batch_size * tensor == whole[TRAIN]
+    assert silent or len(batch.derived) == 3 - len(written)
 
 
 def test_deepspeed_counts_tensor_parallel_ranks_as_data_parallel() -> None:
@@ -385,23 +344,11 @@ def test_groups_that_cannot_be(given: dict[str, Any], world: int, message: str) 
     assert messages(caught) == [message]
 
 
-def test_engines_of_replicas_count_every_process() -> None:
-    config = load({TRAIN: 16, "pipeline": {"stages": 2}, **CUT})
-    batch = config.batch(4, replicas=True)
-    assert (batch.train_batch_size, batch.micro_batch_size, batch.data_parallel_size) == (8, 2, 4)
-    assert config.batch(4).train_batch_size == 8  # as where the model is cut: DeepSpeed counts tensor-parallel ranks
-
-
 def test_what_is_passed_through_may_come_from_the_command_line() -> None:
     config = load({TRAIN: 8, "dsframe": {"pass_through": ["wibble", "fp16.new", "absent.key"]}}, overrides=["wibble=3"])
     handed = config.for_deepspeed(1)
     assert handed["wibble"] == 3
     assert "absent" not in handed
-
-
-def test_the_world_size_is_checked_while_loading_when_it_is_known() -> None:
-    with pytest.raises(ConfigError, match="is not divisible by 3"):
-        load({TRAIN: 8}, facts=Facts(world_size=3))
 
 
 # Finding files

@@ -6,8 +6,6 @@ import gzip
 import io
 import os
 import pickle
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -284,21 +282,6 @@ def test_a_folder_that_cannot_be_written_is_named(tmp_path: Path) -> None:
         DataError, match=f"{tmp_path}/file/to: cannot be written to .*; choose another folder with --to"
     ):
         fetch.fetch("fashion-mnist", str(tmp_path / "file" / "to"))
-
-
-def test_two_processes_may_fetch_at_once(tmp_path: Path) -> None:
-    write_mnist(tmp_path / "default" / "FashionMNIST" / "raw")
-    command = [sys.executable, "-m", "dsframe.data.fetch", "fashion-mnist", "--to", str(tmp_path / "target")]
-    children = [subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True) for _ in "ab"]
-    try:
-        for child in children:
-            output = child.communicate(timeout=120)[0]
-            assert child.returncode == 0, output
-    finally:
-        for child in children:
-            child.kill()
-    assert names(tmp_path / "target") == ["FashionMNIST"]
-    assert len(load(settings(data_dir=str(tmp_path / "target")))) == 6
 
 
 def write_folder(root: Path) -> None:

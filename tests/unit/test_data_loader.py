@@ -73,12 +73,6 @@ def test_batches_do_not_depend_on_ranks_and_accumulation(data: Any, drop_last: b
         assert same(global_batches(data, size, accumulation, ranks, 9, drop_last=drop_last), expected)
 
 
-def test_batches_do_not_depend_on_workers() -> None:
-    expected = global_batches(Noisy(), 2, 1, 2, 8)
-    assert same(global_batches(Noisy(), 2, 1, 2, 8, workers=1), expected)
-    assert same(global_batches(Noisy(), 4, 1, 1, 8, workers=2), expected)
-
-
 @pytest.mark.parametrize("workers", [0, 1])
 def test_a_stream_continues_from_any_step(workers: int) -> None:
     loader = Loader(Noisy(), seed=4, micro_batch_size=2, accumulation_steps=2, workers=workers)

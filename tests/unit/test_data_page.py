@@ -10,7 +10,6 @@ from typing import Any
 import pytest
 
 from dsframe.config import load
-from dsframe.errors import ConfigError
 from dsframe.run import execute
 from tests.processes import REPOSITORY
 from tests.text_files import LLAMA, jsonl, sentence, tokenizer
@@ -54,15 +53,3 @@ def test_its_programs_run_and_its_files_train(tmp_path: Path, monkeypatch: pytes
         config = load(json.loads(block), overrides=[*short, f"dsframe.run_dir=run{number}"])
         assert config.problems == ()
         assert execute(config, quiet=True).steps == 2
-
-
-def test_a_misspelt_key_is_named() -> None:
-    section = {"train": "a.jsonl", "paking": "rows"}
-    task = {"name": "causal-language-model", "model": {"model_type": "llama"}, "data": section}
-    file = {"train_batch_size": 8, "optimizer": {"type": "AdamW", "params": {"lr": 1e-3}}, "dsframe": {"task": task}}
-    with pytest.raises(ConfigError, match=r'dsframe.task.data.paking: unknown key; did you mean "packing"\?'):
-        load(file)
-    section.pop("paking")
-    section["packing"] = "document"
-    with pytest.raises(ConfigError, match=r'dsframe.task.data.packing: .*"documents"'):
-        load(file)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import os
-import re
-import runpy
 import subprocess
 import sys
 from pathlib import Path
@@ -61,55 +59,6 @@ def test_the_two_lines_work_from_the_wheel(site: Path, tmp_path: Path, line: str
     finished = shell(site, tmp_path, f"{active} && {where} && {line} {SHORT} --run-dir run").check()
     assert f"{site}/dsframe/__init__.py" in finished.stdout
     assert json.loads((tmp_path / "run" / "summary.json").read_text())["world_size"] == 2
-
-
-def links(text: str) -> list[str]:
-    text = re.sub(r"^```.*?^```", "", text, flags=re.MULTILINE | re.DOTALL)
-    return re.findall(r"\]\(([^)\s]+)\)", text)
-
-
-def test_the_readme_of_the_wheel_has_no_link_that_an_index_breaks(site: Path) -> None:
-    (metadata,) = site.glob("dsframe-*.dist-info/METADATA")
-    text = metadata.read_text(encoding="utf-8")
-    assert links(text) == [], "no address of the repository is known, so a link would lead nowhere"
-    assert "[tasks]" not in text
-    assert "tasks (`docs/tasks.md`)" in text
-    assert links((REPOSITORY / "README.md").read_text())
-
-
-def test_with_an_address_every_link_of_the_readme_leads_to_a_file_of_this_version() -> None:
-    for_an_index = runpy.run_path(str(REPOSITORY / "launch" / "readme.py"))["for_an_index"]
-    readme = (REPOSITORY / "README.md").read_text(encoding="utf-8")
-    found = links(for_an_index(readme, "https://code.example/us/dsframe/", dsframe.__version__))
-    start = f"https://code.example/us/dsframe/blob/v{dsframe.__version__}/"
-    assert len(found) == len(links(readme)) > 20
-    pictures = [link for link in found if "/raw/v" in link]
-    assert [Path(link).name for link in pictures] == ["one_file_two_engines.svg"]
-    for link in set(found) - set(pictures):
-        assert link.startswith(start), link
-        assert (REPOSITORY / link.removeprefix(start).partition("#")[0]).exists(), link
-
-
-def form(line: str) -> str:
-    """A line with 0 for every number: what a program says, whatever it measures."""
-    return " ".join(re.sub(r"\d[\d,.:]*(e[+-]?\d+)?", "0", line).split())
-
-
-def test_the_first_minute_of_the_readme_is_as_it_stands(site: Path, tmp_path: Path) -> None:
-    """From the wheel: nothing is activated, no make, no repository. Every line of the transcript is printed, in this order."""
-    readme = (REPOSITORY / "README.md").read_text()
-    section = readme.split("## The first minute")[1].split("\n## ")[0]
-    typed = [line.split("  #")[0].strip() for line in re.findall(r"^    (.*)$", section.split("```")[0], re.MULTILINE)]
-    assert [line.split()[0] for line in typed] == ["dsframe", "cd", "dsframe"]
-    script = " && ".join(line.replace("dsframe ", "python -m dsframe ", 1) for line in typed)
-    finished = shell(site, tmp_path, script).check()
-    said = iter([form(line) for line in finished.output.splitlines()])
-    transcript = re.findall(r"```text\n(.*?)```", section, re.DOTALL)[0].splitlines()
-    assert len(transcript) > 15
-    for line in transcript:
-        assert form(line) in said, f"not printed, or not in this place: {line}"
-    assert (tmp_path / "first" / "runs" / "config-deepspeed" / "summary.json").exists()
-    assert "(docs/tasks.md in dsframe's repository)" in (tmp_path / "first" / "README.md").read_text()
 
 
 def test_the_check_by_itself_needs_no_torch(tmp_path: Path) -> None:

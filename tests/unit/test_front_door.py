@@ -9,8 +9,8 @@ from pathlib import Path
 
 import pytest
 
+import dsframe
 from dsframe.cli import main
-from dsframe.tools.commands import COMMANDS, parser_of
 from dsframe.tools.init import BEGINNINGS
 from tests.processes import REPOSITORY
 
@@ -49,11 +49,6 @@ def test_activate_puts_the_launchers_first(tmp_path: Path) -> None:
     ]
 
 
-def test_fish_gets_its_own_words(capsys: pytest.CaptureFixture[str]) -> None:
-    main(["activate", "--shell", "fish"])
-    assert capsys.readouterr().out.startswith(f"set -gx PATH {REPOSITORY / 'launch' / 'bin'} ")
-
-
 def test_bash_completes_commands_and_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["completion", "bash"])
     (tmp_path / "completion").write_text(capsys.readouterr().out)
@@ -68,26 +63,18 @@ def test_bash_completes_commands_and_options(tmp_path: Path, capsys: pytest.Capt
     assert done.stdout.splitlines() == ["compare completion", "--restarts --restart-wait", "text table"]
 
 
-def test_every_command_has_its_parser() -> None:
-    for name in COMMANDS:
-        assert parser_of(name).prog in (f"dsframe {name}", "dsframe.train")
-        assert parser_of(name).description
-
-
-def test_the_version_has_one_place() -> None:
-    import dsframe
-
-    for path in ("pyproject.toml", "check/pyproject.toml"):
-        text = (REPOSITORY / path).read_text()
-        assert 'dynamic = ["version"' in text
-        assert "version.py" in text.split("[tool.hatch.version]")[1]
-    assert f"## {dsframe.__version__} (" in (REPOSITORY / "CHANGELOG.md").read_text()
-    done = subprocess.run([sys.executable, "-m", "dsframe", "--version"], capture_output=True, text=True, check=True)
-    assert done.stdout == f"dsframe {dsframe.__version__}\n"
-
-
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")
 def test_zsh_reads_its_completion(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     main(["completion", "zsh"])
     (tmp_path / "_dsframe").write_text(capsys.readouterr().out)
     subprocess.run(["zsh", "-n", tmp_path / "_dsframe"], timeout=30, check=True)
+
+
+def test_fish_gets_its_own_words(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["activate", "--shell", "fish"])
+    assert capsys.readouterr().out.startswith(f"set -gx PATH {REPOSITORY / 'launch' / 'bin'} ")
+
+
+def test_the_command_says_its_version() -> None:
+    done = subprocess.run([sys.executable, "-m", "dsframe", "--version"], capture_output=True, text=True, check=True)
+    assert done.stdout == f"dsframe {dsframe.__version__}\n"

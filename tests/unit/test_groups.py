@@ -185,16 +185,6 @@ def test_an_optimizer_without_decay_cannot_have_it_by_groups() -> None:
         spec.build([{"params": [nn.Parameter(torch.zeros(2))], "weight_decay": 0.0}])
 
 
-def test_lbfgs_has_one_group() -> None:
-    spec = optimizers.read(
-        load(FILE | {"optimizer": {"type": "LBFGS", "params": {"lr": 1}}, "dsframe": {"engine": "single"}})
-    )
-    with pytest.raises(ConfigError, match="LBFGS doesn't support per-parameter options"):
-        spec.build(
-            [{"params": [nn.Parameter(torch.zeros(2))], "lr_scale": 2.0}, {"params": [nn.Parameter(torch.zeros(2))]}]
-        )
-
-
 def problems(file: Mapping[str, Any], **settings: Any) -> str:
     try:
         return "\n".join(str(one) for one in load({**FILE, **file, "dsframe": settings}).problems)

@@ -14,7 +14,6 @@ from pathlib import Path
 import pytest
 
 from dsframe.errors import WorldError
-from dsframe.guard.signals import GRACE_SECONDS
 from dsframe.host import supervise
 from dsframe.run_dir import outcome
 from dsframe.tools.launch import attempts, command, devices, hosts, launchers
@@ -417,11 +416,6 @@ def test_lines_that_hosts_wrote_over_one_another_are_left_out(tmp_path: Path, to
         file.write(torn)
     outcome.Reporter(str(path), 1).failed(6, "the disk is gone")
     assert outcome.read(path) == outcome.Outcome(began=True, code=6, rank=1, step=0, message="the disk is gone")
-
-
-def test_patience_fits_together() -> None:
-    """What launchers are given after a signal covers what a rank may take to save."""
-    assert GRACE_SECONDS < supervise.SHUTDOWN_SECONDS
 
 
 def test_deepspeeds_own_log_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -13,7 +13,6 @@ import importlib.util
 import json
 import os
 import re
-import resource
 import shutil
 import signal
 import subprocess
@@ -532,14 +531,3 @@ def test_stopping_stops_the_workers_and_continuing_continues_them(stand_in: dict
     finished = run_ranks(["deepspeed", "t.py"], env=stand_in, timeout_seconds=30, while_running=stop)
     assert finished.returncode == 128 + signal.SIGTERM
     assert states == [{psutil.STATUS_STOPPED}]
-
-
-def test_costs_little(stand_in: dict[str, str], tmp_path: Path) -> None:
-    (tmp_path / "deepspeed").write_text("#!/bin/sh\n")
-    before = resource.getrusage(resource.RUSAGE_CHILDREN)
-    for _ in range(3):
-        subprocess.run([sys.executable, "-S", COMMAND, "t.py"], env=os.environ | stand_in, check=True, timeout=30)
-    after = resource.getrusage(resource.RUSAGE_CHILDREN)
-    assert after.ru_utime + after.ru_stime - before.ru_utime - before.ru_stime < 1.5, (
-        "seconds of the processor, of three"
-    )

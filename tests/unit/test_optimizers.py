@@ -120,15 +120,9 @@ def test_deepspeed_builds_the_same_optimizer(kind: str, params: dict[str, Any]) 
     assert theirs.defaults == ours.defaults
 
 
-@pytest.mark.parametrize(
-    ("kind", "params", "message"),
-    [
-        ("SGD", {"lr": -1.0}, "optimizer.params"),
-    ],
-)
-def test_mistakes(kind: str, params: dict[str, Any], message: str) -> None:
-    with pytest.raises(ConfigError, match=message):
-        read(kind, params).build([torch.nn.Parameter(torch.zeros(2))])
+def test_what_torch_refuses_is_a_mistake_of_the_file() -> None:
+    with pytest.raises(ConfigError, match=r"optimizer\.params"):
+        read("SGD", {"lr": -1.0}).build([torch.nn.Parameter(torch.zeros(2))])
 
 
 def test_a_file_without_an_optimizer_is_told_what_to_add() -> None:

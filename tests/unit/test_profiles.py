@@ -3,32 +3,24 @@
 from __future__ import annotations
 
 import json
+import signal
 import subprocess
 import sys
-import time
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
-from unittest.mock import MagicMock
 
 import pytest
 import torch
 from torch import nn
 
-from dsframe import results, trainer
-from dsframe.checkpoint.resume import Start
+import dsframe
 from dsframe.cluster.world import World
 from dsframe.config import load
 from dsframe.config.rules.report import KINDS, kind_of
-from dsframe.engine import StepResult
 from dsframe.errors import ConfigError, StoppedError, WorldError
-from dsframe.events import RunSchedule
-from dsframe.model.build import BuiltModel
-from dsframe.observe import traffic
 from dsframe.observe.flops import FlopsProfile
-from dsframe.observe.observer import ObserverContext, Observers
 from dsframe.observe.traffic import TrafficLog
-from dsframe.observe.utilization import MfuObserver, Utilization, peak_flops
+from dsframe.observe.utilization import Utilization, peak_flops
 from dsframe.run_dir.output import PrefixedStream, rank_output
 from dsframe.tasks import Task
 from dsframe.text import amount
@@ -108,13 +100,9 @@ def test_what_is_computed_again_counts_in_the_backward_pass(tmp_path: Path) -> N
     assert names(wrapped) == names(text)
 
 
-def test_the_peak_is_more_than_a_model_makes_of_it_and_soon_measured() -> None:
-    peak_flops(torch.float32, CPU)
+def test_the_peak_is_more_than_a_model_makes_of_it() -> None:
     for dtype in (torch.float32, torch.float16):  # the second is slow on most CPUs
-        began = time.perf_counter()
-        found = peak_flops(dtype, CPU)
-        assert time.perf_counter() - began < 3
-        assert found > 1e8
+        assert peak_flops(dtype, CPU) > 1e8
     assert Utilization(2e6, 1e9).of(100) == pytest.approx(0.2)
 
 
@@ -175,62 +163,39 @@ def test_the_logger_of_collectives_counts_what_it_is_asked_for(tmp_path: Path) -
     assert said == [f"step 1: all-reduce of 1,000 bytes among 2 ranks, by {name}"]
 
 
-@pytest.mark.parametrize("signal_after", [2, None])
 def test_what_watched_a_run_is_kept_where_a_signal_stops_it(
-    signal_after: int | None, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    monkeypatch.setattr(traffic, "all_gather_text", lambda engine, text: [text])
-    monkeypatch.setattr(trainer, "StopRequest", MagicMock())
-    stop = trainer.StopRequest.return_value.__enter__.return_value  # type: ignore[attr-defined]
-    stop.configure_mock(name="SIGTERM", trouble=False, agreed=lambda step: step == signal_after)
-    file = {
-        **FILE, "comms_logger": {"enabled": True}, "flops_profiler": {"enabled": True, "profile_step": 3},
-        "dsframe": {"steps": 4, "profile": {"wait": 1, "warmup": 0, "active": 2}},
-    }  # fmt: skip
-    batch = SimpleNamespace(
-        accumulation_steps=1, train_batch_size=4, data_rank=int, sequence_parallel_size=1, data_parallel_size=1
-    )
-    world = SimpleNamespace(rank=0, size=1, is_main=True)
-    task = Task()
-    plan: Any = SimpleNamespace(
-        config=load(file), device=CPU, batch=batch, world=world, task=task, directory=tmp_path, followers={}, stop=None
-    )
-    engine = MagicMock(plan=plan, built=BuiltModel())
-    engine.train_step.return_value = StepResult(torch.tensor(1.0), 0.1, None, False)
-    engine.sum_over_ranks = lambda values: values
-    saver, progress = MagicMock(), MagicMock()
-    saver.due.return_value, saver.save.return_value, progress.rate.return_value = False, 0.0, 1.0
+    monkeypatch.chdir(tmp_path)
+    signals = [signal.SIGTERM]
 
-    def fit(done: int, total: int) -> tuple[results.Summary, list[str]]:
-        said: list[str] = []
-        observers = Observers(ObserverContext(plan, done, total, said.append))
-        observers._all.append(MfuObserver(said.append, Utilization(2e6, 1e9)))
-        loader = MagicMock(**{"rows_read.return_value": []})
-        work = trainer.Work(loader, None, RunSchedule(total, 1, frozenset(), frozenset()))
-        made = trainer.Trainer(engine, work, trainer.Outputs(progress, None, saver), MagicMock(), observers)
-        try:
-            return made.fit(Start(done, 1.0, {}, in_place=True)), said
-        except StoppedError:
-            return MagicMock(), said
+    def loss(outputs: torch.Tensor, targets: torch.Tensor) -> torch.Tensor:
+        if signals:
+            signal.raise_signal(signals.pop())
+        return (outputs - targets).square().mean()
+
+    rows = torch.utils.data.TensorDataset(torch.ones(8, 2), torch.ones(8, 1))
+    task = Task.from_module(lambda: nn.Linear(2, 1), loss, rows)
+    settings = {"engine": "single", "steps": 4, "run_dir": "run", "profile": {"wait": 0, "warmup": 0, "active": 3}}
+    file = {
+        **FILE,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "comms_logger": {"enabled": True},
+        "flops_profiler": {"enabled": True, "profile_step": 3},
+        "dsframe": settings,
+    }
 
     def kept() -> set[str]:
-        return {path.name for path in (tmp_path / "profile").glob("*.gz")}
+        return {path.name for path in Path("run/profile").glob("*.gz")}
 
-    _, said = fit(0, 4)
-    last = signal_after or 4
-    assert kept() == {"rank0-steps-2-2.trace.json.gz" if signal_after else "rank0-steps-2-3.trace.json.gz"}
-    assert any("traces are in" in line for line in said)
-    assert json.loads((tmp_path / "communication.json").read_text())["steps"] == last
-    before = kept()
-    for steps in (0, 1):  # resumed, with nothing left to do, and with one step, of which no rate can be told
-        summary, said = fit(4, 4 + steps)
-        assert summary.mfu is None
-        assert said[:2] == [
-            f"dsframe: no flops profile: it would be of step 8, and the run ends after step {4 + steps}",
-            "dsframe: no trace: the first one would be of step 6",
-        ]
-        assert kept() == before
-        assert json.loads((tmp_path / "communication.json").read_text())["steps"] == (1 if steps else last)
+    with pytest.raises(StoppedError):
+        dsframe.fit(task, file)
+    assert kept() == {"rank0-steps-1-1.trace.json.gz"}
+    assert json.loads(Path("run/communication.json").read_text())["steps"] == 1
+    assert "traces are in" in capsys.readouterr().err
+    dsframe.fit(task, file, resume="auto")
+    assert kept() == {"rank0-steps-1-1.trace.json.gz", "rank0-steps-2-4.trace.json.gz"}
+    assert "no flops profile: it would be of step 5, and the run ends after step 4" in capsys.readouterr().err
 
 
 PROGRAM = """

@@ -60,29 +60,6 @@ def test_names_of_members_are_any_bytes_and_samples_may_lack_parts(tmp_path: Pat
     ]
 
 
-def test_images_of_a_tar_are_transformed_in_workers_with_draws_of_their_own(tmp_path: Path) -> None:
-    from PIL import Image
-
-    from dsframe.data._torchvision import torchvision
-
-    torchvision()
-    from torchvision.transforms import v2
-
-    transform = v2.Compose([v2.PILToTensor(), v2.RandomCrop(4, padding=2), v2.RandomHorizontalFlip()])
-    picture = io.BytesIO()
-    pixels = torch.randint(256, (8, 8, 3), dtype=torch.uint8)
-    Image.fromarray(pixels.numpy()).save(picture, "PNG")
-    tar(tmp_path / "a.tar", range(12), png=picture.getvalue())
-    data = Shards("a.tar", lambda row: (transform(row["png"]), row["cls"]))
-    first = list(Loader(data, seed=0, micro_batch_size=4, workers=2).stream(0, 6))
-    again = list(Loader(data, seed=0, micro_batch_size=4).stream(0, 6))
-    for (images, labels), (same_images, same_labels) in zip(first, again, strict=True):
-        assert torch.equal(images, same_images)
-        assert torch.equal(labels, same_labels)
-    looks = {bytes(image.flatten().tolist()) for images, _ in first for image in images}
-    assert len(looks) > 18  # of 24
-
-
 def test_the_index_is_made_once_and_again_for_another_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     from dsframe.data import shards as module
 

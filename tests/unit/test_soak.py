@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import signal
 import subprocess
 import sys
@@ -13,8 +12,6 @@ import psutil
 import pytest
 
 from benchmarks import processes
-from benchmarks.compare import plot, rows
-from benchmarks.match import Result
 from benchmarks.soak import Ends
 from tests.processes import Running, run_ranks
 
@@ -31,28 +28,6 @@ def test_a_run_that_stays_as_it_is() -> None:
 def test_a_run_that_gets_slower_or_grows() -> None:
     assert ends([0.95, 0.96, 0.97, 0.94, 1.3], 0).problems == ["slower by 4.0%"]
     assert ends([1.0], 15e6).problems == ["a rank's memory grows by 15.0 MB"]
-
-
-def played(losses: list[float]) -> Result:
-    return Result(rates=[1.0], cpu_rates=[1.0], losses=losses, peak_bytes=[1])
-
-
-@pytest.mark.parametrize(("loss", "same"), [(2.0, True), (2.1, False), (math.nan, False)])
-@pytest.mark.parametrize("place", [0, 1])
-def test_losses_that_are_the_same(loss: float, same: bool, place: int) -> None:
-    theirs = [2.0, 2.0]
-    theirs[place] = loss
-    results = {"dsframe": played([2.0, 2.0]), "other": played(theirs)}
-    row = rows("ddp", "cnn", results)[1]
-    assert row["same_losses"] == same
-    assert math.isnan(row["loss_difference"]) == math.isnan(loss)
-
-
-def test_nothing_to_draw(tmp_path: Path) -> None:
-    table = rows("ddp", "cnn", {"dsframe": played([2.0]), "other": played([2.0])})
-    assert plot(table, tmp_path / "both.svg")
-    assert not plot(table[:1], tmp_path / "one.svg")
-    assert [path.name for path in tmp_path.iterdir()] == ["both.svg"]
 
 
 def test_a_job_that_takes_too_long_leaves_no_process(tmp_path: Path) -> None:

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import math
 import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -115,30 +113,9 @@ def test_an_untrained_gpt_knows_nothing() -> None:
     assert metrics["accuracy"].count == 64 * 16
 
 
-def test_the_gpt_learns(tmp_path: Path) -> None:
-    (tmp_path / "alphabet").write_text("abcdefghijklmnopqrstuvwxyz" * 500)
-    torch.manual_seed(0)
-    language = task(corpus=str(tmp_path / "alphabet"))
-    network = language.model()
-    optimizer = torch.optim.AdamW(network.parameters(), lr=3e-3)
-    loss = torch.tensor(0.0)
-    for inputs, targets in Loader(language.train_data(), seed=0, micro_batch_size=32).stream(0, 60):
-        optimizer.zero_grad()
-        loss = language.loss(network(inputs), targets)
-        loss.backward()
-        optimizer.step()
-    assert loss.item() < 1.0  # knowing the letters but not their order gives log(26) = 3.3
-
-
 def test_heads_must_divide_the_width() -> None:
     with pytest.raises(TaskError, match="width 32 is not a multiple of heads 3"):
         task(heads=3)
-
-
-def test_facts_for_the_rest_of_the_program() -> None:
-    language = task()
-    assert (language.hidden_size, language.unit, language.units_per_sample) == (32, "tokens", 16)
-    assert language.train_data() is language.train_data()
 
 
 def content(source: Any) -> bytes:
@@ -186,22 +163,6 @@ def test_the_standard_library_is_always_there() -> None:
     assert len(tokens) == 8 << 20
     start = files[0].read_bytes()[:1000]
     assert bytes(tokens[: len(start)].tolist()) == start
-
-
-def test_several_processes_may_make_the_cache_at_once(tmp_path: Path) -> None:
-    script = (
-        "import hashlib; from dsframe.data.text import read_corpus; "
-        "print(hashlib.sha256(read_corpus('stdlib', None).numpy().tobytes()).hexdigest())"
-    )
-    children = [subprocess.Popen([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True) for _ in range(3)]
-    try:
-        digests = {child.communicate(timeout=120)[0] for child in children}
-    finally:
-        for child in children:
-            child.kill()
-    assert len(digests) == 1
-    assert [child.returncode for child in children] == [0, 0, 0]
-    assert len(list((tmp_path / "cache" / "corpora").iterdir())) == 1
 
 
 def test_the_synthetic_corpus_is_fixed() -> None:

@@ -9,8 +9,6 @@ import sys
 from importlib.metadata import version
 from pathlib import Path
 
-import pytest
-
 from tests import versions
 from tests.processes import REPOSITORY, Finished, run_ranks
 
@@ -49,18 +47,6 @@ def another_python() -> str:
     return sys.executable
 
 
-def test_the_install_part_is_what_is_typed_here() -> None:
-    assert typed() == [
-        "make train",
-        "make test",
-        "source launch/activate",
-        "python3 -m venv own",
-        "source own/bin/activate",
-        "pip install '/path/to/dsframe[deepspeed]'",
-        'eval "$(dsframe activate)"',
-    ]
-
-
 def test_make_train_in_a_fresh_clone_on_another_python(tmp_path: Path) -> None:
     """Set-up, both engines, the comparison; the second time there is nothing to set up. Without compiling another Horovod."""
     subprocess.run(["git", "clone", "-q", REPOSITORY, tmp_path / "clone"], check=True, timeout=60)
@@ -71,23 +57,3 @@ def test_make_train_in_a_fresh_clone_on_another_python(tmp_path: Path) -> None:
     lines = "make setup; source launch/activate; command -v deepspeed"
     again = fresh_shell(lines, tmp_path / "clone", python, 60, DSFRAME_HOROVOD="0").check()
     assert again.output.strip() == f"{tmp_path}/clone/launch/bin/deepspeed"
-
-
-def test_an_environment_beside_the_clone(tmp_path: Path) -> None:
-    """With the build of torch that the tests have: pip would take CUDA. From the wheel, the README's line for DeepSpeed."""
-    (tmp_path / "torch.txt").write_text(f"torch=={version('torch')}\n")
-    lines = typed()[3:]
-    lines[2] = lines[2].replace("/path/to/dsframe", str(REPOSITORY))
-    short = "--set dsframe.steps=3 --set dsframe.task.samples=256 --set dsframe.task.dataset=synthetic"
-    lines.append(f"deepspeed --num_gpus=2 -m dsframe.train --config zero3.json {short}")
-    script = "\n".join([f"cd {tmp_path}", *lines])
-    finished = fresh_shell(script, tmp_path, sys.executable, 600, PIP_CONSTRAINT=str(tmp_path / "torch.txt"))
-    assert "dsframe: done" in finished.check().output
-
-
-@pytest.mark.parametrize("python", re.findall(r"Python :: (3\.\d+)", (REPOSITORY / "pyproject.toml").read_text()))
-def test_every_declared_python_has_its_row(python: str) -> None:
-    table = (REPOSITORY / "docs" / "support.md").read_text().split(versions.START)[1].split(versions.END)[0]
-    rows = [line for line in table.splitlines() if re.match(rf"\| {re.escape(python)}\.\d+ \|", line)]
-    assert rows, f"make versions has no Python {python}"
-    assert not any("failed" in row for row in rows)
