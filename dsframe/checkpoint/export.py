@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from dsframe.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from dsframe.model.spill import Spill
 
@@ -28,10 +28,14 @@ SUFFIX = {
     "universal": "-universal",
 }
 DTYPES = ("float32", "bfloat16", "float16")
+_WINDOW_BYTES = 8 << 20
+"""Of a model that is loaded to be compared, memory holds the newest parameters up to so many bytes."""
 
 
 Weights = Callable[[Path, str, "Spill | None"], "dict[str, Tensor]"]
 """Gives the weights of a checkpoint in a dtype; as :func:`read`."""
+Adapted = Callable[[Path], "tuple[nn.Module, nn.Module]"]
+"""Gives a checkpoint's model with its adapter, and the model without, as :func:`dsframe.inference.load_adapted`."""
 
 
 def say_aloud(line: str) -> None:
@@ -47,16 +51,21 @@ def export(
     *,
     shard_size: str = "5GB",
     weights: Weights | None = None,
+    adapted: Adapted | None = None,
     say: Callable[[str], None] = say_aloud,
 ) -> Path:
     """Writes the weights of the newest whole checkpoint that ``path`` means; returns the file.
+
+    What was written is loaded again, by the library that it is for, and has its name only where it has every tensor of the
+    checkpoint. A universal checkpoint is not.
 
     They are read from the checkpoint's files as they are written. In 16 bits they lie in files meanwhile, so that memory holds no
     more than the largest tensor; for ``to`` "huggingface", than one of its files (``shard_size``).
 
     ``to`` "universal": a folder with everything. ``weights``: gives others, such as the averages, or an adapter's with the model's.
-    ``say`` hears what could not be taken along. Raises CheckpointError where there is no checkpoint, where the file exists already,
-    or where it cannot be written; TaskError where transformers is missing.
+    ``adapted``: needed for "peft". ``say`` hears what could not be taken along. Raises CheckpointError where there is no checkpoint,
+    where the file exists already, where it cannot be written, or where it is loaded as something else; TaskError where transformers
+    is missing.
     """
     from safetensors import SafetensorError
 
@@ -65,7 +74,10 @@ def export(
 
     checkpoint = store.complete(path)
     target = _target(out or checkpoint.with_name(checkpoint.name + SUFFIX[to]))
-    if weights in (None, averages) and to != "peft" and "adapter" in store.read_manifest(checkpoint):
+    has_adapter = "adapter" in store.read_manifest(checkpoint)
+    if to == "peft" and not has_adapter:
+        raise CheckpointError('the checkpoint has no adapter: its training had no "adapter"; choose another format')
+    if weights in (None, averages) and to != "peft" and has_adapter:
         raise CheckpointError(
             f"{checkpoint} has only an adapter, not the model that it was trained with: write --to peft, "
             "or --merge to add it to that model, which is built again"
@@ -76,8 +88,13 @@ def export(
         shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
         if to == "universal":
             _universal(checkpoint, dtype, partial, spill, say)
+        elif to == "peft":
+            assert adapted is not None
+            _peft(adapted(checkpoint), dtype, partial)
         else:
-            _write(checkpoint, to, dtype, partial, (weights or read)(checkpoint, dtype, spill), shard_size, say)
+            tensors = (weights or read)(checkpoint, dtype, spill)
+            _write(checkpoint, to, dtype, partial, tensors, shard_size, say)
+            _verify(to, partial, tensors)
         partial.rename(target)
     except (OSError, RuntimeError, SafetensorError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or error
@@ -111,16 +128,42 @@ def _write(
     import torch
 
     from dsframe.checkpoint import portable, pretrained, store
-    from dsframe.model import adapter
 
     if to == "huggingface":
         pretrained.write(store.read_manifest(checkpoint), weights, dtype, out, shard_size, say)
-    elif to == "peft":
-        adapter.write(store.read_manifest(checkpoint), weights, out)
     elif to == "torch":
         torch.save(weights, out)
     else:
         portable.write_tensors(out, weights, {"format": "pt"})
+
+
+def _peft(models: tuple[nn.Module, nn.Module], dtype: str, out: Path) -> None:
+    import torch
+
+    from dsframe.model import adapter
+
+    adapter.write(*models, getattr(torch, dtype), out)
+
+
+def _verify(to: str, out: Path, weights: dict[str, Tensor]) -> None:
+    """Loads what was written as its readers do. Raises CheckpointError where a tensor is another one."""
+    import torch
+    from safetensors.torch import load_file
+
+    from dsframe.model.adapter import difference
+    from dsframe.model.spill import on_disk
+    from dsframe.tasks import _transformers
+
+    if to == "huggingface":
+        spill = on_disk(out.parent, window_bytes=_WINDOW_BYTES)
+        with spill.building():
+            loaded = _transformers.load(out).state_dict()
+        spill.close()
+    else:
+        loaded = torch.load(out, mmap=True) if to == "torch" else load_file(out)
+    if name := difference(weights, loaded):
+        library = {"huggingface": "transformers"}.get(to, to)
+        raise CheckpointError(f"{library}, which has loaded what was written, has another {name}: the export is not kept")
 
 
 def _target(target: Path) -> Path:

@@ -14,7 +14,7 @@ from dsframe.checkpoint.export import DTYPES, SUFFIX, averages, export, say_alou
 from dsframe.tools.commands import command
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from dsframe.model.spill import Spill
 
@@ -31,7 +31,9 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().error("--average: a universal checkpoint is to go on from, with the weights and the optimizer's state")
     weights = partial(merged, average=options.average) if options.merge else averages if options.average else None
     path = store.complete(options.checkpoint, best=True) if options.best else options.checkpoint
-    out = export(path, to, options.dtype, options.out, shard_size=options.shard_size, weights=weights)
+    adapted = partial(with_base, average=options.average)
+    size = options.shard_size
+    out = export(path, to, options.dtype, options.out, shard_size=size, weights=weights, adapted=adapted)
     files = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
     say_aloud(f"{out}: {sum(path.stat().st_size for path in files) / 1e6:,.1f} MB")
     return 0
@@ -73,6 +75,13 @@ def parser() -> argparse.ArgumentParser:
     return parser
 
 
+def with_base(path: Path, *, average: bool = False) -> tuple[nn.Module, nn.Module]:
+    """The model of a checkpoint that has an adapter alone, and the model that the adapter is for."""
+    from dsframe.inference import load_adapted
+
+    return load_adapted(path, averages=average)
+
+
 def merged(path: Path, dtype: str, spill: Spill | None, *, average: bool = False) -> dict[str, Tensor]:
     """The whole model of a checkpoint that has an adapter alone: built again, in memory. Raises CheckpointError, TaskError."""
     import torch
@@ -80,5 +89,5 @@ def merged(path: Path, dtype: str, spill: Spill | None, *, average: bool = False
     from dsframe.inference import load_model
     from dsframe.model import adapter
 
-    found = adapter.merge(load_model(path, averages=average)).to(getattr(torch, dtype))
-    return dict(found.state_dict())
+    model = adapter.merge(load_model(path, averages=average)).to(getattr(torch, dtype))
+    return dict(model.state_dict())
