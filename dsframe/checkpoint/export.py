@@ -63,9 +63,10 @@ def export(
     more than the largest tensor; for ``to`` "huggingface", than one of its files (``shard_size``).
 
     ``to`` "universal": a folder with everything. ``weights``: gives others, such as the averages, or an adapter's with the model's.
-    ``adapted``: needed for "peft". ``say`` hears what could not be taken along. Raises CheckpointError where there is no checkpoint,
-    where the file exists already, where it cannot be written, or where it is loaded as something else; TaskError where transformers
-    is missing.
+    ``adapted``: needed for "peft". ``say`` hears what could not be taken along.
+
+    Raises CheckpointError where there is no checkpoint, where the file exists already, where it cannot be written, or where it is
+    loaded as something else; TaskError where transformers is missing.
     """
     from safetensors import SafetensorError
 
@@ -163,7 +164,9 @@ def _verify(to: str, out: Path, weights: dict[str, Tensor]) -> None:
         loaded = torch.load(out, mmap=True) if to == "torch" else load_file(out)
     if name := difference(weights, loaded):
         library = {"huggingface": "transformers"}.get(to, to)
-        raise CheckpointError(f"{library}, which has loaded what was written, has another {name}: the export is not kept")
+        raise CheckpointError(
+            f"{library}, which has loaded what was written, has another {name}: the export is not kept"
+        )
 
 
 def _target(target: Path) -> Path:

@@ -390,9 +390,7 @@ def _load(config: Config, model: nn.Module, peft: Any, folder: Path) -> None:
     expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     parameters = {**model.state_dict(), **expected}  # peft saves embeddings of the base too, where they have an adapter
     differing = sorted(expected.keys() - saved.keys()) or [
-        name
-        for name, tensor in saved.items()
-        if name not in parameters or parameters[name].shape != tensor.shape
+        name for name, tensor in saved.items() if name not in parameters or parameters[name].shape != tensor.shape
     ]
     if differing:
         message = f"{folder} is an adapter of another model: {differing[0]} differs"

@@ -218,7 +218,9 @@ def write(config: Mapping[str, Any], weights: Mapping[str, Tensor], dtype: str, 
     try:
         model = _empty(cls, known[kind].from_dict({**config, "dtype": dtype}))
         ties = model.all_tied_weights_keys.items()
-        if any(not torch.equal(weights[copy], weights[source]) for copy, source in ties if {copy, source} <= weights.keys()):
+        if any(
+            not torch.equal(weights[copy], weights[source]) for copy, source in ties if {copy, source} <= weights.keys()
+        ):
             model = _empty(cls, _untied(known[kind].from_dict({**config, "dtype": dtype})))
     except Exception as error:  # as above: of a configuration that this version does not know, or nobody does
         raise TaskError(f"transformers cannot build {name}: {_one_line(error)}") from error
