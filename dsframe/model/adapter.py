@@ -88,7 +88,7 @@ def add(config: Config, model: nn.Module) -> str:
                 _load(config, model, peft, Path(section.folder))
     except (ValueError, TypeError) as error:
         raise _wrong(config, f"peft refuses it: {' '.join(str(error).split())}", "change the section") from None
-    return json.dumps(_plain(settings.to_dict()), sort_keys=True)
+    return json.dumps(settings.to_dict(), sort_keys=True, default=sorted)  # sets
 
 
 def settle(
@@ -417,13 +417,3 @@ def _combined(digests: Mapping[str, str]) -> str:
 def _without_wrappers(name: str) -> str:
     """The name in the model without an adapter: which layers have one does not make another base."""
     return re.sub(r"\.(base_layer|original_module)\.", ".", name)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(_plain, value))
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float)) else str(getattr(value, "value", value))
