@@ -10,7 +10,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsframe.checkpoint import store
-from dsframe.checkpoint.export import DTYPES, SUFFIX, averages, export, say_aloud
+from dsframe.checkpoint.export import DTYPES, SUFFIX, averages, export, export_adapter, say_aloud
 from dsframe.tools.commands import command
 
 if TYPE_CHECKING:
@@ -31,9 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().error("--average: a universal checkpoint is to go on from, with the weights and the optimizer's state")
     weights = partial(merged, average=options.average) if options.merge else averages if options.average else None
     path = store.complete(options.checkpoint, best=True) if options.best else options.checkpoint
-    adapted = partial(with_base, average=options.average)
-    size = options.shard_size
-    out = export(path, to, options.dtype, options.out, shard_size=size, weights=weights, adapted=adapted)
+    if to == "peft":
+        out = export_adapter(path, options.dtype, options.out, partial(with_base, average=options.average))
+    else:
+        out = export(path, to, options.dtype, options.out, shard_size=options.shard_size, weights=weights)
     files = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
     say_aloud(f"{out}: {sum(path.stat().st_size for path in files) / 1e6:,.1f} MB")
     return 0
