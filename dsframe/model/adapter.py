@@ -393,7 +393,7 @@ def _load(config: Config, model: nn.Module, peft: Any, folder: Path) -> None:
         name for name, tensor in saved.items() if name not in parameters or parameters[name].shape != tensor.shape
     ]
     if differing:
-        message = f"{folder} is an adapter of another model: {differing[0]} differs"
+        message = f"{folder} is an adapter of another model: {_PREFIX}{differing[0]} differs"
         raise _wrong(config, message, "give the model that it was trained for")
     peft.set_peft_model_state_dict(model, saved)
 
