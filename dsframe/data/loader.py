@@ -335,7 +335,7 @@ class _Fetcher:
             generator=torch.Generator(),
         )
         with held(), _kept_generators():
-            return next(_in_one_line(iter(loader)))  # type: ignore[no-any-return]
+            return bool(next(_in_one_line(iter(loader))))
 
     def rows(self, indices: list[int]) -> Iterator[Batch]:
         """Batches of one sample each, on the CPU. One worker reads them where there are any: a file that this process opened all of
@@ -344,7 +344,7 @@ class _Fetcher:
         return fetch(([(0, torch.tensor([index]))], None) for index in indices)
 
 
-def _in_one_line(batches: Iterator[Batch]) -> Iterator[Batch]:
+def _in_one_line(batches: Iterator[Any]) -> Iterator[Any]:
     """``batches`` of worker processes. torch gives a worker's error its traceback as text: what dsframe says itself needs none."""
     try:
         yield from batches
