@@ -182,3 +182,12 @@ def test_what_is_loaded_as_something_else_is_not_kept(tmp_path: Path, monkeypatc
     monkeypatch.setattr(adapter, "_untie", lambda model: None)
     with pytest.raises(CheckpointError, match="the adapter is merged, the model's outputs for one batch are off by"):
         adapter.merge(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_folder_of_peft_in_16_bits_is_compared_with_what_was_rounded(dtype: torch.dtype, tmp_path: Path) -> None:
+    name, sizes, section = MODELS["tied, embeddings whole"]
+    model = trained(with_adapter(build(name, sizes), {"r": 2, **section}))
+    adapter.write(model, build(name, sizes), dtype, tmp_path / "peft")
+    theirs = peft.PeftModel.from_pretrained(build(name, sizes), str(tmp_path / "peft")).eval()
+    torch.testing.assert_close(outputs(theirs.get_base_model()), outputs(model), rtol=0, atol=0)
