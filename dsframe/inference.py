@@ -139,6 +139,16 @@ def load_model(path: str | Path, task: Task | None = None, *, averages: bool = F
     return model.eval()
 
 
+def load_adapted(path: Path, *, averages: bool = False) -> tuple[nn.Module, nn.Module]:
+    """A checkpoint's model with its adapter, as :func:`load_model`, and the model that it was trained beside, built again."""
+    from dsframe.config import load
+
+    settings = load(store.config_of(path)).settings
+    model = load_model(path, averages=averages)
+    seed_generators(settings.seed)
+    return model, tasks.build(settings.task, settings.seed).model().eval()
+
+
 def _adapted(config: Config, model: nn.Module, checkpoint: Checkpoint) -> set[str]:
     """Puts the training's adapter into ``model``; returns the names of the base, under each of its names.
 

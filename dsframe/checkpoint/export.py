@@ -9,14 +9,15 @@ from __future__ import annotations
 
 import shutil
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsframe.errors import CheckpointError
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from dsframe.model.spill import Spill
 
@@ -28,10 +29,14 @@ SUFFIX = {
     "universal": "-universal",
 }
 DTYPES = ("float32", "bfloat16", "float16")
+_WINDOW_BYTES = 8 << 20
+"""Of a model that is loaded to be compared, memory holds the newest parameters up to so many bytes."""
 
 
 Weights = Callable[[Path, str, "Spill | None"], "dict[str, Tensor]"]
 """Gives the weights of a checkpoint in a dtype; as :func:`read`."""
+Adapted = Callable[[Path], "tuple[nn.Module, nn.Module]"]
+"""Gives a checkpoint's model with its adapter, and the model without, as :func:`dsframe.inference.load_adapted`."""
 
 
 def say_aloud(line: str) -> None:
@@ -49,43 +54,79 @@ def export(
     weights: Weights | None = None,
     say: Callable[[str], None] = say_aloud,
 ) -> Path:
-    """Writes the weights of the newest whole checkpoint that ``path`` means; returns the file.
+    """Writes the weights of the newest whole checkpoint that ``path`` means; returns the file. For "peft": :func:`export_adapter`.
+
+    What was written is loaded again, by the library that it is for, and has its name only where it has every tensor of the
+    checkpoint. A universal checkpoint is not.
 
     They are read from the checkpoint's files as they are written. In 16 bits they lie in files meanwhile, so that memory holds no
     more than the largest tensor; for ``to`` "huggingface", than one of its files (``shard_size``).
 
     ``to`` "universal": a folder with everything. ``weights``: gives others, such as the averages, or an adapter's with the model's.
-    ``say`` hears what could not be taken along. Raises CheckpointError where there is no checkpoint, where the file exists already,
-    or where it cannot be written; TaskError where transformers is missing.
-    """
-    from safetensors import SafetensorError
+    ``say`` hears what could not be taken along.
 
+    Raises CheckpointError where there is no checkpoint, where the file exists already, where it cannot be written, or where it is
+    loaded as something else; TaskError where transformers is missing.
+    """
     from dsframe.checkpoint import store
     from dsframe.model.spill import on_disk
 
     checkpoint = store.complete(path)
-    target = _target(out or checkpoint.with_name(checkpoint.name + SUFFIX[to]))
-    if weights in (None, averages) and to != "peft" and "adapter" in store.read_manifest(checkpoint):
+    if weights in (None, averages) and "adapter" in store.read_manifest(checkpoint):
         raise CheckpointError(
             f"{checkpoint} has only an adapter, not the model that it was trained with: write --to peft, "
             "or --merge to add it to that model, which is built again"
         )
-    partial = target.with_name(f".{target.name}.partial")
+    target = out or checkpoint.with_name(checkpoint.name + SUFFIX[to])
     spill = on_disk(target.parent)
     try:
+        with _whole(target) as partial:
+            if to == "universal":
+                _universal(checkpoint, dtype, partial, spill, say)
+            else:
+                tensors = (weights or read)(checkpoint, dtype, spill)
+                _write(checkpoint, to, dtype, partial, tensors, shard_size, say)
+                _verify(to, partial, tensors)
+    finally:
+        spill.close()
+    return target
+
+
+def export_adapter(path: Path, dtype: str, out: Path | None, adapted: Adapted) -> Path:
+    """Writes the adapter of the newest whole checkpoint that ``path`` means as a folder of peft's; returns the folder.
+
+    peft loads it again, and has it to be the same model. Raises CheckpointError as :func:`export`, and where there is no adapter.
+    """
+    import torch
+
+    from dsframe.checkpoint import store
+    from dsframe.model import adapter
+
+    checkpoint = store.complete(path)
+    if "adapter" not in store.read_manifest(checkpoint):
+        raise CheckpointError('the checkpoint has no adapter: its training had no "adapter"; choose another format')
+    target = out or checkpoint.with_name(checkpoint.name + SUFFIX["peft"])
+    with _whole(target) as partial:
+        adapter.write(*adapted(checkpoint), getattr(torch, dtype), partial)
+    return target
+
+
+@contextmanager
+def _whole(target: Path) -> Iterator[Path]:
+    """Gives a name to write to, which becomes ``target`` when all is done. Raises CheckpointError where it cannot be written."""
+    from safetensors import SafetensorError
+
+    _check(target)
+    partial = target.with_name(f".{target.name}.partial")
+    try:
         shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
-        if to == "universal":
-            _universal(checkpoint, dtype, partial, spill, say)
-        else:
-            _write(checkpoint, to, dtype, partial, (weights or read)(checkpoint, dtype, spill), shard_size, say)
+        yield partial
         partial.rename(target)
     except (OSError, RuntimeError, SafetensorError) as error:
         why = (error.strerror if isinstance(error, OSError) else None) or error
         raise CheckpointError(f"{target} cannot be written: {why}") from None
     finally:
-        spill.close()
         shutil.rmtree(partial) if partial.is_dir() else partial.unlink(missing_ok=True)
-    return target
 
 
 def _universal(path: Path, dtype: str, out: Path, spill: Spill, say: Callable[[str], None]) -> None:
@@ -111,25 +152,44 @@ def _write(
     import torch
 
     from dsframe.checkpoint import portable, pretrained, store
-    from dsframe.model import adapter
 
     if to == "huggingface":
         pretrained.write(store.read_manifest(checkpoint), weights, dtype, out, shard_size, say)
-    elif to == "peft":
-        adapter.write(store.read_manifest(checkpoint), weights, out)
     elif to == "torch":
         torch.save(weights, out)
     else:
         portable.write_tensors(out, weights, {"format": "pt"})
 
 
-def _target(target: Path) -> Path:
-    """``target`` itself, which can be written. Raises CheckpointError."""
+def _verify(to: str, out: Path, weights: dict[str, Tensor]) -> None:
+    """Loads what was written as its readers do. Raises CheckpointError where a tensor is another one."""
+    import torch
+    from safetensors.torch import load_file
+
+    from dsframe.model.adapter import difference
+    from dsframe.model.spill import on_disk
+    from dsframe.tasks import _transformers
+
+    if to == "huggingface":
+        spill = on_disk(out.parent, window_bytes=_WINDOW_BYTES)
+        with spill.building():
+            loaded = _transformers.load(out).state_dict()
+        spill.close()
+    else:
+        loaded = torch.load(out, mmap=True) if to == "torch" else load_file(out)
+    if name := difference(weights, loaded):
+        library = {"huggingface": "transformers"}.get(to, to)
+        raise CheckpointError(
+            f"{library}, which has loaded what was written, has another {name}: the export is not kept"
+        )
+
+
+def _check(target: Path) -> None:
+    """Raises CheckpointError where ``target`` cannot be written."""
     if target.exists():
         raise CheckpointError(f"{target} exists already")
     if not target.parent.is_dir():
         raise CheckpointError(f"{target} cannot be written: there is no folder {target.parent}")
-    return target
 
 
 def read(path: Path, dtype: str = "float32", spill: Spill | None = None, key: str = "weight") -> dict[str, Tensor]:

@@ -6,10 +6,12 @@
 
 from __future__ import annotations
 
+import copy
 import itertools
 import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
+from contextlib import contextmanager
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -33,6 +35,8 @@ Request = tuple[list[Part], int | None]
 READER = "dsframe-reader"
 """Prefix of the name of the thread that reads ahead."""
 _ITEM = 0x6974656D  # the stream of draws that seeds the random generators before dataset[i]
+_READINGS = 5
+"""The same rows are collated so often, less one, to see whether they come out the same."""
 ENDLESS = 2**53
 """Length of a stream that does not say how long it is."""
 
@@ -120,22 +124,34 @@ class DatasetSource:
 
     def gather(self, parts: list[Part], width: int | None = None) -> Batch:
         """The samples of all parts, collated once: batches with strings or lists in them cannot be put together afterwards."""
-        before = torch.get_rng_state(), np.random.get_state(), random.getstate()
-        try:
+        with _kept_generators():
             items = [(index, self.item(epoch, index)) for epoch, rows in parts for index in rows.tolist()]
             return collated(items, self.collate, width)
-        finally:  # training's own generators, which dropout uses, go on as if nothing had happened
-            torch.set_rng_state(before[0])
-            np.random.set_state(before[1])
-            random.setstate(before[2])
 
     def item(self, epoch: int, index: int) -> Any:
         """Sample ``index`` in ``epoch``. Leaves the global random generators seeded from the two."""
         bits = draw(self.seed, epoch, index, _ITEM) & 0x7FFF_FFFF_FFFF_FFFF
-        torch.default_generator.manual_seed(bits)
-        np.random.seed(bits & 0xFFFF_FFFF)
-        random.seed(bits)
+        _seed(bits)
         return self.dataset[index]
+
+
+def _seed(bits: int) -> None:
+    """Seeds the global generators, which random transforms use."""
+    torch.default_generator.manual_seed(bits)
+    np.random.seed(bits & 0xFFFF_FFFF)
+    random.seed(bits)
+
+
+@contextmanager
+def _kept_generators() -> Iterator[None]:
+    """Training's own generators, which dropout uses, go on afterwards as if nothing had happened."""
+    before = torch.get_rng_state(), np.random.get_state(), random.getstate()
+    try:
+        yield
+    finally:
+        torch.set_rng_state(before[0])
+        np.random.set_state(before[1])
+        random.setstate(before[2])
 
 
 class StreamSource(DatasetSource):
@@ -172,10 +188,7 @@ class StreamSource(DatasetSource):
     def _passes(self) -> Iterator[Any]:
         self._read.zero_()
         for number in itertools.count():
-            bits = draw(self.seed, number, 0, _ITEM) & 0x7FFF_FFFF
-            torch.default_generator.manual_seed(bits)
-            np.random.seed(bits)
-            random.seed(bits)
+            _seed(draw(self.seed, number, 0, _ITEM) & 0x7FFF_FFFF)
             if hasattr(self.dataset, "set_epoch"):
                 self.dataset.set_epoch(number)
             row = None
@@ -228,6 +241,21 @@ class _Keyed(Dataset[Any]):
     def collated(self, items: list[tuple[int, Any, int | None]]) -> Batch:
         """A batch of what ``__getitem__`` gave."""
         return collated([(index, row) for index, row, _ in items], self.source.collate, items[0][2])
+
+    def draws(self, rows: list[tuple[int, Any, int | None]]) -> bool:
+        """True where ``collate`` moves a global generator, or makes another batch each time of the same rows."""
+        batches, following = [], []
+        for reading in range(_READINGS):
+            _seed(0)
+            if reading:
+                batches.append(tree_leaves(self.collated(copy.deepcopy(rows))))
+            following.append((torch.rand(()).item(), np.random.random(), random.random()))
+        same = (
+            torch.equal(first, other) if isinstance(first, Tensor) else first == other
+            for batch in batches[1:]
+            for first, other in zip(batches[0], batch, strict=True)
+        )
+        return len(set(following)) > 1 or not all(same)
 
 
 class _Fetcher:
@@ -293,6 +321,24 @@ class _Fetcher:
             ) from error
         return inputs, targets
 
+    def collate_draws(self) -> bool:
+        """True where the task's ``collate`` draws random numbers: by batch, not by sample. Read as :meth:`rows` are."""
+        source = self.source
+        if not isinstance(source, DatasetSource) or source.collate is None or isinstance(source.collate, Pad):
+            return False
+        keys = [[(0, index, None) for index in range(min(2, len(source)))]]
+        read = _Keyed(source)
+        loader = DataLoader(
+            read,
+            batch_sampler=keys,
+            num_workers=min(self.workers, 1),
+            collate_fn=read.draws,
+            worker_init_fn=outlive_signals,
+            generator=torch.Generator(),
+        )
+        with held(), _kept_generators():
+            return bool(next(_in_one_line(iter(loader))))
+
     def rows(self, indices: list[int]) -> Iterator[Batch]:
         """Batches of one sample each, on the CPU. One worker reads them where there are any: a file that this process opened all of
         them would share."""
@@ -300,7 +346,7 @@ class _Fetcher:
         return fetch(([(0, torch.tensor([index]))], None) for index in indices)
 
 
-def _in_one_line(batches: Iterator[Batch]) -> Iterator[Batch]:
+def _in_one_line(batches: Iterator[Any]) -> Iterator[Any]:
     """``batches`` of worker processes. torch gives a worker's error its traceback as text: what dsframe says itself needs none."""
     try:
         yield from batches
@@ -432,6 +478,12 @@ class Loader:
         """Returns what is to be said before a training of so many steps. Raises DataError where the data do not suffice."""
         samples = steps * self.sampler.global_batch_size
         lines = self.sampler.order.lines(samples)
+        if self._fetch.collate_draws():
+            lines.append(
+                "collate draws random numbers, for a batch and not for a sample: the losses depend on the micro-batch size and on "
+                "the number of ranks, and with a generator of its own on workers and resumes too; draw in the data set's "
+                "__getitem__, which dsframe seeds for each sample"
+            )
         if isinstance(self.source, StreamSource):
             if samples >= ENDLESS:
                 raise DataError(

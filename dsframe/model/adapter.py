@@ -31,11 +31,16 @@ if TYPE_CHECKING:
 NAME = "default"
 """peft's name of the adapter, which is part of its parameters' names."""
 _FILE, _SETTINGS = "adapter_model.safetensors", "adapter_config.json"
-_SAVED_MODULE = f".modules_to_save.{NAME}."
+_OWN = re.compile(rf"\.(lora_\w+|modules_to_save|trainable_tokens\w*)\.{NAME}(\.|$)")
+"""In the names of an adapter's own parameters. A base may have a module that is called "default" too."""
+_HEADS = ("classifier", "score", "qa_outputs")
+"""Output layers that peft trains whole, by the end of their names (peft_model.py)."""
 _LEFT_OUT = "_dsframe_left_out"
 _BY_PEFT = "give a folder that peft has written"
 _PREFIX = "base_model.model."
 """Before every name in peft's files."""
+TOLERANCE = 1e-3
+"""Relative, between outputs before and after a merge."""
 
 
 @dataclass(frozen=True)
@@ -76,12 +81,14 @@ def add(config: Config, model: nn.Module) -> str:
             else:
                 settings = peft.LoraConfig(**section.peft(), task_type=_kind(model))
                 _check_modules(config, model, settings)
+                whole = [*(settings.modules_to_save or ()), *_heads(model)]
+                settings.modules_to_save = list(dict.fromkeys(whole)) or None
             peft.inject_adapter_in_model(settings, model, NAME)
+            if section.folder is not None:
+                _load(config, model, peft, Path(section.folder))
     except (ValueError, TypeError) as error:
         raise _wrong(config, f"peft refuses it: {' '.join(str(error).split())}", "change the section") from None
-    if section.folder is not None:
-        _load(config, model, Path(section.folder))
-    return json.dumps(_plain(settings.to_dict()), sort_keys=True)
+    return json.dumps(settings.to_dict(), sort_keys=True, default=sorted)  # sets
 
 
 def settle_adapter(
@@ -193,10 +200,15 @@ def compare(manifest: Mapping[str, Any], digest: str, where: object) -> None:
 
 
 def merge(model: nn.Module) -> nn.Module:
-    """Adds the adapter to the base, in place; the model has its own layers and names again."""
+    """Adds the adapter to the base, in place; the model has its own layers and names again.
+
+    Raises CheckpointError where the model gives other numbers then.
+    """
     from peft.tuners.tuners_utils import BaseTunerLayer
     from peft.utils import ModulesToSaveWrapper
 
+    expected = outputs_of(model)
+    _untie(model)
     for name, module in list(model.named_modules()):
         if isinstance(module, BaseTunerLayer):
             module.merge(safe_merge=True)
@@ -207,36 +219,96 @@ def merge(model: nn.Module) -> nn.Module:
             continue
         parent, _, attribute = name.rpartition(".")
         setattr(model.get_submodule(parent), attribute, whole)
+    _compare_outputs(expected, outputs_of(model), "the adapter is merged")
     return model.requires_grad_(True)
 
 
-def write(manifest: Mapping[str, Any], weights: Mapping[str, Tensor], out: Path) -> None:
-    """Writes the folder ``out`` for ``PeftModel.from_pretrained``. Raises CheckpointError where the checkpoint has no adapter."""
+def _untie(model: nn.Module) -> None:
+    """Gives layers with an adapter weights of their own: what is added to one of two tied layers is not the other's."""
+    from peft.tuners.tuners_utils import BaseTunerLayer
+
+    owners = Counter(id(weight) for module in model.modules() for weight in module.parameters(recurse=False))
+    for module in model.modules():
+        layer = module.get_base_layer() if isinstance(module, BaseTunerLayer) else None
+        for name, weight in list(layer.named_parameters(recurse=False)) if layer is not None else ():
+            if owners[id(weight)] > 1:
+                setattr(layer, name, nn.Parameter(weight.detach().clone()))
+
+
+def write(model: nn.Module, base: nn.Module, dtype: torch.dtype, out: Path) -> None:
+    """Writes the folder ``out`` for ``PeftModel.from_pretrained``, and loads it so beside ``base``, which changes.
+
+    ``model``: with the adapter, whose values are rounded to ``dtype``. Raises CheckpointError where peft loads something else.
+    """
+    import peft
     from safetensors.torch import save_file
 
-    saved_settings = manifest.get("adapter")
-    if not isinstance(saved_settings, str):
-        raise CheckpointError('the checkpoint has no adapter: its training had no "adapter"; choose another format')
-    try:
-        settings = json.loads(saved_settings)
-        if not isinstance(settings, dict) or settings.get("peft_type") != "LORA":
-            raise ValueError("no settings of peft's")
-    except (ValueError, RecursionError) as error:
-        raise CheckpointError(f"the manifest's 'adapter' is not what dsframe has written: {error}") from None
+    settings: Any = model.peft_config[NAME]  # type: ignore[index]  # peft has put it there
+    settings.inference_mode = True
+    settings.base_model_name_or_path = getattr(model, "name_or_path", None)
+    values = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    values = {name: tensor.to(dtype, copy=True).contiguous() for name, tensor in values.items()}
     out.mkdir()
-    tensors = {_PREFIX + peft_name(name): tensor.contiguous() for name, tensor in weights.items() if is_adapters(name)}
-    save_file(tensors, out / _FILE, {"format": "pt"})
-    (out / _SETTINGS).write_text(json.dumps({**settings, "inference_mode": True}, indent=2, sort_keys=True) + "\n")
+    save_file({_PREFIX + name: tensor for name, tensor in values.items()}, out / _FILE, {"format": "pt"})
+    settings.save_pretrained(str(out))
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        peft.set_peft_model_state_dict(model, values)
+        loaded = peft.PeftModel.from_pretrained(base, str(out)).eval()
+    theirs = peft.get_peft_model_state_dict(loaded, save_embedding_layers=False)
+    theirs = {name.removeprefix(_PREFIX): tensor.to(dtype) for name, tensor in theirs.items()}
+    if name := difference(values, theirs):
+        raise CheckpointError(f"peft, which has loaded the written folder, has another {name}: the export is not kept")
+    _compare_outputs(outputs_of(model), outputs_of(loaded.get_base_model()), "peft has loaded the written folder")
+
+
+def difference(expected: Mapping[str, Tensor], loaded: Mapping[str, Tensor]) -> str:
+    """The first name whose tensor is there only once, or differs in its shape, its format or a value; empty for none."""
+    alone = sorted(expected.keys() ^ loaded.keys())
+    both = (name for name in expected if not _same(expected[name], loaded[name])) if not alone else iter(alone)
+    return next(both, "")
+
+
+def _same(first: Tensor, second: Tensor) -> bool:
+    if (first.shape, first.dtype) != (second.shape, second.dtype):
+        return False
+    return torch.equal(first, second) or torch.allclose(first, second, rtol=0, atol=0, equal_nan=True)
+
+
+@torch.no_grad()
+def outputs_of(model: nn.Module) -> Tensor | None:
+    """What a model of transformers gives for a small batch; None for other models, and inputs that are not known here."""
+    config, name = getattr(model, "config", None), getattr(model, "main_input_name", None)
+    try:
+        if name == "input_ids":
+            inputs = torch.linspace(0, config.get_text_config().vocab_size - 1, 64).long().view(8, 8)  # type: ignore[union-attr]
+        elif name == "pixel_values":
+            size = config.image_size  # type: ignore[union-attr]
+            height, width = size if isinstance(size, Sequence) else (size, size)
+            inputs = torch.linspace(-1, 1, 2 * config.num_channels * height * width)  # type: ignore[union-attr]
+            inputs = inputs.view(2, -1, height, width)
+        else:
+            return None
+        outputs: Tensor = model.eval()(**{name: inputs})[0]
+    except (AttributeError, TypeError, ValueError, RuntimeError, IndexError):  # a model that needs more than this
+        return None
+    return outputs.float()
+
+
+def _compare_outputs(expected: Tensor | None, given: Tensor | None, when: str) -> None:
+    """Raises CheckpointError where the outputs differ by more than the order of float32's sums explains."""
+    if expected is None or given is None or not expected.isfinite().all():
+        return
+    off = float((expected - given).abs().max() / expected.abs().max().clamp(min=1e-30))
+    if not off <= TOLERANCE:
+        raise CheckpointError(
+            f"where {when}, the model's outputs for one batch are off by {off:.1e} of the largest: the export is not kept"
+        )
 
 
 def is_adapters(name: str) -> bool:
     """True for the name of an adapter's own parameter."""
-    return f".{NAME}." in name
-
-
-def peft_name(name: str) -> str:
-    """The name in peft's files, without its prefix."""
-    return name.replace(_SAVED_MODULE, ".").replace(f".{NAME}.", ".")
+    return _OWN.search(name) is not None
 
 
 def _wrong(config: Config, message: str, remedy: str) -> ConfigError:
@@ -265,8 +337,20 @@ def _bitsandbytes(config: Config) -> Any:
 def _kind(model: nn.Module) -> str | None:
     """peft's name for what the model does, which says as what class others load the adapter."""
     name = type(model).__name__
-    kinds = {"ForCausalLM": "CAUSAL_LM", "ForSequenceClassification": "SEQ_CLS", "ForTokenClassification": "TOKEN_CLS"}
+    kinds = {
+        "ForCausalLM": "CAUSAL_LM",
+        "ForSequenceClassification": "SEQ_CLS",
+        "ForTokenClassification": "TOKEN_CLS",
+        "ForQuestionAnswering": "QUESTION_ANS",
+    }
     return next((kind for ending, kind in kinds.items() if name.endswith(ending)), None)
+
+
+def _heads(model: nn.Module) -> list[str]:
+    """The output layers of a classifier of transformers, which are new where its model folder has none."""
+    if not re.search(r"For\w*(Classification|QuestionAnswering)", type(model).__name__):
+        return []
+    return [name for name, _ in model.named_children() if name.endswith(_HEADS)]
 
 
 def _check_modules(config: Config, model: nn.Module, settings: Any) -> None:
@@ -298,7 +382,7 @@ def _read(config: Config, peft: Any, folder: Path) -> Any:
     return settings
 
 
-def _load(config: Config, model: nn.Module, folder: Path) -> None:
+def _load(config: Config, model: nn.Module, peft: Any, folder: Path) -> None:
     """The saved values. Raises ConfigError where names or shapes are others."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
@@ -307,19 +391,16 @@ def _load(config: Config, model: nn.Module, folder: Path) -> None:
         saved = load_file(folder / _FILE)
     except (OSError, SafetensorError) as error:
         raise _wrong(config, f"{folder / _FILE} cannot be read: {error}", _BY_PEFT) from None
-    parameters = {
-        _PREFIX + peft_name(name): parameter for name, parameter in model.named_parameters() if is_adapters(name)
-    }
-    differing = sorted(parameters.keys() ^ saved.keys()) or [
-        name for name, parameter in parameters.items() if parameter.shape != saved[name].shape
+    saved = {name.removeprefix(_PREFIX): tensor for name, tensor in saved.items()}
+    expected = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    parameters = {**model.state_dict(), **expected}  # peft saves embeddings of the base too, where they have an adapter
+    differing = sorted(expected.keys() - saved.keys()) or [
+        name for name, tensor in saved.items() if name not in parameters or parameters[name].shape != tensor.shape
     ]
     if differing:
-        message = f"{folder} is an adapter of another model: {differing[0]} differs"
+        message = f"{folder} is an adapter of another model: {_PREFIX}{differing[0]} differs"
         raise _wrong(config, message, "give the model that it was trained for")
-    with torch.no_grad():
-        for name, parameter in parameters.items():
-            if not parameter.is_meta:
-                parameter.copy_(saved[name])
+    peft.set_peft_model_state_dict(model, saved)
 
 
 def _digest(parameter: Tensor) -> str:
@@ -341,13 +422,3 @@ def _combined(digests: Mapping[str, str]) -> str:
 def _without_wrappers(name: str) -> str:
     """The name in the model without an adapter: which layers have one does not make another base."""
     return re.sub(r"\.(base_layer|original_module)\.", ".", name)
-
-
-def _plain(value: Any) -> Any:
-    if isinstance(value, Mapping):
-        return {str(key): _plain(item) for key, item in value.items()}
-    if isinstance(value, (set, frozenset)):
-        return sorted(map(_plain, value))
-    if isinstance(value, (list, tuple)):
-        return [_plain(item) for item in value]
-    return value if value is None or isinstance(value, (bool, int, float)) else str(getattr(value, "value", value))

@@ -183,7 +183,7 @@ def _users(parameter: nn.Parameter) -> int:
 _ALONE = _users(nn.Parameter(torch.empty(1)))
 
 
-def on_disk(directory: Path, ranks: int = 1) -> Spill:
+def on_disk(directory: Path, ranks: int = 1, window_bytes: int = WINDOW_BYTES) -> Spill:
     """Files in the folder for temporary files, else in the run's ``directory``; memory if both lie in it.
 
     ``ranks``: Among which the model is sharded: one of several keeps as much of it in memory as it will hold.
@@ -191,7 +191,7 @@ def on_disk(directory: Path, ranks: int = 1) -> Spill:
     places = (Path(tempfile.gettempdir()), directory)
     for candidate in places:
         if is_disk(candidate):
-            return Spill(candidate, share=1 / ranks if ranks > 1 else 0.0)
+            return Spill(candidate, window_bytes=window_bytes, share=1 / ranks if ranks > 1 else 0.0)
     return Spill(None, why=f"{' and '.join(map(str, places))} are not on a disk")
 
 

@@ -180,7 +180,7 @@ def _stored(model_folder: Path) -> set[torch.dtype]:
     return {known.get(stored_name, torch.float32) for stored_name in dtypes}
 
 
-def _from_files(cls: Any, model_folder: Path, config: Any, dtype: torch.dtype) -> tuple[Any, Mapping[str, Any]]:
+def _from_files(cls: Any, model_folder: Path, config: Any, dtype: torch.dtype | str) -> tuple[Any, Mapping[str, Any]]:
     """The model and what transformers says of the loading. Raises TaskError."""
     before = os.environ.get(_ONE_BY_ONE)
     os.environ[_ONE_BY_ONE] = "1"  # else its threads read ahead, as far as the whole model
@@ -221,8 +221,12 @@ def write(config: Mapping[str, Any], weights: Mapping[str, Tensor], dtype: str, 
         what = f"model {name!r} of model_type {model_type!r}"
         raise TaskError(f"transformers {transformers().__version__} has no {what}")
     try:
-        with torch.device("meta"):
-            model = cls(known[model_type].from_dict({**config, "dtype": dtype}))
+        model = _empty(cls, known[model_type].from_dict({**config, "dtype": dtype}))
+        ties = model.all_tied_weights_keys.items()
+        if any(
+            not torch.equal(weights[copy], weights[source]) for copy, source in ties if {copy, source} <= weights.keys()
+        ):
+            model = _empty(cls, _untied(known[model_type].from_dict({**config, "dtype": dtype})))
     except Exception as error:  # as above: of a configuration that this version does not know, or nobody does
         raise TaskError(f"transformers cannot build {name}: {_one_line(error)}") from error
     try:
@@ -231,6 +235,25 @@ def write(config: Mapping[str, Any], weights: Mapping[str, Tensor], dtype: str, 
         raise TaskError(f"the checkpoint's weights are not those of {name}: {_one_line(error)}") from error
     model.tie_weights()
     model.save_pretrained(out, max_shard_size=shard_size)
+
+
+def _empty(cls: Any, config: Any) -> Any:
+    with torch.device("meta"):
+        return cls(config)
+
+
+def _untied(config: Any) -> Any:
+    """The configuration of a model whose input and output embeddings have become two."""
+    for part in {id(part): part for part in (config, config.get_text_config())}.values():
+        part.tie_word_embeddings = False
+    return config
+
+
+def load(path: Path) -> nn.Module:
+    """The model of an exported folder, as its users load it, by its own class."""
+    config = transformers().AutoConfig.from_pretrained(path, local_files_only=True)
+    cls = getattr(transformers(), config.architectures[0])
+    return _from_files(cls, path, None, "auto")[0]  # type: ignore[no-any-return]
 
 
 def generation_config(path: str) -> str | None:

@@ -10,11 +10,11 @@ from pathlib import Path
 from typing import TYPE_CHECKING
 
 from dsframe.checkpoint import store
-from dsframe.checkpoint.export import DTYPES, SUFFIX, averages, export, say_aloud
+from dsframe.checkpoint.export import DTYPES, SUFFIX, averages, export, export_adapter, say_aloud
 from dsframe.tools.commands import command
 
 if TYPE_CHECKING:
-    from torch import Tensor
+    from torch import Tensor, nn
 
     from dsframe.model.spill import Spill
 
@@ -31,7 +31,10 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser().error("--average: a universal checkpoint is to go on from, with the weights and the optimizer's state")
     weights = partial(merged, average=options.average) if options.merge else averages if options.average else None
     path = store.complete(options.checkpoint, best=True) if options.best else options.checkpoint
-    out = export(path, to, options.dtype, options.out, shard_size=options.shard_size, weights=weights)
+    if to == "peft":
+        out = export_adapter(path, options.dtype, options.out, partial(with_base, average=options.average))
+    else:
+        out = export(path, to, options.dtype, options.out, shard_size=options.shard_size, weights=weights)
     files = [out] if out.is_file() else [path for path in out.rglob("*") if path.is_file()]
     say_aloud(f"{out}: {sum(path.stat().st_size for path in files) / 1e6:,.1f} MB")
     return 0
@@ -71,6 +74,13 @@ def parser() -> argparse.ArgumentParser:
     )
     add("--out", type=Path, help="file or folder to write (default: beside the checkpoint, named after it)")
     return parser
+
+
+def with_base(path: Path, *, average: bool = False) -> tuple[nn.Module, nn.Module]:
+    """The model of a checkpoint that has an adapter alone, and the model that the adapter is for."""
+    from dsframe.inference import load_adapted
+
+    return load_adapted(path, averages=average)
 
 
 def merged(path: Path, dtype: str, spill: Spill | None, *, average: bool = False) -> dict[str, Tensor]:

@@ -208,4 +208,4 @@ def test_a_loss_over_other_numbers_of_items_is_the_same_training(tmp_path: Path)
     for name, (ranks, changes) in WEIGHTED.items():
         assert curve(name, "Padded", ranks, changes) == pytest.approx(expected, abs=2e-6), name
     ignorant = curve("ignorant", "Unweighted", 2, {"gradient_accumulation_steps": 1, "dsframe": {"engine": "ddp"}})
-    assert max(abs(one - two) for one, two in zip(ignorant, expected, strict=True)) > 1e-3
+    assert max(abs(one - two) for one, two in zip(ignorant[:-1], expected[:-1], strict=True)) > 1e-3

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
@@ -177,3 +178,62 @@ def test_a_source_makes_its_own_batches() -> None:
         DataError, match="TensorSource makes its own batches, so the task's collate would not be called"
     ):
         as_source(TensorSource(torch.ones(2), torch.ones(2)), 0, Pad())
+
+
+class _Generator:
+    """A collator with a generator of its own."""
+
+    def __init__(self) -> None:
+        self.generator = torch.Generator().manual_seed(3)
+
+    def __call__(self, rows: list[Any]) -> Any:
+        return torch.rand(len(rows), 4, generator=self.generator), torch.zeros(len(rows))
+
+
+def _masked(seed: int | None = None) -> Any:
+    from tokenizers import Tokenizer
+    from tokenizers.models import WordLevel
+    from transformers import DataCollatorForLanguageModeling, PreTrainedTokenizerFast
+
+    words = Tokenizer(WordLevel({"a": 0, "[PAD]": 1, "[MASK]": 2}, "a"))
+    tokenizer = PreTrainedTokenizerFast(tokenizer_object=words, pad_token="[PAD]", mask_token="[MASK]")
+    return DataCollatorForLanguageModeling(tokenizer, mlm_probability=0.3, seed=seed)
+
+
+def _plain(rows: list[Any]) -> Any:
+    return torch.tensor([row.pop("input_ids") for row in rows]), torch.zeros(len(rows))
+
+
+def _flipping(rows: list[Any]) -> Any:
+    return _plain(rows if random.random() < 0.01 else rows[::-1])
+
+
+def _noisy(rows: list[Any]) -> Any:
+    inputs, targets = _plain(rows)
+    return inputs + torch.from_numpy(np.random.normal(size=inputs.shape)), targets
+
+
+@pytest.mark.parametrize("workers", [0, 1])
+@pytest.mark.parametrize(
+    ("collate", "draws"),
+    [(_plain, False), (_masked(), True), (_masked(5), True), (_flipping, True), (_noisy, True), (_Generator(), True)],
+)
+def test_a_collate_that_draws_is_said(collate: Any, draws: bool, workers: int) -> None:
+    """Its numbers are a batch's: other ones with another micro-batch or another number of ranks."""
+    source = as_source([{"input_ids": [3, 4, 5, 6]} for _ in range(16)], 0, collate)
+    loader = Loader(source, seed=0, micro_batch_size=4, workers=workers)
+    before = torch.get_rng_state()
+    assert [line.startswith("collate draws random numbers") for line in loader.lines(3)] == [True] * draws
+    assert torch.equal(torch.get_rng_state(), before)
+
+
+def test_what_collate_draws_is_the_same_with_workers_and_after_a_restart() -> None:
+    source = as_source([{"input_ids": list(range(3, 19))} for _ in range(16)], 0, _masked())
+    batches = [
+        list(Loader(source, seed=0, micro_batch_size=4, workers=workers).stream(first, 4))[-1]
+        for workers, first in ((0, 0), (0, 3), (2, 0), (2, 3))
+    ]
+    assert any(row.ne(-100).any() for row in batches[0][1])
+    for inputs, targets in batches[1:]:
+        assert torch.equal(inputs["input_ids"], batches[0][0]["input_ids"])
+        assert torch.equal(targets, batches[0][1])

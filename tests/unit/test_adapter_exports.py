@@ -1,0 +1,193 @@
+"""An adapter's model is the same model beside dsframe, merged as a folder of transformers, and as a folder of peft, both ways."""
+
+from __future__ import annotations
+
+import copy
+import json
+from pathlib import Path
+from typing import Any
+
+import peft
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+
+from dsframe.checkpoint import export
+from dsframe.config import load
+from dsframe.errors import CheckpointError
+from dsframe.model import adapter
+from dsframe.tasks import _transformers
+
+pytestmark = pytest.mark.filterwarnings("ignore")  # peft's own, of tied weights and of embeddings that it saves
+
+SIZES: dict[str, Any] = {
+    "vocab_size": 48,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 2,
+}
+LLAMA = {**SIZES, "num_key_value_heads": 1, "max_position_embeddings": 32, "initializer_range": 0.3, "pad_token_id": 0}
+VIT = {**SIZES, "image_size": 16, "patch_size": 8, "num_channels": 3, "num_labels": 3, "initializer_range": 0.3}
+BERT = {**SIZES, "max_position_embeddings": 32, "num_labels": 3, "initializer_range": 0.3}
+LM, TIED, BIASED = "LlamaForCausalLM", {"tie_word_embeddings": True}, {"attention_bias": True}
+Q: dict[str, Any] = {"target_modules": ["q_proj"]}
+MODELS: dict[str, tuple[str, dict[str, Any], dict[str, Any]]] = {
+    "plain": (LM, {}, {}),
+    "tied": (LM, TIED, {}),
+    "tied, embeddings whole": (LM, TIED, {**Q, "modules_to_save": ["embed_tokens"]}),
+    "tied, head whole": (LM, TIED, {**Q, "modules_to_save": ["lm_head"]}),
+    "tied, both whole": (LM, TIED, {**Q, "modules_to_save": ["lm_head", "embed_tokens"]}),
+    "tied, factors of embeddings": (LM, TIED, {"target_modules": ["embed_tokens", "q_proj"]}),
+    "tied, factors of the head": (LM, TIED, {"target_modules": ["lm_head", "q_proj"]}),
+    "tied, factors of both": (LM, TIED, {"target_modules": ["lm_head", "embed_tokens"]}),
+    "embeddings whole": (LM, {}, {**Q, "modules_to_save": ["embed_tokens"]}),
+    "factors of embeddings": (LM, {}, {"target_modules": ["embed_tokens", "q_proj"]}),
+    "rsLoRA": (LM, BIASED, {**Q, "use_rslora": True, "lora_alpha": 3.0}),
+    "classifier of sequences": ("LlamaForSequenceClassification", {"num_labels": 3}, {}),
+    "classifier of tokens": ("BertForTokenClassification", BERT, {}),
+    "classifier of images": ("ViTForImageClassification", VIT, {}),
+    "answers in a text": ("BertForQuestionAnswering", {**BERT, "num_labels": 2}, {}),
+}
+
+
+def build(name: str, sizes: dict[str, Any], seed: int = 0) -> Any:
+    cls = getattr(transformers, name)
+    torch.manual_seed(seed)
+    return cls(cls.config_class(**(LLAMA if name.startswith("Llama") else {}) | sizes)).eval()
+
+
+def with_adapter(model: nn.Module, section: dict[str, Any]) -> Any:
+    """The model with the file's adapter, and weights as a training leaves them."""
+    task = {"name": "causal-language-model", "model": {"model_type": "llama"}, "context": 16, "corpus": "synthetic"}
+    config = load(
+        {"train_batch_size": 1, "dsframe": {"task": task, "steps": 1, "engine": "single", "adapter": section}}
+    )
+    adapter.add(config, model)
+    return model.eval()
+
+
+def trained(model: Any) -> Any:
+    torch.manual_seed(1)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.2 * torch.randn(parameter.shape)
+    return model
+
+
+def outputs(model: nn.Module) -> Tensor:
+    given = adapter.outputs_of(model)
+    assert given is not None
+    return given
+
+
+@pytest.mark.parametrize("kind", MODELS)
+def test_merged_and_by_peft(kind: str, tmp_path: Path) -> None:
+    name, sizes, section = MODELS[kind]
+    model = trained(with_adapter(build(name, sizes), {"r": 2, **section}))
+    expected = outputs(model)
+    adapter.write(copy.deepcopy(model), build(name, sizes), torch.float32, tmp_path / "peft")
+    theirs = peft.PeftModel.from_pretrained(build(name, sizes), str(tmp_path / "peft")).eval()
+    torch.testing.assert_close(outputs(theirs.get_base_model()), expected, rtol=0, atol=0)
+    again = with_adapter(build(name, sizes), {"folder": str(tmp_path / "peft")})
+    torch.testing.assert_close(outputs(again), expected, rtol=0, atol=0)
+    config = {**json.loads(model.config.to_json_string()), "architectures": [name]}
+    weights = dict(adapter.merge(model).state_dict())
+    _transformers.write(config, weights, "float32", tmp_path / "merged", "5GB")
+    merged = getattr(transformers, name).from_pretrained(tmp_path / "merged").eval()
+    torch.testing.assert_close(outputs(merged), expected, rtol=1e-4, atol=1e-4)
+    assert adapter.difference(weights, merged.state_dict()) == ""
+
+
+@pytest.mark.parametrize("kind", ["classifier of sequences", "classifier of tokens", "classifier of images"])
+def test_a_classifiers_head_is_trained_and_saved(kind: str, tmp_path: Path) -> None:
+    """It was frozen as it was drawn; and the folder fits a base whose head was drawn otherwise."""
+    name, sizes, _ = MODELS[kind]
+    model = trained(with_adapter(build(name, sizes), {"r": 2}))
+    heads = [of for of, one in model.named_parameters() if one.requires_grad and "modules_to_save" in of]
+    assert {of.split(".")[0] for of in heads} <= {"score", "classifier"}
+    assert heads
+    adapter.write(model, build(name, sizes), torch.float32, tmp_path / "peft")
+    other = build(name, sizes)
+    for of, parameter in other.named_parameters():
+        if of.startswith(("score", "classifier")):
+            parameter.data.normal_()
+    theirs = peft.PeftModel.from_pretrained(other, str(tmp_path / "peft")).eval()
+    torch.testing.assert_close(outputs(theirs.get_base_model()), outputs(model), rtol=0, atol=0)
+
+
+BY_PEFT: dict[str, tuple[dict[str, Any], dict[str, Any]]] = {
+    "embeddings": ({}, {"target_modules": ["embed_tokens", "q_proj"]}),
+    "tied embeddings": (TIED, {"target_modules": ["embed_tokens", "q_proj"]}),
+    "embeddings whole": (TIED, {**Q, "modules_to_save": ["embed_tokens"]}),
+    "ranks": ({}, {"target_modules": ["q_proj", "v_proj"], "rank_pattern": {"v_proj": 1}}),
+    "DoRA": ({}, {**Q, "use_dora": True}),
+    "DoRA of embeddings": (TIED, {"target_modules": ["embed_tokens"], "use_dora": True}),
+    "biases": (BIASED, {"target_modules": "all-linear", "bias": "lora_only"}),
+    "biases of the factors": (BIASED, {**Q, "lora_bias": True}),
+}
+
+
+@pytest.mark.parametrize("kind", BY_PEFT)
+def test_a_folder_of_peft_goes_on_and_comes_back(kind: str, tmp_path: Path) -> None:
+    sizes, settings = BY_PEFT[kind]
+    given = peft.LoraConfig(r=2, task_type="CAUSAL_LM", init_lora_weights=False, **settings)
+    theirs = trained(peft.get_peft_model(build(LM, sizes), given)).eval()
+    theirs.save_pretrained(str(tmp_path / "theirs"))
+    model = with_adapter(build(LM, sizes), {"folder": str(tmp_path / "theirs")})
+    expected = outputs(theirs.get_base_model())
+    torch.testing.assert_close(outputs(model), expected, rtol=0, atol=0)
+    assert {name for name, one in model.named_parameters() if one.requires_grad} == {
+        name.removeprefix("base_model.model.") for name, one in theirs.named_parameters() if one.requires_grad
+    }
+    adapter.write(model, build(LM, sizes), torch.float32, tmp_path / "ours")
+    back = peft.PeftModel.from_pretrained(build(LM, sizes), str(tmp_path / "ours")).eval()
+    torch.testing.assert_close(outputs(back.get_base_model()), expected, rtol=0, atol=0)
+    merged = adapter.merge(model)
+    torch.testing.assert_close(outputs(merged), expected, rtol=1e-4, atol=1e-4)
+
+
+def test_names_of_the_base_are_not_the_adapters() -> None:
+    assert adapter.is_adapters("model.embed_tokens.lora_embedding_A.default")
+    assert adapter.is_adapters("score.modules_to_save.default.weight")
+    assert not adapter.is_adapters("heads.default.weight")
+
+
+@pytest.mark.parametrize("differ", [True, False])
+def test_a_config_that_says_tied_has_one_matrix_or_two(differ: bool, tmp_path: Path) -> None:
+    """Full fine-tuning: the folder was written as tied, and lost one of two matrices."""
+    model = build(LM, TIED)
+    config = {**json.loads(model.config.to_json_string()), "architectures": [LM]}
+    weights = {name: tensor.clone() for name, tensor in model.state_dict().items()}
+    weights["lm_head.weight"] += 0.5 if differ else 0.0
+    _transformers.write(config, weights, "float32", tmp_path / "out", "5GB")
+    found = transformers.AutoModelForCausalLM.from_pretrained(tmp_path / "out")
+    assert adapter.difference(weights, found.state_dict()) == ""
+    assert found.config.tie_word_embeddings is not differ
+
+
+def test_what_is_loaded_as_something_else_is_not_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    model = trained(with_adapter(build(LM, TIED), {"r": 2, "target_modules": ["embed_tokens"]}))
+    base = build(LM, {**TIED, "initializer_range": 0.2})
+    with pytest.raises(CheckpointError, match=r"peft has loaded the written folder, the model's outputs .* off by"):
+        adapter.write(copy.deepcopy(model), base, torch.float32, tmp_path / "peft")
+    weights = {name: tensor.clone() for name, tensor in build(LM, TIED).state_dict().items()}
+    for to, name in (("safetensors", "a.safetensors"), ("torch", "a.pt")):
+        export._write(tmp_path, to, "float32", tmp_path / name, weights, "5GB", print)
+        export._verify(to, tmp_path / name, weights)
+        other = {**weights, "model.norm.weight": weights["model.norm.weight"] + 1}
+        with pytest.raises(CheckpointError, match=rf"{to}, which has loaded .* has another model\.norm\.weight"):
+            export._verify(to, tmp_path / name, other)
+    monkeypatch.setattr(adapter, "_untie", lambda model: None)
+    with pytest.raises(CheckpointError, match="the adapter is merged, the model's outputs for one batch are off by"):
+        adapter.merge(model)
+
+
+@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
+def test_a_folder_of_peft_in_16_bits_is_compared_with_what_was_rounded(dtype: torch.dtype, tmp_path: Path) -> None:
+    name, sizes, section = MODELS["tied, embeddings whole"]
+    model = trained(with_adapter(build(name, sizes), {"r": 2, **section}))
+    adapter.write(model, build(name, sizes), dtype, tmp_path / "peft")
+    theirs = peft.PeftModel.from_pretrained(build(name, sizes), str(tmp_path / "peft")).eval()
+    torch.testing.assert_close(outputs(theirs.get_base_model()), outputs(model), rtol=0, atol=0)
