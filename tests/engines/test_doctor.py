@@ -29,11 +29,10 @@ def report(*arguments: str, **variables: str) -> tuple[int, list[str]]:
 def test_a_working_machine(tmp_path: Path) -> None:
     code, lines = report(TORCH_EXTENSIONS_DIR=str(tmp_path), HOME=str(tmp_path), TMPDIR=str(tmp_path))
     text = "\n".join(lines)
-    for name in ("single, ddp: torch ", "deepspeed 0.", "horovod 0.", "torchvision 0.", "torchrun: "):
+    for name in ("torch 2.", "deepspeed 0.", "horovod 0.", "torchvision 0.", "torchrun: "):
         assert f"  ok  {name}" in text, text
     left = lines[lines.index("left by old runs") + 1]
-    if "buffers of killed runs" not in left:  # another run's, on a shared machine
-        assert left == "  ok  no stale build locks, no buffers in /dev/shm, no offloaded state of killed runs"
+    if left == "  ok  nothing":  # else another run's, on a shared machine
         assert code == 0
 
 
@@ -43,5 +42,8 @@ def test_a_library_that_does_not_load_is_broken(tmp_path: Path) -> None:
     code, lines = report(first_on_path=str(tmp_path))
     broken = [line for line in lines if line.startswith("  !!  horovod")]
     assert len(broken) == 1
-    assert "does not load: ImportError: undefined symbol: torch; rm -r .setup && make setup" in broken[0]
+    assert (
+        "does not load: ImportError: undefined symbol: torch; compile it as docs/coming_from/horovod.md says"
+        in broken[0]
+    )
     assert code == 1
