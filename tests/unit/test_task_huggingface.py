@@ -435,7 +435,8 @@ def test_a_folder_is_planned_without_reading_its_weights(tmp_path: Path, capsys:
     for adapter, count in ((None, whole), ({"r": 2, "target_modules": ["q_proj"]}, 2 * 2 * 2 * LLAMA["hidden_size"])):
         settings = {"task": task} | ({"adapter": adapter} if adapter else {})
         file = tmp_path / "file.json"
-        file.write_text(json.dumps({"train_batch_size": 2, "dsframe": settings}))
+        optimizer = {"type": "AdamW", "params": {"lr": 1e-3}}
+        file.write_text(json.dumps({"train_batch_size": 2, "optimizer": optimizer, "dsframe": settings}))
         assert cli.main(["plan", "--config", str(file), "-np", "2"]) == 0
         assert f"{count} parameters" in capsys.readouterr().out
 
