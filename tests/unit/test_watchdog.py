@@ -188,6 +188,7 @@ def test_over_several_hosts_the_store_is_where_others_reach_it(monkeypatch: pyte
     assert watchdog._own_address(two_hosts) == "10.0.0.6"
     monkeypatch.setattr(watchdog, "addresses", lambda: iter(own[:2]))
     ranks = SimpleNamespace(
-        plan=SimpleNamespace(world=two_hosts, device=torch.device("cpu")), sum_over_ranks=lambda values: values
+        plan=SimpleNamespace(world=two_hosts, device=torch.device("cpu")),
+        sum_over_ranks=lambda values: values + values.roll(len(values) // 2),  # the other rank sends the same
     )
     assert watchdog._open_store(ranks) is None  # on every rank, not a crash on this one
