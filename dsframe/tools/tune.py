@@ -40,12 +40,15 @@ def distribution(text: str) -> tuple[str, BaseDistribution]:
         if not key or len(choices) < 2:
             raise ValueError(f"{text!r}: write KEY=LOW..HIGH[:log|int] or KEY=VALUE,VALUE")
         return key, CategoricalDistribution(choices)
-    low, high = float(match[1]), float(match[2])
-    if not low < high or not math.isfinite(high - low):
-        raise ValueError(f"{text!r}: the first number of a range is the smaller one")
-    if match[3] == "int":
-        return key, IntDistribution(int(low), int(high))
-    return key, FloatDistribution(low, high, log=match[3] == "log")
+    try:
+        low, high = float(match[1]), float(match[2])
+        if not low < high or not math.isfinite(high - low):
+            raise ValueError(f"{text!r}: the first number of a range is the smaller one")
+        if match[3] == "int":
+            return key, IntDistribution(int(low), int(high))
+        return key, FloatDistribution(low, high, log=match[3] == "log")
+    except ValueError as error:
+        raise ValueError(f"{text!r}: {error}") from None
 
 
 def parser() -> argparse.ArgumentParser:
