@@ -43,7 +43,7 @@ def distribution(text: str) -> tuple[str, BaseDistribution]:
     try:
         low, high = float(match[1]), float(match[2])
         if not low < high or not math.isfinite(high - low):
-            raise ValueError(f"{text!r}: the first number of a range is the smaller one")
+            raise ValueError("the first number of a range is the smaller one")
         if match[3] == "int":
             return key, IntDistribution(int(low), int(high))
         return key, FloatDistribution(low, high, log=match[3] == "log")
