@@ -53,7 +53,7 @@ class Evaluation:
         self._has_loss = type(engine.plan.task).loss is not Task.loss
         self._no_loss = ""
         """Why this rank could not compute the loss."""
-        self._kept: list[Any] = []
+        self._kept: list[bytes] = []
         """What the task keeps of each batch for metrics of all."""
         self._keeps = type(engine.plan.task).metrics_of_all is not Task.metrics_of_all
         plan = engine.plan
@@ -187,7 +187,7 @@ class Evaluation:
             if "loss" not in metrics:
                 metrics = {**self._loss(outputs, targets), **metrics}
             if self._keeps:
-                self._kept.append(whole_set.on_cpu(task.keep(outputs, targets)))
+                self._kept.append(whole_set.packed(task.keep(outputs, targets)))
         return {name: Sum(metric.total.detach(), metric.count) for name, metric in metrics.items()}
 
     def _measure_and_show(self, batch: EvaluationBatch, outputs: Any, targets: Any) -> Mapping[str, Sum]:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 import pickle
 from collections.abc import Sequence
@@ -20,13 +21,28 @@ class UndefinedMetricError(TaskError, ValueError):
     """A metric that the samples do not define, such as an area under a curve where all have one class."""
 
 
-def on_cpu(kept: Any) -> Any:
-    """Returns what a task keeps of a batch, with copies of its tensors in the host's memory."""
-    return tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), kept)
+def packed(kept: Any) -> bytes:
+    """Returns what a task keeps of a batch as bytes, with copies of its tensors from the device."""
+    content = io.BytesIO()
+    torch.save(tree_map_only(Tensor, lambda tensor: tensor.detach().to("cpu", copy=True), kept), content)
+    return content.getvalue()
 
 
-def compute(engine: Ranks, kept: Sequence[Any]) -> dict[str, float]:
-    """**Collective.** Returns the metrics of what all ranks have ``kept``, the same on every rank. Raises TaskError on all."""
+def _unpacked(content: bytes, whose: str) -> Any:
+    """Raises TaskError for what is not made of tensors, numbers and texts: no other object is built from bytes."""
+    try:
+        return torch.load(io.BytesIO(content), map_location="cpu", weights_only=True)
+    except pickle.UnpicklingError:
+        raise TaskError(
+            f"{whose}.keep returned objects of a class; return tensors, numbers and texts in lists, tuples and dicts"
+        ) from None
+
+
+def compute(engine: Ranks, kept: Sequence[bytes]) -> dict[str, float]:
+    """**Collective.** Returns the metrics of what all ranks have kept, the same on every rank. Raises TaskError on all.
+
+    ``kept``: of each batch of this rank, :func:`packed`.
+    """
     task, is_main = engine.plan.task, engine.plan.world.is_main
     if engine.plan.batch.sequence_parallel_size > 1:
         raise TaskError(f"{type(task).__name__}.metrics_of_all: a rank has slices of sequences; choose another engine")
@@ -38,17 +54,18 @@ def compute(engine: Ranks, kept: Sequence[Any]) -> dict[str, float]:
     return {str(name): float(value) for name, value in answer["metrics"].items()}
 
 
-def _computed(task: Any, batches: list[Any]) -> dict[str, Any]:
-    """What the task makes of all batches, or what went wrong."""
+def _computed(task: Any, packed_batches: Sequence[bytes]) -> dict[str, Any]:
+    """Returns the task's metrics of all batches, or what went wrong."""
     whose = f"{type(task).__name__}.metrics_of_all"
     try:
+        batches = [_unpacked(content, type(task).__name__) for content in packed_batches]
         return {"metrics": {str(name): float(value) for name, value in task.metrics_of_all(batches).items()}}
     except Exception as error:
         undefined = isinstance(error, (ArithmeticError, ValueError))
         return {"error": f"{whose}: {reason(error, 400)}", "undefined": undefined}
 
 
-def gathered(engine: Ranks, kept: Sequence[Any]) -> list[Any]:
+def gathered(engine: Ranks, kept: Sequence[bytes]) -> list[bytes]:
     """**Collective.** On rank 0 what all ranks have ``kept``, batch by batch in the order of the samples; nothing on the others.
 
     One batch of each rank travels at a time, so other ranks hold no more than that beside their own.
@@ -56,12 +73,12 @@ def gathered(engine: Ranks, kept: Sequence[Any]) -> list[Any]:
     if engine.plan.world.size == 1:
         return list(kept)
     most = max(int(text) for text in all_gather_text(engine, str(len(kept))))
-    batches: list[Any] = []
+    batches: list[bytes] = []
     for number in range(most):
-        content = pickle.dumps(kept[number]) if number < len(kept) else b""
+        content = kept[number] if number < len(kept) else b""
         parts = all_gather_tensor(engine, torch.frombuffer(bytearray(content), dtype=torch.uint8) if content else _NONE)
         if engine.plan.world.is_main:
-            batches += [pickle.loads(part.numpy().tobytes()) for part in parts if part.numel()]
+            batches += [part.numpy().tobytes() for part in parts if part.numel()]
     return batches
 
 

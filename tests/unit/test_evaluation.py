@@ -25,6 +25,7 @@ from dsframe.model import optimizers, schedules
 from dsframe.model.forward import MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.tasks.task import Sum, Task
+from dsframe.training import whole_set
 from dsframe.training.evaluation import Evaluation, _row_spans, finalized
 
 CPU = torch.device("cpu")
@@ -305,3 +306,18 @@ def test_an_evaluation_takes_derivatives_where_weights_are_whole(engine: str, st
     model = dsframe.load_model(tmp_path / "run", Heat())
     points, targets = Heat().train_data().tensors
     assert summary.metrics["loss"] == pytest.approx(float(task.loss(model(points), targets).detach()), abs=1e-6)
+
+
+class Opaque:
+    """An object that bytes of another rank must not build."""
+
+
+@pytest.mark.parametrize("kept", [Opaque(), {"text": "a", "numbers": [1, 2.5], "boxes": (torch.ones(2, 4)[:1],)}])
+def test_what_is_kept_is_of_tensors_numbers_and_texts(kept: Any) -> None:
+    task = Task()
+    task.metrics_of_all = lambda batches: {"batches": len(batches)}  # type: ignore[method-assign, assignment]
+    answer = whole_set._computed(task, [whole_set.packed(kept)])
+    if isinstance(kept, Opaque):
+        assert "Task.keep returned objects of a class" in answer["error"]
+    else:
+        assert answer == {"metrics": {"batches": 1.0}}
