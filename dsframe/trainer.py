@@ -101,7 +101,7 @@ class Trainer:
         listeners = [
             finite,
             StepLog(events, finite),
-            observers,  # before what is written: they add to log entries
+            observers if observers.are_on else None,  # before what is written: they add to log entries
             RunLog(outputs.record),
             hooks,
             self._first_step,

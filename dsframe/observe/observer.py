@@ -67,6 +67,11 @@ class Observers(Observer):
         made = [module.observer(context) for module in modules]
         self._all: list[Observer] = [observer for observer in made if observer is not None]
 
+    @property
+    def are_on(self) -> bool:
+        """True if the file switches one on."""
+        return bool(self._all)
+
     def start(self, engine: Engine) -> Mapping[str, Any]:
         """**Collective.** What all of them say of the run. Random generators stay where they are."""
         if not self._all:
