@@ -42,6 +42,13 @@ class Padded(Unweighted):
         return (targets != PADDING).sum()
 
 
+class Gathering(Unweighted):
+    """A loss over the rows of all ranks."""
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return super().loss(self.all_rows(outputs), self.all_rows(targets))
+
+
 def sequences(count: int, seed: int) -> TensorSource:
     draw = torch.Generator().manual_seed(seed)
     inputs = torch.randn(count, TIME, 4, generator=draw)

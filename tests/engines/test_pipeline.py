@@ -101,3 +101,19 @@ def test_a_llama_with_tied_embeddings_is_one_training_with_and_without_stages() 
     losses, _, _, weights = staged.differences(alone)
     assert losses < 1e-5
     assert weights < 2e-5
+
+
+def test_a_loss_over_the_rows_of_all_ranks_is_refused(tmp_path: Path) -> None:
+    """It had the rows of its own column alone, without a word."""
+    file = {
+        "train_batch_size": 8,
+        "gradient_accumulation_steps": 1,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.01}},
+        "pipeline": {"stages": 2},
+        "dsframe": {"task": {"name": "tests.engines.padded_task:Gathering"}, "steps": 2},
+    }
+    (tmp_path / "file.json").write_text(json.dumps(file))
+    command = warm(2, ["-m", "dsframe.train", "--config", "file.json"])
+    finished = run_ranks(command, cwd=tmp_path, timeout_seconds=100)
+    assert finished.returncode != 0
+    assert "all_rows() is not possible with a pipeline" in finished.output

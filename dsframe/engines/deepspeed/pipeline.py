@@ -10,7 +10,9 @@ Ranks are numbered as DeepSpeed does it: all ranks of stage 0, then all of stage
 from __future__ import annotations
 
 import json
+import weakref
 from collections.abc import Iterable, Iterator, Mapping
+from dataclasses import replace
 from typing import Any, cast
 
 import torch
@@ -58,6 +60,8 @@ class PipelineEngine(ZeroEngine):
         assert_same_model(self, *self._cut.models)  # of all stages: ranks that cut otherwise would wait for each other
         self._stage_module: Stage = self._cut.build(self._loss_or_outputs)
         self.built = BuiltModel(depends=self._cut.depends, groups=self._cut.groups)
+        task = self.plan.task
+        task.context = replace(task.context, ranks=weakref.proxy(self))
         formats.own_dtype(self.plan.config, self.plan.task, self._stage_module.model, keeps_float64=False)
         return self._stage_module, self._stage_module.model
 
