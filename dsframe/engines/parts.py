@@ -28,6 +28,7 @@ from dsframe.checkpoint import changes
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import by_value, first_difference
 from dsframe.config import Config, load
+from dsframe.data.sample_draws import DrawTrial
 from dsframe.engine import Engine, StepResult
 from dsframe.engines.base import ModelEngine
 from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
@@ -36,7 +37,6 @@ from dsframe.model.build import BuiltModel
 from dsframe.model.forward import Inputs, Measure, MicroBatch
 from dsframe.model.groups import ParameterGroups
 from dsframe.model.plan import Plan
-from dsframe.model.sample_draws import DrawTrial
 from dsframe.model.state import (
     EngineState,
     ParameterState,
