@@ -36,6 +36,7 @@ _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
 _TOKENIZER_FILES = (
     *("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "special_tokens*", "added_tokens*"),
     *("chat_template*", "*.jinja", "additional_chat_templates/*"),
+    *("tekken.json", "normalizer.json", "*.codes", "*.vocab", "dict*", "sentencepiece*"),
 )
 
 
@@ -313,7 +314,8 @@ def tokenizer(path: str | None, model: Mapping[str, Any] | str) -> tuple[Any, st
         )
     except (ValueError, OSError, TypeError, ImportError) as error:
         raise TaskError(f"task.tokenizer: {tokenizer_folder}: {_one_line(error)}") from error
-    digest = hashlib.sha256()
+    config = _object(tokenizer_folder / "config.json")  # type: ignore[operator]  # there are files in it
+    digest = hashlib.sha256(repr([config.get(key) for key in ("model_type", "tokenizer_class")]).encode())
     for file in files:
         if file.is_file():
             digest.update(file.name.encode() + b"\0" + file.read_bytes())
