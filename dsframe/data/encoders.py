@@ -144,7 +144,7 @@ class ConversationEncoder:
         return tokens, learned
 
     def _prove(self, learned: list[int], answer: list[int], row: Row) -> None:
-        """Raises DataError where ``learned`` are not the tokens of the ``answer``, but for what the outer ones share with others."""
+        """Raises DataError where ``learned`` are not the tokens of the ``answer``, but for what the outer ones share."""
 
         def text(tokens: list[int]) -> str:
             return "".join(str(self._tokenizer.decode(tokens)).split())

@@ -236,6 +236,7 @@ class ImageClassificationTask(Task):
             mean, std = tuple(self._look["image_mean"]), tuple(self._look["image_std"])
             self.images = replace(self.images, mean=mean, std=std)
         self.pretrained_config = config
+        self.class_names = self.images.names
         self.hidden_size = getattr(config, "hidden_size", None)
         self._criterion = _transformers.loss("ForImageClassification")
         self._probe()
