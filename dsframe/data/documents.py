@@ -178,7 +178,8 @@ def _text(path: Path, columns: Sequence[str]) -> Iterator[Row]:
 
 def _decoded(content: bytes, path: Path, done: int) -> str:
     try:
-        return content.decode("utf-8" if done else "utf-8-sig")  # some editors write a mark at the beginning
+        text = content.decode("utf-8" if done else "utf-8-sig")  # some editors write a mark at the beginning
+        return text.replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {done + error.start})") from None
 
