@@ -319,9 +319,9 @@ def _resume(job: Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]
         mine[section].update(more)
     with watchdog:
         kept = generators.capture(plan.device)  # reading may draw
-        mine["data"] = assert_same_samples(engine, job.work.loader)
+        mine["data"] = assert_same_samples(engine, job.work.loader, job.say)
         for held_out in job.work.evaluation.values():
-            assert_same_samples(engine, held_out)
+            assert_same_samples(engine, held_out, job.say)
         generators.restore(kept, plan.device)
         if job.commits and job.commits.last:
             start = begin_again(engine, job.commits.last, checkpoints, job.say)
