@@ -22,6 +22,7 @@ if TYPE_CHECKING:
     from dsframe.inference import load_model as load_model
     from dsframe.results import Summary as Summary
     from dsframe.run import fit as fit
+    from dsframe.tasks.average_of import average_of as average_of
     from dsframe.tasks.layers import Tied as Tied
     from dsframe.tasks.task import Sum as Sum
     from dsframe.tasks.task import Task as Task
@@ -42,6 +43,7 @@ _HOMES = {
     "Sum": "dsframe.tasks.task",
     "Task": "dsframe.tasks.task",
     "Tied": "dsframe.tasks.layers",
+    "average_of": "dsframe.tasks.average_of",
     "Summary": "dsframe.results",
 }
 __all__ = ["__version__", *_HOMES]
