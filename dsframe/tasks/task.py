@@ -376,6 +376,14 @@ class Task:
         """
         return None
 
+    def weight_decay(self, updates: int) -> float | None:
+        """Returns the weight decay of the next update, after ``updates`` have been applied; None: the file's.
+
+        For all parameters that the file gives a weight decay: not for those of a group without one. A function of its argument
+        alone, as :meth:`schedule`.
+        """
+        return None
+
     def parameter_groups(self, model: nn.Module) -> Sequence[Mapping[str, Any]]:
         """Returns groups of parameters with a weight decay or a rate of their own, or frozen; by default none.
 
