@@ -16,7 +16,7 @@ from dsframe.cluster.exchange import Ranks, all_gather_text, by_value, failures,
 from dsframe.errors import DsframeError, TaskError, WorldError
 from dsframe.host.memory import give_back, keep_freed
 from dsframe.model import adapter as adapters
-from dsframe.model import formats, groups, loss_head, switches, sync_batch_norm
+from dsframe.model import formats, groups, loss_head, overrides, switches, sync_batch_norm
 from dsframe.model.adapter import Adapter
 from dsframe.model.groups import ParameterGroups
 from dsframe.model.plan import Plan
@@ -173,6 +173,8 @@ def _build_on_cpu(ranks: Ranks, spill: Spill | None) -> tuple[nn.Module, str]:
     try:
         with torch.device("cpu"), nullcontext() if spill is None else spill.building():
             model = plan.task.model()
+            if isinstance(model, nn.Module):
+                overrides.refuse(model, type(plan.task).__name__)
             peft = adapters.add(plan.config, model)
     except DsframeError as error:
         failed = error
