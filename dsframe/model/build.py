@@ -13,6 +13,7 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dsframe.cluster.exchange import Ranks, all_gather_text, by_value, failures, first_difference
+from dsframe.data.sample_draws import DrawTrial, SampleDraws
 from dsframe.errors import DsframeError, TaskError, WorldError
 from dsframe.host.memory import give_back, keep_freed
 from dsframe.model import adapter as adapters
@@ -20,7 +21,6 @@ from dsframe.model import formats, groups, loss_head, overrides, switches, sync_
 from dsframe.model.adapter import Adapter
 from dsframe.model.groups import ParameterGroups
 from dsframe.model.plan import Plan
-from dsframe.model.sample_draws import DrawTrial, SampleDraws
 from dsframe.model.spill import Spill
 from dsframe.model.state import aliases
 from dsframe.model.weight_watch import WeightWatch, refuse_unusual

@@ -116,6 +116,8 @@ class Task:
     keep the graph of a batch. Refused where weights are sharded (ZeRO-3, FSDP) and in a pipeline."""
     data_dir: str | None = None
     """Folder that :meth:`prepare` writes to. None: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
+    class_names: Sequence[str] = ()
+    """Names of the classes by number, where the data have names. A checkpoint of others is refused."""
     prepared_as: str = ""
     """Name of what :meth:`prepare` makes, where tasks of one class prepare different things: those do not wait for each other."""
     batch_dependent: bool = False
