@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dsframe.engine import StepResult
-from dsframe.engines import precision, state_replica
+from dsframe.engines import after_step, precision, state_replica
 from dsframe.engines.base import ModelEngine, without_gradients
 from dsframe.model import ema, lbfgs
 from dsframe.model.build import build_model
@@ -180,8 +180,7 @@ class ReplicaEngine(ModelEngine):
 
         self.optimizer.step(closure)
         self._updates += 1
-        if self._masters:
-            self._masters.give_weights()
+        self._updated()
         self.optimizer.zero_grad()
         loss, norm = evaluations[0]
         return self._result(loss.to(self.built.dtype), learning_rate, norm, skipped=False)
@@ -206,13 +205,20 @@ class ReplicaEngine(ModelEngine):
         if not overflow:
             self._apply()
             self._updates += 1
-            if self._masters:
-                self._masters.give_weights()
+            self._updated()
         if self._loss_scale:
             self._loss_scale.update(overflow)
         self.optimizer.zero_grad()
         shown = norm if self.averages_gradients else None
         return self._result(loss.to(self.built.dtype), learning_rate, shown, skipped=overflow)
+
+    def _updated(self) -> None:
+        """**Collective.** After an update of the masters: the task's say in it, then the model's weights."""
+        if after_step.overridden(self.plan.task):
+            after_step.call(self.plan.task, self._slots())
+            self._publish()
+        elif self._masters:
+            self._masters.give_weights()
 
     def _forward(self, model: nn.Module, inputs: Inputs) -> Any:
         with precision.autocast(self.plan.config, self.plan.device):

@@ -31,6 +31,7 @@ from torch.utils._pytree import tree_leaves
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.errors import EngineError, TaskError
 from dsframe.host import source_files
+from dsframe.model.gathered import is_dtensor, is_whole
 
 _METADATA = frozenset(
     "shape dtype device layout ndim requires_grad is_leaf grad_fn grad size dim numel nelement element_size is_floating_point "  # noqa: SIM905
@@ -110,7 +111,7 @@ class WeightWatch(TorchFunctionMode):
         self._parameters = dict(self._model.named_parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters.values()]
         self._whole = not any(
-            hasattr(parameter, "ds_numel") or _is_dtensor(parameter) for parameter in self._parameters.values()
+            hasattr(parameter, "ds_numel") or is_dtensor(parameter) for parameter in self._parameters.values()
         )
 
     @property
@@ -195,7 +196,7 @@ class WeightWatch(TorchFunctionMode):
         if original is None or original() is not parameter:
             known = ""
         stale = known and not self._whole and self._parameters.get(known) is not parameter
-        if not stale and _is_whole(parameter):
+        if not stale and is_whole(parameter):
             if not self._whole and known and (line := _caller(direct=True)):
                 self._direct.setdefault(known, line)
             return
@@ -209,7 +210,7 @@ class WeightWatch(TorchFunctionMode):
             return
         storage = _storage(target)
         for name, parameter in self._parameters.items() if self._whole else self._model.named_parameters():
-            if storage and _is_whole(parameter) and _storage(parameter) == storage and (line := _caller()):
+            if storage and is_whole(parameter) and _storage(parameter) == storage and (line := _caller()):
                 if not self._whole:
                     raise EngineError(
                         f"{line} writes to {name} in the middle of a step, and only to a copy: {self._shards()}"
@@ -275,11 +276,11 @@ class WeightWatch(TorchFunctionMode):
         )
 
     def _refuse_others(self, loss: Tensor) -> None:
-        known = {id(parameter) for parameter in self._parameters.values()}
+        known = {id(parameter) for parameter in (*self._parameters.values(), *self._model.parameters())}
         known |= {id(parameter) for _, ref in self._built.values() if (parameter := ref()) is not None}
         strangers = [parameter for parameter in _leaves(loss) if id(parameter) not in known]
         if any(
-            map(_is_dtensor, self._parameters.values())
+            map(is_dtensor, self._parameters.values())
         ):  # whose whole parameters are other objects while modules run
             held = {id(parameter) for parameter in _held(self._engine.plan.task)}
             strangers = [parameter for parameter in strangers if id(parameter) in held]
@@ -294,8 +295,8 @@ class WeightWatch(TorchFunctionMode):
     def _shards(self) -> str:
         return (
             f"{self._engine.description} shards weights, and this rank has whole ones only while the module that owns them "
-            "runs. Compute it in that module's forward pass and return it with the outputs, or choose an engine that keeps "
-            "whole weights on each rank"
+            "runs. Read them inside of dsframe.gathered(module), write them in the task's after_step(name, weight), or choose "
+            "an engine that keeps whole weights on each rank"
         )
 
 
@@ -314,10 +315,6 @@ def refuse_unusual(model: nn.Module, whose: str) -> None:
         )
 
 
-def _is_dtensor(parameter: Any) -> bool:
-    return type(parameter).__name__ == "DTensor"  # whose import takes a second
-
-
 def _held(task: Any) -> Iterator[nn.Parameter]:
     """Yields the parameters that lie in a task's attributes."""
     for value in tree_leaves(list(vars(task).values())):
@@ -325,13 +322,6 @@ def _held(task: Any) -> Iterator[nn.Parameter]:
             yield from value.parameters()
         elif isinstance(value, nn.Parameter):
             yield value
-
-
-def _is_whole(parameter: Any) -> bool:
-    elements = getattr(parameter, "ds_numel", None)
-    if elements is not None:  # ZeRO stage 3
-        return bool(parameter.numel() == elements)
-    return not _is_dtensor(parameter)
 
 
 def _storage(tensor: Tensor) -> int:

@@ -9,6 +9,7 @@ import torch
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+import dsframe
 from dsframe import Hooks, RunView, Task
 
 F = nn.functional
@@ -42,6 +43,48 @@ class Penalty(Rows):
 
     def loss(self, outputs: Any, targets: Tensor) -> Any:
         return super().loss(outputs, targets) + 0.01 * sum(one.square().sum() for one in self.net.parameters())
+
+
+class Gathered(Rows):
+    """Reads weights in the loss, where they are whole: a penalty, and a weight that is used twice."""
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        with dsframe.gathered(self.net) as net:
+            weights = dict(net.named_parameters())
+            penalty = sum(one.square().sum() for one in weights.values())
+            tied = F.linear(outputs, net[2].weight.t()).square().mean()
+        return super().loss(outputs, targets) + 0.01 * penalty + 0.1 * tied
+
+
+class WrittenInside(Rows):
+    """Writes to the copies of gathered weights."""
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        with dsframe.gathered(self.net) as net, torch.no_grad():
+            net[0].weight.clamp_(-0.1, 0.1)
+        return super().loss(outputs, targets)
+
+
+class CalledInside(Rows):
+    """Calls a module whose weights are gathered copies."""
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        with dsframe.gathered(self.net) as net:
+            more = net(torch.ones(4, 8)).square().mean()
+        return super().loss(outputs, targets) + more
+
+
+class After(Rows):
+    """Writes to weights after each update: whole ones, or parts of them."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.after_step_elementwise = what, what != "norms"
+
+    def after_step(self, name: str, weight: Tensor) -> None:
+        if self.what == "clamp":
+            weight.clamp_(-0.1, 0.1)
+        elif weight.ndim == 2 or self.what == "wrong":
+            weight.div_(weight.norm())
 
 
 class Size(Rows):

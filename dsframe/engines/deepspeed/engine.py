@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dsframe.cluster import process_group
 from dsframe.config.features import makes_groups, shares_activations
 from dsframe.engine import StepResult
-from dsframe.engines import precision
+from dsframe.engines import after_step, precision
 from dsframe.engines.base import ModelEngine, refuse_evaluation_gradients, without_gradients
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.deepspeed import jit, patches, state, versions
@@ -66,6 +66,8 @@ class ZeroEngine(ModelEngine):
         self._experts: Mapping[str, Part] = {}
         self._dtype = precision.parameter_dtype(plan.config)
         self._refuse_what_the_machine_lacks()
+        if after_step.overridden(plan.task):
+            self._refuse_after_step()
         if self._stage == 3:
             refuse_evaluation_gradients(plan, "ZeRO stage 3 shards weights")
         if plan.config.deepspeed.log_level is None and not plan.verbose:
@@ -247,6 +249,24 @@ class ZeroEngine(ModelEngine):
         if precision.autocast_dtype(self.plan.config, self.plan.device) == torch.float16:  # where the file names none
             raise EngineError('torch_autocast: float16 here, with losses not scaled; write "dtype": "bfloat16"')
 
+    def _refuse_after_step(self) -> None:
+        file, batch = self.plan.config.deepspeed, self.plan.batch
+        splits = [
+            what
+            for what, on in (
+                ("a pipeline", file.pipeline.stages > 1),
+                ("tensor parallelism", batch.tensor_parallel_size > 1),
+                ("experts over ranks", self._spreads_experts),
+                ("optimizer states on NVMe", file.zero_optimization.optimizer_device == "nvme"),
+            )
+            if on
+        ]
+        if splits:
+            raise EngineError(
+                f"{type(self.plan.task).__name__}.after_step: not possible with {' and '.join(splits)}, where "
+                "no rank can gather a whole weight; take it out, or leave out after_step"
+            )
+
     @property
     def description(self) -> str:
         """For the first line of a run."""
@@ -282,6 +302,9 @@ class ZeroEngine(ModelEngine):
             self._calls.check(waits=self.plan.device.type == "cpu")
         applied = bool(self._engine.was_step_applied())
         self._updates += applied
+        if applied and after_step.overridden(self.plan.task):
+            after_step.call(self.plan.task, state.views(self._engine, self._model))
+            state.publish(self._engine)
         loss = (total / self.plan.batch.accumulation_steps).float()
         if self._slices is not None:
             loss = self._slices.mean(loss)
