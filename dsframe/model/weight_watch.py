@@ -301,7 +301,8 @@ class WeightWatch(TorchFunctionMode):
 
 
 def refuse_unusual(model: nn.Module, whose: str) -> None:
-    """Raises TaskError for parameters that get their shapes in the first forward pass, and for complex ones."""
+    """Raises TaskError for parameters that get their shapes in the first forward pass, for complex ones, and for memory that a
+    trained one shares with another."""
     if names := [name for name, parameter in model.named_parameters() if parameter.is_complex()]:
         raise TaskError(
             f"{whose}.model: {', '.join(names)} is complex; optimizers, norms and shards are of real numbers. Keep it as pairs, "
@@ -313,6 +314,36 @@ def refuse_unusual(model: nn.Module, whose: str) -> None:
             f"{whose}.model: {', '.join(names)} have no shape before the first forward pass, and the optimizer is made before it. "
             "Call the model once in model(), or give the layer its sizes"
         )
+    if pair := _shared_memory(model):
+        raise TaskError(
+            f"{whose}.model: {pair[0]} and {pair[1]} are two tensors in the same memory, which come apart where an engine moves "
+            "weights. To share a weight, give both modules the one parameter (head.weight = embedding.weight); else clone() it"
+        )
+
+
+def _shared_memory(model: nn.Module) -> tuple[str, str] | None:
+    """The names of two tensors of which at least one is trained, and that have an element in common."""
+    tensors = [
+        (name, tensor)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.numel() and tensor.layout == torch.strided and tensor.device.type != "meta"
+    ]
+    end, before = 0, None
+    for name, tensor in sorted(tensors, key=lambda entry: entry[1].data_ptr()):
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if before and tensor.data_ptr() < end and (before[1].requires_grad or tensor.requires_grad):
+            places = (_places(tensor), _places(before[1]))
+            if torch.isin(*places).any():
+                return before[0], name
+        if (reaches := tensor.data_ptr() + (last + 1) * tensor.element_size()) > end:
+            end, before = reaches, (name, tensor)
+    return None
+
+
+def _places(tensor: Tensor) -> Tensor:
+    """Where the elements of a tensor lie in its storage."""
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return torch.arange(elements).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).flatten()
 
 
 def _held(task: Any) -> Iterator[nn.Parameter]:

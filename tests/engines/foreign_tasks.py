@@ -6,6 +6,7 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
@@ -275,6 +276,48 @@ class Centre(Rows):
         found = super().loss(outputs - self.centre, targets)
         self.centre = 0.5 * self.centre + 0.5 * outputs.detach().mean(0)
         return found
+
+
+class _Codebook(nn.Module):
+    """A VQ-VAE's codes, which follow the means of what all ranks map to them (van den Oord et al. 2017, appendix A.1)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 4), nn.Linear(4, 3)
+        self.register_buffer("codes", torch.randn(6, 4))
+        self.register_buffer("counts", torch.ones(6))
+        self.register_buffer("sums", self.codes.clone())
+        self.codes: Tensor
+        self.counts: Tensor
+        self.sums: Tensor
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.encoder(inputs)
+        nearest = torch.cdist(hidden, self.codes).argmin(1)
+        quantized = self.codes[nearest]
+        if self.training and torch.is_grad_enabled():
+            self._follow(hidden.detach(), F.one_hot(nearest, 6).float())
+        commitment = (hidden - quantized).square().mean(1)
+        return self.decoder(hidden + (quantized - hidden).detach()), commitment
+
+    def _follow(self, hidden: Tensor, chosen: Tensor) -> None:
+        counts, sums = chosen.sum(0), chosen.t() @ hidden
+        if dist.is_initialized():
+            dist.all_reduce(counts)
+            dist.all_reduce(sums)
+        self.counts.lerp_(counts, 0.1)
+        self.sums.lerp_(sums, 0.1)
+        self.codes = self.sums / self.counts[:, None].clamp_min(1e-3)
+
+
+class Codebook(Rows):
+    """A model with collectives of its own."""
+
+    def model(self) -> nn.Module:
+        return _Codebook()
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        return super().loss(outputs[0], targets) + 0.25 * outputs[1].mean()
 
 
 class _State:
