@@ -23,6 +23,7 @@ if TYPE_CHECKING:
     from dsframe.model.gathered import gathered as gathered
     from dsframe.results import Summary as Summary
     from dsframe.run import fit as fit
+    from dsframe.tasks.average_of import average_of as average_of
     from dsframe.tasks.layers import Tied as Tied
     from dsframe.tasks.task import Sum as Sum
     from dsframe.tasks.task import Task as Task
@@ -44,6 +45,7 @@ _HOMES = {
     "Sum": "dsframe.tasks.task",
     "Task": "dsframe.tasks.task",
     "Tied": "dsframe.tasks.layers",
+    "average_of": "dsframe.tasks.average_of",
     "Summary": "dsframe.results",
 }
 __all__ = ["__version__", *_HOMES]

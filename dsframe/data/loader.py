@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -324,10 +324,8 @@ class _Fetcher:
     def collate_draws(self) -> bool:
         """True where the task's ``collate`` draws random numbers: by batch, not by sample. Read as :meth:`rows` are."""
         source = self.source
-        if not isinstance(source, DatasetSource) or source.collate is None or isinstance(source.collate, Pad):
-            return False
         keys = [[(0, index, None) for index in range(min(2, len(source)))]]
-        read = _Keyed(source)
+        read = _Keyed(source)  # type: ignore[arg-type]  # of what has a collate
         loader = DataLoader(
             read,
             batch_sampler=keys,
@@ -339,11 +337,15 @@ class _Fetcher:
         with held(), _kept_generators():
             return bool(next(_in_one_line(iter(loader))))
 
+    def batches(self, samples: Iterable[Sequence[int]], device: torch.device | str = "cpu") -> Iterator[Batch]:
+        """Batches of these samples. One worker reads them where there are any: a file that this process opened all of them would
+        share."""
+        fetch = _Fetcher(self.source, torch.device(device), min(self.workers, 1))
+        return fetch(([(0, torch.tensor(list(indices)))], None) for indices in samples)
+
     def rows(self, indices: list[int]) -> Iterator[Batch]:
-        """Batches of one sample each, on the CPU. One worker reads them where there are any: a file that this process opened all of
-        them would share."""
-        fetch = _Fetcher(self.source, torch.device("cpu"), min(self.workers, 1))
-        return fetch(([(0, torch.tensor([index]))], None) for index in indices)
+        """Batches of one sample each, on the CPU."""
+        return self.batches([index] for index in indices)
 
 
 def _in_one_line(batches: Iterator[Any]) -> Iterator[Any]:
@@ -478,7 +480,7 @@ class Loader:
         """Returns what is to be said before a training of so many steps. Raises DataError where the data do not suffice."""
         samples = steps * self.sampler.global_batch_size
         lines = self.sampler.order.lines(samples)
-        if self._fetch.collate_draws():
+        if self.collate_draws:
             lines.append(
                 "collate draws random numbers, for a batch and not for a sample: the losses depend on the micro-batch size and on "
                 "the number of ranks, and with a generator of its own on workers and resumes too; draw in the data set's "
@@ -501,9 +503,24 @@ class Loader:
         """As :meth:`StreamSource.read`; empty for other data, of which all ranks have the same."""
         return self.source.read() if isinstance(self.source, StreamSource) else []
 
+    @property
+    def collates(self) -> bool:
+        """True where a function of the task's makes the batches: it may mix samples."""
+        collate = self.source.collate if isinstance(self.source, DatasetSource) else None
+        return collate is not None and not isinstance(collate, Pad)
+
+    @cached_property
+    def collate_draws(self) -> bool:
+        """True where the task's ``collate`` draws random numbers: by batch, not by sample."""
+        return self.collates and self._fetch.collate_draws()
+
     def rows(self, indices: list[int]) -> Iterator[Batch]:
         """Batches of one sample each, on the CPU, as they look in epoch 0."""
         return self._fetch.rows(indices)
+
+    def batches(self, samples: Iterable[Sequence[int]]) -> Iterator[Batch]:
+        """Batches of these samples, on the device, as they look in epoch 0."""
+        return self._fetch.batches(samples, self._fetch.device)
 
     def _requests(self, first_step: int, last_step: int | None) -> Iterator[Request]:
         step = first_step

@@ -66,6 +66,10 @@ class ModelEngine(Engine):
     ) -> StepResult:
         return StepResult(loss, learning_rate, gradient_norm, skipped, self._terms)
 
+    def begin_average(self) -> None:
+        """The average of the weights begins with the weights that there are now, not with those after the first update."""
+        raise EngineError(f"{self.description} trains one model; choose another engine for several")
+
     def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:
         """**Collective**, in the middle of a step. Returns the outputs of ``module``, a part of the
         running model, or of the whole model while another engine trains, with gradients to the

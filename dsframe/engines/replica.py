@@ -57,6 +57,7 @@ class ReplicaEngine(ModelEngine):
         self._parameters = (
             [p for p in self.model.parameters() if p.requires_grad] if self._masters is None else self._masters.masters
         )
+        self._average_start: dict[Tensor, Tensor] | None = None
         self._loss_scale = self._make_loss_scale()
         self._updates = 0
         if not plan.frozen:
@@ -241,7 +242,11 @@ class ReplicaEngine(ModelEngine):
 
     def average(self, decay: float) -> None:
         """The average of the masters, in the optimizer's state. Sends nothing."""
-        ema.update(self.optimizer, self._parameters, decay)
+        ema.update(self.optimizer, self._parameters, decay, self._average_start)
+
+    def begin_average(self) -> None:
+        """Keeps a copy of the masters until there is an average."""
+        self._average_start = ema.copies(self._parameters)
 
     def averaged(self) -> AbstractContextManager[None]:
         """The average of the masters, rounded into the model."""

@@ -127,7 +127,7 @@ def build_model(
         sample_draws=SampleDraws(model, plan.seed, plan.batch.micro_batch_size, plan.device) if per_sample else None,
     )
     # Dropout differs between ranks that see different samples, as it must.
-    torch.manual_seed(plan.seed + 1 + plan.data_rank)
+    seed_generators(plan.seed + 1 + plan.data_rank)
     return model, built
 
 

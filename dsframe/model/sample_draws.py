@@ -11,7 +11,8 @@ draws from torch's generator all the same is found by the generator itself, whic
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -141,10 +142,21 @@ class SampleDraws(_Draws):
             return
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         before, self._before = self._before, None
+        self._refuse_moved(before, "model", "the dropout of nn.LSTM or nn.MultiheadAttention")
+
+    @contextmanager
+    def of_loss(self) -> Iterator[None]:
+        """Is to be entered around the loss of the micro-batch whose forward pass was the last."""
+        before = _generator(self._device)
+        with self:
+            yield
+        self._refuse_moved(before, "loss", "torch.randperm or torch.multinomial")
+
+    def _refuse_moved(self, before: Tensor, who: str, such_as: str) -> None:
         if not torch.equal(before, _generator(self._device)):
             raise TaskError(
-                f"per_sample_randomness: the model draws random numbers inside a function of torch's that dsframe cannot give "
-                f"to samples, such as the dropout of nn.LSTM or nn.MultiheadAttention; {REMEDY}"
+                f"per_sample_randomness: the {who} draws random numbers inside a function of torch's that dsframe cannot give "
+                f"to samples, such as {such_as}; {REMEDY}"
             )
 
 

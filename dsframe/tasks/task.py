@@ -33,6 +33,7 @@ from torch.utils.data import Dataset
 from dsframe.cluster.exchange import Ranks
 from dsframe.data.source import Source
 from dsframe.errors import TaskError
+from dsframe.tasks.average_of import AverageOf
 from dsframe.tasks.global_batch import all_rows
 from dsframe.tasks.layers import Layer, assemble, seed_generators
 
@@ -179,12 +180,15 @@ class Task:
             raise TaskError(f"{type(self).__name__} must define model() or layers()")
         return nn.ModuleDict({name: self.model_of(name) for name in self.models() if name in self.losses()})
 
-    def models(self) -> Mapping[str, Callable[[], nn.Module]]:
+    def models(self) -> Mapping[str, Callable[[], nn.Module] | AverageOf]:
         """Returns several models in the place of :meth:`model`: for each name a function that makes it; by default none.
 
         Each is trained by an optimizer of its own, with the loss that :meth:`losses` has for it; one without a loss is frozen, as a
         teacher is, stays in evaluation mode, and is in no checkpoint: its function loads its weights at each start. Parameters are
         named ``NAME.rest``. What is evaluated, and asked for predictions, is the first one that is trained.
+
+        A model may be the moving average of a trained one (:class:`dsframe.average_of`): in evaluation mode, with that one's
+        buffers.
         """
         return {}
 
@@ -202,6 +206,8 @@ class Task:
         """One of :meth:`models`, made anew. Its random numbers depend on :attr:`seed` and its place alone. Raises TaskError."""
         models = self.models()
         made = models[name]
+        if isinstance(made, AverageOf):
+            return self.model_of(made.model)
         if isinstance(made, nn.Module) or not callable(made):
             raise TaskError(
                 f"{type(self).__name__}.models: {name!r} is {type(made).__name__}, made already; give what makes the model"

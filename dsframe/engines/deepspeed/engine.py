@@ -93,6 +93,7 @@ class ZeroEngine(ModelEngine):
         if self.built.watch is not None:
             self.built.watch.updates_in_place = self._stage == 0 and self._dtype == torch.float32
         self._updates = 0
+        self._average_start: dict[Tensor, Tensor] | None = None
 
     def _prepare_steps(self, module: nn.Module) -> None:
         """What DeepSpeed's engine needs to take steps."""
@@ -418,7 +419,11 @@ class ZeroEngine(ModelEngine):
 
     def average(self, decay: float) -> None:
         """The average of this rank's shards, in the optimizer's state. Sends nothing."""
-        ema.update(*state.masters(self._engine, self._model), decay)
+        ema.update(*state.masters(self._engine, self._model), decay, self._average_start)
+
+    def begin_average(self) -> None:
+        """Keeps a copy of this rank's shards until there is an average."""
+        self._average_start = ema.copies(state.masters(self._engine, self._model)[1])
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """**Collective.** The average of the shards, in the model of every rank."""
