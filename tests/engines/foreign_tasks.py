@@ -215,6 +215,37 @@ class Unusual(Rows):
         return _Unusual(self.kind)
 
 
+class _Shared(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.body, self.head = kind, nn.Linear(8, 8), nn.Linear(8, 3)
+        if kind == "mask":
+            self.register_buffer("mask", torch.tensor([True, False, True]))
+        if kind == "buffer":
+            self.register_buffer("copy", self.body.weight.data)
+        if kind in ("memory", "columns"):
+            whole = torch.randn(8, 16)
+            self.body.weight = nn.Parameter(whole[:, :8])
+            self.copy = nn.Parameter(whole[:, 8:] if kind == "columns" else self.body.weight.data.t())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.body(inputs)
+        if self.kind == "mask":
+            return self.head(hidden) * self.mask
+        return self.head(hidden + 0.1 * F.linear(inputs, self.copy))
+
+
+class Shared(Rows):
+    """Tensors in memory that another tensor has too; and a buffer that the backward pass needs."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def model(self) -> nn.Module:
+        self.net = _Shared(self.kind)
+        return self.net
+
+
 class _Sparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()
