@@ -231,7 +231,7 @@ class FsdpEngine(ReplicaEngine):
         if self._calls is not None:
             self._calls.check()
         whole = super().state()
-        shards = state_replica.shards(self._slots(), self._frozen(), self.optimizer)
+        shards = state_replica.shards(self.views(), self._frozen(), self.optimizer)
         return replace(whole, parameters=ShardedParameters(shards, whole.parameters))
 
     def load_state(self, saved: SavedState) -> None:

@@ -216,7 +216,7 @@ class ReplicaEngine(ModelEngine):
     def _updated(self) -> None:
         """**Collective.** After an update of the masters: the task's say in it, then the model's weights."""
         if after_step.overridden(self.plan.task):
-            after_step.call(self.plan.task, self._slots())
+            after_step.call(self.plan.task, self.views())
             self._publish()
         elif self._masters:
             self._masters.give_weights()
@@ -263,14 +263,14 @@ class ReplicaEngine(ModelEngine):
 
     def state(self) -> EngineState:
         """Yields, by the model's own names, views of this rank's own state if it holds all; a subclass adds the other ranks'."""
-        parameters = state_replica.read(self._slots(), self._frozen(), lbfgs.by_parameter(self.optimizer))
+        parameters = state_replica.read(self.views(), self._frozen(), lbfgs.by_parameter(self.optimizer))
         loss_scale = self._loss_scale.state if self._loss_scale else None
         return EngineState(self._updates, loss_scale, self.buffers(), aliases(self.model), parameters)
 
     def load_state(self, saved: SavedState) -> None:
         """Every rank reads the same; nothing is sent."""
         held = lbfgs.by_parameter(self.optimizer)
-        state_replica.write(self._slots(), self._frozen(), held, saved)
+        state_replica.write(self.views(), self._frozen(), held, saved)
         if isinstance(held, lbfgs.ByParameter):
             held.put_back()
         load_buffers(self.model, saved)
@@ -280,7 +280,8 @@ class ReplicaEngine(ModelEngine):
             self._loss_scale.restore(saved.loss_scale)
         self._updates = saved.updates
 
-    def _slots(self) -> list[state_replica.ParameterView]:
+    def views(self) -> list[state_replica.ParameterView]:
+        """Returns where the optimizer has each trained parameter."""
         return [self._slot(name, parameter) for name, parameter in self._named_parameters()]
 
     def _frozen(self) -> list[state_replica.ParameterView]:

@@ -51,10 +51,10 @@ _STDLIB = sysconfig.get_path("stdlib")
 class WeightWatch(TorchFunctionMode):
     """The watch over one engine's model."""
 
-    def __init__(self, engine: Any, model: nn.Module) -> None:
-        """``engine``: a ``dsframe.engine.Engine``, held weakly."""
+    def __init__(self, engine: Any, model: nn.Module, but: frozenset[str] = frozenset()) -> None:
+        """``engine``: a ``dsframe.engine.Engine``, held weakly. ``but``: weights that dsframe itself writes in forward passes."""
         super().__init__()
-        self._engine, self._model = weakref.proxy(engine), model
+        self._engine, self._model, self._but = weakref.proxy(engine), model, but
         self._looks_inside = not engine.plan.config.settings.model.compile  # a compiler would see the mode
         # Objects that the model's code may hold, and that a library replaces; weakly, for they are a whole model.
         self._built = {id(parameter): (name, weakref.ref(parameter)) for name, parameter in model.named_parameters()}
@@ -173,9 +173,15 @@ class WeightWatch(TorchFunctionMode):
 
     def _check_call(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
         if func is torch.autograd.grad and not self._whole and (line := _caller()):
-            raise EngineError(f"{line} takes derivatives in the middle of a step, which need weights: {self._shards()}")
+            raise EngineError(
+                f"{line} takes derivatives in the middle of a step, when {self._engine.description} has given weights up; choose "
+                "an engine that keeps whole weights on each rank (ddp, horovod, or ZeRO 0 to 2)"
+            )
         if kwargs.get("max_norm") is not None and not self._whole:
-            raise EngineError(f"Embedding's max_norm writes to its weight in the forward pass: {self._shards()}")
+            raise EngineError(
+                f"max_norm of a function writes to its weight, and {self._engine.description} shards weights: use "
+                "nn.Embedding(max_norm=...), which dsframe applies on every engine"
+            )
         sparse = kwargs.get("sparse") or kwargs.get("sparse_grad")
         if sparse and any(leaf.requires_grad for leaf in _tensors(args, kwargs)) and (line := _caller()):
             raise TaskError(
@@ -221,9 +227,10 @@ class WeightWatch(TorchFunctionMode):
 
     def _marks(self) -> dict[str, Any]:
         """What changes when a weight does: its sum and norm where it is whole, else how often it was written to."""
+        watched = {name: parameter for name, parameter in self._parameters.items() if name not in self._but}
         if not self._whole:
-            return {name: parameter._version for name, parameter in self._parameters.items()}
-        return _sums(self._parameters)
+            return {name: parameter._version for name, parameter in watched.items()}
+        return _sums(watched)
 
     def _changed(self, before: Mapping[str, Any]) -> dict[str, Any]:
         return {name: mark for name, mark in self._marks().items() if name in before and mark != before[name]}
@@ -244,14 +251,14 @@ class WeightWatch(TorchFunctionMode):
         trained = [name for name in written if self._parameters[name].requires_grad]
         if trained and not self.updates_in_place:
             raise EngineError(
-                f"{where}: the optimizer keeps these weights a second time and overwrites what was written. Write what is to "
-                "hold as a part of the loss, or choose an engine that updates the model's own weights, in fp32"
+                f"{where}: the optimizer keeps these weights a second time and overwrites what was written. Write to them in "
+                "the task's after_step(name, weight), or choose an engine that updates the model's own weights, in fp32"
             )
         if len(set(of_ranks)) > 1:
             raise TaskError(
                 f"{where or 'weights were written ' + when}: not the same numbers on all ranks, whose models would drift apart. "
-                "Write numbers that do not depend on a rank's samples, leave out options that write to weights (Embedding's "
-                "max_norm), or train on one process"
+                "Write numbers that do not depend on a rank's samples, in the task's after_step(name, weight) for example, or train "
+                "on one process"
             )
         if not self._said:
             self._said = True

@@ -95,11 +95,20 @@ class Size(Rows):
         return super().loss(outputs, targets) / (1 + self.net[0].weight.data.norm())
 
 
+class _Looked(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:  # torch's name
+        return F.embedding(input, self.weight, max_norm=1.0)
+
+
 class MaxNorm(Words):
-    """Writes to the rows that are looked up."""
+    """Writes to the rows that are looked up: a layer, or a function."""
+
+    def __init__(self, *, function: bool = False) -> None:
+        self.function = function
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Embedding(20, 8, max_norm=1.0), nn.Flatten(), nn.Linear(32, 3))
+        table = _Looked(20, 8) if self.function else nn.Embedding(20, 8, max_norm=1.0)
+        return nn.Sequential(table, nn.Flatten(), nn.Linear(32, 3))
 
 
 class _Clamped(nn.Linear):

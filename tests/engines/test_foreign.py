@@ -41,7 +41,12 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "norms after a step": ("After", {"what": "norms"}, {}),
     "not by element": ("After", {"what": "wrong"}, dict.fromkeys(("single", "zero2"), "is not element-wise")),
     "a weight's size": ("Size", {}, dict.fromkeys(SHARDED, READ)),
-    "max_norm": ("MaxNorm", {}, {"ddp": "not the same numbers", "zero2": "overwrites", "zero3": WRITTEN, "fsdp": "max_norm"}),
+    "max_norm": ("MaxNorm", {}, {}),
+    "max_norm of a function": (
+        "MaxNorm",
+        {"function": True},
+        {"ddp": "not the same numbers", "zero2": "overwrites", "zero3": "max_norm", "fsdp": "max_norm"},
+    ),
     "clamped in forward": ("Clamped", {}, {"zero2": "overwrites", "zero3": WRITTEN, "fsdp": WRITTEN}),
     "clipped in a hook": ("Clipped", {}, {"zero2": "overwrites", "zero3": READ, "fsdp": READ}),
     "teacher": ("Teacher", {}, dict.fromkeys(SHARDED, f"{READ}|{WRITTEN}")),
@@ -71,7 +76,8 @@ RIGHT = {
     "gathered weights in the loss": ("single", "fsdp", "zero3"),
     "clamped after a step": tuple(SETUPS),
     "norms after a step": ("ddp", "fsdp", "zero2", "zero3"),
-    "max_norm": ("single",),
+    "max_norm": tuple(SETUPS),
+    "max_norm of a function": ("single",),
     "clamped in forward": ("ddp",),
     "clipped in a hook": ("ddp", "horovod"),
     "teacher": ("ddp", "zero2"),
@@ -166,7 +172,11 @@ def test_it_is_the_loop_by_hand(case: str, setup: str, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize(
     ("case", "setups"),
-    [("norms after a step", ("zero3", "fsdp")), ("gathered weights in the loss", ("fsdp", "zero3"))],
+    [
+        ("norms after a step", ("zero3", "fsdp")),
+        ("max_norm", ("zero2", "ddp")),
+        ("gathered weights in the loss", ("fsdp", "zero3")),
+    ],
 )
 def test_it_goes_on_elsewhere(case: str, setups: tuple[str, str], tmp_path: Path) -> None:
     for setup, steps in zip(setups, (2, 4), strict=True):

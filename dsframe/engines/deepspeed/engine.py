@@ -31,6 +31,7 @@ from dsframe.engines.deepspeed.handover import handover
 from dsframe.engines.deepspeed.imports import deepspeed, groups, logger, set_z3_leaf_module, z3_leaf_module
 from dsframe.engines.deepspeed.swap import SwapFolders
 from dsframe.engines.evaluating import stays_gathered
+from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError
 from dsframe.model import ema, optimizers, rates, switches
 from dsframe.model.build import build_model, without_dimensions, without_elements
@@ -250,6 +251,10 @@ class ZeroEngine(ModelEngine):
         if precision.autocast_dtype(self.plan.config, self.plan.device) == torch.float16:  # where the file names none
             raise EngineError('torch_autocast: float16 here, with losses not scaled; write "dtype": "bfloat16"')
 
+    def views(self) -> list[ParameterView]:
+        """Returns where DeepSpeed's optimizer has each trained parameter."""
+        return state.views(self._engine, self._model)
+
     def _refuse_after_step(self) -> None:
         file, batch = self.plan.config.deepspeed, self.plan.batch
         splits = [
@@ -304,7 +309,7 @@ class ZeroEngine(ModelEngine):
         applied = bool(self._engine.was_step_applied())
         self._updates += applied
         if applied and after_step.overridden(self.plan.task):
-            after_step.call(self.plan.task, state.views(self._engine, self._model))
+            after_step.call(self.plan.task, self.views())
             state.publish(self._engine)
         loss = (total / self.plan.batch.accumulation_steps).float()
         if self._slices is not None:
