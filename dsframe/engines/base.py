@@ -43,6 +43,8 @@ class ModelEngine(Engine):
     """An engine of one model. A task with several models has one of these for each
     (``engines.parts``)."""
 
+    reduces_repeatedly = True
+    """False if a parameter's gradient may come but once in a backward pass."""
     _terms: Terms
     """The terms that the loss returned with its value in this step."""
 

@@ -45,6 +45,7 @@ class FsdpEngine(ReplicaEngine):
     """Parameters, gradients and optimizer state in shards; 16-bit numbers only where the model computes."""
 
     forward_is_collective = True
+    reduces_repeatedly = False
     _calls: CallOrder | None = None
     _stays_gathered = False
     """True while an evaluation keeps what it has gathered for its next batch."""

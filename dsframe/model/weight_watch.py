@@ -16,14 +16,16 @@ import json
 import sys
 import sysconfig
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -68,6 +70,9 @@ class WeightWatch(TorchFunctionMode):
         self._last: dict[str, Any] = {}
         self._watching = False
         self._first = self._losses = 0
+        self._without_gradients: Counter[nn.Module] = Counter()
+        self.recomputes_inside = False
+        """True if the model has blocks that torch recomputes by a backward pass inside of the backward pass (``use_reentrant``)."""
         self._said = False
         self.updates_in_place = True
         """True if the optimizer updates the model's own parameters; False if it has masters or shards."""
@@ -134,8 +139,26 @@ class WeightWatch(TorchFunctionMode):
     def inside(self, *, always: bool = False) -> Iterator[None]:
         """Around a forward pass, a loss, metrics or hooks: looks at what they call. ``always``: in every step."""
         self._note_parameters()
-        with self if self._looks_inside and (self._watching or always) else nullcontext():
+        if not (self._looks_inside and (self._watching or always)):
             yield
+            return
+        with self, register_module_forward_pre_hook(self._called):
+            yield
+
+    def _called(self, module: nn.Module, _: Any) -> None:
+        """Before each module is called, and before a library's own hooks."""
+        if not self._whole:
+            self._refuse_transforms()
+        if module.training and not torch.is_grad_enabled() and next(module.parameters(), None) is not None:
+            self._without_gradients[module] += 1
+
+    def _refuse_transforms(self) -> None:
+        inside = torch._C._functorch.peek_interpreter_stack() is not None  # torch has no public name for it
+        if inside and any(hasattr(parameter, "ds_numel") for parameter in self._parameters.values()):
+            raise EngineError(
+                f"{_caller()} uses weights inside of a transform of torch.func, for which {self._engine.description} cannot gather "
+                "them; choose an engine that keeps whole weights on each rank (ddp, horovod, or ZeRO 0 to 2)"
+            )
 
     def computed(self, loss: Tensor) -> None:
         """After each micro-batch's loss. Raises TaskError where parameters that are not the model's take part."""
@@ -150,6 +173,7 @@ class WeightWatch(TorchFunctionMode):
         if not self._last:
             self._refuse_added(self._first)
             self._refuse_others(loss)
+            self._refuse_recomputed_twice()
         self._last = self._marks()
 
     def explained(self, error: Exception) -> EngineError | None:
@@ -172,6 +196,8 @@ class WeightWatch(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _check_call(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if not self._whole:
+            self._refuse_transforms()
         if func is torch.autograd.grad and not self._whole and (line := _caller()):
             raise EngineError(
                 f"{line} takes derivatives in the middle of a step, when {self._engine.description} has given weights up; choose "
@@ -257,8 +283,7 @@ class WeightWatch(TorchFunctionMode):
         if len(set(of_ranks)) > 1:
             raise TaskError(
                 f"{where or 'weights were written ' + when}: not the same numbers on all ranks, whose models would drift apart. "
-                "Write numbers that do not depend on a rank's samples, in the task's after_step(name, weight) for example, or train "
-                "on one process"
+                "Write numbers that do not depend on a rank's samples, in the task's after_step(name, weight) for example"
             )
         if not self._said:
             self._said = True
@@ -285,7 +310,8 @@ class WeightWatch(TorchFunctionMode):
     def _refuse_others(self, loss: Tensor) -> None:
         known = {id(parameter) for parameter in (*self._parameters.values(), *self._model.parameters())}
         known |= {id(parameter) for _, ref in self._built.values() if (parameter := ref()) is not None}
-        strangers = [parameter for parameter in _leaves(loss) if id(parameter) not in known]
+        leaves, self.recomputes_inside = _leaves(loss)
+        strangers = [parameter for parameter in leaves if id(parameter) not in known]
         if any(
             map(is_dtensor, self._parameters.values())
         ):  # whose whole parameters are other objects while modules run
@@ -297,6 +323,15 @@ class WeightWatch(TorchFunctionMode):
                 f"{type(self._engine.plan.task).__name__}: the loss depends on {len(strangers)} trainable parameter(s) "
                 f"that are not the model's (shape {shapes}): nothing would train or save them. Let model() return a "
                 "module that holds them too, or freeze them with requires_grad_(False)"
+            )
+
+    def _refuse_recomputed_twice(self) -> None:
+        twice = [type(module).__name__.removeprefix("FSDP") for module, calls in self._without_gradients.items() if calls > 1]
+        if self.recomputes_inside and twice and not self._engine.reduces_repeatedly:
+            raise EngineError(
+                f"{twice[0]} is called more than once in a step by torch.utils.checkpoint with "
+                f"use_reentrant=True, and {self._engine.description} would count a part of its gradients; write "
+                "use_reentrant=False: the same numbers"
             )
 
     def _shards(self) -> str:
@@ -410,16 +445,18 @@ def _sums(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def _leaves(loss: Tensor) -> list[nn.Parameter]:
-    """Returns the parameters that ``loss`` depends on."""
+def _leaves(loss: Tensor) -> tuple[list[nn.Parameter], bool]:
+    """Returns the parameters that ``loss`` depends on, and whether a block between them is recomputed by a pass of its own."""
     leaves, seen, ahead = dict[int, nn.Parameter](), set[Any](), [loss.grad_fn]
+    recomputes = False
     while ahead:
         node = ahead.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
+        recomputes |= node.name() == "CheckpointFunctionBackward"
         variable = getattr(node, "variable", None)
         if isinstance(variable, nn.Parameter):
             leaves[id(variable)] = variable
         ahead += [following for following, _ in node.next_functions]
-    return list(leaves.values())
+    return list(leaves.values()), recomputes

@@ -56,6 +56,7 @@ class ZeroEngine(ModelEngine):
         patches.check_later_ones()
         self.plan = plan
         self._stage = plan.config.deepspeed.zero_optimization.stage
+        self.reduces_repeatedly = self._stage < 3
         self._whole = (
             plan.config.settings.deepspeed.accumulate == "whole"
             and self._stage >= 2
