@@ -20,6 +20,7 @@ if TYPE_CHECKING:
     from dsframe.hooks import Hooks as Hooks
     from dsframe.hooks import RunView as RunView
     from dsframe.inference import load_model as load_model
+    from dsframe.model.gathered import gathered as gathered
     from dsframe.results import Summary as Summary
     from dsframe.run import fit as fit
     from dsframe.tasks.average_of import average_of as average_of
@@ -32,6 +33,7 @@ _HOMES = {
     "fit": "dsframe.run",
     "main": "dsframe.train",
     "load_model": "dsframe.inference",
+    "gathered": "dsframe.model.gathered",
     "Config": "dsframe.config",
     "load": "dsframe.config",
     "Mixture": "dsframe.data.mixture",

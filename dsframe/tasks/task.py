@@ -135,6 +135,9 @@ class Task:
     """torchmetrics objects by name, such as ``{"auroc": AUROC(task="binary")}``, in evaluations beside :meth:`metrics`.
 
     They see each sample once, on any number of ranks: their states are gathered. Set them in ``__init__``."""
+    after_step_elementwise: bool = False
+    """True if :meth:`after_step` treats each number of a weight by itself, as ``clamp_`` does: where
+    ranks hold shards, nothing is gathered, and each call gets a rank's part of the weight, flat."""
     gathers_rows: bool = False
     """True when :meth:`all_rows` has been called."""
     hooks: Sequence[Hooks] = ()
@@ -295,6 +298,15 @@ class Task:
         if self.context.ranks is None or not torch.is_grad_enabled():
             return rows
         return all_rows(self.context.ranks, rows)
+
+    def after_step(self, name: str, weight: Tensor) -> None:
+        """Called after each update for each trained weight, without gradients; what it writes to
+        ``weight`` is kept, on every engine: ``weight.clamp_(-0.01, 0.01)``.
+
+        ``name``: as in ``model.named_parameters()``. ``weight``: whole, in float32 where the model is
+        in 16 bits. It must write the same on every rank. Where ranks hold shards (ZeRO 1 to 3, FSDP)
+        each weight is gathered in turn, unless :attr:`after_step_elementwise`.
+        """
 
     def loss_weight(self, targets: Any) -> Tensor | float:
         """Returns how many items the loss of a micro-batch is a mean over: ``(targets != -100).sum()`` for tokens without padding.

@@ -31,9 +31,8 @@ _open = process_group.open_process_group
 def one_process_group() -> Iterator[None]:
     """**Collective.** Inside it engines find a process group that is open already; it is closed at the end."""
 
-    def once(*arguments: object) -> None:
-        if not dist.is_initialized():
-            _open(*arguments)  # type: ignore[arg-type]
+    def once(*arguments: object) -> bool:
+        return dist.is_initialized() or _open(*arguments)  # type: ignore[arg-type]
 
     with mock.patch.object(process_group, "open_process_group", once):
         yield
