@@ -5,6 +5,7 @@ This is the only place that knows all the parts. Where processes come and go, a 
 
 from __future__ import annotations
 
+import json
 import re
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -25,7 +26,7 @@ from dsframe.checkpoint.saver import Saver
 from dsframe.checkpoint.store import Retention, Store
 from dsframe.cluster import cores
 from dsframe.cluster import world as worlds
-from dsframe.cluster.exchange import assert_same_on_all_ranks
+from dsframe.cluster.agreement import assert_ranks_agree
 from dsframe.cluster.process_group import device_of, extend_limits
 from dsframe.cluster.world import World
 from dsframe.config import Batch, Config, Facts
@@ -173,6 +174,7 @@ def prepare(run: Run, world: World, commits: MemoryCheckpoint | None) -> Job:
         Facts(processes, schedule.total_steps, epoch_steps, task.hidden_size, entry.replicas, gpu=on_gpu)
     )
     optimizer = optimizers.of_task(optimizers.read(config), task)
+    optimizers.try_out(optimizer, device)
     rates = schedules.planned(config, task, optimizer.learning_rate, batch.train_batch_size)
     named = output.directory_of(config, run.engine, type(task).__name__)
     _refuse_followers(config, evaluates=bool(evaluation), elastic=commits is not None)
@@ -234,6 +236,8 @@ def _announce(job: Job) -> None:
 def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[Engine, dict[str, Any]]:
     """**Collective.** The engine, and what the run's record should say of it. ``trains``: False where it only evaluates."""
     run, plan = job.run, job.plan
+    if not job.commits:
+        assert_ranks_agree(plan.world, _facts(job))
     make = engines.load(run.engine, plan.config)
     phases.done("engine's imports")
     base_bytes = resident_bytes(plan.device)
@@ -242,7 +246,6 @@ def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[E
         phases.done("engine")
         extend_limits(plan.collective_limit)
         watchdog.connect(engine, engine.built.calls)
-        assert_same_on_all_ranks(engine, {**_facts(plan.config, job.work), "--resume": run.options.resume})
     output.begin_anew()  # rank 0 has come here too, so the directory is this run's
     job.progress.block(
         f"dsframe {__version__}",
@@ -317,9 +320,9 @@ def _resume(job: Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]
         mine[section].update(more)
     with watchdog:
         kept = generators.capture(plan.device)  # reading may draw
-        mine["data"] = assert_same_samples(engine, job.work.loader)
+        mine["data"] = assert_same_samples(engine, job.work.loader, job.say)
         for held_out in job.work.evaluation.values():
-            assert_same_samples(engine, held_out)
+            assert_same_samples(engine, held_out, job.say)
         generators.restore(kept, plan.device)
         if job.commits and job.commits.last:
             start = begin_again(engine, job.commits.last, checkpoints, job.say)
@@ -436,14 +439,26 @@ def _order(config: Config, task: Task) -> Callable[[int, int], torch.Tensor | No
     return sequential
 
 
-def _facts(config: Config, work: Work) -> dict[str, str]:
+def _facts(job: Job) -> dict[str, str]:
     """What has to be the same on every rank, or they would train different things."""
+    run, work = job.run, job.work
     first = work.loader.sampler.global_batch(0)
     return {
-        "configuration": config.digest[:16],
+        "engine": run.engine,
+        "--resume": run.options.resume,
+        **_keys("", job.plan.config.shown()),
         "training samples": str(work.loader.sampler.samples),
         "order of samples": xxh3_64_hexdigest(torch.cat([rows for _, rows in first]).numpy().data),
         "evaluation samples": ", ".join(f"{name} {len(loader.source)}" for name, loader in work.evaluation.items()),
         "dsframe": __version__,
         "torch": torch.__version__,
+    }
+
+
+def _keys(prefix: str, value: Any) -> dict[str, str]:
+    """The keys of a file, with their sections, and their values."""
+    if not isinstance(value, Mapping):
+        return {prefix: json.dumps(value)}
+    return {
+        path: text for key, part in value.items() for path, text in _keys(f"{prefix}.{key}".lstrip("."), part).items()
     }

@@ -203,7 +203,7 @@ class Trainer:
         self._watchdog.done(step)
         average = plan.config.settings.ema
         if average and not result.skipped and step % average.every_steps == 0:
-            self.engine.average(average.decay)
+            self.engine.average(average.decay_at(step))
         return result
 
     def _read(self, stream: Iterator[Any]) -> Iterator[Any]:

@@ -56,6 +56,13 @@ class TargetedInputs(NamedTuple):
     targets: Any
 
 
+class Arguments(NamedTuple):
+    """Inputs of a model that is called with positional arguments and keywords."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def call(model: nn.Module, inputs: Inputs) -> Any:
     """Returns ``model`` applied to ``inputs``: a dict becomes keyword arguments, a tuple or list
     positional ones, anything else the one argument."""
@@ -63,6 +70,8 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
     if isinstance(inputs, TargetedInputs):
         named = {loss_head.TARGETS: inputs.targets}
         inputs = inputs.inputs
+    if isinstance(inputs, Arguments):
+        return model(*inputs.args, **inputs.kwargs, **named)
     if isinstance(inputs, Mapping):
         return model(**inputs, **named)
     if isinstance(inputs, (tuple, list)):

@@ -33,6 +33,7 @@ from torch.utils.data import Dataset
 from dsframe.cluster.exchange import Ranks
 from dsframe.data.source import Source
 from dsframe.errors import TaskError
+from dsframe.tasks.average_of import AverageOf
 from dsframe.tasks.global_batch import all_rows
 from dsframe.tasks.layers import Layer, assemble, seed_generators
 
@@ -134,6 +135,9 @@ class Task:
     """torchmetrics objects by name, such as ``{"auroc": AUROC(task="binary")}``, in evaluations beside :meth:`metrics`.
 
     They see each sample once, on any number of ranks: their states are gathered. Set them in ``__init__``."""
+    after_step_elementwise: bool = False
+    """True if :meth:`after_step` treats each number of a weight by itself, as ``clamp_`` does: where
+    ranks hold shards, nothing is gathered, and each call gets a rank's part of the weight, flat."""
     gathers_rows: bool = False
     """True when :meth:`all_rows` has been called."""
     hooks: Sequence[Hooks] = ()
@@ -178,12 +182,15 @@ class Task:
             raise TaskError(f"{type(self).__name__} must define model() or layers()")
         return nn.ModuleDict({name: self.model_of(name) for name in self.models() if name in self.losses()})
 
-    def models(self) -> Mapping[str, Callable[[], nn.Module]]:
+    def models(self) -> Mapping[str, Callable[[], nn.Module] | AverageOf]:
         """Returns several models in the place of :meth:`model`: for each name a function that makes it; by default none.
 
         Each is trained by an optimizer of its own, with the loss that :meth:`losses` has for it; one without a loss is frozen, as a
         teacher is, stays in evaluation mode, and is in no checkpoint: its function loads its weights at each start. Parameters are
         named ``NAME.rest``. What is evaluated, and asked for predictions, is the first one that is trained.
+
+        A model may be the moving average of a trained one (:class:`dsframe.average_of`): in evaluation mode, with that one's
+        buffers.
         """
         return {}
 
@@ -201,6 +208,8 @@ class Task:
         """One of :meth:`models`, made anew. Its random numbers depend on :attr:`seed` and its place alone. Raises TaskError."""
         models = self.models()
         made = models[name]
+        if isinstance(made, AverageOf):
+            return self.model_of(made.model)
         if isinstance(made, nn.Module) or not callable(made):
             raise TaskError(
                 f"{type(self).__name__}.models: {name!r} is {type(made).__name__}, made already; give what makes the model"
@@ -290,6 +299,15 @@ class Task:
             return rows
         return all_rows(self.context.ranks, rows)
 
+    def after_step(self, name: str, weight: Tensor) -> None:
+        """Called after each update for each trained weight, without gradients; what it writes to
+        ``weight`` is kept, on every engine: ``weight.clamp_(-0.01, 0.01)``.
+
+        ``name``: as in ``model.named_parameters()``. ``weight``: whole, in float32 where the model is
+        in 16 bits. It must write the same on every rank. Where ranks hold shards (ZeRO 1 to 3, FSDP)
+        each weight is gathered in turn, unless :attr:`after_step_elementwise`.
+        """
+
     def loss_weight(self, targets: Any) -> Tensor | float:
         """Returns how many items the loss of a micro-batch is a mean over: ``(targets != -100).sum()`` for tokens without padding.
 
@@ -369,6 +387,14 @@ class Task:
         """Returns the factor of the optimizer's rate for the next update, after ``updates`` have been applied; None: none.
 
         A function of its argument alone, so that a run that goes on has the same rates. In place of the file's ``scheduler``.
+        """
+        return None
+
+    def weight_decay(self, updates: int) -> float | None:
+        """Returns the weight decay of the next update, after ``updates`` have been applied; None: the file's.
+
+        For all parameters that the file gives a weight decay: not for those of a group without one. A function of its argument
+        alone, as :meth:`schedule`.
         """
         return None
 

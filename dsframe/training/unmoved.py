@@ -113,4 +113,5 @@ def unchanged_buffers(task: Task) -> Iterator[Callable[[], set[str]]]:
     }
     yield lambda: {name for name, (buffer, before) in held.items() if not torch.equal(buffer, before)}
     for buffer, before in held.values():
-        buffer.copy_(before)
+        if not torch.equal(buffer, before):  # autograd may need it as it is, and would see that it is written to
+            buffer.copy_(before)
