@@ -302,7 +302,7 @@ def _joined(message: Mapping[str, Any], row: Row) -> dict[str, str]:
     parts = message.get("content")
     if not isinstance(parts, (list, tuple)):
         return {}
-    texts = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
     if not all(isinstance(text, str) for text in texts):
         kinds = sorted({str(part.get("type")) for part in parts if isinstance(part, Mapping)} - {"text"})
         raise DataError(f"{row.place}: a message has parts of type {', '.join(kinds)}; texts are read")
