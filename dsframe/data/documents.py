@@ -68,7 +68,8 @@ def find_files(patterns: str | Sequence[str], key: str, kinds: Sequence[str] = (
             if path.is_dir() and len(names) > 1 and (kinds or not (path / _SAVED[0]).is_file()):
                 continue  # "**" finds folders too
             if kinds and (path.is_dir() or not kind_of(path, kinds)):
-                raise DataError(f"{key}: {path}: files of {', '.join(kinds)} are read")
+                others = "datasets.load_dataset gives data sets of others"
+                raise DataError(f"{key}: {path}: files of {', '.join(kinds)} are read; {others}")
             if not kinds:
                 _check_kind(path, key)
             if path in pattern_of:
