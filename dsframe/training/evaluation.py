@@ -155,9 +155,10 @@ class Evaluation:
         stops: Callable[[int], bool] = lambda batches: False,
     ) -> dict[str, Sum] | None:
         engine, number = self._engine, list(self._loaders).index(name)
-        engine.plan.task.context.eval_set = name
+        context = engine.plan.task.context
+        context.eval_set = name
         total: dict[str, Sum] = {}
-        with engine.evaluating(len(batches)):
+        with engine.evaluating(len(batches)), context.evaluation():
             for done, batch in enumerate(batches):
                 if done and stops(done):
                     return None
