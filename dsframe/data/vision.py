@@ -195,18 +195,17 @@ def find_mnist(name: str, data_dir: str | None) -> dict[str, Path]:
 
 
 def find_cifar(data_dir: str | None) -> tuple[Path, list[str]]:
-    """The folder and the six files of CIFAR-10 (the test batch last): the binary or the Python version."""
+    """The folder and the six files of CIFAR-10's Python version (the test batch last)."""
     root = data_root(data_dir)
-    folders = [root, root / "cifar-10-batches-bin", root / "cifar-10-batches-py"]
-    versions = [[f"data_batch_{i}{suffix}" for i in range(1, 6)] + [f"test_batch{suffix}"] for suffix in (".bin", "")]
+    folders = [root, root / "cifar-10-batches-py"]
+    files = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
     incomplete = []
     for candidate in folders:
-        for files in versions:
-            missing = [file for file in files if not (candidate / file).is_file()]
-            if not missing:
-                return candidate, files
-            if len(missing) < len(files):
-                incomplete.append(f"{candidate} lacks {', '.join(missing)}")
+        missing = [file for file in files if not (candidate / file).is_file()]
+        if not missing:
+            return candidate, files
+        if len(missing) < len(files):
+            incomplete.append(f"{candidate} lacks {', '.join(missing)}")
     raise _not_found("cifar10", data_dir, root, folders, incomplete)
 
 

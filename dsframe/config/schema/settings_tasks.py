@@ -38,9 +38,9 @@ class MixturePart(Section):
     """Its share of the rows is this, divided by the sum of all weights."""
     name: str | None = None
     """Name in messages and logs. Default: the first pattern."""
-    exhausted: Literal["repeats", "ends", "error"] = "repeats"
-    """When all of its rows have been read: it ``repeats`` in a new order, it ``ends`` and the others share its place, or the
-    training is refused before it begins (``error``)."""
+    exhausted: Literal["repeats", "error"] = "repeats"
+    """When all of its rows have been read: it ``repeats`` in a new order, or the training is refused before it begins
+    (``error``)."""
 
 
 class TextFiles(Section):
