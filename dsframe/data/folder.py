@@ -185,8 +185,9 @@ def refuse_unshown(image: Any) -> None:
     if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # a camera's picture, with previews behind it
         raise ValueError(f"it has {image.n_frames} pictures; keep one")
     if image.mode in ("I", "F"):
-        least, most = image.getextrema()
-        if least < 0 or most > (1.0 if image.mode == "F" else 65535):
+        pixels = np.asarray(image)
+        least, most = float(pixels.min()), float(pixels.max())
+        if not (least >= 0 and most <= (1.0 if image.mode == "F" else 65535)):  # nor what is no number
             raise ValueError(f"numbers from {least:g} to {most:g}; scale them to 0 to 1, or to 16 bits")
 
 
@@ -196,9 +197,10 @@ def rgb(image: Any) -> Any:
     from PIL import Image, ImageOps
 
     refuse_unshown(image)
+    is_16_bit = image.format == "PPM" or image.mode != "I"  # Pillow scales PGM to 16 bits
     image = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        most = 65535.0 if image.mode != "I" or image.getextrema()[1] > 255 else 255.0
+        most = 65535.0 if is_16_bit or image.getextrema()[1] > 255 else 255.0
         if image.mode == "F":
             most = 1.0
         return Image.fromarray(np.rint(np.asarray(image, np.float64) / most * 255).astype(np.uint8)).convert("RGB")

@@ -59,6 +59,12 @@ def test_every_form_of_a_ramp_is_the_same_ramp(form: str, tmp_path: Path) -> Non
             assert np.abs(np.asarray(found, int) - RAMP[..., None]).max() <= 2
 
 
+def test_a_dark_picture_of_16_bits_is_dark(tmp_path: Path) -> None:
+    (tmp_path / "a.pgm").write_bytes(b"P5\n4 4\n65535\n" + np.full((4, 4), 255, ">u2").tobytes())
+    with Image.open(tmp_path / "a.pgm") as file:
+        assert np.asarray(folder.rgb(file)).max() == 1
+
+
 @pytest.mark.parametrize("turned", range(1, 9))
 def test_a_camera_says_which_way_is_up(turned: int) -> None:
     exif = Image.Exif()
@@ -80,6 +86,7 @@ def test_a_camera_says_which_way_is_up(turned: int) -> None:
         ),
         (Image.fromarray(np.full((4, 4), 70000, np.int32)), {}, "scale them"),
         (Image.fromarray(np.full((4, 4), 12.5, np.float32)), {}, "scale them"),
+        (Image.fromarray(np.full((4, 4), np.nan, np.float32)), {}, "scale them"),
     ],
 )
 def test_what_has_no_one_look_is_refused(image: Image.Image, options: Any, words: str, tmp_path: Path) -> None:
