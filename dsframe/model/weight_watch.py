@@ -326,7 +326,9 @@ class WeightWatch(TorchFunctionMode):
             )
 
     def _refuse_recomputed_twice(self) -> None:
-        twice = [type(module).__name__.removeprefix("FSDP") for module, calls in self._without_gradients.items() if calls > 1]
+        twice = [
+            type(module).__name__.removeprefix("FSDP") for module, calls in self._without_gradients.items() if calls > 1
+        ]
         if self.recomputes_inside and twice and not self._engine.reduces_repeatedly:
             raise EngineError(
                 f"{twice[0]} is called more than once in a step by torch.utils.checkpoint with "
