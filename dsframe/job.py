@@ -174,6 +174,7 @@ def prepare(run: Run, world: World, commits: MemoryCheckpoint | None) -> Job:
         Facts(processes, schedule.total_steps, epoch_steps, task.hidden_size, entry.replicas, gpu=on_gpu)
     )
     optimizer = optimizers.of_task(optimizers.read(config), task)
+    optimizers.try_out(optimizer, device)
     rates = schedules.planned(config, task, optimizer.learning_rate, batch.train_batch_size)
     named = output.directory_of(config, run.engine, type(task).__name__)
     _refuse_followers(config, evaluates=bool(evaluation), elastic=commits is not None)

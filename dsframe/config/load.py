@@ -198,6 +198,12 @@ def _as_json(value: Any) -> Any:
 
 def read_text(path: Path) -> tuple[str, Problem | None]:
     """The text of a file, or why it cannot be read."""
+    if path.suffix in (".yaml", ".yml", ".toml"):
+        message, remedy = (
+            f"{path.suffix[1:].upper()} is not read",
+            f"write JSON: dsframe convert {path} --out {path.stem}.json",
+        )
+        return "", Problem("error", "", message, remedy, str(path), code="syntax")
     try:
         return path.read_bytes().decode("utf-8"), None
     except UnicodeDecodeError as error:
@@ -277,7 +283,7 @@ def _is_ours(root: Any, findings: Findings) -> bool:
         findings.error((), "the top of the file must be an object {...}", code="type")
         return False
     for message, (names, remedy) in OTHER_TOOLS.items():
-        if root.keys() & set(names) and not root.keys() & {TRAIN, MICRO}:
+        if root.keys() & set(names) and not root.keys() & {TRAIN, MICRO, "dsframe", "optimizer", "zero_optimization"}:
             findings.error((), message, remedy, code="other-tool")
             return False
     if repair.has_no_known_key(root):

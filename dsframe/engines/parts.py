@@ -29,6 +29,7 @@ from dsframe.checkpoint import changes
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import by_value, first_difference
 from dsframe.config import Config, load
+from dsframe.data.sample_draws import DrawTrial
 from dsframe.engine import Engine, StepResult
 from dsframe.engines.base import ModelEngine
 from dsframe.engines.teachers import Teacher
@@ -38,7 +39,6 @@ from dsframe.model.build import BuiltModel
 from dsframe.model.forward import Arguments, Inputs, Measure, MicroBatch
 from dsframe.model.groups import ParameterGroups
 from dsframe.model.plan import Plan
-from dsframe.model.sample_draws import DrawTrial
 from dsframe.model.state import (
     EngineState,
     ParameterState,

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dsframe.cluster.exchange import Ranks, all_gather_text, by_value, failures, first_difference
+from dsframe.data.sample_draws import DrawTrial, SampleDraws
 from dsframe.errors import DsframeError, TaskError, WorldError
 from dsframe.host.memory import give_back, keep_freed
 from dsframe.model import adapter as adapters
-from dsframe.model import formats, groups, loss_head, max_norm, switches, sync_batch_norm
+from dsframe.model import formats, groups, loss_head, max_norm, overrides, switches, sync_batch_norm
 from dsframe.model.adapter import Adapter
 from dsframe.model.groups import ParameterGroups
 from dsframe.model.plan import Plan
-from dsframe.model.sample_draws import DrawTrial, SampleDraws
 from dsframe.model.spill import Spill
 from dsframe.model.state import aliases
 from dsframe.model.weight_watch import WeightWatch, refuse_unusual
@@ -174,6 +174,8 @@ def _build_on_cpu(ranks: Ranks, spill: Spill | None) -> tuple[nn.Module, str]:
     try:
         with torch.device("cpu"), nullcontext() if spill is None else spill.building():
             model = plan.task.model()
+            if isinstance(model, nn.Module):
+                overrides.refuse(model, type(plan.task).__name__)
             peft = adapters.add(plan.config, model)
     except DsframeError as error:
         failed = error

@@ -16,7 +16,7 @@ from dsframe.model import loss_head, output_classes
 from dsframe.tasks.task import Sum, Task, loss_and_terms, sums, tensor_of
 
 if TYPE_CHECKING:
-    from dsframe.model.sample_draws import SampleDraws
+    from dsframe.data.sample_draws import SampleDraws
     from dsframe.model.weight_watch import WeightWatch
 
 Inputs = Any

@@ -15,9 +15,11 @@ if TYPE_CHECKING:
     import torch
 
     from dsframe.config import Config
+    from dsframe.config.schema.scheduler import Scheduler
     from dsframe.engine import Engine
     from dsframe.model.plan import Plan
     from dsframe.results import Summary
+    from dsframe.tasks.task import Task
 
 _WIDTH = 10
 _SHOWN = ("lr", "betas", "momentum", "weight_decay")
@@ -55,7 +57,7 @@ def header(
     return [
         *rows,
         ("optimizer", _optimizer(plan)),
-        ("schedule", _schedule(plan.config)),
+        ("schedule", _schedule(plan.config, plan.task)),
         ("training", f"{steps:,} steps"),
         ("results", str(plan.directory)),
     ]
@@ -87,8 +89,14 @@ def _optimizer(plan: Plan) -> str:
     return f"{', '.join([spec.name, *said])}; {clipped}{' (inherited)' if inherited else ''}"
 
 
-def _schedule(config: Config) -> str:
+def _schedule(config: Config, task: Task) -> str:
     scheduler = config.deepspeed.scheduler
+    whose = type(task).__name__
+    decay = f", weight decay by {whose}.weight_decay" if task.weight_decay(0) is not None else ""
+    return (_of_file(scheduler) if task.schedule(0) is None else f"rate by {whose}.schedule") + decay
+
+
+def _of_file(scheduler: Scheduler | None) -> str:
     if scheduler is None:
         return "constant rate"
     params = dict(scheduler.params)

@@ -116,6 +116,8 @@ class Task:
     keep the graph of a batch. Refused where weights are sharded (ZeRO-3, FSDP) and in a pipeline."""
     data_dir: str | None = None
     """Folder that :meth:`prepare` writes to. None: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
+    class_names: Sequence[str] = ()
+    """Names of the classes by number, where the data have names. A checkpoint of others is refused."""
     prepared_as: str = ""
     """Name of what :meth:`prepare` makes, where tasks of one class prepare different things: those do not wait for each other."""
     batch_dependent: bool = False
@@ -385,6 +387,14 @@ class Task:
         """Returns the factor of the optimizer's rate for the next update, after ``updates`` have been applied; None: none.
 
         A function of its argument alone, so that a run that goes on has the same rates. In place of the file's ``scheduler``.
+        """
+        return None
+
+    def weight_decay(self, updates: int) -> float | None:
+        """Returns the weight decay of the next update, after ``updates`` have been applied; None: the file's.
+
+        For all parameters that the file gives a weight decay: not for those of a group without one. A function of its argument
+        alone, as :meth:`schedule`.
         """
         return None
 

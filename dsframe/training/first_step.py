@@ -5,12 +5,12 @@ from __future__ import annotations
 import time
 
 from dsframe.checkpoint.saver import Saver
+from dsframe.data.sample_draws import REMEDY
 from dsframe.engine import StepResult
 from dsframe.errors import TaskError
 from dsframe.events import Listener, Training
 from dsframe.host import phases
 from dsframe.model.build import ON_RANKS
-from dsframe.model.sample_draws import REMEDY
 from dsframe.run_dir.record import Record
 from dsframe.training.loss_kind import LossTrial
 

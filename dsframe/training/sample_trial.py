@@ -12,9 +12,9 @@ from typing import Any
 
 from dsframe.data import Loader
 from dsframe.data.loader import StreamSource
+from dsframe.data.sample_draws import RowDraws
 from dsframe.engine import Engine
 from dsframe.errors import EngineError, WorldError
-from dsframe.model.sample_draws import EvaluationDraws
 from dsframe.tasks.task import Sum, Task, loss_and_terms
 from dsframe.text import reason
 from dsframe.training import unmoved
@@ -41,7 +41,7 @@ def kind_of(engine: Engine, loader: Loader) -> tuple[str, str]:
     parts = [range(_SAMPLES), range(_SAMPLES // 2), range(_SAMPLES // 2, _SAMPLES)]
     losses: list[float] = []
     items: list[float] = []
-    draws = EvaluationDraws(plan.seed, plan.device)
+    draws = RowDraws(plan.seed, plan.device)
     try:
         with unmoved.unmoved(watch.model, plan.device), watch.trial(), engine.evaluating(len(parts)):
             for part, batch in zip(parts, loader.batches(parts), strict=True):

@@ -143,6 +143,9 @@ class Follower(Distilled):
     def models(self) -> Mapping[str, Any]:
         return {"student": partial(net, 4, 3), "teacher": dsframe.average_of("student", momentum)}
 
+    def weight_decay(self, updates: int) -> float:
+        return 0.5 * updates % 2  # 0 before the first update, and again later
+
 
 class Critic(Gan):
     """Its generator is trained in every third step."""
@@ -252,6 +255,8 @@ def loop(kind: str, warm_up: int = 0) -> dict[str, Any]:
         losses, squares = [], 0.0
         for group, rate in rates:
             group["lr"] = rate * min(1.0, max(step - 1, 0) / warm_up) if warm_up else rate  # as DeepSpeed counts
+            if kind == "follower":
+                group["weight_decay"] = task.weight_decay(step)
         for name, optimizer in optimizers.items():
             if kind == "critic" and name == "generator" and (step + 1) % EVERY_STEPS:
                 continue

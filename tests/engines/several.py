@@ -57,5 +57,6 @@ def prepare(file: dict[str, Any], name: str) -> tuple[Callable[[], Engine], Load
         ranks=batch.data_parallel_size,
         device=device,
     )
-    plan = Plan(config, here, task, optimizer, schedules.constant(optimizer.learning_rate), batch, device)
+    rates = schedules.planned(config, task, optimizer.learning_rate, batch.train_batch_size)
+    plan = Plan(config, here, task, optimizer, rates, batch, device)
     return partial(parts.make, engines.load(name, config), plan), loader

@@ -71,16 +71,21 @@ class Findings:
         self.pending: set[Path] = set()
         """Members that wait for the model or the data, as "auto" does."""
         self._moved: dict[Path, Path] = {}
+        self._answered: set[Path] = set()
 
     def empty_copy(self) -> Findings:
         """The same file's, without any problem yet."""
         copy = Findings(self.document, self.file, self.overridden)
-        copy._moved = self._moved
+        copy._moved, copy._answered = self._moved, self._answered
         return copy
 
     def moved(self, old: Path, new: Path) -> None:
         """Remember that what the file has at ``old`` is handled as if it stood at ``new``."""
         self._moved[new] = self.written(old)
+
+    def answered(self, path: Path) -> None:
+        """Remember that one message about a member of the file is enough, though its value is used."""
+        self._answered.add(path)
 
     def written(self, path: Path) -> Path:
         """The path in the file of what is handled at ``path``."""
@@ -102,6 +107,8 @@ class Findings:
     ) -> None:
         """Report one finding about the member handled at ``path``."""
         path = self.written(keys(path))
+        if path in self._answered:
+            return
         file, line, column = self.file, 0, 0
         if any(path[: len(prefix)] == prefix for prefix in self.overridden):
             file = OVERRIDE

@@ -8,9 +8,10 @@ from __future__ import annotations
 from typing import Any
 
 from dsframe.config.features import MADE_HERE
-from dsframe.config.read.findings import Findings, dotted
+from dsframe.config.read import foreign
+from dsframe.config.read.findings import Findings, dotted, show
 from dsframe.config.read.legacy import MEANT, REMOVED, RENAMED, SYNONYMS, modernise
-from dsframe.config.read.reader import Path, inside
+from dsframe.config.read.reader import Path, inside, keys
 from dsframe.config.read.suggest import closest, containing
 from dsframe.config.schema.base import Epochs, Section
 from dsframe.config.schema.file import File, children, places, section_at, shape
@@ -76,7 +77,11 @@ class _Repair:
         if name in self.passed or name in _LEGACY or (len(here) == 1 and is_comment(key)):
             return
         legal = [other for other in owner.model_fields if other not in raw]
-        meant = MEANT.get(name) or closest(key, legal, 1)
+        place = keys(foreign.target(key) or "")
+        meant = MEANT.get(name) or (str(place[-1]) if place and place[:-1] == here[:-1] else None)
+        if foreign.answers(key) and meant is None:
+            return
+        meant = meant or closest(key, legal, 1)
         if meant is None and self.home(key, here, raw[key]) is None:
             meant = closest(key, legal) or containing(key, owner.model_fields)
         if meant in legal:
@@ -105,8 +110,30 @@ class _Repair:
             self.unknown(here, *SYNONYMS[name])
             if SYNONYMS[name][1] == "remove it":
                 self.findings.fix(here, remove=True)
+        elif here[:-1] in ((), ("dsframe",)) and foreign.answers(key):
+            self.translate(here, value)
         else:
             self.guess(owner, here, value)
+
+    def translate(self, here: Path, value: Any) -> None:
+        """Say what does here what a key of another trainer does there, and continue as if that were written."""
+        key = str(here[-1])
+        target = foreign.target(key)
+        place = keys(target or "")
+        if target is None:
+            self.unknown(
+                here, remedy=foreign.advice(key) or "remove it: dsframe does so by itself, or has nothing like it"
+            )
+        elif inside(self.raw, place) is not None:
+            self.unknown(here, f'another name of "{target}", which the file has as well', "keep one")
+        else:
+            written = show(value)
+            for part in reversed(place[1:]):
+                written = f'{{"{part}": {written}}}'
+            self.unknown(here, remedy=f'write "{place[0]}": {written}')
+            if place[0] != "dsframe" or "dsframe" in self.raw:
+                self.move(here, place, value)
+        self.findings.answered(here)
 
     def guess(self, owner: type[Section], here: Path, value: Any) -> None:
         key = str(here[-1])
@@ -123,6 +150,8 @@ class _Repair:
             self.unknown(here, message, "write a // comment: DeepSpeed reads HJSON")
         elif similar and (home := self.home(similar, (*here[:-1], similar), value)) is not None:
             self.unknown(here, remedy=f'did you mean "{similar}" {_where(home)}?')
+        elif foreign.answers(key):
+            self.translate(here, value)
         elif here[0] == "dsframe":
             self.unknown(here)
         else:

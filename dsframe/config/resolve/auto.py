@@ -7,12 +7,13 @@ that DeepSpeed parses with pydantic, ``"auto"`` means DeepSpeed's default. It ne
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass
 from fractions import Fraction
 from typing import Any
 
-from dsframe.config.read.findings import Findings, dotted
+from dsframe.config.read.findings import Findings, Resolved, dotted
 from dsframe.config.read.reader import Path, inside, keys
 from dsframe.config.schema.base import AUTO, Section
 from dsframe.config.schema.file import File, children, shape
@@ -158,7 +159,28 @@ def resolve(raw: dict[str, Any], facts: Facts, findings: Findings) -> None:
         else:
             owner[path[-1]] = answer[0]
             findings.resolve(path, *answer)
+    _warm_up(raw, facts, findings)
     _others(File, raw, (), findings)
+
+
+def _warm_up(raw: dict[str, Any], facts: Facts, findings: Findings) -> None:
+    """Replace a warm-up that is a part of the training by its steps, as transformers counts them."""
+    for key in ("num_warmup_steps", "warmup_num_steps"):
+        path = ("scheduler", "params", key)
+        part = inside(raw, path)
+        if not isinstance(part, float) or not 0.0 < part < 1.0:
+            continue
+        total, _ = _total_steps(raw, facts) or (None, "")
+        if "dsframe" not in raw:
+            message = "a part of the training is dsframe's way to count steps: DeepSpeed takes it for 2 steps"
+            remedy = 'write steps, or add a "dsframe" section'
+            findings.error(path, message, remedy, code="value", at_value=True)
+        elif total is None:
+            findings.pending.add(path)
+        else:
+            steps = math.ceil(total * part)
+            inside(raw, path[:-1])[key] = steps
+            findings.resolved.append(Resolved(path, steps, f"{part} of {total:,} steps", part))
 
 
 def _batch(raw: dict[str, Any], findings: Findings) -> None:

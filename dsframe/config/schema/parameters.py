@@ -26,6 +26,7 @@ from dsframe.config.schema.base import (
     StepsOrNone,
 )
 
+Part = Annotated[float, Field(gt=0.0, lt=1.0)]
 Share = Annotated[float, Field(ge=0.0, lt=1.0)]
 
 
@@ -52,9 +53,11 @@ _TYPES: Mapping[str, Any] = {
     "number >= 0": NonNegative,
     "share": Share,
     "fraction": Fraction,
-    "inside 0 to 1": Annotated[float, Field(gt=0.0, lt=1.0)],
+    "inside 0 to 1": Part,
     "steps": Steps,
     "steps or 0": StepsOrNone,
+    "warm-up": Steps | Part,
+    "warm-up or 0": StepsOrNone | Part,
     "rates": NonNegative | list[NonNegative],
     "milestones": list[StepsOrNone],
     "betas": Annotated[list[Share], Field(min_length=2, max_length=2)],

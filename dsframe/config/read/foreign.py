@@ -1,0 +1,43 @@
+"""Names of other trainers, and what does the same here: one table for ``dsframe check`` and ``dsframe convert``.
+
+Sources: transformers 5.23 (``training_args.py``, ``trainer.py``), accelerate 1.15 (``utils/dataclasses.py``,
+``commands/config``), lightning 2.6 (``trainer.py``, ``callbacks``, ``fabric/strategies/deepspeed.py``).
+"""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Mapping
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+
+@cache
+def table() -> Mapping[str, Any]:
+    """The table of ``foreign.json``, read when a file has something foreign."""
+    text = Path(__file__).with_suffix(".json").read_text(encoding="utf-8")
+    groups: Mapping[str, Any] = json.loads(text)
+    by_name = {group: _by_name(groups[group]) for group in ("keys", "words")}
+    return {**groups, **by_name, "nothing to do": frozenset(groups["nothing to do"].split())}
+
+
+def _by_name(answers: Mapping[str, str]) -> dict[str, str]:
+    return {name: answer for answer, names in answers.items() for name in names.split()}
+
+
+def target(name: str) -> str | None:
+    """Returns the key that takes the value of ``name`` here, dotted; None where there is none."""
+    found: str | None = table()["keys"].get(name)
+    return found
+
+
+def advice(name: str) -> str | None:
+    """Returns what to write in the place of ``name``, whose value has another form here; None for unknown names."""
+    found: str | None = table()["words"].get(name)
+    return found
+
+
+def answers(name: str) -> bool:
+    """True if the table has the name."""
+    return any(name in table()[group] for group in ("keys", "words", "nothing to do"))
