@@ -91,6 +91,7 @@ class Shards(Dataset[Any]):
         """The order of the samples: shards shuffled, then what lies in a window."""
         return _Windows(self.sizes, self.window, seed)
 
+
 class _Windows(Order):
     """Groups in a drawn order, one after the other; the samples of each window of them in a drawn order."""
 

@@ -65,9 +65,7 @@ def test_the_index_is_made_once_and_again_for_another_file(tmp_path: Path, monke
 
     calls: list[Path] = []
     scan = module._Shard.scan
-    monkeypatch.setattr(
-        module._Shard, "scan", staticmethod(lambda path: calls.append(path) or scan(path))
-    )
+    monkeypatch.setattr(module._Shard, "scan", staticmethod(lambda path: calls.append(path) or scan(path)))
     said: list[str] = []
     monkeypatch.setattr(module, "_SAY_SECONDS", -1.0)
     assert len(shards(tmp_path, say=said.append)) == 90
