@@ -47,8 +47,8 @@ class TextFiles(Section):
     """Text or conversations from files, tokenised once and then read from a memory-mapped file."""
 
     train: str | list[str] | None = None
-    """Files or patterns, such as ``["a/*.jsonl", "b.parquet", "c/*.txt"]``: JSON lines (also ``.zst`` and ``.gz``), parquet, text
-    (one document a file), or a folder that ``datasets.save_to_disk`` wrote. Not beside ``mixture``."""
+    """Files or patterns, such as ``["a/*.jsonl", "b.parquet", "c/*.txt"]``: JSON lines (also ``.zst`` and ``.gz``), parquet, CSV,
+    text (one document a file), or a folder that ``datasets.save_to_disk`` wrote. Not beside ``mixture``."""
     mixture: list[MixturePart] | None = None
     """In place of ``train``: several sets of files with weights. Which one gives a row follows from the seed and from the row's
     number in the training."""
