@@ -95,8 +95,11 @@ def prepare(settings: ImageData, images: Images, seed: int, say: Callable[[str],
     if settings.dataset == "image-folder":
         folder.check(str(settings.data_dir), folder.class_names(settings.data_dir), say)
         return
-    for train in (True, False):
-        load(settings, images, train=train, seed=seed, say=say)
+    shards = [load(settings, images, train=train, seed=seed, say=say) for train in (True, False)]
+    if (count := sum(map(len, shards))) <= folder.MOST_CHECKED:
+        folder.refuse_damaged(picture for split in shards for picture in split.pictures())
+    else:
+        say(f"dsframe: {count:,} images are not opened before training; a damaged one ends it where it is read")
 
 
 def load(
