@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import asdict
 from pathlib import Path
 from typing import Any
@@ -9,6 +10,7 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file
+from torch import Tensor
 
 from dsframe.checkpoint import layout, portable, store
 from dsframe.checkpoint.layout import ByteBalancer, agree_on_parameters, plan
@@ -18,9 +20,14 @@ from dsframe.checkpoint.store import MANIFEST, Store, dump, read_manifest, verif
 from dsframe.checkpoint.transfer import ShardWriter
 from dsframe.cli import main
 from dsframe.errors import CheckpointError
-from dsframe.model.state import WEIGHT, ParameterShard, ParameterState, range_of
+from dsframe.model.state import WEIGHT, ParameterShard, ParameterState, TensorShard, full_precision
 from dsframe.tools import export
 from tests.unit.test_checkpoint_portable import SIZES, Room, states
+
+
+def range_of(shape: Sequence[int], first: int, flat: Tensor) -> TensorShard:
+    """A range that lies in memory: a view of it, and its first element in the tensor of ``shape``."""
+    return TensorShard(tuple(shape), full_precision(flat.dtype), first, flat.numel(), lambda: flat)
 
 
 def shard(one: ParameterState, rank: int, ranks: int) -> ParameterShard:
