@@ -6,7 +6,6 @@ This is the only place that knows all the parts. Where processes come and go, a 
 from __future__ import annotations
 
 import json
-import re
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -29,11 +28,9 @@ from dsframe.cluster import world as worlds
 from dsframe.cluster.agreement import assert_ranks_agree
 from dsframe.cluster.process_group import device_of, extend_limits
 from dsframe.cluster.world import World
-from dsframe.config import Batch, Config, Facts
+from dsframe.config import Config, Facts
 from dsframe.config.resolve import auto, elastic, epochs, inherit, scaling
-from dsframe.data import EvaluationLoader, Loader, as_source
 from dsframe.data.fingerprint import assert_same_samples
-from dsframe.data.sampler import sequential
 from dsframe.engine import Engine
 from dsframe.engines import parts, precision
 from dsframe.errors import CheckpointError, ConfigError, DataError, EngineError, StoppedError, TaskError, TrainingError
@@ -54,6 +51,7 @@ from dsframe.run_dir.record import Record, finished, read_metrics
 from dsframe.tasks.task import Task, TaskContext
 from dsframe.trainer import Outputs, Trainer, Work
 from dsframe.training import weighting
+from dsframe.training.loaders import loaders
 from dsframe.version import __version__
 
 
@@ -165,7 +163,7 @@ def prepare(run: Run, world: World, commits: MemoryCheckpoint | None) -> Job:
         keep_freed()
     if config.deepspeed.optimizer is None:
         optimizers.read(config)  # raises: not after hours in which the task prepares its data
-    loader, evaluation = _loaders(run, batch, world, device)
+    loader, evaluation = loaders(config, task, run.data(), batch, world, device)
     refuse(config, run.options.resume, evaluates=bool(evaluation))
     schedule = RunSchedule.of(settings, loader.sampler, evaluates=bool(evaluation))
     epoch_steps = loader.sampler.epoch_steps
@@ -381,62 +379,6 @@ def _finish(job: Job, engine: Engine, record: Record | None, summary: Summary) -
         with suppress(DataError):  # of a disk that did not take the record
             best = blocks.best_of(read_metrics(job.plan.directory), wanted)
         job.progress.block("dsframe: done", blocks.ending(summary, job.plan.directory, best))
-
-
-def _loaders(run: Run, batch: Batch, world: World, device: torch.device) -> tuple[Loader, dict[str, EvaluationLoader]]:
-    """This rank's shares of the training and the held-out data."""
-    config, task = run.config, run.task
-    seed, rank, ranks = config.settings.seed, batch.data_rank(world.rank), batch.data_parallel_size
-    loader = Loader(
-        as_source(run.data()[0], seed, task.collate, streams=True),
-        seed=seed,
-        micro_batch_size=batch.micro_batch_size,
-        accumulation_steps=batch.accumulation_steps,
-        rank=rank,
-        ranks=ranks,
-        drop_last=config.deepspeed.dataloader_drop_last,
-        device=device,
-        workers=task.workers,
-        order=_order(config, task),
-    )
-    evaluation = {}
-    for name, held_out in sets(task, run.data()[1]).items():
-        evaluation[name] = EvaluationLoader(
-            as_source(held_out, seed, task.eval_collate or task.collate),
-            seed=seed,
-            micro_batch_size=config.settings.eval_micro_batch_size or batch.micro_batch_size,
-            rank=rank,
-            ranks=ranks,
-            device=device,
-            workers=task.workers,
-        )
-        if config.settings.eval_samples:
-            evaluation[name].limit(config.settings.eval_samples)
-    return loader, evaluation
-
-
-def sets(task: Task, held_out: Any) -> Mapping[str, Any]:
-    """Returns the sets to evaluate on, by name: one without a name where the task gives no dict. Raises TaskError."""
-    if not isinstance(held_out, dict):
-        return {} if held_out is None else {"": held_out}
-    for name in held_out:
-        if not (isinstance(name, str) and re.fullmatch(r"[\w.-]+", name)):
-            raise TaskError(
-                f"{type(task).__name__}.eval_data: a set is named {name!r}; take letters, digits, '_', '-' and '.'"
-            )
-    return held_out
-
-
-def _order(config: Config, task: Task) -> Callable[[int, int], torch.Tensor | None] | None:
-    """The order of an epoch's samples: the task's, or the file's; None: the data's own. Raises TaskError where both say one."""
-    of_task = task.order if type(task).order is not Task.order else None
-    if config.settings.order == "shuffled":
-        return of_task
-    if of_task:
-        raise TaskError(
-            f'{type(task).__name__}.order gives the order of the samples, and the file has "order" too; remove one of them'
-        )
-    return sequential
 
 
 def _facts(job: Job) -> dict[str, str]:

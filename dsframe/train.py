@@ -183,10 +183,11 @@ def leave(error: DsframeError, world: World, *, verbose: bool) -> NoReturn:
     if verbose:
         traceback.print_exception(error, file=sys.stderr)
     speaker = 1 if error.first_is_gone else 0
+    stopped = isinstance(error, StoppedError)  # all ranks stop together: nobody has a mistake of its own
     if world.local_rank != speaker:
-        time.sleep(_PATIENCE_SECONDS)
-    if world.local_rank != 0 and isinstance(error, StoppedError):
-        leave_at_once(error.exit_code)  # all ranks stop together: nobody has a mistake of its own
+        time.sleep(1.0 if stopped else _PATIENCE_SECONDS)
+    if world.local_rank != 0 and stopped:
+        leave_at_once(error.exit_code)
     where = "" if world.local_rank == speaker else f"[rank {world.rank}] "
     # Editors make a link of file:line:column at a line's start.
     name = "" if isinstance(error, ConfigError) else "dsframe: "

@@ -25,13 +25,15 @@ MADE_HERE = frozenset({"optimizer", "scheduler"})
 """Sections from which dsframe makes what trains, the same on every engine; unknown keys are not forwarded."""
 
 
-def logger_packages(file: DeepSpeed, settings: Settings) -> Iterator[tuple[Path, str]]:
-    """The switches of sections that are on and need a package, and its module."""
+def needed_packages(file: DeepSpeed, settings: Settings) -> Iterator[tuple[Path, str]]:
+    """The keys that need a package, and its module."""
     for section, package in LOGGERS.items():
         if package and file.on(section):
             yield (section, "enabled"), package
     if settings.on("mlflow"):
         yield ("dsframe", "mlflow", "enabled"), "mlflow"
+    if file.optimizer is not None and file.optimizer.type.lower() in MUP:
+        yield ("optimizer", "type"), "mup"
 
 
 class Feature(NamedTuple):

@@ -1,4 +1,4 @@
-"""SIGTERM, SIGHUP and SIGUSR1: finish the step, save, leave with exit code 75. Another one after 5 seconds leaves at once."""
+"""Ctrl-C, SIGTERM, SIGHUP and SIGUSR1: finish the step, save, leave with exit code 75. A second Ctrl-C leaves at once."""
 
 from __future__ import annotations
 
@@ -17,12 +17,15 @@ import torch
 
 from dsframe.cluster.exchange import Ranks
 from dsframe.data.workers import STOP_SIGNALS
+from dsframe.host import supervise
 
 GRACE_SECONDS = 25.0
 """Time for a rank to reach its next step boundary after SIGTERM; DeepSpeed's launcher and torchrun send SIGKILL 30 s after it.
 SIGUSR1 is a warning that comes as early as whoever asked for it wants: then a step may take as long as it takes."""
 ECHO_SECONDS = 5.0
 """One signal to a launcher can arrive twice: from whoever sent it to the whole job, and passed on by the launcher."""
+ECHO_OF_CTRL_C_SECONDS = 0.5
+"""The same for Ctrl-C, which people press twice when they mean it."""
 AGREE_SECONDS = 2.0
 """Interval at which the ranks ask each other if one of them was told to stop."""
 
@@ -89,6 +92,8 @@ class StopRequest:
     @property
     def name(self) -> str:
         """The signal that came, "" where another rank got it."""
+        if self._received == signal.SIGINT:
+            return "Ctrl-C"
         return "" if self._received is None else signal.Signals(self._received).name
 
     def agreed(self, step: int) -> bool:
@@ -136,8 +141,12 @@ class StopRequest:
             if number in STOP_SIGNALS:
                 if first is None:
                     self._received, arrived = number, time.monotonic()
-                elif time.monotonic() - arrived > ECHO_SECONDS:
+                elif time.monotonic() - arrived > (ECHO_OF_CTRL_C_SECONDS if number == signal.SIGINT else ECHO_SECONDS):
                     _leave(number, "a second signal")
+                else:
+                    continue
+                if number == signal.SIGINT and self._ranks.plan.world.is_main:
+                    supervise.say_what_comes()
 
 
 def _nothing(number: int, frame: object) -> None:

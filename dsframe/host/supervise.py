@@ -17,7 +17,7 @@ from pathlib import Path
 
 ENDING = frozenset({signal.SIGINT, signal.SIGTERM, signal.SIGHUP})
 FOR_WORKERS = frozenset({signal.SIGUSR1, signal.SIGUSR2})
-SAVING = frozenset({signal.SIGTERM, signal.SIGHUP})  # of these, the first is a request to save and leave (`gentle`)
+SAVING = ENDING  # of these, the first is a request to save and leave (`gentle`)
 LEFTOVER_SECONDS = 5.0  # what a clean end may need after the launcher: resource trackers, compile workers
 # DeepSpeed's launcher gives its workers 30 s between SIGTERM and SIGKILL. Tests have less patience.
 SHUTDOWN_SECONDS = float(os.environ.get("DSFRAME_SHUTDOWN_SECONDS", "40"))
@@ -51,7 +51,7 @@ def run(
     Two processes do this. The one that the user sees passes signals on to the supervisor, its child. The kernel tells the
     supervisor when the first one is killed: so even SIGKILL leaves nothing running.
 
-    `gentle`: the first TERM or HUP becomes USR1, at which dsframe's workers save and leave. Launchers end their workers within
+    `gentle`: the first INT, TERM or HUP becomes USR1, at which dsframe's workers save and leave. Launchers end their workers within
     seconds of a TERM (mpirun) or at once (srun), saved or not. `forwards`: the program passes USR1 and USR2 on to its workers,
     which may be on other hosts (mpirun, srun). `brief`: the program hears INT and TERM itself and ends its workers one by one
     (deepspeed.launcher.launch): all of it has SHUTDOWN_SECONDS from the signal on, and its code 1 becomes 128 + N.
@@ -76,6 +76,8 @@ def run(
         else:
             if received is not None:
                 received.append(number)
+                if gentle and received == [signal.SIGINT]:
+                    say_what_comes()
             os.kill(supervisor, number)
             if number == signal.SIGTSTP:
                 os.kill(front, signal.SIGSTOP)  # returns when the shell continues us
@@ -83,6 +85,13 @@ def run(
     if os.WIFSIGNALED(status):  # somebody killed the supervisor: its children are ours now
         end_descendants()
     return exit_code(status)
+
+
+def say_what_comes() -> None:
+    """Tells who pressed Ctrl-C what it does."""
+    line = "dsframe: note: stopping after this step, then saving; Ctrl-C again ends at once, without saving"
+    with contextlib.suppress(OSError):
+        print(line, file=sys.stderr, flush=True)
 
 
 def output_of(

@@ -170,10 +170,14 @@ class FlopsProfile(Observer):
             entering.remove()
             leaving.remove()
         target = self._section.output_file
-        if target:
-            Path(target).parent.mkdir(parents=True, exist_ok=True)
-            Path(target).write_text(self.text() + "\n", encoding="utf-8")
-        else:
+        try:
+            if target:
+                Path(target).parent.mkdir(parents=True, exist_ok=True)
+                Path(target).write_text(self.text() + "\n", encoding="utf-8")
+        except OSError as error:
+            self._say(f"flops_profiler.output_file: {target}: {error.strerror}; the profile is here instead")
+            target = None
+        if not target:
             self._say(self.text())
 
     def text(self) -> str:

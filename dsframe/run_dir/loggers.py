@@ -24,7 +24,7 @@ from pathlib import Path
 from typing import Any, Literal
 
 from dsframe.config import Config
-from dsframe.config.features import logger_packages
+from dsframe.config.features import needed_packages
 from dsframe.config.read.findings import dotted
 from dsframe.config.read.secrets import anonymous, redact
 from dsframe.errors import Problem
@@ -42,12 +42,12 @@ _KINDS = ("Train/Samples/", "Evaluation/")
 
 
 def missing(config: Config) -> list[Problem]:
-    """Sections that are on without their package."""
+    """What the file asks for without its package."""
     problems = []
-    for path, package in logger_packages(config.deepspeed, config.settings):
+    for path, package in needed_packages(config.deepspeed, config.settings):
         if importlib.util.find_spec(package) is None:
-            message = f"turned on, and the package {package} is not installed"
-            remedy = f"pip install {_PACKAGES.get(package, package)}, or write false"
+            message = f"needs the package {package}, which is not installed"
+            remedy = f"pip install {_PACKAGES.get(package, package)}, or take it out"
             problem = config.error(path, message, remedy, code="not-installed")
             problems.append(replace(problem, path=dotted(path[:-1])))
     return problems

@@ -20,7 +20,8 @@ It is named in the file as ``"task": {"name": "my_package.my_module:Digits"}``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -80,12 +81,23 @@ class TaskContext:
     world_size: int = 1
     step: int = 0
     """The optimizer step that is being made, counted from 1; 0 before the first."""
+    evaluating: bool = False
+    """True during an evaluation, and while the first loss is looked at: each rank judges its own rows then."""
     eval_set: str = ""
     """The set of ``eval_data`` that is evaluated, if that names several."""
     eval_samples: int = 0
     """Samples in the batch that ``metrics`` is given: as many as ``collate`` was given."""
     ranks: Ranks | None = None
     """Sums over ranks, from when the model is built."""
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Encloses an evaluation."""
+        before, self.evaluating = self.evaluating, True
+        try:
+            yield
+        finally:
+            self.evaluating = before
 
 
 class Task:
@@ -295,7 +307,7 @@ class Task:
         self.gathers_rows = True
         if self.loss_is == "sum":
             raise TaskError(f'{type(self).__name__}: all_rows() has the rows of all ranks; leave out loss_is = "sum"')
-        if self.context.ranks is None or not torch.is_grad_enabled():
+        if self.context.ranks is None or self.context.evaluating:
             return rows
         return all_rows(self.context.ranks, rows)
 

@@ -16,6 +16,7 @@ BEGINNINGS = {
     "text": ("text", "a small GPT on text"),
     "finetune": ("finetune", "a model of transformers, on conversations, by LoRA"),
     "table": ("table", "numbers in a CSV file"),
+    "slurm": ("slurm", "a batch script that goes on after time limits, and the file of a small training"),
 }
 """Name -> folder in examples/, and one line of help."""
 _LINK = re.compile(r"\[([^\]]+)\]\((?:\.\./)+([^)#]*)[^)]*\)")
@@ -58,5 +59,6 @@ def main(argv: Sequence[str] | None = None) -> int:
     if "make_data.py" in names:
         print("  python make_data.py    # data to try it with; name your own in the file")
     print("  dsframe check config.json -np 2")
-    print("  dsframe launch --config config.json -np 2")
+    start = "sbatch --ntasks=2 slurm.sbatch" if "slurm.sbatch" in names else "dsframe launch -np 2"
+    print(f"  {start} --config config.json")
     return 0

@@ -117,7 +117,7 @@ class LossTrial:
     def _inspect(self, outputs: Any, targets: Any) -> None:
         device, task = self._engine.plan.device, self._engine.plan.task
         kept = generators.capture(device)
-        with unmoved.unchanged_buffers(task) as changed:
+        with unmoved.unchanged_buffers(task) as changed, task.context.evaluation():
             copied = unmoved.twin(task)
             try:
                 kind = _kind_of(copied, outputs, targets)

@@ -44,7 +44,12 @@ def kind_of(engine: Engine, loader: Loader) -> tuple[str, str]:
     items: list[float] = []
     draws = RowDraws(plan.seed, plan.device)
     try:
-        with unmoved.unmoved(watch.model, plan.device), watch.trial(), engine.evaluating(len(parts)):
+        with (
+            unmoved.unmoved(watch.model, plan.device),
+            watch.trial(),
+            plan.task.context.evaluation(),
+            engine.evaluating(len(parts)),
+        ):
             for part, batch in zip(parts, loader.batches(parts), strict=True):
                 with draws.of(0, part):
                     engine.eval_step(batch, partial(_measure, plan.task, len(part), losses, items))

@@ -36,7 +36,7 @@ def changes(task: Task, copied: Task) -> tuple[set[str], set[str]]:
     for name, value in vars(copied).items():
         changed = numbers if isinstance(value, (int, float)) else state
         made = name not in before and isinstance(value, Tensor)
-        if name != "terms" and (made or not _same(before.get(name), value)):
+        if name not in ("terms", "context") and (made or not _same(before.get(name), value)):
             changed.add(name)
     return state, numbers
 

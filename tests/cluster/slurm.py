@@ -83,12 +83,12 @@ class Slurm:
         munged = ["munged", "--force", f"--socket={folder}/munge.socket", f"--key-file={folder}/munge.key"]
         munged += [f"--{name}-file={folder}/munge.{name}" for name in ("pid", "log", "seed")]
         try:
-            self._call("node1", *munged)
-            self._call("node1", "slurmctld")
+            self.call("node1", *munged)
+            self.call("node1", "slurmctld")
             for node in NODES:
-                self._call(node, "slurmd")
+                self.call(node, "slurmd")
             limit = time.monotonic() + READY_SECONDS
-            while self._call("node1", "sinfo", "-h", "-N", "-p", "low", "-o", "%T").split() != ["idle"] * len(NODES):
+            while self.call("node1", "sinfo", "-h", "-N", "-p", "low", "-o", "%T").split() != ["idle"] * len(NODES):
                 if time.monotonic() > limit:
                     raise RuntimeError(f"its nodes are not idle after {READY_SECONDS:.0f} s")
                 time.sleep(0.2)
@@ -110,16 +110,15 @@ class Slurm:
 
     def submit(self, *options: str, folder: Path, environment: dict[str, str]) -> str:
         """``sbatch`` from the first host; the job's number."""
-        return self._call("node1", "sbatch", "--parsable", *options, cwd=folder, environment=environment).strip()
+        return self.call("node1", "sbatch", "--parsable", *options, cwd=folder, environment=environment).strip()
 
     def state(self, job: str) -> dict[str, str]:
         """What ``scontrol`` says about a job, such as JobState, Restarts, ExitCode."""
-        words = self._call("node1", "scontrol", "-o", "show", "job", job).split()
+        words = self.call("node1", "scontrol", "-o", "show", "job", job).split()
         return dict(word.partition("=")[::2] for word in words if "=" in word)
 
-    def _call(
-        self, node: str, *command: str, cwd: Path | None = None, environment: dict[str, str] | None = None
-    ) -> str:
+    def call(self, node: str, *command: str, cwd: Path | None = None, environment: dict[str, str] | None = None) -> str:
+        """Runs a command on a host of the cluster; what it printed."""
         variables = (environment or dict(os.environ)) | self.environment
         variables["PATH"] += os.pathsep + "/usr/sbin"
         done = subprocess.run(

@@ -1,4 +1,4 @@
-"""Slurm, for real: launch/slurm.sbatch on one node and on two, where it is preempted, requeued, and ends as if nothing had been."""
+"""Slurm, for real: the script of docs/how_to/slurm.md, preempted, at its time limit, and after a lost node."""
 
 from __future__ import annotations
 
@@ -17,7 +17,9 @@ from tests.processes import REPOSITORY, end, environment, python, run_ranks
 
 pytestmark = pytest.mark.skipif(bool(network.missing() or slurm.missing()), reason=network.missing() or slurm.missing())
 
-SCRIPT = str(REPOSITORY / "launch" / "slurm.sbatch")
+PAGE = (REPOSITORY / "docs" / "how_to" / "slurm.md").read_text()
+LINES = re.findall(r"```bash\n(#!.*?)```\n", PAGE, re.DOTALL)[0]
+"""The batch script, as the page has it."""
 TRAINING = ["--config", "small.json", "--run-dir", "run"]
 MARK = f"dsframe-slurm-test-{os.getpid()}"
 
@@ -35,9 +37,15 @@ def cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Slurm]:
     end(MARK)
 
 
+def script(folder: Path) -> str:
+    """The page's batch script, in a file."""
+    (path := folder / "slurm.sbatch").write_text(LINES)
+    return str(path)
+
+
 def shell(folder: Path) -> dict[str, str]:
     """The environment of a shell in which dsframe's is active."""
-    (folder / "bin").mkdir()
+    (folder / "bin").mkdir(parents=True)
     (folder / "bin" / "dsframe").write_text('#!/bin/sh\nexec python -m dsframe.cli "$@"\n')
     (folder / "bin" / "dsframe").chmod(0o755)
     variables = environment(MARK, {"MASTER_PORT": None})
@@ -60,35 +68,60 @@ def ended(state: dict[str, str]) -> bool:
 
 
 def test_one_node(cluster: Slurm, tmp_path: Path) -> None:
-    jobs.write(tmp_path)
-    job = cluster.submit("--ntasks=2", SCRIPT, *TRAINING, folder=tmp_path, environment=shell(tmp_path))
+    jobs.write(tmp_path, threads_per_rank=None)
+    words = ["--ntasks=2", "--cpus-per-task=2", script(tmp_path), *TRAINING]
+    job = cluster.submit(*words, folder=tmp_path, environment=shell(tmp_path) | {"OMP_NUM_THREADS": "1"})
     state = wait(cluster, job, ended, tmp_path, 120)
     written = (tmp_path / f"dsframe-{job}.out").read_text()
     assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), written
-    assert "2 x cpu under srun" in written
+    assert "2 x cpu under srun, 2 thread(s) each" in written, "of --cpus-per-task, not of the login node"
     run_ranks(
         python(["-m", "dsframe.train", *TRAINING[:-1], "alone", "--engine", "single"]), cwd=tmp_path, timeout_seconds=90
     )
     assert jobs.losses(tmp_path / "run") == pytest.approx(jobs.losses(tmp_path / "alone"), abs=1e-5)
 
 
-def test_preempted_on_two_nodes(cluster: Slurm, tmp_path: Path) -> None:
-    task = {"name": "tests.faults.slow_task:SlowTask"}
-    jobs.write(tmp_path, steps=300, checkpoints={"every_steps": 250}, task=task)
-    variables = shell(tmp_path)
-    whole = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=4"]
-    job = cluster.submit(*whole, SCRIPT, *TRAINING, "--engine", "ddp", folder=tmp_path, environment=variables)
-    output = tmp_path / f"dsframe-{job}.out"
-    wait(cluster, job, lambda _: output.exists() and "step  10/300" in output.read_text(), tmp_path, 120)
-    urgent = tmp_path / "urgent.sh"
+def preempted(cluster: Slurm, job: str, words: list[str], folder: Path) -> None:
+    urgent = folder / "urgent.sh"
     urgent.write_text("#!/bin/sh\nsleep 1\n")
-    cluster.submit("--partition=high", *whole, str(urgent), folder=tmp_path, environment=variables)
-    state = wait(cluster, job, lambda state: int(state["Restarts"]) and ended(state), tmp_path, 180)
+    cluster.submit("--partition=high", *words, str(urgent), folder=folder, environment=shell(folder / "urgent"))
+
+
+def at_the_time_limit(cluster: Slurm, job: str, words: list[str], folder: Path) -> None:
+    cluster.call("node1", "scontrol", "update", f"JobId={job}", "TimeLimit=1")
+
+
+def lost_node(cluster: Slurm, job: str, words: list[str], folder: Path) -> None:
+    cluster.call("node1", "scontrol", "update", "NodeName=node2", "State=DOWN", "Reason=test")
+    wait(cluster, job, lambda state: int(state["Restarts"]), folder, 60)
+    with contextlib.suppress(RuntimeError):  # its daemon may have come back by itself
+        cluster.call("node1", "scontrol", "update", "NodeName=node2", "State=RESUME")
+
+
+@pytest.mark.parametrize(
+    "interrupt",
+    [preempted, pytest.param(at_the_time_limit, marks=pytest.mark.long), lost_node],
+    ids=lambda each: each.__name__,
+)
+def test_interrupted_on_two_nodes(interrupt: Callable[..., None], cluster: Slurm, tmp_path: Path) -> None:
+    """It is requeued, continues from what was saved, and ends as if nothing had been."""
+    task = {"name": "tests.faults.slow_task:SlowTask"}
+    steps = 1600 if interrupt is at_the_time_limit else 300
+    every = 25 if interrupt is lost_node else steps - 50
+    jobs.write(tmp_path, steps=steps, checkpoints={"every_steps": every}, task=task)
+    words = ["--nodes=2", "--ntasks-per-node=1", "--cpus-per-task=4", "--signal=USR1@30"]
+    launch = [*words, script(tmp_path), *TRAINING, "--engine", "ddp"]
+    job = cluster.submit(*launch, folder=tmp_path, environment=shell(tmp_path))
+    output = tmp_path / f"dsframe-{job}.out"
+    reached = re.compile(rf"step +30/{steps} ")
+    wait(cluster, job, lambda _: output.exists() and reached.search(output.read_text()), tmp_path, 120)
+    interrupt(cluster, job, words[:3], tmp_path)
+    state = wait(cluster, job, lambda state: int(state["Restarts"]) and ended(state), tmp_path, 300)
     written = output.read_text()
-    assert (state["JobState"], state["ExitCode"], state["Restarts"]) == ("COMPLETED", "0:0", "1"), written
+    assert (state["JobState"], state["ExitCode"]) == ("COMPLETED", "0:0"), written
     found = re.search(r"going on after step (\d+) from", written)
     assert found, written
-    assert int(found[1]) < 250, "from what the signal saved"
+    assert int(found[1]) < steps - 50, "from what the signal saved, or the last checkpoint before"
     alone = ["-m", "dsframe.train", *TRAINING[:-1], "alone", "--engine", "single"]
     run_ranks(python(alone), cwd=tmp_path, env={"STEP_SECONDS": "0"}, timeout_seconds=90).check()
     assert jobs.losses(tmp_path / "run")[-1] == pytest.approx(jobs.losses(tmp_path / "alone")[-1], abs=1e-5)

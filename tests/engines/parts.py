@@ -147,6 +147,37 @@ class Follower(Distilled):
         return 0.5 * updates % 2  # 0 before the first update, and again later
 
 
+class Centred(nn.Module):
+    """A student that keeps the centre of its teacher's outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net(4, 3)
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, inputs: Tensor, told: Tensor | None = None, mean: Tensor | None = None) -> Tensor:
+        outputs: Tensor = self.net(inputs)
+        if told is None or mean is None:
+            return outputs
+        wanted = ((told - self.centre) / 0.1).softmax(1)
+        self.centre = 0.9 * self.centre + 0.1 * mean
+        return -(wanted * (outputs / 0.2).log_softmax(1)).sum(1).mean()
+
+
+class Dino(Follower):
+    """A teacher, and a centre over the rows of all ranks."""
+
+    def models(self) -> Mapping[str, Any]:
+        return {"student": Centred, "teacher": dsframe.average_of("student", momentum)}
+
+    def imitate(self, models: Mapping[str, Any], inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.no_grad():
+            told = models["teacher"](inputs)
+            mean = self.all_rows(told).mean(0)
+        loss: Tensor = models["student"](inputs, told=told, mean=mean)
+        return loss
+
+
 class Critic(Gan):
     """Its generator is trained in every third step."""
 
@@ -178,6 +209,7 @@ TASKS: dict[str, type[Gan]] = {
     "gan": Gan,
     "critic": Critic,
     "follower": Follower,
+    "dino": Dino,
     "smooth": Smoothed,
     "distilled": Distilled,
     "rounded": Rounded,
@@ -200,7 +232,7 @@ def file(case: str) -> dict[str, Any]:
         own = {"optimizers": {"discriminator": SGD}, "parameter_groups": GROUPS}
     if task == "critic":
         own["optimizers"] = {"discriminator": SGD, "generator": {**adamw, "every_steps": EVERY_STEPS}}
-    if task != "follower":
+    if task not in ("follower", "dino"):
         own["ema"] = {"decay": 0.9}
     return {
         "train_batch_size": BATCH,
@@ -255,7 +287,7 @@ def loop(kind: str, warm_up: int = 0) -> dict[str, Any]:
         losses, squares = [], 0.0
         for group, rate in rates:
             group["lr"] = rate * min(1.0, max(step - 1, 0) / warm_up) if warm_up else rate  # as DeepSpeed counts
-            if kind == "follower":
+            if kind in ("follower", "dino"):
                 group["weight_decay"] = task.weight_decay(step)
         for name, optimizer in optimizers.items():
             if kind == "critic" and name == "generator" and (step + 1) % EVERY_STEPS:
@@ -271,7 +303,7 @@ def loop(kind: str, warm_up: int = 0) -> dict[str, Any]:
         found["losses"].append(losses)
         found["norms"].append(squares**0.5)
         for name in optimizers:
-            if kind == "follower":
+            if kind in ("follower", "dino"):
                 _follow(models, momentum(step + 1), averages)
                 continue
             if kind == "critic" and name == "generator" and (step + 1) % EVERY_STEPS:

@@ -37,10 +37,11 @@ TWO = [
         "follower 2 deepspeed:2",
         "follower 1 deepspeed:3",
     ),
+    *("dino 1 ddp", "dino 1 fsdp", "dino 1 deepspeed:1", "dino 1 deepspeed:3"),
     *("critic 1 ddp", "critic 2 fsdp", "critic 1 deepspeed:1", "critic 2 deepspeed:3"),
     *("gan 1 deepspeed:2:cpu", "rounded 1 fsdp::bf16", "rounded 1 deepspeed:3:bf16"),
 ]
-HOROVOD = ["gan 2 horovod", "distilled 1 horovod", "follower 1 horovod", "critic 2 horovod"]
+HOROVOD = ["gan 2 horovod", "distilled 1 horovod", "follower 1 horovod", "critic 2 horovod", "dino 1 horovod"]
 EVERY = [
     f"{task} {accumulation} {engine}"
     for task in ("gan", "distilled")
@@ -60,7 +61,7 @@ MORE = [
         (
             lambda _, command: python(command),
             1,
-            ["gan 2 single", "distilled 1 single", "follower 2 single", "critic 1 single"],
+            ["gan 2 single", "distilled 1 single", "follower 2 single", "critic 1 single", "dino 1 single"],
         ),
         (warm, 2, TWO),
         (horovodrun, 2, HOROVOD),

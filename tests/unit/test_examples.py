@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import json
 import math
-import re
 import runpy
 import shutil
-import subprocess
 import sys
 from pathlib import Path
 
@@ -103,15 +101,6 @@ def test_seven_billion_are_planned(capsys: pytest.CaptureFixture[str]) -> None:
     main(["plan", *words, "--format", "json"])
     report = json.loads(capsys.readouterr().out)
     assert report["parameters"] == 6_738_415_616
-
-
-def test_the_batch_script() -> None:
-    script = EXAMPLES / "slurm" / "train.sbatch"
-    subprocess.run(["bash", "-n", script], check=True, timeout=30)
-    text = script.read_text()
-    tasks = int(re.search(r"--nodes=(\d+)", text)[1]) * int(re.search(r"--ntasks-per-node=(\d+)", text)[1])  # type: ignore[index]
-    assert tasks == 64
-    assert "-m dsframe.train --config config.json --resume auto" in text
 
 
 @pytest.mark.parametrize(

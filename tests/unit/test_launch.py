@@ -200,6 +200,7 @@ def test_slurm_chooses_srun(capsys: pytest.CaptureFixture[str], monkeypatch: pyt
     assert line == f"{start} --ntasks=4 --nodes=2 --kill-on-bad-exit=1 python {PROGRAM}"
     monkeypatch.setenv("SLURM_CPUS_PER_TASK", "8")
     (line,) = shown(capsys, monkeypatch, "--config zero3.json")
+    start = "OMP_NUM_THREADS=8 MASTER_PORT=4321 srun"  # the task's cores, not what the login node had
     assert line == f"{start} --ntasks=4 --nodes=2 --cpus-per-task=8 --kill-on-bad-exit=1 python {PROGRAM}"
 
 
@@ -428,7 +429,9 @@ def test_deepspeeds_own_log_is_left_out(monkeypatch: pytest.MonkeyPatch) -> None
     assert quiet.environment == {"DS_ACCELERATOR": "cpu", **launch.environment}
     monkeypatch.setattr("dsframe.tools.launch.devices.accelerators", lambda: True)
     assert "DS_ACCELERATOR" not in launchers.quietly(launch).environment
-    other = launchers.plan("torchrun", job)
+    other = launchers.quietly(launchers.plan("torchrun", job))
+    assert other.command[1:3] == ("-m", "dsframe.tools.launch.torchrun")
+    other = launchers.plan("horovodrun", job)
     assert launchers.quietly(other) is other
 
 
@@ -443,6 +446,27 @@ def test_deepspeed_reads_a_host_file(
     for words in (["-H", "node1:2,node2:2"], ["--hostfile", str(file), "-np", "3"]):
         with pytest.raises(WorldError, match="name it with --hostfile, without -np"):
             command.main(["--print", "--config", "zero3.json", *words, "--launcher", "deepspeed"])
+
+
+def test_some_of_the_hosts_and_other_users(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    file = tmp_path / "hosts"
+    file.write_text("me@node1 slots=2\nnode2 slots=4\n")
+    typed = f"--config zero3.json --hostfile {file} --launcher deepspeed"
+    meeting = "--master_addr=node1 --master_port=4321"
+    (line,) = shown(capsys, monkeypatch, f"{typed} --exclude=node2:1,3")
+    options = f"--hostfile={file} --exclude=node2:1,3 {meeting}"
+    assert line == f"OMP_NUM_THREADS=3 deepspeed {options} --module{PROGRAM[2:]}"
+    (line,) = shown(capsys, monkeypatch, f"{typed} --include=node2:0,2")
+    assert "--master_addr=node2" in line
+    for words, said in (
+        (["--include=node3"], "node3 is not in the host file"),
+        (["--exclude=node2:9"], "node2 has the slots 0 to 3, not 9"),
+        (["--launcher", "mpirun"], "of DeepSpeed's launcher"),
+    ):
+        with pytest.raises(WorldError, match=said):
+            command.main(["--print", *typed.split(), *words])
 
 
 @pytest.mark.parametrize(

@@ -1,6 +1,6 @@
 """What launch/ holds for people to copy: the commands that its scripts run, and the fields of its manifests.
 
-launch/slurm.sbatch is run by a real Slurm in tests/cluster, launch/one-machine is tested beside launch/setup.
+examples/slurm/slurm.sbatch is run by a real Slurm in tests/cluster, launch/one-machine is tested beside launch/setup.
 """
 
 from __future__ import annotations
@@ -75,7 +75,7 @@ def test_without_arguments_they_say_how(script: str, usage: str, tmp_path: Path)
 
 def test_slurm_reads_its_options() -> None:
     """Only in comments right at the top does sbatch look for them."""
-    lines = (REPOSITORY / "launch" / "slurm.sbatch").read_text().splitlines()
+    lines = (REPOSITORY / "examples" / "slurm" / "slurm.sbatch").read_text().splitlines()
     top = lines[: next(i for i, line in enumerate(lines) if not line.startswith("#"))]
     asked = " ".join(line.removeprefix("#SBATCH ") for line in top if line.startswith("#SBATCH "))
     assert {"--requeue", "--signal=USR1@120", "--open-mode=append"} <= set(asked.split())

@@ -36,6 +36,12 @@ _FORMS = {"keep_best": '"metric:min" or "metric:max"', "metric": '"metric:min" o
 _VAGUE = ("_type", "literal_error", "tag_invalid")
 """Ends of pydantic's kinds of errors that say nothing about the value's range."""
 _PLACEHOLDER = re.compile(r"[A-Z][A-Za-z0-9_]*|.*[$<{].*")
+_NULL_RAISES = (
+    ("sequence_parallel_size",),
+    ("torch_autocast", "dtype"),
+    ("torch_autocast", "lower_precision_safe_modules"),
+)
+"""Keys whose default is None, and which DeepSpeed 0.19.8 does not take when that is written."""
 _FREE = ("params", "engine_options")
 """Objects whose keys depend on another value."""
 _TRUTH = dict.fromkeys(("true", "yes", "on", "y", "t", "1"), True)
@@ -201,6 +207,9 @@ def _convert(owner: type[Section], raw: dict[str, Any], path: Path, findings: Fi
 
 def _null(owner: type[Section], raw: dict[str, Any], key: str, here: Path, findings: Findings) -> None:
     expected = shape(owner, key)
+    if here in _NULL_RAISES:
+        findings.error(here, "null: DeepSpeed raises", "remove the key", code="null", at_value=True)
+        return
     nullable = expected.section is not None and expected.section.nullable
     if "null" in expected.kinds and (owner.coerced or nullable or not expected.section):
         return

@@ -168,6 +168,8 @@ def _warm_up(raw: dict[str, Any], facts: Facts, findings: Findings) -> None:
     for key in ("num_warmup_steps", "warmup_num_steps"):
         path = ("scheduler", "params", key)
         part = inside(raw, path)
+        if isinstance(part, float) and part.is_integer():
+            inside(raw, path[:-1])[key] = int(part)
         if not isinstance(part, float) or not 0.0 < part < 1.0:
             continue
         total, _ = _total_steps(raw, facts) or (None, "")

@@ -44,7 +44,7 @@ def check(context: RuleContext) -> None:
     section = context.file.comms_logger
     if section is not None and section.enabled and not section.prof_all and context.wrote("dsframe"):
         for name in section.prof_ops:
-            if not isinstance(name, str) or kind_of(name) is None:
+            if kind_of(name) is None:
                 remedy = f"choose from {', '.join(known.replace('-', '_') for known in KINDS)}"
                 message = f"{name!r} is no collective"
                 context.findings.error("comms_logger.prof_ops", message, remedy, code="value", at_value=True)

@@ -5,7 +5,7 @@ from __future__ import annotations
 import importlib.util
 from pathlib import Path
 
-from dsframe.config.features import logger_packages
+from dsframe.config.features import needed_packages
 from dsframe.config.rules.context import RuleContext
 from dsframe.config.schema.parameters import HF_SCHEDULERS
 
@@ -18,13 +18,13 @@ _OF_DSFRAME = ("nanogpt", "ReduceLROnPlateau")
 def check(context: RuleContext) -> None:
     """Report what this machine lacks. Without a logger's package rank 0 alone raises, and the others wait for it."""
     file, section = context.file, context.file.activation_checkpointing
-    packages = [*logger_packages(file, context.settings)]
+    packages = [*needed_packages(file, context.settings)]
     if file.datastates_ckpt is not False:
         packages.append((("datastates_ckpt",), "datastates"))
     for path, package in packages:
         if importlib.util.find_spec(package) is None:
-            message = f"switched on, but the package {package} is not installed here: DeepSpeed raises"
-            context.warn(path, message, "install it, or write false", code="not-installed")
+            message = f"needs the package {package}, which is not installed here: the run ends at once"
+            context.warn(path, message, "install it, or take it out", code="not-installed")
     name = file.scheduler.type if file.scheduler else ""
     if name in HF_SCHEDULERS and name not in _OF_DSFRAME and importlib.util.find_spec("transformers") is None:
         message, remedy = f"{name} needs the package transformers", "pip install 'dsframe[transformers]'"

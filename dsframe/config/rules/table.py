@@ -3,7 +3,7 @@
 A row of ``table.json`` says what is wrong (``says``) with ``key``, or each of ``keys``, and what to ``write``. It holds
 
 * if the key's value is one of ``is`` (absent: another than the default), or the file has the key at all (``written``);
-* under DeepSpeed (``by_deepspeed``), on an engine that ``supports`` a feature, in a file that has the key ``needs``;
+* under DeepSpeed, or not (``by_deepspeed``), on an engine that ``supports`` a feature, in a file that has the key ``needs``;
 * if all of ``with`` are so and none of ``without`` (``dsframe.config.schema.conditions``).
 """
 
@@ -54,7 +54,7 @@ def _report(context: RuleContext, key: str, row: Row) -> None:
 def _holds(context: RuleContext, row: Row) -> bool:
     supports, needs = row.get("supports"), row.get("needs")
     return (
-        (context.by_deepspeed or not row.get("by_deepspeed"))
+        row.get("by_deepspeed") in (None, context.by_deepspeed)
         and (not supports or supports in context.entry.supports)
         and (not needs or context.wrote(needs))
         and holds(context.file, row)

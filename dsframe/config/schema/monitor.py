@@ -5,8 +5,6 @@ Source: ``deepspeed/monitor/config.py``, ``profiling/config.py``, ``comm/config.
 DeepSpeed 0.19.8.
 """
 
-from typing import Any
-
 from dsframe.config.schema.base import Coerced, Count, NonNegative, Section, Size, Unmodelled
 
 
@@ -96,7 +94,7 @@ class CommsLogger(Coerced):
     """Turns it on."""
     prof_all: bool = True
     """Every operation."""
-    prof_ops: list[Any] = []
+    prof_ops: list[str] = []
     """Names of operations, when ``prof_all`` is false."""
     verbose: bool = False
     """Print each operation."""

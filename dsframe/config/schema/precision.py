@@ -12,6 +12,11 @@ TorchDtype = Literal[
     "torch.float32", "fp32", "float32", "float", "torch.int8", "int8",
 ]  # fmt: skip
 """The spellings of DeepSpeed's ``DtypeEnum``."""
+FloatDtype = Literal[
+    "torch.float16", "fp16", "float16", "half", "torch.bfloat16", "bf16", "bfloat16",
+    "torch.float32", "fp32", "float32", "float",
+]  # fmt: skip
+"""Those that torch can cast to."""
 
 
 class Fp16(Coerced):
@@ -57,7 +62,7 @@ class TorchAutocast(Section):
 
     enabled: bool = False
     """Turns it on."""
-    dtype: TorchDtype | None = None
+    dtype: FloatDtype | None = None
     """The lower precision, such as ``bfloat16``. Default: torch's own for the device."""
     lower_precision_safe_modules: list[str] | None = None
     """Classes of modules whose gradients may be communicated in the lower precision."""

@@ -1,0 +1,162 @@
+"""What the check lets pass trains: files made of random keys, and two steps of each.
+
+The files are drawn from the schema itself, so that a key that is added is tried. Most are refused; what is left must run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import random
+import traceback
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import dsframe
+from dsframe.config.schema.file import File, shape
+from dsframe.config.schema.parameters import (
+    DEEPSPEED_OPTIMIZERS,
+    DEEPSPEED_SCHEDULERS,
+    HF_SCHEDULERS,
+    TORCH_OPTIMIZERS,
+    TORCH_SCHEDULERS,
+)
+from dsframe.tools import check
+
+LEFT_OUT = frozenset(
+    {"dsframe.task", "dsframe.run_dir", "dsframe.hooks", "dsframe.adapter", "dsframe.optimizers", "dsframe.parameter_groups",
+     "dsframe.engine", "dsframe.engine_options", "dsframe.epochs", "dsframe.steps", "dsframe.pass_through", "dsframe.mlflow",
+     "dsframe.hang_timeout_seconds", "dsframe.threads_per_rank", "wandb", "comet", "aio", "optimizer", "scheduler"}
+)  # fmt: skip
+"""Keys of accounts and devices, of the task, and those that every file here has."""
+OF_THE_TASK = ("offload_activations", "activation_checkpointing", "lr_lambda", "metric", "layer_decay", "compile")
+"""Keys whose right values depend on the user's model, functions and metrics."""
+DRAWN = ("loss:min", "fp32", "auto")
+OPTIMIZERS = {"adam": "Adam", "adamw": "AdamW", "adagrad": "Adagrad", **{name: name for name in TORCH_OPTIMIZERS}}
+SCHEDULERS = {**DEEPSPEED_SCHEDULERS, **TORCH_SCHEDULERS, **HF_SCHEDULERS}
+
+
+class Points(dsframe.Task):
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(4, 8), nn.LayerNorm(8), nn.Dropout(0.1), nn.Linear(8, 2))
+
+    def loss(self, outputs: Any, targets: Any) -> Any:
+        return nn.functional.cross_entropy(outputs, targets)
+
+    def train_data(self) -> Any:
+        points = torch.randn(64, 4, generator=torch.Generator().manual_seed(0))
+        return torch.utils.data.TensorDataset(points, (points.sum(1) > 0).long())
+
+    def eval_data(self) -> Any:
+        return torch.utils.data.Subset(self.train_data(), range(10))
+
+
+def a_value(rng: random.Random, expected: Any) -> Any:
+    """Draws a value of a key's type, or "auto"."""
+    kinds, choices = expected.kinds, [*expected.literals]
+    choices += [True, False] if "bool" in kinds else []
+    choices += [0, 1, 2, 3, 1000] if "int" in kinds and not expected.literals else []
+    choices += [0.0, 0.1, 1.0, 2.5] if "float" in kinds else []
+    choices += DRAWN if "str" in kinds and not expected.literals else []
+    choices += [None] if "null" in kinds else []
+    choices += [{"epochs": 0.5}] if expected.unit else []
+    if "list" in kinds and expected.item:
+        choices.append([a_value(rng, expected.item) for _ in range(rng.choice([1, 2]))])
+    return rng.choice([*choices, "auto"] if rng.random() < 0.1 or not choices else choices)
+
+
+def a_section(rng: random.Random, owner: Any, share: float, path: str = "") -> dict[str, Any]:
+    """Draws some keys of a section."""
+    drawn: dict[str, Any] = {}
+    for key, field in owner.model_fields.items():
+        here = f"{path}.{key}".lstrip(".")
+        if here in LEFT_OUT or key in OF_THE_TASK or (not field.is_required() and rng.random() > share):
+            continue
+        expected = shape(owner, key)
+        if expected.section and expected.kinds <= {"dict", "null"}:
+            drawn[key] = a_section(rng, expected.section, 0.3, here)
+        else:
+            drawn[key] = a_value(rng, expected)
+    return drawn
+
+
+def a_file(rng: random.Random, engine: str) -> dict[str, Any]:
+    """Draws a file with an optimizer, and with a schedule or not."""
+    name = rng.choice([*OPTIMIZERS, *["AdamW"] * 6])
+    kind = (DEEPSPEED_OPTIMIZERS | TORCH_OPTIMIZERS).get(name) or DEEPSPEED_OPTIMIZERS[name.lower()]
+    params = a_section(rng, kind, 0.2) | {"lr": 0.01}
+    params.pop("torch_adam", None)  # false compiles DeepSpeed's kernel
+    drawn = a_section(rng, File, rng.choice([0.01, 0.03, 0.1]))
+    ours = drawn.setdefault("dsframe", {})
+    ours.update({"engine": engine, "steps": 2, "task": {"name": "tests.unit.test_check_starts:Points"}})
+    drawn["optimizer"] = {"type": OPTIMIZERS.get(name, name), "params": params}
+    if rng.random() < 0.5:
+        name = rng.choice([*SCHEDULERS])
+        drawn["scheduler"] = {"type": name, "params": a_section(rng, SCHEDULERS[name], 0.3)}
+    if rng.random() < 0.8:
+        for key in ("train_micro_batch_size_per_gpu", "gradient_accumulation_steps"):
+            drawn.pop(key, None)
+    return drawn | {"train_batch_size": rng.choice([2, 4, 8])}
+
+
+def passes(document: Mapping[str, Any]) -> bool:
+    """True if ``dsframe check`` has nothing but notes, or a package that this machine lacks."""
+    options = argparse.Namespace(processes=1, engine=None, overrides=())
+    problems = check._judge(json.dumps(document), "f.json", options).problems
+    return not any(each.severity == "error" or each.code == "not-installed" for each in problems)
+
+
+def ended(document: dict[str, Any], folder: Path) -> str:
+    """Two steps in this process; what they ended with, or nothing."""
+    try:
+        dsframe.fit(Points(), json.loads(json.dumps(document)), overrides=[f"dsframe.run_dir={folder / 'run'}"])
+    except dsframe.DsframeError as error:
+        return "" if "not finite" in str(error) else str(error)  # rates of 1,000 are the user's
+    except BaseException:
+        return traceback.format_exc(limit=-3)
+    return ""
+
+
+def ended_apart(document: dict[str, Any], folder: Path) -> str:
+    """The same in a process of its own, for engines that leave process groups behind."""
+    from transformers import get_scheduler  # noqa: F401 - once, not in each process
+
+    told = folder / "told"
+    told.write_text("the process ended without a word")
+    process = os.fork()
+    if not process:
+        told.write_text(ended(document, folder))
+        os._exit(0)
+    os.waitpid(process, 0)
+    return told.read_text()
+
+
+@pytest.mark.parametrize(
+    ("engine", "seeds"),
+    [
+        ("single", range(250)),
+        pytest.param("single", range(250, 3000), marks=pytest.mark.long),
+        pytest.param("ddp", range(400), marks=pytest.mark.long),
+        pytest.param("deepspeed", range(400), marks=pytest.mark.long),
+    ],
+)
+def test_what_passes_the_check_trains(
+    engine: str, seeds: range, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    failed, tried, run = {}, 0, ended if engine == "single" else ended_apart
+    for seed in seeds:
+        document = a_file(random.Random(seed), engine)
+        if passes(document):
+            tried += 1
+            (folder := tmp_path / str(seed)).mkdir()
+            if text := run(document, folder):
+                failed[seed] = (text, json.dumps(document))
+    assert not failed, "\n\n".join(f"{seed}: {text}\n{document}" for seed, (text, document) in failed.items())
+    assert tried > len(seeds) / 20
