@@ -183,6 +183,55 @@ class Forces(Rows):
         return _Field()
 
 
+class _Solution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        points = points.detach().requires_grad_()
+        return self.net(points), points
+
+
+class Equation(Rows):
+    """A network that solves u'' + u = 0 (Raissi et al. 2019): the loss takes derivatives twice."""
+
+    def model(self) -> nn.Module:
+        return _Solution()
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        values, points = outputs
+        (slopes,) = torch.autograd.grad(values.sum(), points, create_graph=True)
+        (curves,) = torch.autograd.grad(slopes.sum(), points, create_graph=True)
+        return (curves + values).square().mean() + (values - targets).square().mean()
+
+    def train_data(self) -> Any:
+        points = torch.randn(48, 1, generator=torch.Generator().manual_seed(1))
+        return TensorDataset(points, torch.sin(points))
+
+
+class Consolidated(Rows):
+    """Stays near the weights of an earlier task, where they mattered (Kirkpatrick et al. 2017)."""
+
+    def model(self) -> nn.Module:
+        net = super().model()
+        for name, weight in list(net.named_parameters()):
+            key = name.replace(".", "_")
+            net.register_buffer(f"earlier_{key}", weight.detach() + 0.1)
+            net.register_buffer(f"importance_{key}", weight.detach().square())
+        return net
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        buffers = dict(self.net.named_buffers())
+        with dsframe.gathered(self.net) as net:
+            weights = {name.replace(".", "_"): weight for name, weight in net.named_parameters()}
+        moved = (
+            buffers[f"importance_{key}"] * (weight - buffers[f"earlier_{key}"]).square()
+            for key, weight in weights.items()
+        )
+        return super().loss(outputs, targets) + 5.0 * sum(one.sum() for one in moved)
+
+
 class _Recomputed(nn.Module):
     def __init__(self, calls: int) -> None:
         super().__init__()
