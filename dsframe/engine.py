@@ -52,6 +52,8 @@ class Engine(ABC):
     plan: Plan
     built: BuiltModel = BuiltModel()
     """What is known of the model."""
+    updates_in_place = True
+    """True if the optimizer updates the model's own parameters; False if it has masters or shards."""
 
     @abstractmethod
     def __init__(self, plan: Plan) -> None:

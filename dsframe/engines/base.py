@@ -43,14 +43,12 @@ class ModelEngine(Engine):
     """An engine of one model. A task with several models has one of these for each
     (``engines.parts``)."""
 
+    averages_gradients = True
+    """True if the optimizer sees the global gradients, so that their norm means something."""
     reduces_repeatedly = True
     """False if a parameter's gradient may come but once in a backward pass."""
     _terms: Terms
     """The terms that the loss returned with its value in this step."""
-
-    @functools.cached_property
-    def _views(self) -> dict[str, ParameterView]:
-        return {}
 
     def _begin_step(self) -> None:
         self._terms = {}
@@ -83,9 +81,7 @@ class ModelEngine(Engine):
 
     def view(self, name: str) -> ParameterView:
         """Returns where the optimizer has one trained parameter."""
-        if name not in self._views:
-            self._views |= {view.name: view for view in self.views()}
-        return self._views[name]
+        return next(view for view in self.views() if view.name == name)
 
     def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:
         """**Collective**, in the middle of a step. Returns the outputs of ``module``, a part of the

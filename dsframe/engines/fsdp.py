@@ -35,6 +35,7 @@ from dsframe.errors import EngineError
 from dsframe.model import output_classes
 from dsframe.model.build import LARGE, without_dimensions, without_elements
 from dsframe.model.forward import Inputs, Measure
+from dsframe.model.gathered import COMPUTED_IN
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill, on_disk
 from dsframe.model.state import EngineState, ParameterState, SavedState, ShardedParameters, full_precision
@@ -103,6 +104,8 @@ class FsdpEngine(ReplicaEngine):
             if self._spill is not None:
                 self._spill.evict()
         fully_shard(model, **options)
+        for parameter in model.parameters():
+            setattr(parameter, COMPUTED_IN, bits or self.built.dtype)
         # Else ranks that use different ones wait for ever.
         cast(FSDPModule, model).set_reduce_scatter_unused_params(True)
         if self._shards.size() > 1 and self.plan.config.settings.model.compile is not True:

@@ -47,6 +47,7 @@ from dsframe.model.state import (
     ShardedParameters,
     persistent_buffers,
 )
+from dsframe.model.weight_watch import WeightWatch
 from dsframe.tasks.average_of import AverageOf
 from dsframe.tasks.task import Sum, Task, sums
 
@@ -201,7 +202,12 @@ class PartsEngine(Engine):
         }
         descriptions = [f"{name} ({self._parts[name].size:,} parameters; {how[name]})" for name in self._engines]
         origins = [engine.built.origin for engine in engines if engine.built.origin]
+        self.updates_in_place = self._first.updates_in_place
+        trained_parts = nn.Module()
+        for name in self._trained:
+            trained_parts.add_module(name, self._parts[name].inner)
         self.built = BuiltModel(
+            watch=WeightWatch(self, trained_parts),  # between steps alone: each loss changes weights of another model
             dtype=self._first.built.dtype,
             groups=groups,
             origin="; ".join([*origins, f"models: {', '.join(descriptions)}"]),

@@ -18,7 +18,7 @@ from dsframe.engines import after_step, precision, state_replica
 from dsframe.engines.base import ModelEngine, without_gradients
 from dsframe.model import ema, lbfgs
 from dsframe.model.build import build_model
-from dsframe.model.forward import Inputs, Measure, MicroBatch, outputs_of
+from dsframe.model.forward import Inputs, Measure, MicroBatch, backward, outputs_of
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill
 from dsframe.model.state import (
@@ -37,8 +37,6 @@ class ReplicaEngine(ModelEngine):
 
     gradient_factor = 1.0
     """Factor on the loss so that ``gradient_allreduce_op`` "sum" holds where the library can only average."""
-    averages_gradients = True
-    """True if the optimizer sees the global gradients, so that their norm means something."""
     forward_is_collective = False
     """True if a rank without samples must run the model all the same, because others wait for its shards."""
 
@@ -50,8 +48,7 @@ class ReplicaEngine(ModelEngine):
         bits = precision.parameter_dtype(plan.config)
         self._dtype = self.built.dtype if bits == torch.float32 else bits
         self._masters = self._place(self.model)
-        if self.built.watch is not None:
-            self.built.watch.updates_in_place = self._masters is None
+        self.updates_in_place = self._masters is None
         if self._spill is not None:
             self._spill.close()
         self._parameters = (
@@ -191,7 +188,7 @@ class ReplicaEngine(ModelEngine):
         loss itself, detached."""
         outputs = self._forward(self.module, self._joined(batch.inputs, batch.targets))
         loss = self._touch_unused(self._loss(outputs, batch))
-        (loss * factor if factor != 1.0 else loss).backward()  # type: ignore[no-untyped-call]
+        backward(loss * factor if factor != 1.0 else loss, torch.autograd.backward, self.built.watch)
         return loss.detach()
 
     def _clip(self, scale: float, *, always: bool) -> Tensor | None:

@@ -144,5 +144,11 @@ def _loss(task: Task, outputs: Any, targets: Any, terms: Terms) -> Tensor:
     return loss
 
 
+def backward(loss: Tensor, run: Callable[[Tensor], Any], watch: WeightWatch | None) -> None:
+    """Calls ``run(loss)``, a backward pass, watched."""
+    with nullcontext() if watch is None else watch.backward():
+        run(loss)
+
+
 def _watched(watch: WeightWatch | None) -> AbstractContextManager[None]:
     return nullcontext() if watch is None else watch.inside()

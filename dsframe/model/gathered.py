@@ -13,6 +13,9 @@ from torch.nn.utils.stateless import _reparametrize_module
 
 from dsframe.errors import TaskError
 
+COMPUTED_IN = "_dsframe_computed_in"
+"""Name under which FSDP's shards have the number format of the whole weights."""
+
 
 @contextmanager
 def gathered(module: nn.Module) -> Iterator[nn.Module]:
@@ -106,14 +109,14 @@ class _FromFsdp(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, weight: Any) -> Tensor:
         ctx.mesh, ctx.placements = weight.device_mesh, weight.placements
-        ctx.shape, ctx.stride = weight.shape, weight.stride()
-        full: Tensor = weight.full_tensor()
+        ctx.dtype = weight.dtype
+        full: Tensor = weight.full_tensor().to(getattr(weight, COMPUTED_IN, weight.dtype))
         return full.clone() if ctx.mesh.size() == 1 else full
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Any:
         from torch.distributed.tensor import DTensor, Partial
 
-        of_rank = (gradient / ctx.mesh.size()).contiguous()
+        of_rank = (gradient.to(ctx.dtype) / ctx.mesh.size()).contiguous()
         summed = [Partial()] * ctx.mesh.ndim
         return DTensor.from_local(of_rank, ctx.mesh, summed).redistribute(placements=ctx.placements)

@@ -17,7 +17,7 @@ import sys
 import sysconfig
 import weakref
 from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
@@ -68,14 +68,15 @@ class WeightWatch(TorchFunctionMode):
         self._before: dict[str, Any] = {}
         self._after: dict[str, Any] = {}
         self._last: dict[str, Any] = {}
+        self._versions: list[int] = []
+        self._unconfirmed: set[str] = set()
+        """Weights that this rank has seen written since the ranks last compared what each has written."""
         self._watching = False
         self._first = self._losses = 0
         self._without_gradients: Counter[nn.Module] = Counter()
         self.recomputes_inside = False
         """True if the model has blocks that torch recomputes by a backward pass inside of the backward pass (``use_reentrant``)."""
         self._said = False
-        self.updates_in_place = True
-        """True if the optimizer updates the model's own parameters; False if it has masters or shards."""
         self.told: list[str] = []
         """What the run says once."""
 
@@ -85,12 +86,17 @@ class WeightWatch(TorchFunctionMode):
         """**Collective.** Before a step. Raises EngineError, TaskError where weights were written since the last one."""
         self._note_parameters()
         self._first = self._first or step
-        if self._after:
-            self._check_writes(self._changed(self._after), "between two steps, in a hook for example")
-            self._after = {}
         self._watching = step <= self._first + 1 or step & (step - 1) == 0
+        if self._after or (self._watching and step > self._first):
+            marks = self._marks() if self._unconfirmed else {}
+            written = self._changed(self._after) | {name: marks[name] for name in sorted(self._unconfirmed)}
+            self._check_writes(written, "between two steps, in a hook for example")
+            self._after = {}
+            self._unconfirmed.clear()
+        self._losses = 0
+        self._versions = self._counted()
         if self._watching:
-            self._before, self._losses = self._marks(), 0
+            self._before = self._marks()
             self._direct.clear()
             self._writes.clear()
 
@@ -101,7 +107,7 @@ class WeightWatch(TorchFunctionMode):
             self._refuse_frozen(trained, f"in step {step}")
         if not self._watching:
             return
-        self._refuse_added(step)
+        self._refuse_added(f"in step {step}")
         self._check_writes(self._written, "in the forward pass or the loss")
         self._after = self._marks()
 
@@ -137,13 +143,34 @@ class WeightWatch(TorchFunctionMode):
 
     @contextmanager
     def inside(self, *, always: bool = False) -> Iterator[None]:
-        """Around a forward pass, a loss, metrics or hooks: looks at what they call. ``always``: in every step."""
+        """Around a forward pass, a loss, metrics or hooks: looks at what they call. ``always``: around hooks, in every step."""
         self._note_parameters()
         if not (self._looks_inside and (self._watching or always)):
             yield
             return
+        before, self._writes = self._writes, {}
         with self, register_module_forward_pre_hook(self._called):
             yield
+        if always:
+            self._refuse_added("in a hook")
+            self._note_writes(self._writes, "in a hook")
+        self._writes = self._writes | before
+
+    @contextmanager
+    def backward(self) -> Iterator[None]:
+        """Around a backward pass, whose hooks torch calls where it likes: counts writes. FSDP hides them."""
+        self._versions = self._counted()
+        yield
+        if self._engine.averages_gradients:  # else Horovod itself updates weights there
+            self._note_writes(self._rewritten(), "in the backward pass")
+
+    def _counted(self) -> list[int]:
+        return [parameter._version for parameter in self._parameters.values()]
+
+    def _rewritten(self) -> list[str]:
+        """The weights that were written since they were counted."""
+        counts = zip(self._parameters, self._versions, self._counted(), strict=True)
+        return [name for name, before, now in counts if before != now]
 
     def _called(self, module: nn.Module, _: Any) -> None:
         """Before each module is called, and before a library's own hooks."""
@@ -168,13 +195,23 @@ class WeightWatch(TorchFunctionMode):
             if len(now) == len(self._trained) and now != self._trained:
                 self._refuse_frozen(now, "in this step")
         # Optimizers that evaluate a batch several times move weights between its losses.
-        if not self._watching or not self._first or self._losses > self._engine.plan.batch.accumulation_steps:
+        if not self._first or self._losses > self._engine.plan.batch.accumulation_steps:
+            return
+        if not self._watching:
+            self._note_writes(self._rewritten() if self._whole else [], "in the forward pass or the loss")
             return
         if not self._last:
-            self._refuse_added(self._first)
+            self._refuse_added(f"in step {self._first}")
             self._refuse_others(loss)
             self._refuse_recomputed_twice()
         self._last = self._marks()
+
+    def _note_writes(self, names: Iterable[str], when: str) -> None:
+        """What this rank has seen written: refused where the optimizer would overwrite it, else compared with other ranks later."""
+        written = {name: None for name in names if name not in self._but}
+        if not self._engine.updates_in_place:
+            self._refuse_overwritten(written, when)
+        self._unconfirmed.update(written)
 
     def explained(self, error: Exception) -> EngineError | None:
         """Returns what is to be said instead of ``error`` where weights that a library gives up were used directly."""
@@ -213,6 +250,11 @@ class WeightWatch(TorchFunctionMode):
             raise TaskError(
                 f"{line} asks for a sparse gradient, which no engine adds up; leave sparse out: dense ones are the same numbers"
             )
+        if name in ("numpy", "__array__") and not self._whole and (known := self._name_of_memory(args[0])):
+            raise EngineError(
+                f"{_caller()} takes {known} to NumPy without a copy, and {self._engine.description} frees its memory; write "
+                "clone() before numpy()"
+            )
         for leaf in _tensors(args, kwargs):
             if isinstance(leaf, nn.Parameter):
                 self._touched(leaf)
@@ -240,14 +282,21 @@ class WeightWatch(TorchFunctionMode):
     def _wrote(self, target: Tensor) -> None:
         if target.requires_grad and not target.is_leaf:
             return
-        storage = _storage(target)
-        for name, parameter in self._parameters.items() if self._whole else self._model.named_parameters():
-            if storage and is_whole(parameter) and _storage(parameter) == storage and (line := _caller()):
-                if not self._whole:
-                    raise EngineError(
-                        f"{line} writes to {name} in the middle of a step, and only to a copy: {self._shards()}"
-                    )
-                self._writes.setdefault(name, line)
+        name = self._name_of_memory(target)
+        if name and (line := _caller()):
+            if not self._whole:
+                raise EngineError(
+                    f"{line} writes to {name} in the middle of a step, and only to a copy: {self._shards()}"
+                )
+            self._writes.setdefault(name, line)
+
+    def _name_of_memory(self, tensor: Tensor) -> str:
+        """The weight in whose memory a tensor lies; "" for none."""
+        storage = _storage(tensor)
+        weights = self._parameters.items() if self._whole else self._model.named_parameters()
+        return next(
+            (name for name, weight in weights if storage and is_whole(weight) and _storage(weight) == storage), ""
+        )
 
     # What is found.
 
@@ -263,10 +312,7 @@ class WeightWatch(TorchFunctionMode):
 
     def _check_writes(self, written: Mapping[str, Any], when: str) -> None:
         """**Collective** where this rank has whole weights. Raises EngineError, TaskError."""
-        engine = self._engine
-        where = f"{', '.join(sorted(written))} {'was' if len(written) == 1 else 'were'} written {when}"
-        line = next((self._writes[name] for name in written if name in self._writes), "")
-        where += f" ({line})" if line else ""
+        engine, where = self._engine, self._where(written, when)
         if not self._whole:
             if written:
                 raise EngineError(f"{where}: {self._shards()}")
@@ -274,12 +320,8 @@ class WeightWatch(TorchFunctionMode):
         of_ranks = all_gather_text(engine, json.dumps(written, sort_keys=True)) if engine.plan.world.size > 1 else [""]
         if not any(text.strip("{}") for text in of_ranks) and not written:
             return
-        trained = [name for name in written if self._parameters[name].requires_grad]
-        if trained and not self.updates_in_place:
-            raise EngineError(
-                f"{where}: the optimizer keeps these weights a second time and overwrites what was written. Write to them in "
-                "the task's after_step(name, weight), or choose an engine that updates the model's own weights, in fp32"
-            )
+        if not engine.updates_in_place:
+            self._refuse_overwritten(written, when)
         if len(set(of_ranks)) > 1:
             raise TaskError(
                 f"{where or 'weights were written ' + when}: not the same numbers on all ranks, whose models would drift apart. "
@@ -289,16 +331,38 @@ class WeightWatch(TorchFunctionMode):
             self._said = True
             self.told.append(f"{where}: the same on all ranks, and kept")
 
+    def _where(self, written: Mapping[str, Any], when: str) -> str:
+        line = next((self._writes[name] for name in written if name in self._writes), "")
+        where = f"{', '.join(sorted(written))} {'was' if len(written) == 1 else 'were'} written {when}"
+        return where + (f" ({line})" if line else "")
+
+    def _refuse_overwritten(self, written: Mapping[str, Any], when: str) -> None:
+        if any(self._parameters[name].requires_grad for name in written):
+            raise EngineError(
+                f"{self._where(written, when)}: the optimizer keeps these weights a second time and overwrites what was written. "
+                "Write to them in the task's after_step(name, weight), or choose an engine that updates the model's own "
+                "weights, in fp32"
+            )
+
     def _refuse_frozen(self, trained: Sequence[bool], when: str) -> None:
         names = [name for name, was, now in zip(self._parameters, self._trained, trained, strict=True) if was != now]
         self._refuse_changes(names, f"frozen or unfrozen {when}")
 
-    def _refuse_added(self, step: int) -> None:
+    def _refuse_added(self, when: str) -> None:
         now = {name for name, _ in self._model.named_parameters()}
         if added := [name for name in now if name not in self._parameters]:
-            self._refuse_changes(sorted(added), f"made in step {step}")
+            self._refuse_changes(sorted(added), f"made {when}")
+        if replaced := [
+            name for name, parameter in self._model.named_parameters() if self._is_another(name, parameter)
+        ]:
+            self._refuse_changes(replaced, f"replaced {when}")
         if gone := [name for name in self._parameters if name not in now]:
-            self._refuse_changes(gone, f"removed in step {step}")
+            self._refuse_changes(gone, f"removed {when}")
+
+    def _is_another(self, name: str, parameter: nn.Parameter) -> bool:
+        """FSDP itself puts a whole parameter in the place of its shard while a module runs."""
+        known = self._parameters.get(name, parameter)
+        return known is not parameter and not is_dtensor(known) and not is_dtensor(parameter)
 
     def _refuse_changes(self, names: Sequence[str], what: str) -> None:
         raise TaskError(
@@ -358,10 +422,23 @@ def refuse_unusual(model: nn.Module, whose: str) -> None:
             f"{whose}.model: {', '.join(names)} have no shape before the first forward pass, and the optimizer is made before it. "
             "Call the model once in model(), or give the layer its sizes"
         )
+    for module in model.modules():
+        if type(module).parameters is not nn.Module.parameters:
+            _refuse_overridden(module, whose)
     if pair := _shared_memory(model):
         raise TaskError(
             f"{whose}.model: {pair[0]} and {pair[1]} are two tensors in the same memory, which come apart where an engine moves "
             "weights. To share a weight, give both modules the one parameter (head.weight = embedding.weight); else clone() it"
+        )
+
+
+def _refuse_overridden(module: nn.Module, whose: str) -> None:
+    """Raises TaskError where a module lists other parameters than torch's own method."""
+    listed = [id(parameter) for parameter in module.parameters()]
+    if listed != [id(parameter) for _, parameter in module.named_parameters()]:
+        raise TaskError(
+            f"{whose}.model: {type(module).__name__}.parameters() gives others than its named_parameters(), and engines ask for "
+            "both; freeze what is not to be trained (requires_grad_(False)), and give rates by parameter_groups"
         )
 
 

@@ -35,9 +35,10 @@ def is_needed(engine: Engine, loader: Loader, kind: str) -> bool:
 def kind_of(engine: Engine, loader: Loader) -> tuple[str, str]:
     """**Collective.** Returns the kind, or "" and what is to be said."""
     watch, plan = engine.built.watch, engine.plan
+    several = bool(plan.task.models())
     unknown = 'loss was not examined ({}): where it is a sum over samples, write loss_is = "sum"'
-    if watch is None or isinstance(loader.source, StreamSource) or len(loader.source) < _SAMPLES:
-        return "", unknown.format("several models" if watch is None else "the samples cannot be read again")
+    if watch is None or several or isinstance(loader.source, StreamSource) or len(loader.source) < _SAMPLES:
+        return "", unknown.format("several models" if several else "the samples cannot be read again")
     parts = [range(_SAMPLES), range(_SAMPLES // 2), range(_SAMPLES // 2, _SAMPLES)]
     losses: list[float] = []
     items: list[float] = []

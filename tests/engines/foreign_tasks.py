@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import copy
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -126,7 +127,7 @@ class Clamped(Rows):
 
 
 class _Clipping(Hooks):
-    def __init__(self, task: Rows) -> None:
+    def __init__(self, task: Any) -> None:
         self.task = task
 
     @torch.no_grad()
@@ -180,6 +181,55 @@ class Forces(Rows):
 
     def model(self) -> nn.Module:
         return _Field()
+
+
+class _Solution(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = nn.Sequential(nn.Linear(1, 16), nn.Tanh(), nn.Linear(16, 1))
+
+    def forward(self, points: Tensor) -> tuple[Tensor, Tensor]:
+        points = points.detach().requires_grad_()
+        return self.net(points), points
+
+
+class Equation(Rows):
+    """A network that solves u'' + u = 0 (Raissi et al. 2019): the loss takes derivatives twice."""
+
+    def model(self) -> nn.Module:
+        return _Solution()
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        values, points = outputs
+        (slopes,) = torch.autograd.grad(values.sum(), points, create_graph=True)
+        (curves,) = torch.autograd.grad(slopes.sum(), points, create_graph=True)
+        return (curves + values).square().mean() + (values - targets).square().mean()
+
+    def train_data(self) -> Any:
+        points = torch.randn(48, 1, generator=torch.Generator().manual_seed(1))
+        return TensorDataset(points, torch.sin(points))
+
+
+class Consolidated(Rows):
+    """Stays near the weights of an earlier task, where they mattered (Kirkpatrick et al. 2017)."""
+
+    def model(self) -> nn.Module:
+        net = super().model()
+        for name, weight in list(net.named_parameters()):
+            key = name.replace(".", "_")
+            net.register_buffer(f"earlier_{key}", weight.detach() + 0.1)
+            net.register_buffer(f"importance_{key}", weight.detach().square())
+        return net
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        buffers = dict(self.net.named_buffers())
+        with dsframe.gathered(self.net) as net:
+            weights = {name.replace(".", "_"): weight for name, weight in net.named_parameters()}
+        moved = (
+            buffers[f"importance_{key}"] * (weight - buffers[f"earlier_{key}"]).square()
+            for key, weight in weights.items()
+        )
+        return super().loss(outputs, targets) + 5.0 * sum(one.sum() for one in moved)
 
 
 class _Recomputed(nn.Module):
@@ -356,6 +406,102 @@ class Centre(Rows):
         found = super().loss(outputs - self.centre, targets)
         self.centre = 0.5 * self.centre + 0.5 * outputs.detach().mean(0)
         return found
+
+
+class _Growing(_Clipping):
+    def on_step(self, run: RunView) -> None:
+        net: Any = self.task.net
+        if self.task.replaces:
+            net[2] = nn.Linear(16, 3)
+        else:
+            net.append(nn.Linear(3, 3))
+
+
+class Growing(Rows):
+    """A hook adds or replaces a layer after the first step."""
+
+    def __init__(self, *, replaces: bool = False) -> None:
+        self.replaces, self.hooks = replaces, [_Growing(self)]
+
+
+class _Listed(nn.Linear):
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        yield self.weight
+
+
+class Overridden(Rows):
+    """A module lists other parameters than it has."""
+
+    def model(self) -> nn.Module:
+        return nn.Sequential(nn.Linear(8, 8), _Listed(8, 3))
+
+
+class _Resetting(_Clipping):
+    calls = 0
+
+    @torch.no_grad()
+    def on_step(self, run: RunView) -> None:
+        self.calls += 1
+        if self.calls == 3:
+            self.task.net[2].weight.mul_(0.5 + (run.rank if self.task.what == "rank" else 0))
+
+
+@torch.no_grad()
+def _halve(module: Any, *_: Any) -> None:
+    module.bias.mul_(0.5)
+
+
+class Later(Rows):
+    """Writes to a weight in the third step, which is not one of those that are looked at closely."""
+
+    def __init__(self, what: str = "hook") -> None:
+        self.what, self.calls = what, 0
+        self.hooks = [_Resetting(self)] if what in ("hook", "rank") else []
+
+    def model(self) -> nn.Module:
+        net = super().model()
+        if self.what == "backward":
+            self.net[2].register_full_backward_hook(_halve)
+        return net
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        self.calls += outputs.requires_grad
+        if self.what == "forward" and self.calls == 3:
+            with torch.no_grad():
+                self.net[2].bias.mul_(0.5)
+        return super().loss(outputs, targets)
+
+
+class Adversaries(Rows):
+    """Two models, of which a hook clips one."""
+
+    model = dsframe.Task.model
+
+    def __init__(self) -> None:
+        self.hooks = [_ClippingOne(self)]
+
+    def models(self) -> Any:
+        return {"maker": lambda: nn.Linear(8, 8), "critic": self._critic}
+
+    def _critic(self) -> nn.Module:
+        self.net = nn.Sequential(nn.Linear(8, 16), nn.Tanh(), nn.Linear(16, 1))
+        return self.net
+
+    def losses(self) -> Any:
+        return {"critic": self._criticise, "maker": self._make}
+
+    def _criticise(self, models: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+        return models["critic"](models["maker"](inputs)).mean() - models["critic"](inputs).mean()
+
+    def _make(self, models: Any, inputs: Tensor, targets: Tensor) -> Tensor:
+        return -models["critic"](models["maker"](inputs)).mean()
+
+
+class _ClippingOne(_Clipping):
+    @torch.no_grad()
+    def on_step(self, run: RunView) -> None:
+        for one in self.task.net.parameters():
+            one.data.clamp_(-0.05, 0.05)
 
 
 class _Codebook(nn.Module):

@@ -179,7 +179,13 @@ class Dino(Follower):
 
 
 class Critic(Gan):
-    """Its generator is trained in every third step."""
+    """Its generator is trained in every third step, and its discriminator is clipped (Arjovsky et al. 2017, algorithm 1)."""
+
+    after_step_elementwise = True
+
+    def after_step(self, name: str, weight: Tensor) -> None:
+        if name.startswith("discriminator."):
+            weight.clamp_(-0.1, 0.1)
 
 
 class Rounded(Distilled):
@@ -299,6 +305,9 @@ def loop(kind: str, warm_up: int = 0) -> dict[str, Any]:
             loss.backward()
             squares += float(torch.nn.utils.clip_grad_norm_(models[name].parameters(), 0.5)) ** 2
             optimizer.step()
+            with torch.no_grad():
+                for rest, weight in models[name].named_parameters():
+                    task.after_step(f"{name}.{rest}", weight)
             losses.append(float(loss.detach()))
         found["losses"].append(losses)
         found["norms"].append(squares**0.5)

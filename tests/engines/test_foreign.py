@@ -51,11 +51,21 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "clipped in a hook": ("Clipped", {}, {"zero2": "overwrites", "zero3": READ, "fsdp": READ}),
     "teacher": ("Teacher", {}, dict.fromkeys(SHARDED, f"{READ}|{WRITTEN}")),
     "derivatives": ("Forces", {}, dict.fromkeys(SHARDED, "takes derivatives in the middle of a step")),
+    "an equation": ("Equation", {}, dict.fromkeys(SHARDED, "takes derivatives in the middle of a step")),
+    "consolidated": ("Consolidated", {}, {}),
     "derivatives by a transform": (
         "Transformed",
         {},
         {"fsdp": "takes derivatives in the middle of a step", "zero3": "inside of a transform of torch.func"},
     ),
+    "a hook adds a layer": ("Growing", {}, dict.fromkeys(("single", "zero3"), "made in a hook")),
+    "a hook writes later": ("Later", {}, {"zero2": "overwrites", "fsdp": READ}),
+    "backward writes": ("Later", {"what": "backward"}, dict.fromkeys(("zero2", "zero3"), "in the backward pass")),
+    "a hook writes its own": ("Later", {"what": "rank"}, {"ddp": "not the same numbers"}),
+    "forward writes later": ("Later", {"what": "forward"}, {"zero2": "overwrites"}),
+    "a hook replaces a layer": ("Growing", {"replaces": True}, dict.fromkeys(("single", "ddp", "zero2"), "replaced in a hook")),
+    "a hook clips one of two models": ("Adversaries", {}, {"zero2": "overwrites", "fsdp": READ}),
+    "other parameters": ("Overridden", {}, {"single": "others than its named_parameters()"}),
     "recomputed by itself": ("Recomputed", {"calls": 1}, {}),
     "recomputed by itself, twice": (
         "Recomputed",
@@ -80,7 +90,13 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "state of the loss": ("Centre", {}, dict.fromkeys(("ddp", "zero3"), "changes centre, a state")),
     "classes": ("Classes", {}, {"fsdp": "in which FSDP sees no tensors"}),
 }  # fmt: skip
-LATER = {"unfrozen": 2, "a weight after an evaluation": 3}
+LATER = {
+    "a hook writes later": 3,
+    "a hook writes its own": 3,
+    "forward writes later": 3,
+    "unfrozen": 2,
+    "a weight after an evaluation": 3,
+}
 """Cases that begin after the first step: the steps that were logged when they are refused."""
 RIGHT = {
     "weights in the loss": ("zero2",),
@@ -92,11 +108,15 @@ RIGHT = {
     "clamped in forward": ("ddp",),
     "clipped in a hook": ("ddp", "horovod"),
     "teacher": ("ddp", "zero2"),
-    "derivatives": ("zero2",),
+    "derivatives": tuple(setup for setup in SETUPS if setup not in SHARDED),
     "collectives of its own": tuple(SETUPS),
     "two weights in one tensor": ("single", "fsdp", "zero3"),
     "a buffer that backward needs": ("single",),
+    "an equation": tuple(setup for setup in SETUPS if setup not in SHARDED),
+    "consolidated": tuple(SETUPS),
     "derivatives by a transform": ("ddp", "zero2"),
+    "a hook writes later": ("ddp",),
+    "backward writes": ("ddp",),
     "recomputed by itself": tuple(SETUPS),
     "recomputed by itself, twice": ("single", "zero2"),
     "integers": ("fsdp", "zero3"),

@@ -11,14 +11,13 @@ import copy
 import io
 import logging
 import warnings
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.utils._pytree import tree_leaves, tree_map_only
 
 from dsframe.cluster import process_group
 from dsframe.config.features import makes_groups, shares_activations
@@ -29,13 +28,15 @@ from dsframe.engines.call_order import CallOrder
 from dsframe.engines.deepspeed import jit, patches, state, versions
 from dsframe.engines.deepspeed.handover import handover
 from dsframe.engines.deepspeed.imports import deepspeed, groups, logger, set_z3_leaf_module, z3_leaf_module
+from dsframe.engines.deepspeed.refusals import refuse_after_step, refuse_scalars
+from dsframe.engines.deepspeed.stage_3 import InTurn, differentiable
 from dsframe.engines.deepspeed.swap import SwapFolders
 from dsframe.engines.evaluating import stays_gathered
 from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError
 from dsframe.model import ema, optimizers, rates, switches
-from dsframe.model.build import build_model, without_dimensions, without_elements
-from dsframe.model.forward import Inputs, Measure, MicroBatch, call, outputs_of
+from dsframe.model.build import build_model
+from dsframe.model.forward import Inputs, Measure, MicroBatch, backward, call, outputs_of
 from dsframe.model.plan import Plan
 from dsframe.model.spill import Spill, on_disk
 from dsframe.model.state import EngineState, SavedState, persistent_buffers
@@ -68,8 +69,7 @@ class ZeroEngine(ModelEngine):
         self._experts: Mapping[str, Part] = {}
         self._dtype = precision.parameter_dtype(plan.config)
         self._refuse_what_the_machine_lacks()
-        if after_step.overridden(plan.task):
-            self._refuse_after_step()
+        refuse_after_step(plan)
         if self._stage == 3:
             refuse_evaluation_gradients(plan, "ZeRO stage 3 shards weights")
         if plan.config.deepspeed.log_level is None and not plan.verbose:
@@ -92,8 +92,7 @@ class ZeroEngine(ModelEngine):
             self._prepare_steps(module)
         self._calls = self._watch_calls(module) if self._stage == 3 and plan.world.size > 1 else None
         self.built = replace(self.built, calls=self._calls)
-        if self.built.watch is not None:
-            self.built.watch.updates_in_place = self._stage == 0 and self._dtype == torch.float32
+        self.updates_in_place = self._stage == 0 and self._dtype == torch.float32
         self._updates = 0
         self._average_start: dict[Tensor, Tensor] | None = None
 
@@ -149,7 +148,7 @@ class ZeroEngine(ModelEngine):
         for block in switches.units(model):
             set_z3_leaf_module(block, True)
             if self._stage == 3:
-                block.register_forward_pre_hook(_differentiable, with_kwargs=True)
+                block.register_forward_pre_hook(differentiable, with_kwargs=True)
         return model, model
 
     def _initialize(self, module: nn.Module) -> dict[str, Cut]:
@@ -219,7 +218,7 @@ class ZeroEngine(ModelEngine):
             module.to(self.plan.device)
         else:
             deepspeed.init_distributed(dist_init_required=False)
-            in_turn = _InTurn(module, lambda parameter: spill.fetch(parameter, self._dtype))
+            in_turn = InTurn(module, lambda parameter: spill.fetch(parameter, self._dtype))
             # hpZ's ranks, where an engine before this one has made their group.
             known = groups._get_zero_param_intra_parallel_group()
             settings = copy.deepcopy(document)
@@ -255,24 +254,6 @@ class ZeroEngine(ModelEngine):
     def views(self) -> list[ParameterView]:
         """Returns where DeepSpeed's optimizer has each trained parameter."""
         return state.views(self._engine, self._model)
-
-    def _refuse_after_step(self) -> None:
-        file, batch = self.plan.config.deepspeed, self.plan.batch
-        splits = [
-            what
-            for what, on in (
-                ("a pipeline", file.pipeline.stages > 1),
-                ("tensor parallelism", batch.tensor_parallel_size > 1),
-                ("experts over ranks", self._spreads_experts),
-                ("optimizer states on NVMe", file.zero_optimization.optimizer_device == "nvme"),
-            )
-            if on
-        ]
-        if splits:
-            raise EngineError(
-                f"{type(self.plan.task).__name__}.after_step: not possible with {' and '.join(splits)}, where "
-                "no rank can gather a whole weight; take it out, or leave out after_step"
-            )
 
     @property
     def description(self) -> str:
@@ -344,12 +325,10 @@ class ZeroEngine(ModelEngine):
         return sum(losses[1:], losses[0])
 
     def _backward(self, loss: Tensor, *, last: bool = False) -> None:
-        if self._calls is None:
-            self._engine.backward(loss)
-            return
-        self._calls.backward(loss)
-        self._engine.backward(loss)
-        if last:
+        if self._calls is not None:
+            self._calls.backward(loss)
+        backward(loss, self._engine.backward, self.built.watch)
+        if self._calls is not None and last:
             self._calls.compare()
 
     def _forward(self, inputs: Inputs) -> Any:
@@ -481,46 +460,6 @@ class ZeroEngine(ModelEngine):
         process_group.close_process_group()
         patches.release_groups()
         self._swap.remove()
-
-
-class _InTurn(nn.Module):
-    """A model whose parameters are made ready one by one, each when it is asked for."""
-
-    def __init__(self, model: nn.Module, ready: Callable[[nn.Parameter], None]) -> None:
-        super().__init__()
-        self.model, self._ready = model, ready
-
-    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
-        for parameter in super().parameters(recurse):
-            self._ready(parameter)
-            yield parameter
-
-
-def _differentiable(module: nn.Module, args: Any, kwargs: Any) -> Any:
-    """Inputs of a block that runs as one have gradients: without any, DeepSpeed's hook after the backward pass comes before it,
-    and gives the weights up too early (0.19.8, ``runtime/zero/parameter_offload.py``)."""
-    tensors = [leaf for leaf in tree_leaves((args, kwargs)) if isinstance(leaf, torch.Tensor)]
-    if not torch.is_grad_enabled() or any(leaf.requires_grad for leaf in tensors):
-        return None
-    return tree_map_only(
-        torch.Tensor, lambda leaf: leaf.detach().requires_grad_() if leaf.is_floating_point() else leaf, (args, kwargs)
-    )
-
-
-def refuse_scalars(model: nn.Module, *, shards: bool = False) -> None:
-    """DeepSpeed 0.19.8 sends parameters as bytes when it starts (``runtime/engine.py``, _broadcast_model).
-
-    ``shards``: at stage 3, which cannot cut a parameter without elements.
-    """
-    if shards and (names := without_elements(model)):
-        raise EngineError(
-            f"ZeRO stage 3 cannot shard {names}, which has no elements; leave it out of the model, or choose a lower stage"
-        )
-    if names := without_dimensions(model):
-        raise EngineError(
-            f"DeepSpeed cannot send a parameter without dimensions, as {names} is: make its shape [1], or choose "
-            'engine "ddp", "horovod" or "single"'
-        )
 
 
 @contextlib.contextmanager

@@ -18,7 +18,6 @@ from torch import Tensor, nn
 from torch.utils._pytree import tree_leaves
 
 from dsframe.engines.deepspeed import patches, tensor
-from dsframe.engines.deepspeed.engine import refuse_scalars
 from dsframe.engines.deepspeed.imports import (
     PipelineModule,
     PipeModelDataParallelTopology,
@@ -26,6 +25,7 @@ from dsframe.engines.deepspeed.imports import (
     partition_balanced,
     partition_uniform,
 )
+from dsframe.engines.deepspeed.refusals import refuse_scalars
 from dsframe.errors import EngineError, TaskError
 from dsframe.model import formats, groups, max_norm, switches
 from dsframe.model.build import dependences

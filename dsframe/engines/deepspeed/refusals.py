@@ -1,0 +1,42 @@
+"""What DeepSpeed cannot hold or show of a model."""
+
+from __future__ import annotations
+
+from torch import nn
+
+from dsframe.engines import after_step
+from dsframe.errors import EngineError
+from dsframe.model.build import without_dimensions, without_elements
+from dsframe.model.plan import Plan
+
+
+def refuse_after_step(plan: Plan) -> None:
+    """Raises EngineError if the task writes to weights after updates, and no rank can gather a whole one."""
+    file, batch = plan.config.deepspeed, plan.batch
+    splits = {
+        "a pipeline": file.pipeline.stages > 1,
+        "tensor parallelism": batch.tensor_parallel_size > 1,
+        "experts over ranks": file.on("expert_parallel"),
+        "optimizer states on NVMe": file.zero_optimization.optimizer_device == "nvme",
+    }
+    if after_step.overridden(plan.task) and any(splits.values()):
+        raise EngineError(
+            f"{type(plan.task).__name__}.after_step: not possible with {' and '.join(what for what, on in splits.items() if on)}, "
+            "where no rank can gather a whole weight; take it out, or leave out after_step"
+        )
+
+
+def refuse_scalars(model: nn.Module, *, shards: bool = False) -> None:
+    """DeepSpeed 0.19.8 sends parameters as bytes when it starts (``runtime/engine.py``, _broadcast_model).
+
+    ``shards``: at stage 3, which cannot cut a parameter without elements.
+    """
+    if shards and (names := without_elements(model)):
+        raise EngineError(
+            f"ZeRO stage 3 cannot shard {names}, which has no elements; leave it out of the model, or choose a lower stage"
+        )
+    if names := without_dimensions(model):
+        raise EngineError(
+            f"DeepSpeed cannot send a parameter without dimensions, as {names} is: make its shape [1], or choose "
+            'engine "ddp", "horovod" or "single"'
+        )
