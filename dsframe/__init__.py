@@ -20,8 +20,10 @@ if TYPE_CHECKING:
     from dsframe.hooks import Hooks as Hooks
     from dsframe.hooks import RunView as RunView
     from dsframe.inference import load_model as load_model
+    from dsframe.model.gathered import gathered as gathered
     from dsframe.results import Summary as Summary
     from dsframe.run import fit as fit
+    from dsframe.tasks.average_of import average_of as average_of
     from dsframe.tasks.layers import Tied as Tied
     from dsframe.tasks.task import Sum as Sum
     from dsframe.tasks.task import Task as Task
@@ -31,6 +33,7 @@ _HOMES = {
     "fit": "dsframe.run",
     "main": "dsframe.train",
     "load_model": "dsframe.inference",
+    "gathered": "dsframe.model.gathered",
     "Config": "dsframe.config",
     "load": "dsframe.config",
     "Mixture": "dsframe.data.mixture",
@@ -42,6 +45,7 @@ _HOMES = {
     "Sum": "dsframe.tasks.task",
     "Task": "dsframe.tasks.task",
     "Tied": "dsframe.tasks.layers",
+    "average_of": "dsframe.tasks.average_of",
     "Summary": "dsframe.results",
 }
 __all__ = ["__version__", *_HOMES]

@@ -19,7 +19,7 @@ import torch
 from torch import nn
 
 from dsframe import tasks
-from dsframe.checkpoint import store
+from dsframe.checkpoint import changes, store
 from dsframe.checkpoint.portable import Checkpoint, write_tensors
 from dsframe.cluster.exchange import failures
 from dsframe.errors import CheckpointError, DataError, TaskError
@@ -168,6 +168,7 @@ def _loaded(run: Run, world: World, path: Path, *, averages: bool) -> Iterator[t
     engine, _ = make_engine(job, watchdog, trains=False)
     with watchdog:
         checkpoint = Checkpoint(path)
+        changes.compare_classes(checkpoint.manifest, run.task.class_names)
         if engine.built.adapter is not None:
             adapter.compare(checkpoint.manifest, engine.built.adapter.digest, path)
         engine.load_state(Weights(checkpoint, averages=averages))

@@ -5,7 +5,7 @@ This is the only place that knows all the parts. Where processes come and go, a 
 
 from __future__ import annotations
 
-import re
+import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -25,14 +25,12 @@ from dsframe.checkpoint.saver import Saver
 from dsframe.checkpoint.store import Retention, Store
 from dsframe.cluster import cores
 from dsframe.cluster import world as worlds
-from dsframe.cluster.exchange import assert_same_on_all_ranks
+from dsframe.cluster.agreement import assert_ranks_agree
 from dsframe.cluster.process_group import device_of, extend_limits
 from dsframe.cluster.world import World
-from dsframe.config import Batch, Config, Facts
+from dsframe.config import Config, Facts
 from dsframe.config.resolve import auto, elastic, epochs, inherit, scaling
-from dsframe.data import EvaluationLoader, Loader, as_source
 from dsframe.data.fingerprint import assert_same_samples
-from dsframe.data.sampler import sequential
 from dsframe.engine import Engine
 from dsframe.engines import parts, precision
 from dsframe.errors import CheckpointError, ConfigError, DataError, EngineError, StoppedError, TaskError, TrainingError
@@ -53,6 +51,7 @@ from dsframe.run_dir.record import Record, finished, read_metrics
 from dsframe.tasks.task import Task, TaskContext
 from dsframe.trainer import Outputs, Trainer, Work
 from dsframe.training import weighting
+from dsframe.training.loaders import loaders
 from dsframe.version import __version__
 
 
@@ -164,7 +163,7 @@ def prepare(run: Run, world: World, commits: MemoryCheckpoint | None) -> Job:
         keep_freed()
     if config.deepspeed.optimizer is None:
         optimizers.read(config)  # raises: not after hours in which the task prepares its data
-    loader, evaluation = _loaders(run, batch, world, device)
+    loader, evaluation = loaders(config, task, run.data(), batch, world, device)
     refuse(config, run.options.resume, evaluates=bool(evaluation))
     schedule = RunSchedule.of(settings, loader.sampler, evaluates=bool(evaluation))
     epoch_steps = loader.sampler.epoch_steps
@@ -173,6 +172,7 @@ def prepare(run: Run, world: World, commits: MemoryCheckpoint | None) -> Job:
         Facts(processes, schedule.total_steps, epoch_steps, task.hidden_size, entry.replicas, gpu=on_gpu)
     )
     optimizer = optimizers.of_task(optimizers.read(config), task)
+    optimizers.try_out(optimizer, device)
     rates = schedules.planned(config, task, optimizer.learning_rate, batch.train_batch_size)
     named = output.directory_of(config, run.engine, type(task).__name__)
     _refuse_followers(config, evaluates=bool(evaluation), elastic=commits is not None)
@@ -234,6 +234,8 @@ def _announce(job: Job) -> None:
 def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[Engine, dict[str, Any]]:
     """**Collective.** The engine, and what the run's record should say of it. ``trains``: False where it only evaluates."""
     run, plan = job.run, job.plan
+    if not job.commits:
+        assert_ranks_agree(plan.world, _facts(job))
     make = engines.load(run.engine, plan.config)
     phases.done("engine's imports")
     base_bytes = resident_bytes(plan.device)
@@ -242,7 +244,6 @@ def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[E
         phases.done("engine")
         extend_limits(plan.collective_limit)
         watchdog.connect(engine, engine.built.calls)
-        assert_same_on_all_ranks(engine, {**_facts(plan.config, job.work), "--resume": run.options.resume})
     output.begin_anew()  # rank 0 has come here too, so the directory is this run's
     job.progress.block(
         f"dsframe {__version__}",
@@ -317,9 +318,9 @@ def _resume(job: Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]
         mine[section].update(more)
     with watchdog:
         kept = generators.capture(plan.device)  # reading may draw
-        mine["data"] = assert_same_samples(engine, job.work.loader)
+        mine["data"] = assert_same_samples(engine, job.work.loader, job.say)
         for held_out in job.work.evaluation.values():
-            assert_same_samples(engine, held_out)
+            assert_same_samples(engine, held_out, job.say)
         generators.restore(kept, plan.device)
         if job.commits and job.commits.last:
             start = begin_again(engine, job.commits.last, checkpoints, job.say)
@@ -380,70 +381,26 @@ def _finish(job: Job, engine: Engine, record: Record | None, summary: Summary) -
         job.progress.block("dsframe: done", blocks.ending(summary, job.plan.directory, best))
 
 
-def _loaders(run: Run, batch: Batch, world: World, device: torch.device) -> tuple[Loader, dict[str, EvaluationLoader]]:
-    """This rank's shares of the training and the held-out data."""
-    config, task = run.config, run.task
-    seed, rank, ranks = config.settings.seed, batch.data_rank(world.rank), batch.data_parallel_size
-    loader = Loader(
-        as_source(run.data()[0], seed, task.collate, streams=True),
-        seed=seed,
-        micro_batch_size=batch.micro_batch_size,
-        accumulation_steps=batch.accumulation_steps,
-        rank=rank,
-        ranks=ranks,
-        drop_last=config.deepspeed.dataloader_drop_last,
-        device=device,
-        workers=task.workers,
-        order=_order(config, task),
-    )
-    evaluation = {}
-    for name, held_out in sets(task, run.data()[1]).items():
-        evaluation[name] = EvaluationLoader(
-            as_source(held_out, seed, task.eval_collate or task.collate),
-            seed=seed,
-            micro_batch_size=config.settings.eval_micro_batch_size or batch.micro_batch_size,
-            rank=rank,
-            ranks=ranks,
-            device=device,
-            workers=task.workers,
-        )
-        if config.settings.eval_samples:
-            evaluation[name].limit(config.settings.eval_samples)
-    return loader, evaluation
-
-
-def sets(task: Task, held_out: Any) -> Mapping[str, Any]:
-    """Returns the sets to evaluate on, by name: one without a name where the task gives no dict. Raises TaskError."""
-    if not isinstance(held_out, dict):
-        return {} if held_out is None else {"": held_out}
-    for name in held_out:
-        if not (isinstance(name, str) and re.fullmatch(r"[\w.-]+", name)):
-            raise TaskError(
-                f"{type(task).__name__}.eval_data: a set is named {name!r}; take letters, digits, '_', '-' and '.'"
-            )
-    return held_out
-
-
-def _order(config: Config, task: Task) -> Callable[[int, int], torch.Tensor | None] | None:
-    """The order of an epoch's samples: the task's, or the file's; None: the data's own. Raises TaskError where both say one."""
-    of_task = task.order if type(task).order is not Task.order else None
-    if config.settings.order == "shuffled":
-        return of_task
-    if of_task:
-        raise TaskError(
-            f'{type(task).__name__}.order gives the order of the samples, and the file has "order" too; remove one of them'
-        )
-    return sequential
-
-
-def _facts(config: Config, work: Work) -> dict[str, str]:
+def _facts(job: Job) -> dict[str, str]:
     """What has to be the same on every rank, or they would train different things."""
+    run, work = job.run, job.work
     first = work.loader.sampler.global_batch(0)
     return {
-        "configuration": config.digest[:16],
+        "engine": run.engine,
+        "--resume": run.options.resume,
+        **_keys("", job.plan.config.shown()),
         "training samples": str(work.loader.sampler.samples),
         "order of samples": xxh3_64_hexdigest(torch.cat([rows for _, rows in first]).numpy().data),
         "evaluation samples": ", ".join(f"{name} {len(loader.source)}" for name, loader in work.evaluation.items()),
         "dsframe": __version__,
         "torch": torch.__version__,
+    }
+
+
+def _keys(prefix: str, value: Any) -> dict[str, str]:
+    """The keys of a file, with their sections, and their values."""
+    if not isinstance(value, Mapping):
+        return {prefix: json.dumps(value)}
+    return {
+        path: text for key, part in value.items() for path, text in _keys(f"{prefix}.{key}".lstrip("."), part).items()
     }

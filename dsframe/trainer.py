@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Iterator, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import partial
 from typing import Any
 
@@ -79,7 +79,7 @@ class Trainer:
         self.engine, self.loader = engine, work.loader
         self._progress = outputs.progress
         self._watchdog, self._observers = watchdog, observers
-        self._weights, self._trial = LossWeights(engine), LossTrial(engine)
+        self._weights, self._trial = LossWeights(engine), LossTrial(engine, work.loader)
         self.training = Training(engine, work.loader, work.schedule, outputs.progress)
         self.training.copy_model = partial(running_model.copy_of, engine)
         if outputs.record:
@@ -203,7 +203,7 @@ class Trainer:
         self._watchdog.done(step)
         average = plan.config.settings.ema
         if average and not result.skipped and step % average.every_steps == 0:
-            self.engine.average(average.decay)
+            self.engine.average(average.decay_at(step))
         return result
 
     def _read(self, stream: Iterator[Any]) -> Iterator[Any]:
@@ -221,6 +221,7 @@ class Trainer:
             if sample_draws:
                 share = index * plan.batch.data_parallel_size + plan.data_rank
                 sample_draws.at(step - 1, share * plan.batch.micro_batch_size)
+                micro_batch = replace(micro_batch, draws=sample_draws)
             inspected = step == self.training.first_step and index == 0
             yield self._trial.watched(micro_batch) if inspected else micro_batch
 

@@ -8,7 +8,7 @@ from __future__ import annotations
 import json
 import platform
 import sys
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from contextlib import suppress
 from importlib import metadata
 from typing import TYPE_CHECKING, Any
@@ -105,6 +105,7 @@ def about(
             "config_digest": config.digest,
         },
         "pretrained": task.pretrained(),
+        "classes": [str(name) for name in task.class_names],
         "versions": {"python": platform.python_version(), **_versions(package)},
         "source": sources(),
     }
@@ -144,6 +145,7 @@ def differences(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> list[st
     Raises CheckpointError, naming every difference, where the checkpoint is of another training.
     """
     current = json.loads(json.dumps(mine))
+    compare_classes(manifest, current.get("classes", ()))
     wrong = [
         f"{line} ({FIXED.get(key, 'it must stay')})"
         for key in {**current["training"], **manifest["training"]}
@@ -167,6 +169,19 @@ def differences(manifest: Mapping[str, Any], mine: Mapping[str, Any]) -> list[st
     if samples := _unlike(manifest.get("data", {}), current.get("data", {})):
         changed.append(f"the training data: sample {samples[0]} was another one: {FOLLOWS['training data']}")
     return changed
+
+
+def compare_classes(manifest: Mapping[str, Any], names: Sequence[str]) -> None:
+    """Raises CheckpointError where the data's classes have other names, or another order, than those of the training."""
+    trained = manifest.get("classes") or []
+    if not (trained and names) or list(names) == trained:
+        return
+    gone, new = [sorted(set(one) - set(other)) for one, other in ((trained, names), (names, trained))]
+    what = f"; {', '.join(gone)} missing" * bool(gone) + f"; {', '.join(new)} new" * bool(new)
+    raise CheckpointError(
+        f"the data's classes are {', '.join(names)}, but the checkpoint was trained with {', '.join(trained)}{what}: "
+        "rename the folders as they were, or train anew"
+    )
 
 
 def _of_run(manifest: Mapping[str, Any]) -> dict[str, Any]:

@@ -6,12 +6,11 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, Protocol
 
-import torch
-
 from dsframe.checkpoint.preflight import preflight
 from dsframe.checkpoint.resume import Start, archive_earlier, remove_unfinished
 from dsframe.checkpoint.store import Store
 from dsframe.model.state import SavedState
+from dsframe.tasks.layers import seed_generators
 
 if TYPE_CHECKING:
     from dsframe.engine import Engine
@@ -49,7 +48,7 @@ def begin_again(engine: Engine, commit: Commit, folder: Store, say: Callable[[st
     preflight(engine, folder.directory)
     remove_unfinished(engine, folder, say)
     engine.load_state(commit.state)
-    torch.manual_seed(plan.seed + 1 + plan.data_rank + 1_000_003 * start.step)
+    seed_generators(plan.seed + 1 + plan.data_rank + 1_000_003 * start.step)
     archive_earlier(engine, folder, start.step, say)
     say(f"going on after step {start.step} from memory, with {plan.world.size} rank(s)")
     return start

@@ -9,8 +9,6 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
-import torch
-
 from dsframe.checkpoint import generators, store
 from dsframe.checkpoint.changes import differences, new_batch, step_now
 from dsframe.checkpoint.portable import Checkpoint
@@ -20,6 +18,7 @@ from dsframe.cluster.exchange import all_gather_text, failures
 from dsframe.errors import CheckpointError, ConfigError, Problem
 from dsframe.model import ema
 from dsframe.model.state import ParameterState, SavedState, SavedView
+from dsframe.tasks.layers import seed_generators
 
 if TYPE_CHECKING:
     from dsframe.config import Config
@@ -247,7 +246,7 @@ def _restore_generators(engine: Engine, checkpoint: Checkpoint) -> None:
     if rank < len(kept):
         generators.restore(kept[rank], plan.device)
     else:
-        torch.manual_seed(plan.seed + 1 + plan.data_rank + 1_000_003 * checkpoint.step)
+        seed_generators(plan.seed + 1 + plan.data_rank + 1_000_003 * checkpoint.step)
 
 
 def _quietly(action: Callable[[], Any]) -> Any:

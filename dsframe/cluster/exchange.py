@@ -6,7 +6,7 @@ import itertools
 import json
 import math
 from bisect import bisect_left
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Any, Protocol
 
 import numpy as np
@@ -151,21 +151,3 @@ def numbered(ranks: Sequence[int]) -> str:
     """Returns ``rank 1`` or ``ranks 1, 3``; of very many, the first eight and how many more."""
     more = f" and {len(ranks) - 8} more" if len(ranks) > 8 else ""
     return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:8]))}{more}"
-
-
-def assert_same_on_all_ranks(ranks: Ranks, facts: Mapping[str, str]) -> None:
-    """**Collective.** Raises WorldError, naming the ranks that differ from rank 0 and in what."""
-    text = json.dumps(dict(facts), sort_keys=True)
-    if same(ranks, text):
-        return
-    facts_of = [json.loads(gathered) for gathered in all_gather_text(ranks, text)]
-    wrong = [
-        f"{name} is {theirs.get(name)} on rank {rank} and {facts_of[0][name]} on rank 0"
-        for rank, theirs in enumerate(facts_of)
-        for name in facts_of[0]
-        if theirs.get(name) != facts_of[0][name]
-    ]
-    if wrong:
-        raise WorldError(
-            f"the processes of this run differ: {'; '.join(wrong)}; install the same versions and files on every host"
-        )

@@ -98,14 +98,15 @@ def collective_limit(hang_timeout_seconds: float) -> timedelta:
     return timedelta(seconds=max(from_file, COLLECTIVE_SECONDS))
 
 
-def open_process_group(world: World, device: torch.device, limit: timedelta | None = None) -> None:
-    """**Collective.** Initialises torch.distributed (NCCL on GPUs, Gloo on CPUs) and the variables libraries read.
+def open_process_group(world: World, device: torch.device, limit: timedelta | None = None) -> bool:
+    """**Collective.** Initialises torch.distributed (NCCL on GPUs, Gloo on CPUs) and the variables libraries read; returns False
+    if an engine before this one has (:func:`shared`).
 
     ``limit``: the longest time of a collective (:func:`collective_limit`); without it the backend's own.
     Raises WorldError where the port is taken or rank 0 cannot be reached.
     """
     if joins():
-        return
+        return False
     _closed.clear()
     address, port = rendezvous_address(world)
     # DeepSpeed takes LOCAL_RANK for the number of this process's GPU, which is 0 for every task of a host where each sees only one
@@ -140,6 +141,7 @@ def open_process_group(world: World, device: torch.device, limit: timedelta | No
             device_id=device if on_gpu and world.size > 1 else None,
         )
     phases.done("process group")
+    return True
 
 
 @functools.cache

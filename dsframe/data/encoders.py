@@ -128,20 +128,34 @@ class ConversationEncoder:
                 f"{row.place}: {len(counts)} messages of the assistant, but the chat template marks {len(spans)} parts, so it "
                 "cannot be told which one has the weight 0"
             )
-        ends = [text[:position] for span in spans for position in span]
-        whole, *before = tokens_of(self._tokenizer, [text, *ends], [row] * (1 + len(ends)))
+        parts = [text[begin:end] for first, last in spans for begin, end in ((0, first), (0, last), (first, last))]
+        whole, *of_parts = tokens_of(self._tokenizer, [text, *parts], [row] * (1 + len(parts)))
         if list(whole) != list(tokens):
             raise DataError(f"{row.place}: the tokenizer gives other tokens for a conversation than for its text")
         learned = [0] * len(tokens)
         for number, counted in enumerate(counts if len(counts) == len(spans) else [True] * len(spans)):
-            first, behind = before[2 * number], before[2 * number + 1]
-            begin, end = _common(first, whole), _common(behind, whole)
-            end += end < len(behind) and end < len(
-                tokens
-            )  # the answer's last character is in a token with what follows
+            before, behind, answer = of_parts[3 * number : 3 * number + 3]
+            begin, end = _common(before, whole), _common(behind, whole)
+            # The answer's last character may be in a token with what follows.
+            end += bool(answer) and end < min(len(behind), len(tokens))
+            self._prove(tokens[begin:end], answer, row)
             if counted:
                 learned[begin:end] = [1] * (end - begin)
         return tokens, learned
+
+    def _prove(self, learned: list[int], answer: list[int], row: Row) -> None:
+        """Raises DataError where ``learned`` are not the tokens of the ``answer``, but for what the outer ones share."""
+
+        def text(tokens: list[int]) -> str:
+            return "".join(str(self._tokenizer.decode(tokens)).split())
+
+        found, wanted = text(learned), text(answer)
+        shared = len(text(learned[:1])) + len(text(learned[-1:]))
+        if wanted not in found or len(found) > len(wanted) + shared:
+            raise DataError(
+                f"{row.place}: the tokens of an answer cannot be found: {wanted[:60]!r} is {found[:60]!r} among those of the "
+                "conversation; write a special token before and behind what the assistant says in the chat template"
+            )
 
     def _rendered(self, messages: list[Any], row: Row) -> tuple[str, list[tuple[int, int]]]:
         """The text of a conversation, and where in it the assistant's parts are."""
@@ -197,6 +211,24 @@ class ConversationEncoder:
             )
         except Exception as error:  # a template is a program, and raises what it likes
             raise DataError(f"{row.place}: the chat template fails: {reason(error)}") from None
+
+
+def describe_targets(tokenizer: Any, rows: Sequence[Any], context: int) -> Iterator[str]:
+    """What is learned of each of ``rows`` (as :class:`ConversationEncoder` gives them), and whether the model learns to stop."""
+    ends = {*tokenizer.all_special_ids, *tokenizer.get_added_vocab().values()} - {tokenizer.unk_token_id}
+    stops = True
+    for row in rows:
+        learned = np.append(row >= 0, False)
+        text = tokenizer.decode(row[row >= 0].tolist())
+        yield f"learned of a row: {json.dumps(text[:100], ensure_ascii=False)}{' ...' if len(text) > 100 else ''}"
+        lasts = (learned[:-1] & ~learned[1:]).nonzero()[0].tolist()
+        whole = [last for last in lasts if last + 1 < len(row) or len(row) <= context]
+        stops &= not any(ends.isdisjoint(row[max(last - 3, 0) : last + 1].tolist()) for last in whole)
+    if not stops:
+        yield (
+            "warning: an answer ends with no special token that is learned, so the model does not learn to stop; "
+            f"write one, such as {tokenizer.eos_token}, before {{% endgeneration %}} in the chat template"
+        )
 
 
 _WEIGHTS = ("weight", "train", "loss")

@@ -8,8 +8,9 @@ batch of a training, and no more of them than fit into a second.
 from __future__ import annotations
 
 import json
+import re
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 
 import torch
 from torch import Tensor
@@ -23,17 +24,29 @@ from dsframe.errors import DataError
 
 BUDGET_SECONDS = 1.0
 """No further row is read after that time. The first is read whatever it takes."""
+_ADDRESS = re.compile(r" at 0x[0-9a-f]+")
+_UNLIKE = (
+    "the {} data give another sample {} when it is read again: they have a state, or a random generator of their own, so the "
+    "result depends on the number of processes, on workers and on restarts; draw in __getitem__ with torch, NumPy or random, "
+    "which dsframe seeds for each sample"
+)
 _READINGS = 16
 """A sample that comes flipped or not is the same in so many readings once in 65,536 runs."""
 
 
-def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader) -> dict[str, str]:
+def assert_same_samples(ranks: Ranks, loader: Loader | EvaluationLoader, say: Callable[[str], None]) -> dict[str, str]:
     """**Collective.** Returns digests of a few samples, by index. Raises DataError where ranks have other samples.
 
     Samples that look otherwise each time they are read have no digest: of those only the structure is compared, and nothing
-    is returned. May draw random numbers, if the data do.
+    is returned, and ``say`` names them. May draw random numbers, if the data do.
     """
-    digests = {str(index): digest(row) for index, row in _rows(loader, _chosen(loader))}
+    chosen = _chosen(loader)
+    twice = [] if isinstance(loader.source, StreamSource) else chosen[:1]
+    read = [(str(index), digest(row)) for index, row in _rows(loader, twice + chosen)]
+    digests = dict(read)
+    if twice and len(read) > 1 and read[0] != read[1]:
+        say(_UNLIKE.format("training" if isinstance(loader, Loader) else "evaluation", chosen[0]))
+        digests = {}
     of_ranks = [json.loads(text) for text in all_gather_text(ranks, json.dumps(digests))]
     common = [index for index in of_ranks[0] if all(index in digests_there for digests_there in of_ranks)]
     index = next((index for index in common if len({digests_there[index] for digests_there in of_ranks}) > 1), None)
@@ -64,7 +77,7 @@ def digest(row: Batch) -> str:
             hasher.update(f"{leaf.dtype} {list(leaf.shape)}".encode())
             hasher.update(leaf.detach().cpu().contiguous().flatten().view(torch.uint8).numpy().data)
         else:
-            hasher.update(repr(leaf).encode())
+            hasher.update(_ADDRESS.sub("", repr(leaf)).encode())
     return hasher.hexdigest()
 
 

@@ -142,6 +142,10 @@ def check(data_dir: str, classes: list[str], say: Callable[[str], None]) -> None
     places = [root / name for name in ("train", *_TEST_FOLDERS) if (root / name).is_dir()]
     files = [file for place in places for name in classes for file in _files(place / name)]
     paths = [file for file in files if file.suffix.lower() in SUFFIXES]
+    filled = {file.relative_to(root).parts[:2] for file in paths}
+    for place in places[1:]:
+        if lacking := [name for name in classes if (place.name, name) not in filled]:
+            say(f"dsframe: no images of {', '.join(lacking)} in {place}")
     if others := Counter(file.suffix.lower() or "no suffix" for file in files if file.suffix.lower() not in SUFFIXES):
         counts = ", ".join(f"{count} with {suffix}" for suffix, count in sorted(others.items()))
         say(f"dsframe: files in {root} that are not read as images: {counts}")

@@ -12,7 +12,7 @@ import random
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from functools import partial
+from functools import cached_property, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -24,19 +24,22 @@ from torch.utils.data import DataLoader, Dataset, IterableDataset, TensorDataset
 from dsframe.data.collate import Collate, Pad, collated
 from dsframe.data.mixture import Mixture, MixtureOrder, MixtureSource
 from dsframe.data.packed import RowSource
+from dsframe.data.sample_draws import RowDraws
 from dsframe.data.sampler import Order, Part, Sampler, sequential
 from dsframe.data.shards import Shards
-from dsframe.data.source import Batch, ImageSource, Source, TensorSource, draw
+from dsframe.data.source import Batch, ImageSource, Source, TensorSource, draw, own_rows
 from dsframe.data.workers import held, outlive_signals
 from dsframe.errors import DataError
 
+Item = tuple[int, int, Any]
+"""An epoch, an index and the row."""
 Request = tuple[list[Part], int | None]
 """The samples of one batch, and the width that it is padded to, where that is not its own."""
 READER = "dsframe-reader"
 """Prefix of the name of the thread that reads ahead."""
 _ITEM = 0x6974656D  # the stream of draws that seeds the random generators before dataset[i]
 _READINGS = 5
-"""The same rows are collated so often, less one, to see whether they come out the same."""
+"""So many rows are collated so often, less one, to see whether they come out the same."""
 ENDLESS = 2**53
 """Length of a stream that does not say how long it is."""
 
@@ -102,6 +105,7 @@ class DatasetSource:
 
     def __init__(self, dataset: Dataset[Any], seed: int, collate: Collate | None = None) -> None:
         self.dataset, self.seed, self.collate = dataset, seed, collate
+        self._draws = RowDraws(seed, torch.device("cpu"))
         self._lengths: Any = None
         self.global_width = isinstance(collate, Pad) and collate.to == "global-batch"
         if self.global_width:
@@ -117,7 +121,7 @@ class DatasetSource:
 
     def common_width(self, parts: list[Part]) -> int:
         """The length of the longest of these rows."""
-        return max(int(self._lengths[index]) for _, rows in parts for index in rows.tolist())
+        return max(int(self._lengths[index % len(self)]) for _, rows in parts for index in rows.tolist())
 
     def batch(self, indices: Tensor, epoch: int) -> Batch:
         return self.gather([(epoch, indices)])
@@ -125,14 +129,22 @@ class DatasetSource:
     def gather(self, parts: list[Part], width: int | None = None) -> Batch:
         """The samples of all parts, collated once: batches with strings or lists in them cannot be put together afterwards."""
         with _kept_generators():
-            items = [(index, self.item(epoch, index)) for epoch, rows in parts for index in rows.tolist()]
-            return collated(items, self.collate, width)
+            items = [(epoch, index, self.item(epoch, index)) for epoch, rows in parts for index in rows.tolist()]
+            return self.collated(items, width)
 
     def item(self, epoch: int, index: int) -> Any:
         """Sample ``index`` in ``epoch``. Leaves the global random generators seeded from the two."""
         bits = draw(self.seed, epoch, index, _ITEM) & 0x7FFF_FFFF_FFFF_FFFF
         _seed(bits)
-        return self.dataset[index]
+        return self.dataset[index % len(self)]
+
+    def collated(self, items: list[Item], width: int | None = None) -> Batch:
+        """The batch of these samples. What ``collate`` draws with torch for each row belongs to the row."""
+        numbered = [(index % len(self), row) for _, index, row in items]
+        if self.collate is None or isinstance(self.collate, Pad):
+            return collated(numbered, self.collate, width)
+        with self._draws.collating([(epoch, index) for epoch, index, _ in items]):
+            return collated(numbered, self.collate)
 
 
 def _seed(bits: int) -> None:
@@ -234,16 +246,16 @@ class _Keyed(Dataset[Any]):
     def __init__(self, source: DatasetSource) -> None:
         self.source = source
 
-    def __getitem__(self, key: tuple[int, int, int | None]) -> tuple[int, Any, int | None]:
+    def __getitem__(self, key: tuple[int, int, int | None]) -> tuple[Item, int | None]:
         epoch, index, width = key
-        return index, self.source.item(epoch, index), width
+        return (epoch, index, self.source.item(epoch, index)), width
 
-    def collated(self, items: list[tuple[int, Any, int | None]]) -> Batch:
+    def collated(self, items: list[tuple[Item, int | None]]) -> Batch:
         """A batch of what ``__getitem__`` gave."""
-        return collated([(index, row) for index, row, _ in items], self.source.collate, items[0][2])
+        return self.source.collated([item for item, _ in items], items[0][1])
 
-    def draws(self, rows: list[tuple[int, Any, int | None]]) -> bool:
-        """True where ``collate`` moves a global generator, or makes another batch each time of the same rows."""
+    def draws(self, rows: list[tuple[Item, int | None]]) -> bool:
+        """True where ``collate`` draws what belongs to no row, or makes another batch each time of the same rows."""
         batches, following = [], []
         for reading in range(_READINGS):
             _seed(0)
@@ -305,7 +317,7 @@ class _Fetcher:
     def _fetch(self, parts: list[Part], width: int | None) -> Batch:
         if isinstance(self.source, (DatasetSource, RowSource, MixtureSource)):
             return self.source.gather(parts, width)
-        batches = [_pair(self._read(rows, epoch), self.source) for epoch, rows in parts]
+        batches = [_pair(self._read(own_rows(self.source, rows), epoch), self.source) for epoch, rows in parts]
         if len(batches) == 1:
             return batches[0]
         try:
@@ -324,10 +336,8 @@ class _Fetcher:
     def collate_draws(self) -> bool:
         """True where the task's ``collate`` draws random numbers: by batch, not by sample. Read as :meth:`rows` are."""
         source = self.source
-        if not isinstance(source, DatasetSource) or source.collate is None or isinstance(source.collate, Pad):
-            return False
-        keys = [[(0, index, None) for index in range(min(2, len(source)))]]
-        read = _Keyed(source)
+        keys = [[(0, index, None) for index in range(min(_READINGS, len(source)))]]
+        read = _Keyed(source)  # type: ignore[arg-type]  # of what has a collate
         loader = DataLoader(
             read,
             batch_sampler=keys,
@@ -339,11 +349,15 @@ class _Fetcher:
         with held(), _kept_generators():
             return bool(next(_in_one_line(iter(loader))))
 
+    def batches(self, samples: Iterable[Sequence[int]], device: torch.device | str = "cpu") -> Iterator[Batch]:
+        """Batches of these samples. One worker reads them where there are any: a file that this process opened all of them would
+        share."""
+        fetch = _Fetcher(self.source, torch.device(device), min(self.workers, 1))
+        return fetch(([(0, torch.tensor(list(indices)))], None) for indices in samples)
+
     def rows(self, indices: list[int]) -> Iterator[Batch]:
-        """Batches of one sample each, on the CPU. One worker reads them where there are any: a file that this process opened all of
-        them would share."""
-        fetch = _Fetcher(self.source, torch.device("cpu"), min(self.workers, 1))
-        return fetch(([(0, torch.tensor([index]))], None) for index in indices)
+        """Batches of one sample each, on the CPU."""
+        return self.batches([index] for index in indices)
 
 
 def _in_one_line(batches: Iterator[Any]) -> Iterator[Any]:
@@ -478,11 +492,11 @@ class Loader:
         """Returns what is to be said before a training of so many steps. Raises DataError where the data do not suffice."""
         samples = steps * self.sampler.global_batch_size
         lines = self.sampler.order.lines(samples)
-        if self._fetch.collate_draws():
+        if self.collate_draws:
             lines.append(
-                "collate draws random numbers, for a batch and not for a sample: the losses depend on the micro-batch size and on "
-                "the number of ranks, and with a generator of its own on workers and resumes too; draw in the data set's "
-                "__getitem__, which dsframe seeds for each sample"
+                "collate draws random numbers for a batch and not for its rows: the losses depend on the micro-batch size and "
+                "on the number of ranks, and with a generator of its own on workers and resumes too; draw one number for each "
+                "row with torch (shape [rows, ...]), or draw in the data set's __getitem__"
             )
         if isinstance(self.source, StreamSource):
             if samples >= ENDLESS:
@@ -501,9 +515,24 @@ class Loader:
         """As :meth:`StreamSource.read`; empty for other data, of which all ranks have the same."""
         return self.source.read() if isinstance(self.source, StreamSource) else []
 
+    @property
+    def collates(self) -> bool:
+        """True where a function of the task's makes the batches: it may mix samples."""
+        collate = self.source.collate if isinstance(self.source, DatasetSource) else None
+        return collate is not None and not isinstance(collate, Pad)
+
+    @cached_property
+    def collate_draws(self) -> bool:
+        """True where the task's ``collate`` draws random numbers: by batch, not by sample."""
+        return self.collates and self._fetch.collate_draws()
+
     def rows(self, indices: list[int]) -> Iterator[Batch]:
         """Batches of one sample each, on the CPU, as they look in epoch 0."""
         return self._fetch.rows(indices)
+
+    def batches(self, samples: Iterable[Sequence[int]]) -> Iterator[Batch]:
+        """Batches of these samples, on the device, as they look in epoch 0."""
+        return self._fetch.batches(samples, self._fetch.device)
 
     def _requests(self, first_step: int, last_step: int | None) -> Iterator[Request]:
         step = first_step

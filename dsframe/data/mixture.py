@@ -22,7 +22,7 @@ from torch.utils._pytree import tree_map
 
 from dsframe.data.packed import RowSource
 from dsframe.data.sampler import Order, Part, taken
-from dsframe.data.source import Batch, Source, draws
+from dsframe.data.source import Batch, Source, draws, own_rows
 from dsframe.errors import DataError
 
 _MIXTURE = 0x6D6978  # a stream of draws of its own
@@ -101,7 +101,7 @@ class MixtureSource:
 
     def common_width(self, parts: list[Part]) -> int:
         """As :meth:`RowSource.common_width`: the widest of its sources."""
-        indices = torch.cat([rows for _, rows in parts])
+        indices = torch.cat([rows for _, rows in parts]) % len(self)
         which = torch.searchsorted(self._ends, indices, right=True)
         widths = []
         for number, source in enumerate(self._sources):
@@ -113,12 +113,14 @@ class MixtureSource:
     def gather(self, parts: list[Part], width: int | None = None) -> Batch:
         """The rows of all parts as one batch. ``width``: in place of their own."""
         epochs = torch.cat([torch.full_like(rows, epoch) for epoch, rows in parts])
-        indices = torch.cat([rows for _, rows in parts])
+        rows = torch.cat([rows for _, rows in parts])
+        copies, indices = rows // len(self), rows % len(self)
         which = torch.searchsorted(self._ends, indices, right=True)
         widths = [width or 0]
         wanted: list[tuple[Source, list[Part], Tensor]] = []
         for number, source in enumerate(self._sources):
             numbers = indices - (self._ends[number - 1] if number else 0)
+            numbers = own_rows(source, numbers + copies * len(source))
             for epoch in epochs[which == number].unique().tolist():  # type: ignore[no-untyped-call]
                 here = ((which == number) & (epochs == epoch)).nonzero().flatten()
                 wanted.append((source, [(epoch, numbers[here])], here))
@@ -168,7 +170,8 @@ class MixtureOrder(Order):
             offset = self._mixture.ends[number] - order.samples
             drawn = taken(order, *divmod(int(nth[here[0]]), order.samples), len(here)) if len(here) else []
             for (passes, rows), places in zip(drawn, here.split([len(rows) for _, rows in drawn]), strict=True):  # type: ignore[no-untyped-call]
-                epochs[places], indices[places] = passes, rows + offset
+                copies = rows // order.samples * self.samples
+                epochs[places], indices[places] = passes, rows % order.samples + offset + copies
         cuts = (epochs.diff().nonzero().flatten() + 1).tolist()
         return [(int(epochs[cut]), rows) for cut, rows in zip([0, *cuts], indices.tensor_split(cuts), strict=True)]
 

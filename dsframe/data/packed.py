@@ -59,6 +59,7 @@ class RowSource:
 
     def _laid(self, chosen: Any) -> tuple[Any, Any, Any]:
         """The pieces of all rows, the row of each, and how many positions of each row are filled."""
+        chosen = chosen % len(self)
         begins = np.where(chosen > 0, self._ends[chosen - 1], 0)
         counts = self._ends[chosen] - begins  # pieces of each row
         pieces = self._pieces[_ranges(begins, counts)]

@@ -20,7 +20,8 @@ from dsframe.data.source import draws
 from dsframe.errors import DataError
 
 Part = tuple[int, Tensor]
-"""``(epoch, indices)``: int64 sample indices that belong to one epoch."""
+"""``(epoch, indices)``: int64 sample indices that belong to one epoch. The n-th copy of a sample in it (from 0) has ``n * samples``
+added, by which its draws are others."""
 
 _PERMUTATION = 0x7065726D  # a stream of draws of its own, so that order and augmentation are independent
 
@@ -86,7 +87,15 @@ class Order:
                 f"the order of epoch {epoch} has {what}; give {self.samples} indices from 0 to {self.samples - 1}, an int64 tensor "
                 "on the CPU"
             )
-        return order
+        return order + self.samples * _copies(order)
+
+
+def _copies(order: Tensor) -> Tensor:
+    """How often each index came before in ``order``."""
+    by_index = order.argsort(stable=True)
+    places = torch.arange(len(order))
+    first = torch.searchsorted(order[by_index], order[by_index])
+    return torch.empty_like(order).index_copy_(0, by_index, places - first)
 
 
 def taken(order: Order, epoch: int, start: int, count: int) -> list[Part]:

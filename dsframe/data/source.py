@@ -158,8 +158,8 @@ class ImageSource:
         if self._padding or self._flip:
             images = self._augmented(indices, draws(self._seed, epoch, indices))
         else:
-            images = self._images.index_select(0, indices)
-        return images, self._labels.index_select(0, indices)
+            images = self._images.index_select(0, indices % len(self))
+        return images, self._labels.index_select(0, indices % len(self))
 
     def normalised(self, batch: Batch) -> Batch:
         """``batch``, of :meth:`pixels`, with float32 images; on any device, with the same bits."""
@@ -177,7 +177,7 @@ class ImageSource:
         left = (bits >> 24 & 0xFFFFFF) * offsets >> 24
         order = bits.argsort()  # by the topmost bit, the sign: the images to be mirrored come first
         mirrored = int((bits < 0).sum()) if self._flip else 0
-        images = self._images.index_select(0, indices.index_select(0, order))
+        images = self._images.index_select(0, indices.index_select(0, order) % len(self))
         frame_height, frame_width = height + 2 * padding, width + 2 * padding
         frames = images.new_zeros(count, channels, frame_height, frame_width)
         inside = frames[..., padding : padding + height, padding : padding + width]
@@ -191,6 +191,12 @@ class ImageSource:
         starts = corner[:, None] + row.view(-1)
         every_row = frames.as_strided((frames.numel() - width + 1, width), (1, 1))  # a view: overlapping, not copied
         return every_row.index_select(0, starts.view(-1)).view(images.shape)
+
+
+def own_rows(source: Source, rows: Tensor) -> Tensor:
+    """The rows as the source numbers them: of the copies in an epoch only images in memory have draws of their own."""
+    knows_copies = isinstance(source, ImageSource) and type(source).batch is ImageSource.batch
+    return rows if knows_copies else rows % len(source)
 
 
 def check_labels(labels: Tensor, classes: int) -> None:

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from dsframe.engine import Engine, StepResult
+from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError, TaskError
 from dsframe.model.forward import Inputs, Measure, MicroBatch, TargetedInputs, Terms, loss_of
 from dsframe.model.plan import Plan
@@ -42,8 +43,14 @@ class ModelEngine(Engine):
     """An engine of one model. A task with several models has one of these for each
     (``engines.parts``)."""
 
+    reduces_repeatedly = True
+    """False if a parameter's gradient may come but once in a backward pass."""
     _terms: Terms
     """The terms that the loss returned with its value in this step."""
+
+    @functools.cached_property
+    def _views(self) -> dict[str, ParameterView]:
+        return {}
 
     def _begin_step(self) -> None:
         self._terms = {}
@@ -65,6 +72,20 @@ class ModelEngine(Engine):
         skipped: bool,
     ) -> StepResult:
         return StepResult(loss, learning_rate, gradient_norm, skipped, self._terms)
+
+    def begin_average(self) -> None:
+        """The average of the weights begins with the weights that there are now, not with those after the first update."""
+        raise EngineError(f"{self.description} trains one model; choose another engine for several")
+
+    def views(self) -> list[ParameterView]:
+        """Returns where the optimizer has each trained parameter."""
+        raise EngineError(f"{self.description} does not show its weights")
+
+    def view(self, name: str) -> ParameterView:
+        """Returns where the optimizer has one trained parameter."""
+        if name not in self._views:
+            self._views |= {view.name: view for view in self.views()}
+        return self._views[name]
 
     def outputs(self, inputs: Inputs, module: nn.Module | None = None) -> Any:
         """**Collective**, in the middle of a step. Returns the outputs of ``module``, a part of the

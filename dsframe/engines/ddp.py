@@ -41,6 +41,8 @@ class _TouchAllParameters(torch.autograd.Function):
 class DdpEngine(ReplicaEngine):
     """Full replicas; gradients are averaged in buckets while the backward pass still runs."""
 
+    reduces_repeatedly = False
+
     def __init__(self, plan: Plan) -> None:
         """**Collective.** Raises WorldError where the processes cannot meet."""
         process_group.open_process_group(plan.world, plan.device, plan.collective_limit)
@@ -89,7 +91,8 @@ class DdpEngine(ReplicaEngine):
         return result
 
     def _touch_unused(self, loss: Tensor) -> Tensor:
-        if not self._reached:
+        # A pass inside of the backward pass would say of its parameters that they are ready, and this one again.
+        if not self._reached or (self.built.watch is not None and self.built.watch.recomputes_inside):
             return loss
         # The C++ function below torch.autograd.Function's, which looks at each argument in Python, for functorch.
         reached: Any = super(torch.autograd.Function, _TouchAllParameters)

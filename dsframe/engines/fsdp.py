@@ -45,6 +45,7 @@ class FsdpEngine(ReplicaEngine):
     """Parameters, gradients and optimizer state in shards; 16-bit numbers only where the model computes."""
 
     forward_is_collective = True
+    reduces_repeatedly = False
     _calls: CallOrder | None = None
     _stays_gathered = False
     """True while an evaluation keeps what it has gathered for its next batch."""
@@ -231,7 +232,7 @@ class FsdpEngine(ReplicaEngine):
         if self._calls is not None:
             self._calls.check()
         whole = super().state()
-        shards = state_replica.shards(self._slots(), self._frozen(), self.optimizer)
+        shards = state_replica.shards(self.views(), self._frozen(), self.optimizer)
         return replace(whole, parameters=ShardedParameters(shards, whole.parameters))
 
     def load_state(self, saved: SavedState) -> None:

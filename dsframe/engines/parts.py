@@ -21,6 +21,7 @@ import torch
 from torch import Tensor, nn
 from torch.distributed import PrefixStore  # type: ignore[attr-defined]
 from torch.multiprocessing.reductions import StorageWeakRef
+from torch.nn.modules.batchnorm import _BatchNorm
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -28,15 +29,16 @@ from dsframe.checkpoint import changes
 from dsframe.cluster import process_group
 from dsframe.cluster.exchange import by_value, first_difference
 from dsframe.config import Config, load
+from dsframe.data.sample_draws import DrawTrial
 from dsframe.engine import Engine, StepResult
 from dsframe.engines.base import ModelEngine
+from dsframe.engines.teachers import Teacher
 from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
 from dsframe.model import adapter, optimizers, schedules
 from dsframe.model.build import BuiltModel
-from dsframe.model.forward import Inputs, Measure, MicroBatch
+from dsframe.model.forward import Arguments, Inputs, Measure, MicroBatch
 from dsframe.model.groups import ParameterGroups
 from dsframe.model.plan import Plan
-from dsframe.model.sample_draws import DrawTrial
 from dsframe.model.state import (
     EngineState,
     ParameterState,
@@ -45,6 +47,7 @@ from dsframe.model.state import (
     ShardedParameters,
     persistent_buffers,
 )
+from dsframe.tasks.average_of import AverageOf
 from dsframe.tasks.task import Sum, Task, sums
 
 Make = Callable[[Plan], ModelEngine]
@@ -58,6 +61,13 @@ def make(engine: Make, plan: Plan) -> Engine:
 def names(task: Task) -> list[str]:
     """Returns the names of the task's models, none where it has one without a name. Raises TaskError where losses are of others."""
     models, losses, whose = list(task.models()), list(task.losses()), type(task).__name__
+    if models and type(task).model is not Task.model:
+        raise TaskError(f"{whose} has model() and models(); remove one of them")
+    for name, made in task.models().items():
+        if isinstance(made, AverageOf) and (made.model not in losses or name in losses):
+            raise TaskError(
+                f"{whose}.models: {name!r} is the {made}; that has to be a model with a loss, and {name!r} has none"
+            )
     for name in models:
         if not name.isidentifier() or hasattr(nn.Module, name):
             raise TaskError(
@@ -129,6 +139,10 @@ class PartsEngine(Engine):
                 raise TaskError(
                     f"dsframe.optimizers: no loss trains a model {name!r}; those that are trained are {known}"
                 )
+        self._every = {name: optimizer.every_steps for name, optimizer in plan.config.settings.optimizers.items()}
+        if all(self._every.get(name, 1) > 1 for name in self._losses):
+            raise TaskError("dsframe.optimizers: each model has every_steps above 1, so some steps would train nothing")
+        self._steps = 0
         with process_group.shared():
             for name in every:
                 self._engines[name] = engine(self._plan_of(name))
@@ -141,7 +155,23 @@ class PartsEngine(Engine):
             self, [f"{name} with digest {digest}" for name, digest in self._digests.items()]
         ):
             raise TaskError(f"{type(plan.task).__name__}: a frozen model differs between ranks: {by_value(difference)}")
+        self._teachers = {
+            name: Teacher(of, self._engines[of.model], self._parts[of.model].inner, self._parts[name].inner)
+            for name, of in self._averages.items()
+        }
+        if self._teachers and plan.config.settings.ema:
+            raise TaskError(
+                f"dsframe.ema: {type(plan.task).__name__} averages a model itself (average_of); remove one of them"
+            )
+        norms = (isinstance(module, _BatchNorm) for part in self._parts.values() for module in part.modules())
+        if plan.config.settings.model.sync_batch_norm and not any(norms):
+            raise TaskError('"sync_batch_norm" has no effect: no model has BatchNorm; remove it')
         self._set_built()
+
+    @property
+    def _averages(self) -> dict[str, AverageOf]:
+        """The models that are the average of another one."""
+        return {name: made for name, made in self.plan.task.models().items() if isinstance(made, AverageOf)}
 
     def _set_built(self) -> None:
         """Sets what is to be known of all models together."""
@@ -162,7 +192,9 @@ class PartsEngine(Engine):
         how = {
             name: f"loss {number}, {changes.kind_of(specs[name])}" for number, name in enumerate(self._losses, start=1)
         }
+        how |= {name: f"{how[name]}, every {every} steps" for name, every in self._every.items() if every > 1}
         how |= {name: f"frozen, digest {digest}" for name, digest in self._digests.items()}
+        how |= {name: str(of) for name, of in self._averages.items()}
         manifest: dict[str, dict[str, Any]] = {
             "training": {"models": {name: how[name] for name in self._engines}},
             "course": {"optimizers": {name: changes.course_of(spec) for name, spec in specs.items()}},
@@ -208,6 +240,9 @@ class PartsEngine(Engine):
         task, drawn = self.plan.task, _Drawn()
         if name in self._losses:
             part = _Part(name, task.model_of(name), partial(self._loss, name))
+        elif name in self._averages:
+            part = _Part(name, task.model_of(name), None)
+            part.requires_grad_(False)
         else:
             with drawn:
                 part = _Part(name, task.model_of(name), None)
@@ -226,11 +261,8 @@ class PartsEngine(Engine):
         return self._passes[name](self._losses[name], models, batch)
 
     def _outputs(self, name: str, runs: bool, *args: Any, **kwargs: Any) -> Any:
-        if args and kwargs:
-            raise TaskError(
-                f"{type(self.plan.task).__name__}: give the model {name!r} positional arguments or keywords, not both"
-            )
-        return self._engines[name].outputs(kwargs or args, self._parts[name].inner if runs else None)
+        inputs = Arguments(args, kwargs)
+        return self._engines[name].outputs(inputs, self._parts[name].inner if runs else None)
 
     # The step.
 
@@ -238,14 +270,22 @@ class PartsEngine(Engine):
         """**Collective.** One update of each model that is trained, in the order of the losses; each sees all micro-batches.
 
         The loss is the sum of all, the norm that of all gradients, each as its own engine has it; the rate is the first loss's.
+        A model with ``every_steps`` takes part in some steps only.
         """
         if self._calls is not None:
             self._calls.begin()
         batches = [replace(batch, inputs=_LossInputs(batch.inputs, batch.targets)) for batch in micro_batches]
         results: dict[str, StepResult] = {}
+        self._steps += 1
         for name in self._losses:
+            every = self._every.get(name, 1)
+            if self._steps % every:
+                continue
             with self._alone(name):
                 results[name] = self._trained[name].train_step(iter(batches))
+            for teacher in self._teachers.values():
+                if teacher.of.model == name and not results[name].skipped:
+                    teacher.follow(self._steps // every)
         steps = list(results.values())
         norms = [step.gradient_norm for step in steps]
         norm: Tensor | float | None = norms[0]
@@ -255,7 +295,7 @@ class PartsEngine(Engine):
             norm = torch.stack(known).norm() if len(known) == len(norms) else None
         loss = sum((step.loss for step in steps[1:]), steps[0].loss)
         skipped = any(step.skipped for step in steps)
-        return StepResult(loss, steps[0].learning_rate, norm, skipped, _terms(results))
+        return StepResult(loss, steps[0].learning_rate, norm, skipped, _terms(results, len(self._losses) > 1))
 
     @contextmanager
     def _alone(self, name: str) -> Iterator[None]:
@@ -301,9 +341,10 @@ class PartsEngine(Engine):
         return self._first.evaluating(batches)
 
     def average(self, decay: float) -> None:
-        """The averages of all models that are trained."""
-        for engine in self._trained.values():
-            engine.average(decay)
+        """The averages of the models that the last step has updated."""
+        for name, engine in self._trained.items():
+            if self._steps % self._every.get(name, 1) == 0:
+                engine.average(decay)
 
     @contextmanager
     def averaged(self) -> Iterator[None]:
@@ -327,14 +368,17 @@ class PartsEngine(Engine):
         if len(sharded) == len(states):
             parameters = ShardedParameters([shard for group in sharded for shard in group.shards], parameters)
         further = {name: kept for state in states for name, kept in state.aliases.items()}
-        return EngineState(states[0].updates, None, self.buffers(), further, parameters)
+        return EngineState(self._steps, None, self.buffers(), further, parameters)
 
     def load_state(self, saved: SavedState) -> None:
         """**Collective.** Each engine reads its model."""
         if strange := [name for name in saved.shapes if name.partition(".")[0] not in self._trained]:
             raise CheckpointError(f"the checkpoint belongs to another model (parameters differ): {strange[0]} is gone")
+        self._steps = saved.updates
         for name, engine in self._trained.items():
-            engine.load_state(_OfPart(saved, name))
+            engine.load_state(_OfPart(saved, name, self._every.get(name, 1)))
+        for teacher in self._teachers.values():
+            teacher.resume()
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """**Collective.** Element-wise sum over the ranks."""
@@ -353,11 +397,11 @@ class PartsEngine(Engine):
         opener.close()
 
 
-def _terms(results: Mapping[str, StepResult]) -> dict[str, Sum]:
-    """Returns the terms that the losses returned with their values; with several losses, these too."""
+def _terms(results: Mapping[str, StepResult], several: bool) -> dict[str, Sum]:
+    """Returns the terms that the losses returned with their values; with ``several`` losses, these too."""
     terms: dict[str, Sum] = {}
     for name, result in results.items():
-        if len(results) > 1:
+        if several:
             terms[f"{name}_loss"] = Sum(result.loss.detach(), 1)
         terms.update(result.terms)
     return terms
@@ -382,7 +426,7 @@ def _config_of(config: Config, name: str, others: Collection[str], *, frozen: bo
         return config
     optimizer = section.pop("optimizers", {}).get(name)
     if optimizer is not None:
-        raw["optimizer"] = optimizer
+        raw["optimizer"] = {key: value for key, value in optimizer.items() if key != "every_steps"}
     if frozen:
         section.pop("layer_decay", None)
         section.get("model", {}).pop("activation_checkpointing", None)
@@ -404,9 +448,13 @@ def _config_of(config: Config, name: str, others: Collection[str], *, frozen: bo
 class _OfPart(SavedView):
     """A saved state as one model's engine sees it."""
 
-    def __init__(self, saved: SavedState, name: str) -> None:
+    def __init__(self, saved: SavedState, name: str, every: int) -> None:
         super().__init__(saved)
-        self._prefix = f"{name}."
+        self._prefix, self._every = f"{name}.", every
+
+    @property
+    def updates(self) -> int:
+        return self._saved.updates // self._every
 
     @property
     def shapes(self) -> Mapping[str, Sequence[int]]:

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor, nn
 
 from dsframe.engine import StepResult
-from dsframe.engines import precision, state_replica
+from dsframe.engines import after_step, precision, state_replica
 from dsframe.engines.base import ModelEngine, without_gradients
 from dsframe.model import ema, lbfgs
 from dsframe.model.build import build_model
@@ -57,6 +57,7 @@ class ReplicaEngine(ModelEngine):
         self._parameters = (
             [p for p in self.model.parameters() if p.requires_grad] if self._masters is None else self._masters.masters
         )
+        self._average_start: dict[Tensor, Tensor] | None = None
         self._loss_scale = self._make_loss_scale()
         self._updates = 0
         if not plan.frozen:
@@ -180,8 +181,7 @@ class ReplicaEngine(ModelEngine):
 
         self.optimizer.step(closure)
         self._updates += 1
-        if self._masters:
-            self._masters.give_weights()
+        self._updated()
         self.optimizer.zero_grad()
         loss, norm = evaluations[0]
         return self._result(loss.to(self.built.dtype), learning_rate, norm, skipped=False)
@@ -206,13 +206,20 @@ class ReplicaEngine(ModelEngine):
         if not overflow:
             self._apply()
             self._updates += 1
-            if self._masters:
-                self._masters.give_weights()
+            self._updated()
         if self._loss_scale:
             self._loss_scale.update(overflow)
         self.optimizer.zero_grad()
         shown = norm if self.averages_gradients else None
         return self._result(loss.to(self.built.dtype), learning_rate, shown, skipped=overflow)
+
+    def _updated(self) -> None:
+        """**Collective.** After an update of the masters: the task's say in it, then the model's weights."""
+        if after_step.overridden(self.plan.task):
+            after_step.call(self.plan.task, self.views())
+            self._publish()
+        elif self._masters:
+            self._masters.give_weights()
 
     def _forward(self, model: nn.Module, inputs: Inputs) -> Any:
         with precision.autocast(self.plan.config, self.plan.device):
@@ -235,7 +242,11 @@ class ReplicaEngine(ModelEngine):
 
     def average(self, decay: float) -> None:
         """The average of the masters, in the optimizer's state. Sends nothing."""
-        ema.update(self.optimizer, self._parameters, decay)
+        ema.update(self.optimizer, self._parameters, decay, self._average_start)
+
+    def begin_average(self) -> None:
+        """Keeps a copy of the masters until there is an average."""
+        self._average_start = ema.copies(self._parameters)
 
     def averaged(self) -> AbstractContextManager[None]:
         """The average of the masters, rounded into the model."""
@@ -252,14 +263,14 @@ class ReplicaEngine(ModelEngine):
 
     def state(self) -> EngineState:
         """Yields, by the model's own names, views of this rank's own state if it holds all; a subclass adds the other ranks'."""
-        parameters = state_replica.read(self._slots(), self._frozen(), lbfgs.by_parameter(self.optimizer))
+        parameters = state_replica.read(self.views(), self._frozen(), lbfgs.by_parameter(self.optimizer))
         loss_scale = self._loss_scale.state if self._loss_scale else None
         return EngineState(self._updates, loss_scale, self.buffers(), aliases(self.model), parameters)
 
     def load_state(self, saved: SavedState) -> None:
         """Every rank reads the same; nothing is sent."""
         held = lbfgs.by_parameter(self.optimizer)
-        state_replica.write(self._slots(), self._frozen(), held, saved)
+        state_replica.write(self.views(), self._frozen(), held, saved)
         if isinstance(held, lbfgs.ByParameter):
             held.put_back()
         load_buffers(self.model, saved)
@@ -269,7 +280,8 @@ class ReplicaEngine(ModelEngine):
             self._loss_scale.restore(saved.loss_scale)
         self._updates = saved.updates
 
-    def _slots(self) -> list[state_replica.ParameterView]:
+    def views(self) -> list[state_replica.ParameterView]:
+        """Returns where the optimizer has each trained parameter."""
         return [self._slot(name, parameter) for name, parameter in self._named_parameters()]
 
     def _frozen(self) -> list[state_replica.ParameterView]:

@@ -77,6 +77,12 @@ class ParameterView:
             raise CheckpointError(f"{self.name}: the optimizer's {list(whole.shape)} cannot be cut into shares")
         return torch.zeros(whole.shape, dtype=self.master.dtype, device=self.master.device)
 
+    def put(self, whole: Tensor) -> None:
+        """Writes to the master what this rank holds of ``whole``."""
+        master = self.master.detach()
+        first, size = self.span(master)
+        self.flat(master).copy_(whole.flatten()[first : first + size])
+
 
 def read(
     slots: Iterable[ParameterView], frozen: Iterable[ParameterView], optimizer: torch.optim.Optimizer

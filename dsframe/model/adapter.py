@@ -24,6 +24,7 @@ from torch import Tensor, nn
 
 from dsframe.config.read.suggest import closest
 from dsframe.errors import CheckpointError, ConfigError
+from dsframe.tasks import hub
 
 if TYPE_CHECKING:
     from dsframe.config import Config
@@ -83,6 +84,7 @@ def add(config: Config, model: nn.Module) -> str:
                 _check_modules(config, model, settings)
                 whole = [*(settings.modules_to_save or ()), *_heads(model)]
                 settings.modules_to_save = list(dict.fromkeys(whole)) or None
+            _check_new_rows(config, model, settings)
             peft.inject_adapter_in_model(settings, model, NAME)
             if section.folder is not None:
                 _load(config, model, peft, Path(section.folder))
@@ -245,7 +247,8 @@ def write(model: nn.Module, base: nn.Module, dtype: torch.dtype, out: Path) -> N
 
     settings: Any = model.peft_config[NAME]  # type: ignore[index]  # peft has put it there
     settings.inference_mode = True
-    settings.base_model_name_or_path = getattr(model, "name_or_path", None)
+    source = getattr(model, "name_or_path", None)
+    settings.base_model_name_or_path, settings.revision = hub.origin(str(source)) or (source, settings.revision)
     values = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
     values = {name: tensor.to(dtype, copy=True).contiguous() for name, tensor in values.items()}
     out.mkdir()
@@ -367,6 +370,17 @@ def _check_modules(config: Config, model: nn.Module, settings: Any) -> None:
                 near = closest(name_wanted, {*named, *(name.rpartition(".")[2] for name in named)})
                 hint = f'write "{near}"' if near else f"linear layers of this model are {', '.join(known)}"
                 raise _wrong(config, f'{key}: the model has no module "{name_wanted}"', hint)
+
+
+def _check_new_rows(config: Config, model: Any, settings: Any) -> None:
+    """Raises ConfigError where rows of new tokens would stay as they were drawn."""
+    if not getattr(config.settings.task, "resize_embeddings", False):
+        return
+    layers = (model.get_input_embeddings(), model.get_output_embeddings())
+    names = [name.rpartition(".")[2] for name, module in model.named_modules() if module in layers]
+    if missing := sorted(set(names) - set(settings.modules_to_save or ())):
+        message = "resize_embeddings adds rows that the adapter leaves as they were drawn"
+        raise _wrong(config, message, f"add to modules_to_save: {', '.join(missing)}")
 
 
 def _read(config: Config, peft: Any, folder: Path) -> Any:

@@ -13,14 +13,14 @@ from torch import Tensor, nn
 from torch.nn.parameter import is_lazy
 
 from dsframe.cluster.exchange import Ranks, all_gather_text, by_value, failures, first_difference
+from dsframe.data.sample_draws import DrawTrial, SampleDraws
 from dsframe.errors import DsframeError, TaskError, WorldError
 from dsframe.host.memory import give_back, keep_freed
 from dsframe.model import adapter as adapters
-from dsframe.model import formats, groups, loss_head, switches, sync_batch_norm
+from dsframe.model import formats, groups, loss_head, max_norm, overrides, switches, sync_batch_norm
 from dsframe.model.adapter import Adapter
 from dsframe.model.groups import ParameterGroups
 from dsframe.model.plan import Plan
-from dsframe.model.sample_draws import DrawTrial, SampleDraws
 from dsframe.model.spill import Spill
 from dsframe.model.state import aliases
 from dsframe.model.weight_watch import WeightWatch, refuse_unusual
@@ -113,6 +113,7 @@ def build_model(
     for parameter in model.parameters():
         parameter.grad = None
     switches.apply(model, plan.config, plan.device)
+    limited = max_norm.share_limits(model, weakref.proxy(ranks))
     per_sample = settings.per_sample_randomness
     built = BuiltModel(
         dtype=dtype,
@@ -123,11 +124,11 @@ def build_model(
         origin=origin,
         depends=_all_dependences(plan, model),
         draws=DrawTrial(model, plan.device),
-        watch=None if plan.part else WeightWatch(ranks, model),
+        watch=None if plan.part else WeightWatch(ranks, model, limited),
         sample_draws=SampleDraws(model, plan.seed, plan.batch.micro_batch_size, plan.device) if per_sample else None,
     )
     # Dropout differs between ranks that see different samples, as it must.
-    torch.manual_seed(plan.seed + 1 + plan.data_rank)
+    seed_generators(plan.seed + 1 + plan.data_rank)
     return model, built
 
 
@@ -173,6 +174,8 @@ def _build_on_cpu(ranks: Ranks, spill: Spill | None) -> tuple[nn.Module, str]:
     try:
         with torch.device("cpu"), nullcontext() if spill is None else spill.building():
             model = plan.task.model()
+            if isinstance(model, nn.Module):
+                overrides.refuse(model, type(plan.task).__name__)
             peft = adapters.add(plan.config, model)
     except DsframeError as error:
         failed = error

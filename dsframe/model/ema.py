@@ -6,7 +6,7 @@ parameter's name, and it is the same on any engine. Arithmetic as in torch 2.13,
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 
 import torch
@@ -17,8 +17,14 @@ KEY = "ema"
 
 
 @torch.no_grad()
-def update(optimizer: torch.optim.Optimizer, masters: Sequence[Tensor], decay: float) -> None:
-    """Average = decay x average + (1 - decay) x weight, of what this rank holds. The first time the average is the weight.
+def update(
+    optimizer: torch.optim.Optimizer,
+    masters: Sequence[Tensor],
+    decay: float,
+    start: Mapping[Tensor, Tensor] | None = None,
+) -> None:
+    """Average = decay x average + (1 - decay) x weight, of what this rank holds. The first time the average is the weight, or
+    begins at what ``start`` has for it.
 
     ``masters``: the tensors that ``optimizer`` updates. To be called after an update: an optimizer that finds any state
     about a tensor makes none of its own.
@@ -29,10 +35,19 @@ def update(optimizer: torch.optim.Optimizer, masters: Sequence[Tensor], decay: f
         if KEY in held:
             later.append(master)
         else:
+            local = _local(master.detach())
             held[KEY] = master.detach().clone()
+            if start is not None:
+                _local(held[KEY]).copy_(start[master].lerp(local, 1.0 - decay))
     if later:
         averages = [_local(optimizer.state[master][KEY]) for master in later]
         torch._foreach_lerp_(averages, [_local(master.detach()) for master in later], 1.0 - decay)
+
+
+@torch.no_grad()
+def copies(masters: Sequence[Tensor]) -> dict[Tensor, Tensor]:
+    """Returns what this rank holds of each master now."""
+    return {master: _local(master.detach()).clone() for master in masters}
 
 
 @contextmanager

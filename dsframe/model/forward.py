@@ -16,6 +16,7 @@ from dsframe.model import loss_head, output_classes
 from dsframe.tasks.task import Sum, Task, loss_and_terms, sums, tensor_of
 
 if TYPE_CHECKING:
+    from dsframe.data.sample_draws import SampleDraws
     from dsframe.model.weight_watch import WeightWatch
 
 Inputs = Any
@@ -39,6 +40,8 @@ class MicroBatch:
     on average."""
     inspect: Callable[[Any, Any], None] | None = None
     """Called with the outputs and the targets before the backward pass."""
+    draws: SampleDraws | None = None
+    """Gives the random numbers of the loss to samples."""
 
     @classmethod
     def of(cls, batches: Iterable[tuple[Inputs, Any]], weight: float = 1.0) -> Iterator[MicroBatch]:
@@ -53,6 +56,13 @@ class TargetedInputs(NamedTuple):
     targets: Any
 
 
+class Arguments(NamedTuple):
+    """Inputs of a model that is called with positional arguments and keywords."""
+
+    args: tuple[Any, ...]
+    kwargs: dict[str, Any]
+
+
 def call(model: nn.Module, inputs: Inputs) -> Any:
     """Returns ``model`` applied to ``inputs``: a dict becomes keyword arguments, a tuple or list
     positional ones, anything else the one argument."""
@@ -60,6 +70,8 @@ def call(model: nn.Module, inputs: Inputs) -> Any:
     if isinstance(inputs, TargetedInputs):
         named = {loss_head.TARGETS: inputs.targets}
         inputs = inputs.inputs
+    if isinstance(inputs, Arguments):
+        return model(*inputs.args, **inputs.kwargs, **named)
     if isinstance(inputs, Mapping):
         return model(**inputs, **named)
     if isinstance(inputs, (tuple, list)):
@@ -89,7 +101,8 @@ def loss_of(
     with _watched(watch):
         if batch.inspect:
             batch.inspect(outputs, batch.targets)
-        loss = _weighted_loss(task, outputs, batch, terms)
+        with batch.draws.of_loss() if batch.draws else nullcontext():
+            loss = _weighted_loss(task, outputs, batch, terms)
     if watch is not None:
         watch.computed(loss)
     return loss

@@ -138,6 +138,19 @@ def of_task(spec: OptimizerSpec, task: Task) -> OptimizerSpec:
     return replace(spec, cls=task.optimizer)
 
 
+def try_out(spec: OptimizerSpec, device: torch.device) -> None:
+    """Makes one update of a number with torch's optimizer. Raises ConfigError where torch refuses its arguments on this device."""
+    if spec.own or spec.cls is None or spec.cls is torch.optim.SparseAdam:
+        return
+    number = torch.zeros(1, device=device, requires_grad=True)
+    number.grad = torch.zeros_like(number)
+    optimizer = spec.build([number])
+    try:
+        optimizer.step(lambda: 0.0)
+    except Exception as error:  # torch raises AssertionError, RuntimeError and others
+        raise _wrong("params", f"{spec.name}: {error}") from None
+
+
 def _own(name: str) -> type[torch.optim.Optimizer]:
     """The user's class ``module:Class``. Raises ConfigError where there is none, or it is no optimizer of torch's kind."""
     module, _, attribute = name.partition(":")

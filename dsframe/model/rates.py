@@ -16,6 +16,9 @@ class Rates:
     second_beta: float | None = None
     """Adam's second beta, where the schedule fixes it."""
 
+    weight_decay: float | None = None
+    """Of the groups that have one, where the task gives it."""
+
     def apply(self, parameter_groups: list[dict[str, Any]]) -> None:
         """Writes the rates into a torch optimizer's ``param_groups``, to each the learning rate times its ``lr_scale``."""
         for group in parameter_groups:
@@ -24,6 +27,9 @@ class Rates:
                 group["betas"] = (self.momentum, self.second_beta or group["betas"][1])
             elif self.momentum is not None and "momentum" in group and self.second_beta is None:
                 group["momentum"] = self.momentum
+            # It may become 0 for a while.
+            if self.weight_decay is not None and group.setdefault("decays", bool(group.get("weight_decay"))):
+                group["weight_decay"] = self.weight_decay
 
 
 def keep_ratios(parameter_groups: list[dict[str, Any]], base: float) -> None:

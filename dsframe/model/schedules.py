@@ -293,6 +293,20 @@ def of_task(task: Task, base: float) -> Schedule:
     return at
 
 
+def with_weight_decay(schedule: Schedule, task: Task) -> Schedule:
+    """Returns ``schedule`` with the weight decay of :meth:`dsframe.Task.weight_decay`."""
+
+    def at(updates: int) -> Rates:
+        decay = task.weight_decay(updates)
+        if not isinstance(decay, (int, float)) or not 0.0 <= decay < math.inf:
+            raise TaskError(
+                f"{type(task).__name__}.weight_decay({updates}) returned {decay!r}; return a number from 0 on"
+            )
+        return replace(schedule(updates), weight_decay=float(decay))
+
+    return at
+
+
 def notes(config: Config, schedule: Schedule, total_steps: int) -> Iterator[str]:
     """Yields what is easily overlooked of a schedule on a training of ``total_steps`` updates."""
     if total_steps > 1 and schedule(0).learning_rate == schedule(1).learning_rate == 0.0:
@@ -321,6 +335,12 @@ def planned(config: Config, task: Task, base: float, train_batch_size: int) -> S
                 f'{type(task).__name__}.schedule gives the rate, and the file has "scheduler" too; remove one of them'
             )
         schedule = of_task(task, base)
+    if task.weight_decay(0) is not None:
+        if isinstance(schedule, Plateau):
+            raise TaskError(
+                f"{type(task).__name__}.weight_decay is not possible with ReduceLROnPlateau; remove one of them"
+            )
+        schedule = with_weight_decay(schedule, task)
     if wanted.lr_scaling == "none":
         return schedule
     if scheduler and scheduler.type == "ReduceLROnPlateau":

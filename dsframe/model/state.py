@@ -66,11 +66,6 @@ class ParameterShard:
     scalars: Mapping[str, float]
 
 
-def range_of(shape: Sequence[int], first: int, flat: Tensor) -> TensorShard:
-    """A range that lies in memory: ``flat`` is the view of it, ``first`` its first element in the tensor of ``shape``."""
-    return TensorShard(tuple(shape), full_precision(flat.dtype), first, flat.numel(), lambda: flat)
-
-
 class ShardedParameters:
     """Parameters of which each rank holds ranges: to be iterated whole, or to be saved shard by shard."""
 

@@ -23,6 +23,8 @@ def share_statistics(model: nn.Module, ranks: Ranks) -> None:
     """
     layers = [module for module in model.modules() if isinstance(module, nn.modules.batchnorm._BatchNorm)]
     plan = ranks.plan
+    if not layers and plan.part:  # of several models another may have some
+        return
     if not layers:
         raise TaskError('"sync_batch_norm" has no effect: the model has no BatchNorm; remove it')
     if plan.batch.accumulation_steps > 1:

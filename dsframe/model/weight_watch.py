@@ -16,14 +16,16 @@ import json
 import sys
 import sysconfig
 import weakref
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext
+from contextlib import contextmanager
 from pathlib import Path
 from types import FrameType
 from typing import Any
 
 import torch
 from torch import Tensor, nn
+from torch.nn.modules.module import register_module_forward_pre_hook
 from torch.nn.parameter import is_lazy
 from torch.overrides import TorchFunctionMode
 from torch.utils._pytree import tree_leaves
@@ -31,6 +33,7 @@ from torch.utils._pytree import tree_leaves
 from dsframe.cluster.exchange import all_gather_text
 from dsframe.errors import EngineError, TaskError
 from dsframe.host import source_files
+from dsframe.model.gathered import is_dtensor, is_whole
 
 _METADATA = frozenset(
     "shape dtype device layout ndim requires_grad is_leaf grad_fn grad size dim numel nelement element_size is_floating_point "  # noqa: SIM905
@@ -50,10 +53,10 @@ _STDLIB = sysconfig.get_path("stdlib")
 class WeightWatch(TorchFunctionMode):
     """The watch over one engine's model."""
 
-    def __init__(self, engine: Any, model: nn.Module) -> None:
-        """``engine``: a ``dsframe.engine.Engine``, held weakly."""
+    def __init__(self, engine: Any, model: nn.Module, but: frozenset[str] = frozenset()) -> None:
+        """``engine``: a ``dsframe.engine.Engine``, held weakly. ``but``: weights that dsframe itself writes in forward passes."""
         super().__init__()
-        self._engine, self._model = weakref.proxy(engine), model
+        self._engine, self._model, self._but = weakref.proxy(engine), model, but
         self._looks_inside = not engine.plan.config.settings.model.compile  # a compiler would see the mode
         # Objects that the model's code may hold, and that a library replaces; weakly, for they are a whole model.
         self._built = {id(parameter): (name, weakref.ref(parameter)) for name, parameter in model.named_parameters()}
@@ -67,6 +70,9 @@ class WeightWatch(TorchFunctionMode):
         self._last: dict[str, Any] = {}
         self._watching = False
         self._first = self._losses = 0
+        self._without_gradients: Counter[nn.Module] = Counter()
+        self.recomputes_inside = False
+        """True if the model has blocks that torch recomputes by a backward pass inside of the backward pass (``use_reentrant``)."""
         self._said = False
         self.updates_in_place = True
         """True if the optimizer updates the model's own parameters; False if it has masters or shards."""
@@ -110,7 +116,7 @@ class WeightWatch(TorchFunctionMode):
         self._parameters = dict(self._model.named_parameters())
         self._trained = [parameter.requires_grad for parameter in self._parameters.values()]
         self._whole = not any(
-            hasattr(parameter, "ds_numel") or _is_dtensor(parameter) for parameter in self._parameters.values()
+            hasattr(parameter, "ds_numel") or is_dtensor(parameter) for parameter in self._parameters.values()
         )
 
     @property
@@ -133,8 +139,26 @@ class WeightWatch(TorchFunctionMode):
     def inside(self, *, always: bool = False) -> Iterator[None]:
         """Around a forward pass, a loss, metrics or hooks: looks at what they call. ``always``: in every step."""
         self._note_parameters()
-        with self if self._looks_inside and (self._watching or always) else nullcontext():
+        if not (self._looks_inside and (self._watching or always)):
             yield
+            return
+        with self, register_module_forward_pre_hook(self._called):
+            yield
+
+    def _called(self, module: nn.Module, _: Any) -> None:
+        """Before each module is called, and before a library's own hooks."""
+        if not self._whole:
+            self._refuse_transforms()
+        if module.training and not torch.is_grad_enabled() and next(module.parameters(), None) is not None:
+            self._without_gradients[module] += 1
+
+    def _refuse_transforms(self) -> None:
+        inside = torch._C._functorch.peek_interpreter_stack() is not None  # torch has no public name for it
+        if inside and any(hasattr(parameter, "ds_numel") for parameter in self._parameters.values()):
+            raise EngineError(
+                f"{_caller()} uses weights inside of a transform of torch.func, for which {self._engine.description} cannot gather "
+                "them; choose an engine that keeps whole weights on each rank (ddp, horovod, or ZeRO 0 to 2)"
+            )
 
     def computed(self, loss: Tensor) -> None:
         """After each micro-batch's loss. Raises TaskError where parameters that are not the model's take part."""
@@ -149,6 +173,7 @@ class WeightWatch(TorchFunctionMode):
         if not self._last:
             self._refuse_added(self._first)
             self._refuse_others(loss)
+            self._refuse_recomputed_twice()
         self._last = self._marks()
 
     def explained(self, error: Exception) -> EngineError | None:
@@ -171,10 +196,18 @@ class WeightWatch(TorchFunctionMode):
         return func(*args, **kwargs)
 
     def _check_call(self, func: Any, name: str, args: Any, kwargs: Mapping[str, Any]) -> None:
+        if not self._whole:
+            self._refuse_transforms()
         if func is torch.autograd.grad and not self._whole and (line := _caller()):
-            raise EngineError(f"{line} takes derivatives in the middle of a step, which need weights: {self._shards()}")
+            raise EngineError(
+                f"{line} takes derivatives in the middle of a step, when {self._engine.description} has given weights up; choose "
+                "an engine that keeps whole weights on each rank (ddp, horovod, or ZeRO 0 to 2)"
+            )
         if kwargs.get("max_norm") is not None and not self._whole:
-            raise EngineError(f"Embedding's max_norm writes to its weight in the forward pass: {self._shards()}")
+            raise EngineError(
+                f"max_norm of a function writes to its weight, and {self._engine.description} shards weights: use "
+                "nn.Embedding(max_norm=...), which dsframe applies on every engine"
+            )
         sparse = kwargs.get("sparse") or kwargs.get("sparse_grad")
         if sparse and any(leaf.requires_grad for leaf in _tensors(args, kwargs)) and (line := _caller()):
             raise TaskError(
@@ -195,7 +228,7 @@ class WeightWatch(TorchFunctionMode):
         if original is None or original() is not parameter:
             known = ""
         stale = known and not self._whole and self._parameters.get(known) is not parameter
-        if not stale and _is_whole(parameter):
+        if not stale and is_whole(parameter):
             if not self._whole and known and (line := _caller(direct=True)):
                 self._direct.setdefault(known, line)
             return
@@ -209,7 +242,7 @@ class WeightWatch(TorchFunctionMode):
             return
         storage = _storage(target)
         for name, parameter in self._parameters.items() if self._whole else self._model.named_parameters():
-            if storage and _is_whole(parameter) and _storage(parameter) == storage and (line := _caller()):
+            if storage and is_whole(parameter) and _storage(parameter) == storage and (line := _caller()):
                 if not self._whole:
                     raise EngineError(
                         f"{line} writes to {name} in the middle of a step, and only to a copy: {self._shards()}"
@@ -220,9 +253,10 @@ class WeightWatch(TorchFunctionMode):
 
     def _marks(self) -> dict[str, Any]:
         """What changes when a weight does: its sum and norm where it is whole, else how often it was written to."""
+        watched = {name: parameter for name, parameter in self._parameters.items() if name not in self._but}
         if not self._whole:
-            return {name: parameter._version for name, parameter in self._parameters.items()}
-        return _sums(self._parameters)
+            return {name: parameter._version for name, parameter in watched.items()}
+        return _sums(watched)
 
     def _changed(self, before: Mapping[str, Any]) -> dict[str, Any]:
         return {name: mark for name, mark in self._marks().items() if name in before and mark != before[name]}
@@ -243,14 +277,13 @@ class WeightWatch(TorchFunctionMode):
         trained = [name for name in written if self._parameters[name].requires_grad]
         if trained and not self.updates_in_place:
             raise EngineError(
-                f"{where}: the optimizer keeps these weights a second time and overwrites what was written. Write what is to "
-                "hold as a part of the loss, or choose an engine that updates the model's own weights, in fp32"
+                f"{where}: the optimizer keeps these weights a second time and overwrites what was written. Write to them in "
+                "the task's after_step(name, weight), or choose an engine that updates the model's own weights, in fp32"
             )
         if len(set(of_ranks)) > 1:
             raise TaskError(
                 f"{where or 'weights were written ' + when}: not the same numbers on all ranks, whose models would drift apart. "
-                "Write numbers that do not depend on a rank's samples, leave out options that write to weights (Embedding's "
-                "max_norm), or train on one process"
+                "Write numbers that do not depend on a rank's samples, in the task's after_step(name, weight) for example"
             )
         if not self._said:
             self._said = True
@@ -275,11 +308,12 @@ class WeightWatch(TorchFunctionMode):
         )
 
     def _refuse_others(self, loss: Tensor) -> None:
-        known = {id(parameter) for parameter in self._parameters.values()}
+        known = {id(parameter) for parameter in (*self._parameters.values(), *self._model.parameters())}
         known |= {id(parameter) for _, ref in self._built.values() if (parameter := ref()) is not None}
-        strangers = [parameter for parameter in _leaves(loss) if id(parameter) not in known]
+        leaves, self.recomputes_inside = _leaves(loss)
+        strangers = [parameter for parameter in leaves if id(parameter) not in known]
         if any(
-            map(_is_dtensor, self._parameters.values())
+            map(is_dtensor, self._parameters.values())
         ):  # whose whole parameters are other objects while modules run
             held = {id(parameter) for parameter in _held(self._engine.plan.task)}
             strangers = [parameter for parameter in strangers if id(parameter) in held]
@@ -291,16 +325,28 @@ class WeightWatch(TorchFunctionMode):
                 "module that holds them too, or freeze them with requires_grad_(False)"
             )
 
+    def _refuse_recomputed_twice(self) -> None:
+        twice = [
+            type(module).__name__.removeprefix("FSDP") for module, calls in self._without_gradients.items() if calls > 1
+        ]
+        if self.recomputes_inside and twice and not self._engine.reduces_repeatedly:
+            raise EngineError(
+                f"{twice[0]} is called more than once in a step by torch.utils.checkpoint with "
+                f"use_reentrant=True, and {self._engine.description} would count a part of its gradients; write "
+                "use_reentrant=False: the same numbers"
+            )
+
     def _shards(self) -> str:
         return (
             f"{self._engine.description} shards weights, and this rank has whole ones only while the module that owns them "
-            "runs. Compute it in that module's forward pass and return it with the outputs, or choose an engine that keeps "
-            "whole weights on each rank"
+            "runs. Read them inside of dsframe.gathered(module), write them in the task's after_step(name, weight), or choose "
+            "an engine that keeps whole weights on each rank"
         )
 
 
 def refuse_unusual(model: nn.Module, whose: str) -> None:
-    """Raises TaskError for parameters that get their shapes in the first forward pass, and for complex ones."""
+    """Raises TaskError for parameters that get their shapes in the first forward pass, for complex ones, and for memory that a
+    trained one shares with another."""
     if names := [name for name, parameter in model.named_parameters() if parameter.is_complex()]:
         raise TaskError(
             f"{whose}.model: {', '.join(names)} is complex; optimizers, norms and shards are of real numbers. Keep it as pairs, "
@@ -312,10 +358,36 @@ def refuse_unusual(model: nn.Module, whose: str) -> None:
             f"{whose}.model: {', '.join(names)} have no shape before the first forward pass, and the optimizer is made before it. "
             "Call the model once in model(), or give the layer its sizes"
         )
+    if pair := _shared_memory(model):
+        raise TaskError(
+            f"{whose}.model: {pair[0]} and {pair[1]} are two tensors in the same memory, which come apart where an engine moves "
+            "weights. To share a weight, give both modules the one parameter (head.weight = embedding.weight); else clone() it"
+        )
 
 
-def _is_dtensor(parameter: Any) -> bool:
-    return type(parameter).__name__ == "DTensor"  # whose import takes a second
+def _shared_memory(model: nn.Module) -> tuple[str, str] | None:
+    """The names of two tensors of which at least one is trained, and that have an element in common."""
+    tensors = [
+        (name, tensor)
+        for name, tensor in (*model.named_parameters(), *model.named_buffers())
+        if tensor.numel() and tensor.layout == torch.strided and tensor.device.type != "meta"
+    ]
+    end, before = 0, None
+    for name, tensor in sorted(tensors, key=lambda entry: entry[1].data_ptr()):
+        last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+        if before and tensor.data_ptr() < end and (before[1].requires_grad or tensor.requires_grad):
+            places = (_places(tensor), _places(before[1]))
+            if torch.isin(*places).any():
+                return before[0], name
+        if (reaches := tensor.data_ptr() + (last + 1) * tensor.element_size()) > end:
+            end, before = reaches, (name, tensor)
+    return None
+
+
+def _places(tensor: Tensor) -> Tensor:
+    """Where the elements of a tensor lie in its storage."""
+    elements = tensor.untyped_storage().nbytes() // tensor.element_size()
+    return torch.arange(elements).as_strided(tensor.shape, tensor.stride(), tensor.storage_offset()).flatten()
 
 
 def _held(task: Any) -> Iterator[nn.Parameter]:
@@ -325,13 +397,6 @@ def _held(task: Any) -> Iterator[nn.Parameter]:
             yield from value.parameters()
         elif isinstance(value, nn.Parameter):
             yield value
-
-
-def _is_whole(parameter: Any) -> bool:
-    elements = getattr(parameter, "ds_numel", None)
-    if elements is not None:  # ZeRO stage 3
-        return bool(parameter.numel() == elements)
-    return not _is_dtensor(parameter)
 
 
 def _storage(tensor: Tensor) -> int:
@@ -382,16 +447,18 @@ def _sums(parameters: Mapping[str, Tensor]) -> dict[str, Any]:
     }
 
 
-def _leaves(loss: Tensor) -> list[nn.Parameter]:
-    """Returns the parameters that ``loss`` depends on."""
+def _leaves(loss: Tensor) -> tuple[list[nn.Parameter], bool]:
+    """Returns the parameters that ``loss`` depends on, and whether a block between them is recomputed by a pass of its own."""
     leaves, seen, ahead = dict[int, nn.Parameter](), set[Any](), [loss.grad_fn]
+    recomputes = False
     while ahead:
         node = ahead.pop()
         if node is None or node in seen:
             continue
         seen.add(node)
+        recomputes |= node.name() == "CheckpointFunctionBackward"
         variable = getattr(node, "variable", None)
         if isinstance(variable, nn.Parameter):
             leaves[id(variable)] = variable
         ahead += [following for following, _ in node.next_functions]
-    return list(leaves.values())
+    return list(leaves.values()), recomputes

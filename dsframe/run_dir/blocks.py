@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -15,9 +14,11 @@ if TYPE_CHECKING:
     import torch
 
     from dsframe.config import Config
+    from dsframe.config.schema.scheduler import Scheduler
     from dsframe.engine import Engine
     from dsframe.model.plan import Plan
     from dsframe.results import Summary
+    from dsframe.tasks.task import Task
 
 _WIDTH = 10
 _SHOWN = ("lr", "betas", "momentum", "weight_decay")
@@ -28,11 +29,6 @@ def lines(rows: Sequence[tuple[str, str]], *, colour: bool) -> list[str]:
     """Returns a line for each row of a label and its value; the label is dim where the terminal has colours."""
     dim, plain = ("\x1b[2m", "\x1b[0m") if colour else ("", "")
     return [f"  {dim}{label:<{_WIDTH}}{plain}  {value}" for label, value in rows if value]
-
-
-def has_colours(terminal: bool) -> bool:
-    """True if a terminal is to get colours: https://no-color.org, and TERM."""
-    return terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def header(
@@ -55,7 +51,7 @@ def header(
     return [
         *rows,
         ("optimizer", _optimizer(plan)),
-        ("schedule", _schedule(plan.config)),
+        ("schedule", _schedule(plan.config, plan.task)),
         ("training", f"{steps:,} steps"),
         ("results", str(plan.directory)),
     ]
@@ -87,8 +83,14 @@ def _optimizer(plan: Plan) -> str:
     return f"{', '.join([spec.name, *said])}; {clipped}{' (inherited)' if inherited else ''}"
 
 
-def _schedule(config: Config) -> str:
+def _schedule(config: Config, task: Task) -> str:
     scheduler = config.deepspeed.scheduler
+    whose = type(task).__name__
+    decay = f", weight decay by {whose}.weight_decay" if task.weight_decay(0) is not None else ""
+    return (_of_file(scheduler) if task.schedule(0) is None else f"rate by {whose}.schedule") + decay
+
+
+def _of_file(scheduler: Scheduler | None) -> str:
     if scheduler is None:
         return "constant rate"
     params = dict(scheduler.params)

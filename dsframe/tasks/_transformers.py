@@ -1,7 +1,8 @@
 """The only place that imports Hugging Face transformers: configurations, models and tokenizers, from the file or a local folder.
 
-Nothing goes to the network: the library is told so before it is imported, and every call asks only for local files. No code
-out of a folder is run (``trust_remote_code=False``), and weights are read from safetensors, never unpickled.
+Nothing here goes to the network: the library is told so before it is imported, and every call asks only for local files
+(``hub:NAME``: hub.py). No code out of a folder is run (``trust_remote_code=False``), and weights are read from safetensors,
+never unpickled.
 """
 
 from __future__ import annotations
@@ -24,6 +25,7 @@ from torch import Tensor, nn
 
 from dsframe.data import _torchvision
 from dsframe.errors import TaskError
+from dsframe.tasks import hub
 
 MAPPINGS = {
     "AutoModelForCausalLM": "MODEL_FOR_CAUSAL_LM_MAPPING",
@@ -36,6 +38,7 @@ _ONE_BY_ONE = "HF_DEACTIVATE_ASYNC_LOAD"
 _TOKENIZER_FILES = (
     *("tokenizer*", "vocab*", "merges*", "*.model", "*.tiktoken", "special_tokens*", "added_tokens*"),
     *("chat_template*", "*.jinja", "additional_chat_templates/*"),
+    *("tekken.json", "normalizer.json", "*.codes", "*.vocab", "dict*", "sentencepiece*"),
 )
 
 
@@ -94,14 +97,19 @@ def _from_settings(model: Mapping[str, Any], facts: Mapping[str, Any]) -> Any:
 
 
 def folder(path: str, what: str = "a model") -> Path:
-    """An existing local folder. Raises TaskError: nothing is downloaded."""
+    """An existing local folder, or that of a model of the hub. Raises TaskError."""
+    if path.startswith(hub.HUB):
+        return hub.snapshot(path)
     local = Path(path).expanduser()
     if not local.is_dir():
-        raise TaskError(
-            f"task: {path} is not a local folder with {what}, and dsframe downloads nothing; "
-            f"on a machine with network: hf download {path} --local-dir FOLDER"
-        )
+        raise TaskError(f"task: {path} is not a local folder with {what}; of the Hugging Face hub: hub:{path}")
     return local
+
+
+def origin(model: Any) -> list[str] | None:
+    """Name and commit of a model of the hub, for the record."""
+    of_hub = hub.origin(str(folder(model))) if isinstance(model, str) else None
+    return list(of_hub) if of_hub else None
 
 
 def _from_folder(path: str) -> Any:
@@ -142,6 +150,12 @@ def build(auto: str, config: Any, weights: str | None, dtype: torch.dtype = torc
     if wrong:  # of a classifier the output layer may be new
         raise TaskError(f"task.model: {weights} has no weights, or of another shape, for {', '.join(wrong[:3])}")
     return _aligned(model.train())  # from_pretrained hands it over in evaluation mode
+
+
+def resize(model: Any, vocabulary: int) -> None:
+    """Gives embeddings and head rows for further tokens, drawn around the mean of those that are there, as transformers does."""
+    planned = next(model.parameters()).device.type == "meta"
+    model.resize_token_embeddings(vocabulary, mean_resizing=not planned)
 
 
 def _aligned(model: Any) -> nn.Module:
@@ -313,7 +327,8 @@ def tokenizer(path: str | None, model: Mapping[str, Any] | str) -> tuple[Any, st
         )
     except (ValueError, OSError, TypeError, ImportError) as error:
         raise TaskError(f"task.tokenizer: {tokenizer_folder}: {_one_line(error)}") from error
-    digest = hashlib.sha256()
+    config = _object(tokenizer_folder / "config.json")  # type: ignore[operator]  # there are files in it
+    digest = hashlib.sha256(repr([config.get(key) for key in ("model_type", "tokenizer_class")]).encode())
     for file in files:
         if file.is_file():
             digest.update(file.name.encode() + b"\0" + file.read_bytes())

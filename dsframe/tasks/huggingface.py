@@ -11,7 +11,6 @@ import json
 import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -62,16 +61,23 @@ class CausalLanguageModelTask(Task):
 
     def _fits(self, vocabulary: int) -> None:
         config, context = self.pretrained_config, self.settings.context
-        if config.vocab_size < vocabulary:
+        self._stored_config = config
+        if config.vocab_size < vocabulary and self.settings.resize_embeddings and isinstance(self.settings.model, str):
+            self.pretrained_config = copy.deepcopy(config)
+            self.pretrained_config.vocab_size = vocabulary
+        elif config.vocab_size < vocabulary:
             what = "the tokenizer has" if self.tokenizer is not None else "without a tokenizer there are"
-            raise TaskError(f"task.model: vocab_size {config.vocab_size} is too small: {what} {vocabulary} tokens")
+            message = f"task.model: vocab_size {config.vocab_size} is too small: {what} {vocabulary} tokens"
+            raise TaskError(message + '; write "resize_embeddings": true' * isinstance(self.settings.model, str))
         limit = getattr(config, "max_position_embeddings", None)
         if isinstance(limit, int) and 0 < limit < context:
             raise TaskError(f"task.context: {context} tokens, but the model's max_position_embeddings is {limit}")
 
     def model(self) -> nn.Module:
         weights = self.settings.model if isinstance(self.settings.model, str) and not self.settings.fresh else None
-        model = _transformers.build("AutoModelForCausalLM", self.pretrained_config, weights, self.context.dtype)
+        model = _transformers.build("AutoModelForCausalLM", self._stored_config, weights, self.context.dtype)
+        if self.pretrained_config is not self._stored_config:
+            _transformers.resize(model, self.pretrained_config.vocab_size)
         if self._balances:
             model.register_forward_pre_hook(self._note_mask, with_kwargs=True)
         return model
@@ -142,8 +148,9 @@ class CausalLanguageModelTask(Task):
             generation = json.dumps(json.loads(generation or "{}") | ids)
         return {
             "config": json.dumps(config),
-            "tokenizer": str(Path(str(folder)).expanduser().resolve()) if folder else None,
+            "tokenizer": str(_transformers.folder(str(folder)).resolve()) if folder else None,
             "tokenizer_sha256": self._digest,
+            "origin": _transformers.origin(model),
             "chat_template": encoders.template_of(files.chat_template) if files and files.chat_template else None,
             "generation_config": generation,
         }
@@ -236,6 +243,7 @@ class ImageClassificationTask(Task):
             mean, std = tuple(self._look["image_mean"]), tuple(self._look["image_std"])
             self.images = replace(self.images, mean=mean, std=std)
         self.pretrained_config = config
+        self.class_names = self.images.names
         self.hidden_size = getattr(config, "hidden_size", None)
         self._criterion = _transformers.loss("ForImageClassification")
         self._probe()
@@ -289,6 +297,7 @@ class ImageClassificationTask(Task):
             "config": self.pretrained_config.to_json_string(),
             "tokenizer": None,
             "tokenizer_sha256": "",
+            "origin": _transformers.origin(self.settings.model),
             "preprocessor_config": json.dumps(look, indent=2) if facts.channels == 3 else None,
         }
 

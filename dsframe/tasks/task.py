@@ -20,7 +20,8 @@ It is named in the file as ``"task": {"name": "my_package.my_module:Digits"}``.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any, NoReturn, cast
@@ -33,6 +34,7 @@ from torch.utils.data import Dataset
 from dsframe.cluster.exchange import Ranks
 from dsframe.data.source import Source
 from dsframe.errors import TaskError
+from dsframe.tasks.average_of import AverageOf
 from dsframe.tasks.global_batch import all_rows
 from dsframe.tasks.layers import Layer, assemble, seed_generators
 
@@ -79,12 +81,23 @@ class TaskContext:
     world_size: int = 1
     step: int = 0
     """The optimizer step that is being made, counted from 1; 0 before the first."""
+    evaluating: bool = False
+    """True during an evaluation, and while the first loss is looked at: each rank judges its own rows then."""
     eval_set: str = ""
     """The set of ``eval_data`` that is evaluated, if that names several."""
     eval_samples: int = 0
     """Samples in the batch that ``metrics`` is given: as many as ``collate`` was given."""
     ranks: Ranks | None = None
     """Sums over ranks, from when the model is built."""
+
+    @contextmanager
+    def evaluation(self) -> Iterator[None]:
+        """Encloses an evaluation."""
+        before, self.evaluating = self.evaluating, True
+        try:
+            yield
+        finally:
+            self.evaluating = before
 
 
 class Task:
@@ -115,6 +128,8 @@ class Task:
     keep the graph of a batch. Refused where weights are sharded (ZeRO-3, FSDP) and in a pipeline."""
     data_dir: str | None = None
     """Folder that :meth:`prepare` writes to. None: $DSFRAME_DATA, else ~/.cache/dsframe/data."""
+    class_names: Sequence[str] = ()
+    """Names of the classes by number, where the data have names. A checkpoint of others is refused."""
     prepared_as: str = ""
     """Name of what :meth:`prepare` makes, where tasks of one class prepare different things: those do not wait for each other."""
     batch_dependent: bool = False
@@ -132,6 +147,9 @@ class Task:
     """torchmetrics objects by name, such as ``{"auroc": AUROC(task="binary")}``, in evaluations beside :meth:`metrics`.
 
     They see each sample once, on any number of ranks: their states are gathered. Set them in ``__init__``."""
+    after_step_elementwise: bool = False
+    """True if :meth:`after_step` treats each number of a weight by itself, as ``clamp_`` does: where
+    ranks hold shards, nothing is gathered, and each call gets a rank's part of the weight, flat."""
     gathers_rows: bool = False
     """True when :meth:`all_rows` has been called."""
     hooks: Sequence[Hooks] = ()
@@ -176,12 +194,15 @@ class Task:
             raise TaskError(f"{type(self).__name__} must define model() or layers()")
         return nn.ModuleDict({name: self.model_of(name) for name in self.models() if name in self.losses()})
 
-    def models(self) -> Mapping[str, Callable[[], nn.Module]]:
+    def models(self) -> Mapping[str, Callable[[], nn.Module] | AverageOf]:
         """Returns several models in the place of :meth:`model`: for each name a function that makes it; by default none.
 
         Each is trained by an optimizer of its own, with the loss that :meth:`losses` has for it; one without a loss is frozen, as a
         teacher is, stays in evaluation mode, and is in no checkpoint: its function loads its weights at each start. Parameters are
         named ``NAME.rest``. What is evaluated, and asked for predictions, is the first one that is trained.
+
+        A model may be the moving average of a trained one (:class:`dsframe.average_of`): in evaluation mode, with that one's
+        buffers.
         """
         return {}
 
@@ -199,6 +220,8 @@ class Task:
         """One of :meth:`models`, made anew. Its random numbers depend on :attr:`seed` and its place alone. Raises TaskError."""
         models = self.models()
         made = models[name]
+        if isinstance(made, AverageOf):
+            return self.model_of(made.model)
         if isinstance(made, nn.Module) or not callable(made):
             raise TaskError(
                 f"{type(self).__name__}.models: {name!r} is {type(made).__name__}, made already; give what makes the model"
@@ -284,9 +307,18 @@ class Task:
         self.gathers_rows = True
         if self.loss_is == "sum":
             raise TaskError(f'{type(self).__name__}: all_rows() has the rows of all ranks; leave out loss_is = "sum"')
-        if self.context.ranks is None or not torch.is_grad_enabled():
+        if self.context.ranks is None or self.context.evaluating:
             return rows
         return all_rows(self.context.ranks, rows)
+
+    def after_step(self, name: str, weight: Tensor) -> None:
+        """Called after each update for each trained weight, without gradients; what it writes to
+        ``weight`` is kept, on every engine: ``weight.clamp_(-0.01, 0.01)``.
+
+        ``name``: as in ``model.named_parameters()``. ``weight``: whole, in float32 where the model is
+        in 16 bits. It must write the same on every rank. Where ranks hold shards (ZeRO 1 to 3, FSDP)
+        each weight is gathered in turn, unless :attr:`after_step_elementwise`.
+        """
 
     def loss_weight(self, targets: Any) -> Tensor | float:
         """Returns how many items the loss of a micro-batch is a mean over: ``(targets != -100).sum()`` for tokens without padding.
@@ -367,6 +399,14 @@ class Task:
         """Returns the factor of the optimizer's rate for the next update, after ``updates`` have been applied; None: none.
 
         A function of its argument alone, so that a run that goes on has the same rates. In place of the file's ``scheduler``.
+        """
+        return None
+
+    def weight_decay(self, updates: int) -> float | None:
+        """Returns the weight decay of the next update, after ``updates`` have been applied; None: the file's.
+
+        For all parameters that the file gives a weight decay: not for those of a group without one. A function of its argument
+        alone, as :meth:`schedule`.
         """
         return None
 

@@ -26,6 +26,10 @@ if TYPE_CHECKING:
     from dsframe.config.schema import settings as sections
 
 
+_SHOWN = 3
+"""Rows whose targets are shown at the start."""
+
+
 class WindowsTask(CausalLanguageModelTask):
     """All documents joined, each behind the end of the one before; every token is a target."""
 
@@ -94,6 +98,10 @@ class WindowsTask(CausalLanguageModelTask):
             opened = tokenised.find_tokens(recipe)
             for line in opened.counts.sentences(recipe) if opened else ():
                 say(line)
+            if opened and recipe.encoder.whole:
+                first = [opened.tokens[start : start + length] for start, length in opened.pieces[:_SHOWN]]
+                for line in encoders.describe_targets(self.tokenizer, first, recipe.context):
+                    say(f"{recipe.name}: {line}")
 
     def _opened(self, name: str) -> tuple[Recipe, Tokenised]:
         recipe = self._recipes[name]

@@ -26,6 +26,7 @@ class VisionTask(Task):
         self.settings, self.seed = settings, seed
         self.workers = settings.workers
         self.images = data.describe(settings)
+        self.class_names = self.images.names
         if settings.model != "cnn":
             from dsframe.data import _torchvision  # here, because importing torchvision takes seconds
 

@@ -19,6 +19,7 @@ from dsframe.config.resolve import inherit
 from dsframe.config.resolve.auto import Facts
 from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN, Batch, replica_size
 from dsframe.errors import ConfigError, Problem
+from dsframe.text import shown
 from dsframe.tools.commands import add_overrides, command
 
 EPILOG = """\
@@ -216,7 +217,7 @@ def _print_text(label: str, examined: Examined, options: argparse.Namespace) -> 
     quiet = by_auto if len(by_auto) > 2 or options.resolved else []
     for problem in problems:
         if problem not in quiet:
-            print(str(problem), file=out)
+            print(shown(str(problem), out), file=out)
     if quiet and not options.resolved:
         print(f'{label}: note: {len(quiet)} values are "auto"; --resolved shows what they become, and why')
     count = {severity: sum(p.severity == severity for p in problems) for severity in ("error", "warning", "note")}

@@ -17,11 +17,11 @@ from dsframe.checkpoint import generators
 from dsframe.cluster.exchange import aligned, all_gather_text, failures, sum_rows
 from dsframe.data import EvaluationLoader
 from dsframe.data.loader import EvaluationBatch
+from dsframe.data.sample_draws import RowDraws
 from dsframe.engine import Engine
 from dsframe.errors import EngineError, TaskError
 from dsframe.model import metric_objects
 from dsframe.model.plan import Plan
-from dsframe.model.sample_draws import EvaluationDraws
 from dsframe.tasks.task import Sum, Task, sums
 from dsframe.text import reason
 from dsframe.training import whole_set
@@ -59,7 +59,7 @@ class Evaluation:
         plan = engine.plan
         self._compiled = bool(plan.config.settings.model.compile)
         whole = plan.batch.data_parallel_size == plan.world.size and not self._compiled
-        self._draws = EvaluationDraws(plan.seed, plan.device) if whole else None
+        self._draws = RowDraws(plan.seed, plan.device) if whole else None
         """Gives the draws to samples: None where it cannot, or where the first batch has not drawn."""
 
     @property
@@ -155,9 +155,10 @@ class Evaluation:
         stops: Callable[[int], bool] = lambda batches: False,
     ) -> dict[str, Sum] | None:
         engine, number = self._engine, list(self._loaders).index(name)
-        engine.plan.task.context.eval_set = name
+        context = engine.plan.task.context
+        context.eval_set = name
         total: dict[str, Sum] = {}
-        with engine.evaluating(len(batches)):
+        with engine.evaluating(len(batches)), context.evaluation():
             for done, batch in enumerate(batches):
                 if done and stops(done):
                     return None

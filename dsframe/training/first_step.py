@@ -5,7 +5,9 @@ from __future__ import annotations
 import time
 
 from dsframe.checkpoint.saver import Saver
+from dsframe.data.sample_draws import REMEDY
 from dsframe.engine import StepResult
+from dsframe.errors import TaskError
 from dsframe.events import Listener, Training
 from dsframe.host import phases
 from dsframe.model.build import ON_RANKS
@@ -27,15 +29,29 @@ class FirstStep(Listener):
         step = training.step
         if step != training.first_step:
             return
-        built, progress = training.engine.built, training.progress
+        progress = training.progress
         if line := self._trial.judge(resumed=step > 1):
             progress.say(f"dsframe: this task's {line}")
-        known = any(dependence.on_processes for dependence in built.depends)
-        if built.draws and built.draws.found and not known:
-            progress.say(f"dsframe: this model draws random numbers in training, others on each rank, {ON_RANKS}")
+        self._say_draws(training)
         self.ended = time.perf_counter()
         phases.done("first step")
         if self._record:
             self._record.started(phases.seconds())
         self._saver.prepare()
         progress.begin(step)
+
+    def _say_draws(self, training: Training) -> None:
+        """Raises TaskError for draws that were to belong to samples, and cannot."""
+        built, trial, say = training.engine.built, self._trial, training.progress.say
+        if trial.draws_others:
+            if built.sample_draws:
+                raise TaskError(
+                    "per_sample_randomness: model or loss draws random numbers with NumPy or Python's random, which belong to no "
+                    f"sample; {REMEDY}"
+                )
+            say(f"dsframe: model or loss draws with NumPy or Python's random, other numbers on each rank, {ON_RANKS}")
+        known = any(dependence.on_processes for dependence in built.depends)
+        if built.draws and built.draws.found and not known:
+            say(f"dsframe: this model draws random numbers in training, others on each rank, {ON_RANKS}")
+        if trial.draws and not built.sample_draws:
+            say(f"dsframe: this task's loss draws random numbers, others on each rank, {ON_RANKS}")

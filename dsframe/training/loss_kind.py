@@ -1,38 +1,34 @@
-"""What kind of number a task's loss is: a mean over the rows of a micro-batch, a sum over them, or neither.
+"""What kind of number a task's loss is: a mean over the samples of a micro-batch, a sum over them, or neither.
 
 Engines average over micro-batches and ranks. That is the loss of the global batch only where each loss is a mean; a sum would
 train with another gradient on another number of ranks, silently. So the first micro-batch of a run is looked at: its loss
-beside the losses of its two halves, which come from the same outputs.
+beside the losses of its two halves, which come from the same outputs. Where outputs have no rows that could be halved, or a
+``collate`` of the task's makes the batches, four samples are compared with two and two of them (:mod:`sample_trial`).
 """
 
 from __future__ import annotations
 
-import copy
 import json
-from collections import deque
-from collections.abc import Callable, Iterator
-from contextlib import contextmanager
 from dataclasses import replace
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.utils._pytree import tree_leaves, tree_map_only
-from torch.utils.data import Dataset
 
 from dsframe.checkpoint import generators
 from dsframe.cluster.exchange import all_gather_text
+from dsframe.data import Loader
 from dsframe.engine import Engine
 from dsframe.errors import TaskError
 from dsframe.model.forward import MicroBatch
 from dsframe.tasks.task import Task, loss_and_terms
+from dsframe.training import sample_trial, unmoved
 
 _KINDS = ("mean", "sum", "neither")
 _TOLERANCE = 1e-3
 """Relative. The halves come from the same fp32 outputs, so that rounding is far smaller, and other lengths of rows are larger."""
-_FEW = 1000
-"""Entries of a list or dict that is copied for the look; a data set has more."""
 _ELEMENTS = 1 << 22
 """Elements of the outputs that are looked at, whole rows and at least four: logits over a large vocabulary are large."""
 
@@ -40,27 +36,37 @@ _ELEMENTS = 1 << 22
 class LossTrial:
     """Looks at one micro-batch of this rank and judges with the other ranks."""
 
-    def __init__(self, engine: Engine) -> None:
-        self._engine, self._votes = engine, dict.fromkeys(_KINDS, 0)
+    def __init__(self, engine: Engine, loader: Loader) -> None:
+        self._engine, self._loader = engine, loader
+        self._votes = dict.fromkeys(_KINDS, 0)
         self._state: set[str] = set()
         self._numbers: set[str] = set()
+        self._others: tuple[Any, Any] = (None, None)
+        self.draws = False
+        """True if the loss of this rank drew random numbers of torch's."""
         # A slice of a sequence has a loss over its own positions, which a task has to give as a mean.
         self._looks = engine.plan.batch.sequence_parallel_size == 1
 
     def watched(self, batch: MicroBatch) -> MicroBatch:
         """Returns the micro-batch, with its loss to be inspected."""
+        self._others = _other_generators()
         return replace(batch, inspect=self._inspect) if self._looks else batch
+
+    @property
+    def draws_others(self) -> bool:
+        """True if NumPy's or Python's generator of this rank has moved since the micro-batch was handed out."""
+        return self._others != _other_generators()
 
     def judge(self, *, resumed: bool = False) -> str:
         """**Collective.** Returns what is to be said, or nothing. Raises TaskError where the task says another kind of loss, and
         where the loss has a state that ranks, or a run that is ``resumed``, would not share."""
         engine, task = self._engine, self._engine.plan.task
         verdict = self._judge_state(resumed=resumed)
-        local_votes = torch.tensor([float(self._votes[kind]) for kind in _KINDS], dtype=torch.float64)
-        votes = dict(zip(_KINDS, engine.sum_over_ranks(local_votes.to(engine.plan.device)).tolist(), strict=True))
-        kind = max(votes, key=lambda name: votes[name]) if any(votes.values()) else ""
+        kind, why = self._agreed(), ""
         if task.gathers_rows:
             return verdict  # the look, without gradients, saw one rank's rows; the loss is that of the global batch
+        if self._looks and sample_trial.is_needed(engine, self._loader, kind):
+            kind, why = sample_trial.kind_of(engine, self._loader)
         if kind == "neither":
             if task.batch_dependent:
                 return verdict  # has been said
@@ -68,7 +74,7 @@ class LossTrial:
                 verdict or "loss is neither a mean nor a sum over rows, so the training depends on the micro batch size"
             )
         if kind in ("", task.loss_is):
-            return verdict
+            return verdict or why
         whose = type(task).__name__
         if task.loss_is == "sum":
             raise TaskError(
@@ -83,6 +89,13 @@ class LossTrial:
             f"{whose}.loss gives a sum over the rows of a micro-batch. A step takes the mean over its {count} micro-batches, so "
             f'gradients would be 1/{count} of those of the whole batch; write loss_is = "sum" in class {whose}, or return the mean'
         )
+
+    def _agreed(self) -> str:
+        """**Collective.** Returns what most ranks have seen."""
+        device = self._engine.plan.device
+        local_votes = torch.tensor([float(self._votes[kind]) for kind in _KINDS], dtype=torch.float64)
+        votes = dict(zip(_KINDS, self._engine.sum_over_ranks(local_votes.to(device)).tolist(), strict=True))
+        return max(votes, key=lambda name: votes[name]) if any(votes.values()) else ""
 
     def _judge_state(self, *, resumed: bool) -> str:
         whose, world = type(self._engine.plan.task).__name__, self._engine.plan.world
@@ -102,76 +115,29 @@ class LossTrial:
 
     @torch.no_grad()
     def _inspect(self, outputs: Any, targets: Any) -> None:
-        kept = generators.capture(self._engine.plan.device)
-        task = self._engine.plan.task
-        with _unchanged_buffers(task) as changed:
-            twin = copy.copy(task)
-            vars(twin).update({name: _copied(value) for name, value in vars(task).items()})
-            self._inspect_copy(twin, outputs, targets, kept)
+        device, task = self._engine.plan.device, self._engine.plan.task
+        kept = generators.capture(device)
+        with unmoved.unchanged_buffers(task) as changed, task.context.evaluation():
+            copied = unmoved.twin(task)
+            try:
+                kind = _kind_of(copied, outputs, targets)
+            except (
+                Exception
+            ):  # a loss that takes no other number of rows: the training says what is wrong, if anything is
+                kind = ""
             self._state |= changed()
-        before = vars(task)
-        for name, value in vars(twin).items():
-            changes = self._numbers if isinstance(value, (int, float)) else self._state
-            made = name not in before and isinstance(value, Tensor)
-            if name != "terms" and (made or not _same(before.get(name), value)):
-                changes.add(name)
-
-    def _inspect_copy(self, task: Task, outputs: Any, targets: Any, kept: Any) -> None:
-        try:
-            kind = _kind_of(task, outputs, targets)
-        except Exception:  # a loss that takes no other number of rows: the training says what is wrong, if anything is
-            kind = ""
-        finally:
-            generators.restore(kept, self._engine.plan.device)
+        self.draws = generators.capture(device) != kept
+        generators.restore(kept, device)
         if kind:
             self._votes[kind] += 1
+        state, numbers = unmoved.changes(task, copied)
+        self._state |= state
+        self._numbers |= numbers
 
 
-def _copied(value: Any, depth: int = 2) -> Any:
-    """A copy whose tensors and numbers may change; modules, data sets and what cannot be copied stay as they are."""
-    if isinstance(value, Tensor):
-        return value.detach().clone() if value.numel() <= _ELEMENTS else value
-    if isinstance(value, (list, set, dict, deque)) and len(value) <= _FEW:
-        if isinstance(value, dict):
-            return {key: _copied(item, depth - 1) for key, item in value.items()} if depth else dict(value)
-        return type(value)(_copied(item, depth - 1) if depth else item for item in value)
-    if isinstance(value, (nn.Module, Dataset)) or not depth or not type(value).__dict__.get("__dict__"):
-        return value
-    try:
-        copied = copy.copy(value)
-        vars(copied).update({name: _copied(item, depth - 1) for name, item in vars(value).items()})
-    except Exception:  # an object that cannot be copied
-        return value
-    return copied
-
-
-def _same(before: Any, after: Any) -> bool:
-    if isinstance(before, Tensor):
-        return isinstance(after, Tensor) and before.shape == after.shape and torch.equal(before, after)
-    if isinstance(before, (int, float)):
-        return before is after or before == after
-    if isinstance(before, dict) and isinstance(after, dict):
-        return before.keys() == after.keys() and all(_same(value, after[key]) for key, value in before.items())
-    if isinstance(before, (list, tuple, deque)) and isinstance(after, type(before)):
-        return len(before) == len(after) and all(map(_same, before, after))
-    if type(before) is type(after) and type(before).__dict__.get("__dict__") and not isinstance(before, nn.Module):
-        return before is after or _same(vars(before), vars(after))
-    return True
-
-
-@contextmanager
-def _unchanged_buffers(task: Task) -> Iterator[Callable[[], set[str]]]:
-    """Puts the buffers of the modules that the task holds back; what it yields gives the names of those that have changed."""
-    held = {
-        f"{name}.{inner}": (buffer, buffer.clone())
-        for name, value in vars(task).items()
-        if isinstance(value, nn.Module)
-        for inner, buffer in value.named_buffers()
-        if buffer.layout == torch.strided
-    }
-    yield lambda: {name for name, (buffer, before) in held.items() if not torch.equal(buffer, before)}
-    for buffer, before in held.values():
-        buffer.copy_(before)
+def _other_generators() -> tuple[Any, Any]:
+    kept = generators.capture(torch.device("cpu"))
+    return kept["numpy"], kept["python"]
 
 
 def _rows(part: slice, leaf: Tensor) -> Tensor:
@@ -180,8 +146,12 @@ def _rows(part: slice, leaf: Tensor) -> Tensor:
 
 def _kind_of(task: Task, outputs: Any, targets: Any) -> str:
     """Returns the kind, or "" where it cannot be told: one row, tensors without rows, a loss of 0."""
-    tensors = [leaf for leaf in tree_leaves((outputs, targets)) if isinstance(leaf, Tensor) and leaf.ndim]
-    if len({len(leaf) for leaf in tensors}) != 1:
+    of_outputs, of_targets = (
+        [leaf for leaf in tree_leaves(part) if isinstance(leaf, Tensor)] for part in (outputs, targets)
+    )
+    tensors = of_outputs + [leaf for leaf in of_targets if leaf.ndim]
+    if not of_outputs or any(not leaf.ndim for leaf in of_outputs) or len({len(leaf) for leaf in tensors}) != 1:
+        task.loss(outputs, targets)  # may draw, or change a state
         return ""
     each = max(leaf[0].numel() for leaf in tensors)
     rows = min(len(tensors[0]), max(4, _ELEMENTS // max(each, 1))) // 2 * 2
@@ -193,9 +163,4 @@ def _kind_of(task: Task, outputs: Any, targets: Any) -> str:
         some, of = tree_map_only(Tensor, partial(_rows, part), (outputs, targets))
         losses.append(float(loss_and_terms(task.loss(some, of))[0]))
         items.append(float(task.loss_weight(of)))
-    near = _TOLERANCE * max(map(abs, losses))
-    mean = sum(loss * count for loss, count in zip(losses[1:], items[1:], strict=True)) / sum(items[1:])
-    is_mean, is_sum = abs(losses[0] - mean) <= near, abs(losses[0] - sum(losses[1:])) <= near
-    if near == 0 or is_mean == is_sum:
-        return "neither" if near > 0 and not is_mean else ""
-    return "mean" if is_mean else "sum"
+    return sample_trial.kind_of_parts(losses, items, _TOLERANCE)

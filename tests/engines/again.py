@@ -10,6 +10,9 @@ import atexit
 import sys
 from typing import Any
 
+import torch
+
+from dsframe.cluster import process_group
 from dsframe.cluster.world import here
 from dsframe.config import load
 from dsframe.run import execute
@@ -44,6 +47,7 @@ def start_again(times: int) -> None:
 
     from dsframe.engines.horovod import engine
 
+    process_group.open_process_group(here(), torch.device("cpu"))
     for _ in range(times):
         engine._initialise(here())
         hvd.barrier()

@@ -18,9 +18,9 @@ from torch import Tensor, nn
 from dsframe import Hooks, RunView, Sum, Task
 from dsframe.data import EvaluationLoader, TensorSource
 from dsframe.data.loader import as_source
-from dsframe.job import sets
 from dsframe.tasks.layers import seed_generators
 from dsframe.training.evaluation import Evaluation
+from dsframe.training.loaders import sets
 from tests.engines.several import one_process_group, prepare
 
 F = nn.functional

@@ -6,9 +6,11 @@ import copy
 from typing import Any
 
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.utils.data import TensorDataset
 
+import dsframe
 from dsframe import Hooks, RunView, Task
 
 F = nn.functional
@@ -44,6 +46,48 @@ class Penalty(Rows):
         return super().loss(outputs, targets) + 0.01 * sum(one.square().sum() for one in self.net.parameters())
 
 
+class Gathered(Rows):
+    """Reads weights in the loss, where they are whole: a penalty, and a weight that is used twice."""
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        with dsframe.gathered(self.net) as net:
+            weights = dict(net.named_parameters())
+            penalty = sum(one.square().sum() for one in weights.values())
+            tied = F.linear(outputs, net[2].weight.t()).square().mean()
+        return super().loss(outputs, targets) + 0.01 * penalty + 0.1 * tied
+
+
+class WrittenInside(Rows):
+    """Writes to the copies of gathered weights."""
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        with dsframe.gathered(self.net) as net, torch.no_grad():
+            net[0].weight.clamp_(-0.1, 0.1)
+        return super().loss(outputs, targets)
+
+
+class CalledInside(Rows):
+    """Calls a module whose weights are gathered copies."""
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        with dsframe.gathered(self.net) as net:
+            more = net(torch.ones(4, 8)).square().mean()
+        return super().loss(outputs, targets) + more
+
+
+class After(Rows):
+    """Writes to weights after each update: whole ones, or parts of them."""
+
+    def __init__(self, what: str) -> None:
+        self.what, self.after_step_elementwise = what, what != "norms"
+
+    def after_step(self, name: str, weight: Tensor) -> None:
+        if self.what == "clamp":
+            weight.clamp_(-0.1, 0.1)
+        elif weight.ndim == 2 or self.what == "wrong":
+            weight.div_(weight.norm())
+
+
 class Size(Rows):
     """Reads a weight's size in the loss, without a gradient."""
 
@@ -51,11 +95,20 @@ class Size(Rows):
         return super().loss(outputs, targets) / (1 + self.net[0].weight.data.norm())
 
 
+class _Looked(nn.Embedding):
+    def forward(self, input: Tensor) -> Tensor:  # torch's name
+        return F.embedding(input, self.weight, max_norm=1.0)
+
+
 class MaxNorm(Words):
-    """Writes to the rows that are looked up."""
+    """Writes to the rows that are looked up: a layer, or a function."""
+
+    def __init__(self, *, function: bool = False) -> None:
+        self.function = function
 
     def model(self) -> nn.Module:
-        return nn.Sequential(nn.Embedding(20, 8, max_norm=1.0), nn.Flatten(), nn.Linear(32, 3))
+        table = _Looked(20, 8) if self.function else nn.Embedding(20, 8, max_norm=1.0)
+        return nn.Sequential(table, nn.Flatten(), nn.Linear(32, 3))
 
 
 class _Clamped(nn.Linear):
@@ -171,6 +224,37 @@ class Unusual(Rows):
         return _Unusual(self.kind)
 
 
+class _Shared(nn.Module):
+    def __init__(self, kind: str) -> None:
+        super().__init__()
+        self.kind, self.body, self.head = kind, nn.Linear(8, 8), nn.Linear(8, 3)
+        if kind == "mask":
+            self.register_buffer("mask", torch.tensor([True, False, True]))
+        if kind == "buffer":
+            self.register_buffer("copy", self.body.weight.data)
+        if kind in ("memory", "columns"):
+            whole = torch.randn(8, 16)
+            self.body.weight = nn.Parameter(whole[:, :8])
+            self.copy = nn.Parameter(whole[:, 8:] if kind == "columns" else self.body.weight.data.t())
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.body(inputs)
+        if self.kind == "mask":
+            return self.head(hidden) * self.mask
+        return self.head(hidden + 0.1 * F.linear(inputs, self.copy))
+
+
+class Shared(Rows):
+    """Tensors in memory that another tensor has too; and a buffer that the backward pass needs."""
+
+    def __init__(self, kind: str) -> None:
+        self.kind = kind
+
+    def model(self) -> nn.Module:
+        self.net = _Shared(self.kind)
+        return self.net
+
+
 class _Sparse(nn.Module):
     def __init__(self) -> None:
         super().__init__()
@@ -232,6 +316,48 @@ class Centre(Rows):
         found = super().loss(outputs - self.centre, targets)
         self.centre = 0.5 * self.centre + 0.5 * outputs.detach().mean(0)
         return found
+
+
+class _Codebook(nn.Module):
+    """A VQ-VAE's codes, which follow the means of what all ranks map to them (van den Oord et al. 2017, appendix A.1)."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.encoder, self.decoder = nn.Linear(8, 4), nn.Linear(4, 3)
+        self.register_buffer("codes", torch.randn(6, 4))
+        self.register_buffer("counts", torch.ones(6))
+        self.register_buffer("sums", self.codes.clone())
+        self.codes: Tensor
+        self.counts: Tensor
+        self.sums: Tensor
+
+    def forward(self, inputs: Tensor) -> tuple[Tensor, Tensor]:
+        hidden = self.encoder(inputs)
+        nearest = torch.cdist(hidden, self.codes).argmin(1)
+        quantized = self.codes[nearest]
+        if self.training and torch.is_grad_enabled():
+            self._follow(hidden.detach(), F.one_hot(nearest, 6).float())
+        commitment = (hidden - quantized).square().mean(1)
+        return self.decoder(hidden + (quantized - hidden).detach()), commitment
+
+    def _follow(self, hidden: Tensor, chosen: Tensor) -> None:
+        counts, sums = chosen.sum(0), chosen.t() @ hidden
+        if dist.is_initialized():
+            dist.all_reduce(counts)
+            dist.all_reduce(sums)
+        self.counts.lerp_(counts, 0.1)
+        self.sums.lerp_(sums, 0.1)
+        self.codes = self.sums / self.counts[:, None].clamp_min(1e-3)
+
+
+class Codebook(Rows):
+    """A model with collectives of its own."""
+
+    def model(self) -> nn.Module:
+        return _Codebook()
+
+    def loss(self, outputs: Any, targets: Tensor) -> Any:
+        return super().loss(outputs[0], targets) + 0.25 * outputs[1].mean()
 
 
 class _State:

@@ -32,6 +32,7 @@ from dsframe.train import leave_at_once
 from tests.engines.several import one_process_group, prepare
 
 STEPS, BATCH = 6, 12
+EVERY_STEPS = 3
 SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0}}
 
 SMOOTH = {"type": "task", "params": {"lr": 0.05, "decay": 0.5, "weight_decay": 0.1}}
@@ -132,6 +133,55 @@ class Distilled(Gan):
         return mse_loss(found, models["teacher"](inputs)) + 0.1 * mse_loss(found, targets)
 
 
+def momentum(update: int) -> float:
+    return 1.0 - 0.5 / update
+
+
+class Follower(Distilled):
+    """A teacher that is the average of its student."""
+
+    def models(self) -> Mapping[str, Any]:
+        return {"student": partial(net, 4, 3), "teacher": dsframe.average_of("student", momentum)}
+
+    def weight_decay(self, updates: int) -> float:
+        return 0.5 * updates % 2  # 0 before the first update, and again later
+
+
+class Centred(nn.Module):
+    """A student that keeps the centre of its teacher's outputs."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.net = net(4, 3)
+        self.register_buffer("centre", torch.zeros(3))
+
+    def forward(self, inputs: Tensor, told: Tensor | None = None, mean: Tensor | None = None) -> Tensor:
+        outputs: Tensor = self.net(inputs)
+        if told is None or mean is None:
+            return outputs
+        wanted = ((told - self.centre) / 0.1).softmax(1)
+        self.centre = 0.9 * self.centre + 0.1 * mean
+        return -(wanted * (outputs / 0.2).log_softmax(1)).sum(1).mean()
+
+
+class Dino(Follower):
+    """A teacher, and a centre over the rows of all ranks."""
+
+    def models(self) -> Mapping[str, Any]:
+        return {"student": Centred, "teacher": dsframe.average_of("student", momentum)}
+
+    def imitate(self, models: Mapping[str, Any], inputs: Tensor, targets: Tensor) -> Tensor:
+        with torch.no_grad():
+            told = models["teacher"](inputs)
+            mean = self.all_rows(told).mean(0)
+        loss: Tensor = models["student"](inputs, told=told, mean=mean)
+        return loss
+
+
+class Critic(Gan):
+    """Its generator is trained in every third step."""
+
+
 class Rounded(Distilled):
     """Without BatchNorm, which torch does not evaluate in bf16 on CPUs."""
 
@@ -155,7 +205,15 @@ class Smoothed(Gan):
         return Smooth(groups, **params)
 
 
-TASKS: dict[str, type[Gan]] = {"gan": Gan, "smooth": Smoothed, "distilled": Distilled, "rounded": Rounded}
+TASKS: dict[str, type[Gan]] = {
+    "gan": Gan,
+    "critic": Critic,
+    "follower": Follower,
+    "dino": Dino,
+    "smooth": Smoothed,
+    "distilled": Distilled,
+    "rounded": Rounded,
+}
 
 
 def file(case: str) -> dict[str, Any]:
@@ -168,18 +226,24 @@ def file(case: str) -> dict[str, Any]:
         zero |= {"offload_optimizer": {"device": "cpu"}} | (
             {"offload_param": {"device": "cpu"}} if stage == "3" else {}
         )
-    own = {"optimizers": {"discriminator": SGD}, "parameter_groups": GROUPS} if task in ("gan", "smooth") else {}
+    adamw = {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}}
+    own: dict[str, Any] = {}
+    if task in ("gan", "smooth", "critic"):
+        own = {"optimizers": {"discriminator": SGD}, "parameter_groups": GROUPS}
+    if task == "critic":
+        own["optimizers"] = {"discriminator": SGD, "generator": {**adamw, "every_steps": EVERY_STEPS}}
+    if task not in ("follower", "dino"):
+        own["ema"] = {"decay": 0.9}
     return {
         "train_batch_size": BATCH,
         "gradient_accumulation_steps": int(accumulation),
         "gradient_clipping": 0.5,
-        "optimizer": SMOOTH if task == "smooth" else {"type": "AdamW", "params": {"lr": 0.01, "weight_decay": 0.1}},
+        "optimizer": SMOOTH if task == "smooth" else adamw,
         "zero_allow_untested_optimizer": True,
         "zero_optimization": zero,
         **({"bf16": {"enabled": True}} if more == "bf16" else {}),
         "dsframe": {
             "engine": engine,
-            "ema": {"decay": 0.9},
             "task": {"name": f"tests.engines.parts:{TASKS[task].__name__}"},
             **own,
         },
@@ -223,7 +287,11 @@ def loop(kind: str, warm_up: int = 0) -> dict[str, Any]:
         losses, squares = [], 0.0
         for group, rate in rates:
             group["lr"] = rate * min(1.0, max(step - 1, 0) / warm_up) if warm_up else rate  # as DeepSpeed counts
+            if kind in ("follower", "dino"):
+                group["weight_decay"] = task.weight_decay(step)
         for name, optimizer in optimizers.items():
+            if kind == "critic" and name == "generator" and (step + 1) % EVERY_STEPS:
+                continue
             loss = task.losses()[name](models, inputs, targets)
             loss = loss[0] if isinstance(loss, tuple) else loss
             for model in models.values():
@@ -235,6 +303,11 @@ def loop(kind: str, warm_up: int = 0) -> dict[str, Any]:
         found["losses"].append(losses)
         found["norms"].append(squares**0.5)
         for name in optimizers:
+            if kind in ("follower", "dino"):
+                _follow(models, momentum(step + 1), averages)
+                continue
+            if kind == "critic" and name == "generator" and (step + 1) % EVERY_STEPS:
+                continue
             for rest, weight in models[name].named_parameters():
                 old = averages.get(f"{name}.{rest}", weight.detach())
                 averages[f"{name}.{rest}"] = old + 0.1 * (weight.detach() - old)
@@ -251,6 +324,15 @@ def loop(kind: str, warm_up: int = 0) -> dict[str, Any]:
     return found
 
 
+@torch.no_grad()
+def _follow(models: Mapping[str, nn.Module], momentum: float, averages: dict[str, Tensor]) -> None:
+    for (name, average), weight in zip(
+        models["teacher"].named_parameters(), models["student"].parameters(), strict=True
+    ):
+        average.mul_(momentum).add_(weight, alpha=1 - momentum)
+        averages[f"student.{name}"] = average
+
+
 # The same by dsframe.
 
 
@@ -259,10 +341,11 @@ def train(engine: Any, loader: Loader, first: int, last: int) -> tuple[list[list
     losses, norms, size = [], [], engine.plan.world.size
     for step in range(first, last):
         result = engine.train_step(MicroBatch.of(loader.micro_batches(step)))
-        engine.average(0.9)
+        if engine.plan.config.settings.ema:
+            engine.average(0.9)
         terms = result.terms
         own = [one.total for name, one in terms.items() if name.endswith("_loss")] or [result.loss]
-        assert ("told" in terms) == (len(own) == 2)
+        assert ("told" in terms) == ("discriminator" in engine.plan.task.models())
         losses.append((engine.sum_over_ranks(torch.stack([one.double() for one in own])) / size).tolist())
         norms.append(float(result.gradient_norm))
     return losses, norms

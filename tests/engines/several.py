@@ -31,9 +31,8 @@ _open = process_group.open_process_group
 def one_process_group() -> Iterator[None]:
     """**Collective.** Inside it engines find a process group that is open already; it is closed at the end."""
 
-    def once(*arguments: object) -> None:
-        if not dist.is_initialized():
-            _open(*arguments)  # type: ignore[arg-type]
+    def once(*arguments: object) -> bool:
+        return dist.is_initialized() or _open(*arguments)  # type: ignore[arg-type]
 
     with mock.patch.object(process_group, "open_process_group", once):
         yield
@@ -58,5 +57,6 @@ def prepare(file: dict[str, Any], name: str) -> tuple[Callable[[], Engine], Load
         ranks=batch.data_parallel_size,
         device=device,
     )
-    plan = Plan(config, here, task, optimizer, schedules.constant(optimizer.learning_rate), batch, device)
+    rates = schedules.planned(config, task, optimizer.learning_rate, batch.train_batch_size)
+    plan = Plan(config, here, task, optimizer, rates, batch, device)
     return partial(parts.make, engines.load(name, config), plan), loader

@@ -15,6 +15,7 @@ from dsframe.data import Loader
 from dsframe.run_dir.record import read_summary
 from dsframe.tasks import build
 from dsframe.tools.compare import losses
+from dsframe.tools.export import main as export
 from tests.processes import python, run_ranks, warm
 from tests.text_files import LLAMA, conversations, jsonl, tokenizer
 
@@ -114,11 +115,10 @@ class Rows(torch.utils.data.Dataset[Any]):
         return self.rows[index]
 
 
-def test_the_trainer_of_transformers_has_the_same_losses(
-    folder: Path, alone: tuple[dict[int, float], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def by_the_trainer(folder: Path, model: Any, monkeypatch: pytest.MonkeyPatch) -> list[float]:
+    """The losses of transformers' own Trainer on the same rows, which goes on training ``model``."""
     pytest.importorskip("accelerate", reason='transformers\' Trainer needs accelerate: pip install -e ".[bench]"')
-    from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
+    from transformers import AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
 
     found: list[float] = []
 
@@ -132,7 +132,7 @@ def test_the_trainer_of_transformers_has_the_same_losses(
             return loss
 
     Recording(
-        AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32),
+        model,
         TrainingArguments(
             str(folder / "trainer"),
             per_device_train_batch_size=BATCH,
@@ -150,4 +150,42 @@ def test_the_trainer_of_transformers_has_the_same_losses(
         train_dataset=Rows(folder, monkeypatch),
     ).train()
     assert len(found) == STEPS
-    assert found == pytest.approx([alone[0][step] for step in range(1, STEPS + 1)], abs=1e-4)
+    return found
+
+
+def base(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder / "llama", dtype=torch.float32)
+
+
+def test_the_trainer_of_transformers_has_the_same_losses(
+    folder: Path, alone: tuple[dict[int, float], dict[str, Any]], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    found = by_the_trainer(folder, base(folder), monkeypatch)
+    assert found == pytest.approx([alone[0][step] for step in range(1, STEPS + 1)], abs=1e-5)
+
+
+@pytest.mark.filterwarnings("ignore")  # peft's own
+@pytest.mark.parametrize("engine", ["deepspeed", pytest.param("fsdp", marks=pytest.mark.long)])
+def test_peft_and_the_trainer_have_the_same_losses_and_folders(
+    engine: str, folder: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """LoRA at ZeRO-3 and under FSDP begins with a folder of peft's, and ends with one that peft loads as its own training."""
+    import peft
+
+    torch.manual_seed(7)
+    targets = ["q_proj", "v_proj", "embed_tokens"]
+    model = peft.get_peft_model(base(folder), peft.LoraConfig(r=4, target_modules=targets, task_type="CAUSAL_LM"))
+    model.save_pretrained(str(folder / f"peft-{engine}"), save_embedding_layers=False)
+    section = ("--set", f"dsframe.adapter.folder=peft-{engine}")
+    found, metrics = trained(folder, f"lora-{engine}", 2, "--engine", engine, *section)
+    expected = by_the_trainer(folder, model, monkeypatch)
+    assert expected[-1] < expected[0]
+    assert list(found.values()) == pytest.approx(expected, abs=1e-5)
+    assert export([f"lora-{engine}", "--to", "peft", "--out", f"ours-{engine}"]) == 0
+    ours = peft.PeftModel.from_pretrained(base(folder), str(folder / f"ours-{engine}"))
+    theirs = peft.get_peft_model_state_dict(model, save_embedding_layers=False)
+    for name, tensor in peft.get_peft_model_state_dict(ours, save_embedding_layers=False).items():
+        torch.testing.assert_close(tensor, theirs[name], rtol=0, atol=2e-4)
+    assert metrics["loss"] < expected[0]

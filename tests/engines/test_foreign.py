@@ -34,13 +34,29 @@ SHARDED = {"fsdp", "zero3"}
 CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     # name: (task, options, what is refused: set-up -> words of the message)
     "weights in the loss": ("Penalty", {}, dict.fromkeys(SHARDED, READ)),
+    "gathered weights in the loss": ("Gathered", {}, {}),
+    "gathered weights written": ("WrittenInside", {}, dict.fromkeys(SHARDED, "which changes only a copy")),
+    "gathered weights called": ("CalledInside", {}, dict.fromkeys(SHARDED, "is called inside of dsframe.gathered()")),
+    "clamped after a step": ("After", {"what": "clamp"}, {}),
+    "norms after a step": ("After", {"what": "norms"}, {}),
+    "not by element": ("After", {"what": "wrong"}, dict.fromkeys(("single", "zero2"), "is not element-wise")),
     "a weight's size": ("Size", {}, dict.fromkeys(SHARDED, READ)),
-    "max_norm": ("MaxNorm", {}, {"ddp": "not the same numbers", "zero2": "overwrites", "zero3": WRITTEN, "fsdp": "max_norm"}),
+    "max_norm": ("MaxNorm", {}, {}),
+    "max_norm of a function": (
+        "MaxNorm",
+        {"function": True},
+        {"ddp": "not the same numbers", "zero2": "overwrites", "zero3": "max_norm", "fsdp": "max_norm"},
+    ),
     "clamped in forward": ("Clamped", {}, {"zero2": "overwrites", "zero3": WRITTEN, "fsdp": WRITTEN}),
     "clipped in a hook": ("Clipped", {}, {"zero2": "overwrites", "zero3": READ, "fsdp": READ}),
     "teacher": ("Teacher", {}, dict.fromkeys(SHARDED, f"{READ}|{WRITTEN}")),
     "derivatives": ("Forces", {}, dict.fromkeys(SHARDED, "takes derivatives in the middle of a step")),
     "complex": ("Unusual", {"kind": "complex"}, dict.fromkeys(("ddp", "zero3"), "turn is complex")),
+    "collectives of its own": ("Codebook", {}, {}),
+    "a buffer is a weight's memory": ("Shared", {"kind": "buffer"}, dict.fromkeys(("single", "zero2"), "in the same memory")),
+    "two weights in one memory": ("Shared", {"kind": "memory"}, dict.fromkeys(("ddp",), "in the same memory")),
+    "two weights in one tensor": ("Shared", {"kind": "columns"}, {}),
+    "a buffer that backward needs": ("Shared", {"kind": "mask"}, {}),
     "integers": ("Unusual", {"kind": "integer"}, {}),
     "without elements": ("Unusual", {"kind": "empty"}, dict.fromkeys(SHARDED, "which has no elements")),
     "late": ("Unusual", {"kind": "late"}, dict.fromkeys(("single", "ddp", "fsdp", "zero2"), "made in step 1")),
@@ -57,11 +73,18 @@ LATER = {"unfrozen": 2, "a weight after an evaluation": 3}
 """Cases that begin after the first step: the steps that were logged when they are refused."""
 RIGHT = {
     "weights in the loss": ("zero2",),
-    "max_norm": ("single",),
+    "gathered weights in the loss": ("single", "fsdp", "zero3"),
+    "clamped after a step": tuple(SETUPS),
+    "norms after a step": ("ddp", "fsdp", "zero2", "zero3"),
+    "max_norm": tuple(SETUPS),
+    "max_norm of a function": ("single",),
     "clamped in forward": ("ddp",),
     "clipped in a hook": ("ddp", "horovod"),
     "teacher": ("ddp", "zero2"),
     "derivatives": ("zero2",),
+    "collectives of its own": tuple(SETUPS),
+    "two weights in one tensor": ("single", "fsdp", "zero3"),
+    "a buffer that backward needs": ("single",),
     "integers": ("fsdp", "zero3"),
     "a module beside the model": ("single", "fsdp"),
     "without elements": ("zero2",),
@@ -112,6 +135,9 @@ def by_hand(case: str) -> list[float]:
         nn.utils.clip_grad_norm_(trained, 0.5)
         optimizer.step()
         optimizer.zero_grad()
+        with torch.no_grad():
+            for name, weight in model.named_parameters():
+                task.after_step(name, weight)
         for hook in task.hooks:
             hook.on_step(None)
         found.append(loss.item())
@@ -142,6 +168,22 @@ def test_it_is_the_loop_by_hand(case: str, setup: str, tmp_path: Path) -> None:
     run(tmp_path, file(case, setup), SETUPS[setup][0]).check()
     found = losses(tmp_path / "run")
     assert list(found.values()) == pytest.approx(by_hand(case), rel=1e-6)
+
+
+@pytest.mark.parametrize(
+    ("case", "setups"),
+    [
+        ("norms after a step", ("zero3", "fsdp")),
+        ("max_norm", ("zero2", "ddp")),
+        ("gathered weights in the loss", ("fsdp", "zero3")),
+    ],
+)
+def test_it_goes_on_elsewhere(case: str, setups: tuple[str, str], tmp_path: Path) -> None:
+    for setup, steps in zip(setups, (2, 4), strict=True):
+        document = file(case, setup)
+        document["dsframe"] |= {"steps": steps, "checkpoints": {"at_end": True}}
+        run(tmp_path, document, SETUPS[setup][0]).check()
+    assert list(losses(tmp_path / "run").values()) == pytest.approx(by_hand(case), rel=1e-6)
 
 
 @pytest.mark.parametrize("setup", ["single", "zero3", "fsdp"])

@@ -21,7 +21,7 @@ from dsframe.engines import parts
 from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
 from dsframe.observe.meta import stages_of
 from dsframe.tools.compare import losses
-from tests.engines.parts import STEPS, TASKS, Distilled, Gan, file, loop, net, taught
+from tests.engines.parts import SGD, STEPS, TASKS, Distilled, Gan, file, loop, net, taught
 from tests.processes import REPOSITORY, horovodrun, python, run_ranks, warm
 
 BOUND = 1e-5
@@ -30,9 +30,18 @@ TWO = [
     *("gan 1 ddp", "gan 2 fsdp", "gan 1 deepspeed:0", "gan 2 deepspeed:1", "gan 1 deepspeed:2", "gan 2 deepspeed:3"),
     *("distilled 2 ddp", "distilled 1 fsdp", "distilled 2 deepspeed:1", "distilled 1 deepspeed:3"),
     *("smooth 1 ddp", "smooth 2 fsdp", "smooth 1 deepspeed:0", "smooth 1 deepspeed:1", "smooth 2 deepspeed:3"),
+    *(
+        "follower 2 ddp",
+        "follower 1 fsdp",
+        "follower 1 deepspeed:0",
+        "follower 2 deepspeed:2",
+        "follower 1 deepspeed:3",
+    ),
+    *("dino 1 ddp", "dino 1 fsdp", "dino 1 deepspeed:1", "dino 1 deepspeed:3"),
+    *("critic 1 ddp", "critic 2 fsdp", "critic 1 deepspeed:1", "critic 2 deepspeed:3"),
     *("gan 1 deepspeed:2:cpu", "rounded 1 fsdp::bf16", "rounded 1 deepspeed:3:bf16"),
 ]
-HOROVOD = ["gan 2 horovod", "distilled 1 horovod"]
+HOROVOD = ["gan 2 horovod", "distilled 1 horovod", "follower 1 horovod", "critic 2 horovod", "dino 1 horovod"]
 EVERY = [
     f"{task} {accumulation} {engine}"
     for task in ("gan", "distilled")
@@ -49,7 +58,11 @@ MORE = [
 @pytest.mark.parametrize(
     ("launch", "processes", "cases"),
     [
-        (lambda _, command: python(command), 1, ["gan 2 single", "distilled 1 single"]),
+        (
+            lambda _, command: python(command),
+            1,
+            ["gan 2 single", "distilled 1 single", "follower 2 single", "critic 1 single", "dino 1 single"],
+        ),
         (warm, 2, TWO),
         (horovodrun, 2, HOROVOD),
         pytest.param(warm, 2, EVERY, marks=pytest.mark.long),
@@ -315,12 +328,79 @@ def both(models: Mapping[str, Any], inputs: Tensor, targets: Tensor) -> Any:
             {"one": both},
             "no loss trains the model 'teacher', and its teacher.0.weight is drawn from random numbers; load its weights",
         ),
-        ({"one": partial(net, 4, 3)}, {"one": both}, "give the model 'one' positional arguments or keywords, not both"),
+        (
+            {"one": partial(net, 4, 3), "teacher": dsframe.average_of("two")},
+            {"one": both},
+            "'teacher' is the average of two, momentum 0.996; that has to be a model with a loss",
+        ),
+        (
+            {"one": partial(net, 4, 3), "teacher": dsframe.average_of("one")},
+            {"one": both},
+            "dsframe.ema: Models averages a model itself",
+        ),
     ],
 )
 def test_bad_tasks(models: Mapping[str, Any], losses: Mapping[str, Any], message: str, tmp_path: Path) -> None:
     with pytest.raises(TaskError, match=message):
         dsframe.fit(Models(models, losses), run_file(tmp_path, "rounded 1 single"))
+
+
+class TwoInputs(nn.Linear):
+    def forward(self, inputs: Tensor, *, scale: Tensor) -> Tensor:
+        return super().forward(inputs) * scale.mean()
+
+
+class Unevaluated(Models):
+    def eval_data(self) -> Any:
+        return None
+
+
+def called(models: Mapping[str, Any], inputs: Tensor, targets: Tensor) -> Any:
+    return models["one"](inputs, scale=targets).square().mean()
+
+
+def test_positional_arguments_and_keywords(tmp_path: Path) -> None:
+    given = run_file(tmp_path, "rounded 1 single")
+    del given["dsframe"]["eval_every_steps"]
+    assert dsframe.fit(Unevaluated({"one": lambda: TwoInputs(4, 3)}, {"one": called}), given).steps == STEPS
+
+
+class ModelAndModels(Gan):
+    def model(self) -> nn.Module:
+        return net(4, 3)
+
+
+@pytest.mark.parametrize(
+    ("task", "more", "message"),
+    [
+        (ModelAndModels(), {}, r"has model\(\) and models\(\); remove one of them"),
+        (Gan(), {"model": {"sync_batch_norm": True}}, '"sync_batch_norm" has no effect: no model has BatchNorm'),
+        (
+            Gan(),
+            {"optimizers": {name: {**SGD, "every_steps": 2} for name in ("generator", "discriminator")}},
+            "each model has every_steps above 1, so some steps would train nothing",
+        ),
+    ],
+)
+def test_what_contradicts_itself(task: Gan, more: dict[str, Any], message: str, tmp_path: Path) -> None:
+    with pytest.raises(TaskError, match=message):
+        dsframe.fit(task, run_file(tmp_path, "gan 1 single", **more))
+
+
+def test_statistics_of_the_one_that_has_some(tmp_path: Path) -> None:
+    given = run_file(tmp_path, "gan 1 single", parameter_groups=[], model={"sync_batch_norm": True})
+    assert dsframe.fit(Normed(), given).steps == STEPS
+
+
+def test_another_rhythm_is_another_training(tmp_path: Path) -> None:
+    def every(steps: int) -> dict[str, Any]:
+        given = run_file(tmp_path, "gan 1 single")
+        given["dsframe"]["optimizers"] |= {"generator": {**SGD, "every_steps": steps}}
+        return given
+
+    dsframe.fit(Gan(), every(2))
+    with pytest.raises(CheckpointError, match=r"models\.generator was .*every 2 steps"):
+        dsframe.fit(Gan(), every(3), resume="auto")
 
 
 def test_what_has_been_drawn_is_known() -> None:

@@ -213,10 +213,23 @@ def _noisy(rows: list[Any]) -> Any:
     return inputs + torch.from_numpy(np.random.normal(size=inputs.shape)), targets
 
 
+def _for_the_batch(rows: list[Any]) -> Any:
+    inputs, targets = _plain(rows)
+    return inputs + torch.rand(4), targets
+
+
 @pytest.mark.parametrize("workers", [0, 1])
 @pytest.mark.parametrize(
     ("collate", "draws"),
-    [(_plain, False), (_masked(), True), (_masked(5), True), (_flipping, True), (_noisy, True), (_Generator(), True)],
+    [
+        (_plain, False),
+        (_masked(), False),
+        (_masked(5), True),
+        (_flipping, True),
+        (_noisy, True),
+        (_Generator(), True),
+        (_for_the_batch, True),
+    ],
 )
 def test_a_collate_that_draws_is_said(collate: Any, draws: bool, workers: int) -> None:
     """Its numbers are a batch's: other ones with another micro-batch or another number of ranks."""
@@ -227,13 +240,33 @@ def test_a_collate_that_draws_is_said(collate: Any, draws: bool, workers: int) -
     assert torch.equal(torch.get_rng_state(), before)
 
 
-def test_what_collate_draws_is_the_same_with_workers_and_after_a_restart() -> None:
-    source = as_source([{"input_ids": list(range(3, 19))} for _ in range(16)], 0, _masked())
-    batches = [
-        list(Loader(source, seed=0, micro_batch_size=4, workers=workers).stream(first, 4))[-1]
-        for workers, first in ((0, 0), (0, 3), (2, 0), (2, 3))
-    ]
-    assert any(row.ne(-100).any() for row in batches[0][1])
-    for inputs, targets in batches[1:]:
-        assert torch.equal(inputs["input_ids"], batches[0][0]["input_ids"])
-        assert torch.equal(targets, batches[0][1])
+@pytest.mark.parametrize("workers", [0, 2])
+def test_what_collate_draws_for_a_row_does_not_depend_on_ranks_micro_batches_workers_and_resumes(workers: int) -> None:
+    """Each sample twice in an epoch: every copy has draws of its own. Rows of several lengths: padding changes none."""
+    rows = [{"input_ids": list(range(3, 7 + number % 9))} for number in range(8)]
+    source = as_source(rows + rows, 0, _masked())
+
+    def seen(ranks: int, accumulation: int, first: int = 0) -> list[list[list[int]]]:
+        """For each row of steps 2 and 3 what it shows and what is to be learned."""
+        found = []
+        for step in range(2, 4):
+            streams = [
+                Loader(
+                    source, seed=0, micro_batch_size=8 // ranks // accumulation, accumulation_steps=accumulation,
+                    rank=rank, ranks=ranks, workers=workers, order=lambda epoch, samples: torch.arange(16) % 8,
+                ).stream(first, 4) for rank in range(ranks)
+            ]  # fmt: skip
+            batches = list(zip(*map(list, streams), strict=True))[(step - first) * accumulation :][:accumulation]
+            for inputs, targets in (batch for of_ranks in batches for batch in of_ranks):
+                keep = inputs["attention_mask"].bool()
+                found += [
+                    [*inputs["input_ids"][row][kept].tolist(), *targets[row][kept].tolist()]
+                    for row, kept in enumerate(keep)
+                ]
+        return found
+
+    expected = seen(1, 1)
+    assert len(expected) == 16
+    assert any(target != -100 for row in expected for target in row[len(row) // 2 :])
+    assert sum(first != copy for first, copy in zip(expected[:8], expected[8:], strict=True)) > 4
+    assert seen(2, 1) == seen(1, 4) == seen(2, 2, first=2) == expected

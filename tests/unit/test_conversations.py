@@ -10,7 +10,7 @@ import pytest
 
 from dsframe.data import documents
 from dsframe.data.documents import Row
-from dsframe.data.encoders import ConversationEncoder, TextEncoder
+from dsframe.data.encoders import ConversationEncoder, TextEncoder, describe_targets
 from dsframe.errors import DataError
 
 tokenizers = pytest.importorskip("tokenizers", reason="tokenizers is not installed")
@@ -79,6 +79,60 @@ def test_the_answers_are_learned_and_nothing_else(kind: str, answers: tuple[str,
     if kind == "bytes":
         assert found == expected
     assert "".join(found.split()) == "".join(expected.split())
+
+
+TURNS = (
+    "{% if tools %}<user>{{ tools | tojson }}{% endif %}{% for m in messages %}{% if m.role == 'assistant' %}<bot>"
+    "{% generation %}{{ m.content }}{% for call in m.tool_calls or [] %}{{ call.function.name }}{% endfor %}[END]"
+    "{% endgeneration %}{% else %}<user>{{ m.role }} {{ m.content }}{% endif %}{% endfor %}"
+)
+
+
+@pytest.mark.parametrize("kind", ["bytes", "pieces", "unigram"])
+def test_the_targets_of_a_file_are_its_answers_byte_for_byte(kind: str, tmp_path: Path) -> None:
+    """Tools, system prompts, several turns, empty answers and emoji; a special token ends each answer."""
+    tools = [{"type": "function", "function": {"name": "sees", "parameters": {}}}]
+    calls = [{"type": "function", "function": {"name": "sees", "arguments": {"what": "🐈"}}}]
+    system = {"role": "system", "content": "good  cat 🐈\n"}
+    rows: list[Any] = [
+        {**talk("sees a dog", "", "naïve 🐈"), "tools": tools},
+        {"messages": [system, *talk("🐈 🐈", "one two")["messages"]]},
+        {"messages": [system, {"role": "user", "content": "the dog"}, said("", tool_calls=calls),
+                      {"role": "tool", "content": "one\r\n"}, said("the cat sees one")], "tools": json.dumps(tools)},
+        talk(""),
+    ]  # fmt: skip
+    answers = [["sees a dog", "", "naïve 🐈"], ["🐈 🐈", "one two"], ["sees", "the cat sees one"], [""]]
+    (tmp_path / "a.jsonl").write_text(
+        "".join(json.dumps(row, ensure_ascii=number > 1) + "\n" for number, row in enumerate(rows))
+    )
+    tokenizer = words(kind)
+    made = encoder(tokenizer, TURNS)
+    for tokens, expected in zip(
+        made.encode(list(documents.rows(tmp_path / "a.jsonl", made.columns))), answers, strict=True
+    ):
+        groups: list[list[int]] = [[]]
+        for token in tokens[tokens >= 0].tolist():
+            groups.append([]) if token == tokenizer.eos_token_id else groups[-1].append(token)
+        assert [tokenizer.decode(group) for group in groups] == [*expected, ""]
+
+
+def test_what_is_learned_is_shown_and_an_answer_without_an_end_is_said() -> None:
+    tokenizer = words("bytes")
+    for template, warned in ((MARKED, 0), (MARKED.replace("[END]{% endgeneration %}", "{% endgeneration %}[END]"), 1)):
+        rows = list(encoder(tokenizer, template).encode([Row("a:1", talk("one", "x" * 200)), Row("a:2", talk("two"))]))
+        lines = list(describe_targets(tokenizer, rows, 1000))
+        assert lines[1].startswith('learned of a row: "two')
+        assert lines[0].endswith('x" ...')
+        assert ["does not learn to stop" in line for line in lines[2:]] == [True] * warned
+    cut = rows[1][: int((rows[1] >= 0).nonzero()[0][1])]
+    assert len(list(describe_targets(tokenizer, [cut], len(cut) - 1))) == 1  # cut within its answer
+
+
+def test_an_answer_that_shares_a_token_with_other_words_is_refused() -> None:
+    glued = "{% for m in messages %}{% generation %}{{ m.content }}{% endgeneration %}{% endfor %}"
+    row = {"messages": [said("one"), said("Q")]}  # one unknown word
+    with pytest.raises(DataError, match="a:1: the tokens of an answer cannot be found: 'one"):
+        learned(words("pieces"), row, glued)
 
 
 @pytest.mark.parametrize("key", ["weight", "train", "loss"])

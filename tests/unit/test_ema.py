@@ -64,6 +64,35 @@ def by_hand(kind: str, decay: float, every: int) -> tuple[dict[str, Tensor], flo
         return dict(average.module.named_parameters()), float(task.loss(average(inputs), targets))
 
 
+def by_weights(weights: list[Tensor], decays: list[float]) -> Tensor:
+    average = weights[0]
+    for weight, decay in zip(weights[1:], decays, strict=True):
+        average = decay * average + (1 - decay) * weight
+    return average
+
+
+@pytest.mark.parametrize(
+    ("more", "decays"),
+    [
+        ({"start_step": 3}, [0.0, 0.0, 0.9, 0.9, 0.9]),
+        ({"warmup_gamma": 1.0}, [1 - (1 + n) ** -(2 / 3) for n in (2, 3, 4, 5, 6)]),
+        (
+            {"warmup_gamma": 0.1, "warmup_power": 0.75, "start_step": 2},
+            [0.0] + [1 - (1 + n / 0.1) ** -0.75 for n in (1, 2)] + [0.9] * 2,
+        ),
+    ],
+)
+def test_its_decay_grows(more: dict[str, Any], decays: list[float], tmp_path: Path) -> None:
+    """As in torchvision's references, ema_pytorch and timm: weights until a step, then a decay that grows."""
+    given = file(tmp_path, ema={"decay": 0.9, **more}, checkpoints={"every_steps": 1, "keep_last": 9})
+    dsframe.fit(Line(), given)
+    weights = []
+    for step in range(1, 7):
+        checkpoint = tmp_path / "checkpoints" / f"step-{step:08}"
+        weights.append(Checkpoint(checkpoint).parameter("weight").weight.clone())
+    torch.testing.assert_close(averages(checkpoint)["weight"], by_weights(weights, decays))
+
+
 def averages(checkpoint: Path) -> dict[str, Tensor]:
     found = Checkpoint(checkpoint)
     return {name: found.parameter(name).moments["ema"].clone() for name in found.shapes}

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import io
+import json
+import shutil
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -13,6 +15,7 @@ import pytest
 from dsframe.data import folder
 from dsframe.data.shards import _DECODERS
 from dsframe.errors import DataError
+from tests.processes import python, run_ranks
 
 pytest.importorskip("PIL", reason="Pillow is not installed")
 from PIL import Image, ImageOps
@@ -126,6 +129,9 @@ def test_a_class_without_pictures_and_files_that_are_not_read_are_said(pictures:
     said: list[str] = []
     folder.check(str(pictures), ["cat", "dog"], said.append)
     assert said == [f"dsframe: files in {pictures} that are not read as images: 1 with .heic"]
+    written(pictures / "val" / "cat" / "0.png", Image.fromarray(RAMP))
+    folder.check(str(pictures), ["cat", "dog"], said.append)
+    assert f"dsframe: no images of dog in {pictures / 'val'}" in said
     (pictures / "train" / "bird").mkdir()
     (pictures / "train" / "dog" / "9.heic").unlink()
     with pytest.raises(DataError, match="no images of bird"):
@@ -141,3 +147,25 @@ def test_damaged_files_are_named_all_at_once_before_training(pictures: Path) -> 
     with pytest.raises(DataError, match=r"2 files cannot be read .*cat/1\.png .*dog/2\.png"):
         folder.check(str(pictures), ["cat", "dog"], said.append)
     assert not said
+
+
+def test_a_checkpoint_is_of_the_classes_that_it_was_trained_with(pictures: Path) -> None:
+    """A folder that was renamed, or is gone, is said before an evaluation and before a resume."""
+    section = {"name": "vision", "dataset": "image-folder", "data_dir": str(pictures), "image_size": 32}
+    shutil.copytree(pictures / "train", pictures / "val")
+    file = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "dsframe": {"engine": "single", "steps": 1, "task": section, "run_dir": str(pictures / "run")},
+    }
+    (pictures / "a.json").write_text(json.dumps(file))
+    words = ["-m", "dsframe", "train", "--config", "a.json"]
+    assert run_ranks(python(words), cwd=pictures, timeout_seconds=120).returncode == 0
+    for name in ("train", "val"):
+        (pictures / name / "dog").rename(pictures / name / "ant")
+    for command in ([*words, "--resume", "auto", "--set", "dsframe.steps=2"], ["-m", "dsframe", "evaluate", "run"]):
+        ended = run_ranks(python(command), cwd=pictures, timeout_seconds=120)
+        said = "the data's classes are ant, cat, but the checkpoint was trained with cat, dog; dog missing; ant new"
+        assert said in str(ended)
+        assert ended.returncode != 0
+        assert "Traceback" not in str(ended)

@@ -2,13 +2,16 @@
 
 from __future__ import annotations
 
+import random
 from collections.abc import Callable
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional
+from torch.utils.data import TensorDataset, default_collate
 
 import dsframe
 from dsframe.data import TensorSource
@@ -135,3 +138,157 @@ def test_the_look_draws_nothing_of_the_trainings() -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("dsframe.training.loss_kind.LossTrial.watched", lambda _, batch: batch)
         assert dsframe.fit(Line(drawing), file(1, steps=3)).loss == found
+
+
+class Rows(Line):
+    """Rows of a data set, with a model, a loss and a collate under test."""
+
+    def __init__(self, loss: Loss, model: Callable[[], nn.Module], collate: Any = None) -> None:
+        super().__init__(loss)
+        self._model, self.collate = model, collate
+
+    def model(self) -> nn.Module:
+        return self._model()
+
+    def train_data(self) -> Any:
+        return TensorDataset(*super().train_data()._data)
+
+    def eval_data(self) -> Any:
+        return None
+
+
+class TimeFirst(nn.Linear):
+    """Outputs ``[time, rows, classes]`` of rows with three numbers."""
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs).expand(6, *inputs.shape[:1], 4).log_softmax(-1)
+
+
+class LossInside(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs).square().sum()
+
+
+class LossBeside(nn.Linear):
+    def forward(self, inputs: Tensor) -> dict[str, Tensor]:
+        outputs = super().forward(inputs)
+        return {"outputs": outputs, "loss": outputs.square().sum()}
+
+
+class OneSize(nn.Linear):
+    def forward(self, inputs: Tensor) -> Tensor:
+        return super().forward(inputs.view(4, 3)).mean()
+
+
+def ctc(reduction: str, joined: bool = False) -> Loss:
+    def loss(outputs: Tensor, targets: Tensor) -> Tensor:
+        labels = targets.reshape(-1, 4)[:, :2].abs().round().long().clamp(1, 3)
+        rows = len(labels)
+        lengths = [torch.full((rows,), length) for length in (6, 2)]
+        return functional.ctc_loss(outputs, labels.reshape(-1) if joined else labels, *lengths, reduction=reduction)
+
+    return loss
+
+
+def joined(rows: list[Any]) -> tuple[Tensor, Tensor]:
+    inputs, targets = default_collate(rows)
+    return inputs, targets.reshape(-1)
+
+
+def mixed(rows: list[Any]) -> tuple[Tensor, Tensor]:
+    inputs, targets = default_collate(rows)
+    return (inputs + inputs.roll(1, 0)) / 2, targets
+
+
+def linear() -> nn.Module:
+    return nn.Linear(3, 4)
+
+
+SUM = "gives a sum over the rows of a micro-batch"
+NEITHER = "neither a mean nor a sum over rows"
+FORMS: dict[str, tuple[Rows, str]] = {
+    "time first, sum": (Rows(ctc("sum"), lambda: TimeFirst(3, 4)), SUM),
+    "time first, mean": (Rows(ctc("mean"), lambda: TimeFirst(3, 4)), ""),
+    "targets joined, sum": (Rows(ctc("sum", True), lambda: TimeFirst(3, 4), joined), SUM),
+    "targets joined, mean": (Rows(ctc("mean", True), lambda: TimeFirst(3, 4), joined), ""),
+    "loss inside": (Rows(lambda loss, _: loss, lambda: LossInside(3, 4)), SUM),
+    "loss beside": (Rows(lambda outputs, _: outputs["loss"], lambda: LossBeside(3, 4)), SUM),
+    "collate mixes": (Rows(mean, linear, mixed), NEITHER),
+    "collate": (Rows(mean, linear, default_collate), ""),
+    "one size": (Rows(lambda outputs, _: outputs, lambda: OneSize(3, 4)), "loss was not examined ("),
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+def test_the_kind_where_outputs_have_no_rows(form: str, capsys: pytest.CaptureFixture[str]) -> None:
+    task, said = FORMS[form]
+    if said == SUM:
+        with pytest.raises(TaskError, match=SUM):
+            dsframe.fit(task, file(2))
+        return
+    dsframe.fit(task, file(2))
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert said or "this task's" not in printed
+
+
+class Counting(LossInside):
+    """A model with a state: a number, a tensor and a buffer that each forward pass moves, and random numbers."""
+
+    def __init__(self) -> None:
+        super().__init__(3, 4)
+        self.calls, self.noise = 0, torch.zeros(())
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        self.calls += 1
+        self.noise += torch.rand(())
+        self.scale *= 1.5
+        return super().forward(inputs) * 1e-3 * (self.calls + self.noise) * self.scale / len(inputs)
+
+
+def test_samples_leave_no_trace(monkeypatch: pytest.MonkeyPatch) -> None:
+    looked = dsframe.fit(Rows(lambda loss, _: loss, Counting), file(1)).loss
+    monkeypatch.setattr("dsframe.training.sample_trial.is_needed", lambda *_: False)
+    assert dsframe.fit(Rows(lambda loss, _: loss, Counting), file(1)).loss == looked
+
+
+def with_noise(outputs: Tensor, targets: Tensor) -> Tensor:
+    return mean(outputs + torch.rand_like(outputs), targets)
+
+
+def numpys(outputs: Tensor, targets: Tensor) -> Tensor:
+    return mean(outputs, targets) * (1 + np.random.rand())
+
+
+def pythons(outputs: Tensor, targets: Tensor) -> Tensor:
+    return mean(outputs, targets) * (1 + random.random())
+
+
+@pytest.mark.parametrize(
+    ("loss", "said"),
+    [
+        (with_noise, "this task's loss draws random numbers, others on each rank"),
+        (numpys, "model or loss draws with NumPy or Python's random, other numbers on each rank"),
+        (pythons, "model or loss draws with NumPy or Python's random, other numbers on each rank"),
+        (mean, ""),
+    ],
+)
+def test_draws_of_a_loss_are_said(loss: Loss, said: str, capsys: pytest.CaptureFixture[str]) -> None:
+    dsframe.fit(Line(loss), file(2))
+    printed = capsys.readouterr().err
+    assert said in printed
+    assert said or "draws" not in printed
+
+
+def test_draws_of_a_loss_belong_to_samples() -> None:
+    def trained(loss: Loss, accumulation: int) -> float:
+        said = file(accumulation)
+        said["dsframe"]["per_sample_randomness"] = True
+        return dsframe.fit(Line(loss), said).loss
+
+    assert trained(with_noise, 1) == pytest.approx(trained(with_noise, 4), rel=1e-6)
+    with pytest.raises(TaskError, match="NumPy or Python's random, which belong to no sample"):
+        trained(numpys, 1)
+    with pytest.raises(TaskError, match="the loss draws random numbers inside a function"):
+        trained(lambda outputs, targets: mean(outputs[torch.randperm(len(outputs))], targets), 1)

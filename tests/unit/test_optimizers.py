@@ -125,6 +125,31 @@ def test_what_torch_refuses_is_a_mistake_of_the_file() -> None:
         read("SGD", {"lr": -1.0}).build([torch.nn.Parameter(torch.zeros(2))])
 
 
+KINDS = ("AdamW", "SGD", "adagrad", "RMSprop", "NAdam", "RAdam", "Adamax", "ASGD", "Rprop", "Adadelta", "Adafactor")
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_optimizer_of_torch_makes_its_update(kind: str) -> None:
+    optimizers.try_out(read(kind, {"lr": 0.1}), torch.device("cpu"))
+
+
+@pytest.mark.parametrize(
+    ("kind", "params", "message"),
+    [
+        (
+            "AdamW",
+            {"torch_adam": True, "capturable": True},
+            "AdamW: If capturable=True, params and state_steps must be",
+        ),
+        ("NAdam", {"foreach": True, "differentiable": True}, "NAdam: _foreach ops don't support autograd"),
+        ("AdamW", {"torch_adam": True, "foreach": True, "fused": True}, "cannot be `True` together"),
+    ],
+)
+def test_what_torch_refuses_at_the_first_update(kind: str, params: dict[str, Any], message: str) -> None:
+    with pytest.raises(ConfigError, match=message):
+        optimizers.try_out(read(kind, params), torch.device("cpu"))
+
+
 def test_a_file_without_an_optimizer_is_told_what_to_add() -> None:
     with pytest.raises(ConfigError, match='optimizer: missing; add "optimizer"'):
         optimizers.read(load({"train_batch_size": 8}))

@@ -16,8 +16,8 @@ from torch.utils.checkpoint import checkpoint
 import dsframe
 from dsframe.config import load
 from dsframe.data import TensorSource
+from dsframe.data.sample_draws import SampleDraws
 from dsframe.errors import ConfigError, TaskError
-from dsframe.model.sample_draws import SampleDraws
 
 CPU = torch.device("cpu")
 

@@ -259,6 +259,26 @@ def test_a_tasks_own_schedule() -> None:
     assert schedules.planned(both, dsframe.Task(), 0.8, 4)(0).learning_rate == 0.8
 
 
+class Decaying(dsframe.Task):
+    def weight_decay(self, updates: int) -> float:
+        return 0.1 * updates - 0.2 * (updates > 4)
+
+
+def test_a_tasks_own_weight_decay() -> None:
+    """Groups without a decay keep none; others have it again after it was 0."""
+    document = {"train_batch_size": 4, "optimizer": {"type": "AdamW", "params": {"lr": 0.8}}}
+    schedule = schedules.planned(load(document), Decaying(), 0.8, 4)
+    groups: list[dict[str, Any]] = [{"weight_decay": 0.3}, {"weight_decay": 0.0}, {}]
+    seen = []
+    for updates in (1, 0, 2):
+        schedule(updates).apply(groups)
+        seen.append([group.get("weight_decay") for group in groups])
+    assert seen == [[0.1, 0.0, None], [0.0, 0.0, None], [0.2, 0.0, None]]
+    plateau = {"type": "ReduceLROnPlateau", "params": {}}
+    with pytest.raises(TaskError, match=r"Decaying\.weight_decay is not possible with ReduceLROnPlateau"):
+        schedules.planned(load({**document, "scheduler": plateau, "dsframe": {}}), Decaying(), 0.8, 4)
+
+
 def test_what_is_said_of_a_schedule() -> None:
     def said(total: int, kind: str, **params: Any) -> list[str]:
         config = load({"train_batch_size": 4, "scheduler": {"type": kind, "params": params}, "dsframe": {}})

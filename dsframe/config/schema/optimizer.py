@@ -8,7 +8,7 @@ depends on it. Source: ``DeepSpeedEngine._configure_basic_optimizer`` of DeepSpe
 from collections.abc import Mapping
 from typing import Any
 
-from dsframe.config.schema.base import Section, SectionClass
+from dsframe.config.schema.base import Count, Section, SectionClass
 from dsframe.config.schema.parameters import DEEPSPEED_OPTIMIZERS, OWN_OPTIMIZER, TORCH_OPTIMIZERS
 
 
@@ -53,3 +53,10 @@ class Optimizer(Section):
         if name.lower() in DEEPSPEED_OPTIMIZERS:
             return DEEPSPEED_OPTIMIZERS[name.lower()]
         return OWN_OPTIMIZER if ":" in name or name == OF_TASK else TORCH_OPTIMIZERS.get(name)
+
+
+class ModelOptimizer(Optimizer):
+    """The optimizer of one of several models."""
+
+    every_steps: Count = 1
+    """Steps from one update of the model to the next: 5 for the generator of a WGAN whose critic is trained five times as often."""

@@ -9,7 +9,7 @@ from pydantic import AfterValidator, Discriminator, Field, Tag, WithJsonSchema
 from pydantic_core import PydanticCustomError
 
 from dsframe.config.schema.base import AUTO, Count, Every, ModuleName, Section
-from dsframe.config.schema.optimizer import Optimizer
+from dsframe.config.schema.optimizer import ModelOptimizer
 from dsframe.config.schema.settings_checkpoints import Checkpoints
 from dsframe.config.schema.settings_engines import Ddp, Fsdp
 from dsframe.config.schema.settings_engines import Horovod as Horovod
@@ -185,7 +185,7 @@ class Settings(Section):
     """Lower rates for the first layers, as for fine-tuning a vision transformer: of n repeated blocks the last one has this factor,
     each block before it once more, and what comes before the blocks n + 1 times; what comes after them has none. A group's
     ``lr_scale`` is multiplied with it. Default: 1."""
-    optimizers: dict[str, Optimizer] = {}
+    optimizers: dict[str, ModelOptimizer] = {}
     """Optimizers of a task's models where there are several (``Task.models``), by the models' names; those that have none here
     are trained by the file's ``optimizer``. A scheduler's rates are for that one, and the others' are in proportion."""
     large_batch: LargeBatch = Field(default_factory=LargeBatch.model_construct)

@@ -70,17 +70,20 @@ class TextFiles(Section):
 
 
 class CausalLanguageModelTask(Section):
-    """Language modelling with a model of Hugging Face transformers (``AutoModelForCausalLM``). Nothing is downloaded."""
+    """Language modelling with a model of Hugging Face transformers (``AutoModelForCausalLM``)."""
 
     name: Literal["causal-language-model"]
     """Kind of task."""
     model: dict[str, Any] | str
     """An object, ``{"model_type": "llama", "hidden_size": 64, ...}``: a new model with these settings of transformers'
-    configuration class, its own defaults for the rest. Or a local folder with a model: its weights are the first ones."""
+    configuration class, its own defaults for the rest. Or a local folder with a model, or ``hub:NAME@REVISION``, one of the
+    Hugging Face hub (its cache is read, and filled where there is a network): its weights are the first ones."""
+    resize_embeddings: bool = False
+    """Give a model from a folder one row for each token of a larger tokenizer. New rows are drawn around the mean of the old."""
     fresh: bool = False
     """Take only the configuration from the folder, and draw new weights from the seed."""
     tokenizer: str | None = None
-    """Local folder of a tokenizer. Default: the model folder's, where it has one, else a token is a byte."""
+    """Local folder or ``hub:NAME`` of a tokenizer. Default: the model folder's, where it has one, else a token is a byte."""
     context: Count = 128
     """Tokens in one sample."""
     corpus: str = "stdlib"
@@ -95,14 +98,13 @@ class CausalLanguageModelTask(Section):
 
 
 class ImageClassificationTask(ImageData):
-    """Image classification with a model of Hugging Face transformers (``AutoModelForImageClassification``). Nothing is
-    downloaded."""
+    """Image classification with a model of Hugging Face transformers (``AutoModelForImageClassification``)."""
 
     name: Literal["image-classification"]
     """Kind of task."""
     model: dict[str, Any] | str
     """An object, ``{"model_type": "vit", "hidden_size": 64, ...}``: a new model with these settings of transformers'
-    configuration class, sized for the data set. Or a local folder with a model: its weights are the first ones, and the
-    output layer is a new one where the classes differ."""
+    configuration class, sized for the data set. Or a local folder with a model, or ``hub:NAME@REVISION``: its weights are the first
+    ones, and the output layer is a new one where the classes differ."""
     fresh: bool = False
     """Take only the configuration from the folder, and draw new weights from the seed."""

@@ -82,5 +82,20 @@ class Ema(Section):
     """The share of the old average that stays at each update."""
     every_steps: Count = 1
     """Steps between two updates of the average. The first one takes the weights."""
+    start_step: Count | Literal[0] = 0
+    """Until this step the average is the weights."""
+    warmup_gamma: Annotated[float, Field(gt=0.0)] | None = None
+    """Makes the decay grow: ``1 - (1 + n / warmup_gamma) ** -warmup_power`` at step ``n`` after ``start_step``, up to ``decay``."""
+    warmup_power: Annotated[float, Field(gt=0.0)] = 2 / 3
+    """See ``warmup_gamma``. 2/3 is for trainings of a million steps, 3/4 for shorter ones."""
     evaluate: bool = False
     """Evaluate the average instead of the weights."""
+
+    def decay_at(self, step: int) -> float:
+        """The share that stays at ``step``, from 1."""
+        since = step - self.start_step
+        if since <= 0:
+            return 0.0
+        if self.warmup_gamma is None:
+            return self.decay
+        return min(self.decay, 1.0 - float((1.0 + since / self.warmup_gamma) ** -self.warmup_power))

@@ -23,7 +23,7 @@ from torch.utils._pytree import tree_leaves, tree_map_only
 from dsframe.cluster import process_group
 from dsframe.config.features import makes_groups, shares_activations
 from dsframe.engine import StepResult
-from dsframe.engines import precision
+from dsframe.engines import after_step, precision
 from dsframe.engines.base import ModelEngine, refuse_evaluation_gradients, without_gradients
 from dsframe.engines.call_order import CallOrder
 from dsframe.engines.deepspeed import jit, patches, state, versions
@@ -31,6 +31,7 @@ from dsframe.engines.deepspeed.handover import handover
 from dsframe.engines.deepspeed.imports import deepspeed, groups, logger, set_z3_leaf_module, z3_leaf_module
 from dsframe.engines.deepspeed.swap import SwapFolders
 from dsframe.engines.evaluating import stays_gathered
+from dsframe.engines.state_replica import ParameterView
 from dsframe.errors import EngineError
 from dsframe.model import ema, optimizers, rates, switches
 from dsframe.model.build import build_model, without_dimensions, without_elements
@@ -55,6 +56,7 @@ class ZeroEngine(ModelEngine):
         patches.check_later_ones()
         self.plan = plan
         self._stage = plan.config.deepspeed.zero_optimization.stage
+        self.reduces_repeatedly = self._stage < 3
         self._whole = (
             plan.config.settings.deepspeed.accumulate == "whole"
             and self._stage >= 2
@@ -66,6 +68,8 @@ class ZeroEngine(ModelEngine):
         self._experts: Mapping[str, Part] = {}
         self._dtype = precision.parameter_dtype(plan.config)
         self._refuse_what_the_machine_lacks()
+        if after_step.overridden(plan.task):
+            self._refuse_after_step()
         if self._stage == 3:
             refuse_evaluation_gradients(plan, "ZeRO stage 3 shards weights")
         if plan.config.deepspeed.log_level is None and not plan.verbose:
@@ -91,6 +95,7 @@ class ZeroEngine(ModelEngine):
         if self.built.watch is not None:
             self.built.watch.updates_in_place = self._stage == 0 and self._dtype == torch.float32
         self._updates = 0
+        self._average_start: dict[Tensor, Tensor] | None = None
 
     def _prepare_steps(self, module: nn.Module) -> None:
         """What DeepSpeed's engine needs to take steps."""
@@ -247,6 +252,28 @@ class ZeroEngine(ModelEngine):
         if precision.autocast_dtype(self.plan.config, self.plan.device) == torch.float16:  # where the file names none
             raise EngineError('torch_autocast: float16 here, with losses not scaled; write "dtype": "bfloat16"')
 
+    def views(self) -> list[ParameterView]:
+        """Returns where DeepSpeed's optimizer has each trained parameter."""
+        return state.views(self._engine, self._model)
+
+    def _refuse_after_step(self) -> None:
+        file, batch = self.plan.config.deepspeed, self.plan.batch
+        splits = [
+            what
+            for what, on in (
+                ("a pipeline", file.pipeline.stages > 1),
+                ("tensor parallelism", batch.tensor_parallel_size > 1),
+                ("experts over ranks", self._spreads_experts),
+                ("optimizer states on NVMe", file.zero_optimization.optimizer_device == "nvme"),
+            )
+            if on
+        ]
+        if splits:
+            raise EngineError(
+                f"{type(self.plan.task).__name__}.after_step: not possible with {' and '.join(splits)}, where "
+                "no rank can gather a whole weight; take it out, or leave out after_step"
+            )
+
     @property
     def description(self) -> str:
         """For the first line of a run."""
@@ -282,6 +309,9 @@ class ZeroEngine(ModelEngine):
             self._calls.check(waits=self.plan.device.type == "cpu")
         applied = bool(self._engine.was_step_applied())
         self._updates += applied
+        if applied and after_step.overridden(self.plan.task):
+            after_step.call(self.plan.task, self.views())
+            state.publish(self._engine)
         loss = (total / self.plan.batch.accumulation_steps).float()
         if self._slices is not None:
             loss = self._slices.mean(loss)
@@ -395,7 +425,11 @@ class ZeroEngine(ModelEngine):
 
     def average(self, decay: float) -> None:
         """The average of this rank's shards, in the optimizer's state. Sends nothing."""
-        ema.update(*state.masters(self._engine, self._model), decay)
+        ema.update(*state.masters(self._engine, self._model), decay, self._average_start)
+
+    def begin_average(self) -> None:
+        """Keeps a copy of this rank's shards until there is an average."""
+        self._average_start = ema.copies(state.masters(self._engine, self._model)[1])
 
     def averaged(self) -> contextlib.AbstractContextManager[None]:
         """**Collective.** The average of the shards, in the model of every rank."""

@@ -27,7 +27,7 @@ from dsframe.engines.deepspeed.imports import (
     partition_uniform,
 )
 from dsframe.errors import EngineError, TaskError
-from dsframe.model import formats, groups, switches
+from dsframe.model import formats, groups, max_norm, switches
 from dsframe.model.build import dependences
 from dsframe.model.plan import Plan
 from dsframe.model.spill import on_disk
@@ -71,6 +71,7 @@ class Cut:
         self.bounds = self._partition()
         """Stage s has the layers from ``bounds[s]`` to ``bounds[s + 1]`` - 1."""
         self._refuse_weights_in_two_stages()
+        max_norm.refuse(self._probes)
 
     @property
     def models(self) -> list[nn.Module]:

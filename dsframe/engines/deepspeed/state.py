@@ -13,7 +13,8 @@ Source: deepspeed 0.19.8, ``runtime/zero/stage3.py``, ``runtime/zero/stage_1_and
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
@@ -37,7 +38,6 @@ from dsframe.model.state import (
     full_precision,
     load_buffers,
     persistent_buffers,
-    range_of,
     saved_parameters,
     split,
 )
@@ -78,11 +78,45 @@ def _parameters(engine: Any, model: nn.Module) -> ShardedParameters:
     if _is_stage_3(optimizer):
         shards, whole = _shards_stage_3(engine, model), _read_stage_3(engine, model)
     elif _flat_partitions(optimizer) is not None:
-        shards, whole = _shards_stage_1_2(engine, model), _read_stage_1_2(engine, model)
+        trained = views(engine, model)
+        names = {view.name for view in trained}
+        frozen = [ParameterView(n, p.shape, p) for n, p in saved_parameters(model) if n not in names]
+        shards, whole = state_replica.shards(trained, frozen, optimizer.optimizer), _read_stage_1_2(engine, model)
     else:
-        views = *_stage_0(engine, model), engine.basic_optimizer
-        shards, whole = state_replica.shards(*views), state_replica.read(*views)
+        held = *_stage_0(engine, model), engine.basic_optimizer
+        shards, whole = state_replica.shards(*held), state_replica.read(*held)
     return ShardedParameters(shards, whole)
+
+
+def views(engine: Any, model: nn.Module) -> list[ParameterView]:
+    """The trained parameters in what this rank's optimizer updates; not for shards on NVMe."""
+    optimizer = engine.optimizer
+    names = {id(p): name for name, p in saved_parameters(model)}
+    if _is_stage_3(optimizer):
+        return list(_views_stage_3(optimizer, names))
+    if _flat_partitions(optimizer) is not None:
+        return list(_views_stage_1_2(optimizer, names))
+    return _stage_0(engine, model)[0]
+
+
+@dataclass(frozen=True)
+class _FlatView(ParameterView):
+    """A parameter of which this rank has a range, in a flat tensor of many."""
+
+    size: int = 0
+    first: int = 0
+    """The first element of the range in the whole, flattened parameter."""
+    gather: Callable[[], Tensor] = torch.Tensor
+    """**Collective.** Returns the whole master in fp32."""
+
+    def cut(self, tensor: Tensor) -> Tensor:
+        return tensor.narrow(0, self.start or 0, self.size)
+
+    def whole(self, piece: Tensor) -> Tensor:
+        return self.gather()
+
+    def span(self, tensor: Tensor) -> tuple[int, int]:
+        return self.first, self.size
 
 
 def shapes(model: nn.Module) -> dict[str, tuple[int, ...]]:
@@ -162,26 +196,12 @@ def _read_stage_1_2(engine: Any, model: nn.Module) -> Iterator[ParameterState]:
             yield ParameterState(name, parameter.detach().float(), {}, {})
 
 
-def _shards_stage_1_2(engine: Any, model: nn.Module) -> list[ParameterShard]:
-    optimizer = engine.optimizer
-    names = {id(p): name for name, p in saved_parameters(model)}
-    flats = _flat_partitions(optimizer)
-    assert flats is not None
-    shards = []
-    for group, flat in zip(_bit16_groups(optimizer), flats, strict=True):
-        moments, scalars = split(optimizer.optimizer.state.get(flat, {}), flat.shape)
+def _views_stage_1_2(optimizer: Any, names: dict[int, str]) -> Iterator[ParameterView]:
+    for group, flat in zip(_bit16_groups(optimizer), _flat_partitions(optimizer) or (), strict=True):
         for parameter in group:
             piece = _piece(names.pop(id(parameter)), parameter)
-            tensors = {
-                key: range_of(parameter.shape, piece.first, tensor.detach().narrow(0, piece.start, piece.size))
-                for key, tensor in ((WEIGHT, flat), *moments.items())
-            }
-            shards.append(ParameterShard(piece.name, tensors, scalars))
-    frozen = [(name, parameter.detach()) for name, parameter in saved_parameters(model) if id(parameter) in names]
-    return shards + [
-        ParameterShard(name, {WEIGHT: TensorShard(p.shape, full_precision(p.dtype), 0, p.numel(), p.flatten)}, {})
-        for name, p in frozen
-    ]
+            gather = parameter.get_full_hp_param  # type: ignore[attr-defined]  # DeepSpeed adds it
+            yield _FlatView(piece.name, parameter.shape, flat, piece.start, piece.size, piece.first, gather)
 
 
 def _piece(name: str, parameter: Any) -> Piece:
@@ -267,6 +287,16 @@ def _shards_stage_3(engine: Any, model: nn.Module) -> list[ParameterShard]:
                 tensors[key] = TensorShard(shape, dtype, piece.first, piece.size, read, in_order=swapped)
             shards.append(ParameterShard(piece.name, tensors, scalars))
     return shards + [_shard_frozen(name, p) for name, p in saved_parameters(model) if id(p) in names]
+
+
+def _views_stage_3(optimizer: Any, names: dict[int, str]) -> Iterator[ParameterView]:
+    for group, flat in zip(optimizer.fp16_groups, optimizer.fp32_partitioned_groups_flat, strict=True):
+        for parameter in group:
+            _, start, count = optimizer.grad_position[optimizer.get_param_id(parameter)]
+            padded = flat.detach().narrow(0, start, count)
+            piece = _piece_stage_3(optimizer, names.pop(id(parameter)), parameter)
+            gather = partial(optimizer._fp32_state_allgather, parameter, padded)
+            yield _FlatView(piece.name, _shape(parameter), flat, start, piece.size, piece.first, gather)
 
 
 def _piece_stage_3(optimizer: Any, name: str, parameter: Any) -> Piece:

@@ -17,15 +17,17 @@ import os
 import socket
 import threading
 import time
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from typing import Any, cast
 from weakref import WeakSet
 
 import torch
+import torch.distributed as dist
 from torch import Tensor
 
-from dsframe.cluster.process_group import joins, meet, rendezvous_address, stays_open
+from dsframe.cluster import process_group
 from dsframe.cluster.rendezvous import bound_to, interface_to
 from dsframe.cluster.world import World
 from dsframe.engines import precision
@@ -64,7 +66,9 @@ class HorovodEngine(ReplicaEngine):
         _refuse_gpus_without_nccl(plan.device)
         self._bucket_bytes = settle_environment(settings, plan.world, plan.device, running=hvd.is_initialized())
         self._buckets: Buckets | None = None
-        self._joins = joins()
+        # A model's own collectives are torch's. In elastic runs processes come and go, and there is no group of them.
+        elastic = plan.world.elastic
+        self._joins = not (elastic or process_group.open_process_group(plan.world, plan.device, plan.collective_limit))
         if not self._joins:
             _initialise(plan.world)
         self._op = settings.op or {"mean": "average", "sum": "sum"}[plan.config.deepspeed.gradient_allreduce_op]
@@ -174,16 +178,19 @@ class HorovodEngine(ReplicaEngine):
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """**Collective.** Element-wise sum over the ranks."""
+        if not self.plan.world.elastic:
+            return process_group.sum_over_ranks(values)
         return cast(Tensor, hvd.allreduce(values, op=hvd.Sum, name="dsframe.sum"))
 
     def close(self) -> None:
         """**Collective.** Leaves Horovod's ring when everybody has arrived."""
         if self._buckets:
             self._buckets.remove()
-        if stays_open():
+        if process_group.stays_open():
             return
         hvd.barrier()
         _leave()
+        process_group.close_process_group()
 
 
 def _refuse_gpus_without_nccl(device: torch.device) -> None:
@@ -219,9 +226,9 @@ def _initialise(world: World) -> None:
     # order (``runner/http/http_server.py``: do_DELETE clears the lists of all scopes, 0.28.1), else peers are not reachable.
     by_horovodrun = world.launcher == "horovodrun" and (world.elastic or not next(_starts))
     known = by_horovodrun or (world.launcher == "mpirun" and hvd.mpi_built())
-    store = _meet(world) if world.size > 1 and not known else None
+    if world.size > 1 and not known:
+        _serve(world)
     hvd.init()
-    del store  # not earlier: others may still be reading from it until everybody is in the ring
     phases.done("process group")
     if hvd.size() != world.size:
         size = hvd.size()
@@ -235,27 +242,24 @@ def _leave() -> None:
         hvd.shutdown()
 
 
-def _meet(world: World) -> Any:
-    """**Collective.** Starts Horovod's rendezvous server on rank 0 and tells everybody where; returns the store to keep."""
+def _serve(world: World) -> None:
+    """**Collective.** Starts Horovod's rendezvous server on rank 0 and tells everybody where."""
     from horovod.runner.common.util.hosts import get_host_assignments, parse_hosts
     from horovod.runner.http.http_server import RendezvousHandler, RendezvousHTTPServer
 
-    address, port = rendezvous_address(world)
-    store = meet(world, address, port)
+    address, _ = process_group.rendezvous_address(world)
     host = "localhost" if world.size == world.local_size else socket.gethostname()
-    store.set(f"host/{world.rank}", f"{world.node} {world.local_rank} {host}")
+    names: list[str] = [""] * world.size
+    dist.all_gather_object(names, host)
+    port = [0]
     if world.is_main:
-        places = [store.get(f"host/{rank}").decode().split() for rank in range(world.size)]
-        sizes: dict[str, int] = {}
-        for _, _, name in places:
-            sizes[name] = sizes.get(name, 0) + 1
-        hosts = ",".join(f"{name}:{slots}" for name, slots in sizes.items())
+        hosts = ",".join(f"{name}:{slots}" for name, slots in Counter(names).items())
         # What its RendezvousServer does, but for the address: that one listens on every interface.
         server = RendezvousHTTPServer((bound_to(address), 0), RendezvousHandler, 0)
         server.init(get_host_assignments(parse_hosts(hosts), world.size))
         threading.Thread(target=server.serve_forever, daemon=True).start()
-        store.set("server", f"{server.server_address[1]}")
-    server_port = int(store.get("server").decode())
+        port = [server.server_address[1]]
+    dist.broadcast_object_list(port)
     nodes = -(-world.size // world.local_size)
     os.environ.update(
         HOROVOD_HOSTNAME=host,
@@ -268,8 +272,7 @@ def _meet(world: World) -> Any:
         HOROVOD_CONTROLLER="gloo",
         HOROVOD_CPU_OPERATIONS="gloo",
         HOROVOD_GLOO_RENDEZVOUS_ADDR=address,
-        HOROVOD_GLOO_RENDEZVOUS_PORT=str(server_port),
+        HOROVOD_GLOO_RENDEZVOUS_PORT=str(port[0]),
     )
     if interface := "lo" if world.size == world.local_size else interface_to(address):
         os.environ.setdefault("HOROVOD_GLOO_IFACE", interface)
-    return store

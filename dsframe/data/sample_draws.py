@@ -11,7 +11,8 @@ draws from torch's generator all the same is found by the generator itself, whic
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from torch.nn import functional
 from torch.overrides import TorchFunctionMode
 
-from dsframe.data.source import draws
+from dsframe.data.source import draw, draws
 from dsframe.errors import TaskError
 
 REMEDY = (
@@ -68,7 +69,8 @@ class _Draws(TorchFunctionMode):
     def __init__(self, seed: int, size: int, device: torch.device) -> None:
         super().__init__()
         self._seed, self._size, self._device = seed, size, device
-        self._step = self._row = self._draw = 0
+        self._rows = torch.arange(size)
+        self._step = self._draw = 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         """The draw itself where ``function`` is one; else what it gives."""
@@ -88,7 +90,7 @@ class _Draws(TorchFunctionMode):
             first = torch.full((1,), -1, device=device)
         elif shape[0] and shape[0] % self._size == 0:
             sample = (shape[0] // self._size, *shape[1:])
-            first = torch.arange(self._row, self._row + self._size, device=device)
+            first = self._rows.to(device)
         else:
             raise DoesNotFitError(
                 f"per_sample_randomness: the model draws numbers of shape {list(shape)}, whose first dimension is not that of "
@@ -124,7 +126,7 @@ class SampleDraws(_Draws):
 
     def at(self, step: int, row: int) -> None:
         """The next forward pass is of ``step`` (from 0); its first row is number ``row`` of the global batch."""
-        self._step, self._row = step, row
+        self._step, self._rows = step, torch.arange(row, row + self._size)
 
     def uniform(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         """As without recomputation. Raises TaskError inside of a block that is computed again."""
@@ -141,17 +143,28 @@ class SampleDraws(_Draws):
             return
         self.__exit__(None, None, None)  # type: ignore[no-untyped-call]
         before, self._before = self._before, None
+        self._refuse_moved(before, "model", "the dropout of nn.LSTM or nn.MultiheadAttention")
+
+    @contextmanager
+    def of_loss(self) -> Iterator[None]:
+        """Is to be entered around the loss of the micro-batch whose forward pass was the last."""
+        before = _generator(self._device)
+        with self:
+            yield
+        self._refuse_moved(before, "loss", "torch.randperm or torch.multinomial")
+
+    def _refuse_moved(self, before: Tensor, who: str, such_as: str) -> None:
         if not torch.equal(before, _generator(self._device)):
             raise TaskError(
-                f"per_sample_randomness: the model draws random numbers inside a function of torch's that dsframe cannot give "
-                f"to samples, such as the dropout of nn.LSTM or nn.MultiheadAttention; {REMEDY}"
+                f"per_sample_randomness: the {who} draws random numbers inside a function of torch's that dsframe cannot give "
+                f"to samples, such as {such_as}; {REMEDY}"
             )
 
 
-class EvaluationDraws(_Draws):
-    """Gives the draws of an evaluation, of the model, the loss and the metrics, without the file's asking for it.
+class RowDraws(_Draws):
+    """Gives the draws of ``collate``, or of an evaluation: of the model, the loss and the metrics.
 
-    They are the same in every evaluation. What belongs to no sample is left to torch.
+    They are the same each time. What belongs to no sample is left to torch.
     """
 
     def __init__(self, seed: int, device: torch.device) -> None:
@@ -161,9 +174,17 @@ class EvaluationDraws(_Draws):
         self.left_out = False
         """True once a draw belonged to no sample, or was of a generator of the task's own."""
 
-    def of(self, data: int, samples: range) -> EvaluationDraws:
+    def of(self, data: int, samples: range) -> RowDraws:
         """Is to be entered around the batch of these ``samples`` of the data set number ``data``."""
-        self._step, self._row, self._size, self._draw = _EVALUATION + data, samples.start, len(samples), 0
+        return self._at(_EVALUATION + data, torch.arange(samples.start, samples.stop))
+
+    def collating(self, rows: Sequence[tuple[int, int]]) -> RowDraws:
+        """Is to be entered around the batch of these ``rows``, each an epoch and an index."""
+        bits = (draw(self._seed, epoch, index, _COLLATE) >> 1 for epoch, index in rows)
+        return self._at(0, torch.tensor(list(bits)))
+
+    def _at(self, step: int, rows: Tensor) -> RowDraws:
+        self._step, self._rows, self._size, self._draw = step, rows, len(rows), 0
         return self
 
     def uniform(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
@@ -183,6 +204,7 @@ class EvaluationDraws(_Draws):
             return function(*args, **(kwargs or {}))
 
 
+_COLLATE = 0x636F6C6C  # a stream of draws of its own
 _EVALUATION = 0x6576616C << 32  # no training has so many steps
 
 
@@ -224,8 +246,8 @@ def _factory(normal: bool) -> Callable[..., Tensor]:
 
 def _like(normal: bool) -> Callable[..., Tensor]:
     def make(its: _Draws, input: Tensor, *, dtype: Any = None, device: Any = None, **_: Any) -> Tensor:
-        draw = its.normal if normal else its.uniform
-        return draw(input.shape, dtype or input.dtype, torch.device(device or input.device))
+        make_numbers = its.normal if normal else its.uniform
+        return make_numbers(input.shape, dtype or input.dtype, torch.device(device or input.device))
 
     return make
 

@@ -1,0 +1,55 @@
+"""What all ranks have to agree on, compared before any library starts.
+
+Ranks with different engines would each wait for another library's collective: for ever, or until one of them aborts. So they meet
+in a store of torch's, which needs no engine, and say what they are about to do.
+"""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Mapping, Sequence
+
+from dsframe.cluster.process_group import meet, rendezvous_address
+from dsframe.cluster.world import World
+from dsframe.errors import WorldError
+
+_MOST = 5
+"""Differences that are named."""
+
+
+def assert_ranks_agree(world: World, facts: Mapping[str, str]) -> None:
+    """**Collective.** Raises WorldError on every rank, naming the ranks that differ from rank 0 and in what.
+
+    Does nothing where the launcher gives no rendezvous address, as mpirun on several nodes.
+    """
+    if world.size == 1:
+        return
+    try:
+        address, port = rendezvous_address(world)
+    except WorldError:
+        return
+    store = meet(world, address, port)
+    store.set(f"facts/{world.rank}", json.dumps(dict(facts)))
+    if world.is_main:
+        of_ranks = [json.loads(store.get(f"facts/{rank}")) for rank in range(world.size)]
+        store.set("differences", "; ".join(differences(of_ranks)))
+    found = store.get("differences").decode()
+    if found:
+        time.sleep(2.0 * world.is_main)  # the others have yet to read it from this process
+        raise WorldError(
+            f"the processes of this run differ: {found}; start all with the same files, options and versions"
+        )
+
+
+def differences(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:
+    """Returns what differs from rank 0, a text for each fact of each rank: at most five, and how many more there are."""
+    first = of_ranks[0]
+    found = [
+        f"{name} is {theirs.get(name, 'not there')} on rank {rank} and {first.get(name, 'not there')} on rank 0"
+        for rank, theirs in enumerate(of_ranks)
+        for name in {**first, **theirs}
+        if theirs.get(name) != first.get(name)
+    ]
+    more = [f"{len(found) - _MOST} more"] if len(found) > _MOST else []
+    return found[:_MOST] + more

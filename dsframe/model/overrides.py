@@ -1,0 +1,47 @@
+"""Methods of nn.Module that a model overrides: libraries call them as torch does, and count on what they give."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+from torch import nn
+
+from dsframe.errors import TaskError
+
+_CALLED = ("train", "parameters", "named_parameters", "buffers", "named_buffers", "named_modules")
+
+
+def refuse(model: nn.Module, task: str) -> None:
+    """Raises TaskError for an override that cannot be called as nn.Module's, or that leaves parameters out.
+
+    ``task``: the name of the task's class.
+    """
+    for cls in dict.fromkeys(type(module) for module in model.modules()):
+        for name in _CALLED:
+            own, torchs = getattr(cls, name), getattr(nn.Module, name)
+            if own is not torchs and not _callable_alike(own, torchs):
+                wanted = str(inspect.signature(torchs)).partition(" ->")[0]
+                raise TaskError(
+                    f"{task}: {cls.__name__}.{name}{inspect.signature(own)} overrides nn.Module.{name}, and torch calls it as "
+                    f"{name}{wanted}; take the same arguments"
+                )
+    kept = {id(parameter) for parameter in nn.Module.parameters(model)}
+    if {id(parameter) for parameter in model.parameters()} != kept:
+        raise TaskError(
+            f"{task}: {type(model).__name__}.parameters() gives other parameters than the model has; remove it, and freeze what is "
+            "not to be trained by requires_grad_(False)"
+        )
+
+
+def _callable_alike(own: Callable[..., Any], torchs: Callable[..., Any]) -> bool:
+    signature = inspect.signature(own)
+    _, *arguments = inspect.signature(torchs).parameters
+    try:
+        signature.bind(None)
+        signature.bind(None, *[None] * len(arguments))
+        signature.bind(None, **dict.fromkeys(arguments))
+    except TypeError:
+        return False
+    return True

@@ -1,0 +1,84 @@
+"""The kind of a task's loss by four samples beside two and two of them, through collate, model and loss.
+
+It sees what halves of the outputs do not show: outputs with time first, a loss inside of the model, targets of another length, a
+``collate`` that mixes samples. The model runs in evaluation mode, and what it draws belongs to samples.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import partial
+from typing import Any
+
+from dsframe.data import Loader
+from dsframe.data.loader import StreamSource
+from dsframe.data.sample_draws import RowDraws
+from dsframe.engine import Engine
+from dsframe.errors import EngineError, WorldError
+from dsframe.tasks.task import Sum, Task, loss_and_terms
+from dsframe.text import reason
+from dsframe.training import unmoved
+
+_SAMPLES = 4
+_TOLERANCE = 1e-2
+"""Relative. In 16 bits the same row differs by less in a batch of another size."""
+
+
+def is_needed(engine: Engine, loader: Loader, kind: str) -> bool:
+    """True if ``kind``, which halves of the outputs gave, is not sure."""
+    if loader.collate_draws or (kind in ("mean", "sum") and not loader.collates):
+        return False
+    batch = engine.plan.batch
+    return batch.data_parallel_size == engine.plan.world.size  # of a pipeline, a single rank would see the loss
+
+
+def kind_of(engine: Engine, loader: Loader) -> tuple[str, str]:
+    """**Collective.** Returns the kind, or "" and what is to be said."""
+    watch, plan = engine.built.watch, engine.plan
+    unknown = 'loss was not examined ({}): where it is a sum over samples, write loss_is = "sum"'
+    if watch is None or isinstance(loader.source, StreamSource) or len(loader.source) < _SAMPLES:
+        return "", unknown.format("several models" if watch is None else "the samples cannot be read again")
+    parts = [range(_SAMPLES), range(_SAMPLES // 2), range(_SAMPLES // 2, _SAMPLES)]
+    losses: list[float] = []
+    items: list[float] = []
+    draws = RowDraws(plan.seed, plan.device)
+    try:
+        with (
+            unmoved.unmoved(watch.model, plan.device),
+            watch.trial(),
+            plan.task.context.evaluation(),
+            engine.evaluating(len(parts)),
+        ):
+            for part, batch in zip(parts, loader.batches(parts), strict=True):
+                with draws.of(0, part):
+                    engine.eval_step(batch, partial(_measure, plan.task, len(part), losses, items))
+    except (EngineError, WorldError):
+        raise
+    except Exception as error:  # such as a model that takes batches of one size
+        first = error.__context__ or error  # DeepSpeed's hooks may raise another behind it
+        return "", unknown.format(reason(first, 100))
+    return kind_of_parts(losses, items, _TOLERANCE), ""
+
+
+def _measure(
+    task: Task, samples: int, losses: list[float], items: list[float], outputs: Any, targets: Any
+) -> Mapping[str, Sum]:
+    with unmoved.unchanged_buffers(task):
+        copied = unmoved.twin(task)
+        losses.append(float(loss_and_terms(copied.loss(outputs, targets))[0]))
+        weighted = type(task).loss_weight is not Task.loss_weight
+        items.append(float(copied.loss_weight(targets)) if weighted else samples)
+    return {}
+
+
+def kind_of_parts(losses: Sequence[float], items: Sequence[float], tolerance: float) -> str:
+    """Returns the kind by the losses of a whole and of its two halves, or "" where they do not tell.
+
+    ``items``: the number of things that a mean would be over, of each. ``tolerance``: relative.
+    """
+    near = tolerance * max(map(abs, losses))
+    mean = sum(loss * count for loss, count in zip(losses[1:], items[1:], strict=True)) / sum(items[1:])
+    is_mean, is_sum = abs(losses[0] - mean) <= near, abs(losses[0] - sum(losses[1:])) <= near
+    if near == 0 or is_mean == is_sum:
+        return "neither" if near > 0 and not is_mean else ""
+    return "mean" if is_mean else "sum"

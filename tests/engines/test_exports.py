@@ -1,0 +1,60 @@
+"""What was trained is what is exported, of each kind of model, trained on one process, by DDP and at ZeRO-3: every export gives
+the evaluation's loss in a fresh process that loads it with the library it is for, without dsframe (docs/checkpoints.md)."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import transformers
+
+from dsframe.run_dir.record import read_summary
+from dsframe.tools.export import main as export
+from tests.engines import exported
+from tests.processes import run_ranks, torchrun, warm
+
+ENGINES = {"single": 1, "ddp": 2, "deepspeed": 2}
+KEPT = {("deepspeed", "adapter"), ("ddp", "vision"), ("single", "untied")}
+"""What ``make test`` has; the rest is for ``make test-all``."""
+CASES = [
+    pytest.param(engine, kind, marks=() if (engine, kind) in KEPT else pytest.mark.long)
+    for engine in ENGINES
+    for kind in exported.KINDS
+]
+
+
+@pytest.mark.parametrize(("engine", "kind"), CASES)
+def test_every_export_is_the_model_that_was_trained(
+    engine: str, kind: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    name, sizes, adapter = exported.KINDS[kind]
+    cls: Any = getattr(transformers, name)
+    torch.manual_seed(0)
+    cls(cls.config_class(**sizes)).save_pretrained("base")
+    task = {"name": "tests.engines.exported_task:Exported", "options": {"kind": kind}}
+    file = {
+        "train_batch_size": 4,
+        "optimizer": {"type": "AdamW", "params": {"lr": 0.02}},
+        "zero_optimization": {"stage": 3 if engine == "deepspeed" else 0},
+        "dsframe": {"task": task, "steps": 6, "threads_per_rank": 1, **({"adapter": adapter} if adapter else {})},
+    }
+    Path("file.json").write_text(json.dumps(file))
+    command = ["-m", "dsframe.train", "--config", "file.json", "--engine", engine, "--run-dir", "run"]
+    run_ranks(warm(ENGINES[engine], command), cwd=tmp_path, timeout_seconds=150).check()
+    merge = ["--merge"] if adapter else []
+    Path("out").mkdir()
+    for to in ("huggingface", "safetensors", "torch"):
+        assert export(["run", "--to", to, "--out", f"out/{to}", *merge]) == 0
+    other = "peft" if adapter else "universal"
+    assert export(["run", "--to", other, "--out", f"out/{other}"]) == 0
+    run_ranks(torchrun(1, [exported.__file__, kind]), cwd=tmp_path, timeout_seconds=150).check()
+    found = json.loads(Path("found.json").read_text())
+    trained = read_summary(tmp_path / "run")["metrics"]["loss"]
+    assert trained < exported.loss(exported.base(kind), kind) - 0.05
+    assert found == pytest.approx(
+        dict.fromkeys(sorted([other, "huggingface", "safetensors", "torch"]), trained), abs=1e-6
+    )

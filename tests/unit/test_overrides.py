@@ -1,0 +1,67 @@
+"""A model may override methods of nn.Module, as long as torch can call them, and they leave nothing out."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+from torch import nn
+
+from dsframe.errors import TaskError
+from dsframe.model import overrides
+
+
+class Parts(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(2, 2), nn.Linear(2, 2)
+
+
+class FewParameters(Parts):
+    def parameters(self, recurse: bool = True) -> Iterator[nn.Parameter]:
+        return self.second.parameters(recurse)
+
+
+class NoArguments(Parts):
+    def parameters(self) -> Iterator[nn.Parameter]:  # type: ignore[override]
+        return super().parameters()
+
+
+class NeedsMode(Parts):
+    def train(self, mode: bool) -> Any:  # type: ignore[override]
+        return super().train(mode)
+
+
+class OtherName(Parts):
+    def named_parameters(self, prefix: str = "", deep: bool = True) -> Any:  # type: ignore[override]
+        return super().named_parameters(prefix, deep)
+
+
+class Keeps(Parts):
+    def train(self, mode: bool = True) -> Any:
+        return super().train(False)
+
+    def parameters(self, *args: Any, **kwargs: Any) -> Any:
+        return iter([self.second.weight, self.first.weight, self.first.bias, self.second.bias])
+
+
+REFUSED = {
+    FewParameters: r"FewParameters\.parameters\(\) gives other parameters than the model has; remove it, and freeze",
+    NoArguments: r"NoArguments\.parameters\(self\) -> .* overrides nn\.Module\.parameters, and torch calls it as param",
+    NeedsMode: r"NeedsMode\.train\(self, mode: 'bool'\) -> .* overrides nn\.Module\.train, and torch calls it as",
+    OtherName: r"OtherName\.named_parameters\(",
+}
+
+
+@pytest.mark.parametrize("cls", REFUSED)
+def test_what_torch_cannot_call_is_named(cls: type[nn.Module]) -> None:
+    for model in (cls(), nn.Sequential(nn.Linear(2, 2), cls())):
+        if cls is not FewParameters or model.__class__ is cls:
+            with pytest.raises(TaskError, match=REFUSED[cls]):
+                overrides.refuse(model, "Mine")
+
+
+def test_other_overrides_are_fine() -> None:
+    overrides.refuse(Keeps(), "Mine")
+    overrides.refuse(nn.LSTM(2, 2), "Mine")
