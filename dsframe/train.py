@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, NoReturn
 
 from dsframe.cluster import world as worlds
 from dsframe.cluster.world import World
-from dsframe.config import DEFAULT_CONFIG, load
+from dsframe.config import default_config, load
 from dsframe.errors import ConfigError, DataError, DsframeError, StoppedError, TaskError, TrainingError
 from dsframe.host import source_files, streams, supervise
 from dsframe.run_dir import outcome, output
@@ -42,8 +42,8 @@ def parser() -> argparse.ArgumentParser:
         "--config",
         "--deepspeed_config",
         metavar="FILE",
-        help="a path, or the name of a file in ds_configs/ (default: %(default)s)",
-        default=DEFAULT_CONFIG,
+        help="a path, or the name of a file in ds_configs/ (default: config.json of this folder, else zero3.json)",
+        default=default_config(),
     )
     parser.add_argument(
         "--set",

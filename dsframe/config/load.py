@@ -26,9 +26,6 @@ from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.settings import Settings
 from dsframe.errors import ConfigError, Problem
 
-DEFAULT_CONFIG = "zero3.json"
-"""The file that is used when none is named."""
-
 _NOTHING = Facts()
 
 
@@ -211,6 +208,11 @@ def read_text(path: Path) -> tuple[str, Problem | None]:
         return "", Problem("error", "", message, "save the file as UTF-8", str(path), code="syntax")
     except OSError as error:
         return "", Problem("error", "", f"cannot be read: {error.strerror}", "", str(path), code="missing-file")
+
+
+def default_config() -> str:
+    """The file that is used when none is named: ``config.json`` of the working directory, else one that comes with dsframe."""
+    return "config.json" if Path("config.json").is_file() else "zero3.json"
 
 
 def find(name: str | Path) -> Path:

@@ -41,7 +41,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("dsframe.tools.explain:main", "what the code of a message or an exit code means, with an example"),
     "schema": ("dsframe.tools.schema:main", "the JSON Schema of the file, for editors"),
     "activate": ("dsframe.tools.activate:main", "what a shell needs for deepspeed ... -m and horovodrun as typed"),
-    "completion": ("dsframe.tools.completion:main", "completion of commands and options for bash, zsh and tcsh"),
+    "completion": (
+        "dsframe.tools.completion:main",
+        "completion of commands, options, files and keys for bash, zsh, fish and tcsh",
+    ),
 }
 """Name -> ``module:function``, called with ``argv=``, and one line of help."""
 

@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
-from dsframe.config import DEFAULT_CONFIG, Config, load
+from dsframe.config import Config, default_config, load
 from dsframe.config.read import secrets
 from dsframe.engines import TABLE, named
 from dsframe.errors import ConfigError
@@ -32,7 +32,7 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = command("scale", __doc__.split("\n")[0].partition(": ")[2])
     add = parser.add_argument
-    add("--config", default=DEFAULT_CONFIG, metavar="FILE", help="a path, or a name in ds_configs/")
+    add("--config", default=default_config(), metavar="FILE", help="a path, or a name in ds_configs/")
     counts = "numbers of processes to measure; speed-up is relative to the first"
     add("-np", "--processes", required=True, metavar="N,N,...", help=counts)
     add_overrides(parser)

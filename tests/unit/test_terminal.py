@@ -13,7 +13,10 @@ import pytest
 from dsframe import text
 from dsframe.run_dir.progress import Progress
 
-ERROR = 'mist.json:3:3: error: zero_optimisation: unknown key, as one writes it in Britain, and nowhere else; did you mean "zero_optimization"? [x]'
+ERROR = (
+    "mist.json:3:3: error: zero_optimisation: unknown key, as one writes it in Britain, and nowhere else; "
+    'did you mean "zero_optimization"? [x]'
+)
 
 
 class Terminal(io.StringIO):

@@ -24,6 +24,7 @@ from dsframe.tools.launch import devices, hosts, launchers
 from dsframe.tools.launch.attempts import Attempts, say
 from dsframe.tools.launch.launchers import Job, Launch
 from dsframe.train import parse as parse_training
+from dsframe.train import parser as training_parser
 
 EPILOG = """\
 All other options go to dsframe.train, before or after "--":
@@ -55,7 +56,8 @@ class Request:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     about = "Train on this machine or many, with the launcher that belongs to the file."
-    result = command("launch", about, EPILOG, allow_abbrev=False)
+    training = training_parser().format_help().partition("options:")[2].partition("Start it with")[0]
+    result = command("launch", about, f"{EPILOG}\noptions of dsframe.train:{training.rstrip()}", allow_abbrev=False)
     add = result.add_argument
     add("-np", "--processes", type=int, metavar="N", help="number of processes in all")
     where = result.add_mutually_exclusive_group()
