@@ -66,8 +66,8 @@ def test_bash_completes_commands_and_options(tmp_path: Path, capsys: pytest.Capt
     """
     done = subprocess.run(["bash", "-c", ask], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True)
     assert done.stdout.splitlines() == [
-        "compare completion", "--restarts --restart-wait", "text table", "fsdp", "zero_optimization.elastic_checkpoint", "unknown-key",
-        "mine.json",
+        "compare completion", "--restarts --restart-wait", "text table", "fsdp",
+        "zero_optimization.elastic_checkpoint", "unknown-key", "mine.json",
     ]  # fmt: skip
 
 
