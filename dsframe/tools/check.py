@@ -226,10 +226,10 @@ def _print_text(label: str, examined: Examined, options: argparse.Namespace) -> 
         if options.resolved:
             print(resolved(config, options.processes))
         else:
-            print(f"{label}: {_batch_line(config.batch(options.processes))}")
+            print(shown(f"{label}: {_batch_line(config.batch(options.processes))}", out))
     said = inherit.sentence(config.inherited) if config is not None else ""
     if said and not options.resolved and not count["error"]:
-        print(f"{label}: {said}")
+        print(shown(f"{label}: {said}", out))
     parts = [f"{number} {name}{'s' * (number > 1)}" for name, number in count.items() if number and name != "note"]
     if not options.resolved or count["error"]:
         print(f"{label}: {', '.join(parts) if parts else 'no problems'}", file=out)
