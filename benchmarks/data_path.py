@@ -1,7 +1,7 @@
-"""The data path alone: images beside torchvision, text and parquet beside ``datasets`` with torch's DataLoader, and tar shards
-beside webdataset.
+"""The data path alone: images beside torchvision, text beside ``datasets`` with torch's DataLoader, and tar shards beside
+webdataset.
 
-    python -m benchmarks.data_path [--parts images text tar parquet] [--pairs 7] [--workers 0] [--json FILE]
+    python -m benchmarks.data_path [--parts images text tar] [--pairs 7] [--workers 0] [--json FILE]
 
 Images per second: dsframe's whole-batch augmentation beside torchvision's per-image pipeline.
 Both do the same to each image: a random crop after zero padding, a mirror image half of the time, conversion to float
@@ -14,9 +14,8 @@ batches (``__getitems__``), shuffled. Documents are packed before, one after the
 reading is in the training process on both sides.
 
 Samples per second of tar shards: JPEG images of 96 pixels, decoded, flipped half of the time and scaled; and the same files without
-decoding. webdataset shuffles shards and 1,000 samples, dsframe shards and a window of 1,024. Of parquet: rows of 256 tokens in
-row groups of 1,000, as tensors; ``datasets`` streams them, shuffling 1,024, or reads its own Arrow copy of them. ``--workers`` is
-for these two.
+decoding. webdataset shuffles shards and 1,000 samples, dsframe shards and a window of 1,024. ``--workers`` is for
+these two.
 """
 
 from __future__ import annotations
@@ -274,38 +273,6 @@ def tar_rates(pairs: int, workers: int) -> dict[str, dict[str, list[float]]]:
     return results
 
 
-def parquet_row(row: dict[str, Any]) -> tuple[torch.Tensor, int]:
-    return torch.as_tensor(row["ids"]), int(row["label"])
-
-
-def parquet_rates(pairs: int, workers: int) -> dict[str, dict[str, list[float]]]:
-    """Samples per second of parquet files, ``pairs`` times, alternating."""
-    import datasets
-    import pyarrow as arrow
-    from pyarrow import parquet
-
-    datasets.disable_progress_bars()
-    with tempfile.TemporaryDirectory(prefix="dsframe-data-path-") as name:
-        for number in range(4):
-            ids = np.random.default_rng(number).integers(8000, size=(4000, 256))
-            table = arrow.table({"ids": list(ids), "label": np.arange(4000)})
-            parquet.write_table(table, f"{name}/{number}.parquet", row_group_size=1000)
-        where = {"data_files": f"{name}/*.parquet", "split": "train", "cache_dir": f"{name}/cache"}
-        copied = datasets.load_dataset("parquet", **where).with_format("torch")
-        streamed = datasets.load_dataset("parquet", streaming=True, **where).with_format("torch")
-        ours = Shards(f"{name}/*.parquet", parquet_row, window=1024, data_dir=name)
-        loaders = {
-            "dsframe": lambda: Loader(ours, seed=0, micro_batch_size=BATCH, workers=workers).stream(),
-            "datasets, streamed": lambda: DataLoader(streamed.shuffle(0, buffer_size=1024), BATCH, num_workers=workers),
-            "datasets, Arrow copy": lambda: DataLoader(copied, BATCH, shuffle=True, num_workers=workers),
-        }
-        rates: dict[str, list[float]] = {pipeline: [] for pipeline in loaders}
-        for _ in range(pairs):
-            for pipeline, make in loaders.items():
-                rates[pipeline].append(rate(make(), 60))
-    return {"parquet": rates}
-
-
 def show(what: str, results: dict[str, dict[str, list[float]]]) -> None:
     """Prints medians, extremes and ratios."""
     print(f"{'data':14} {'pipeline':24} {what:>10} {'lowest':>10} {'highest':>10} {'dsframe is':>11}")
@@ -321,9 +288,9 @@ def show(what: str, results: dict[str, dict[str, list[float]]]) -> None:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parts = ("images", "text", "tar", "parquet")
+    parts = ("images", "text", "tar")
     parser.add_argument("--parts", nargs="+", choices=parts, default=parts)
-    parser.add_argument("--workers", type=int, default=0, help="processes that read tar and parquet, on both sides")
+    parser.add_argument("--workers", type=int, default=0, help="processes that read tar, on both sides")
     parser.add_argument("--pairs", type=int, default=7, help="how often each pipeline is measured")
     parser.add_argument("--json", type=Path, help="write every measurement to this file")
     arguments = parser.parse_args()
@@ -337,13 +304,12 @@ def main() -> None:
         text = tokens(arguments.pairs)
         show("tokens/s", text)
         results |= text
-    for part, measured in (("tar", tar_rates), ("parquet", parquet_rates)):
-        if part == "tar" and importlib.util.find_spec("webdataset") is None:
-            print("tar: webdataset is not installed (extra bench): left out")
-        elif part in arguments.parts:
-            shards = measured(arguments.pairs, arguments.workers)
-            show("samples/s", shards)
-            results |= shards
+    if importlib.util.find_spec("webdataset") is None:
+        print("tar: webdataset is not installed (extra bench): left out")
+    elif "tar" in arguments.parts:
+        shards = tar_rates(arguments.pairs, arguments.workers)
+        show("samples/s", shards)
+        results |= shards
     if arguments.json:
         arguments.json.write_text(json.dumps(results, indent=1) + "\n")
 

@@ -89,8 +89,8 @@ class Training:
     """Updates left out because gradients were not finite."""
     paused_seconds: float = 0.0
     """Time that was no training: evaluations, saves, profiles."""
-    copy_model: Callable[[bool], nn.Module | None] = lambda averages: None
-    """**Collective.** Copies the running model to rank 0 (``training.running_model``)."""
+    copy_model: Callable[[bool, bool], nn.Module | None] = lambda averages, all_ranks: None
+    """**Collective.** Copies the running model to rank 0 or all ranks (``training.running_model``)."""
     image_logger: Callable[[str, int, Tensor], None] = lambda name, step, image: None
     """Sends an image to the file's loggers, on rank 0."""
     stop_request: StopRequest | None = None
@@ -143,6 +143,9 @@ class Listener:
         """Encloses one optimizer step, counted from 1."""
         return nullcontext()
 
+    def on_start(self, training: Training) -> None:
+        """Before the first step of these processes, at a resume too."""
+
     def on_step(self, training: Training, result: StepResult) -> None:
         """After each optimizer step."""
 
@@ -167,6 +170,7 @@ class Listener:
 
 
 _EVENTS = (
+    "on_start",
     "on_step",
     "on_log",
     "on_evaluation_batch",
@@ -235,6 +239,9 @@ class UserHooks(Listener):
         with watch.inside(always=True) if watch else nullcontext():
             for method in methods:
                 method(view, *values)
+
+    def on_start(self, training: Training) -> None:
+        self._call("on_start", training)
 
     def on_step(self, training: Training, result: StepResult) -> None:
         self._call("on_step", training)

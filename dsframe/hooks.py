@@ -40,7 +40,7 @@ class RunView:
     world_size: int
     directory: Path
     """The run's directory. Rank 0 alone should write there."""
-    copy_model: Callable[[bool], nn.Module | None] = lambda averages: None
+    copy_model: Callable[[bool, bool], nn.Module | None] = lambda averages, all_ranks: None
     """Makes what :meth:`model` returns."""
 
     image_logger: Callable[[str, Tensor], None] = lambda name, image: None
@@ -54,17 +54,20 @@ class RunView:
         """
         self.image_logger(name, image)
 
-    def model(self, *, averages: bool = False) -> nn.Module | None:
+    def model(self, *, averages: bool = False, all_ranks: bool = False) -> nn.Module | None:
         """**Collective**, so call it on every rank: a copy of the model as it is now, on the CPU and in evaluation mode, on rank 0;
-        None on the others. ``averages``: the averages of the weights ("ema") in the place of them. On rank 0 it takes the memory of
-        a whole model in fp32; of sharded weights one parameter at a time is gathered. Not inside of
+        None on the others unless ``all_ranks``. ``averages``: the averages of the weights ("ema") in the place of them. The copy
+        takes the memory of a whole model in fp32; of sharded weights one parameter at a time is gathered. Not inside of
         :meth:`Hooks.on_evaluation_batch`.
         """
-        return self.copy_model(averages)
+        return self.copy_model(averages, all_ranks)
 
 
 class Hooks:
     """Override what you need; what is not overridden costs nothing. Every method is called on all ranks, in the same order."""
+
+    def on_start(self, run: RunView) -> None:
+        """Before the first step of these processes, at a resume too: ``run.step`` steps have been made."""
 
     def on_step(self, run: RunView) -> None:
         """After each optimizer step."""

@@ -127,6 +127,7 @@ class Trainer:
             training.stop_request = stop_request
             if self._commits:
                 self._commits.begin(training, start)
+            self.events.emit("on_start", training)
             if self._evaluations and self._evaluates_first(start):
                 self._evaluations.evaluate(training)
             while training.step < training.last_step:

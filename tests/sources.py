@@ -33,15 +33,6 @@ def tar(path: Path, numbers: range, **more: bytes) -> Path:
     return path
 
 
-def parquet(path: Path, numbers: range, group: int = 7, **columns: Any) -> Path:
-    import pyarrow as arrow
-    from pyarrow import parquet as files
-
-    table = arrow.table({"number": list(numbers), "text": [f"é {number}" for number in numbers], **columns})
-    files.write_table(table, path, row_group_size=group)
-    return path
-
-
 def lines(path: Path, numbers: range) -> Path:
     """JSON lines, packed as the name says; one line in between is empty."""
     import gzip
@@ -57,14 +48,13 @@ def lines(path: Path, numbers: range) -> Path:
     return path
 
 
-def shards(folder: Path, kind: str, **options: Any) -> Shards:
+def shards(folder: Path, **options: Any) -> Shards:
     """90 samples in four files of different sizes, read as pairs of numbers."""
-    make: dict[str, Callable[[Path, range], Path]] = {"tar": tar, "parquet": parquet}
     for number, (first, last) in enumerate(((0, 13), (13, 45), (45, 46), (46, 90))):
-        path = folder / f"part-{number}.{kind}"
+        path = folder / f"part-{number}.tar"
         if not path.exists():
-            make.get(kind, lines)(path, range(first, last))
-    return Shards(str(folder / f"part-*.{kind}"), _pair, **{"window": 16, "data_dir": str(folder), **options})
+            tar(path, range(first, last))
+    return Shards(str(folder / "part-*.tar"), _pair, **{"window": 16, "data_dir": str(folder), **options})
 
 
 def _pair(row: dict[str, Any]) -> tuple[Any, int]:
@@ -109,7 +99,7 @@ class Stream(IterableDataset[Any]):
 
 def mixture(folder: Path, *, exhausted: Any = "repeats") -> Mixture:
     return Mixture(
-        {"pairs": Pairs(31), "tar": shards(folder, "tar"), "more": Pairs(20, 1000)},
+        {"pairs": Pairs(31), "tar": shards(folder), "more": Pairs(20, 1000)},
         {"pairs": 0.5, "tar": 0.3, "more": 0.2},
         exhausted=exhausted,
     )
@@ -125,11 +115,7 @@ def of_sources() -> Mixture:
 SOURCES: dict[str, tuple[Callable[[Path], Any], Any]] = {
     "pairs": (lambda folder: Pairs(), None),
     "dict rows": (lambda folder: Dicts(), Pad(multiple=8)),
-    "tar": (lambda folder: shards(folder, "tar"), None),
-    "parquet": (lambda folder: shards(folder, "parquet"), None),
-    "lines": (lambda folder: shards(folder, "jsonl"), None),
-    "zst": (lambda folder: shards(folder, "jsonl.zst"), None),
-    "gz": (lambda folder: shards(folder, "jsonl.gz"), None),
+    "tar": (lambda folder: shards(folder), None),
     "mixture": (mixture, None),
     "mixture that ends": (lambda folder: mixture(folder, exhausted="ends"), None),
     "mixture of sources": (lambda folder: of_sources(), None),

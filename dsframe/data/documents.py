@@ -68,7 +68,8 @@ def find_files(patterns: str | Sequence[str], key: str, kinds: Sequence[str] = (
             if path.is_dir() and len(names) > 1 and (kinds or not (path / _SAVED[0]).is_file()):
                 continue  # "**" finds folders too
             if kinds and (path.is_dir() or not kind_of(path, kinds)):
-                raise DataError(f"{key}: {path}: files of {', '.join(kinds)} are read")
+                others = "datasets.load_dataset gives data sets of others"
+                raise DataError(f"{key}: {path}: files of {', '.join(kinds)} are read; {others}")
             if not kinds:
                 _check_kind(path, key)
             if path in pattern_of:
@@ -178,7 +179,8 @@ def _text(path: Path, columns: Sequence[str]) -> Iterator[Row]:
 
 def _decoded(content: bytes, path: Path, done: int) -> str:
     try:
-        return content.decode("utf-8" if done else "utf-8-sig")  # some editors write a mark at the beginning
+        text = content.decode("utf-8" if done else "utf-8-sig")  # some editors write a mark at the beginning
+        return text.replace("\r\n", "\n")
     except UnicodeDecodeError as error:
         raise DataError(f"{path}: not UTF-8 ({error.reason} at byte {done + error.start})") from None
 

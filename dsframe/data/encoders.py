@@ -166,7 +166,7 @@ class ConversationEncoder:
                 **self._variables(row), **self._tokenizer.special_tokens_map,
             )  # fmt: skip
         except Exception as error:  # a template is a program, and raises what it likes
-            raise DataError(f"{row.place}: the chat template fails: {reason(error)}") from None
+            raise DataError(f"{row.place}: the chat template fails: {_reason(error, row)}") from None
         (text,), (spans,) = rendered
         return text, [(int(first), int(end)) for first, end in spans]
 
@@ -210,7 +210,13 @@ class ConversationEncoder:
                 messages, chat_template=self._template, tokenize=True, return_dict=True, **self._variables(row), **how
             )
         except Exception as error:  # a template is a program, and raises what it likes
-            raise DataError(f"{row.place}: the chat template fails: {reason(error)}") from None
+            raise DataError(f"{row.place}: the chat template fails: {_reason(error, row)}") from None
+
+
+def _reason(error: Exception, row: Row) -> str:
+    """Why a row cannot be encoded. Tokenizers speak of types where a text has half of a pair of surrogates."""
+    halves = re.search("[\ud800-\udfff]", json.dumps(row.value, ensure_ascii=False, default=str))
+    return f"{halves[0]!a} is half of a character (a surrogate without the other one)" if halves else reason(error)
 
 
 def describe_targets(tokenizer: Any, rows: Sequence[Any], context: int) -> Iterator[str]:
@@ -254,8 +260,10 @@ def tokens_of(tokenizer: Any, texts: Sequence[str], rows: Sequence[Row]) -> Any:
     try:
         return tokenizer(list(texts), add_special_tokens=False, return_attention_mask=False)["input_ids"]
     except Exception as error:  # of tokenizers, such as for half of a surrogate pair
-        why = " ".join(str(error).split())
-        raise DataError(f"{rows[0].place}, or up to {rows[-1].place}: the tokenizer fails: {why}") from None
+        whys = {row.place: _reason(error, row) for row in rows}
+        named = next((place for place, why in whys.items() if "half of a character" in why), None)
+        where = named or f"{rows[0].place}, or up to {rows[-1].place}"
+        raise DataError(f"{where}: the tokenizer fails: {whys[named or rows[0].place]}") from None
 
 
 def end_of(tokenizer: Any) -> int:
@@ -286,7 +294,19 @@ def _messages(value: Any, row: Row, name: str) -> list[Any]:
         isinstance(message, Mapping) and "role" in message for message in value
     ):
         raise DataError(f'{row.place}: "{name}" must be a list of messages, {{"role": "user", "content": "..."}}')
-    return [_without_nulls(message) for message in value]
+    return [{**_without_nulls(message), **_joined(message, row)} for message in value]
+
+
+def _joined(message: Mapping[str, Any], row: Row) -> dict[str, str]:
+    """The text of a content that is a list of texts: templates that know no parts would write the list itself."""
+    parts = message.get("content")
+    if not isinstance(parts, (list, tuple)):
+        return {}
+    texts: list[Any] = [part.get("text") if isinstance(part, Mapping) else part for part in parts]
+    if not all(isinstance(text, str) for text in texts):
+        kinds = sorted({str(part.get("type")) for part in parts if isinstance(part, Mapping)} - {"text"})
+        raise DataError(f"{row.place}: a message has parts of type {', '.join(kinds)}; texts are read")
+    return {"content": "".join(texts)}
 
 
 def _without_nulls(value: Any) -> Any:

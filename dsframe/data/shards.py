@@ -1,4 +1,4 @@
-"""Sets of many files that are read where they lie: tar shards as webdataset writes them, parquet, JSON lines, also compressed.
+"""Sets of many tar files that are read where they lie, as webdataset writes them.
 
 An index says where each sample lies, so that any sample can be read without those before it. It is made once and kept with the
 data, one file for each shard. An epoch takes the shards in a drawn order and shuffles within a window of the samples that follow:
@@ -15,8 +15,6 @@ import os
 import re
 import tarfile
 import time
-from abc import ABC, abstractmethod
-from collections import OrderedDict
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import cached_property, lru_cache
 from pathlib import Path
@@ -50,10 +48,9 @@ _MOST_SUFFIXES = 32
 class Shards(Dataset[Any]):
     """A map-style data set of rows in files, in the order of their names. It can be larger than memory.
 
-    A row is a dict: of JSON lines the object, of parquet the columns (lists of numbers as arrays), of a tar file the parts of a
-    sample by their suffix, with ``__key__``. Numbers (``cls``), texts, JSON, images (PIL, RGB) and ``npy`` are decoded by their
-    suffix, anything else is bytes. ``row(dict)`` makes of it what the task trains on. It runs in the workers, and what it draws at
-    random, as torchvision's transforms do, belongs to the sample.
+    A row is a dict: the parts of a sample by their suffix, with ``__key__``. Numbers (``cls``), texts, JSON, images (PIL, RGB) and
+    ``npy`` are decoded by their suffix, anything else is bytes. ``row(dict)`` makes of it what the task trains on. It runs in the
+    workers, and what it draws at random, as torchvision's transforms do, belongs to the sample.
 
     Made first in :meth:`Task.prepare`, so that one process makes the index. ``data_dir``: where that lies, as for tasks.
     """
@@ -74,13 +71,11 @@ class Shards(Dataset[Any]):
         self.row = row
         self.columns = None if columns is None else list(columns)
         self.window = window
-        paths = documents.find_files(files, "shards", tuple(_KINDS))
-        self._shards = _shards(paths, self.columns, data_dir, say or (lambda line: None))
-        self.sizes = np.concatenate([shard.groups for shard in self._shards])
-        """How many samples each group has, int64: groups are shuffled, and those that must be decoded whole are read at once."""
+        paths = documents.find_files(files, "shards", (".tar",))
+        self._shards = _shards(paths, data_dir, say or (lambda line: None))
+        self.sizes = np.array([len(shard.index) for shard in self._shards], np.int64)
+        """How many samples each file has."""
         self._ends = np.cumsum(self.sizes)
-        self._first_group = np.cumsum([0] + [len(shard.groups) for shard in self._shards])
-        self._cache: OrderedDict[int, Sequence[Any]] = OrderedDict()
 
     def __len__(self) -> int:
         return int(self._ends[-1])
@@ -88,30 +83,13 @@ class Shards(Dataset[Any]):
     def __getitem__(self, index: int) -> Any:
         if not 0 <= index < len(self):
             raise IndexError(index)
-        group = int(np.searchsorted(self._ends, index, side="right"))
-        number = index - int(self._ends[group] - self.sizes[group])
-        shard_number = int(np.searchsorted(self._first_group, group, side="right")) - 1
-        shard = self._shards[shard_number]
-        whole = self._whole(group, shard, group - int(self._first_group[shard_number])) if shard.whole else None
-        row = shard.read(whole, number)
+        number = int(np.searchsorted(self._ends, index, side="right"))
+        row = self._shards[number].read(index - int(self._ends[number] - self.sizes[number]), self.columns)
         return row if self.row is None else self.row(row)
 
-    def _whole(self, group: int, shard: _Shard, number: int) -> Any:
-        """A group that is decoded. As many are kept as a window can lie in."""
-        if group not in self._cache:
-            self._cache[group] = shard.group(number)
-            kept = sum(int(self.sizes[cached]) for cached in self._cache)
-            while kept > self.window + 2 * int(self.sizes.max()) and len(self._cache) > 1:
-                kept -= int(self.sizes[self._cache.popitem(last=False)[0]])
-        self._cache.move_to_end(group)
-        return self._cache[group]
-
     def order(self, seed: int) -> Order:
-        """The order of the samples: shards (of parquet: row groups) shuffled, then what lies in a window."""
+        """The order of the samples: shards shuffled, then what lies in a window."""
         return _Windows(self.sizes, self.window, seed)
-
-    def __getstate__(self) -> dict[str, Any]:
-        return {**self.__dict__, "_cache": OrderedDict()}
 
 
 class _Windows(Order):
@@ -154,32 +132,14 @@ class _Windows(Order):
         return lru_cache(maxsize=3)(drawn)
 
 
-class _Shard(ABC):
-    """A file and its index. What is read is checked against what there was when the index was made."""
+class _Shard:
+    """A tar file and its index, a record for each sample, which has the place of each of its parts.
 
-    whole = False
-    """True if a group of samples is decoded at once."""
+    What is read is checked against what there was when the index was made.
+    """
 
-    def __init__(self, path: Path, index: Any, facts: str, columns: list[str] | None) -> None:
-        self.path, self.index, self.facts, self.columns = path, index, facts, columns
-
-    @property
-    def groups(self) -> Any:
-        """Returns how many samples each group has, int64."""
-        return self.index["rows"] if self.whole else np.array([len(self.index)], np.int64)
-
-    @staticmethod
-    @abstractmethod
-    def scan(path: Path, columns: list[str] | None) -> Any:
-        """The index: an array of records. Raises DataError."""
-
-    def group(self, number: int) -> Any:
-        """A group of samples, decoded; nothing where each is read by itself. Raises DataError."""
-        return ()
-
-    @abstractmethod
-    def read(self, group: Any, number: int) -> dict[str, Any]:
-        """One sample, of a group that is decoded where they are. Raises DataError."""
+    def __init__(self, path: Path, index: Any, facts: str) -> None:
+        self.path, self.index, self.facts = path, index, facts
 
     def check(self) -> None:
         """Raises DataError where the file is gone or another one."""
@@ -188,7 +148,7 @@ class _Shard(ABC):
                 f"{self.path}: was changed since its index was made; leave shards as they are while a training reads them"
             )
 
-    def bytes(self, offset: int, size: int) -> bytes:
+    def _bytes(self, offset: int, size: int) -> bytes:
         """Returns what lies there. Raises DataError where the file is gone, another one, or shorter."""
         with _readable(self.path):
             content = os.pread(_opened(self).number, size, offset)
@@ -196,12 +156,9 @@ class _Shard(ABC):
             raise DataError(f"{self.path}: truncated: it ends before byte {offset + size:,}")
         return content
 
-
-class _Tar(_Shard):
-    """Members of a tar file, as webdataset groups them. A record has the place of each part of a sample."""
-
     @staticmethod
-    def scan(path: Path, columns: list[str] | None) -> Any:
+    def scan(path: Path) -> Any:
+        """The index. Members next to each other are a sample, as webdataset groups them. Raises DataError."""
         keys: list[str] = []
         parts: list[dict[str, tuple[int, int]]] = []
         try:
@@ -242,14 +199,15 @@ class _Tar(_Shard):
             index[suffix] = [sample.get(suffix, (-1, -1)) for sample in parts]
         return index
 
-    def read(self, group: Any, number: int) -> dict[str, Any]:
+    def read(self, number: int, columns: Sequence[str] | None) -> dict[str, Any]:
+        """One sample. Raises DataError."""
         record = self.index[number]
         sample: dict[str, Any] = {"__key__": os.fsdecode(record["__key__"])}
         for suffix in self.index.dtype.names[1:]:
             offset, size = record[suffix].tolist()
-            if offset < 0 or (self.columns is not None and suffix not in self.columns):
+            if offset < 0 or (columns is not None and suffix not in columns):
                 continue
-            content = self.bytes(offset, size)
+            content = self._bytes(offset, size)
             decode = _DECODERS.get(suffix.rpartition(".")[2].lower())
             try:
                 sample[suffix] = content if decode is None else decode(content)
@@ -275,145 +233,25 @@ _DECODERS: Mapping[str, Callable[[bytes], Any]] = {
 }
 
 
-class _Lines(_Shard):
-    """JSON lines. A record has the place and the number of each line that is not empty."""
-
-    @staticmethod
-    def scan(path: Path, columns: list[str] | None) -> Any:
-        index, offset = [], 0
-        with path.open("rb") as file:
-            for number, line in enumerate(file, 1):
-                if line.strip():
-                    index.append((offset, len(line), number))
-                offset += len(line)
-        return np.array(index, [("offset", "<i8"), ("size", "<i8"), ("line", "<i8")])
-
-    def read(self, group: Any, number: int) -> dict[str, Any]:
-        offset, size, line = self.index[number].tolist()
-        return self.chosen(documents.parsed(self.bytes(offset, size), f"{self.path}:{line}"), f"{self.path}:{line}")
-
-    def chosen(self, row: dict[str, Any], source: str) -> dict[str, Any]:
-        """The columns that are asked for. Raises DataError where one is not there."""
-        if self.columns is None:
-            return row
-        if gone := [name for name in self.columns if name not in row]:
-            raise DataError(documents.missing(source, gone, list(row)).partition("; name the")[0])
-        return {name: row[name] for name in self.columns}
-
-
-class _CompressedLines(_Lines):
-    """JSON lines that must be unpacked from the start: the whole file is a group, and in memory."""
-
-    whole = True
-
-    @staticmethod
-    def scan(path: Path, columns: list[str] | None) -> Any:
-        with documents.opened(path) as file:
-            return np.array([(sum(1 for line in file if line.strip()),)], [("rows", "<i8")])
-
-    def group(self, number: int) -> Any:
-        self.check()
-        with documents.opened(self.path) as file:
-            return [(line, line_number) for line_number, line in enumerate(file, 1) if line.strip()]
-
-    def read(self, group: Any, number: int) -> dict[str, Any]:
-        line, line_number = group[number]
-        return self.chosen(documents.parsed(line, f"{self.path}:{line_number}"), f"{self.path}:{line_number}")
-
-
-class _Parquet(_Shard):
-    """Row groups of a parquet file, which are decoded whole. A record has the rows of each, and a digest of the columns."""
-
-    whole = True
-
-    @staticmethod
-    def scan(path: Path, columns: list[str] | None) -> Any:
-        with documents.parquet_file(path) as file:
-            schema = file.schema_arrow
-            if gone := [name for name in columns or [] if name not in schema.names]:
-                raise DataError(documents.missing(str(path), gone, schema.names).partition("; name the")[0])
-            columns_text = _describe(schema, columns)
-            digest = hashlib.sha256(columns_text.encode()).hexdigest()[:32]
-            rows = [(file.metadata.row_group(number).num_rows, digest) for number in range(file.num_row_groups)]
-            return np.array(rows, [("rows", "<i8"), ("columns", "S32")])
-
-    def group(self, number: int) -> Any:
-        self.check()
-        with documents.parquet_file(self.path) as file:
-            table = file.read_row_group(number, columns=self.columns)
-        return {name: _values(table.column(name).combine_chunks()) for name in table.column_names}
-
-    def read(self, group: Any, number: int) -> dict[str, Any]:
-        return {name: value(number) for name, value in group.items()}
-
-    def describe_columns(self) -> str:
-        """Names and types of its columns."""
-        with documents.parquet_file(self.path) as file:
-            return _describe(file.schema_arrow, self.columns)
-
-
-def _values(column: Any) -> Callable[[int], Any]:
-    """Returns what gives the value of a row: an array for a list of numbers, which is fast, else what Python has for it."""
-    from pyarrow import types
-
-    def numeric(kind: Any) -> bool:
-        return bool(types.is_integer(kind) or types.is_floating(kind))
-
-    if column.null_count == 0 and numeric(column.type):
-        numbers = column.to_numpy()
-        return lambda row: numbers[row].item()
-    lists = types.is_list(column.type) or types.is_large_list(column.type)
-    if lists and numeric(column.type.value_type) and not column.null_count and not column.values.null_count:
-        values, ends = column.values.to_numpy(), column.offsets.to_numpy()
-        return lambda row: values[ends[row] : ends[row + 1]].copy()  # else it cannot be written to
-    return lambda row: column[row].as_py()
-
-
-def _describe(schema: Any, columns: list[str] | None) -> str:
-    return ", ".join(f"{column.name} ({column.type})" for column in schema if columns is None or column.name in columns)
-
-
-_KINDS: Mapping[str, type[_Shard]] = {
-    ".tar": _Tar,
-    ".parquet": _Parquet,
-    ".jsonl": _Lines,
-    ".jsonl.zst": _CompressedLines,
-    ".jsonl.gz": _CompressedLines,
-}
-
-
-def _shards(
-    paths: list[Path], columns: list[str] | None, data_dir: str | None, say: Callable[[str], None]
-) -> list[_Shard]:
+def _shards(paths: list[Path], data_dir: str | None, say: Callable[[str], None]) -> list[_Shard]:
     """The files with their indexes, which are made where they are not there. Any number of processes may do so at once."""
     shards: list[_Shard] = []
     folder, last_message = data_root(data_dir) / "shards", time.monotonic()
     for number, path in enumerate(paths):
-        shard_class, facts = _KINDS[documents.kind_of(path, _KINDS)], _facts(path)
-        key = f"{FORM}\0{path.absolute()}\0{facts}\0{columns if shard_class is _Parquet else None}"
+        facts = _facts(path)
+        key = f"{FORM}\0{path.absolute()}\0{facts}\0None"
         kept = folder / f"{hashlib.sha256(key.encode()).hexdigest()[:32]}.npy"
         if not kept.is_file():
             if time.monotonic() - last_message > _SAY_SECONDS:
                 last_message = time.monotonic()
                 say(f"indexing file {number + 1:,} of {len(paths):,}")
             with _readable(path):
-                index = shard_class.scan(path, columns)
-            if not len(index) or ("rows" in index.dtype.names and not index["rows"].sum()):
+                index = _Shard.scan(path)
+            if not len(index):
                 raise DataError(f"{path}: empty: there is no sample in it")
             with writing(kept), replacing(kept) as out:
                 np.save(out, index, allow_pickle=False)
-        shards.append(shard_class(path, np.load(kept, mmap_mode="r", allow_pickle=False), facts, columns))
-        first = shards[0]
-        if (
-            isinstance(first, _Parquet)
-            and isinstance(shards[-1], _Parquet)
-            and shards[-1].index["columns"][0] != first.index["columns"][0]
-        ):
-            raise DataError(
-                f"{path}: has the columns {shards[-1].describe_columns()}, "
-                f"but {first.path} has {first.describe_columns()}; "
-                "all files need the same: name those that you use in columns"
-            )
+        shards.append(_Shard(path, np.load(kept, mmap_mode="r", allow_pickle=False), facts))
     return shards
 
 

@@ -146,6 +146,9 @@ class CausalLanguageModelTask(Task):
             ids = {name: getattr(self.tokenizer, name) for name in ("bos_token_id", "eos_token_id", "pad_token_id")}
             config |= ids
             generation = json.dumps(json.loads(generation or "{}") | ids)
+        elif self.unknown_end is not None:
+            ends = {"eos_token_id": [*_ends(config, generation), self.unknown_end]}
+            generation = json.dumps(json.loads(generation or "{}") | ends)
         return {
             "config": json.dumps(config),
             "tokenizer": str(_transformers.folder(str(folder)).resolve()) if folder else None,
@@ -154,6 +157,14 @@ class CausalLanguageModelTask(Task):
             "chat_template": encoders.template_of(files.chat_template) if files and files.chat_template else None,
             "generation_config": generation,
         }
+
+    @property
+    def unknown_end(self) -> int | None:
+        """The tokenizer's end, which the training writes behind texts, where the model folder says that others are the end."""
+        if self.tokenizer is None or self.settings.tokenizer or not isinstance(self.settings.model, str):
+            return None
+        end, generation = self.tokenizer.eos_token_id, _transformers.generation_config(self.settings.model)
+        return None if end in _ends(self.pretrained_config.to_dict(), generation) else end
 
     def train_data(self) -> text.TextSource:
         return self._data()[0]
@@ -173,6 +184,12 @@ class CausalLanguageModelTask(Task):
             return list(self.tokenizer(piece, add_special_tokens=False)["input_ids"])
 
         return tokens.encoded(content, tokenize, self._digest, self.settings.data_dir)
+
+
+def _ends(config: Mapping[str, Any], generation: str | None) -> list[int]:
+    """The tokens at which a model folder's generation ends."""
+    ends = json.loads(generation or "{}").get("eos_token_id", config.get("eos_token_id"))
+    return [] if ends is None else list(ends) if isinstance(ends, list) else [ends]
 
 
 def logits_of(outputs: Any) -> Tensor:
@@ -216,6 +233,14 @@ def _refuse_changed_logits(config: Any) -> None:
         )
 
 
+def _size_of(look: Mapping[str, Any]) -> int | None:
+    """The height in pixels that a preprocessor_config.json gives images; None where it says nothing of it."""
+    size = look.get("crop_size") if look.get("do_center_crop") else look.get("size")
+    if isinstance(size, Mapping):
+        size = size.get("height") or size.get("shortest_edge")
+    return size if isinstance(size, int) and size > 0 else None
+
+
 class ImageClassificationTask(Task):
     """Classes of images, by transformers' own loss; reports loss and accuracy."""
 
@@ -224,6 +249,9 @@ class ImageClassificationTask(Task):
         self.settings, self.seed = settings, seed
         self.workers = settings.workers
         self.images = images.describe(settings)
+        self._look = _transformers.preprocessor(settings.model) if isinstance(settings.model, str) else {}
+        if images.prepares(settings) and settings.image_size is None:  # of files, which have no size of their own
+            self.images = replace(self.images, size=_size_of(self._look) or self.images.size)
         facts = {
             "num_labels": self.images.classes,
             "num_channels": self.images.channels,
@@ -238,7 +266,6 @@ class ImageClassificationTask(Task):
                 self.images = replace(self.images, names=names)
             config.id2label = dict(enumerate(names))
             config.label2id = {name: number for number, name in enumerate(names)}
-        self._look = _transformers.preprocessor(settings.model) if isinstance(settings.model, str) else {}
         if self.images.channels == 3 and {"image_mean", "image_std"} <= self._look.keys():
             mean, std = tuple(self._look["image_mean"]), tuple(self._look["image_std"])
             self.images = replace(self.images, mean=mean, std=std)
@@ -282,17 +309,21 @@ class ImageClassificationTask(Task):
 
     def pretrained(self) -> Mapping[str, Any]:
         facts = self.images
+        sides = {"height": facts.size, "width": facts.size}
         look = {
             "image_processor_type": "ViTImageProcessor",
+            **self._look,
             "do_resize": True,
-            "size": {"height": facts.size, "width": facts.size},
+            "size": sides,
             "do_rescale": True,
             "rescale_factor": 1 / 255,
             "do_normalize": True,
-            **self._look,
             "image_mean": list(facts.mean),
             "image_std": list(facts.std),
         }
+        if images.prepares(self.settings):  # as dsframe.data.folder.Look evaluates
+            look |= {"size": {"shortest_edge": round(facts.size * 8 / 7)}, "resample": 2}
+            look |= {"do_center_crop": True, "crop_size": sides}
         return {
             "config": self.pretrained_config.to_json_string(),
             "tokenizer": None,

@@ -93,6 +93,11 @@ class WindowsTask(CausalLanguageModelTask):
         return recipes
 
     def prepare(self, say: Say) -> None:
+        if self.unknown_end is not None:
+            say(
+                f"task.tokenizer: its end is {self.tokenizer.eos_token}, and the model folder's configuration has another one: "
+                "an export ends at both"
+            )
         for recipe in self._recipes.values():
             tokenised.make(recipe, say)
             opened = tokenised.find_tokens(recipe)

@@ -3,18 +3,15 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping
 from contextlib import AbstractContextManager, contextmanager, nullcontext
-from dataclasses import dataclass
 from functools import partial
 from typing import Any
 
 import torch
-from torch import Tensor
-from xxhash import xxh3_64_hexdigest
 
 from dsframe.checkpoint import generators
-from dsframe.cluster.exchange import aligned, all_gather_text, failures, sum_rows
+from dsframe.cluster.exchange import all_gather_text, failures
 from dsframe.data import EvaluationLoader
 from dsframe.data.loader import EvaluationBatch
 from dsframe.data.sample_draws import RowDraws
@@ -25,6 +22,7 @@ from dsframe.model.plan import Plan
 from dsframe.tasks.task import Sum, Task, sums
 from dsframe.text import reason
 from dsframe.training import whole_set
+from dsframe.training.shared_buffers import put, take_over
 
 _STATISTICS = frozenset({"running_mean", "running_var", "num_batches_tracked"})
 """BatchNorm's, which training does not use (``dsframe.engine.dependences`` announces it)."""
@@ -251,7 +249,7 @@ class Evaluation:
         rank 0's.
         """
         kept = {name: buffer.to("cpu", copy=True) for name, buffer in self._engine.buffers().items()}
-        differ = _take_over(self._engine, kept)
+        differ = take_over(self._engine, kept)
         stateful = ", ".join(name for name in differ if name.rpartition(".")[2] not in _STATISTICS)
         if stateful:
             self._tell(
@@ -262,7 +260,7 @@ class Evaluation:
         finally:
             for name, buffer in self._engine.buffers().items():
                 if name in kept and not torch.equal(buffer.cpu(), kept[name]):
-                    _put(kept[name], buffer)
+                    put(kept[name], buffer)
 
 
 def _stops_after(stops: Callable[[int], bool], done: int, batches: int) -> bool:
@@ -304,61 +302,3 @@ def finalized(task: Task, sums: Mapping[str, Sum]) -> dict[str, float]:
                 f"{type(task).__name__}.finalize: {name!r} is {type(value).__name__}, not a number"
             ) from None
     return values
-
-
-def _take_over(engine: Engine, kept: Mapping[str, Tensor]) -> Collection[str]:
-    """**Collective.** Every buffer that differs between ranks from its source, to the last bit. ``kept``: this rank's, on a CPU.
-
-    Returns the names of those that differed.
-    """
-    world = engine.plan.world
-    if world.size == 1:
-        return ()
-    contents = {name: buffer.contiguous().reshape(-1).view(torch.uint8) for name, buffer in kept.items()}
-    mine = {name: (content.numel(), xxh3_64_hexdigest(content.numpy().data)) for name, content in contents.items()}
-    places, end = _row_spans([json.loads(text) for text in all_gather_text(engine, json.dumps(mine))])
-    if not places:
-        return ()
-    row = torch.zeros(end, dtype=torch.uint8)
-    for name, place in places.items():
-        if place.source == world.rank:
-            row[place.bytes] = contents[name]
-    sum_rows(engine, row)
-    for name, buffer in engine.buffers().items():
-        if name in places and places[name].source != world.rank:
-            content = row[places[name].bytes].clone()
-            _put(content.view(buffer.dtype).reshape(buffer.shape), buffer)
-    return places.keys()
-
-
-def _put(content: Tensor, buffer: Tensor) -> None:
-    """Copies in place. A forward pass may have given the ``buffer`` another size."""
-    if buffer.shape != content.shape:
-        buffer.resize_(content.shape)
-    buffer.copy_(content)
-
-
-@dataclass(frozen=True)
-class _RowSpan:
-    """Position of a buffer in the exchange row."""
-
-    source: int
-    """The first rank that holds it."""
-    bytes: slice
-
-
-def _row_spans(of_ranks: Sequence[Mapping[str, tuple[int, str]]]) -> tuple[dict[str, _RowSpan], int]:
-    """Returns where each differing buffer lies in the exchange row, and the row's length in bytes. ``of_ranks``: by rank, the size
-    and digest of each. A pipeline's stage holds its own layers' alone; what has other sizes on other ranks stays with each."""
-    by_name: dict[str, dict[int, tuple[int, str]]] = {}
-    for rank, held in enumerate(of_ranks):
-        for name, (size, digest) in held.items():
-            by_name.setdefault(name, {})[rank] = (size, digest)
-    places: dict[str, _RowSpan] = {}
-    end = 0
-    for name, holders in by_name.items():
-        source, (size, _) = next(iter(holders.items()))
-        if len({*holders.values()}) > 1 and {each for each, _ in holders.values()} == {size}:
-            places[name] = _RowSpan(source, slice(end, end + size))
-            end += aligned(size)
-    return places, end

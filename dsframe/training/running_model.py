@@ -16,8 +16,9 @@ from dsframe.tasks.layers import seed_generators
 from dsframe.text import reason
 
 
-def copy_of(engine: Engine, averages: bool) -> nn.Module | None:
-    """**Collective.** On rank 0 a copy of the model, on the CPU, with the weights or their ``averages``; None on the others.
+def copy_of(engine: Engine, averages: bool, all_ranks: bool = False) -> nn.Module | None:
+    """**Collective.** On rank 0, or on ``all_ranks``, a copy of the model, on the CPU, with the weights or their ``averages``; else
+    None.
 
     Raises TaskError on every rank where there are no averages, or where the task makes no second model.
     """
@@ -26,7 +27,7 @@ def copy_of(engine: Engine, averages: bool) -> nn.Module | None:
         raise TaskError('model(averages=True): the file keeps no average of the weights; write "ema"')
     kept = generators.capture(plan.device)
     model, failure = None, ""
-    if plan.world.is_main:
+    if plan.world.is_main or all_ranks:
         try:
             model = _made(engine)
         except Exception as error:

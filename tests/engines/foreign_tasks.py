@@ -8,6 +8,7 @@ from typing import Any
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.utils.checkpoint import checkpoint
 from torch.utils.data import TensorDataset
 
 import dsframe
@@ -179,6 +180,45 @@ class Forces(Rows):
 
     def model(self) -> nn.Module:
         return _Field()
+
+
+class _Recomputed(nn.Module):
+    def __init__(self, calls: int) -> None:
+        super().__init__()
+        self.calls, self.first, self.block, self.last = calls, nn.Linear(8, 8), nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        hidden = self.first(inputs)
+        for _ in range(self.calls):
+            hidden = torch.tanh(checkpoint(self.block, hidden, use_reentrant=True))
+        return self.last(hidden)
+
+
+class Recomputed(Rows):
+    """A block of the model's own that a backward pass inside of the backward pass recomputes."""
+
+    def __init__(self, calls: int) -> None:
+        self.calls = calls
+
+    def model(self) -> nn.Module:
+        return _Recomputed(self.calls)
+
+
+class _Transformed(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.body, self.head = nn.Linear(8, 8), nn.Linear(8, 3)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        slopes = torch.func.vmap(torch.func.grad(lambda row: torch.tanh(F.linear(row, self.body.weight)).sum()))(inputs)
+        return self.head(self.body(inputs) + slopes)
+
+
+class Transformed(Rows):
+    """Takes derivatives in forward by a transform of torch.func."""
+
+    def model(self) -> nn.Module:
+        return _Transformed()
 
 
 class _Unusual(nn.Module):

@@ -333,6 +333,37 @@ class SummedRows(Metric):
         return functional.cross_entropy(self.all_rows(outputs), self.all_rows(targets), reduction="sum") / 10
 
 
+class _Crnn(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv, self.rnn = nn.Conv1d(4, 8, 3, padding=1), nn.GRU(8, 8, bidirectional=True)
+        self.head = nn.Linear(16, 5)
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        columns = functional.relu(self.conv(inputs)).permute(2, 0, 1)
+        logits: Tensor = self.head(self.rnn(columns)[0])
+        return logits.log_softmax(2)
+
+
+class Crnn(Port):
+    """Text in pictures: outputs with time first, and a summed CTC loss (CRNN)."""
+
+    loss_is = "sum"
+
+    def model(self) -> nn.Module:
+        return _Crnn()
+
+    def loss(self, outputs: Any, targets: Any) -> Tensor:
+        widths = torch.full((len(targets),), len(outputs))
+        lengths = (targets > 0).sum(1)
+        return functional.ctc_loss(outputs, targets, widths, lengths, reduction="sum") / 10
+
+    def train_data(self) -> Any:
+        labels = classes(4, SAMPLES, 3) + 1
+        labels[::3, 2] = 0
+        return TensorSource(numbers(SAMPLES, 4, 10), labels)
+
+
 class Pairs:
     """Pairs of sentences, padded to the longest of a batch."""
 
@@ -502,6 +533,7 @@ CASES: dict[str, Case] = {
         alone=True,
     ),
     "summed rows": Case(SummedRows, _sgd, _file("SGD", 0.1, momentum=0.9)),
+    "crnn": Case(Crnn, _sgd, _file("SGD", 0.1, momentum=0.9)),
     "metric": Case(Metric, _sgd, _file("SGD", 0.1, momentum=0.9)),
     "bert": Case(
         Bert,

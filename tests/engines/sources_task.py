@@ -47,8 +47,8 @@ class Sources(Task):
 
     def train_data(self) -> Any:
         here = Path.cwd()
-        sets = {"tar": shards(here, "tar"), "parquet": shards(here, "parquet"), "pairs": Pairs(40, 1000)}
-        return Mixture(sets, {"tar": 2, "parquet": 1, "pairs": 1}, exhausted={"parquet": "ends"})
+        sets = {"tar": shards(here), "ending": Pairs(90, 2000), "pairs": Pairs(40, 1000)}
+        return Mixture(sets, {"tar": 2, "ending": 1, "pairs": 1}, exhausted={"ending": "ends"})
 
 
 class Numbers(IterableDataset[Any]):

@@ -184,9 +184,23 @@ def test_nulls_of_parquet_are_not_said(tmp_path: Path) -> None:
     assert found[0] == found[1]
 
 
+def test_parts_of_text_are_one_text_and_other_parts_are_refused() -> None:
+    tokenizer, parts = words("bytes"), [{"type": "text", "text": "o"}, {"type": "text", "text": "ne"}]
+    assert learned(tokenizer, talk(said(parts))) == "one[END]"  # type: ignore[arg-type]
+    with pytest.raises(DataError, match="a:1: a message has parts of type image; texts are read"):
+        learned(tokenizer, talk(said([{"type": "image"}, *parts])))  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("row", [{"prompt": "a", "completion": "\ud83d"}, talk("\ude00")])
+def test_half_of_a_character_is_named(row: dict[str, Any]) -> None:
+    rows = [Row("a:1", {"prompt": "a", "completion": "😀"}), Row("a:2", row)]
+    with pytest.raises(DataError, match=r"^a:2: .*'.ud[8e][30][d0]' is half of a character"):
+        list(encoder(words("bytes"), MARKED).encode(rows))
+
+
 def test_a_mark_of_an_editor_is_no_text_and_a_key_is_there_once(tmp_path: Path) -> None:
-    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone")
-    assert [row.value for row in documents.rows(tmp_path / "a.txt", ())] == ["one"]
+    (tmp_path / "a.txt").write_bytes(b"\xef\xbb\xbfone\r\ntwo\r\n")
+    assert [row.value for row in documents.rows(tmp_path / "a.txt", ())] == ["one\ntwo\n"]
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n{"text": "one", "text": "two"}\n')
     with pytest.raises(DataError, match=r'a\.jsonl:2: .*"text" is there twice'):
         list(documents.rows(tmp_path / "a.jsonl", ("text",)))

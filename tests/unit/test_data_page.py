@@ -19,7 +19,7 @@ PAGE = (REPOSITORY / "docs" / "data.md").read_text(encoding="utf-8")
 
 def blocks(kind: str) -> list[str]:
     found = re.findall(rf"^```{kind}\n(.*?)^```", PAGE, re.MULTILINE | re.DOTALL)
-    assert len(found) == 3
+    assert found
     return found
 
 

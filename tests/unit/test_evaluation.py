@@ -26,7 +26,8 @@ from dsframe.model.forward import MicroBatch
 from dsframe.model.plan import Plan
 from dsframe.tasks.task import Sum, Task
 from dsframe.training import whole_set
-from dsframe.training.evaluation import Evaluation, _row_spans, finalized
+from dsframe.training.evaluation import Evaluation, finalized
+from dsframe.training.shared_buffers import _row_spans
 
 CPU = torch.device("cpu")
 

@@ -14,7 +14,7 @@ import torch
 
 from dsframe.data import Loader, Shards
 from dsframe.errors import DataError
-from tests.sources import lines, parquet, shards, tar
+from tests.sources import lines, shards, tar
 
 
 @pytest.fixture(autouse=True)
@@ -64,57 +64,19 @@ def test_the_index_is_made_once_and_again_for_another_file(tmp_path: Path, monke
     from dsframe.data import shards as module
 
     calls: list[Path] = []
-    scan = module._Tar.scan
-    monkeypatch.setattr(
-        module._Tar, "scan", staticmethod(lambda path, columns: calls.append(path) or scan(path, columns))
-    )
+    scan = module._Shard.scan
+    monkeypatch.setattr(module._Shard, "scan", staticmethod(lambda path: calls.append(path) or scan(path)))
     said: list[str] = []
     monkeypatch.setattr(module, "_SAY_SECONDS", -1.0)
-    assert len(shards(tmp_path, "tar", say=said.append)) == 90
+    assert len(shards(tmp_path, say=said.append)) == 90
     assert said[0] == "indexing file 1 of 4"
     assert len(calls) == 4
-    data = shards(tmp_path, "tar")
+    data = shards(tmp_path)
     assert len(calls) == 4
     assert len(pickle.dumps(data)) < 100_000
     tar(tmp_path / "part-2.tar", range(45, 48))
-    assert len(shards(tmp_path, "tar")) == 92
+    assert len(shards(tmp_path)) == 92
     assert len(calls) == 5
-
-
-def test_only_what_a_window_needs_of_row_groups_is_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    from dsframe.data import shards as module
-
-    read: list[int] = []
-    group = module._Parquet.group
-    monkeypatch.setattr(module._Parquet, "group", lambda self, number: read.append(number) or group(self, number))
-    data = shards(tmp_path, "parquet", window=16)
-    for _ in Loader(data, seed=0, micro_batch_size=6).stream(0, 15):
-        assert sum(int(data.sizes[one]) for one in data._cache) <= 16 + 2 * 7
-    assert len(read) == len(data.sizes)  # each is decoded once an epoch
-    read.clear()
-    next(Loader(shards(tmp_path, "parquet", window=16), seed=0, micro_batch_size=6).stream(1007))
-    assert 0 < len(read) <= 5  # those of a window and its ends: nothing from the start
-
-
-def test_columns_of_parquet_are_what_python_has_and_lists_of_numbers_are_arrays(tmp_path: Path) -> None:
-    lists = [[1.5] * number for number in range(9)]
-    missing = [None if number % 2 else [number] for number in range(9)]
-    more = {"lists": lists, "missing": missing, "words": [["a"]] * 9, "some": [None, *range(8)], "yes": [True] * 9}
-    parquet(tmp_path / "a.parquet", range(9), group=4, **more)
-    rows = Shards("a.parquet")
-    assert [rows[index]["lists"].tolist() for index in range(9)] == lists
-    assert rows[4]["lists"].flags.writeable
-    for index in (0, 5):
-        row = {name: value for name, value in rows[index].items() if name != "lists"}
-        assert row == {
-            "number": index,
-            "text": f"é {index}",
-            "missing": missing[index],
-            "words": ["a"],
-            "some": more["some"][index],
-            "yes": True,
-        }
-        assert type(row["number"]) is int
 
 
 def cut(path: Path, size: int) -> None:
@@ -156,51 +118,27 @@ def test_a_damaged_tar_is_named_before_training(what: str, message: str, tmp_pat
 
 
 def test_other_damage_is_named(tmp_path: Path) -> None:
-    parquet(tmp_path / "a.parquet", range(9))
-    parquet(tmp_path / "b.parquet", range(9), extra=[1] * 9)
-    with pytest.raises(
-        DataError, match=r"^b\.parquet: has the columns .*extra \(int64\), but a\.parquet has number \(int64\), text"
-    ):
-        Shards("*.parquet")
-    assert len(Shards("*.parquet", columns=["number"])) == 18
-    assert list(Shards("*.parquet", columns=["number"])[17]) == ["number"]
-    with pytest.raises(DataError, match=r'^a\.parquet: no column "numbre"; it has \'number\', \'text\'$'):
-        Shards("a.parquet", columns=["numbre"])
-    cut(tmp_path / "b.parquet", 300)
-    with pytest.raises(DataError, match=r"^b\.parquet: not a parquet file, truncated, or damaged"):
-        Shards("b.parquet")
-    for name in ("c.jsonl.gz", "c.jsonl.zst"):
-        lines(tmp_path / name, range(3000))
-        cut(tmp_path / name, 1500)
-        with pytest.raises(DataError, match=r"^c\.jsonl\.(gz|zst): truncated or damaged"):
-            Shards(name)
-    (tmp_path / "d.jsonl").write_text('{"number": 1}\n\n{"number": }\n')
-    with pytest.raises(DataError, match=r"^d\.jsonl:3: not JSON"):
-        Shards("d.jsonl")[1]
-    with pytest.raises(DataError, match=r'^d\.jsonl:1: no column "text"; it has \'number\'$'):
-        Shards("d.jsonl", columns=["text"])[0]
-    (tmp_path / "e.txt").write_text("")
-    with pytest.raises(
-        DataError, match=r"^shards: .*\.txt: files of \.tar, \.parquet, \.jsonl, \.jsonl\.zst, \.jsonl\.gz are read"
-    ):
-        Shards("e.txt")
+    (tmp_path / "e.parquet").write_text("")
+    with pytest.raises(DataError, match=r"^shards: .*\.parquet: files of \.tar are read; datasets\.load_dataset"):
+        Shards("e.parquet")
     tar(tmp_path / "f.tar", range(2), json=b"{")
     with pytest.raises(DataError, match=r"^f\.tar: some/0001\.json cannot be decoded \(JSONDecodeError: "):
         Shards("f.tar")[1]
 
 
 @pytest.mark.parametrize(
-    ("kind", "what", "workers"),
+    ("what", "workers"),
     [
-        *((kind, what, 0) for kind in ("tar", "parquet", "jsonl", "jsonl.zst") for what in ("gone", "another")),
-        ("tar", "gone", 1),  # torch takes five seconds to end a worker that has failed
+        ("gone", 0),
+        ("another", 0),
+        ("gone", 1),  # torch takes five seconds to end a worker that has failed
     ],
 )
-def test_a_shard_that_vanishes_while_it_is_needed_is_named(kind: str, what: str, workers: int, tmp_path: Path) -> None:
-    data = shards(tmp_path, kind, window=1)
+def test_a_shard_that_vanishes_while_it_is_needed_is_named(what: str, workers: int, tmp_path: Path) -> None:
+    data = shards(tmp_path, window=1)
     stream = Loader(data, seed=0, micro_batch_size=2, workers=workers).stream()
     next(stream)
-    for path in tmp_path.glob(f"part-*.{kind}"):
+    for path in tmp_path.glob("part-*.tar"):
         if what == "gone":
             path.unlink()
         else:
@@ -210,7 +148,7 @@ def test_a_shard_that_vanishes_while_it_is_needed_is_named(kind: str, what: str,
         if what == "gone"
         else "was changed since its index"
     )
-    with pytest.raises(DataError, match=rf"part-\d\.{kind}: {message}"):
+    with pytest.raises(DataError, match=rf"part-\d\.tar: {message}"):
         list(stream)
     del stream
     gc.collect()  # else a worker of the next test would do it, and torch would complain there that it is not its own

@@ -59,7 +59,7 @@ def test_steps_have_the_same_samples_on_any_ranks_and_workers_and_after_a_restar
 
 
 def test_an_epoch_of_shards_has_each_sample_once_in_another_order(tmp_path: Path) -> None:
-    make, _ = SOURCES["parquet"]
+    make, _ = SOURCES["tar"]
     steps = seen(lambda: make(tmp_path), None, 1, 0, 0, 15)  # 180 samples: two epochs
     numbers = [target for step in steps for target, _ in step]
     assert sorted(numbers[:90]) == sorted(numbers[90:]) == list(range(90))
@@ -128,13 +128,13 @@ def test_sequential_shards_and_mixtures(tmp_path: Path) -> None:
 def test_what_a_window_is(tmp_path: Path) -> None:
     from tests.sources import shards
 
-    order = shards(tmp_path, "tar", window=16).order(0)
+    order = shards(tmp_path, window=16).order(0)
     ((_, indices),) = order.take(0, 0, 90)
     ends = torch.tensor([13, 45, 46, 90])
     groups = torch.searchsorted(ends, indices, right=True)
     for window in groups.split(16):  # of shards that follow each other
         assert len(window.unique()) <= 3
-    one = shards(tmp_path, "tar", window=1).order(0).take(0, 0, 90)[0][1]
+    one = shards(tmp_path, window=1).order(0).take(0, 0, 90)[0][1]
     assert (one.diff() == 1).sum() == 86  # shards are shuffled, but not what is in them
 
 

@@ -447,14 +447,15 @@ def test_classes_keep_the_numbers_and_the_look_of_the_folder_that_knows_them(tmp
         for number, name in enumerate(("cat", "dog")):
             place = tmp_path / "d" / split / name
             place.mkdir(parents=True)
-            image.new("RGB", (20, 20), (100 * number,) * 3).save(place / "0.png")
+            ramp = image.linear_gradient("L").resize((60, 40)) if number else image.new("L", (60, 40))
+            ramp.convert("RGB").save(place / "0.png")
     known = tmp_path / "m"
     config = _transformers.transformers().ViTConfig(
         **{key: value for key, value in VIT.items() if key != "model_type"},
         image_size=16, id2label={0: "dog", 1: "cat"}, label2id={"dog": 0, "cat": 1},
     )  # fmt: skip
     _transformers.transformers().ViTForImageClassification(config).save_pretrained(known)
-    look = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.25, 0.25, 0.25]}
+    look = {"image_mean": [0.5, 0.5, 0.5], "image_std": [0.25, 0.25, 0.25], "size": {"height": 16, "width": 16}}
     (known / "preprocessor_config.json").write_text(json.dumps(look))
     data = {"dataset": "image-folder", "data_dir": str(tmp_path / "d"), "samples": None}
     for model, names in ((str(known), ["dog", "cat"]), (VIT, ["cat", "dog"])):
@@ -465,7 +466,15 @@ def test_classes_keep_the_numbers_and_the_look_of_the_folder_that_knows_them(tmp
         assert [names[label] for _, label in task.eval_data().samples] == names
         assert (json.loads(told["preprocessor_config"])["image_mean"][0] == 0.5) == (model == str(known))
         assert bool(said) == (model == str(known))
-    assert float(classifier(model=str(known), **data).eval_data()[1][0].max()) == pytest.approx(-2.0)
+        (tmp_path / "preprocessor_config.json").write_text(told["preprocessor_config"])
+        processor = _transformers.transformers().AutoImageProcessor.from_pretrained(tmp_path)
+        number = names.index("dog")
+        picture = image.open(tmp_path / "d" / "val" / "dog" / "0.png")
+        theirs = processor(picture, return_tensors="pt")["pixel_values"][0]
+        torch.testing.assert_close(theirs, task.eval_data()[number][0], rtol=0, atol=0.1)
+    own = classifier(model=str(known), **{**data, "image_size": None})
+    assert own.images.size == 16, "as its preprocessor_config.json says"
+    assert float(own.eval_data()[1][0].max()) == pytest.approx(-2.0)
 
 
 def test_what_transformers_reads_beside_the_weights_is_of_the_training(tmp_path: Path) -> None:
@@ -495,7 +504,11 @@ def test_what_transformers_reads_beside_the_weights_is_of_the_training(tmp_path:
     for file in words.iterdir():
         shutil.copy(file, known)
     own = language(model=str(known)).pretrained()
-    assert json.loads(own["generation_config"]) == {"eos_token_id": [7, 8], "temperature": 0.5}
+    assert json.loads(own["generation_config"]) == {"eos_token_id": [7, 8, 0], "temperature": 0.5}, (
+        "and the tokenizer's"
+    )
+    (known / "generation_config.json").write_text('{"eos_token_id": [0, 8]}')
+    assert json.loads(language(model=str(known)).pretrained()["generation_config"]) == {"eos_token_id": [0, 8]}
 
 
 def test_each_file_of_a_tokenizer_is_of_its_identity(tmp_path: Path) -> None:

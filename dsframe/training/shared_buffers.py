@@ -1,0 +1,72 @@
+"""Buffers that differ between ranks: an evaluation is of one model, the first rank's that holds them."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Collection, Mapping, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor
+from xxhash import xxh3_64_hexdigest
+
+from dsframe.cluster.exchange import aligned, all_gather_text, sum_rows
+from dsframe.engine import Engine
+
+
+def take_over(engine: Engine, kept: Mapping[str, Tensor]) -> Collection[str]:
+    """**Collective.** Every buffer that differs between ranks from its source, to the last bit. ``kept``: this rank's, on a CPU.
+
+    Returns the names of those that differed.
+    """
+    world = engine.plan.world
+    if world.size == 1:
+        return ()
+    contents = {name: buffer.contiguous().reshape(-1).view(torch.uint8) for name, buffer in kept.items()}
+    mine = {name: (content.numel(), xxh3_64_hexdigest(content.numpy().data)) for name, content in contents.items()}
+    places, end = _row_spans([json.loads(text) for text in all_gather_text(engine, json.dumps(mine))])
+    if not places:
+        return ()
+    row = torch.zeros(end, dtype=torch.uint8)
+    for name, place in places.items():
+        if place.source == world.rank:
+            row[place.bytes] = contents[name]
+    sum_rows(engine, row)
+    for name, buffer in engine.buffers().items():
+        if name in places and places[name].source != world.rank:
+            content = row[places[name].bytes].clone()
+            put(content.view(buffer.dtype).reshape(buffer.shape), buffer)
+    return places.keys()
+
+
+def put(content: Tensor, buffer: Tensor) -> None:
+    """Copies in place. A forward pass may have given the ``buffer`` another size."""
+    if buffer.shape != content.shape:
+        buffer.resize_(content.shape)
+    buffer.copy_(content)
+
+
+@dataclass(frozen=True)
+class _RowSpan:
+    """Position of a buffer in the exchange row."""
+
+    source: int
+    """The first rank that holds it."""
+    bytes: slice
+
+
+def _row_spans(of_ranks: Sequence[Mapping[str, tuple[int, str]]]) -> tuple[dict[str, _RowSpan], int]:
+    """Returns where each differing buffer lies in the exchange row, and the row's length in bytes. ``of_ranks``: by rank, the size
+    and digest of each. A pipeline's stage holds its own layers' alone; what has other sizes on other ranks stays with each."""
+    by_name: dict[str, dict[int, tuple[int, str]]] = {}
+    for rank, held in enumerate(of_ranks):
+        for name, (size, digest) in held.items():
+            by_name.setdefault(name, {})[rank] = (size, digest)
+    places: dict[str, _RowSpan] = {}
+    end = 0
+    for name, holders in by_name.items():
+        source, (size, _) = next(iter(holders.items()))
+        if len({*holders.values()}) > 1 and {each for each, _ in holders.values()} == {size}:
+            places[name] = _RowSpan(source, slice(end, end + size))
+            end += aligned(size)
+    return places, end

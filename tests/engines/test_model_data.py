@@ -1,0 +1,42 @@
+"""A data set that a hook renews from the running model is the same on every engine, and over a resume."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import dsframe
+from dsframe.tools.compare import losses
+from tests.engines.model_data import REFRESH_STEPS, SelfLabelled, file
+from tests.processes import run_ranks, warm
+
+CASES: dict[str, dict[str, Any]] = {
+    "ddp": {},
+    "fsdp": {},
+    "deepspeed": {"zero_optimization": {"stage": 3, "stage3_param_persistence_threshold": 0}},
+}
+
+
+@pytest.fixture(scope="module")
+def alone(tmp_path_factory: pytest.TempPathFactory) -> list[float]:
+    run = tmp_path_factory.mktemp("alone")
+    task = SelfLabelled()
+    dsframe.fit(task, file(str(run), "single"))
+    assert not torch.equal(task.points.current, task.points.targets), "the data were renewed"
+    return [loss for _, loss in sorted(losses(run).items())]
+
+
+@pytest.mark.parametrize("engine", CASES)
+def test_two_ranks_renew_the_same_data(engine: str, alone: list[float], tmp_path: Path) -> None:
+    """The first steps on two ranks, the others on one process."""
+    steps = 2 * REFRESH_STEPS
+    (tmp_path / "file.json").write_text(json.dumps(file(str(tmp_path / "run"), engine, steps, **CASES[engine])))
+    command = warm(2, ["-m", "dsframe.train", "--config", str(tmp_path / "file.json")])
+    run_ranks(command, timeout_seconds=120).check()
+    dsframe.fit(SelfLabelled(), file(str(tmp_path / "run"), "single"), resume="auto")
+    found = [loss for _, loss in sorted(losses(tmp_path / "run").items())]
+    assert found == pytest.approx(alone, abs=1e-6)
