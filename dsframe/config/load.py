@@ -142,12 +142,16 @@ class Config:
         known = replace(self.facts, **{key: value for key, value in vars(facts).items() if value is not None})
         findings = self._findings.empty_copy()
         if self.is_unresolved or known.engine != self.facts.engine or self.facts.world_size is not None:
-            findings = Findings(findings.document, findings.file)
-            return _validate(findings, self._overrides, known, self.path).accepted
+            return self.examined(known).accepted
         findings.problems.extend(self.problems)
         _check_facts(self.deepspeed, self.settings, known, findings)
         problems = findings.sorted()
         return Examined(problems, replace(self, facts=known, problems=problems)).accepted
+
+    def examined(self, facts: Facts) -> Examined:
+        """The same file checked once more, for these facts. It is not parsed again."""
+        findings = Findings(self._findings.document, self._findings.file)
+        return _validate(findings, self._overrides, facts, self.path)
 
     @property
     def is_unresolved(self) -> bool:

@@ -77,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = 2 if "error" in severities else 1 if options.strict and "warning" in severities else 0
         worst = max(worst, code)
         reports.append((label, examined))
-    _print(reports, options)
+    show(reports, options)
     return worst
 
 
@@ -116,11 +116,16 @@ def _fix(text: str, name: str, label: str, options: argparse.Namespace) -> str:
 def _judge(text: str, label: str, options: argparse.Namespace) -> Examined:
     facts = Facts(world_size=options.processes, engine=options.engine)
     path = None if label == "<stdin>" else Path(label)
-    examined = examine(text, label, options.overrides, facts, path)
+    return judged(examine(text, label, options.overrides, facts, path), label, options)
+
+
+def judged(examined: Examined, label: str, options: argparse.Namespace) -> Examined:
+    """Adds what the engine says of a file that was examined."""
     if examined.config is None:
         return examined
     if options.processes and _reads_apart(examined.config, options):
-        examined = examine(text, label, options.overrides, replace(facts, replicas=True), path)
+        facts = Facts(world_size=options.processes, engine=options.engine, replicas=True)
+        examined = examined.config.examined(facts)
     config = examined.config
     assert config is not None
     clean = not any(problem.severity == "error" for problem in examined.problems)
@@ -158,7 +163,8 @@ def _engine(config: Config, options: argparse.Namespace, label: str) -> list[Pro
     return [replace(problem, file=label) for problem in problems] + notes
 
 
-def _print(reports: list[tuple[str, Examined]], options: argparse.Namespace) -> None:
+def show(reports: list[tuple[str, Examined]], options: argparse.Namespace) -> None:
+    """Prints what was found in each file."""
     if options.format == "json":
         content = [_report(label, examined, options) for label, examined in reports]
         print(json.dumps(content if len(content) > 1 else content[0], indent=2))
