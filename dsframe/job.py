@@ -25,7 +25,7 @@ from dsframe.checkpoint.saver import Saver
 from dsframe.checkpoint.store import Retention, Store
 from dsframe.cluster import cores
 from dsframe.cluster import world as worlds
-from dsframe.cluster.agreement import assert_ranks_agree
+from dsframe.cluster.agreement import assert_engines_agree, assert_ranks_agree
 from dsframe.cluster.process_group import device_of, extend_limits
 from dsframe.cluster.world import World
 from dsframe.config import Config, Facts
@@ -234,8 +234,8 @@ def _announce(job: Job) -> None:
 def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[Engine, dict[str, Any]]:
     """**Collective.** The engine, and what the run's record should say of it. ``trains``: False where it only evaluates."""
     run, plan = job.run, job.plan
-    if not job.commits:
-        assert_ranks_agree(plan.world, _facts(job))
+    facts = _facts(job)
+    agreed = not job.commits and assert_ranks_agree(plan.world, facts)
     make = engines.load(run.engine, plan.config)
     phases.done("engine's imports")
     base_bytes = resident_bytes(plan.device)
@@ -244,6 +244,8 @@ def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[E
         phases.done("engine")
         extend_limits(plan.collective_limit)
         watchdog.connect(engine, engine.built.calls)
+        if not agreed:
+            assert_engines_agree(engine, facts)
     output.begin_anew()  # rank 0 has come here too, so the directory is this run's
     job.progress.block(
         f"dsframe {__version__}",

@@ -97,11 +97,10 @@ class Stream(IterableDataset[Any]):
             yield _pair({"number": index + self.samples * self.epoch})
 
 
-def mixture(folder: Path, *, exhausted: Any = "repeats") -> Mixture:
+def mixture(folder: Path) -> Mixture:
     return Mixture(
         {"pairs": Pairs(31), "tar": shards(folder), "more": Pairs(20, 1000)},
         {"pairs": 0.5, "tar": 0.3, "more": 0.2},
-        exhausted=exhausted,
     )
 
 
@@ -117,7 +116,6 @@ SOURCES: dict[str, tuple[Callable[[Path], Any], Any]] = {
     "dict rows": (lambda folder: Dicts(), Pad(multiple=8)),
     "tar": (lambda folder: shards(folder), None),
     "mixture": (mixture, None),
-    "mixture that ends": (lambda folder: mixture(folder, exhausted="ends"), None),
     "mixture of sources": (lambda folder: of_sources(), None),
     "iterable": (lambda folder: Stream(), None),
 }

@@ -10,25 +10,27 @@ import json
 import time
 from collections.abc import Mapping, Sequence
 
+from dsframe.cluster.exchange import Ranks, all_gather_text, same
 from dsframe.cluster.process_group import meet, rendezvous_address
 from dsframe.cluster.world import World
 from dsframe.errors import WorldError
 
+_MESSAGE = "the processes of this run differ: {}; start all with the same files, options and versions"
 _MOST = 5
 """Differences that are named."""
 
 
-def assert_ranks_agree(world: World, facts: Mapping[str, str]) -> None:
+def assert_ranks_agree(world: World, facts: Mapping[str, str]) -> bool:
     """**Collective.** Raises WorldError on every rank, naming the ranks that differ from rank 0 and in what.
 
-    Does nothing where the launcher gives no rendezvous address, as mpirun on several nodes.
+    Returns False where the launcher gives no rendezvous address, as mpirun on several nodes: then :func:`assert_engines_agree`.
     """
     if world.size == 1:
-        return
+        return True
     try:
         address, port = rendezvous_address(world)
     except WorldError:
-        return
+        return False
     store = meet(world, address, port)
     store.set(f"facts/{world.rank}", json.dumps(dict(facts)))
     if world.is_main:
@@ -37,9 +39,16 @@ def assert_ranks_agree(world: World, facts: Mapping[str, str]) -> None:
     found = store.get("differences").decode()
     if found:
         time.sleep(2.0 * world.is_main)  # the others have yet to read it from this process
-        raise WorldError(
-            f"the processes of this run differ: {found}; start all with the same files, options and versions"
-        )
+        raise WorldError(_MESSAGE.format(found))
+    return True
+
+
+def assert_engines_agree(ranks: Ranks, facts: Mapping[str, str]) -> None:
+    """**Collective.** The same over an engine that is there."""
+    text = json.dumps(dict(facts), sort_keys=True)
+    if not same(ranks, text):
+        of_ranks = [json.loads(gathered) for gathered in all_gather_text(ranks, text)]
+        raise WorldError(_MESSAGE.format("; ".join(differences(of_ranks))))
 
 
 def differences(of_ranks: Sequence[Mapping[str, str]]) -> list[str]:

@@ -147,7 +147,7 @@ class ConversationEncoder:
         """Raises DataError where ``learned`` are not the tokens of the ``answer``, but for what the outer ones share."""
 
         def text(tokens: list[int]) -> str:
-            return "".join(str(self._tokenizer.decode(tokens)).split())
+            return "".join(str(self._tokenizer.decode(tokens, clean_up_tokenization_spaces=False)).split())
 
         found, wanted = text(learned), text(answer)
         shared = len(text(learned[:1])) + len(text(learned[-1:]))

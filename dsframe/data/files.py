@@ -123,31 +123,22 @@ def _first_bytes(path: Path, most: int = 4 + 4 * 255) -> bytes:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
 
 
-_CIFAR_RECORD = 1 + 3 * 32 * 32
+_CIFAR_PIXELS = 3 * 32 * 32
 _CIFAR_IMAGES = 10_000
 
 
 def read_cifar(folder: Path, files: list[str]) -> tuple[Tensor, Tensor]:
-    """CIFAR-10 batches: uint8 ``[N, 3, 32, 32]`` and labels, from the binary (``.bin``) or the Python version."""
+    """CIFAR-10 batches, of the Python version: uint8 ``[N, 3, 32, 32]`` and labels."""
     images, labels = [], []
     for name in files:
         path = folder / name
-        if path.suffix == ".bin":
-            content = read_bytes(path)
-            if len(content) != _CIFAR_RECORD * _CIFAR_IMAGES:
-                raise DataError(
-                    f"{path}: truncated or damaged: {len(content):,} bytes instead of {_CIFAR_RECORD * _CIFAR_IMAGES:,}"
-                )
-            records = np.frombuffer(content, np.uint8).reshape(_CIFAR_IMAGES, _CIFAR_RECORD)
-            pixels, classes = records[:, 1:], records[:, 0]
-        else:
-            batch = _unpickle_arrays(path)
-            try:
-                pixels, classes = np.asarray(batch[b"data"]), np.asarray(batch[b"labels"])
-            except (KeyError, TypeError) as error:
-                raise DataError(f"{path}: not a CIFAR-10 batch (no {error})") from error
-            if pixels.dtype != np.uint8 or pixels.shape != (len(classes), _CIFAR_RECORD - 1):
-                raise DataError(f"{path}: not a CIFAR-10 batch: data are {pixels.dtype} {list(pixels.shape)}")
+        batch = _unpickle_arrays(path)
+        try:
+            pixels, classes = np.asarray(batch[b"data"]), np.asarray(batch[b"labels"])
+        except (KeyError, TypeError) as error:
+            raise DataError(f"{path}: not a CIFAR-10 batch (no {error})") from error
+        if pixels.dtype != np.uint8 or pixels.shape != (len(classes), _CIFAR_PIXELS):
+            raise DataError(f"{path}: not a CIFAR-10 batch: data are {pixels.dtype} {list(pixels.shape)}")
         images.append(torch.from_numpy(pixels.copy()).view(-1, 3, 32, 32))
         labels.append(torch.from_numpy(classes.astype(np.int64)))
     return torch.cat(images), torch.cat(labels)
@@ -156,7 +147,7 @@ def read_cifar(folder: Path, files: list[str]) -> tuple[Tensor, Tensor]:
 def shared_cifar(folder: Path, files: list[str], caches: Path) -> tuple[Tensor, Tensor]:
     """As :func:`read_cifar`, by a file in ``caches`` that the processes of a host share; copies where it cannot be written."""
     count = _CIFAR_IMAGES * len(files)
-    pixels = count * (_CIFAR_RECORD - 1)
+    pixels = count * _CIFAR_PIXELS
 
     def write(out: IO[bytes]) -> None:
         for part in read_cifar(folder, files):

@@ -5,10 +5,11 @@ from __future__ import annotations
 import math
 import os
 from collections import Counter
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import IO, Any, Protocol
 
 import numpy as np
 import torch
@@ -22,7 +23,7 @@ SUFFIXES = frozenset(
 )
 _JUNK = frozenset({"__MACOSX", "@eaDir", "lost+found", "$RECYCLE.BIN", "System Volume Information"})
 """Folders that systems make; also those whose names begin with a dot."""
-_MOST_CHECKED = 100_000
+MOST_CHECKED = 100_000
 """Images that are opened before training begins; of a larger folder it would take too long."""
 _ENDS = {"JPEG": b"\xff\xd9", "PNG": b"IEND"}
 """What is near the end of a file that is whole."""
@@ -149,33 +150,42 @@ def check(data_dir: str, classes: list[str], say: Callable[[str], None]) -> None
     if others := Counter(file.suffix.lower() or "no suffix" for file in files if file.suffix.lower() not in SUFFIXES):
         counts = ", ".join(f"{count} with {suffix}" for suffix, count in sorted(others.items()))
         say(f"dsframe: files in {root} that are not read as images: {counts}")
-    if len(paths) > _MOST_CHECKED:
+    if len(paths) > MOST_CHECKED:
         say(f"dsframe: {len(paths):,} images are not opened before training; a damaged one ends it where it is read")
         return
+    refuse_damaged((str(path), partial(_opened, path)) for path in paths)
+
+
+def _opened(path: Path) -> IO[bytes]:
+    return path.open("rb")
+
+
+def refuse_damaged(pictures: Iterable[tuple[str, Callable[[], IO[bytes]]]]) -> None:
+    """Raises DataError that names all of ``pictures``, each with what opens it, which are no whole images."""
     pillow()
     with ThreadPoolExecutor(8) as pool:
-        damaged = [f"{path} ({why})" for path, why in zip(paths, pool.map(_damage, paths), strict=True) if why]
+        damaged = [f"{name} ({why})" for name, why in pool.map(lambda one: (one[0], _damage(one[1])), pictures) if why]
     if damaged:
         more = f" and {len(damaged) - 10} more" if len(damaged) > 10 else ""
         raise DataError(f"{len(damaged)} files cannot be read as images: {'; '.join(damaged[:10])}{more}")
 
 
-def _damage(path: Path) -> str:
-    """What is wrong with a file; "" for nothing that its head and its end show."""
+def _damage(opened: Callable[[], IO[bytes]]) -> str:
+    """What is wrong with a picture; "" for nothing that its head and its end show."""
     images = pillow()
     try:
-        with images.open(path) as file:
-            refuse_unshown(file)
-            image_format = file.format
-        with path.open("rb") as content:
-            content.seek(max(0, path.stat().st_size - _TAIL))
-            ends = _ENDS.get(image_format, b"") in content.read()
-        if not ends and image_format != "JPEG":
-            return "its end is missing"
-        if not ends:  # cut off, or a telephone has put a film behind its picture
-            with images.open(path) as file:
-                file.load()
-    except (OSError, SyntaxError, ValueError, images.DecompressionBombError) as error:
+        with opened() as file:
+            with images.open(file) as image:
+                refuse_unshown(image)
+                image_format = image.format
+            file.seek(max(0, file.seek(0, os.SEEK_END) - _TAIL))
+            ends = _ENDS.get(image_format, b"") in file.read()
+            if not ends and image_format != "JPEG":
+                return "its end is missing"
+            if not ends:  # cut off, or a telephone has put a film behind its picture
+                file.seek(0)
+                images.open(file).load()
+    except (OSError, SyntaxError, ValueError, images.DecompressionBombError, DataError) as error:
         return str(error)
     return ""
 
@@ -185,8 +195,9 @@ def refuse_unshown(image: Any) -> None:
     if getattr(image, "n_frames", 1) > 1 and image.format != "MPO":  # a camera's picture, with previews behind it
         raise ValueError(f"it has {image.n_frames} pictures; keep one")
     if image.mode in ("I", "F"):
-        least, most = image.getextrema()
-        if least < 0 or most > (1.0 if image.mode == "F" else 65535):
+        pixels = np.asarray(image)
+        least, most = float(pixels.min()), float(pixels.max())
+        if not (least >= 0 and most <= (1.0 if image.mode == "F" else 65535)):  # nor what is no number
             raise ValueError(f"numbers from {least:g} to {most:g}; scale them to 0 to 1, or to 16 bits")
 
 
@@ -196,9 +207,10 @@ def rgb(image: Any) -> Any:
     from PIL import Image, ImageOps
 
     refuse_unshown(image)
+    is_16_bit = image.format == "PPM" or image.mode != "I"  # Pillow scales PGM to 16 bits
     image = ImageOps.exif_transpose(image)
     if image.mode in ("I", "F") or image.mode.startswith("I;16"):
-        most = 65535.0 if image.mode != "I" or image.getextrema()[1] > 255 else 255.0
+        most = 65535.0 if is_16_bit or image.getextrema()[1] > 255 else 255.0
         if image.mode == "F":
             most = 1.0
         return Image.fromarray(np.rint(np.asarray(image, np.float64) / most * 255).astype(np.uint8)).convert("RGB")

@@ -10,7 +10,6 @@ from __future__ import annotations
 import math
 from bisect import bisect_right
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
 from fractions import Fraction
 from functools import cached_property, lru_cache
 from itertools import accumulate
@@ -22,7 +21,7 @@ from torch.utils._pytree import tree_map
 
 from dsframe.data.packed import RowSource
 from dsframe.data.sampler import Order, Part, taken
-from dsframe.data.source import Batch, Source, draws, own_rows
+from dsframe.data.source import Batch, Source, draws
 from dsframe.errors import DataError
 
 _MIXTURE = 0x6D6978  # a stream of draws of its own
@@ -30,15 +29,15 @@ _FINEST = 10_000
 """Weights whose ratio needs larger blocks are rounded to parts of so many."""
 _LEAST = 256
 """Samples of a block, at least: shorter ones would come in nearly the same order each time."""
-EXHAUSTED = ("repeats", "ends", "error")
+EXHAUSTED = ("repeats", "error")
 
 
 class Mixture:
     """What :meth:`Task.train_data` may return: map-style data sets, or sources, by name.
 
     ``weights``: shares of the samples, by name; by default as many as each has. ``exhausted``: what follows when all samples of a
-    set have been read, for all or by name: it ``repeats`` in a new order, it ``ends`` and the others share its place, or the
-    training would be too long and is refused (``error``). An epoch is as many samples as all sets have.
+    set have been read, for all or by name: it ``repeats`` in a new order, or the training is refused (``error``). An epoch is as
+    many samples as all sets have.
     """
 
     def __init__(
@@ -101,7 +100,7 @@ class MixtureSource:
 
     def common_width(self, parts: list[Part]) -> int:
         """As :meth:`RowSource.common_width`: the widest of its sources."""
-        indices = torch.cat([rows for _, rows in parts]) % len(self)
+        indices = torch.cat([rows for _, rows in parts])
         which = torch.searchsorted(self._ends, indices, right=True)
         widths = []
         for number, source in enumerate(self._sources):
@@ -113,14 +112,12 @@ class MixtureSource:
     def gather(self, parts: list[Part], width: int | None = None) -> Batch:
         """The rows of all parts as one batch. ``width``: in place of their own."""
         epochs = torch.cat([torch.full_like(rows, epoch) for epoch, rows in parts])
-        rows = torch.cat([rows for _, rows in parts])
-        copies, indices = rows // len(self), rows % len(self)
+        indices = torch.cat([rows for _, rows in parts])
         which = torch.searchsorted(self._ends, indices, right=True)
         widths = [width or 0]
         wanted: list[tuple[Source, list[Part], Tensor]] = []
         for number, source in enumerate(self._sources):
             numbers = indices - (self._ends[number - 1] if number else 0)
-            numbers = own_rows(source, numbers + copies * len(source))
             for epoch in epochs[which == number].unique().tolist():  # type: ignore[no-untyped-call]
                 here = ((which == number) & (epochs == epoch)).nonzero().flatten()
                 wanted.append((source, [(epoch, numbers[here])], here))
@@ -140,27 +137,16 @@ class MixtureSource:
         return inputs, targets
 
 
-@dataclass(frozen=True)
-class _Phase:
-    """A stretch of the training in which the same data sets are left."""
-
-    begin: int
-    before: Tensor
-    """How many samples of each set come before, int64."""
-    block: Tensor
-    """How many of each are in a block, int64."""
-    size: int
-
-
 class MixtureOrder(Order):
     """The order of a mixture's samples, numbered from set to set. An epoch continues in each set where the last one stopped."""
 
     def __init__(self, mixture: Mixture, orders: Sequence[Order], seed: int) -> None:
+        """Raises DataError for a weight that is too small beside the others."""
         super().__init__(len(mixture), seed)
         self._mixture, self._orders = mixture, orders
-        self._sizes = torch.tensor([order.samples for order in orders])
-        self._ends = "repeats" not in mixture.exhausted
-        """True if all sets end: then an epoch has each sample once."""
+        self._block = _shares(mixture)
+        """How many samples of each set are in a block, int64."""
+        self._size = int(self._block.sum())
 
     def take(self, epoch: int, start: int, count: int) -> list[Part]:
         which, nth = self._drawn(epoch * self.samples + start, count)
@@ -170,8 +156,7 @@ class MixtureOrder(Order):
             offset = self._mixture.ends[number] - order.samples
             drawn = taken(order, *divmod(int(nth[here[0]]), order.samples), len(here)) if len(here) else []
             for (passes, rows), places in zip(drawn, here.split([len(rows) for _, rows in drawn]), strict=True):  # type: ignore[no-untyped-call]
-                copies = rows // order.samples * self.samples
-                epochs[places], indices[places] = passes, rows % order.samples + offset + copies
+                epochs[places], indices[places] = passes, rows + offset
         cuts = (epochs.diff().nonzero().flatten() + 1).tolist()
         return [(int(epochs[cut]), rows) for cut, rows in zip([0, *cuts], indices.tensor_split(cuts), strict=True)]
 
@@ -179,86 +164,28 @@ class MixtureOrder(Order):
         """Which set gives each of ``count`` samples, and how many of that set come before it in the training."""
         which, nth = [], []
         while count:
-            cycle, number, block, at = self._place(first)
-            phases = self._phases(cycle)
-            phase = phases[number]
-            here = min(count, phase.size - at)
-            if number + 1 < len(phases):
-                here = min(here, phases[number + 1].begin - (first - cycle * self.samples))
-            elif self._ends:
-                here = min(here, (cycle + 1) * self.samples - first)
-            sets, ranks = self._block(cycle, number, block)
-            sets, ranks = sets[at : at + here], ranks[at : at + here]
+            block, at = divmod(first, self._size)
+            sets, ranks = (of_block[at : at + count] for of_block in self._shuffled(block))
             which.append(sets)
-            nth.append((cycle * self._sizes * self._ends + phase.before + block * phase.block)[sets] + ranks)
-            first, count = first + here, count - here
+            nth.append((block * self._block)[sets] + ranks)
+            first, count = first + len(sets), count - len(sets)
         return torch.cat(which), torch.cat(nth)
 
-    def _place(self, sample: int) -> tuple[int, int, int, int]:
-        """In which cycle, phase and block the sample is, and where in the block."""
-        cycle, left = divmod(sample, self.samples) if self._ends else (0, sample)
-        number = bisect_right([phase.begin for phase in self._phases(cycle)], left) - 1
-        phase = self._phases(cycle)[number]
-        return cycle, number, *divmod(left - phase.begin, phase.size)
-
     @cached_property
-    def _phases(self) -> Callable[[int], list[_Phase]]:
-        return lru_cache(maxsize=4)(self._found)
+    def _shuffled(self) -> Callable[[int], tuple[Tensor, Tensor]]:
+        return lru_cache(maxsize=64)(self._of_block)
 
-    def _found(self, cycle: int) -> list[_Phase]:
-        begin, before = 0, torch.zeros_like(self._sizes)
-        finite = torch.tensor([what != "repeats" for what in self._mixture.exhausted])
-        phases: list[_Phase] = []
-        while True:
-            alive = ~(finite & (before == self._sizes))
-            block = self._shares(alive)
-            phase = _Phase(begin, before, block, int(block.sum()))
-            phases.append(phase)
-            ends = []
-            for index in (alive & finite).nonzero().flatten().tolist():
-                whole, rest = divmod(int(self._sizes[index] - before[index]), int(block[index]))
-                sets, ranks = _shuffled(block, self.seed, cycle, len(phases) - 1, whole)
-                last = ((sets == index) & (ranks == rest - 1)).nonzero()
-                ends.append(whole * phase.size + (int(last) + 1 if rest else 0))
-            if not ends:
-                return phases
-            length = min(ends)
-            before = before + self._counted(phase, cycle, len(phases) - 1, *divmod(length, phase.size))
-            begin += length
-            if begin == self.samples and self._ends:
-                return phases
-
-    def _counted(self, phase: _Phase, cycle: int, number: int, block: int, at: int) -> Tensor:
-        """Returns how many samples of each set the phase has until place ``at`` of ``block``."""
-        sets, _ = _shuffled(phase.block, self.seed, cycle, number, block)
-        return block * phase.block + torch.bincount(sets[:at], minlength=len(self._sizes))
-
-    @cached_property
-    def _block(self) -> Callable[[int, int, int], tuple[Tensor, Tensor]]:
-        return lru_cache(maxsize=64)(
-            lambda cycle, number, block: _shuffled(self._phases(cycle)[number].block, self.seed, cycle, number, block)
-        )
-
-    def _shares(self, alive: Tensor) -> Tensor:
-        """Returns how many samples of each set a block has: the weights' ratio, as far as there are parts of 10,000."""
-        weights = [weight * here for weight, here in zip(self._mixture.weights, alive.tolist(), strict=True)]
-        shares = [weight / sum(weights) for weight in weights]
-        size = min(math.lcm(*(share.denominator for share in shares)), _FINEST)
-        counts = [math.floor(share * size) for share in shares]
-        largest = sorted(range(len(shares)), key=lambda index: counts[index] - shares[index] * size)
-        for index in largest[: size - sum(counts)]:
-            counts[index] += 1
-        for name, share, count in zip(self._mixture.sets, shares, counts, strict=True):
-            if share and not count:
-                raise DataError(
-                    f"mixture: {name} has less than a part in {_FINEST:,} of the weights; raise its weight or leave it out"
-                )
-        return torch.tensor(counts) * math.ceil(_LEAST / size)
+    def _of_block(self, number: int) -> tuple[Tensor, Tensor]:
+        """Which set gives each sample of a block, and how many of that set are before it there."""
+        sets = torch.repeat_interleave(torch.arange(len(self._block)), self._block)
+        sets = sets[torch.argsort(draws(self.seed, number, torch.arange(len(sets)), _MIXTURE), stable=True)]
+        ranks = (sets[:, None] == torch.arange(len(self._block))).cumsum(0).gather(1, sets[:, None]).flatten() - 1
+        return sets, ranks
 
     def shares(self, samples: int) -> dict[str, int]:
-        cycle, number, block, at = self._place(samples)
-        phase = self._phases(cycle)[number]
-        counts = cycle * self._sizes * self._ends + phase.before + self._counted(phase, cycle, number, block, at)
+        block, at = divmod(samples, self._size)
+        sets, _ = self._shuffled(block)
+        counts = block * self._block + torch.bincount(sets[:at], minlength=len(self._block))
         return dict(zip(self._mixture.sets, counts.tolist(), strict=True))
 
     def about(self) -> dict[str, Any]:
@@ -270,30 +197,29 @@ class MixtureOrder(Order):
 
     def lines(self, samples: int) -> list[str]:
         lines = []
-        counts = self.shares(samples)
-        for (name, count), size, what in zip(
-            counts.items(), self._sizes.tolist(), self._mixture.exhausted, strict=True
+        for (name, count), order, what in zip(
+            self.shares(samples).items(), self._orders, self._mixture.exhausted, strict=True
         ):
-            if what == "error" and (count > size or samples > self._last(name)):
+            if what == "error" and count > order.samples:
                 raise DataError(
-                    f"mixture: {name} has {size:,} samples, which are read after {self._last(name):,} of the {samples:,} samples "
-                    'of this training; train less, lower its weight, or let it repeat or end ("exhausted")'
+                    f"mixture: {name} has {order.samples:,} samples, and the training takes {count:,} of it; train less, lower "
+                    'its weight, or let it repeat ("exhausted")'
                 )
-            then = ", which then ends" if what == "ends" and count >= size and not self._ends else ""
-            lines.append(f"mixture: {name}: {count / samples:.1%} of the samples, {count:,} of its {size:,}{then}")
+            lines.append(f"mixture: {name}: {count / samples:.1%} of the samples, {count:,} of its {order.samples:,}")
         return lines
 
-    def _last(self, name: str) -> int:
-        """Returns how many samples of the training there are until the set of that name is read."""
-        number = list(self._mixture.sets).index(name)
-        gone = (phase.begin for phase in self._phases(0) if int(phase.before[number]) == int(self._sizes[number]))
-        return next(gone, self.samples)
 
-
-def _shuffled(block: Tensor, seed: int, cycle: int, phase: int, number: int) -> tuple[Tensor, Tensor]:
-    """Which set gives each sample of a block, and how many of that set are before it there."""
-    sets = torch.repeat_interleave(torch.arange(len(block)), block)
-    bits = draws(seed, number, torch.arange(len(sets)), _MIXTURE + (cycle << 16) + phase)
-    sets = sets[torch.argsort(bits, stable=True)]
-    ranks = (sets[:, None] == torch.arange(len(block))).cumsum(0).gather(1, sets[:, None]).flatten() - 1
-    return sets, ranks
+def _shares(mixture: Mixture) -> Tensor:
+    """How many samples of each set a block has: the weights' ratio, as far as there are parts of 10,000. Raises DataError."""
+    shares = [weight / sum(mixture.weights) for weight in mixture.weights]
+    size = min(math.lcm(*(share.denominator for share in shares)), _FINEST)
+    counts = [math.floor(share * size) for share in shares]
+    largest = sorted(range(len(shares)), key=lambda index: counts[index] - shares[index] * size)
+    for index in largest[: size - sum(counts)]:
+        counts[index] += 1
+    if 0 in counts:
+        name = list(mixture.sets)[counts.index(0)]
+        raise DataError(
+            f"mixture: {name} has less than a part in {_FINEST:,} of the weights; raise its weight or leave it out"
+        )
+    return torch.tensor(counts) * math.ceil(_LEAST / size)

@@ -7,9 +7,9 @@ from dataclasses import dataclass
 from typing import Any
 
 import numpy as np
-import torch
 from torch import Tensor
 
+from dsframe.data.collate import Pad
 from dsframe.data.documents import Row
 from dsframe.data.encoders import ConversationEncoder
 from dsframe.data.packed import IGNORED
@@ -36,7 +36,7 @@ class Preferences:
 
     def __call__(self, rows: list[Mapping[str, Any]]) -> tuple[dict[str, Tensor], Tensor]:
         """The rows as a batch. Raises DataError where a column is not there, or the prompt leaves no room for an answer."""
-        encoder, answers = ConversationEncoder(self.tokenizer, self.template), []
+        encoder, answers = ConversationEncoder(self.tokenizer, self.template), list[Mapping[str, Any]]()
         for number, row in enumerate(rows):
             for name in ("chosen", "rejected"):
                 source = f"row {number} of the batch, {name}"
@@ -51,15 +51,8 @@ class Preferences:
                     raise DataError(
                         f"{source}: nothing of the answer is within context {self.context}; leave such rows out"
                     )
-                answers.append(tokens)
-        longest = max(len(tokens) for tokens in answers) - 1
-        width = -(-longest // self.multiple) * self.multiple
-        ids, mask = (np.zeros((len(answers), width), np.int64) for _ in range(2))
-        targets = np.full((len(answers), width), IGNORED, np.int64)
-        for line, tokens in enumerate(answers):
-            size = len(tokens) - 1
-            ids[line, :size], mask[line, :size] = np.maximum(tokens, ~tokens)[:-1], 1
-            targets[line, :size] = np.where(tokens[1:] < 0, IGNORED, tokens[1:])
-        shape = (len(rows), 2, width)
-        inputs = {"input_ids": torch.from_numpy(ids).view(shape), "attention_mask": torch.from_numpy(mask).view(shape)}
-        return inputs, torch.from_numpy(targets).view(shape)
+                ids, targets = np.maximum(tokens, ~tokens)[:-1], np.where(tokens[1:] < 0, IGNORED, tokens[1:])
+                answers.append({"input_ids": ids.astype(np.int64), "labels": targets.astype(np.int64)})
+        batch = Pad(multiple=self.multiple)(answers)
+        pairs = {name: values.view(len(rows), 2, -1) for name, values in batch.items()}
+        return {name: pairs[name] for name in ("input_ids", "attention_mask")}, pairs["labels"]

@@ -16,9 +16,9 @@ import re
 import tarfile
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from functools import cached_property, lru_cache
+from functools import cached_property, lru_cache, partial
 from pathlib import Path
-from typing import Any
+from typing import IO, Any
 
 import numpy as np
 import torch
@@ -86,6 +86,15 @@ class Shards(Dataset[Any]):
         number = int(np.searchsorted(self._ends, index, side="right"))
         row = self._shards[number].read(index - int(self._ends[number] - self.sizes[number]), self.columns)
         return row if self.row is None else self.row(row)
+
+    def pictures(self) -> Iterator[tuple[str, Callable[[], IO[bytes]]]]:
+        """The images of all samples, each with its place and with what opens it."""
+        for shard in self._shards:
+            for number in range(len(shard.index)):
+                for suffix in shard.suffixes(number):
+                    if f".{suffix.rpartition('.')[2].lower()}" in SUFFIXES:
+                        key = os.fsdecode(shard.index[number]["__key__"])
+                        yield f"{shard.path}: {key}.{suffix}", partial(_in_memory, shard, number, suffix)
 
     def order(self, seed: int) -> Order:
         """The order of the samples: shards shuffled, then what lies in a window."""
@@ -156,6 +165,14 @@ class _Shard:
             raise DataError(f"{self.path}: truncated: it ends before byte {offset + size:,}")
         return content
 
+    def suffixes(self, number: int) -> list[str]:
+        """The parts that a sample has."""
+        return [suffix for suffix in self.index.dtype.names[1:] if self.index[number][suffix][0] >= 0]
+
+    def part(self, number: int, suffix: str) -> bytes:
+        """A part of a sample, as it lies there. Raises DataError."""
+        return self._bytes(*self.index[number][suffix].tolist())
+
     @staticmethod
     def scan(path: Path) -> Any:
         """The index. Members next to each other are a sample, as webdataset groups them. Raises DataError."""
@@ -203,11 +220,10 @@ class _Shard:
         """One sample. Raises DataError."""
         record = self.index[number]
         sample: dict[str, Any] = {"__key__": os.fsdecode(record["__key__"])}
-        for suffix in self.index.dtype.names[1:]:
-            offset, size = record[suffix].tolist()
-            if offset < 0 or (columns is not None and suffix not in columns):
+        for suffix in self.suffixes(number):
+            if columns is not None and suffix not in columns:
                 continue
-            content = self._bytes(offset, size)
+            content = self.part(number, suffix)
             decode = _DECODERS.get(suffix.rpartition(".")[2].lower())
             try:
                 sample[suffix] = content if decode is None else decode(content)
@@ -217,6 +233,10 @@ class _Shard:
                 part = f"{sample['__key__']}.{suffix}"
                 raise DataError(f"{self.path}: {part} cannot be decoded ({reason(error)})") from error
         return sample
+
+
+def _in_memory(shard: _Shard, number: int, suffix: str) -> IO[bytes]:
+    return io.BytesIO(shard.part(number, suffix))
 
 
 def _image(content: bytes) -> Any:

@@ -95,8 +95,11 @@ def prepare(settings: ImageData, images: Images, seed: int, say: Callable[[str],
     if settings.dataset == "image-folder":
         folder.check(str(settings.data_dir), folder.class_names(settings.data_dir), say)
         return
-    for train in (True, False):
-        load(settings, images, train=train, seed=seed, say=say)
+    shards = [load(settings, images, train=train, seed=seed, say=say) for train in (True, False)]
+    if (count := sum(map(len, shards))) <= folder.MOST_CHECKED:
+        folder.refuse_damaged(picture for split in shards for picture in split.pictures())
+    else:
+        say(f"dsframe: {count:,} images are not opened before training; a damaged one ends it where it is read")
 
 
 def load(
@@ -195,18 +198,17 @@ def find_mnist(name: str, data_dir: str | None) -> dict[str, Path]:
 
 
 def find_cifar(data_dir: str | None) -> tuple[Path, list[str]]:
-    """The folder and the six files of CIFAR-10 (the test batch last): the binary or the Python version."""
+    """The folder and the six files of CIFAR-10's Python version (the test batch last)."""
     root = data_root(data_dir)
-    folders = [root, root / "cifar-10-batches-bin", root / "cifar-10-batches-py"]
-    versions = [[f"data_batch_{i}{suffix}" for i in range(1, 6)] + [f"test_batch{suffix}"] for suffix in (".bin", "")]
+    folders = [root, root / "cifar-10-batches-py"]
+    files = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
     incomplete = []
     for candidate in folders:
-        for files in versions:
-            missing = [file for file in files if not (candidate / file).is_file()]
-            if not missing:
-                return candidate, files
-            if len(missing) < len(files):
-                incomplete.append(f"{candidate} lacks {', '.join(missing)}")
+        missing = [file for file in files if not (candidate / file).is_file()]
+        if not missing:
+            return candidate, files
+        if len(missing) < len(files):
+            incomplete.append(f"{candidate} lacks {', '.join(missing)}")
     raise _not_found("cifar10", data_dir, root, folders, incomplete)
 
 

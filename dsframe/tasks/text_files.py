@@ -93,6 +93,8 @@ class WindowsTask(CausalLanguageModelTask):
         return recipes
 
     def prepare(self, say: Say) -> None:
+        if origin := _transformers.origin(self.settings.model):
+            say(f"task.model: {origin[0]} of the Hugging Face hub, commit {origin[1]}")
         if self.unknown_end is not None:
             say(
                 f"task.tokenizer: its end is {self.tokenizer.eos_token}, and the model folder's configuration has another one: "

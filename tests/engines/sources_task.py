@@ -47,8 +47,8 @@ class Sources(Task):
 
     def train_data(self) -> Any:
         here = Path.cwd()
-        sets = {"tar": shards(here), "ending": Pairs(90, 2000), "pairs": Pairs(40, 1000)}
-        return Mixture(sets, {"tar": 2, "ending": 1, "pairs": 1}, exhausted={"ending": "ends"})
+        sets = {"tar": shards(here), "more": Pairs(90, 2000), "pairs": Pairs(40, 1000)}
+        return Mixture(sets, {"tar": 2, "more": 1, "pairs": 1})
 
 
 class Numbers(IterableDataset[Any]):

@@ -5,6 +5,8 @@ from __future__ import annotations
 import io
 import json
 import shutil
+import tarfile
+from functools import partial
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -12,7 +14,8 @@ from typing import Any
 import numpy as np
 import pytest
 
-from dsframe.data import folder
+from dsframe.config.schema.settings import VisionTask
+from dsframe.data import folder, vision
 from dsframe.data.shards import _DECODERS
 from dsframe.errors import DataError
 from tests.processes import python, run_ranks
@@ -59,6 +62,12 @@ def test_every_form_of_a_ramp_is_the_same_ramp(form: str, tmp_path: Path) -> Non
             assert np.abs(np.asarray(found, int) - RAMP[..., None]).max() <= 2
 
 
+def test_a_dark_picture_of_16_bits_is_dark(tmp_path: Path) -> None:
+    (tmp_path / "a.pgm").write_bytes(b"P5\n4 4\n65535\n" + np.full((4, 4), 255, ">u2").tobytes())
+    with Image.open(tmp_path / "a.pgm") as file:
+        assert np.asarray(folder.rgb(file)).max() == 1
+
+
 @pytest.mark.parametrize("turned", range(1, 9))
 def test_a_camera_says_which_way_is_up(turned: int) -> None:
     exif = Image.Exif()
@@ -80,6 +89,7 @@ def test_a_camera_says_which_way_is_up(turned: int) -> None:
         ),
         (Image.fromarray(np.full((4, 4), 70000, np.int32)), {}, "scale them"),
         (Image.fromarray(np.full((4, 4), 12.5, np.float32)), {}, "scale them"),
+        (Image.fromarray(np.full((4, 4), np.nan, np.float32)), {}, "scale them"),
     ],
 )
 def test_what_has_no_one_look_is_refused(image: Image.Image, options: Any, words: str, tmp_path: Path) -> None:
@@ -93,11 +103,11 @@ def test_what_cameras_put_behind_a_picture_is_no_damage(tmp_path: Path) -> None:
     film = written(tmp_path / "b.jpg", picture)
     film.write_bytes(film.read_bytes() + bytes(1 << 17))
     for place in (previews, film):
-        assert not folder._damage(place)
+        assert not folder._damage(partial(place.open, "rb"))
         with Image.open(place) as file:
             assert np.abs(np.asarray(folder.rgb(file), int) - RAMP[..., None]).max() <= 3
     film.write_bytes(film.read_bytes()[:300])
-    assert folder._damage(film)
+    assert folder._damage(lambda: film.open("rb"))
 
 
 @pytest.fixture
@@ -147,6 +157,24 @@ def test_damaged_files_are_named_all_at_once_before_training(pictures: Path) -> 
     with pytest.raises(DataError, match=r"2 files cannot be read .*cat/1\.png .*dog/2\.png"):
         folder.check(str(pictures), ["cat", "dog"], said.append)
     assert not said
+
+
+def test_damaged_pictures_of_shards_are_named_all_at_once_before_training(tmp_path: Path) -> None:
+    content = io.BytesIO()
+    Image.fromarray(RAMP).save(content, "PNG")
+    whole = content.getvalue()
+    for split, pictures in (("train", [whole, whole[:-20], b"", whole]), ("val", [whole])):
+        (tmp_path / split).mkdir()
+        with tarfile.open(tmp_path / split / "a.tar", "w") as out:
+            for number, picture in enumerate(pictures):
+                for suffix, part in (("png", picture), ("cls", b"0")):
+                    member = tarfile.TarInfo(f"{number}.{suffix}")
+                    member.size = len(part)
+                    out.addfile(member, io.BytesIO(part))
+    section = {"name": "vision", "dataset": "image-shards", "data_dir": str(tmp_path), "classes": 1, "image_size": 32}
+    settings = VisionTask.model_validate(section)
+    with pytest.raises(DataError, match=r"2 files cannot be read as images: .*a\.tar: 1\.png \(.*a\.tar: 2\.png \("):
+        vision.prepare(settings, vision.describe(settings), 0, lambda line: None)
 
 
 def test_a_checkpoint_is_of_the_classes_that_it_was_trained_with(pictures: Path) -> None:

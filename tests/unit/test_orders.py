@@ -11,7 +11,7 @@ import torch
 from torch import Tensor, nn
 
 import dsframe
-from dsframe.data import Sampler, orders
+from dsframe.data import ImageSource, Loader, Sampler, orders
 from dsframe.data.source import TensorSource
 from dsframe.errors import CheckpointError, DataError, TaskError
 
@@ -130,3 +130,40 @@ def test_draws_in_forward_are_announced_after_the_first_step(
     losses(Drawing(), per_sample_randomness=True)
     losses(Counting())
     assert said not in capsys.readouterr().err
+
+
+class Drawn(torch.utils.data.Dataset[Any]):
+    """Rows with a draw."""
+
+    def __len__(self) -> int:
+        return 12
+
+    def __getitem__(self, index: int) -> Any:
+        return torch.rand(3), index
+
+
+def _images() -> ImageSource:
+    pixels = torch.randint(256, (12, 1, 8, 8), generator=torch.Generator().manual_seed(1)).to(torch.uint8)
+    return ImageSource(pixels, torch.arange(12), classes=12, mean=(0.5,), std=(0.5,), padding=3, flip=True)
+
+
+@pytest.mark.parametrize("make", [Drawn, _images])
+def test_copies_of_a_sample_have_draws_of_their_own(make: Any) -> None:
+    """A sample that comes several times in an epoch was the same picture each time."""
+
+    def seen(ranks: int) -> list[Any]:
+        loaders = [
+            Loader(make(), seed=0, micro_batch_size=12 // ranks, rank=rank, ranks=ranks, order=lambda _, n: torch.arange(n) % 3)
+            for rank in range(ranks)
+        ]  # fmt: skip
+        batches = [batch for step in range(2) for loader in loaders for batch in loader.micro_batches(step)]
+        return [
+            (int(label), row.flatten().tolist())
+            for rows, labels in batches
+            for row, label in zip(rows, labels, strict=True)
+        ]
+
+    found = seen(1)
+    assert {label for label, _ in found} == {0, 1, 2}
+    assert len({str(row) for row in found}) > 0.9 * len(found)
+    assert seen(2) == seen(3) == found

@@ -266,7 +266,7 @@ def test_batch_norm_is_found() -> None:
         ),
         (
             {"model": "some/model"},
-            r"some/model is not a local folder with a model.*: hf download some/model --local-dir",
+            r"some/model is not a local folder with a model; of the Hugging Face hub: hub:some/model",
         ),
         ({"tokenizer": "some/model"}, r"some/model is not a local folder with a tokenizer"),
     ],

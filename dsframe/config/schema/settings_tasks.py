@@ -38,17 +38,17 @@ class MixturePart(Section):
     """Its share of the rows is this, divided by the sum of all weights."""
     name: str | None = None
     """Name in messages and logs. Default: the first pattern."""
-    exhausted: Literal["repeats", "ends", "error"] = "repeats"
-    """When all of its rows have been read: it ``repeats`` in a new order, it ``ends`` and the others share its place, or the
-    training is refused before it begins (``error``)."""
+    exhausted: Literal["repeats", "error"] = "repeats"
+    """When all of its rows have been read: it ``repeats`` in a new order, or the training is refused before it begins
+    (``error``)."""
 
 
 class TextFiles(Section):
     """Text or conversations from files, tokenised once and then read from a memory-mapped file."""
 
     train: str | list[str] | None = None
-    """Files or patterns, such as ``["a/*.jsonl", "b.parquet", "c/*.txt"]``: JSON lines (also ``.zst`` and ``.gz``), parquet, text
-    (one document a file), or a folder that ``datasets.save_to_disk`` wrote. Not beside ``mixture``."""
+    """Files or patterns, such as ``["a/*.jsonl", "b.parquet", "c/*.txt"]``: JSON lines (also ``.zst`` and ``.gz``), parquet, CSV,
+    text (one document a file), or a folder that ``datasets.save_to_disk`` wrote. Not beside ``mixture``."""
     mixture: list[MixturePart] | None = None
     """In place of ``train``: several sets of files with weights. Which one gives a row follows from the seed and from the row's
     number in the training."""

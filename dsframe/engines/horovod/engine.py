@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from typing import Any, cast
 from weakref import WeakSet
 
@@ -28,13 +29,13 @@ import torch.distributed as dist
 from torch import Tensor
 
 from dsframe.cluster import process_group
-from dsframe.cluster.rendezvous import bound_to, interface_to
+from dsframe.cluster.rendezvous import bound_to, free_port, interface_to
 from dsframe.cluster.world import World
 from dsframe.engines import precision
 from dsframe.engines.buckets import Buckets
 from dsframe.engines.horovod.environment import note_start, pace, settle_environment
 from dsframe.engines.replica import ReplicaEngine
-from dsframe.errors import EngineError
+from dsframe.errors import EngineError, WorldError
 from dsframe.host import phases
 from dsframe.model.forward import Inputs, Measure, MicroBatch
 from dsframe.model.plan import Plan
@@ -68,7 +69,10 @@ class HorovodEngine(ReplicaEngine):
         self._buckets: Buckets | None = None
         # A model's own collectives are torch's. In elastic runs processes come and go, and there is no group of them.
         elastic = plan.world.elastic
-        self._joins = not (elastic or process_group.open_process_group(plan.world, plan.device, plan.collective_limit))
+        opens = not elastic and process_group.open_process_group(
+            _with_address(plan.world), plan.device, plan.collective_limit
+        )
+        self._joins = not (elastic or opens)
         if not self._joins:
             _initialise(plan.world)
         self._op = settings.op or {"mean": "average", "sum": "sum"}[plan.config.deepspeed.gradient_allreduce_op]
@@ -214,6 +218,21 @@ def _broadcastable(state: Mapping[str, Any]) -> dict[str, Any]:
         and value.layout == torch.strided
         and value.dtype not in (torch.bfloat16, torch.bool)
     }
+
+
+def _with_address(world: World) -> World:
+    """**Collective.** Returns ``world`` with a rendezvous address. Over MPI on several nodes no launcher gives one: Horovod, which
+    then needs none itself, sends rank 0's."""
+    try:
+        process_group.rendezvous_address(world)
+    except WorldError:
+        if not hvd.mpi_built() or world.launcher not in ("mpirun", "horovodrun"):
+            raise
+        note_start(running=hvd.is_initialized())
+        hvd.init()
+        address, port = hvd.broadcast_object((socket.gethostname(), free_port()), root_rank=0)
+        return replace(world, master_address=address, master_port=port)
+    return world
 
 
 def _initialise(world: World) -> None:
