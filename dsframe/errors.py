@@ -15,6 +15,8 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 from typing import Literal
 
+from dsframe.text import shown
+
 Severity = Literal["error", "warning", "note"]
 
 
@@ -140,7 +142,7 @@ def exit_code_of(command: Callable[[], int | None]) -> int:
     try:
         return int(command() or 0)
     except DsframeError as error:
-        print(error.printed, file=sys.stderr)
+        print(shown(error.printed, sys.stderr), file=sys.stderr)
         return error.exit_code
     except BrokenPipeError:  # the reader, such as head, has seen enough
         sys.stderr.close()

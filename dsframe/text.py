@@ -3,7 +3,19 @@
 from __future__ import annotations
 
 import math
+import os
+import re
+import shutil
+import textwrap
 from collections.abc import Sequence
+from typing import TextIO
+
+_LABEL = re.compile(r"(?<![^ ])(error|warning|note):")
+_METRICS = re.compile(r"^(evaluation after step|dsframe: done)")
+_COLOURS = {"error": "\x1b[1;31m", "warning": "\x1b[33m", "note": "\x1b[36m", "metrics": "\x1b[1m"}
+_PLAIN = "\x1b[0m"
+_INDENT = 14
+"""Where the values of labelled lines begin."""
 
 
 def amount(value: float, digits: int = 4) -> str:
@@ -45,3 +57,29 @@ def reason(error: BaseException, most: int | None = None) -> str:
 def printable(text: str) -> str:
     """``text`` with a mark for each control character: names out of files must not move a terminal's cursor."""
     return "".join(letter if letter.isprintable() else "\N{REPLACEMENT CHARACTER}" for letter in text)
+
+
+def has_colours(stream: TextIO) -> bool:
+    """True if what is written there is to have colours: a terminal, without NO_COLOR (https://no-color.org)."""
+    return stream.isatty() and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
+
+
+def shown(text: str, stream: TextIO) -> str:
+    """``text`` as a person reads it on a terminal: wrapped at words, labels in colour. As it is for files and pipes."""
+    if not stream.isatty():
+        return text
+    width, coloured = shutil.get_terminal_size().columns, has_colours(stream)
+    return "\n".join(_shown(line, width, coloured) for line in text.split("\n"))
+
+
+def _shown(line: str, width: int, coloured: bool) -> str:
+    if len(re.sub(r"\x1b\[[0-9;]*m", "", line)) > width:
+        indent = " " * (_INDENT if line.startswith("  ") else 2)
+        form = textwrap.TextWrapper(
+            width, subsequent_indent=indent, break_long_words=False, break_on_hyphens=False, drop_whitespace=True,
+            replace_whitespace=False,
+        )  # fmt: skip
+        line = form.fill(line)
+    if coloured and _METRICS.match(line):
+        return f"{_COLOURS['metrics']}{line}{_PLAIN}"
+    return _LABEL.sub(lambda found: f"{_COLOURS[found[1]]}{found[0]}{_PLAIN}", line, count=1) if coloured else line

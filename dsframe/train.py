@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, NoReturn
 
 from dsframe.cluster import world as worlds
 from dsframe.cluster.world import World
-from dsframe.config import DEFAULT_CONFIG, load
+from dsframe.config import default_config, load
 from dsframe.errors import ConfigError, DataError, DsframeError, StoppedError, TaskError, TrainingError
 from dsframe.host import source_files, streams, supervise
 from dsframe.run_dir import outcome, output
+from dsframe.text import shown
 
 if TYPE_CHECKING:
     from dsframe.tasks.task import Task
@@ -41,8 +42,8 @@ def parser() -> argparse.ArgumentParser:
         "--config",
         "--deepspeed_config",
         metavar="FILE",
-        help="a path, or the name of a file in ds_configs/ (default: %(default)s)",
-        default=DEFAULT_CONFIG,
+        help="a path, or the name of a file in ds_configs/ (default: config.json of this folder, else zero3.json)",
+        default=default_config(),
     )
     parser.add_argument(
         "--set",
@@ -100,7 +101,7 @@ def main(task: Task | None = None, argv: Sequence[str] | None = None) -> int:
             for problem in config.problems:
                 # dsframe check --resolved tells the first, the run the second, and the third is what the user wants.
                 if problem.code not in ("auto", "auto-later", "lr-scaling", "imports"):
-                    print(problem, file=sys.stderr)
+                    print(shown(str(problem), sys.stderr), file=sys.stderr)
         from dsframe.run import choose, execute
 
         choice, resume = choose(config, world), options.resume
@@ -191,7 +192,7 @@ def leave(error: DsframeError, world: World, *, verbose: bool) -> NoReturn:
     where = "" if world.local_rank == speaker else f"[rank {world.rank}] "
     # Editors make a link of file:line:column at a line's start.
     name = "" if isinstance(error, ConfigError) else "dsframe: "
-    print(f"{where}{name}{error.printed}", file=sys.stderr, flush=True)
+    print(shown(f"{where}{name}{error.printed}", sys.stderr), file=sys.stderr, flush=True)
     leave_at_once(error.exit_code)
 
 

@@ -49,8 +49,8 @@ def write(
     recorded = manifest.get("pretrained")
     if recorded is None:
         raise CheckpointError(
-            f"the model of {manifest['training']['task']} is not known to be a transformers model (Task.pretrained returns "
-            "None, or the checkpoint is from before it existed): use --to safetensors"
+            f"{manifest['training']['task']} does not say that its model is of transformers: write pretrained() in the task "
+            "(docs/coming_from/hf_trainer.md) and train on with --resume auto, or use --to safetensors"
         )
     try:
         known = _PretrainedRecord.model_validate(recorded)

@@ -8,8 +8,8 @@ from __future__ import annotations
 
 from dsframe.config.features import Feature as Feature
 from dsframe.config.features import features as features
-from dsframe.config.load import DEFAULT_CONFIG as DEFAULT_CONFIG
 from dsframe.config.load import Config as Config
+from dsframe.config.load import default_config as default_config
 from dsframe.config.load import find as find
 from dsframe.config.load import load as load
 from dsframe.config.resolve.auto import Facts as Facts

@@ -26,9 +26,6 @@ from dsframe.config.schema.deepspeed import DeepSpeed
 from dsframe.config.schema.settings import Settings
 from dsframe.errors import ConfigError, Problem
 
-DEFAULT_CONFIG = "zero3.json"
-"""The file that is used when none is named."""
-
 _NOTHING = Facts()
 
 
@@ -145,12 +142,16 @@ class Config:
         known = replace(self.facts, **{key: value for key, value in vars(facts).items() if value is not None})
         findings = self._findings.empty_copy()
         if self.is_unresolved or known.engine != self.facts.engine or self.facts.world_size is not None:
-            findings = Findings(findings.document, findings.file)
-            return _validate(findings, self._overrides, known, self.path).accepted
+            return self.examined(known).accepted
         findings.problems.extend(self.problems)
         _check_facts(self.deepspeed, self.settings, known, findings)
         problems = findings.sorted()
         return Examined(problems, replace(self, facts=known, problems=problems)).accepted
+
+    def examined(self, facts: Facts) -> Examined:
+        """The same file checked once more, for these facts. It is not parsed again."""
+        findings = Findings(self._findings.document, self._findings.file)
+        return _validate(findings, self._overrides, facts, self.path)
 
     @property
     def is_unresolved(self) -> bool:
@@ -211,6 +212,11 @@ def read_text(path: Path) -> tuple[str, Problem | None]:
         return "", Problem("error", "", message, "save the file as UTF-8", str(path), code="syntax")
     except OSError as error:
         return "", Problem("error", "", f"cannot be read: {error.strerror}", "", str(path), code="missing-file")
+
+
+def default_config() -> str:
+    """The file that is used when none is named: ``config.json`` of the working directory, else one that comes with dsframe."""
+    return "config.json" if Path("config.json").is_file() else "zero3.json"
 
 
 def find(name: str | Path) -> Path:

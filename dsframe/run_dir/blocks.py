@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -30,11 +29,6 @@ def lines(rows: Sequence[tuple[str, str]], *, colour: bool) -> list[str]:
     """Returns a line for each row of a label and its value; the label is dim where the terminal has colours."""
     dim, plain = ("\x1b[2m", "\x1b[0m") if colour else ("", "")
     return [f"  {dim}{label:<{_WIDTH}}{plain}  {value}" for label, value in rows if value]
-
-
-def has_colours(terminal: bool) -> bool:
-    """True if a terminal is to get colours: https://no-color.org, and TERM."""
-    return terminal and not os.environ.get("NO_COLOR") and os.environ.get("TERM") != "dumb"
 
 
 def header(

@@ -12,7 +12,7 @@ from typing import Any
 
 from dsframe.host.streams import TolerantStream
 from dsframe.run_dir import blocks
-from dsframe.text import clock, mebibytes
+from dsframe.text import clock, has_colours, mebibytes, shown
 
 
 class Progress:
@@ -30,10 +30,11 @@ class Progress:
         self._total = total_steps
         self._mark = (0, time.perf_counter())
         self._pace = 0.0
+        self._stream = TolerantStream(sys.stderr)
         self._bar: Any = None
         self._evaluation: Any = None
         if speaks and sys.stderr.isatty():
-            self._bar = _line(total_steps, "step")
+            self._bar = _line(total_steps, "step", self._stream)
 
     def say(self, line: str) -> None:
         """One line that stays. Where it cannot be written (a closed pipe, a full disk), training continues."""
@@ -41,15 +42,22 @@ class Progress:
             return
         if self._prefix:
             line = line.replace(self._prefix, "")
-        if self._bar is not None:
-            self._bar.clear()
-        with contextlib.suppress(OSError):
-            print(line + "\n", end="", file=sys.stderr, flush=True)  # one write: launchers put a prefix before each
+        with self._cleared(), contextlib.suppress(OSError):
+            # One write: launchers put a prefix before each.
+            print(shown(line, sys.stderr) + "\n", end="", file=sys.stderr, flush=True)
+
+    def _cleared(self) -> contextlib.AbstractContextManager[Any]:
+        """Without any moving line on the terminal, for a line that stays."""
+        if self._bar is None:
+            return contextlib.nullcontext()
+        from tqdm import tqdm
+
+        mode: contextlib.AbstractContextManager[Any] = tqdm.external_write_mode(file=self._stream)
+        return mode
 
     def block(self, title: str, rows: Sequence[tuple[str, str]]) -> None:
         """A title and labelled lines below it, which stay."""
-        colour = blocks.has_colours(self._speaks and sys.stderr.isatty())
-        for line in (title, *blocks.lines(rows, colour=colour)):
+        for line in (title, *blocks.lines(rows, colour=has_colours(sys.stderr))):
             self.say(line)
 
     def begin(self, step: int) -> None:
@@ -70,7 +78,7 @@ class Progress:
         if self._bar is None:
             yield
             return
-        self._evaluation = _line(batches, "batch", "evaluation")
+        self._evaluation = _line(batches, "batch", self._stream, "evaluation")
         try:
             yield
         finally:
@@ -116,7 +124,7 @@ class Progress:
             self._bar.close()
 
 
-def _line(total: int, unit: str, name: str | None = None) -> Any:
+def _line(total: int, unit: str, stream: Any, name: str | None = None) -> Any:
     from tqdm import tqdm
 
-    return tqdm(total=total, unit=unit, desc=name, dynamic_ncols=True, leave=False, file=TolerantStream(sys.stderr))
+    return tqdm(total=total, unit=unit, desc=name, dynamic_ncols=True, leave=False, file=stream)

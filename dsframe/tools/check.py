@@ -19,6 +19,7 @@ from dsframe.config.resolve import inherit
 from dsframe.config.resolve.auto import Facts
 from dsframe.config.resolve.batch import MICRO, STEPS, TRAIN, Batch, replica_size
 from dsframe.errors import ConfigError, Problem
+from dsframe.text import shown
 from dsframe.tools.commands import add_overrides, command
 
 EPILOG = """\
@@ -76,7 +77,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         code = 2 if "error" in severities else 1 if options.strict and "warning" in severities else 0
         worst = max(worst, code)
         reports.append((label, examined))
-    _print(reports, options)
+    show(reports, options)
     return worst
 
 
@@ -115,11 +116,16 @@ def _fix(text: str, name: str, label: str, options: argparse.Namespace) -> str:
 def _judge(text: str, label: str, options: argparse.Namespace) -> Examined:
     facts = Facts(world_size=options.processes, engine=options.engine)
     path = None if label == "<stdin>" else Path(label)
-    examined = examine(text, label, options.overrides, facts, path)
+    return judged(examine(text, label, options.overrides, facts, path), label, options)
+
+
+def judged(examined: Examined, label: str, options: argparse.Namespace) -> Examined:
+    """Adds what the engine says of a file that was examined."""
     if examined.config is None:
         return examined
     if options.processes and _reads_apart(examined.config, options):
-        examined = examine(text, label, options.overrides, replace(facts, replicas=True), path)
+        facts = Facts(world_size=options.processes, engine=options.engine, replicas=True)
+        examined = examined.config.examined(facts)
     config = examined.config
     assert config is not None
     clean = not any(problem.severity == "error" for problem in examined.problems)
@@ -157,7 +163,8 @@ def _engine(config: Config, options: argparse.Namespace, label: str) -> list[Pro
     return [replace(problem, file=label) for problem in problems] + notes
 
 
-def _print(reports: list[tuple[str, Examined]], options: argparse.Namespace) -> None:
+def show(reports: list[tuple[str, Examined]], options: argparse.Namespace) -> None:
+    """Prints what was found in each file."""
     if options.format == "json":
         content = [_report(label, examined, options) for label, examined in reports]
         print(json.dumps(content if len(content) > 1 else content[0], indent=2))
@@ -216,7 +223,7 @@ def _print_text(label: str, examined: Examined, options: argparse.Namespace) -> 
     quiet = by_auto if len(by_auto) > 2 or options.resolved else []
     for problem in problems:
         if problem not in quiet:
-            print(str(problem), file=out)
+            print(shown(str(problem), out), file=out)
     if quiet and not options.resolved:
         print(f'{label}: note: {len(quiet)} values are "auto"; --resolved shows what they become, and why')
     count = {severity: sum(p.severity == severity for p in problems) for severity in ("error", "warning", "note")}
@@ -225,10 +232,10 @@ def _print_text(label: str, examined: Examined, options: argparse.Namespace) -> 
         if options.resolved:
             print(resolved(config, options.processes))
         else:
-            print(f"{label}: {_batch_line(config.batch(options.processes))}")
+            print(shown(f"{label}: {_batch_line(config.batch(options.processes))}", out))
     said = inherit.sentence(config.inherited) if config is not None else ""
     if said and not options.resolved and not count["error"]:
-        print(f"{label}: {said}")
+        print(shown(f"{label}: {said}", out))
     parts = [f"{number} {name}{'s' * (number > 1)}" for name, number in count.items() if number and name != "note"]
     if not options.resolved or count["error"]:
         print(f"{label}: {', '.join(parts) if parts else 'no problems'}", file=out)

@@ -9,7 +9,7 @@ if TYPE_CHECKING:
     import argparse
 
 COMMANDS: dict[str, tuple[str, str]] = {
-    "init": ("dsframe.tools.init:main", "a commented file and a task to begin with, for one of five beginnings"),
+    "init": ("dsframe.tools.init:main", "a commented file and a task to begin with, for one of six beginnings"),
     "check": ("dsframe.tools.check:main", "find every mistake in configuration files, before anything starts"),
     "plan": (
         "dsframe.tools.plan.command:main",
@@ -24,7 +24,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "dsframe.tools.compare:main",
         "finished runs: loss, metrics, speed, memory, and whether they are one training",
     ),
-    "scale": ("dsframe.tools.scale:main", "one file on several numbers of processes: time, speed-up, efficiency"),
     "tune": ("dsframe.tools.tune:main", "a search for values of keys: each trial an ordinary run, proposed by Optuna"),
     "report": ("dsframe.tools.report.page:main", "a run's page, from what its directory holds: one HTML file"),
     "evaluate": ("dsframe.tools.evaluate:main", "a checkpoint's metrics on its evaluation data, on any engine"),
@@ -41,7 +40,10 @@ COMMANDS: dict[str, tuple[str, str]] = {
     "explain": ("dsframe.tools.explain:main", "what the code of a message or an exit code means, with an example"),
     "schema": ("dsframe.tools.schema:main", "the JSON Schema of the file, for editors"),
     "activate": ("dsframe.tools.activate:main", "what a shell needs for deepspeed ... -m and horovodrun as typed"),
-    "completion": ("dsframe.tools.completion:main", "completion of commands and options for bash, zsh and tcsh"),
+    "completion": (
+        "dsframe.tools.completion:main",
+        "completion of commands, options, files and keys for bash, zsh, fish and tcsh",
+    ),
 }
 """Name -> ``module:function``, called with ``argv=``, and one line of help."""
 

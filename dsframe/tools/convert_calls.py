@@ -141,6 +141,8 @@ def _loader_call(conversion: Conversion, call: Call) -> None:
     evaluates = any(word in call.owner.lower() for word in ("val", "eval", "test", "pred"))
     key = "dsframe.eval_micro_batch_size" if evaluates else "train_micro_batch_size_per_gpu"
     given.setdefault("batch_size", 1)
+    if given.pop("dataset", None) is not None:
+        conversion.todo("DataLoader(dataset)", foreign.advice("train_dataset") or "")
     shuffle = given.pop("shuffle", False)
     if not evaluates and shuffle is False and not given.keys() & {"sampler", "batch_sampler"}:
         conversion.put("DataLoader(shuffle)", "dsframe.order", "sequential")
@@ -417,6 +419,8 @@ def _lightning(given: dict[str, Any], ds_config: dict[str, Any] | None) -> Conve
     devices, nodes = given.get("devices"), given.get("num_nodes", 1)
     if isinstance(devices, int) and isinstance(nodes, int) and devices > 0:
         conversion.processes = devices * nodes
+        for name in given.keys() & {"devices", "num_nodes"}:
+            conversion.note("taken", name, f"dsframe launch -np {conversion.processes} ({given.pop(name)})")
     _lightning_length(conversion, given)
     _take_all(conversion, given, _LIGHTNING_KEYS)
     return conversion

@@ -29,8 +29,8 @@ def parser() -> argparse.ArgumentParser:
     """The command line."""
     parser = command(
         "convert",
-        "Write a dsframe file from an Accelerate YAML, TrainingArguments (JSON, YAML, or a Python file or notebook "
-        "with the call), a Python file with Lightning's Trainer or an Accelerator, or a ds_config in YAML or TOML.",
+        "Write a dsframe file from a script, a notebook, TrainingArguments or Accelerate's YAML; JSON from a ds_config in "
+        "YAML or TOML.",
     )
     parser.add_argument("file", type=Path)
     parser.add_argument("--out", type=Path, help="file to write (default: standard output)")

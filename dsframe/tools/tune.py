@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
-from dsframe.config import DEFAULT_CONFIG, load
+from dsframe.config import default_config, load
 from dsframe.errors import DataError, TaskError, TrainingError
 from dsframe.run_dir.record import read_summary
 from dsframe.text import columns
@@ -56,7 +56,7 @@ def parser() -> argparse.ArgumentParser:
     parser = command("tune", (__doc__ or "").split("\n")[0].partition(": ")[2])
     add = parser.add_argument
     values = "LOW..HIGH, LOW..HIGH:log, LOW..HIGH:int or VALUE,VALUE; once for each key"
-    add("--config", default=DEFAULT_CONFIG, metavar="FILE", help="a path, or a name in ds_configs/")
+    add("--config", default=default_config(), metavar="FILE", help="a path, or a name in ds_configs/")
     add("-np", "--processes", type=int, default=1, metavar="N", help="of each trial (default 1)")
     add("--space", action="append", required=True, metavar="KEY=VALUES", help=values)
     add("--metric", required=True, metavar="NAME:min|max", help="of the last evaluation")

@@ -20,9 +20,9 @@ from tests.processes import REPOSITORY
 PACKAGE = REPOSITORY / "dsframe"
 
 LAYERS = (
+    "text",
     "errors",
     "version",
-    "text",
     "user_class",
     "host",
     "cluster",

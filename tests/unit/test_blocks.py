@@ -11,8 +11,6 @@ import sys
 import termios
 from pathlib import Path
 
-import pytest
-
 from dsframe.run_dir import blocks
 
 EVALUATIONS = [
@@ -35,21 +33,6 @@ def test_lines_have_a_label_and_nothing_for_what_is_not_known() -> None:
     rows = [("model", "Net"), ("best", ""), ("engine", "PyTorch")]
     assert blocks.lines(rows, colour=False) == ["  model       Net", "  engine      PyTorch"]
     assert blocks.lines(rows, colour=True)[0] == "  \x1b[2mmodel     \x1b[0m  Net"
-
-
-@pytest.mark.parametrize(
-    ("environment", "colours"),
-    [({}, True), ({"NO_COLOR": "1"}, False), ({"NO_COLOR": ""}, True), ({"TERM": "dumb"}, False)],
-)
-def test_colours_are_for_terminals_that_have_them(
-    environment: dict[str, str], colours: bool, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.delenv("NO_COLOR", raising=False)
-    monkeypatch.setenv("TERM", "xterm")
-    for name, value in environment.items():
-        monkeypatch.setenv(name, value)
-    assert blocks.has_colours(True) is colours
-    assert blocks.has_colours(False) is False
 
 
 PROGRAM = """

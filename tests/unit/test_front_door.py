@@ -10,6 +10,7 @@ from pathlib import Path
 import pytest
 
 import dsframe
+import dsframe.train
 from dsframe.cli import main
 from dsframe.tools.init import BEGINNINGS
 from tests.processes import REPOSITORY
@@ -58,9 +59,46 @@ def test_bash_completes_commands_and_options(tmp_path: Path, capsys: pytest.Capt
     COMP_WORDS=(dsframe com); COMP_CWORD=1; $name; echo ${COMPREPLY[@]}
     COMP_WORDS=(dsframe launch --rest); COMP_CWORD=2; $name; echo ${COMPREPLY[@]}
     COMP_WORDS=(dsframe init x --from t); COMP_CWORD=4; $name; echo ${COMPREPLY[@]}
+    COMP_WORDS=(dsframe launch --engine f); COMP_CWORD=3; $name; echo ${COMPREPLY[@]}
+    COMP_WORDS=(dsframe launch --set zero_optimization.elas); COMP_CWORD=3; $name; echo ${COMPREPLY[@]}
+    COMP_WORDS=(dsframe explain unknown-k); COMP_CWORD=2; $name; echo ${COMPREPLY[@]}
+    touch mine.json; COMP_WORDS=(dsframe launch --config mi); COMP_CWORD=3; $name; echo ${COMPREPLY[@]}
     """
     done = subprocess.run(["bash", "-c", ask], cwd=tmp_path, capture_output=True, text=True, timeout=30, check=True)
-    assert done.stdout.splitlines() == ["compare completion", "--restarts --restart-wait", "text table"]
+    assert done.stdout.splitlines() == [
+        "compare completion", "--restarts --restart-wait", "text table", "fsdp",
+        "zero_optimization.elastic_checkpoint", "unknown-key", "mine.json",
+    ]  # fmt: skip
+
+
+def test_fish_has_a_completion_too(capsys: pytest.CaptureFixture[str]) -> None:
+    main(["completion", "fish"])
+    assert "complete -c dsframe" in capsys.readouterr().out
+
+
+def test_a_key_is_explained_as_a_code_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["explain", "zero_optimization.stage", "dsframe.stop", "callbacks"]) == 0
+    said = capsys.readouterr().out
+    assert "Takes 0, 1, 2 or 3. Default: 0." in said
+    assert "  patience   So many evaluations" in said
+    assert 'callbacks: a name of other trainers; write "hooks"' in said
+    assert main(["explain", "zero_optimization.stge"]) == 2
+    assert 'did you mean "zero_optimization.stage"?' in capsys.readouterr().err
+
+
+def test_the_folders_own_file_comes_before_a_packaged_one(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    assert dsframe.train.parse([]).config == "zero3.json"
+    (tmp_path / "config.json").write_text("{}")
+    assert dsframe.train.parse([]).config == "config.json"
+
+
+def test_python_and_help_name_what_there_is(capsys: pytest.CaptureFixture[str]) -> None:
+    assert {"Task", "fit", "load_model", "Sum"} <= set(dir(dsframe))
+    with pytest.raises(SystemExit):
+        main(["launch", "--help"])
+    said = capsys.readouterr().out
+    assert all(option in said for option in ("--config", "--set", "--engine", "--resume", "--include", "--quiet"))
 
 
 @pytest.mark.skipif(shutil.which("zsh") is None, reason="zsh is not installed")

@@ -8,6 +8,7 @@ import os
 import shutil
 import signal
 import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -485,3 +486,20 @@ def test_several_hosts_take_what_is_installed(
     monkeypatch.setattr(launchers.shutil, "which", lambda name, path: name if name in installed else None)
     job = launchers.Job(4, ("-m", "dsframe.train"), (), hosts=TWO, hostfile=Path("hosts"))
     assert launchers.natural(engine, job) == launcher
+
+
+def test_the_file_is_parsed_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    loading = sys.modules["dsframe.config.load"]
+
+    texts: list[str] = []
+    monkeypatch.setattr(loading, "read", lambda text, read=loading.read: (texts.append(text), read(text))[1])
+    monkeypatch.setattr(command, "_run", lambda request, options: 0)
+    monkeypatch.setattr(command.streams, "survive", lambda: None)
+    (tmp_path / "a.json").write_text(
+        json.dumps({"train_batch_size": 4, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}})
+    )
+    for engine in ("ddp", "deepspeed"):
+        texts.clear()
+        assert command.main(["--config", str(tmp_path / "a.json"), "-np", "2", "--engine", engine]) == 0
+        assert len(texts) == 1
+    assert command.main(["--config", str(tmp_path / "a.json"), "-np", "3", "--engine", "ddp"]) == 2

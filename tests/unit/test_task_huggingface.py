@@ -421,7 +421,7 @@ def test_only_what_transformers_knows_leaves_so(tmp_path: Path, capsys: pytest.C
     }
     dsframe.fit(build(load(file).settings.task, seed=0), file)
     assert cli.main(["export", str(tmp_path / "run"), "--to", "huggingface"]) == CheckpointError.exit_code
-    assert "is not known to be a transformers model" in capsys.readouterr().err
+    assert "does not say that its model is of transformers: write pretrained()" in capsys.readouterr().err
     assert [path.name for path in (tmp_path / "run" / "checkpoints").iterdir() if path.name[0] == "."] == []
     with pytest.raises(SystemExit):
         cli.main(["export", str(tmp_path / "run"), "--to", "huggingface", "--shard-size", "5 GiB"])

@@ -44,7 +44,7 @@ class Checkpoint(Unmodelled):
     """The checkpoint is a Universal one."""
     use_node_local_storage: bool = False
     """Each node has a file system of its own."""
-    writer: Any = None
+    writer: dict[str, Any] | None = None
     """The fast writer. With type PYTHON, DeepSpeed 0.19.8 fails when it saves."""
 
 

@@ -19,6 +19,7 @@ from dsframe.host import supervise
 from dsframe.host.leftovers import stale_locks, unused_buffers
 from dsframe.run_dir import outcome
 from dsframe.run_dir.outcome import Outcome
+from dsframe.text import shown
 
 LONGEST_WAIT_SECONDS = 60.0
 SILENT_REPEATS = 3
@@ -154,4 +155,4 @@ def clean() -> None:
 
 def say(line: str) -> None:
     """One line of ours among those of the run."""
-    print(f"dsframe launch: {line}\n", end="", file=sys.stderr, flush=True)
+    print(shown(f"dsframe launch: {line}", sys.stderr) + "\n", end="", file=sys.stderr, flush=True)

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import io
 import os
 import sys
 from collections.abc import Sequence
@@ -14,8 +13,8 @@ from pathlib import Path
 from dsframe import engines
 from dsframe.cluster import world as worlds
 from dsframe.cluster.rendezvous import free_port, interface_to
-from dsframe.config import Config, load
-from dsframe.errors import DsframeError, WorldError
+from dsframe.config import Config, Facts, load
+from dsframe.errors import ConfigError, DsframeError, WorldError
 from dsframe.host import streams, supervise
 from dsframe.run_dir.output import directory_of
 from dsframe.tools import check
@@ -24,6 +23,7 @@ from dsframe.tools.launch import devices, hosts, launchers
 from dsframe.tools.launch.attempts import Attempts, say
 from dsframe.tools.launch.launchers import Job, Launch
 from dsframe.train import parse as parse_training
+from dsframe.train import parser as training_parser
 
 EPILOG = """\
 All other options go to dsframe.train, before or after "--":
@@ -55,7 +55,8 @@ class Request:
 def parser() -> argparse.ArgumentParser:
     """The command line."""
     about = "Train on this machine or many, with the launcher that belongs to the file."
-    result = command("launch", about, EPILOG, allow_abbrev=False)
+    training = training_parser().format_help().partition("options:")[2].partition("Start it with")[0]
+    result = command("launch", about, f"{EPILOG}\noptions of dsframe.train:{training.rstrip()}", allow_abbrev=False)
     add = result.add_argument
     add("-np", "--processes", type=int, metavar="N", help="number of processes in all")
     where = result.add_mutually_exclusive_group()
@@ -174,14 +175,15 @@ def _threads(config: Config, local_processes: int, *, allocation: bool) -> int:
 def _check(request: Request) -> int:
     """``dsframe check`` for this engine and number of processes, on standard error; with --quiet only
     where something is wrong."""
-    words = [str(request.config.path), "-np", str(request.job.processes), "--engine", request.engine]
-    words += [word for override in request.training.set for word in ("--set", override)]
-    report = io.StringIO()
-    with contextlib.redirect_stdout(report if request.training.quiet else sys.stderr):
-        code = check.main(words)
-    if code:
-        print(report.getvalue(), end="", file=sys.stderr)
-    return code
+    label = str(request.config.path)
+    options = check.parser().parse_args([label, "-np", str(request.job.processes), "--engine", request.engine])
+    facts = Facts(world_size=options.processes, engine=options.engine)
+    examined = check.judged(request.config.examined(facts), label, options)
+    wrong = any(problem.severity == "error" for problem in examined.problems)
+    if wrong or not request.training.quiet:
+        with contextlib.redirect_stdout(sys.stderr):
+            check.show([(label, examined)], options)
+    return ConfigError.exit_code if wrong else 0
 
 
 def _run(request: Request, options: argparse.Namespace) -> int:

@@ -7,7 +7,7 @@ import json
 from collections.abc import Iterator, Sequence
 from typing import TYPE_CHECKING
 
-from dsframe.config import DEFAULT_CONFIG, Config
+from dsframe.config import Config, default_config
 from dsframe.config import load as load_config
 from dsframe.config.read import secrets
 from dsframe.config.resolve import memory
@@ -38,7 +38,7 @@ def parser() -> argparse.ArgumentParser:
     about = "The memory that a run takes of each rank, before it starts, and which strategies fit."
     result = command("plan", about, EPILOG)
     add = result.add_argument
-    add("--config", default=DEFAULT_CONFIG, metavar="FILE", help="a path, or a name in ds_configs/")
+    add("--config", default=default_config(), metavar="FILE", help="a path, or a name in ds_configs/")
     add("-np", "--processes", default="1", metavar="N[,N...]", help="processes of the run (default 1)")
     add_overrides(result)
     add("--gpu-memory", metavar="80GB", help="plan for GPUs of this size (default: this machine)")

@@ -1,0 +1,60 @@
+"""``dsframe compare``: what is made of finished runs."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from dsframe.cli import main
+from dsframe.errors import TrainingError
+from dsframe.tools import compare, subprocess_runs
+from dsframe.tools.plan import report_prediction
+from tests.unit.test_report_page import write_run
+
+
+def write(folder: Path, name: str, **more: Any) -> Path:
+    task = {"name": "language", "layers": 1, "width": 32, "context": 8, "corpus": "synthetic"}
+    path = folder / f"{name}.json"
+    path.write_text(json.dumps({"train_batch_size": 32, "dsframe": {"task": task, "steps": 2}} | more))
+    return path
+
+
+def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(report_prediction, "predicted", lambda directory, summary: summary.get("predicted", {}))
+    for number, name in enumerate(("a", "b"), 1):
+        write_run(
+            tmp_path / name, [2.0, 1.0 + number / 100], description="engine", steps=2, rate=32, unit="samples",
+            units_per_step=32, seconds=1.0, first_step_seconds=0.5, metrics={"accuracy": 0.5}, peak_memory_bytes=[2**20],
+            launcher="python", predicted={"sent_bytes_per_step": {"gradients": 3e6}},
+        )  # fmt: skip
+    assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--html", str(tmp_path / "page.html")]) == 0
+    printed = capsys.readouterr().out
+    rows = {line.split("  ")[0]: line for line in printed.splitlines()}
+    assert rows["sent, predicted, MB"].split()[-2:] == ["3", "3"]
+    assert rows["loss at step 2"].split()[-1] == "+1.0e-02"
+    assert f"{tmp_path / 'b'}: not the same training as {tmp_path / 'a'}: at step 2" in printed
+    assert "Training loss" in (tmp_path / "page.html").read_text()
+    write_run(tmp_path / "run", [1.0])
+    assert main(["compare", str(tmp_path / "run")]) == 6  # it did not come to its end
+
+
+def test_a_training_that_fails_says_so(tmp_path: Path) -> None:
+    path = write(tmp_path, "broken", optimizer={"type": "nonsense"})
+    with pytest.raises(TrainingError, match="exit code 2"):
+        subprocess_runs.train(path, 1, tmp_path / "run")
+    assert "optimizer" in (tmp_path / "run" / "log.txt").read_text()
+
+
+def test_a_verdict_tells_rounding_from_another_training() -> None:
+    curves = [{1: 2.0, 10: 1.0, 100: 0.5}, {1: 2.0, 10: 1.0 + 1e-7, 100: 0.6}, {1: 2.0, 10: 1.01, 100: 0.5}]
+    rounded, other = compare.verdicts(["a", "b", "c"], curves, 1e-5)
+    assert rounded == (
+        "b: the same training as a: up to step 10 the losses differ by 1.0e-07, as rounding does (up to 1e-05)"
+    )
+    assert other.startswith(
+        "c: not the same training as a: at step 10 the losses differ by 1.0e-02, which is more than"
+    )
+    assert compare.verdicts(["a", "b"], [{1: 2.0}, {}], 1e-5) == ["b: no step was logged by both runs"]

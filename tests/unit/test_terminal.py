@@ -1,0 +1,95 @@
+"""What a person sees in a terminal: words are whole, labels have colours, and no moving line is left before another line."""
+
+from __future__ import annotations
+
+import io
+import re
+import sys
+import time
+from typing import Any
+
+import pytest
+
+from dsframe import text
+from dsframe.run_dir.progress import Progress
+
+ERROR = (
+    "mist.json:3:3: error: zero_optimisation: unknown key, as one writes it in Britain, and nowhere else; "
+    'did you mean "zero_optimization"? [x]'
+)
+
+
+class Terminal(io.StringIO):
+    """What is written to a terminal."""
+
+    def isatty(self) -> bool:
+        return True
+
+
+@pytest.fixture(autouse=True)
+def surroundings(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("TERM", "xterm")
+    monkeypatch.setenv("COLUMNS", "80")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+
+
+def bare(line: str) -> str:
+    return re.sub(r"\x1b\[[0-9;]*m", "", line)
+
+
+@pytest.mark.parametrize("columns", ["80", "120", "40"])
+def test_lines_wrap_at_words(columns: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("COLUMNS", columns)
+    for line in (ERROR, "  optimizer   " + "AdamW, lr 0.004, weight_decay 0.01; gradients clipped to 1 " * 3):
+        lines = bare(text.shown(line, Terminal())).split("\n")
+        assert len(lines) > 1
+        assert all(len(part) <= int(columns) for part in lines)
+        assert " ".join(" ".join(lines).split()) == " ".join(line.split())
+    assert lines[1].startswith(" " * 14), "below the value, not below the label"
+
+
+def test_labels_have_colours_on_terminals_alone(monkeypatch: pytest.MonkeyPatch) -> None:
+    short = "a.json:1:1: warning: b [c]"
+    assert text.shown(short, Terminal()) == "a.json:1:1: \x1b[33mwarning:\x1b[0m b [c]"
+    assert text.shown("evaluation after step 3: loss 0.1", Terminal()).startswith("\x1b[1m")
+    assert text.shown(ERROR, io.StringIO()) == ERROR
+    for name, value in (("NO_COLOR", "1"), ("TERM", "dumb")):
+        with monkeypatch.context() as patch:
+            patch.setenv(name, value)
+            assert "\x1b" not in text.shown(short, Terminal())
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_a_moving_line_is_cleared_before_a_line_that_stays(evaluates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(sys, "stderr", terminal := Terminal())
+    progress = Progress(100, speaks=True, unit="samples", units_per_step=4)
+    progress.begin(0)
+    progress.advance()
+
+    def lines() -> None:
+        progress.say("evaluation after step 1: accuracy 0.9780")
+        time.sleep(0.01)
+        progress.say("saved")
+
+    if evaluates:
+        with progress.evaluation(16):
+            progress.evaluated()
+            lines()
+    else:
+        lines()
+    progress.close()
+    for stays in ("accuracy 0.9780", "saved"):
+        before, _, after = screen(terminal.getvalue()).partition(stays)
+        assert after.startswith("\n")
+        assert before.rpartition("\n")[2].strip() in ("", "evaluation after step 1:"), before
+
+
+def screen(written: str) -> str:
+    """What a terminal of one moving line shows: each carriage return begins the line again."""
+    shown: list[Any] = []
+    for line in bare(written).replace("\x1b[A", "").split("\n"):
+        cells: list[str] = []
+        for part in line.split("\r"):
+            cells[: len(part)] = part
+        shown.append("".join(cells).rstrip())
+    return "\n".join(shown)
