@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 from torch import nn
@@ -18,7 +18,8 @@ def refuse(model: nn.Module, task: str) -> None:
 
     ``task``: the name of the task's class.
     """
-    for cls in dict.fromkeys(type(module) for module in model.modules()):
+    for module in model.modules():
+        cls = type(module)
         for name in _CALLED:
             own, torchs = getattr(cls, name), getattr(nn.Module, name)
             if own is not torchs and not _callable_alike(own, torchs):
@@ -27,12 +28,18 @@ def refuse(model: nn.Module, task: str) -> None:
                     f"{task}: {cls.__name__}.{name}{inspect.signature(own)} overrides nn.Module.{name}, and torch calls it as "
                     f"{name}{wanted}; take the same arguments"
                 )
-    kept = {id(parameter) for parameter in nn.Module.parameters(model)}
-    if {id(parameter) for parameter in model.parameters()} != kept:
-        raise TaskError(
-            f"{task}: {type(model).__name__}.parameters() gives other parameters than the model has; remove it, and freeze what is "
-            "not to be trained by requires_grad_(False)"
+        overridden = (
+            cls.parameters is not nn.Module.parameters or cls.named_parameters is not nn.Module.named_parameters
         )
+        if overridden and _ids(module.parameters()) != _ids(nn.Module.parameters(module)):
+            raise TaskError(
+                f"{task}: {cls.__name__}.parameters() gives other parameters than the model has, or in another order; remove it, "
+                "freeze what is not to be trained (requires_grad_(False)), and give rates by parameter_groups"
+            )
+
+
+def _ids(parameters: Iterator[nn.Parameter]) -> list[int]:
+    return [id(parameter) for parameter in parameters]
 
 
 def _callable_alike(own: Callable[..., Any], torchs: Callable[..., Any]) -> bool:

@@ -422,23 +422,10 @@ def refuse_unusual(model: nn.Module, whose: str) -> None:
             f"{whose}.model: {', '.join(names)} have no shape before the first forward pass, and the optimizer is made before it. "
             "Call the model once in model(), or give the layer its sizes"
         )
-    for module in model.modules():
-        if type(module).parameters is not nn.Module.parameters:
-            _refuse_overridden(module, whose)
     if pair := _shared_memory(model):
         raise TaskError(
             f"{whose}.model: {pair[0]} and {pair[1]} are two tensors in the same memory, which come apart where an engine moves "
             "weights. To share a weight, give both modules the one parameter (head.weight = embedding.weight); else clone() it"
-        )
-
-
-def _refuse_overridden(module: nn.Module, whose: str) -> None:
-    """Raises TaskError where a module lists other parameters than torch's own method."""
-    listed = [id(parameter) for parameter in module.parameters()]
-    if listed != [id(parameter) for _, parameter in module.named_parameters()]:
-        raise TaskError(
-            f"{whose}.model: {type(module).__name__}.parameters() gives others than its named_parameters(), and engines ask for "
-            "both; freeze what is not to be trained (requires_grad_(False)), and give rates by parameter_groups"
         )
 
 

@@ -65,7 +65,7 @@ CASES: dict[str, tuple[str, dict[str, Any], dict[str, str]]] = {
     "forward writes later": ("Later", {"what": "forward"}, {"zero2": "overwrites"}),
     "a hook replaces a layer": ("Growing", {"replaces": True}, dict.fromkeys(("single", "ddp", "zero2"), "replaced in a hook")),
     "a hook clips one of two models": ("Adversaries", {}, {"zero2": "overwrites", "fsdp": READ}),
-    "other parameters": ("Overridden", {}, {"single": "others than its named_parameters()"}),
+    "other parameters": ("Overridden", {}, {"single": "gives other parameters than the model has"}),
     "recomputed by itself": ("Recomputed", {"calls": 1}, {}),
     "recomputed by itself, twice": (
         "Recomputed",
