@@ -140,6 +140,12 @@ def _all_dependences(plan: Plan, model: nn.Module) -> tuple[Dependence, ...]:
         per_sample=settings.per_sample_randomness,
         synced=settings.model.sync_batch_norm,
     )
+    if kept := formats.kept_in_fp32(model, formats.parameter_dtype(plan.config)):
+        text = (
+            f"parts {', '.join(kept)} stay in fp32 in transformers, and become 16-bit here, as all weights (the optimizer's copies "
+            'are fp32); "torch_autocast" in the place of bf16 or fp16 keeps all weights in fp32'
+        )
+        depends += (Dependence(text),)
     if task.over_micro_batches and plan.batch.accumulation_steps > 1:
         text = (
             f"{task.over_micro_batches} is over a micro-batch, so the training depends on gradient_accumulation_steps"

@@ -21,6 +21,15 @@ def parameter_dtype(config: Config) -> torch.dtype:
     return torch.float16 if config.deepspeed.fp16.enabled else torch.float32
 
 
+def kept_in_fp32(model: nn.Module, dtype: torch.dtype) -> list[str]:
+    """Returns the parts of a transformers model that its library keeps in fp32 where the others are ``dtype``.
+
+    Source: transformers 5, modeling_utils.py (_keep_in_fp32_modules: fp16 alone, _keep_in_fp32_modules_strict: bf16 too).
+    """
+    attributes = {torch.bfloat16: ["_strict"], torch.float16: ["", "_strict"]}.get(dtype, [])
+    return sorted({name for kind in attributes for name in getattr(model, f"_keep_in_fp32_modules{kind}", None) or ()})
+
+
 def integers_as_buffers(model: nn.Module) -> None:
     """Makes the parameters of whole numbers buffers, in place and under their names: codes and hashes, which nothing trains.
 

@@ -32,7 +32,7 @@ from dsframe.train import leave_at_once
 from tests.engines.several import one_process_group, prepare
 
 STEPS, BATCH = 6, 12
-EVERY_STEPS = 3
+EVERY_STEPS = 5
 SGD = {"type": "SGD", "params": {"lr": 0.05, "momentum": 0.9, "weight_decay": 0.0}}
 
 SMOOTH = {"type": "task", "params": {"lr": 0.05, "decay": 0.5, "weight_decay": 0.1}}
@@ -179,9 +179,16 @@ class Dino(Follower):
 
 
 class Critic(Gan):
-    """Its generator is trained in every third step, and its discriminator is clipped (Arjovsky et al. 2017, algorithm 1)."""
+    """A WGAN: its generator is trained in every fifth step, and its critic is clipped (Arjovsky et al. 2017, algorithm 1)."""
 
     after_step_elementwise = True
+
+    def tell(self, models: Mapping[str, Any], noise: Tensor, real: Tensor) -> Any:
+        made, found = models["discriminator"](models["generator"](noise)), models["discriminator"](real)
+        return made.mean() - found.mean(), {"told": dsframe.Sum((found > made).sum(), len(found))}
+
+    def fool(self, models: Mapping[str, Any], noise: Tensor, real: Tensor) -> Tensor:
+        return -models["discriminator"](models["generator"](noise)).mean()
 
     def after_step(self, name: str, weight: Tensor) -> None:
         if name.startswith("discriminator."):

@@ -14,7 +14,7 @@ from dsframe.checkpoint.export import read
 from dsframe.config import load
 from dsframe.data import TensorSource
 from dsframe.errors import EngineError, TaskError
-from dsframe.model.formats import own_dtype
+from dsframe.model.formats import kept_in_fp32, own_dtype
 
 
 class Line(dsframe.Task):
@@ -79,3 +79,35 @@ def test_what_keeps_float32_refuses_float64() -> None:
 def test_inputs_are_not_cast() -> None:
     with pytest.raises(RuntimeError, match="must have the same dtype"):
         dsframe.fit(Line(torch.float32, torch.float64), file(1))
+
+
+def test_what_transformers_keeps_in_fp32_is_named() -> None:
+    from transformers import T5Config, T5ForConditionalGeneration
+
+    config = T5Config(vocab_size=8, d_model=8, d_kv=4, d_ff=8, num_layers=1, num_heads=2)
+    model: Any = T5ForConditionalGeneration(config)
+    assert kept_in_fp32(model, torch.float16) == ["wo"]
+    assert kept_in_fp32(model, torch.bfloat16) == kept_in_fp32(model, torch.float32) == []
+    model._keep_in_fp32_modules_strict = {"router"}
+    assert kept_in_fp32(model, torch.bfloat16) == ["router"]
+    assert kept_in_fp32(nn.Linear(2, 2), torch.float16) == []
+
+
+def test_a_run_names_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    class Routed(nn.Linear):
+        _keep_in_fp32_modules_strict = ("router",)
+
+    class Task(dsframe.Task):
+        def model(self) -> nn.Module:
+            return Routed(3, 2)
+
+        def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+            return (outputs - targets).square().mean()
+
+        def train_data(self) -> Any:
+            return TensorSource(torch.ones(16, 3), torch.ones(16, 2))
+
+    settings = {"engine": "single", "steps": 2, "run_dir": str(tmp_path), "checkpoints": {"at_end": False}}
+    file = {"train_batch_size": 8, "optimizer": {"type": "SGD", "params": {"lr": 0.1}}, "dsframe": settings}
+    dsframe.fit(Task(), {**file, "bf16": {"enabled": True}})
+    assert "this model's parts router stay in fp32 in transformers, and become 16-bit here" in capsys.readouterr().err
