@@ -49,7 +49,7 @@ from dsframe.model.state import (
 )
 from dsframe.model.weight_watch import WeightWatch
 from dsframe.tasks.average_of import AverageOf
-from dsframe.tasks.task import Sum, Task, sums
+from dsframe.tasks.task import Sum, Task, loss_and_terms, sums
 
 Make = Callable[[Plan], ModelEngine]
 
@@ -213,6 +213,7 @@ class PartsEngine(Engine):
             origin="; ".join([*origins, f"models: {', '.join(descriptions)}"]),
             depends=depends,
             draws=draws,
+            losses=self._losses_of,
             calls=self._calls,
             manifest=manifest,
         )
@@ -332,6 +333,15 @@ class PartsEngine(Engine):
         for engine in self._engines.values():
             engine.release_outputs()
         return {**metrics, **more} if measure else {}
+
+    def _losses_of(self, inputs: Inputs, targets: Any) -> dict[str, Any]:
+        """**Collective.** The losses of a batch, in evaluation mode and without gradients."""
+        models = {name: partial(self._outputs, name, False) for name in self._engines}
+        with self._in_evaluation_mode(), torch.no_grad():
+            losses = {name: loss_and_terms(loss(models, inputs, targets))[0] for name, loss in self._losses.items()}
+        for engine in self._engines.values():
+            engine.release_outputs()
+        return losses
 
     @contextmanager
     def _in_evaluation_mode(self) -> Iterator[None]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import weakref
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import nullcontext
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -69,6 +69,9 @@ class BuiltModel:
     """Gives random numbers to samples, if the file asks for it; the loop says which come next."""
     watch: WeightWatch | None = None
     """Sees weights that are read or written outside of the engine; None for one of several models."""
+    losses: Callable[[Any, Any], Mapping[str, Any]] | None = None
+    """**Collective.** With several models: makes the losses of a batch by name, in evaluation mode and
+    without gradients."""
     calls: Any = None
     """Knows which modules this rank has called, if all ranks must call the same
     (``engines.call_order``)."""

@@ -7,7 +7,6 @@ It sees what halves of the outputs do not show: outputs with time first, a loss 
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from functools import partial
 from typing import Any
 
 from dsframe.data import Loader
@@ -35,13 +34,11 @@ def is_needed(engine: Engine, loader: Loader, kind: str) -> bool:
 def kind_of(engine: Engine, loader: Loader) -> tuple[str, str]:
     """**Collective.** Returns the kind, or "" and what is to be said."""
     watch, plan = engine.built.watch, engine.plan
-    several = bool(plan.task.models())
     unknown = 'loss was not examined ({}): where it is a sum over samples, write loss_is = "sum"'
-    if watch is None or several or isinstance(loader.source, StreamSource) or len(loader.source) < _SAMPLES:
-        return "", unknown.format("several models" if several else "the samples cannot be read again")
+    if watch is None or isinstance(loader.source, StreamSource) or len(loader.source) < _SAMPLES:
+        return "", unknown.format("the samples cannot be read again")
     parts = [range(_SAMPLES), range(_SAMPLES // 2), range(_SAMPLES // 2, _SAMPLES)]
-    losses: list[float] = []
-    items: list[float] = []
+    seen = _Seen(plan.task)
     draws = RowDraws(plan.seed, plan.device)
     try:
         with (
@@ -52,24 +49,42 @@ def kind_of(engine: Engine, loader: Loader) -> tuple[str, str]:
         ):
             for part, batch in zip(parts, loader.batches(parts), strict=True):
                 with draws.of(0, part):
-                    engine.eval_step(batch, partial(_measure, plan.task, len(part), losses, items))
+                    seen.look(engine, batch, len(part))
     except (EngineError, WorldError):
         raise
     except Exception as error:  # such as a model that takes batches of one size
         first = error.__context__ or error  # DeepSpeed's hooks may raise another behind it
         return "", unknown.format(reason(first, 100))
-    return kind_of_parts(losses, items, _TOLERANCE), ""
+    kinds = {kind_of_parts(losses, seen.items, _TOLERANCE) for losses in seen.losses.values()}
+    return next((kind for kind in ("sum", "neither", "mean") if kind in kinds), ""), ""
 
 
-def _measure(
-    task: Task, samples: int, losses: list[float], items: list[float], outputs: Any, targets: Any
-) -> Mapping[str, Sum]:
-    with unmoved.unchanged_buffers(task):
-        copied = unmoved.twin(task)
-        losses.append(float(loss_and_terms(copied.loss(outputs, targets))[0]))
+class _Seen:
+    """The losses of some batches, by name, and what each is over."""
+
+    def __init__(self, task: Task) -> None:
+        self._task = task
+        self.losses: dict[str, list[float]] = {}
+        self.items: list[float] = []
+
+    def look(self, engine: Engine, batch: tuple[Any, Any], samples: int) -> None:
+        """**Collective.** Adds the losses of ``batch``."""
+        task, of_several = self._task, engine.built.losses
         weighted = type(task).loss_weight is not Task.loss_weight
-        items.append(float(copied.loss_weight(targets)) if weighted else samples)
-    return {}
+        self.items.append(float(task.loss_weight(batch[1])) if weighted else samples)
+        if of_several is None:
+            engine.eval_step(batch, self._measure)
+            return
+        state = vars(unmoved.twin(task))
+        for name, loss in of_several(*batch).items():
+            self.losses.setdefault(name, []).append(float(loss))
+        vars(task).update(state)
+
+    def _measure(self, outputs: Any, targets: Any) -> Mapping[str, Sum]:
+        with unmoved.unchanged_buffers(self._task):
+            copied = unmoved.twin(self._task)
+            self.losses.setdefault("", []).append(float(loss_and_terms(copied.loss(outputs, targets))[0]))
+        return {}
 
 
 def kind_of_parts(losses: Sequence[float], items: Sequence[float], tolerance: float) -> str:

@@ -392,6 +392,21 @@ def test_statistics_of_the_one_that_has_some(tmp_path: Path) -> None:
     assert dsframe.fit(Normed(), given).steps == STEPS
 
 
+class Summed(Gan):
+    """Its generator's loss is a sum."""
+
+    def fool(self, models: Mapping[str, Any], noise: Tensor, real: Tensor) -> Tensor:
+        return super().fool(models, noise, real) * len(noise)
+
+
+def test_a_sum_among_several_losses(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    with pytest.raises(TaskError, match=r"Summed\.loss gives a sum over the rows of a micro-batch"):
+        dsframe.fit(Summed(), run_file(tmp_path, "gan 2 single"))
+    capsys.readouterr()
+    dsframe.fit(Gan(), run_file(tmp_path / "mean", "gan 2 single"))
+    assert "this task's" not in capsys.readouterr().err
+
+
 def test_another_rhythm_is_another_training(tmp_path: Path) -> None:
     def every(steps: int) -> dict[str, Any]:
         given = run_file(tmp_path, "gan 1 single")
