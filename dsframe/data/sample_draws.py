@@ -69,7 +69,7 @@ class _Draws(TorchFunctionMode):
     def __init__(self, seed: int, size: int, device: torch.device) -> None:
         super().__init__()
         self._seed, self._size, self._device = seed, size, device
-        self._rows = torch.arange(size)
+        self._rows: range | Tensor = range(size)
         self._step = self._draw = 0
 
     def __torch_function__(self, function: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
@@ -90,7 +90,7 @@ class _Draws(TorchFunctionMode):
             first = torch.full((1,), -1, device=device)
         elif shape[0] and shape[0] % self._size == 0:
             sample = (shape[0] // self._size, *shape[1:])
-            first = self._rows.to(device)
+            first = self._numbers(device)
         else:
             raise DoesNotFitError(
                 f"per_sample_randomness: the model draws numbers of shape {list(shape)}, whose first dimension is not that of "
@@ -103,6 +103,11 @@ class _Draws(TorchFunctionMode):
         if dtype == torch.float64:
             return (bits >> 11 & (1 << 53) - 1).double() * 2.0**-53
         return ((bits >> 40 & (1 << 24) - 1).float() * 2.0**-24).to(dtype)
+
+    def _numbers(self, device: torch.device) -> Tensor:
+        """The numbers of the rows; those of a range are made on the device, which copies nothing."""
+        rows = self._rows
+        return torch.arange(rows.start, rows.stop, device=device) if isinstance(rows, range) else rows.to(device)
 
     def normal(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         """Numbers that have mean 0 and deviation 1, by Box and Muller's method."""
@@ -126,7 +131,7 @@ class SampleDraws(_Draws):
 
     def at(self, step: int, row: int) -> None:
         """The next forward pass is of ``step`` (from 0); its first row is number ``row`` of the global batch."""
-        self._step, self._rows = step, torch.arange(row, row + self._size)
+        self._step, self._rows = step, range(row, row + self._size)
 
     def uniform(self, shape: torch.Size, dtype: torch.dtype, device: torch.device) -> Tensor:
         """As without recomputation. Raises TaskError inside of a block that is computed again."""
@@ -176,14 +181,14 @@ class RowDraws(_Draws):
 
     def of(self, data: int, samples: range) -> RowDraws:
         """Is to be entered around the batch of these ``samples`` of the data set number ``data``."""
-        return self._at(_EVALUATION + data, torch.arange(samples.start, samples.stop))
+        return self._at(_EVALUATION + data, samples)
 
     def collating(self, rows: Sequence[tuple[int, int]]) -> RowDraws:
         """Is to be entered around the batch of these ``rows``, each an epoch and an index."""
         bits = (draw(self._seed, epoch, index, _COLLATE) >> 1 for epoch, index in rows)
         return self._at(0, torch.tensor(list(bits)))
 
-    def _at(self, step: int, rows: Tensor) -> RowDraws:
+    def _at(self, step: int, rows: range | Tensor) -> RowDraws:
         self._step, self._rows, self._size, self._draw = step, rows, len(rows), 0
         return self
 

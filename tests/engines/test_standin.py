@@ -150,7 +150,9 @@ class Run:
     def readers(self) -> set[str]:
         """The threads that send batches to the device."""
         events = (event for record in self.records for event in record["events"])
-        return {thread for what, _, where, _, thread in events if what == "to device" and "dsframe/data/" in where}
+        sent = ((where, thread) for what, _, where, _, thread in events if what == "to device")
+        # What a library sends while draws are given to samples is no batch.
+        return {thread for where, thread in sent if "dsframe/data/" in where and "sample_draws" not in where}
 
 
 @functools.cache
