@@ -31,7 +31,7 @@ import torch.distributed as dist
 from benchmarks.overhead import document
 from dsframe import run, train
 from dsframe.checkpoint.saver import Saver
-from dsframe.cluster import exchange, process_group
+from dsframe.cluster import agreement, exchange, process_group
 from dsframe.cluster.rendezvous import free_port
 from dsframe.cluster.world import World
 from dsframe.engines import ddp
@@ -81,7 +81,7 @@ def rank_of(world: World, port: int, folder: Path) -> None:
     ranks = SimpleNamespace(plan=SimpleNamespace(world=world, device=device), sum_over_ranks=sum_over_ranks)
     work: dict[str, Callable[[], Any]] = {
         "meet and connect": lambda: process_group.open_process_group(world, device),
-        "same facts": lambda: exchange.assert_same_on_all_ranks(ranks, FACTS),
+        "same facts": lambda: agreement.assert_engines_agree(ranks, FACTS),
         "no failures": lambda: exchange.failures(ranks, ""),
         "different texts": lambda: exchange.all_gather_text(ranks, f"rank {world.rank} of a save".ljust(200)),
         "agree to stop": lambda: sum_over_ranks(torch.zeros(2)),
