@@ -3,7 +3,7 @@
 Engines average over micro-batches and ranks. That is the loss of the global batch only where each loss is a mean; a sum would
 train with another gradient on another number of ranks, silently. So the first micro-batch of a run is looked at: its loss
 beside the losses of its two halves, which come from the same outputs. Where outputs have no rows that could be halved, or a
-``collate`` of the task's makes the batches, four samples are compared with two and two of them (:mod:`sample_trial`).
+``collate`` of the task's makes the batches, a few samples are compared with two halves of them (:mod:`sample_trial`).
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""The kind of a task's loss by four samples beside two and two of them, through collate, model and loss.
+"""The kind of a task's loss by a few samples beside two halves of them, through collate, model and loss.
 
 It sees what halves of the outputs do not show: outputs with time first, a loss inside of the model, targets of another length, a
 ``collate`` that mixes samples. The model runs in evaluation mode, and what it draws belongs to samples.
@@ -19,6 +19,7 @@ from dsframe.text import reason
 from dsframe.training import unmoved
 
 _SAMPLES = 4
+"""At most: without gradients so many take less memory than a training step, also where that has one."""
 _TOLERANCE = 1e-2
 """Relative. In 16 bits the same row differs by less in a batch of another size."""
 
@@ -27,6 +28,9 @@ def is_needed(engine: Engine, loader: Loader, kind: str) -> bool:
     """True if ``kind``, which halves of the outputs gave, is not sure."""
     if loader.collate_draws or (kind in ("mean", "sum") and not loader.collates):
         return False
+    module = type(engine.plan.task).__module__
+    if module.startswith("dsframe.") and module != Task.__module__:
+        return False  # the built-in ones give means; Task.from_module has a loss of the user's
     batch = engine.plan.batch
     return batch.data_parallel_size == engine.plan.world.size  # of a pipeline, a single rank would see the loss
 
@@ -35,17 +39,17 @@ def kind_of(engine: Engine, loader: Loader) -> tuple[str, str]:
     """**Collective.** Returns the kind, or "" and what is to be said."""
     watch, plan = engine.built.watch, engine.plan
     unknown = 'loss was not examined ({}): where it is a sum over samples, write loss_is = "sum"'
-    if watch is None or isinstance(loader.source, StreamSource) or len(loader.source) < _SAMPLES:
+    samples = 2 if plan.batch.micro_batch_size == 1 else _SAMPLES
+    if watch is None or isinstance(loader.source, StreamSource) or len(loader.source) < samples:
         return "", unknown.format("the samples cannot be read again")
-    parts = [range(_SAMPLES), range(_SAMPLES // 2), range(_SAMPLES // 2, _SAMPLES)]
+    parts = [range(samples), range(samples // 2), range(samples // 2, samples)]
     seen = _Seen(plan.task)
     draws = RowDraws(plan.seed, plan.device)
     try:
         with (
             unmoved.unmoved(watch.model, plan.device),
             watch.trial(),
-            plan.task.context.evaluation(),
-            engine.evaluating(len(parts)),
+            plan.task.context.evaluation(),  # without engine.evaluating: shards are to stay shards
         ):
             for part, batch in zip(parts, loader.batches(parts), strict=True):
                 with draws.of(0, part):

@@ -232,6 +232,13 @@ def test_the_kind_where_outputs_have_no_rows(form: str, capsys: pytest.CaptureFi
     assert said or "this task's" not in printed
 
 
+def test_a_sum_of_a_task_of_parts() -> None:
+    data = TensorDataset(torch.randn(32, 3), torch.randn(32, 4))
+    task = dsframe.Task.from_module(lambda: LossInside(3, 4), lambda loss, _: loss, data)
+    with pytest.raises(TaskError, match=SUM):
+        dsframe.fit(task, file(2))
+
+
 class Counting(LossInside):
     """A model with a state: a number, a tensor and a buffer that each forward pass moves, and random numbers."""
 
