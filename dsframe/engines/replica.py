@@ -59,6 +59,8 @@ class ReplicaEngine(ModelEngine):
         self._updates = 0
         if not plan.frozen:
             self.optimizer = self._distribute(plan.optimizer.build(self.built.groups.split(self._named_parameters())))
+            if self.built.watch and lbfgs.needs_closure(self.optimizer):
+                self.built.watch.allow_writes()
             self.module = self._wrap(self.model)
 
     def _make_loss_scale(self) -> precision.LossScale | None:

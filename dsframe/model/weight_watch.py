@@ -80,6 +80,10 @@ class WeightWatch(TorchFunctionMode):
         self.told: list[str] = []
         """What the run says once."""
 
+    def allow_writes(self) -> None:
+        """The optimizer itself writes weights in the middle of a step, as L-BFGS does: no write is looked at."""
+        self._but = frozenset(name for name, _ in self._model.named_parameters())
+
     # One step.
 
     def begin(self, step: int) -> None:
