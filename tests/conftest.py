@@ -25,6 +25,7 @@ LONGEST = (
     "test_two_hosts",
     "test_slurm",
     "test_mpi",
+    "test_versions",
     "test_resume",
     "test_equivalence",
     "test_standin",
