@@ -142,7 +142,7 @@ def test_every_optimizer_of_torch_makes_its_update(kind: str) -> None:
             "AdamW: If capturable=True, params and state_steps must be",
         ),
         ("NAdam", {"foreach": True, "differentiable": True}, "NAdam: _foreach ops don't support autograd"),
-        ("AdamW", {"torch_adam": True, "foreach": True, "fused": True}, "cannot be `True` together"),
+        ("AdamW", {"torch_adam": True, "foreach": True, "fused": True}, "fused: not possible with foreach"),
     ],
 )
 def test_what_torch_refuses_at_the_first_update(kind: str, params: dict[str, Any], message: str) -> None:
