@@ -197,6 +197,8 @@ class Trainer:
                 if watch and (explained := watch.explained(error)):
                     raise explained from error
                 raise
+        if step == self.training.first_step:
+            self._trial.step_ended()
         if watch:
             watch.end(step)
             while watch.told:

@@ -44,18 +44,19 @@ class LossTrial:
         self._others: tuple[Any, Any] = (None, None)
         self.draws = False
         """True if the loss of this rank drew random numbers of torch's."""
+        self.draws_others = False
+        """True if NumPy's or Python's generator of this rank has moved in the step."""
         # A slice of a sequence has a loss over its own positions, which a task has to give as a mean.
         self._looks = engine.plan.batch.sequence_parallel_size == 1
 
     def watched(self, batch: MicroBatch) -> MicroBatch:
-        """Returns the micro-batch, with its loss to be inspected."""
+        """Returns the first micro-batch, with its loss to be inspected."""
         self._others = _other_generators()
         return replace(batch, inspect=self._inspect) if self._looks else batch
 
-    @property
-    def draws_others(self) -> bool:
-        """True if NumPy's or Python's generator of this rank has moved since the micro-batch was handed out."""
-        return self._others != _other_generators()
+    def step_ended(self) -> None:
+        """Right after the step: hooks and loggers, which come next, may draw."""
+        self.draws_others = self._others != _other_generators()
 
     def judge(self, *, resumed: bool = False) -> str:
         """**Collective.** Returns what is to be said, or nothing. Raises TaskError where the task says another kind of loss, and

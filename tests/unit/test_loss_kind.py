@@ -288,6 +288,20 @@ def test_draws_of_a_loss_are_said(loss: Loss, said: str, capsys: pytest.CaptureF
     assert said or "draws" not in printed
 
 
+class DrawingHook(dsframe.Hooks):
+    def on_step(self, run: dsframe.RunView) -> None:
+        np.random.rand()
+        random.random()
+
+
+def test_draws_of_a_hook_are_not_the_losss(capsys: pytest.CaptureFixture[str]) -> None:
+    """Nor are those of loggers: what is called after the step may draw."""
+    said = file(2)
+    said["dsframe"]["per_sample_randomness"] = True
+    assert dsframe.fit(Line(mean, hooks=[DrawingHook()]), said).steps == 6
+    assert "draws" not in capsys.readouterr().err
+
+
 def test_draws_of_a_loss_belong_to_samples() -> None:
     def trained(loss: Loss, accumulation: int) -> float:
         said = file(accumulation)
