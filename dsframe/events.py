@@ -1,7 +1,7 @@
 """What happens in a training, and who is told: one list of listeners, told in its order.
 
 The loop (``dsframe.trainer``) makes optimizer steps and emits events. All else listens: log lines,
-the record, profilers, checkpoints, evaluations, early stopping, commits in memory, users' hooks.
+the record, profilers, checkpoints, evaluations, early stopping, users' hooks.
 """
 
 from __future__ import annotations

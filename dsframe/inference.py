@@ -163,7 +163,7 @@ def _adapted(config: Config, model: nn.Module, checkpoint: Checkpoint) -> set[st
 @contextlib.contextmanager
 def _loaded(run: Run, world: World, path: Path, *, averages: bool) -> Iterator[tuple[Job, Engine, Watchdog]]:
     """**Collective.** The engine of the run's file, with the weights."""
-    job = prepare(run, world, None)
+    job = prepare(run, world)
     watchdog = Watchdog(world, run.config.settings.hang_timeout_seconds)
     engine, _ = make_engine(job, watchdog, trains=False)
     with watchdog:

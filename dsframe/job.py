@@ -1,7 +1,4 @@
-"""A run on one set of processes, in five phases: data, engine, resume, train, finish.
-
-This is the only place that knows all the parts. Where processes come and go, a run has a job for each set of them.
-"""
+"""A run in five phases: data, engine, resume, train, finish. This is the only place that knows all the parts."""
 
 from __future__ import annotations
 
@@ -19,21 +16,19 @@ from xxhash import xxh3_64_hexdigest
 from dsframe import engines
 from dsframe.checkpoint import generators
 from dsframe.checkpoint.changes import about
-from dsframe.checkpoint.memory_checkpoint import MemoryCheckpoint, begin_again
 from dsframe.checkpoint.resume import Start, begin, refuse
 from dsframe.checkpoint.saver import Saver
 from dsframe.checkpoint.store import Retention, Store
 from dsframe.cluster import cores
-from dsframe.cluster import world as worlds
 from dsframe.cluster.agreement import assert_engines_agree, assert_ranks_agree
 from dsframe.cluster.process_group import device_of, extend_limits
 from dsframe.cluster.world import World
 from dsframe.config import Config, Facts
-from dsframe.config.resolve import auto, elastic, epochs, inherit, scaling
+from dsframe.config.resolve import auto, epochs, inherit, scaling
 from dsframe.data.fingerprint import assert_same_samples
 from dsframe.engine import Engine
 from dsframe.engines import parts, precision
-from dsframe.errors import CheckpointError, ConfigError, DataError, EngineError, StoppedError, TaskError, TrainingError
+from dsframe.errors import CheckpointError, ConfigError, DataError, StoppedError, TaskError, TrainingError
 from dsframe.events import RunSchedule
 from dsframe.guard.watchdog import Watchdog
 from dsframe.hooks import Hooks
@@ -44,7 +39,7 @@ from dsframe.model.followers import EarlyStop
 from dsframe.model.plan import Plan
 from dsframe.observe.observer import ObserverContext, Observers
 from dsframe.results import Summary
-from dsframe.run_dir import blocks, outcome, output
+from dsframe.run_dir import blocks, output
 from dsframe.run_dir.lock import RunLock
 from dsframe.run_dir.progress import Progress
 from dsframe.run_dir.record import Record, finished, read_metrics
@@ -80,7 +75,7 @@ class HostResources:
 
 @dataclass(frozen=True)
 class Run:
-    """What does not depend on how many processes there are: it stays while they come and go."""
+    """What does not depend on the number of processes."""
 
     config: Config
     task: Task
@@ -105,29 +100,18 @@ class Job:
     plan: Plan
     work: Work
     progress: Progress
-    processes: int
-    """That train: an elastic job may have more."""
-    commits: MemoryCheckpoint | None
 
     def say(self, line: str) -> None:
         self.progress.say(f"dsframe: {line}")
 
-    @property
-    def resumes_in_memory(self) -> bool:
-        """Whether this run had other processes before."""
-        return self.commits is not None and self.commits.last is not None
 
-
-def train(run: Run, world: World, commits: MemoryCheckpoint | None) -> Summary:
-    """**Collective.** Trains: from the last commit where there is one, else as the command line says."""
+def train(run: Run, world: World) -> Summary:
+    """**Collective.** Trains as the file and the command line say."""
     phases.done("imports")
-    if commits:
-        worlds.move(world)
-        outcome.reporter().rank = world.rank
-    job = prepare(run, world, commits)
+    job = prepare(run, world)
     _announce(job)
     weighting.refuse(run.task, job.plan.batch)
-    run.host.lock.take(job.plan.directory, world, job.say, takes_over=job.resumes_in_memory)
+    run.host.lock.take(job.plan.directory, world, job.say)
     phases.done("data")
     watchdog = Watchdog(world, run.config.settings.hang_timeout_seconds)
     engine, facts = make_engine(job, watchdog)
@@ -142,7 +126,7 @@ def train(run: Run, world: World, commits: MemoryCheckpoint | None) -> Summary:
     outputs = Outputs(job.progress, record, saver, run.hooks)
     reset_peak(job.plan.device)
     with _ending(job, engine, outputs), watchdog:
-        summary = Trainer(engine, job.work, outputs, watchdog, observers, commits).fit(start)
+        summary = Trainer(engine, job.work, outputs, watchdog, observers).fit(start)
     _finish(job, engine, record, summary)
     if complete and world.is_main:
         job.say(
@@ -152,12 +136,12 @@ def train(run: Run, world: World, commits: MemoryCheckpoint | None) -> Summary:
     return summary
 
 
-def prepare(run: Run, world: World, commits: MemoryCheckpoint | None) -> Job:
+def prepare(run: Run, world: World) -> Job:
     """Shares of the data, and everything that follows from the file and the number of processes."""
     config, task, entry, settings = run.config, run.task, engines.TABLE[run.engine], run.config.settings
-    _refuse_several(run, elastic=commits is not None)
-    batch = elastic.batch(config, world.size) if commits else config.batch(world.size, replicas=entry.replicas)
-    processes, device = batch.data_parallel_size if commits else world.size, device_of(world)
+    _refuse_several(run)
+    batch = config.batch(world.size, replicas=entry.replicas)
+    device = device_of(world)
     task.context = TaskContext(precision.parameter_dtype(config), world.rank, world.size)
     if device.type == "cpu":
         keep_freed()
@@ -169,13 +153,13 @@ def prepare(run: Run, world: World, commits: MemoryCheckpoint | None) -> Job:
     epoch_steps = loader.sampler.epoch_steps
     on_gpu = device.type == "cuda"
     config = config.resolve(
-        Facts(processes, schedule.total_steps, epoch_steps, task.hidden_size, entry.replicas, gpu=on_gpu)
+        Facts(world.size, schedule.total_steps, epoch_steps, task.hidden_size, entry.replicas, gpu=on_gpu)
     )
     optimizer = optimizers.of_task(optimizers.read(config), task)
     optimizers.try_out(optimizer, device)
     rates = schedules.planned(config, task, optimizer.learning_rate, batch.train_batch_size)
     named = output.directory_of(config, run.engine, type(task).__name__)
-    _refuse_followers(config, evaluates=bool(evaluation), elastic=commits is not None)
+    _refuse_followers(config, evaluates=bool(evaluation))
     progress = Progress(
         schedule.total_steps,
         speaks=world.is_main and not run.options.quiet,
@@ -186,31 +170,25 @@ def prepare(run: Run, world: World, commits: MemoryCheckpoint | None) -> Job:
     directory = run.host.home / named
     early = EarlyStop(settings.stop) if settings.stop else None
     plan = Plan(config, world, task, optimizer, rates, batch, device, run.options.verbose, directory, early)
-    return Job(run, plan, Work(loader, evaluation, schedule), progress, processes, commits)
+    return Job(run, plan, Work(loader, evaluation, schedule), progress)
 
 
-def _refuse_followers(config: Config, *, evaluates: bool, elastic: bool) -> None:
-    """Raises TaskError, EngineError where nothing decides what evaluations are to decide, or nobody keeps its state."""
+def _refuse_followers(config: Config, *, evaluates: bool) -> None:
+    """Raises TaskError where nothing decides what evaluations are to decide."""
     section = config.deepspeed.scheduler
-    for what, asked, remedy in (
-        ("ReduceLROnPlateau", section and section.type == "ReduceLROnPlateau", "choose another schedule"),
-        ("dsframe.stop", config.settings.stop, "remove it"),
+    for what, asked in (
+        ("ReduceLROnPlateau", section and section.type == "ReduceLROnPlateau"),
+        ("dsframe.stop", config.settings.stop),
     ):
         if asked and not evaluates:
             raise TaskError(f"{what} waits for evaluations, but the task has no eval_data")
-        if asked and elastic:
-            raise EngineError(f"{what} is not possible where processes come and go; {remedy}")
 
 
-def _refuse_several(run: Run, *, elastic: bool) -> None:
-    """Raises TaskError, ConfigError, EngineError where the task has several models and something cannot be with them."""
+def _refuse_several(run: Run) -> None:
+    """Raises TaskError, ConfigError where the task has several models and something cannot be with them."""
     if parts.names(run.task):
         if refused := engines.problems_with_several_models(run.config, run.engine):
             raise ConfigError(refused)
-        if elastic:
-            raise EngineError(
-                "several models are not possible where processes come and go; start a fixed number of them"
-            )
     elif run.config.settings.optimizers:
         raise TaskError(
             f"dsframe.optimizers: {type(run.task).__name__} has no models(), so there are none to name; remove it"
@@ -221,21 +199,18 @@ def _announce(job: Job) -> None:
     """What the user should know of the machine, and what this run does to rates and cores because the file asks for it."""
     run, plan = job.run, job.plan
     of_data = job.work.loader.lines(job.work.schedule.total_steps)
-    if not job.resumes_in_memory:
-        slow = precision.emulated(plan.config, plan.device)
-        scaled = scaling.sentence(plan.config.settings.large_batch, plan.batch.train_batch_size)
-        for line in (*run.lines, slow, scaled, cores.describe(run.host.cores), *of_data):
-            if line:
-                job.say(line)
-    for line in elastic.said(plan.batch, plan.world.size) if job.commits else ():
-        job.say(line)
+    slow = precision.emulated(plan.config, plan.device)
+    scaled = scaling.sentence(plan.config.settings.large_batch, plan.batch.train_batch_size)
+    for line in (*run.lines, slow, scaled, cores.describe(run.host.cores), *of_data):
+        if line:
+            job.say(line)
 
 
 def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[Engine, dict[str, Any]]:
     """**Collective.** The engine, and what the run's record should say of it. ``trains``: False where it only evaluates."""
     run, plan = job.run, job.plan
     facts = _facts(job)
-    agreed = not job.commits and assert_ranks_agree(plan.world, facts)
+    agreed = assert_ranks_agree(plan.world, facts)
     make = engines.load(run.engine, plan.config)
     phases.done("engine's imports")
     base_bytes = resident_bytes(plan.device)
@@ -258,14 +233,14 @@ def make_engine(job: Job, watchdog: Watchdog, *, trains: bool = True) -> tuple[E
             threads=run.host.threads,
         ),
     )
-    if trains and not job.resumes_in_memory:
+    if trains:
         _describe(job, engine)
     return engine, {
         "engine": run.engine,
         "description": engine.description,
         "start_seconds": time.perf_counter() - run.host.began,
         "script_task": run.script_task or None,
-        "training_processes": job.processes,
+        "training_processes": job.plan.world.size,
         "base_bytes": base_bytes,
     }
 
@@ -324,11 +299,8 @@ def _resume(job: Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]
         for held_out in job.work.evaluation.values():
             assert_same_samples(engine, held_out, job.say)
         generators.restore(kept, plan.device)
-        if job.commits and job.commits.last:
-            start = begin_again(engine, job.commits.last, checkpoints, job.say)
-        else:
-            total = job.work.schedule.total_steps
-            start = begin(engine, run.options.resume, checkpoints, mine, total, job.say, watchdog.alive)
+        total = job.work.schedule.total_steps
+        start = begin(engine, run.options.resume, checkpoints, mine, total, job.say, watchdog.alive)
     for follower in plan.followers.values():
         if start.evaluation and start.step in job.work.schedule.regular and follower.observed != start.step:
             follower.observe(start.step, start.evaluation)  # which joined the checkpoint after it had been written
@@ -345,7 +317,7 @@ def _resume(job: Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]
     )
     saver.sign_of_life = watchdog.alive
     saver.claim = lambda: run.host.lock.renew(job.progress.say)
-    if start.in_place and not job.resumes_in_memory:
+    if start.in_place:
         saver.saved_step = start.step  # it may still get its evaluation
     return saver, start
 
@@ -357,8 +329,8 @@ def _ending(job: Job, engine: Engine, outputs: Outputs) -> Iterator[None]:
         yield
     except Exception as error:
         together = isinstance(error, (StoppedError, TrainingError, CheckpointError))  # all ranks raise these
-        if together or job.commits:
-            outputs.saver.close(hopeless=not together)
+        if together:
+            outputs.saver.close()
         else:  # this process ends
             outputs.saver.outlast()
         job.progress.close()

@@ -1,7 +1,7 @@
-"""One run: chooses the engine and prepares this process, then hands over to :mod:`dsframe.job`, again where processes come
-and go. ``dsframe.fit`` calls it from Python, ``dsframe.train`` from a shell.
+"""One run: chooses the engine and prepares this process, then hands over to :mod:`dsframe.job`.
 
-Imports no torch: the number of threads has to be settled before.
+``dsframe.fit`` calls it from Python, ``dsframe.train`` from a shell. Imports no torch: the number of threads has to be settled
+before.
 """
 
 from __future__ import annotations
@@ -12,7 +12,7 @@ import time
 from collections.abc import Iterator, Sequence
 from contextlib import contextmanager, suppress
 from dataclasses import fields
-from functools import cache, partial
+from functools import cache
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -21,7 +21,6 @@ from dsframe.cluster import cores
 from dsframe.cluster import world as worlds
 from dsframe.cluster.world import World
 from dsframe.config import Config, load
-from dsframe.config.resolve import elastic
 from dsframe.errors import ConfigError, WorldError
 from dsframe.host import phases
 from dsframe.run_dir import loggers, output
@@ -99,11 +98,7 @@ def execute(
     with prepared(config, task, world, resume=resume, verbose=verbose, quiet=quiet, choice=choice) as run:
         from dsframe import job
 
-        if not world.elastic:
-            return job.train(run, world, None)
-        run.data()  # not while others wait for this process
-        summary: Summary = engines.elastic(run.engine)(partial(job.train, run), config)
-        return summary
+        return job.train(run, world)
 
 
 @contextmanager
@@ -161,10 +156,6 @@ def choose(config: Config, world: World) -> tuple[str, tuple[str, ...]]:
     """The engine's name, and what is to be said of the choice. Raises ConfigError where it cannot do what the file asks for."""
     choice = engines.choose(config, world.launcher)
     refused, notes = engines.examine(config, choice.name)
-    if world.elastic:
-        engines.refuse_fixed(choice.name)
-        refused += elastic.problems(config, world.size)  # launch has done so for --min-np, which nobody tells workers
-        notes += elastic.cautions(config, world.size)
     if refused or (refused := loggers.missing(config)):
         raise ConfigError(refused)
     return choice.name, (*choice.announcements, *notes)

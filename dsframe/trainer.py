@@ -13,7 +13,6 @@ from typing import Any
 
 import torch
 
-from dsframe.checkpoint.memory_checkpoint import MemoryCheckpoint
 from dsframe.checkpoint.resume import Start
 from dsframe.checkpoint.saver import Saver
 from dsframe.data import EvaluationLoader, Loader
@@ -31,7 +30,7 @@ from dsframe.run_dir import outcome
 from dsframe.run_dir.progress import Progress
 from dsframe.run_dir.record import Record
 from dsframe.training import running_model
-from dsframe.training.checkpoints import Checkpoints, MemoryCommits
+from dsframe.training.checkpoints import Checkpoints
 from dsframe.training.evaluation import Evaluation
 from dsframe.training.evaluations import Evaluations
 from dsframe.training.finite import FiniteCheck
@@ -72,10 +71,8 @@ class Trainer:
         outputs: Outputs,
         watchdog: Watchdog,
         observers: Observers,
-        commits: MemoryCheckpoint | None = None,
     ) -> None:
-        """``watchdog``: entered by the caller. ``commits``: keeps the state in memory, where ranks
-        may come and go."""
+        """``watchdog``: entered by the caller."""
         self.engine, self.loader = engine, work.loader
         self._progress = outputs.progress
         self._watchdog, self._observers = watchdog, observers
@@ -96,8 +93,6 @@ class Trainer:
         self._evaluations = None
         if self.evaluation:
             self._evaluations = Evaluations(self.evaluation, events, self._checkpoints)
-        self._commits = MemoryCommits(commits) if commits else None
-        self._resumed_in_memory = commits is not None and commits.last is not None
         listeners = [
             finite,
             StepLog(events, finite),
@@ -107,7 +102,6 @@ class Trainer:
             self._first_step,
             self._checkpoints,  # before the evaluation, which may fail
             self._evaluations,
-            self._commits,
         ]
         for listener in listeners:
             if listener is not None:
@@ -125,8 +119,6 @@ class Trainer:
         stream = self.loader.stream(start.step, training.schedule.total_steps)
         with StopRequest(self.engine, start.step, lambda: checkpoints.failed) as stop_request:
             training.stop_request = stop_request
-            if self._commits:
-                self._commits.begin(training, start)
             self.events.emit("on_start", training)
             if self._evaluations and self._evaluates_first(start):
                 self._evaluations.evaluate(training)
@@ -163,7 +155,7 @@ class Trainer:
         reporter = outcome.reporter()
         reporter.step = start.step
         trains = training.first_step <= training.last_step
-        if self.evaluation and trains and not self._resumed_in_memory:
+        if self.evaluation and trains:
             self.evaluation.try_out()
             phases.done("trial of evaluation")
         self._progress.begin(start.step)

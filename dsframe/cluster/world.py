@@ -44,8 +44,6 @@ class World:
     """Host of rank 0, where the launcher says so."""
     master_port: int | None = None
     """TCP port at which rank 0 listens for torch.distributed, where the launcher says so."""
-    elastic: bool = False
-    """True if the launcher may take processes away and add others while training continues (``horovodrun --min-np``)."""
 
     def __post_init__(self) -> None:
         if not (0 <= self.rank < self.size and 0 <= self.local_rank < self.local_size <= self.size):
@@ -235,11 +233,6 @@ def here() -> World:
     return _worlds[-1]
 
 
-def move(world: World) -> None:
-    """From now on this process's place is ``world``: others have come or gone."""
-    _worlds[:] = [world]
-
-
 def read(environ: Mapping[str, str]) -> World:
     """The place that ``environ`` tells.
 
@@ -248,6 +241,11 @@ def read(environ: Mapping[str, str]) -> World:
     launcher = _launcher(environ)
     if launcher == "python":
         return World()
+    if launcher == "horovodrun" and environ.get("HOROVOD_ELASTIC") == "1":
+        raise WorldError(
+            "elastic runs of horovodrun (--min-np, --max-np, --host-discovery-script) are not supported: write -np; "
+            "dsframe launch --restarts N continues from the newest checkpoint after a failure"
+        )
     names = _names(launcher, environ)
     rank, size = _integer(environ, names.rank), _integer(environ, names.size)
     if launcher == "srun":
@@ -272,5 +270,4 @@ def read(environ: Mapping[str, str]) -> World:
         launcher=launcher,
         master_address=address,
         master_port=port,
-        elastic=launcher == "horovodrun" and environ.get("HOROVOD_ELASTIC") == "1",
     )

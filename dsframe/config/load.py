@@ -13,7 +13,7 @@ from typing import Any
 from dsframe.config import rules
 from dsframe.config.features import Feature, features
 from dsframe.config.read import overrides, repair, secrets, validate
-from dsframe.config.read.findings import Findings, Fix, Resolved, dotted
+from dsframe.config.read.findings import Findings, Resolved, dotted
 from dsframe.config.read.legacy import OTHER_TOOLS
 from dsframe.config.read.reader import Document, ReadError, inside, keys, read
 from dsframe.config.read.suggest import did_you_mean
@@ -36,8 +36,6 @@ class Examined:
     problems: tuple[Problem, ...]
     config: Config | None
     """None when the text cannot be read or its top is not an object."""
-    document: Document | None = None
-    fixes: tuple[Fix, ...] = ()
 
     @property
     def accepted(self) -> Config:
@@ -263,7 +261,7 @@ def _validate(findings: Findings, overriding: Sequence[str], facts: Facts, path:
         message = f"duplicate key, first on line {document.position(first)[0]}: DeepSpeed raises"
         findings.add("error", duplicate, message, "keep one", code="duplicate-key", offset=offset)
     if not _is_ours(document.root, findings):
-        return Examined(findings.sorted(), None, document)
+        return Examined(findings.sorted(), None)
     raw = copy.deepcopy(document.root)
     overrides.apply(raw, overriding, findings)
     written = copy.deepcopy(raw)
@@ -280,7 +278,7 @@ def _validate(findings: Findings, overriding: Sequence[str], facts: Facts, path:
     harmless = tuple(problem for problem in problems if problem.severity != "error")
     resolved = tuple(findings.resolved)
     config = Config(path, file, file.dsframe, harmless, resolved, facts, raw, tuple(overriding), findings, inherited)
-    return Examined(problems, config, document, tuple(findings.fixes))
+    return Examined(problems, config)
 
 
 def _is_ours(root: Any, findings: Findings) -> bool:

@@ -7,8 +7,7 @@ from __future__ import annotations
 
 import importlib
 import importlib.util
-from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, NamedTuple
+from typing import TYPE_CHECKING, NamedTuple
 
 from dsframe.engines.table import BUILT_IN as BUILT_IN
 from dsframe.engines.table import DEFAULT as DEFAULT
@@ -151,24 +150,6 @@ def _reason(name: str, feature: str) -> str:
 def _remedy(name: str) -> str:
     entry = TABLE[name]
     return entry.install or f"pip install 'dsframe[{entry.package}]'"
-
-
-def elastic(name: str) -> Callable[..., Any]:
-    """Returns the function that trains on while processes come and go. Raises EngineError if this engine has none."""
-    refuse_fixed(name)
-    module, _, function = TABLE[name].elastic.partition(":")
-    train: Callable[..., Any] = getattr(importlib.import_module(module), function)
-    return train
-
-
-def refuse_fixed(name: str) -> None:
-    """Raises EngineError if this engine cannot train on while processes come and go."""
-    if not TABLE[name].elastic:
-        able = ", ".join(f'"{other}"' for other, entry in TABLE.items() if entry.elastic)
-        raise EngineError(
-            f'engine "{name}" cannot train on while processes come and go: choose {able}, or leave out --min-np, --max-np and '
-            "--host-discovery-script"
-        )
 
 
 def load(name: str, config: Config) -> type[ModelEngine]:

@@ -85,8 +85,6 @@ class Entry:
     """``module:Class``, a ``Section``: the keys of ``engine_options`` in the file's dsframe section; none: there are none."""
     several: frozenset[str] = frozenset()
     """Features that mean the same where a task has several models (``Task.models``); none: this engine trains one model."""
-    elastic: str = ""
-    """``module:function`` that trains on while its launcher takes processes away and adds others; none: it cannot."""
     caution: str = ""
     """What the user is told whenever this engine runs."""
 
@@ -136,7 +134,6 @@ BUILT_IN: dict[str, Entry] = {
         package="horovod",
         install="compile it against this torch as docs/coming_from/horovod.md says (pip install horovod alone fails)",
         launcher="horovodrun",
-        elastic="dsframe.engines.horovod.elastic:train",
         several=SEVERAL,
         supports=REPLICA
         | {"closure", "gradient_sum", "adasum", "fp16_compression", "skip_nonfinite", "quantized_base"},

@@ -253,8 +253,6 @@ def _within(action: Callable[[], Any]) -> Any:
 
 def _meet(world: World) -> Any:
     """**Collective.** A store of all ranks; None where the launcher gives no address to meet at, which is the same on all."""
-    if world.elastic:  # processes that are new and those that are not have met a different number of times
-        return None
     try:
         address, port = rendezvous_address(world)
     except WorldError:

@@ -44,11 +44,10 @@ class RunLock:
     def __exit__(self, *error: object) -> None:
         self.release()
 
-    def take(self, directory: Path, world: World, say: Callable[[str], None], *, takes_over: bool = False) -> None:
+    def take(self, directory: Path, world: World, say: Callable[[str], None]) -> None:
         """Rank 0 makes the directory and claims it, before anything is set up; a former rank 0 releases the lock.
 
-        ``takes_over``: a lock left by an earlier process of this same run may be taken over. Raises ConfigError if the directory
-        cannot be written to, WorldError if another run uses it.
+        Raises ConfigError if the directory cannot be written to, WorldError if another run uses it.
         """
         if self.held and world.is_main:
             return
@@ -68,7 +67,7 @@ class RunLock:
         try:
             locked = _lock(descriptor, directory, say)
         except WorldError:
-            if not (takes_over or _requeued(descriptor)):
+            if not _requeued(descriptor):
                 raise
         finally:
             if not locked:

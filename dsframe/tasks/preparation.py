@@ -44,12 +44,12 @@ _FAREWELL_SECONDS = 10.0
 def prepare(task: Task, world: World, say: Say) -> None:
     """**Collective.** Has the data prepared, if the task has something to prepare. Raises DsframeError, the same on every rank.
 
-    Where ranks cannot meet (processes that come and go, an MPI that gives no address), each calls it in turn.
+    Where ranks cannot meet (an MPI that gives no address), each calls it in turn.
     """
     if not task.prepares:
         return
     store = None
-    if world.size > 1 and not world.elastic:
+    if world.size > 1:
         with contextlib.suppress(WorldError):  # the launcher gives no address: the same on all ranks
             rendezvous_address(world)
             store = meet(world, *rendezvous_address(world), timedelta(seconds=SILENT_SECONDS))

@@ -53,8 +53,6 @@ def parser() -> argparse.ArgumentParser:
         help="output for people, editors, or GitHub annotations",
     )
     add("--resolved", action="store_true", help='print the file that would run: "auto" and sizes with their reasons')
-    add("--fix", action="store_true", help="rewrite misspelled, misplaced and deprecated keys; shows the changes")
-    add("--dry-run", action="store_true", help="with --fix: show the changes only")
     return result
 
 
@@ -67,12 +65,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     reports = []
     for name in options.files:
         text, problem, label = _text(name)
-        if problem is not None:
-            examined = Examined((problem,), None)
-        else:
-            if options.fix:
-                text = _fix(text, name, label, options)
-            examined = _judge(text, label, options)
+        examined = Examined((problem,), None) if problem is not None else _judge(text, label, options)
         severities = {finding.severity for finding in examined.problems}
         code = 2 if "error" in severities else 1 if options.strict and "warning" in severities else 0
         worst = max(worst, code)
@@ -94,23 +87,6 @@ def _text(name: str) -> tuple[str, Problem | None, str]:
         return "", error.problems[0], name
     text, problem = read_text(path)
     return text, problem, str(path)
-
-
-def _fix(text: str, name: str, label: str, options: argparse.Namespace) -> str:
-    from dsframe.tools.fix import fix
-
-    fixed, difference = fix(text, label)
-    if difference:
-        # With --format json or github standard output is for the machine.
-        print(difference, end="", file=sys.stdout if options.format == "text" else sys.stderr)
-        if name == "-" or options.dry_run:
-            return text if options.dry_run else fixed
-        try:
-            Path(label).write_bytes(fixed.encode("utf-8"))
-        except OSError as error:
-            message = f"cannot be written: {error.strerror}"
-            raise ConfigError([Problem("error", "", message, "", label, code="missing-file")]) from None
-    return fixed
 
 
 def _judge(text: str, label: str, options: argparse.Namespace) -> Examined:

@@ -24,7 +24,6 @@ COMMANDS: dict[str, tuple[str, str]] = {
         "dsframe.tools.compare:main",
         "finished runs: loss, metrics, speed, memory, and whether they are one training",
     ),
-    "tune": ("dsframe.tools.tune:main", "a search for values of keys: each trial an ordinary run, proposed by Optuna"),
     "report": ("dsframe.tools.report.page:main", "a run's page, from what its directory holds: one HTML file"),
     "evaluate": ("dsframe.tools.evaluate:main", "a checkpoint's metrics on its evaluation data, on any engine"),
     "predict": ("dsframe.tools.evaluate:predict", "a checkpoint's outputs for each sample, in order, in a file"),

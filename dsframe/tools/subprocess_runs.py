@@ -16,16 +16,13 @@ Started = subprocess.Popen[bytes]
 LOG = "log.txt"
 
 
-def start(
-    file: str | Path, processes: int, directory: Path, *, overrides: Sequence[str] = (), words: Sequence[str] = ()
-) -> Started:
+def start(file: str | Path, processes: int, directory: Path, *, words: Sequence[str] = ()) -> Started:
     """Starts a training of ``file`` into ``directory``; what it says is added to ``log.txt`` there. Arguments as for :func:`train`.
 
     It ends with this process, and whatever it has started ends with it (``dsframe.host.supervise``).
     """
     directory.mkdir(parents=True, exist_ok=True)
     command = [sys.executable, "-m", "dsframe.cli", "launch", "--config", str(file), "-np", str(processes), *words]
-    command += [word for override in overrides for word in ("--set", override)]
     command += ["--run-dir", str(directory)]
     with (directory / LOG).open("ab") as output:
         return subprocess.Popen(command, stdout=output, stderr=output, preexec_fn=supervise.die_with_parent)
@@ -37,7 +34,6 @@ def train(
     directory: Path,
     *,
     engine: str | None = None,
-    overrides: Sequence[str] = (),
     words: Sequence[str] = (),
     wait: Callable[[Started], int] = Started.wait,
 ) -> None:
@@ -49,7 +45,7 @@ def train(
     log = directory / LOG
     log.unlink(missing_ok=True)
     words = [*words, *(["--engine", engine] if engine else [])]
-    with start(file, processes, directory, overrides=overrides, words=words) as started:
+    with start(file, processes, directory, words=words) as started:
         try:
             code = wait(started)
         except BaseException:

@@ -1,15 +1,12 @@
-"""Checkpoints in a training: when they are saved, in files and in memory."""
+"""Checkpoints in a training: when they are saved."""
 
 from __future__ import annotations
 
 import math
-from dataclasses import replace
 from typing import NoReturn
 
 import torch
 
-from dsframe.checkpoint.memory_checkpoint import MemoryCheckpoint
-from dsframe.checkpoint.resume import Start
 from dsframe.checkpoint.saver import Saver
 from dsframe.engine import StepResult
 from dsframe.errors import StoppedError
@@ -80,27 +77,6 @@ class Checkpoints(Listener):
     def failed(self) -> bool:
         """True if a checkpoint under way is known to have failed on this rank."""
         return self._saver.failed
-
-
-class MemoryCommits(Listener):
-    """Keeps the state in memory, where processes may come and go."""
-
-    def __init__(self, commits: MemoryCheckpoint) -> None:
-        self._commits = commits
-
-    def begin(self, training: Training, start: Start) -> None:
-        """**Collective.** The first state: a task may give the next engine the module that this one
-        has trained."""
-        if self._commits.last is None:
-            self._commits.keep(training.engine, replace(start, in_place=True))
-
-    def on_step(self, training: Training, result: StepResult) -> None:
-        """**Collective** where a commit is due."""
-        step = training.step
-        if step < training.schedule.total_steps and self._commits.due(step):
-            known = training.loss if math.isfinite(training.loss) else None
-            point = Start(step, known, training.metrics, in_place=True)
-            self._commits.keep(training.engine, point)
 
 
 def finish_steps(training: Training) -> None:

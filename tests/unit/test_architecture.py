@@ -59,7 +59,7 @@ ALONE = ("engines/table",)
 
 MAY_IMPORT = {
     "deepspeed": {"engines/deepspeed/imports.py"},
-    "horovod": {"engines/horovod/engine.py", "engines/horovod/elastic.py", "tools/collectives.py"},
+    "horovod": {"engines/horovod/engine.py"},
     "torchvision": {"data/_torchvision.py"},
     "transformers": {"model/hf_schedules.py", "tasks/_transformers.py"},
 }

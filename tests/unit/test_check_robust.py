@@ -19,7 +19,6 @@ from dsframe.config.load import Examined, examine
 from dsframe.config.read.reader import ReadError, read
 from dsframe.errors import ConfigError
 from dsframe.tools.check import resolved
-from dsframe.tools.fix import fix
 from dsframe.tools.schema import sections
 
 REPOSITORY = Path(__file__).resolve().parents[2]
@@ -135,31 +134,6 @@ def test_damaged_values(tree: dict[str, Any], edits: list[tuple[int, str, Any, s
         elif isinstance(owner, dict):
             owner[str(path[-1])[:-1] + name] = owner.pop(path[-1])
     judged(json.dumps(tree))
-
-
-def test_fix_keeps_the_meaning_and_ends() -> None:
-    """Whatever is fixed reads the same, and fixing again changes nothing."""
-    rng = random.Random(7)
-    for tree in TREES:
-        for _ in range(3):
-            damaged = copy.deepcopy(tree)
-            for _ in range(rng.randint(1, 4)):
-                path = rng.choice(list(_paths(damaged)))
-                owner: Any = damaged
-                for part in path[:-1]:
-                    owner = owner[part]
-                if isinstance(owner, dict) and len(str(path[-1])) > 3:
-                    owner[slip(path[-1], rng)] = owner.pop(path[-1])
-            text = json.dumps(damaged, indent=2)
-            before = examine(text, "x.json")
-            after_text, difference = fix(text, "x.json")
-            after = examine(after_text, "x.json")
-            assert before.config is not None
-            assert after.config is not None
-            assert after.config.written() == before.config.written()
-            assert bool(difference) == (after_text != text)
-            assert fix(after_text, "x.json") == (after_text, "")
-            json.loads(after_text)  # a file that was JSON stays JSON
 
 
 def slip(word: str, rng: random.Random) -> str:

@@ -143,21 +143,6 @@ def test_one_that_is_about_to_end_is_waited_for(tmp_path: Path, monkeypatch: pyt
     assert (tmp_path / ".lock").read_text() == ""
 
 
-def test_who_takes_over_within_a_run_waits_and_goes_on(tmp_path: Path) -> None:
-    """Where processes come and go: rank 0's host may be gone, with the lock, and no other run has come."""
-    said: list[str] = []
-    with held(tmp_path), RunLock() as own:
-        own.take(tmp_path, World(), said.append, takes_over=True)
-        assert not own.held
-    with RunLock() as own:
-        own.take(tmp_path, World(), said.append, takes_over=True)
-        assert own.held
-        own.take(tmp_path, World(), said.append, takes_over=True)
-        assert own.held
-        own.take(tmp_path, World(1, 2), said.append, takes_over=True)  # another is rank 0 now
-        assert not own.held
-
-
 def test_a_job_that_slurm_started_again_goes_on(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Its host may be down, and the lock still there for minutes."""
     monkeypatch.setattr(lock, "PATIENCE_SECONDS", 0.2)

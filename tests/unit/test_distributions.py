@@ -89,7 +89,6 @@ def test_the_check_by_itself_needs_no_torch(tmp_path: Path) -> None:
     wrong = run("wrong.json", "-np", "2")
     assert wrong.returncode == 2
     assert 'unknown key; did you mean "zero_optimization"? [unknown-key]' in wrong.stdout
-    assert run("wrong.json", "--fix").returncode == 0
     github = run("wrong.json", "--strict", "--format", "github", "-np", "4")
     assert (github.returncode, github.stderr) == (0, "")
     files = [str(file) for file in sorted((REPOSITORY / "ds_configs").glob("*.json")) if "schema" not in file.name]

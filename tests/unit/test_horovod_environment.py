@@ -10,15 +10,12 @@ from unittest import mock
 import pytest
 import torch
 
-from dsframe.cluster.world import World
 from dsframe.config.schema.settings import Horovod
 from dsframe.engines import environment_scope
 from dsframe.engines.horovod import environment
 from dsframe.engines.horovod.environment import APART, ROUNDS, THRESHOLD, TUNES, note_start, pace, settle_environment
 from dsframe.errors import EngineError
 
-HERE = World(0, 2, 0, 2, 0, "torchrun")
-ELASTIC = World(0, 2, 0, 2, 0, "horovodrun", elastic=True)
 CPU = torch.device("cpu")
 
 
@@ -53,8 +50,8 @@ def crashes(fixed: set[str]) -> bool:
     return False
 
 
-def start(file: Horovod, world: World = HERE, device: torch.device = CPU) -> float | None:
-    bucket_bytes = settle_environment(file, world, device, running=False)
+def start(file: Horovod, device: torch.device = CPU) -> float | None:
+    bucket_bytes = settle_environment(file, device, running=False)
     note_start(running=False)
     return bucket_bytes
 
@@ -66,9 +63,9 @@ FILES = [
 VARIABLES: list[dict[str, str]] = [{}, {THRESHOLD: "4096"}, {ROUNDS: "1"}, {THRESHOLD: "4096", ROUNDS: "1"}]
 
 
-def refused(file: Horovod, world: World, device: torch.device = CPU) -> bool:
+def refused(file: Horovod, device: torch.device = CPU) -> bool:
     try:
-        start(file, world, device)
+        start(file, device)
     except EngineError as error:
         return "unset HOROVOD_FUSION_THRESHOLD" in str(error)
     return False
@@ -84,21 +81,12 @@ def test_a_start_that_would_crash_is_refused_and_no_other(device: str) -> None:
         for number, (file, variables) in enumerate(trainings):
             environment_scope.take_back()
             give(variables)
-            said = refused(file, HERE, torch.device(device))
+            said = refused(file, torch.device(device))
             assert crashes(fixed) == said, trainings
             if said:
                 ends.add(number)
                 break
     assert ends == {1, 2}
-
-
-@pytest.mark.parametrize(("file", "variables"), list(product(FILES, VARIABLES)))
-def test_the_same_where_others_come_and_go(file: Horovod, variables: dict[str, str]) -> None:
-    give(variables)
-    fixed: set[str] = set()
-    said = refused(file, ELASTIC)
-    assert not crashes(fixed)
-    assert crashes(fixed) == said
 
 
 def test_what_the_file_says_of_buckets_fixes_nothing() -> None:
@@ -111,10 +99,10 @@ def test_what_the_file_says_of_buckets_fixes_nothing() -> None:
 def test_horovod_fuses_what_it_tunes_and_the_parameters_of_adasum() -> None:
     for file in (Horovod(autotune=True), Horovod(op="adasum")):
         file = file.model_copy(update={"fusion_threshold_bytes": 1024})
-        assert settle_environment(file, HERE, CPU, running=False) == 1024
+        assert settle_environment(file, CPU, running=False) == 1024
         assert os.environ[THRESHOLD] == "1024"
         assert {APART, ROUNDS} & told().keys() == set()
-    assert settle_environment(Horovod(op="adasum"), HERE, CPU, running=False) is None
+    assert settle_environment(Horovod(op="adasum"), CPU, running=False) is None
     assert told() == {ROUNDS: "5.0"}
 
 
@@ -132,27 +120,21 @@ def test_nor_does_it_after_a_training_that_was_not_tuned(device: str) -> None:
         start(Horovod(autotune=True), device=torch.device(device))
 
 
-def test_nor_where_others_come_and_go() -> None:
-    give({TUNES: "1"})
-    with pytest.raises(EngineError, match="elastic runs"):
-        start(Horovod(), ELASTIC)
-
-
 def test_over_mpi_it_starts_once() -> None:
     start(Horovod(fusion_threshold_bytes=1024))
-    settle_environment(Horovod(fusion_threshold_bytes=2048), HERE, CPU, running=True)
+    settle_environment(Horovod(fusion_threshold_bytes=2048), CPU, running=True)
     note_start(running=True)
-    settle_environment(Horovod(cycle_time_milliseconds=1), HERE, CPU, running=True)
+    settle_environment(Horovod(cycle_time_milliseconds=1), CPU, running=True)
     with pytest.raises(EngineError, match="HOROVOD_CYCLE_TIME cannot change; train in a new process"):
         note_start(running=True)
 
 
 def test_on_gpus_buckets_are_handed_over_without_waiting(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delenv(environment.ASYNC_COMPLETION, raising=False)
-    settle_environment(Horovod(), HERE, CPU, running=False)
+    settle_environment(Horovod(), CPU, running=False)
     assert environment.ASYNC_COMPLETION not in os.environ
-    settle_environment(Horovod(), HERE, torch.device("cuda", 0), running=False)
+    settle_environment(Horovod(), torch.device("cuda", 0), running=False)
     assert os.environ[environment.ASYNC_COMPLETION] == "1"
     monkeypatch.setenv(environment.ASYNC_COMPLETION, "0")
-    settle_environment(Horovod(), HERE, torch.device("cuda", 0), running=False)
+    settle_environment(Horovod(), torch.device("cuda", 0), running=False)
     assert os.environ[environment.ASYNC_COMPLETION] == "0", "what the user has set stays"

@@ -5,9 +5,14 @@ from __future__ import annotations
 import re
 import runpy
 from pathlib import Path
+from typing import Any
 
 import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils.data import TensorDataset
 
+import dsframe
 from tests.processes import REPOSITORY, python, run_ranks, torchrun
 
 README = (REPOSITORY / "README.md").read_text(encoding="utf-8")
@@ -37,6 +42,36 @@ def test_the_example_of_hooks_runs(tmp_path: Path) -> None:
     output = run_ranks(python(["line.py"]), cwd=tmp_path, timeout_seconds=150).check().output
     assert "step 10 of 200: " in output
     assert "loss is not better in 2 evaluation(s); the best was " in output
+
+
+def test_the_search_with_optuna_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """One process a trial, in this one."""
+    pytest.importorskip("optuna")
+    monkeypatch.chdir(tmp_path)
+    code = re.search(r"```python\n(.*?)```", (REPOSITORY / "docs" / "runs.md").read_text(encoding="utf-8"), re.DOTALL)
+    assert code
+    file = {
+        "train_batch_size": 8,
+        "optimizer": {"type": "SGD", "params": {"lr": 0.1}},
+        "dsframe": {"engine": "single", "steps": 2, "order": "sequential"},
+    }
+    ran: dict[str, Any] = {"task": Line(), "file": file}
+    exec(compile(code[1], "runs.md", "exec"), ran)
+    assert len(ran["study"].trials) == 2
+    assert {path.name for path in (tmp_path / "search").iterdir()} == {"0", "1"}
+
+
+class Line(dsframe.Task):
+    def model(self) -> nn.Module:
+        return nn.Linear(1, 1)
+
+    def loss(self, outputs: Tensor, targets: Tensor) -> Tensor:
+        return nn.functional.mse_loss(outputs, targets)
+
+    def train_data(self) -> TensorDataset:
+        return TensorDataset(torch.arange(32.0).reshape(-1, 1) / 32, torch.ones(32, 1))
+
+    eval_data = train_data
 
 
 def anchors(page: Path) -> set[str]:

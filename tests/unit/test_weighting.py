@@ -85,8 +85,6 @@ def test_every_item_of_a_step_counts_the_same() -> None:
 def test_ranks_that_read_the_same_samples_count_them_once() -> None:
     tensor_parallel = factors([[6], [6], [2], [2]], batch(2, 1, tensor_parallel_size=2), Padded())
     assert tensor_parallel == [[1.5], [1.5], [0.5], [0.5]]
-    more_than_can_share = factors([[6], [2], [6]], batch(2, 1), Padded())  # of an elastic run
-    assert more_than_can_share[:2] == [[1.5], [0.5]]
 
 
 def test_slices_of_a_sequence_count_by_what_counts_in_them() -> None:

@@ -113,6 +113,13 @@ def test_horovodrun_over_mpi_is_horovodrun() -> None:
     assert (found.launcher, found.rank, found.size) == ("horovodrun", 3, 4)
 
 
+def test_elastic_horovodrun_is_refused() -> None:
+    variables = {"HOROVOD_RANK": "0", "HOROVOD_SIZE": "2", "HOROVOD_LOCAL_RANK": "0", "HOROVOD_LOCAL_SIZE": "2"}
+    assert world.read(variables).size == 2
+    with pytest.raises(WorldError, match=r"--min-np.* not supported.*dsframe launch --restarts"):
+        world.read({**variables, "HOROVOD_ELASTIC": "1"})
+
+
 def test_no_launcher_is_one_process() -> None:
     assert world.read({}) == World()
     # Inside an sbatch script, before srun: the allocation's variables alone start nobody.

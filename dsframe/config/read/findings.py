@@ -15,20 +15,6 @@ OVERRIDE = "--set"
 """The file name of problems with overrides."""
 
 
-class Fix(NamedTuple):
-    """An edit that ``dsframe check --fix`` can make without changing what the file means."""
-
-    path: Path
-    """The member as written."""
-    target: Path
-    """Where it belongs, under its right name. Equal to ``path`` when only the value changes."""
-    value: Any = None
-    """The new value, where ``replace`` is set."""
-    replace: bool = False
-    remove: bool = False
-    """Remove the member: it has no effect or is the default."""
-
-
 class Resolved(NamedTuple):
     """A value that was ``"auto"`` or follows from others, and why it is what it is."""
 
@@ -59,14 +45,13 @@ def show(value: Any) -> str:
 
 
 class Findings:
-    """Problems, fixes and resolved values of one file. A path is a tuple, or dotted text where no key has a dot."""
+    """Problems and resolved values of one file. A path is a tuple, or dotted text where no key has a dot."""
 
     def __init__(self, document: Document, file: str, overridden: Iterable[Path] = ()) -> None:
         self.document = document
         self.file = file
         self.overridden = set(overridden)
         self.problems: list[Problem] = []
-        self.fixes: list[Fix] = []
         self.resolved: list[Resolved] = []
         self.pending: set[Path] = set()
         """Members that wait for the model or the data, as "auto" does."""
@@ -126,11 +111,6 @@ class Findings:
         """Record that ``"auto"`` at ``path`` became ``value``."""
         self.resolved.append(Resolved(path, value, reason))
         self.note(path, f'"auto" is {show(value)}: {reason}', code="auto", at_value=True)
-
-    def fix(self, path: Path, target: Path | None = None, **edit: Any) -> None:
-        """Record an edit of the member handled at ``path``."""
-        path = self.written(path)
-        self.fixes.append(Fix(path, target or path, **edit))
 
     def position(self, path: Path, *, at_value: bool = False, offset: int | None = None) -> tuple[int, int]:
         """Line and column of the member at ``path``, else of the nearest one around it; (0, 0) where there is none."""

@@ -43,13 +43,11 @@ def _zero_switch(raw: dict[str, Any], on: bool, findings: Findings) -> None:
     modern: dict[str, Any] = {"stage": int(on)}
     if on and "allgather_size" in raw:
         modern["allgather_bucket_size"] = raw["allgather_size"]
-        findings.fix(("allgather_size",), remove=True)
         findings.moved(("allgather_size",), (*path, "allgather_bucket_size"))
     raw.pop("allgather_size", None)
     raw["zero_optimization"] = modern
     message = f"{show(on)} is deprecated and means stage {modern['stage']}"
     findings.warning(path, message, f"write {show(modern)}", code="deprecated", at_value=True)
-    findings.fix(path, value=modern, replace=True)
 
 
 def _rename(raw: dict[str, Any], old: Path, new: Path, findings: Findings) -> None:
@@ -61,7 +59,6 @@ def _rename(raw: dict[str, Any], old: Path, new: Path, findings: Findings) -> No
         findings.error(old, f'another name of "{after}", which the file has as well', "keep one", code="conflict")
         return
     owner[after] = value
-    findings.fix(old, new)
     findings.moved(old, new)
     if old[0] == "zero_optimization" and f"stage3_{before}" == after:
         findings.note(old, "short name", f'DeepSpeed documents it as "{after}"', code="deprecated")
@@ -85,12 +82,10 @@ def _cpu_offload(zero: dict[str, Any], findings: Findings) -> None:
             findings.error(path, message, remedy, code="type", at_value=True)
         elif new is None or not value:
             findings.warning(path, message, remedy if new is None else "remove it", code="deprecated")
-            findings.fix(path, remove=True)
         elif zero.get(new) is not None:
             message = f'deprecated name of "{new}", which the file has as well: DeepSpeed raises'
             findings.error(path, message, "remove it", code="conflict")
         else:
             zero[new] = section
             findings.warning(path, "deprecated", remedy, code="deprecated")
-            findings.fix(path, ("zero_optimization", new), value=section, replace=True)
             findings.moved(path, ("zero_optimization", new))

@@ -87,7 +87,7 @@ class _Repair:
         if meant in legal:
             self.unknown(here, remedy=f'did you mean "{meant}"?')
             raw[str(meant)] = raw.pop(key)
-            self.assume(here, (*here[:-1], str(meant)))
+            self.findings.moved(here, (*here[:-1], str(meant)))
 
     def drop(self, owner: type[Section], raw: dict[str, Any], here: Path) -> None:
         """Take an unknown key out, and say where it belongs."""
@@ -104,12 +104,8 @@ class _Repair:
             remedy = "remove it (it is switched off)" if off else REMOVED[name]
             message = "removed from DeepSpeed 0.19, which raises if the key is present"
             self.findings.error(here, message, remedy, code="removed")
-            if off:
-                self.findings.fix(here, remove=True)  # nothing is lost
         elif name in SYNONYMS:
             self.unknown(here, *SYNONYMS[name])
-            if SYNONYMS[name][1] == "remove it":
-                self.findings.fix(here, remove=True)
         elif here[:-1] in ((), ("dsframe",)) and foreign.answers(key):
             self.translate(here, value)
         else:
@@ -196,11 +192,7 @@ class _Repair:
                 return
         if new[-1] not in owner:
             owner[new[-1]] = value
-            self.assume(old, new)
-
-    def assume(self, old: Path, new: Path) -> None:
-        self.findings.fix(old, new)
-        self.findings.moved(old, new)
+            self.findings.moved(old, new)
 
 
 def _where(home: Path) -> str:

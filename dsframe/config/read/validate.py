@@ -248,5 +248,4 @@ def _value(owner: type[Section], value: Any, expected: Shape, here: Path, findin
     if meaning is not value:
         message = f"DeepSpeed reads {show(value)} as {show(meaning)}"
         findings.warning(here, message, f"write {show(meaning)}", code="coerced", at_value=True)
-        findings.fix(here, here, value=meaning, replace=True)
     return meaning

@@ -21,13 +21,9 @@ class Horovod(Section):
     autotune: bool = False
     """Let Horovod try threshold and cycle time out in the first steps and keep the fastest. From three ranks on, last bits may
     then differ from run to run, because what is reduced together depends on the moment. Refused where Horovod starts more than
-    once in a process: in a second training, and where processes come and go."""
+    once in a process: in a second training."""
     groups: Size = 0
     """Gradients are reduced in so many groups of as many parameters. 0: by ``fusion_threshold_bytes``."""
-    commit_every_steps: Count = 50
-    """Under ``horovodrun --min-np``: steps between two copies of the state in each process's memory, which keeps the one before
-    until the next is whole. So many steps at most are trained again when a process is lost, and hosts that were added join at the
-    next copy."""
 
 
 class Ddp(Section):

@@ -37,9 +37,8 @@ from dsframe.engines.horovod.environment import note_start, pace, settle_environ
 from dsframe.engines.replica import ReplicaEngine
 from dsframe.errors import EngineError, WorldError
 from dsframe.host import phases
-from dsframe.model.forward import Inputs, Measure, MicroBatch
+from dsframe.model.forward import MicroBatch
 from dsframe.model.plan import Plan
-from dsframe.tasks.task import Sum
 
 try:
     import horovod.torch as hvd
@@ -50,7 +49,7 @@ except ImportError as error:  # pip's wheel without torch support, or built agai
 
 
 _living: WeakSet[Buckets] = WeakSet()
-"""Hooks of engines that were not closed, as in elastic runs when a process is lost, whose task may give the same module again."""
+"""Hooks of engines that were not closed, because a training failed, whose task may give the same module again."""
 _starts = itertools.count()
 """Counts Horovod's starts under horovodrun in this process."""
 _NAP_SECONDS = 2e-4
@@ -65,14 +64,11 @@ class HorovodEngine(ReplicaEngine):
         """**Collective.** Raises EngineError where this build of Horovod cannot do what the file asks for."""
         settings = plan.config.settings.horovod
         _refuse_gpus_without_nccl(plan.device)
-        self._bucket_bytes = settle_environment(settings, plan.world, plan.device, running=hvd.is_initialized())
+        self._bucket_bytes = settle_environment(settings, plan.device, running=hvd.is_initialized())
         self._buckets: Buckets | None = None
-        # A model's own collectives are torch's. In elastic runs processes come and go, and there is no group of them.
-        elastic = plan.world.elastic
-        opens = not elastic and process_group.open_process_group(
-            _with_address(plan.world), plan.device, plan.collective_limit
-        )
-        self._joins = not (elastic or opens)
+        # A model's own collectives are torch's.
+        world = _with_address(plan.world)
+        self._joins = not process_group.open_process_group(world, plan.device, plan.collective_limit)
         if not self._joins:
             _initialise(plan.world)
         self._op = settings.op or {"mean": "average", "sum": "sum"}[plan.config.deepspeed.gradient_allreduce_op]
@@ -89,25 +85,12 @@ class HorovodEngine(ReplicaEngine):
                 'horovod.op "adasum" combines updates, not gradients: they cannot be clipped, nor checked for overflow; '
                 'set "gradient_clipping": 0, use fp32 or bf16, and leave "on_nonfinite" at "stop"'
             )
-        # In elastic runs there may be more ranks than can share the batch. Those compute what others do and count for nothing.
-        readers, size = plan.batch.data_parallel_size, plan.world.size
-        self._counts = plan.world.rank < readers
-        self._weight = 1.0
-        if size > readers:
-            self._weight = size / readers if self._counts else 0.0
-        self.gradient_factor = self._weight
         super().__init__(plan)
 
     def _gradients(self, micro_batches: Iterable[MicroBatch], scale: float) -> Tensor:
-        """The mean of the losses over all ranks is that of those that count."""
         if self._buckets:
             self._buckets.begin()
-        loss = super()._gradients(micro_batches, scale)
-        return loss if self._weight == 1.0 else loss * self._weight
-
-    def eval_step(self, batch: tuple[Inputs, Any], measure: Measure | None) -> Mapping[str, Sum]:
-        """A rank that counts for nothing measures nothing."""
-        return super().eval_step(batch, measure if self._counts else None)
+        return super()._gradients(micro_batches, scale)
 
     @property
     def description(self) -> str:
@@ -182,9 +165,7 @@ class HorovodEngine(ReplicaEngine):
 
     def sum_over_ranks(self, values: Tensor) -> Tensor:
         """**Collective.** Element-wise sum over the ranks."""
-        if not self.plan.world.elastic:
-            return process_group.sum_over_ranks(values)
-        return cast(Tensor, hvd.allreduce(values, op=hvd.Sum, name="dsframe.sum"))
+        return process_group.sum_over_ranks(values)
 
     def close(self) -> None:
         """**Collective.** Leaves Horovod's ring when everybody has arrived."""
@@ -243,7 +224,7 @@ def _initialise(world: World) -> None:
     note_start(running=hvd.is_initialized())
     # horovodrun's server keeps addresses of the training before: it forgets them only where all ranks leave every ring in one
     # order (``runner/http/http_server.py``: do_DELETE clears the lists of all scopes, 0.28.1), else peers are not reachable.
-    by_horovodrun = world.launcher == "horovodrun" and (world.elastic or not next(_starts))
+    by_horovodrun = world.launcher == "horovodrun" and not next(_starts)
     known = by_horovodrun or (world.launcher == "mpirun" and hvd.mpi_built())
     if world.size > 1 and not known:
         _serve(world)

@@ -3,7 +3,7 @@
 Horovod 0.28.1 reads its defaults anew at each start, the cycle time's after the environment's threshold, but keeps what an earlier
 start has fixed. If every value is already fixed, a second start writes out of bounds and crashes (SIGSEGV in
 ``ParameterManager::BayesianParameter::SetValue``). What it has tuned is fixed on all ranks but the first; and what switches fusion
-off is never switched back. A process starts it more than once in elastic runs, and where a program trains twice; over MPI never.
+off is never switched back. A process starts it more than once where a program trains twice; over MPI never.
 """
 
 from __future__ import annotations
@@ -12,7 +12,6 @@ import os
 
 import torch
 
-from dsframe.cluster.world import World
 from dsframe.config.schema.settings import Horovod
 from dsframe.engines import environment_scope
 from dsframe.errors import EngineError
@@ -33,7 +32,7 @@ _fixed: set[str] = set()
 """Names of values that its starts in this process have fixed."""
 
 
-def settle_environment(settings: Horovod, world: World, device: torch.device, *, running: bool) -> float | None:
+def settle_environment(settings: Horovod, device: torch.device, *, running: bool) -> float | None:
     """Before Horovod starts: puts the file's settings where it reads them. Returns the bytes of a bucket, if anybody says.
 
     The threshold goes there only where Horovod fuses; else buckets are cut by it, and Horovod takes them as they are. ``running``:
@@ -54,8 +53,8 @@ def settle_environment(settings: Horovod, world: World, device: torch.device, *,
     environment_scope.number(ROUNDS, settings.cycle_time_milliseconds, CPU_ROUND_MILLISECONDS if default else None)
     if device.type == "cuda":  # the host hands buckets over and continues; else it waits for each
         environment_scope.number(ASYNC_COMPLETION, None, 1)
-    if world.elastic or (_started and not running):
-        _refuse_another_start(world.elastic)
+    if _started and not running:
+        _refuse_another_start()
     return bucket_bytes
 
 
@@ -89,16 +88,15 @@ def _fixes() -> set[str]:
     return {name for name in (THRESHOLD, ROUNDS) if name in os.environ} | ({TUNES} if tunes() else set())
 
 
-def _refuse_another_start(elastic: bool) -> None:
+def _refuse_another_start() -> None:
     now = _fixes()
-    before = _fixed | now if elastic else _fixed  # when others come or go the same starts again
-    if TUNES in now | before:
+    if TUNES in now | _fixed:
         raise EngineError(
-            "Horovod cannot autotune in a process that starts it more than once (elastic runs, a second training): it would "
+            "Horovod cannot autotune in a process that starts it more than once (a second training): it would "
             f"crash, or tune nothing; remove horovod.autotune ({TUNES}), or train in a new process"
         )
-    if ROUNDS in before and THRESHOLD in now | before:
+    if ROUNDS in _fixed and THRESHOLD in now | _fixed:
         raise EngineError(
-            f"unset {THRESHOLD}: Horovod crashes on a second start in a process (elastic runs, a second training) when it "
+            f"unset {THRESHOLD}: Horovod crashes on a second start in a process (a second training) when it "
             f"and {ROUNDS} are both fixed; write horovod.fusion_threshold_bytes in the file instead"
         )

@@ -31,8 +31,7 @@ All other options go to dsframe.train, before or after "--":
 
 Hosts: -H, a host file ("host slots=4" a line), or those of the Slurm allocation that this runs in. The
 launcher reaches them by itself: deepspeed by pdsh, horovodrun and mpirun by ssh, srun by Slurm.
-Without -np: one process for each slot; without hosts: one for each GPU of this machine. For a number of
-processes that changes use horovodrun itself: horovodrun --min-np 2 ... python -m dsframe.train.
+Without -np: one process for each slot; without hosts: one for each GPU of this machine.
 
 exit codes: those of a training process (`dsframe explain` lists them), or 1 if the launcher gave no better one.
 With --restarts a failed run continues from its newest checkpoint; the same failure at the same step ends it.
