@@ -79,10 +79,11 @@ def _reason(error: Exception) -> str:
 def _check(name: str, folder: str) -> None:
     """Reads all of the data set in ``folder``. Raises DataError when something is missing or damaged."""
     from dsframe.data import vision
-    from dsframe.data.files import read_cifar, read_idx
+    from dsframe.data.files import read_idx
 
     if name == "cifar10":
-        read_cifar(*vision.find_cifar(folder))
+        vision.read_cifar(folder, train=True)
+        vision.read_cifar(folder, train=False)
     else:
         for path in vision.find_mnist(name, folder).values():
             read_idx(path)

@@ -5,15 +5,13 @@ from __future__ import annotations
 import contextlib
 import gzip
 import hashlib
-import io
 import math
 import os
-import pickle
 import tempfile
 import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import IO, Any
+from typing import IO
 
 import numpy as np
 import torch
@@ -121,69 +119,3 @@ def _first_bytes(path: Path, most: int = 4 + 4 * 255) -> bytes:
             return file.read(most)
     except OSError as error:
         raise DataError(f"{path}: cannot be read ({error.strerror or error})") from error
-
-
-_CIFAR_PIXELS = 3 * 32 * 32
-_CIFAR_IMAGES = 10_000
-
-
-def read_cifar(folder: Path, files: list[str]) -> tuple[Tensor, Tensor]:
-    """CIFAR-10 batches, of the Python version: uint8 ``[N, 3, 32, 32]`` and labels."""
-    images, labels = [], []
-    for name in files:
-        path = folder / name
-        batch = _unpickle_arrays(path)
-        try:
-            pixels, classes = np.asarray(batch[b"data"]), np.asarray(batch[b"labels"])
-        except (KeyError, TypeError) as error:
-            raise DataError(f"{path}: not a CIFAR-10 batch (no {error})") from error
-        if pixels.dtype != np.uint8 or pixels.shape != (len(classes), _CIFAR_PIXELS):
-            raise DataError(f"{path}: not a CIFAR-10 batch: data are {pixels.dtype} {list(pixels.shape)}")
-        images.append(torch.from_numpy(pixels.copy()).view(-1, 3, 32, 32))
-        labels.append(torch.from_numpy(classes.astype(np.int64)))
-    return torch.cat(images), torch.cat(labels)
-
-
-def shared_cifar(folder: Path, files: list[str], caches: Path) -> tuple[Tensor, Tensor]:
-    """As :func:`read_cifar`, by a file in ``caches`` that the processes of a host share; copies where it cannot be written."""
-    count = _CIFAR_IMAGES * len(files)
-    pixels = count * _CIFAR_PIXELS
-
-    def write(out: IO[bytes]) -> None:
-        for part in read_cifar(folder, files):
-            out.write(part.to(torch.uint8).numpy().data)
-        if out.tell() != pixels + count:
-            raise DataError(f"{folder}: not CIFAR-10: {', '.join(files)} hold other than {count:,} images")
-
-    try:
-        path = cached(caches, "cifar10", [folder / name for name in files], pixels + count, write)
-    except DataError as error:
-        if not isinstance(error.__cause__, OSError):
-            raise
-        return read_cifar(folder, files)
-    content = mapped(path, pixels + count)
-    return content[:pixels].view(count, 3, 32, 32), content[pixels:].long()
-
-
-class _ArraysOnly(pickle.Unpickler):
-    """Loads plain containers and NumPy arrays; refuses every other class and function, so that no code can run."""
-
-    ALLOWED = frozenset({("_reconstruct", "multiarray"), ("ndarray", "numpy"), ("dtype", "numpy")})
-
-    def find_class(self, module: str, name: str) -> Any:
-        if module.split(".")[0] == "numpy" and (name, module.split(".")[-1]) in self.ALLOWED:
-            # NumPy 2 moved numpy.core to numpy._core; old files name the old place.
-            return super().find_class(module.replace("numpy.core", "numpy._core") if _NUMPY_2 else module, name)
-        raise pickle.UnpicklingError(f"it asks for {module}.{name}, which no data file needs")
-
-
-_NUMPY_2 = int(np.__version__.split(".")[0]) >= 2
-
-
-def _unpickle_arrays(path: Path) -> Any:
-    try:
-        return _ArraysOnly(io.BytesIO(read_bytes(path)), encoding="bytes").load()
-    except DataError:
-        raise
-    except Exception as error:  # a damaged pickle can raise almost anything
-        raise DataError(f"{path}: damaged, or not a CIFAR-10 batch: {error}") from error

@@ -13,7 +13,8 @@ from torch import Tensor
 from torch.utils.data import Subset
 
 from dsframe.data import folder
-from dsframe.data.files import data_root, read_idx, shared_cifar
+from dsframe.data._torchvision import torchvision
+from dsframe.data.files import data_root, read_idx
 from dsframe.data.sampler import permutation
 from dsframe.data.shards import Shards
 from dsframe.data.source import ImageSource
@@ -123,9 +124,7 @@ def load(
     if settings.dataset == "synthetic":
         pixels, labels = _synthetic(images, settings.samples or 10_000, train)
     elif settings.dataset == "cifar10":
-        cifar_folder, files = find_cifar(settings.data_dir)
-        caches = data_root(settings.data_dir) / "arrays"
-        pixels, labels = shared_cifar(cifar_folder, files[:-1] if train else files[-1:], caches)
+        pixels, labels = read_cifar(settings.data_dir, train=train)
     else:
         pixels, labels = _read_mnist(settings.dataset, settings.data_dir, train)
     if train and settings.samples is not None:
@@ -197,19 +196,14 @@ def find_mnist(name: str, data_dir: str | None) -> dict[str, Path]:
     raise _not_found(name, data_dir, root, folders, incomplete)
 
 
-def find_cifar(data_dir: str | None) -> tuple[Path, list[str]]:
-    """The folder and the six files of CIFAR-10's Python version (the test batch last)."""
+def read_cifar(data_dir: str | None, *, train: bool) -> tuple[Tensor, Tensor]:
+    """CIFAR-10 by torchvision, which knows the files' MD5 sums: uint8 ``[N, 3, 32, 32]``, int64 ``[N]``."""
     root = data_root(data_dir)
-    folders = [root, root / "cifar-10-batches-py"]
-    files = [*(f"data_batch_{number}" for number in range(1, 6)), "test_batch"]
-    incomplete = []
-    for candidate in folders:
-        missing = [file for file in files if not (candidate / file).is_file()]
-        if not missing:
-            return candidate, files
-        if len(missing) < len(files):
-            incomplete.append(f"{candidate} lacks {', '.join(missing)}")
-    raise _not_found("cifar10", data_dir, root, folders, incomplete)
+    try:
+        dataset = torchvision().datasets.CIFAR10(root, train=train)
+    except RuntimeError:
+        raise _not_found("cifar10", data_dir, root, [root / "cifar-10-batches-py"], []) from None
+    return torch.from_numpy(dataset.data).permute(0, 3, 1, 2).contiguous(), torch.tensor(dataset.targets)
 
 
 def _not_found(name: str, data_dir: str | None, root: Path, folders: list[Path], incomplete: list[str]) -> DataError:

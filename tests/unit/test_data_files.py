@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gzip
+import hashlib
 import io
 import os
 import pickle
@@ -15,7 +16,8 @@ import torch
 
 from dsframe.config.schema.settings import VisionTask
 from dsframe.data import Loader, fetch, vision
-from dsframe.data.files import read_cifar, read_idx, replacing, shared_cifar
+from dsframe.data._torchvision import torchvision
+from dsframe.data.files import read_idx, replacing
 from dsframe.data.folder import ImageFolder
 from dsframe.errors import DataError
 from dsframe.tasks import build
@@ -64,15 +66,6 @@ def test_the_ranks_of_a_host_share_one_copy(tmp_path: Path) -> None:
     source = load(settings(data_dir=str(tmp_path)))
     assert str(tmp_path / "train-images-idx3-ubyte") in mapped_files(str(tmp_path))
     assert len(source) == 6
-
-
-def test_a_folder_that_cannot_be_written_gives_each_rank_its_copy(tmp_path: Path) -> None:
-    pixels, labels = cifar_batch(0)
-    (tmp_path / "test_batch").write_bytes(python_2_pickle(pixels, labels))
-    (tmp_path / "file").write_text("")
-    images, classes = shared_cifar(tmp_path, ["test_batch"], tmp_path / "file" / "arrays")
-    assert torch.equal(images.flatten(1), torch.from_numpy(pixels))
-    assert classes.tolist() == labels.tolist()
 
 
 @pytest.mark.parametrize("compressed", [False, True])
@@ -160,38 +153,36 @@ def test_files_that_do_not_belong_together_are_refused(tmp_path: Path) -> None:
         load(settings(data_dir=str(tmp_path)))
 
 
-def cifar_batch(seed: int) -> tuple[np.ndarray, np.ndarray]:
-    generator = np.random.default_rng(seed)
-    return generator.integers(256, size=(10_000, 3072), dtype=np.uint8), generator.integers(10, size=10_000)
+def test_cifar10_is_torchvisions_and_no_other_file_is_unpickled(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    folder = tmp_path / "cifar-10-batches-py"
+    folder.mkdir()
+    pixels = np.random.default_rng(0).integers(256, size=(20, 3072), dtype=np.uint8)
 
+    def write(name: str, content: dict[str, Any]) -> tuple[str, str]:
+        (folder / name).write_bytes(pickle.dumps(content))
+        return name, hashlib.md5((folder / name).read_bytes()).hexdigest()
 
-def python_2_pickle(pixels: np.ndarray, labels: np.ndarray) -> bytes:
-    """``{"data": pixels, "labels": labels}`` in the opcodes of Python 2, in which the published files are written."""
-    shape = b"".join(b"M" + n.to_bytes(2, "little") for n in pixels.shape) + b"\x86"
-    dtype = b"cnumpy\ndtype\nU\x02u1K\0K\1\x87R(K\3U\1|NNN" + 2 * b"J\xff\xff\xff\xff" + b"K\0tb"
-    array = b"cnumpy.core.multiarray\n_reconstruct\ncnumpy\nndarray\nK\0\x85U\1b\x87R(K\1" + shape + dtype
-    content = b"T" + pixels.nbytes.to_bytes(4, "little") + pixels.tobytes()
-    numbers = b"](" + b"".join(b"K" + bytes([label]) for label in labels.tolist()) + b"e"
-    return b"\x80\2}(U\4data" + array + b"\x89" + content + b"tbU\6labels" + numbers + b"u."
-
-
-def test_cifar10_is_read_and_shared(tmp_path: Path) -> None:
-    python = tmp_path / "cifar-10-batches-py"
-    python.mkdir()
-    for number in range(1, 7):
-        pixels, labels = cifar_batch(number % 2)
-        name = f"data_batch_{number}" if number < 6 else "test_batch"
-        (python / name).write_bytes(python_2_pickle(pixels, labels))
-    source = load(settings("cifar10", data_dir=str(python)))
-    assert len(source) == 50_000
-    assert len(load(settings("cifar10", data_dir=str(tmp_path)), train=False)) == 10_000
-    images, classes = read_cifar(python, ["test_batch"])
-    assert torch.equal(images.view(10_000, -1), torch.from_numpy(pixels))
-    assert classes.tolist() == labels.tolist()
-    assert torch.equal(
-        load(settings("cifar10", data_dir=str(python)), train=False).pixels(torch.arange(4), 0)[0], images[:4]
-    )
-    assert len(mapped_files("cifar10-")) == 1
+    parts = [
+        write("data_batch_1", {"data": pixels, "labels": [3] * 20}),
+        write("test_batch", {"data": pixels[:5], "labels": [1] * 5}),
+        write("batches.meta", {"label_names": ["a"]}),
+    ]
+    cifar = torchvision().datasets.CIFAR10
+    monkeypatch.setattr(cifar, "train_list", parts[:1])
+    monkeypatch.setattr(cifar, "test_list", parts[1:2])
+    monkeypatch.setattr(cifar, "meta", {"filename": "batches.meta", "key": "label_names", "md5": parts[2][1]})
+    section = settings("cifar10", data_dir=str(tmp_path))
+    images, labels = load(section).pixels(torch.arange(20), 0)
+    assert torch.equal(images.flatten(1), torch.from_numpy(pixels))
+    assert labels.tolist() == [3] * 20
+    assert len(load(section, train=False)) == 5
+    mark = tmp_path / "mark"
+    (folder / "test_batch").write_bytes(pickle.dumps(Hostile(mark)))
+    with pytest.raises(DataError, match="cifar10: not found in"):
+        load(section, train=False)
+    assert not mark.exists()
 
 
 class Hostile:
@@ -200,18 +191,6 @@ class Hostile:
 
     def __reduce__(self) -> tuple[Any, ...]:
         return os.mkdir, (str(self.mark),)
-
-
-def test_no_code_runs_from_a_pickled_data_file(tmp_path: Path) -> None:
-    mark = tmp_path / "mark"
-    (tmp_path / "test_batch").write_bytes(pickle.dumps({b"data": Hostile(mark), b"labels": [1]}))
-    with pytest.raises(DataError, match=r"test_batch: .*posix\.mkdir, which no data file needs"):
-        read_cifar(tmp_path, ["test_batch"])
-    assert not mark.exists()
-    for content in (b"", b"not a pickle", pickle.dumps([1, 2]), pickle.dumps({b"data": [1], b"labels": [1]})):
-        (tmp_path / "test_batch").write_bytes(content)
-        with pytest.raises(DataError, match=r"test_batch: .*not a CIFAR-10 batch"):
-            read_cifar(tmp_path, ["test_batch"])
 
 
 def interrupted_write(path: Path) -> None:
