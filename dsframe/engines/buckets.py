@@ -7,7 +7,6 @@ copied back, nothing has to be zeroed, and the library gets one tensor where it 
 
 from __future__ import annotations
 
-import itertools
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -51,11 +50,10 @@ class Buckets:
         start: Start,
         *,
         bytes_each: int | None,
-        groups: int = 0,
         overlaps: bool = True,
     ) -> None:
-        """``bytes_each``: the most that one bucket holds, but for a parameter that is larger (None: ``usual_bytes``); or
-        ``groups`` buckets of as many parameters each. ``overlaps``: whether the gradients come from a backward pass; else all
+        """``bytes_each``: the most that one bucket holds, but for a parameter that is larger (None: ``usual_bytes``).
+        ``overlaps``: whether the gradients come from a backward pass; else all
         wait for :meth:`finish`."""
         self._start = start
         self._held = False
@@ -64,7 +62,7 @@ class Buckets:
         backwards = list(reversed(parameters))
         if bytes_each is None:
             bytes_each = usual_bytes(sum(parameter.nbytes for parameter in parameters))
-        cut = _by_number(backwards, groups) if groups else _by_size(backwards, bytes_each)
+        cut = _by_size(backwards, bytes_each)
         self._buckets = [_bucket(f"gradients.{number}", members) for number, members in enumerate(cut)]
         self._of = {id(parameter): bucket for bucket in self._buckets for parameter in bucket.parameters}
         hooked = parameters if overlaps else ()
@@ -151,12 +149,6 @@ def _by_size(parameters: Sequence[nn.Parameter], limit: int) -> list[list[nn.Par
         cut[-1].append(parameter)
         room -= parameter.nbytes
     return cut
-
-
-def _by_number(parameters: Sequence[nn.Parameter], groups: int) -> list[list[nn.Parameter]]:
-    count = min(groups, len(parameters))
-    ends = [len(parameters) * number // count for number in range(count + 1)]
-    return [list(parameters[first:last]) for first, last in itertools.pairwise(ends)]
 
 
 def _bucket(name: str, parameters: list[nn.Parameter]) -> _Bucket:

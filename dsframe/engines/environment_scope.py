@@ -6,8 +6,8 @@ import os
 
 from dsframe.errors import EngineError
 
-_ours: dict[str, tuple[str, str | None]] = {}
-"""Variables that this module has set, and their values before, to be restored for a further run in this process."""
+_ours: dict[str, tuple[str | None, str | None]] = {}
+"""Variables that this module has set or removed (None), and their values before, to be restored for a further run."""
 
 
 def put(name: str, value: str) -> None:
@@ -16,12 +16,18 @@ def put(name: str, value: str) -> None:
     os.environ[name] = value
 
 
+def remove(name: str) -> None:
+    """Takes a variable out until :func:`take_back`."""
+    _ours[name] = (None, _ours[name][1] if name in _ours else os.environ.get(name))
+    os.environ.pop(name, None)
+
+
 def take_back() -> None:
     """Restores the values before; leaves variables that somebody else has changed since."""
     for name, (value, before) in _ours.items():
         if os.environ.get(name) == value:
             if before is None:
-                del os.environ[name]
+                os.environ.pop(name, None)
             else:
                 os.environ[name] = before
     _ours.clear()

@@ -139,7 +139,7 @@ class ReplicaEngine(ModelEngine):
         self._begin_step()
         scale = self._loss_scale.scale if self._loss_scale else 1.0
         rates = self.plan.schedule(self._updates)
-        rates.apply(self.optimizer.param_groups)  # before the backward pass: Horovod's adasum updates inside it
+        rates.apply(self.optimizer.param_groups)
         if lbfgs.needs_closure(self.optimizer):
             return self._step_with_closure(list(micro_batches), rates.learning_rate)
         loss = self._gradients(micro_batches, scale)

@@ -113,7 +113,6 @@ BUILT_IN: dict[str, Entry] = {
         ignores=MODELS_OWN,
         otherwise={
             **_OTHERWISE,
-            "adasum": "is supported by engine horovod only",
             "fp16_compression": "is an option of engine horovod; for DeepSpeed write communication_data_type",
             "gradient_hook": "is an option of engine ddp; for DeepSpeed write communication_data_type",
         },
@@ -135,8 +134,7 @@ BUILT_IN: dict[str, Entry] = {
         install="compile it against this torch as docs/coming_from/horovod.md says (pip install horovod alone fails)",
         launcher="horovodrun",
         several=SEVERAL,
-        supports=REPLICA
-        | {"closure", "gradient_sum", "adasum", "fp16_compression", "skip_nonfinite", "quantized_base"},
+        supports=REPLICA | {"closure", "gradient_sum", "fp16_compression", "skip_nonfinite", "quantized_base"},
         replicates=PLACEMENT | CUTS | EXPERTS,
         ignores=MODELS_OWN,
     ),

@@ -165,7 +165,7 @@ class WeightWatch(TorchFunctionMode):
         """Around a backward pass, whose hooks torch calls where it likes: counts writes. FSDP hides them."""
         self._versions = self._counted()
         yield
-        if self._engine.averages_gradients:  # else Horovod itself updates weights there
+        if self._engine.averages_gradients:  # else the engine itself may update weights there
             self._note_writes(self._rewritten(), "in the backward pass")
 
     def _counted(self) -> list[int]:

@@ -199,8 +199,6 @@ def engines(libraries: Mapping[str, Library | None]) -> Iterator[Finding]:
         yield library.finding if library else Finding("absent", f"{name}: not installed; {INSTALL[name]}")
     horovod, torch = libraries["horovod"], libraries["torch"]
     facts = horovod.facts if horovod else {}
-    if facts and not facts["MPI"]:
-        yield Finding("absent", "horovod.op adasum: needs Horovod compiled with MPI")
     if facts and torch and torch.facts.get("gpus") and not facts["NCCL"]:
         yield Finding("absent", "horovod on GPUs: needs Horovod compiled with NCCL")
 

@@ -77,7 +77,7 @@ CASES: dict[str, tuple[str, int, dict[str, Any]]] = {
     "horovod fp16 sgd compressed": (
         "horovod",
         2,
-        {**FP16, **SGD, "dsframe": {"horovod": {"compression": "fp16", "groups": 2}}},
+        {**FP16, **SGD, "dsframe": {"horovod": {"compression": "fp16"}}},
     ),
     "ddp": ("ddp", 2, {}),
     "ddp fp16": ("ddp", 2, FP16),

@@ -14,7 +14,7 @@ from dsframe.errors import TaskError
 from dsframe.tools import export
 from dsframe.tools.compare import losses
 from tests.engines.norm_task import Normed
-from tests.processes import horovodrun, run_ranks, warm
+from tests.processes import run_ranks, warm
 
 STEPS = 12
 BASE: dict[str, Any] = {
@@ -87,23 +87,6 @@ def test_one_meaning(name: str, tmp_path: Path) -> None:
     for engine in chosen[1:]:
         assert curves[engine] == pytest.approx(curves["ddp"], abs=BOUNDS.get(name, 2e-5)), engine
     assert min(curves["ddp"]) < curves["ddp"][0] - 0.01, "it moves"
-
-
-def test_adasum(tmp_path: Path) -> None:
-    """Where Horovod was built with MPI it trains; elsewhere it is refused before anything is trained."""
-    import horovod.torch as hvd
-
-    options = ["--engine", "horovod", "--set", "dsframe.horovod.op=adasum", "--set", "gradient_clipping=0"]
-    (tmp_path / "file.json").write_text(json.dumps(BASE))
-    command = horovodrun(2, ["-m", "dsframe.train", "--config", "file.json", "--run-dir", "run", *options])
-    finished = run_ranks(command, cwd=tmp_path, timeout_seconds=120)
-    if hvd.mpi_built():
-        finished.check()
-        assert len(losses(tmp_path / "run")) == STEPS
-    else:
-        assert finished.returncode != 0
-        assert 'horovod.op "adasum" needs a Horovod with MPI' in finished.stderr
-        assert "[rank" not in finished.stderr
 
 
 def test_an_evaluation_is_of_the_model_that_an_export_gives(tmp_path: Path) -> None:

@@ -41,9 +41,7 @@ def gradients(net: nn.Module) -> list[Tensor]:
     return [parameter.grad.clone() for parameter in net.parameters() if parameter.grad is not None]
 
 
-@pytest.mark.parametrize(
-    "how", [{"bytes_each": 0}, {"bytes_each": 700}, {"bytes_each": 2**20}, {"bytes_each": 1, "groups": 4}]
-)
+@pytest.mark.parametrize("how", [{"bytes_each": 0}, {"bytes_each": 700}, {"bytes_each": 2**20}])
 def test_the_same_gradients_in_buckets(how: dict[str, int]) -> None:
     images = torch.randn(3, 2, 8, 8)
     plain, net, ring = model(), model(), Ring()

@@ -392,13 +392,13 @@ def test_features_name_what_is_on(tmp_path: Path) -> None:
                 "stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": str(tmp_path)}, "offload_param": {"device": "cpu"},
             },
             "optimizer": {"type": "Lion", "params": {}}, "communication_data_type": "fp32",
-            "dsframe": {"horovod": {"op": "adasum", "compression": "fp16"}},
+            "dsframe": {"horovod": {"compression": "fp16"}},
         },
     )  # fmt: skip
     config = load(path)
     found = config.features
     assert [feature.name for feature in found] == [
-        "zero3", "offload_optimizer_nvme", "offload_param_cpu", "bf16", "communication_data_type", "adasum", "fp16_compression",
+        "zero3", "offload_optimizer_nvme", "offload_param_cpu", "bf16", "communication_data_type", "fp16_compression",
         "lion", "tensorboard",
     ]  # fmt: skip
     assert all(feature.line for feature in found)

@@ -9,7 +9,7 @@ from dsframe.config.schema.base import Count, Positive, Section, Size
 class Horovod(Section):
     """Options of the Horovod engine."""
 
-    op: Literal["average", "sum", "adasum"] | None = None
+    op: Literal["average", "sum"] | None = None
     """How gradients are combined. Default: by ``gradient_allreduce_op``."""
     compression: Literal["none", "fp16"] = "none"
     """Send gradients as they are or as fp16."""
@@ -18,12 +18,6 @@ class Horovod(Section):
     1 to 64 MiB."""
     cycle_time_milliseconds: Positive | None = None
     """Time between two rounds of reductions. Default: HOROVOD_CYCLE_TIME, else 5 ms on CPUs and Horovod's own 1 ms on GPUs."""
-    autotune: bool = False
-    """Let Horovod try threshold and cycle time out in the first steps and keep the fastest. From three ranks on, last bits may
-    then differ from run to run, because what is reduced together depends on the moment. Refused where Horovod starts more than
-    once in a process: in a second training."""
-    groups: Size = 0
-    """Gradients are reduced in so many groups of as many parameters. 0: by ``fusion_threshold_bytes``."""
 
 
 class Ddp(Section):

@@ -7,7 +7,7 @@ What ``hvd.DistributedOptimizer`` loses on CPUs, measured with 0.28.1 over Gloo,
 all ranks every millisecond what is ready, which takes 0.12 ms of processor time each; a main thread that waits does so in a loop
 of ``sched_yield`` (``mpi_ops_v2.cc``: WaitAndClear) and takes a core from the threads that it waits for; and every gradient is a
 request of its own, copied into a fusion buffer and out of it. So here gradients lie in a few buckets, rounds are rarer, and who
-waits sleeps. Only Adasum is left to Horovod's optimizer.
+waits sleeps.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 from contextlib import AbstractContextManager, nullcontext
 from dataclasses import replace
-from typing import Any, cast
+from typing import Any
 from weakref import WeakSet
 
 import torch
@@ -31,7 +31,6 @@ from torch import Tensor
 from dsframe.cluster import process_group
 from dsframe.cluster.rendezvous import bound_to, free_port, interface_to
 from dsframe.cluster.world import World
-from dsframe.engines import precision
 from dsframe.engines.buckets import Buckets
 from dsframe.engines.horovod.environment import note_start, pace, settle_environment
 from dsframe.engines.replica import ReplicaEngine
@@ -64,7 +63,7 @@ class HorovodEngine(ReplicaEngine):
         """**Collective.** Raises EngineError where this build of Horovod cannot do what the file asks for."""
         settings = plan.config.settings.horovod
         _refuse_gpus_without_nccl(plan.device)
-        self._bucket_bytes = settle_environment(settings, plan.device, running=hvd.is_initialized())
+        self._bucket_bytes = settle_environment(settings, plan.device)
         self._buckets: Buckets | None = None
         # A model's own collectives are torch's.
         world = _with_address(plan.world)
@@ -72,19 +71,6 @@ class HorovodEngine(ReplicaEngine):
         if not self._joins:
             _initialise(plan.world)
         self._op = settings.op or {"mean": "average", "sum": "sum"}[plan.config.deepspeed.gradient_allreduce_op]
-        self.averages_gradients = self._op != "adasum"
-        if self._op == "adasum" and not hvd.mpi_built():
-            _leave()
-            raise EngineError(
-                'horovod.op "adasum" needs a Horovod with MPI, and this one has only Gloo; rebuild it with an MPI installed'
-            )
-        looks = precision.scales_losses(plan.config, plan.device) or plan.config.settings.on_nonfinite == "skip"
-        if self._op == "adasum" and (plan.config.deepspeed.gradient_clipping > 0 or looks):
-            _leave()
-            raise EngineError(
-                'horovod.op "adasum" combines updates, not gradients: they cannot be clipped, nor checked for overflow; '
-                'set "gradient_clipping": 0, use fp32 or bf16, and leave "on_nonfinite" at "stop"'
-            )
         super().__init__(plan)
 
     def _gradients(self, micro_batches: Iterable[MicroBatch], scale: float) -> Tensor:
@@ -100,7 +86,6 @@ class HorovodEngine(ReplicaEngine):
         return f"Horovod ({transport}, {self._op}{pace()})"
 
     def _distribute(self, optimizer: torch.optim.Optimizer) -> torch.optim.Optimizer:
-        plan, settings = self.plan, self.plan.config.settings.horovod
         hvd.broadcast_parameters(_broadcastable(self.model.state_dict()), root_rank=0)
         if self._masters:
             hvd.broadcast_parameters(dict(self._named_parameters()), root_rank=0)
@@ -109,26 +94,13 @@ class HorovodEngine(ReplicaEngine):
         # step with zero gradients: Adam's bias correction moves on and weight decay shrinks the weights (measured, 0.28.1).
         if optimizer.state:
             hvd.broadcast_optimizer_state(optimizer, root_rank=0)
-        if self._op == "adasum":  # combines the ranks' updates, not their gradients
-            return cast(
-                torch.optim.Optimizer,
-                hvd.DistributedOptimizer(
-                    optimizer,
-                    named_parameters=self._named_parameters(),
-                    compression=hvd.Compression.fp16 if settings.compression == "fp16" else hvd.Compression.none,
-                    # Masters get their gradients after the last backward, when no hook of Horovod's fires.
-                    backward_passes_per_step=1 if self._masters else plan.batch.accumulation_steps,
-                    op=hvd.Adasum,
-                ),
-            )
-        if plan.world.size > 1:
+        if self.plan.world.size > 1:
             for earlier in () if self._joins else _living:
                 earlier.remove()
             self._buckets = Buckets(
                 self._parameters,
                 self._reduce,
                 bytes_each=None if self._bucket_bytes is None else int(self._bucket_bytes),
-                groups=settings.groups,
                 overlaps=self._masters is None,  # they get their gradients when all are there
             )
             _living.add(self._buckets)

@@ -99,13 +99,10 @@ class HorovodCosts(Costs):
         return 2.0 if self.settings.horovod.compression == "fp16" else 4.0
 
     def bucket_bytes(self, trained: float, width: int, accumulation_steps: int) -> float:
-        """By groups, by the threshold of fusion, else the engine's usual size."""
+        """By the threshold of fusion, else the engine's usual size."""
         from dsframe.engines.buckets import usual_bytes  # imports torch
 
-        options = self.settings.horovod
-        if options.groups:
-            return 4 * trained / options.groups
-        threshold = options.fusion_threshold_bytes
+        threshold = self.settings.horovod.fusion_threshold_bytes
         size = usual_bytes(4 * int(trained)) if threshold is None else max(threshold, 1)
         return min(size, 4 * trained)
 
