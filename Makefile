@@ -4,7 +4,7 @@ SHELL := bash
 export PATH := $(CURDIR)/launch/bin:$(CURDIR)/.venv/bin:$(PATH)
 export VIRTUAL_ENV := $(CURDIR)/.venv
 .DEFAULT_GOAL := help
-.PHONY: help setup setup-test lock wheels train test test-all launchers portability kill-test attack gpu-check versions lint format equivalence footprint bench bench-quick predictions startup soak docs site clean
+.PHONY: help setup setup-test lock wheels train test test-all launchers portability kill-test attack gpu-check versions lint format equivalence bench bench-quick predictions startup soak docs site clean
 
 help: ## this list
 	@sed -n 's/^\([a-z-]*\):.*## \(.*\)/  make \1\t\2/p' $(firstword $(MAKEFILE_LIST)) | expand -t 20
@@ -66,9 +66,6 @@ format: setup-test ## rewrites the sources as `make lint` wants them
 equivalence: setup-test ## every engine beside one process, losses and weights: the tables of docs/promise.md (more than an hour)
 	python -m tests.equivalence
 	python -m tests.features
-
-footprint: setup-test ## what every engine holds and sends, beside theory: the tables of docs/measurements.md (10 minutes)
-	python -m tests.footprint
 
 bench: setup-test ## dsframe beside hand-written loops, Accelerate, Lightning and the HF Trainer, in turns: ratios, memory, losses
 	python -m pip install -q --no-build-isolation -c constraints.txt -c .setup/torch.txt -e '.[bench]'

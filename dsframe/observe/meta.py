@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
 from typing import TYPE_CHECKING, Any
 
 import torch
@@ -12,15 +11,11 @@ from torch.overrides import TorchFunctionMode
 
 from dsframe.errors import TaskError
 from dsframe.model import adapter, groups
-from dsframe.tasks.layers import Tied, TiedLayer, check_ties, make
 from dsframe.tasks.meta import map_floats
 from dsframe.tasks.task import Task, loss_and_terms
 
 if TYPE_CHECKING:
     from dsframe.config import Config
-
-Stage = tuple[Any, nn.Module, int | None]
-"""Key (equal: the same layer again), module, and the layer whose weight it uses."""
 
 
 class Attention(TorchFunctionMode):
@@ -60,45 +55,20 @@ class Loss(nn.Module):
         return loss
 
 
-def stages_of(task: Task, dtype: torch.dtype, config: Config | None = None) -> tuple[list[Stage], bool]:
-    """The model with parameters of ``dtype``, and whether it is a list of layers. Layers that repeat are made once.
+def model_of(task: Task, dtype: torch.dtype, config: Config | None = None) -> nn.Module:
+    """The model with parameters of ``dtype``, adapted and frozen as ``config`` says.
 
-    ``config``: whose frozen groups need no gradient. Raises ConfigError and TaskError as ``groups.settle_groups``.
+    Raises TaskError where the task has several models, ConfigError and TaskError as ``groups.settle_groups``.
     """
     if task.models():
         raise TaskError(
             f"{type(task).__name__} has several models (models()), whose steps have no prediction; plan each by itself"
         )
-    adapted = config is not None and config.settings.adapter is not None
-    layers = None if adapted else task.layers()
-    grouped = config is not None and groups.are_asked(config, task)
-    stages: list[Stage] = [(None, task.model(), None)] if layers is None else _layers(layers, task.seed, apart=grouped)
-    modules = [module for _, module, _ in stages]
-    if config is not None and adapted:
-        adapter.add(config, modules[0])
-    if config is not None and grouped:
-        groups.settle_groups(config, task, modules[0] if layers is None else nn.Sequential(*modules))
-        stages = [(key and (key, *_trained(module)), module, owner) for key, module, owner in stages]
-    for module in modules:
-        for parameter in module.parameters():
-            parameter.data = parameter.data.to(dtype)
-    return stages, layers is not None
-
-
-def _trained(module: nn.Module) -> list[bool]:
-    return [parameter.requires_grad for parameter in module.parameters()]
-
-
-def _layers(layers: Sequence[Any], seed: int, *, apart: bool) -> list[Stage]:
-    check_ties(layers)
-    made: dict[int, nn.Module] = {}
-    stages: list[Stage] = []
-    for index, layer in enumerate(layers):
-        if isinstance(layer, Tied):
-            weight = stages[layer.layer][1].get_parameter(layer.weight)
-            stages.append((None, TiedLayer(layer, weight), layer.layer))
-            continue
-        if apart or id(layer) not in made:
-            made[id(layer)] = make(layer, index, seed)
-        stages.append((id(layer), made[id(layer)], None))
-    return stages
+    model = task.model()
+    if config is not None and config.settings.adapter is not None:
+        adapter.add(config, model)
+    if config is not None and groups.are_asked(config, task):
+        groups.settle_groups(config, task, model)
+    for parameter in model.parameters():
+        parameter.data = parameter.data.to(dtype)
+    return model

@@ -21,7 +21,7 @@ from dsframe.engine import Engine
 from dsframe.engines import precision
 from dsframe.model.forward import call
 from dsframe.observe.flops import OperationCounter
-from dsframe.observe.meta import Attention, Loss, stages_of
+from dsframe.observe.meta import Attention, Loss, model_of
 from dsframe.observe.observer import Observer, ObserverContext
 from dsframe.tasks.meta import example, map_floats, meta_device, with_rows
 from dsframe.tasks.task import Task
@@ -106,11 +106,9 @@ def flops_per_sample(task: Task, config: Config) -> float:
     rows = 2  # BatchNorm refuses a single value
     inputs, targets = example(task)
     with meta_device(), Attention(), OperationCounter() as count:
-        stages, _ = stages_of(task, torch.float32, config)
-        flow = map_floats(with_rows(inputs, rows), lambda tensor: tensor.float().requires_grad_())
-        for _, module, _ in stages:
-            flow = call(module, flow)
-        loss = Loss(task, with_rows(targets, rows))(flow)
+        given = map_floats(with_rows(inputs, rows), lambda tensor: tensor.float().requires_grad_())
+        outputs = call(model_of(task, torch.float32, config), given)
+        loss = Loss(task, with_rows(targets, rows))(outputs)
         torch.autograd.backward([leaf for leaf in tree_leaves(loss) if isinstance(leaf, Tensor)])
     return float(count.forward + count.backward) / rows
 

@@ -35,7 +35,6 @@ SHORT = {
     "benchmarks.time_to_accuracy": ("--help", "--held-out"),
     "benchmarks.many_ranks": ("--ranks 2", r"\nleave [\s\S]*\nconstant for each rank: "),
     "tests.kill": ("--help", "--runs RUNS"),
-    "tests.footprint": ("--help", "--accumulation"),
     "tests.predictions": ("--help", "CASE"),
     "tests.launchers": ("--help", "--under UNDER"),
     "tests.equivalence": ("--help", "--case CASE"),
@@ -44,7 +43,7 @@ SHORT = {
 """Module -> options and what they print.
 
 Where that is the help, the test of the command's name calls what the command does: test_kill.py,
-test_footprint.py, test_predictions.py, test_launchers.py, test_equivalence.py. ``accuracy`` and ``gpu``
+test_predictions.py, test_launchers.py, test_equivalence.py. ``accuracy`` and ``gpu``
 have no form that takes less than minutes.
 """
 

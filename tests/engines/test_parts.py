@@ -19,7 +19,7 @@ from dsframe.checkpoint.store import read_manifest
 from dsframe.config import load
 from dsframe.engines import parts
 from dsframe.errors import CheckpointError, ConfigError, EngineError, TaskError
-from dsframe.observe.meta import stages_of
+from dsframe.observe.meta import model_of
 from dsframe.tools.compare import losses
 from tests.engines.parts import SGD, STEPS, TASKS, Distilled, Gan, file, loop, net, taught
 from tests.processes import REPOSITORY, horovodrun, python, run_ranks, warm
@@ -257,7 +257,7 @@ def test_what_is_not_possible_is_named(engine: str, changes: dict[str, Any], pat
 
 def test_a_plan_has_no_prediction() -> None:
     with pytest.raises(TaskError, match=r"several models .*, whose steps have no prediction"):
-        stages_of(Gan(), torch.float32)
+        model_of(Gan(), torch.float32)
 
 
 def test_another_engine_trains_one_model(tmp_path: Path) -> None:

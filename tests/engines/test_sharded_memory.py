@@ -13,9 +13,8 @@ from benchmarks.sharded_memory import llama
 from dsframe import tasks
 from dsframe.config import load
 from dsframe.tools.plan.device import unlimited
-from dsframe.tools.plan.footprint import Memory
-from dsframe.tools.plan.predict import predict
-from dsframe.tools.plan.trace import traced
+from dsframe.tools.plan.footprint import Memory, predict
+from dsframe.tools.plan.model import traced
 from tests.processes import run_ranks, warm
 
 MILLIONS = 50

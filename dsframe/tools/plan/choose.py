@@ -15,8 +15,8 @@ from dsframe import engines
 from dsframe.config import Config, Facts, load
 from dsframe.errors import ConfigError
 from dsframe.tools.plan.device import Device
+from dsframe.tools.plan.footprint import Prediction, predict
 from dsframe.tools.plan.model import Model
-from dsframe.tools.plan.predict import Prediction, predict
 
 Patch = dict[str, Any]
 """Sections of a file that are replaced; None: removed."""
@@ -130,8 +130,7 @@ def _candidates(config: Config, model: Model, world_size: int) -> Iterator[tuple
         limit = min(world_size, MOST_TENSOR_RANKS)
         tensors += [size for size in _powers(limit) if model.heads % size == 0]
     pipelines = [1]
-    if model.layered:
-        pipelines += [size for size in _powers(world_size) if size <= len(model.segments) // 2]
+    pipelines += [size for size in _powers(world_size) if size <= model.layers // 2]
     for stages in pipelines:
         for tensor in tensors:
             if world_size % (stages * tensor):

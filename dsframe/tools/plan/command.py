@@ -21,13 +21,13 @@ if TYPE_CHECKING:
 
 _SHOWN = 10
 """Strategies that are printed without --all."""
-_COLUMNS = "fits,a rank,its host,params,grads,optim,activ,buffers,sent"
+_COLUMNS = "fits,a rank,its host,params,grads,optim,activ,buffers"
 EPILOG = """\
 The model runs on torch's meta device, so nothing is allocated. Without --gpu-memory a training of
 two steps measures what a process takes on this machine.
 GB (10 to the 9 bytes) are those of the rank that needs most: "a rank" on its device at the fullest
-moment, "its host" in the memory of its node. "sent" is in a step. "tight" has less than a tenth to
-spare. Of the strategies that fit the simplest comes first.
+moment, "its host" in the memory of its node. "tight" has less than a tenth to spare.
+Of the strategies that fit the simplest comes first.
 
 exit codes: 0 the file as it is written fits; 1 it does not; others as in training
 """
@@ -86,11 +86,10 @@ def _models(config: Config, parameters: float | None) -> tuple[Model, Model | No
     from dsframe.engines import precision
     from dsframe.errors import ConfigError
     from dsframe.tools.plan.choose import recomputing
-    from dsframe.tools.plan.model import bare
-    from dsframe.tools.plan.trace import traced
+    from dsframe.tools.plan.model import Model, traced
 
     if parameters:
-        return bare(int(parameters), precision.parameter_dtype(config).itemsize), None
+        return Model(int(parameters), precision.parameter_dtype(config).itemsize), None
     settings = config.settings
     model = traced(config, tasks.build(settings.task, settings.seed))
     if settings.model.recomputation is not None or settings.model.offload_activations:
@@ -103,7 +102,7 @@ def _models(config: Config, parameters: float | None) -> tuple[Model, Model | No
 
 
 def _about(model: Model) -> dict[str, float]:
-    return {"parameters": model.parameters, "flops_per_sample": model.flops(1)}
+    return {"parameters": model.parameters, "flops_per_sample": model.flops.at(1)}
 
 
 def _json(plan: Plan) -> dict[str, object]:
@@ -139,7 +138,7 @@ def _row(strategy: Strategy) -> list[str]:
     m = p.memory
     sizes = (m.total, m.host, m.parameters, m.gradients, m.optimizer, m.activations, m.buffers)
     fits = "tight" if p.tight else "yes" if p.fits else "NO"
-    return [name, fits, *(f"{size / 1e9:.3g}" for size in (*sizes, sum(p.sent.values())))]
+    return [name, fits, *(f"{size / 1e9:.3g}" for size in sizes)]
 
 
 def _lack(plan: Plan, device: Device) -> str:

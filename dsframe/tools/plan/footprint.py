@@ -1,14 +1,25 @@
-"""Bytes that one rank holds at its fullest."""
+"""Bytes that one rank holds at its fullest: arithmetic over a traced model.
+
+States are the ZeRO paper's (Rajbhandari et al. 2020, arXiv 1910.02054); buffers are what DeepSpeed
+0.19.8, FSDP, DDP and Horovod were measured to make. ``make predictions`` compares with runs.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import Any
 
+from dsframe.config import Batch, Config
+from dsframe.config.resolve.memory import Cost, moments
+from dsframe.config.schema.deepspeed import DeepSpeed
+from dsframe.config.schema.settings import Settings
+from dsframe.engines import TABLE
 from dsframe.model.build import LARGE
-from dsframe.tools.plan.case import Case, elements, with_frozen
-from dsframe.tools.plan.model import Segment
+from dsframe.tools.plan.device import Device
+from dsframe.tools.plan.model import Affine, Model
 
+MARGIN = 0.1
+"""Of a device's memory: what half of the predictions are off by, at most (``make predictions``)."""
 HEAP_HOLES = 0.25
 """On a CPU the heap keeps holes between tensors that come and go: so much of the activations on top
 (glibc 2.36, measured: a GPT of 3 million parameters, 141 MB of activations)."""
@@ -43,151 +54,272 @@ class Memory:
         return self.states + self.activations + self.buffers + self.base
 
 
-def footprint(case: Case, part: Sequence[Segment], number: int) -> Memory:
-    """Of a rank of pipeline stage ``number``, which holds ``part`` of the model."""
-    last, on_cpu = number == case.stages - 1, case.device.on_cpu
-    trained, cost, width = elements(part) / case.tensor, case.cost, case.model.bytes_each
-    frozen = sum(segment.frozen for segment in part) / case.tensor
-    frozen /= case.data if case.zero == 3 else 1
-    under_way = min(case.stages - number, case.steps)  # their backward pass is still to come (1F1B)
-    training = _activations(case, part, under_way, last=last)
-    activations = max(training, _evaluation(case, part, last=last))
-    # On a GPU the memory of activations is free for others when they are gone.
-    update = _update(case, trained) - (0.0 if on_cpu else activations)
-    kept = trained * width if case.kept and case.data > 1 else 0.0
-    gathered = _gathered(case, part, trained) - kept if case.zero == 3 else 0.0
-    buffers = _buffers(case, part, trained, last=last) + gathered + max(_reduced(case, trained), update)
-    if case.tensor > 1 and _in_files(case):  # AutoTP shards whole weights, on the device
-        buffers = max(buffers, elements(part) * width)
-    # A save in the background copies a rank's shard of weights and moments, in fp32.
-    saves = case.settings.checkpoints.asynchronous
-    saving = 4.0 * (1 + case.costs.moments) * trained / case.data if saves else 0.0
-    host = cost.host * trained + saving
-    if case.fetches and case.file.zero_optimization.parameter_device != "nvme":
-        host += frozen * width
-    host += under_way * sum(case.at(segment.offloaded) for segment in part) / case.tensor
-    built = 0.0 if _in_files(case) else 4.0 * case.tensor * (trained + frozen)  # in fp32, whole
-    return Memory(
-        parameters=cost.parameter * (trained - _elsewhere(case, part, 3))
-        + (0.0 if case.fetches else frozen * width)
-        + kept,
-        gradients=cost.gradient * (trained - _elsewhere(case, part, 2)),
-        # Offloaded or not: a CPU has one memory.
-        optimizer=(cost.optimizer + (cost.host if on_cpu else 0.0)) * (trained - _elsewhere(case, part, 1)),
-        activations=activations,
-        buffers=buffers + (saving + _heap(case, trained, training) if on_cpu else 0.0),
-        base=case.device.base_bytes,
-        host=0.0 if on_cpu else max(host, built),
-    )
+@dataclass(frozen=True)
+class Prediction:
+    """One file on one number of processes. Memory is that of a pipeline stage of the mean size."""
+
+    engine: str
+    batch: Batch
+    stages: int
+    memory: Memory
+    fullness: float
+    """Of the device's memory or of the host's, whichever is fuller; above 1 it does not fit."""
+
+    @property
+    def fits(self) -> bool:
+        return self.fullness <= 1
+
+    @property
+    def tight(self) -> bool:
+        """True if it fits with less to spare than predictions are off by (``MARGIN``)."""
+        return 1 - MARGIN < self.fullness <= 1
+
+    def to_json(self) -> dict[str, Any]:
+        """Plain numbers: bytes, samples."""
+        memory, batch = self.memory, self.batch
+        return {
+            "engine": self.engine,
+            "data_parallel_size": batch.data_parallel_size,
+            "tensor_parallel_size": batch.tensor_parallel_size,
+            "pipeline_stages": self.stages,
+            "train_batch_size": batch.train_batch_size,
+            "micro_batch_size": batch.micro_batch_size,
+            "accumulation_steps": batch.accumulation_steps,
+            "memory_bytes": vars(memory) | {"states": memory.states, "total": memory.total},
+            "fits": self.fits,
+            "tight": self.tight,
+        }
 
 
-def _elsewhere(case: Case, part: Sequence[Segment], stage: int) -> float:
-    """Elements of experts that other ranks hold of what ZeRO shards from ``stage`` on. Sharded, a
-    rank's part is as large without: it shards its own experts among fewer ranks."""
-    share = 0.0 if case.zero >= stage else 1 - 1 / case.experts
-    return share * sum(segment.experts for segment in part)
+def predict(config: Config, engine: str, model: Model, device: Device, world_size: int) -> Prediction:
+    """Raises ConfigError where the batch cannot be divided so."""
+    batch = config.batch(world_size, replicas=TABLE[engine].replicas)
+    zero = config.deepspeed.zero_optimization
+    chosen = zero.fetched_elements(model.parameters + model.frozen, on_cpu=device.on_cpu)
+    file = config.deepspeed.model_copy(update={"zero_optimization": zero.model_copy(update=chosen)})
+    rank = _Rank(file, config.settings, engine, model, device, batch)
+    memory = rank.memory()
+    fullness = max(memory.total / device.memory_bytes, memory.host / device.host_memory_bytes)
+    return Prediction(engine, batch, rank.stages, memory, fullness)
 
 
-def _in_files(case: Case) -> bool:
-    return case.costs.builds_in_files(case.data)
+class _Rank:
+    """One rank of a run."""
 
+    def __init__(
+        self, file: DeepSpeed, settings: Settings, engine: str, model: Model, device: Device, batch: Batch
+    ) -> None:
+        self.file, self.settings, self.engine, self.model = file, settings, engine, model
+        self.device, self.batch = device, batch
+        by_deepspeed = not TABLE[engine].replicas
+        self.zero = file.zero_optimization
+        self.stage = self.zero.stage if by_deepspeed else 3 if engine == "fsdp" else 0
+        """What data-parallel ranks shard, as ZeRO counts it: 0 nothing, 1 optimizer state, 2
+        gradients, 3 parameters."""
+        self.flattens = by_deepspeed and self.stage > 0
+        """True if gradients and state lie in flat tensors, to and from which each step copies."""
+        self.fetches = by_deepspeed and self.zero.parameter_device != "none"
+        """True if sharded parameters lie on the host until they are needed."""
+        self.stages = file.pipeline.stages if by_deepspeed else 1
+        self.tensor = batch.tensor_parallel_size
+        self.data = batch.data_parallel_size * batch.sequence_parallel_size
+        """Ranks that shard what ZeRO shards."""
+        # A stage has whole layers.
+        self.trained = max(model.parameters / self.stages, min(model.block, model.parameters)) / self.tensor
+        """Elements that this rank's stage and tensor shard train."""
+        self.frozen = model.frozen / self.stages / self.tensor
+        self.width = model.bytes_each
+        self.under_way = min(self.stages, batch.accumulation_steps)
+        """Micro-batches whose backward pass is still to come (1F1B)."""
+        whole = model.parameters + model.frozen
+        self.keeps = by_deepspeed and self.zero.keeps_whole(whole)
+        """True if every sharded parameter is kept whole between steps."""
+        self.in_files = self.stage == 3 and (self.data > 1 or self.fetches)
+        """True if the model is built in files (``dsframe.model.spill``); else whole, in fp32."""
+        self.gives_back = self.in_files and self.data > 1 and whole > LARGE
+        """True if freed memory goes back to the system (``dsframe.model.build``)."""
 
-def _gives_back(case: Case) -> bool:
-    """True if freed memory goes back to the system (``dsframe.engine.build_model``)."""
-    return _in_files(case) and case.data > 1 and case.model.parameters + case.model.frozen > LARGE
+    def at(self, grows: Affine) -> float:
+        """Of this rank's part of a micro-batch, in its stage."""
+        return grows.at(self.batch.micro_batch_size) / self.batch.sequence_parallel_size / self.stages
 
+    def memory(self) -> Memory:
+        trained, cost, on_cpu = self.trained, self.states(), self.device.on_cpu
+        frozen = self.frozen / (self.data if self.stage == 3 else 1)
+        training = self.activations()
+        activations = max(training, self.evaluation())
+        # On a GPU the memory of activations is free for others when they are gone.
+        update = self.update() - (0.0 if on_cpu else activations)
+        kept = trained * self.width if self.keeps and self.data > 1 else 0.0
+        buffers = self.buffers() + max(self.reduced(), update)
+        buffers += self.gathered() - kept if self.stage == 3 else 0.0
+        if self.tensor > 1 and self.in_files:  # AutoTP shards whole weights, on the device
+            buffers = max(buffers, trained * self.tensor * self.width)
+        # A save in the background copies a rank's shard of weights and moments, in fp32.
+        moments_each = moments(self.file) + (self.settings.ema is not None)
+        saving = 4.0 * (1 + moments_each) * trained / self.data if self.settings.checkpoints.asynchronous else 0.0
+        host = cost.host * trained + saving + self.under_way * self.at(self.model.offloaded) / self.tensor
+        fetches = self.fetches and self.stage == 3 and not on_cpu
+        if fetches and self.zero.parameter_device != "nvme":
+            host += frozen * self.width
+        built = 0.0 if self.in_files else 4.0 * self.tensor * (trained + frozen)  # in fp32, whole
+        return Memory(
+            parameters=cost.parameter * trained + (0.0 if fetches else frozen * self.width) + kept,
+            gradients=cost.gradient * trained,
+            # Offloaded or not: a CPU has one memory.
+            optimizer=(cost.optimizer + (cost.host if on_cpu else 0.0)) * trained,
+            activations=activations,
+            buffers=buffers + (saving + self.heap(training) if on_cpu else 0.0),
+            base=self.device.base_bytes,
+            host=0.0 if on_cpu else max(host, built),
+        )
 
-def _heap(case: Case, trained: float, activations: float) -> float:
-    """What a CPU's process holds and no longer uses: holes of the heap, or the weights as they were
-    built, whole, before DeepSpeed moved them."""
-    if _gives_back(case):
+    def states(self) -> Cost:
+        """Bytes of each parameter from the end of a backward pass to the update."""
+        cost = _states(self.file, self.settings, self.engine, self.data)
+        section = self.settings.fsdp if self.engine == "fsdp" else self.settings.deepspeed
+        whole = self.stage >= 2 and section.accumulate == "whole"
+        if whole and self.batch.accumulation_steps > 1:
+            return replace(cost, gradient=cost.gradient * self.data)
+        return cost
+
+    def activations(self) -> float:
+        """What the forward pass keeps for the backward pass."""
+        model, wide = self.model, self.at(self.model.saved_wide)
+        here = self.at(model.offloaded) if self.device.on_cpu else 0.0
+        held = self.under_way * (wide + (self.at(model.saved) - wide + here) / self.tensor)
+        held += self.at(model.transient) * self.stages / self.tensor
+        # Each rank reads whole sequences.
+        return held + self.under_way * model.inputs.at(self.batch.micro_batch_size)
+
+    def evaluation(self) -> float:
+        """Evaluation keeps nothing for a backward pass, but its batches may be larger
+        (``eval_micro_batch_size``): what the largest operation reads and writes."""
+        rows = self.settings.eval_micro_batch_size or self.batch.micro_batch_size
+        return 2 * self.model.scratch.at(rows) / self.tensor / self.batch.sequence_parallel_size
+
+    def buffers(self) -> float:
+        """An operation's results, and gradients that wait to be reduced."""
+        size = self.at(self.model.scratch) * self.stages + self.model.buffer_bytes
+        if self.data > 1:
+            size += self.copies_of_gradients()
+        if self.flattens and self.zero.contiguous_gradients:
+            bucket = float(self.bucket_elements())
+            if self.device.on_cpu:  # pages that nothing is written to do not exist
+                bucket = min(bucket, self.trained)
+            size += bucket * self.width * (2 if self.zero.overlap_comm and self.stage < 3 else 1)
+            if self.stage == 1:  # gradients that fit lie in the bucket
+                size -= min(bucket, self.trained) * self.width
+        return size
+
+    def copies_of_gradients(self) -> float:
+        """Bytes of what DDP and Horovod copy gradients into."""
+        if self.engine == "ddp":
+            # A first micro-batch of several makes gradients of its own; of 16-bit ones the fp32
+            # copies are next to the buckets.
+            views = self.settings.ddp.gradient_as_bucket_view
+            copies = self.batch.accumulation_steps > 1 or self.width == 2 or not views
+            return self.trained * self.width if copies else 0.0
+        if self.engine == "horovod":
+            from dsframe.engines.buckets import usual_bytes  # imports torch
+
+            threshold = self.settings.horovod.fusion_threshold_bytes
+            size = usual_bytes(4 * int(self.trained)) if threshold is None else max(threshold, 1)
+            return min(size, 4 * self.trained)
         return 0.0
-    holes = (HEAP_HOLES if case.stages == 1 else HEAP_HOLES_OF_STAGES) * activations
-    if case.costs.flattens and not _in_files(case):
-        holes = max(holes, trained * case.tensor * case.model.bytes_each)
-    return holes
 
+    def bucket_elements(self) -> int:
+        return self.zero.bucket_elements(self.model.parameters, on_cpu=self.device.on_cpu)
 
-def _activations(case: Case, part: Sequence[Segment], under_way: int, *, last: bool) -> float:
-    def kept(segment: Segment) -> float:
-        wide = case.at(segment.saved_wide)
-        here = case.at(segment.offloaded) if case.device.on_cpu else 0.0
-        return wide + (case.at(segment.saved) - wide + here) / case.tensor
+    def gathered(self) -> float:
+        """Whole parameters of a model that is sharded, or lies on the host, and what comes with them."""
+        held = self.trained + self.frozen
+        if self.engine == "fsdp":
+            if self.data == 1:
+                return 0.0
+            # A CPU's heap keeps of every block what was gathered, its copy, and both of its gradients.
+            if self.device.on_cpu and not self.gives_back:
+                return self.trained * (3 * self.width + 4)
+            # The next unit is on its way while one computes; gradients of one are whole, then in fp32.
+            return min(self.trained, 2 * self.fsdp_unit()) * (self.width + 4)
+        unit = self.module()
+        live = min(held, max(self.zero.stage3_max_live_parameters, unit)) * self.width
+        if self.data == 1:  # nothing to gather, but what lies on the host is copied (NoGatherHandle)
+            return live if self.fetches and not self.device.on_cpu else 0.0
+        # What is fetched ahead is there twice (partition_parameters.py: AllGatherCoalescedHandle).
+        return live + min(held, max(self.zero.stage3_prefetch_bucket_size, unit)) * self.width
 
-    if case.stages > 1 and case.file.pipeline.activation_checkpoint_interval:
-        held = under_way * sum(case.at(segment.output) for segment in part)
-        held += max(map(kept, part), default=0.0)
-    else:
-        held = under_way * sum(map(kept, part))
-        held += max((case.at(segment.transient) for segment in part), default=0.0) / case.tensor
-    held += case.at(case.model.loss.saved) if last else 0.0
-    return held + under_way * case.model.inputs.at(case.rows)  # each rank reads whole sequences
+    def module(self) -> int:
+        """Elements that ZeRO-3 needs whole at the same time: the largest module's own; all of a
+        block where that is recomputed, or compiled (``switches.units``)."""
+        switched = self.settings.model
+        if switched.activation_checkpointing or switched.compile == "blocks":
+            return max(self.model.block, self.model.largest)
+        return self.model.largest
 
+    def fsdp_unit(self) -> int:
+        """Elements that FSDP gathers as one: a block, or where that is large its largest module."""
+        block, whole = self.model.block, self.model.parameters + self.model.frozen
+        small = self.settings.fsdp.splits(block, whole, self.data, on_cpu=self.device.on_cpu)
+        return min(block, self.module()) if small else block
 
-def _evaluation(case: Case, part: Sequence[Segment], *, last: bool) -> float:
-    """Evaluation keeps nothing for a backward pass, but its batches may be larger
-    (``eval_micro_batch_size``): what the largest operation reads and writes."""
-    rows = case.settings.eval_micro_batch_size or case.rows
-    segments = [*part, *([case.model.loss] if last else [])]
-    largest = max((2 * segment.scratch.at(rows) for segment in segments), default=0.0)
-    return largest / case.tensor / case.sequence
-
-
-def _buffers(case: Case, part: Sequence[Segment], trained: float, *, last: bool) -> float:
-    zero, width = case.file.zero_optimization, case.model.bytes_each
-    segments = [*part, *([case.model.loss] if last else [])]
-    size = max((case.at(segment.scratch) for segment in segments), default=0.0)
-    size += sum(segment.buffer_bytes for segment in part)
-    if case.data > 1:
-        size += case.costs.bucket_bytes(trained, width, case.steps)
-    if case.costs.flattens and zero.contiguous_gradients:
-        bucket = float(_bucket_elements(case))
-        if case.device.on_cpu:  # pages that nothing is written to do not exist
-            bucket = min(bucket, trained)
-        size += bucket * width * (2 if zero.overlap_comm and case.zero < 3 else 1)
-        if case.zero == 1:  # gradients that fit lie in the bucket
-            size -= min(bucket, trained) * width
-    return size
-
-
-def _bucket_elements(case: Case) -> int:
-    zero = case.file.zero_optimization
-    return zero.bucket_elements(case.model.parameters, on_cpu=case.device.on_cpu)
-
-
-def _gathered(case: Case, part: Sequence[Segment], trained: float) -> float:
-    """Whole parameters of a model that is sharded, or lies on the host, and what comes with them."""
-    zero, width = case.file.zero_optimization, case.model.bytes_each
-    if case.costs.gathers_blocks:
-        if case.data == 1:
+    def reduced(self) -> float:
+        """The flat copy of its bucket that ZeRO sends (stage_1_and_2.py: allreduce_bucket; stage3.py:
+        reduce_scatter_coalesced). Gloo makes an all-reduce of a reduce-scatter, in one more copy."""
+        if not self.flattens:
             return 0.0
-        # A CPU's heap keeps of every block what was gathered, its copy, and both of its gradients.
-        if case.device.on_cpu and not _gives_back(case):
-            return trained * (3 * width + 4)
-        # The next unit is on its way while one computes; gradients of one are whole, then in fp32.
-        return min(trained, 2 * case.unit(part)) * (width + 4)
-    unit = case.fetched(part)
-    held = with_frozen(part) / case.tensor
-    live = min(held, max(zero.stage3_max_live_parameters, unit)) * width
-    if case.data == 1:  # nothing to gather, but what lies on the host is copied (NoGatherHandle)
-        return live if case.fetches else 0.0
-    # What is fetched ahead is there twice (partition_parameters.py: AllGatherCoalescedHandle).
-    return live + min(held, max(zero.stage3_prefetch_bucket_size, unit)) * width
+        written = self.file.communication_data_type
+        width = float(self.width) if written is None else 4.0 if "32" in written else 2.0
+        copies = 2 if self.stage == 3 and self.data > 1 and self.device.on_cpu else 1
+        return copies * min(self.bucket_elements(), self.trained) * width
+
+    def update(self) -> float:
+        """At the step ZeRO makes its shard's gradients flat, and then fp32 (stage_1_and_2.py,
+        stage3.py: step)."""
+        if not self.flattens or self.zero.optimizer_device != "none":
+            return 0.0
+        return (self.width + (4 if self.width < 4 else 0)) * self.trained / self.data
+
+    def heap(self, activations: float) -> float:
+        """What a CPU's process holds and no longer uses: holes of the heap, or the weights as they
+        were built, whole, before DeepSpeed moved them."""
+        if self.gives_back:
+            return 0.0
+        holes = (HEAP_HOLES if self.stages == 1 else HEAP_HOLES_OF_STAGES) * activations
+        if self.flattens and not self.in_files:
+            holes = max(holes, self.trained * self.tensor * self.width)
+        return holes
 
 
-def _reduced(case: Case, trained: float) -> float:
-    """The flat copy of its bucket that ZeRO sends (stage_1_and_2.py: allreduce_bucket; stage3.py:
-    reduce_scatter_coalesced). Gloo makes an all-reduce of a reduce-scatter, in one more copy."""
-    if not case.costs.flattens:
-        return 0.0
-    copies = 2 if case.zero == 3 and case.data > 1 and case.device.on_cpu else 1
-    return copies * min(_bucket_elements(case), trained) * case.gradient_bytes
+def _states(file: DeepSpeed, settings: Settings, engine: str, ranks: int) -> Cost:
+    """Bytes of each parameter on one of ``ranks`` data-parallel ranks.
 
-
-def _update(case: Case, trained: float) -> float:
-    """At the step ZeRO makes its shard's gradients flat, and then fp32 (stage_1_and_2.py, stage3.py:
-    step)."""
-    offloaded = case.file.zero_optimization.optimizer_device != "none"
-    width = case.model.bytes_each
-    each = width + (4 if width < 4 else 0)
-    return each * trained / case.data if case.costs.flattens and not offloaded else 0.0
+    16-bit gradients become fp32 before the update, which is made on an fp32 copy of the weights. In
+    fp32 ZeRO's stages 1 to 3 keep such a copy too (deepspeed 0.19.8, ``runtime/zero/stage_1_and_2.py``:
+    single_partition_of_fp32_groups; ``stage3.py``: fp32_partitioned_groups_flat), where a plain
+    optimizer has 8 bytes.
+    """
+    width = 2.0 if file.fp16.enabled or file.bf16.enabled else 4.0
+    state = 4.0 * (moments(file) + (settings.ema is not None))
+    if engine == "fsdp":  # computes in 16 bits from fp32 shards, and has no copy
+        return Cost(4.0 / ranks, 4.0 / ranks, state / ranks)
+    masters = 4.0 if width == 2 else 0.0
+    if TABLE[engine].replicas:
+        return Cost(width, 4.0, masters + state)
+    zero, stage = file.zero_optimization, file.zero_optimization.stage
+    parameter = gradient = width
+    optimizer = (4.0 if stage else masters) + state
+    host = 0.0
+    offloaded = zero.optimizer_device != "none"
+    if stage >= 1:
+        if zero.optimizer_device == "cpu" or (offloaded and stage < 3):
+            # with the gradients, in fp32, and a buffer in the model's own format (stage3.py:
+            # grad_partitions_flat_buffer; stage_1_and_2.py: param_buffer_of_bit16_for_cpu_...)
+            host = (optimizer + 4.0 + parameter) / ranks
+        optimizer = 0.0 if offloaded else optimizer / ranks
+    if stage >= 2:
+        gradient = 0.0 if offloaded else gradient / ranks
+    if stage >= 3:
+        host += parameter / ranks if zero.parameter_device == "cpu" else 0.0
+        parameter = 0.0 if zero.parameter_device != "none" else parameter / ranks
+    return Cost(parameter, gradient, optimizer, host)

@@ -1,8 +1,34 @@
-"""What the plan knows of a model: what each of its layers holds, computes, keeps and hands on."""
+"""What one step of a model computes and keeps, by running it on torch's meta device: shapes without
+memory.
+
+Operations and bytes are affine in the number of samples of a micro-batch (weights are there once,
+activations once a sample), so two runs, of 2 and of 4 samples, give every size.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from contextlib import ExitStack
 from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from dsframe.engines import precision
+from dsframe.model import loss_head, switches
+from dsframe.model.forward import TargetedInputs, call
+from dsframe.observe.flops import OperationCounter
+from dsframe.observe.meta import Attention, Loss, model_of
+from dsframe.tasks.meta import example, map_floats, meta_device, with_rows
+from dsframe.tasks.task import Task
+
+if TYPE_CHECKING:
+    from dsframe.config import Config
+
+ROWS = (2, 4)
+"""Samples of the two runs. Not 1: BatchNorm refuses a single value."""
 
 
 @dataclass(frozen=True)
@@ -13,97 +39,205 @@ class Affine:
     each: float = 0.0
 
     def at(self, samples: int) -> float:
+        """For so many samples."""
         return max(0.0, self.fixed + self.each * samples)
-
-    def __add__(self, other: Affine) -> Affine:
-        return Affine(self.fixed + other.fixed, self.each + other.each)
-
-    def scaled(self, factor: float) -> Affine:
-        return Affine(self.fixed * factor, self.each * factor)
-
-
-@dataclass(frozen=True)
-class Segment:
-    """A layer, or the whole of a model that is not a list of layers, or the loss."""
-
-    parameters: int
-    """Trainable elements that it owns; what it shares belongs to an earlier one."""
-    frozen: int = 0
-    """Elements that are not trained."""
-    shared: int = 0
-    """Elements of an earlier layer's weight that it uses."""
-    owner: int | None = None
-    """The layer whose weight it uses, counted from 0."""
-    experts: int = 0
-    """Elements of ``parameters`` that belong to single experts of a mixture."""
-    buffer_bytes: int = 0
-    largest: int = 0
-    """Elements of the module with the most of its own: what ZeRO-3 gathers at a time."""
-    flops: Affine = field(default_factory=Affine)
-    """Floating-point operations of a forward and a backward pass."""
-    saved: Affine = field(default_factory=Affine)
-    """Bytes kept for the backward pass, parameters left out."""
-    saved_wide: Affine = field(default_factory=Affine)
-    """Those whose last dimension is the hidden size: tensor parallelism does not shard them."""
-    saved_inside: Affine = field(default_factory=Affine)
-    """Bytes kept inside of the parts that the file has recomputed or offloaded; ``saved`` is without."""
-    inputs_inside: Affine = field(default_factory=Affine)
-    """Bytes of these parts' inputs."""
-    transient: Affine = field(default_factory=Affine)
-    """Bytes that one recomputed part keeps while its turn in the backward pass comes."""
-    offloaded: Affine = field(default_factory=Affine)
-    """Bytes that wait in the host's memory."""
-    output: Affine = field(default_factory=Affine)
-    """Bytes that it hands on."""
-    scratch: Affine = field(default_factory=Affine)
-    """Bytes of the largest operation's results."""
-    attentions: int = 0
-    heads: int = 0
-    """Of its attention; 0 without any."""
 
 
 @dataclass(frozen=True)
 class Model:
-    """A task's model as the plan sees it."""
+    """A task's model as the plan sees it. Sizes are bytes, but for elements of parameters."""
 
-    segments: tuple[Segment, ...]
-    loss: Segment
-    layered: bool
-    """True if it is a list of layers, which can be split into pipeline stages."""
+    parameters: int
+    """Elements that are trained."""
     bytes_each: int
     """Of a parameter in the model's own number format."""
+    frozen: int = 0
+    """Elements that are not."""
+    largest: int = 0
+    """Elements of the module with the most of its own: what ZeRO-3 gathers at a time."""
+    block: int = 0
+    """Elements of a block: of the largest layer of a list of them, else of what has an attention."""
+    layers: int = 1
+    """Layers that can be split into pipeline stages; 1: the model is in one piece."""
+    blocks: int = 1
+    heads: int = 0
+    """Of an attention; 0 without any."""
+    buffer_bytes: int = 0
+    flops: Affine = field(default_factory=Affine)
+    """Floating-point operations of a forward and a backward pass."""
+    saved: Affine = field(default_factory=Affine)
+    """Kept for the backward pass, parameters left out."""
+    saved_wide: Affine = field(default_factory=Affine)
+    """Those whose last dimension is the hidden size: tensor parallelism does not shard them."""
+    transient: Affine = field(default_factory=Affine)
+    """What one recomputed part keeps while its turn in the backward pass comes."""
+    offloaded: Affine = field(default_factory=Affine)
+    """What waits in the host's memory."""
+    scratch: Affine = field(default_factory=Affine)
+    """The largest operation's results."""
     inputs: Affine = field(default_factory=Affine)
-    """Bytes of a micro-batch."""
-
-    @property
-    def parameters(self) -> int:
-        """Elements that are trained."""
-        return sum(segment.parameters for segment in self.segments)
-
-    @property
-    def frozen(self) -> int:
-        """Elements that are not."""
-        return sum(segment.frozen for segment in self.segments)
-
-    @property
-    def heads(self) -> int:
-        return max(segment.heads for segment in self.segments)
-
-    def flops(self, samples: int) -> float:
-        """Of a forward and a backward pass."""
-        return sum(segment.flops.at(samples) for segment in (*self.segments, self.loss))
+    """A micro-batch."""
 
 
-def bare(parameters: int, bytes_each: int) -> Model:
-    """A model of which only the size is known: no activations, no operations."""
-    return Model((Segment(parameters),), Segment(0), False, bytes_each)
+def traced(config: Config, task: Task) -> Model:
+    """The model in the number formats of a file. Raises TaskError as :func:`trace`."""
+    model = trace(task, precision.parameter_dtype(config), config)
+    if not config.deepspeed.torch_autocast.enabled:
+        return model
+    # fp32 parameters, with activations in 16 bits and 16-bit copies of the weights.
+    short = trace(task, torch.bfloat16, config)
+    saved = replace(short.saved, fixed=short.saved.fixed + 2.0 * model.parameters)
+    return replace(short, saved=saved, bytes_each=model.bytes_each, inputs=model.inputs)
 
 
-def autocast(model: Model, short: Model) -> Model:
-    """fp32 parameters with the activations of ``short``, the model in 16 bits, and 16-bit copies
-    of the weights."""
-    segments = tuple(
-        replace(in_16_bits, saved=in_16_bits.saved + Affine(2.0 * segment.parameters))
-        for segment, in_16_bits in zip(model.segments, short.segments, strict=True)
+def trace(task: Task, dtype: torch.dtype, config: Config | None = None) -> Model:
+    """The model of ``task`` with parameters of ``dtype``, switched and frozen as ``config`` says.
+
+    Raises TaskError where the model needs numbers, as data-dependent branches do.
+    """
+    inputs, targets = example(task)
+    with meta_device():
+        module = model_of(task, dtype, config)
+        layers = task.layers() or task.cut(module) or ()
+        chosen, offloads = _chosen(module, config)
+        runs = []
+        for rows in ROWS:
+            wanted = with_rows(targets, rows)
+            given: Any = map_floats(with_rows(inputs, rows), lambda tensor: tensor.to(dtype))
+            if rows == ROWS[0]:
+                batch_bytes = _bytes((given, wanted)) / rows
+                sliced = config is not None and _slice_loss(task, module, config)
+            if sliced:
+                given = TargetedInputs(given, wanted)
+            runs.append(_pass(module, given, Loss(task, wanted), task.hidden_size, chosen))
+    return _model(module, runs, dtype, len(chosen), layers=len(layers), offloads=offloads, batch_bytes=batch_bytes)
+
+
+def _chosen(module: nn.Module, config: Config | None) -> tuple[list[str], bool]:
+    """Names of the modules that the file has recomputed, or offloaded; and whether it is the latter."""
+    if config is None:
+        return [], False
+    if config.settings.model.offload_activations:
+        return switches.offloaded(module, config), True
+    if config.settings.model.recomputation is not None:
+        return switches.recomputed(module, config), False
+    if config.deepspeed.pipeline.stages > 1 and config.deepspeed.pipeline.activation_checkpoint_interval:
+        return switches.picked(module, None, "activation_checkpoint_interval"), False
+    return [], False
+
+
+def _slice_loss(task: Task, module: nn.Module, config: Config) -> bool:
+    """True if the model computes the loss itself, some tokens at a time."""
+    wanted = config.settings.model.loss_chunk_tokens
+    head: Any = list(module.children())[-1] if task.layers() else task.head(module)
+    if wanted is None or head is None:
+        return False
+    loss_head.switch(head, wanted)
+    loss_head.listen(module, head)
+    return True
+
+
+class _Operations(OperationCounter):  # type: ignore[no-untyped-call]
+    """Counts FLOPs, and the bytes of the largest result that is no view."""
+
+    largest = 0
+
+    def seen(self, func: Any, args: Any, kwargs: Any, out: Any, flops: float) -> None:
+        if not func.is_view:
+            sizes = (leaf.nbytes for leaf in tree_leaves(out) if isinstance(leaf, Tensor))
+            self.largest = max(self.largest, *sizes, 0)
+
+
+def _pass(module: nn.Module, inputs: Any, loss: Loss, width: int | None, chosen: Sequence[str]) -> dict[str, float]:
+    """One forward and one backward pass. ``chosen``: parts of the module to be told apart."""
+    inputs = map_floats(inputs, lambda tensor: tensor.detach().requires_grad_())
+    weights = {parameter.untyped_storage()._cdata for parameter in module.parameters()}
+    kept: dict[int, tuple[Any, int, bool, bool]] = {}
+    open_parts: list[nn.Module] = []
+    part_inputs = [0]
+
+    def enter(part: nn.Module, given: Any) -> None:
+        open_parts.append(part)
+        leaves = tree_leaves(given)
+        part_inputs[0] += _bytes([x for x in leaves if isinstance(x, Tensor) and x.requires_grad])
+
+    def leave(part: nn.Module, given: Any, outputs: Any) -> None:
+        open_parts.pop()
+
+    def keep(tensor: Tensor) -> Tensor:
+        storage = tensor.untyped_storage()
+        if storage._cdata not in weights:
+            wide = bool(tensor.ndim) and tensor.shape[-1] == width
+            kept.setdefault(storage._cdata, (storage, storage.nbytes(), wide, bool(open_parts)))
+        return tensor
+
+    with Attention() as attention, _Operations() as operations, ExitStack() as hooks:
+        for name in chosen:
+            part = module.get_submodule(name)
+            hooks.callback(part.register_forward_pre_hook(enter).remove)
+            hooks.callback(part.register_forward_hook(leave).remove)
+        with torch.autograd.graph.saved_tensors_hooks(keep, lambda tensor: tensor):
+            value = loss(call(module, inputs))
+        if value.requires_grad:
+            value.backward(torch.empty_like(value))
+    for parameter in module.parameters():
+        parameter.grad = None
+    return {
+        "flops": operations.forward + operations.backward,
+        "saved": sum(size for _, size, _, inside in kept.values() if not inside),
+        "saved_wide": sum(size for _, size, wide, inside in kept.values() if wide and not inside),
+        "inside": sum(size for _, size, _, inside in kept.values() if inside),
+        "part_inputs": part_inputs[0],
+        "scratch": operations.largest,
+        "blocks": attention.calls,
+        "heads": attention.heads,
+    }
+
+
+def _model(
+    module: nn.Module,
+    runs: Sequence[dict[str, float]],
+    dtype: torch.dtype,
+    parts: int,
+    *,
+    layers: int,
+    offloads: bool,
+    batch_bytes: float,
+) -> Model:
+    trained = sum(parameter.numel() for parameter in module.parameters() if parameter.requires_grad)
+    whole = sum(parameter.numel() for parameter in module.parameters())
+    sizes = {name: _affine([run[name] for run in runs]) for name in runs[0]}
+    saved, wide, inside = sizes["saved"], sizes["saved_wide"], sizes["inside"]
+    if parts and not offloads:  # computed again from their inputs, which tensor parallelism does not shard
+        inputs = sizes["part_inputs"]
+        saved = Affine(saved.fixed + inputs.fixed, saved.each + inputs.each)
+        wide = Affine(wide.fixed + inputs.fixed, wide.each + inputs.each)
+    blocks = max(1, int(runs[0]["blocks"]))
+    in_layers = [sum(p.numel() for p in child.parameters()) for child in module.children()] if layers else []
+    return Model(
+        parameters=trained,
+        bytes_each=dtype.itemsize,
+        frozen=whole - trained,
+        largest=max(sum(p.numel() for p in part.parameters(recurse=False)) for part in module.modules()),
+        block=max(in_layers, default=trained // blocks),
+        layers=max(1, layers),
+        blocks=blocks,
+        heads=int(runs[0]["heads"]),
+        buffer_bytes=sum(buffer.nbytes for buffer in module.buffers()),
+        flops=sizes["flops"],
+        saved=saved,
+        saved_wide=wide,
+        transient=Affine(inside.fixed / parts, inside.each / parts) if parts else Affine(),
+        offloaded=inside if offloads else Affine(),
+        scratch=sizes["scratch"],
+        inputs=Affine(0.0, batch_bytes),
     )
-    return replace(model, segments=segments, loss=short.loss)
+
+
+def _affine(values: Sequence[float]) -> Affine:
+    each = (values[1] - values[0]) / (ROWS[1] - ROWS[0])
+    return Affine(values[0] - each * ROWS[0], each)
+
+
+def _bytes(content: Any) -> int:
+    return sum(leaf.nbytes for leaf in tree_leaves(content) if isinstance(leaf, Tensor))

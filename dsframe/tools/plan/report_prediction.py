@@ -14,7 +14,7 @@ from dsframe.text import reason
 
 
 def predicted(directory: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
-    """Memory of the fullest rank and bytes that it sends in a step.
+    """Memory of the fullest rank.
 
     ``summary``: of the run. What cannot be planned says why instead, as ``problem``: a script's own
     task, data or a module that are gone, a model that needs numbers.
@@ -33,18 +33,15 @@ def predicted(directory: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
 def _predicted(directory: Path, summary: Mapping[str, Any]) -> dict[str, Any]:
     from dsframe import tasks
     from dsframe.tools.plan.device import unlimited
-    from dsframe.tools.plan.predict import predict
-    from dsframe.tools.plan.trace import traced
+    from dsframe.tools.plan.footprint import predict
+    from dsframe.tools.plan.model import traced
 
     config = load(directory / CONFIG)
     model = traced(config, tasks.build(config.settings.task, config.settings.seed))
     device = unlimited(on_cpu=summary["device"] != "cuda")
     ranks = summary["training_processes"]
     prediction = predict(config, summary["engine"], model, device, ranks)
-    return {
-        "memory_bytes": round(prediction.memory.total + summary["base_bytes"]),
-        "sent_bytes_per_step": {name: round(size) for name, size in prediction.sent.items()},
-    }
+    return {"memory_bytes": round(prediction.memory.total + summary["base_bytes"])}
 
 
 def format_prediction(summary: Mapping[str, Any], guess: Mapping[str, Any]) -> str:
@@ -52,6 +49,4 @@ def format_prediction(summary: Mapping[str, Any], guess: Mapping[str, Any]) -> s
     if "problem" in guess:
         return f"no prediction: {guess['problem']}"
     error = max(summary["peak_memory_bytes"]) / guess["memory_bytes"] - 1
-    sent = sum(guess["sent_bytes_per_step"].values())
-    memory = f"{guess['memory_bytes'] / 2**20:,.0f} MiB a rank ({error:+.0%} measured)"
-    return f"predicted: {memory}, {sent / 1e6:,.4g} MB sent a step and rank"
+    return f"predicted: {guess['memory_bytes'] / 2**20:,.0f} MiB a rank ({error:+.0%} measured)"
