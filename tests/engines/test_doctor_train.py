@@ -34,7 +34,7 @@ def assert_well(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
     assert found["verdict"].startswith("ok on CPU, ")
     for row in rows.values():
         if row["difference"] is not None:
-            assert row["difference"] <= found["bound"] * (100 if "killed" in row["name"] else 1)
+            assert row["difference"] <= found["bound"]
             assert row["peak_bytes"] > 2**26
     assert rows["single"]["difference"] == 0
     assert found["origin"]["versions"]["torch"]
@@ -45,10 +45,10 @@ def assert_well(found: dict[str, Any]) -> dict[str, dict[str, Any]]:
 def test_it_goes_through_its_list(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Two engines that start quickly: trained, one gone on from the other's checkpoint, killed."""
+    """Two engines that start quickly: trained, and one continued from the other's checkpoint."""
     found = report(tmp_path / "out", monkeypatch, "--engines", "ddp,fsdp")
     rows = assert_well(found)
-    assert {"ddp", "fsdp", "fsdp after ddp", "ddp, a rank killed"} < set(rows)
+    assert {"ddp", "fsdp", "fsdp after ddp"} < set(rows)
     assert all(not math.isclose(rows[name]["seconds"], 0) for name in ("ddp", "fsdp"))
     printed = capsys.readouterr().out
     assert "\nok        fsdp after ddp      " in printed
