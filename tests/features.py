@@ -129,13 +129,6 @@ FEATURES: Mapping[str, Feature] = {
         accumulations=(1,),
         cuts=(1,),
     ),
-    "llama mlp in slices": Feature(
-        {
-            "task": {"name": "causal-language-model", "model": _LLAMA, "context": 32, "samples": 500},
-            "model": {"mlp_chunk_tokens": 20, "activation_checkpointing": True},
-        },
-        engines=(*_PARALLEL, "tensor"),
-    ),
     "ema": Feature({"task": _GPT, "ema": {"decay": 0.9}}, engines=(*_PARALLEL, *_SPLIT)),
     "figures and stop": Feature(
         {

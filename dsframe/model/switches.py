@@ -14,7 +14,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
 from dataclasses import dataclass
 from functools import partial, wraps
-from typing import TYPE_CHECKING, Any, cast
+from typing import TYPE_CHECKING, Any
 
 import torch
 from torch import Tensor, nn
@@ -61,9 +61,6 @@ def apply(model: nn.Module, config: Config, device: torch.device, whole: nn.Modu
                 compile_(block, device)
     elif wanted.compile:  # never of a part: the check refuses it
         compile_(model, device)
-    if wanted.mlp_chunk_tokens is not None:
-        for mlp in _of(model, _mlps(whole)):
-            compute_in_slices(mlp, wanted.mlp_chunk_tokens)
     if again:
         to_host = config.deepspeed.activation_checkpointing.cpu_checkpointing and device.type != "cpu"
         for block in _of(model, recomputed(whole, config)):
@@ -180,71 +177,6 @@ def recompute(block: nn.Module, *, to_host: bool = False) -> None:
 
     block.forward = checkpointed
     setattr(block, _UNIT, True)
-
-
-def _mlps(whole: nn.Module) -> list[str]:
-    """The names of the modules called ``mlp``. Raises ConfigError where there is none, or one that slices would change."""
-    mlps = {name: module for name, module in whole.named_modules() if name.rpartition(".")[2] == "mlp"}
-    if not mlps:
-        raise _wrong("mlp_chunk_tokens", "no module of the model is called mlp", "remove it")
-    for name, module in mlps.items():
-        if any(inner_name.endswith("experts") for inner_name, _ in module.named_modules()):
-            raise _wrong("mlp_chunk_tokens", f"{name} is a mixture of experts, which is not sliced", "remove it")
-        if any(isinstance(inner, nn.modules.dropout._DropoutNd) and inner.p > 0 for inner in module.modules()):
-            raise _wrong("mlp_chunk_tokens", f"{name} has dropout, whose masks would differ in slices", "set it to 0")
-    return list(mlps)
-
-
-def compute_in_slices(module: nn.Module, tokens: int) -> None:
-    """Calls ``module`` with so many tokens at a time, and once more with each slice in the backward pass (as the paper on Arctic's
-    long sequences does; Bekman et al. 2025, arXiv 2506.13996).
-
-    The first call compares two tokens together and one by one: raises ConfigError where they look at each other.
-    """
-    forward, again = module.forward, checkpoint_function(module)
-    compared = False
-
-    @wraps(forward)
-    def sliced(hidden: Tensor) -> Tensor:
-        nonlocal compared
-        rows = hidden.reshape(1, -1, hidden.shape[-1])
-        if not compared:
-            _compare_tokens(module, forward, rows)
-            compared = True
-        if rows.shape[1] <= tokens:
-            return forward(hidden)  # type: ignore[no-any-return]
-        each = partial(again, forward) if torch.is_grad_enabled() else forward
-        outputs = torch.cat([each(piece) for piece in torch.split(rows, tokens, dim=1)], dim=1)
-        return outputs.reshape(*hidden.shape[:-1], outputs.shape[-1])
-
-    module.forward = sliced
-    setattr(module, _UNIT, True)
-
-
-@torch.no_grad()
-def _compare_tokens(module: nn.Module, forward: Callable[..., Any], rows: Tensor) -> None:
-    two = rows[:, :2]
-    before = _held_buffers(module)
-    with _as_before(before):
-        together = forward(two)
-        alone = torch.cat([forward(token) for token in torch.split(two, 1, dim=1)], dim=1)
-        changed = [
-            name
-            for (owner, name), held in before.items()
-            if not torch.equal(cast(Tensor, owner._buffers[name]), cast(Tensor, held.copy))
-        ]
-    if changed:
-        raise _wrong(
-            "mlp_chunk_tokens",
-            f"the model's mlp changes its buffer {changed[0]}, which each slice would change",
-            "remove it",
-        )
-    if not torch.allclose(
-        together.float(), alone.float(), atol=1e-2 if together.dtype.itemsize < 4 else 1e-4, rtol=1e-2
-    ):
-        raise _wrong(
-            "mlp_chunk_tokens", "the model's mlp lets tokens see each other, so it cannot be sliced", "remove it"
-        )
 
 
 def offload(block: nn.Module) -> None:

@@ -42,10 +42,6 @@ class Model(Section):
     """A language model's loss is computed so many tokens at a time, without the logits of all of them: with a large vocabulary
     those take the most memory of a step. ``"auto"``: slices of 128 MiB. Default: all at once. Refused in a pipeline, with
     ``"compile": true``, and for models that change their output layer's logits."""
-    mlp_chunk_tokens: Count | None = None
-    """Modules called ``mlp``, which most models of transformers have in their blocks, are computed so many tokens at a time, and
-    each slice again in the backward pass: what is wide inside of them is there for one slice only. The plan does not count
-    the saving. Default: all tokens at once. Refused with ``compile``, for mixtures of experts, and where ``mlp`` has dropout."""
     channels_last: bool = False
     """Channels innermost in the activations of 2-D convolutions."""
     sync_batch_norm: bool = False
