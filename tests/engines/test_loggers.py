@@ -88,7 +88,7 @@ def test_every_logger_has_what_the_record_has(case: str, tmp_path: Path) -> None
             name: [(at, pytest.approx(value, rel=1e-6)) for at, value in curve] for name, curve in wanted.items()
         }
     check_profiles(case, tmp_path, run.summary)
-    labelled = r"dsframe \d|(^|<stderr>:)  [a-z]+ {2,}"  # the blocks at the beginning and at the end
+    labelled = r"dsframe \d|(^|<stderr>:)  ([a-z]+ {2,}| {12})"  # the blocks at the beginning and at the end
     progress = r"dsframe: |: note: |step +\d|^saved |<stderr>:saved "
     expected = rf"{labelled}|{progress}|wandb|COMET|comet upload|(^|:)\s*$"
     noise = [line for line in finished.output.splitlines() if not re.search(expected, line)]
