@@ -1,6 +1,6 @@
 """A run on one set of processes, in five phases: data, engine, resume, train, finish.
 
-This is the only place that knows all the parts. Where processes come and go, a run has a job for each set of them.
+This is the only place that knows all the parts. An elastic run has a job for each set of them.
 """
 
 from __future__ import annotations
@@ -201,7 +201,7 @@ def _refuse_followers(config: Config, *, evaluates: bool, elastic: bool) -> None
         if asked and not evaluates:
             raise TaskError(f"{what} waits for evaluations, but the task has no eval_data")
         if asked and elastic:
-            raise EngineError(f"{what} is not possible where processes come and go; {remedy}")
+            raise EngineError(f"{what} is not possible in an elastic run; {remedy}")
 
 
 def _refuse_several(run: Run, *, elastic: bool) -> None:
@@ -211,7 +211,7 @@ def _refuse_several(run: Run, *, elastic: bool) -> None:
             raise ConfigError(refused)
         if elastic:
             raise EngineError(
-                "several models are not possible where processes come and go; start a fixed number of them"
+                "several models are not possible in an elastic run; start a fixed number of processes"
             )
     elif run.config.settings.optimizers:
         raise TaskError(
