@@ -80,7 +80,7 @@ class Hooks:
         that have samples in this batch and hold the outputs: do nothing here that other ranks have to join."""
 
     def on_evaluation(self, run: RunView, metrics: Mapping[str, float]) -> None:
-        """After each evaluation. The metrics are of all held-out samples, the same on every rank."""
+        """After each evaluation. The metrics are of all validation samples, the same on every rank."""
 
     def on_checkpoint(self, run: RunView, path: Path) -> None:
         """After each save. With ``"asynchronous": true`` the checkpoint may still be on its way to ``path``."""

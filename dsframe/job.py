@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import contextmanager, suppress
@@ -44,6 +43,7 @@ from dsframe.run_dir.lock import RunLock
 from dsframe.run_dir.progress import Progress
 from dsframe.run_dir.record import Record, finished, read_metrics
 from dsframe.tasks.task import Task, TaskContext
+from dsframe.text import keys
 from dsframe.trainer import Outputs, Trainer, Work
 from dsframe.training import weighting
 from dsframe.training.loaders import loaders
@@ -115,7 +115,9 @@ def train(run: Run, world: World) -> Summary:
     phases.done("data")
     watchdog = Watchdog(world, run.config.settings.hang_timeout_seconds)
     engine, facts = make_engine(job, watchdog)
-    saver, start = _resume(job, engine, watchdog)
+    mine = _manifest(job, engine, watchdog)
+    facts |= _identity(job, engine, mine)
+    saver, start = _resume(job, engine, watchdog, mine)
     done = start.step if start.in_place else 0
     over = done == job.work.schedule.total_steps or (job.plan.stop is not None and job.plan.stop.reached != "")
     complete = over and finished(job.plan.directory, done)
@@ -267,14 +269,9 @@ def _describe(job: Job, engine: Engine) -> None:
         job.say(f"parameter group: {line}")
 
 
-def _resume(job: Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]:
-    """**Collective.** Where training starts, and who writes the next checkpoints."""
-    run, plan, wanted = job.run, job.plan, job.plan.config.settings.checkpoints
-    epoch_steps = job.work.loader.sampler.epoch_steps
-    every, keep_every = (
-        epochs.steps(often, epoch_steps) if often else None for often in (wanted.every_steps, wanted.keep_every)
-    )
-    checkpoints = Store(plan.directory / "checkpoints")
+def _manifest(job: Job, engine: Engine, watchdog: Watchdog) -> dict[str, Any]:
+    """**Collective.** What a checkpoint's manifest tells of this run. Raises DataError where ranks have other samples."""
+    run, plan = job.run, job.plan
     mine = about(
         plan.config,
         run.task,
@@ -299,6 +296,29 @@ def _resume(job: Job, engine: Engine, watchdog: Watchdog) -> tuple[Saver, Start]
         for held_out in job.work.evaluation.values():
             assert_same_samples(engine, held_out, job.say)
         generators.restore(kept, plan.device)
+    return mine
+
+
+def _identity(job: Job, engine: Engine, mine: Mapping[str, Any]) -> dict[str, Any]:
+    """For the run's record: by which ``dsframe compare`` knows the same model and the same data."""
+    trained, parameters = engine.built.sizes or (None, None)
+    model = {"task": mine["training"]["task"], "parameters": parameters, "trained": trained}
+    return {
+        "model": model | {f"code of {module}": digest for module, digest in mine["source"].items()},
+        "data": {"samples": job.work.loader.sampler.samples}
+        | {f"sample {index}": digest for index, digest in mine["data"].items()},
+    }
+
+
+def _resume(job: Job, engine: Engine, watchdog: Watchdog, mine: dict[str, Any]) -> tuple[Saver, Start]:
+    """**Collective.** Where training starts, and who writes the next checkpoints. ``mine``: by :func:`_manifest`."""
+    run, plan, wanted = job.run, job.plan, job.plan.config.settings.checkpoints
+    epoch_steps = job.work.loader.sampler.epoch_steps
+    every, keep_every = (
+        epochs.steps(often, epoch_steps) if often else None for often in (wanted.every_steps, wanted.keep_every)
+    )
+    checkpoints = Store(plan.directory / "checkpoints")
+    with watchdog:
         total = job.work.schedule.total_steps
         start = begin(engine, run.options.resume, checkpoints, mine, total, job.say, watchdog.alive)
     for follower in plan.followers.values():
@@ -362,19 +382,10 @@ def _facts(job: Job) -> dict[str, str]:
     return {
         "engine": run.engine,
         "--resume": run.options.resume,
-        **_keys("", job.plan.config.shown()),
+        **keys(job.plan.config.shown()),
         "training samples": str(work.loader.sampler.samples),
         "order of samples": xxh3_64_hexdigest(torch.cat([rows for _, rows in first]).numpy().data),
         "evaluation samples": ", ".join(f"{name} {len(loader.source)}" for name, loader in work.evaluation.items()),
         "dsframe": __version__,
         "torch": torch.__version__,
-    }
-
-
-def _keys(prefix: str, value: Any) -> dict[str, str]:
-    """The keys of a file, with their sections, and their values."""
-    if not isinstance(value, Mapping):
-        return {prefix: json.dumps(value)}
-    return {
-        path: text for key, part in value.items() for path, text in _keys(f"{prefix}.{key}".lstrip("."), part).items()
     }

@@ -26,7 +26,7 @@ def best_step(evaluations: Mapping[int, Mapping[str, float | None]], wanted: str
 
 @dataclass(frozen=True)
 class Summary:
-    """What a run came to."""
+    """Results of a run."""
 
     steps: int
     seconds: float

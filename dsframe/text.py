@@ -2,13 +2,14 @@
 
 from __future__ import annotations
 
+import json
 import math
 import os
 import re
 import shutil
 import textwrap
-from collections.abc import Sequence
-from typing import TextIO
+from collections.abc import Mapping, Sequence
+from typing import Any, TextIO
 
 _LABEL = re.compile(r"(?<![^ ])(error|warning|note):")
 _METRICS = re.compile(r"^(evaluation after step|dsframe: done)")
@@ -47,6 +48,13 @@ def columns(rows: Sequence[Sequence[str]], left: int) -> list[str]:
         return "  ".join(cell.ljust(w) if at < left else cell.rjust(w) for at, (cell, w) in enumerate(cells)).rstrip()
 
     return [line(row) for row in rows]
+
+
+def keys(value: Any, path: str = "") -> dict[str, str]:
+    """The keys of a file with their sections, ``zero_optimization.stage``, and their values as JSON."""
+    if not isinstance(value, Mapping):
+        return {path: json.dumps(value)}
+    return {name: text for key, part in value.items() for name, text in keys(part, f"{path}.{key}".lstrip(".")).items()}
 
 
 def reason(error: BaseException, most: int | None = None) -> str:

@@ -65,7 +65,7 @@ def parser() -> argparse.ArgumentParser:
         "from the best one there (keep_best); PATH: from this checkpoint; never: start from step 0 (default: %(default)s)",
     )
     parser.add_argument("--verbose", action="store_true", help="let the libraries say everything, and show tracebacks")
-    parser.add_argument("--quiet", action="store_true", help="say nothing; the run's directory has the figures")
+    parser.add_argument("--quiet", action="store_true", help="print nothing; the run's directory has the metrics")
     # DeepSpeed's launcher puts it first.
     parser.add_argument("--local_rank", "--local-rank", type=int, help=argparse.SUPPRESS)
     parser.add_argument("--report", help=argparse.SUPPRESS)  # dsframe launch reads there how the run ended

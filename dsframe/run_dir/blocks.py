@@ -8,10 +8,11 @@ from typing import TYPE_CHECKING, Any
 
 from dsframe.engines import precision
 from dsframe.results import best_step
-from dsframe.text import clock
+from dsframe.text import clock, columns
 
 if TYPE_CHECKING:
     import torch
+    from torch import nn
 
     from dsframe.config import Config
     from dsframe.config.schema.scheduler import Scheduler
@@ -20,7 +21,7 @@ if TYPE_CHECKING:
     from dsframe.results import Summary
     from dsframe.tasks.task import Task
 
-_WIDTH = 10
+_WIDTH, _MOST_MODULES = 10, 10
 _SHOWN = ("lr", "betas", "momentum", "weight_decay")
 """Values of an optimizer that every reader asks for."""
 
@@ -38,8 +39,10 @@ def header(
     of each process."""
     world, batch, task = plan.world, plan.batch, plan.task
     sizes = f"{batch.micro_batch_size} x {batch.accumulation_steps} x {batch.data_parallel_size}"
+    watch = engine.built.watch
     rows = [
         ("model", ", ".join([type(task).__name__, *_parameters(engine.built.sizes)])),
+        *(("", line) for line in (modules(watch.model) if watch else [])),
         ("data", f"{samples:,} samples" + (f", {held_out:,} to evaluate on" if held_out else ", no evaluation")),
         ("engine", engine.description),
         ("processes", f"{world.size} x {plan.device.type} under {world.launcher}, {threads} thread(s) each"),
@@ -55,6 +58,37 @@ def header(
         ("training", f"{steps:,} steps"),
         ("results", str(plan.directory)),
     ]
+
+
+def modules(model: nn.Module) -> list[str]:
+    """Returns a table of the model's parts: name, class, parameters, and how many are trained if not all are.
+
+    Parts that repeat are one line, and a shared parameter counts once; a model of a single part has no table.
+    """
+    parts, counted, rows = list(model.named_children()), set[int](), []
+    for name, part in [*parts, ("(itself)", model)]:
+        fresh = [p for p in part.parameters() if id(p) not in counted]
+        counted.update(map(id, fresh))
+        sizes = [getattr(p, "ds_numel", p.numel()) for p in fresh]
+        trained = sum(size for size, p in zip(sizes, fresh, strict=True) if p.requires_grad)
+        kind = type(part).__name__.removeprefix("FSDP")
+        if rows and rows[-1][1:] == (kind, sum(sizes), trained):
+            rows[-1][0].append(name)
+        elif sizes:
+            rows.append(([name], kind, sum(sizes), trained))
+    if len(rows) < 2:
+        return []
+    partly = any(size != trained for _, _, size, trained in rows)
+    table = [_module(*row, partly=partly) for row in rows[:_MOST_MODULES]]
+    more = len(rows) - _MOST_MODULES
+    return [*columns(table, left=2), *([f"and {more} more"] if more > 0 else [])]
+
+
+def _module(names: Sequence[str], kind: str, size: int, trained: int, *, partly: bool) -> list[str]:
+    count = len(names)
+    cells = [names[0], kind] if count == 1 else [f"{names[0]} to {names[-1]}", f"{count} x {kind}"]
+    said = f"{count * trained:,} trained" if trained else "frozen"
+    return [*cells, f"{count * size:,}", *([said] if partly else [])]
 
 
 def _parameters(sizes: tuple[int, int] | None) -> list[str]:

@@ -1,8 +1,8 @@
 """TensorBoard, Weights & Biases, CSV and Comet, as DeepSpeed's own sections ask for them, and MLflow: the same on every engine.
 
 DeepSpeed 0.19.8 writes nothing but the learning rate when the program calls backward itself. So the sections are taken off
-before DeepSpeed sees them, and rank 0 writes what ``metrics.jsonl`` has, under DeepSpeed's names (``Train/Samples/train_loss``,
-``Train/Samples/lr``), over the number of samples as there.
+before DeepSpeed sees them, and rank 0 writes what ``metrics.jsonl`` has, ``train/loss`` and ``eval/accuracy``, over optimizer
+steps, as other tools do; ``train/samples`` counts the samples.
 
 None of them ends a training: one that fails is said once, with the reason, and gets nothing more.
 """
@@ -32,13 +32,10 @@ from dsframe.text import reason
 
 Ending = Literal["FINISHED", "FAILED", "KILLED"]
 """How a run ended, in MLflow's words; "KILLED": by a signal, with its state saved."""
-_NAMES = {"loss": "train_loss", "learning_rate": "lr"}
-"""What DeepSpeed calls otherwise than we do."""
 _PACKAGES = {"mlflow": "mlflow-skinny"}
 """What to install, where it is called otherwise than the module."""
-_KINDS = ("Train/Samples/", "Evaluation/")
+_TRAINING, _EVALUATION = "train/", "eval/"
 """What the names of metrics begin with."""
-"""What the names of our event files end in: only those are replaced."""
 
 
 def missing(config: Config) -> list[Problem]:
@@ -57,10 +54,10 @@ class Logger(ABC):
     """One destination of metrics. Only rank 0 has one."""
 
     @abstractmethod
-    def write(self, metrics: Mapping[str, float], samples: int) -> None:
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
         """``metrics``: finite numbers, by DeepSpeed's names."""
 
-    def log_image(self, name: str, pixels: Any, samples: int) -> None:  # noqa: B027 - not all take images
+    def log_image(self, name: str, pixels: Any, step: int) -> None:  # noqa: B027 - not all take images
         """``pixels``: a uint8 array ``[height, width, channels]``."""
 
     @abstractmethod
@@ -77,19 +74,18 @@ class Loggers:
         """``about``: the run, for those that keep a description. ``done_steps``: of an earlier run, whose metrics stay."""
         file, mlflow = config.deepspeed, config.settings.mlflow
         self._batch = train_batch_size
-        done = done_steps * train_batch_size
         resumed = done_steps > 0
         known: Mapping[str, tuple[Any, Callable[[], Logger]]] = {
             "tensorboard": (
                 file.tensorboard,
-                lambda: _TensorBoard(_folder(file.tensorboard, directory / "tensorboard"), directory, done),
+                lambda: _TensorBoard(_folder(file.tensorboard, directory / "tensorboard"), directory, done_steps),
             ),
             "csv_monitor": (
                 file.csv_monitor,
-                lambda: _Csv(_folder(file.csv_monitor, directory / "csv"), directory, done),
+                lambda: _Csv(_folder(file.csv_monitor, directory / "csv"), directory, done_steps),
             ),
             "wandb": (file.wandb, lambda: _Wandb(file.wandb, about, directory, resumed=resumed)),
-            "comet": (file.comet, lambda: _Comet(file.comet)),
+            "comet": (file.comet, lambda: _Comet(file.comet, train_batch_size)),
             "mlflow": (mlflow, lambda: _Mlflow(mlflow, about, directory, resumed=resumed)),
         }
         self._all: dict[str, Logger] = {}
@@ -104,22 +100,23 @@ class Loggers:
         if not self._all or "step" not in record:
             return
         others = {name: value for name, value in record.items() if name not in ("step", "evaluation")}
-        training, evaluation = _KINDS
-        named = {f"{training}{_NAMES.get(name, name)}": value for name, value in others.items()}
-        named |= {f"{evaluation}{name}": value for name, value in record.get("evaluation", {}).items()}
+        named = {f"{_TRAINING}{name}": value for name, value in others.items()}
+        named |= {f"{_EVALUATION}{name}": value for name, value in record.get("evaluation", {}).items()}
+        if others:
+            named[f"{_TRAINING}samples"] = record["step"] * self._batch
         numbers = {name: float(value) for name, value in named.items() if isinstance(value, int | float)}
         metrics = {name: value for name, value in numbers.items() if math.isfinite(value)}
         for name in [name for name in self._all if name not in self._failed]:
             self._failed.add(name)  # stays there where it fails
             with _survived(name):
-                self._all[name].write(metrics, record["step"] * self._batch)
+                self._all[name].write(metrics, record["step"])
                 self._failed.remove(name)
 
     def log_image(self, name: str, step: int, pixels: Any) -> None:
         """``pixels``: a uint8 array ``[height, width, channels]``."""
         for logger_name, logger in self._all.items():
             with _survived(logger_name):
-                logger.log_image(name, pixels, step * self._batch)
+                logger.log_image(name, pixels, step)
 
     def close(self, ending: Ending = "FINISHED") -> None:
         """Sends what is still held. One that has failed, which everybody knows, may still be able to say that the run is over."""
@@ -163,13 +160,13 @@ class _TensorBoard(Logger):
             old.unlink()
         self._writer: Any = SummaryWriter(str(folder), purge_step=done + 1 if done else None, filename_suffix=suffix)
 
-    def write(self, metrics: Mapping[str, float], samples: int) -> None:
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
-            self._writer.add_scalar(name, value, samples)
+            self._writer.add_scalar(name, value, step)
         self._writer.flush()
 
-    def log_image(self, name: str, pixels: Any, samples: int) -> None:
-        self._writer.add_image(name, pixels, samples, dataformats="HWC")
+    def log_image(self, name: str, pixels: Any, step: int) -> None:
+        self._writer.add_image(name, pixels, step, dataformats="HWC")
         self._writer.flush()
 
     def close(self, ending: Ending) -> None:
@@ -177,7 +174,7 @@ class _TensorBoard(Logger):
 
 
 class _Csv(Logger):
-    """A file for each figure, with lines of samples and value, as DeepSpeed writes them.
+    """A file for each figure, with lines of step and value.
 
     Lines after the checkpoint are taken off where the folder is this run's. In a folder that had tables before, of another run
     or another program, lines are only added, as DeepSpeed does.
@@ -186,7 +183,7 @@ class _Csv(Logger):
     def __init__(self, folder: Path, directory: Path, done: int) -> None:
         folder.mkdir(parents=True, exist_ok=True)
         self._folder = folder
-        tables = [path for name in _KINDS for path in folder.glob(f"{_file_name(name)}*.csv")]
+        tables = [path for name in (_TRAINING, _EVALUATION) for path in folder.glob(f"{_file_name(name)}*.csv")]
         owner, run_id = folder / ".dsframe-run", _run_id(directory)
         if not tables:
             owner.write_text(f"{run_id}\n", encoding="utf-8")
@@ -197,12 +194,12 @@ class _Csv(Logger):
                 kept = [row for row in rows if (at := row.partition(",")[0]).isdecimal() and int(at) <= done]
                 old.write_text("".join([head, *kept]), encoding="utf-8")
 
-    def write(self, metrics: Mapping[str, float], samples: int) -> None:
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
         for name, value in metrics.items():
             path = self._folder / f"{_file_name(name)}.csv"
             head: Sequence[Any] = [] if path.exists() else [("step", name.rpartition("/")[2])]
             with path.open("a", newline="", encoding="utf-8") as file:
-                csv.writer(file).writerows([*head, (samples, value)])
+                csv.writer(file).writerows([*head, (step, value)])
 
     def close(self, ending: Ending) -> None:
         pass
@@ -244,20 +241,20 @@ class _Wandb(Logger):
             )
         note.write_text(f"{self._run.id}\n", encoding="utf-8")
 
-    def write(self, metrics: Mapping[str, float], samples: int) -> None:
-        self._run.log(dict(metrics), step=samples)
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        self._run.log(dict(metrics), step=step)
 
-    def log_image(self, name: str, pixels: Any, samples: int) -> None:
+    def log_image(self, name: str, pixels: Any, step: int) -> None:
         import wandb
 
-        self._run.log({name: wandb.Image(pixels)}, step=samples)
+        self._run.log({name: wandb.Image(pixels)}, step=step)
 
     def close(self, ending: Ending) -> None:
         self._run.finish(exit_code=int(ending != "FINISHED"))
 
 
 class _Comet(Logger):
-    def __init__(self, section: Any) -> None:
+    def __init__(self, section: Any, batch: int) -> None:
         # It would log what goes to TensorBoard and MLflow once more, or warn that it came too late, and print a summary.
         os.environ.setdefault("COMET_DISABLE_AUTO_LOGGING", "1")
         os.environ.setdefault("COMET_DISPLAY_SUMMARY_LEVEL", "0")
@@ -268,17 +265,17 @@ class _Comet(Logger):
             self._run: Any = comet_ml.start(**{name: getattr(section, name) for name in names})
         if section.experiment_name is not None:
             self._run.set_name(section.experiment_name)
-        self._interval, self._last = section.samples_log_interval, -math.inf
+        self._interval, self._last = section.samples_log_interval / batch, -math.inf
 
-    def write(self, metrics: Mapping[str, float], samples: int) -> None:
-        if samples != self._last and samples - self._last < self._interval:
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
+        if step != self._last and step - self._last < self._interval:
             return
-        self._last = samples
+        self._last = step
         for name, value in metrics.items():
-            self._run.log_metric(name, value, step=samples)
+            self._run.log_metric(name, value, step=step)
 
-    def log_image(self, name: str, pixels: Any, samples: int) -> None:
-        self._run.log_image(pixels, name=name, step=samples)
+    def log_image(self, name: str, pixels: Any, step: int) -> None:
+        self._run.log_image(pixels, name=name, step=step)
 
     def close(self, ending: Ending) -> None:
         self._run.end()
@@ -312,14 +309,14 @@ class _Mlflow(Logger):
         self._run: str = known
         note.write_text(f"{known}\n", encoding="utf-8")
 
-    def write(self, metrics: Mapping[str, float], samples: int) -> None:
+    def write(self, metrics: Mapping[str, float], step: int) -> None:
         from mlflow.entities import Metric
 
         now = int(time.time() * 1000)
-        self._client.log_batch(self._run, [Metric(name, value, now, samples) for name, value in metrics.items()])
+        self._client.log_batch(self._run, [Metric(name, value, now, step) for name, value in metrics.items()])
 
-    def log_image(self, name: str, pixels: Any, samples: int) -> None:
-        self._client.log_image(self._run, pixels, key=name, step=samples)
+    def log_image(self, name: str, pixels: Any, step: int) -> None:
+        self._client.log_image(self._run, pixels, key=name, step=step)
 
     def close(self, ending: Ending) -> None:
         self._client.set_terminated(self._run, ending)

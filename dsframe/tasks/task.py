@@ -290,7 +290,7 @@ class Task:
         each over the global batch, and an evaluation over all its samples.
 
         A step takes the mean of the losses of all micro-batches of all ranks, each of the same number of samples. Where a loss is a
-        mean over something else that differs between micro-batches, such as the tokens that are no padding
+        mean over something whose number differs between micro-batches, such as tokens without padding
         (``cross_entropy(..., ignore_index=-100)``), :meth:`loss_weight` says over how much. Without it the gradients depend on
         the number of ranks and on accumulation.
         """

@@ -14,7 +14,8 @@ from dsframe.tools.report import page, runs
 from dsframe.tools.report.runs import Run
 
 EPILOG = """\
-Differences are to the first. The last lines say whether the first steps are those of one training.
+Whether model, data and file are the same comes first. Differences are to the first run. The last lines say
+whether the first steps are those of one training.
 "sent" is counted if the file has comms_logger.
 """
 _EARLY, _ROUNDING, _ROUNDING_16 = 10, 1e-5, 2e-3
@@ -34,7 +35,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     """Prints the table and returns 0. Raises DataError where a run did not come to its end."""
     options = parser().parse_args(argv)
     with runs.understood():
-        compared = _read({str(run): run for run in options.runs})
+        compared = _read(dict(zip(runs.names(options.runs), options.runs, strict=True)))
         print("\n".join(_lines(compared)))
         if options.html:
             options.html.write_bytes(page.page(compared).encode("utf-8", errors="replace"))
@@ -65,15 +66,24 @@ def _lines(compared: Sequence[Run]) -> list[str]:
     curves = [dict(run.curve("loss")) for run in compared]
     common = sorted(set.intersection(*map(set, curves)))
     shown = [step for step in common if f"{step:.0f}".rstrip("0") in ("1", "2", "5") or step == common[-1]]
-    rows = [["", *(run.name for run in compared)], *runs.rows(compared)]
+    names = ["", *(run.name for run in compared)]
+    rows = runs.rows(compared)
     for step in shown:
         first = curves[0][step]
         others = (f"{curve[step]:.6f}  {curve[step] - first:+.1e}" for curve in curves[1:])
         rows.append([f"loss at step {step:,.0f}", f"{first:.6f}", *others])
-    head, *lines = columns([[printable(cell) for cell in row] for row in rows], left=len(rows[0]))
+    differing = runs.file_differences(compared)
     bound = _ROUNDING_16 if any(run.in_16_bits for run in compared) else _ROUNDING
     said = verdicts([run.name for run in compared], curves, bound)
-    return [head, "-" * len(head), *lines, *([""] if said else []), *map(printable, said)]
+    same = columns([[printable(cell) for cell in row] for row in runs.sameness(compared)], left=2)
+    tables = [_table([names, *table]) for table in (differing, rows) if table]
+    blocks = [same, *tables, [*map(printable, said)]] if len(compared) > 1 else tables
+    return [line for block in blocks if block for line in ("", *block)][1:]
+
+
+def _table(rows: Sequence[Sequence[str]]) -> list[str]:
+    head, *lines = columns([[printable(cell) for cell in row] for row in rows], left=len(rows[0]))
+    return [head, "-" * len(head), *lines]
 
 
 def verdicts(names: Sequence[str], curves: Sequence[Mapping[float, float]], bound: float) -> list[str]:

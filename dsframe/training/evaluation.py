@@ -1,4 +1,4 @@
-"""The evaluation of one model on all held-out samples, whatever the engine and the number of ranks."""
+"""The evaluation of one model on all validation samples, whatever the engine and the number of ranks."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ class Evaluation:
         return sum(map(len, self._loaders.values()))
 
     def run(self, stops: Callable[[int], bool] = lambda batches: False) -> dict[str, float] | None:
-        """**Collective.** Metrics over all held-out samples, the same on every rank; None where ranks agree to stop before.
+        """**Collective.** Metrics over all validation samples, the same on every rank; None where ranks agree to stop before.
 
         ``stops``: called with the number of batches done. Training does not see it: random generators are put back, so that
         a checkpoint from before the evaluation goes on as the run itself did.
@@ -230,7 +230,7 @@ class Evaluation:
         drawn = torch.tensor([float(left_out or moved)], dtype=torch.float64, device=engine.plan.device)
         if engine.sum_over_ranks(drawn).item():
             self._tell(
-                "note: this evaluation draws random numbers that belong to no sample, others on each rank, so its figures depend "
+                "note: this evaluation draws random numbers that belong to no sample, others on each rank, so its metrics depend "
                 "on the number of processes"
             )
 

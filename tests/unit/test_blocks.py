@@ -11,6 +11,8 @@ import sys
 import termios
 from pathlib import Path
 
+from torch import nn
+
 from dsframe.run_dir import blocks
 
 EVALUATIONS = [
@@ -33,6 +35,21 @@ def test_lines_have_a_label_and_nothing_for_what_is_not_known() -> None:
     rows = [("model", "Net"), ("best", ""), ("engine", "PyTorch")]
     assert blocks.lines(rows, colour=False) == ["  model       Net", "  engine      PyTorch"]
     assert blocks.lines(rows, colour=True)[0] == "  \x1b[2mmodel     \x1b[0m  Net"
+
+
+def test_the_parts_of_a_model() -> None:
+    body = [nn.Linear(9, 9) for _ in range(3)]
+    model = nn.Sequential(nn.Embedding(1000, 9), *body, nn.ReLU(), nn.Linear(9, 1000, bias=False))
+    model[5].weight = model[0].weight
+    assert blocks.modules(model) == ["0       Embedding   9,000", "1 to 3  3 x Linear    270"]
+    body[0].requires_grad_(False)
+    assert blocks.modules(model)[1:] == [
+        "1       Linear         90         frozen",
+        "2 to 3  2 x Linear    180    180 trained",
+    ]
+    assert blocks.modules(nn.Linear(2, 2)) == []
+    many = blocks.modules(nn.Sequential(*(nn.Linear(1, size) for size in range(1, 31))))
+    assert (len(many), many[-1]) == (11, "and 20 more")
 
 
 PROGRAM = """

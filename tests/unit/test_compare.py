@@ -29,14 +29,25 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
             tmp_path / name, [2.0, 1.0 + number / 100], description="engine", steps=2, rate=32, unit="samples",
             units_per_step=32, seconds=1.0, first_step_seconds=0.5, metrics={"accuracy": 0.5}, peak_memory_bytes=[2**20],
             launcher="python", predicted={"sent_bytes_per_step": {"gradients": 3e6}},
+            model={"task": "Net", "parameters": 7}, data={"samples": 10 * number, "sample 0": name},
         )  # fmt: skip
+    (tmp_path / "b" / "config.json").write_text('{"train_batch_size": 8, "optimizer": {"params": {"lr": 0.1}}}')
     assert main(["compare", str(tmp_path / "a"), str(tmp_path / "b"), "--html", str(tmp_path / "page.html")]) == 0
     printed = capsys.readouterr().out
+    assert printed.splitlines()[:7] == [
+        "model  the same",
+        "data   not the same: samples 10 / 20, sample 0",
+        "file   1 key differs",
+        "",
+        "                     a  b",
+        "-------------------------",
+        "optimizer.params.lr     0.1",
+    ]
     rows = {line.split("  ")[0]: line for line in printed.splitlines()}
     assert rows["sent, predicted, MB"].split()[-2:] == ["3", "3"]
     assert rows["loss at step 2"].split()[-1] == "+1.0e-02"
-    assert f"{tmp_path / 'b'}: not the same training as {tmp_path / 'a'}: at step 2" in printed
-    assert "Training loss" in (tmp_path / "page.html").read_text()
+    assert "b: not the same training as a: at step 2" in printed
+    assert "Difference of the training loss" in (tmp_path / "page.html").read_text()
     write_run(tmp_path / "run", [1.0])
     assert main(["compare", str(tmp_path / "run")]) == 6  # it did not come to its end
 

@@ -31,14 +31,16 @@ def test_a_resumed_run_goes_on_with_its_figures_and_a_new_one_begins_again(tmp_p
     for step in (1, 2, 3):
         first.write({"step": step, "loss": 1.0 / step, "gradient_norm": None, "rate": float("inf")})
     first.close()
-    table = tmp_path / "job" / "Train_Samples_train_loss.csv"
-    assert table.read_text().splitlines() == ["step,train_loss", "4,1.0", "8,0.5", f"12,{1 / 3}"]
-    assert sorted(path.name for path in table.parent.glob("*.csv")) == [table.name]  # nothing that is no finite number
+    table = tmp_path / "job" / "train_loss.csv"
+    assert table.read_text().splitlines() == ["step,loss", "1,1.0", "2,0.5", f"3,{1 / 3}"]
+    samples = table.with_name("train_samples.csv")
+    assert samples.read_text().splitlines() == ["step,samples", "1,4.0", "2,8.0", "3,12.0"]
+    assert sorted(table.parent.glob("*.csv")) == [table, samples], "nothing that is no finite number"
     again = make(file, tmp_path, done=2)
     again.write({"step": 3, "loss": 0.25})
-    assert table.read_text().splitlines() == ["step,train_loss", "4,1.0", "8,0.5", "12,0.25"]
+    assert table.read_text().splitlines() == ["step,loss", "1,1.0", "2,0.5", "3,0.25"]
     make(file, tmp_path).write({"step": 1, "loss": 9.0})
-    assert table.read_text().splitlines() == ["step,train_loss", "4,9.0"]
+    assert table.read_text().splitlines() == ["step,loss", "1,9.0"]
 
 
 @pytest.mark.parametrize("done", [0, 1])
@@ -53,10 +55,10 @@ def test_a_run_deletes_nothing_that_another_run_has_written(tmp_path: Path, done
         found.close()
         if name == "first":
             events = {path: path.read_bytes() for path in (tmp_path / "shared" / "job").glob("events.*")}
-            rows = (tmp_path / "shared" / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()
+            rows = (tmp_path / "shared" / "job" / "train_loss.csv").read_text().splitlines()
             assert len(events) == 1
     assert {path: path.read_bytes() for path in events} == events
-    assert (tmp_path / "shared" / "job" / "Train_Samples_train_loss.csv").read_text().splitlines()[: len(rows)] == rows
+    assert (tmp_path / "shared" / "job" / "train_loss.csv").read_text().splitlines()[: len(rows)] == rows
     assert len(list((tmp_path / "shared" / "job").glob("events.*"))) == (2 if done == 0 else 3)
 
 
@@ -67,14 +69,14 @@ def test_by_default_a_run_logs_into_its_own_directory(tmp_path: Path, monkeypatc
     found.write({"step": 1, "loss": 1.0})
     found.close()
     assert list((tmp_path / "elsewhere").iterdir()) == []
-    assert (tmp_path / "csv" / "Train_Samples_train_loss.csv").exists()
+    assert (tmp_path / "csv" / "train_loss.csv").exists()
     assert len(list((tmp_path / "tensorboard").glob("events.*"))) == 1
 
 
 def test_other_peoples_files_in_the_same_folder_are_left_alone(tmp_path: Path) -> None:
     place = {"enabled": True, "output_path": str(tmp_path), "job_name": "job"}
     others = {
-        "table.csv": "name,value\nx,1\n", "steps.csv": "step,loss\n4,1.0\n", "Train_Samples_note.csv": "my,own\nx,2\n",
+        "table.csv": "name,value\nx,1\n", "steps.csv": "step,loss\n4,1.0\n", "train_note.csv": "my,own\nx,2\n",
         "events.out.tfevents.1.host": "of another program", "empty.csv": "",
     }  # fmt: skip
     (tmp_path / "job").mkdir()
@@ -119,8 +121,10 @@ def test_comet_gets_what_its_section_says(tmp_path: Path, monkeypatch: pytest.Mo
     for step in (1, 2, 3):
         found.write({"step": step, "loss": float(step)})
     found.close()
-    name = "Train/Samples/train_loss"
-    assert said == [{"project": "p", "online": False}, "n", (name, 1.0, 4), (name, 3.0, 12), "end"]
+    steps = [
+        (name, value * step, step) for step in (1, 3) for name, value in (("train/loss", 1.0), ("train/samples", 4.0))
+    ]
+    assert said == [{"project": "p", "online": False}, "n", *steps, "end"]
     assert kept == [["train", "--set", "comet.api_key=***"]]
     assert sys.argv is words
 
@@ -134,9 +138,9 @@ def test_a_resumed_run_goes_on_in_its_run_of_mlflow(tmp_path: Path) -> None:
         found.write({"step": done + 1, "loss": 1.0, "gradient_norm": None})
         found.close(ending)
     runs = [folder for folder in tmp_path.glob("mlruns/[0-9]*/*") if (folder / "metrics").is_dir()]
-    written = [(run / "metrics" / "Train" / "Samples" / "train_loss").read_text().splitlines() for run in runs]
+    written = [(run / "metrics" / "train" / "loss").read_text().splitlines() for run in runs]
     steps = sorted([int(line.split()[2]) for line in lines] for lines in written)
-    assert steps == [[4], [4, 12]]
+    assert steps == [[1], [1, 3]]
     about = [(run / "meta.yaml").read_text() for run in runs]
     assert all("end_time: null" not in text for text in about)
     # RunStatus of MLflow: 3 is FINISHED, 5 KILLED: how the resumed run ended at last.
@@ -161,7 +165,7 @@ def test_a_logger_that_fails_is_said_once_and_ends_no_training(
     for step in (1, 2):
         found.write({"step": step, "loss": 1.0})
     found.close()
-    assert len((tmp_path / "table" / "Train_Samples_train_loss.csv").read_text().splitlines()) == 3
+    assert len((tmp_path / "table" / "train_loss.csv").read_text().splitlines()) == 3
     first, second = capsys.readouterr().err.splitlines()
     assert first.startswith("dsframe: tensorboard failed and gets no more metrics; the training continues")
     assert "(RuntimeError: API request to https://host:5000/api/2.0 failed with many lines)" in second
@@ -210,4 +214,4 @@ def test_hooks_send_images_of_an_evaluation_to_tensorboard(tmp_path: Path) -> No
     dsframe.fit(task, file)
     events = EventAccumulator(str(tmp_path / "run" / "tensorboard"), size_guidance={"images": 0})
     events.Reload()
-    assert [(image.step, image.height, image.width) for image in events.Images("outputs")] == [(8, 4, 5)] * 2
+    assert [(image.step, image.height, image.width) for image in events.Images("outputs")] == [(2, 4, 5)] * 2

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import json
 import resource
+import subprocess
+import sys
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -120,3 +122,15 @@ def test_what_may_hold_accounts_is_the_owners(tmp_path: Path) -> None:
     record(tmp_path, []).close("FAILED")
     for name in ("run.json", "config.json"):
         assert (tmp_path / name).stat().st_mode & 0o777 == 0o600
+
+
+def test_the_command_is_the_one_that_was_typed(tmp_path: Path) -> None:
+    for name in ("torchrun", "dsframe", "other"):
+        (tmp_path / name).write_text(
+            f"#!{sys.executable}\nimport subprocess, sys\nsubprocess.run(sys.argv[2:], check=True)\n"
+        )
+        (tmp_path / name).chmod(0o755)
+    said = [sys.executable, "-c", "from dsframe.run_dir.record import provenance as p; print(p()['command'][:2])"]
+    for outer, command in (("dsframe", "['dsframe', 'launch']"), ("other", "['torchrun', '-np']")):
+        typed = [str(tmp_path / outer), "launch", str(tmp_path / "torchrun"), "-np", *said]
+        assert subprocess.run(typed, check=True, capture_output=True, text=True).stdout.strip() == command

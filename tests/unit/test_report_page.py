@@ -14,8 +14,9 @@ import pytest
 from dsframe.cli import main
 from dsframe.errors import DataError
 from dsframe.tools.plan import report_prediction
+from dsframe.tools.report.page import charts
 from dsframe.tools.report.pictures import Axis, Chart, Line, _figure, inline, thinned, write
-from dsframe.tools.report.runs import names
+from dsframe.tools.report.runs import names, read_run
 
 
 def write_run(folder: Path, losses: list[float], **more: Any) -> Path:
@@ -24,7 +25,8 @@ def write_run(folder: Path, losses: list[float], **more: Any) -> Path:
     lines: list[dict[str, Any]] = [{"run": {"description": "an <engine>", "world_size": 2, "start_seconds": 1.5}}]
     for step, loss in enumerate(losses, start=1):
         lines.append({"step": step, "loss": loss, "rate": 100.0 * step, "learning_rate": 0.1, "gradient_norm": None})
-    lines.append({"step": len(losses), "evaluation": {"accuracy": 0.5}})
+        if step % 2:
+            lines.append({"step": step, "evaluation": {"accuracy": 0.5, "loss": 2 * loss}})
     (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
     if more:
         (folder / "summary.json").write_text(json.dumps(lines[0]["run"] | more))
@@ -96,11 +98,13 @@ def test_a_page_of_two_runs(
     pictures = re.findall(r"<figure>(.*?)</figure>", text, re.DOTALL)
     titles = [ElementTree.fromstring(picture).attrib["aria-label"] for picture in pictures]
     assert titles == [
-        "Training loss",
+        "Loss",
         "Difference of the training loss to a",
         "Learning rate",
         "Speed during training",
+        "Evaluation: accuracy",
     ]
+    assert {"model", "data", "file"} <= rows.keys()
     assert main(["report", str(tmp_path / "none")]) == 6
     assert names([tmp_path / "x" / "run", tmp_path / "y" / "run"]) == ["x/run", "y/run"]
 
@@ -130,6 +134,19 @@ def test_a_chart_shows_what_it_is_given(log: bool) -> None:
     texts = {"".join(text.itertext()) for text in root.iter("{http://www.w3.org/2000/svg}text")}
     assert {"A & B", "x", "seconds", "up", "most"} <= texts
     assert inline(picture) == inline(picture), "the same picture is the same file"
+
+
+def test_training_and_validation_loss_are_one_chart(tmp_path: Path) -> None:
+    runs = [read_run(write_run(tmp_path / name, [3.0, 2.0, 1.0])) for name in "ab"]
+    training, validation = charts(runs[:1])[0].lines
+    assert (training.name, validation.name) == ("training", "validation")
+    assert validation.points == [(1, 6.0), (3, 2.0)]
+    assert [(line.series, line.dashed) for line in charts(runs)[0].lines] == [
+        (0, False),
+        (1, False),
+        (0, True),
+        (1, True),
+    ]
 
 
 def test_lines_on_each_other_are_both_seen() -> None:

@@ -88,7 +88,7 @@ class FlopsProfiler(Section):
 
 class CommsLogger(Coerced):
     """What each rank sends, counted by dsframe on every engine: ``communication.json`` in the run's directory, ``sent_bytes`` among
-    the figures. Calls and bytes; times are in traces (``dsframe.profile``). Slower."""
+    the metrics. Calls and bytes; times are in traces (``dsframe.profile``). Slower."""
 
     enabled: bool = False
     """Turns it on."""

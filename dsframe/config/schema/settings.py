@@ -105,10 +105,10 @@ class Settings(Section):
     engine_options: dict[str, Any] = {}
     """Options of an engine from such a package, which names them."""
     inherit: Literal["deepspeed", "torch"] = "deepspeed"
-    """Whose defaults hold for clipping and the optimizer where the file does not say, on every engine: DeepSpeed's (clipping at
+    """Defaults for clipping and the optimizer, on every engine: DeepSpeed's (clipping at
     1.0, no weight decay, Adam is AdamW) or torch's (no clipping, AdamW decays by 0.01, Adam is Adam)."""
     fallback: Literal["allow", "error"] = "allow"
-    """When the engine is not installed: take the next best and say so, or stop."""
+    """If the engine is not installed: use the next one and print which, or stop."""
     task: Task = Field(default_factory=VisionTask.model_construct)
     """Model, data, loss and metrics."""
     epochs: Count | None = None
@@ -118,29 +118,30 @@ class Settings(Section):
     seed: Annotated[int, Field(ge=0, lt=2**32)] = 0
     """Seed of the weights, the order of samples and the augmentation."""
     order: Literal["shuffled", "sequential"] = "shuffled"
-    """Order of the training samples in each epoch: shuffled from the seed, or as they lie. ``Task.order`` gives any other."""
+    """Order of the training samples in each epoch: shuffled by the seed, or as stored. ``Task.order`` gives any other."""
     deterministic: bool = False
-    """Take torch's deterministic algorithms alone, on every engine: on GPUs a run repeats itself, and goes on from a checkpoint, to
-    the last bit only with them. An operator that has none raises an error that names it. Slower. Sums over ranks have the order of
-    the library that makes them."""
+    """Use only torch's deterministic algorithms, on every engine: on GPUs a run repeats itself, and resumes from a
+    checkpoint, to the last bit only with this. An operator that has none raises an error that names it. Slower. Sums
+    over ranks have the order of the library that makes them."""
     tf32: bool = False
     """On GPUs, compute fp32 matrix products and convolutions by TF32 (10 bits of mantissa), on every engine; else both in fp32,
     where torch's own default takes TF32 for convolutions. CPUs have none."""
     per_sample_randomness: bool = False
-    """Draw what a model draws in training (dropout masks, noise) for each sample by itself, from the seed, the step and the
-    sample's place in the global batch. Then the training does not depend on the number of ranks. Slower than torch's own."""
+    """Draw random numbers of the model (dropout masks, noise) for each sample separately, from the seed, the step and
+    the sample's place in the global batch. Then the training does not depend on the number of ranks. Slower than
+    torch's own."""
     eval_every_steps: Every | None = None
     """Steps between evaluations. Default: at each epoch's end. The end of training always evaluates."""
     eval_before_training: bool = False
-    """Evaluate the model before the first step too, of a run that begins anew: the figures of step 0."""
+    """Evaluate the model also before the first step of a new run: the metrics of step 0."""
     eval_samples: Count | None = None
-    """Evaluate on the first so many of the held-out samples. Default: all."""
+    """Number of validation samples, from the first on. Default: all."""
     eval_micro_batch_size: Count | None = None
     """Samples of one rank in an evaluation pass. Default: the training micro-batch size."""
     log_every_steps: Every = 10
-    """Steps between two lines of progress."""
+    """Steps between two log lines."""
     mlflow: Mlflow = Field(default_factory=Mlflow.model_construct)
-    """Figures to MLflow."""
+    """Metrics to MLflow."""
     profile: Profile | None = None
     """Traces of some steps."""
     mfu: bool = False
@@ -154,13 +155,13 @@ class Settings(Section):
     checkpoints: Checkpoints = Field(default_factory=Checkpoints.model_construct)
     """When the run saves its state, and what it keeps."""
     hooks: list[ModuleName] = []
-    """Classes of your own that are called in the middle of the training, ``package.module:Class`` (``dsframe.Hooks``)."""
+    """Classes of your own that are called during the training, ``package.module:Class`` (``dsframe.Hooks``)."""
     adapter: Adapter | None = None
     """Trains an adapter (LoRA) instead of the model's own weights."""
     ema: Ema | None = None
     """Keeps an average of the weights."""
     stop: Stop | None = None
-    """Ends the training where an evaluation's metric no longer gets better."""
+    """Early stopping: ends the training if a validation metric no longer improves."""
     threads_per_rank: Count | None = None
     """CPU threads of a rank. Default: OMP_NUM_THREADS, else the host's usable cores shared among its ranks."""
     on_nonfinite: Literal["stop", "skip"] = "stop"
@@ -175,8 +176,9 @@ class Settings(Section):
     """Bind each rank to its share of the host's cores, under every launcher. Then ``threads_per_rank`` is that share's size
     where nothing else says so."""
     parameter_groups: list[ParameterGroup] = []
-    """Parameters with a weight decay or a rate of their own, and frozen ones. One belongs to one group at most. Refused with Muon,
-    MuP and ZenFlow, which make groups themselves. ``Task.parameter_groups`` gives the same from a program."""
+    """Parameters with another weight decay or learning rate, and frozen parameters. One belongs to one group at most.
+    Refused with Muon, MuP and ZenFlow, which make groups themselves. ``Task.parameter_groups`` gives the same from a
+    program."""
     no_decay: Literal["none", "norms-and-biases"] = "none"
     """Parameters without weight decay, whatever group they are in, unless it has a ``weight_decay``: ``norms-and-biases``, those
     that Hugging Face's Trainer leaves out (inside ``nn.LayerNorm``, or with ``bias``, ``layernorm``, ``rmsnorm``, or a part that
@@ -186,8 +188,8 @@ class Settings(Section):
     each block before it once more, and what comes before the blocks n + 1 times; what comes after them has none. A group's
     ``lr_scale`` is multiplied with it. Default: 1."""
     optimizers: dict[str, ModelOptimizer] = {}
-    """Optimizers of a task's models where there are several (``Task.models``), by the models' names; those that have none here
-    are trained by the file's ``optimizer``. A scheduler's rates are for that one, and the others' are in proportion."""
+    """Optimizers of a task with several models (``Task.models``), by the models' names; the other models are trained
+    by the file's ``optimizer``. A scheduler's rates are for that one, and the others' are in proportion."""
     large_batch: LargeBatch = Field(default_factory=LargeBatch.model_construct)
     """Scaling of the learning rate with the batch size."""
     model: Model = Field(default_factory=Model.model_construct)
@@ -201,7 +203,7 @@ class Settings(Section):
     fsdp: Fsdp = Field(default_factory=Fsdp.model_construct)
     """Options of the FSDP engine."""
     pass_through: list[str] = []
-    """Keys that this schema does not know and that DeepSpeed shall get all the same; dotted when nested."""
+    """Unknown keys to pass to DeepSpeed, with dots if nested."""
 
     @classmethod
     def variant(cls, raw: Mapping[str, Any], key: str) -> type[Section] | None:

@@ -18,7 +18,7 @@ class Checkpoints(Section):
     at_end: bool = True
     """Save after the last step."""
     asynchronous: bool = False
-    """Copy the state and write it while training goes on, instead of writing first and waiting for the disk alone meanwhile. Each
+    """Copy the state, then write it to disk while training continues. Each
     rank holds its share of the state once more in host memory, from the first step to the end of the run: with Adam 12 bytes
     times parameters divided by ranks."""
     form: Literal["portable", "sharded"] = "portable"
@@ -26,8 +26,8 @@ class Checkpoints(Section):
     (ZeRO 1 to 3, FSDP), each writes its own as they lie, and nothing is sent: for states of terabytes. From both, any engine and
     number of ranks goes on, and ``dsframe export`` reads both."""
     keep_last: Count = 2
-    """So many of the newest checkpoints stay."""
+    """Number of newest checkpoints to keep."""
     keep_best: Annotated[str, Field(pattern=METRIC)] | None = None
-    """Keep also the best by this metric of the evaluation: ``loss:min`` or ``accuracy:max``."""
+    """Keep also the best checkpoint by this validation metric: ``loss:min`` or ``accuracy:max``."""
     keep_every: Every | None = None
-    """Keep also those at multiples of so many steps."""
+    """Keep also every checkpoint at a multiple of this number of steps."""

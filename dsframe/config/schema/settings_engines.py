@@ -14,8 +14,8 @@ class Horovod(Section):
     compression: Literal["none", "fp16"] = "none"
     """Send gradients as they are or as fp16."""
     fusion_threshold_bytes: Size | None = None
-    """Bytes of gradients that are reduced together. Default: HOROVOD_FUSION_THRESHOLD, else a quarter of all, but
-    1 to 64 MiB."""
+    """Bytes of gradients that are reduced together. Default: HOROVOD_FUSION_THRESHOLD, else a quarter of all
+    gradients, between 1 and 64 MiB."""
     cycle_time_milliseconds: Positive | None = None
     """Time between two rounds of reductions. Default: HOROVOD_CYCLE_TIME, else 5 ms on CPUs and Horovod's own 1 ms on GPUs."""
 
@@ -27,12 +27,12 @@ class Ddp(Section):
     """Megabytes (2 to the 20 bytes) of gradients that are reduced together. Default: a quarter of all, 1 at least and 64 at
     most, so that most can leave while the backward pass still runs."""
     static_graph: bool = False
-    """The model does the same at each step. From three ranks on, a run that goes on from a checkpoint adds up the gradients of its
-    first steps in another order then, which changes last bits."""
+    """The model uses the same operations at each step. From three ranks on, a run that goes on from a checkpoint adds
+    up the gradients of its first steps in another order then, which changes last bits."""
     gradient_as_bucket_view: bool = True
     """Gradients live in the buckets: less memory."""
     find_unused_parameters: bool = False
-    """DDP's own way with parameters that take no part in a loss: it reads the graph at each step. Without it they have zero
+    """Let DDP search the graph at each step for parameters without a gradient. Without it they have zero
     gradients too, at less cost."""
     communication: Literal["none", "fp16", "bf16"] = "none"
     """How gradients are sent: as they are, or rounded to 16 bits and added up so (``fp16`` ends at 65,504)."""
@@ -47,14 +47,14 @@ class Fsdp(Section):
     models on CPUs parts of it, down to single layers, if it is large beside a rank's shard. What shares a parameter with another
     part of the model stays with the whole model."""
     sharding: Literal["full", "hybrid"] = "full"
-    """``full``: shares for all ranks. ``hybrid``: shares within groups of ranks, and each group has a whole model."""
+    """``full``: sharded over all ranks. ``hybrid``: shares within groups of ranks, and each group has a whole model."""
     shard_size: Count | None = None
     """Ranks of a group, for ``hybrid``. Divides the number of processes. Default: the ranks of a host."""
     offload: Literal["none", "cpu"] = "none"
-    """``cpu``: shares of weights, gradients and optimizer state live in the host's memory, where the update is made."""
+    """``cpu``: shards of weights, gradients and optimizer state stay in the host's memory, and the CPU makes the update."""
     reshard_after_forward: bool = True
-    """Give a unit up after its forward pass and gather it again for the backward pass: less memory, half as much again is
-    sent."""
+    """Free a unit's weights after its forward pass and gather them again for the backward pass: less memory, 1.5
+    times the communication."""
     accumulate: Literal["whole", "shards"] = "whole"
     """Gradients between micro-batches: ``whole`` on every rank and reduced once in a step, or reduced each time and kept in
     ``shards``: less memory, more is sent."""

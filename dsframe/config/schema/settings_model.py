@@ -11,20 +11,20 @@ class Recomputation(Section):
     """Which modules keep their inputs alone, where not all of the model's blocks shall."""
 
     modules: Annotated[list[str], Field(min_length=1)] | None = None
-    """Names of classes, or of modules, in which ``*`` stands for anything: ``["*.self_attn"]``. Default: the block that the model
-    repeats."""
+    """Names of classes, or of modules with ``*`` as a wildcard: ``["*.self_attn"]``. Default: the repeated block."""
     every: Count = 1
-    """Of these the first, and then every so manieth in the model's order."""
+    """Every n-th of them, starting with the first."""
 
 
 class Model(Section):
     """What is done to the model before it trains. None of it changes a parameter's name, or what is computed."""
 
     activation_checkpointing: bool | list[str] | Recomputation = False
-    """Keep the inputs of blocks and compute the rest again: less memory, about a third more work. True is the block that
-    the model repeats; or names of classes or modules (``*`` stands for anything); or these and which of them."""
+    """Gradient checkpointing: keep only the inputs of blocks and recompute the rest; less memory, about a third more
+    work. True is the block that the model repeats; or names of classes or modules (``*`` stands for anything); or
+    these and which of them."""
     offload_activations: bool | list[str] = False
-    """What blocks keep for the backward pass waits in the host's memory. Names as for ``activation_checkpointing``. Nothing
+    """Keep activations of blocks in the host's memory until the backward pass. Names as for ``activation_checkpointing``. Nothing
     changes where the host's memory is the device's. Refused with ``activation_checkpointing``, which has
     ``cpu_checkpointing``, and with ``compile``."""
 
@@ -39,13 +39,14 @@ class Model(Section):
         return Recomputation() if chosen else None
 
     loss_chunk_tokens: Count | Literal["auto"] | None = None
-    """A language model's loss is computed so many tokens at a time, without the logits of all of them: with a large vocabulary
-    those take the most memory of a step. ``"auto"``: slices of 128 MiB. Default: all at once. Refused in a pipeline, with
-    ``"compile": true``, and for models that change their output layer's logits."""
+    """Compute a language model's loss for this many tokens at a time, so the logits of all tokens are never in memory
+    at once; with a large vocabulary they take the most memory of a step. ``"auto"``: slices of 128 MiB. Default: all
+    at once. Refused in a pipeline, with ``"compile": true``, and for models that change their output layer's
+    logits."""
     channels_last: bool = False
-    """Channels innermost in the activations of 2-D convolutions."""
+    """Use torch's channels_last memory format for 2-D convolutions."""
     sync_batch_norm: bool = False
-    """BatchNorm uses the samples of all ranks, so that the training does not depend on how many there are. Refused with several
+    """BatchNorm uses the samples of all ranks, so the result does not depend on the number of processes. Refused with several
     micro-batches in a step, with recomputed blocks, a compiled model, and where ranks split a model or its samples."""
     compile: bool | Literal["blocks"] = False
     """torch.compile: the whole model, or each repeated block by itself. ``"auto"``: each repeated block, in trainings of at least
@@ -56,12 +57,11 @@ class LargeBatch(Section):
     """Learning rates for another batch size than the one they were found for. Nothing is scaled unless this asks for it."""
 
     lr_scaling: Literal["none", "linear", "sqrt"] = "none"
-    """Multiply every rate of the optimizer and the schedule by the batch's ratio to ``reference_batch_size``, or by its
-    square root."""
+    """Multiply every learning rate by ``train_batch_size / reference_batch_size``, or by its square root."""
     reference_batch_size: Count | None = None
-    """``train_batch_size`` for which the file's rates were found."""
+    """Batch size that the file's learning rates are for."""
     warmup_steps: StepsOrNone = 0
-    """Steps over which that factor grows from 1, on top of what the schedule does."""
+    """Steps over which that factor grows from 1, multiplied with the schedule."""
 
 
 class DeepSpeedEngine(Section):
@@ -69,5 +69,5 @@ class DeepSpeedEngine(Section):
 
     accumulate: Literal["shards", "whole"] = "shards"
     """Gradients between micro-batches at ZeRO stages 2 and 3: reduced each time and kept in ``shards``, as DeepSpeed does
-    it, or ``whole`` on every rank and reduced once in a step: more memory, less is sent, and in 16 bits the sum of the
-    micro-batches is rounded to them."""
+    it, or ``whole`` on every rank and reduced once a step: more memory, less communication; in 16 bits the sum of the
+    micro-batches is rounded."""

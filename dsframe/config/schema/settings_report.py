@@ -27,21 +27,21 @@ class Profile(Section):
     folder ``profile`` of the run's directory. Steps are counted from the first that the process takes."""
 
     wait: Size = 1
-    """Steps that pass first."""
+    """Steps to skip first."""
     warmup: Size = 1
-    """Steps that the profiler takes to get going, and throws away."""
+    """Steps that the profiler runs and discards."""
     active: Count = 3
-    """Steps that one trace has."""
+    """Steps in one trace."""
     repeat: Count = 1
-    """Traces, each after such a wait."""
+    """Number of traces, each after ``wait`` and ``warmup``."""
     ranks: Literal["all"] | list[Size] = [0]
-    """Whose."""
+    """Ranks to profile."""
     memory: bool = False
-    """Each allocation too."""
+    """Record allocations."""
     shapes: bool = False
-    """Shapes of operands too."""
+    """Record shapes of operands."""
     stacks: bool = False
-    """Lines of Python too. Slow."""
+    """Record Python call stacks. Slow."""
 
     @property
     def steps(self) -> int:

@@ -53,9 +53,9 @@ class TextFiles(Section):
     """In place of ``train``: several sets of files with weights. Which one gives a row follows from the seed and from the row's
     number in the training."""
     eval: str | list[str] | None = None
-    """The held-out ones. Default: none, so there is no evaluation."""
+    """Validation data. Default: none, so there is no evaluation."""
     format: Literal["text", "conversations"] = "text"
-    """``conversations``: rows have ``messages``, or ``prompt`` and ``completion``, and the answers alone are learned."""
+    """``conversations``: rows have ``messages``, or ``prompt`` and ``completion``, and only the answers are learned."""
     field: str = "text"
     """Column of the text, in JSON lines, parquet and saved folders."""
     packing: Literal["concatenate", "rows", "documents"] | None = None
@@ -79,7 +79,7 @@ class CausalLanguageModelTask(Section):
     configuration class, its own defaults for the rest. Or a local folder with a model, or ``hub:NAME@REVISION``, one of the
     Hugging Face hub (its cache is read, and filled where there is a network): its weights are the first ones."""
     resize_embeddings: bool = False
-    """Give a model from a folder one row for each token of a larger tokenizer. New rows are drawn around the mean of the old."""
+    """Resize the embeddings of a pretrained model to a larger tokenizer. New rows are drawn around the mean of the old."""
     fresh: bool = False
     """Take only the configuration from the folder, and draw new weights from the seed."""
     tokenizer: str | None = None

@@ -12,13 +12,13 @@ class ParameterGroup(Section):
     """Parameters of the model, by name, and what is different for them."""
 
     match: Annotated[list[str], Field(min_length=1)]
-    """Names of parameters; ``*`` stands for anything: ``*.bias``. Each must match something."""
+    """Names of parameters, with ``*`` as a wildcard: ``*.bias``. Each must match something."""
     weight_decay: NonNegative | None = None
     """Their weight decay. Default: as ``no_decay`` says, else the optimizer's."""
     lr_scale: Positive | None = None
-    """Factor of the schedule's rate for them, at each step."""
+    """Factor of the scheduled learning rate, at each step."""
     freeze: bool = False
-    """Train none of them."""
+    """Do not train them."""
 
     @property
     def contradiction(self) -> tuple[str, str] | None:
@@ -34,20 +34,20 @@ class Adapter(Section):
     whose names these keys have."""
 
     type: Literal["lora"] = "lora"
-    """``lora``: two narrow matrices beside a layer, whose product is added to its weight (Hu et al. 2021, arXiv 2106.09685)."""
+    """``lora``: two narrow matrices for a layer, whose product is added to its weight (Hu et al. 2021, arXiv 2106.09685)."""
     r: Count | None = None
     """Width of the narrow matrices. Default: 8."""
     lora_alpha: Positive | None = None
     """The product counts ``lora_alpha / r`` times. Default: 8."""
     lora_dropout: Annotated[float, Field(ge=0.0, lt=1.0)] | None = None
-    """Share of the layer's inputs that the adapter does not see. Default: 0."""
+    """Dropout of the adapter's inputs. Default: 0."""
     use_rslora: bool | None = None
     """Divide by the square root of ``r`` instead of ``r``. Default: false."""
     target_modules: Literal["all-linear"] | Annotated[list[str], Field(min_length=1)] | None = None
-    """Layers that get one, by the end of their names: ``["q_proj", "v_proj"]``. Default: ``all-linear``, all but the one that
-    gives a transformers model's logits."""
+    """Layers with an adapter, by the end of their names: ``["q_proj", "v_proj"]``. Default: ``all-linear``, all
+    linear layers but the output layer of a transformers model."""
     modules_to_save: Annotated[list[str], Field(min_length=1)] | None = None
-    """Modules that are trained whole, by the end of their names, such as a new head."""
+    """Modules to train without an adapter, by the end of their names, such as a new head."""
     base_format: Literal["nf4", "fp4"] | None = None
     """Keep the frozen linear layers, but the one that gives logits, in 4 bits, by the library bitsandbytes (QLoRA, arXiv
     2305.14314): ``nf4`` has normally distributed levels, ``fp4`` those of a 4-bit float. Default: as the training's. Not where
@@ -68,10 +68,10 @@ class Stop(Section):
     metric: Annotated[str, Field(pattern=METRIC)]
     """A metric of the evaluation, and what is better: ``loss:min`` or ``accuracy:max``."""
     patience: Count = 3
-    """So many evaluations one after the other without a better value end the training. What counts are those at
+    """Number of evaluations in a row without improvement that end the training. What counts are those at
     ``eval_every_steps``."""
     min_delta: NonNegative = 0.0
-    """A value is better only by more than this."""
+    """Smallest change that counts as an improvement."""
 
 
 class Ema(Section):
@@ -79,11 +79,11 @@ class Ema(Section):
     the fp32 weights of a rank."""
 
     decay: Annotated[float, Field(gt=0.0, lt=1.0)] = 0.999
-    """The share of the old average that stays at each update."""
+    """Factor of the old average at each update."""
     every_steps: Count = 1
     """Steps between two updates of the average. The first one takes the weights."""
-    start_step: Count | Literal[0] = 0
-    """Until this step the average is the weights."""
+    start_step: Annotated[int, Field(ge=0)] = 0
+    """Step at which averaging starts; until then the average equals the weights."""
     warmup_gamma: Annotated[float, Field(gt=0.0)] | None = None
     """Makes the decay grow: ``1 - (1 + n / warmup_gamma) ** -warmup_power`` at step ``n`` after ``start_step``, up to ``decay``."""
     warmup_power: Annotated[float, Field(gt=0.0)] = 2 / 3

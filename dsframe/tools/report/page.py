@@ -14,8 +14,18 @@ from dsframe.data.files import replacing
 from dsframe.text import printable
 from dsframe.tools.commands import command
 from dsframe.tools.plan.report_prediction import format_prediction
-from dsframe.tools.report.pictures import COLOURS, MISSING, Axis, Chart, Line, available, inline
-from dsframe.tools.report.runs import Run, differences, names, numbers, read_run, rows, understood
+from dsframe.tools.report.pictures import MISSING, Axis, Chart, Line, available, ink, inline
+from dsframe.tools.report.runs import (
+    Run,
+    differences,
+    file_differences,
+    names,
+    numbers,
+    read_run,
+    rows,
+    sameness,
+    understood,
+)
 
 _STYLE = """
 :root{color-scheme:light dark;--ink:#16181c;--soft:#555b66;--paper:#fff;--rule:#e4e6ea;--tint:#f4f5f7}
@@ -28,14 +38,13 @@ table{border-collapse:collapse;margin:.8em 0}tr{border-bottom:1px solid var(--ru
 th,td{padding:.2em 0 .2em 1.6em;text-align:right;vertical-align:top}
 th:first-child{padding-left:0;text-align:left;font-weight:normal;color:var(--soft)}
 td{font-variant-numeric:tabular-nums}.origin td{text-align:left}
-pre{background:var(--tint);padding:.8em;overflow:auto}figure{margin:0 0 .8em}
+pre{background:var(--tint);padding:.8em;overflow:auto}figure{margin:0 0 .8em;overflow-x:auto}
 .columns{display:grid;grid-template-columns:repeat(2,minmax(0,1fr));gap:.6em 1.6em}
 @media(max-width:1050px){.columns{grid-template-columns:minmax(0,1fr)}}
-svg{display:block;width:100%;max-width:760px;height:auto}
+svg{display:block;width:100%;min-width:480px;max-width:760px;height:auto}svg text{fill:currentColor}
 .mark{display:inline-block;width:.8em;height:.8em;border:1px solid var(--paper)}
 """
 _CURVES = (
-    ("Training loss", "loss", Axis("mean over the global batch")),
     ("Gradient norm", "gradient_norm", Axis("L2 norm before clipping", log=True)),
     ("Learning rate", "learning_rate", Axis("per update")),
     ("Speed during training", "rate", Axis("samples or tokens a second, all ranks", log=True)),
@@ -82,8 +91,9 @@ def page(runs: Sequence[Run]) -> str:
     data = json.dumps({run.name: numbers(run, runs[0]) for run in runs}).replace("<", "\\u003c")
     parts = [
         f"<h1>{escape(title)}</h1>",
+        _differences(runs) if len(runs) > 1 else "",
         f'<div class="columns">{pictures}</div>' if pictures else f'<p class="note">{escape(MISSING)}</p>',
-        f'<div class="wide">{_table(runs)}</div>',
+        _table(runs, rows(runs)),
         *(_origin(run) for run in runs),
         f'<script type="application/json" id="figures">{data}</script>',
     ]
@@ -99,8 +109,9 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     recorded = (record.get("evaluation", {}) for run in runs for record in run.records)
     metrics = sorted({name for evaluation in recorded for name in evaluation})
     samples = Axis("over all validation samples")
-    wanted = [*_CURVES, *((f"Evaluation: {name}", f"evaluation.{name}", samples) for name in metrics)]
-    panels = []
+    others = [name for name in metrics if name.rpartition("/")[2] != "loss"]
+    wanted = [*_CURVES, *((f"Evaluation: {name}", f"evaluation.{name}", samples) for name in others)]
+    panels = _losses(runs, [name for name in metrics if name.rpartition("/")[2] == "loss"])
     for title, key, axis in wanted:
         lines = [Line(run.name, run.curve(key)) for run in runs]
         if any(len(line.points) > 1 for line in lines):  # one point is in the table
@@ -114,14 +125,35 @@ def charts(runs: Sequence[Run]) -> list[Chart]:
     return panels
 
 
-def _table(runs: Sequence[Run]) -> str:
-    marks = (f'<span class="mark" style="background:{COLOURS[i % len(COLOURS)]}"></span>' for i in range(len(runs)))
+def _losses(runs: Sequence[Run], validation: Sequence[str]) -> list[Chart]:
+    """Training and validation loss in one chart; the latter dashed, in the run's colour where there are several runs."""
+    alone = len(runs) == 1
+    lines = [Line("training" if alone else run.name, run.curve("loss"), index) for index, run in enumerate(runs)]
+    label = "mean over the global batch"
+    for number, name in enumerate(validation, 1):
+        title = f"validation {name.rpartition('/')[0]}".strip() if alone else ""
+        for index, run in enumerate(runs):
+            points, label = run.curve(f"evaluation.{name}"), "solid: training, dashed: validation"
+            lines.append(Line(title, points, number if alone else index, dashed=True))
+    drawn = any(len(line.points) > 1 for line in lines)
+    return [Chart("Loss", Axis("optimizer step"), Axis(label), lines)] if drawn else []
+
+
+def _differences(runs: Sequence[Run]) -> str:
+    """Whether model, data and file are the same, and the keys in which the files differ."""
+    same = "".join(f"<tr><th>{escape(name)}</th><td>{escape(said)}</td></tr>" for name, said in sameness(runs))
+    differing = file_differences(runs)
+    return f'<table class="origin">{same}</table>{_table(runs, differing) if differing else ""}'
+
+
+def _table(runs: Sequence[Run], cells: Sequence[Sequence[str]]) -> str:
+    marks = (f'<span class="mark" style="background:{ink(index)}"></span>' for index in range(len(runs)))
     heads = "".join(f"<th>{mark} {escape(run.name)}</th>" for mark, run in zip(marks, runs, strict=True))
     lines = (
         f"<tr><th>{escape(key)}</th>{''.join(f'<td>{escape(value)}</td>' for value in values)}</tr>"
-        for key, *values in rows(runs)
+        for key, *values in cells
     )
-    return f"<table><tr><th></th>{heads}</tr>{''.join(lines)}</table>"
+    return f'<div class="wide"><table><tr><th></th>{heads}</tr>{"".join(lines)}</table></div>'
 
 
 def _origin(run: Run) -> str:

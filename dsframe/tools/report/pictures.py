@@ -20,9 +20,11 @@ from typing import Any
 from dsframe.errors import DataError
 
 MISSING = 'no pictures, because matplotlib is not installed: pip install "dsframe[plots]"'
-COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#000000", "#E69F00", "#56B4E9", "#8C6D31")
+_BLACK = "#000000"
+COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", _BLACK, "#E69F00", "#56B4E9", "#8C6D31")
 """The last is a brown in place of their yellow, which cannot be seen on white."""
 _MARKERS = "os^vDPX*"
+_GRID = "#dddddd"
 _INCHES = (7.6, 3.6)
 _POINTS, _MARKS, _LETTERS = 1000, 12, 34
 """Of a line, at most; of its markers; of a name."""
@@ -36,6 +38,7 @@ class Line:
     points: Sequence[tuple[float, float]]
     series: int | None = None
     """Its colour and marker; by default by its position among the lines."""
+    dashed: bool = False
 
 
 @dataclass(frozen=True)
@@ -70,12 +73,13 @@ class Chart:
                 across,
                 up,
                 label=line.name if len(line.name) <= _LETTERS else f"{line.name[: _LETTERS - 1]}\u2026",
+                linestyle="--" if line.dashed else "-",
                 color=COLOURS[series % len(COLOURS)],
                 marker=_MARKERS[series % len(_MARKERS)],
                 markersize=5,
                 markevery=max(1, len(across) // _MARKS),
                 # Earlier lines are wider: where two are the same, both are seen.
-                linewidth=1.3 + 3.2 * (1 - (index + 1) / len(self.lines)),
+                linewidth=1.3 if line.dashed else 1.3 + 3.2 * (1 - (index + 1) / len(self.lines)),
             )
         for axis, set_scale in ((self.x, axes.set_xscale), (self.y, axes.set_yscale)):
             if axis.log and axis.floor is not None:
@@ -84,8 +88,8 @@ class Chart:
                 set_scale("log")
         axes.set_xlabel(self.x.label)
         axes.set_ylabel("\n".join(textwrap.wrap(self.y.label, 36)))
-        axes.grid(color="#dddddd", linewidth=0.6)
-        if len(axes.get_lines()) > 1:
+        axes.grid(color=_GRID, linewidth=0.6)
+        if len([line for line in axes.get_lines() if not line.get_label().startswith("_")]) > 1:
             axes.legend(loc="upper left", bbox_to_anchor=(1.0, 1.02), frameon=False, fontsize=9)
 
 
@@ -95,11 +99,17 @@ def available() -> bool:
 
 
 def inline(chart: Chart) -> str:
-    """An ``<svg>`` element for a page."""
+    """An ``<svg>`` element for a page: black is the page's ink, and its paper is seen through it."""
     text = io.StringIO()
-    _figure([chart]).savefig(text, format="svg", metadata={"Date": None})
+    _figure([chart]).savefig(text, format="svg", metadata={"Date": None}, transparent=True)
     head = f'<svg role="img" aria-label="{escape(chart.title, quote=True)}" '
-    return re.sub(r".*?<svg ", lambda _: head, text.getvalue(), count=1, flags=re.DOTALL)
+    picture = re.sub(r".*?<svg ", lambda _: head, text.getvalue(), count=1, flags=re.DOTALL)
+    return picture.replace(_BLACK, "currentColor").replace(_GRID, "var(--rule)")
+
+
+def ink(series: int) -> str:
+    """A line's colour in a page's style."""
+    return COLOURS[series % len(COLOURS)].replace(_BLACK, "currentColor")
 
 
 def write(path: Path, charts: Sequence[Chart]) -> None:

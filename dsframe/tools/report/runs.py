@@ -11,7 +11,7 @@ from typing import Any
 
 from dsframe.errors import DataError
 from dsframe.run_dir.record import read_config, read_metrics, read_origin, read_summary
-from dsframe.text import printable, reason
+from dsframe.text import keys, printable, reason
 from dsframe.tools.plan import report_prediction
 
 Value = float | str | None
@@ -40,6 +40,11 @@ class Run:
             if isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value):
                 points.append((float(record["step"]), float(value)))
         return points
+
+    @property
+    def about(self) -> dict[str, Any]:
+        """What the run said of itself: engine, model, data."""
+        return self.summary or self.records[0].get("run", {})
 
     @property
     def unit(self) -> str:
@@ -93,7 +98,7 @@ def differences(run: Run, other: Run) -> list[tuple[float, float]]:
 def numbers(run: Run, first: Run) -> dict[str, Value]:
     """What is known of ``run``, unrounded, with the unit in the name; losses are compared with those
     of ``first``."""
-    about = run.summary or run.records[0].get("run", {})
+    about = run.about
     losses, sent = run.curve("loss"), run.curve("sent_bytes")
     predicted_sent = run.predicted.get("sent_bytes_per_step")
     peaks = [size / 2**20 for size in run.summary.get("peak_memory_bytes", ())]
@@ -106,7 +111,7 @@ def numbers(run: Run, first: Run) -> dict[str, Value]:
         "state": "finished" if run.summary else "not finished",
         "steps": run.summary.get("steps") or (int(losses[-1][0]) if losses else 0),
         "last training loss": losses[-1][1] if losses else None,
-        f"largest difference of the loss to {first.name}": max(apart, default=None),
+        "largest difference of the loss": max(apart, default=None),
         **{f"evaluation: {name}": value for name, value in run.summary.get("metrics", {}).items()},
         f"{run.unit} a second": run.summary.get("rate"),
         "training time, s": run.summary.get("seconds"),
@@ -122,6 +127,38 @@ def numbers(run: Run, first: Run) -> dict[str, Value]:
 
 def _scaled(value: float | None, unit: float) -> float | None:
     return None if value is None else value / unit
+
+
+def sameness(runs: Sequence[Run]) -> list[list[str]]:
+    """Whether the runs have the same model, data and file: a row for each, as far as all of them have recorded it."""
+    differing = len(file_differences(runs))
+    file = f"{differing} key{'s differ' if differing > 1 else ' differs'}" if differing else "the same"
+    return [
+        *([name, _same([keys(run.about.get(name, {})) for run in runs])] for name in ("model", "data")),
+        ["file", file],
+    ]
+
+
+def _same(recorded: Sequence[Mapping[str, str]]) -> str:
+    common = [key for key in recorded[0] if all(key in of_run for of_run in recorded)]
+    if not common:
+        return "not recorded by every run"
+    differing = [key for key in common if len({of_run[key] for of_run in recorded}) > 1]
+    said = [_identity(key, [of_run[key] for of_run in recorded]) for key in differing]
+    return f"not the same: {', '.join(said)}" if said else "the same"
+
+
+def _identity(key: str, values: Sequence[str]) -> str:
+    """Digests tell a reader nothing."""
+    return key if key.startswith(("code of ", "sample ")) else f"{key} {' / '.join(values)}"
+
+
+def file_differences(runs: Sequence[Run]) -> list[list[str]]:
+    """The keys that differ between the files that ran, with each run's value."""
+    files = [keys(run.config) for run in runs]
+    names = dict.fromkeys(key for file in files for key in file if key != "dsframe.run_dir")
+    table = [[key, *(file.get(key, "") for file in files)] for key in names]
+    return [row for row in table if len(set(row[1:])) > 1]
 
 
 def rows(runs: Sequence[Run]) -> list[list[str]]:
