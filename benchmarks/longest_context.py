@@ -80,7 +80,7 @@ def train(context: int, ranks: int, shared: int, model: dict[str, Any], limit: i
         command = [sys.executable, *own] if ranks == 1 else command
         done = processes.run(command, timeout=SECONDS)
         if done.returncode == 0:
-            from dsframe.tools.plan.report_prediction import predicted
+            from tests.predictions import predicted
 
             summary: dict[str, Any] = json.loads((run_dir / "summary.json").read_text())
             return {**summary, "predicted": predicted(run_dir, summary)} if not limit else summary
@@ -116,7 +116,7 @@ def peaks(context: int, ranks: Sequence[int]) -> list[dict[str, float]]:
             found = train(tokens, size, size, {})
             assert found is not None
             peak.append((max(found["peak_memory_bytes"]) - found["base_bytes"]) / MIB)
-            plan.append((found["predicted"]["memory_bytes"] - found["base_bytes"]) / MIB)
+            plan.append((found["predicted"]) / MIB)
         row = {
             "ranks": size, "peak": peak[0], "plan": plan[0],
             "activations": 2 * (peak[0] - peak[1]), "activations, plan": 2 * (plan[0] - plan[1]),

@@ -13,14 +13,18 @@ import json
 import statistics
 import sys
 import tempfile
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
+from dsframe import tasks
+from dsframe.config import load
 from dsframe.run_dir.record import read_summary
 from dsframe.tools import subprocess_runs
-from dsframe.tools.plan.report_prediction import predicted
+from dsframe.tools.plan.device import unlimited
+from dsframe.tools.plan.footprint import predict
+from dsframe.tools.plan.model import traced
 
 MEDIAN_ERROR, WORST_ERROR = 0.10, 0.25
 """Errors that are allowed, as shares of what was measured."""
@@ -133,11 +137,16 @@ def measure(names: Sequence[str], folder: Path, steps: int = STEPS) -> Iterator[
         directory = folder / name
         subprocess_runs.train(folder / f"{name}.json", CASES[name].ranks, directory)
         summary = read_summary(directory)
-        guess = predicted(directory, summary)
-        if "problem" in guess:
-            raise SystemExit(f"{name}: no prediction: {guess['problem']}")
         base = summary["base_bytes"]
-        yield Comparison(name, base, guess["memory_bytes"] - base, max(summary["peak_memory_bytes"]) - base)
+        yield Comparison(name, base, predicted(directory, summary), max(summary["peak_memory_bytes"]) - base)
+
+
+def predicted(directory: Path, summary: Mapping[str, Any]) -> float:
+    """Bytes of the fullest rank of a finished run beyond its base."""
+    config = load(directory / "config.json")
+    model = traced(config, tasks.build(config.settings.task, config.settings.seed))
+    device = unlimited(on_cpu=summary["device"] != "cuda")
+    return predict(config, summary["engine"], model, device, summary["training_processes"]).memory.total
 
 
 def verdict(rows: Sequence[Comparison]) -> tuple[str, bool]:

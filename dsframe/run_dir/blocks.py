@@ -65,7 +65,8 @@ def modules(model: nn.Module) -> list[str]:
 
     Parts that repeat are one line, and a shared parameter counts once; a model of a single part has no table.
     """
-    parts, counted, rows = list(model.named_children()), set[int](), []
+    parts, counted = list(model.named_children()), set[int]()
+    rows: list[tuple[list[str], str, int, int]] = []
     for name, part in [*parts, ("(itself)", model)]:
         fresh = [p for p in part.parameters() if id(p) not in counted]
         counted.update(map(id, fresh))

@@ -1,4 +1,4 @@
-"""``dsframe evaluate``, ``dsframe predict``: a checkpoint on its validation data, and its predictions, on any engine and world size.
+"""``dsframe evaluate``, ``dsframe predict``: a checkpoint on its validation data, and its predictions, on any engine.
 
 On several processes under any launcher: ``torchrun --nproc-per-node=2 -m dsframe.tools.evaluate CHECKPOINT``, and ``-m
 dsframe.tools.evaluate predict CHECKPOINT --out FILE``.

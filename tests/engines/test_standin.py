@@ -24,7 +24,7 @@ from dsframe.config import load
 from dsframe.data.loader import READER
 from dsframe.run_dir.record import read_metrics
 from dsframe.tools.compare import losses
-from dsframe.tools.plan import report_prediction
+from tests.predictions import predicted
 from tests.processes import Finished, run_ranks, warm
 from tests.standin import build
 
@@ -318,9 +318,9 @@ def test_bytes_are_near_the_plans(name: str) -> None:
     model that fills a GPU."""
     run = trained(name)
     summary = json.loads((run.folder / "run" / "summary.json").read_text())
-    guess = report_prediction.predicted(run.folder / "run", summary)
+    guess = predicted(run.folder / "run", summary) + summary["base_bytes"]
     held = max(record["usage"][f"step {QUIET[-1]}"][1] for record in run.records)
-    assert 0.85 < held / guess["memory_bytes"] < 1.4
+    assert 0.85 < held / guess < 1.4
 
 
 def test_a_rank_that_sleeps_is_named() -> None:

@@ -11,7 +11,6 @@ import pytest
 from dsframe.cli import main
 from dsframe.errors import TrainingError
 from dsframe.tools import compare, subprocess_runs
-from dsframe.tools.plan import report_prediction
 from tests.unit.test_report_page import write_run
 
 
@@ -22,13 +21,12 @@ def write(folder: Path, name: str, **more: Any) -> Path:
     return path
 
 
-def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(report_prediction, "predicted", lambda directory, summary: summary.get("predicted", {}))
+def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for number, name in enumerate(("a", "b"), 1):
         write_run(
             tmp_path / name, [2.0, 1.0 + number / 100], description="engine", steps=2, rate=32, unit="samples",
             units_per_step=32, seconds=1.0, first_step_seconds=0.5, metrics={"accuracy": 0.5}, peak_memory_bytes=[2**20],
-            launcher="python", predicted={"sent_bytes_per_step": {"gradients": 3e6}},
+            launcher="python",
             model={"task": "Net", "parameters": 7}, data={"samples": 10 * number, "sample 0": name},
         )  # fmt: skip
     (tmp_path / "b" / "config.json").write_text('{"train_batch_size": 8, "optimizer": {"params": {"lr": 0.1}}}')
@@ -44,7 +42,6 @@ def test_runs_are_compared(tmp_path: Path, capsys: pytest.CaptureFixture[str], m
         "optimizer.params.lr     0.1",
     ]
     rows = {line.split("  ")[0]: line for line in printed.splitlines()}
-    assert rows["sent, predicted, MB"].split()[-2:] == ["3", "3"]
     assert rows["loss at step 2"].split()[-1] == "+1.0e-02"
     assert "b: not the same training as a: at step 2" in printed
     assert "Difference of the training loss" in (tmp_path / "page.html").read_text()

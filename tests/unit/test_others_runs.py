@@ -10,7 +10,6 @@ import pytest
 
 from dsframe.cli import main
 from dsframe.run_dir import record
-from dsframe.tools.plan import report_prediction
 from tests.unit.test_report_page import write_run
 
 
@@ -51,14 +50,6 @@ def test_names_do_not_move_the_cursor(tmp_path: Path, capsys: pytest.CaptureFixt
     (runs[1] / "summary.json").write_text(json.dumps({**summary, "description": "\x1b[2J\nmine"}))
     assert main(["compare", *map(str, runs)]) == 0
     assert "\x1b" not in capsys.readouterr().out
-
-
-def test_another_user_s_file_is_not_built(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    run = a_run(tmp_path / "theirs")
-    (run / "config.json").write_text("{}")
-    monkeypatch.setattr(os, "getuid", lambda: (run / "config.json").stat().st_uid + 1)
-    summary = json.loads((run / "summary.json").read_text()) | {"base_bytes": 0}
-    assert "another user's" in report_prediction.predicted(run, summary)["problem"]
 
 
 def test_a_damaged_line_does_not_keep_a_run_from_going_on(tmp_path: Path) -> None:

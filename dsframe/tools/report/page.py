@@ -13,7 +13,6 @@ from pathlib import Path
 from dsframe.data.files import replacing
 from dsframe.text import printable
 from dsframe.tools.commands import command
-from dsframe.tools.plan.report_prediction import format_prediction
 from dsframe.tools.report.pictures import MISSING, Axis, Chart, Line, available, ink, inline
 from dsframe.tools.report.runs import (
     Run,
@@ -67,20 +66,18 @@ def parser() -> argparse.ArgumentParser:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Writes the page, prints predictions next to measurements, returns 0. Raises DataError."""
+    """Writes the page, prints its path, returns 0. Raises DataError."""
     options = parser().parse_args(argv)
     target = options.output or options.runs[0] / "report.html"
     with understood():
         runs = list(map(read_run, options.runs, names(options.runs)))
         text = page(runs).encode("utf-8", errors="replace")
-        lines = [f"{run.name}: {format_prediction(run.summary, run.predicted)}" for run in runs if run.summary]
     if options.output:
         target.write_bytes(text)
     else:  # a directory that may be another's: a link there is not followed
         with replacing(target) as file:
             file.write(text)
-    for line in [*lines, str(target)]:
-        print(printable(line))
+    print(printable(str(target)))
     return 0
 
 

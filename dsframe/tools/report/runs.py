@@ -5,14 +5,13 @@ from __future__ import annotations
 import contextlib
 import math
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from dsframe.errors import DataError
 from dsframe.run_dir.record import read_config, read_metrics, read_origin, read_summary
 from dsframe.text import keys, printable, reason
-from dsframe.tools.plan import report_prediction
 
 Value = float | str | None
 
@@ -27,8 +26,6 @@ class Run:
     """Empty while it runs, and after a failure."""
     origin: dict[str, Any]
     config: dict[str, Any]
-    predicted: Mapping[str, Any] = field(default_factory=dict)
-    """By the plan, of a finished run; ``problem`` where it cannot be predicted."""
 
     def curve(self, key: str) -> list[tuple[float, float]]:
         """``key`` by step, as logged; ``evaluation.NAME`` for a metric of the evaluations."""
@@ -69,15 +66,14 @@ def understood() -> Iterator[None]:
 
 
 def read_run(directory: Path, name: str | None = None) -> Run:
-    """A run with its prediction, which takes seconds. Raises DataError where there is no run."""
+    """A run by its directory. Raises DataError where there is none."""
     records = read_metrics(directory)
     try:
         summary = read_summary(directory)
     except DataError:
         summary = {}
-    predicted = report_prediction.predicted(directory, summary) if summary else {}
     name = name or directory.resolve().name
-    return Run(name, records, summary, read_origin(directory), read_config(directory), predicted)
+    return Run(name, records, summary, read_origin(directory), read_config(directory))
 
 
 def names(runs: Sequence[Path]) -> list[str]:
@@ -100,7 +96,6 @@ def numbers(run: Run, first: Run) -> dict[str, Value]:
     of ``first``."""
     about = run.about
     losses, sent = run.curve("loss"), run.curve("sent_bytes")
-    predicted_sent = run.predicted.get("sent_bytes_per_step")
     peaks = [size / 2**20 for size in run.summary.get("peak_memory_bytes", ())]
     phases = run.summary.get("startup_seconds")
     apart = [] if first is run else [value for _, value in differences(run, first)]
@@ -118,15 +113,9 @@ def numbers(run: Run, first: Run) -> dict[str, Value]:
         "start to engine, s": run.summary.get("start_seconds"),
         "time to first step, s": sum(phases.values()) if phases else None,
         "peak memory of the fullest rank, MiB": max(peaks, default=None),
-        "peak memory, predicted, MiB": _scaled(run.predicted.get("memory_bytes"), 2**20),
         "peak memory by rank, MiB": ", ".join(f"{peak:,.0f}" for peak in peaks[:8]) or None,
         "sent by a rank in a step, MB": sent[-1][1] / 1e6 if sent else None,
-        "sent, predicted, MB": None if predicted_sent is None else sum(predicted_sent.values()) / 1e6,
     }
-
-
-def _scaled(value: float | None, unit: float) -> float | None:
-    return None if value is None else value / unit
 
 
 def sameness(runs: Sequence[Run]) -> list[list[str]]:
